@@ -1,0 +1,72 @@
+# Development of apollo_compile. Everything happens in .venv and build; `make test` works from a clean checkout.
+
+BASE_PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV := .venv
+BIN := $(VENV)/bin
+SOURCES := $(shell find csrc runtime -name '*.cpp' -o -name '*.h')
+NATIVE_SOURCES := $(filter-out runtime/tests/%,$(SOURCES)) CMakeLists.txt
+SANITIZERS := address thread
+
+# Compiled pieces are kept between test runs.
+export TORCHINDUCTOR_CACHE_DIR := $(CURDIR)/build/inductor
+
+.PHONY: demo test check bench native stub native-test format clean
+
+demo: $(VENV)/installed native
+	$(BIN)/python -m benchmarks.demo
+
+test: $(VENV)/installed native
+	$(BIN)/python -m pytest
+
+check: $(VENV)/installed
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/clang-format --dry-run -Werror $(SOURCES)
+
+bench: $(VENV)/installed native
+	$(BIN)/python -m benchmarks.run
+
+# The checkout comes first on sys.path, so it needs the extension too: built in place, which is also the fast way to
+# work on it.
+native: build/native/stamp
+
+build/native/stamp: $(NATIVE_SOURCES) | $(VENV)/tools
+	$(BIN)/cmake -S . -B build/native -G Ninja -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python \
+	  -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja -DCMAKE_LIBRARY_OUTPUT_DIRECTORY=$(CURDIR)/apollo_compile
+	$(BIN)/cmake --build build/native
+	touch $@
+
+stub: native
+	$(BIN)/python -m nanobind.stubgen -q -m apollo_compile._native -o apollo_compile/_native.pyi
+
+native-test: $(SANITIZERS:%=native-test-%)
+
+native-test-%: $(VENV)/tools
+	$(BIN)/cmake -S . -B build/native-$* -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja \
+	  -DCMAKE_BUILD_TYPE=RelWithDebInfo -DAPOLLO_BUILD_PYTHON=OFF -DAPOLLO_BUILD_TESTS=ON -DAPOLLO_SANITIZE=$*
+	$(BIN)/cmake --build build/native-$*
+	$(BIN)/ctest --test-dir build/native-$* --output-on-failure
+
+format: $(VENV)/installed
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+	$(BIN)/clang-format -i $(SOURCES)
+
+clean:
+	rm -rf build $(VENV) apollo_compile/_native*.so
+
+$(VENV)/created:
+	$(BASE_PYTHON) -m venv $(VENV)
+	touch $@
+
+$(VENV)/tools: constraints.txt | $(VENV)/created
+	$(BIN)/python -m pip install -q -c constraints.txt cmake ninja nanobind
+	touch $@
+
+# torch first and by exact version: to resolve a range, pip would fetch gigabytes.
+$(VENV)/installed: pyproject.toml constraints.txt $(NATIVE_SOURCES) | $(VENV)/tools
+	$(BIN)/python -m pip install -q -c constraints.txt torch==$(shell sed -n 's/^torch==//p' constraints.txt)
+	$(BIN)/python -m pip install -q -c constraints.txt '.[bench,test,dev]'
+	touch $@

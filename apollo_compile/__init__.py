@@ -1,0 +1,28 @@
+"""Let the modules of a multimodal model share one device: `torch.compile(model, backend="apollo")`.
+
+Importing this package imports neither torch nor ortools; torch finds the backend through its entry point.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from apollo_compile.config import known_options
+    from apollo_compile.backend import report
+
+__all__ = ["known_options", "report"]
+__version__ = "0.1.0"
+
+_HOMES = {"known_options": "apollo_compile.config", "report": "apollo_compile.backend"}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'apollo_compile' has no attribute {name!r}; public names: {', '.join(__all__)}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

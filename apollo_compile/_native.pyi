@@ -1,0 +1,121 @@
+"""Run the segments of a program on lanes of CPU cores."""
+
+from collections.abc import Callable, Sequence
+
+from typing_extensions import CapsuleType
+
+
+LAUNCH: int = 0
+
+RECORD: int = 1
+
+WAIT: int = 2
+
+RELEASE: int = 3
+
+def available_cores() -> list[int]:
+    """Return the cores on which the process may run, ascending."""
+
+def keep_memory() -> bool:
+    """
+    Tell the C library to keep freed memory in the process, and return whether it will.
+
+    Freed activations otherwise go back to the system and come back at every step: 3,000 to 5,700 page
+    faults per training step. The process stays as large as it ever was. Works with glibc only.
+    """
+
+class Lanes:
+    """
+    Lanes of CPU cores, shared by executors; they run one program at a time.
+
+    A lane is a thread pinned to its cores. The lane without cores, of which there is at most
+    one, is the caller lane: it uses the thread that calls `Executor.run`.
+    """
+
+    def __init__(self, cores: Sequence[Sequence[int]], on_start: Callable[[int], object] | None = None, park_team: bool = True) -> None:
+        """
+        Start one thread per lane that has cores, and call `on_start(lane)` on each.
+
+        `park_team` blocks the OpenMP team of the caller while it waits for the lanes. Raises what
+        `on_start` raises, and ValueError for a core that the process may not use.
+        """
+
+    def close(self) -> None:
+        """
+        Stop and join the threads, after the run in flight if there is one; may be called again.
+        """
+
+    @property
+    def cores(self) -> list[list[int]]:
+        """Cores by lane; none for the caller lane."""
+
+    @property
+    def num_threads(self) -> int:
+        """Number of lanes that have a thread."""
+
+    @property
+    def is_team_found(self) -> bool:
+        """Whether an OpenMP library was found whose team can be parked."""
+
+class NativeBody:
+    """
+    A body that is a C function `void entry(void** inputs, void** outputs)`.
+
+    It consumes the handles of its inputs, copies of the constants behind them, and writes
+    handles that it gives away. It may throw. Executors may share one.
+    """
+
+    def __init__(self, entry_address: int, constants: list[CapsuleType], *, clone_address: int, destroy_address: int) -> None:
+        """
+        Take the function at `entry_address` and the handles in `constants`.
+
+        The library that holds the function must stay loaded.
+        """
+
+class Executor:
+    """
+    Executes one program on lanes, as often as wanted.
+
+    Tensors cross as unnamed capsules that hold an AtenTensorHandle, as
+    `torch._C._aoti.unsafe_alloc_void_ptrs_from_tensors` makes them; whoever is given a list
+    owns the handles in it, also when it fails.
+    """
+
+    def __init__(self, lanes: Lanes, *, instructions: Sequence[Sequence[int]], num_buffers: int, num_events: int, inputs: Sequence[int], outputs: Sequence[int], clone_address: int, destroy_address: int, bodies: list[NativeBody | Callable[[list[CapsuleType]], list[CapsuleType]]]) -> None:
+        """
+        Check the program and keep it.
+
+        `instructions` holds per lane, one behind the other:
+
+            LAUNCH segment body num_inputs (buffer takes)* num_outputs (buffer)*
+            RECORD event
+            WAIT event
+            RELEASE buffer
+
+        An output of -1 is None. `clone_address` and `destroy_address` are those of
+        `aoti_torch_new_tensor_handle` and `aoti_torch_delete_tensor_object`. Raises InvariantError for a
+        program that cannot be executed.
+        """
+
+    def run(self, inputs: list[CapsuleType]) -> list[CapsuleType | None]:
+        """
+        Run the program once, without the GIL, and return its outputs.
+
+        The first exception of a body stops the run and is raised here; so is KeyboardInterrupt on the
+        main thread. Raises RuntimeClosedError on closed lanes and in a forked child.
+        """
+
+    def spans(self) -> list[tuple[int, int, int, int, int]]:
+        """
+        Return `(segment, lane, start_ns, end_ns, core)` of the segments that ended in the last run, by start.
+        """
+
+    @property
+    def duration_ns(self) -> int:
+        """Nanoseconds that the last run took."""
+
+    @property
+    def last_failure(self) -> int | None:
+        """
+        The segment whose body failed in the last run; None if it succeeded or was cancelled.
+        """

@@ -1,0 +1,240 @@
+"""What `torch.compile(model, backend="apollo")` calls.
+
+Dynamo hands over a graph; Inductor's front half turns it into a forward and a backward, or an inference graph; each of
+them becomes a `CompiledGraph`: a Compilation (the products), its compiled bodies and an Executable. A graph that cannot
+run in segments goes to Inductor whole, with one WARNING that says why.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+
+from apollo_compile import check, text
+from apollo_compile.config import Config, load_config
+from apollo_compile.device import DeviceProfile, discover_profile, load_profile
+from apollo_compile.errors import ConfigError, UnsupportedGraphError
+from apollo_compile.execute import Executable, available_units, keep_memory
+from apollo_compile.inductor import (
+    CompiledBody,
+    compile_body,
+    compile_plainly,
+    compile_whole,
+    compile_with_inductor,
+    extract_body,
+    report_output_strides,
+)
+from apollo_compile.ir import Partition, Role, Trace
+from apollo_compile.observe import StageRunner
+from apollo_compile.passes.capture import capture_graph
+from apollo_compile.pipeline import Compilation, compile_capture
+from apollo_compile.reports.summary import Report, summarize
+from apollo_compile.units import format_ns
+
+_logger = logging.getLogger(__name__)
+
+_PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+"""Types whose address can be asked for; fake tensors and other subclasses have none."""
+
+_graph_numbers: dict[Path | None, itertools.count[int]] = defaultdict(itertools.count)
+"""Numbers of Dynamo graphs by dump directory, so that two compiles into two directories dump the same."""
+
+
+def apollo(
+    graph_module: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    options: Mapping[str, Any] | None = None,
+    mode: str | None = None,
+) -> Callable[..., Any]:
+    """Compile a Dynamo graph so that independent modules share the device.
+
+    Arguments:
+        graph_module: what Dynamo traced.
+        example_inputs: its inputs.
+        options: see `apollo_compile.config`; `torch.compile(..., options={"plan.planner": "serial"})`.
+        mode: accepted for `torch.compile(mode=...)`; only the default has a meaning here.
+
+    Raises:
+        ConfigError: an option or environment variable is unknown or has a wrong value.
+    """
+    config = load_config(options)
+    if config.debug.log is not None:
+        _set_log_level(config.debug.log)
+    if mode not in (None, "default"):
+        _logger.warning("mode %r is not honoured by backend 'apollo'; its settings are options, not modes", mode)
+    if config.disable:
+        return compile_plainly(graph_module, example_inputs)
+    tensors = (item for item in example_inputs if isinstance(item, torch.Tensor))
+    model = CompiledModel(
+        number=next(_graph_numbers[config.debug.dump]),
+        config=config,
+        input_addresses=frozenset(tensor.data_ptr() for tensor in tensors if type(tensor) in _PLAIN_TENSORS),
+    )
+    _models.append(model)
+    return compile_with_inductor(
+        graph_module, example_inputs, model.compile_graph, recompute_masks=config.runtime.recompute_masks
+    )
+
+
+@dataclass(eq=False)
+class CompiledGraph:
+    """One FX graph, compiled: callable as AOTAutograd calls it, with a list that it empties.
+
+    No slots: AOTAutograd wraps the callable of a backward and finds `_boxed_call` in its `__dict__`.
+    """
+
+    compilation: Compilation
+    bodies: tuple[CompiledBody, ...]
+    executable: Executable
+    _boxed_call: bool = True
+
+    def __call__(self, inputs: list[Any]) -> list[Any]:
+        return self.executable.run(inputs)
+
+    def trace(self) -> Trace:
+        """Return the spans of the last run."""
+        return self.executable.trace()
+
+
+@dataclass(eq=False, slots=True)
+class CompiledModel:
+    """All graphs that come from one Dynamo graph, and why some of them are Inductor's."""
+
+    number: int
+    config: Config
+    input_addresses: frozenset[int]
+    """Where the inputs lay when it was compiled: parameters stay there, so a report finds its model's graphs."""
+    graphs: list[CompiledGraph] = field(default_factory=list)
+    handed_over: list[tuple[str, str]] = field(default_factory=list)
+    """Name and reason of every graph that went to Inductor whole."""
+
+    def compile_graph(self, graph_module: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
+        """Compile one graph after AOTAutograd; `kwargs` are those of Inductor's inner compiler."""
+        role = _role(kwargs)
+        name = f"graph{self.number}_{role}"
+        try:
+            graph = self._compile_in_segments(graph_module, name=name, role=role, **kwargs)
+        except (UnsupportedGraphError, Exception) as error:
+            if self.config.debug.strict and not isinstance(error, UnsupportedGraphError):
+                raise
+            reason = str(error) if isinstance(error, UnsupportedGraphError) else f"{type(error).__name__}: {error}"
+            self.handed_over.append((name, reason))
+            _logger.warning("%s goes to Inductor whole: %s", name, reason)
+            return compile_whole(graph_module, example_inputs, **kwargs)
+        self.graphs.append(graph)
+        report_output_strides(graph_module)
+        return graph
+
+    def _compile_in_segments(
+        self, graph_module: fx.GraphModule, *, name: str, role: Role, **kwargs: Any
+    ) -> CompiledGraph:
+        begin = time.perf_counter_ns()
+        config = self.config
+        dump = config.debug.dump / name if config.debug.dump is not None else None
+        runner = StageRunner(dump)
+        capture = runner.run(
+            "capture",
+            capture_graph,
+            graph_module,
+            name=name,
+            role=role,
+            check=check.check_capture,
+            text=text.format_capture,
+        )
+        compilation = compile_capture(capture, profile=_profile(config), config=config, runner=runner)
+        planned = time.perf_counter_ns()
+        bodies = _compile_bodies(graph_module, compilation.partition, config, **kwargs)
+        if config.runtime.keep_memory:
+            keep_memory()
+        executable = Executable(
+            compilation.program, compilation.partition.graph, bodies, park_team=config.runtime.park_team
+        )
+        _log_summary(compilation, planned - begin, time.perf_counter_ns() - planned)
+        return CompiledGraph(compilation=compilation, bodies=bodies, executable=executable)
+
+
+_models: list[CompiledModel] = []
+"""Every compiled model of the process, oldest first; Dynamo keeps what it compiled as well."""
+
+
+def report(model: torch.nn.Module) -> Report:
+    """Return what was done to a compiled model and what its last step measured; print it to read it.
+
+    Arguments:
+        model: the module, compiled or as it was before; its graphs are found by the parameters that they read.
+    """
+    found = find_models(model)
+    return Report(
+        graphs=tuple(summarize(graph.compilation, graph.trace()) for entry in found for graph in entry.graphs),
+        handed_over=tuple(reason for entry in found for reason in entry.handed_over),
+    )
+
+
+def find_models(module: torch.nn.Module) -> list[CompiledModel]:
+    """Return what was compiled for `module`: the graphs that read its parameters."""
+    addresses = {tensor.data_ptr() for tensor in itertools.chain(module.parameters(), module.buffers())}
+    return [model for model in _models if addresses & model.input_addresses]
+
+
+def _compile_bodies(
+    graph_module: fx.GraphModule, partition: Partition, config: Config, **kwargs: Any
+) -> tuple[CompiledBody, ...]:
+    bodies = []
+    for body in partition.bodies:
+        piece, fakes = extract_body(graph_module, body)
+        bodies.append(compile_body(piece, fakes, name=body.name, native=config.runtime.native_bodies, **kwargs))
+    return tuple(bodies)
+
+
+def _role(kwargs: Mapping[str, Any]) -> Role:
+    if kwargs.get("is_backward"):
+        return Role.BACKWARD
+    return Role.INFERENCE if kwargs.get("is_inference") else Role.FORWARD
+
+
+def _profile(config: Config) -> DeviceProfile:
+    if config.device.profile is not None:
+        return load_profile(config.device.profile)
+    units = available_units()
+    if config.device.units is not None:
+        if not 1 <= config.device.units <= units:
+            raise ConfigError(
+                f"option 'device.units' is {config.device.units}; this process may run on {units} cores: choose 1 to {units}"
+            )
+        units = config.device.units
+    return discover_profile(units, cache_dir=config.device.cache)
+
+
+def _log_summary(compilation: Compilation, planning_ns: int, compiling_ns: int) -> None:
+    plan = compilation.plan
+    lanes = {assignment.lane for assignment in plan.assignments}
+    _logger.info(
+        "%s: compiled %d segments (%d bodies) onto %d lanes: predicted %s, serial %s, bound %s; planning took %s, "
+        "compiling %s",
+        compilation.capture.name,
+        len(plan.assignments),
+        len(compilation.partition.bodies),
+        len(lanes),
+        format_ns(plan.makespan_ns),
+        format_ns(plan.serial_ns),
+        format_ns(plan.lower_bound_ns),
+        format_ns(planning_ns),
+        format_ns(compiling_ns),
+    )
+
+
+def _set_log_level(level: str) -> None:
+    known = logging.getLevelNamesMapping()
+    if level.upper() not in known:
+        raise ConfigError(f"log level {level!r} is unknown; choose one of {', '.join(known)}")
+    logging.getLogger("apollo_compile").setLevel(known[level.upper()])

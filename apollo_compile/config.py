@@ -1,0 +1,183 @@
+"""The one configuration tree; the only file that reads the environment.
+
+Three ways in, one merge: `torch.compile(m, backend="apollo", options={...})` over environment over defaults.
+Options are dotted names, `{"plan.planner": "serial"}`, or nested mappings, `{"plan": {"planner": "serial"}}`.
+
+| Variable         | Sets              | Meaning                                                    |
+| ---------------- | ----------------- | ---------------------------------------------------------- |
+| APOLLO_DISABLE   | `disable`         | 1: every graph goes to Inductor, as if apollo were not there |
+| APOLLO_DUMP      | `debug.dump`      | directory that gets one text file per stage and graph       |
+| APOLLO_LOG       | `debug.log`       | level of the package's logger: DEBUG, INFO, WARNING         |
+| APOLLO_PROFILE   | `device.profile`  | path of a device profile to use instead of measuring one    |
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from pathlib import Path
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from apollo_compile.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PartitionConfig:
+    """How the FX graph is cut."""
+
+    granularity: Literal["layer", "module"] = "layer"
+    """Where segments end: at every layer, or only where branches fork and join."""
+    min_segment_share: float = 0.005
+    """Pieces with a smaller share of the graph's work join a neighbour; between 0 and 1."""
+    max_segment_share: float = 0.1
+    """Where no layer names survive, chains are cut into pieces of about this share; between 0 and 1."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanConfig:
+    """How segments are placed."""
+
+    planner: Literal["greedy", "serial"] = "greedy"
+    """`greedy` plans lanes, with the serial plan among its candidates; `serial` runs all on one lane in graph order."""
+    min_gain: float = 0.02
+    """Predicted gain over the serial plan below which the serial plan is taken; 0.02 is 2%."""
+    iterations: int = 2000
+    """Steps of local improvement for a graph of 60 segments; larger graphs take fewer."""
+    seed: int = 0
+    """Seed of the local improvement."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RuntimeConfig:
+    """How bodies are compiled and run."""
+
+    native_bodies: bool = True
+    """Compile bodies with Inductor's C++ wrapper, so that lanes run without the GIL."""
+    recompute_masks: bool = True
+    """Let the backward recompute boolean masks and other cheap values that the forward would save."""
+    keep_memory: bool = True
+    """Keep freed activations in the process (glibc's mallopt), which saves thousands of page faults a step."""
+    park_team: bool = True
+    """Put the caller's OpenMP workers to sleep while lanes run, instead of letting them spin."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeviceConfig:
+    """What the compiler believes about the device."""
+
+    profile: Path | None = None
+    """A device profile to use; None measures this machine once and keeps the result in `cache`."""
+    cache: Path | None = None
+    """Directory of measured profiles; None is the user's cache directory."""
+    units: int | None = None
+    """Cores to use; None is every core this process may run on."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DebugConfig:
+    """What is shown and checked."""
+
+    dump: Path | None = None
+    """Directory that gets one text file per stage and graph."""
+    log: str | None = None
+    """Level of the package's logger; None leaves it alone."""
+    strict: bool = False
+    """Raise what would otherwise be logged and handed to Inductor."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Config:
+    """Everything a compile depends on besides the graph."""
+
+    disable: bool = False
+    """Hand every graph to Inductor."""
+    partition: PartitionConfig = field(default_factory=PartitionConfig)
+    plan: PlanConfig = field(default_factory=PlanConfig)
+    runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
+    device: DeviceConfig = field(default_factory=DeviceConfig)
+    debug: DebugConfig = field(default_factory=DebugConfig)
+
+
+_VARIABLES = {
+    "APOLLO_DISABLE": "disable",
+    "APOLLO_DUMP": "debug.dump",
+    "APOLLO_LOG": "debug.log",
+    "APOLLO_PROFILE": "device.profile",
+}
+
+
+def load_config(options: Mapping[str, Any] | None = None) -> Config:
+    """Merge options over environment over defaults.
+
+    Raises:
+        ConfigError: an option is unknown, or a value has the wrong type or is not among the choices.
+    """
+    config = Config()
+    for variable, name in _VARIABLES.items():
+        text = os.environ.get(variable)
+        if text is not None and text != "":
+            config = _set(config, name.split("."), _parse(text), f"environment variable {variable}")
+    for name, value in _flatten(options or {}):
+        config = _set(config, name.split("."), value, f"option {name!r}")
+    return config if config.device.cache else _set(config, ["device", "cache"], _user_cache(), "cache directory")
+
+
+def known_options() -> tuple[str, ...]:
+    """Return the dotted name of every option, in the order of the tree."""
+    return tuple(_names(Config, ""))
+
+
+def _user_cache() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "apollo_compile"
+
+
+def _names(cls: type, prefix: str) -> Iterator[str]:
+    hints = get_type_hints(cls)
+    for item in fields(cls):
+        if is_dataclass(hints[item.name]):
+            yield from _names(hints[item.name], f"{prefix}{item.name}.")
+        else:
+            yield prefix + item.name
+
+
+def _flatten(options: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in options.items():
+        if isinstance(value, Mapping):
+            yield from _flatten(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
+
+
+def _set(tree: Any, path: list[str], value: Any, origin: str) -> Any:
+    hints = get_type_hints(type(tree))
+    name, rest = path[0], path[1:]
+    if name not in hints or bool(rest) != is_dataclass(hints[name]):
+        raise ConfigError(f"unknown {origin} for backend 'apollo'; known options: {', '.join(known_options())}")
+    if rest:
+        return replace(tree, **{name: _set(getattr(tree, name), rest, value, origin)})
+    return replace(tree, **{name: _convert(value, hints[name], origin)})
+
+
+def _parse(text: str) -> Any:
+    return {"1": True, "true": True, "0": False, "false": False}.get(text.lower(), text)
+
+
+def _convert(value: Any, kind: Any, origin: str) -> Any:
+    if get_origin(kind) is Literal:
+        if value in get_args(kind):
+            return value
+        raise ConfigError(f"{origin} has value {value!r}; choose one of {', '.join(map(repr, get_args(kind)))}")
+    if get_origin(kind) in (UnionType, Union):
+        if value is None:
+            return None
+        kind = next(choice for choice in get_args(kind) if choice is not type(None))
+    if kind is Path and isinstance(value, str | os.PathLike):
+        return Path(value)
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if isinstance(value, kind) and (kind is bool or not isinstance(value, bool)):
+        return value
+    raise ConfigError(f"{origin} has value {value!r} of type {type(value).__name__}; expected {kind.__name__}")

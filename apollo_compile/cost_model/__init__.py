@@ -1,0 +1,1 @@
+"""What work takes how long: formulas of work, and the roofline."""

@@ -1,0 +1,239 @@
+"""What a segment needs from a device when its compiler fuses: bytes that cross fused groups, and kernels.
+
+    nodes of one segment, in graph order -> Work
+
+Inductor turns chains of pointwise operators, reductions, gathers and copies into one loop; matrix products,
+convolutions, attention, sorts and scatters are calls or loops of their own. So a segment is cut into groups:
+
+1. The depth of a node is the number of unfusible nodes on the longest path to it inside the segment.
+2. Fusible nodes of equal depth that are connected by an edge, or that read the same value, form one group; an unfusible
+   node is a group alone. Groups of equal depth cannot form a cycle, because an unfusible node between two nodes makes
+   their depths differ. A group all of whose readers are in one fusible group then joins that one: no path can leave it
+   and come back. (Backward passes recompute activations that way, long before they are needed.)
+3. Views are free and stand for the value they look at. Constants are computed again by every group that reads them.
+4. A value is read once by each group that reads it and does not make it, and written once if another group reads it,
+   if the segment returns it, or if nothing here reads it. What stays inside a group moves no bytes.
+
+Work = flops of all nodes, bytes of these reads and writes, and one kernel per group.
+
+The approximation: a group is one kernel. That is what Inductor's C++ backend calls: it puts loops that follow one
+another into one function, and what a second loop reads again is still in the cache. Triton makes a kernel per loop, so
+a reduction over columns and one over rows of the same value are two there. A matrix product's epilogue counts apart. On
+the training graphs of CLIP and of two towers the groups were as many as Inductor's C++ functions up to a tenth. The
+size of a value from outside is not part of a node: it is what its readers read beyond the values made inside.
+Torch-free.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Sequence
+
+from apollo_compile.ir import Node, NodeId, NodeKind, Work
+
+_EXTERN = tuple(
+    # matrix products
+    "aten.mm. aten.addmm. aten.bmm. aten.baddbmm. aten.mv. aten.addmv. aten.dot. aten.addbmm. aten._int_mm. "
+    "aten._scaled_mm. aten.linear. aten._grouped_mm. mkldnn. mkl. quantized. onednn. "
+    # convolutions
+    "aten.convolution aten._convolution aten.conv1d. aten.conv2d. aten.conv3d. "
+    # attention
+    "aten._scaled_dot_product aten.scaled_dot_product aten._flash_attention aten._efficient_attention flex_attention "
+    # sorts, scans and searches
+    "aten.sort. aten.topk. aten.kthvalue. aten.cumsum. aten.cumprod. aten.cummax. aten.cummin. aten.logcumsumexp. "
+    "aten.nonzero. aten.unique aten._unique aten.masked_select. aten.histc. aten.bincount. aten.multinomial. "
+    # scatters: their target is complete only when the loop has ended
+    "aten.index_put aten._unsafe_index_put aten._unsafe_masked_index_put_accumulate aten.scatter aten.index_add "
+    "aten.index_copy. aten.masked_scatter aten.embedding_dense_backward. aten._embedding_bag "
+    # fallbacks without a lowering to loops
+    "aten.native_dropout aten.randperm. aten._fused_ aten._foreach_ aten.grid_sampler aten._cdist aten._fft "
+    "aten.linalg_ aten._linalg_ prims.inductor_seeds. torchvision. fbgemm. _c10d_functional.".split()
+)
+"""Beginnings of the names of operators that are not fused with their neighbours."""
+
+_FREE = tuple(
+    ["aten.view.", "aten._unsafe_view.", "aten.reshape.", "aten.permute.", "aten.transpose.", "aten.t.", "aten.expand.", "aten.squeeze.", "aten.unsqueeze.", "aten.select.", "aten.slice.", "aten.split", "aten.unbind.", "aten.as_strided.", "aten.alias.", "aten.detach.", "aten.diagonal.", "aten.unfold.", "aten.view_as_", "aten.sym_", "aten.lift_fresh.", "aten.real.", "aten.chunk.", "aten.narrow.", "_operator.", "operator.", "getitem"]
+)
+"""Beginnings of the names of operators whose value is a part or another form of their first input."""
+
+_MADE_FROM_NOTHING = tuple(
+    ["aten.full", "aten.zeros", "aten.ones", "aten.empty", "aten.scalar_tensor.", "aten.arange.", "aten.new_", "aten.eye.", "prims.iota."]
+)
+"""Beginnings of the names of operators whose value every reader can compute for itself."""
+
+
+def is_fusible(target: str) -> bool:
+    """Tell whether a compiler fuses the operator with its neighbours."""
+    return not target.startswith(_EXTERN)
+
+
+def segment_work(nodes: Sequence[Node], *, outputs: Collection[NodeId] = ()) -> Work:
+    """Return the work of the segment made of `nodes`, in graph order.
+
+    `outputs` are nodes that the segment returns besides those that nothing in it reads, for example activations that
+    are saved for the backward pass.
+    """
+    values = _Values(nodes)
+    group_by_node = _group(nodes, values)
+    reads: dict[tuple[NodeId, NodeId], int] = {}  # (group, value) -> bytes
+    kernels = set(group_by_node.values())
+    is_read: set[NodeId] = set()
+    crosses: set[NodeId] = {values.origin(output) for output in outputs}
+    for node in nodes:
+        group = group_by_node.get(node.id)
+        if group is None:
+            continue
+        for value, num_bytes in values.read_by(node).items():
+            is_read.add(value)
+            if group_by_node.get(value, value) == group:
+                continue
+            crosses.add(value)
+            if values.is_constant(value) and is_fusible(node.target):
+                continue  # computed in the reader's loop
+            reads[group, value] = max(num_bytes, reads.get((group, value), 0))
+            if values.is_constant(value):
+                kernels.add(value)
+    constants = {value for _, value in reads if values.is_constant(value)}
+    written = constants | {node for node in group_by_node if node in crosses or node not in is_read}
+    return Work(
+        flops=sum(node.work.flops for node in nodes),
+        bytes_read=sum(reads.values()),
+        bytes_written=sum(values.written_by(node) for node in sorted(written)),
+        kernels=len(kernels),
+    )
+
+
+def _group(nodes: Sequence[Node], values: _Values) -> dict[NodeId, NodeId]:
+    """Return the group of every node that costs anything; a group is named by its first node."""
+    groups = _DisjointSets()
+    depth: dict[NodeId, int] = {}
+    reader_at: dict[tuple[int, NodeId], NodeId] = {}
+    for node in nodes:
+        if not values.costs(node.id):
+            continue
+        groups.add(node.id)
+        read = values.read_by(node)
+        depth[node.id] = max(
+            (depth[value] + (not _is_open(values, value)) for value in read if value in depth), default=0
+        )
+        if not is_fusible(node.target):
+            continue
+        for value in read:
+            if depth.get(value) == depth[node.id] and _is_open(values, value):
+                groups.unite(value, node.id)
+            elif not values.is_constant(value):
+                groups.unite(reader_at.setdefault((depth[node.id], value), node.id), node.id)
+    _join_only_readers(nodes, values, groups)
+    return {node: groups.find(node) for node in depth}
+
+
+def _join_only_readers(nodes: Sequence[Node], values: _Values, groups: _DisjointSets) -> None:
+    readers: dict[NodeId, set[NodeId]] = defaultdict(set)
+    members: dict[NodeId, list[NodeId]] = defaultdict(list)
+    costly = [node for node in nodes if values.costs(node.id)]
+    for node in costly:
+        members[groups.find(node.id)].append(node.id)
+        for value in values.read_by(node):
+            readers[value].add(node.id)
+    for group in sorted(members, reverse=True):  # readers first, so that a chain joins from its end
+        if not _is_open(values, group):
+            continue
+        outside = {groups.find(reader) for member in members[group] for reader in readers[member]} - {
+            groups.find(group)
+        }
+        if len(outside) == 1 and _is_open(values, target := outside.pop()):
+            joined = members.pop(group) + members.pop(target)
+            groups.unite(group, target)
+            members[groups.find(group)] = joined
+
+
+def _is_open(values: _Values, value: NodeId) -> bool:
+    return is_fusible(values.node(value).target)
+
+
+class _DisjointSets:
+    """Sets of nodes that can be united; the smallest node names its set."""
+
+    def __init__(self) -> None:
+        self._parent: dict[NodeId, NodeId] = {}
+
+    def add(self, node: NodeId) -> None:
+        self._parent[node] = node
+
+    def find(self, node: NodeId) -> NodeId:
+        while self._parent[node] != node:
+            self._parent[node] = self._parent[self._parent[node]]
+            node = self._parent[node]
+        return node
+
+    def unite(self, first: NodeId, second: NodeId) -> None:
+        first, second = sorted((self.find(first), self.find(second)))
+        self._parent[second] = first
+
+
+class _Values:
+    """The values of a segment, with views resolved to what they look at."""
+
+    def __init__(self, nodes: Sequence[Node]) -> None:
+        self._node_by_id = {node.id: node for node in nodes}
+        self._origin: dict[NodeId, NodeId] = {}
+        self._size: dict[NodeId, int] = {}
+        self._reads: dict[NodeId, dict[NodeId, int]] = {}
+        for node in nodes:  # graph order: inputs are resolved before their readers
+            self._resolve(node)
+        for node in nodes:
+            if self.costs(node.id):
+                self._reads[node.id] = self._measure_reads(node)
+
+    def node(self, value: NodeId) -> Node:
+        return self._node_by_id[value]
+
+    def origin(self, value: NodeId) -> NodeId:
+        """Return the node that computed the value: the value itself unless it is a view."""
+        return self._origin.get(value, value)
+
+    def costs(self, value: NodeId) -> bool:
+        """Tell whether the node is computed here and is neither a view nor a constant."""
+        return self._origin.get(value) == value and not self.is_constant(value) and self._is_computed(value)
+
+    def is_constant(self, value: NodeId) -> bool:
+        node = self._node_by_id.get(value)
+        return node is not None and node.target.startswith(_MADE_FROM_NOTHING)
+
+    def read_by(self, node: Node) -> dict[NodeId, int]:
+        """Return the bytes that a node reads, by the node that computed them."""
+        return self._reads[node.id]
+
+    def written_by(self, value: NodeId) -> int:
+        node = self._node_by_id[value]
+        return node.work.bytes_written or node.num_bytes
+
+    def _is_computed(self, value: NodeId) -> bool:
+        node = self._node_by_id[value]
+        return node.kind is not NodeKind.INPUT and bool(
+            node.work.flops or node.work.bytes_written or node.work.bytes_read
+        )
+
+    def _resolve(self, node: Node) -> None:
+        self._origin[node.id] = node.id
+        self._size[node.id] = node.num_bytes
+        if node.target.startswith(_FREE) and node.inputs:
+            viewed = node.inputs[0]
+            self._origin[node.id] = self.origin(viewed)
+            # An expanded view has more elements than it has bytes; a slice has fewer than what it looks at.
+            self._size[node.id] = min(node.num_bytes, self._size.get(viewed, node.num_bytes))
+
+    def _measure_reads(self, node: Node) -> dict[NodeId, int]:
+        reads: dict[NodeId, int] = defaultdict(int)
+        outside: list[NodeId] = []
+        for value in node.inputs:
+            if value in self._size:
+                # A gather reads less than its input has.
+                num_bytes = min(self._size[value], node.work.bytes_read)
+                reads[self.origin(value)] = max(reads[self.origin(value)], num_bytes)
+            else:
+                outside.append(value)
+        remaining = max(node.work.bytes_read - sum(reads.values()), 0)
+        for value in outside:
+            reads[value] = remaining // len(outside)
+        return dict(reads)

@@ -1,0 +1,495 @@
+"""What a node of the FX graph needs from a device, as formulas.
+
+    torch.fx.Node -> NodeWork      flops, bytes read and bytes written as sympy expressions in the graph's shape symbols
+    NodeWork, hints -> ir.Work     the same as integers
+
+One table, `_RULES`, has an entry per operator: its kind, its flops, and where they are not simply all inputs and all
+outputs, its bytes. What the table does not name is classified by what torch itself says of the operator (a view, a
+pointwise operator); anything else is counted by its bytes and has the kind UNKNOWN, so that capture can report it.
+
+Conventions, chosen to agree with `torch.utils.flop_counter` where that counts at all:
+
+- a multiply-add is two flops; causal attention is counted in full;
+- a pointwise operator is one flop per element of its result, a transcendental function what its vectorised code takes;
+- a tensor is as many bytes as it has distinct elements, so an expanded dimension (stride 0) counts once;
+- a view is free; an operator alone reads its inputs once and writes its outputs once. What fusion saves is counted
+  per segment, in `fusion.py`.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+import operator
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import sympy
+import torch
+
+from apollo_compile import ir
+
+Expr: TypeAlias = Any
+"""A sympy expression; sympy has no annotations."""
+
+_ZERO: Expr = sympy.Integer(0)
+
+
+class WorkKind(enum.StrEnum):
+    """What sort of work an operator is."""
+
+    VIEW = "view"
+    """Free: an alias of its input, or arithmetic on sizes."""
+    CONSTANT = "constant"
+    """Makes a tensor from no tensor; compilers fold it into its readers."""
+    POINTWISE = "pointwise"
+    REDUCTION = "reduction"
+    COPY = "copy"
+    GATHER = "gather"
+    SCATTER = "scatter"
+    RANDOM = "random"
+    MATMUL = "matmul"
+    CONVOLUTION = "convolution"
+    ATTENTION = "attention"
+    LOOKUP = "lookup"
+    """Sorts, scans and searches: a library call whose order depends on the values."""
+    UNKNOWN = "unknown"
+    """Counted by its bytes alone."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorMeta:
+    """The shape of a tensor and the bytes of its distinct elements."""
+
+    shape: tuple[Expr, ...]
+    num_bytes: Expr
+
+    @property
+    def num_elements(self) -> Expr:
+        """Elements of the tensor, repeated ones included."""
+        return _product(self.shape)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NodeWork:
+    """Work of one node as formulas, and the sort of work it is."""
+
+    kind: WorkKind
+    flops: Expr
+    bytes_read: Expr
+    bytes_written: Expr
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Call:
+    """One call of an operator, with metadata in the place of tensors."""
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    inputs: tuple[TensorMeta, ...]
+    outputs: tuple[TensorMeta, ...]
+
+    def argument(self, position: int, name: str, default: Any = None) -> Any:
+        return self.args[position] if position < len(self.args) else self.kwargs.get(name, default)
+
+
+_Formula = Callable[[_Call], Expr]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Rule:
+    kind: WorkKind
+    flops: _Formula
+    read: _Formula
+    written: _Formula
+
+
+# ------------------------------------------------------------------------------------------------------ interface
+
+
+def work_of(node: torch.fx.Node) -> NodeWork:
+    """Return the work of a call of an FX graph, from the `val` metadata of the node and its arguments.
+
+    Nodes that are no calls (placeholders, attributes, outputs) are free.
+    """
+    if node.op not in ("call_function", "call_method", "call_module"):
+        return NodeWork(kind=WorkKind.VIEW, flops=_ZERO, bytes_read=_ZERO, bytes_written=_ZERO)
+    args, kwargs = torch.fx.map_arg((node.args, dict(node.kwargs)), lambda read: read.meta.get("val"))
+    return node_work(node.target, args, kwargs, node.meta.get("val"))
+
+
+def node_work(target: object, args: Iterable[Any], kwargs: Mapping[str, Any], out: Any) -> NodeWork:
+    """Return the work of `target` on arguments whose tensors are real, fake or `TensorMeta`.
+
+    `target` is an operator overload, a Python function, or a name such as `aten.mm.default`.
+    """
+    known: dict[int, TensorMeta] = {}  # a tensor that is passed twice is read once
+    call_args, call_kwargs = _describe(tuple(args), known), _describe(dict(kwargs), known)
+    call = _Call(
+        args=call_args,
+        kwargs=call_kwargs,
+        inputs=_distinct_tensors((call_args, call_kwargs)),
+        outputs=_distinct_tensors(_describe(out, known)),
+    )
+    rule = _find_rule(target)
+    return NodeWork(
+        kind=rule.kind, flops=rule.flops(call), bytes_read=rule.read(call), bytes_written=rule.written(call)
+    )
+
+
+def evaluate(work: NodeWork, hints: Mapping[sympy.Symbol, int]) -> ir.Work:
+    """Return the work as integers, with every shape symbol replaced by its hint.
+
+    Raises `ValueError` where a symbol has no hint.
+    """
+    return ir.Work(
+        flops=_evaluate(work.flops, hints),
+        bytes_read=_evaluate(work.bytes_read, hints),
+        bytes_written=_evaluate(work.bytes_written, hints),
+        kernels=0 if work.kind in (WorkKind.VIEW, WorkKind.CONSTANT) else 1,
+    )
+
+
+# ------------------------------------------------------------------------------------------------------- metadata
+
+
+def _evaluate(formula: Expr, hints: Mapping[sympy.Symbol, int]) -> int:
+    if not formula.is_Integer:
+        formula = formula.xreplace({symbol: sympy.Integer(value) for symbol, value in hints.items()})
+    if formula.free_symbols:
+        missing = ", ".join(sorted(str(symbol) for symbol in formula.free_symbols))
+        raise ValueError(f"cannot evaluate the work {formula}: no hint for {missing}; give one per shape symbol")
+    return int(formula)
+
+
+def _describe(value: Any, known: dict[int, TensorMeta]) -> Any:
+    """Replace tensors by their metadata, one per tensor, and symbolic integers by their expressions, at any depth."""
+    if isinstance(value, torch.Tensor):
+        return known.setdefault(id(value), _describe_tensor(value))
+    if isinstance(value, torch.SymInt):
+        return _expression(value)
+    if isinstance(value, tuple | list):
+        return tuple(_describe(item, known) for item in value)
+    if isinstance(value, Mapping):
+        return {key: _describe(item, known) for key, item in value.items()}
+    return value
+
+
+def _describe_tensor(tensor: torch.Tensor) -> TensorMeta:
+    shape = tuple(_expression(size) for size in tensor.shape)
+    distinct: Iterable[Expr] = shape
+    if tensor.layout is torch.strided:
+        distinct = (size for size, stride in zip(shape, tensor.stride(), strict=True) if not _is_zero(stride))
+    return TensorMeta(shape=shape, num_bytes=_product(distinct) * tensor.dtype.itemsize)
+
+
+def _is_zero(stride: int | torch.SymInt) -> bool:
+    return isinstance(stride, int) and stride == 0  # a symbolic stride is a product of sizes, none of them zero
+
+
+def _expression(size: int | torch.SymInt) -> Expr:
+    if isinstance(size, torch.SymInt):
+        return size.node.expr
+    return sympy.Integer(int(size))
+
+
+def _distinct_tensors(value: Any) -> tuple[TensorMeta, ...]:
+    """Return the tensors in `value` in order; arguments that are one and the same value count once."""
+    found: dict[int, TensorMeta] = {}
+    _collect(value, found)
+    return tuple(found.values())
+
+
+def _collect(value: Any, found: dict[int, TensorMeta]) -> None:
+    if isinstance(value, TensorMeta):
+        found.setdefault(id(value), value)
+    elif isinstance(value, tuple | list):
+        for item in value:
+            _collect(item, found)
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            _collect(item, found)
+
+
+def _product(factors: Iterable[Any]) -> Expr:
+    constant = 1
+    product = sympy.Integer(1)
+    for factor in factors:  # integers first: sympy's own product is a hundred times slower
+        if isinstance(factor, int | sympy.Integer):
+            constant *= int(factor)
+        else:
+            product = product * factor
+    return product * constant
+
+
+def _total_bytes(tensors: Iterable[Any]) -> Expr:
+    return sympy.Add(*(tensor.num_bytes for tensor in tensors if isinstance(tensor, TensorMeta)))
+
+
+# ---------------------------------------------------------------------------------------------------------- bytes
+
+
+def _nothing(call: _Call) -> Expr:
+    return _ZERO
+
+
+def _all_inputs(call: _Call) -> Expr:
+    return _total_bytes(call.inputs)
+
+
+def _all_outputs(call: _Call) -> Expr:
+    return _total_bytes(call.outputs)
+
+
+def _all_but_first_input(call: _Call) -> Expr:
+    return _total_bytes(_distinct_tensors((call.args[1:], call.kwargs)))
+
+
+def _indexed_read(call: _Call) -> Expr:
+    """Indices in full, but of the indexed tensor only what is picked."""
+    return _all_but_first_input(call) + _all_outputs(call)
+
+
+def _embedding_read(call: _Call) -> Expr:
+    return _total_bytes((call.argument(1, "indices"),)) + _all_outputs(call)
+
+
+# ---------------------------------------------------------------------------------------------------------- flops
+
+
+def _per_output(flops: int) -> _Formula:
+    def count(call: _Call) -> Expr:
+        return call.outputs[0].num_elements * flops if call.outputs else _ZERO
+
+    return count
+
+
+def _per_input(flops: int) -> _Formula:
+    def count(call: _Call) -> Expr:
+        return call.inputs[0].num_elements * flops if call.inputs else _ZERO
+
+    return count
+
+
+def _matmul_flops(first: int) -> _Formula:
+    """(..., m, k) times (..., k, n), or times (k), the operands at positions `first` and `first + 1`."""
+
+    def count(call: _Call) -> Expr:
+        left, right = call.args[first], call.args[first + 1]
+        columns = right.shape[-1] if len(right.shape) > 1 else 1
+        return left.num_elements * columns * 2
+
+    return count
+
+
+def _convolution_flops(call: _Call) -> Expr:
+    """Every element of the result (of the input, if transposed) meets one filter."""
+    image, weight = call.args[0], call.args[1]
+    transposed = bool(call.argument(6, "transposed", False))
+    return _meet_filters(image if transposed else call.outputs[0], image, weight)
+
+
+def _meet_filters(positions: TensorMeta, image: TensorMeta, weight: TensorMeta) -> Expr:
+    # The weight is (out, in / groups, ...), or (in, out / groups, ...) if transposed: groups are counted either way.
+    return _product(positions.shape[2:]) * image.shape[0] * weight.num_elements * 2
+
+
+def _convolution_backward_flops(call: _Call) -> Expr:
+    """The input's and the weight's gradient each cost what the forward pass cost."""
+    gradient, image, weight = call.args[0], call.args[1], call.args[2]
+    transposed, wanted = bool(call.args[7]), call.args[10]
+    forward = _meet_filters(image if transposed else gradient, image, weight)
+    bias = gradient.num_elements if wanted[2] else _ZERO
+    return forward * (int(wanted[0]) + int(wanted[1])) + bias
+
+
+def _attention_flops(call: _Call) -> Expr:
+    query, key, value = call.args[0], call.args[1], call.args[2]
+    scores = _product(query.shape[:-1]) * key.shape[-2]
+    return scores * (query.shape[-1] + value.shape[-1]) * 2
+
+
+def _attention_backward_flops(call: _Call) -> Expr:
+    """Five products: the scores again, then the gradients of values, scores, query and key."""
+    query, key, value = call.args[1], call.args[2], call.args[3]
+    scores = _product(query.shape[:-1]) * key.shape[-2]
+    return scores * (query.shape[-1] * 3 + value.shape[-1] * 2) * 2
+
+
+# ---------------------------------------------------------------------------------------------------------- rules
+
+
+def _rule(
+    kind: WorkKind, flops: _Formula = _nothing, read: _Formula = _all_inputs, written: _Formula = _all_outputs
+) -> _Rule:
+    return _Rule(kind=kind, flops=flops, read=read, written=written)
+
+
+_VIEW_RULE = _rule(WorkKind.VIEW, read=_nothing, written=_nothing)
+_POINTWISE_RULE = _rule(WorkKind.POINTWISE, _per_output(1))
+_UNKNOWN_RULE = _rule(WorkKind.UNKNOWN)
+
+_POINTWISE_FLOPS = {
+    1: (
+        "abs add bitwise_and bitwise_not bitwise_or bitwise_xor ceil clamp clamp_max clamp_min eq fill floor ge gt "
+        "isfinite isinf isnan le logical_and logical_not logical_or logical_xor lt masked_fill maximum max.other "
+        "min.other minimum mul ne neg relu round rsub sign sub threshold threshold_backward trunc where "
+        "bitwise_left_shift bitwise_right_shift"
+    ),
+    2: "addcmul addcdiv lerp leaky_relu leaky_relu_backward hardtanh hardtanh_backward native_dropout_backward",
+    4: "div floor_divide fmod remainder reciprocal rsqrt sqrt nan_to_num hardsigmoid hardswish",
+    # Polynomials and range reduction, as in SLEEF: about this many vector instructions.
+    12: "exp exp2 expm1 log log2 log10 log1p sin cos sigmoid sigmoid_backward tanh_backward",
+    20: "tanh tan silu silu_backward atan atan2 pow erf erfc erfinv elu softplus mish logaddexp",
+    30: "gelu gelu_backward lgamma digamma",
+}
+_REDUCTION_FLOPS = {
+    1: "sum mean amax amin max.default max.dim min.default min.dim any all prod argmax argmin count_nonzero aminmax",
+    2: "norm linalg_vector_norm",
+    4: "var var_mean std std_mean",
+    8: "logsumexp _softmax_backward_data _log_softmax_backward_data native_layer_norm native_group_norm "
+    "native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_functional _batch_norm_with_update "
+    "_native_batch_norm_legit_no_training",
+    16: "_softmax _log_softmax _safe_softmax native_layer_norm_backward native_group_norm_backward "
+    "native_batch_norm_backward batch_norm_backward",
+}
+_LOSSES = (
+    "nll_loss_forward nll_loss_backward nll_loss2d_forward nll_loss2d_backward mse_loss mse_loss_backward l1_loss "
+    "smooth_l1_loss smooth_l1_loss_backward huber_loss binary_cross_entropy binary_cross_entropy_backward "
+    "binary_cross_entropy_with_logits"
+)
+_VIEWS = (
+    "alias as_strided chunk detach diagonal expand lift_fresh narrow permute real reshape select slice split "
+    "split_with_sizes squeeze swapaxes t transpose unbind unfold unsqueeze view _unsafe_view view_as_real "
+    "view_as_complex sym_size sym_stride sym_numel sym_storage_offset _assert_async _assert_scalar "
+    "_assert_tensor_metadata sym_constrain_range sym_constrain_range_for_size _functional_assert_async "
+    "_local_scalar_dense item"
+)
+_CONSTANTS = (
+    "full full_like zeros zeros_like ones ones_like empty empty_like empty_strided empty_permuted scalar_tensor "
+)
+_CONSTANTS += "arange eye new_zeros new_ones new_full new_empty new_empty_strided"
+_COPIES = (
+    "cat stack clone contiguous _to_copy to lift_fresh_copy constant_pad_nd repeat flip roll tril triu expand_copy "
+    "view_copy slice_copy select_copy reflection_pad1d reflection_pad2d replication_pad2d pixel_shuffle pixel_unshuffle"
+)
+_POOLS = (
+    "max_pool2d_with_indices avg_pool2d avg_pool1d avg_pool3d _adaptive_avg_pool2d adaptive_max_pool2d "
+    "max_pool2d_with_indices_backward avg_pool2d_backward _adaptive_avg_pool2d_backward "
+    "_low_memory_max_pool_with_offsets"
+)
+_RESAMPLES = (
+    "upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_linear1d upsample_bilinear2d upsample_bicubic2d "
+    "upsample_nearest1d_backward upsample_nearest2d_backward upsample_bilinear2d_backward upsample_bicubic2d_backward "
+    "_upsample_bilinear2d_aa _upsample_bicubic2d_aa grid_sampler_2d grid_sampler_2d_backward"
+)
+_SCATTERS = (
+    "index_put _unsafe_index_put _unsafe_masked_index_put_accumulate scatter scatter_add scatter_reduce index_add "
+    "index_copy index_fill masked_scatter masked_scatter_backward select_scatter slice_scatter diagonal_scatter "
+    "as_strided_scatter embedding_dense_backward"
+)
+_LOOKUPS = (
+    "sort topk kthvalue cumsum cumprod cummax cummin logcumsumexp searchsorted bucketize nonzero unique_consecutive "
+)
+_LOOKUPS += "_unique2 unique_dim masked_select histc bincount"
+_RANDOM = "rand rand_like randn randn_like randint randint_like randperm bernoulli native_dropout normal multinomial"
+_ATTENTION = (
+    "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention "
+    "_scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention "
+    "_scaled_dot_product_fused_attention_overrideable scaled_dot_product_attention _scaled_dot_product_attention_math"
+)
+_ATTENTION_BACKWARD = (
+    "_scaled_dot_product_flash_attention_for_cpu_backward _scaled_dot_product_flash_attention_backward "
+    "_scaled_dot_product_efficient_attention_backward _scaled_dot_product_cudnn_attention_backward "
+    "_scaled_dot_product_fused_attention_overrideable_backward"
+)
+
+
+def _make_rules() -> dict[str, _Rule]:
+    rules: dict[str, _Rule] = {}
+
+    def enter(names: str, rule: _Rule, namespace: str = "aten") -> None:
+        rules.update({f"{namespace}.{name}": rule for name in names.split()})
+
+    for flops, names in _POINTWISE_FLOPS.items():
+        enter(names, _rule(WorkKind.POINTWISE, _per_output(flops)))
+    for flops, names in _REDUCTION_FLOPS.items():
+        enter(names, _rule(WorkKind.REDUCTION, _per_input(flops)))
+    enter(_LOSSES, _rule(WorkKind.REDUCTION, _per_input(4)))
+    enter(_VIEWS, _VIEW_RULE)
+    enter(_CONSTANTS, _rule(WorkKind.CONSTANT, read=_nothing))
+    enter(_COPIES, _rule(WorkKind.COPY))
+    enter("copy", _rule(WorkKind.COPY, read=_all_but_first_input))
+    enter(_POOLS, _rule(WorkKind.REDUCTION, _per_input(1)))
+    enter(_RESAMPLES, _rule(WorkKind.GATHER, _per_output(16)))
+    enter(
+        "index _unsafe_index _unsafe_masked_index gather index_select take", _rule(WorkKind.GATHER, read=_indexed_read)
+    )
+    enter("embedding", _rule(WorkKind.GATHER, read=_embedding_read))
+    enter("_embedding_bag", _rule(WorkKind.GATHER, _per_output(1)))
+    enter(_SCATTERS, _rule(WorkKind.SCATTER, _per_output(1)))
+    enter(_LOOKUPS, _rule(WorkKind.LOOKUP, _per_input(1)))
+    enter(_RANDOM, _rule(WorkKind.RANDOM, _per_output(40)))  # ten Philox rounds of four instructions a number
+    enter("mm bmm mv dot _int_mm _scaled_mm", _rule(WorkKind.MATMUL, _matmul_flops(0)))
+    enter("addmm baddbmm addmv addbmm", _rule(WorkKind.MATMUL, _matmul_flops(1)))
+    enter("linear", _rule(WorkKind.MATMUL, _linear_flops))
+    enter("convolution _convolution conv1d conv2d conv3d", _rule(WorkKind.CONVOLUTION, _convolution_flops))
+    enter("convolution_backward", _rule(WorkKind.CONVOLUTION, _convolution_backward_flops, _convolution_backward_read))
+    enter(_ATTENTION, _rule(WorkKind.ATTENTION, _attention_flops))
+    enter(_ATTENTION_BACKWARD, _rule(WorkKind.ATTENTION, _attention_backward_flops))
+
+    enter("convert_element_type device_put", _rule(WorkKind.COPY), "prims")
+    enter("fma", _rule(WorkKind.POINTWISE, _per_output(2)), "prims")
+    enter("iota", _rule(WorkKind.CONSTANT, read=_nothing), "prims")
+    enter("inductor_seeds inductor_seed", _rule(WorkKind.RANDOM, _per_output(1)), "prims")
+    enter("inductor_lookup_seed inductor_force_stride_order", _VIEW_RULE, "prims")
+    enter("inductor_random inductor_randint", _rule(WorkKind.RANDOM, _per_output(40)), "prims")
+    enter(
+        "_low_memory_max_pool_with_offsets _low_memory_max_pool_offsets_to_indices", rules["aten.avg_pool2d"], "prims"
+    )
+    enter("view_of broadcast_in_dim split_dim squeeze transpose", _VIEW_RULE, "prims")
+    enter("getitem add sub mul floordiv mod truediv neg pow lt le gt ge eq ne and_ or_", _VIEW_RULE, "operator")
+    return rules
+
+
+def _linear_flops(call: _Call) -> Expr:
+    """The weight is (out, in): every row of the input meets all of it."""
+    image, weight = call.args[0], call.args[1]
+    return image.num_elements * weight.shape[0] * 2
+
+
+def _convolution_backward_read(call: _Call) -> Expr:
+    """The gradient, the weight for the input's gradient, and the input for the weight's."""
+    wanted = call.args[10]
+    weight = call.args[2].num_bytes if wanted[0] else _ZERO
+    image = call.args[1].num_bytes if wanted[1] else _ZERO
+    return call.args[0].num_bytes + weight + image
+
+
+_RULES = _make_rules()
+
+
+def _find_rule(target: object) -> _Rule:
+    """Return the rule of an operator: by overload, by operator, by its functional form, then by what torch says of it."""
+    name = _name_of(target)
+    overloaded, _, _ = name.rpartition(".")
+    for key in (name, overloaded, overloaded.removesuffix("_")):
+        if key in _RULES:
+            return _RULES[key]
+    if isinstance(target, torch._ops.OpOverload):
+        if target.is_view:
+            return _VIEW_RULE
+        if torch.Tag.pointwise in target.tags:
+            return _POINTWISE_RULE
+    if getattr(target, "__module__", "") in (math.__name__, "torch", "torch.fx.experimental.symbolic_shapes"):
+        return _VIEW_RULE  # sym_max, sym_sqrt and their like: arithmetic on sizes
+    return _UNKNOWN_RULE
+
+
+def _name_of(target: object) -> str:
+    if isinstance(target, str):
+        return target
+    if getattr(target, "__module__", "") == operator.getitem.__module__:  # spelt `_operator` in CPython
+        return f"operator.{getattr(target, '__name__', '')}"
+    return str(target)

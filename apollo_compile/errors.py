@@ -1,0 +1,37 @@
+"""Every exception of the package.
+
+ApolloError
+|-- ConfigError            an option or environment variable is unknown or has a wrong value
+|-- UnsupportedGraphError  this graph cannot be run in segments; the backend hands it to Inductor
+|-- InfeasiblePlanError    no plan fits the memory quota
+|-- InvariantError         a product is not legal: a defect of ours, found by the check behind a stage
+`-- RuntimeClosedError     the runtime was used after it was closed, or from a forked child
+
+A message says what failed, what was expected and found, where, and what to do.
+"""
+
+from __future__ import annotations
+
+
+class ApolloError(Exception):
+    """Base of every exception that apollo_compile raises itself."""
+
+
+class ConfigError(ApolloError, ValueError):
+    """An option or environment variable is unknown or has a wrong value."""
+
+
+class UnsupportedGraphError(ApolloError):
+    """A graph has something that segments cannot express; the message says what and where."""
+
+
+class InfeasiblePlanError(ApolloError):
+    """No plan fits the memory quota; the message names the segment and the quota."""
+
+
+class InvariantError(ApolloError):
+    """A product failed the check behind its stage."""
+
+
+class RuntimeClosedError(ApolloError, RuntimeError):
+    """Lanes were used after they were closed, or in a process that does not own them."""

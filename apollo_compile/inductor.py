@@ -1,0 +1,323 @@
+"""The only file that touches private torch APIs: Inductor's entry points, its C++ wrapper, and tensor handles.
+
+    compile_with_inductor   run a Dynamo graph through AOTAutograd and Inductor's passes, with our inner compiler
+    compile_whole           what Inductor would do with a post-AOT graph, untouched
+    extract_body            cut the nodes of one body out of the graph
+    compile_body            compile a body with Inductor: native entry (no GIL) or Python callable
+    report_output_strides   tell AOTAutograd the layout of the graph's outputs
+
+Note [native entry]: Inductor's C++ wrapper exports `inductor_entry_impl(inputs, outputs)`, but it releases the GIL on
+entry and so must be entered with the GIL held. Lanes are threads without Python, so `_LaneWrapper` generates the same
+code without that line and with C linkage. Everything else of the generated code is Inductor's. A piece that calls back
+into Python (a custom operator) is compiled with the Python wrapper and runs under the GIL.
+
+Note [pieces of a graph]: three facts of the whole graph must be hidden while a piece compiles, and are put back after:
+`TracingContext.output_strides` (Inductor asserts that it is empty), `fw_metadata.bw_donated_idxs` (names inputs of the
+whole backward; a piece would reuse memory that another piece still reads), and AOTAutograd's cache (it would store our
+callable). The first two shape the generated code but are not in Inductor's cache key, hence a key tag of our own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import logging
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._functorch.config as functorch_config
+import torch._inductor.config as inductor_config
+from torch import fx
+from torch._guards import TracingContext
+from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+
+from apollo_compile.ir import Body, NodeId
+
+_logger = logging.getLogger(__name__)
+
+_compile_lock = threading.RLock()
+"""Guards Inductor's process-wide configuration and code generator tables while a body compiles."""
+
+_CACHE_KEY_TAG = "apollo-1"
+"""Raise the number when `_LaneWrapper` generates other code."""
+
+_COMPILED_NAMESPACES = frozenset({"aten", "prims", "inductor", "mkldnn", "mkl", "quantized", "onednn"})
+"""Operators that torch ships compiled."""
+
+InnerCompile = Callable[..., Any]
+
+
+def compile_with_inductor(
+    graph_module: fx.GraphModule, example_inputs: Sequence[Any], inner_compile: InnerCompile, *, recompute_masks: bool
+) -> Callable[..., Any]:
+    """Run Inductor's front half on a Dynamo graph; `inner_compile(gm, inputs, **kwargs)` gets the post-AOT graphs.
+
+    `recompute_masks` makes the min-cut partitioner recompute what is cheap in the backward instead of saving it.
+    Inductor's CPU code that writes boolean masks is many times slower than code that recomputes them.
+    """
+    patches: dict[str, Any] = {"enable_autograd_cache": False, "bundled_autograd_cache": False}
+    if recompute_masks:
+        patches["recompute_views"] = True
+    with functorch_config.patch(patches):
+        return compile_fx(graph_module, list(example_inputs), inner_compile=inner_compile)  # type: ignore[return-value]
+
+
+def compile_plainly(graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+    """Compile a Dynamo graph as `backend="inductor"` does."""
+    return compile_fx(graph_module, list(example_inputs))  # type: ignore[return-value]
+
+
+def compile_whole(graph_module: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
+    """Compile a post-AOT graph as Inductor alone would."""
+    return compile_fx_inner(graph_module, example_inputs, **kwargs)
+
+
+# ---------------------------------------------------------------------------------------------------------- bodies
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledBody:
+    """What a lane can call.
+
+    With `entry_address`, a C function `void entry(AtenTensorHandle* inputs, AtenTensorHandle* outputs)` that owns its
+    inputs, takes `constants` behind them, and never touches Python; else `function(list) -> sequence` under the GIL.
+    """
+
+    function: Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
+    entry_address: int | None = None
+    constants: tuple[torch.Tensor, ...] = ()
+    keep_alive: Any = field(default=None, repr=False)
+
+
+def extract_body(graph_module: fx.GraphModule, body: Body) -> tuple[fx.GraphModule, list[torch.Tensor]]:
+    """Copy the nodes of `body` into a graph of their own; return it with the fake tensors that it takes."""
+    originals = [node for node in graph_module.graph.nodes if node.op != "output"]
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    fakes = []
+    for number, value in enumerate(body.inputs):
+        original = originals[value]
+        placeholder = graph.placeholder(f"in{number}")
+        placeholder.meta = {key: item for key, item in original.meta.items() if key in ("val", "tensor_meta")}
+        copies[original] = placeholder
+        fakes.append(original.meta["val"])
+    for value in body.nodes:
+        copies[originals[value]] = graph.node_copy(originals[value], lambda node: copies[node])
+    output = graph.output(tuple(copies[originals[value]] for value in body.outputs))
+    output.meta["user_visible_output_idxs"] = list(range(len(body.outputs)))
+    return fx.GraphModule(graph_module, graph), fakes
+
+
+def compile_body(
+    piece: fx.GraphModule, fakes: Sequence[torch.Tensor], *, name: str, native: bool, **kwargs: Any
+) -> CompiledBody:
+    """Compile one piece with Inductor.
+
+    Arguments:
+        piece: graph with tensors only as inputs and outputs; it is consumed.
+        fakes: one fake tensor per input.
+        name: for the log.
+        native: try the C++ wrapper first; a piece that it cannot express is compiled with the Python wrapper.
+        kwargs: what AOTAutograd passed for the whole graph, such as `is_backward` and `graph_id`.
+    """
+    shared = {key: kwargs[key] for key in ("is_backward", "is_inference", "graph_id") if key in kwargs}
+    with _compile_lock, _as_piece():
+        if native and _LaneWrapper is not None and not _has_custom_operator(piece):
+            try:
+                with _lane_wrapper():
+                    return _native_body(compile_fx_inner(_clone(piece), list(fakes), cpp_wrapper=True, **shared))
+            except _CallsPythonError:
+                pass
+            except Exception as error:  # whatever stops the C++ wrapper, the Python wrapper can still do
+                _logger.info("segment %s keeps Python: the C++ wrapper failed with %s", name, _first_line(error))
+        with inductor_config.patch(_body_options()):
+            return CompiledBody(function=compile_fx_inner(piece, list(fakes), **shared))
+
+
+class _CallsPythonError(Exception):
+    """The C++ wrapper of a piece calls back into Python, which lanes enter through the Python wrapper only."""
+
+
+def _has_custom_operator(piece: fx.GraphModule) -> bool:
+    """Whether an operator may be written in Python; the Python wrapper passes its exceptions on as themselves."""
+    targets = (node.target for node in piece.graph.nodes if isinstance(node.target, torch._ops.OpOverload))
+    return any(target.namespace not in _COMPILED_NAMESPACES for target in targets)
+
+
+def _native_body(compiled: Any) -> CompiledBody:
+    function = getattr(compiled, "current_callable", None)
+    if function is None:  # a piece without any call is returned as plain Python
+        return CompiledBody(function=compiled)
+    lane_body = getattr(function, "lane_body", None)
+    if lane_body is None:
+        raise _CallsPythonError
+    path, constants = lane_body()
+    library = ctypes.CDLL(path)
+    address = ctypes.cast(library.inductor_entry_impl, ctypes.c_void_p).value
+    return CompiledBody(
+        function=compiled, entry_address=address, constants=tuple(constants), keep_alive=(compiled, library)
+    )
+
+
+def _body_options() -> dict[str, Any]:
+    """Options that every body shares: thread counts are the lane's business, not baked into the code."""
+    return {"cpp.dynamic_threads": True}
+
+
+def _first_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+
+
+def _clone(piece: fx.GraphModule) -> fx.GraphModule:
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in piece.graph.nodes:
+        copies[node] = graph.node_copy(node, lambda original: copies[original])
+    return fx.GraphModule(piece, graph)
+
+
+@contextlib.contextmanager
+def _as_piece() -> Iterator[None]:
+    """Hide what belongs to the whole graph; see Note [pieces of a graph]."""
+    context = TracingContext.try_get()
+    metadata = context.fw_metadata if context is not None else None
+    strides = context.output_strides if context is not None else None
+    donated = metadata.bw_donated_idxs if metadata is not None else None
+    try:
+        if context is not None:
+            context.output_strides = None
+        if metadata is not None:
+            metadata.bw_donated_idxs = None
+        with (
+            torch.compiler.config.patch(cache_key_tag=_CACHE_KEY_TAG),  # type: ignore[attr-defined]
+            functorch_config.patch(bundled_autograd_cache=False),
+        ):
+            yield
+    finally:
+        if context is not None:
+            context.output_strides = strides
+        if metadata is not None:
+            metadata.bw_donated_idxs = donated
+
+
+def report_output_strides(graph_module: fx.GraphModule) -> None:
+    """Fill the tracing context with the strides of the graph's outputs, which every body keeps as traced."""
+    context = TracingContext.try_get()
+    if context is None or context.output_strides is None:
+        return
+    values = [node.meta.get("val") if isinstance(node, fx.Node) else None for node in _outputs(graph_module)]
+    context.output_strides.extend(tuple(v.stride()) if isinstance(v, torch.Tensor) else None for v in values)
+
+
+def _outputs(graph_module: fx.GraphModule) -> Sequence[Any]:
+    return graph_module.graph.output_node().args[0]  # type: ignore[return-value]
+
+
+# -------------------------------------------------------------------------------------------------- the C++ wrapper
+
+
+def _make_lane_wrapper() -> type | None:
+    """Return the code generator of Note [native entry], or None where this torch has other hooks."""
+    from torch._inductor.codegen.cpp_wrapper_cpu import CppWrapperCpu
+
+    hooks = ("_write_jit_entry_point_signature", "_write_input_preamble", "_generate_end_jit")
+    if not all(hasattr(CppWrapperCpu, hook) for hook in hooks):
+        return None
+
+    class LaneWrapper(CppWrapperCpu):
+        """Inductor's C++ wrapper with an entry that threads without Python can call."""
+
+        @staticmethod
+        def create(
+            is_subgraph: bool, subgraph_name: str | None, parent_wrapper: Any, partition_signatures: Any = None
+        ) -> Any:
+            return LaneWrapper()
+
+        @staticmethod
+        def _write_jit_entry_point_signature(prefix: Any) -> None:
+            prefix.splice(
+                """
+                extern "C" __attribute__((visibility("default")))
+                void inductor_entry_impl(AtenTensorHandle* input_handles, AtenTensorHandle* output_handles) {
+                """
+            )
+
+        def _write_input_preamble(self) -> None:
+            from torch._inductor.virtualized import V
+
+            count = len(V.graph.graph_inputs) + len(V.graph.constants)
+            self.prefix.splice_jit(
+                f"auto inputs = steal_from_raw_handles_to_raii_handles(input_handles, {count});"
+            )
+
+        def generate_scoped_gil_acquire(self, *args: Any) -> Any:
+            self._calls_python = True
+            return super().generate_scoped_gil_acquire(*args)
+
+        def _generate_end_jit(self, result: Any) -> None:
+            from torch._inductor.virtualized import V
+
+            super()._generate_end_jit(result)
+            if getattr(self, "_calls_python", False):
+                return
+            constants = ", ".join(V.graph.constants)
+            result.splice(
+                f"""
+                call.lane_body = lambda: (inductor_entry.__self__.__file__, [{constants}])
+                """
+            )
+
+    return LaneWrapper
+
+
+_LaneWrapper = _make_lane_wrapper()
+
+
+@contextlib.contextmanager
+def _lane_wrapper() -> Iterator[None]:
+    """Let Inductor generate CPU code through `_LaneWrapper`."""
+    from torch._inductor.codegen.common import device_codegens, init_backend_registration
+
+    init_backend_registration()
+    saved = device_codegens["cpu"]
+    device_codegens["cpu"] = type(saved)(saved.scheduling, saved.wrapper_codegen, _LaneWrapper)  # type: ignore[arg-type]
+    try:
+        with inductor_config.patch({**_body_options(), "cpp_wrapper": True}):
+            yield
+    finally:
+        device_codegens["cpu"] = saved
+
+
+# -------------------------------------------------------------------------------------------------- tensor handles
+
+
+@functools.cache
+def tensor_api() -> tuple[int, int]:
+    """Return the addresses of torch's C functions that clone and delete a tensor handle."""
+    library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+    return tuple(  # type: ignore[return-value]
+        ctypes.cast(getattr(library, name), ctypes.c_void_p).value
+        for name in ("aoti_torch_new_tensor_handle", "aoti_torch_delete_tensor_object")
+    )
+
+
+def to_handles(tensors: list[torch.Tensor]) -> list[Any]:
+    """Return one owned handle per tensor."""
+    return torch._C._aoti.unsafe_alloc_void_ptrs_from_tensors(tensors)  # type: ignore[no-any-return]
+
+
+def from_handles(handles: list[Any]) -> list[torch.Tensor]:
+    """Return the tensors behind owned handles, which are used up."""
+    return torch._C._aoti.alloc_tensors_by_stealing_from_void_ptrs(handles)  # type: ignore[no-any-return]
+
+
+def prepare_lane_thread(num_threads: int) -> None:
+    """Set what a new thread does not inherit: its thread quota for OpenMP and MKL, and no autograd."""
+    torch.get_num_threads()  # the first use on a thread sets the process-wide default: let it happen before, not after
+    torch.set_num_threads(num_threads)
+    torch._C._set_grad_enabled(False)

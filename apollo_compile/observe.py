@@ -1,0 +1,65 @@
+"""Run the stages of a compile: call, time, check, dump.
+
+    StageRunner(dump_dir).run("plan", make_plan, graph, costs, lanes=lanes, check=..., text=...) -> product
+
+The runner knows no stage by name. The check and the text form take the product only; what else they need, the caller
+binds. A dump directory gets one file per stage, `{number:02d}_{stage}.txt`, in the order of the calls. Dumps hold no
+times of this process, so two compiles of the same graph give the same files; `timings` has the times.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from apollo_compile.errors import InvariantError
+
+_Product = TypeVar("_Product")
+
+
+class StageRunner:
+    """Runs stages one after the other."""
+
+    def __init__(self, dump_dir: Path | None = None) -> None:
+        self.timings: list[tuple[str, int]] = []
+        """Stage and nanoseconds, checks and dumps excluded, in the order of the calls."""
+        self._dump_dir = dump_dir
+
+    def run(
+        self,
+        stage_name: str,
+        function: Callable[..., _Product],
+        *args: object,
+        check: Callable[[_Product], object] | None = None,
+        text: Callable[[_Product], str] | None = None,
+        **options: object,
+    ) -> _Product:
+        """Return `function(*args, **options)`, checked and dumped.
+
+        A product that fails its check is dumped as well, as far as its text form can show it.
+
+        Raises:
+            InvariantError: the check found the product illegal.
+        """
+        begin = time.perf_counter_ns()
+        product = function(*args, **options)
+        self.timings.append((stage_name, time.perf_counter_ns() - begin))
+        if check is not None:
+            try:
+                check(product)
+            except InvariantError:
+                with contextlib.suppress(Exception):
+                    self._dump(stage_name, product, text)
+                raise
+        self._dump(stage_name, product, text)
+        return product
+
+    def _dump(self, stage_name: str, product: _Product, text: Callable[[_Product], str] | None) -> None:
+        if self._dump_dir is None or text is None:
+            return
+        self._dump_dir.mkdir(parents=True, exist_ok=True)
+        path = self._dump_dir / f"{len(self.timings) - 1:02d}_{stage_name}.txt"
+        path.write_text(text(product).rstrip("\n") + "\n", encoding="utf-8")

@@ -1,0 +1,277 @@
+"""Stage 0: read an FX graph into plain data.
+
+    (GraphModule, role) -> Capture
+
+The graph comes from AOTAutograd after Inductor's joint-graph passes: functional but for `copy_` into inputs at its
+end. Everything that later stages need to know of torch is read here once: which nodes compute and which are views,
+which module a node came from, what it costs, and what must keep its order although no value flows:
+
+* random draws from the global generator stay in graph order,
+* a mutation comes after all earlier readers of the storage and before all later ones,
+* operators with side effects (collectives, prints) stay in graph order.
+
+Guarantees: every value is a strided CPU tensor of static shape; `nodes` is a topological order.
+Raises `UnsupportedGraphError` for what segments cannot run; the backend then takes plain Inductor.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import fx
+
+from apollo_compile.cost_model.work import evaluate, work_of
+from apollo_compile.errors import UnsupportedGraphError
+from apollo_compile.ir import Capture, Node, NodeId, NodeKind, Role, Work
+
+_aten = torch.ops.aten
+_prims = torch.ops.prims
+
+_VIEWS_BEYOND_SCHEMA = frozenset({_aten._unsafe_view.default, _aten._reshape_alias.default})
+"""Views whose schema does not say so."""
+
+_FACTORIES = frozenset(
+    {
+        _aten.full.default,
+        _aten.zeros.default,
+        _aten.ones.default,
+        _aten.empty.memory_format,
+        _aten.arange.default,
+        _aten.arange.start_step,
+        _aten.scalar_tensor.default,
+        _aten.eye.default,
+        _prims.iota.default,
+    }
+)
+
+_ORDERED_NAMESPACES = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional"})
+
+
+def capture_graph(graph_module: fx.GraphModule, *, name: str, role: Role) -> Capture:
+    """Read `graph_module`; raise UnsupportedGraphError naming the node that segments cannot run."""
+    ids: dict[fx.Node, NodeId] = {}
+    nodes: list[Node] = []
+    order = _OrderKeeper()
+    outputs: tuple[NodeId | None, ...] = ()
+    for fx_node in graph_module.graph.nodes:
+        if fx_node.op == "output":
+            outputs = tuple(_output_id(ids, value) for value in fx_node.args[0])
+            continue
+        node_id = NodeId(len(nodes))
+        ids[fx_node] = node_id
+        inputs = tuple(sorted({ids[value] for value in fx_node.all_input_nodes}))
+        kind = _kind(fx_node, nodes, inputs)
+        nodes.append(
+            Node(
+                id=node_id,
+                name=fx_node.name,
+                kind=kind,
+                target=_target(fx_node),
+                inputs=inputs,
+                after=order.after(fx_node, node_id, kind, ids),
+                module=module_path(fx_node),
+                num_bytes=_num_bytes(fx_node),
+                work=_work(fx_node, kind),
+                signature=_signature(fx_node, inputs, ids),
+                value=_describe(fx_node, fx_node.meta.get("val")),
+            )
+        )
+    return Capture(name=name, role=role, nodes=tuple(nodes), outputs=outputs)
+
+
+def module_path(fx_node: fx.Node) -> str:
+    """Return the FQN of the innermost module that a node came from, or an empty string."""
+    stack = fx_node.meta.get("nn_module_stack") or fx_node.meta.get("fwd_nn_module_stack")
+    if not stack:
+        return ""
+    path: str = list(stack.values())[-1][0]
+    path = re.sub(r"_modules\['([^']*)'\]", r"\1", path)
+    path = re.sub(r"^[LG]\['[^']*'\]\.?", "", path)
+    path = re.sub(r"\[['\"]?([^'\"\]]*)['\"]?\]", r".\1", path)
+    path = re.sub(r"(^|\.)_orig_mod(?=\.|$)", "", path)
+    return re.sub(r"^_?self\.", "", path).strip(".")
+
+
+class _OrderKeeper:
+    """Finds, in one walk over the graph, what a node must come after although it reads no value of it."""
+
+    def __init__(self) -> None:
+        self._last_random: NodeId | None = None
+        self._last_effect: NodeId | None = None
+        self._base: dict[fx.Node, fx.Node] = {}
+        self._writer: dict[fx.Node, NodeId] = {}
+        self._readers: dict[fx.Node, list[NodeId]] = {}
+
+    def after(self, fx_node: fx.Node, node_id: NodeId, kind: NodeKind, ids: dict[fx.Node, NodeId]) -> tuple[NodeId, ...]:
+        """Return the extra predecessors of the next node of the walk."""
+        if kind is NodeKind.INPUT:
+            return ()
+        if kind in (NodeKind.CHEAP, NodeKind.PROJECTION):
+            if fx_node.all_input_nodes:
+                self._base[fx_node] = self._root(fx_node.all_input_nodes[0])
+            return ()
+        found: set[NodeId] = set()
+        target = fx_node.target
+        if isinstance(target, torch._ops.OpOverload):
+            if _draws(fx_node, target):
+                found.update(() if self._last_random is None else (self._last_random,))
+                self._last_random = node_id
+            has_effect = fx_node.is_impure(impure_random=False) and not target._schema.is_mutable
+            if has_effect or target.namespace in _ORDERED_NAMESPACES:
+                found.update(() if self._last_effect is None else (self._last_effect,))
+                self._last_effect = node_id
+        written = {self._root(value) for value in _written(fx_node)}
+        for root in {self._root(value) for value in fx_node.all_input_nodes}:
+            if root in self._writer:
+                found.add(self._writer[root])
+            if root in written:
+                found.update(self._readers.get(root, ()))
+                self._writer[root] = node_id
+            self._readers.setdefault(root, []).append(node_id)
+        return tuple(sorted(found - {node_id} - {ids[value] for value in fx_node.all_input_nodes}))
+
+    def _root(self, fx_node: fx.Node) -> fx.Node:
+        return self._base.get(fx_node, fx_node)
+
+
+def _draws(fx_node: fx.Node, target: torch._ops.OpOverload) -> bool:
+    """Whether the operator advances a random generator; attention without dropout is tagged so but does not."""
+    if target is _prims.inductor_seeds.default:
+        return True
+    if torch.Tag.nondeterministic_seeded not in target.tags:
+        return False
+    for position, argument in enumerate(target._schema.arguments):
+        if argument.name == "dropout_p":
+            value = fx_node.args[position] if position < len(fx_node.args) else fx_node.kwargs.get(argument.name, 0.0)
+            return value != 0.0
+    return True
+
+
+def _written(fx_node: fx.Node) -> Iterable[fx.Node]:
+    """Yield the nodes whose storage `fx_node` writes into."""
+    target = fx_node.target
+    if not isinstance(target, torch._ops.OpOverload) or not target._schema.is_mutable:
+        return
+    for position, argument in enumerate(target._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        value = fx_node.args[position] if position < len(fx_node.args) else fx_node.kwargs.get(argument.name)
+        for item in value if isinstance(value, list | tuple) else (value,):
+            if isinstance(item, fx.Node):
+                yield item
+
+
+def _kind(fx_node: fx.Node, nodes: list[Node], inputs: tuple[NodeId, ...]) -> NodeKind:
+    if fx_node.op == "placeholder":
+        _check_input(fx_node)
+        return NodeKind.INPUT
+    if fx_node.op == "get_attr":
+        return NodeKind.CHEAP
+    if fx_node.op != "call_function":
+        raise UnsupportedGraphError(f"node {fx_node.name} is a {fx_node.op}; segments take calls of functions only")
+    target = fx_node.target
+    if target is operator.getitem:
+        return NodeKind.CHEAP if nodes[inputs[0]].kind is NodeKind.CHEAP else NodeKind.PROJECTION
+    if isinstance(target, torch._ops.HigherOrderOperator) and target.name() == "with_effects":
+        raise UnsupportedGraphError(f"node {fx_node.name} carries an effect token; segments cannot order it")
+    if isinstance(target, torch._ops.OpOverload):
+        if target in _FACTORIES and not inputs:
+            return NodeKind.CHEAP
+        if (target.is_view or target in _VIEWS_BEYOND_SCHEMA) and not target._schema.is_mutable:
+            return NodeKind.CHEAP
+        if target is _prims.inductor_lookup_seed.default:
+            return NodeKind.CHEAP
+        _check_value(fx_node)
+        return NodeKind.COMPUTE
+    if not isinstance(fx_node.meta.get("val"), torch.Tensor | tuple | list):
+        raise UnsupportedGraphError(
+            f"node {fx_node.name} ({_target(fx_node)}) computes a {type(fx_node.meta.get('val')).__name__}, not a tensor: "
+            "graphs with symbolic numbers are not cut into segments"
+        )
+    return NodeKind.COMPUTE
+
+
+def _check_input(fx_node: fx.Node) -> None:
+    value = fx_node.meta.get("val")
+    if not isinstance(value, torch.Tensor):
+        raise UnsupportedGraphError(
+            f"graph input {fx_node.name} is a {type(value).__name__}, not a tensor: graphs with dynamic shapes are not "
+            "cut into segments; compile with dynamic=False to get lanes"
+        )
+    _check_tensor(fx_node, value)
+
+
+def _check_value(fx_node: fx.Node) -> None:
+    value = fx_node.meta.get("val")
+    for item in value if isinstance(value, list | tuple) else (value,):
+        if isinstance(item, torch.Tensor):
+            _check_tensor(fx_node, item)
+        elif item is not None and not isinstance(item, int | float | bool):
+            raise UnsupportedGraphError(f"node {fx_node.name} returns a {type(item).__name__}, not a tensor")
+
+
+def _check_tensor(fx_node: fx.Node, value: torch.Tensor) -> None:
+    if value.device.type != "cpu":
+        raise UnsupportedGraphError(f"{fx_node.name} is on device {value.device}; lanes run on the CPU only")
+    if value.layout is not torch.strided:
+        raise UnsupportedGraphError(f"{fx_node.name} has layout {value.layout}; segments take strided tensors only")
+    if not all(isinstance(size, int) for size in (*value.shape, *value.stride())):
+        raise UnsupportedGraphError(
+            f"{fx_node.name} has the dynamic shape {tuple(value.shape)}: graphs with dynamic shapes are not cut into "
+            "segments; compile with dynamic=False to get lanes"
+        )
+
+
+def _output_id(ids: dict[fx.Node, NodeId], value: Any) -> NodeId | None:
+    if value is None:
+        return None
+    if isinstance(value, fx.Node):
+        return ids[value]
+    raise UnsupportedGraphError(f"the graph returns {value!r}, a {type(value).__name__}, not a tensor")
+
+
+def _target(fx_node: fx.Node) -> str:
+    if fx_node.op == "call_function" and not isinstance(fx_node.target, torch._ops.OpOverload):
+        name = getattr(fx_node.target, "__name__", None)
+        return str(name if name is not None else fx_node.target)
+    return str(fx_node.target)
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    return [item for item in (value if isinstance(value, list | tuple) else (value,)) if isinstance(item, torch.Tensor)]
+
+
+def _num_bytes(fx_node: fx.Node) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in _tensors(fx_node.meta.get("val")))
+
+
+def _work(fx_node: fx.Node, kind: NodeKind) -> Work:
+    return evaluate(work_of(fx_node), {}) if kind is NodeKind.COMPUTE else Work()
+
+
+def _describe(fx_node: fx.Node, value: Any) -> str:
+    if fx_node.op == "get_attr":
+        return f"attribute {fx_node.target}"
+    return "; ".join(
+        f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)} strides {list(tensor.stride())}"
+        for tensor in _tensors(value)
+    )
+
+
+def _signature(fx_node: fx.Node, inputs: tuple[NodeId, ...], ids: dict[fx.Node, NodeId]) -> str:
+    def show(value: Any) -> str:
+        if isinstance(value, fx.Node):
+            return f"%{inputs.index(ids[value])}"
+        if isinstance(value, list | tuple):
+            return f"[{', '.join(map(show, value))}]"
+        if isinstance(value, dict):
+            return f"{{{', '.join(f'{key}: {show(item)}' for key, item in value.items())}}}"
+        return repr(value)
+
+    if fx_node.op == "placeholder":
+        return ""
+    return f"{_target(fx_node)}({', '.join([*map(show, fx_node.args), *(f'{k}={show(v)}' for k, v in fx_node.kwargs.items())])})"

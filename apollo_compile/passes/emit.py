@@ -1,0 +1,73 @@
+"""Stage 6: the instructions of every lane.
+
+    (SegmentGraph, Plan, SyncPlan, MemoryPlan) -> Program
+
+Lane order is start order. Around every launch: first its waits, then the launch, then one record if some lane waits
+for this segment, then the releases. One event serves all waits for its segment. A wait names a segment that is
+launched, and recorded, earlier in start order, so no cycle of waits can arise. The record comes before the releases:
+whoever waits need not wait for them.
+
+Guarantees: each segment is launched once; each wait has exactly one record; exactly the happens-before of the sync
+plan. A launch takes the inputs whose hold segment it is; every other hold becomes a release.
+"""
+
+from __future__ import annotations
+
+from apollo_compile.ir import (
+    BufferId,
+    EventId,
+    Instruction,
+    Launch,
+    MemoryPlan,
+    Plan,
+    Program,
+    Record,
+    Release,
+    SegmentGraph,
+    SegmentId,
+    SyncPlan,
+    Wait,
+)
+
+
+def emit_program(graph: SegmentGraph, plan: Plan, syncs: SyncPlan, memory: MemoryPlan) -> Program:
+    """Return the program that runs the plan."""
+    order = plan.in_start_order()
+    waited_for = {wait.producer for wait in syncs.waits}
+    events: dict[SegmentId, EventId] = {}
+    for assignment in order:
+        if assignment.segment in waited_for:
+            events[assignment.segment] = EventId(len(events))
+    producers: dict[SegmentId, list[SegmentId]] = {}
+    for wait in syncs.waits:
+        producers.setdefault(wait.consumer, []).append(wait.producer)
+    held: dict[SegmentId, list[BufferId]] = {}
+    for hold in memory.holds:
+        held.setdefault(hold.segment, []).append(hold.buffer)
+
+    instructions: list[list[Instruction]] = [[] for _ in plan.lanes]
+    for assignment in order:
+        segment, block = graph.segments[assignment.segment], instructions[assignment.lane]
+        lets_go = held.get(segment.id, [])
+        block += [Wait(event=event) for event in sorted(events[producer] for producer in producers.get(segment.id, []))]
+        block.append(
+            Launch(
+                segment=segment.id,
+                body=segment.body,
+                inputs=segment.inputs,
+                takes=tuple(buffer in lets_go for buffer in segment.inputs),
+                outputs=segment.outputs,
+            )
+        )
+        if segment.id in events:
+            block.append(Record(event=events[segment.id]))
+        block += [Release(buffer=buffer) for buffer in lets_go if buffer not in segment.inputs]
+    return Program(
+        name=graph.name,
+        lanes=plan.lanes,
+        instructions=tuple(tuple(block) for block in instructions),
+        num_buffers=len(graph.buffers),
+        num_events=len(events),
+        inputs=graph.inputs,
+        outputs=graph.outputs,
+    )

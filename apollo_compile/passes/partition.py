@@ -1,0 +1,469 @@
+"""Stage 1: cut the FX graph into segments.
+
+    (Capture) -> Partition
+
+Nodes that compute are put into pieces, cheap nodes (views, constants) are cloned into every piece that uses them, so
+that shared constants tie nothing together. Pieces start from layer names where the metadata has them:
+
+1. A node's label is its module's path up to the first number, `encoder.layers.3`. A node without one takes the label
+   that all its labelled neighbours agree on.
+2. Its level is the number of label switches on the longest path from the inputs. Pieces of equal (label, level) form
+   an acyclic graph, because a path that leaves a piece reaches higher levels only.
+3. Where the graph has no names, every node starts as a piece of its own.
+
+Then pieces are contracted along edges u -> v, as long as that costs no parallelism:
+
+* lossless: everything else before v is before u too, and everything else after u is after v too; so nothing could
+  have run beside the border between them. Done inside a layer, in graphs without names up to a share of the work, and
+  everywhere when whole modules are wanted;
+* tiny: one side has next to no work, and the other side is where it would have to wait anyway.
+
+Guarantees: every computing node is in one segment, the segment graph is acyclic and numbered in a topological order
+close to graph order, equal segments share one body. Leaves placement in time and on lanes to the planner.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from apollo_compile.config import PartitionConfig
+from apollo_compile.cost_model.fusion import segment_work
+from apollo_compile.ir import (
+    Body,
+    BodyId,
+    Buffer,
+    BufferId,
+    Capture,
+    Node,
+    NodeId,
+    NodeKind,
+    Partition,
+    Segment,
+    SegmentGraph,
+    SegmentId,
+    Work,
+)
+
+_FLOPS_PER_BYTE = 8
+"""Flops that take about as long as moving a byte, to weigh pieces against each other before any device is known."""
+
+_NAMED_SHARE = 0.5
+"""Share of the work that must carry a module's name for layer names to be trusted."""
+
+
+def partition_graph(capture: Capture, *, config: PartitionConfig | None = None) -> Partition:
+    """Cut `capture` into segments and name the bodies to compile."""
+    config = config or PartitionConfig()
+    atoms = _find_atoms(capture)
+    labels = _label_atoms(capture, atoms)
+    weight = [sum(_weight(capture.nodes[node].work) for node in atom) for atom in atoms.members]
+    named = sum(w for w, label in zip(weight, labels, strict=True) if label) >= _NAMED_SHARE * sum(weight)
+    if named:
+        labels = _spread_labels(atoms, labels)
+        groups = _group_by_level(atoms, labels)
+    else:
+        labels = [""] * len(labels)
+        groups = list(range(len(labels)))
+    pieces = _Pieces(atoms, groups, labels, weight)
+    _contract(pieces, config, named=named)
+    return _build(capture, atoms, pieces.in_order())
+
+
+# ----------------------------------------------------------------------------------------------------------- atoms
+
+
+@dataclass(frozen=True, slots=True)
+class _Atoms:
+    """The smallest groups of nodes that must stay together, in a topological order, and the edges between them."""
+
+    members: list[list[NodeId]]
+    atom_by_node: dict[NodeId, int]
+    predecessors: list[set[int]]
+
+
+def _find_atoms(capture: Capture) -> _Atoms:
+    """Group projections with their producers, and cheap graph outputs with the value that they look at."""
+    nodes = capture.nodes
+    returned = {node for node in capture.outputs if node is not None and nodes[node].kind is NodeKind.CHEAP}
+    members: list[list[NodeId]] = []
+    atom_by_node: dict[NodeId, int] = {}
+    sources: list[set[int]] = []
+    predecessors: list[set[int]] = []
+    for node in nodes:
+        behind: set[int] = set().union(*(sources[value] for value in node.inputs)) if node.inputs else set()
+        host = None
+        if node.kind is NodeKind.PROJECTION:
+            host = atom_by_node[node.inputs[0]]
+        elif node.id in returned and len(behind) == 1:
+            (host,) = behind
+        if node.kind is NodeKind.COMPUTE or (node.id in returned and host is None):
+            host = len(members)
+            members.append([])
+            predecessors.append(set())
+        if host is None:
+            sources.append(behind)
+            continue
+        members[host].append(node.id)
+        atom_by_node[node.id] = host
+        sources.append({host})
+        earlier = {atom_by_node[value] for value in node.after if value in atom_by_node}
+        predecessors[host] |= (behind | earlier) - {host}
+    return _Atoms(members, atom_by_node, predecessors)
+
+
+def _weight(work: Work) -> float:
+    return work.flops + _FLOPS_PER_BYTE * (work.bytes_read + work.bytes_written)
+
+
+# ---------------------------------------------------------------------------------------------------------- labels
+
+
+def layer_of(module: str) -> str:
+    """Return the path of the layer that a module belongs to: up to and including its first number, else two names.
+
+    >>> layer_of("text_model.encoder.layers.3.mlp.fc1")
+    'text_model.encoder.layers.3'
+    >>> layer_of("vision_model.embeddings.patch_embedding")
+    'vision_model.embeddings'
+    """
+    parts = module.split(".") if module else []
+    for position, part in enumerate(parts):
+        if part.isdigit():
+            return ".".join(parts[: position + 1])
+    return ".".join(parts[:2])
+
+
+def _label_atoms(capture: Capture, atoms: _Atoms) -> list[str]:
+    return [layer_of(capture.nodes[members[0]].module) for members in atoms.members]
+
+
+def _spread_labels(atoms: _Atoms, labels: list[str]) -> list[str]:
+    """Give atoms without a label the one that their labelled neighbours agree on, else where they stand."""
+    successors = _successors(atoms.predecessors)
+    before = [_nearest(atoms.predecessors, labels, atom) for atom in range(len(labels))]
+    after = [_nearest(successors, labels, atom) for atom in range(len(labels))]
+    spread = []
+    for atom, label in enumerate(labels):
+        if not label:
+            around = before[atom] | after[atom]
+            if len(around) == 1:
+                (label,) = around
+            elif len(before[atom]) == 1:
+                (label,) = before[atom]
+            elif len(after[atom]) == 1:
+                (label,) = after[atom]
+            else:
+                label = "pre" if not before[atom] else "post" if not after[atom] else "mid"
+        spread.append(label)
+    return spread
+
+
+def _nearest(neighbours: Sequence[Iterable[int]], labels: list[str], atom: int) -> set[str]:
+    """Return the labels met first on the paths from `atom` along `neighbours`."""
+    found: set[str] = set()
+    seen = {atom}
+    stack = list(neighbours[atom])
+    while stack:
+        other = stack.pop()
+        if other in seen:
+            continue
+        seen.add(other)
+        if labels[other]:
+            found.add(labels[other])
+        else:
+            stack.extend(neighbours[other])
+    return found
+
+
+def _successors(predecessors: Sequence[Iterable[int]]) -> list[set[int]]:
+    successors: list[set[int]] = [set() for _ in predecessors]
+    for atom, before in enumerate(predecessors):
+        for other in before:
+            successors[other].add(atom)
+    return successors
+
+
+def _group_by_level(atoms: _Atoms, labels: list[str]) -> list[int]:
+    """Return the group of every atom: equal label and equal number of label switches on the longest path to it."""
+    level: list[int] = []
+    group_by_key: dict[tuple[str, int], int] = {}
+    groups = []
+    for atom, before in enumerate(atoms.predecessors):
+        level.append(max((level[other] + (labels[other] != labels[atom]) for other in before), default=0))
+        groups.append(group_by_key.setdefault((labels[atom], level[atom]), len(group_by_key)))
+    return groups
+
+
+# ---------------------------------------------------------------------------------------------------------- pieces
+
+
+class _Pieces:
+    """A contractible acyclic graph of pieces; sets of pieces are bit masks over the initial ones."""
+
+    def __init__(self, atoms: _Atoms, groups: list[int], labels: list[str], weight: list[float]) -> None:
+        count = max(groups, default=-1) + 1
+        self.atoms: list[list[int]] = [[] for _ in range(count)]
+        self.label = [""] * count
+        self.weight = [0.0] * count
+        self.predecessors: list[set[int]] = [set() for _ in range(count)]
+        self.successors: list[set[int]] = [set() for _ in range(count)]
+        for atom, group in enumerate(groups):
+            self.atoms[group].append(atom)
+            self.label[group] = labels[atom]
+            self.weight[group] += weight[atom]
+            for other in atoms.predecessors[atom]:
+                if groups[other] != group:
+                    self.predecessors[group].add(groups[other])
+                    self.successors[groups[other]].add(group)
+        self.total = max(sum(self.weight), 1.0)
+        self.alive = set(range(count))
+        self._mask = [1 << piece for piece in range(count)]
+        self._ancestors = [0] * count
+        self._descendants = [0] * count
+        order = self._topological()
+        for piece in order:
+            for other in self.predecessors[piece]:
+                self._ancestors[piece] |= self._ancestors[other] | self._mask[other]
+        for piece in reversed(order):
+            for other in self.successors[piece]:
+                self._descendants[piece] |= self._descendants[other] | self._mask[other]
+
+    def share(self, piece: int) -> float:
+        """Return the share of the graph's work that `piece` has."""
+        return self.weight[piece] / self.total
+
+    def only_enters(self, u: int, v: int) -> bool:
+        """Whether all else before `v` is before `u` too, so that v could start no earlier if u were not there."""
+        return all(other == u or self._mask[other] & self._ancestors[u] for other in self.predecessors[v])
+
+    def only_leaves(self, u: int, v: int) -> bool:
+        """Whether all else after `u` is after `v` too, so that nothing waits longer if u ends with v."""
+        return all(other == v or self._mask[other] & self._descendants[v] for other in self.successors[u])
+
+    def merge(self, u: int, v: int) -> None:
+        """Contract the edge u -> v into u; the caller has shown that no other path leads from u to v."""
+        self.atoms[u] += self.atoms[v]
+        if self.weight[v] > self.weight[u]:
+            self.label[u] = self.label[v]
+        self.weight[u] += self.weight[v]
+        for other in self.predecessors[v]:
+            self.successors[other].discard(v)
+            if other != u:
+                self.successors[other].add(u)
+                self.predecessors[u].add(other)
+        for other in self.successors[v]:
+            self.predecessors[other].discard(v)
+            self.predecessors[other].add(u)
+            self.successors[u].add(other)
+        self.alive.discard(v)
+        self._mask[u] |= self._mask[v]
+        self._ancestors[u] = (self._ancestors[u] | self._ancestors[v]) & ~self._mask[u]
+        self._descendants[u] = (self._descendants[u] | self._descendants[v]) & ~self._mask[u]
+        above, below = self._ancestors[u] | self._mask[u], self._descendants[u] | self._mask[u]
+        for other in self.alive:
+            if self._mask[other] & self._descendants[u]:
+                self._ancestors[other] |= above
+            if self._mask[other] & self._ancestors[u]:
+                self._descendants[other] |= below
+
+    def in_order(self) -> list[list[int]]:
+        """Return the atoms of every piece, pieces in the topological order that is closest to graph order."""
+        return [sorted(self.atoms[piece]) for piece in self._topological()]
+
+    def _topological(self) -> list[int]:
+        missing = {piece: len(self.predecessors[piece]) for piece in self.alive}
+        ready = [(min(self.atoms[piece]), piece) for piece in self.alive if not missing[piece]]
+        heapq.heapify(ready)
+        order = []
+        while ready:
+            _, piece = heapq.heappop(ready)
+            order.append(piece)
+            for other in self.successors[piece]:
+                missing[other] -= 1
+                if not missing[other]:
+                    heapq.heappush(ready, (min(self.atoms[other]), other))
+        return order
+
+
+def _contract(pieces: _Pieces, config: PartitionConfig, *, named: bool) -> None:
+    """Contract edges, those inside a layer first, until no rule applies."""
+
+    def same_label(u: int, v: int) -> bool:
+        return named and pieces.label[u] == pieces.label[v]
+
+    def lossless(u: int, v: int) -> bool:
+        return pieces.only_enters(u, v) and pieces.only_leaves(u, v)
+
+    def is_small(u: int, v: int) -> bool:
+        return not named and pieces.share(u) + pieces.share(v) <= config.max_segment_share
+
+    def tiny(u: int, v: int) -> bool:
+        into_v = pieces.share(u) < config.min_segment_share and pieces.only_leaves(u, v)
+        into_u = pieces.share(v) < config.min_segment_share and pieces.only_enters(u, v)
+        return into_v or into_u
+
+    rules: list[Callable[[int, int], bool]] = [
+        lambda u, v: same_label(u, v) and (lossless(u, v) or tiny(u, v)),
+        lambda u, v: is_small(u, v) and lossless(u, v),
+        tiny,
+    ]
+    if config.granularity == "module":
+        rules.append(lossless)
+    changed = True
+    while changed:
+        changed = any(_apply(pieces, rule) for rule in rules)
+
+
+def _apply(pieces: _Pieces, rule: Callable[[int, int], bool]) -> bool:
+    """Merge along every edge that `rule` admits; return whether there was one."""
+    changed = False
+    for u in sorted(pieces.alive):
+        if u not in pieces.alive:
+            continue
+        candidates = sorted(pieces.successors[u])
+        while candidates:
+            v = candidates.pop(0)
+            if v in pieces.successors[u] and rule(u, v):
+                pieces.merge(u, v)
+                changed = True
+                candidates = sorted(pieces.successors[u])
+    return changed
+
+
+# -------------------------------------------------------------------------------------------------------- segments
+
+
+def _build(capture: Capture, atoms: _Atoms, pieces: list[list[int]]) -> Partition:
+    nodes = capture.nodes
+    segment_by_atom = {atom: SegmentId(s) for s, piece in enumerate(pieces) for atom in piece}
+    segment_by_node = {node: segment_by_atom[atom] for node, atom in atoms.atom_by_node.items()}
+    returned = {node for node in capture.outputs if node is not None}
+
+    contents = [_with_clones(nodes, atoms, piece) for piece in pieces]
+    needed = [_external_values(nodes, set(content)) for content in contents]
+    crossing = set().union(*needed) if needed else set()
+    readers: dict[NodeId, list[SegmentId]] = defaultdict(list)
+    for s, values in enumerate(needed):
+        for value in values:
+            readers[value].append(SegmentId(s))
+
+    made = [
+        tuple(n for n in content if segment_by_node.get(n) == s and (n in crossing or n in returned))
+        for s, content in enumerate(contents)
+    ]
+    inputs = [node.id for node in nodes if node.kind is NodeKind.INPUT]
+    values = [*inputs, *(value for output in made for value in output)]
+    buffer_by_node = {value: BufferId(b) for b, value in enumerate(values)}
+    buffers = tuple(
+        Buffer(
+            id=buffer_by_node[value],
+            name=nodes[value].name,
+            producer=segment_by_node.get(value),
+            readers=tuple(readers[value]),
+            num_bytes=nodes[value].num_bytes,
+            is_output=value in returned,
+        )
+        for value in values
+    )
+
+    bodies: dict[str, Body] = {}
+    segments = []
+    names = _Names()
+    for s, content in enumerate(contents):
+        module, name = _name(capture, content, names)
+        key = _body_key(nodes, content, needed[s], made[s])
+        body = bodies.setdefault(
+            key,
+            Body(id=BodyId(len(bodies)), name=name, nodes=content, inputs=needed[s], outputs=made[s]),
+        )
+        segments.append(
+            Segment(
+                id=SegmentId(s),
+                name=name,
+                module=module,
+                body=body.id,
+                inputs=tuple(buffer_by_node[value] for value in needed[s]),
+                outputs=tuple(buffer_by_node[value] for value in made[s]),
+                after=_order_only(nodes, content, segment_by_node, SegmentId(s)),
+                work=segment_work([nodes[node] for node in content]),
+            )
+        )
+    return Partition(
+        graph=SegmentGraph(
+            name=capture.name,
+            role=capture.role,
+            segments=tuple(segments),
+            buffers=buffers,
+            inputs=tuple(buffer_by_node[value] for value in inputs),
+            outputs=tuple(None if value is None else buffer_by_node[value] for value in capture.outputs),
+        ),
+        bodies=tuple(bodies.values()),
+        nodes_by_segment=tuple(contents),
+    )
+
+
+def _with_clones(nodes: Sequence[Node], atoms: _Atoms, piece: list[int]) -> tuple[NodeId, ...]:
+    """Return the nodes of a piece in graph order, with the cheap nodes that they need."""
+    content = {node for atom in piece for node in atoms.members[atom]}
+    stack = list(content)
+    while stack:
+        for value in nodes[stack.pop()].inputs:
+            if value not in content and nodes[value].kind is NodeKind.CHEAP:
+                content.add(value)
+                stack.append(value)
+    return tuple(sorted(content))
+
+
+def _external_values(nodes: Sequence[Node], content: set[NodeId]) -> tuple[NodeId, ...]:
+    """Return the values that a segment takes from outside, by first use."""
+    found = dict.fromkeys(value for node in sorted(content) for value in nodes[node].inputs if value not in content)
+    return tuple(found)
+
+
+def _order_only(
+    nodes: Sequence[Node], content: tuple[NodeId, ...], segment_by_node: dict[NodeId, SegmentId], segment: SegmentId
+) -> tuple[SegmentId, ...]:
+    earlier = {segment_by_node[value] for node in content for value in nodes[node].after if value in segment_by_node}
+    return tuple(sorted(earlier - {segment}))
+
+
+def _body_key(
+    nodes: Sequence[Node], content: tuple[NodeId, ...], inputs: tuple[NodeId, ...], outputs: tuple[NodeId, ...]
+) -> str:
+    """Return a text that is equal for segments with the same code: operators, wiring, and the inputs' layout."""
+    local = {value: f"in{i} {nodes[value].value}" for i, value in enumerate(inputs)}
+    lines = []
+    for line, node in enumerate(content):
+        arguments = ", ".join(local[value] for value in nodes[node].inputs)
+        lines.append(f"{nodes[node].signature} <- {arguments} -> {nodes[node].value}")
+        local[node] = f"line{line}"
+    return "\n".join([*lines, "return " + ", ".join(local[value] for value in outputs)])
+
+
+class _Names:
+    """Makes names unique: the second `a` becomes `a#2`."""
+
+    def __init__(self) -> None:
+        self._count: Counter[str] = Counter()
+
+    def unique(self, name: str) -> str:
+        """Return `name`, with a number behind it if it was given before."""
+        self._count[name] += 1
+        return name if self._count[name] == 1 else f"{name}#{self._count[name]}"
+
+
+def _name(capture: Capture, content: tuple[NodeId, ...], names: _Names) -> tuple[str, str]:
+    """Return the module that most of the segment's work belongs to, and a unique name."""
+    weight_by_layer: dict[str, float] = defaultdict(float)
+    for node in content:
+        layer = layer_of(capture.nodes[node].module)
+        if layer and capture.nodes[node].kind is NodeKind.COMPUTE:
+            weight_by_layer[layer] += 1 + _weight(capture.nodes[node].work)
+    if weight_by_layer:
+        module = max(weight_by_layer, key=lambda layer: weight_by_layer[layer])
+        return module, names.unique(module)
+    first = next((n for n in content if capture.nodes[n].kind is NodeKind.COMPUTE), content[0])
+    return "", names.unique(f"~{capture.nodes[first].name}")

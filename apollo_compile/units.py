@@ -1,0 +1,39 @@
+"""The only conversions and the only formatting of times and sizes."""
+
+from __future__ import annotations
+
+NS_PER_US = 1_000
+NS_PER_MS = 1_000_000
+NS_PER_S = 1_000_000_000
+
+
+def format_ns(duration_ns: float) -> str:
+    """Return a duration as people write it: `950 ns`, `12.3 us`, `4.56 ms`, `7.89 s`."""
+    size = abs(duration_ns)
+    if size < NS_PER_US:
+        return f"{duration_ns:.0f} ns"
+    if size < NS_PER_MS:
+        return f"{duration_ns / NS_PER_US:.1f} us"
+    if size < NS_PER_S:
+        return f"{duration_ns / NS_PER_MS:.2f} ms"
+    return f"{duration_ns / NS_PER_S:.2f} s"
+
+
+def format_bytes(num_bytes: float) -> str:
+    """Return a size in binary steps, as allocators count it: `512 B`, `1.5 KiB`, `2.00 MiB`."""
+    size = float(num_bytes)
+    for unit, digits in (("B", 0), ("KiB", 1), ("MiB", 2)):
+        if abs(size) < 1024:
+            return f"{size:.{digits}f} {unit}"
+        size /= 1024
+    return f"{size:.2f} GiB"
+
+
+def ns_to_ms(duration_ns: float) -> float:
+    """Return nanoseconds as milliseconds."""
+    return duration_ns / NS_PER_MS
+
+
+def seconds_to_ns(seconds: float) -> int:
+    """Return seconds as a whole number of nanoseconds."""
+    return round(seconds * NS_PER_S)

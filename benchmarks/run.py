@@ -1,0 +1,107 @@
+"""Measure named workloads: eager, Inductor, apollo on one lane, apollo.
+
+    python -m benchmarks.run --workloads clip,two_tower --size small --batch 1,4 --modes train,inference --json out.json
+
+Exit code 1: a variant's loss or gradients are not those of the reference. How steps are timed: `apollo_compile.bench`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from apollo_compile.bench import VARIANTS, Measurement, Task, Variant, machine_facts, measure, to_json
+from benchmarks.tables import format_measurement
+from benchmarks.workloads_spec import SPECS
+
+TOLERANCE = 1e-3
+"""Relative; float32 sums in another order differ by about 1e-5 over a whole model."""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measure, print tables, write JSON; return the exit code."""
+    args = _parse(arguments)
+    measurements: list[Measurement] = []
+    wrong: list[str] = []
+    for name in args.workloads:
+        for batch in args.batch:
+            for mode in args.modes:
+                title = f"{name}, {args.size}, batch {batch or 'of the spec'}, {mode}"
+                print(f"\n== {title}", flush=True)
+                measurement = measure(
+                    Task(
+                        builder="benchmarks.workloads:build",
+                        arguments={"name": name, "size": args.size, "batch": batch},
+                        mode=mode,
+                    ),
+                    args.variants,
+                    rounds=-(-args.steps // args.steps_per_turn),
+                    steps_per_turn=args.steps_per_turn,
+                    cold=not args.warm_cache,
+                    progress=lambda line: print(f"   {line}", file=sys.stderr, flush=True),
+                )
+                print(format_measurement(measurement), flush=True)
+                measurements.append(measurement)
+                wrong += [
+                    f"{title}: {result.variant} differs at {result.difference.worst or 'the loss'}"
+                    for result in measurement.results
+                    if not result.difference.is_within(TOLERANCE)
+                ]
+                _write(args.json, measurements)  # after each, so that an interrupted run keeps what it has
+    for line in wrong:
+        print(f"WRONG NUMBERS: {line}")
+    return 1 if wrong else 0
+
+
+def _write(path: Path | None, measurements: list[Measurement]) -> None:
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        content = {"machine": machine_facts(), "measurements": [to_json(measurement) for measurement in measurements]}
+        path.write_text(json.dumps(content, indent=1))
+
+
+def _parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.run", description="Measure workloads, interleaved.")
+    parser.add_argument("--workloads", type=_names(SPECS), default=["two_tower", "clip"], help=", ".join(SPECS))
+    parser.add_argument("--size", choices=("tiny", "small"), default="small")
+    parser.add_argument("--batch", type=_batches, default=[None], help="batch sizes, e.g. 1,4; default: the spec's")
+    parser.add_argument("--modes", type=_names(("train", "inference")), default=["train"], help="train, inference")
+    parser.add_argument("--variants", type=_variants, default=list(VARIANTS), help=", ".join(v.name for v in VARIANTS))
+    parser.add_argument("--steps", type=int, default=30, help="timed steps of every variant")
+    parser.add_argument("--steps-per-turn", type=int, default=3, help="timed steps before the next variant's turn")
+    parser.add_argument(
+        "--warm-cache", action="store_true", help="use the user's Inductor cache; first steps are not cold"
+    )
+    parser.add_argument("--json", type=Path, help="write everything there, machine and versions included")
+    return parser.parse_args(arguments)
+
+
+def _names(known: Iterable[str]) -> Callable[[str], list[str]]:
+    choices = list(known)
+
+    def parse(text: str) -> list[str]:
+        unknown = [name for name in text.split(",") if name not in choices]
+        if unknown:
+            raise argparse.ArgumentTypeError(f"unknown: {', '.join(unknown)}; known: {', '.join(choices)}")
+        return text.split(",")
+
+    return parse
+
+
+def _variants(text: str) -> list[Variant]:
+    by_name = {variant.name: variant for variant in VARIANTS}
+    return [by_name[name] for name in _names(by_name)(text)]
+
+
+def _batches(text: str) -> list[int]:
+    sizes = [int(size) for size in text.split(",")]
+    if min(sizes) < 1:
+        raise argparse.ArgumentTypeError(f"a batch has at least one sample, got {text}")
+    return sizes
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,56 @@
+"""Measurements as tables for people."""
+
+from __future__ import annotations
+
+from tabulate import tabulate
+
+from apollo_compile.bench import Difference, Measurement, VariantResult
+from apollo_compile.units import format_ns
+
+COLUMNS = (
+    "variant",
+    "median step",
+    "p10 .. p90",
+    "min",
+    "speed-up",
+    "95 % interval",
+    "first step",
+    "loss",
+    "gradients",
+)
+
+
+def format_measurement(measurement: Measurement) -> str:
+    """Return one row per variant; `speed-up` is over the baseline, differences are from the reference."""
+    table = tabulate(
+        [_row(measurement, result) for result in measurement.results], headers=COLUMNS, disable_numparse=True
+    )
+    return (
+        f"{table}\n"
+        f"speed-up: median of {measurement.baseline} over this median, above 1 is faster; "
+        f"loss, gradients: largest relative difference from {measurement.reference}"
+    )
+
+
+def _row(measurement: Measurement, result: VariantResult) -> tuple[str, ...]:
+    summary, difference = result.summary, result.difference
+    is_reference = result.variant == measurement.reference
+    return (
+        result.variant,
+        format_ns(summary.median_ns),
+        f"{format_ns(summary.p10_ns)} .. {format_ns(summary.p90_ns)}",
+        format_ns(summary.min_ns),
+        f"{summary.speedup:.2f}x",
+        f"{summary.speedup_low:.2f} .. {summary.speedup_high:.2f}",
+        f"{result.cold_s:.1f} s",
+        "reference" if is_reference else f"{difference.loss_rel:.1e}",
+        "reference" if is_reference else _show_gradients(difference),
+    )
+
+
+def _show_gradients(difference: Difference) -> str:
+    if difference.unmatched:
+        return f"{len(difference.unmatched)} unmatched"
+    if difference.gradient_scale == 0:  # no gradients in inference; a contrastive loss of one sample is constant
+        return "all zero" if difference.gradient_rel == 0 else "should be zero"
+    return f"{difference.gradient_rel:.1e}"

@@ -1,0 +1,169 @@
+"""Build the public workloads: models with random weights, inputs and losses.
+
+    build(name, size, batch=..., seed=..., dropout=...) -> Workload
+
+Hugging Face models come from their config classes, so nothing is downloaded; the numbers are in `workloads_spec.py`.
+Every dropout is set to `dropout`; layer drop and drop path are always off, so that gradients can be compared.
+
+A Hugging Face model installs hooks in its first forward. If that forward is the compiled one, the graph breaks (seven
+graphs instead of one), so `build` runs each model once in eager, with buffers restored after it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as functional
+from torch import Tensor, nn
+
+from benchmarks.workloads_spec import SPECS, Spec
+
+SIZES = ("tiny", "small")
+_NEVER_DROPPED = ("layerdrop", "drop_path_rate", "mask_time_prob", "mask_feature_prob")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Workload:
+    """A model in training mode, the keyword arguments of its call, and how a loss is read off its output."""
+
+    name: str
+    model: nn.Module
+    inputs: dict[str, Any]
+    loss: Callable[[Any], Tensor]
+    branches: tuple[str, ...]
+    """Modules without a data dependence between them in the forward pass."""
+
+
+class TwoTower(nn.Module):
+    """Two transformer encoders on sequences of vectors, with a symmetric contrastive loss."""
+
+    def __init__(self, *, width: int, hidden: int, layers: int, heads: int, tokens: tuple[int, int], dropout: float):
+        super().__init__()
+        self.image = _Tower(width, hidden, layers, heads, tokens[0], dropout)
+        self.text = _Tower(width, hidden, layers, heads, tokens[1], dropout)
+        self.log_scale = nn.Parameter(torch.tensor(2.6592))  # log(1 / 0.07), as in CLIP
+
+    def forward(self, image: Tensor, text: Tensor) -> Tensor:
+        logits = self.log_scale.exp() * self.image(image) @ self.text(text).t()
+        target = torch.arange(logits.shape[0], device=logits.device)
+        return (functional.cross_entropy(logits, target) + functional.cross_entropy(logits.t(), target)) / 2
+
+
+class _Tower(nn.Module):
+    def __init__(self, width: int, hidden: int, layers: int, heads: int, tokens: int, dropout: float):
+        super().__init__()
+        self.positions = nn.Parameter(torch.randn(1, tokens, width) * 0.02)
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(width, heads, hidden, dropout=dropout, batch_first=True) for _ in range(layers)
+        )
+        self.projection = nn.Linear(width, width, bias=False)
+
+    def forward(self, sequence: Tensor) -> Tensor:
+        hidden = sequence + self.positions
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return functional.normalize(self.projection(hidden.mean(dim=1)), dim=-1)
+
+
+def build(name: str, size: str = "tiny", *, batch: int | None = None, seed: int = 0, dropout: float = 0.0) -> Workload:
+    """Return the workload `name` at `size`; equal arguments give equal weights and inputs.
+
+    `batch` overrides the batch size of the spec. Raises `ValueError` for an unknown name or size.
+    """
+    if name not in SPECS or size not in SPECS[name]["sizes"]:
+        raise ValueError(f"unknown workload {name!r} at size {size!r}; known: {', '.join(SPECS)} at {', '.join(SIZES)}")
+    spec = SPECS[name]
+    sized = spec["sizes"][size]
+    torch.manual_seed(seed)
+    if spec["config"] is None:
+        model: nn.Module = TwoTower(**sized["config"], dropout=dropout)
+    else:
+        model = _build_hugging_face(spec, copy.deepcopy(sized["config"]), dropout)
+    model.train()
+    inputs = _make_inputs(sized["inputs"], batch, torch.Generator().manual_seed(seed + 1))
+    _run_once(model, inputs)
+    loss = _LOSSES[spec["loss"]]
+    return Workload(name=name, model=model, inputs=inputs, loss=loss, branches=spec["branches"])
+
+
+def _build_hugging_face(spec: Spec, numbers: dict[str, Any], dropout: float) -> nn.Module:
+    import transformers
+
+    config = getattr(transformers, spec["config"])(**numbers)
+    _set_dropout(config, dropout)
+    model: nn.Module = getattr(transformers, spec["model"])(config)
+    return model
+
+
+def _set_dropout(config: Any, dropout: float) -> None:
+    """Set every dropout of a config and of the configs inside it."""
+    from transformers import PretrainedConfig
+
+    for key, value in list(vars(config).items()):
+        if isinstance(value, PretrainedConfig):
+            _set_dropout(value, dropout)
+        elif isinstance(value, float | int) and any(word in key for word in _NEVER_DROPPED):
+            setattr(config, key, 0.0)
+        elif isinstance(value, float | int) and "dropout" in key:
+            setattr(config, key, dropout)
+
+
+def _make_inputs(specs: dict[str, Any], batch: int | None, generator: torch.Generator) -> dict[str, Any]:
+    inputs: dict[str, Any] = {}
+    for name, spec in specs.items():
+        inputs[name] = _make_input(spec, batch, generator, inputs) if isinstance(spec, dict) else spec
+    return inputs
+
+
+def _make_input(spec: Spec, batch: int | None, generator: torch.Generator, earlier: dict[str, Any]) -> Tensor:
+    if spec["kind"] == "labels":
+        labels: Tensor = earlier[spec["of"]].clone()
+        for token in spec["ignore"]:
+            labels[labels == token] = -100
+        return labels
+    shape = list(spec["shape"])
+    if batch is not None:
+        shape[0] = batch
+    if spec["kind"] == "image":
+        return torch.randn(shape, generator=generator)
+    if spec["kind"] == "ones":
+        return torch.ones(shape, dtype=torch.int64)
+    ids = torch.randint(spec["low"], spec["high"], shape, generator=generator)
+    for column, token in spec.get("columns", ()):
+        ids[:, column] = token
+    for first, last, token in spec.get("spans", ()):
+        ids[:, first:last] = token
+    return ids
+
+
+def _run_once(model: nn.Module, inputs: dict[str, Any]) -> None:
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    state = torch.get_rng_state()
+    with torch.no_grad():
+        model(**inputs)
+        for name, buffer in model.named_buffers():
+            buffer.copy_(buffers[name])
+    torch.set_rng_state(state)
+
+
+def _returned_loss(output: Any) -> Tensor:
+    loss: Tensor = output if isinstance(output, Tensor) else output.loss
+    return loss
+
+
+def _flava_loss(output: Any) -> Tensor:
+    """Contrast the two class tokens; the last term keeps the multimodal encoder in the graph."""
+    text = functional.normalize(output.text_embeddings[:, 0], dim=-1)
+    image = functional.normalize(output.image_embeddings[:, 0], dim=-1)
+    target = torch.arange(text.shape[0], device=text.device)
+    logits = text @ image.T / 0.07  # the temperature of CLIP
+    contrastive = (functional.cross_entropy(logits, target) + functional.cross_entropy(logits.T, target)) / 2
+    loss: Tensor = contrastive + output.multimodal_embeddings.float().pow(2).mean()
+    return loss
+
+
+_LOSSES: dict[str, Callable[[Any], Tensor]] = {"returned": _returned_loss, "flava": _flava_loss}

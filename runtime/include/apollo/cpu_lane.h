@@ -1,0 +1,51 @@
+#pragma once
+
+#include <cstdint>
+#include <exception>
+#include <functional>
+#include <thread>
+#include <vector>
+
+#include "apollo/event.h"
+
+namespace apollo {
+
+/// Runs one task at a time on one thread that is pinned to `cores`; the thread sleeps between tasks.
+///
+/// One thread at a time may use it: LaneSet sees to that. The destructor stops and joins the thread.
+class CpuLane {
+ public:
+  using Task = std::function<void()>;
+
+  /// Starts the thread, pins it before it does anything else, and runs `on_start` on it.
+  ///
+  /// Returns when `on_start` has returned; throws what it threw, or Error where the cores cannot be had.
+  CpuLane(int id, std::vector<int> cores, const Task& on_start);
+  CpuLane(const CpuLane&) = delete;
+  CpuLane& operator=(const CpuLane&) = delete;
+  ~CpuLane();
+
+  const std::vector<int>& cores() const { return cores_; }
+
+  /// Hands `task` to the thread, which must be idle; `task` must live until it is finished.
+  void start(const Task& task);
+
+  /// Returns the event that is recorded when the last task given to `start` has ended, and its epoch.
+  Event& finished() { return finished_; }
+  std::uint32_t epoch() const { return epoch_; }
+
+ private:
+  void work(const Task& on_start);
+  void pin() const;
+
+  const int id_;
+  const std::vector<int> cores_;
+  const Task* task_ = nullptr;        // published to the thread by started_; null tells it to stop
+  std::exception_ptr start_failure_;  // published by the thread through finished_, epoch 1
+  std::uint32_t epoch_ = 1;           // of the last task; the thread counts along
+  Event started_;
+  Event finished_;
+  std::thread thread_;  // last: starts after every member is ready
+};
+
+}  // namespace apollo

@@ -1,0 +1,41 @@
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+
+namespace apollo {
+
+/// A point in the work of one thread for which others wait, once per epoch.
+///
+/// Epochs make events reusable without a reset: the n-th run records and awaits epoch n. What happened before `record`
+/// is visible to a thread after its wait.
+class Event {
+ public:
+  Event() = default;
+  Event(const Event&) = delete;
+  Event& operator=(const Event&) = delete;
+
+  /// Marks `epoch` as reached and wakes those who sleep.
+  void record(std::uint32_t epoch);
+
+  bool is_recorded(std::uint32_t epoch) const { return epoch_.load(std::memory_order_acquire) == epoch; }
+
+  /// Waits for `epoch`: spins for as long as a hand-over between lanes usually takes, then sleeps.
+  void wait(std::uint32_t epoch);
+
+  /// Waits for `epoch` asleep from the start, so that an idle thread burns no core.
+  void sleep(std::uint32_t epoch);
+
+  /// Sleeps until `epoch` is recorded or `timeout` is over, and returns whether it is recorded.
+  bool sleep_for(std::uint32_t epoch, std::chrono::nanoseconds timeout);
+
+ private:
+  bool sleep_once(std::uint32_t epoch, const std::chrono::nanoseconds* timeout);
+
+  // A cache line of its own: neighbours in an array are written by other lanes.
+  alignas(64) std::atomic<std::uint32_t> epoch_{0};
+  std::atomic<std::uint32_t> num_sleepers_{0};
+};
+
+}  // namespace apollo

@@ -1,0 +1,82 @@
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <span>
+#include <vector>
+
+#include "apollo/body.h"
+#include "apollo/event.h"
+#include "apollo/failure.h"
+#include "apollo/lane_set.h"
+#include "apollo/program.h"
+#include "apollo/tensor.h"
+
+namespace apollo {
+
+/// Measured start and end of one segment, in nanoseconds since the run began.
+struct Span {
+  int segment;
+  int lane;
+  std::int64_t start_ns;
+  std::int64_t end_ns;
+  int core;  ///< on which the lane's thread was when the segment ended
+};
+
+/// Executes one program on a set of lanes, as often as wanted.
+///
+/// Any thread may call `run`; runs on the same lanes take turns.
+class Executor {
+ public:
+  /// Throws InvalidProgramError where `check_program` does.
+  Executor(std::shared_ptr<LaneSet> lanes, TensorApi api, Program program, std::vector<std::shared_ptr<Body>> bodies);
+  Executor(const Executor&) = delete;
+  Executor& operator=(const Executor&) = delete;
+
+  /// Runs the program once and returns its outputs, empty where the program has none.
+  ///
+  /// The first exception of a body stops the run: lanes finish the segment they are in, start no other, and `run`
+  /// throws that exception. The same happens with what `poll` throws. Every handle that the run still had is dropped
+  /// then.
+  std::vector<Tensor> run(std::vector<Tensor> inputs, const Poll& poll = {});
+
+  int num_inputs() const { return static_cast<int>(program_.inputs.size()); }
+  TensorApi tensor_api() const { return api_; }
+
+  /// Returns the spans of the last run by start; waits for a run in flight. A failed run has those that ended.
+  std::vector<Span> spans() const;
+  std::int64_t duration_ns() const;
+
+  /// Returns the segment whose body failed in the last run; none if it succeeded or was cancelled.
+  std::optional<int> last_failure() const { return failure_.segment(); }
+
+ private:
+  void execute(int lane, const LaneSet::Turn* caller, const Poll* poll);
+  void launch(const Launch& launch, int lane);
+  void gather_inputs(const Launch& launch, std::span<void*> inputs);
+  void wait_as_caller(const LaneSet::Turn& turn, Event& event, std::uint32_t epoch, const Poll& poll);
+  std::vector<Tensor> take_outputs();
+  std::int64_t now_ns() const;
+
+  const std::shared_ptr<LaneSet> lanes_;
+  const TensorApi api_;
+  const Program program_;
+  const std::vector<std::shared_ptr<Body>> bodies_;
+  std::vector<bool> is_last_;                // per output: whether no later one returns the same buffer
+  std::vector<CpuLane::Task> tasks_;         // one per lane
+  std::vector<std::vector<void*>> scratch_;  // one per lane, used by that lane alone
+  const std::unique_ptr<Event[]> events_;
+
+  mutable std::mutex run_mutex_;  // held for a run; guards what follows, which the run lends to its lanes
+  std::uint32_t epoch_ = 0;
+  std::chrono::steady_clock::time_point start_;
+  std::vector<Tensor> slots_;  // one per buffer; lanes touch a slot in the order of the program's events
+  std::vector<Span> spans_;    // one per segment, written by its lane
+  std::int64_t duration_ns_ = 0;
+  Failure failure_;
+};
+
+}  // namespace apollo

@@ -1,0 +1,245 @@
+"""Products written as text, for tests.
+
+    graph((), (0,), (0, 1))          three segments; each tuple names the segments whose buffer it reads
+    plan(some_graph, "A*B")          segment 0 on lane A, 1 on lane * (all units), 2 on lane B
+    random_graph(rng, 12)            12 segments, random readers, sizes, shared bodies, order-only dependencies
+
+Lane letters: `*` is lane 0, `A` lane 1, `B` lane 2, and so on.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+
+from apollo_compile.ir import (
+    Assignment,
+    BodyId,
+    Buffer,
+    BufferId,
+    CostTable,
+    Lane,
+    LaneId,
+    Mode,
+    Origin,
+    Plan,
+    Quota,
+    Role,
+    Segment,
+    SegmentGraph,
+    SegmentId,
+    Work,
+)
+from apollo_compile.lanes import lane_catalogue
+from apollo_compile.planner.problem import Mode as TaskMode
+from apollo_compile.planner.problem import Problem, Task
+
+LETTERS = "*ABCDEFGHIJ"
+
+
+def graph(
+    *reads: Sequence[int],
+    after: Mapping[int, Sequence[int]] | None = None,
+    outputs: Sequence[int] | None = None,
+    sizes: Sequence[int] | None = None,
+    names: Sequence[str] | None = None,
+    bodies: Sequence[int] | None = None,
+) -> SegmentGraph:
+    """Return a graph in which every segment makes one buffer.
+
+    Buffer 0 is the graph input and is read by segments that read nothing else; segment `s` makes buffer `s + 1`.
+    Without `outputs` (segments), the graph returns what nobody reads.
+    """
+    after = after or {}
+    readers: list[list[SegmentId]] = [[] for _ in range(len(reads) + 1)]
+    for segment, others in enumerate(reads):
+        for buffer in [other + 1 for other in others] or [0]:
+            readers[buffer].append(SegmentId(segment))
+    returned = [s for s in range(len(reads)) if not readers[s + 1]] if outputs is None else list(outputs)
+    segments = tuple(
+        Segment(
+            id=SegmentId(s),
+            name=names[s] if names else f"m{s}",
+            module=names[s] if names else f"m{s}",
+            body=BodyId(bodies[s] if bodies else s),
+            inputs=tuple(BufferId(other + 1) for other in others) or (BufferId(0),),
+            outputs=(BufferId(s + 1),),
+            after=tuple(SegmentId(other) for other in after.get(s, ())),
+            work=Work(flops=1000, bytes_read=100, bytes_written=100, kernels=2),
+        )
+        for s, others in enumerate(reads)
+    )
+    buffers = tuple(
+        Buffer(
+            id=BufferId(b),
+            name="x" if b == 0 else f"v{b - 1}",
+            producer=None if b == 0 else SegmentId(b - 1),
+            readers=tuple(readers[b]),
+            num_bytes=sizes[b] if sizes else 100,
+            is_output=b - 1 in returned and b > 0,
+        )
+        for b in range(len(reads) + 1)
+    )
+    return SegmentGraph(
+        name="test",
+        role=Role.INFERENCE,
+        segments=segments,
+        buffers=buffers,
+        inputs=(BufferId(0),),
+        outputs=tuple(BufferId(s + 1) for s in returned),
+    )
+
+
+def random_graph(rng: random.Random, num_segments: int) -> SegmentGraph:
+    """Return a graph with random readers, sizes, bodies, outputs and a few order-only dependencies."""
+    reach = rng.choice((2, 4, num_segments))
+    reads = [
+        sorted(rng.sample(range(max(0, s - reach), s), min(s, reach, rng.choice((0, 1, 1, 1, 2, 3)))))
+        for s in range(num_segments)
+    ]
+    after = {s: [rng.randrange(s)] for s in range(1, num_segments) if rng.random() < 0.1}
+    read = {other for others in reads for other in others}
+    outputs = [s for s in range(num_segments) if (s not in read and rng.random() < 0.7) or rng.random() < 0.1]
+    return graph(
+        *reads,
+        after=after,
+        outputs=outputs,
+        sizes=[rng.randrange(1, 1000) for _ in range(num_segments + 1)],
+        bodies=[rng.randrange(num_segments) for _ in range(num_segments)],
+    )
+
+
+def random_lanes(rng: random.Random) -> tuple[Lane, ...]:
+    """Return the catalogue of a random device, or random overlapping lanes behind one lane with all units."""
+    units = rng.choice((1, 2, 2, 3, 4, 4, 8))
+    if units == 1 or rng.random() < 0.5:
+        return lane_catalogue(units)
+    found = {tuple(range(units)): None}
+    for _ in range(rng.randrange(1, 5)):
+        found[tuple(sorted(rng.sample(range(units), rng.randrange(1, units))))] = None
+    return tuple(Lane(id=LaneId(index), units=chosen) for index, chosen in enumerate(found))
+
+
+def random_costs(rng: random.Random, graph: SegmentGraph, lanes: Sequence[Lane]) -> CostTable:
+    """Return durations that mostly, not always, fall with the number of units."""
+    counts = sorted({len(lane.units) for lane in lanes})
+    scale = rng.choice((20, 1000, 100_000))
+
+    def modes(segment: Segment) -> tuple[Mode, ...]:
+        work, exponent = rng.randrange(1, scale), rng.uniform(-0.1, 1.0)
+        memory = sum(graph.buffers[buffer].num_bytes for buffer in segment.outputs)
+        return tuple(
+            Mode(units=units, duration_ns=max(1, round(work / units**exponent)), memory_bytes=memory)
+            for units in counts
+        )
+
+    return CostTable(
+        modes=tuple(modes(segment) for segment in graph.segments), handover_ns=rng.choice((0, 1, scale // 20, scale))
+    )
+
+
+def costs(graph: SegmentGraph, lanes: Sequence[Lane], *rows: Sequence[int], handover_ns: int = 0) -> CostTable:
+    """Return a cost table; a row has the durations of one segment, ascending in units. One row serves all segments."""
+    counts = sorted({len(lane.units) for lane in lanes})
+    return CostTable(
+        modes=tuple(
+            tuple(
+                Mode(units=units, duration_ns=duration, memory_bytes=100)
+                for units, duration in zip(counts, rows[0] if len(rows) == 1 else rows[segment.id], strict=True)
+            )
+            for segment in graph.segments
+        ),
+        handover_ns=handover_ns,
+    )
+
+
+def plan(
+    graph: SegmentGraph,
+    lane_letters: str,
+    *,
+    lanes: tuple[Lane, ...] | None = None,
+    costs: CostTable | None = None,
+    order: Sequence[int] | None = None,
+) -> Plan:
+    """Return the plan that puts segment `s` on lane `lane_letters[s]`, as early as `order` allows (default: by id).
+
+    Without costs every segment takes 10 ns on every lane; without lanes the device has 2 units.
+    """
+    lanes = lane_catalogue(2) if lanes is None else lanes
+    chosen = [LETTERS.index(letter) for letter in lane_letters]
+    handover = costs.handover_ns if costs else 0
+    done: dict[int, Assignment] = {}
+    for segment in range(len(graph.segments)) if order is None else order:
+        lane = lanes[chosen[segment]]
+        mode = Mode(units=len(lane.units), duration_ns=10, memory_bytes=100)
+        if costs:
+            mode = next(mode for mode in costs.modes[segment] if mode.units == len(lane.units))
+        start = 0
+        for other in done.values():
+            conflicts = set(lanes[other.lane].units) & set(lane.units)
+            if conflicts or other.segment in graph.predecessors(SegmentId(segment)):
+                start = max(start, other.end_ns + (handover if other.lane != lane.id else 0))
+        done[segment] = Assignment(
+            segment=SegmentId(segment),
+            lane=lane.id,
+            quota=Quota(units=mode.units, memory_bytes=mode.memory_bytes),
+            start_ns=start,
+            duration_ns=mode.duration_ns,
+        )
+    serial = sum(row[-1].duration_ns for row in costs.modes) if costs else 10 * len(done)
+    return Plan(
+        origin=Origin.GREEDY,
+        lanes=lanes,
+        assignments=tuple(done[segment] for segment in range(len(done))),
+        makespan_ns=max((a.end_ns for a in done.values()), default=0),
+        serial_ns=serial,
+        lower_bound_ns=0,
+    )
+
+
+def random_plan(rng: random.Random, graph: SegmentGraph, lanes: tuple[Lane, ...], costs: CostTable) -> Plan:
+    """Return a legal plan with a random order and random lanes; it may be longer than the serial plan."""
+    left, order = list(range(len(graph.segments))), list[int]()
+    while left:
+        order.append(rng.choice([s for s in left if not set(graph.predecessors(SegmentId(s))) & set(left)]))
+        left.remove(order[-1])
+    letters = "".join(rng.choice(LETTERS[: len(lanes)]) for _ in order)
+    return plan(graph, letters, lanes=lanes, costs=costs, order=order)
+
+
+def random_problem(rng: random.Random, num_tasks: int, num_units: int = 2) -> Problem:
+    """Return a planning problem on the lanes of a device with 2 or 4 units (1 or 3 atoms)."""
+    atoms = {2: ((0, 1), (0,), (1,)), 4: ((0, 1, 2), (0,), (1, 2), (0, 1), (2,))}[num_units]
+    sizes = {2: (1, 1), 4: (2, 1, 1)}[num_units]
+    tasks = []
+    for task in range(num_tasks):
+        work, exponent = rng.randrange(5, 200), rng.uniform(0.0, 1.0)
+        lanes = [lane for lane in range(len(atoms)) if lane == 0 or rng.random() < 0.9]
+        modes = tuple(
+            TaskMode(lane=lane, duration=max(1, round(work / sum(sizes[a] for a in atoms[lane]) ** exponent)))
+            for lane in lanes
+        )
+        predecessors = tuple(sorted(rng.sample(range(task), min(task, rng.choice((0, 1, 1, 2))))))
+        tasks.append(Task(modes=modes, predecessors=predecessors))
+    return Problem(
+        tasks=tuple(tasks),
+        lanes=tuple(frozenset(lane) for lane in atoms),
+        atom_sizes=sizes,
+        handover=rng.choice((0, 0, 3, 20)),
+    )
+
+
+def chains(
+    *works: Sequence[float], units: int = 2, efficiency: float = 0.75, handover_ns: int = 0
+) -> tuple[SegmentGraph, CostTable, tuple[Lane, ...]]:
+    """Return independent chains of layers: durations on one unit, and the parallel efficiency of all units."""
+    lanes = lane_catalogue(units)
+    reads: list[Sequence[int]] = []
+    for work in works:
+        first = len(reads)
+        reads += [(first + index - 1,) if index else () for index in range(len(work))]
+    made = graph(*reads)
+    counts = sorted({len(lane.units) for lane in lanes})
+    speed = {count: 1 + (count - 1) * (efficiency * units - 1) / max(1, units - 1) for count in counts}
+    rows = [[max(1, round(layer / speed[count])) for count in counts] for work in works for layer in work]
+    return made, costs(made, lanes, *rows, handover_ns=handover_ns), lanes

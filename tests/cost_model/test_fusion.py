@@ -1,0 +1,152 @@
+"""Segments are counted by what crosses fused groups."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from apollo_compile.cost_model.fusion import is_fusible, segment_work
+from apollo_compile.ir import Node, NodeId, NodeKind, Work
+
+_SIZE = 100
+
+
+def _node(
+    number: int, target: str, inputs: tuple[int, ...] = (), *, size: int = _SIZE, read: int | None = None
+) -> Node:
+    """A node whose inputs are all of the standard size; views cost nothing."""
+    is_view = target.startswith(("aten.view.", "aten.slice."))
+    if read is None:
+        read = _SIZE * len(inputs)
+    return Node(
+        id=NodeId(number),
+        name=f"n{number}",
+        kind=NodeKind.CHEAP if is_view else NodeKind.COMPUTE,
+        target=target,
+        inputs=tuple(NodeId(value) for value in inputs),
+        num_bytes=size,
+        work=Work() if is_view else Work(flops=10, bytes_read=read, bytes_written=size, kernels=1),
+    )
+
+
+ADD, MM, VIEW, FULL = "aten.add.Tensor", "aten.mm.default", "aten.view.default", "aten.full.default"
+EXP, SUM, PUT = "aten.exp.default", "aten.sum.dim_IntList", "aten.index_put.default"
+GETITEM = "_operator.getitem"
+
+
+def _totals(work: Work) -> tuple[int, int, int]:
+    return work.bytes_read, work.bytes_written, work.kernels
+
+
+def test_a_pointwise_chain_is_one_kernel() -> None:
+    """Only its ends move bytes: two inputs from outside, one result."""
+    chain = [_node(2, ADD, (0, 1)), _node(3, EXP, (2,)), _node(4, EXP, (3,)), _node(5, SUM, (4,), size=10)]
+    work = segment_work(chain)
+    assert _totals(work) == (200, 10, 1)
+    assert work.flops == 40
+
+
+def test_a_product_stands_alone_between_two_groups() -> None:
+    """Its operands are written by one group and its result is read by the next."""
+    nodes = [_node(1, EXP, (0,)), _node(2, MM, (1, 0)), _node(3, EXP, (2,))]
+    # read: exp 100, mm 200, exp 100; written: 100 each
+    assert _totals(segment_work(nodes)) == (400, 300, 3)
+
+
+def test_a_residual_is_not_fused_around_a_product() -> None:
+    """A -> mm -> b and a -> b: fusing a with b would make a cycle."""
+    nodes = [_node(1, EXP, (0,)), _node(2, MM, (1,)), _node(3, ADD, (1, 2))]
+    assert _totals(segment_work(nodes)) == (100 + 100 + 200, 300, 3)
+
+
+def test_a_view_stands_for_what_it_looks_at() -> None:
+    """Views cost nothing and do not end a group; a slice is read for its own size."""
+    nodes = [_node(1, EXP, (0,)), _node(2, VIEW, (1,)), _node(3, EXP, (2,))]
+    assert _totals(segment_work(nodes)) == (100, 100, 1)
+    nodes = [_node(1, MM, (0,)), _node(2, "aten.slice.Tensor", (1,), size=20), _node(3, EXP, (2,), size=20, read=20)]
+    assert _totals(segment_work(nodes)) == (100 + 20, 100 + 20, 2)
+
+
+def test_a_saved_value_is_written_although_it_is_fused() -> None:
+    """The caller says what the segment returns, directly or through a view."""
+    nodes = [_node(1, EXP, (0,)), _node(2, VIEW, (1,)), _node(3, EXP, (1,))]
+    assert segment_work(nodes).bytes_written == 100
+    assert segment_work(nodes, outputs=[NodeId(1)]).bytes_written == 200
+    assert segment_work(nodes, outputs=[NodeId(2)]).bytes_written == 200
+
+
+def test_constants_belong_to_their_readers() -> None:
+    """A loop computes them for itself; a product or scatter needs them in memory."""
+    fused = [_node(1, FULL, (), read=0), _node(2, ADD, (0, 1))]
+    assert _totals(segment_work(fused)) == (100, 100, 1)
+    scattered = [_node(1, FULL, (), read=0), _node(2, PUT, (1, 0))]
+    assert _totals(segment_work(scattered)) == (200, 200, 2)
+
+
+def test_a_recomputed_chain_joins_its_only_reader() -> None:
+    """Backward passes recompute activations from what was saved, long before a product's result needs them."""
+    nodes = [_node(1, EXP, (0,)), _node(2, EXP, (1,)), _node(3, MM, (9, 8)), _node(4, ADD, (2, 3))]
+    assert segment_work(nodes).kernels == 2
+
+
+def test_readers_of_one_value_share_its_read() -> None:
+    """Two loops over the same tensor follow each other in one function."""
+    nodes = [_node(1, MM, (0,)), _node(2, EXP, (1,)), _node(3, SUM, (1,), size=10)]
+    assert _totals(segment_work(nodes)) == (100 + 100, 100 + 100 + 10, 2)
+
+
+def test_a_gather_reads_what_it_picks() -> None:
+    """The table is larger than the bytes read from it."""
+    nodes = [_node(1, MM, (0,), size=1000), _node(2, "aten.index.Tensor", (1,), read=60, size=50)]
+    assert segment_work(nodes).bytes_read == 100 + 60
+
+
+def test_several_results_are_read_through_getitem() -> None:
+    """A reduction with two results stays in the group of its readers."""
+    nodes = [
+        _node(1, "aten.var_mean.correction", (0,), size=20),
+        _node(2, GETITEM, (1,), size=10, read=0),
+        _node(3, GETITEM, (1,), size=10, read=0),
+        _node(4, "aten.sub.Tensor", (0, 2), read=110),
+        _node(5, "aten.mul.Tensor", (3, 4), read=110),
+    ]
+    assert segment_work(nodes).kernels == 1
+
+
+@pytest.mark.parametrize("target", ("aten.mm.default", "aten.convolution_backward.default", "aten.sort.default"))
+def test_calls_are_not_fusible(target: str) -> None:
+    """Library calls stand alone; a pointwise operator does not."""
+    assert not is_fusible(target)
+    assert is_fusible("aten.mul.Tensor")
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_fused_groups_never_form_a_cycle(seed: int) -> None:
+    """On random segments: the groups, contracted, can be ordered; fusion never adds bytes or kernels."""
+    from apollo_compile.cost_model.fusion import _group, _Values
+
+    rng = random.Random(seed)
+    nodes = [
+        _node(
+            number,
+            rng.choice((ADD, EXP, SUM, MM, PUT, VIEW)),
+            tuple(sorted(rng.sample(range(number), min(number, rng.randint(1, 2))))),
+        )
+        for number in range(1, 30)
+    ]
+    group_by_node = _group(nodes, values := _Values(nodes))
+    edges = {
+        (group_by_node[value], group_by_node[node.id])
+        for node in nodes
+        if node.id in group_by_node
+        for value in values.read_by(node)
+        if value in group_by_node and group_by_node[value] != group_by_node[node.id]
+    }
+    waiting = set(group_by_node.values())
+    while ready := {group for group in waiting if not any(a in waiting for a, b in edges if b == group)}:
+        waiting -= ready
+    assert not waiting
+    work, alone = segment_work(nodes), sum((node.work for node in nodes), Work())
+    assert work.kernels <= alone.kernels and work.flops == alone.flops
+    assert work.bytes_read <= alone.bytes_read and work.bytes_written <= alone.bytes_written

@@ -1,0 +1,181 @@
+"""Node formulas agree with torch's flop counter and with counted bytes, and know the operators of real graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
+
+from apollo_compile.cost_model.work import NodeWork, WorkKind, evaluate, node_work, work_of  # noqa: E402
+
+aten = torch.ops.aten
+
+
+def _num_bytes(*tensors: Any) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def _convolution(*, stride: int = 1, padding: int = 0, transposed: bool = False) -> Callable[..., tuple[Any, ...]]:
+    def call(image: Any, weight: Any) -> tuple[Any, ...]:
+        return (image, weight, None, [stride, stride], [padding, padding], [1, 1], transposed, [0, 0], 1)
+
+    return call
+
+
+def _rand(*shape: int) -> Any:
+    return torch.rand(shape)
+
+
+COUNTED = [
+    (aten.mm.default, (_rand(3, 5), _rand(5, 7))),
+    (aten.mm.default, (_rand(64, 128), _rand(128, 32))),
+    (aten.mm.default, (_rand(1, 1), _rand(1, 1))),
+    (aten.addmm.default, (_rand(7), _rand(3, 5), _rand(5, 7))),
+    (aten.addmm.default, (_rand(3, 7), _rand(3, 5), _rand(5, 7))),
+    (aten.bmm.default, (_rand(4, 3, 5), _rand(4, 5, 7))),
+    (aten.bmm.default, (_rand(1, 17, 32), _rand(1, 32, 17))),
+    (aten.baddbmm.default, (_rand(4, 3, 7), _rand(4, 3, 5), _rand(4, 5, 7))),
+    (aten.convolution.default, _convolution()(_rand(2, 3, 9, 8), _rand(5, 3, 3, 3))),
+    (aten.convolution.default, _convolution(stride=16)(_rand(4, 3, 64, 64), _rand(64, 3, 16, 16))),
+    (aten.convolution.default, _convolution(padding=1)(_rand(1, 8, 6, 6), _rand(4, 8, 3, 3))),
+    (aten.convolution.default, _convolution(stride=2, transposed=True)(_rand(2, 4, 5, 5), _rand(4, 6, 3, 3))),
+]
+
+
+@pytest.mark.parametrize(("target", "args"), COUNTED, ids=lambda value: str(value) if callable(value) else "")
+def test_products_agree_with_the_flop_counter(target: Any, args: tuple[Any, ...]) -> None:
+    """Flops equal torch's count; bytes are the tensors read and written once."""
+    with FlopCounterMode(display=False) as counter:
+        out = target(*args)
+    work = evaluate(node_work(target, args, {}, out), {})
+    assert work.flops == counter.get_total_flops()
+    assert work.bytes_read == _num_bytes(*(value for value in args if isinstance(value, torch.Tensor)))
+    assert work.bytes_written == _num_bytes(out)
+    assert work.kernels == 1
+
+
+@pytest.mark.parametrize("wanted", ([True, True, False], [False, True, False], [True, False, False]))
+@pytest.mark.parametrize("transposed", (False, True))
+def test_convolution_backward_agrees_with_the_flop_counter(wanted: list[bool], transposed: bool) -> None:
+    """Each wanted gradient costs one forward pass, and what it does not need is not read."""
+    image, weight = _rand(2, 4, 8, 8), _rand(4, 6, 3, 3) if transposed else _rand(6, 4, 3, 3)
+    call = _convolution(stride=2, transposed=transposed)(image, weight)
+    gradient = torch.rand_like(aten.convolution.default(*call))
+    args = (gradient, image, weight, [0], *call[3:], wanted)
+    with FlopCounterMode(display=False) as counter:
+        out = aten.convolution_backward.default(*args)
+    work = evaluate(node_work(aten.convolution_backward.default, args, {}, out), {})
+    assert work.flops == counter.get_total_flops()
+    assert work.bytes_read == _num_bytes(gradient) + wanted[0] * _num_bytes(weight) + wanted[1] * _num_bytes(image)
+    assert work.bytes_written == _num_bytes(*(tensor for tensor in out if tensor is not None))
+
+
+@pytest.mark.parametrize("shape", ((2, 2, 16, 32), (1, 4, 77, 64), (3, 1, 5, 8)))
+def test_attention_costs_its_products(shape: tuple[int, ...]) -> None:
+    """Two products forward and five backward, as the flop counter has it for other devices."""
+    batch, heads, tokens, width = shape
+    query, key, value = (_rand(*shape) for _ in range(3))
+    forward_op = aten._scaled_dot_product_flash_attention_for_cpu.default
+    out, logsumexp = forward_op(query, key, value)
+    product = 2 * batch * heads * tokens * tokens * width
+    forward = evaluate(node_work(forward_op, (query, key, value), {}, (out, logsumexp)), {})
+    backward_op = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+    args = (torch.rand_like(out), query, key, value, out, logsumexp, 0.0, False)
+    backward = evaluate(node_work(backward_op, args, {}, backward_op(*args)), {})
+    assert (forward.flops, backward.flops) == (2 * product, 5 * product)
+    assert forward.bytes_read == _num_bytes(query, key, value)
+    assert forward.bytes_written == _num_bytes(out, logsumexp)
+    assert backward.bytes_written == 3 * _num_bytes(query)
+
+
+_TABLE, _IDS = _rand(100, 16), torch.randint(0, 100, (4, 7))
+_X = _rand(4, 6)
+BYTES = [
+    (aten.add.Tensor, (_X, _X), WorkKind.POINTWISE, _num_bytes(_X), _num_bytes(_X)),
+    (aten.add_.Tensor, (_X.clone(), _X), WorkKind.POINTWISE, 2 * _num_bytes(_X), _num_bytes(_X)),
+    (aten.mul.Tensor, (_X, _rand(6).expand(4, 6)), WorkKind.POINTWISE, _num_bytes(_X) + 24, _num_bytes(_X)),
+    (aten.gt.Scalar, (_X, 0), WorkKind.POINTWISE, _num_bytes(_X), 24),
+    (aten.view.default, (_X, [24]), WorkKind.VIEW, 0, 0),
+    (aten.expand.default, (_rand(1, 6), [4, 6]), WorkKind.VIEW, 0, 0),
+    (aten.sum.dim_IntList, (_X, [1]), WorkKind.REDUCTION, _num_bytes(_X), 16),
+    (aten.var_mean.correction, (_X, [1]), WorkKind.REDUCTION, _num_bytes(_X), 32),
+    (aten._softmax.default, (_X, 1, False), WorkKind.REDUCTION, _num_bytes(_X), _num_bytes(_X)),
+    (aten.max.dim, (_X, 1), WorkKind.REDUCTION, _num_bytes(_X), 16 + 32),
+    (aten.max.other, (_X, _rand(4, 6)), WorkKind.POINTWISE, 2 * _num_bytes(_X), _num_bytes(_X)),
+    (aten.native_layer_norm.default, (_X, [6], None, None, 1e-5), WorkKind.REDUCTION, _num_bytes(_X), 96 + 16 + 16),
+    (aten.embedding.default, (_TABLE, _IDS), WorkKind.GATHER, 28 * 8 + 28 * 64, 28 * 64),
+    (aten.index.Tensor, (_TABLE, [_IDS]), WorkKind.GATHER, 28 * 8 + 28 * 64, 28 * 64),
+    (aten.cat.default, ([_X, _X.clone()], 0), WorkKind.COPY, 2 * _num_bytes(_X), 2 * _num_bytes(_X)),
+    (aten.copy_.default, (_rand(4, 6), _X), WorkKind.COPY, _num_bytes(_X), _num_bytes(_X)),
+    (aten.full.default, ([4, 6], 0.0), WorkKind.CONSTANT, 0, _num_bytes(_X)),
+    (aten.cumsum.default, (_X, 1), WorkKind.LOOKUP, _num_bytes(_X), _num_bytes(_X)),
+    (aten.rand.default, ([4, 6],), WorkKind.RANDOM, 0, _num_bytes(_X)),
+    (aten.special_bessel_j0.default, (_X,), WorkKind.POINTWISE, _num_bytes(_X), _num_bytes(_X)),
+    (aten._cdist_forward.default, (_X, _X, 2.0, None), WorkKind.UNKNOWN, _num_bytes(_X), 64),
+]
+
+
+@pytest.mark.parametrize(("target", "args", "kind", "read", "written"), BYTES, ids=[str(row[0]) for row in BYTES])
+def test_bytes_are_those_of_distinct_elements(
+    target: Any, args: tuple[Any, ...], kind: WorkKind, read: int, written: int
+) -> None:
+    """Views are free, gathers read what they pick, expanded dimensions count once, unknown operators count too."""
+    work = node_work(target, args, {}, target(*args))
+    assert work.kind is kind
+    assert (evaluate(work, {}).bytes_read, evaluate(work, {}).bytes_written) == (read, written)
+
+
+def test_formulas_keep_shape_symbols_until_they_get_hints() -> None:
+    """One formula serves every batch size, and a missing hint is named."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    graph = make_fx(torch.mm, tracing_mode="symbolic")(_rand(8, 5), _rand(5, 7)).graph
+    (work,) = (work_of(node) for node in graph.nodes if node.target is aten.mm.default)
+    left, right = (node.meta["val"] for node in graph.nodes if node.op == "placeholder")
+    rows, inner, columns = (size.node.expr for size in (*left.shape, right.shape[1]))
+    for batch in (1, 8, 100):
+        measured = evaluate(work, {rows: batch, inner: 5, columns: 7})
+        assert (measured.flops, measured.bytes_written) == (batch * 5 * 7 * 2, batch * 7 * 4)
+    with pytest.raises(ValueError, match=f"no hint for {rows}"):
+        evaluate(work, {inner: 5, columns: 7})
+
+
+def test_a_name_finds_the_same_rule_as_the_operator() -> None:
+    """Products carry operator names only."""
+    args = (_rand(3, 5), _rand(5, 7))
+    out = _rand(3, 7)
+    assert node_work("aten.mm.default", args, {}, out) == node_work(aten.mm.default, args, {}, out)
+
+
+@pytest.mark.parametrize("name", ("clip", "two_tower"))
+def test_every_operator_of_a_training_graph_is_known(name: str) -> None:
+    """Forward and backward, with dropout, after Inductor's decompositions."""
+    pytest.importorskip("transformers")
+    from benchmarks.workloads import build
+
+    works: list[tuple[str, NodeWork]] = []
+    workload = build(name, "tiny", dropout=0.1)
+    compiled = torch.compile(workload.model, backend=_recording_backend(works))
+    workload.loss(compiled(**workload.inputs)).backward()
+    torch.compiler.reset()
+    assert {target for target, work in works if work.kind is WorkKind.UNKNOWN} == set()
+    kinds = {work.kind for _, work in works}
+    assert {WorkKind.MATMUL, WorkKind.POINTWISE, WorkKind.REDUCTION, WorkKind.VIEW} <= kinds
+    assert sum(evaluate(work, {}).flops for _, work in works) > 0
+
+
+def _recording_backend(works: list[tuple[str, NodeWork]]) -> Any:
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch.aot_autograd import make_boxed_func
+    from torch._inductor.decomposition import select_decomp_table
+
+    def record(graph_module: Any, inputs: Any) -> Any:
+        works.extend((str(node.target), work_of(node)) for node in graph_module.graph.nodes)
+        return make_boxed_func(graph_module.forward)
+
+    return aot_autograd(fw_compiler=record, decompositions=select_decomp_table)

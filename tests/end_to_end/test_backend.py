@@ -1,0 +1,109 @@
+"""torch.compile(backend="apollo"): options, environment, fallbacks, and what users see."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import apollo_compile
+from apollo_compile import backend
+from tests.end_to_end.models import STRICT, TwoTowers, assert_same_training, train, two_tower_inputs
+
+
+def test_two_towers_train_as_in_eager_and_use_lanes() -> None:
+    """The plan of two equal towers uses both cores side by side, and changes no number."""
+    inputs = two_tower_inputs()
+    torch.manual_seed(0)
+    model = TwoTowers()
+    eager = train(model, lambda run: run(*inputs).square().mean())
+    apollo = train(model, lambda run: run(*inputs).square().mean(), backend="apollo", options=STRICT)
+    assert_same_training(eager, apollo)
+
+
+def test_an_unknown_option_is_an_error_that_lists_the_known_ones() -> None:
+    """A typing mistake must not be ignored."""
+    with pytest.raises(Exception, match=r"unknown option 'plan.planer'.*plan.planner.*runtime.native_bodies"):
+        torch.compile(nn.Linear(2, 2), backend="apollo", options={"plan.planer": "serial"})(torch.ones(1, 2))
+
+
+def test_the_environment_switch_turns_apollo_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With APOLLO_DISABLE=1 every graph is Inductor's own."""
+    torch._dynamo.reset()
+    monkeypatch.setenv("APOLLO_DISABLE", "1")
+    before = len(backend._models)
+    layer = nn.Linear(4, 4)
+    x = torch.ones(2, 4)
+    torch.testing.assert_close(torch.compile(layer, backend="apollo")(x), layer(x))
+    assert len(backend._models) == before
+
+
+def test_a_graph_with_dynamic_shapes_goes_to_inductor_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+    """What segments cannot express still runs, and the log says why."""
+    torch._dynamo.reset()
+    layer = nn.Linear(4, 4)
+    run = torch.compile(layer, backend="apollo", dynamic=True, options=STRICT)
+    x = torch.ones(3, 4)
+    with caplog.at_level(logging.WARNING, logger="apollo_compile"), torch.no_grad():
+        torch.testing.assert_close(run(x), layer(x))
+    warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert len(warnings) == 1
+    assert "dynamic shapes" in warnings[0]
+    (reason,) = apollo_compile.report(layer).handed_over
+    assert "dynamic shapes" in reason[1]
+
+
+def test_a_defect_of_ours_is_logged_and_the_graph_still_runs(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A user's training never breaks because of us."""
+    torch._dynamo.reset()
+
+    def fail(*args: object, **kwargs: object) -> None:
+        raise RuntimeError("a defect")
+
+    monkeypatch.setattr(backend, "compile_capture", fail)
+    layer = nn.Linear(4, 4)
+    x = torch.ones(2, 4)
+    with caplog.at_level(logging.WARNING, logger="apollo_compile"), torch.no_grad():
+        torch.testing.assert_close(torch.compile(layer, backend="apollo")(x), layer(x))
+    assert "goes to Inductor whole: RuntimeError: a defect" in caplog.text
+
+
+def test_two_compiles_write_identical_dumps(tmp_path: Path) -> None:
+    """Every stage is deterministic, so its text is the same from compile to compile."""
+    torch.manual_seed(0)
+    model = TwoTowers()
+    inputs = two_tower_inputs()
+    texts = []
+    for name in ("first", "second"):
+        torch._dynamo.reset()
+        options = {**STRICT, "debug.dump": tmp_path / name}
+        torch.compile(model, backend="apollo", options=options)(*inputs).sum().backward()
+        files = sorted(path for path in (tmp_path / name).rglob("*") if path.is_file())
+        texts.append({str(path.relative_to(tmp_path / name)): path.read_text() for path in files})
+    assert texts[0] == texts[1]
+    stages = {Path(name).name for name in texts[0]}
+    assert stages == {
+        "00_capture.txt", "01_partition.txt", "02_cost.txt", "03_plan.txt", "04_sync.txt", "05_memory.txt", "06_program.txt"
+    }  # fmt: skip
+    assert {Path(name).parent.name for name in texts[0]} == {"graph0_forward", "graph0_backward"}
+
+
+def test_the_report_names_segments_lanes_and_times() -> None:
+    """`apollo_compile.report` shows what was planned and what the last step measured."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = TwoTowers(width=128)
+    run = torch.compile(model, backend="apollo", options=STRICT)
+    run(*two_tower_inputs(width=128)).sum().backward()
+    for found in (apollo_compile.report(model), apollo_compile.report(run)):
+        assert [graph.role for graph in found.graphs] == ["forward", "backward"]
+        assert all(segment.measured_ns for graph in found.graphs for segment in graph.segments)
+        names = {segment.module for graph in found.graphs for segment in graph.segments}
+        assert {"image.layers.0", "text.layers.0"} <= names
+        assert "image.layers.0" in str(found)
+    assert "call the compiled model first" in str(apollo_compile.report(nn.Linear(1, 1)))

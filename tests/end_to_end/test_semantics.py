@@ -1,0 +1,226 @@
+"""Randomness, mutation, aliasing and errors behave as in eager or in Inductor."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from tests.end_to_end.models import STRICT, TwoTowers, assert_same_training, train, two_tower_inputs
+
+APOLLO = {"backend": "apollo", "options": STRICT}
+
+
+def test_dropout_is_reproducible_and_equal_to_inductors() -> None:
+    """Random numbers are drawn in graph order, whatever the lanes do: the losses are Inductor's to the bit."""
+    torch.manual_seed(0)
+    model = TwoTowers(dropout=0.3)
+    inputs = two_tower_inputs()
+
+    def losses(**options: object) -> tuple[list[torch.Tensor], torch.Tensor]:
+        torch.manual_seed(7)
+        found = train(model, lambda run: run(*inputs).square().mean(), **options)[0]
+        return found, torch.get_rng_state()
+
+    first, state = losses(**APOLLO)
+    second, _ = losses(**APOLLO)
+    inductor, inductor_state = losses(backend="inductor")
+    assert [float(loss) for loss in first] == [float(loss) for loss in second]
+    assert len({float(loss) for loss in first}) == len(first)
+    torch.testing.assert_close(first, inductor)
+    assert torch.equal(state, inductor_state)
+
+
+class _Normalized(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 8))
+        self.right = nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 8))
+        self.frozen = nn.Linear(16, 8).requires_grad_(False)
+        self.unused = nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.left(x) * self.right(x) + self.frozen(x)
+
+
+def test_batch_norm_buffers_frozen_and_unused_modules_train_as_in_eager() -> None:
+    """Mutated buffers end with eager's values; parameters without a gradient keep None."""
+    torch.manual_seed(0)
+    model = _Normalized()
+    x = torch.randn(32, 16)
+    assert_same_training(train(model, lambda run: run(x).pow(2).mean()), train(model, lambda run: run(x).pow(2).mean(), **APOLLO))
+
+
+def _mutate_input(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    before = x.sin().sum()
+    x.mul_(2)
+    after = x.cos() @ y
+    x.add_(1)
+    return after + before + x.sum()
+
+
+def _alias_outputs(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    z = x @ y
+    return z, z.t(), x.view(-1), y, z
+
+
+def _none_and_constants(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    return x + 1, None, torch.ones(3), (y @ x).sum()
+
+
+def _many_values(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    left, right = x.split(4, dim=1)
+    values, indices = (x @ y).topk(2)
+    return left + right, values, indices, torch.sort(y)[0]
+
+
+@pytest.mark.parametrize("function", [_mutate_input, _alias_outputs, _none_and_constants, _many_values])
+def test_functions_with_effects_and_aliases_return_what_eager_returns(function: Callable[..., object]) -> None:
+    """Inputs are mutated alike, outputs alias alike, None and constants come back."""
+    torch._dynamo.reset()
+    generator = torch.Generator().manual_seed(0)
+    x, y = torch.randn(8, 8, generator=generator), torch.randn(8, 8, generator=generator)
+    eager_inputs, inputs = (x.clone(), y.clone()), (x.clone(), y.clone())
+    compiled = torch.compile(function, **APOLLO)
+    expected, actual = function(*eager_inputs), compiled(*inputs)
+    torch.testing.assert_close(actual, expected)
+    torch.testing.assert_close(inputs, eager_inputs)
+    if isinstance(expected, tuple):
+        for left, right in zip(expected, actual, strict=True):
+            for source, compiled_source in zip(eager_inputs, inputs, strict=True):
+                if isinstance(left, torch.Tensor):
+                    assert (left.data_ptr() == source.data_ptr()) == (right.data_ptr() == compiled_source.data_ptr())
+
+
+def test_no_grad_and_inference_mode_give_eagers_values() -> None:
+    """The inference graph is cut and planned as well."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = TwoTowers().eval()
+    run = torch.compile(model, **APOLLO)
+    inputs = two_tower_inputs()
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            torch.testing.assert_close(run(*inputs), model(*inputs), rtol=1e-4, atol=1e-4)
+
+
+def test_bf16_autocast_trains_within_its_tolerance() -> None:
+    """Autocast is part of the traced graph."""
+    torch.manual_seed(0)
+    model = TwoTowers()
+    inputs = two_tower_inputs()
+
+    def loss_of(run: Callable[..., torch.Tensor]) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return run(*inputs).float().square().mean()
+
+    expected, actual = train(model, loss_of)[0], train(model, loss_of, **APOLLO)[0]
+    torch.testing.assert_close(actual, expected, rtol=0.05, atol=0.05)
+
+
+seen: list[tuple[str, frozenset[int], int]] = []
+"""Lane witnesses: branch, affinity and thread count, read from inside a body."""
+
+
+@torch.library.custom_op("apollo_tests::witness", mutates_args=())
+def witness(x: torch.Tensor, branch: str) -> torch.Tensor:
+    """Record where it runs."""
+    seen.append((branch, frozenset(os.sched_getaffinity(0)), torch.get_num_threads()))
+    return x.clone()
+
+
+@witness.register_fake
+def _(x: torch.Tensor, branch: str) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+@torch.library.custom_op("apollo_tests::explode", mutates_args=())
+def explode(x: torch.Tensor) -> torch.Tensor:
+    """Fail, if the first number says so."""
+    if float(x.flatten()[0]) > 0:
+        raise LookupError("lit")
+    return x.clone()
+
+
+@explode.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+class _Watched(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = nn.ModuleList(nn.Linear(256, 256) for _ in range(3))
+        self.right = nn.ModuleList(nn.Linear(256, 256) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        left = right = x
+        for one, other in zip(self.left, self.right, strict=True):
+            left = witness(one(left), "left")
+            right = witness(other(right), "right")
+        return left @ right.T
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="lanes need two cores")
+def test_a_lane_holds_its_cores_and_threads_while_its_segments_run() -> None:
+    """Affinity and OpenMP quota, read from inside bodies, are those of the lane that the plan names."""
+    from apollo_compile import backend
+
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = _Watched()
+    run = torch.compile(model, **APOLLO)
+    x = torch.randn(256, 256)
+    with torch.no_grad():
+        run(x)
+        seen.clear()
+        run(x)
+    (compiled,) = backend.find_models(model)
+    (graph,) = compiled.graphs
+    plan = graph.compilation.plan
+    cores = sorted(os.sched_getaffinity(0))
+    allowed = {
+        frozenset(cores[unit] for unit in plan.lanes[assignment.lane].units) for assignment in plan.assignments
+    }
+    assert len(plan.lanes) > 1
+    assert len({assignment.lane for assignment in plan.assignments}) > 1
+    assert len(seen) == 6
+    assert {affinity for _, affinity, _ in seen} <= allowed
+    for _, affinity, num_threads in seen:
+        assert num_threads == len(affinity)
+    assert {len(affinity) for _, affinity, _ in seen} == {1}
+    for span in graph.trace().spans:
+        assert span.core in {cores[unit] for unit in plan.lanes[span.lane].units}
+
+
+class _Fuse(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = nn.ModuleList(nn.Linear(64, 64) for _ in range(2))
+        self.right = nn.ModuleList(nn.Linear(64, 64) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, fuse: torch.Tensor) -> torch.Tensor:
+        left, right = x, x
+        for layer in self.left:
+            left = layer(left).relu()
+        right = self.right[1](explode(fuse) + self.right[0](right))
+        return left @ right.T
+
+
+def test_an_exception_in_a_body_reaches_the_caller_as_itself_and_training_goes_on() -> None:
+    """The type survives, a note names the segment, and the next call works."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = _Fuse()
+    run = torch.compile(model, **APOLLO)
+    x, safe, lit = torch.randn(64, 64), -torch.ones(64, 64), torch.ones(64, 64)
+    with torch.no_grad():
+        expected = run(x, safe)
+        for _ in range(3):
+            with pytest.raises(LookupError, match="lit") as caught:
+                run(x, lit)
+            assert any("raised in segment ~explode" in note for note in caught.value.__notes__)
+            torch.testing.assert_close(run(x, safe), expected)

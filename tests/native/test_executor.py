@@ -1,0 +1,271 @@
+"""The native runtime, driven from Python with torch tensors."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import os
+import signal
+import threading
+import weakref
+from typing import Any
+
+import pytest
+import torch
+
+from apollo_compile import _native
+from apollo_compile.errors import InvariantError, RuntimeClosedError
+from tests.native.runner import JOIN, Runner, Tensors, give, take, tensor_addresses
+
+
+def add_one(tensors: Tensors) -> Tensors:
+    """Return the tensor plus one."""
+    return [tensors[0] + 1]
+
+
+def add(tensors: Tensors) -> Tensors:
+    """Return the sum."""
+    return [tensors[0] + tensors[1]]
+
+
+def fail(tensors: Tensors) -> Tensors:
+    """Raise ValueError."""
+    raise ValueError("no")
+
+
+def test_segments_on_several_lanes_compute_what_torch_computes(lanes: _native.Lanes) -> None:
+    """Two threads work for the caller, again and again."""
+    run = Runner(lanes, JOIN, [add_one, add_one, add], outputs=[3])
+    for step in range(200):
+        (result,) = run(torch.full((3,), float(step)))
+        assert result is not None
+        assert result.tolist() == [2 * step + 2] * 3
+
+
+def test_an_input_that_is_returned_is_the_same_object(lanes: _native.Lanes) -> None:
+    """Handles carry the identity of tensors through the runtime."""
+    run = Runner(lanes, ["", "", ""], [], outputs=[0, -1, 0])
+    tensor = torch.ones(3)
+    first, nothing, second = run(tensor)
+    assert first is tensor
+    assert nothing is None
+    assert second is tensor
+
+
+def test_a_taken_buffer_dies_inside_the_body_that_took_it(lanes: _native.Lanes) -> None:
+    """The body has the only reference, so that dropping it frees the memory; a lent buffer lives on."""
+
+    def is_dead_when_dropped(tensors: Tensors) -> Tensors:
+        alive = weakref.ref(tensors[0])
+        tensors.clear()
+        return [torch.tensor(alive() is None)]
+
+    program = ["0: 0 -> 1; 1: 1 -> 2; 2: 1! -> 3", "", ""]
+    run = Runner(lanes, program, [add_one, is_dead_when_dropped, is_dead_when_dropped], outputs=[2, 3])
+    assert [bool(output) for output in run(torch.ones(3)) if output is not None] == [False, True]
+
+
+def test_a_released_buffer_is_dead_in_the_next_segment(lanes: _native.Lanes) -> None:
+    """Releasing drops the last reference, on the lane that does it."""
+    seen: list[weakref.ref[Any]] = []
+
+    def make(tensors: Tensors) -> Tensors:
+        tensors[0] = tensors[0] + 1
+        seen.append(weakref.ref(tensors[0]))
+        return tensors
+
+    def is_alive(tensors: Tensors) -> Tensors:
+        return [torch.tensor(seen[0]() is not None)]
+
+    program = ["0: 0 -> 1; 1: 0 -> 2; release 1; 2: 0 -> 3", "", ""]
+    run = Runner(lanes, program, [make, is_alive, is_alive], outputs=[2, 3])
+    assert [bool(output) for output in run(torch.ones(3)) if output is not None] == [True, False]
+
+
+def test_nothing_that_crossed_a_run_is_kept(lanes: _native.Lanes) -> None:
+    """After a run the executor holds no tensor, whether it succeeded or failed."""
+    for last in (add, fail):
+        run = Runner(lanes, JOIN, [add_one, add_one, last], outputs=[3])
+        tensor = torch.ones(3)
+        alive = weakref.ref(tensor)
+        with contextlib.suppress(ValueError):
+            run(tensor)
+        del tensor
+        gc.collect()
+        assert alive() is None
+
+
+def test_an_exception_comes_out_as_the_same_object(lanes: _native.Lanes) -> None:
+    """It keeps type, identity and traceback, and the segment is known."""
+    error = KeyError("mine")
+
+    def fail_with_it(tensors: Tensors) -> Tensors:
+        raise error
+
+    run = Runner(lanes, JOIN, [add_one, fail_with_it, add], outputs=[3])
+    with pytest.raises(KeyError) as caught:
+        run(torch.ones(3))
+    assert caught.value is error
+    assert "fail_with_it" in [entry.name for entry in caught.traceback]
+    assert run.native.last_failure == 1
+    assert all(span[0] != 2 for span in run.native.spans())
+
+
+def test_a_thousand_exceptions_leak_neither_threads_nor_tensors(lanes: _native.Lanes) -> None:
+    """Failing is as repeatable as succeeding."""
+    made: list[weakref.ref[Any]] = []
+
+    def make(tensors: Tensors) -> Tensors:
+        result = tensors[0] + 1
+        made.append(weakref.ref(result))
+        return [result]
+
+    run = Runner(lanes, JOIN, [make, make, fail], outputs=[3])
+    num_threads = len(os.listdir("/proc/self/task"))
+    for _ in range(1000):
+        with pytest.raises(ValueError, match="no"):
+            run(torch.ones(3))
+    gc.collect()
+    assert len(made) == 2000
+    assert all(tensor() is None for tensor in made)
+    assert len(os.listdir("/proc/self/task")) == num_threads
+
+
+def test_ctrl_c_interrupts_a_run_while_a_lane_works(lanes: _native.Lanes) -> None:
+    """The caller looks for signals while it waits, and the run ends with KeyboardInterrupt."""
+    is_interrupted = threading.Event()
+    previous = signal.getsignal(signal.SIGINT)
+
+    def interrupt(number: int, frame: object) -> None:
+        is_interrupted.set()
+        raise KeyboardInterrupt
+
+    def wait(tensors: Tensors) -> Tensors:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert is_interrupted.wait(timeout=60)  # set on the main thread, which is inside run()
+        return tensors
+
+    run = Runner(lanes, JOIN, [wait, add_one, add], outputs=[3])
+    signal.signal(signal.SIGINT, interrupt)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run(torch.ones(3))
+    finally:
+        signal.signal(signal.SIGINT, previous)
+    assert run.native.last_failure is None
+    assert is_interrupted.is_set()
+
+
+def test_threads_that_run_at_once_take_turns(lanes: _native.Lanes) -> None:
+    """A thread that waits for the lanes does not hold the GIL."""
+    run = Runner(lanes, JOIN, [add_one, add_one, add], outputs=[3])
+    failures: list[object] = []
+
+    def work(value: float) -> None:
+        for _ in range(100):
+            (result,) = run(torch.full((2,), value))
+            if result is None or result.tolist() != [2 * value + 2] * 2:
+                failures.append(result)
+
+    threads = [threading.Thread(target=work, args=(float(value),)) for value in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+
+
+def test_a_run_inside_a_run_is_an_error_instead_of_a_hang(lanes: _native.Lanes) -> None:
+    """The inner run would wait for the outer one."""
+    inner = Runner(lanes, JOIN, [add_one, add_one, add], outputs=[3])
+    outer = Runner(lanes, JOIN, [lambda tensors: inner(*tensors), add_one, add], outputs=[3])
+    with pytest.raises(RuntimeError, match="inside a run on the same lanes"):
+        outer(torch.ones(3))
+
+
+def test_a_native_body_gets_its_constants_behind_the_inputs(lanes: _native.Lanes) -> None:
+    """Here the C function is ctypes: it returns the constant and drops the input."""
+    addresses = tensor_addresses()
+    destroy = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p)(addresses["destroy_address"])
+
+    @ctypes.CFUNCTYPE(None, ctypes.POINTER(ctypes.c_void_p), ctypes.POINTER(ctypes.c_void_p))
+    def entry(inputs: Any, outputs: Any) -> None:
+        destroy(inputs[0])
+        outputs[0] = inputs[1]
+
+    constant = torch.ones(3)
+    address = ctypes.cast(entry, ctypes.c_void_p).value
+    assert address is not None
+    native = _native.NativeBody(address, give([constant]), **addresses)
+    run = Runner(lanes, ["", "0: 0! -> 1", ""], [native], outputs=[1])
+    for _ in range(3):
+        assert run(torch.zeros(3))[0] is constant
+
+
+def test_a_body_that_returns_the_wrong_number_of_tensors_is_an_error(lanes: _native.Lanes) -> None:
+    """The message has both numbers."""
+    run = Runner(lanes, ["0: 0 -> 1", "", ""], [lambda tensors: [tensors[0], tensors[0]]], outputs=[1])
+    with pytest.raises(ValueError, match="returned 2 tensors instead of 1"):
+        run(torch.ones(3))
+
+
+def test_inputs_that_are_no_capsules_are_an_error(lanes: _native.Lanes) -> None:
+    """The message says what is wanted."""
+    run = Runner(lanes, ["0: 0 -> 1", "", ""], [add_one], outputs=[1])
+    with pytest.raises(TypeError, match="unnamed capsules"):
+        run.native.run([1])  # type: ignore[list-item]
+    with pytest.raises(ValueError, match="takes 1 inputs and got 0"):
+        run()
+
+
+def test_spans_name_segment_lane_and_core(lanes: _native.Lanes) -> None:
+    """Threads stay on their cores, and dependencies show in the spans."""
+    run = Runner(lanes, JOIN, [add_one, add_one, add], outputs=[3])
+    assert run.native.spans() == []
+    run(torch.ones(3))
+    spans = {segment: (lane, start, end, core) for segment, lane, start, end, core in run.native.spans()}
+    assert {segment: span[0] for segment, span in spans.items()} == {0: 1, 1: 2, 2: 0}
+    assert [spans[0][3]] == lanes.cores[1]
+    assert [spans[1][3]] == lanes.cores[2]
+    assert max(spans[0][2], spans[1][2]) <= spans[2][1] <= spans[2][2] <= run.native.duration_ns
+
+
+def test_a_program_that_cannot_run_is_refused(lanes: _native.Lanes) -> None:
+    """The error says what is wrong, and where."""
+    with pytest.raises(InvariantError, match=r"in a circle.*lane 1, instruction 0"):
+        Runner(lanes, ["", "wait 0; record 1", "wait 1; record 0"], [], outputs=[0])
+
+
+def test_closed_lanes_refuse_to_run() -> None:
+    """Closing twice is fine."""
+    lanes = _native.Lanes([[]])
+    run = Runner(lanes, [""], [], outputs=[0])
+    lanes.close()
+    lanes.close()
+    with pytest.raises(RuntimeClosedError, match="closed"):
+        run(torch.ones(3))
+
+
+def test_an_executor_in_a_reference_cycle_is_collected(lanes: _native.Lanes) -> None:
+    """The garbage collector sees through bodies."""
+
+    class Owner:
+        def __init__(self) -> None:
+            self.run = Runner(lanes, ["0: 0 -> 1", "", ""], [self.copy], outputs=[1])
+
+        def copy(self, tensors: Tensors) -> Tensors:
+            return tensors
+
+    owner = Owner()
+    owner.run(torch.ones(3))
+    is_alive = weakref.ref(owner)
+    del owner
+    gc.collect()
+    assert is_alive() is None
+
+
+def test_handles_survive_the_way_through_helpers() -> None:
+    """The helpers of these tests do not copy tensors."""
+    tensor = torch.ones(3)
+    assert take(give([tensor]))[0] is tensor

@@ -1,0 +1,166 @@
+"""Threads of lanes: where they run, how they start, and how they end."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+
+from apollo_compile import _native
+from tests.native.runner import JOIN, Runner, Tensors
+
+
+def run_python(code: str) -> str:
+    """Run code in a fresh interpreter, and return what it prints."""
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    return done.stdout
+
+
+def test_bodies_run_on_the_cores_and_with_the_settings_of_their_lane() -> None:
+    """Affinity is set before `on_start`, and what `on_start` sets stays on the thread."""
+    cores = _native.available_cores()
+    seen: dict[str, object] = {}
+
+    def start(lane: int) -> None:
+        seen[f"start {lane}"] = sorted(os.sched_getaffinity(0))
+        torch.set_num_threads(1)
+        torch.get_num_threads()  # a thread adopts the number that was set last anywhere, but only when it first asks
+        torch.set_grad_enabled(False)
+
+    def look(tensors: Tensors) -> Tensors:
+        seen["body"] = (sorted(os.sched_getaffinity(0)), torch.get_num_threads(), torch.is_grad_enabled())
+        return tensors
+
+    num_threads = torch.get_num_threads()
+    lanes = _native.Lanes([[], [cores[-1]]], start)
+    torch.set_num_threads(num_threads)
+    Runner(lanes, ["", "0: 0 -> 1"], [look], outputs=[1])(torch.ones(3))
+    lanes.close()
+    assert seen == {"start 1": [cores[-1]], "body": ([cores[-1]], 1, False)}
+    assert torch.get_num_threads() == num_threads
+    assert torch.is_grad_enabled()
+
+
+def test_what_on_start_raises_comes_out_of_the_constructor() -> None:
+    """It is the same object, and no thread stays behind."""
+    error = LookupError("no")
+
+    def start(lane: int) -> None:
+        raise error
+
+    num_threads = len(os.listdir("/proc/self/task"))
+    with pytest.raises(LookupError) as caught:
+        _native.Lanes([[_native.available_cores()[0]]], start)
+    assert caught.value is error
+    assert len(os.listdir("/proc/self/task")) == num_threads
+
+
+def test_cores_that_the_process_lacks_are_refused() -> None:
+    """The message names lane and core."""
+    with pytest.raises(ValueError, match="cannot make lane 1: core 99999"):
+        _native.Lanes([[], [99999]])
+
+
+def test_torchs_openmp_team_is_found() -> None:
+    """Parking needs the library that torch has loaded."""
+    torch.ones(3)
+    assert _native.Lanes([[]]).is_team_found
+    assert not _native.Lanes([[]], park_team=False).is_team_found
+
+
+@pytest.mark.parametrize("park_team", [True, False])
+def test_parallel_torch_code_around_and_inside_runs_is_unharmed(park_team: bool) -> None:
+    """The caller's team is parked between its own parallel regions."""
+    cores = _native.available_cores()
+    lanes = _native.Lanes([[], [cores[0]], [cores[-1]]], park_team=park_team)
+
+    def double(tensors: Tensors) -> Tensors:
+        return [tensors[0] * 2]
+
+    def add(tensors: Tensors) -> Tensors:
+        return [tensors[0] + tensors[1]]
+
+    run = Runner(lanes, JOIN, [double, double, add], outputs=[3])
+    for step in range(50):
+        (result,) = run(torch.full((100_000,), float(step)) + 1)
+        assert result is not None
+        assert torch.equal(result, torch.full((100_000,), 4.0 * step + 4))
+    lanes.close()
+
+
+def test_an_interpreter_with_open_lanes_exits() -> None:
+    """Neither lanes nor executors that are still there hang or complain at exit."""
+    code = """
+        import torch
+        from apollo_compile import _native
+        from tests.native.runner import Runner
+        lanes = _native.Lanes([[], [_native.available_cores()[0]]])
+        run = Runner(lanes, ["", "0: 0 -> 1"], [lambda tensors: [tensors[0] + 1]], outputs=[1])
+        kept = [run, lanes]
+        kept.append(kept)
+        print(run(torch.ones(1))[0].item())
+    """
+    assert run_python(code) == "2.0\n"
+
+
+def test_a_forked_child_gets_an_error_and_exits() -> None:
+    """Lanes belong to the process that made them; a child may make its own."""
+    code = """
+        import os
+        import torch
+        from apollo_compile import _native
+        from apollo_compile.errors import RuntimeClosedError
+        from tests.native.runner import Runner
+        cores = [[], [_native.available_cores()[0]]]
+        program = ["", "0: 0 -> 1"]
+        lanes = _native.Lanes(cores)
+        run = Runner(lanes, program, [lambda tensors: [tensors[0] + 1]], outputs=[1])
+        run(torch.ones(1))
+        child = os.fork()
+        if child == 0:
+            try:
+                run(torch.ones(1))
+            except RuntimeClosedError:
+                lanes.close()
+                del run, lanes
+                again = Runner(_native.Lanes(cores), program, [lambda tensors: [tensors[0] + 1]], outputs=[1])
+                os._exit(again(torch.ones(1))[0].item() != 2)
+            os._exit(1)
+        print(os.waitpid(child, 0)[1])
+    """
+    assert run_python(code) == "0\n"
+
+
+def test_the_runtime_loads_and_runs_without_torch() -> None:
+    """The extension is not linked with torch and does not import it."""
+    code = """
+        import sys
+        from apollo_compile import _native
+        lanes = _native.Lanes([[], [_native.available_cores()[0]]])
+        lanes.close()
+        print(lanes.num_threads, lanes.is_team_found, "torch" in sys.modules)
+    """
+    assert run_python(code) == "1 False False\n"
+
+
+def test_memory_can_be_kept() -> None:
+    """With glibc the setting is taken; it changes the process, so it is tried in a fresh one."""
+    code = """
+        from apollo_compile import _native
+        print(_native.keep_memory())
+    """
+    assert run_python(code) in ("True\n", "False\n")

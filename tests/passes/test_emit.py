@@ -1,0 +1,125 @@
+from __future__ import annotations
+
+import itertools
+import random
+from dataclasses import replace
+
+import pytest
+
+from apollo_compile.check import check_program
+from apollo_compile.errors import InvariantError
+from apollo_compile.ir import Launch, MemoryPlan, Plan, Program, Record, Release, SegmentGraph, SyncPlan, Wait
+from apollo_compile.passes.emit import emit_program
+from apollo_compile.passes.memory import plan_memory
+from apollo_compile.passes.plan import make_plan
+from apollo_compile.passes.sync import eliminate_syncs
+from tests.builders import graph, plan, random_costs, random_graph, random_lanes, random_plan
+from tests.races import find_races
+
+
+def emit(made: SegmentGraph, planned: Plan) -> tuple[Program, SyncPlan, MemoryPlan]:
+    """Return the program of a plan and the products on the way."""
+    syncs = eliminate_syncs(made, planned)
+    memory = plan_memory(made, planned, syncs)
+    return emit_program(made, planned, syncs, memory), syncs, memory
+
+
+def random_program(rng: random.Random) -> tuple[SegmentGraph, Plan, Program, SyncPlan, MemoryPlan]:
+    """Return a program of a random plan, or of the planner's plan, for a random graph."""
+    made = random_graph(rng, rng.randrange(1, 16))
+    lanes = random_lanes(rng)
+    table = random_costs(rng, made, lanes)
+    if rng.random() < 0.3:
+        planned = make_plan(made, table, lanes=lanes, iterations=50)
+    else:
+        planned = random_plan(rng, made, lanes, table)
+    return made, planned, *emit(made, planned)
+
+
+def without(program: Program, lane: int, index: int) -> Program:
+    """Return the program without one instruction."""
+    blocks = list(program.instructions)
+    blocks[lane] = blocks[lane][:index] + blocks[lane][index + 1 :]
+    return replace(program, instructions=tuple(blocks))
+
+
+@pytest.mark.parametrize("seed", range(80))
+def test_programs_have_no_races(seed: int) -> None:
+    """By the check, and by the race oracle in several interleavings."""
+    rng = random.Random(seed)
+    made, planned, program, syncs, memory = random_program(rng)
+    check_program(program, made, planned, syncs, memory)
+    for _ in range(3):
+        assert find_races(program, made, rng) == []
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_a_program_without_any_one_wait_has_a_race(seed: int) -> None:
+    """So waits are minimal, and both the oracle and the check see what is missing."""
+    rng = random.Random(seed)
+    made, planned, program, syncs, memory = random_program(rng)
+    for lane, instructions in enumerate(program.instructions):
+        for index, instruction in enumerate(instructions):
+            if isinstance(instruction, Wait):
+                broken = without(program, lane, index)
+                assert find_races(broken, made, rng)
+                with pytest.raises(InvariantError):
+                    check_program(broken, made, planned, syncs, memory)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_oracle_and_the_check_see_other_damage(seed: int) -> None:
+    """A record or launch is missing, a buffer is taken by any reader, a release comes first or twice."""
+    rng = random.Random(seed)
+    made, planned, program, syncs, memory = random_program(rng)
+    for lane, instructions in enumerate(program.instructions):
+        for index, instruction in enumerate(instructions):
+            blocks = list(program.instructions)
+            if isinstance(instruction, Launch | Record):
+                broken = without(program, lane, index)
+                if isinstance(instruction, Record):
+                    assert any("deadlock" in defect for defect in find_races(broken, made, rng))
+            elif isinstance(instruction, Release):
+                blocks[lane] = (*instructions, instruction)
+                broken = replace(program, instructions=tuple(blocks))
+            else:
+                continue
+            assert find_races(broken, made, rng)
+            with pytest.raises(InvariantError):
+                check_program(broken, made, planned, syncs, memory)
+            if isinstance(instruction, Launch) and not all(instruction.takes):
+                greedy = replace(instruction, takes=(True,) * len(instruction.takes))
+                blocks[lane] = (*instructions[:index], greedy, *instructions[index + 1 :])
+                broken = replace(program, instructions=tuple(blocks))
+                assert find_races(broken, made, rng)
+                with pytest.raises(InvariantError):
+                    check_program(broken, made, planned, syncs, memory)
+
+
+def test_one_event_serves_all_waits_for_a_segment() -> None:
+    """Two lanes wait for segment 0: one record, two waits."""
+    made = graph((), (0,), (0,), (1, 2))
+    program, _, _ = emit(made, plan(made, "*ABA"))
+    flat = [instruction for block in program.instructions for instruction in block]
+    assert program.num_events == 2
+    assert sum(isinstance(instruction, Record) for instruction in flat) == 2
+    assert sum(isinstance(instruction, Wait) for instruction in flat) == 3
+
+
+def test_waits_come_before_the_launch_and_releases_after_the_record() -> None:
+    """Whoever waits need not wait for the releases."""
+    made = graph((), (), (0,), (1, 0), (2,), outputs=[3, 4])
+    program, _, _ = emit(made, plan(made, "AB*AB"))
+    for block in program.instructions:
+        for first, second in itertools.pairwise(block):
+            assert not (isinstance(first, Wait) and not isinstance(second, Wait | Launch))
+            assert not (isinstance(first, Release) and isinstance(second, Record))
+
+
+def test_the_serial_program_is_launches_on_lane_0_only() -> None:
+    """Every buffer is taken by its last reader; nothing waits."""
+    made = graph((), (0,), (1,))
+    program, _, _ = emit(made, plan(made, "***"))
+    assert all(isinstance(instruction, Launch) for instruction in program.instructions[0])
+    assert program.instructions[1:] == ((), ())
+    assert program.num_events == 0

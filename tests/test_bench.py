@@ -1,0 +1,188 @@
+"""The harness takes turns fairly, reckons rightly, and keeps variants in processes of their own."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from apollo_compile.bench import _LOSS as LOSS
+from apollo_compile.bench import (
+    Task,
+    Variant,
+    compare_digests,
+    machine_facts,
+    measure,
+    measure_children,
+    summarize,
+    to_json,
+    turn_orders,
+)
+from apollo_compile.bench import _save_digest as save_digest
+from apollo_compile.errors import ApolloError
+
+EAGER = Variant(name="eager", backend=None)
+
+
+def build_linear(width: int, *, scale: float = 1.0, fail: str = "") -> Any:
+    """A task for the children of these tests."""
+    import torch
+
+    if fail == "exit":
+        raise SystemExit(3)
+    if fail:
+        raise RuntimeError(fail)
+    torch.manual_seed(0)
+    model = torch.nn.Linear(width, 1)
+    return SimpleNamespace(model=model, inputs={"input": torch.ones(2, width)}, loss=lambda out: out.sum() * scale)
+
+
+@dataclass
+class _FakeChild:
+    """Writes what it was asked for into a log that all children share."""
+
+    name: str
+    step_ns: int
+    log: list[str]
+    folder: Path
+    loss: float = 1.0
+
+    def start(self) -> Mapping[str, Any]:
+        self.log.append(f"start {self.name}")
+        save_digest(self.folder / f"{self.name}.npz", {"file": np.full(3, self.loss, dtype=np.float32)})
+        return {"cold_s": 1.0, "loss": self.loss, "digest": str(self.folder / f"{self.name}.npz")}
+
+    def run(self, untimed: int, timed: int) -> Sequence[int]:
+        self.log.append(f"{self.name} {untimed}+{timed}")
+        return [self.step_ns] * timed
+
+
+def test_turns_alternate_their_order() -> None:
+    """ABC, CBA, ABC: drift of the machine falls on all variants alike."""
+    assert list(turn_orders("abc", 3)) == [("a", "b", "c"), ("c", "b", "a"), ("a", "b", "c")]
+
+
+def test_children_run_one_at_a_time_with_pauses(tmp_path: Path) -> None:
+    """First every child starts, then all warm up, then rounds begin; a pause follows every turn."""
+    log: list[str] = []
+    children = {name: _FakeChild(name, step_ns, log, tmp_path) for name, step_ns in (("eager", 300), ("inductor", 200))}
+    measurement = measure_children(
+        Task(builder="x:y"),
+        children,
+        rounds=2,
+        steps_per_turn=3,
+        warmup=5,
+        pause=lambda seconds: log.append("pause"),
+    )
+    assert [line for line in log if line != "pause"] == [
+        "start eager",
+        "start inductor",
+        "eager 5+0",
+        "inductor 5+0",
+        "eager 1+3",
+        "inductor 1+3",
+        "inductor 1+3",
+        "eager 1+3",
+    ]
+    assert log.count("pause") == 6
+    results = measurement.by_variant()
+    assert (measurement.baseline, measurement.reference) == ("inductor", "eager")
+    assert results["eager"].summary.speedup == pytest.approx(200 / 300)
+    assert results["inductor"].summary.speedup == 1.0
+    assert results["eager"].rounds_ns == ((300, 300, 300), (300, 300, 300))
+    assert to_json(measurement)["results"][0]["variant"] == "eager"
+
+
+def test_a_summary_has_the_statistics_of_all_steps() -> None:
+    """Median, minimum and the spread between the tenth and the ninetieth percentile."""
+    own = [[10, 20, 30], [40, 50, 60]]
+    summary = summarize(own, [[70, 70, 70], [70, 70, 70]])
+    assert (summary.median_ns, summary.min_ns, summary.p10_ns, summary.p90_ns) == (35, 10, 15, 55)
+    assert summary.speedup == 2.0
+    assert summary == summarize(own, [[70, 70, 70], [70, 70, 70]])
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_interval_of_a_speedup_holds_the_true_value(seed: int) -> None:
+    """Thirty noisy rounds of a variant that is a quarter faster; slow rounds hit both."""
+    rng = np.random.default_rng(seed)
+    disturbed = 1 + (rng.random((30, 1)) < 0.2) * 3
+    base = np.rint(1_250_000 * disturbed * rng.normal(1, 0.03, (30, 3))).astype(int).tolist()
+    own = np.rint(1_000_000 * disturbed * rng.normal(1, 0.03, (30, 3))).astype(int).tolist()
+    summary = summarize(own, base)
+    assert 1.2 < summary.speedup_low <= summary.speedup <= summary.speedup_high < 1.3
+
+
+def _digest(loss: float, **gradients: list[float]) -> dict[str, Any]:
+    return {
+        LOSS: np.asarray(loss),
+        **{name: np.asarray(values, dtype=np.float32) for name, values in gradients.items()},
+    }
+
+
+def test_differences_name_the_worst_parameter() -> None:
+    """Relative to the largest element of each parameter."""
+    difference = compare_digests(_digest(2.0, a=[1, 2], b=[0.5]), _digest(2.5, a=[1, 2], b=[0.4]))
+    assert difference.loss_abs == pytest.approx(0.5) and difference.loss_rel == pytest.approx(0.2)
+    assert difference.worst == "b" and difference.gradient_rel == pytest.approx(0.25, rel=1e-4)
+    assert difference.gradient_scale == 2.0
+    assert difference.is_within(0.3) and not difference.is_within(0.1)
+
+
+def test_gradients_that_are_only_noise_do_not_count() -> None:
+    """Their scale is the model's, not their own."""
+    noise = compare_digests(_digest(1.0, a=[1.0], key_bias=[1e-9]), _digest(1.0, a=[1.0], key_bias=[-1e-9]))
+    assert noise.is_within(1e-5)
+
+
+def test_a_missing_gradient_and_a_nan_are_never_right() -> None:
+    """None must stay None, and NaN equals nothing."""
+    missing = compare_digests(_digest(1.0, a=[1.0]), _digest(1.0, a=[1.0], b=[0.0]))
+    assert missing.unmatched == ("b",) and not missing.is_within(1.0)
+    wrong = compare_digests(_digest(1.0, a=[math.nan], b=[2.0]), _digest(1.0, a=[1.0], b=[1.0]))
+    assert wrong.worst == "a" and not wrong.is_within(10.0)
+    assert not compare_digests(_digest(math.nan), _digest(1.0)).is_within(1.0)
+
+
+@pytest.fixture
+def builder(monkeypatch: pytest.MonkeyPatch) -> str:
+    """The name by which children import this file."""
+    pytest.importorskip("torch")
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1]))
+    return "tests.test_bench:build_linear"
+
+
+def test_real_processes_are_measured_and_agree(builder: str) -> None:
+    """Two eager children of the same task: equal numbers, positive times, lines of progress."""
+    lines: list[str] = []
+    measurement = measure(
+        Task(builder=builder, arguments={"width": 8}),
+        (EAGER, Variant(name="again", backend=None)),
+        rounds=2,
+        steps_per_turn=2,
+        progress=lines.append,
+    )
+    results = measurement.by_variant()
+    assert all(len(result.rounds_ns) == 2 and min(map(min, result.rounds_ns)) > 0 for result in measurement.results)
+    assert results["again"].difference.gradient_abs == 0.0 and results["again"].loss == results["eager"].loss
+    assert any("first step" in line for line in lines)
+
+
+@pytest.mark.parametrize(("fail", "message"), (("no such model", "no such model"), ("exit", "exit code 3")))
+def test_a_failing_child_is_named_with_its_reason(builder: str, fail: str, message: str) -> None:
+    """Whether it raises or dies."""
+    with pytest.raises(ApolloError, match=f"(?s)'eager'.*{message}"):
+        measure(Task(builder=builder, arguments={"width": 8, "fail": fail}), (EAGER,))
+
+
+def test_machine_facts_say_what_is_needed_to_repeat() -> None:
+    """Versions and the machine."""
+    pytest.importorskip("torch")
+    facts = machine_facts()
+    assert {"torch", "python", "commit", "cpu", "cores", "threads"} <= set(facts) and facts["cores"] >= 1

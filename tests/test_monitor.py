@@ -1,0 +1,134 @@
+"""Traces become running medians per body and number of units."""
+
+from __future__ import annotations
+
+import random
+import statistics
+
+import pytest
+
+from apollo_compile.ir import (
+    Assignment,
+    BodyId,
+    Lane,
+    LaneId,
+    Observation,
+    Observations,
+    Origin,
+    Plan,
+    Quota,
+    Role,
+    Segment,
+    SegmentGraph,
+    SegmentId,
+    Span,
+    Trace,
+    Work,
+)
+from apollo_compile.monitor import LEAST_WEIGHT, MAX_STEP, observe_trace
+
+
+def _graph(*bodies: int) -> SegmentGraph:
+    segments = tuple(
+        Segment(
+            id=SegmentId(number),
+            name=f"s{number}",
+            module="",
+            body=BodyId(body),
+            inputs=(),
+            outputs=(),
+            after=(),
+            work=Work(),
+        )
+        for number, body in enumerate(bodies)
+    )
+    return SegmentGraph(name="g", role=Role.FORWARD, segments=segments, buffers=(), inputs=(), outputs=())
+
+
+def _plan(*lanes: int) -> Plan:
+    """Segment i on lane `lanes[i]`; lane 0 has two units, lanes 1 and 2 have one each."""
+    return Plan(
+        origin=Origin.GREEDY,
+        lanes=(
+            Lane(id=LaneId(0), units=(0, 1)),
+            Lane(id=LaneId(1), units=(0,)),
+            Lane(id=LaneId(2), units=(1,)),
+        ),
+        assignments=tuple(
+            Assignment(
+                segment=SegmentId(number),
+                lane=LaneId(lane),
+                quota=Quota(units=2 if lane == 0 else 1, memory_bytes=0),
+                start_ns=0,
+                duration_ns=1,
+            )
+            for number, lane in enumerate(lanes)
+        ),
+        makespan_ns=1,
+        serial_ns=1,
+        lower_bound_ns=0,
+    )
+
+
+def _trace(plan: Plan, *durations_ns: int) -> Trace:
+    spans = tuple(
+        Span(segment=SegmentId(number), lane=plan.assignments[number].lane, start_ns=50, end_ns=50 + duration, core=-1)
+        for number, duration in enumerate(durations_ns)
+    )
+    return Trace(spans=spans, duration_ns=max(durations_ns) + 50)
+
+
+def _watch(durations_ns: list[int]) -> Observation:
+    """Run one segment with these durations."""
+    graph, plan, observations = _graph(0), _plan(1), Observations()
+    for duration in durations_ns:
+        observations = observe_trace(_trace(plan, duration), plan, graph, observations)
+    (entry,) = observations.entries
+    return entry
+
+
+def test_equal_segments_share_an_entry_and_units_keep_them_apart() -> None:
+    """Two layers with one body on one lane each, and one on both units."""
+    graph, plan = _graph(4, 4, 4, 2), _plan(1, 2, 0, 0)
+    observations = observe_trace(_trace(plan, 100, 120, 70, 30), plan, graph, Observations())
+    assert observations.entries == (
+        Observation(body=BodyId(2), units=2, count=1, median_ns=30),
+        Observation(body=BodyId(4), units=1, count=2, median_ns=110),
+        Observation(body=BodyId(4), units=2, count=1, median_ns=70),
+    )
+
+
+def test_entries_without_new_samples_stay() -> None:
+    """A program that no longer runs a body says nothing about it."""
+    kept = Observation(body=BodyId(9), units=1, count=3, median_ns=5)
+    plan = _plan(1)
+    observations = observe_trace(_trace(plan, 100), plan, _graph(0), Observations(entries=(kept,)))
+    assert observations.entries == (Observation(body=BodyId(0), units=1, count=1, median_ns=100), kept)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_steady_noise_settles_near_the_median(seed: int) -> None:
+    """Fifty runs with a tenth of noise end within five percent of the true median."""
+    rng = random.Random(seed)
+    durations = [round(1_000_000 * rng.uniform(0.95, 1.05)) for _ in range(50)]
+    entry = _watch(durations)
+    assert entry.count == 50
+    assert entry.median_ns == pytest.approx(statistics.median(durations), rel=0.05)
+
+
+def test_a_cold_first_run_is_forgotten() -> None:
+    """The second run shows what the body can do."""
+    assert _watch([10_000, 1_000]) == Observation(body=BodyId(0), units=1, count=1, median_ns=1_000)
+
+
+def test_one_disturbed_run_moves_the_estimate_by_a_bounded_step() -> None:
+    """A run a hundred times slower counts as one slow run, and fades."""
+    assert _watch([1_000, 100_000]).median_ns == round(1_000 * (1 + MAX_STEP))
+    assert _watch([1_000] * 20 + [100_000] + [1_000] * 60).median_ns < 1_050
+
+
+def test_a_lasting_change_is_followed() -> None:
+    """A body that became 1.8 times slower, or faster, is believed after a few times 1 / LEAST_WEIGHT runs."""
+    runs = round(4 / LEAST_WEIGHT)
+    assert _watch([1_000] * 100 + [1_800] * runs).median_ns == pytest.approx(1_800, rel=0.05)
+    assert _watch([1_800] * 100 + [1_000] * runs).median_ns == pytest.approx(1_000, rel=0.05)

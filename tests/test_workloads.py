@@ -1,0 +1,53 @@
+"""The benchmark workloads build, run and repeat."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from benchmarks.workloads import build  # noqa: E402
+from benchmarks.workloads_spec import SPECS  # noqa: E402
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_a_tiny_workload_trains_one_step(name: str) -> None:
+    """Loss and gradients are finite, and every named branch exists."""
+    workload = build(name, "tiny")
+    loss = workload.loss(workload.model(**workload.inputs))
+    loss.backward()
+    gradients = [p.grad for p in workload.model.parameters() if p.grad is not None]
+    assert loss.ndim == 0 and torch.isfinite(loss)
+    assert gradients and all(bool(torch.isfinite(gradient).all()) for gradient in gradients)
+    modules = [module for module, _ in workload.model.named_modules()]
+    assert all(any(module.split(".")[-1] == branch for module in modules) for branch in workload.branches)
+
+
+@pytest.mark.parametrize("name", ("clip", "clap"))
+def test_equal_arguments_give_equal_workloads(name: str) -> None:
+    """Weights, buffers and inputs depend on the seed alone."""
+    first, second = build(name, "tiny", seed=3), build(name, "tiny", seed=3)
+    for (key, value), other in zip(first.model.state_dict().items(), second.model.state_dict().values(), strict=True):
+        assert torch.equal(value, other), key
+    assert torch.equal(first.inputs["input_ids"], second.inputs["input_ids"])
+
+
+def test_the_batch_size_can_be_overridden() -> None:
+    """Every tensor has the batch size asked for."""
+    workload = build("llava", "tiny", batch=3)
+    assert {value.shape[0] for value in workload.inputs.values()} == {3}
+
+
+def test_dropout_makes_two_forwards_differ() -> None:
+    """The option reaches the model, also where Hugging Face keeps the probability as a number."""
+    workload = build("clip", "tiny", dropout=0.3)
+    assert not torch.equal(
+        workload.loss(workload.model(**workload.inputs)), workload.loss(workload.model(**workload.inputs))
+    )
+
+
+def test_an_unknown_workload_is_named_with_the_known_ones() -> None:
+    """The error lists what there is."""
+    with pytest.raises(ValueError, match="known: clip"):
+        build("clop", "tiny")
