@@ -26,7 +26,7 @@ from apollo_compile.errors import ConfigError, UnsupportedGraphError
 from apollo_compile.execute import Executable, available_units, keep_memory
 from apollo_compile.inductor import (
     CompiledBody,
-    compile_body,
+    compile_bodies,
     compile_plainly,
     compile_whole,
     compile_with_inductor,
@@ -189,11 +189,8 @@ def find_models(module: torch.nn.Module) -> list[CompiledModel]:
 def _compile_bodies(
     graph_module: fx.GraphModule, partition: Partition, config: Config, **kwargs: Any
 ) -> tuple[CompiledBody, ...]:
-    bodies = []
-    for body in partition.bodies:
-        piece, fakes = extract_body(graph_module, body)
-        bodies.append(compile_body(piece, fakes, name=body.name, native=config.runtime.native_bodies, **kwargs))
-    return tuple(bodies)
+    pieces = [(body.name, *extract_body(graph_module, body)) for body in partition.bodies]
+    return compile_bodies(pieces, native=config.runtime.native_bodies, **kwargs)
 
 
 def _role(kwargs: Mapping[str, Any]) -> Role:

@@ -2,14 +2,14 @@
 
     (Task, variants) -> Measurement
 
-Every variant lives in a process of its own: allocator settings, OpenMP teams and pinned threads belong to a process, and
-one variant's would change another's. The parent lets them run in turns, only one at a time, in alternating order (ABCD,
-DCBA, ...), so that drift of the machine falls on all of them. Note [idle children] says what the others do meanwhile.
+Every variant lives in a process of its own: allocator settings, OpenMP teams and pinned threads belong to a process,
+and one variant's would change another's. The parent lets them run in turns, only one at a time, in alternating order
+(ABCD, DCBA, ...), so that drift of the machine falls on all of them. Note [idle children] says what the others do.
 
     turn     one untimed step, which brings code and weights back into the caches, then `steps_per_turn` timed steps
     round    one turn of every variant; rounds are what the bootstrap resamples, because steps of one turn are alike
-    step     forward, loss and backward (train), or forward without gradients (inference), timed inside the child from the
-             call to its return; gradients are set to None between steps, outside the timing
+    step     forward, loss and backward (train), or forward without gradients (inference), timed inside the child from
+             the call to its return; gradients are set to None between steps, outside the timing
 
 Before its first turn a child builds the task, takes one cold step (compile included), and saves loss and gradients of
 that step, which the parent compares with those of the reference, eager where it takes part.
@@ -52,6 +52,7 @@ PAUSE_S = 0.01
 _START_TIMEOUT_S = 1800.0
 _TURN_TIMEOUT_S = 600.0
 _NUM_RESAMPLES = 2000
+_TINY = 1.2e-38  # the smallest normal float32
 
 Mode = Literal["train", "inference"]
 Progress = Callable[[str], None]
@@ -179,7 +180,7 @@ def measure(
 
     Arguments:
         task: what a step is.
-        variants: the variants; speed-ups are over Inductor, differences against eager, or the first where they are absent.
+        variants: speed-ups are over Inductor, differences against eager, or the first variant where they are absent.
         rounds: turns of every variant.
         steps_per_turn: timed steps of a turn.
         warmup: untimed steps of every variant before the first round.
@@ -253,8 +254,8 @@ def summarize(rounds_ns: Sequence[Sequence[int]], baseline_ns: Sequence[Sequence
 def compare_digests(digest: Mapping[str, Any], reference: Mapping[str, Any]) -> Difference:
     """Compare loss and gradients of one step with those of the reference.
 
-    A gradient that is zero in exact arithmetic, such as that of a key's bias, is noise in both: the scale of a parameter
-    is its largest element, but at least a thousandth of the largest gradient of the model.
+    A gradient that is zero in exact arithmetic, such as that of a key's bias, is noise in both: the scale of a
+    parameter is its largest element, but at least a thousandth of the largest gradient of the model.
     """
     names = sorted((set(digest) & set(reference)) - {_LOSS})
     scale = max((_largest(reference[name]) for name in names), default=0.0)
@@ -262,14 +263,14 @@ def compare_digests(digest: Mapping[str, Any], reference: Mapping[str, Any]) -> 
     gradient_abs, gradient_rel, worst = 0.0, 0.0, ""
     for name in names:
         difference = _largest(digest[name] - reference[name])
-        relative = difference / max(_largest(reference[name]), floor, np.finfo(np.float32).tiny)
+        relative = difference / max(_largest(reference[name]), floor, _TINY)
         gradient_abs = max(gradient_abs, difference) if difference == difference else difference
         if not relative <= gradient_rel:  # so that NaN is the worst of all, and stays it
             gradient_rel, worst = (relative, name) if gradient_rel == gradient_rel else (gradient_rel, worst)
     loss, expected = float(digest[_LOSS]), float(reference[_LOSS])
     return Difference(
         loss_abs=abs(loss - expected),
-        loss_rel=abs(loss - expected) / max(abs(expected), float(np.finfo(np.float32).tiny)),
+        loss_rel=abs(loss - expected) / max(abs(expected), _TINY),
         gradient_abs=gradient_abs,
         gradient_rel=gradient_rel,
         worst=worst,

@@ -3,7 +3,7 @@
     compile_with_inductor   run a Dynamo graph through AOTAutograd and Inductor's passes, with our inner compiler
     compile_whole           what Inductor would do with a post-AOT graph, untouched
     extract_body            cut the nodes of one body out of the graph
-    compile_body            compile a body with Inductor: native entry (no GIL) or Python callable
+    compile_bodies          compile bodies with Inductor: native entry (no GIL) or Python callable
     report_output_strides   tell AOTAutograd the layout of the graph's outputs
 
 Note [native entry]: Inductor's C++ wrapper exports `inductor_entry_impl(inputs, outputs)`, but it releases the GIL on
@@ -113,34 +113,69 @@ def extract_body(graph_module: fx.GraphModule, body: Body) -> tuple[fx.GraphModu
     return fx.GraphModule(graph_module, graph), fakes
 
 
-def compile_body(
-    piece: fx.GraphModule, fakes: Sequence[torch.Tensor], *, name: str, native: bool, **kwargs: Any
-) -> CompiledBody:
-    """Compile one piece with Inductor.
+def compile_bodies(
+    pieces: Sequence[tuple[str, fx.GraphModule, Sequence[torch.Tensor]]], *, native: bool, **kwargs: Any
+) -> tuple[CompiledBody, ...]:
+    """Compile pieces with Inductor.
+
+    Inductor lowers one piece after the other on this thread, while the C++ compiler works on earlier ones.
 
     Arguments:
-        piece: graph with tensors only as inputs and outputs; it is consumed.
-        fakes: one fake tensor per input.
-        name: for the log.
+        pieces: name for the log, graph with tensors only as inputs and outputs (consumed), one fake tensor per input.
         native: try the C++ wrapper first; a piece that it cannot express is compiled with the Python wrapper.
         kwargs: what AOTAutograd passed for the whole graph, such as `is_backward` and `graph_id`.
     """
     shared = {key: kwargs[key] for key in ("is_backward", "is_inference", "graph_id") if key in kwargs}
     with _compile_lock, _as_piece():
-        if native and _LaneWrapper is not None and not _has_custom_operator(piece):
-            try:
-                with _lane_wrapper():
-                    return _native_body(compile_fx_inner(_clone(piece), list(fakes), cpp_wrapper=True, **shared))
-            except _CallsPythonError:
-                pass
-            except Exception as error:  # whatever stops the C++ wrapper, the Python wrapper can still do
-                _logger.info("segment %s keeps Python: the C++ wrapper failed with %s", name, _first_line(error))
-        with inductor_config.patch(_body_options()):
-            return CompiledBody(function=compile_fx_inner(piece, list(fakes), **shared))
+        started = [_start_native(name, piece, fakes, shared) if native else None for name, piece, fakes in pieces]
+        return tuple(
+            _finish_native(name, compiled) or _compile_for_python(piece, fakes, shared)
+            for (name, piece, fakes), compiled in zip(pieces, started, strict=True)
+        )
 
 
-class _CallsPythonError(Exception):
-    """The C++ wrapper of a piece calls back into Python, which lanes enter through the Python wrapper only."""
+def _start_native(name: str, piece: fx.GraphModule, fakes: Sequence[torch.Tensor], shared: dict[str, Any]) -> Any:
+    """Lower a copy of `piece` and start its C++ compiler; return None where the C++ wrapper cannot express it."""
+    if _LaneWrapper is None or _has_custom_operator(piece):
+        return None
+    try:
+        with _lane_wrapper():
+            return compile_fx_inner(_clone(piece), list(fakes), cpp_wrapper=True, **shared)
+    except Exception as error:  # whatever stops the C++ wrapper, the Python wrapper may still do
+        _log_python(name, error)
+        return None
+
+
+def _finish_native(name: str, compiled: Any) -> CompiledBody | None:
+    """Wait for the C++ compiler; return None where only Python can run the piece."""
+    if compiled is None:
+        return None
+    function = getattr(compiled, "current_callable", None)
+    if function is None:  # a piece without any call is returned as plain Python
+        return CompiledBody(function=compiled)
+    lane_body = getattr(function, "lane_body", None)
+    if lane_body is None:
+        return None
+    try:
+        path, constants = lane_body()
+    except Exception as error:  # the C++ compiler failed, which its caller learns only now
+        _log_python(name, error)
+        return None
+    library = ctypes.CDLL(path)
+    address = ctypes.cast(library.inductor_entry_impl, ctypes.c_void_p).value
+    return CompiledBody(
+        function=compiled, entry_address=address, constants=tuple(constants), keep_alive=(compiled, library)
+    )
+
+
+def _compile_for_python(piece: fx.GraphModule, fakes: Sequence[torch.Tensor], shared: dict[str, Any]) -> CompiledBody:
+    with inductor_config.patch(_body_options()):
+        return CompiledBody(function=compile_fx_inner(piece, list(fakes), **shared))
+
+
+def _log_python(name: str, error: Exception) -> None:
+    lines = str(error).strip().splitlines() or [""]
+    _logger.info("segment %s keeps Python: its C++ wrapper failed with %s: %s", name, type(error).__name__, lines[0])
 
 
 def _has_custom_operator(piece: fx.GraphModule) -> bool:
@@ -149,28 +184,9 @@ def _has_custom_operator(piece: fx.GraphModule) -> bool:
     return any(target.namespace not in _COMPILED_NAMESPACES for target in targets)
 
 
-def _native_body(compiled: Any) -> CompiledBody:
-    function = getattr(compiled, "current_callable", None)
-    if function is None:  # a piece without any call is returned as plain Python
-        return CompiledBody(function=compiled)
-    lane_body = getattr(function, "lane_body", None)
-    if lane_body is None:
-        raise _CallsPythonError
-    path, constants = lane_body()
-    library = ctypes.CDLL(path)
-    address = ctypes.cast(library.inductor_entry_impl, ctypes.c_void_p).value
-    return CompiledBody(
-        function=compiled, entry_address=address, constants=tuple(constants), keep_alive=(compiled, library)
-    )
-
-
 def _body_options() -> dict[str, Any]:
     """Options that every body shares: thread counts are the lane's business, not baked into the code."""
     return {"cpp.dynamic_threads": True}
-
-
-def _first_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
 
 
 def _clone(piece: fx.GraphModule) -> fx.GraphModule:
@@ -221,6 +237,17 @@ def _outputs(graph_module: fx.GraphModule) -> Sequence[Any]:
 # -------------------------------------------------------------------------------------------------- the C++ wrapper
 
 
+_LOAD_NOW = (
+    "inductor_entry = CppWrapperCodeCache.load_pybinding(",
+    "from torch._inductor.async_compile import AsyncCompile\n"
+    "load_inductor_entry = CppWrapperCodeCache.load_pybinding_async(submit_fn=AsyncCompile.submit, ",
+)
+"""In the generated module: do not wait for the C++ compiler when it is imported, ..."""
+
+_CALL_NOW = ("_wrap_func(inductor_entry)", "_wrap_func(lambda handles: load_inductor_entry()(handles))")
+"""... but when it is first called."""
+
+
 def _make_lane_wrapper() -> type | None:
     """Return the code generator of Note [native entry], or None where this torch has other hooks."""
     from torch._inductor.codegen.cpp_wrapper_cpu import CppWrapperCpu
@@ -263,12 +290,15 @@ def _make_lane_wrapper() -> type | None:
             from torch._inductor.virtualized import V
 
             super()._generate_end_jit(result)
-            if getattr(self, "_calls_python", False):
+            for position, line in enumerate(result._lines):
+                if isinstance(line, str):
+                    result._lines[position] = line.replace(*_LOAD_NOW, 1).replace(*_CALL_NOW, 1)
+            if getattr(self, "_calls_python", False):  # lanes enter Python through the Python wrapper only
                 return
             constants = ", ".join(V.graph.constants)
             result.splice(
                 f"""
-                call.lane_body = lambda: (inductor_entry.__self__.__file__, [{constants}])
+                call.lane_body = lambda: (load_inductor_entry().__self__.__file__, [{constants}])
                 """
             )
 

@@ -2,8 +2,8 @@
 
     (Trace, Plan, SegmentGraph, Observations) -> Observations
 
-Equal segments share a body, so a measurement belongs to a body on a number of units: every span of a trace is a sample of
-(body of its segment, units of its lane). The entries are what the next cost table is made from.
+Equal segments share a body, so a measurement belongs to a body on a number of units: every span of a trace is a sample
+of (body of its segment, units of its lane). The entries are what the next cost table is made from.
 
 A median of all samples ever seen would need all of them, and would be slow to notice that the machine has changed. An
 entry keeps one number instead, the running estimate, and moves it towards the median of the new samples m by
@@ -11,10 +11,10 @@ entry keeps one number instead, the running estimate, and moves it towards the m
     median += (m - median) * weight,    weight = max(k / (count + k), LEAST_WEIGHT) for k new samples
 
 which is the mean of the per-run medians, weighted by samples, until LEAST_WEIGHT makes it an exponential average over
-about the last 1 / LEAST_WEIGHT runs. Noise on a machine only ever adds time, so the two directions differ: an upward step
-is at most MAX_STEP of the estimate, so that one disturbed run fades; and a run in less than half the estimate starts the
-entry anew, since what was measured before it was a cold start. (The compromise of a Robbins-Monro quantile estimate with
-Huber's clipping, https://doi.org/10.1214/aoms/1177729586 and https://doi.org/10.1214/aoms/1177703732.)
+about the last 1 / LEAST_WEIGHT runs. Noise on a machine only ever adds time, so the two directions differ: a step up is
+at most MAX_STEP of the estimate, so that one disturbed run fades; and a run in less than half the estimate starts the
+entry anew, since what was measured before it was a cold start. (The compromise of a Robbins-Monro quantile estimate
+with Huber's clipping, https://doi.org/10.1214/aoms/1177729586 and https://doi.org/10.1214/aoms/1177703732.)
 
 Guarantees: entries are unique and ascending in (body, units); entries without new samples are unchanged; the result
 depends on the arguments alone.

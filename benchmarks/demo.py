@@ -3,8 +3,8 @@
     python -m benchmarks.demo
 
 (a) trains a Hugging Face `CLIPModel` with random weights on random data; (b) prints the partition report: modules,
-segments, lanes, quotas, predicted and measured times; (c) loss and gradients against eager; (d) the table eager, Inductor,
-apollo on one lane, apollo, measured interleaved in processes of their own. Exit code 1 where numbers are wrong.
+segments, lanes, quotas, predicted and measured times; (c) loss and gradients against eager; (d) the table eager,
+Inductor, apollo on one lane, apollo, measured interleaved in processes of their own. Exit code 1: wrong numbers.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import logging
 import math
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from tqdm import tqdm
@@ -44,7 +45,7 @@ def main(arguments: list[str] | None = None) -> int:
     print(f"loss {losses[0]:.4f} -> {losses[-1]:.4f} in {len(losses)} steps")
 
     _headline("What apollo made of it")
-    print(apollo_compile.report(compiled))
+    print(apollo_compile.report(workload.model))
 
     _headline("Interleaved measurement: one process per variant, one at a time")
     measurement = measure(
@@ -64,7 +65,7 @@ def main(arguments: list[str] | None = None) -> int:
     return 0 if is_right and is_falling else 1
 
 
-def train(workload: Workload, compiled: torch.nn.Module, steps: int) -> list[float]:
+def train(workload: Workload, compiled: Callable[..., Any], steps: int) -> list[float]:
     """Fit the workload's one batch with AdamW; return the loss of every step."""
     optimizer = torch.optim.AdamW(workload.model.parameters(), lr=1e-4)
     losses: list[float] = []
@@ -98,10 +99,11 @@ def _print_differences(measurement: Measurement) -> bool:
         difference = result.difference
         is_within = difference.is_within(TOLERANCE)
         is_right = is_right and is_within
+        verdict = "ok" if is_within else f"WRONG, more than {TOLERANCE:.0e}"
         print(
             f"{result.variant:14s} loss {result.loss:.6f}, off by {difference.loss_abs:.1e} ({difference.loss_rel:.1e} "
-            f"relative); gradients off by at most {difference.gradient_abs:.1e} ({difference.gradient_rel:.1e} relative, "
-            f"{difference.worst or '-'}): {'ok' if is_within else f'WRONG, more than {TOLERANCE:.0e}'}"
+            f"relative); gradients off by at most {difference.gradient_abs:.1e} ({difference.gradient_rel:.1e} "
+            f"relative, {difference.worst or '-'}): {verdict}"
         )
         if difference.unmatched:
             print(f"{'':14s} gradients that only one side has: {', '.join(difference.unmatched)}")

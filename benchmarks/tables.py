@@ -19,6 +19,9 @@ COLUMNS = (
     "gradients",
 )
 
+MIN_ROUNDS = 5
+"""Fewer have no bootstrap interval worth the name."""
+
 
 def format_measurement(measurement: Measurement) -> str:
     """Return one row per variant; `speed-up` is over the baseline, differences are from the reference."""
@@ -41,7 +44,7 @@ def _row(measurement: Measurement, result: VariantResult) -> tuple[str, ...]:
         f"{format_ns(summary.p10_ns)} .. {format_ns(summary.p90_ns)}",
         format_ns(summary.min_ns),
         f"{summary.speedup:.2f}x",
-        f"{summary.speedup_low:.2f} .. {summary.speedup_high:.2f}",
+        f"{summary.speedup_low:.2f} .. {summary.speedup_high:.2f}" if len(result.rounds_ns) >= MIN_ROUNDS else "-",
         f"{result.cold_s:.1f} s",
         "reference" if is_reference else f"{difference.loss_rel:.1e}",
         "reference" if is_reference else _show_gradients(difference),

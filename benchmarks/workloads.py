@@ -48,6 +48,7 @@ class TwoTower(nn.Module):
         self.log_scale = nn.Parameter(torch.tensor(2.6592))  # log(1 / 0.07), as in CLIP
 
     def forward(self, image: Tensor, text: Tensor) -> Tensor:
+        """Return the loss of a batch of pairs."""
         logits = self.log_scale.exp() * self.image(image) @ self.text(text).t()
         target = torch.arange(logits.shape[0], device=logits.device)
         return (functional.cross_entropy(logits, target) + functional.cross_entropy(logits.t(), target)) / 2

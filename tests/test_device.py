@@ -6,6 +6,7 @@ import json
 import logging
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,23 @@ def test_a_real_measurement_is_quick_and_plausible() -> None:
     assert 1e8 < profile.bytes_per_s[0] <= profile.bytes_per_s[1]
 
 
+def test_a_measurement_inside_a_compile_is_of_real_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Backends run under a mode that makes every tensor a fake, and fakes compute nothing."""
+    torch = pytest.importorskip("torch")
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    kinds: list[type] = []
+
+    def best_of(call: Callable[[], object]) -> tuple[int, float]:
+        kinds.append(type(call()))
+        return 1_000_000, 1.0
+
+    monkeypatch.setattr(device, "_best_of", best_of)
+    with FakeTensorMode():
+        discover_profile(2)
+    assert set(kinds) == {torch.Tensor}
+
+
 def test_counts_between_one_and_all_are_interpolated(measured: list[int]) -> None:
     """Flops rise evenly; bandwidth rises and saturates; only the ends are measured."""
     profile = discover_profile(4)
@@ -81,7 +99,7 @@ def test_a_process_measures_once_and_the_next_one_reads_the_file(tmp_path: Path,
     assert measured == [1, 2]
 
 
-@pytest.mark.parametrize("content", ("", "{", "[]", '{"format": 0}', '{"format": 1, "profile": {"units": 2}}'))
+@pytest.mark.parametrize("content", ("", "{", "[]", '{"format": 0}', '{"format": 2, "profile": {"units": 2}}'))
 def test_a_damaged_file_is_replaced_with_a_warning(
     tmp_path: Path, measured: list[int], caplog: pytest.LogCaptureFixture, content: str
 ) -> None:

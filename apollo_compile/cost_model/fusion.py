@@ -31,35 +31,47 @@ from collections.abc import Collection, Sequence
 
 from apollo_compile.ir import Node, NodeId, NodeKind, Work
 
-_EXTERN = tuple(
+# fmt: off
+_EXTERN = (
     # matrix products
-    "aten.mm. aten.addmm. aten.bmm. aten.baddbmm. aten.mv. aten.addmv. aten.dot. aten.addbmm. aten._int_mm. "
-    "aten._scaled_mm. aten.linear. aten._grouped_mm. mkldnn. mkl. quantized. onednn. "
+    "aten.mm.", "aten.addmm.", "aten.bmm.", "aten.baddbmm.", "aten.mv.", "aten.addmv.", "aten.dot.", "aten.addbmm.",
+    "aten._int_mm.", "aten._scaled_mm.", "aten.linear.", "aten._grouped_mm.", "mkldnn.", "mkl.", "quantized.",
+    "onednn.",
     # convolutions
-    "aten.convolution aten._convolution aten.conv1d. aten.conv2d. aten.conv3d. "
+    "aten.convolution", "aten._convolution", "aten.conv1d.", "aten.conv2d.", "aten.conv3d.",
     # attention
-    "aten._scaled_dot_product aten.scaled_dot_product aten._flash_attention aten._efficient_attention flex_attention "
+    "aten._scaled_dot_product", "aten.scaled_dot_product", "aten._flash_attention", "aten._efficient_attention",
+    "flex_attention",
     # sorts, scans and searches
-    "aten.sort. aten.topk. aten.kthvalue. aten.cumsum. aten.cumprod. aten.cummax. aten.cummin. aten.logcumsumexp. "
-    "aten.nonzero. aten.unique aten._unique aten.masked_select. aten.histc. aten.bincount. aten.multinomial. "
+    "aten.sort.", "aten.topk.", "aten.kthvalue.", "aten.cumsum.", "aten.cumprod.", "aten.cummax.", "aten.cummin.",
+    "aten.logcumsumexp.", "aten.nonzero.", "aten.unique", "aten._unique", "aten.masked_select.", "aten.histc.",
+    "aten.bincount.", "aten.multinomial.",
     # scatters: their target is complete only when the loop has ended
-    "aten.index_put aten._unsafe_index_put aten._unsafe_masked_index_put_accumulate aten.scatter aten.index_add "
-    "aten.index_copy. aten.masked_scatter aten.embedding_dense_backward. aten._embedding_bag "
+    "aten.index_put", "aten._unsafe_index_put", "aten._unsafe_masked_index_put_accumulate", "aten.scatter",
+    "aten.index_add", "aten.index_copy.", "aten.masked_scatter", "aten.embedding_dense_backward.",
+    "aten._embedding_bag",
     # fallbacks without a lowering to loops
-    "aten.native_dropout aten.randperm. aten._fused_ aten._foreach_ aten.grid_sampler aten._cdist aten._fft "
-    "aten.linalg_ aten._linalg_ prims.inductor_seeds. torchvision. fbgemm. _c10d_functional.".split()
+    "aten.native_dropout", "aten.randperm.", "aten._fused_", "aten._foreach_", "aten.grid_sampler", "aten._cdist",
+    "aten._fft", "aten.linalg_", "aten._linalg_", "prims.inductor_seeds.", "torchvision.", "fbgemm.",
+    "_c10d_functional.",
 )
 """Beginnings of the names of operators that are not fused with their neighbours."""
 
-_FREE = tuple(
-    ["aten.view.", "aten._unsafe_view.", "aten.reshape.", "aten.permute.", "aten.transpose.", "aten.t.", "aten.expand.", "aten.squeeze.", "aten.unsqueeze.", "aten.select.", "aten.slice.", "aten.split", "aten.unbind.", "aten.as_strided.", "aten.alias.", "aten.detach.", "aten.diagonal.", "aten.unfold.", "aten.view_as_", "aten.sym_", "aten.lift_fresh.", "aten.real.", "aten.chunk.", "aten.narrow.", "_operator.", "operator.", "getitem"]
+_FREE = (
+    "aten.view.", "aten._unsafe_view.", "aten.reshape.", "aten.permute.", "aten.transpose.", "aten.t.",
+    "aten.expand.", "aten.squeeze.", "aten.unsqueeze.", "aten.select.", "aten.slice.", "aten.split", "aten.unbind.",
+    "aten.as_strided.", "aten.alias.", "aten.detach.", "aten.diagonal.", "aten.unfold.", "aten.view_as_",
+    "aten.sym_", "aten.lift_fresh.", "aten.real.", "aten.chunk.", "aten.narrow.", "_operator.", "operator.",
+    "getitem",
 )
 """Beginnings of the names of operators whose value is a part or another form of their first input."""
 
-_MADE_FROM_NOTHING = tuple(
-    ["aten.full", "aten.zeros", "aten.ones", "aten.empty", "aten.scalar_tensor.", "aten.arange.", "aten.new_", "aten.eye.", "prims.iota."]
+_MADE_FROM_NOTHING = (
+    "aten.full", "aten.zeros", "aten.ones", "aten.empty", "aten.scalar_tensor.", "aten.arange.", "aten.new_",
+    "aten.eye.", "prims.iota.",
 )
 """Beginnings of the names of operators whose value every reader can compute for itself."""
+# fmt: on
 
 
 def is_fusible(target: str) -> bool:

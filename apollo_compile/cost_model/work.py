@@ -471,7 +471,7 @@ _RULES = _make_rules()
 
 
 def _find_rule(target: object) -> _Rule:
-    """Return the rule of an operator: by overload, by operator, by its functional form, then by what torch says of it."""
+    """Return the rule of an operator: by overload, by operator, by its functional form, by what torch says of it."""
     name = _name_of(target)
     overloaded, _, _ = name.rpartition(".")
     for key in (name, overloaded, overloaded.removesuffix("_")):

@@ -170,8 +170,8 @@ def test_every_operator_of_a_training_graph_is_known(name: str) -> None:
 
 
 def _recording_backend(works: list[tuple[str, NodeWork]]) -> Any:
+    from functorch.compile import make_boxed_func
     from torch._dynamo.backends.common import aot_autograd
-    from torch._functorch.aot_autograd import make_boxed_func
     from torch._inductor.decomposition import select_decomp_table
 
     def record(graph_module: Any, inputs: Any) -> Any:

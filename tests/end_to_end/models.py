@@ -73,21 +73,26 @@ def train(
 
 
 def assert_same_training(expected: tuple[Any, Any, Any], actual: tuple[Any, Any, Any]) -> None:
-    """Compare two results of `train` within float32 tolerance; a gradient that is None stays None."""
+    """Compare two results of `train` within float32 tolerance.
+
+    A gradient that is None in eager is None, or zero: AOTAutograd gives zeros to what only feeds outputs that the loss
+    does not use, with every backend.
+    """
     for step, (left, right) in enumerate(zip(expected[0], actual[0], strict=True)):
         torch.testing.assert_close(right, left, rtol=1e-4, atol=1e-5, msg=lambda text, s=step: f"loss {s}: {text}")
     for step, (left, right) in enumerate(zip(expected[1], actual[1], strict=True)):
         assert left.keys() == right.keys()
+        largest = max(float(gradient.abs().max()) for gradient in left.values() if gradient is not None)
         for name, gradient in left.items():
             if gradient is None:
-                assert right[name] is None, f"step {step}: {name} has a gradient, in eager it has none"
+                assert right[name] is None or not right[name].any(), f"step {step}: {name} has a gradient, not in eager"
                 continue
             scale = float(gradient.abs().max())
             torch.testing.assert_close(
                 right[name],
                 gradient,
                 rtol=1e-3,
-                atol=max(1e-6, 1e-4 * scale),
+                atol=max(1e-6, 1e-4 * scale, 1e-8 * largest),  # sums of large terms that cancel carry their noise
                 msg=lambda text, s=step, n=name: f"step {s}, gradient of {n}: {text}",
             )
     for name, value in expected[2].items():
