@@ -9,8 +9,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from apollo_compile.config import known_options
     from apollo_compile.backend import report
+    from apollo_compile.config import known_options
 
 __all__ = ["known_options", "report"]
 __version__ = "0.1.0"

@@ -99,6 +99,7 @@ class CompiledGraph:
     _boxed_call: bool = True
 
     def __call__(self, inputs: list[Any]) -> list[Any]:
+        """Run the graph once and return its outputs."""
         return self.executable.run(inputs)
 
     def trace(self) -> Trace:
@@ -206,7 +207,8 @@ def _profile(config: Config) -> DeviceProfile:
     if config.device.units is not None:
         if not 1 <= config.device.units <= units:
             raise ConfigError(
-                f"option 'device.units' is {config.device.units}; this process may run on {units} cores: choose 1 to {units}"
+                f"option 'device.units' is {config.device.units}; this process may run on {units} cores: choose 1 to "
+                f"{units}"
             )
         units = config.device.units
     return discover_profile(units, cache_dir=config.device.cache)

@@ -4,8 +4,8 @@
     discover_profile(units, cache_dir=...)  this machine's numbers: from the cache, else measured in about half a second
     load_profile(path), save_profile(...)   the file form
 
-A quick measurement takes the best of a few repeats of one matrix product and one addition of vectors, on one unit and
-on all; the counts between are interpolated. Fixed times (kernels, hand-overs) are constants: half a second is too short
+A quick measurement takes the best of a few repeats of a layer's matrix product and of an addition of vectors, on one
+unit and on all; the counts between are interpolated. Fixed times (kernels, hand-overs) are constants: half a second is too short
 to measure microseconds well. Another process on the same cores makes a device look as if it did not scale, and a plan
 from such a profile would put everything on small lanes. So a round counts as disturbed where the process got less CPU
 time than its threads should have had; disturbed results are not kept in the file, and matrix products are taken to
@@ -43,7 +43,7 @@ _logger = logging.getLogger(__name__)
 
 Source = Literal["default", "measured", "datasheet"]
 
-_FORMAT = 2
+_FORMAT = 3
 """Number of the file form; another number means stale."""
 
 
@@ -56,7 +56,7 @@ class DeviceProfile:
     units: int
     """Cores that may be used."""
     flops_per_s: tuple[float, ...]
-    """Floating point operations of a large matrix product."""
+    """Floating point operations of a layer's matrix product."""
     bytes_per_s: tuple[float, ...]
     """Bytes read and written by a loop over tensors that do not fit into the cache."""
     kernel_ns: int
@@ -199,16 +199,21 @@ def _read(path: Path) -> tuple[DeviceProfile, dict[str, Any]]:
 
 # ---------------------------------------------------------------------------------------------------- measurement
 
-_FIXED_NS: dict[str, int] = {"kernel_ns": 6_000, "parallel_ns": 3_000, "launch_ns": 5_000, "handover_ns": 5_000}
+_FIXED_NS: dict[str, int] = {"kernel_ns": 6_000, "parallel_ns": 8_000, "launch_ns": 5_000, "handover_ns": 5_000}
 """A kernel's call, allocation and packing (fitted on segments of CLIP and two towers), an OpenMP region, a body's call,
 a native wake-up."""
 
-_PRODUCT_SIZE = 768
+_PRODUCT_SHAPE = (64, 256, 1024)
+"""Rows, depth and columns of a layer's product at a small batch: large squares scale to more units than layers do."""
+
+_PRODUCTS = 16
+"""Products per round."""
+
 _VECTOR_BYTES = 32 * 2**20
 _ROUNDS = 8
 
 
-LEAST_SCALING = 0.8
+LEAST_SCALING = 0.6
 """Share of a unit's flops that every further unit adds at least."""
 
 _LEAST_CPU_SHARE = 0.8
@@ -260,14 +265,19 @@ def _measure_rates(threads: int) -> _Rates:
     import torch
 
     with _threads(threads), torch.no_grad():
-        left, right = torch.ones(_PRODUCT_SIZE, _PRODUCT_SIZE), torch.ones(_PRODUCT_SIZE, _PRODUCT_SIZE)
-        product = torch.empty(_PRODUCT_SIZE, _PRODUCT_SIZE)
+        rows, depth, columns = _PRODUCT_SHAPE
+        left, right, product = torch.ones(rows, depth), torch.ones(depth, columns), torch.empty(rows, columns)
         vector = torch.ones(_VECTOR_BYTES // 4)
         total = torch.ones(_VECTOR_BYTES // 4)
-        product_ns, product_share = _best_of(lambda: torch.mm(left, right, out=product))
+
+        def multiply() -> None:
+            for _ in range(_PRODUCTS):
+                torch.mm(left, right, out=product)
+
+        product_ns, product_share = _best_of(multiply)
         addition_ns, addition_share = _best_of(lambda: total.add_(vector))
     return _Rates(
-        flops_per_s=2 * _PRODUCT_SIZE**3 / product_ns * NS_PER_S,
+        flops_per_s=2 * rows * depth * columns * _PRODUCTS / product_ns * NS_PER_S,
         bytes_per_s=3 * _VECTOR_BYTES / addition_ns * NS_PER_S,
         is_disturbed=min(product_share, addition_share) < _LEAST_CPU_SHARE * threads,
     )

@@ -22,6 +22,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import hashlib
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -36,15 +37,15 @@ from torch import fx
 from torch._guards import TracingContext
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
-from apollo_compile.ir import Body, NodeId
+from apollo_compile.ir import Body
 
 _logger = logging.getLogger(__name__)
 
 _compile_lock = threading.RLock()
 """Guards Inductor's process-wide configuration and code generator tables while a body compiles."""
 
-_CACHE_KEY_TAG = "apollo-1"
-"""Raise the number when `_LaneWrapper` generates other code."""
+_CACHE_KEY_TAG = f"apollo-{hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:16]}"
+"""Part of Inductor's cache key while a body compiles: other code in this file may generate other code."""
 
 _COMPILED_NAMESPACES = frozenset({"aten", "prims", "inductor", "mkldnn", "mkl", "quantized", "onednn"})
 """Operators that torch ships compiled."""
@@ -125,7 +126,7 @@ def compile_bodies(
         native: try the C++ wrapper first; a piece that it cannot express is compiled with the Python wrapper.
         kwargs: what AOTAutograd passed for the whole graph, such as `is_backward` and `graph_id`.
     """
-    shared = {key: kwargs[key] for key in ("is_backward", "is_inference", "graph_id") if key in kwargs}
+    shared: dict[str, Any] = {key: kwargs[key] for key in ("is_backward", "is_inference", "graph_id") if key in kwargs}
     with _compile_lock, _as_piece():
         started = [_start_native(name, piece, fakes, shared) if native else None for name, piece, fakes in pieces]
         return tuple(
@@ -263,7 +264,7 @@ def _make_lane_wrapper() -> type | None:
         def create(
             is_subgraph: bool, subgraph_name: str | None, parent_wrapper: Any, partition_signatures: Any = None
         ) -> Any:
-            return LaneWrapper()
+            return LaneWrapper()  # type: ignore[no-untyped-call]
 
         @staticmethod
         def _write_jit_entry_point_signature(prefix: Any) -> None:
@@ -278,18 +279,16 @@ def _make_lane_wrapper() -> type | None:
             from torch._inductor.virtualized import V
 
             count = len(V.graph.graph_inputs) + len(V.graph.constants)
-            self.prefix.splice_jit(
-                f"auto inputs = steal_from_raw_handles_to_raii_handles(input_handles, {count});"
-            )
+            self.prefix.splice_jit(f"auto inputs = steal_from_raw_handles_to_raii_handles(input_handles, {count});")
 
         def generate_scoped_gil_acquire(self, *args: Any) -> Any:
             self._calls_python = True
-            return super().generate_scoped_gil_acquire(*args)
+            return super().generate_scoped_gil_acquire(*args)  # type: ignore[no-untyped-call]
 
         def _generate_end_jit(self, result: Any) -> None:
             from torch._inductor.virtualized import V
 
-            super()._generate_end_jit(result)
+            super()._generate_end_jit(result)  # type: ignore[no-untyped-call]
             for position, line in enumerate(result._lines):
                 if isinstance(line, str):
                     result._lines[position] = line.replace(*_LOAD_NOW, 1).replace(*_CALL_NOW, 1)
@@ -315,7 +314,7 @@ def _lane_wrapper() -> Iterator[None]:
 
     init_backend_registration()
     saved = device_codegens["cpu"]
-    device_codegens["cpu"] = type(saved)(saved.scheduling, saved.wrapper_codegen, _LaneWrapper)  # type: ignore[arg-type]
+    device_codegens["cpu"] = type(saved)(saved.scheduling, saved.wrapper_codegen, _LaneWrapper)
     try:
         with inductor_config.patch({**_body_options(), "cpp_wrapper": True}):
             yield
@@ -338,12 +337,12 @@ def tensor_api() -> tuple[int, int]:
 
 def to_handles(tensors: list[torch.Tensor]) -> list[Any]:
     """Return one owned handle per tensor."""
-    return torch._C._aoti.unsafe_alloc_void_ptrs_from_tensors(tensors)  # type: ignore[no-any-return]
+    return torch._C._aoti.unsafe_alloc_void_ptrs_from_tensors(tensors)
 
 
 def from_handles(handles: list[Any]) -> list[torch.Tensor]:
     """Return the tensors behind owned handles, which are used up."""
-    return torch._C._aoti.alloc_tensors_by_stealing_from_void_ptrs(handles)  # type: ignore[no-any-return]
+    return torch._C._aoti.alloc_tensors_by_stealing_from_void_ptrs(handles)
 
 
 def prepare_lane_thread(num_threads: int) -> None:

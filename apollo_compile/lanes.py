@@ -4,8 +4,7 @@
 
 Lane 0 has every unit. Then come the lanes of the splits: two halves, and three quarters beside one quarter. Lanes of
 different splits overlap; a plan orders the segments on them, so they never run at the same time. A short catalogue
-costs little: with 3 to 14 lanes plans differed by at most 3 % (notes/planner.md section 2), and every lane is a
-thread or a green context that somebody has to keep.
+costs little: plans from 3 to 14 lanes differ by a few percent, and every lane is a thread that somebody has to keep.
 """
 
 from __future__ import annotations

@@ -131,5 +131,3 @@ def plan_partition(
         memory=memory,
         program=program,
     )
-
-

@@ -106,7 +106,9 @@ class _OrderKeeper:
         self._writer: dict[fx.Node, NodeId] = {}
         self._readers: dict[fx.Node, list[NodeId]] = {}
 
-    def after(self, fx_node: fx.Node, node_id: NodeId, kind: NodeKind, ids: dict[fx.Node, NodeId]) -> tuple[NodeId, ...]:
+    def after(
+        self, fx_node: fx.Node, node_id: NodeId, kind: NodeKind, ids: dict[fx.Node, NodeId]
+    ) -> tuple[NodeId, ...]:
         """Return the extra predecessors of the next node of the walk."""
         if kind is NodeKind.INPUT:
             return ()
@@ -147,7 +149,7 @@ def _draws(fx_node: fx.Node, target: torch._ops.OpOverload) -> bool:
     for position, argument in enumerate(target._schema.arguments):
         if argument.name == "dropout_p":
             value = fx_node.args[position] if position < len(fx_node.args) else fx_node.kwargs.get(argument.name, 0.0)
-            return value != 0.0
+            return bool(value != 0.0)
     return True
 
 
@@ -176,7 +178,7 @@ def _kind(fx_node: fx.Node, nodes: list[Node], inputs: tuple[NodeId, ...]) -> No
     target = fx_node.target
     if target is operator.getitem:
         return NodeKind.CHEAP if nodes[inputs[0]].kind is NodeKind.CHEAP else NodeKind.PROJECTION
-    if isinstance(target, torch._ops.HigherOrderOperator) and target.name() == "with_effects":
+    if isinstance(target, torch._ops.HigherOrderOperator) and str(target) == "with_effects":
         raise UnsupportedGraphError(f"node {fx_node.name} carries an effect token; segments cannot order it")
     if isinstance(target, torch._ops.OpOverload):
         if target in _FACTORIES and not inputs:
@@ -189,8 +191,8 @@ def _kind(fx_node: fx.Node, nodes: list[Node], inputs: tuple[NodeId, ...]) -> No
         return NodeKind.COMPUTE
     if not isinstance(fx_node.meta.get("val"), torch.Tensor | tuple | list):
         raise UnsupportedGraphError(
-            f"node {fx_node.name} ({_target(fx_node)}) computes a {type(fx_node.meta.get('val')).__name__}, not a tensor: "
-            "graphs with symbolic numbers are not cut into segments"
+            f"node {fx_node.name} ({_target(fx_node)}) computes a {type(fx_node.meta.get('val')).__name__}, not a "
+            "tensor: graphs with symbolic numbers are not cut into segments"
         )
     return NodeKind.COMPUTE
 
@@ -274,4 +276,5 @@ def _signature(fx_node: fx.Node, inputs: tuple[NodeId, ...], ids: dict[fx.Node, 
 
     if fx_node.op == "placeholder":
         return ""
-    return f"{_target(fx_node)}({', '.join([*map(show, fx_node.args), *(f'{k}={show(v)}' for k, v in fx_node.kwargs.items())])})"
+    arguments = [*map(show, fx_node.args), *(f"{key}={show(value)}" for key, value in fx_node.kwargs.items())]
+    return f"{_target(fx_node)}({', '.join(arguments)})"

@@ -7,8 +7,8 @@ that shared constants tie nothing together. Pieces start from layer names where 
 
 1. A node's label is its module's path up to the first number, `encoder.layers.3`. A node without one takes the label
    that all its labelled neighbours agree on.
-2. Its level is the number of label switches on the longest path from the inputs. Pieces of equal (label, level) form
-   an acyclic graph, because a path that leaves a piece reaches higher levels only.
+2. Its level is the number of label switches on the longest path from the inputs. Connected nodes of equal label and
+   level are a piece; pieces form an acyclic graph, because a path that leaves one reaches higher levels only.
 3. Where the graph has no names, every node starts as a piece of its own.
 
 Then pieces are contracted along edges u -> v, as long as that costs no parallelism:
@@ -47,7 +47,7 @@ from apollo_compile.ir import (
     Work,
 )
 
-_FLOPS_PER_BYTE = 8
+_FLOPS_PER_BYTE = 2
 """Flops that take about as long as moving a byte, to weigh pieces against each other before any device is known."""
 
 _NAMED_SHARE = 0.5
@@ -187,14 +187,26 @@ def _successors(predecessors: Sequence[Iterable[int]]) -> list[set[int]]:
 
 
 def _group_by_level(atoms: _Atoms, labels: list[str]) -> list[int]:
-    """Return the group of every atom: equal label and equal number of label switches on the longest path to it."""
+    """Return the group of every atom: connected atoms of one label and one level.
+
+    An atom's level is the number of label switches on the longest path to it.
+    """
     level: list[int] = []
-    group_by_key: dict[tuple[str, int], int] = {}
-    groups = []
+    root = list(range(len(labels)))
+
+    def find(atom: int) -> int:
+        while root[atom] != atom:
+            atom = root[atom]
+        return atom
+
     for atom, before in enumerate(atoms.predecessors):
         level.append(max((level[other] + (labels[other] != labels[atom]) for other in before), default=0))
-        groups.append(group_by_key.setdefault((labels[atom], level[atom]), len(group_by_key)))
-    return groups
+        for other in before:
+            if (labels[other], level[other]) == (labels[atom], level[atom]):
+                first, second = sorted((find(atom), find(other)))
+                root[second] = first
+    number_by_root: dict[int, int] = {}
+    return [number_by_root.setdefault(find(atom), len(number_by_root)) for atom in range(len(labels))]
 
 
 # ---------------------------------------------------------------------------------------------------------- pieces
@@ -346,8 +358,8 @@ def _build(capture: Capture, atoms: _Atoms, pieces: list[list[int]]) -> Partitio
     needed = [_external_values(nodes, set(content)) for content in contents]
     crossing = set().union(*needed) if needed else set()
     readers: dict[NodeId, list[SegmentId]] = defaultdict(list)
-    for s, values in enumerate(needed):
-        for value in values:
+    for s, taken in enumerate(needed):
+        for value in taken:
             readers[value].append(SegmentId(s))
 
     made = [
@@ -355,7 +367,7 @@ def _build(capture: Capture, atoms: _Atoms, pieces: list[list[int]]) -> Partitio
         for s, content in enumerate(contents)
     ]
     inputs = [node.id for node in nodes if node.kind is NodeKind.INPUT]
-    values = [*inputs, *(value for output in made for value in output)]
+    values = inputs + [value for results in made for value in results]
     buffer_by_node = {value: BufferId(b) for b, value in enumerate(values)}
     buffers = tuple(
         Buffer(

@@ -20,7 +20,7 @@ violates most gain weight, and the longest path and the heaviest loads under tha
 rounds the weights and evaluates the inequality in integers, so the claim does not rest on floating point. Hand-overs
 are ignored.
 
-Sources: notes/planner.md section 3; Mingozzi et al., "An exact algorithm for the RCPSP", Management Science 44, 1998,
+Source: Mingozzi et al., "An exact algorithm for the RCPSP", Management Science 44, 1998,
 https://doi.org/10.1287/mnsc.44.5.714; Arora, Hazan, Kale, "The multiplicative weights update method", 2012,
 https://doi.org/10.4086/toc.2012.v008a006
 """

@@ -1,6 +1,6 @@
 """A report for a terminal.
 
-    Report -> str
+Report -> str
 """
 
 from __future__ import annotations
@@ -48,5 +48,7 @@ def _render_graph(graph: GraphSummary) -> str:
         for segment in graph.segments
     ]
     headers = ("segment", "lane", "quota (units)", "predicted", "measured")
-    table = tabulate(rows, headers=headers, colalign=("left", "right", "right", "right", "right"), disable_numparse=True)
+    table = tabulate(
+        rows, headers=headers, colalign=("left", "right", "right", "right", "right"), disable_numparse=True
+    )
     return "\n".join([*lines, "", graph.timeline, "", table])

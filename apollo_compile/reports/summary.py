@@ -121,7 +121,8 @@ def _source(compilation: Compilation, segment: int, units: int) -> CostSource:
 def _overlap_ns(intervals: Sequence[tuple[int, int]]) -> int:
     """Return for how long at least two intervals were open."""
     events: Iterable[tuple[int, int]] = sorted(
-        [(start, 1) for start, _ in intervals] + [(end, -1) for _, end in intervals], key=lambda event: (event[0], event[1])
+        [(start, 1) for start, _ in intervals] + [(end, -1) for _, end in intervals],
+        key=lambda event: (event[0], event[1]),
     )
     total = 0
     num_open = 0

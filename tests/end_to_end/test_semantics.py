@@ -51,7 +51,9 @@ def test_batch_norm_buffers_frozen_and_unused_modules_train_as_in_eager() -> Non
     torch.manual_seed(0)
     model = _Normalized()
     x = torch.randn(32, 16)
-    assert_same_training(train(model, lambda run: run(x).pow(2).mean()), train(model, lambda run: run(x).pow(2).mean(), **APOLLO))
+    assert_same_training(
+        train(model, lambda run: run(x).pow(2).mean()), train(model, lambda run: run(x).pow(2).mean(), **APOLLO)
+    )
 
 
 def _mutate_input(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -182,9 +184,7 @@ def test_a_lane_holds_its_cores_and_threads_while_its_segments_run() -> None:
     (graph,) = compiled.graphs
     plan = graph.compilation.plan
     cores = sorted(os.sched_getaffinity(0))
-    allowed = {
-        frozenset(cores[unit] for unit in plan.lanes[assignment.lane].units) for assignment in plan.assignments
-    }
+    allowed = {frozenset(cores[unit] for unit in plan.lanes[assignment.lane].units) for assignment in plan.assignments}
     assert len(plan.lanes) > 1
     assert len({assignment.lane for assignment in plan.assignments}) > 1
     assert len(seen) == 6

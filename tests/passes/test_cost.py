@@ -38,15 +38,13 @@ def test_there_is_one_mode_per_unit_count_of_the_catalogue() -> None:
 @pytest.mark.parametrize(
     ("work", "units", "expected"),
     [
-        (Work(flops=4000, bytes_read=100, bytes_written=100, kernels=2), 1, 100 + 2 * 10 + 4000),
-        (Work(flops=4000, bytes_read=100, bytes_written=100, kernels=2), 4, 100 + 2 * 15 + 1000),
-        (Work(flops=10, bytes_read=2000, bytes_written=1000, kernels=1), 2, 100 + 15 + 2000),
+        (Work(flops=4000, bytes_read=100, bytes_written=100, kernels=2), 1, 100 + 2 * 10 + 4000 + 200),
+        (Work(flops=4000, bytes_read=100, bytes_written=100, kernels=2), 4, 100 + 2 * 15 + 1000 + 100),
+        (Work(flops=10, bytes_read=2000, bytes_written=1000, kernels=1), 2, 100 + 15 + 5 + 2000),
         (Work(), 1, 100),
     ],
 )
-def test_the_roofline_is_fixed_times_and_the_slower_of_arithmetic_and_bandwidth(
-    work: Work, units: int, expected: int
-) -> None:
+def test_a_duration_is_fixed_times_plus_arithmetic_plus_bandwidth(work: Work, units: int, expected: int) -> None:
     """Figures done by hand."""
     assert predict_ns(work, PROFILE, units) == expected
 
