@@ -65,11 +65,13 @@ class NativeBody:
     handles that it gives away. It may throw. Executors may share one.
     """
 
-    def __init__(self, entry_address: int, constants: list[CapsuleType], *, clone_address: int, destroy_address: int) -> None:
+    def __init__(self, entry_address: int, constants: list[CapsuleType], *, clone_address: int, destroy_address: int, error_text_address: int = 0) -> None:
         """
         Take the function at `entry_address` and the handles in `constants`.
 
-        The library that holds the function must stay loaded.
+        The library that holds the function must stay loaded. `error_text_address` is that of
+        `torch_exception_get_what_without_backtrace`, or 0 where torch has none: its text replaces
+        exceptions that only name the call that failed.
         """
 
 class Executor:

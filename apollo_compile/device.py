@@ -5,8 +5,8 @@
     load_profile(path), save_profile(...)   the file form
 
 A quick measurement takes the best of a few repeats of a layer's matrix product and of an addition of vectors, on one
-unit and on all; the counts between are interpolated. Fixed times (kernels, hand-overs) are constants: half a second is too short
-to measure microseconds well. Another process on the same cores makes a device look as if it did not scale, and a plan
+unit and on all; the counts between are interpolated. Fixed times (kernels, hand-overs) are constants: half a second is
+too short to measure microseconds well. Another process on the same cores makes a device look as if it did not scale, and a plan
 from such a profile would put everything on small lanes. So a round counts as disturbed where the process got less CPU
 time than its threads should have had; disturbed results are not kept in the file, and matrix products are taken to
 scale by at least LEAST_SCALING per unit in any case.
@@ -270,9 +270,10 @@ def _measure_rates(threads: int) -> _Rates:
         vector = torch.ones(_VECTOR_BYTES // 4)
         total = torch.ones(_VECTOR_BYTES // 4)
 
-        def multiply() -> None:
+        def multiply() -> torch.Tensor:
             for _ in range(_PRODUCTS):
                 torch.mm(left, right, out=product)
+            return product
 
         product_ns, product_share = _best_of(multiply)
         addition_ns, addition_share = _best_of(lambda: total.add_(vector))

@@ -17,7 +17,14 @@ from typing import Any
 import torch
 
 from apollo_compile import _native
-from apollo_compile.inductor import CompiledBody, from_handles, prepare_lane_thread, tensor_api, to_handles
+from apollo_compile.inductor import (
+    CompiledBody,
+    error_text_address,
+    from_handles,
+    prepare_lane_thread,
+    tensor_api,
+    to_handles,
+)
 from apollo_compile.ir import (
     Instruction,
     Lane,
@@ -123,8 +130,13 @@ def encode(instructions: Sequence[Instruction]) -> list[int]:
 def _to_native(body: CompiledBody) -> _native.NativeBody | Callable[[list[Any]], list[Any]]:
     if body.entry_address is not None:
         clone, destroy = tensor_api()
-        constants = to_handles(list(body.constants))
-        return _native.NativeBody(body.entry_address, constants, clone_address=clone, destroy_address=destroy)
+        return _native.NativeBody(
+            body.entry_address,
+            to_handles(list(body.constants)),
+            clone_address=clone,
+            destroy_address=destroy,
+            error_text_address=error_text_address(),
+        )
     function = body.function
 
     def run(handles: list[Any]) -> list[Any]:

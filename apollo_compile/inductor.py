@@ -37,6 +37,7 @@ from torch import fx
 from torch._guards import TracingContext
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
+from apollo_compile.errors import UnsupportedGraphError
 from apollo_compile.ir import Body
 
 _logger = logging.getLogger(__name__)
@@ -328,11 +329,23 @@ def _lane_wrapper() -> Iterator[None]:
 @functools.cache
 def tensor_api() -> tuple[int, int]:
     """Return the addresses of torch's C functions that clone and delete a tensor handle."""
+    return _address("aoti_torch_new_tensor_handle"), _address("aoti_torch_delete_tensor_object")
+
+
+@functools.cache
+def error_text_address() -> int:
+    """Return the address of torch's C function that gives the text of a thread's last error; 0 in older releases."""
+    return _address("torch_exception_get_what_without_backtrace", default=0)
+
+
+def _address(name: str, default: int | None = None) -> int:
     library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
-    return tuple(  # type: ignore[return-value]
-        ctypes.cast(getattr(library, name), ctypes.c_void_p).value
-        for name in ("aoti_torch_new_tensor_handle", "aoti_torch_delete_tensor_object")
-    )
+    function = getattr(library, name, None)
+    if function is None:
+        if default is None:
+            raise UnsupportedGraphError(f"torch {torch.__version__} has no function {name}; lanes need torch 2.11 on")
+        return default
+    return ctypes.cast(function, ctypes.c_void_p).value or 0
 
 
 def to_handles(tensors: list[torch.Tensor]) -> list[Any]:

@@ -258,13 +258,14 @@ void raise_error(const char* class_name, const char* message) {
 }
 
 void init_native_body(apollo::NativeBody* self, std::uintptr_t entry_address, const nb::list& constants,
-                      std::uintptr_t clone_address, std::uintptr_t destroy_address) {
+                      std::uintptr_t clone_address, std::uintptr_t destroy_address, std::uintptr_t error_text_address) {
   if (entry_address == 0) {
     throw std::invalid_argument("entry_address must be the address of a C function; got 0");
   }
   const apollo::TensorApi api = tensor_api(clone_address, destroy_address);
   new (self)
-      apollo::NativeBody(reinterpret_cast<apollo::NativeBody::Entry>(entry_address), take_handles(api, constants));
+      apollo::NativeBody(reinterpret_cast<apollo::NativeBody::Entry>(entry_address), take_handles(api, constants),
+                         reinterpret_cast<apollo::NativeBody::ErrorText>(error_text_address));
 }
 
 }  // namespace
@@ -325,12 +326,13 @@ NB_MODULE(_native, m) {
       "It consumes the handles of its inputs, copies of the constants behind them, and writes\n"
       "handles that it gives away. It may throw. Executors may share one.")
       .def("__init__", &init_native_body, "entry_address"_a, "constants"_a, nb::kw_only(), "clone_address"_a,
-           "destroy_address"_a,
+           "destroy_address"_a, "error_text_address"_a = 0,
            nb::sig("def __init__(self, entry_address: int, constants: list[typing_extensions.CapsuleType], *, "
-                   "clone_address: int, "
-                   "destroy_address: int) -> None"),
+                   "clone_address: int, destroy_address: int, error_text_address: int = 0) -> None"),
            "Take the function at `entry_address` and the handles in `constants`.\n\n"
-           "The library that holds the function must stay loaded.");
+           "The library that holds the function must stay loaded. `error_text_address` is that of\n"
+           "`torch_exception_get_what_without_backtrace`, or 0 where torch has none: its text replaces\n"
+           "exceptions that only name the call that failed.");
 
   nb::class_<PyExecutor>(m, "Executor", nb::type_slots(executor_slots),
                          "Executes one program on lanes, as often as wanted.\n\n"

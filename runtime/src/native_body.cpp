@@ -1,12 +1,16 @@
 #include "apollo/native_body.h"
 
+#include <exception>
+#include <string_view>
 #include <utility>
+
+#include "apollo/error.h"
 
 namespace apollo {
 
 void NativeBody::run(std::span<void*> inputs, std::span<void*> outputs) {
   if (constants_.empty()) {
-    entry_(inputs.data(), outputs.data());
+    call(inputs.data(), outputs.data());
     return;
   }
   // Kept between calls, since a body is called thousands of times per second; per thread, since lanes share bodies.
@@ -29,7 +33,20 @@ void NativeBody::run(std::span<void*> inputs, std::span<void*> outputs) {
   for (Tensor& clone : clones) {
     arguments.push_back(clone.release());
   }
-  entry_(arguments.data(), outputs.data());
+  call(arguments.data(), outputs.data());
+}
+
+void NativeBody::call(void** inputs, void** outputs) const {
+  try {
+    entry_(inputs, outputs);
+  } catch (const std::exception& error) {
+    // Generated code says which function of the library failed; the reason stays behind in the library.
+    const bool is_library_error = std::string_view(error.what()).find("API call failed") != std::string_view::npos;
+    if (error_text_ == nullptr || !is_library_error) {
+      throw;
+    }
+    throw Error(error_text_());
+  }
 }
 
 }  // namespace apollo

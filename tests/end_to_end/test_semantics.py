@@ -224,3 +224,16 @@ def test_an_exception_in_a_body_reaches_the_caller_as_itself_and_training_goes_o
                 run(x, lit)
             assert any("raised in segment ~explode" in note for note in caught.value.__notes__)
             torch.testing.assert_close(run(x, safe), expected)
+
+
+def test_an_error_in_compiled_code_says_what_torch_says() -> None:
+    """A native body fails with the operator's own message, not only with the name of the call."""
+    torch._dynamo.reset()
+    table = nn.Embedding(4, 8)
+    run = torch.compile(lambda index, x: torch.linalg.cholesky(x) @ table(index).T, **APOLLO)
+    index, fine = torch.tensor([0, 1]), torch.eye(8)
+    with torch.no_grad():
+        expected = run(index, fine)
+        with pytest.raises(RuntimeError, match="not positive-definite"):
+            run(index, -fine)
+        torch.testing.assert_close(run(index, fine), expected)

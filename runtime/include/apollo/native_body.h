@@ -13,13 +13,21 @@ class NativeBody final : public Body {
   /// Consumes all inputs, writes outputs that the caller owns, and may throw any C++ exception.
   using Entry = void (*)(void** inputs, void** outputs);
 
-  NativeBody(Entry entry, std::vector<Tensor> constants) : entry_(entry), constants_(std::move(constants)) {}
+  /// Returns the text of the last error that the tensor library met on this thread.
+  using ErrorText = const char* (*)();
+
+  /// `error_text` may be null; with it, an exception that only says which call failed gets the library's words.
+  NativeBody(Entry entry, std::vector<Tensor> constants, ErrorText error_text = nullptr)
+      : entry_(entry), constants_(std::move(constants)), error_text_(error_text) {}
 
   void run(std::span<void*> inputs, std::span<void*> outputs) override;
 
  private:
+  void call(void** inputs, void** outputs) const;
+
   Entry entry_;
   std::vector<Tensor> constants_;  // read only, so that lanes may clone from it at the same time
+  ErrorText error_text_;
 };
 
 }  // namespace apollo
