@@ -6,10 +6,10 @@
 
 A quick measurement takes the best of a few repeats of a layer's matrix product and of an addition of vectors, on one
 unit and on all; the counts between are interpolated. Fixed times (kernels, hand-overs) are constants: half a second is
-too short to measure microseconds well. Another process on the same cores makes a device look as if it did not scale, and a plan
-from such a profile would put everything on small lanes. So a round counts as disturbed where the process got less CPU
-time than its threads should have had; disturbed results are not kept in the file, and matrix products are taken to
-scale by at least LEAST_SCALING per unit in any case.
+too short to measure microseconds well. Another process on the same cores makes a device look as if it did not scale,
+and a plan from such a profile would put everything on small lanes. So a round counts as disturbed where the process got
+less CPU time than its threads should have had; disturbed results are not kept in the file, and matrix products are
+taken to scale by at least LEAST_SCALING per unit in any case.
 
 A file carries the fingerprint of what it was measured on: CPU model, core count, torch version. A damaged file, or one
 from another machine or version, is measured anew with a WARNING; a directory that cannot be written costs one

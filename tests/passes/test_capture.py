@@ -1,0 +1,499 @@
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch._inductor.inductor_prims  # registers the operators for seeds, which every graph from Inductor's passes may have
+from torch import fx
+from torch._higher_order_ops.effects import with_effects
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from apollo_compile.check import check_capture
+from apollo_compile.errors import UnsupportedGraphError
+from apollo_compile.ir import Capture, Node, NodeKind, Role
+from apollo_compile.passes.capture import capture_graph, module_path
+
+aten = torch.ops.aten
+prims = torch.ops.prims
+
+
+class Hand:
+    """Writes a post-AOT graph by hand, with fake tensors as metadata."""
+
+    def __init__(self) -> None:
+        self.graph = fx.Graph()
+        self._mode = FakeTensorMode()
+
+    def input(self, name: str, *shape: int, dtype: torch.dtype = torch.float32) -> fx.Node:
+        """Add a graph input."""
+        node = self.graph.placeholder(name)
+        with self._mode:
+            node.meta["val"] = torch.empty(shape, dtype=dtype)
+        return node
+
+    def call(self, target: Callable[..., Any], *args: Any, module: str = "", **kwargs: Any) -> fx.Node:
+        """Add the call of an operator."""
+        node = self.graph.call_function(target, args, kwargs)
+        with self._mode:
+            node.meta["val"] = target(*fx.map_arg(args, _value), **fx.map_arg(kwargs, _value))
+        if module:
+            node.meta["nn_module_stack"] = {"key": (f"L['self'].{module}", torch.nn.Module)}
+        return node
+
+    def module(self, outputs: Sequence[fx.Node | None]) -> fx.GraphModule:
+        """Finish the graph."""
+        self.graph.output(tuple(outputs))
+        return fx.GraphModule({}, self.graph)
+
+    def capture(self, *outputs: fx.Node | None) -> Capture:
+        """Finish the graph and read it."""
+        return capture(self.module(outputs))
+
+
+def _value(node: fx.Node) -> Any:
+    return node.meta["val"]
+
+
+def capture(graph_module: fx.GraphModule) -> Capture:
+    """Read and check a graph."""
+    made = capture_graph(graph_module, name="test", role=Role.INFERENCE)
+    check_capture(made)
+    return made
+
+
+def by_name(made: Capture, name: str | fx.Node) -> Node:
+    """Return the node with that name."""
+    return next(node for node in made.nodes if node.name == str(name))
+
+
+def after(made: Capture, node: fx.Node) -> set[str]:
+    """Return the names of what `node` must come after."""
+    return {made.nodes[other].name for other in by_name(made, node).after}
+
+
+# --------------------------------------------------------------------------------------------------------- modules
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        ("L['self']", ""),
+        ("L['self'].encoder", "encoder"),
+        ("L['self'].encoder.layers.3.mlp", "encoder.layers.3.mlp"),
+        ("L['self'].encoder.layers[3].mlp", "encoder.layers.3.mlp"),
+        ("L['self'].layers[3][0]", "layers.3.0"),
+        ("L['self']._modules['encoder']", "encoder"),
+        ("L['self']._modules['encoder']._modules['layers'][12].fc1", "encoder.layers.12.fc1"),
+        ("L['self']._modules['encoder']._modules['0']", "encoder.0"),
+        ("L['self'].heads['image']", "heads.image"),
+        ("L['self'].heads[\"image\"].fc", "heads.image.fc"),
+        ("L['self']._orig_mod.encoder", "encoder"),
+        ("L['self'].encoder._orig_mod.layers[0]", "encoder.layers.0"),
+        ("L['self'].encoder._orig_mod", "encoder"),
+        ("L['self']._modules['_orig_mod']._modules['fc']", "fc"),
+        ("_orig_mod.encoder.layers.0", "encoder.layers.0"),
+        ("L['model'].encoder", "encoder"),
+        ("G['model'].encoder", "encoder"),
+        ("self.encoder.fc", "encoder.fc"),
+        ("_self.encoder.fc", "encoder.fc"),
+        ("_orig_mod", ""),
+        ("", ""),
+        ("encoder.my_orig_mod.fc", "encoder.my_orig_mod.fc"),
+        ("encoder.self_attention", "encoder.self_attention"),
+    ],
+)
+def test_a_module_path_is_the_fqn_that_the_user_knows(path: str, expected: str) -> None:
+    """Without Dynamo's source, `_modules`, brackets and wrappers."""
+    node = fx.Graph().placeholder("x")
+    node.meta["nn_module_stack"] = {"outer": ("L['self']", torch.nn.Module), "inner": (path, torch.nn.Module)}
+    assert module_path(node) == expected
+
+
+def test_a_backward_node_has_the_module_of_its_forward() -> None:
+    """AOTAutograd copies it under another name; a node's own stack comes first."""
+    node = fx.Graph().placeholder("x")
+    assert module_path(node) == ""
+    node.meta["nn_module_stack"] = {}
+    assert module_path(node) == ""
+    node.meta["fwd_nn_module_stack"] = {"key": ("L['self'].decoder[1]", torch.nn.Module)}
+    assert module_path(node) == "decoder.1"
+    node.meta["nn_module_stack"] = {"key": ("L['self'].encoder", torch.nn.Module)}
+    assert module_path(node) == "encoder"
+
+
+# ----------------------------------------------------------------------------------------------------------- kinds
+
+
+def test_views_are_cheap_and_copies_are_not() -> None:
+    """Also `_unsafe_view`, whose schema hides that it is one."""
+    hand = Hand()
+    x = hand.input("x", 4, 6)
+    views = [
+        hand.call(aten.view.default, x, [24]),
+        hand.call(aten.permute.default, x, [1, 0]),
+        hand.call(aten.t.default, x),
+        hand.call(aten.expand.default, x, [2, 4, 6]),
+        hand.call(aten.slice.Tensor, x, 0, 0, 2),
+        hand.call(aten.select.int, x, 0, 1),
+        hand.call(aten.as_strided.default, x, [2], [1]),
+        hand.call(aten.unsqueeze.default, x, 0),
+        hand.call(aten.detach.default, x),
+        hand.call(aten._unsafe_view.default, x, [24]),
+    ]
+    copies = [
+        hand.call(aten.clone.default, x),
+        hand.call(aten.add.Tensor, x, 1),
+        hand.call(aten.cat.default, [x, x]),
+        hand.call(prims.convert_element_type.default, x, torch.float64),
+        hand.call(aten.full_like.default, x, 1),
+    ]
+    made = hand.capture(*copies)
+    assert by_name(made, x).kind is NodeKind.INPUT
+    assert {by_name(made, node).kind for node in views} == {NodeKind.CHEAP}
+    assert {by_name(made, node).kind for node in copies} == {NodeKind.COMPUTE}
+    assert {by_name(made, node).work.kernels for node in views} == {0}
+
+
+def test_factories_without_inputs_are_cheap_and_random_ones_are_not() -> None:
+    """A clone of `rand` would be another draw."""
+    hand = Hand()
+    cpu = torch.device("cpu")
+    factories = [
+        hand.call(aten.full.default, [2], 1.0, device=cpu, pin_memory=False),
+        hand.call(aten.arange.start_step, 0, 4, 1, device=cpu),
+        hand.call(aten.scalar_tensor.default, 1.0, device=cpu),
+        hand.call(prims.iota.default, 4, start=0, step=1, dtype=torch.int64, device=cpu, requires_grad=False),
+    ]
+    draw = hand.call(aten.rand.default, [2], device=cpu)
+    made = hand.capture(draw)
+    assert {by_name(made, node).kind for node in factories} == {NodeKind.CHEAP}
+    assert by_name(made, draw).kind is NodeKind.COMPUTE
+
+
+def test_values_of_multi_output_operators_are_projections() -> None:
+    """Those of a split are views of a view: cheap."""
+    hand = Hand()
+    x = hand.input("x", 4, 6)
+    pair = hand.call(aten.topk.default, x, 2)
+    values, indices = hand.call(operator.getitem, pair, 0), hand.call(operator.getitem, pair, 1)
+    pieces = hand.call(aten.split.Tensor, x, 2)
+    piece = hand.call(operator.getitem, pieces, 1)
+    made = hand.capture(values, indices, piece)
+    assert by_name(made, pair).kind is NodeKind.COMPUTE
+    assert by_name(made, values).kind is by_name(made, indices).kind is NodeKind.PROJECTION
+    assert by_name(made, pieces).kind is by_name(made, piece).kind is NodeKind.CHEAP
+    assert by_name(made, values).num_bytes == 4 * 2 * 4
+    assert by_name(made, indices).num_bytes == 4 * 2 * 8
+    assert by_name(made, pair).num_bytes == 4 * 2 * 4 + 4 * 2 * 8
+
+
+def test_a_seed_is_drawn_once_and_looked_up_cheaply() -> None:
+    """The lookup may be cloned, the draw may not."""
+    hand = Hand()
+    seeds = hand.call(prims.inductor_seeds.default, 2, torch.device("cpu"))
+    lookup = hand.call(prims.inductor_lookup_seed.default, seeds, 1)
+    draw = hand.call(prims.inductor_random.default, [4], lookup, "rand")
+    made = hand.capture(draw)
+    assert [node.kind for node in made.nodes] == [NodeKind.COMPUTE, NodeKind.CHEAP, NodeKind.COMPUTE]
+    assert made.nodes[2].after == ()
+
+
+def test_a_constant_of_the_graph_is_cheap() -> None:
+    """It is an attribute of the module; two attributes are two signatures."""
+    graph = fx.Graph()
+    constants = [graph.get_attr("one"), graph.get_attr("two")]
+    for node in constants:
+        node.meta["val"] = torch.ones(2)
+    graph.output(tuple(constants))
+    made = capture(fx.GraphModule({"one": torch.ones(2), "two": torch.zeros(2)}, graph))
+    assert [node.kind for node in made.nodes] == [NodeKind.CHEAP] * 2
+    assert made.nodes[0].signature != made.nodes[1].signature
+
+
+# ----------------------------------------------------------------------------------------------------------- values
+
+
+def test_inputs_ascend_without_repeats_and_signatures_point_into_them() -> None:
+    """So that `a - b` and `b - a` differ, and `a * a` has one input."""
+    hand = Hand()
+    a, b = hand.input("a", 2), hand.input("b", 2)
+    forth, back = hand.call(aten.sub.Tensor, a, b), hand.call(aten.sub.Tensor, b, a)
+    square = hand.call(aten.mul.Tensor, b, b)
+    joined = hand.call(aten.cat.default, [square, a, square], dim=0)
+    made = hand.capture(forth, back, joined)
+    assert by_name(made, forth).inputs == by_name(made, back).inputs == (0, 1)
+    assert by_name(made, forth).signature == "aten.sub.Tensor(%0, %1)"
+    assert by_name(made, back).signature == "aten.sub.Tensor(%1, %0)"
+    assert by_name(made, square).inputs == (1,)
+    assert by_name(made, joined).signature == "aten.cat.default([%1, %0, %1], dim=0)"
+
+
+def test_a_value_is_described_by_dtype_shape_and_strides() -> None:
+    """Bodies are shared between segments whose inputs agree in these."""
+    hand = Hand()
+    x = hand.input("x", 2, 3, dtype=torch.float16)
+    made = hand.capture(hand.call(aten.clone.default, hand.call(aten.t.default, x)))
+    assert [node.value for node in made.nodes[:2]] == [
+        "float16[2, 3] strides [3, 1]",
+        "float16[3, 2] strides [1, 3]",
+    ]
+    assert made.nodes[0].num_bytes == 12
+
+
+def test_outputs_may_be_none_inputs_aliases_and_repeats() -> None:
+    """In the order of the return."""
+    hand = Hand()
+    x = hand.input("x", 4)
+    view, value = hand.call(aten.view.default, x, [2, 2]), hand.call(aten.neg.default, x)
+    made = hand.capture(None, x, view, value, value, None)
+    assert made.outputs == (None, 0, 1, 2, 2, None)
+
+
+def test_an_empty_graph_is_captured() -> None:
+    """No nodes, no outputs."""
+    made = Hand().capture()
+    assert (made.nodes, made.outputs, made.name, made.role) == ((), (), "test", Role.INFERENCE)
+
+
+# ------------------------------------------------------------------------------------------------------------ order
+
+
+def test_random_draws_stay_in_order_among_themselves() -> None:
+    """Each comes after the one before; what does not draw is free."""
+    hand = Hand()
+    x = hand.input("x", 4)
+    seeds = hand.call(prims.inductor_seeds.default, 1, torch.device("cpu"))
+    bernoulli = hand.call(aten.bernoulli.p, x, 0.5)
+    between = hand.call(aten.neg.default, x)
+    rand = hand.call(aten.rand.default, [4], device=torch.device("cpu"))
+    dropout = hand.call(aten.native_dropout.default, x, 0.5, True)
+    made = hand.capture(bernoulli, between, rand, hand.call(operator.getitem, dropout, 0))
+    assert after(made, seeds) == set()
+    assert after(made, bernoulli) == {"inductor_seeds_default"}
+    assert after(made, between) == set()
+    assert after(made, rand) == {"bernoulli_p"}
+    assert after(made, dropout) == {"rand_default"}
+
+
+@pytest.mark.parametrize("in_kwargs", (False, True))
+def test_attention_draws_only_with_dropout(in_kwargs: bool) -> None:
+    """Its tag says that it may."""
+    hand = Hand()
+    q = hand.input("q", 1, 2, 4, 8)
+    target = aten._scaled_dot_product_flash_attention_for_cpu.default
+    rand = hand.call(aten.rand.default, [4], device=torch.device("cpu"))
+
+    def attend(dropout: float) -> fx.Node:
+        args, kwargs = ((), {"dropout_p": dropout}) if in_kwargs else ((dropout,), {})
+        return hand.call(target, q, q, q, *args, **kwargs)
+
+    default, without, dropping = hand.call(target, q, q, q), attend(0.0), attend(0.5)
+    last = hand.call(aten.rand.default, [4], device=torch.device("cpu"))
+    made = hand.capture(rand, last)
+    assert after(made, default) == after(made, without) == set()
+    assert after(made, dropping) == {str(rand)}
+    assert after(made, last) == {str(dropping)}
+
+
+def test_a_mutation_comes_after_earlier_readers_and_before_later_ones() -> None:
+    """Through views, too; readers of other storages and views themselves are free."""
+    hand = Hand()
+    state, other = hand.input("state", 4), hand.input("other", 4)
+    plain = hand.call(aten.neg.default, state)
+    view = hand.call(aten.view.default, state, [2, 2])
+    deep = hand.call(aten.t.default, view)
+    through_view = hand.call(aten.sum.default, deep)
+    unrelated = hand.call(aten.exp.default, other)
+    new = hand.call(aten.add.Tensor, other, 1)
+    write = hand.call(aten.copy_.default, state, new)
+    later_view = hand.call(aten.view.default, state, [4, 1])
+    later = hand.call(aten.cos.default, later_view)
+    later_through_old_view = hand.call(aten.sin.default, deep)
+    again = hand.call(aten.copy_.default, state, other)
+    made = hand.capture(plain, through_view, unrelated, later, later_through_old_view)
+    assert after(made, plain) == after(made, through_view) == after(made, new) == set()
+    assert after(made, write) == {str(plain), str(through_view)}
+    assert after(made, later) == after(made, later_through_old_view) == {str(write)}
+    assert by_name(made, view).after == by_name(made, later_view).after == ()
+    assert after(made, unrelated) == set()
+    assert {str(later), str(later_through_old_view), str(write)} <= after(made, again)
+
+
+def test_a_write_through_a_view_is_a_write_into_its_base() -> None:
+    """A reader of the base comes before."""
+    hand = Hand()
+    state, new = hand.input("state", 4), hand.input("new", 2)
+    reader = hand.call(aten.neg.default, state)
+    half = hand.call(aten.slice.Tensor, state, 0, 0, 2)
+    write = hand.call(aten.copy_.default, half, new)
+    later = hand.call(aten.exp.default, state)
+    made = hand.capture(reader, later)
+    assert after(made, write) == {str(reader)}
+    assert after(made, later) == {str(write)}
+
+
+def test_what_is_read_already_is_not_named_again() -> None:
+    """`after` is for order without a value."""
+    hand = Hand()
+    state = hand.input("state", 4)
+    new = hand.call(aten.add.Tensor, state, 1)
+    write = hand.call(aten.copy_.default, state, new)
+    result = hand.call(aten.neg.default, write)
+    made = hand.capture(result)
+    assert by_name(made, write).after == ()
+    assert by_name(made, result).after == ()
+
+
+def test_side_effects_stay_in_order() -> None:
+    """Here assertions, which return nothing."""
+    hand = Hand()
+    flag = hand.input("flag", dtype=torch.bool)
+    first = hand.call(aten._assert_async.msg, flag, "first")
+    hand.call(aten.logical_not.default, flag)
+    second = hand.call(aten._assert_async.msg, flag, "second")
+    made = hand.capture()
+    assert after(made, first) == set()
+    assert after(made, second) == {str(first)}
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without distributed")
+def test_collectives_stay_in_order() -> None:
+    """Ranks must agree on the order, whatever the values are."""
+    hand = Hand()
+    x, y = hand.input("x", 4), hand.input("y", 4)
+    made_nodes = []
+    for value in (x, y):
+        node = hand.graph.call_function(torch.ops._c10d_functional.all_reduce.default, (value, "sum", "group"))
+        node.meta["val"] = value.meta["val"]
+        made_nodes.append(node)
+    made = hand.capture(*made_nodes)
+    assert after(made, made_nodes[0]) == set()
+    assert after(made, made_nodes[1]) == {str(made_nodes[0])}
+
+
+# --------------------------------------------------------------------------------------------------------- refusals
+
+
+def test_an_input_of_dynamic_shape_is_refused() -> None:
+    """With the way out."""
+    graph_module = make_fx(torch.sin, tracing_mode="symbolic")(torch.randn(3, 5))
+    name = str(next(iter(graph_module.graph.nodes)))
+    with pytest.raises(UnsupportedGraphError, match=rf"^{name} has the dynamic shape .*compile with dynamic=False"):
+        capture(graph_module)
+
+
+def test_an_input_that_is_a_symbolic_number_is_refused() -> None:
+    """Dynamo passes the sizes of dynamic shapes as inputs."""
+    hand = Hand()
+    x = make_fx(torch.sin, tracing_mode="symbolic")(torch.randn(3)).graph.find_nodes(op="placeholder")[0]
+    hand.graph.placeholder("s0").meta["val"] = x.meta["val"].shape[0]
+    with pytest.raises(UnsupportedGraphError, match=r"^graph input s0 is a SymInt, not a tensor.*dynamic=False"):
+        hand.capture()
+
+
+def test_a_symbolic_number_inside_is_refused() -> None:
+    """From an operator of torch, and from one of Python."""
+    x = make_fx(torch.sin, tracing_mode="symbolic")(torch.randn(3)).graph.find_nodes(op="placeholder")[0]
+    size = x.meta["val"].shape[0]
+    hand = Hand()
+    node = hand.graph.call_function(aten.sym_size.int, (hand.input("x", 3), 0))
+    node.meta["val"] = size
+    with pytest.raises(UnsupportedGraphError, match=f"^node {node} returns a SymInt"):
+        hand.capture(node)
+    hand = Hand()
+    hand.input("x", 3)
+    node = hand.graph.call_function(operator.mul, (2, 3))
+    node.meta["val"] = size * 2
+    with pytest.raises(UnsupportedGraphError, match=rf"^node {node} \(mul\) computes a SymInt"):
+        hand.capture(node)
+
+
+def test_a_value_whose_shape_depends_on_data_is_refused() -> None:
+    """As `nonzero` makes it."""
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return x.nonzero() + 1
+
+    graph_module = make_fx(function, tracing_mode="symbolic", _allow_non_fake_inputs=True)(torch.ones(3))
+    graph_module.graph.find_nodes(op="placeholder")[0].meta["val"] = torch.ones(3)
+    with pytest.raises(UnsupportedGraphError, match="^nonzero has the dynamic shape"):
+        capture(graph_module)
+
+
+@pytest.mark.parametrize("op", ("input", "compute"))
+def test_another_device_is_refused(op: str) -> None:
+    """Lanes are CPU lanes."""
+    hand = Hand()
+    node = hand.input("x", 2)
+    if op == "compute":
+        node = hand.call(aten.neg.default, node)
+    node.meta["val"] = torch.empty(2, device="meta")
+    with pytest.raises(UnsupportedGraphError, match=f"^{node} is on device meta"):
+        hand.capture(node)
+
+
+def test_a_factory_on_another_device_is_refused() -> None:
+    """Although it is cheap: every value is a CPU tensor."""
+    hand = Hand()
+    node = hand.call(aten.full.default, [2], 1.0, device=torch.device("meta"), pin_memory=False)
+    with pytest.raises(UnsupportedGraphError, match=f"{node} is on device meta"):
+        hand.capture(node)
+
+
+def test_a_constant_on_another_device_is_refused() -> None:
+    """Although it is cheap: every value is a CPU tensor."""
+    graph = fx.Graph()
+    node = graph.get_attr("constant")
+    node.meta["val"] = torch.ones(2, device="meta")
+    graph.output((node,))
+    with pytest.raises(UnsupportedGraphError, match=f"{node} is on device meta"):
+        capture(fx.GraphModule({"constant": torch.ones(2, device="meta")}, graph))
+
+
+@pytest.mark.parametrize("op", ("input", "compute"))
+def test_a_sparse_tensor_is_refused(op: str) -> None:
+    """Segments exchange strided tensors."""
+    hand = Hand()
+    node = hand.input("x", 2, 2)
+    if op == "compute":
+        node = hand.call(aten.neg.default, node)
+    node.meta["val"] = torch.sparse_coo_tensor(size=(2, 2), check_invariants=True)
+    with pytest.raises(UnsupportedGraphError, match=f"^{node} has layout torch.sparse_coo"):
+        hand.capture(node)
+
+
+def test_one_bad_value_of_several_is_refused() -> None:
+    """The message names the operator's node."""
+    hand = Hand()
+    node = hand.call(aten.topk.default, hand.input("x", 4), 2)
+    node.meta["val"] = (node.meta["val"][0], torch.empty(2, device="meta"))
+    with pytest.raises(UnsupportedGraphError, match=f"^{node} is on device meta"):
+        hand.capture()
+
+
+def test_effect_tokens_are_refused() -> None:
+    """They would order operators by a value that is no tensor."""
+    hand = Hand()
+    node = hand.graph.call_function(with_effects, (hand.input("token", 0), aten.neg.default, hand.input("x", 2)))
+    with pytest.raises(UnsupportedGraphError, match=f"^node {node} carries an effect token"):
+        hand.capture()
+
+
+def test_calls_of_modules_and_methods_are_refused() -> None:
+    """AOTAutograd leaves none."""
+    hand = Hand()
+    node = hand.graph.call_method("neg", (hand.input("x", 2),))
+    with pytest.raises(UnsupportedGraphError, match=f"^node {node} is a call_method"):
+        hand.capture()
+
+
+def test_an_output_that_is_a_number_is_refused() -> None:
+    """The message shows it."""
+    hand = Hand()
+    hand.graph.output((hand.input("x", 2), 3))
+    with pytest.raises(UnsupportedGraphError, match="the graph returns 3, a int, not a tensor"):
+        capture(fx.GraphModule({}, hand.graph))
