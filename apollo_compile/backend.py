@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -31,6 +32,7 @@ from apollo_compile.inductor import (
     compile_whole,
     compile_with_inductor,
     extract_body,
+    keep_with,
     report_output_strides,
 )
 from apollo_compile.ir import Partition, Role, Trace
@@ -41,9 +43,6 @@ from apollo_compile.reports.summary import Report, summarize
 from apollo_compile.units import format_ns
 
 _logger = logging.getLogger(__name__)
-
-_PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
-"""Types whose address can be asked for; fake tensors and other subclasses have none."""
 
 _graph_numbers: dict[Path | None, itertools.count[int]] = defaultdict(itertools.count)
 """Numbers of Dynamo graphs by dump directory, so that two compiles into two directories dump the same."""
@@ -74,16 +73,17 @@ def apollo(
         _logger.warning("mode %r is not honoured by backend 'apollo'; its settings are options, not modes", mode)
     if config.disable:
         return compile_plainly(graph_module, example_inputs)
-    tensors = (item for item in example_inputs if isinstance(item, torch.Tensor))
     model = CompiledModel(
         number=next(_graph_numbers[config.debug.dump]),
         config=config,
-        input_addresses=frozenset(tensor.data_ptr() for tensor in tensors if type(tensor) in _PLAIN_TENSORS),
+        inputs=tuple(weakref.ref(item) for item in example_inputs if isinstance(item, torch.Tensor)),
     )
-    _models.append(model)
-    return compile_with_inductor(
+    compiled = compile_with_inductor(
         graph_module, example_inputs, model.compile_graph, recompute_masks=config.runtime.recompute_masks
     )
+    keep_with(compiled, model)
+    _models[next(_ages)] = model
+    return compiled
 
 
 @dataclass(eq=False)
@@ -107,14 +107,14 @@ class CompiledGraph:
         return self.executable.trace()
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, slots=True, weakref_slot=True)
 class CompiledModel:
     """All graphs that come from one Dynamo graph, and why some of them are Inductor's."""
 
     number: int
     config: Config
-    input_addresses: frozenset[int]
-    """Where the inputs lay when it was compiled: parameters stay there, so a report finds its model's graphs."""
+    inputs: tuple[weakref.ref[torch.Tensor], ...]
+    """Tensors that it was compiled for; a module's parameters are among them, so a report finds its graphs."""
     graphs: list[CompiledGraph] = field(default_factory=list)
     handed_over: list[tuple[str, str]] = field(default_factory=list)
     """Name and reason of every graph that went to Inductor whole."""
@@ -125,10 +125,11 @@ class CompiledModel:
         name = f"graph{self.number}_{role}"
         try:
             graph = self._compile_in_segments(graph_module, name=name, role=role, **kwargs)
-        except (UnsupportedGraphError, Exception) as error:
-            if self.config.debug.strict and not isinstance(error, UnsupportedGraphError):
+        except Exception as error:  # whatever it is, Inductor still can: training must not stop because of us
+            is_refusal = isinstance(error, UnsupportedGraphError)
+            if self.config.debug.strict and not is_refusal:
                 raise
-            reason = str(error) if isinstance(error, UnsupportedGraphError) else f"{type(error).__name__}: {error}"
+            reason = str(error) if is_refusal else f"{type(error).__name__}: {error}"
             self.handed_over.append((name, reason))
             _logger.warning("%s goes to Inductor whole: %s", name, reason)
             return compile_whole(graph_module, example_inputs, **kwargs)
@@ -164,8 +165,15 @@ class CompiledModel:
         return CompiledGraph(compilation=compilation, bodies=bodies, executable=executable)
 
 
-_models: list[CompiledModel] = []
-"""Every compiled model of the process, oldest first; Dynamo keeps what it compiled as well."""
+_models: weakref.WeakValueDictionary[int, CompiledModel] = weakref.WeakValueDictionary()
+"""Compiled models by age; each lives as long as Dynamo keeps the function that was compiled for it."""
+
+_ages = itertools.count()
+
+
+def compiled_models() -> list[CompiledModel]:
+    """Return what this process has compiled and still keeps, oldest first."""
+    return [model for _, model in sorted(_models.items())]
 
 
 def report(model: torch.nn.Module) -> Report:
@@ -183,8 +191,8 @@ def report(model: torch.nn.Module) -> Report:
 
 def find_models(module: torch.nn.Module) -> list[CompiledModel]:
     """Return what was compiled for `module`: the graphs that read its parameters."""
-    addresses = {tensor.data_ptr() for tensor in itertools.chain(module.parameters(), module.buffers())}
-    return [model for model in _models if addresses & model.input_addresses]
+    own = {id(tensor) for tensor in itertools.chain(module.parameters(), module.buffers())}
+    return [model for model in compiled_models() if any(id(reference()) in own for reference in model.inputs)]
 
 
 def _compile_bodies(
@@ -236,4 +244,9 @@ def _set_log_level(level: str) -> None:
     known = logging.getLevelNamesMapping()
     if level.upper() not in known:
         raise ConfigError(f"log level {level!r} is unknown; choose one of {', '.join(known)}")
-    logging.getLogger("apollo_compile").setLevel(known[level.upper()])
+    logger = logging.getLogger("apollo_compile")
+    logger.setLevel(known[level.upper()])
+    if not logger.hasHandlers():  # a level without a place to write to would show nothing
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
+        logger.addHandler(handler)

@@ -1,6 +1,7 @@
 """The only file that touches private torch APIs: Inductor's entry points, its C++ wrapper, and tensor handles.
 
     compile_with_inductor   run a Dynamo graph through AOTAutograd and Inductor's passes, with our inner compiler
+    keep_with               tie a value to the lifetime of a compiled function
     compile_whole           what Inductor would do with a post-AOT graph, untouched
     extract_body            cut the nodes of one body out of the graph
     compile_bodies          compile bodies with Inductor: native entry (no GIL) or Python callable
@@ -62,7 +63,11 @@ def compile_with_inductor(
     `recompute_masks` makes the min-cut partitioner recompute what is cheap in the backward instead of saving it.
     Inductor's CPU code that writes boolean masks is many times slower than code that recomputes them.
     """
-    patches: dict[str, Any] = {"enable_autograd_cache": False, "bundled_autograd_cache": False}
+    patches: dict[str, Any] = {
+        "enable_autograd_cache": False,  # it would store our callable, which is bound to this process
+        "bundled_autograd_cache": False,
+        "donated_buffer": False,  # we use none, and without them backward(retain_graph=True) works
+    }
     if recompute_masks:
         patches["recompute_views"] = True
     with functorch_config.patch(patches):
@@ -72,6 +77,14 @@ def compile_with_inductor(
 def compile_plainly(graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
     """Compile a Dynamo graph as `backend="inductor"` does."""
     return compile_fx(graph_module, list(example_inputs))  # type: ignore[return-value]
+
+
+def keep_with(compiled: Callable[..., Any], value: object) -> None:
+    """Keep `value` alive as long as Dynamo keeps `compiled`."""
+    innermost = compiled
+    while hasattr(innermost, "_torchdynamo_orig_callable"):  # Dynamo takes wrappers of its own off and drops them
+        innermost = innermost._torchdynamo_orig_callable
+    innermost.apollo_keeps = value  # type: ignore[attr-defined]
 
 
 def compile_whole(graph_module: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:

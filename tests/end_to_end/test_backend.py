@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from pathlib import Path
 
@@ -34,11 +35,11 @@ def test_the_environment_switch_turns_apollo_off(monkeypatch: pytest.MonkeyPatch
     """With APOLLO_DISABLE=1 every graph is Inductor's own."""
     torch._dynamo.reset()
     monkeypatch.setenv("APOLLO_DISABLE", "1")
-    before = len(backend._models)
+    before = len(backend.compiled_models())
     layer = nn.Linear(4, 4)
     x = torch.ones(2, 4)
     torch.testing.assert_close(torch.compile(layer, backend="apollo")(x), layer(x))
-    assert len(backend._models) == before
+    assert len(backend.compiled_models()) == before
 
 
 def test_a_graph_with_dynamic_shapes_goes_to_inductor_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
@@ -106,3 +107,47 @@ def test_the_report_names_segments_lanes_and_times() -> None:
         assert {"image.layers.0", "text.layers.0"} <= names
         assert "image.layers.0" in str(found)
     assert "call the compiled model first" in str(apollo_compile.report(nn.Linear(1, 1)))
+
+
+def test_one_unit_gives_the_serial_plan() -> None:
+    """On one core there is one lane, and the same road is taken."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = TwoTowers()
+    inputs = two_tower_inputs()
+    run = torch.compile(model, backend="apollo", options={**STRICT, "device.units": 1})
+    with torch.no_grad():
+        torch.testing.assert_close(run(*inputs), model(*inputs), rtol=1e-4, atol=1e-4)
+    (graph,) = apollo_compile.report(run).graphs
+    assert (graph.origin, graph.num_lanes, graph.num_waits) == ("serial", 1, 0)
+
+
+def test_what_was_compiled_goes_when_dynamo_lets_it_go() -> None:
+    """Models that are compiled again and again do not pile up."""
+    gc.collect()
+    torch._dynamo.reset()
+    gc.collect()
+    before = len(backend.compiled_models())
+    layer = nn.Linear(4, 4)
+    run = torch.compile(layer, backend="apollo", options=STRICT)
+    with torch.no_grad():
+        run(torch.ones(2, 4))
+    assert len(backend.compiled_models()) == before + 1
+    del run
+    torch._dynamo.reset()
+    gc.collect()
+    assert len(backend.compiled_models()) == before
+
+
+def test_a_retained_graph_can_be_run_backward_twice() -> None:
+    """No saved tensor is reused as scratch memory."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = TwoTowers()
+    loss = torch.compile(model, backend="apollo", options=STRICT)(*two_tower_inputs()).square().mean()
+    loss.backward(retain_graph=True)
+    first = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+    model.zero_grad()
+    loss.backward()
+    second = [parameter.grad for parameter in model.parameters()]
+    torch.testing.assert_close(second, first)

@@ -46,7 +46,7 @@ def test_five_training_steps_and_inference_equal_eager(name: str) -> None:
 
 
 def _all_graphs() -> list[backend.CompiledGraph]:
-    return [graph for model in backend._models for graph in model.graphs]
+    return [graph for model in backend.compiled_models() for graph in model.graphs]
 
 
 def _waits(program: Program) -> list[tuple[int, int]]:

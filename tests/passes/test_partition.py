@@ -1,0 +1,751 @@
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import fx, nn
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from apollo_compile.check import check_capture, check_partition
+from apollo_compile.config import PartitionConfig
+from apollo_compile.inductor import compile_with_inductor, extract_body, report_output_strides
+from apollo_compile.ir import (
+    Capture,
+    Node,
+    NodeId,
+    NodeKind,
+    Partition,
+    Role,
+    SegmentGraph,
+    SegmentId,
+    Work,
+)
+from apollo_compile.passes.capture import capture_graph
+from apollo_compile.passes.partition import layer_of, partition_graph
+from tests.end_to_end.models import Tower, TwoTowers
+
+aten = torch.ops.aten
+
+LAYER = PartitionConfig()
+MODULE = PartitionConfig(granularity="module")
+FINE = PartitionConfig(min_segment_share=0.0)
+"""Cuts at every border of a layer, however small it is."""
+ATOMS = PartitionConfig(min_segment_share=0.0, max_segment_share=0.0)
+"""In graphs without names: one segment per computing node."""
+
+# ---------------------------------------------------------------------------------------------- graphs from Inductor
+
+
+@dataclass
+class Recorded:
+    """A graph after Inductor's joint-graph passes, and real inputs as they were before a run."""
+
+    graph_module: fx.GraphModule
+    role: Role
+    inputs: list[torch.Tensor] = field(default_factory=list)
+    _boxed_call: bool = True
+
+    def __call__(self, inputs: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Run the graph in eager, as AOTAutograd calls a compiled one."""
+        self.inputs = copies(inputs)
+        arguments = list(inputs)
+        inputs.clear()
+        return Eager(self.graph_module).run(*arguments)  # type: ignore[no-any-return]
+
+    def capture(self) -> Capture:
+        """Read and check the graph."""
+        made = capture_graph(self.graph_module, name=f"test_{self.role}", role=self.role)
+        check_capture(made)
+        return made
+
+
+class Eager(fx.Interpreter):
+    """Runs a graph; numbers drawn from a seed depend on the seed only, as in compiled code."""
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """Draw from a generator with the given seed instead of the global one."""
+        if target is torch.ops.prims.inductor_random.default:
+            size, seed, mode = args
+            return getattr(torch, mode)(size, generator=torch.Generator().manual_seed(int(seed)))
+        if target is torch.ops.prims.inductor_randint.default:
+            low, high, size, seed = args
+            return torch.randint(low, high, size, generator=torch.Generator().manual_seed(int(seed)))
+        return super().call_function(target, args, kwargs)
+
+
+def record(
+    function: Callable[..., Any], inputs: Sequence[torch.Tensor], *, recompute_masks: bool = True, train: bool = True
+) -> dict[Role, Recorded]:
+    """Return the graphs of a model or function, by role."""
+    torch._dynamo.reset()
+    graphs: dict[Role, Recorded] = {}
+
+    def inner_compile(graph_module: fx.GraphModule, _: Any, **kwargs: Any) -> Recorded:
+        role = Role.BACKWARD if kwargs.get("is_backward") else Role.FORWARD
+        role = Role.INFERENCE if kwargs.get("is_inference") else role
+        assert role not in graphs, "a graph break: the model does not test what it should"
+        graphs[role] = Recorded(graph_module, role)
+        report_output_strides(graph_module)
+        return graphs[role]
+
+    def backend(graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        return compile_with_inductor(graph_module, example_inputs, inner_compile, recompute_masks=recompute_masks)
+
+    with torch.set_grad_enabled(train):
+        result = torch.compile(function, backend=backend, dynamic=False)(*copies(inputs))
+        if train:
+            results = [r for r in (result if isinstance(result, tuple) else (result,)) if r.requires_grad]
+            sum((r * r).sum() for r in results).backward()  # type: ignore[union-attr]
+    return graphs
+
+
+def hand(function: Callable[..., Any], *inputs: torch.Tensor) -> Recorded:
+    """Return the graph that plain tracing gives, without the names of modules; it returns a tuple."""
+
+    def boxed(*arguments: torch.Tensor) -> tuple[Any, ...]:
+        result = function(*arguments)
+        return result if isinstance(result, tuple) else (result,)
+
+    graph_module = make_fx(boxed, tracing_mode="fake")(*inputs)
+    graph_module.graph.eliminate_dead_code()
+    return Recorded(graph_module, Role.INFERENCE, copies(inputs))
+
+
+def copies(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Return copies with the same strides."""
+    return [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype).copy_(t.detach()) for t in tensors]
+
+
+# ---------------------------------------------------------------------------------------------------------- oracle
+
+
+def run_whole(recorded: Recorded) -> tuple[list[torch.Tensor | None], list[torch.Tensor]]:
+    """Return the outputs of the uncut graph, and its inputs after the run."""
+    inputs = copies(recorded.inputs)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        outputs = Eager(recorded.graph_module).run(*inputs)
+    return list(outputs), inputs
+
+
+def run_bodies(recorded: Recorded, partition: Partition) -> tuple[list[torch.Tensor | None], list[torch.Tensor]]:
+    """Return the outputs of the bodies, run in the order of segment ids, and the inputs after the run."""
+    bodies = [extract_body(recorded.graph_module, body) for body in partition.bodies]
+    inputs = copies(recorded.inputs)
+    values: dict[int, torch.Tensor] = dict(zip(partition.graph.inputs, inputs, strict=True))
+    torch.manual_seed(0)
+    for segment in partition.graph.segments:
+        piece, fakes = bodies[segment.body]
+        arguments = [values[buffer] for buffer in segment.inputs]
+        assert [layout(a) for a in arguments] == [layout(f) for f in fakes], f"{segment.name} takes other layouts"
+        with torch.no_grad():
+            outputs = Eager(piece).run(*arguments)
+        values.update(zip(segment.outputs, outputs, strict=True))
+    return [None if buffer is None else values[buffer] for buffer in partition.graph.outputs], inputs
+
+
+def layout(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Return what a body may rely on."""
+    return tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype
+
+
+def assert_bit_equal(left: Sequence[torch.Tensor | None], right: Sequence[torch.Tensor | None], what: str) -> None:
+    """Compare values, layouts and which of them are None."""
+    assert len(left) == len(right)
+    for position, (expected, actual) in enumerate(zip(left, right, strict=True)):
+        where = f"{what} {position}"
+        assert (expected is None) == (actual is None), where
+        if expected is None or actual is None:
+            continue
+        assert layout(expected) == layout(actual), where
+        assert torch.equal(bits(expected), bits(actual)), where
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a tensor, so that NaN equals NaN."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def assert_replays(recorded: Recorded, config: PartitionConfig) -> Partition:
+    """Check the partition of a graph against the uncut graph, and that it comes out the same twice."""
+    made = recorded.capture()
+    partition = partition_graph(made, config=config)
+    check_partition(partition, made)
+    assert partition_graph(recorded.capture(), config=config) == partition
+    outputs, inputs = run_whole(recorded)
+    actual_outputs, actual_inputs = run_bodies(recorded, partition)
+    assert_bit_equal(outputs, actual_outputs, "output")
+    assert_bit_equal(inputs, actual_inputs, "input after the run")
+    return partition
+
+
+def closure(graph: SegmentGraph) -> list[set[int]]:
+    """Return, per segment, all segments before it."""
+    before: list[set[int]] = []
+    for segment in graph.segments:
+        direct = graph.predecessors(segment.id)
+        before.append(set(direct).union(*(before[other] for other in direct)))
+    return before
+
+
+def assert_independent(graph: SegmentGraph, first: str, second: str) -> None:
+    """Check that there are segments of both modules and no path between them."""
+    sides = [[s.id for s in graph.segments if f"{s.module}.".startswith(f"{name}.")] for name in (first, second)]
+    assert all(sides), [s.name for s in graph.segments]
+    before = closure(graph)
+    for left in sides[0]:
+        for right in sides[1]:
+            assert left not in before[right] and right not in before[left], (
+                f"{graph.segments[left].name} and {graph.segments[right].name} depend on each other"
+            )
+
+
+# ---------------------------------------------------------------------------------------------------------- models
+
+
+class Normalised(nn.Module):
+    """Two branches whose statistics are mutated in training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU()) for _ in range(2))
+        self.right = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU()) for _ in range(2))
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the sum of both branches."""
+        self.calls.add_(1)
+        left, right = x, x
+        for layer in self.left:
+            left = layer(left)
+        for layer in self.right:
+            right = layer(right)
+        return left + right * self.calls
+
+
+class Attention(nn.Module):
+    """One head with a mask from outside."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        """Return `x` after attention."""
+        q, k, v = self.qkv(x).chunk(3, dim=-1)
+        scores = (q @ k.transpose(-1, -2) / 3.0).masked_fill(mask, float("-inf"))
+        return x + self.out(scores.softmax(-1) @ v)
+
+
+class Masked(nn.Module):
+    """Two stacks that share a mask, made inside, a lifted constant and a table of positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.ModuleList(Attention(8) for _ in range(2))
+        self.second = nn.ModuleList(Attention(8) for _ in range(2))
+        self.register_buffer("positions", torch.randn(5, 8))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """Return the product of both stacks."""
+        steps = torch.arange(5)
+        mask = steps[None, :] > steps[:, None]
+        scale = torch.tensor([1.0, 2.0] * 4)
+        x, y = x * scale + self.positions, y * scale + self.positions
+        for layer in self.first:
+            x = layer(x, mask)
+        for layer in self.second:
+            y = layer(y, mask)
+        return x * y
+
+
+class Tied(nn.Module):
+    """An embedding that is the output layer as well, and one encoder for two inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 8)
+        self.encoder = Tower(8, 2)
+        self.head = nn.Linear(8, 11, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """Return the logits of both sequences together."""
+        return self.head(self.encoder(self.embedding(x))) + self.head(self.encoder(self.embedding(y)))
+
+
+class ManyOutputs(nn.Module):
+    """Returns inputs, views of values and of inputs, and the same value twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return a view of every layer's result."""
+        first = self.layers[0](x)
+        second = self.layers[1](first.relu())
+        third = self.layers[2](second.t().reshape(-1, 8))
+        return first.t(), second.view(2, -1), y, x[1:], second[0], third, third, third.unsqueeze(0), y.sin()[:, 1:]
+
+
+class MultiOutput(nn.Module):
+    """Values of multi-output operators that are used in other modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(8) for _ in range(2))
+        self.fc = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return values of top-k, maximum and variance."""
+        values, indices = self.fc[0](self.norms[0](x)).topk(4, dim=-1)
+        largest, where = self.fc[1](x).max(dim=1)
+        left, right = self.fc[2](self.norms[1](x)).split(4, dim=-1)
+        variance, mean = torch.var_mean(left * values, dim=0)
+        return (
+            (right.gather(1, indices % 4) + variance).sum(1) + largest,
+            mean * where.float().mean(),
+            values.sort(dim=0).values,
+        )
+
+
+class Growing(nn.Module):
+    """A chain whose layers differ in width, with an inplace update of an input in the middle."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.ModuleList(nn.Linear(w, w // 2) for w in (32, 16))
+        self.up = nn.ModuleList(nn.Linear(w, w * 2) for w in (8, 16))
+
+    def forward(self, x: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+        """Return `x` after all layers and add to `state`."""
+        for layer in self.down:
+            x = layer(x).tanh()
+        state.mul_(0.9).add_(x.detach().mean(0))
+        x = x + state
+        for layer in self.up:
+            x = layer(x).sigmoid() + x.repeat(1, 2)
+        return x
+
+
+def functional(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Compute two independent chains without any module."""
+    left, right = x, x
+    for _ in range(3):
+        left = (left @ a).relu() + left
+        right = (right @ b).tanh() * right
+    return left @ right.t()
+
+
+def sized(*shape: int) -> torch.Tensor:
+    """Return the same random numbers for one shape on every call."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def tokens(count: int) -> torch.Tensor:
+    """Return token ids."""
+    return torch.randint(11, (3, 4), generator=torch.Generator().manual_seed(count))
+
+
+MODELS: dict[str, tuple[Callable[[], Callable[..., Any]], Callable[[], tuple[torch.Tensor, ...]]]] = {
+    "towers": (lambda: TwoTowers(8, 2), lambda: (sized(6, 8), sized(6, 8))),
+    "dropout": (lambda: TwoTowers(8, 2, dropout=0.4), lambda: (sized(6, 8), sized(6, 8))),
+    "stack": (lambda: Tower(8, 4, dropout=0.1), lambda: (sized(6, 8),)),
+    "batchnorm": (Normalised, lambda: (sized(6, 8),)),
+    "masked": (Masked, lambda: (sized(2, 5, 8), sized(2, 5, 8))),
+    "tied": (Tied, lambda: (tokens(1), tokens(2))),
+    "many_outputs": (ManyOutputs, lambda: (sized(4, 8), sized(4, 8))),
+    "multi_output": (MultiOutput, lambda: (sized(6, 8),)),
+    "growing": (Growing, lambda: (sized(6, 32), sized(8))),
+    "functional": (lambda: functional, lambda: (sized(6, 8), sized(8, 8), sized(8, 8))),
+}
+
+
+@functools.cache
+def graphs_of(name: str, *, train: bool, recompute_masks: bool = True) -> dict[Role, Recorded]:
+    """Return the graphs of a model; several tests read them and none changes them."""
+    torch.manual_seed(0)
+    make_model, make_inputs = MODELS[name]
+    model, inputs = make_model(), list(make_inputs())
+    if isinstance(model, nn.Module):
+        return record(model.train(train), inputs, recompute_masks=recompute_masks, train=train)
+    if train:
+        weights = [nn.Parameter(value) for value in inputs[1:]]
+        return record(lambda x: model(x, *weights), inputs[:1], recompute_masks=recompute_masks)
+    return record(model, inputs, recompute_masks=recompute_masks, train=False)
+
+
+@pytest.mark.parametrize("config", (LAYER, FINE, ATOMS, MODULE), ids=("layer", "fine", "atoms", "module"))
+@pytest.mark.parametrize("name", MODELS)
+def test_bodies_replay_training_bit_for_bit(name: str, config: PartitionConfig) -> None:
+    """Forward and backward, with recomputed masks and with saved ones."""
+    for recompute_masks in (True, False):
+        graphs = graphs_of(name, train=True, recompute_masks=recompute_masks)
+        assert set(graphs) == {Role.FORWARD, Role.BACKWARD}
+        for recorded in graphs.values():
+            assert_replays(recorded, config)
+
+
+@pytest.mark.parametrize("config", (LAYER, FINE, ATOMS, MODULE), ids=("layer", "fine", "atoms", "module"))
+@pytest.mark.parametrize("name", MODELS)
+def test_bodies_replay_inference_bit_for_bit(name: str, config: PartitionConfig) -> None:
+    """Without gradients and in evaluation mode."""
+    graphs = graphs_of(name, train=False)
+    assert set(graphs) == {Role.INFERENCE}
+    assert_replays(graphs[Role.INFERENCE], config)
+
+
+def test_models_test_what_they_should() -> None:
+    """Seeds, mutated inputs, shared bodies, values without names are really there."""
+    captures = {name: graphs_of(name, train=True)[Role.FORWARD].capture() for name in MODELS}
+    targets = {name: {node.target for node in made.nodes} for name, made in captures.items()}
+    assert "prims.inductor_random.default" in targets["dropout"]
+    assert "prims.inductor_lookup_seed.default" in targets["dropout"]
+    assert "aten.copy_.default" in targets["batchnorm"] & targets["growing"]
+    assert {NodeKind.PROJECTION} <= {node.kind for node in captures["multi_output"].nodes}
+    assert not any(node.module for node in captures["functional"].nodes)
+    assert any(captures["many_outputs"].nodes[o].kind is NodeKind.CHEAP for o in captures["many_outputs"].outputs)
+    assert any(captures["many_outputs"].nodes[o].kind is NodeKind.INPUT for o in captures["many_outputs"].outputs)
+    assert any(o is None for o in graphs_of("masked", train=True)[Role.BACKWARD].capture().outputs)
+
+
+def test_random_draws_from_the_global_generator_replay() -> None:
+    """With Inductor's fallback to torch's own random numbers, order is all that keeps them equal."""
+    torch.manual_seed(0)
+    with torch._inductor.config.patch(fallback_random=True):
+        graphs = record(TwoTowers(8, 2, dropout=0.4), (sized(6, 8), sized(6, 8)))
+    draws = [node for node in graphs[Role.FORWARD].capture().nodes if node.after]
+    assert draws
+    for recorded in graphs.values():
+        for config in (LAYER, FINE, MODULE):
+            assert_replays(recorded, config)
+
+
+# -------------------------------------------------------------------------------------------------- graphs by tracing
+
+
+def test_outputs_may_be_inputs_views_and_constants() -> None:
+    """Of an input, of a value, of both, and values that nobody computed."""
+
+    def function(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        value = aten.mm.default(x, y)
+        constant = aten.full.default([2], 3.0)
+        view = aten.t.default(value)
+        return x, aten.t.default(x), value, view, aten.neg.default(view), constant, aten.neg.default(constant), view
+
+    for config in (LAYER, ATOMS, MODULE):
+        assert_replays(hand(function, sized(3, 3), sized(3, 3)), config)
+
+
+def test_a_returned_view_stays_with_its_value_and_is_cloned_for_others() -> None:
+    """The segment that makes the value returns the view; a reader elsewhere takes the value, not the view."""
+
+    def function(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        value = aten.mm.default(x, x)
+        view = aten.t.default(value)
+        return view, aten.mm.default(view, x)
+
+    recorded = hand(function, sized(3, 3))
+    partition = assert_replays(recorded, ATOMS)
+    assert len(partition.graph.segments) == 2
+    first, second = partition.graph.segments
+    assert [partition.graph.buffers[b].name for b in first.outputs] == ["mm", "t"]
+    assert "mm" in [partition.graph.buffers[b].name for b in second.inputs]
+
+
+def test_a_graph_of_views_alone_has_a_segment_per_returned_view() -> None:
+    """Nothing computes, yet something must run."""
+    recorded = hand(lambda x: (aten.t.default(x), aten.view.default(x, [9])), sized(3, 3))
+    partition = assert_replays(recorded, LAYER)
+    assert len(partition.graph.segments) == 2
+
+
+def test_a_graph_that_does_nothing_has_no_segments() -> None:
+    """It returns its input."""
+    partition = assert_replays(hand(lambda x: x, sized(3)), LAYER)
+    assert partition.graph.segments == ()
+    assert partition.graph.outputs == partition.graph.inputs
+
+
+@pytest.mark.parametrize("config", (LAYER, ATOMS, MODULE), ids=("layer", "atoms", "module"))
+def test_mutations_between_readers_replay(config: PartitionConfig) -> None:
+    """Reads of the old value, through a view too, a write, reads of the new value, and a second write."""
+
+    def function(state: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        view = aten.t.default(state)
+        old = aten.mm.default(view, x)
+        also_old = aten.mm.default(state, x)
+        aten.copy_.default(state, aten.mm.default(x, x))
+        new = aten.mm.default(view, x)
+        aten.copy_.default(state, aten.add.Tensor(new, old))
+        return old, also_old, new, aten.neg.default(state)
+
+    recorded = hand(function, sized(3, 3), sized(3, 3))
+    partition = assert_replays(recorded, config)
+    whole, inputs = run_whole(recorded)
+    assert not torch.equal(inputs[0], recorded.inputs[0])
+    assert not torch.equal(whole[0], whole[2])  # type: ignore[arg-type]
+    if config is ATOMS:
+        assert any(segment.after for segment in partition.graph.segments)
+
+
+def test_a_projection_stays_with_its_operator() -> None:
+    """Both values of `topk` are used in segments of their own."""
+
+    def function(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        values, indices = aten.topk.default(x, 2)
+        return aten.mm.default(values, x[:2]), aten.add.Tensor(indices, 1)
+
+    partition = assert_replays(hand(function, sized(3, 3)), ATOMS)
+    assert len(partition.graph.segments) == 3
+    assert len(partition.graph.segments[0].outputs) == 2
+
+
+def test_equal_code_on_other_layouts_is_another_body() -> None:
+    """Transposed inputs have other strides."""
+
+    def function(x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(aten.mm.default(value, value) for value in (x, y, z))
+
+    recorded = hand(function, sized(3, 3), sized(3, 3).t(), sized(3, 3))
+    partition = assert_replays(recorded, ATOMS)
+    assert [segment.body for segment in partition.graph.segments] == [0, 1, 0]
+
+
+def test_wiring_and_constants_tell_bodies_apart() -> None:
+    """`a - b` is one body with itself, not with `a - a`, and not with other factors."""
+
+    def function(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        sub = aten.sub.Tensor
+        return sub(a, b), sub(b, a), sub(a, a), sub(a, b, alpha=2), aten.mul.Tensor(a, 2.0), aten.mul.Tensor(a, 3.0)
+
+    partition = assert_replays(hand(function, sized(3, 3), sized(3, 3)), ATOMS)
+    assert len({segment.body for segment in partition.graph.segments}) >= 5
+    first, second = partition.graph.segments[:2]
+    if first.body == second.body:
+        assert first.inputs == second.inputs[::-1]
+
+
+# ---------------------------------------------------------------------------------------------------- independence
+
+
+@pytest.mark.parametrize("role", (Role.FORWARD, Role.BACKWARD, Role.INFERENCE))
+@pytest.mark.parametrize("config", (LAYER, FINE, MODULE), ids=("layer", "fine", "module"))
+@pytest.mark.parametrize(
+    ("name", "first", "second"),
+    [
+        ("towers", "image", "text"),
+        ("dropout", "image", "text"),
+        ("batchnorm", "left", "right"),
+        ("masked", "first", "second"),
+    ],
+)
+def test_independent_branches_stay_independent(
+    name: str, first: str, second: str, config: PartitionConfig, role: Role
+) -> None:
+    """Whatever they share: inputs, seeds, masks, constants; they meet in joins only."""
+    recorded = graphs_of(name, train=role is not Role.INFERENCE)[role]
+    assert_independent(partition_graph(recorded.capture(), config=config).graph, first, second)
+
+
+@pytest.mark.parametrize("role", (Role.FORWARD, Role.BACKWARD, Role.INFERENCE))
+def test_two_uses_of_one_encoder_stay_independent(role: Role) -> None:
+    """Their weights are shared, and their gradients are added; their layers could still run beside each other."""
+    recorded = graphs_of("tied", train=role is not Role.INFERENCE)[role]
+    made = recorded.capture()
+    uses = sum(node.target.startswith(("aten.native_layer_norm.", "aten.rsqrt.")) for node in made.nodes)
+    assert role is Role.BACKWARD or uses == 4, "two layers, used twice"
+    graph = partition_graph(made, config=FINE).graph
+    before = closure(graph)
+    layers = [s.id for s in graph.segments if s.module == "encoder.layers.1"]
+    beside = [(a, b) for a in layers for b in layers if a < b and a not in before[b]]
+    assert beside, [segment.name for segment in graph.segments]
+
+
+@pytest.mark.parametrize("role", (Role.FORWARD, Role.BACKWARD, Role.INFERENCE))
+def test_chains_without_names_stay_independent(role: Role) -> None:
+    """Structure alone: some two segments have no path between them."""
+    recorded = graphs_of("functional", train=role is not Role.INFERENCE)[role]
+    for config in (LAYER, FINE, MODULE):
+        graph = partition_graph(recorded.capture(), config=config).graph
+        before = closure(graph)
+        pairs = [(a.id, b.id) for a in graph.segments for b in graph.segments if a.id < b.id]
+        assert any(a not in before[b] for a, b in pairs), [segment.name for segment in graph.segments]
+
+
+# ------------------------------------------------------------------------------------------------------ granularity
+
+
+def test_equal_layers_share_a_body() -> None:
+    """In both towers; in training the layers at the ends may save and take other values."""
+    graph = partition_graph(graphs_of("towers", train=False)[Role.INFERENCE].capture(), config=LAYER).graph
+    body = {segment.name: segment.body for segment in graph.segments}
+    assert body["image.layers.0"] == body["image.layers.1"] == body["text.layers.0"]
+    partition = partition_graph(graphs_of("stack", train=True)[Role.BACKWARD].capture(), config=LAYER)
+    assert len(partition.bodies) < len(partition.graph.segments)
+    partition = partition_graph(graphs_of("stack", train=True)[Role.FORWARD].capture(), config=LAYER)
+    assert len(partition.bodies) < len(partition.graph.segments)
+
+
+def test_a_stack_has_a_segment_per_layer() -> None:
+    """Named after it, in order; whole modules make it one segment."""
+    made = graphs_of("stack", train=False)[Role.INFERENCE].capture()
+    layers = partition_graph(made, config=LAYER).graph.segments
+    assert [segment.module for segment in layers] == [f"layers.{i}" for i in range(4)]
+    assert len(partition_graph(made, config=MODULE).graph.segments) == 1
+
+
+@pytest.mark.parametrize("train", (False, True))
+@pytest.mark.parametrize("name", MODELS)
+def test_whole_modules_are_no_more_segments_than_layers(name: str, train: bool) -> None:
+    """And no fewer than one."""
+    for recorded in graphs_of(name, train=train).values():
+        counts = [len(partition_graph(recorded.capture(), config=config).graph.segments) for config in (MODULE, LAYER)]
+        assert 1 <= counts[0] <= counts[1]
+
+
+@pytest.mark.parametrize(
+    ("module", "expected"),
+    [
+        ("", ""),
+        ("head", "head"),
+        ("vision.embeddings", "vision.embeddings"),
+        ("vision.embeddings.patch.conv", "vision.embeddings"),
+        ("text.encoder.layers.3", "text.encoder.layers.3"),
+        ("text.encoder.layers.3.mlp.fc1", "text.encoder.layers.3"),
+        ("text.encoder.layers.12.experts.5.fc", "text.encoder.layers.12"),
+        ("0", "0"),
+        ("0.fc", "0"),
+        ("layers.7", "layers.7"),
+        ("block3.conv1.weight", "block3.conv1"),
+    ],
+)
+def test_a_layer_is_the_path_up_to_its_first_number_else_two_names(module: str, expected: str) -> None:
+    """Experts inside a layer belong to the layer."""
+    assert layer_of(module) == expected
+
+
+# ---------------------------------------------------------------------------------------------------- random graphs
+
+MODULES = ("", "", "a.layers.0", "a.layers.0.fc", "a.layers.1.fc", "b.layers.0", "b.layers.1", "head", "a.embed.x")
+
+
+def random_capture(rng: random.Random) -> Capture:
+    """Return a random graph: named, unnamed or in between; with projections, clones, order and odd outputs."""
+    count, reach = rng.randrange(1, 40), rng.choice((3, 8, 40))
+    num_inputs = rng.randrange(0, min(count, 5) + 1)
+    modules = rng.choice((("",), MODULES, MODULES[1:], MODULES[2:]))
+    cheap_share, after_share = rng.choice((0.0, 0.2, 0.6)), rng.choice((0.0, 0.0, 0.1, 0.3))
+    nodes: list[Node] = []
+    multi: list[NodeId] = []
+    readable: list[NodeId] = []
+    computing: list[NodeId] = []
+    module = ""
+    for index in range(count):
+        inputs: tuple[NodeId, ...] = ()
+        later: tuple[NodeId, ...] = ()
+        kind, work = NodeKind.INPUT, Work()
+        if rng.random() < 0.3:
+            module = rng.choice(modules)
+        if index >= num_inputs:
+            draw = rng.random()
+            near = readable[-reach:]
+            inputs = tuple(sorted(rng.sample(near, min(len(near), rng.choice((0, 1, 1, 1, 2, 2, 3))))))
+            if multi and draw < 0.15:
+                kind, inputs = NodeKind.PROJECTION, (rng.choice(multi),)
+            elif draw < 0.15 + cheap_share:
+                kind = NodeKind.CHEAP
+            else:
+                kind = NodeKind.COMPUTE
+                work = Work(
+                    flops=rng.choice((0, 1, 10, 1000)), bytes_read=rng.choice((0, 8)), bytes_written=4, kernels=1
+                )
+                if computing and rng.random() < after_share:
+                    later = tuple(sorted(set(rng.choices(computing, k=2)) - set(inputs)))
+                computing.append(NodeId(index))
+        is_multi = kind is NodeKind.COMPUTE and rng.random() < 0.15
+        (multi if is_multi else readable).append(NodeId(index))
+        nodes.append(
+            Node(
+                id=NodeId(index),
+                name=f"n{index}",
+                kind=kind,
+                target=kind.value,
+                inputs=inputs,
+                after=later,
+                module="" if kind is NodeKind.INPUT else module,
+                num_bytes=rng.choice((0, 4, 400)),
+                work=work,
+                signature="" if kind is NodeKind.INPUT else f"op{rng.randrange(2)}_{len(inputs)}",
+                value=rng.choice(("f32[2]", "f32[2]", "f32[3]")),
+            )
+        )
+    outputs = [rng.choice([None, *readable]) for _ in range(rng.randrange(0, 6))]
+    return Capture(name="random", role=rng.choice(list(Role)), nodes=tuple(nodes), outputs=tuple(outputs))
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_every_graph_has_a_legal_partition(seed: int) -> None:
+    """For both granularities and thresholds from nothing to everything; twice the same."""
+    rng = random.Random(seed)
+    made = random_capture(rng)
+    check_capture(made)
+    least, most = rng.choice((0.0, 0.005, 0.2, 1.0)), rng.choice((0.0, 0.1, 0.5, 1.0))
+    counts = []
+    for granularity in ("module", "layer"):
+        config = PartitionConfig(granularity=granularity, min_segment_share=least, max_segment_share=most)
+        partition = partition_graph(made, config=config)
+        check_partition(partition, made)
+        assert partition_graph(made, config=config) == partition
+        counts.append(len(partition.graph.segments))
+    assert counts[0] <= counts[1]
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_lossless_contraction_costs_no_parallelism(seed: int) -> None:
+    """Without names and without the rule for tiny pieces, the longest path is as long as that of the nodes."""
+    made = random_capture(random.Random(seed))
+    made = Capture(
+        name=made.name, role=made.role, nodes=tuple(without_module(node) for node in made.nodes), outputs=made.outputs
+    )
+    for granularity in ("layer", "module"):
+        config = PartitionConfig(granularity=granularity, min_segment_share=0.0, max_segment_share=1.0)
+        partition = partition_graph(made, config=config)
+        check_partition(partition, made)
+        assert longest_path_of_segments(partition, made) == longest_path_of_nodes(made)
+
+
+def without_module(node: Node) -> Node:
+    """Return the node as it is in functional code."""
+    return Node(**{name: getattr(node, name) for name in Node.__slots__ if name != "module"})
+
+
+def longest_path_of_nodes(made: Capture) -> int:
+    """Return the most work that must be done one after the other."""
+    ends: list[int] = []
+    for node in made.nodes:
+        ends.append(node_weight(node) + max((ends[other] for other in (*node.inputs, *node.after)), default=0))
+    return max(ends, default=0)
+
+
+def longest_path_of_segments(partition: Partition, made: Capture) -> int:
+    """Return the same for segments, which start only when all that they need is there."""
+    ends: list[int] = []
+    for segment in partition.graph.segments:
+        weight = sum(node_weight(made.nodes[node]) for node in partition.nodes_by_segment[segment.id])
+        ends.append(
+            weight + max((ends[other] for other in partition.graph.predecessors(SegmentId(segment.id))), default=0)
+        )
+    return max(ends, default=0)
+
+
+def node_weight(node: Node) -> int:
+    """Return the work of a node as one number; clones of cheap nodes have none."""
+    return node.work.flops + 2 * (node.work.bytes_read + node.work.bytes_written)
