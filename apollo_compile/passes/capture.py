@@ -172,6 +172,7 @@ def _kind(fx_node: fx.Node, nodes: list[Node], inputs: tuple[NodeId, ...]) -> No
         _check_input(fx_node)
         return NodeKind.INPUT
     if fx_node.op == "get_attr":
+        _check_value(fx_node)
         return NodeKind.CHEAP
     if fx_node.op != "call_function":
         raise UnsupportedGraphError(f"node {fx_node.name} is a {fx_node.op}; segments take calls of functions only")
@@ -181,13 +182,13 @@ def _kind(fx_node: fx.Node, nodes: list[Node], inputs: tuple[NodeId, ...]) -> No
     if isinstance(target, torch._ops.HigherOrderOperator) and str(target) == "with_effects":
         raise UnsupportedGraphError(f"node {fx_node.name} carries an effect token; segments cannot order it")
     if isinstance(target, torch._ops.OpOverload):
+        _check_value(fx_node)
         if target in _FACTORIES and not inputs:
             return NodeKind.CHEAP
         if (target.is_view or target in _VIEWS_BEYOND_SCHEMA) and not target._schema.is_mutable:
             return NodeKind.CHEAP
         if target is _prims.inductor_lookup_seed.default:
             return NodeKind.CHEAP
-        _check_value(fx_node)
         return NodeKind.COMPUTE
     if not isinstance(fx_node.meta.get("val"), torch.Tensor | tuple | list):
         raise UnsupportedGraphError(

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch._inductor.inductor_prims  # registers the operators for seeds, which every graph from Inductor's passes may have
+import torch._inductor.inductor_prims  # registers the operators for seeds, which capture.py takes for granted
 from torch import fx
 from torch._higher_order_ops.effects import with_effects
 from torch._subclasses import FakeTensorMode
@@ -420,7 +420,7 @@ def test_a_value_whose_shape_depends_on_data_is_refused() -> None:
 
     graph_module = make_fx(function, tracing_mode="symbolic", _allow_non_fake_inputs=True)(torch.ones(3))
     graph_module.graph.find_nodes(op="placeholder")[0].meta["val"] = torch.ones(3)
-    with pytest.raises(UnsupportedGraphError, match="^nonzero has the dynamic shape"):
+    with pytest.raises(UnsupportedGraphError, match=r"^nonzero has the dynamic shape"):
         capture(graph_module)
 
 

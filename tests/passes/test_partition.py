@@ -22,7 +22,6 @@ from apollo_compile.ir import (
     Partition,
     Role,
     SegmentGraph,
-    SegmentId,
     Work,
 )
 from apollo_compile.passes.capture import capture_graph
@@ -33,10 +32,8 @@ aten = torch.ops.aten
 
 LAYER = PartitionConfig()
 MODULE = PartitionConfig(granularity="module")
-FINE = PartitionConfig(min_segment_share=0.0)
-"""Cuts at every border of a layer, however small it is."""
-ATOMS = PartitionConfig(min_segment_share=0.0, max_segment_share=0.0)
-"""In graphs without names: one segment per computing node."""
+FINE = PartitionConfig(min_segment_share=0.0, max_segment_share=0.0)
+"""Cuts at every border of a layer, however small it is; in graphs without names, one segment per computing node."""
 
 # ---------------------------------------------------------------------------------------------- graphs from Inductor
 
@@ -57,11 +54,25 @@ class Recorded:
         inputs.clear()
         return Eager(self.graph_module).run(*arguments)  # type: ignore[no-any-return]
 
-    def capture(self) -> Capture:
-        """Read and check the graph."""
-        made = capture_graph(self.graph_module, name=f"test_{self.role}", role=self.role)
+    @functools.cached_property
+    def captured(self) -> Capture:
+        """The graph as plain data, checked."""
+        made = self.capture_anew()
         check_capture(made)
         return made
+
+    def capture_anew(self) -> Capture:
+        """Read the graph."""
+        return capture_graph(self.graph_module, name=f"test_{self.role}", role=self.role)
+
+    @functools.cached_property
+    def expected(self) -> tuple[list[torch.Tensor | None], list[torch.Tensor]]:
+        """Outputs of the uncut graph, and its inputs after the run."""
+        inputs = copies(self.inputs)
+        torch.manual_seed(0)
+        with torch.no_grad():
+            outputs = Eager(self.graph_module).run(*inputs)
+        return list(outputs), inputs
 
 
 class Eager(fx.Interpreter):
@@ -124,15 +135,6 @@ def copies(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 # ---------------------------------------------------------------------------------------------------------- oracle
 
 
-def run_whole(recorded: Recorded) -> tuple[list[torch.Tensor | None], list[torch.Tensor]]:
-    """Return the outputs of the uncut graph, and its inputs after the run."""
-    inputs = copies(recorded.inputs)
-    torch.manual_seed(0)
-    with torch.no_grad():
-        outputs = Eager(recorded.graph_module).run(*inputs)
-    return list(outputs), inputs
-
-
 def run_bodies(recorded: Recorded, partition: Partition) -> tuple[list[torch.Tensor | None], list[torch.Tensor]]:
     """Return the outputs of the bodies, run in the order of segment ids, and the inputs after the run."""
     bodies = [extract_body(recorded.graph_module, body) for body in partition.bodies]
@@ -173,11 +175,11 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
 def assert_replays(recorded: Recorded, config: PartitionConfig) -> Partition:
     """Check the partition of a graph against the uncut graph, and that it comes out the same twice."""
-    made = recorded.capture()
+    made = recorded.captured
     partition = partition_graph(made, config=config)
     check_partition(partition, made)
-    assert partition_graph(recorded.capture(), config=config) == partition
-    outputs, inputs = run_whole(recorded)
+    assert partition_graph(made, config=config) == partition
+    outputs, inputs = recorded.expected
     actual_outputs, actual_inputs = run_bodies(recorded, partition)
     assert_bit_equal(outputs, actual_outputs, "output")
     assert_bit_equal(inputs, actual_inputs, "input after the run")
@@ -248,8 +250,8 @@ class Masked(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first = nn.ModuleList(Attention(8) for _ in range(2))
-        self.second = nn.ModuleList(Attention(8) for _ in range(2))
+        self.first = nn.ModuleList([Attention(8)])
+        self.second = nn.ModuleList([Attention(8)])
         self.register_buffer("positions", torch.randn(5, 8))
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -368,8 +370,12 @@ MODELS: dict[str, tuple[Callable[[], Callable[..., Any]], Callable[[], tuple[tor
 }
 
 
+WITH_MASKS = ("dropout", "masked")
+"""Models whose forward saves other values when masks and views are not recomputed."""
+
+
 @functools.cache
-def graphs_of(name: str, *, train: bool, recompute_masks: bool = True) -> dict[Role, Recorded]:
+def graphs_of(name: str, *, train: bool, recompute_masks: bool) -> dict[Role, Recorded]:
     """Return the graphs of a model; several tests read them and none changes them."""
     torch.manual_seed(0)
     make_model, make_inputs = MODELS[name]
@@ -382,29 +388,29 @@ def graphs_of(name: str, *, train: bool, recompute_masks: bool = True) -> dict[R
     return record(model, inputs, recompute_masks=recompute_masks, train=False)
 
 
-@pytest.mark.parametrize("config", (LAYER, FINE, ATOMS, MODULE), ids=("layer", "fine", "atoms", "module"))
+@pytest.mark.parametrize("config", (LAYER, FINE, MODULE), ids=("layer", "fine", "module"))
 @pytest.mark.parametrize("name", MODELS)
 def test_bodies_replay_training_bit_for_bit(name: str, config: PartitionConfig) -> None:
-    """Forward and backward, with recomputed masks and with saved ones."""
-    for recompute_masks in (True, False):
+    """Forward and backward, with recomputed masks and, where it matters, with saved ones."""
+    for recompute_masks in (True, False) if name in WITH_MASKS else (True,):
         graphs = graphs_of(name, train=True, recompute_masks=recompute_masks)
         assert set(graphs) == {Role.FORWARD, Role.BACKWARD}
         for recorded in graphs.values():
             assert_replays(recorded, config)
 
 
-@pytest.mark.parametrize("config", (LAYER, FINE, ATOMS, MODULE), ids=("layer", "fine", "atoms", "module"))
+@pytest.mark.parametrize("config", (LAYER, FINE, MODULE), ids=("layer", "fine", "module"))
 @pytest.mark.parametrize("name", MODELS)
 def test_bodies_replay_inference_bit_for_bit(name: str, config: PartitionConfig) -> None:
     """Without gradients and in evaluation mode."""
-    graphs = graphs_of(name, train=False)
+    graphs = graphs_of(name, train=False, recompute_masks=True)
     assert set(graphs) == {Role.INFERENCE}
     assert_replays(graphs[Role.INFERENCE], config)
 
 
 def test_models_test_what_they_should() -> None:
     """Seeds, mutated inputs, shared bodies, values without names are really there."""
-    captures = {name: graphs_of(name, train=True)[Role.FORWARD].capture() for name in MODELS}
+    captures = {name: graphs_of(name, train=True, recompute_masks=True)[Role.FORWARD].captured for name in MODELS}
     targets = {name: {node.target for node in made.nodes} for name, made in captures.items()}
     assert "prims.inductor_random.default" in targets["dropout"]
     assert "prims.inductor_lookup_seed.default" in targets["dropout"]
@@ -413,15 +419,15 @@ def test_models_test_what_they_should() -> None:
     assert not any(node.module for node in captures["functional"].nodes)
     assert any(captures["many_outputs"].nodes[o].kind is NodeKind.CHEAP for o in captures["many_outputs"].outputs)
     assert any(captures["many_outputs"].nodes[o].kind is NodeKind.INPUT for o in captures["many_outputs"].outputs)
-    assert any(o is None for o in graphs_of("masked", train=True)[Role.BACKWARD].capture().outputs)
+    assert any(o is None for o in graphs_of("masked", train=True, recompute_masks=True)[Role.BACKWARD].captured.outputs)
 
 
 def test_random_draws_from_the_global_generator_replay() -> None:
     """With Inductor's fallback to torch's own random numbers, order is all that keeps them equal."""
     torch.manual_seed(0)
     with torch._inductor.config.patch(fallback_random=True):
-        graphs = record(TwoTowers(8, 2, dropout=0.4), (sized(6, 8), sized(6, 8)))
-    draws = [node for node in graphs[Role.FORWARD].capture().nodes if node.after]
+        graphs = record(TwoTowers(8, 1, dropout=0.4), (sized(6, 8), sized(6, 8)))
+    draws = [node for node in graphs[Role.FORWARD].captured.nodes if node.after]
     assert draws
     for recorded in graphs.values():
         for config in (LAYER, FINE, MODULE):
@@ -440,7 +446,7 @@ def test_outputs_may_be_inputs_views_and_constants() -> None:
         view = aten.t.default(value)
         return x, aten.t.default(x), value, view, aten.neg.default(view), constant, aten.neg.default(constant), view
 
-    for config in (LAYER, ATOMS, MODULE):
+    for config in (LAYER, FINE, MODULE):
         assert_replays(hand(function, sized(3, 3), sized(3, 3)), config)
 
 
@@ -453,7 +459,7 @@ def test_a_returned_view_stays_with_its_value_and_is_cloned_for_others() -> None
         return view, aten.mm.default(view, x)
 
     recorded = hand(function, sized(3, 3))
-    partition = assert_replays(recorded, ATOMS)
+    partition = assert_replays(recorded, FINE)
     assert len(partition.graph.segments) == 2
     first, second = partition.graph.segments
     assert [partition.graph.buffers[b].name for b in first.outputs] == ["mm", "t"]
@@ -474,7 +480,7 @@ def test_a_graph_that_does_nothing_has_no_segments() -> None:
     assert partition.graph.outputs == partition.graph.inputs
 
 
-@pytest.mark.parametrize("config", (LAYER, ATOMS, MODULE), ids=("layer", "atoms", "module"))
+@pytest.mark.parametrize("config", (LAYER, FINE, MODULE), ids=("layer", "fine", "module"))
 def test_mutations_between_readers_replay(config: PartitionConfig) -> None:
     """Reads of the old value, through a view too, a write, reads of the new value, and a second write."""
 
@@ -489,10 +495,10 @@ def test_mutations_between_readers_replay(config: PartitionConfig) -> None:
 
     recorded = hand(function, sized(3, 3), sized(3, 3))
     partition = assert_replays(recorded, config)
-    whole, inputs = run_whole(recorded)
+    whole, inputs = recorded.expected
     assert not torch.equal(inputs[0], recorded.inputs[0])
     assert not torch.equal(whole[0], whole[2])  # type: ignore[arg-type]
-    if config is ATOMS:
+    if config is FINE:
         assert any(segment.after for segment in partition.graph.segments)
 
 
@@ -503,7 +509,7 @@ def test_a_projection_stays_with_its_operator() -> None:
         values, indices = aten.topk.default(x, 2)
         return aten.mm.default(values, x[:2]), aten.add.Tensor(indices, 1)
 
-    partition = assert_replays(hand(function, sized(3, 3)), ATOMS)
+    partition = assert_replays(hand(function, sized(3, 3)), FINE)
     assert len(partition.graph.segments) == 3
     assert len(partition.graph.segments[0].outputs) == 2
 
@@ -515,7 +521,7 @@ def test_equal_code_on_other_layouts_is_another_body() -> None:
         return tuple(aten.mm.default(value, value) for value in (x, y, z))
 
     recorded = hand(function, sized(3, 3), sized(3, 3).t(), sized(3, 3))
-    partition = assert_replays(recorded, ATOMS)
+    partition = assert_replays(recorded, FINE)
     assert [segment.body for segment in partition.graph.segments] == [0, 1, 0]
 
 
@@ -526,7 +532,7 @@ def test_wiring_and_constants_tell_bodies_apart() -> None:
         sub = aten.sub.Tensor
         return sub(a, b), sub(b, a), sub(a, a), sub(a, b, alpha=2), aten.mul.Tensor(a, 2.0), aten.mul.Tensor(a, 3.0)
 
-    partition = assert_replays(hand(function, sized(3, 3), sized(3, 3)), ATOMS)
+    partition = assert_replays(hand(function, sized(3, 3), sized(3, 3)), FINE)
     assert len({segment.body for segment in partition.graph.segments}) >= 5
     first, second = partition.graph.segments[:2]
     if first.body == second.body:
@@ -551,30 +557,39 @@ def test_independent_branches_stay_independent(
     name: str, first: str, second: str, config: PartitionConfig, role: Role
 ) -> None:
     """Whatever they share: inputs, seeds, masks, constants; they meet in joins only."""
-    recorded = graphs_of(name, train=role is not Role.INFERENCE)[role]
-    assert_independent(partition_graph(recorded.capture(), config=config).graph, first, second)
+    recorded = graphs_of(name, train=role is not Role.INFERENCE, recompute_masks=True)[role]
+    assert_independent(partition_graph(recorded.captured, config=config).graph, first, second)
 
 
 @pytest.mark.parametrize("role", (Role.FORWARD, Role.BACKWARD, Role.INFERENCE))
-def test_two_uses_of_one_encoder_stay_independent(role: Role) -> None:
-    """Their weights are shared, and their gradients are added; their layers could still run beside each other."""
-    recorded = graphs_of("tied", train=role is not Role.INFERENCE)[role]
-    made = recorded.capture()
-    uses = sum(node.target.startswith(("aten.native_layer_norm.", "aten.rsqrt.")) for node in made.nodes)
-    assert role is Role.BACKWARD or uses == 4, "two layers, used twice"
-    graph = partition_graph(made, config=FINE).graph
-    before = closure(graph)
-    layers = [s.id for s in graph.segments if s.module == "encoder.layers.1"]
-    beside = [(a, b) for a in layers for b in layers if a < b and a not in before[b]]
-    assert beside, [segment.name for segment in graph.segments]
+@pytest.mark.parametrize(
+    ("name", "modules"),
+    [
+        ("towers", ("image", "text")),
+        ("batchnorm", ("left", "right")),
+        ("masked", ("first", "second")),
+        ("tied", ("encoder",)),
+    ],
+)
+def test_two_branches_can_run_beside_each_other(name: str, modules: tuple[str, ...], role: Role) -> None:
+    """With enough lanes, their matrix products take about half of the time; also two uses of one encoder."""
+    made = graphs_of(name, train=role is not Role.INFERENCE, recompute_masks=True)[role].captured
+
+    def weight(node: Node) -> int:
+        return flops_of_products(node) if node.module.startswith(modules) else 0
+
+    total = sum(weight(node) for node in made.nodes)
+    longest = longest_path_of_segments(partition_graph(made, config=LAYER), made, weight)
+    assert 0 < longest_path_of_nodes(made, weight) <= longest
+    assert longest <= 0.6 * total
 
 
 @pytest.mark.parametrize("role", (Role.FORWARD, Role.BACKWARD, Role.INFERENCE))
 def test_chains_without_names_stay_independent(role: Role) -> None:
     """Structure alone: some two segments have no path between them."""
-    recorded = graphs_of("functional", train=role is not Role.INFERENCE)[role]
+    recorded = graphs_of("functional", train=role is not Role.INFERENCE, recompute_masks=True)[role]
     for config in (LAYER, FINE, MODULE):
-        graph = partition_graph(recorded.capture(), config=config).graph
+        graph = partition_graph(recorded.captured, config=config).graph
         before = closure(graph)
         pairs = [(a.id, b.id) for a in graph.segments for b in graph.segments if a.id < b.id]
         assert any(a not in before[b] for a, b in pairs), [segment.name for segment in graph.segments]
@@ -585,19 +600,25 @@ def test_chains_without_names_stay_independent(role: Role) -> None:
 
 def test_equal_layers_share_a_body() -> None:
     """In both towers; in training the layers at the ends may save and take other values."""
-    graph = partition_graph(graphs_of("towers", train=False)[Role.INFERENCE].capture(), config=LAYER).graph
+    graph = partition_graph(
+        graphs_of("towers", train=False, recompute_masks=True)[Role.INFERENCE].captured, config=LAYER
+    ).graph
     body = {segment.name: segment.body for segment in graph.segments}
     assert body["image.layers.0"] == body["image.layers.1"] == body["text.layers.0"]
-    partition = partition_graph(graphs_of("stack", train=True)[Role.BACKWARD].capture(), config=LAYER)
+    partition = partition_graph(
+        graphs_of("stack", train=True, recompute_masks=True)[Role.BACKWARD].captured, config=LAYER
+    )
     assert len(partition.bodies) < len(partition.graph.segments)
-    partition = partition_graph(graphs_of("stack", train=True)[Role.FORWARD].capture(), config=LAYER)
+    partition = partition_graph(
+        graphs_of("stack", train=True, recompute_masks=True)[Role.FORWARD].captured, config=LAYER
+    )
     assert len(partition.bodies) < len(partition.graph.segments)
 
 
 def test_a_stack_has_a_segment_per_layer() -> None:
-    """Named after it, in order; whole modules make it one segment."""
-    made = graphs_of("stack", train=False)[Role.INFERENCE].capture()
-    layers = partition_graph(made, config=LAYER).graph.segments
+    """Named after it, in order, if the sums between them are too small to count; whole modules make it one segment."""
+    made = graphs_of("stack", train=False, recompute_masks=True)[Role.INFERENCE].captured
+    layers = partition_graph(made, config=PartitionConfig(min_segment_share=0.05)).graph.segments
     assert [segment.module for segment in layers] == [f"layers.{i}" for i in range(4)]
     assert len(partition_graph(made, config=MODULE).graph.segments) == 1
 
@@ -606,8 +627,8 @@ def test_a_stack_has_a_segment_per_layer() -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_whole_modules_are_no_more_segments_than_layers(name: str, train: bool) -> None:
     """And no fewer than one."""
-    for recorded in graphs_of(name, train=train).values():
-        counts = [len(partition_graph(recorded.capture(), config=config).graph.segments) for config in (MODULE, LAYER)]
+    for recorded in graphs_of(name, train=train, recompute_masks=True).values():
+        counts = [len(partition_graph(recorded.captured, config=config).graph.segments) for config in (MODULE, LAYER)]
         assert 1 <= counts[0] <= counts[1]
 
 
@@ -719,7 +740,8 @@ def test_lossless_contraction_costs_no_parallelism(seed: int) -> None:
         config = PartitionConfig(granularity=granularity, min_segment_share=0.0, max_segment_share=1.0)
         partition = partition_graph(made, config=config)
         check_partition(partition, made)
-        assert longest_path_of_segments(partition, made) == longest_path_of_nodes(made)
+        expected = longest_path_of_nodes(made, flops_and_bytes)
+        assert longest_path_of_segments(partition, made, flops_and_bytes) == expected
 
 
 def without_module(node: Node) -> Node:
@@ -727,25 +749,34 @@ def without_module(node: Node) -> Node:
     return Node(**{name: getattr(node, name) for name in Node.__slots__ if name != "module"})
 
 
-def longest_path_of_nodes(made: Capture) -> int:
+def longest_path_of_nodes(made: Capture, weight: Callable[[Node], int]) -> int:
     """Return the most work that must be done one after the other."""
     ends: list[int] = []
     for node in made.nodes:
-        ends.append(node_weight(node) + max((ends[other] for other in (*node.inputs, *node.after)), default=0))
+        ends.append(weight(node) + max((ends[other] for other in (*node.inputs, *node.after)), default=0))
     return max(ends, default=0)
 
 
-def longest_path_of_segments(partition: Partition, made: Capture) -> int:
+def longest_path_of_segments(partition: Partition, made: Capture, weight: Callable[[Node], int]) -> int:
     """Return the same for segments, which start only when all that they need is there."""
     ends: list[int] = []
     for segment in partition.graph.segments:
-        weight = sum(node_weight(made.nodes[node]) for node in partition.nodes_by_segment[segment.id])
-        ends.append(
-            weight + max((ends[other] for other in partition.graph.predecessors(SegmentId(segment.id))), default=0)
-        )
+        own = sum(weight(made.nodes[node]) for node in partition.nodes_by_segment[segment.id])
+        ends.append(own + max((ends[other] for other in partition.graph.predecessors(segment.id)), default=0))
     return max(ends, default=0)
 
 
-def node_weight(node: Node) -> int:
+def flops_and_bytes(node: Node) -> int:
     """Return the work of a node as one number; clones of cheap nodes have none."""
     return node.work.flops + 2 * (node.work.bytes_read + node.work.bytes_written)
+
+
+def flops_of_products(node: Node) -> int:
+    """Return the flops of matrix products only."""
+    return node.work.flops if node.target.startswith(("aten.mm.", "aten.addmm.", "aten.bmm.")) else 0
+
+
+def test_a_graph_is_read_the_same_twice() -> None:
+    """Capture and partition have no state."""
+    for recorded in graphs_of("dropout", train=True, recompute_masks=True).values():
+        assert recorded.capture_anew() == recorded.captured

@@ -1,0 +1,79 @@
+"""Draw docs/lanes.svg: one measured training step of `two_tower`, on one lane and on lanes.
+
+    python -m benchmarks.picture
+
+The bars are the spans of the run whose duration is the median of many, forward and backward side by side, in one scale.
+"""
+
+from __future__ import annotations
+
+import html
+from pathlib import Path
+
+import torch
+
+from apollo_compile import backend
+from apollo_compile.ir import Trace
+from apollo_compile.units import NS_PER_MS
+from benchmarks.workloads import build
+
+STEPS = 41
+WIDTH, LANE_HEIGHT, LEFT, TOP = 860, 26, 150, 34
+COLORS = {"image": "#4c78a8", "text": "#e4873c", "": "#9aa0a6"}
+ROWS = {0: "both cores", 1: "core 0", 2: "core 1"}
+
+
+def main() -> None:
+    """Measure and draw."""
+    traces = {title: _median_step(planner) for title, planner in (("one lane", "serial"), ("lanes", "greedy"))}
+    longest = max(sum(trace.duration_ns for _, trace in step) for step in traces.values())
+    body = "".join(
+        _draw(title, step, longest, TOP + number * (3 * LANE_HEIGHT + 44)) for number, (title, step) in enumerate(traces.items())
+    )
+    height = TOP + 2 * (3 * LANE_HEIGHT + 44)
+    Path("docs/lanes.svg").write_text(
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH + LEFT + 20} {height}" '
+        'font-family="sans-serif" font-size="13" role="img" aria-label="A training step on one lane and on lanes">'
+        f'<rect width="100%" height="100%" fill="white"/>{body}</svg>\n'
+    )
+
+
+def _median_step(planner: str) -> list[tuple[backend.CompiledGraph, Trace]]:
+    torch._dynamo.reset()
+    workload = build("two_tower", "small", batch=1)
+    compiled = torch.compile(workload.model, backend="apollo", options={"plan.planner": planner})
+    steps = []
+    for _ in range(STEPS):
+        workload.loss(compiled(**workload.inputs)).backward()
+        graphs = backend.find_models(workload.model)[0].graphs
+        steps.append([(graph, graph.trace()) for graph in graphs])
+    return sorted(steps, key=lambda step: sum(trace.duration_ns for _, trace in step))[STEPS // 2]
+
+
+def _draw(title: str, step: list[tuple[backend.CompiledGraph, Trace]], longest: int, top: int) -> str:
+    total = sum(trace.duration_ns for _, trace in step)
+    parts = [f'<text x="8" y="{top - 8}" font-weight="bold">{title}: {total / NS_PER_MS:.1f} ms</text>']
+    parts += [f'<text x="8" y="{top + lane * LANE_HEIGHT + 17}">{name}</text>' for lane, name in ROWS.items()]
+    begin = 0
+    for graph, trace in step:
+        for span in trace.spans:
+            name = graph.compilation.partition.graph.segments[span.segment].name
+            x = LEFT + (begin + span.start_ns) / longest * WIDTH
+            width = max(1.0, (span.end_ns - span.start_ns) / longest * WIDTH - 1)
+            color = COLORS.get(name.split(".")[0] if "layers" in name else "", COLORS[""])
+            parts.append(
+                f'<rect x="{x:.1f}" y="{top + span.lane * LANE_HEIGHT + 2}" width="{width:.1f}" '
+                f'height="{LANE_HEIGHT - 4}" rx="2" fill="{color}"><title>{html.escape(name)}</title></rect>'
+            )
+        begin += trace.duration_ns
+        border = LEFT + begin / longest * WIDTH
+        bottom = top + 3 * LANE_HEIGHT
+        parts.append(f'<line x1="{border:.1f}" y1="{top}" x2="{border:.1f}" y2="{bottom}" stroke="#5f6368"/>')
+        parts.append(
+            f'<text x="{border - 4:.1f}" y="{bottom + 15}" text-anchor="end">{graph.compilation.capture.role}</text>'
+        )
+    return "".join(parts)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,277 @@
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from apollo_compile.check import check_memory, check_partition, check_program, check_syncs
+from apollo_compile.device import default_profile
+from apollo_compile.ir import (
+    Body,
+    BodyId,
+    Capture,
+    CostSource,
+    LaneId,
+    Node,
+    NodeId,
+    NodeKind,
+    Origin,
+    Partition,
+    Role,
+    SegmentGraph,
+    SegmentId,
+    Span,
+    Trace,
+)
+from apollo_compile.lanes import lane_catalogue
+from apollo_compile.passes.emit import emit_program
+from apollo_compile.passes.memory import plan_memory
+from apollo_compile.passes.sync import eliminate_syncs
+from apollo_compile.pipeline import Compilation
+from apollo_compile.reports.render_text import render_text
+from apollo_compile.reports.summary import GraphSummary, Report, summarize
+from tests.builders import costs, graph, plan
+
+NOTHING = Trace(spans=(), duration_ns=0)
+READS = ((), (0,), (0,), (1, 2))
+NAMES = ("embed", "image.layers.0", "text.layers.0", "head")
+
+
+def compilation(letters: str = "*AB*", *, handover_ns: int = 0) -> Compilation:
+    """Return a diamond of four segments on a device with two units; the layers share a body."""
+    made = graph(*READS, names=NAMES, bodies=(0, 1, 1, 2), sizes=(100, 1024, 2048, 4096, 10))
+    lanes = lane_catalogue(2)
+    table = costs(made, lanes, [90, 50], [400, 300], [200, 150], [100, 60], handover_ns=handover_ns)
+    modes = list(table.modes)
+    modes[1] = (replace(modes[1][0], source=CostSource.MEASURED), modes[1][1])
+    table = replace(table, modes=tuple(modes))
+    planned = replace(plan(made, letters, lanes=lanes, costs=table), lower_bound_ns=123)
+    syncs = eliminate_syncs(made, planned)
+    memory = plan_memory(made, planned, syncs)
+    program = emit_program(made, planned, syncs, memory)
+    capture, partition = nodes_of(made)
+    check_partition(partition, capture)
+    check_syncs(syncs, made, planned)
+    check_memory(memory, made, planned, syncs)
+    check_program(program, made, planned, syncs, memory)
+    return Compilation(
+        capture=capture,
+        partition=partition,
+        profile=default_profile(2),
+        costs=table,
+        plan=planned,
+        syncs=syncs,
+        memory=memory,
+        program=program,
+    )
+
+
+def nodes_of(made: SegmentGraph) -> tuple[Capture, Partition]:
+    """Return one node per buffer, and the partition that has the graph."""
+    nodes = tuple(
+        Node(
+            id=NodeId(buffer.id),
+            name=buffer.name,
+            kind=NodeKind.INPUT if buffer.producer is None else NodeKind.COMPUTE,
+            target="op",
+            inputs=tuple(NodeId(b) for b in made.segments[buffer.producer].inputs)
+            if buffer.producer is not None
+            else (),
+            num_bytes=buffer.num_bytes,
+        )
+        for buffer in made.buffers
+    )
+    bodies: dict[int, Body] = {}
+    for segment in made.segments:
+        bodies.setdefault(
+            segment.body,
+            Body(
+                id=BodyId(segment.body),
+                name=segment.name,
+                nodes=(NodeId(segment.outputs[0]),),
+                inputs=tuple(NodeId(b) for b in segment.inputs),
+                outputs=(NodeId(segment.outputs[0]),),
+            ),
+        )
+    capture = Capture(
+        name=made.name,
+        role=made.role,
+        nodes=nodes,
+        outputs=tuple(None if buffer is None else NodeId(buffer) for buffer in made.outputs),
+    )
+    by_segment = tuple((NodeId(segment.outputs[0]),) for segment in made.segments)
+    return capture, Partition(graph=made, bodies=tuple(bodies.values()), nodes_by_segment=by_segment)
+
+
+def trace(*spans: tuple[int, int, int, int], duration_ns: int) -> Trace:
+    """Return a trace of (segment, lane, start, end)."""
+    return Trace(
+        spans=tuple(
+            Span(segment=SegmentId(s), lane=LaneId(lane), start_ns=start, end_ns=end, core=-1)
+            for s, lane, start, end in spans
+        ),
+        duration_ns=duration_ns,
+    )
+
+
+RUN = trace((0, 0, 10, 60), (1, 1, 70, 470), (2, 2, 80, 380), (3, 0, 500, 580), duration_ns=1000)
+"""The layers overlap from 80 to 380; lane 0 has both units for 130 ns, lane 1 one for 400, lane 2 one for 300."""
+
+
+def test_a_plan_without_a_run_has_predictions_only() -> None:
+    """In planned start order."""
+    made = compilation()
+    summary = summarize(made, NOTHING)
+    assert (summary.name, summary.role, summary.origin) == ("test", Role.INFERENCE, Origin.GREEDY)
+    assert (summary.num_bodies, summary.num_lanes) == (3, 3)
+    assert [segment.name for segment in summary.segments] == list(NAMES)
+    assert [segment.module for segment in summary.segments] == list(NAMES)
+    assert [segment.lane for segment in summary.segments] == [0, 1, 2, 0]
+    assert [segment.units for segment in summary.segments] == [2, 1, 1, 2]
+    assert [segment.predicted_ns for segment in summary.segments] == [50, 400, 200, 60]
+    assert [segment.source for segment in summary.segments] == ["formula", "measured", "formula", "formula"]
+    assert {segment.measured_ns for segment in summary.segments} == {None}
+    assert (summary.predicted_ns, summary.serial_ns, summary.bound_ns) == (510, 560, 123)
+    assert (summary.measured_ns, summary.overlap, summary.busy) == (None, None, None)
+    assert summary.num_waits == len(made.syncs.waits) > 0
+    assert summary.num_waits_dropped == len(made.syncs.dropped)
+    assert summary.peak_bytes == made.memory.peak_bytes > 0
+    assert len(summary.timeline.splitlines()) == 3
+
+
+def test_a_run_adds_measured_numbers() -> None:
+    """Figures done by hand; predictions stay."""
+    made = compilation()
+    summary = summarize(made, RUN)
+    assert summary.measured_ns == 1000
+    assert [segment.measured_ns for segment in summary.segments] == [50, 400, 300, 80]
+    assert summary.overlap == pytest.approx(0.3)
+    assert summary.busy == pytest.approx((2 * 130 + 400 + 300) / 2000)
+    assert summary.predicted_ns == 510
+    assert summary.timeline != summarize(made, NOTHING).timeline
+
+
+@pytest.mark.parametrize(
+    ("spans", "overlap"),
+    [
+        ([(0, 0, 0, 100)], 0.0),
+        ([(0, 0, 0, 100), (1, 1, 100, 200)], 0.0),
+        ([(0, 0, 0, 100), (1, 1, 0, 100)], 0.1),
+        ([(0, 0, 0, 100), (1, 1, 20, 60)], 0.04),
+        ([(0, 0, 0, 100), (1, 1, 90, 200), (2, 2, 200, 300)], 0.01),
+        ([(0, 0, 0, 100), (1, 1, 50, 150), (2, 2, 80, 300)], 0.1),
+        ([(0, 0, 0, 100), (1, 1, 0, 100), (2, 2, 0, 100)], 0.1),
+        ([(0, 0, 0, 0), (1, 1, 0, 100)], 0.0),
+    ],
+)
+def test_overlap_is_the_time_with_two_lanes_or_more(spans: list[tuple[int, int, int, int]], overlap: float) -> None:
+    """Three lanes count once, and touching is not overlapping."""
+    summary = summarize(compilation(), trace(*spans, duration_ns=1000))
+    assert summary.overlap == pytest.approx(overlap)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_overlap_is_what_counting_instants_gives(seed: int) -> None:
+    """On random spans."""
+    rng = random.Random(seed)
+    spans = []
+    for segment in range(4):
+        start = rng.randrange(90)
+        spans.append((segment, segment, start, rng.randrange(start, 100)))
+    open_at = [sum(start <= instant < end for _, _, start, end in spans) for instant in range(100)]
+    summary = summarize(compilation(), trace(*[(s, s % 3, b, e) for s, _, b, e in spans], duration_ns=100))
+    assert summary.overlap == pytest.approx(sum(count >= 2 for count in open_at) / 100)
+
+
+def test_a_run_of_every_unit_all_the_time_is_fully_busy() -> None:
+    """And half of the units for all of the time is half."""
+    made = compilation("****")
+    spans = [(segment, 0, 100 * segment, 100 * segment + 100) for segment in range(4)]
+    assert summarize(made, trace(*spans, duration_ns=400)).busy == pytest.approx(1.0)
+    made = compilation("AAAA")
+    summary = summarize(made, trace(*[(s, 1, start, end) for s, _, start, end in spans], duration_ns=400))
+    assert summary.busy == pytest.approx(0.5)
+    assert summary.overlap == 0.0
+    assert summary.num_lanes == 1
+
+
+def test_a_run_that_lacks_segments_has_no_numbers_for_them() -> None:
+    """As a trace that was cut short."""
+    summary = summarize(compilation(), trace((0, 0, 0, 100), duration_ns=200))
+    assert [segment.measured_ns for segment in summary.segments] == [100, None, None, None]
+
+
+# ----------------------------------------------------------------------------------------------------------------- text
+
+
+def test_the_text_has_every_number() -> None:
+    """Of the graph, of the run, and of the segments; a star marks predictions from measurements."""
+    summary = summarize(compilation(), RUN)
+    text = render_text(Report(graphs=(summary,), handed_over=()))
+    lines = text.splitlines()
+    assert lines[0] == "test: 4 segments (3 bodies) on 3 lanes, greedy plan"
+    assert lines[1] == "  predicted 510 ns; on one lane 560 ns (1.10x); no plan is under 123 ns"
+    assert lines[2] == "  measured  1.0 us; two lanes or more at work 30% of the time; units busy 48%"
+    assert lines[3] == (
+        f"  {summary.num_waits} waits between lanes ({summary.num_waits_dropped} more implied); "
+        f"planned peak between segments 7.0 KiB"
+    )
+    assert summary.timeline in text
+    rows = {line.split()[0]: line.split()[1:] for line in lines if line.startswith(NAMES)}
+    assert rows == {
+        "embed": ["0", "2", "50", "ns", "50", "ns"],
+        "image.layers.0": ["1", "1", "400", "ns", "*", "400", "ns"],
+        "text.layers.0": ["2", "1", "200", "ns", "300", "ns"],
+        "head": ["0", "2", "60", "ns", "80", "ns"],
+    }
+
+
+def test_the_text_before_a_run_has_no_measured_line() -> None:
+    """And no measured column to read."""
+    text = str(Report(graphs=(summarize(compilation("****"), NOTHING),), handed_over=()))
+    assert text.splitlines()[0] == "test: 4 segments (3 bodies) on 1 lane, greedy plan"
+    assert "\n  measured " not in text
+    assert "1.00x" in text
+    assert next(line for line in text.splitlines() if line.startswith("head")).split() == ["head", "0", "2", "60", "ns"]
+
+
+def test_graphs_that_inductor_runs_are_listed_with_the_reason() -> None:
+    """After those that run in segments."""
+    summary = summarize(compilation(), NOTHING)
+    report = Report(graphs=(summary, summary), handed_over=(("graph1_forward", "x is on device cuda:0"),))
+    text = str(report)
+    assert text == render_text(report)
+    blocks = text.split("\n\n")
+    assert blocks[-1] == "graph1_forward: runs in Inductor, whole\n  because x is on device cuda:0"
+    assert text.count("test: 4 segments") == 2
+
+
+def test_a_report_of_nothing_says_what_to_do() -> None:
+    """Before the first call, or for a model that was never compiled."""
+    expected = "nothing compiled for this model has run yet: call the compiled model first"
+    assert str(Report(graphs=(), handed_over=())) == expected
+
+
+def test_a_graph_without_segments_has_a_text() -> None:
+    """It returns its inputs."""
+    empty = GraphSummary(
+        name="empty",
+        role=Role.INFERENCE,
+        origin=Origin.SERIAL,
+        num_bodies=0,
+        num_lanes=0,
+        segments=(),
+        predicted_ns=0,
+        serial_ns=0,
+        bound_ns=0,
+        measured_ns=None,
+        overlap=None,
+        busy=None,
+        num_waits=0,
+        num_waits_dropped=0,
+        peak_bytes=0,
+        timeline="lane 0 (1 unit: 0) |....|",
+    )
+    text = str(Report(graphs=(empty,), handed_over=()))
+    assert text.startswith("empty: 0 segments (0 bodies) on 0 lanes, serial plan\n  predicted 0 ns")

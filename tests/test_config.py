@@ -1,0 +1,253 @@
+from __future__ import annotations
+
+import ast
+import dataclasses
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import pytest
+
+import apollo_compile.config as module
+from apollo_compile.config import Config, known_options, load_config
+from apollo_compile.errors import ApolloError, ConfigError
+
+KNOWN = ", ".join(known_options())
+SOURCE = Path(module.__file__).read_text(encoding="utf-8")
+
+
+@pytest.fixture(autouse=True)
+def _clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Take away what the caller of the tests has set."""
+    for variable in documented_variables():
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+def documented_variables() -> dict[str, str]:
+    """Return the option that every variable of the module's table sets."""
+    return dict(re.findall(r"^\| (\w+) +\| `([\w.]+)` +\|", module.__doc__ or "", re.MULTILINE))
+
+
+def option(config: Config, name: str) -> Any:
+    """Return the value of a dotted option."""
+    value: Any = config
+    for part in name.split("."):
+        value = getattr(value, part)
+    return value
+
+
+# ------------------------------------------------------------------------------------------------------ three ways in
+
+
+def test_without_options_and_environment_everything_is_default(tmp_path: Path) -> None:
+    """But for the cache, which is the user's."""
+    cache = tmp_path / "apollo_compile"
+    expected = dataclasses.replace(Config(), device=dataclasses.replace(Config().device, cache=cache))
+    assert load_config() == load_config({}) == load_config(None) == load_config({"plan": {}}) == expected
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"plan.planner": "serial", "plan.seed": 3, "disable": True},
+        {"plan": {"planner": "serial", "seed": 3}, "disable": True},
+        {"plan": {"planner": "serial"}, "plan.seed": 3, "disable": True},
+    ],
+)
+def test_options_are_dotted_or_nested(options: Mapping[str, Any]) -> None:
+    """Or both."""
+    config = load_config(options)
+    assert (config.plan.planner, config.plan.seed, config.disable) == ("serial", 3, True)
+    assert config.plan.iterations == Config().plan.iterations
+
+
+def test_options_leave_defaults_alone() -> None:
+    """The tree is frozen, and a load makes a new one."""
+    load_config({"plan.seed": 3})
+    assert load_config().plan.seed == Config().plan.seed == 0
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Config().disable = True  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("variable", "name", "text", "expected", "over"),
+    [
+        ("APOLLO_DISABLE", "disable", "1", True, False),
+        ("APOLLO_DISABLE", "disable", "true", True, False),
+        ("APOLLO_DISABLE", "disable", "True", True, False),
+        ("APOLLO_DISABLE", "disable", "0", False, True),
+        ("APOLLO_DISABLE", "disable", "false", False, True),
+        ("APOLLO_DUMP", "debug.dump", "some/where", Path("some/where"), Path("else/where")),
+        ("APOLLO_LOG", "debug.log", "DEBUG", "DEBUG", "WARNING"),
+        ("APOLLO_PROFILE", "device.profile", "my.json", Path("my.json"), Path("other.json")),
+    ],
+)
+def test_options_go_over_environment_over_defaults(
+    monkeypatch: pytest.MonkeyPatch, variable: str, name: str, text: str, expected: Any, over: Any
+) -> None:
+    """An empty variable counts as not set."""
+    default = option(Config(), name)
+    assert option(load_config(), name) == default
+    monkeypatch.setenv(variable, "")
+    assert option(load_config(), name) == default
+    monkeypatch.setenv(variable, text)
+    assert option(load_config(), name) == expected
+    assert option(load_config({name: over}), name) == over
+
+
+@pytest.mark.parametrize(("variable", "text"), [("APOLLO_DUMP", "1"), ("APOLLO_DUMP", "true"), ("APOLLO_PROFILE", "0")])
+def test_text_stays_text_where_text_is_expected(monkeypatch: pytest.MonkeyPatch, variable: str, text: str) -> None:
+    """A directory may be called `1`; only a yes or no is read as one."""
+    monkeypatch.setenv(variable, text)
+    assert str(option(load_config(), documented_variables()[variable])) == text
+
+
+def test_the_cache_is_the_users_unless_it_is_given(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As the platform has it."""
+    assert load_config().device.cache == tmp_path / "apollo_compile"
+    assert load_config({"device.cache": "here"}).device.cache == Path("here")
+    assert load_config({"device.cache": None}).device.cache == tmp_path / "apollo_compile"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert load_config().device.cache == tmp_path / "home" / ".cache" / "apollo_compile"
+
+
+# -------------------------------------------------------------------------------------------------------------- errors
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({"plan.planer": "serial"}, "plan.planer"),
+        ({"plan": {"planer": "serial"}}, "plan.planer"),
+        ({"planner": "serial"}, "planner"),
+        ({"plan": "serial"}, "plan"),
+        ({"plan.planner.x": 1}, "plan.planner.x"),
+        ({"disable": {"x": 1}}, "disable.x"),
+        ({"": 1}, ""),
+        ({"plan.": 1}, "plan."),
+    ],
+)
+def test_an_unknown_option_is_an_error_that_lists_the_known_ones(options: Mapping[str, Any], name: str) -> None:
+    """Also where a group is taken for an option, or an option for a group."""
+    with pytest.raises(ConfigError) as caught:
+        load_config(options)
+    assert str(caught.value) == f"unknown option {name!r} for backend 'apollo'; known options: {KNOWN}"
+    assert isinstance(caught.value, ApolloError) and isinstance(caught.value, ValueError)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"plan.planner": "best"}, "option 'plan.planner' has value 'best'; choose one of 'greedy', 'serial'"),
+        ({"plan.planner": 1}, "option 'plan.planner' has value 1; choose one of 'greedy', 'serial'"),
+        (
+            {"partition": {"granularity": "node"}},
+            "option 'partition.granularity' has value 'node'; choose one of 'layer', 'module'",
+        ),
+        ({"disable": 1}, "option 'disable' has value 1 of type int; expected bool"),
+        ({"disable": "yes"}, "option 'disable' has value 'yes' of type str; expected bool"),
+        ({"disable": None}, "option 'disable' has value None of type NoneType; expected bool"),
+        ({"plan.seed": True}, "option 'plan.seed' has value True of type bool; expected int"),
+        ({"plan.seed": 1.0}, "option 'plan.seed' has value 1.0 of type float; expected int"),
+        ({"plan.seed": "1"}, "option 'plan.seed' has value '1' of type str; expected int"),
+        ({"plan.min_gain": True}, "option 'plan.min_gain' has value True of type bool; expected float"),
+        ({"plan.min_gain": "0.1"}, "option 'plan.min_gain' has value '0.1' of type str; expected float"),
+        ({"device.units": True}, "option 'device.units' has value True of type bool; expected int"),
+        ({"device.units": 1.5}, "option 'device.units' has value 1.5 of type float; expected int"),
+        ({"device.profile": 3}, "option 'device.profile' has value 3 of type int; expected Path"),
+        ({"debug.dump": False}, "option 'debug.dump' has value False of type bool; expected Path"),
+        ({"debug.log": 10}, "option 'debug.log' has value 10 of type int; expected str"),
+        ({"debug.log": Path("x")}, f"option 'debug.log' has value {Path('x')!r} of type PosixPath; expected str"),
+    ],
+)
+def test_a_wrong_value_is_an_error_that_says_what_was_expected(options: Mapping[str, Any], message: str) -> None:
+    """A bool is no number, and a number is no bool."""
+    with pytest.raises(ConfigError) as caught:
+        load_config(options)
+    assert str(caught.value) == message
+
+
+def test_a_wrong_value_of_a_variable_names_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes from outside the program, so the user must know where to look."""
+    monkeypatch.setenv("APOLLO_DISABLE", "yes")
+    with pytest.raises(ConfigError) as caught:
+        load_config()
+    expected = "environment variable APOLLO_DISABLE has value 'yes' of type str; expected bool"
+    assert str(caught.value) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("plan.min_gain", 1, 1.0),
+        ("plan.min_gain", 0.5, 0.5),
+        ("device.units", None, None),
+        ("device.units", 2, 2),
+        ("device.profile", "a/b", Path("a/b")),
+        ("device.profile", Path("a/b"), Path("a/b")),
+        ("device.profile", None, None),
+        ("debug.log", "INFO", "INFO"),
+        ("debug.log", None, None),
+        ("debug.strict", True, True),
+        ("partition.granularity", "module", "module"),
+    ],
+)
+def test_values_are_converted_where_nothing_is_lost(name: str, value: Any, expected: Any) -> None:
+    """A whole number is a float, a text is a path, and None is allowed where it has a meaning."""
+    found = option(load_config({name: value}), name)
+    assert found == expected
+    assert type(found) is type(expected)
+
+
+# ------------------------------------------------------------------------------------------------------- documentation
+
+
+def leaves(cls: type, prefix: str = "") -> Iterator[tuple[str, type, str]]:
+    """Yield dotted name, class and field of every option, found by walking the dataclasses."""
+    hints = get_type_hints(cls)
+    for item in dataclasses.fields(cls):
+        if dataclasses.is_dataclass(hints[item.name]):
+            yield from leaves(hints[item.name], f"{prefix}{item.name}.")  # type: ignore[arg-type]
+        else:
+            yield prefix + item.name, cls, item.name
+
+
+def test_known_options_are_all_fields_in_the_order_of_the_tree() -> None:
+    """Each can be set to its own default."""
+    assert list(known_options()) == [name for name, _, _ in leaves(Config)]
+    assert len(set(known_options())) == len(known_options())
+    defaults = {name: option(Config(), name) for name in known_options()}
+    assert load_config(defaults) == load_config()
+
+
+def test_every_option_has_a_docstring() -> None:
+    """Under its field, as the house has it."""
+    classes = {node.name: node for node in ast.parse(SOURCE).body if isinstance(node, ast.ClassDef)}
+    for name, cls, field in leaves(Config):
+        body = classes[cls.__name__].body
+        position = next(
+            i
+            for i, item in enumerate(body)
+            if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name) and item.target.id == field
+        )
+        below = body[position + 1] if position + 1 < len(body) else None
+        documented = (
+            isinstance(below, ast.Expr)
+            and isinstance(below.value, ast.Constant)
+            and isinstance(below.value.value, str)
+            and bool(below.value.value)
+        )
+        assert documented, f"option {name} has no docstring"
+
+
+def test_the_table_of_variables_is_what_is_read() -> None:
+    """Beside them only the platform's own variable for caches."""
+    table = documented_variables()
+    assert table == module._VARIABLES
+    assert set(table.values()) <= set(known_options())
+    strings = {n.value for n in ast.walk(ast.parse(SOURCE)) if isinstance(n, ast.Constant) and isinstance(n.value, str)}
+    mentioned = {text for text in strings if re.fullmatch(r"[A-Z][A-Z0-9_]*_[A-Z0-9_]+", text)}
+    assert mentioned == {*table, "XDG_CACHE_HOME"}

@@ -1,0 +1,181 @@
+"""Rules of the house that no single test of a room can see."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import apollo_compile
+
+PACKAGE = Path(apollo_compile.__file__).parent
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+TORCH_FREE = (
+    "check",
+    "config",
+    "errors",
+    "ir",
+    "lanes",
+    "text",
+    "units",
+    "passes.cost",
+    "passes.emit",
+    "passes.memory",
+    "passes.plan",
+    "passes.sync",
+    "planner",
+    "reports",
+)
+"""Files, and directories with all their files, that run on a machine without torch."""
+
+
+def name_of(path: Path) -> str:
+    """Return the dotted name of a file of the package."""
+    parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def tree_of(path: Path) -> ast.Module:
+    """Return the syntax tree of a file."""
+    return ast.parse(path.read_text(encoding="utf-8"), str(path))
+
+
+def imported(tree: ast.AST) -> Iterator[str]:
+    """Yield the dotted names that a file imports, anywhere in it."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def run_fresh(code: str) -> str:
+    """Run code in a fresh interpreter and return what it printed."""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, cwd=PACKAGE.parent, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def parametrize_files() -> pytest.MarkDecorator:
+    """Run a test for every file of the package."""
+    return pytest.mark.parametrize("path", FILES, ids=name_of)
+
+
+# ------------------------------------------------------------------------------------------------------------- imports
+
+
+def test_importing_the_package_imports_neither_torch_nor_ortools() -> None:
+    """Dynamo finds backends by their entry points, and asks for the names of all of them."""
+    code = (
+        "import sys, apollo_compile; apollo_compile.known_options(); dir(apollo_compile); "
+        "print(sorted({'torch', 'ortools'} & set(sys.modules)))"
+    )
+    assert run_fresh(code) == "[]"
+
+
+def test_torch_free_files_import_no_torch() -> None:
+    """One interpreter imports one after the other; the first that brings torch in is named."""
+    names = [name for name in map(name_of, FILES) if name.removeprefix("apollo_compile.").startswith(TORCH_FREE)]
+    assert len(names) >= len(TORCH_FREE)
+    code = (
+        "import importlib, sys\n"
+        f"for name in {names!r}:\n"
+        "    importlib.import_module(name)\n"
+        "    assert 'torch' not in sys.modules, f'{name} imports torch'\n"
+    )
+    run_fresh(code)
+
+
+@parametrize_files()
+def test_private_modules_of_torch_are_imported_in_one_file_only(path: Path) -> None:
+    """A new release of torch is one file's business."""
+    private = [name for name in imported(tree_of(path)) if re.match(r"torch(\.\w+)*\._", name)]
+    assert not private or path.name == "inductor.py"
+
+
+@parametrize_files()
+def test_ortools_is_imported_in_one_file_only(path: Path) -> None:
+    """It is large, and the planner has a way without."""
+    found = [name for name in imported(tree_of(path)) if name.split(".")[0] == "ortools"]
+    assert not found or name_of(path) == "apollo_compile.planner.cp_sat"
+
+
+@parametrize_files()
+def test_the_environment_is_read_in_one_file_only(path: Path) -> None:
+    """Else nobody knows what a compile depends on."""
+    reads = [
+        node.lineno
+        for node in ast.walk(tree_of(path))
+        if (isinstance(node, ast.Attribute) and node.attr in ("environ", "environb", "getenv", "putenv"))
+        or (isinstance(node, ast.ImportFrom) and node.module == "os" and {"environ", "getenv"} & names(node))
+    ]
+    assert not reads or path.name == "config.py", f"lines {reads}"
+
+
+def names(node: ast.ImportFrom) -> set[str]:
+    """Return the names that a statement imports."""
+    return {alias.name for alias in node.names}
+
+
+@parametrize_files()
+def test_only_the_command_line_prints(path: Path) -> None:
+    """All else returns text or logs."""
+    calls = (node for node in ast.walk(tree_of(path)) if isinstance(node, ast.Call))
+    lines = [call.lineno for call in calls if isinstance(call.func, ast.Name) and call.func.id == "print"]
+    assert not lines or path.name == "cli.py", f"lines {lines}"
+
+
+# ------------------------------------------------------------------------------------------------- names and docstrings
+
+
+@parametrize_files()
+def test_every_file_has_a_docstring(path: Path) -> None:
+    """It is the contract of the file."""
+    docstring = ast.get_docstring(tree_of(path))
+    assert docstring and docstring.splitlines()[0].endswith((".", ":", "?", ";")), docstring
+
+
+@parametrize_files()
+def test_public_names_are_sorted_and_exist(path: Path) -> None:
+    """Where a file lists them."""
+    assigned = [
+        node.value
+        for node in tree_of(path).body
+        if isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == "__all__" for t in node.targets)
+    ]
+    for value in assigned:
+        public = ast.literal_eval(value)
+        assert public == sorted(set(public))
+        module = importlib.import_module(name_of(path))
+        for name in public:
+            assert getattr(module, name) is not None
+        assert set(public) <= set(dir(module))
+
+
+def test_an_unknown_public_name_is_an_error_that_lists_the_known_ones() -> None:
+    """As of any module."""
+    assert apollo_compile.__all__
+    with pytest.raises(
+        AttributeError, match=r"^module 'apollo_compile' has no attribute 'compile'; public names: known"
+    ):
+        apollo_compile.compile  # noqa: B018
+
+
+@parametrize_files()
+def test_no_file_mentions_a_place_of_one_machine(path: Path) -> None:
+    """The package runs where it is installed; /proc and /sys are the system's interfaces, not places."""
+    strings = (n for n in ast.walk(tree_of(path)) if isinstance(n, ast.Constant) and isinstance(n.value, str))
+    absolute = re.compile(r"(?<![\w./<>:])(/(?!proc/|sys/)[a-z_][\w.-]*/[\w.-]+|[A-Za-z]:\\\\|~/)")
+    found = [(n.lineno, match[0]) for n in strings if (match := absolute.search(n.value))]
+    assert not found
+    assert not re.search(r"/(work|home|root|tmp|opt|Users)/", path.read_text(encoding="utf-8"))
