@@ -9,6 +9,8 @@ Options are dotted names, `{"plan.planner": "serial"}`, or nested mappings, `{"p
 | APOLLO_DUMP      | `debug.dump`      | directory that gets one text file per stage and graph       |
 | APOLLO_LOG       | `debug.log`       | level of the package's logger: DEBUG, INFO, WARNING         |
 | APOLLO_PROFILE   | `device.profile`  | path of a device profile to use instead of measuring one    |
+
+The default of `device.cache` follows the platform's own variable, XDG_CACHE_HOME.
 """
 
 from __future__ import annotations
@@ -107,6 +109,9 @@ _VARIABLES = {
     "APOLLO_PROFILE": "device.profile",
 }
 
+_FLAG_OPTIONS = frozenset({"disable"})
+_FLAGS = {"1": True, "true": True, "0": False, "false": False}
+
 
 def load_config(options: Mapping[str, Any] | None = None) -> Config:
     """Merge options over environment over defaults.
@@ -118,7 +123,8 @@ def load_config(options: Mapping[str, Any] | None = None) -> Config:
     for variable, name in _VARIABLES.items():
         text = os.environ.get(variable)
         if text is not None and text != "":
-            config = _set(config, name.split("."), _parse(text), f"environment variable {variable}")
+            value = _FLAGS.get(text.lower(), text) if name in _FLAG_OPTIONS else text
+            config = _set(config, name.split("."), value, f"environment variable {variable}")
     for name, value in _flatten(options or {}):
         config = _set(config, name.split("."), value, f"option {name!r}")
     return config if config.device.cache else _set(config, ["device", "cache"], _user_cache(), "cache directory")
@@ -159,10 +165,6 @@ def _set(tree: Any, path: list[str], value: Any, origin: str) -> Any:
     if rest:
         return replace(tree, **{name: _set(getattr(tree, name), rest, value, origin)})
     return replace(tree, **{name: _convert(value, hints[name], origin)})
-
-
-def _parse(text: str) -> Any:
-    return {"1": True, "true": True, "0": False, "false": False}.get(text.lower(), text)
 
 
 def _convert(value: Any, kind: Any, origin: str) -> Any:

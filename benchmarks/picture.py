@@ -28,7 +28,8 @@ def main() -> None:
     traces = {title: _median_step(planner) for title, planner in (("one lane", "serial"), ("lanes", "greedy"))}
     longest = max(sum(trace.duration_ns for _, trace in step) for step in traces.values())
     body = "".join(
-        _draw(title, step, longest, TOP + number * (3 * LANE_HEIGHT + 44)) for number, (title, step) in enumerate(traces.items())
+        _draw(title, step, longest, TOP + number * (3 * LANE_HEIGHT + 44))
+        for number, (title, step) in enumerate(traces.items())
     )
     height = TOP + 2 * (3 * LANE_HEIGHT + 44)
     Path("docs/lanes.svg").write_text(

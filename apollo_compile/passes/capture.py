@@ -48,6 +48,10 @@ _FACTORIES = frozenset(
     }
 )
 
+_DRAW_SEEDS = "prims.inductor_seeds.default"
+_LOOK_UP_SEED = "prims.inductor_lookup_seed.default"
+"""By name: Inductor registers these operators when it is first used."""
+
 _ORDERED_NAMESPACES = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional"})
 
 
@@ -142,7 +146,7 @@ class _OrderKeeper:
 
 def _draws(fx_node: fx.Node, target: torch._ops.OpOverload) -> bool:
     """Whether the operator advances a random generator; attention without dropout is tagged so but does not."""
-    if target is _prims.inductor_seeds.default:
+    if str(target) == _DRAW_SEEDS:
         return True
     if torch.Tag.nondeterministic_seeded not in target.tags:
         return False
@@ -187,7 +191,7 @@ def _kind(fx_node: fx.Node, nodes: list[Node], inputs: tuple[NodeId, ...]) -> No
             return NodeKind.CHEAP
         if (target.is_view or target in _VIEWS_BEYOND_SCHEMA) and not target._schema.is_mutable:
             return NodeKind.CHEAP
-        if target is _prims.inductor_lookup_seed.default:
+        if str(target) == _LOOK_UP_SEED:
             return NodeKind.CHEAP
         return NodeKind.COMPUTE
     if not isinstance(fx_node.meta.get("val"), torch.Tensor | tuple | list):
@@ -195,6 +199,7 @@ def _kind(fx_node: fx.Node, nodes: list[Node], inputs: tuple[NodeId, ...]) -> No
             f"node {fx_node.name} ({_target(fx_node)}) computes a {type(fx_node.meta.get('val')).__name__}, not a "
             "tensor: graphs with symbolic numbers are not cut into segments"
         )
+    _check_value(fx_node)
     return NodeKind.COMPUTE
 
 

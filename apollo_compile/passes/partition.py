@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
 from apollo_compile.config import PartitionConfig
@@ -141,29 +141,30 @@ def _label_atoms(capture: Capture, atoms: _Atoms) -> list[str]:
 
 
 def _spread_labels(atoms: _Atoms, labels: list[str]) -> list[str]:
-    """Give atoms without a label the one that their labelled neighbours agree on, else where they stand."""
+    """Give atoms without a label the one of the only labelled piece around, before or after them.
+
+    Pieces, not labels, must be one: what adds up the gradients of a layer that is used twice belongs to neither use,
+    or it would tie them together.
+    """
     successors = _successors(atoms.predecessors)
-    before = [_nearest(atoms.predecessors, labels, atom) for atom in range(len(labels))]
-    after = [_nearest(successors, labels, atom) for atom in range(len(labels))]
+    piece = _connect(atoms, labels)
     spread = []
     for atom, label in enumerate(labels):
         if not label:
-            around = before[atom] | after[atom]
-            if len(around) == 1:
-                (label,) = around
-            elif len(before[atom]) == 1:
-                (label,) = before[atom]
-            elif len(after[atom]) == 1:
-                (label,) = after[atom]
+            before = _nearest(atoms.predecessors, labels, piece, atom)
+            after = _nearest(successors, labels, piece, atom)
+            only = next((around for around in (before | after, before, after) if len(around) == 1), None)
+            if only is not None:
+                label = labels[only.pop()]
             else:
-                label = "pre" if not before[atom] else "post" if not after[atom] else "mid"
+                label = "pre" if not before else "post" if not after else "mid"
         spread.append(label)
     return spread
 
 
-def _nearest(neighbours: Sequence[Iterable[int]], labels: list[str], atom: int) -> set[str]:
-    """Return the labels met first on the paths from `atom` along `neighbours`."""
-    found: set[str] = set()
+def _nearest(neighbours: Sequence[Iterable[int]], labels: list[str], piece: list[int], atom: int) -> set[int]:
+    """Return the labelled pieces met first on the paths from `atom` along `neighbours`."""
+    found: set[int] = set()
     seen = {atom}
     stack = list(neighbours[atom])
     while stack:
@@ -172,10 +173,27 @@ def _nearest(neighbours: Sequence[Iterable[int]], labels: list[str], atom: int) 
             continue
         seen.add(other)
         if labels[other]:
-            found.add(labels[other])
+            found.add(piece[other])
         else:
             stack.extend(neighbours[other])
     return found
+
+
+def _connect(atoms: _Atoms, keys: Sequence[Hashable]) -> list[int]:
+    """Return for every atom the first atom of its piece: what edges between atoms of equal key connect."""
+    root = list(range(len(keys)))
+
+    def find(atom: int) -> int:
+        while root[atom] != atom:
+            atom = root[atom]
+        return atom
+
+    for atom, before in enumerate(atoms.predecessors):
+        for other in before:
+            if keys[other] == keys[atom]:
+                first, second = sorted((find(atom), find(other)))
+                root[second] = first
+    return [find(atom) for atom in range(len(keys))]
 
 
 def _successors(predecessors: Sequence[Iterable[int]]) -> list[set[int]]:
@@ -192,21 +210,11 @@ def _group_by_level(atoms: _Atoms, labels: list[str]) -> list[int]:
     An atom's level is the number of label switches on the longest path to it.
     """
     level: list[int] = []
-    root = list(range(len(labels)))
-
-    def find(atom: int) -> int:
-        while root[atom] != atom:
-            atom = root[atom]
-        return atom
-
     for atom, before in enumerate(atoms.predecessors):
         level.append(max((level[other] + (labels[other] != labels[atom]) for other in before), default=0))
-        for other in before:
-            if (labels[other], level[other]) == (labels[atom], level[atom]):
-                first, second = sorted((find(atom), find(other)))
-                root[second] = first
-    number_by_root: dict[int, int] = {}
-    return [number_by_root.setdefault(find(atom), len(number_by_root)) for atom in range(len(labels))]
+    number_by_first: dict[int, int] = {}
+    pieces = _connect(atoms, list(zip(labels, level, strict=True)))
+    return [number_by_first.setdefault(first, len(number_by_first)) for first in pieces]
 
 
 # ---------------------------------------------------------------------------------------------------------- pieces
