@@ -60,7 +60,7 @@ class NodeKind(enum.StrEnum):
     COMPUTE = "compute"
     """Work worth placing; belongs to exactly one segment."""
     PROJECTION = "projection"
-    """One value of a node that returns several; always stays in that node's segment."""
+    """One value out of a node that makes several; always stays in that node's segment."""
     CHEAP = "cheap"
     """A view, a constant factory or index arithmetic: may be cloned into every segment that uses it."""
 

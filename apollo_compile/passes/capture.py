@@ -191,8 +191,8 @@ def _kind(fx_node: fx.Node, nodes: list[Node], inputs: tuple[NodeId, ...]) -> No
             return NodeKind.CHEAP
         if (target.is_view or target in _VIEWS_BEYOND_SCHEMA) and not target._schema.is_mutable:
             return NodeKind.CHEAP
-        if str(target) == _LOOK_UP_SEED:
-            return NodeKind.CHEAP
+        if str(target) == _LOOK_UP_SEED:  # looked up where they are drawn: the index would tell equal layers apart
+            return NodeKind.PROJECTION if nodes[inputs[0]].kind is NodeKind.COMPUTE else NodeKind.CHEAP
         return NodeKind.COMPUTE
     if not isinstance(fx_node.meta.get("val"), torch.Tensor | tuple | list):
         raise UnsupportedGraphError(

@@ -154,10 +154,8 @@ def _spread_labels(atoms: _Atoms, labels: list[str]) -> list[str]:
             before = _nearest(atoms.predecessors, labels, piece, atom)
             after = _nearest(successors, labels, piece, atom)
             only = next((around for around in (before | after, before, after) if len(around) == 1), None)
-            if only is not None:
-                label = labels[only.pop()]
-            else:
-                label = "pre" if not before else "post" if not after else "mid"
+            place = "pre" if not before else "post" if not after else "mid"
+            label = place if only is None else labels[only.pop()]
         spread.append(label)
     return spread
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from apollo_compile import backend
 from tests.end_to_end.models import STRICT, TwoTowers, assert_same_training, train, two_tower_inputs
 
 APOLLO = {"backend": "apollo", "options": STRICT}
@@ -32,6 +33,12 @@ def test_dropout_is_reproducible_and_equal_to_inductors() -> None:
     assert len({float(loss) for loss in first}) == len(first)
     torch.testing.assert_close(first, inductor)
     assert torch.equal(state, inductor_state)
+
+    torch._dynamo.reset()
+    torch.compile(model, **APOLLO)(*inputs)
+    segments = backend.find_models(model)[0].graphs[0].compilation.partition.graph.segments
+    body_by_name = {segment.name: segment.body for segment in segments}
+    assert body_by_name["image.layers.0"] == body_by_name["text.layers.0"], "the seed's number tells equal layers apart"
 
 
 class _Normalized(nn.Module):
@@ -169,8 +176,6 @@ class _Watched(nn.Module):
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="lanes need two cores")
 def test_a_lane_holds_its_cores_and_threads_while_its_segments_run() -> None:
     """Affinity and OpenMP quota, read from inside bodies, are those of the lane that the plan names."""
-    from apollo_compile import backend
-
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = _Watched()
