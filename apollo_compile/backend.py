@@ -34,6 +34,7 @@ from apollo_compile.inductor import (
     extract_body,
     keep_with,
     report_output_strides,
+    writes_inputs,
 )
 from apollo_compile.ir import Partition, Role, Trace
 from apollo_compile.observe import StageRunner
@@ -76,6 +77,7 @@ def apollo(
     model = CompiledModel(
         number=next(_graph_numbers[config.debug.dump]),
         config=config,
+        profile=_profile(config),
         inputs=tuple(weakref.ref(item) for item in example_inputs if isinstance(item, torch.Tensor)),
     )
     compiled = compile_with_inductor(
@@ -113,6 +115,7 @@ class CompiledModel:
 
     number: int
     config: Config
+    profile: DeviceProfile
     inputs: tuple[weakref.ref[torch.Tensor], ...]
     """Tensors that it was compiled for; a module's parameters are among them, so a report finds its graphs."""
     graphs: list[CompiledGraph] = field(default_factory=list)
@@ -153,13 +156,17 @@ class CompiledModel:
             check=check.check_capture,
             text=text.format_capture,
         )
-        compilation = compile_capture(capture, profile=_profile(config), config=config, runner=runner)
+        compilation = compile_capture(capture, profile=self.profile, config=config, runner=runner)
         planned = time.perf_counter_ns()
         bodies = _compile_bodies(graph_module, compilation.partition, config, **kwargs)
         if config.runtime.keep_memory:
             keep_memory()
         executable = Executable(
-            compilation.program, compilation.partition.graph, bodies, park_team=config.runtime.park_team
+            compilation.program,
+            compilation.partition.graph,
+            bodies,
+            mutates=writes_inputs(graph_module),
+            park_team=config.runtime.park_team,
         )
         _log_summary(compilation, planned - begin, time.perf_counter_ns() - planned)
         return CompiledGraph(compilation=compilation, bodies=bodies, executable=executable)
@@ -209,14 +216,19 @@ def _role(kwargs: Mapping[str, Any]) -> Role:
 
 
 def _profile(config: Config) -> DeviceProfile:
-    if config.device.profile is not None:
-        return load_profile(config.device.profile)
     units = available_units()
+    if config.device.profile is not None:
+        profile = load_profile(config.device.profile)
+        if profile.units > units:
+            raise ConfigError(
+                f"device profile {config.device.profile} is for {profile.units} cores; torch uses {units} cores here: "
+                "measure one here, or raise torch.set_num_threads"
+            )
+        return profile
     if config.device.units is not None:
         if not 1 <= config.device.units <= units:
             raise ConfigError(
-                f"option 'device.units' is {config.device.units}; this process may run on {units} cores: choose 1 to "
-                f"{units}"
+                f"option 'device.units' is {config.device.units}; torch uses {units} cores here: choose 1 to {units}"
             )
         units = config.device.units
     return discover_profile(units, cache_dir=config.device.cache)

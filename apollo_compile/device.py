@@ -266,9 +266,11 @@ def _measure_rates(threads: int) -> _Rates:
 
     with _threads(threads), torch.no_grad():
         rows, depth, columns = _PRODUCT_SHAPE
-        left, right, product = torch.ones(rows, depth), torch.ones(depth, columns), torch.empty(rows, columns)
-        vector = torch.ones(_VECTOR_BYTES // 4)
-        total = torch.ones(_VECTOR_BYTES // 4)
+        kind: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
+        left, right = torch.ones(rows, depth, **kind), torch.ones(depth, columns, **kind)
+        product = torch.empty(rows, columns, **kind)
+        vector = torch.ones(_VECTOR_BYTES // 4, **kind)
+        total = torch.ones(_VECTOR_BYTES // 4, **kind)
 
         def multiply() -> torch.Tensor:
             for _ in range(_PRODUCTS):

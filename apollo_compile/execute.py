@@ -9,7 +9,6 @@ a second team would only slow both down. The other lanes are pinned threads.
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 
 from apollo_compile import _native
+from apollo_compile.errors import RuntimeClosedError
 from apollo_compile.inductor import (
     CompiledBody,
     error_text_address,
@@ -45,31 +45,42 @@ class Executable:
     """A program with its bodies, ready to run; `run` may be called from any thread, one call runs at a time."""
 
     def __init__(
-        self, program: Program, graph: SegmentGraph, bodies: Sequence[CompiledBody], *, park_team: bool = True
+        self, program: Program, graph: SegmentGraph, bodies: Sequence[CompiledBody], *, mutates: bool, park_team: bool
     ) -> None:
-        self._program = program
+        """Start the lanes of the program, unless another executable has; `mutates`: whether inputs are written to."""
         self._graph = graph
         self._bodies = tuple(bodies)
-        self._park_team = park_team
-        self._native: _native.Executor | None = None
-        self._pid = -1
+        self._mutates = mutates
+        clone, destroy = tensor_api()
+        self._native = _native.Executor(
+            _start_lanes(program.lanes, park_team=park_team),
+            instructions=[encode(instructions) for instructions in program.instructions],
+            num_buffers=program.num_buffers,
+            num_events=program.num_events,
+            inputs=list(program.inputs),
+            outputs=[-1 if buffer is None else buffer for buffer in program.outputs],
+            clone_address=clone,
+            destroy_address=destroy,
+            bodies=[_to_native(body) for body in bodies],
+        )
 
     def run(self, inputs: list[torch.Tensor]) -> list[torch.Tensor | None]:
         """Run once; `inputs` is emptied, so that the lanes can let go of each tensor after its last reader.
 
         Raises:
             Exception: whatever a body raised, as itself, with the name of its segment added as a note.
-            RuntimeClosedError: the process is shutting down.
+            RuntimeClosedError: the process was forked from the one that owns the lanes.
         """
-        native = self._native
-        if native is None or self._pid != os.getpid():  # a forked child has no lanes of its own yet
-            native = self._start()
+        if getattr(_inside, "a_body", False) or (self._mutates and torch.is_inference_mode_enabled()):
+            return self._run_here(inputs)
         handles = to_handles(inputs)
         inputs.clear()
         try:
-            outputs = native.run(handles)
-        except BaseException as error:
-            failed = native.last_failure
+            outputs = self._native.run(handles)
+        except RuntimeClosedError:
+            raise
+        except Exception as error:
+            failed = self._native.last_failure
             if failed is not None:
                 error.add_note(f"raised in segment {self._graph.segments[failed].name} of {self._graph.name}")
             raise
@@ -80,8 +91,6 @@ class Executable:
 
     def trace(self) -> Trace:
         """Return the spans of the last run; empty before the first."""
-        if self._native is None:
-            return Trace(spans=(), duration_ns=0)
         spans = sorted(self._native.spans(), key=lambda span: (span[2], span[0]))
         return Trace(
             spans=tuple(
@@ -91,21 +100,18 @@ class Executable:
             duration_ns=self._native.duration_ns,
         )
 
-    def _start(self) -> _native.Executor:
-        clone, destroy = tensor_api()
-        self._native = _native.Executor(
-            _start_lanes(self._program.lanes, park_team=self._park_team),
-            instructions=[encode(instructions) for instructions in self._program.instructions],
-            num_buffers=self._program.num_buffers,
-            num_events=self._program.num_events,
-            inputs=list(self._program.inputs),
-            outputs=[-1 if buffer is None else buffer for buffer in self._program.outputs],
-            clone_address=clone,
-            destroy_address=destroy,
-            bodies=[_to_native(body) for body in self._bodies],
-        )
-        self._pid = os.getpid()
-        return self._native
+    def _run_here(self, inputs: list[torch.Tensor]) -> list[torch.Tensor | None]:
+        """Run on this thread, in graph order.
+
+        For two cases that lanes cannot serve: a body that itself calls a compiled function, whose lanes are taken; and
+        inference tensors that are written to, since inference mode belongs to the thread that entered it.
+        """
+        values = dict(zip(self._graph.inputs, inputs, strict=True))
+        inputs.clear()
+        for segment in self._graph.segments:
+            made = self._bodies[segment.body].function([values[buffer] for buffer in segment.inputs])
+            values.update(zip(segment.outputs, made, strict=True))
+        return [None if buffer is None else values[buffer] for buffer in self._graph.outputs]
 
 
 def encode(instructions: Sequence[Instruction]) -> list[int]:
@@ -140,19 +146,28 @@ def _to_native(body: CompiledBody) -> _native.NativeBody | Callable[[list[Any]],
     function = body.function
 
     def run(handles: list[Any]) -> list[Any]:
-        return to_handles(list(function(from_handles(handles))))
+        tensors = from_handles(handles)
+        _inside.a_body = True
+        try:
+            return to_handles(list(function(tensors)))
+        finally:
+            _inside.a_body = False
 
     return run
 
 
+_inside = threading.local()
+"""`a_body` is true on a thread while it runs the body of a segment under the GIL."""
+
+
 _lanes_lock = threading.Lock()
-_lanes_by_key: dict[tuple[int, tuple[Lane, ...], bool], _native.Lanes] = {}
-"""By process, catalogue and parking; guarded by `_lanes_lock`. Kept until the process ends."""
+_lanes_by_key: dict[tuple[tuple[Lane, ...], bool], _native.Lanes] = {}
+"""By catalogue and parking; guarded by `_lanes_lock`. Kept until the process ends."""
 
 
 def available_units() -> int:
-    """Return the number of cores that this process may run on."""
-    return len(_native.available_cores())
+    """Return the number of cores that torch uses: those this process may run on, and no more than it has threads."""
+    return min(len(_native.available_cores()), torch.get_num_threads())
 
 
 def keep_memory() -> bool:
@@ -161,11 +176,13 @@ def keep_memory() -> bool:
 
 
 def _start_lanes(lanes: tuple[Lane, ...], *, park_team: bool) -> _native.Lanes:
-    key = (os.getpid(), lanes, park_team)
+    key = (lanes, park_team)
     with _lanes_lock:
         if key not in _lanes_by_key:
             available = _native.available_cores()
-            cores = [[] if lane.id == 0 else [available[unit] for unit in lane.units] for lane in lanes]
+            cores = [[available[unit] for unit in lane.units] for lane in lanes]
+            if len(lanes[0].units) == available_units():
+                cores[0] = []  # the caller lane; with fewer units than torch uses, it must be held to them like any
             num_threads = torch.get_num_threads()
             _lanes_by_key[key] = _native.Lanes(
                 cores=cores, on_start=lambda lane: prepare_lane_thread(len(cores[lane])), park_team=park_team

@@ -1,6 +1,7 @@
 """The only file that touches private torch APIs: Inductor's entry points, its C++ wrapper, and tensor handles.
 
     compile_with_inductor   run a Dynamo graph through AOTAutograd and Inductor's passes, with our inner compiler
+    writes_inputs           whether a graph mutates what it is given
     keep_with               tie a value to the lifetime of a compiled function
     compile_whole           what Inductor would do with a post-AOT graph, untouched
     extract_body            cut the nodes of one body out of the graph
@@ -47,7 +48,11 @@ _compile_lock = threading.RLock()
 """Guards Inductor's process-wide configuration and code generator tables while a body compiles."""
 
 _CACHE_KEY_TAG = f"apollo-{hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:16]}"
-"""Part of Inductor's cache key while a body compiles: other code in this file may generate other code."""
+"""Part of Inductor's cache key while a body compiles: other code in this file may generate other code.
+
+The number of threads goes behind it: how deep loops are made parallel depends on it, and with `cpp.dynamic_threads`
+Inductor's own key does not hold it.
+"""
 
 _COMPILED_NAMESPACES = frozenset({"aten", "prims", "inductor", "mkldnn", "mkl", "quantized", "onednn"})
 """Operators that torch ships compiled."""
@@ -77,6 +82,12 @@ def compile_with_inductor(
 def compile_plainly(graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
     """Compile a Dynamo graph as `backend="inductor"` does."""
     return compile_fx(graph_module, list(example_inputs))  # type: ignore[return-value]
+
+
+def writes_inputs(graph_module: fx.GraphModule) -> bool:
+    """Whether the graph writes into its inputs."""
+    targets = (node.target for node in graph_module.graph.nodes if isinstance(node.target, torch._ops.OpOverload))
+    return any(target._schema.is_mutable for target in targets)
 
 
 def keep_with(compiled: Callable[..., Any], value: object) -> None:
@@ -142,11 +153,33 @@ def compile_bodies(
     """
     shared: dict[str, Any] = {key: kwargs[key] for key in ("is_backward", "is_inference", "graph_id") if key in kwargs}
     with _compile_lock, _as_piece():
+        layouts = [_output_layouts(piece) for _, piece, _ in pieces]
         started = [_start_native(name, piece, fakes, shared) if native else None for name, piece, fakes in pieces]
-        return tuple(
+        bodies = [
             _finish_native(name, compiled) or _compile_for_python(piece, fakes, shared)
             for (name, piece, fakes), compiled in zip(pieces, started, strict=True)
-        )
+        ]
+    for (name, _, _), body, layout in zip(pieces, bodies, layouts, strict=True):
+        _check_layouts(name, body, layout)
+    return tuple(bodies)
+
+
+def _output_layouts(piece: fx.GraphModule) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    values = [node.meta["val"] for node in _outputs(piece)]
+    return [(tuple(value.shape), tuple(value.stride())) for value in values]
+
+
+def _check_layouts(name: str, body: CompiledBody, layouts: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> None:
+    """Refuse a body whose outputs do not lie as traced: the readers were compiled for that."""
+    chosen = getattr(body.function, "output_strides", None) or [None] * len(layouts)
+    for number, ((shape, traced), strides) in enumerate(zip(layouts, chosen, strict=True)):
+        if strides is None:
+            continue
+        differs = [int(str(s)) != t for s, t, size in zip(strides, traced, shape, strict=True) if size > 1]
+        if any(differs):
+            raise UnsupportedGraphError(
+                f"Inductor gave output {number} of segment {name} the strides {tuple(strides)} instead of {traced}"
+            )
 
 
 def _start_native(name: str, piece: fx.GraphModule, fakes: Sequence[torch.Tensor], shared: dict[str, Any]) -> Any:
@@ -225,7 +258,7 @@ def _as_piece() -> Iterator[None]:
         if metadata is not None:
             metadata.bw_donated_idxs = None
         with (
-            torch.compiler.config.patch(cache_key_tag=_CACHE_KEY_TAG),  # type: ignore[attr-defined]
+            torch.compiler.config.patch(cache_key_tag=f"{_CACHE_KEY_TAG}-{torch.get_num_threads()}"),  # type: ignore[attr-defined]
             functorch_config.patch(bundled_autograd_cache=False),
         ):
             yield

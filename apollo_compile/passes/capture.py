@@ -8,7 +8,8 @@ which module a node came from, what it costs, and what must keep its order altho
 
 * random draws from the global generator stay in graph order,
 * a mutation comes after all earlier readers of the storage and before all later ones,
-* operators with side effects (collectives, prints) stay in graph order.
+* operators with side effects, collectives and whatever is not torch's own (custom and higher-order operators) stay in
+  graph order; a custom operator with the tag `pointwise` is taken at its word that it has none.
 
 Guarantees: every value is a strided CPU tensor of static shape; `nodes` is a topological order.
 Raises `UnsupportedGraphError` for what segments cannot run; the backend then takes plain Inductor.
@@ -52,7 +53,8 @@ _DRAW_SEEDS = "prims.inductor_seeds.default"
 _LOOK_UP_SEED = "prims.inductor_lookup_seed.default"
 """By name: Inductor registers these operators when it is first used."""
 
-_ORDERED_NAMESPACES = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional"})
+_KNOWN_NAMESPACES = frozenset({"aten", "prims", "inductor", "mkldnn", "mkl", "quantized", "onednn"})
+"""Operators that torch ships and tags; collectives are not among them, so that they keep their order."""
 
 
 def capture_graph(graph_module: fx.GraphModule, *, name: str, role: Role) -> Capture:
@@ -121,15 +123,12 @@ class _OrderKeeper:
                 self._base[fx_node] = self._root(fx_node.all_input_nodes[0])
             return ()
         found: set[NodeId] = set()
-        target = fx_node.target
-        if isinstance(target, torch._ops.OpOverload):
-            if _draws(fx_node, target):
-                found.update(() if self._last_random is None else (self._last_random,))
-                self._last_random = node_id
-            has_effect = fx_node.is_impure(impure_random=False) and not target._schema.is_mutable
-            if has_effect or target.namespace in _ORDERED_NAMESPACES:
-                found.update(() if self._last_effect is None else (self._last_effect,))
-                self._last_effect = node_id
+        if _draws(fx_node):
+            found.update(() if self._last_random is None else (self._last_random,))
+            self._last_random = node_id
+        if _has_effect(fx_node):
+            found.update(() if self._last_effect is None else (self._last_effect,))
+            self._last_effect = node_id
         written = {self._root(value) for value in _written(fx_node)}
         for root in {self._root(value) for value in fx_node.all_input_nodes}:
             if root in self._writer:
@@ -144,8 +143,29 @@ class _OrderKeeper:
         return self._base.get(fx_node, fx_node)
 
 
-def _draws(fx_node: fx.Node, target: torch._ops.OpOverload) -> bool:
-    """Whether the operator advances a random generator; attention without dropout is tagged so but does not."""
+def _is_opaque(fx_node: fx.Node) -> bool:
+    """Whether nothing is known of what the operator does besides computing its outputs.
+
+    That is so for a user's operators, unless they are tagged as pointwise, and for higher-order operators.
+    """
+    target = fx_node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return True
+    return target.namespace not in _KNOWN_NAMESPACES and torch.Tag.pointwise not in target.tags
+
+
+def _has_effect(fx_node: fx.Node) -> bool:
+    target = fx_node.target
+    if _is_opaque(fx_node) or not isinstance(target, torch._ops.OpOverload):
+        return True
+    return fx_node.is_impure(impure_random=False) and not target._schema.is_mutable
+
+
+def _draws(fx_node: fx.Node) -> bool:
+    """Whether the operator may advance a random generator; attention without dropout is tagged so but does not."""
+    target = fx_node.target
+    if _is_opaque(fx_node) or not isinstance(target, torch._ops.OpOverload):
+        return True
     if str(target) == _DRAW_SEEDS:
         return True
     if torch.Tag.nondeterministic_seeded not in target.tags:

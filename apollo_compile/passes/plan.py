@@ -41,9 +41,9 @@ def make_plan(
     *,
     lanes: tuple[Lane, ...],
     planner: Literal["greedy", "serial"] = "greedy",
-    min_gain: float = 0.01,
+    min_gain: float = 0.02,
     seed: int = 0,
-    iterations: int = 4000,
+    iterations: int = 2000,
 ) -> Plan:
     """Return the best plan found on `lanes`; lane 0 has every unit.
 

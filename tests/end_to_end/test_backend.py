@@ -12,6 +12,7 @@ from torch import nn
 
 import apollo_compile
 from apollo_compile import backend
+from apollo_compile.device import default_profile, save_profile
 from tests.end_to_end.models import STRICT, TwoTowers, assert_same_training, train, two_tower_inputs
 
 
@@ -29,6 +30,16 @@ def test_an_unknown_option_is_an_error_that_lists_the_known_ones() -> None:
     """A typing mistake must not be ignored."""
     with pytest.raises(Exception, match=r"unknown option 'plan.planer'.*plan.planner.*runtime.native_bodies"):
         torch.compile(nn.Linear(2, 2), backend="apollo", options={"plan.planer": "serial"})(torch.ones(1, 2))
+
+
+def test_a_wrong_unit_count_or_profile_is_an_error(tmp_path: Path) -> None:
+    """A setting that cannot be honoured is not turned into plain Inductor."""
+    torch._dynamo.reset()
+    large = default_profile(4096)
+    save_profile(large, tmp_path / "large.json")
+    for options in ({"device.units": 4096}, {"device.profile": tmp_path / "large.json"}):
+        with pytest.raises(Exception, match=r"torch uses \d+ cores here"):
+            torch.compile(nn.Linear(2, 2), backend="apollo", options=options)(torch.ones(1, 2))
 
 
 def test_the_environment_switch_turns_apollo_off(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 from apollo_compile import backend
+from apollo_compile.errors import RuntimeClosedError
 from tests.end_to_end.models import STRICT, TwoTowers, assert_same_training, train, two_tower_inputs
 
 APOLLO = {"backend": "apollo", "options": STRICT}
@@ -134,7 +136,7 @@ seen: list[tuple[str, frozenset[int], int]] = []
 """Lane witnesses: branch, affinity and thread count, read from inside a body."""
 
 
-@torch.library.custom_op("apollo_tests::witness", mutates_args=())
+@torch.library.custom_op("apollo_tests::witness", mutates_args=(), tags=(torch.Tag.pointwise,))
 def witness(x: torch.Tensor, branch: str) -> torch.Tensor:
     """Record where it runs."""
     seen.append((branch, frozenset(os.sched_getaffinity(0)), torch.get_num_threads()))
@@ -229,6 +231,66 @@ def test_an_exception_in_a_body_reaches_the_caller_as_itself_and_training_goes_o
                 run(x, lit)
             assert any("raised in segment ~explode" in note for note in caught.value.__notes__)
             torch.testing.assert_close(run(x, safe), expected)
+
+
+_inner = torch.compile(lambda x: (x @ x).relu(), **APOLLO)
+
+
+@torch.library.custom_op("apollo_tests::nested", mutates_args=())
+def nested(x: torch.Tensor) -> torch.Tensor:
+    """Call another compiled function."""
+    return _inner(x)
+
+
+@nested.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+def test_a_body_may_call_another_compiled_function() -> None:
+    """The inner run takes no lanes, which the outer run has."""
+    torch._dynamo.reset()
+    x = torch.randn(16, 16)
+    with torch.no_grad():
+        torch.testing.assert_close(torch.compile(lambda x: nested(x) + 1, **APOLLO)(x), (x @ x).relu() + 1)
+
+
+def test_inference_tensors_can_be_written_to() -> None:
+    """A cache that was made in inference mode takes new values there."""
+    torch._dynamo.reset()
+
+    def store(cache: torch.Tensor, index: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        cache.index_put_((index,), x)
+        return cache.sum() + (x @ x.T).sum()
+
+    with torch.inference_mode():
+        cache, index, x = torch.zeros(4, 8), torch.tensor([1, 1]), torch.randn(2, 8)
+        expected_cache = cache.clone()
+        expected = store(expected_cache, index, x)
+        torch.testing.assert_close(torch.compile(store, **APOLLO)(cache, index, x), expected)
+        torch.testing.assert_close(cache, expected_cache)
+
+
+def test_a_forked_child_gets_a_clear_error() -> None:
+    """Lanes are threads, and threads stay behind in the parent, which goes on."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = TwoTowers()
+    run = torch.compile(model, **APOLLO)
+    inputs = two_tower_inputs()
+    with torch.no_grad():
+        expected = run(*inputs)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of every fork with threads
+            child = os.fork()
+        if child == 0:
+            try:
+                run(*inputs)
+            except RuntimeClosedError:
+                os._exit(17)
+            os._exit(1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 17
+        torch.testing.assert_close(run(*inputs), expected)
 
 
 def test_an_error_in_compiled_code_says_what_torch_says() -> None:
