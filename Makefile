@@ -26,7 +26,7 @@ check: $(VENV)/installed
 	$(BIN)/clang-format --dry-run -Werror $(SOURCES)
 
 bench: $(VENV)/installed native
-	$(BIN)/python -m benchmarks.run
+	$(BIN)/python -m benchmarks.run --json build/bench.json
 
 # The checkout comes first on sys.path, so it needs the extension too: built in place, which is also the fast way to
 # work on it.

@@ -142,9 +142,10 @@ def test_gradients_that_are_only_noise_do_not_count() -> None:
 
 
 def test_a_missing_gradient_and_a_nan_are_never_right() -> None:
-    """None must stay None, and NaN equals nothing."""
-    missing = compare_digests(_digest(1.0, a=[1.0]), _digest(1.0, a=[1.0], b=[0.0]))
+    """A gradient of one side only is an error unless it is zero, and NaN equals nothing."""
+    missing = compare_digests(_digest(1.0, a=[1.0]), _digest(1.0, a=[1.0], b=[0.5]))
     assert missing.unmatched == ("b",) and not missing.is_within(1.0)
+    assert compare_digests(_digest(1.0, a=[1.0], b=[0.0]), _digest(1.0, a=[1.0])).is_within(1e-6)
     wrong = compare_digests(_digest(1.0, a=[math.nan], b=[2.0]), _digest(1.0, a=[1.0], b=[1.0]))
     assert wrong.worst == "a" and not wrong.is_within(10.0)
     assert not compare_digests(_digest(math.nan), _digest(1.0)).is_within(1.0)
