@@ -2,7 +2,8 @@
 
     python -m benchmarks.picture
 
-The bars are the spans of the run whose duration is the median of many, forward and backward side by side, in one scale.
+The bars are the spans of the step whose duration is the median of many, forward and backward side by side, in one
+scale; the two plans take turns.
 """
 
 from __future__ import annotations
@@ -25,30 +26,38 @@ ROWS = {0: "both cores", 1: "core 0", 2: "core 1"}
 
 def main() -> None:
     """Measure and draw."""
-    traces = {title: _median_step(planner) for title, planner in (("one lane", "serial"), ("lanes", "greedy"))}
-    longest = max(sum(trace.duration_ns for _, trace in step) for step in traces.values())
-    body = "".join(
-        _draw(title, step, longest, TOP + number * (3 * LANE_HEIGHT + 44))
-        for number, (title, step) in enumerate(traces.items())
-    )
-    height = TOP + 2 * (3 * LANE_HEIGHT + 44)
+    runs = {title: _Run(planner) for title, planner in (("one lane", "serial"), ("lanes", "greedy"))}
+    for _ in range(STEPS):
+        for run in runs.values():  # in turn, so that both meet the same machine
+            run.step()
+    steps = {title: run.median() for title, run in runs.items()}
+    longest = max(sum(trace.duration_ns for _, trace in step) for step in steps.values())
+    height = 3 * LANE_HEIGHT + 44
+    body = "".join(_draw(title, step, longest, TOP + row * height) for row, (title, step) in enumerate(steps.items()))
     Path("docs/lanes.svg").write_text(
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH + LEFT + 20} {height}" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH + LEFT + 20} {TOP + 2 * height}" '
         'font-family="sans-serif" font-size="13" role="img" aria-label="A training step on one lane and on lanes">'
         f'<rect width="100%" height="100%" fill="white"/>{body}</svg>\n'
     )
 
 
-def _median_step(planner: str) -> list[tuple[backend.CompiledGraph, Trace]]:
-    torch._dynamo.reset()
-    workload = build("two_tower", "small", batch=1)
-    compiled = torch.compile(workload.model, backend="apollo", options={"plan.planner": planner})
-    steps = []
-    for _ in range(STEPS):
-        workload.loss(compiled(**workload.inputs)).backward()
-        graphs = backend.find_models(workload.model)[0].graphs
-        steps.append([(graph, graph.trace()) for graph in graphs])
-    return sorted(steps, key=lambda step: sum(trace.duration_ns for _, trace in step))[STEPS // 2]
+class _Run:
+    """A model compiled with one planner, and the traces of its steps."""
+
+    def __init__(self, planner: str) -> None:
+        self._workload = build("two_tower", "small", batch=1)
+        self._compiled = torch.compile(self._workload.model, backend="apollo", options={"plan.planner": planner})
+        self._steps: list[list[tuple[backend.CompiledGraph, Trace]]] = []
+
+    def step(self) -> None:
+        """Take a training step and keep its traces."""
+        self._workload.loss(self._compiled(**self._workload.inputs)).backward()
+        graphs = backend.find_models(self._workload.model)[0].graphs
+        self._steps.append([(graph, graph.trace()) for graph in graphs])
+
+    def median(self) -> list[tuple[backend.CompiledGraph, Trace]]:
+        """Return the traces of the step of median duration."""
+        return sorted(self._steps, key=lambda step: sum(trace.duration_ns for _, trace in step))[STEPS // 2]
 
 
 def _draw(title: str, step: list[tuple[backend.CompiledGraph, Trace]], longest: int, top: int) -> str:

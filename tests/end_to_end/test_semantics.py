@@ -264,7 +264,7 @@ def test_inference_tensors_can_be_written_to() -> None:
         return cache.sum() + (x @ x.T).sum()
 
     with torch.inference_mode():
-        cache, index, x = torch.zeros(4, 8), torch.tensor([1, 1]), torch.randn(2, 8)
+        cache, index, x = torch.zeros(4, 8), torch.tensor([1, 3]), torch.randn(2, 8)
         expected_cache = cache.clone()
         expected = store(expected_cache, index, x)
         torch.testing.assert_close(torch.compile(store, **APOLLO)(cache, index, x), expected)
