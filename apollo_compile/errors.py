@@ -3,7 +3,6 @@
 ApolloError
 |-- ConfigError            an option or environment variable is unknown or has a wrong value
 |-- UnsupportedGraphError  this graph cannot be run in segments; the backend hands it to Inductor
-|-- InfeasiblePlanError    no plan fits the memory quota
 |-- InvariantError         a product is not legal: a defect of ours, found by the check behind a stage
 `-- RuntimeClosedError     the runtime was used after it was closed, or from a forked child
 
@@ -23,10 +22,6 @@ class ConfigError(ApolloError, ValueError):
 
 class UnsupportedGraphError(ApolloError):
     """A graph has something that segments cannot express; the message says what and where."""
-
-
-class InfeasiblePlanError(ApolloError):
-    """No plan fits the memory quota; the message names the segment and the quota."""
 
 
 class InvariantError(ApolloError):

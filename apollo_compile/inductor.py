@@ -41,6 +41,7 @@ from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
 from apollo_compile.errors import UnsupportedGraphError
 from apollo_compile.ir import Body
+from apollo_compile.passes.capture import TORCH_NAMESPACES
 
 _logger = logging.getLogger(__name__)
 
@@ -53,9 +54,6 @@ _CACHE_KEY_TAG = f"apollo-{hashlib.sha256(Path(__file__).read_bytes()).hexdigest
 The number of threads goes behind it: how deep loops are made parallel depends on it, and with `cpp.dynamic_threads`
 Inductor's own key does not hold it.
 """
-
-_COMPILED_NAMESPACES = frozenset({"aten", "prims", "inductor", "mkldnn", "mkl", "quantized", "onednn"})
-"""Operators that torch ships compiled."""
 
 InnerCompile = Callable[..., Any]
 
@@ -229,7 +227,7 @@ def _log_python(name: str, error: Exception) -> None:
 def _has_custom_operator(piece: fx.GraphModule) -> bool:
     """Whether an operator may be written in Python; the Python wrapper passes its exceptions on as themselves."""
     targets = (node.target for node in piece.graph.nodes if isinstance(node.target, torch._ops.OpOverload))
-    return any(target.namespace not in _COMPILED_NAMESPACES for target in targets)
+    return any(target.namespace not in TORCH_NAMESPACES for target in targets)
 
 
 def _body_options() -> dict[str, Any]:

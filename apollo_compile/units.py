@@ -29,11 +29,6 @@ def format_bytes(num_bytes: float) -> str:
     return f"{size:.2f} GiB"
 
 
-def ns_to_ms(duration_ns: float) -> float:
-    """Return nanoseconds as milliseconds."""
-    return duration_ns / NS_PER_MS
-
-
 def seconds_to_ns(seconds: float) -> int:
     """Return seconds as a whole number of nanoseconds."""
     return round(seconds * NS_PER_S)

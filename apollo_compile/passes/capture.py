@@ -53,7 +53,7 @@ _DRAW_SEEDS = "prims.inductor_seeds.default"
 _LOOK_UP_SEED = "prims.inductor_lookup_seed.default"
 """By name: Inductor registers these operators when it is first used."""
 
-_KNOWN_NAMESPACES = frozenset({"aten", "prims", "inductor", "mkldnn", "mkl", "quantized", "onednn"})
+TORCH_NAMESPACES = frozenset({"aten", "prims", "inductor", "mkldnn", "mkl", "quantized", "onednn"})
 """Operators that torch ships and tags; collectives are not among them, so that they keep their order."""
 
 
@@ -151,7 +151,7 @@ def _is_opaque(fx_node: fx.Node) -> bool:
     target = fx_node.target
     if not isinstance(target, torch._ops.OpOverload):
         return True
-    return target.namespace not in _KNOWN_NAMESPACES and torch.Tag.pointwise not in target.tags
+    return target.namespace not in TORCH_NAMESPACES and torch.Tag.pointwise not in target.tags
 
 
 def _has_effect(fx_node: fx.Node) -> bool:
