@@ -1,23 +1,35 @@
 """The planning problem: multi-mode resource-constrained project scheduling on lanes.
 
-A task runs once, without interruption, in one of its modes; a mode is a lane and the duration there. A lane is a set
-of atoms, and an atom serves one task at a time, so lanes that share an atom exclude each other. Whatever is handed from
-one lane to another takes `handover` more: a value for a successor, or an atom for the next user.
+A task runs once, without interruption, in one of its modes. A mode is a lane and the duration there, and may ask for
+resources. A lane is a set of atoms, and an atom serves one task at a time, so lanes that share an atom exclude each
+other. Whatever is handed from one lane to another takes `handover` more: a value for a successor, or an atom for the
+next user.
 
-(1) one mode    sum_l on[t, l] = 1
-(2) precedence  end[p] + handover * (lane[p] != lane[t]) <= start[t]                 for p before t
-(3) atoms       the same for s before t, or t before s                               if their lanes share an atom
-(4) objective   minimise max_t end[t]
+(1) one mode       sum_m on[t, m] = 1
+(2) precedence     end[p] + handover * (lane[p] != lane[t]) <= start[t]              for p before t
+(3) atoms          the same for s before t, or t before s                            if their lanes share an atom
+(4) renewable      sum of demands[k] of the tasks that run at an instant, and of the amounts held then,
+                                                                                     <= capacities[k], at every instant
+(5) non-renewable  sum over t of consumption[k] of its mode                          <= budgets[k]
+(6) objective      minimise max_t end[t]
 
-Lane 0 covers every atom and every task has a mode on it: the serial schedule always exists.
-This is MRCPSP with unary resources and sequence-dependent setup times (Hartmann, Briskorn, "A survey of variants and
-extensions of the RCPSP", EJOR 207, 2010, https://doi.org/10.1016/j.ejor.2009.11.005). Times are integers.
+A `Hold` is an amount of a renewable resource that a task takes when it starts and that is given back when the last
+reader has ended: the memory of a value. What a task needs only while it runs (workspace, bandwidth) is a demand.
+
+The first mode of every task is its reference mode; all tasks in their reference modes, one after the other, is the
+serial schedule. Where lanes exist, lane 0 covers every atom and reference modes are on it.
+This is MRCPSP (Talbot 1982, https://doi.org/10.1287/mnsc.28.10.1197) with unary resources, sequence-dependent setup
+times and variable-length holdings (Hartmann, Briskorn, "A survey of variants and extensions of the RCPSP", EJOR 207,
+2010, https://doi.org/10.1016/j.ejor.2009.11.005). Times and amounts are integers.
+
+Interference is not a constraint: it changes how long a schedule takes, and `simulate.py` says by how much.
 
 The planner knows nothing of segments, units or buffers; `passes/plan.py` translates.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from apollo_compile.errors import InvariantError
@@ -27,60 +39,95 @@ from apollo_compile.errors import InvariantError
 class Mode:
     """One way to run a task."""
 
-    lane: int
+    lane: int = 0
     duration: int
+    demands: tuple[int, ...] = ()
+    """Per renewable resource, while the task runs; empty means none of any."""
+    consumption: tuple[int, ...] = ()
+    """Per non-renewable resource, once and for all; empty means none of any."""
+    memory_share: float = 0.0
+    """Share of the duration in which the task waits for memory, 0 to 1; the rest is arithmetic."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Task:
-    """Its modes, at most one per lane, and the tasks that end before it starts."""
+    """Its modes, the reference mode first, and the tasks that end before it starts."""
 
     modes: tuple[Mode, ...]
     predecessors: tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Hold:
+    """`amount` of a renewable resource, from the start of `task` until it and all readers have ended."""
+
+    resource: int
+    amount: int
+    task: int
+    readers: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Interference:
+    """How many times longer something takes beside something else, at least 1; both are all arithmetic or all memory.
+
+    `slowdown[a][b]` is that of a task of kind a beside a task of kind b, where 0 is arithmetic and 1 is memory.
+    """
+
+    slowdown: tuple[tuple[float, float], tuple[float, float]] = ((1.0, 1.0), (1.0, 1.0))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Problem:
-    """Tasks in a topological order, and the lanes they may run on. Raises `InvariantError` if it is malformed."""
+    """Tasks in a topological order, and what they share. Raises `InvariantError` if it is malformed."""
 
     tasks: tuple[Task, ...]
-    lanes: tuple[frozenset[int], ...]
+    lanes: tuple[frozenset[int], ...] = (frozenset(),)
     """Atoms of every lane."""
-    atom_sizes: tuple[int, ...]
+    atom_sizes: tuple[int, ...] = ()
     """Units behind every atom; rules and bounds weigh atoms with them."""
     handover: int = 0
+    capacities: tuple[int, ...] = ()
+    """Of the renewable resources."""
+    budgets: tuple[int, ...] = ()
+    """Of the non-renewable resources."""
+    holds: tuple[Hold, ...] = ()
+    interference: Interference = Interference()
 
     def __post_init__(self) -> None:
         everything = frozenset(range(len(self.atom_sizes)))
         if not self.lanes or self.lanes[0] != everything:
-            raise InvariantError(
-                f"planning problem: lane 0 must cover all atoms {sorted(everything)}; got {self.lanes}"
-            )
-        if any(not lane or not lane <= everything for lane in self.lanes) or min(self.atom_sizes) < 1:
-            raise InvariantError(f"planning problem: lanes {self.lanes} do not fit atoms of sizes {self.atom_sizes}")
-        if self.handover < 0:
-            raise InvariantError(f"planning problem: handover must not be negative, got {self.handover}")
+            _fail(f"lane 0 must cover all atoms {sorted(everything)}; got {self.lanes}")
+        if any(bool(everything) != bool(lane) or not lane <= everything for lane in self.lanes):
+            _fail(f"lanes {self.lanes} do not fit atoms of sizes {self.atom_sizes}")
+        if min(self.atom_sizes, default=1) < 1:
+            _fail(f"atoms must have at least one unit, got sizes {self.atom_sizes}")
+        if self.handover < 0 or min((*self.capacities, *self.budgets), default=0) < 0:
+            _fail(f"amounts must not be negative, got {self.handover}, {self.capacities}, {self.budgets}")
         for task_id, task in enumerate(self.tasks):
-            lanes = [mode.lane for mode in task.modes]
-            if (
-                0 not in lanes
-                or len(set(lanes)) != len(lanes)
-                or not all(0 <= lane < len(self.lanes) for lane in lanes)
-            ):
-                raise InvariantError(
-                    f"planning problem: task {task_id} needs lane 0 and distinct known lanes, got {lanes}"
-                )
-            if any(mode.duration < 1 for mode in task.modes):
-                raise InvariantError(f"planning problem: task {task_id} has a duration below 1: {task.modes}")
-            if any(not 0 <= predecessor < task_id for predecessor in task.predecessors):
-                raise InvariantError(f"planning problem: task {task_id} has a later predecessor: {task.predecessors}")
+            self._check_task(task_id, task)
+        for hold in self.holds:
+            known = 0 <= hold.resource < len(self.capacities) and 0 <= hold.task < len(self.tasks)
+            if not known or hold.amount < 0 or not all(hold.task < reader < len(self.tasks) for reader in hold.readers):
+                _fail(f"{hold} does not fit {len(self.capacities)} renewable resources and {len(self.tasks)} tasks")
+        if min(factor for row in self.interference.slowdown for factor in row) < 1:
+            _fail(f"a neighbour must not make a task faster, got {self.interference}")
 
-    def duration(self, task: int, lane: int) -> int | None:
-        """Return how long `task` takes on `lane`; None if it has no such mode."""
-        for mode in self.tasks[task].modes:
-            if mode.lane == lane:
-                return mode.duration
-        return None
+    def _check_task(self, task_id: int, task: Task) -> None:
+        if not task.modes or task.modes[0].lane != 0:
+            _fail(f"task {task_id} needs a first mode on lane 0, got {task.modes}")
+        for mode in task.modes:
+            if mode.duration < 1:
+                _fail(f"task {task_id} has a duration below 1: {mode}")
+            if not 0 <= mode.lane < len(self.lanes):
+                _fail(f"task {task_id} has a mode on lane {mode.lane}, there are {len(self.lanes)}")
+            for amounts, limits in ((mode.demands, self.capacities), (mode.consumption, self.budgets)):
+                if (amounts and len(amounts) != len(limits)) or min(amounts, default=0) < 0:
+                    _fail(f"task {task_id} asks for {amounts} of the resources {limits}")
+            if not 0 <= mode.memory_share <= 1:
+                _fail(f"task {task_id} has a memory share of {mode.memory_share}, expected 0 to 1")
+        if any(not 0 <= predecessor < task_id for predecessor in task.predecessors):
+            _fail(f"task {task_id} has a later predecessor: {task.predecessors}")
 
     def successors(self) -> list[list[int]]:
         """Return the direct successors of every task, ascending."""
@@ -90,50 +137,97 @@ class Problem:
                 found[predecessor].append(task_id)
         return found
 
+    def mode(self, schedule: Schedule, task: int) -> Mode:
+        """Return the mode in which the schedule runs the task."""
+        return self.tasks[task].modes[schedule.modes[task]]
+
     def is_valid(self, schedule: Schedule) -> bool:
         """Return whether the schedule keeps every constraint."""
         return not self.violations(schedule)
 
     def violations(self, schedule: Schedule) -> tuple[str, ...]:
         """Return one line per constraint that the schedule breaks; compares all pairs of tasks."""
-        if not len(schedule.lanes) == len(schedule.starts) == len(self.tasks):
+        if not len(schedule.modes) == len(schedule.starts) == len(self.tasks):
             return (
-                f"schedule has {len(schedule.lanes)} lanes, {len(schedule.starts)} starts, {len(self.tasks)} tasks",
+                f"schedule has {len(schedule.modes)} modes, {len(schedule.starts)} starts, {len(self.tasks)} tasks",
             )
-        found: list[str] = []
-        ends: list[int] = []
-        for task_id, (lane, start) in enumerate(zip(schedule.lanes, schedule.starts, strict=True)):
-            duration = self.duration(task_id, lane)
-            if duration is None:
-                found.append(f"(1) task {task_id} has no mode on lane {lane}")
-            if start < 0:
-                found.append(f"task {task_id} starts at {start}")
-            ends.append(start + (duration or 0))
+        found = [
+            f"(1) task {task} has no mode {mode}"
+            for task, mode in enumerate(schedule.modes)
+            if not 0 <= mode < len(self.tasks[task].modes)
+        ]
+        if found:
+            return tuple(found)
+        found += [f"task {task} starts at {start}" for task, start in enumerate(schedule.starts) if start < 0]
+        found += self._order_violations(schedule)
+        found += self._resource_violations(schedule)
+        last = max(self.ends(schedule), default=0)
+        if schedule.makespan != last:
+            found.append(f"(6) makespan is {last}, not {schedule.makespan}")
+        return tuple(found)
+
+    def ends(self, schedule: Schedule) -> list[int]:
+        """Return when every task ends."""
+        return [start + self.mode(schedule, task).duration for task, start in enumerate(schedule.starts)]
+
+    def _order_violations(self, schedule: Schedule) -> Iterable[str]:
+        ends = self.ends(schedule)
+        lanes = [self.mode(schedule, task).lane for task in range(len(self.tasks))]
 
         def ready(before: int, after: int) -> int:
-            return ends[before] + (self.handover if schedule.lanes[before] != schedule.lanes[after] else 0)
+            return ends[before] + (self.handover if lanes[before] != lanes[after] else 0)
 
         for task_id, task in enumerate(self.tasks):
             for other in task.predecessors:
                 if ready(other, task_id) > schedule.starts[task_id]:
-                    found.append(f"(2) task {task_id} starts at {schedule.starts[task_id]}, not ready from {other}")
+                    yield f"(2) task {task_id} starts at {schedule.starts[task_id]}, not ready from {other}"
             for other in range(task_id):
-                shared = self.lanes[schedule.lanes[other]] & self.lanes[schedule.lanes[task_id]]
+                shared = self.lanes[lanes[other]] & self.lanes[lanes[task_id]]
                 if (
                     shared
                     and ready(other, task_id) > schedule.starts[task_id]
                     and ready(task_id, other) > schedule.starts[other]
                 ):
-                    found.append(f"(3) tasks {other} and {task_id} collide on atoms {sorted(shared)}")
-        if schedule.makespan != max(ends, default=0):
-            found.append(f"(4) makespan is {max(ends, default=0)}, not {schedule.makespan}")
-        return tuple(found)
+                    yield f"(3) tasks {other} and {task_id} collide on atoms {sorted(shared)}"
+
+    def _resource_violations(self, schedule: Schedule) -> Iterable[str]:
+        for resource, capacity in enumerate(self.capacities):
+            peak = self.peak(schedule, resource)
+            if peak > capacity:
+                yield f"(4) {peak} of renewable resource {resource} in use, there are {capacity}"
+        for resource, budget in enumerate(self.budgets):
+            modes = [self.mode(schedule, task) for task in range(len(self.tasks))]
+            total = sum(mode.consumption[resource] for mode in modes if mode.consumption)
+            if total > budget:
+                yield f"(5) {total} of non-renewable resource {resource} consumed, there are {budget}"
+
+    def peak(self, schedule: Schedule, resource: int) -> int:
+        """Return the largest amount of a renewable resource that is in use at one instant."""
+        ends = self.ends(schedule)
+        changes: list[tuple[int, int]] = []
+        for task in range(len(self.tasks)):
+            mode = self.mode(schedule, task)
+            if mode.demands and mode.demands[resource]:
+                changes += [(schedule.starts[task], mode.demands[resource]), (ends[task], -mode.demands[resource])]
+        for hold in self.holds:
+            if hold.resource == resource:
+                last = max(ends[task] for task in (hold.task, *hold.readers))
+                changes += [(schedule.starts[hold.task], hold.amount), (last, -hold.amount)]
+        in_use = peak = 0
+        for _, change in sorted(changes):  # at one instant, what is given back comes first
+            in_use += change
+            peak = max(peak, in_use)
+        return peak
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Schedule:
-    """Lane and start of every task."""
+    """Mode (its index among the task's modes) and start of every task."""
 
-    lanes: tuple[int, ...]
+    modes: tuple[int, ...]
     starts: tuple[int, ...]
     makespan: int
+
+
+def _fail(found: str) -> None:
+    raise InvariantError(f"planning problem: {found}")
