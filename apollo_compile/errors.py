@@ -3,6 +3,9 @@
 ApolloError
 |-- ConfigError            an option or environment variable is unknown or has a wrong value
 |-- UnsupportedGraphError  this graph cannot be run in segments; the backend hands it to Inductor
+|-- PlanFileError          a plan file cannot be read, or is for another graph or device
+|-- InfeasiblePlanError    no plan keeps the memory quota
+|-- CalibrationError       this machine cannot be measured as it is now
 |-- InvariantError         a product is not legal: a defect of ours, found by the check behind a stage
 `-- RuntimeClosedError     the runtime was used after it was closed, or from a forked child
 
@@ -22,6 +25,18 @@ class ConfigError(ApolloError, ValueError):
 
 class UnsupportedGraphError(ApolloError):
     """A graph has something that segments cannot express; the message says what and where."""
+
+
+class PlanFileError(ApolloError, ValueError):
+    """A plan file cannot be read, or its plan is for another graph or other lanes."""
+
+
+class InfeasiblePlanError(ApolloError):
+    """No schedule keeps every limit; the message says which limit and what needs most."""
+
+
+class CalibrationError(ApolloError):
+    """The machine cannot be measured as it is now; the message says why."""
 
 
 class InvariantError(ApolloError):

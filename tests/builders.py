@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from apollo_compile.ir import (
     Assignment,
@@ -31,8 +32,9 @@ from apollo_compile.ir import (
     Work,
 )
 from apollo_compile.lanes import lane_catalogue
+from apollo_compile.planner.problem import Hold, Interference, Problem, Task
 from apollo_compile.planner.problem import Mode as TaskMode
-from apollo_compile.planner.problem import Problem, Task
+from apollo_compile.planner.simulate import serial_schedule
 
 LETTERS = "*ABCDEFGHIJ"
 
@@ -187,11 +189,13 @@ def plan(
             duration_ns=mode.duration_ns,
         )
     serial = sum(row[-1].duration_ns for row in costs.modes) if costs else 10 * len(done)
+    makespan = max((a.end_ns for a in done.values()), default=0)
     return Plan(
         origin=Origin.GREEDY,
         lanes=lanes,
         assignments=tuple(done[segment] for segment in range(len(done))),
-        makespan_ns=max((a.end_ns for a in done.values()), default=0),
+        makespan_ns=makespan,
+        undisturbed_ns=makespan,
         serial_ns=serial,
         lower_bound_ns=0,
     )
@@ -213,10 +217,14 @@ def random_problem(rng: random.Random, num_tasks: int, num_units: int = 2) -> Pr
     sizes = {2: (1, 1), 4: (2, 1, 1)}[num_units]
     tasks = []
     for task in range(num_tasks):
-        work, exponent = rng.randrange(5, 200), rng.uniform(0.0, 1.0)
+        work, exponent, memory_share = rng.randrange(5, 200), rng.uniform(0.0, 1.0), rng.random()
         lanes = [lane for lane in range(len(atoms)) if lane == 0 or rng.random() < 0.9]
         modes = tuple(
-            TaskMode(lane=lane, duration=max(1, round(work / sum(sizes[a] for a in atoms[lane]) ** exponent)))
+            TaskMode(
+                lane=lane,
+                duration=max(1, round(work / sum(sizes[a] for a in atoms[lane]) ** exponent)),
+                memory_share=memory_share,
+            )
             for lane in lanes
         )
         predecessors = tuple(sorted(rng.sample(range(task), min(task, rng.choice((0, 1, 1, 2))))))
@@ -227,6 +235,34 @@ def random_problem(rng: random.Random, num_tasks: int, num_units: int = 2) -> Pr
         atom_sizes=sizes,
         handover=rng.choice((0, 0, 3, 20)),
     )
+
+
+def limited(rng: random.Random, problem: Problem) -> Problem:
+    """Return the problem with a renewable resource, for which the serial schedule just suffices, and a budget."""
+    tasks = tuple(
+        replace(
+            task,
+            modes=tuple(
+                replace(mode, demands=(rng.randrange(8),), consumption=(rng.randrange(5) if index else 0,))
+                for index, mode in enumerate(task.modes)
+            ),
+        )
+        for task in problem.tasks
+    )
+    holds = tuple(
+        Hold(resource=0, amount=rng.randrange(1, 20), task=task, readers=tuple(readers))
+        for task, readers in enumerate(problem.successors())
+    )
+    roomy = replace(
+        problem, tasks=tasks, holds=holds, capacities=(30 * len(tasks),), budgets=(rng.randrange(1 + 2 * len(tasks)),)
+    )
+    return replace(roomy, capacities=(roomy.peak(serial_schedule(roomy), 0),))
+
+
+def interfering(problem: Problem, factor: float = 1.6) -> Problem:
+    """Return the problem on a device where two tasks that wait for memory slow each other by `factor`."""
+    slowdown = ((1.02, 1 + (factor - 1) / 4), (1 + (factor - 1) / 4, factor))
+    return replace(problem, interference=Interference(slowdown=slowdown))
 
 
 def chains(
@@ -243,3 +279,124 @@ def chains(
     speed = {count: 1 + (count - 1) * (efficiency * units - 1) / max(1, units - 1) for count in counts}
     rows = [[max(1, round(layer / speed[count])) for count in counts] for work in works for layer in work]
     return made, costs(made, lanes, *rows, handover_ns=handover_ns), lanes
+
+
+# ------------------------------------------------------------------------------- planning problems like real models
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tower:
+    """A chain of equal transformer layers, cut into `chunks`."""
+
+    chunks: int
+    layers: int
+    tokens: int
+    width: int
+
+
+class _Network:
+    """Collects tasks whose durations follow a roofline with whole waves, in ns, on the lanes of a device.
+
+    The device of 132 units has 600 TFLOP/s and 4 TB/s in all, 65 GB/s per unit, and takes 3 us per kernel.
+    """
+
+    def __init__(self, units: int) -> None:
+        self.units = units
+        self.lanes = lane_catalogue(units)
+        self.tasks: list[Task] = []
+
+    def add(self, flops: float, num_bytes: float, kernels: int, tiles: int, *predecessors: int) -> int:
+        modes = []
+        for lane in self.lanes:
+            units = len(lane.units)
+            waves = -(-tiles // units) * units / tiles
+            arithmetic = flops / (600e12 / 132 * units) * waves
+            memory = num_bytes / min(4e12 * self.units / 132, 65e9 * units)
+            duration = max(arithmetic, memory) + 0.3 * min(arithmetic, memory) + 3e-6 * kernels
+            share = memory / (arithmetic + memory) if memory else 0.0
+            modes.append(TaskMode(lane=lane.id, duration=round(1e9 * duration), memory_share=share))
+        self.tasks.append(Task(modes=tuple(modes), predecessors=tuple(sorted({p for p in predecessors if p >= 0}))))
+        return len(self.tasks) - 1
+
+    def chunk(self, tower: Tower, scale: int, *predecessors: int) -> int:
+        """Add a share of the layers of a tower; `scale` is 1 for each of forward, input and weight gradients."""
+        layers = tower.layers / tower.chunks
+        flops = scale * layers * 24 * tower.tokens * tower.width**2
+        num_bytes = scale * layers * (24 * tower.width**2 + 60 * tower.tokens * tower.width)
+        tiles = max(1, round(tower.tokens * tower.width / 128**2))
+        return self.add(flops, num_bytes, round(scale * layers * 12), tiles, *predecessors)
+
+    def problem(self) -> Problem:
+        owners = [tuple(lane.id for lane in self.lanes if unit in lane.units) for unit in range(self.units)]
+        atoms = list(dict.fromkeys(owners))
+        return Problem(
+            tasks=tuple(self.tasks),
+            lanes=tuple(frozenset(a for a, owner in enumerate(atoms) if lane.id in owner) for lane in self.lanes),
+            atom_sizes=tuple(owners.count(atom) for atom in atoms),
+            handover=5_000,
+        )
+
+
+CLIP = ((24, 16 * 257, 1024), (12, 16 * 77, 768))
+IMAGEBIND = ((32, 8 * 257, 1280), (24, 8 * 77, 1024), (12, 24 * 229, 768))
+"""Layers, tokens and width of the towers."""
+
+
+def contrastive(towers: Sequence[tuple[int, int, int]], chunks: int, *, split: bool, units: int = 132) -> Problem:
+    """Return a training step of towers that meet in one loss; `split` makes weight gradients tasks of their own."""
+    made = _Network(units)
+    shapes = [Tower(chunks=chunks, layers=layers, tokens=tokens, width=width) for layers, tokens, width in towers]
+    ends = []
+    for tower in shapes:
+        last = -1
+        for _ in range(chunks):
+            last = made.chunk(tower, 1, last)
+        ends.append(last)
+    loss = made.add(1e9, 1e7, 20, 16, *ends)
+    for tower in shapes:
+        last = loss
+        for _ in range(chunks):
+            before = last
+            last = made.chunk(tower, 1 if split else 2, before)
+            if split:
+                made.chunk(tower, 1, before)
+    return made.problem()
+
+
+def microbatches(count: int, *, encoder: int, decoder: int, split: bool, units: int = 132) -> Problem:
+    """Return a training step of an encoder before a decoder over microbatches; `encoder`, `decoder` are chunks."""
+    made = _Network(units)
+    eyes = Tower(chunks=encoder, layers=24, tokens=2 * 577, width=1024)
+    speech = Tower(chunks=decoder, layers=16, tokens=2048, width=2048)
+    for _ in range(count):
+        last = -1
+        for tower in (eyes, speech):
+            for _ in range(tower.chunks):
+                last = made.chunk(tower, 1, last)
+        last = made.add(1e12, 1e9, 6, 512, last)
+        for tower in (speech, eyes):
+            for _ in range(tower.chunks):
+                before = last
+                last = made.chunk(tower, 1 if split else 2, before)
+                if split:
+                    made.chunk(tower, 1, before)
+    return made.problem()
+
+
+def realistic_problems(units: int = 132) -> dict[str, Problem]:
+    """Return problems from 13 to 490 tasks, by name."""
+    found = {}
+    for name, towers in (("clip", CLIP), ("imagebind", IMAGEBIND)):
+        for chunks, split in ((3, False), (4, False), (6, True), (12, True), (18, True)):
+            found[f"{name} {chunks}{' split' if split else ''}"] = contrastive(towers, chunks, split=split, units=units)
+    for count, encoder, decoder, split in (
+        (4, 2, 3, False),
+        (4, 2, 4, True),
+        (6, 3, 3, False),
+        (8, 2, 4, False),
+        (8, 3, 4, True),
+        (12, 5, 8, True),
+    ):
+        name = f"microbatches {count} x {encoder}+{decoder}{' split' if split else ''}"
+        found[name] = microbatches(count, encoder=encoder, decoder=decoder, split=split, units=units)
+    return found

@@ -1,49 +1,66 @@
-"""A proven lower limit of the makespan, without an LP solver.
+"""A proven lower limit of the makespan: a linear program suggests a proof, whole numbers check it.
 
     lower_bound(problem) -> integer that no valid schedule can beat
 
-Let y[t, l] be 1 where task t runs on lane l. Every schedule of makespan C keeps
+Let y[t, m] be 1 where task t runs in mode m, s[t] its start and C the makespan. Every schedule keeps
 
-(1) path    sum over t on a path, l of d[t, l] y[t, l]                                       <= C
-(2) load    h + q + sum over t in S, l that cover atom a of d[t, l] y[t, l]                  <= C
-            with S = tasks whose head is at least h and whose tail is at least q
+(1) order    s[b]  >=  s[a] + sum over m of d[a, m] y[a, m]                            a before b; C for s[b] at the end
+(2) load     s[b]  >=  s[a] + sum over m of d[a, m] y[a, m] + c + sum over t in S, m of u[t, m, r] y[t, m] / cap[r]
+             with S some tasks that all come after a and before b: they run one after the other on atom r, or share the
+             capacity of renewable resource r, between the end of a and the start of b. Without a, they start at c1 or
+             later, their least head; without b, c2 is left when the last has ended, their least tail; c = c1 + c2.
+             u = time on the atom, or time x (demand + what the task itself begins to hold)
+(3) budget   sum over t, m of consumption[t, m, k] y[t, m]  <=  budgets[k]
 
-where head and tail are the longest chains of least durations before and behind a task: all of S runs on atom a one
-after the other, not before h, and q remains when the last has ended. Weigh the constraints with w >= 0, sum w = 1,
-and add:
+Add them with weights w >= 0. What remains of s[t] is bounded by  head[t] <= s[t] <= C - shortest[t] - tail[t],  and
+every task may choose its best mode by itself, so
 
-    C  >=  sum w (h + q) + sum over t of  min over l of  d[t, l] * (weights of paths through t + of loads of t on l)
+    C * (weight into the end + surplus weight into starts)
+          >=  constants + sum over t of  min over m of (what the weighted constraints charge for t in mode m)
 
-which holds for *any* weights, because it lets every task choose its best lane by itself (a Lagrangian relaxation of
-the LP over (1) and (2)). Good weights come from multiplicative updates: constraints that the present choice of lanes
-violates most gain weight, and the longest path and the heaviest loads under that choice join the set. The last step
-rounds the weights and evaluates the inequality in integers, so the claim does not rest on floating point. Hand-overs
-are ignored.
+for *any* weights (a Lagrangian relaxation). The weights are the dual values of the linear program over (1)-(3), to
+which violated loads are added until none is left or nothing more is won: of all pairs (a, b), with S all that lies
+between, and of all thresholds of head and tail, those through which the longest path is longest. Then the weights are
+rounded and the inequality is evaluated in integers, so the claim rests neither on the solver nor on floating point.
+Hand-overs are ignored.
 
-Source: Mingozzi et al., "An exact algorithm for the RCPSP", Management Science 44, 1998,
-https://doi.org/10.1287/mnsc.44.5.714; Arora, Hazan, Kale, "The multiplicative weights update method", 2012,
-https://doi.org/10.4086/toc.2012.v008a006
+Sources: Mingozzi et al., "An exact algorithm for the RCPSP", Management Science 44, 1998,
+https://doi.org/10.1287/mnsc.44.5.714 (relaxation); Carlier, Pinson, "An algorithm for solving the job-shop problem",
+Management Science 35, 1989, https://doi.org/10.1287/mnsc.35.2.164 (heads and tails)
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TYPE_CHECKING
 
-from apollo_compile.planner.problem import Problem
+import numpy as np
+import numpy.typing as npt
+
+from apollo_compile.planner.problem import Mode, Problem
 from apollo_compile.planner.simulate import tail_lengths
 
-_Number = TypeVar("_Number", int, float)
+if TYPE_CHECKING:
+    from ortools.linear_solver import pywraplp
 
-MAX_ROUNDS = 120
-MAX_TASK_VISITS = 30_000
-"""Rounds x tasks: what bounds the time."""
-NUM_THRESHOLDS = 8
-"""Heads and tails considered for the loads, each."""
-WEIGHT_STEPS = 1_000_000
+MAX_ROUNDS = 60
+MAX_NEW_CUTS = 8
+"""Loads added in one round."""
+PATIENCE = 6
+LEAST_GAIN = 3e-4
+"""Rounds stop when `PATIENCE` of them have not won this share of the bound."""
+LEAST_VIOLATION = 3e-4
+"""Share of the bound by which a load must be violated."""
+WEIGHT_STEPS = 10**9
 """Weights are rounded to this grid for the integer evaluation."""
+LOAD_STEPS = 2**30
+"""Loads are rounded to this grid while cuts are sought: sums are then exact, in whatever order a machine adds."""
+MAX_SOLVER_TIME = 1.0
+"""Deterministic seconds of one solve of the linear program."""
+
+_Array = npt.NDArray[np.float64]
 
 
 def lower_bound(problem: Problem) -> int:
@@ -51,44 +68,33 @@ def lower_bound(problem: Problem) -> int:
     if not problem.tasks:
         return 0
     network = _Network(problem)
-    shortest = [min(mode.duration for mode in task.modes) for task in problem.tasks]
-    cuts: dict[_Cut, None] = {network.longest_path(shortest): None}
-    for atom in range(len(problem.atom_sizes)):
-        cuts[_Cut(atom=atom, constant=0, tasks=tuple(range(len(problem.tasks))))] = None
-    total = sum(problem.atom_sizes)
-    by_path = [1.0] + [0.0] * len(problem.atom_sizes)
-    by_load = [0.0] + [size / total for size in problem.atom_sizes]
-    weights = [(path + load) / 2 for path, load in zip(by_path, by_load, strict=True)]
-    best = max(((network.evaluate(list(cuts), w)[0], list(cuts), w) for w in (by_path, by_load)), key=lambda b: b[0])
-    for index in range(min(MAX_ROUNDS, max(12, MAX_TASK_VISITS // len(problem.tasks)))):
-        active = list(cuts)
-        value, choice = network.evaluate(active, weights)
-        if value > best[0]:
-            best = (value, active, weights)
-        chosen = [problem.tasks[task].modes[mode].duration for task, mode in enumerate(choice)]
-        gains = [network.value(cut, choice) for cut in active]
-        for cut in (network.longest_path(chosen), *network.heaviest_loads(choice)):
-            if cut not in cuts and network.value(cut, choice) > max(gains):
-                cuts[cut] = None
-                gains.append(network.value(cut, choice))
-                weights = [*(weight * 0.98 for weight in weights), 0.02]
-        step = 3.0 / math.sqrt(index + 4) / max(1.0, max(gains) - min(gains))
-        grown = [weight * math.exp(step * (gain - max(gains))) for weight, gain in zip(weights, gains, strict=True)]
-        weights = [max(weight / sum(grown), 1e-9) for weight in grown]
-    exact = [round(weight * WEIGHT_STEPS) for weight in best[2]]
-    return max(
-        network.evaluate_exactly(best[1], exact), max(network.tails[t] + shortest[t] for t in range(len(shortest)))
-    )
+    longest_path = max(head + tail for head, tail in zip(network.heads, network.tails_with, strict=True))
+    loads = network.first_loads()
+    claims = [longest_path, *(network.evaluate([load], [1], []) for load in loads)]
+    program = _Program(network, scale=max(claims))
+    for cut in (*network.orders(), *loads):
+        program.add(cut)
+    values: list[float] = []
+    while len(values) < MAX_ROUNDS and program.solve():
+        values.append(program.value())
+        if len(values) > PATIENCE and values[-1] < values[-1 - PATIENCE] * (1 + LEAST_GAIN):
+            break
+        if not program.add_violated():
+            break
+    if values:
+        claims.append(network.evaluate(program.cuts, *program.rounded_weights()))
+    return max(claims)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Cut:
-    """Constraint (1), where `atom` is None, or (2)."""
+    """Constraint (1), which has no tasks and no resource, or (2)."""
 
-    atom: int | None
-    constant: int
-    """h + q."""
-    tasks: tuple[int, ...]
+    after: int | None
+    before: int | None
+    resource: int | None = None
+    constant: int = 0
+    tasks: tuple[int, ...] = ()
 
 
 class _Network:
@@ -96,118 +102,297 @@ class _Network:
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
-        self.predecessors = [task.predecessors for task in problem.tasks]
-        shortest = [min(mode.duration for mode in task.modes) for task in problem.tasks]
-        self.tails = tail_lengths(problem.successors(), shortest)
+        self.modes = [_useful_modes(problem, task) for task in range(len(problem.tasks))]
+        self.durations = [[mode.duration for mode in modes] for modes in self.modes]
+        self.capacities = [1] * len(problem.atom_sizes) + list(problem.capacities)
+        """Of the resources: first the atoms, then the renewable ones."""
+        self.uses = [
+            *(self._uses_of_atom(atom) for atom in range(len(problem.atom_sizes))),
+            *(self._uses_of_renewable(resource) for resource in range(len(problem.capacities))),
+        ]
+        """Per resource, task and mode: amount x time."""
+        self.successors = problem.successors()
+        shortest = [min(durations) for durations in self.durations]
+        self.tails = tail_lengths(self.successors, shortest)
+        """Least time from the end of a task to the end of all."""
+        self.tails_with = [tail + own for tail, own in zip(self.tails, shortest, strict=True)]
+        """The same from the start of the task."""
         self.heads: list[int] = []
-        for predecessors in self.predecessors:
-            self.heads.append(max((self.heads[other] + shortest[other] for other in predecessors), default=0))
-        self.head_steps = _thresholds(self.heads)
-        self.tail_steps = _thresholds(self.tails)
+        for task in problem.tasks:
+            self.heads.append(max((self.heads[other] + shortest[other] for other in task.predecessors), default=0))
 
-    def evaluate(self, cuts: Sequence[_Cut], weights: Sequence[float]) -> tuple[float, list[int]]:
-        """Return the bound under these weights and the mode that every task chooses for it."""
-        on_path, on_atom = self._prices(cuts, weights, 1e-7)
-        value = sum(weight * cut.constant for cut, weight in zip(cuts, weights, strict=True))
-        choice = []
+    def _uses_of_atom(self, atom: int) -> list[list[int]]:
         lanes = self.problem.lanes
-        for task_id, task in enumerate(self.problem.tasks):
-            prices = on_atom[task_id]
-            costs = [
-                mode.duration * (on_path[task_id] + sum([prices[atom] for atom in lanes[mode.lane]]))
-                for mode in task.modes
-            ]
-            least = min(costs)
-            value += least
-            choice.append(costs.index(least))
-        return value / sum(weights), choice
+        return [[mode.duration if atom in lanes[mode.lane] else 0 for mode in modes] for modes in self.modes]
 
-    def evaluate_exactly(self, cuts: Sequence[_Cut], weights: Sequence[int]) -> int:
-        """Return the bound under whole weights, rounded up: makespans are whole."""
-        on_path, on_atom = self._prices(cuts, weights, 0)
-        value = sum(weight * cut.constant for cut, weight in zip(cuts, weights, strict=True))
-        for task_id, task in enumerate(self.problem.tasks):
-            value += min(
-                mode.duration
-                * (on_path[task_id] + sum(on_atom[task_id][atom] for atom in self.problem.lanes[mode.lane]))
-                for mode in task.modes
-            )
-        return int(-(-value // sum(weights)))
+    def _uses_of_renewable(self, resource: int) -> list[list[int]]:
+        held = [0] * len(self.modes)
+        for hold in self.problem.holds:
+            held[hold.task] += hold.amount if hold.resource == resource else 0
+        return [
+            [mode.duration * ((mode.demands[resource] if mode.demands else 0) + held[task]) for mode in modes]
+            for task, modes in enumerate(self.modes)
+        ]
 
-    def _prices(
-        self, cuts: Sequence[_Cut], weights: Sequence[_Number], least: float
-    ) -> tuple[list[_Number], list[list[_Number]]]:
-        """Return, per task, the weight of the paths through it and of the loads that contain it, by atom."""
-        zero = weights[0] * 0
-        on_path = [zero] * len(self.predecessors)
-        on_atom = [[zero] * len(self.problem.atom_sizes) for _ in self.predecessors]
+    def orders(self) -> Iterator[_Cut]:
+        """Yield all of (1)."""
+        for task, successors in enumerate(self.successors):
+            for after in successors or (None,):
+                yield _Cut(after=task, before=after)
+
+    def first_loads(self) -> list[_Cut]:
+        """Return (2) of all tasks, for every resource."""
+        everything = tuple(range(len(self.modes)))
+        return [self.load(resource, everything) for resource, capacity in enumerate(self.capacities) if capacity]
+
+    def load(
+        self, resource: int, tasks: tuple[int, ...], *, after: int | None = None, before: int | None = None
+    ) -> _Cut:
+        """Return (2); the tasks come after `after` and before `before`."""
+        head = min(self.heads[task] for task in tasks) if after is None else 0
+        tail = min(self.tails[task] for task in tasks) if before is None else 0
+        return _Cut(after=after, before=before, resource=resource, constant=head + tail, tasks=tasks)
+
+    def terms(self, cut: _Cut) -> Iterator[tuple[int, Sequence[int]]]:
+        """Yield (task, factor per mode) of a constraint that is multiplied by the capacity of its resource."""
+        if cut.after is not None:
+            yield cut.after, [duration * self.capacity(cut) for duration in self.durations[cut.after]]
+        if cut.resource is not None:
+            for task in cut.tasks:
+                yield task, self.uses[cut.resource][task]
+
+    def capacity(self, cut: _Cut) -> int:
+        """Return what a constraint is multiplied with to make it whole."""
+        return 1 if cut.resource is None else self.capacities[cut.resource]
+
+    def evaluate(self, cuts: Sequence[_Cut], weights: Sequence[int], budget_weights: Sequence[int]) -> int:
+        """Return the bound that follows from whole weights >= 0, rounded up because makespans are whole."""
+        charges = [[0] * len(modes) for modes in self.modes]
+        surplus = [0] * len(self.modes)
+        """What remains of the weight of every start."""
+        into_end = constant = 0
         for cut, weight in zip(cuts, weights, strict=True):
-            if weight <= least:
+            scaled = weight * self.capacity(cut)
+            if not weight:
                 continue
-            if cut.atom is None:
-                for task in cut.tasks:
-                    on_path[task] += weight
+            constant += scaled * cut.constant
+            if cut.before is None:
+                into_end += scaled
             else:
-                for task in cut.tasks:
-                    on_atom[task][cut.atom] += weight
-        return on_path, on_atom
-
-    def value(self, cut: _Cut, choice: Sequence[int]) -> int:
-        """Return the left-hand side of a constraint where every task runs in its chosen mode."""
-        chosen = ((self.problem.tasks[task].modes[choice[task]]) for task in cut.tasks)
-        lanes = self.problem.lanes
-        return cut.constant + sum(mode.duration for mode in chosen if cut.atom is None or cut.atom in lanes[mode.lane])
-
-    def longest_path(self, durations: Sequence[int]) -> _Cut:
-        """Return the longest path under these durations."""
-        ends: list[int] = []
-        before: list[int] = []
-        for task, predecessors in enumerate(self.predecessors):
-            latest = max(predecessors, key=lambda other: ends[other], default=-1)
-            before.append(latest)
-            ends.append(durations[task] + (ends[latest] if latest >= 0 else 0))
-        task = max(range(len(ends)), key=lambda last: ends[last])
-        path = [task]
-        while before[path[-1]] >= 0:
-            path.append(before[path[-1]])
-        return _Cut(atom=None, constant=0, tasks=tuple(reversed(path)))
-
-    def heaviest_loads(self, choice: Sequence[int]) -> list[_Cut]:
-        """Return, per atom, the load that the choice of modes makes largest."""
-        num_heads, num_tails = len(self.head_steps), len(self.tail_steps)
-        cuts = []
-        for atom in range(len(self.problem.atom_sizes)):
-            sums = [[0] * (num_tails + 1) for _ in range(num_heads + 1)]
-            for task_id, task in enumerate(self.problem.tasks):
-                mode = task.modes[choice[task_id]]
-                if atom in self.problem.lanes[mode.lane]:
-                    sums[_step(self.head_steps, self.heads[task_id])][_step(self.tail_steps, self.tails[task_id])] += (
-                        mode.duration
-                    )
-            best = (-1, 0, 0)
-            for i in reversed(range(num_heads)):
-                for j in reversed(range(num_tails)):
-                    sums[i][j] += sums[i + 1][j] + sums[i][j + 1] - sums[i + 1][j + 1]
-                    if sums[i][j]:
-                        best = max(best, (sums[i][j] + self.head_steps[i] + self.tail_steps[j], i, j))
-            head, tail = self.head_steps[best[1]], self.tail_steps[best[2]]
-            tasks = tuple(t for t in range(len(choice)) if self.heads[t] >= head and self.tails[t] >= tail)
-            # h + q may grow to what the members really have: the same tasks, a stronger constraint
-            constant = min(self.heads[t] for t in tasks) + min(self.tails[t] for t in tasks)
-            cuts.append(_Cut(atom=atom, constant=constant, tasks=tasks))
-        return cuts
+                surplus[cut.before] += scaled
+            if cut.after is not None:
+                surplus[cut.after] -= scaled
+            for task, factors in self.terms(cut):
+                charges[task] = [
+                    charge + weight * factor for charge, factor in zip(charges[task], factors, strict=True)
+                ]
+        for resource, weight in enumerate(budget_weights):
+            constant -= weight * self.problem.budgets[resource]
+            for task, modes in enumerate(self.modes):
+                charges[task] = [
+                    charge + weight * (mode.consumption[resource] if mode.consumption else 0)
+                    for charge, mode in zip(charges[task], modes, strict=True)
+                ]
+        for task, left in enumerate(surplus):
+            into_end += max(0, left)
+            constant += left * self.tails_with[task] if left > 0 else -left * self.heads[task]
+        constant += sum(min(row) for row in charges)
+        return max(0, -(-constant // into_end)) if into_end else 0
 
 
-def _thresholds(values: Sequence[int]) -> list[int]:
-    """Return up to `NUM_THRESHOLDS` of the values, ascending, evenly spread and with the least."""
-    distinct = sorted(set(values))
-    stride = max(1, -(-len(distinct) // NUM_THRESHOLDS))
-    return distinct[::stride]
+def _useful_modes(problem: Problem, task: int) -> list[Mode]:
+    """Return the modes that fit the limits and that no other one is at least as good as, in all respects."""
+    held = [0] * len(problem.capacities)
+    for hold in problem.holds:
+        held[hold.resource] += hold.amount if hold.task == task else 0
+
+    def fits(mode: Mode) -> bool:
+        demands = mode.demands or (0,) * len(held)
+        return all(d + h <= c for d, h, c in zip(demands, held, problem.capacities, strict=True)) and all(
+            amount <= budget for amount, budget in zip(mode.consumption, problem.budgets, strict=False)
+        )
+
+    def is_as_good(one: Mode, other: Mode) -> bool:
+        return (
+            problem.lanes[one.lane] <= problem.lanes[other.lane]
+            and one.duration <= other.duration
+            and all(a <= b for a, b in zip(one.demands, other.demands or (0,) * len(one.demands), strict=True))
+            and all(
+                a <= b for a, b in zip(one.consumption, other.consumption or (0,) * len(one.consumption), strict=True)
+            )
+        )
+
+    kept: list[Mode] = []
+    for mode in problem.tasks[task].modes:
+        if fits(mode) and not any(is_as_good(other, mode) for other in kept):
+            kept = [other for other in kept if not is_as_good(mode, other)] + [mode]
+    return kept or list(problem.tasks[task].modes)
 
 
-def _step(steps: Sequence[int], value: int) -> int:
-    """Return the index of the last step that is not above the value."""
-    index = len(steps) - 1
-    while steps[index] > value:
-        index -= 1
-    return index
+class _Program:
+    """The linear program over (1)-(3), with rows that come and values that come back."""
+
+    def __init__(self, network: _Network, *, scale: int) -> None:
+        from ortools.linear_solver import pywraplp
+
+        self.network = network
+        self.scale = scale
+        """Times are divided by it: the optimum is near 1."""
+        self.cuts: list[_Cut] = []
+        self._known: set[_Cut] = set()
+        self._solver: pywraplp.Solver = pywraplp.Solver.CreateSolver("GLOP")
+        self._solver.SetSolverSpecificParametersAsString(f"max_deterministic_time: {MAX_SOLVER_TIME}")
+        self._infinity = self._solver.infinity()
+        self._end = self._solver.NumVar(0, self._infinity, "")
+        self._starts = [self._solver.NumVar(0, self._infinity, "") for _ in network.modes]
+        self._modes = [[self._solver.NumVar(0, self._infinity, "") for _ in modes] for modes in network.modes]
+        self._rows: list[pywraplp.Constraint] = []
+        self._solver.Minimize(self._end)
+        for variables in self._modes:
+            row = self._solver.Constraint(1, 1)
+            for variable in variables:
+                row.SetCoefficient(variable, 1)
+        self._budget_rows = [self._budget_row(resource) for resource in range(len(network.problem.budgets))]
+        self._is_before = _closure(network.successors)
+
+    def _budget_row(self, resource: int) -> pywraplp.Constraint:
+        budget = self.network.problem.budgets[resource]
+        row = self._solver.Constraint(-self._infinity, budget)
+        for modes, variables in zip(self.network.modes, self._modes, strict=True):
+            for mode, variable in zip(modes, variables, strict=True):
+                if mode.consumption and mode.consumption[resource]:
+                    row.SetCoefficient(variable, mode.consumption[resource])
+        return row
+
+    def add(self, cut: _Cut) -> bool:
+        """Add a constraint; return whether it is a new one."""
+        if cut in self._known:
+            return False
+        self._known.add(cut)
+        self.cuts.append(cut)
+        row = self._solver.Constraint(cut.constant / self.scale, self._infinity)
+        row.SetCoefficient(self._end if cut.before is None else self._starts[cut.before], 1)
+        if cut.after is not None:
+            row.SetCoefficient(self._starts[cut.after], -1)
+        divisor = self.scale * self.network.capacity(cut)
+        for task, factors in self.network.terms(cut):
+            for variable, factor in zip(self._modes[task], factors, strict=True):
+                if factor:
+                    row.SetCoefficient(variable, -factor / divisor)
+        self._rows.append(row)
+        return True
+
+    def solve(self) -> bool:
+        """Solve; return whether the dual values are those of an optimum."""
+        return bool(self._solver.Solve() == self._solver.OPTIMAL)
+
+    def value(self) -> float:
+        """Return the makespan of the linear program."""
+        return float(self._end.solution_value())
+
+    def rounded_weights(self) -> tuple[list[int], list[int]]:
+        """Return whole weights of the constraints (which `evaluate` multiplies with capacities) and of the budgets."""
+        steps = WEIGHT_STEPS * max([1, *self.network.capacities])
+        weights = [
+            max(0, round(row.dual_value() * steps / self.network.capacity(cut)))
+            for cut, row in zip(self.cuts, self._rows, strict=True)
+        ]
+        return weights, [max(0, round(-row.dual_value() * steps * self.scale)) for row in self._budget_rows]
+
+    def add_violated(self) -> bool:
+        """Add loads that the optimum violates, the most violated first; return whether there are any."""
+        steps = LOAD_STEPS / self.scale
+        chosen = [[variable.solution_value() for variable in variables] for variables in self._modes]
+        durations = _weighted(self.network.durations, chosen, steps)
+        loads = [
+            _weighted(uses, chosen, steps / capacity) if capacity else np.zeros(len(chosen))
+            for uses, capacity in zip(self.network.uses, self.network.capacities, strict=True)
+        ]
+        heads, tails = self._longest_paths(durations, loads, steps)
+        least = self.value() * LOAD_STEPS * (1 + LEAST_VIOLATION)
+        found: list[tuple[float, _Cut]] = []
+        for resource, load in enumerate(loads):
+            found += [pair for pair in self._loads_between(resource, load, heads + durations, tails) if pair[0] > least]
+            found += [pair for pair in self._load_of_thresholds(resource, load, steps) if pair[0] > least]
+        found.sort(key=lambda pair: -pair[0])
+        num_cuts = len(self.cuts)
+        for _, cut in found:
+            if self.add(cut) and len(self.cuts) >= num_cuts + MAX_NEW_CUTS:
+                break
+        return len(self.cuts) > num_cuts
+
+    def _longest_paths(self, durations: _Array, loads: Sequence[_Array], steps: float) -> tuple[_Array, _Array]:
+        """Return, per task, the longest path to its start and from its start to the end, over all constraints."""
+        num_tasks = len(durations)
+        into: list[list[tuple[int | None, float]]] = [[] for _ in durations]
+        out: list[list[tuple[int | None, float]]] = [[] for _ in durations]
+        for cut in self.cuts:
+            length = float(round(cut.constant * steps))
+            length += float(durations[cut.after]) if cut.after is not None else 0
+            length += float(loads[cut.resource][list(cut.tasks)].sum()) if cut.resource is not None else 0
+            if cut.before is not None:
+                into[cut.before].append((cut.after, length))
+            if cut.after is not None:
+                out[cut.after].append((cut.before, length))
+        heads, tails = [0.0] * num_tasks, [0.0] * num_tasks
+        for task in range(num_tasks):
+            heads[task] = max((length + (0 if a is None else heads[a]) for a, length in into[task]), default=0.0)
+        for task in reversed(range(num_tasks)):
+            tails[task] = max(length + (0 if b is None else tails[b]) for b, length in out[task])
+        return np.array(heads), np.array(tails)
+
+    def _loads_between(self, resource: int, load: _Array, ends: _Array, tails: _Array) -> Iterator[tuple[float, _Cut]]:
+        """Yield, for every task and the begin, the load behind it with the longest path through it."""
+        num_tasks = len(load)
+        come_after = np.vstack([self._is_before, np.ones(num_tasks)])
+        come_before = np.hstack([self._is_before, np.ones((num_tasks, 1))])
+        between = (come_after * load) @ come_before
+        lengths = np.append(ends, 0.0)[:, None] + between + np.append(tails, 0.0)[None, :]
+        lengths = np.where(between > 0, lengths, 0.0)
+        for after, before in enumerate(lengths.argmax(axis=1)):
+            tasks = np.flatnonzero(come_after[after] * come_before[:, before])
+            if lengths[after, before] > 0:
+                yield (
+                    float(lengths[after, before]),
+                    self.network.load(
+                        resource,
+                        tuple(tasks.tolist()),
+                        after=after if after < num_tasks else None,
+                        before=int(before) if before < num_tasks else None,
+                    ),
+                )
+
+    def _load_of_thresholds(self, resource: int, load: _Array, steps: float) -> Iterator[tuple[float, _Cut]]:
+        """Yield the heaviest load among those of all tasks with at least a head and at least a tail."""
+        heads, tails = np.array(self.network.heads), np.array(self.network.tails)
+        head_steps, tail_steps = np.unique(heads), np.unique(tails)
+        sums = np.zeros((len(head_steps), len(tail_steps)))
+        np.add.at(sums, (np.searchsorted(head_steps, heads), np.searchsorted(tail_steps, tails)), load)
+        sums = sums[::-1, ::-1].cumsum(axis=0).cumsum(axis=1)[::-1, ::-1]
+        lengths = np.rint(head_steps * steps)[:, None] + np.rint(tail_steps * steps)[None, :] + sums
+        lengths = np.where(sums > 0, lengths, 0.0)
+        head, tail = np.unravel_index(int(lengths.argmax()), lengths.shape)
+        if lengths[head, tail] > 0:
+            tasks = np.flatnonzero((heads >= head_steps[head]) & (tails >= tail_steps[tail]))
+            yield float(lengths[head, tail]), self.network.load(resource, tuple(tasks.tolist()))
+
+
+def _closure(successors: Sequence[Sequence[int]]) -> _Array:
+    """Return 1 where the task of the row comes before the task of the column."""
+    is_before = np.zeros((len(successors), len(successors)))
+    for task in reversed(range(len(successors))):
+        for after in successors[task]:
+            is_before[task, after] = 1
+            is_before[task] = np.maximum(is_before[task], is_before[after])
+    return is_before
+
+
+def _weighted(factors: Sequence[Sequence[int]], chosen: Sequence[Sequence[float]], scale: float) -> _Array:
+    """Return, per task, the sum over its modes, on the grid of loads."""
+    return np.array(
+        [
+            round(scale * math.fsum(factor * share for factor, share in zip(row, shares, strict=True)))
+            for row, shares in zip(factors, chosen, strict=True)
+        ],
+        dtype=np.float64,
+    )

@@ -29,7 +29,8 @@ The planner knows nothing of segments, units or buffers; `passes/plan.py` transl
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from apollo_compile.errors import InvariantError
@@ -76,6 +77,13 @@ class Interference:
 
     slowdown: tuple[tuple[float, float], tuple[float, float]] = ((1.0, 1.0), (1.0, 1.0))
 
+    def factor(self, own: float, other: float) -> float:
+        """Return how many times longer a task with memory share `own` takes beside one with memory share `other`."""
+        (plain_plain, plain_memory), (memory_plain, memory_memory) = self.slowdown
+        beside_plain = plain_plain + (memory_plain - plain_plain) * own
+        beside_memory = plain_memory + (memory_memory - plain_memory) * own
+        return beside_plain + (beside_memory - beside_plain) * other
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Problem:
@@ -107,8 +115,9 @@ class Problem:
         for task_id, task in enumerate(self.tasks):
             self._check_task(task_id, task)
         for hold in self.holds:
-            known = 0 <= hold.resource < len(self.capacities) and 0 <= hold.task < len(self.tasks)
-            if not known or hold.amount < 0 or not all(hold.task < reader < len(self.tasks) for reader in hold.readers):
+            tasks = (hold.task, *hold.readers)
+            known = 0 <= hold.resource < len(self.capacities) and all(0 <= task < len(self.tasks) for task in tasks)
+            if not known or hold.amount < 0 or len(set(tasks)) != len(tasks):
                 _fail(f"{hold} does not fit {len(self.capacities)} renewable resources and {len(self.tasks)} tasks")
         if min(factor for row in self.interference.slowdown for factor in row) < 1:
             _fail(f"a neighbour must not make a task faster, got {self.interference}")
@@ -146,7 +155,7 @@ class Problem:
         return not self.violations(schedule)
 
     def violations(self, schedule: Schedule) -> tuple[str, ...]:
-        """Return one line per constraint that the schedule breaks; compares all pairs of tasks."""
+        """Return one line per constraint that the schedule breaks."""
         if not len(schedule.modes) == len(schedule.starts) == len(self.tasks):
             return (
                 f"schedule has {len(schedule.modes)} modes, {len(schedule.starts)} starts, {len(self.tasks)} tasks",
@@ -160,7 +169,7 @@ class Problem:
             return tuple(found)
         found += [f"task {task} starts at {start}" for task, start in enumerate(schedule.starts) if start < 0]
         found += self._order_violations(schedule)
-        found += self._resource_violations(schedule)
+        found += self.resource_violations(schedule)
         last = max(self.ends(schedule), default=0)
         if schedule.makespan != last:
             found.append(f"(6) makespan is {last}, not {schedule.makespan}")
@@ -170,7 +179,8 @@ class Problem:
         """Return when every task ends."""
         return [start + self.mode(schedule, task).duration for task, start in enumerate(schedule.starts)]
 
-    def _order_violations(self, schedule: Schedule) -> Iterable[str]:
+    def _order_violations(self, schedule: Schedule) -> Iterator[str]:
+        """Compare neighbours on every atom: if these keep (3), so do all pairs, because durations are positive."""
         ends = self.ends(schedule)
         lanes = [self.mode(schedule, task).lane for task in range(len(self.tasks))]
 
@@ -181,16 +191,18 @@ class Problem:
             for other in task.predecessors:
                 if ready(other, task_id) > schedule.starts[task_id]:
                     yield f"(2) task {task_id} starts at {schedule.starts[task_id]}, not ready from {other}"
-            for other in range(task_id):
-                shared = self.lanes[lanes[other]] & self.lanes[lanes[task_id]]
-                if (
-                    shared
-                    and ready(other, task_id) > schedule.starts[task_id]
-                    and ready(task_id, other) > schedule.starts[other]
-                ):
-                    yield f"(3) tasks {other} and {task_id} collide on atoms {sorted(shared)}"
+        collisions: dict[tuple[int, int], list[int]] = {}
+        for atom in range(len(self.atom_sizes)):
+            users = [task for task in range(len(self.tasks)) if atom in self.lanes[lanes[task]]]
+            users.sort(key=lambda task: schedule.starts[task])
+            for before, after in itertools.pairwise(users):
+                if ready(before, after) > schedule.starts[after]:
+                    collisions.setdefault((before, after), []).append(atom)
+        for (before, after), atoms in collisions.items():
+            yield f"(3) tasks {before} and {after} collide on atoms {atoms}"
 
-    def _resource_violations(self, schedule: Schedule) -> Iterable[str]:
+    def resource_violations(self, schedule: Schedule) -> Iterator[str]:
+        """Yield one line per resource of which the schedule needs too much."""
         for resource, capacity in enumerate(self.capacities):
             peak = self.peak(schedule, resource)
             if peak > capacity:

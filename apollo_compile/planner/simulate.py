@@ -1,73 +1,124 @@
-"""Timing of a decision: replay an order and a choice of lanes.
+"""Timing: replay a decision without interference, and execute a schedule with it.
 
-    Simulator(problem).replay(order, lanes) -> Schedule
+    Simulator(problem).replay(order, modes) -> Schedule
+    execute(problem, schedule) -> Execution
 
-Tasks are appended one after the other, each as early as its predecessors, its atoms and the hand-overs allow. The
-result is semi-active: no task can start earlier without changing the order on an atom. Some order and choice of lanes
-replays to an optimal schedule, so searching over those two loses nothing.
+Replay. Tasks are appended one after the other, each as early as its predecessors, its atoms and the hand-overs allow.
+The result is semi-active: no task can start earlier without changing the order on an atom. Some order and choice of
+modes replays to an optimal schedule of a problem without renewable resources, so searching over those two loses
+nothing. Resources are not looked at: `Problem.violations` or `Simulator.keeps_limits` says whether they suffice.
 Source: Sprecher, Kolisch, Drexl, "Semi-active, active, and non-delay schedules", EJOR 80, 1995,
 https://doi.org/10.1016/0377-2217(93)E0294-8
+
+Execute. What the schedule would take if tasks that run at the same time slow each other. A task starts when its
+predecessors and the tasks before it on its atoms have ended and been handed over. While it runs it progresses at
+
+    rate[i]  =  1 / (1 + sum over j that run on other lanes of  w[i, j] * (slow(m[i], m[j]) - 1))
+    w[i, j]  =  units of the lane of j / units outside the lane of i
+    slow     =  bilinear in the two memory shares, between the corners of `problem.interference`
+
+so neighbours on all the rest of the device weigh 1. Rates change only where a task starts or ends; there, time is
+rounded up to a whole number, so starts and ends are integers and keep every gap exactly. Where resources are limited,
+a task also waits for everything that had ended when it started in the schedule: what runs together there is a superset
+of what runs together here (interval orders), so no peak grows. Without interference the result is the schedule itself
+if nothing in it could start earlier, and never later than the schedule.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import bisect
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
-from apollo_compile.planner.problem import Problem, Schedule
+from apollo_compile.planner.problem import Problem, Schedule, Task
+
+PROGRESS_TOLERANCE = 1e-6
+"""A task has ended when it has less than this to go: rates are floating point, and no task is shorter than 1."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Execution:
+    """When every task of a schedule starts and ends with interference."""
+
+    starts: tuple[int, ...]
+    ends: tuple[int, ...]
+    makespan: int
+
+
+@dataclass(slots=True)
+class Partial:
+    """A schedule to which tasks are appended."""
+
+    starts: list[int]
+    ends: list[int]
+    lanes: list[int]
+    """Per task, as far as it was appended."""
+    free: list[int]
+    user: list[int]
+    """Per atom: the end of the last task on it, and the lane of that."""
 
 
 class Simulator:
     """The numbers of one problem in the shape that replaying needs; holds no state between replays."""
 
     def __init__(self, problem: Problem) -> None:
-        num_lanes = len(problem.lanes)
-        self.durations: list[list[int | None]] = []
-        """Per task and lane; None where the task has no mode."""
-        for task in problem.tasks:
-            row: list[int | None] = [None] * num_lanes
-            for mode in task.modes:
-                row[mode.lane] = mode.duration
-            self.durations.append(row)
+        self.problem = problem
+        atoms = [tuple(sorted(lane)) for lane in problem.lanes]
+        self.choices = [[(mode.lane, atoms[mode.lane], mode.duration) for mode in task.modes] for task in problem.tasks]
+        """Per task and mode: lane, its atoms, duration."""
+        self.mode_by_lane = [_fastest_by_lane(task) for task in problem.tasks]
+        """Per task: the fastest mode on every lane that it has one on."""
         self.predecessors = [tuple(dict.fromkeys(task.predecessors)) for task in problem.tasks]
         self.successors = problem.successors()
-        self.atoms = [tuple(sorted(lane)) for lane in problem.lanes]
-        self.num_atoms = len(problem.atom_sizes)
-        self.handover = problem.handover
-        self.tails = tail_lengths(
-            self.successors, [min(mode.duration for mode in task.modes) for task in problem.tasks]
-        )
+        self.shortest = [min(mode.duration for mode in task.modes) for task in problem.tasks]
+        self.tails = tail_lengths(self.successors, self.shortest)
         """Least time from the end of a task to the end of all."""
-        self.lane_tails = [
-            tail_lengths(self.successors, [row[lane] or row[0] or 0 for row in self.durations])
-            for lane in range(num_lanes)
-        ]
-        """The same if all ran on one lane, per lane and task; a task without a mode there counts as on lane 0."""
+        self.handover = problem.handover
+        self.num_atoms = len(problem.atom_sizes)
+        self.is_limited = bool(problem.capacities or problem.budgets)
 
-    def replay(self, order: Sequence[int], lanes: Sequence[int]) -> Schedule:
-        """Return the semi-active schedule; `order` is topological and every task has a mode on its lane."""
-        starts = self.starts(order, lanes)
+    def replay(self, order: Sequence[int], modes: Sequence[int]) -> Schedule:
+        """Return the semi-active schedule; `order` is topological."""
+        starts = self.starts(order, modes)
         assert starts is not None  # only a limit ends a replay early
-        return Schedule(lanes=tuple(lanes), starts=tuple(starts), makespan=self.makespan(starts, lanes))
+        return Schedule(modes=tuple(modes), starts=tuple(starts), makespan=self.makespan(starts, modes))
 
-    def makespan(self, starts: Sequence[int], lanes: Sequence[int]) -> int:
+    def makespan(self, starts: Sequence[int], modes: Sequence[int]) -> int:
         """Return when the last task ends."""
-        return max((start + (self.durations[t][lanes[t]] or 0) for t, start in enumerate(starts)), default=0)
+        choices = self.choices
+        return max((start + choices[task][modes[task]][2] for task, start in enumerate(starts)), default=0)
 
-    def starts(self, order: Sequence[int], lanes: Sequence[int], limit: int | None = None) -> list[int] | None:
+    def keeps_limits(self, starts: Sequence[int], modes: Sequence[int]) -> bool:
+        """Return whether the resources suffice for a schedule."""
+        if not self.is_limited:
+            return True
+        schedule = Schedule(modes=tuple(modes), starts=tuple(starts), makespan=0)
+        return not any(self.problem.resource_violations(schedule))
+
+    def starts(self, order: Sequence[int], modes: Sequence[int], limit: int | None = None) -> list[int] | None:
         """Return the start of every task; None as soon as it is certain that the makespan exceeds `limit`."""
-        durations, predecessors, atoms, tails, handover = (
-            self.durations,
-            self.predecessors,
-            self.atoms,
-            self.tails,
-            self.handover,
+        partial = self.begin()
+        return partial.starts if self.extend(partial, order, modes, math.inf if limit is None else limit) else None
+
+    def begin(self) -> Partial:
+        """Return a schedule to which nothing was appended yet."""
+        num_tasks = len(self.choices)
+        return Partial(
+            starts=[0] * num_tasks,
+            ends=[0] * num_tasks,
+            lanes=[0] * num_tasks,
+            free=[-self.handover] * self.num_atoms,
+            user=[-1] * self.num_atoms,
         )
-        starts = [0] * len(durations)
-        ends = [0] * len(durations)
-        free = [-handover] * self.num_atoms
-        user = [-1] * self.num_atoms
-        for task in order:
-            lane = lanes[task]
+
+    def extend(self, partial: Partial, tasks: Sequence[int], modes: Sequence[int], limit: float) -> bool:
+        """Append tasks in place; return False as soon as it is certain that the makespan exceeds the limit."""
+        choices, predecessors, tails, handover = self.choices, self.predecessors, self.tails, self.handover
+        starts, ends, lanes, free, user = partial.starts, partial.ends, partial.lanes, partial.free, partial.user
+        for task in tasks:
+            lane, atoms, duration = choices[task][modes[task]]
             start = 0
             for predecessor in predecessors[task]:
                 ready = ends[predecessor]
@@ -75,32 +126,119 @@ class Simulator:
                     ready += handover
                 if ready > start:
                     start = ready
-            lane_atoms = atoms[lane]
-            for atom in lane_atoms:
+            for atom in atoms:
                 ready = free[atom]
                 if user[atom] != lane:
                     ready += handover
                 if ready > start:
                     start = ready
-            end = start + durations[task][lane]  # type: ignore[operator]  # the caller chose a mode that exists
-            if limit is not None and end + tails[task] > limit:
-                return None
+            end = start + duration
+            if end + tails[task] > limit:
+                return False
             starts[task] = start
             ends[task] = end
-            for atom in lane_atoms:
+            lanes[task] = lane
+            for atom in atoms:
                 free[atom] = end
                 user[atom] = lane
-        return starts
+        return True
+
+
+def execute(problem: Problem, schedule: Schedule) -> Execution:
+    """Return what a valid schedule would take with interference; see the top of this file."""
+    modes = [problem.mode(schedule, task) for task in range(len(problem.tasks))]
+    total = sum(problem.atom_sizes)
+    units = [sum(problem.atom_sizes[atom] for atom in lane) for lane in problem.lanes]
+
+    def rate(task: int, running: Iterable[int]) -> float:
+        mode, slowdown = modes[task], 1.0
+        outside = total - units[mode.lane]
+        for other in running if outside else ():
+            if modes[other].lane != mode.lane:
+                weight = units[modes[other].lane] / outside
+                slowdown += weight * (problem.interference.factor(mode.memory_share, modes[other].memory_share) - 1)
+        return 1 / slowdown
+
+    gaps = _gaps(problem, schedule)
+    followers: list[list[int]] = [[] for _ in modes]
+    for task, before in enumerate(gaps):
+        for other in before:
+            followers[other].append(task)
+    missing = [len(before) for before in gaps]
+    starts, ends = [0] * len(modes), [0] * len(modes)
+    ready_at = {task: 0 for task, count in enumerate(missing) if not count}
+    left: dict[int, float] = {}
+    """What the running tasks have still to do."""
+    now = 0
+    while ready_at or left:
+        for task in [task for task, ready in ready_at.items() if ready <= now]:
+            del ready_at[task]
+            starts[task] = now
+            left[task] = float(modes[task].duration)
+        rates = {task: rate(task, left) for task in left}
+        steps = [math.ceil((work - PROGRESS_TOLERANCE) / rates[task]) for task, work in left.items()]
+        step = max(1, min([*steps, *(ready - now for ready in ready_at.values())]))
+        now += step
+        for task in list(left):
+            left[task] -= step * rates[task]
+            if left[task] < PROGRESS_TOLERANCE:
+                del left[task]
+                ends[task] = now
+                for later in followers[task]:
+                    missing[later] -= 1
+                    if not missing[later]:
+                        ready_at[later] = max(ends[other] + gap for other, gap in gaps[later].items())
+    return Execution(starts=tuple(starts), ends=tuple(ends), makespan=now)
 
 
 def serial_schedule(problem: Problem) -> Schedule:
-    """Return the schedule that runs every task on lane 0 in the given order."""
-    return Simulator(problem).replay(range(len(problem.tasks)), [0] * len(problem.tasks))
+    """Return the schedule that runs every task in its reference mode, one after the other in the given order."""
+    ends = list(itertools.accumulate(task.modes[0].duration for task in problem.tasks))
+    return Schedule(modes=(0,) * len(ends), starts=(0, *ends[:-1]) if ends else (), makespan=ends[-1] if ends else 0)
 
 
-def tail_lengths(successors: Sequence[Sequence[int]], durations: Sequence[float]) -> list[int]:
+def tail_lengths(successors: Sequence[Sequence[int]], durations: Sequence[int]) -> list[int]:
     """Return, per task, the longest chain of durations behind it, its own excluded."""
-    tails = [0.0] * len(durations)
+    tails = [0] * len(durations)
     for task in reversed(range(len(durations))):
         tails[task] = max((durations[after] + tails[after] for after in successors[task]), default=0)
-    return [int(tail) for tail in tails]
+    return tails
+
+
+def _fastest_by_lane(task: Task) -> dict[int, int]:
+    found: dict[int, int] = {}
+    for index, mode in enumerate(task.modes):
+        if mode.lane not in found or mode.duration < task.modes[found[mode.lane]].duration:
+            found[mode.lane] = index
+    return found
+
+
+def _gaps(problem: Problem, schedule: Schedule) -> list[dict[int, int]]:
+    """Return, per task, the tasks that it waits for, and for how long after their end."""
+    lanes = [problem.mode(schedule, task).lane for task in range(len(problem.tasks))]
+    found: list[dict[int, int]] = [{} for _ in lanes]
+    user: dict[int, int] = {}
+    for task in sorted(range(len(lanes)), key=lambda task: schedule.starts[task]):
+        before = [
+            *problem.tasks[task].predecessors,
+            *(user[atom] for atom in sorted(problem.lanes[lanes[task]]) if atom in user),
+        ]
+        for other in before:
+            found[task][other] = problem.handover if lanes[other] != lanes[task] else 0
+        user.update(dict.fromkeys(problem.lanes[lanes[task]], task))
+    if problem.capacities:
+        _keep_intervals_apart(problem, schedule, found)
+    return found
+
+
+def _keep_intervals_apart(problem: Problem, schedule: Schedule, gaps: list[dict[int, int]]) -> None:
+    """Make every task wait for all that had ended when it started, unless something between waits for it already."""
+    ends = problem.ends(schedule)
+    by_end = sorted(range(len(ends)), key=lambda task: ends[task])
+    sorted_ends = [ends[task] for task in by_end]
+    latest_starts = list(itertools.accumulate((schedule.starts[task] for task in by_end), max))
+    for task, start in enumerate(schedule.starts):
+        last = bisect.bisect_right(sorted_ends, start)
+        first = bisect.bisect_right(sorted_ends, latest_starts[last - 1]) if last else 0
+        for other in by_end[first:last]:
+            gaps[task].setdefault(other, 0)

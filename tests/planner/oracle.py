@@ -1,34 +1,76 @@
-"""The exhaustive search that greedy schedules and bounds are compared with."""
+"""The exhaustive search that schedules and bounds are compared with."""
 
 from __future__ import annotations
 
-from apollo_compile.planner.problem import Problem
+from apollo_compile.planner.problem import Mode, Problem
 
 
-def find_optimum(problem: Problem) -> int:
-    """Return the least makespan: every order, every lane, depth first, skipping only what is already too long."""
+def find_optimum(problem: Problem, *, below: int | None = None) -> int | None:
+    """Return the least makespan; None if there is no schedule, or none shorter than `below`.
+
+    Every order of starts and every mode, depth first. The next task starts as soon as everything allows it, but not
+    before the last one: with the others starting later, an earlier start only gives resources back earlier.
+    """
     num_tasks = len(problem.tasks)
-    best = sum(problem.duration(task, 0) or 0 for task in range(num_tasks)) + 1
+    shortest = [min(mode.duration for mode in task.modes) for task in problem.tasks]
+    tails = [0] * num_tasks
+    for task in reversed(range(num_tasks)):
+        for other in problem.tasks[task].predecessors:
+            tails[other] = max(tails[other], shortest[task] + tails[task])
+    best = below
+    chosen: dict[int, Mode] = {}
+    starts: dict[int, int] = {}
+    ends: dict[int, int] = {}
 
-    def extend(lanes: dict[int, int], ends: dict[int, int], last: dict[int, int]) -> None:
-        """Append every task that is ready on every lane; `last` is the latest task of every atom."""
+    def in_use(resource: int, instant: int) -> int:
+        running = [task for task in chosen if ends[task] > instant and chosen[task].demands]
+        held = [
+            hold.amount
+            for hold in problem.holds
+            if hold.resource == resource
+            and hold.task in chosen
+            and any(task not in ends or ends[task] > instant for task in (hold.task, *hold.readers))
+        ]
+        return sum(chosen[task].demands[resource] for task in running) + sum(held)
+
+    def fits(task: int, mode: Mode, instant: int) -> bool:
+        for resource, capacity in enumerate(problem.capacities):
+            own = sum(hold.amount for hold in problem.holds if (hold.resource, hold.task) == (resource, task))
+            own += mode.demands[resource] if mode.demands else 0
+            if in_use(resource, instant) + own > capacity:
+                return False
+        return True
+
+    def find_start(task: int, mode: Mode) -> int | None:
+        atoms = problem.lanes[mode.lane]
+        before = [
+            other
+            for other in chosen
+            if other in problem.tasks[task].predecessors or atoms & problem.lanes[chosen[other].lane]
+        ]
+        ready = [ends[other] + (problem.handover if chosen[other].lane != mode.lane else 0) for other in before]
+        earliest = max([0, *starts.values(), *ready])
+        instants = [earliest, *sorted(end for end in ends.values() if end > earliest)]
+        return next((instant for instant in instants if fits(task, mode, instant)), None)
+
+    def extend(left: tuple[int, ...]) -> None:
         nonlocal best
-        makespan = max(ends.values(), default=0)
-        if makespan >= best:
-            return
-        if len(lanes) == num_tasks:
-            best = makespan
+        if not num_tasks or not chosen.keys() ^ set(range(num_tasks)):
+            best = max(ends.values(), default=0)
             return
         for task in range(num_tasks):
-            if task in lanes or any(other not in lanes for other in problem.tasks[task].predecessors):
+            if task in chosen or any(other not in chosen for other in problem.tasks[task].predecessors):
                 continue
             for mode in problem.tasks[task].modes:
-                before = {*problem.tasks[task].predecessors}
-                before |= {last[atom] for atom in problem.lanes[mode.lane] if atom in last}
-                ready = [ends[other] + (problem.handover if lanes[other] != mode.lane else 0) for other in before]
-                end = max(ready, default=0) + mode.duration
-                after = last | dict.fromkeys(problem.lanes[mode.lane], task)
-                extend(lanes | {task: mode.lane}, ends | {task: end}, after)
+                after = tuple(a - b for a, b in zip(left, mode.consumption or (0,) * len(left), strict=True))
+                start = find_start(task, mode)
+                if start is None or min(after, default=0) < 0:
+                    continue
+                if best is not None and start + mode.duration + tails[task] >= best:
+                    continue
+                chosen[task], starts[task], ends[task] = mode, start, start + mode.duration
+                extend(after)
+                del chosen[task], starts[task], ends[task]
 
-    extend({}, {}, {})
-    return best
+    extend(problem.budgets)
+    return best if best != below else None

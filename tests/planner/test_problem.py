@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from apollo_compile.errors import InvariantError
-from apollo_compile.planner.problem import Mode, Problem, Schedule, Task
+from apollo_compile.planner.problem import Hold, Interference, Mode, Problem, Schedule, Task
 
 
 def two_lanes(*predecessors: tuple[int, ...], handover: int = 0) -> Problem:
@@ -17,21 +19,34 @@ def two_lanes(*predecessors: tuple[int, ...], handover: int = 0) -> Problem:
     )
 
 
+def without_lanes(*predecessors: tuple[int, ...], capacity: int = 5, budget: int = 9) -> Problem:
+    """Return tasks of 4 that need 3 of a renewable and none of a non-renewable resource, or of 9, 1 and 2."""
+    modes = (Mode(duration=4, demands=(3,)), Mode(duration=9, demands=(1,), consumption=(2,)))
+    tasks = tuple(Task(modes=modes, predecessors=before) for before in predecessors)
+    return Problem(tasks=tasks, capacities=(capacity,), budgets=(budget,))
+
+
 def test_tasks_on_disjoint_lanes_may_overlap() -> None:
     """Two narrow lanes share no atom."""
-    assert two_lanes((), ()).is_valid(Schedule(lanes=(1, 2), starts=(0, 0), makespan=10))
+    assert two_lanes((), ()).is_valid(Schedule(modes=(1, 2), starts=(0, 0), makespan=10))
 
 
 @pytest.mark.parametrize(
     ("problem", "schedule", "family"),
     [
-        (two_lanes((), ()), Schedule(lanes=(1, 1), starts=(0, 5), makespan=15), "(3)"),
-        (two_lanes((), ()), Schedule(lanes=(0, 2), starts=(0, 5), makespan=15), "(3)"),
-        (two_lanes((), (0,)), Schedule(lanes=(1, 2), starts=(0, 9), makespan=19), "(2)"),
-        (two_lanes((), (0,), handover=3), Schedule(lanes=(1, 2), starts=(0, 12), makespan=22), "(2)"),
-        (two_lanes((), (), handover=3), Schedule(lanes=(1, 0), starts=(0, 12), makespan=18), "(3)"),
-        (two_lanes(()), Schedule(lanes=(1,), starts=(0,), makespan=9), "(4)"),
-        (two_lanes(()), Schedule(lanes=(3,), starts=(0,), makespan=0), "(1)"),
+        (two_lanes((), ()), Schedule(modes=(1, 1), starts=(0, 5), makespan=15), "(3)"),
+        (two_lanes((), ()), Schedule(modes=(1, 1), starts=(5, 5), makespan=15), "(3)"),
+        (two_lanes((), ()), Schedule(modes=(0, 2), starts=(0, 5), makespan=15), "(3)"),
+        (two_lanes((), (), ()), Schedule(modes=(1, 2, 0), starts=(0, 0, 9), makespan=15), "(3)"),
+        (two_lanes((), (0,)), Schedule(modes=(1, 2), starts=(0, 9), makespan=19), "(2)"),
+        (two_lanes((), (0,), handover=3), Schedule(modes=(1, 2), starts=(0, 12), makespan=22), "(2)"),
+        (two_lanes((), (), handover=3), Schedule(modes=(1, 0), starts=(0, 12), makespan=18), "(3)"),
+        (two_lanes(()), Schedule(modes=(1,), starts=(0,), makespan=9), "(6)"),
+        (two_lanes(()), Schedule(modes=(3,), starts=(0,), makespan=0), "(1)"),
+        (two_lanes(()), Schedule(modes=(0,), starts=(-1,), makespan=5), "task 0 starts at -1"),
+        (two_lanes(()), Schedule(modes=(0, 0), starts=(0, 6), makespan=12), "schedule has 2 modes"),
+        (without_lanes((), ()), Schedule(modes=(0, 0), starts=(0, 3), makespan=7), "(4)"),
+        (without_lanes((), (), budget=3), Schedule(modes=(1, 1), starts=(0, 0), makespan=9), "(5)"),
     ],
 )
 def test_a_schedule_that_breaks_a_constraint_is_not_valid(problem: Problem, schedule: Schedule, family: str) -> None:
@@ -42,19 +57,73 @@ def test_a_schedule_that_breaks_a_constraint_is_not_valid(problem: Problem, sche
 
 def test_handing_over_on_the_same_lane_is_free() -> None:
     """Hand-over separates lanes, not tasks."""
-    assert two_lanes((), (0,), handover=3).is_valid(Schedule(lanes=(1, 1), starts=(0, 10), makespan=20))
+    assert two_lanes((), (0,), handover=3).is_valid(Schedule(modes=(1, 1), starts=(0, 10), makespan=20))
+
+
+def test_tasks_may_share_a_renewable_resource_and_meet_where_one_ends() -> None:
+    """What is given back at an instant can be taken at it."""
+    problem = without_lanes((), (), ())
+    assert problem.is_valid(Schedule(modes=(0, 1, 0), starts=(0, 0, 4), makespan=9))
+    assert problem.peak(Schedule(modes=(0, 1, 0), starts=(0, 0, 4), makespan=9), 0) == 4
+
+
+@pytest.mark.parametrize(("last_start", "peak"), [(9, 7), (10, 3)])
+def test_what_a_task_holds_stays_until_its_last_reader_has_ended(last_start: int, peak: int) -> None:
+    """Also while neither runs."""
+    problem = replace(without_lanes((), (0,), ()), holds=(Hold(resource=0, amount=4, task=0, readers=(1,)),))
+    problem = replace(
+        problem,
+        tasks=(
+            *(Task(modes=(Mode(duration=4),), predecessors=()) for _ in range(2)),
+            Task(modes=(Mode(duration=1, demands=(3,)),), predecessors=()),
+        ),
+    )
+    schedule = Schedule(modes=(0, 0, 0), starts=(0, 6, last_start), makespan=max(10, last_start + 1))
+    assert problem.peak(schedule, 0) == max(4, peak)
+    assert problem.is_valid(schedule) == (peak <= 5)
 
 
 @pytest.mark.parametrize(
     "task",
     [
         Task(modes=(Mode(lane=1, duration=1),), predecessors=()),
+        Task(modes=(), predecessors=()),
         Task(modes=(Mode(lane=0, duration=0),), predecessors=()),
-        Task(modes=(Mode(lane=0, duration=1), Mode(lane=0, duration=2)), predecessors=()),
+        Task(modes=(Mode(lane=0, duration=1), Mode(lane=2, duration=2)), predecessors=()),
+        Task(modes=(Mode(lane=0, duration=1, demands=(1,)),), predecessors=()),
+        Task(modes=(Mode(lane=0, duration=1, consumption=(1,)),), predecessors=()),
+        Task(modes=(Mode(lane=0, duration=1, memory_share=1.5),), predecessors=()),
         Task(modes=(Mode(lane=0, duration=1),), predecessors=(0,)),
     ],
 )
 def test_a_malformed_task_is_refused(task: Task) -> None:
-    """Every task has lane 0, positive durations, one mode per lane and earlier predecessors."""
+    """Reference modes are on lane 0, durations positive, predecessors earlier, resources and lanes known."""
     with pytest.raises(InvariantError, match="task 0"):
         Problem(tasks=(task,), lanes=(frozenset({0}), frozenset({0})), atom_sizes=(1,))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"lanes": (frozenset({0}),)},
+        {"lanes": (frozenset({0, 1}), frozenset())},
+        {"lanes": (frozenset({0, 1}), frozenset({2}))},
+        {"atom_sizes": (1, 0)},
+        {"handover": -1},
+        {"capacities": (-1,)},
+        {"holds": (Hold(resource=0, amount=1, task=0, readers=()),)},
+        {"capacities": (5,), "holds": (Hold(resource=0, amount=1, task=0, readers=(0,)),)},
+        {"interference": Interference(slowdown=((1.0, 1.0), (0.9, 1.0)))},
+    ],
+)
+def test_a_malformed_problem_is_refused(change: dict[str, object]) -> None:
+    """Lanes fit the atoms, amounts are not negative, holds have later readers, neighbours do not help."""
+    with pytest.raises(InvariantError, match="planning problem"):
+        replace(two_lanes((), ()), **change)  # type: ignore[arg-type]
+
+
+def test_slowdown_is_bilinear_in_the_memory_shares() -> None:
+    """Its corners are the four numbers."""
+    interference = Interference(slowdown=((1.0, 1.2), (1.1, 2.0)))
+    assert [interference.factor(a, b) for a in (0, 1) for b in (0, 1)] == pytest.approx([1.0, 1.2, 1.1, 2.0])
+    assert interference.factor(0.5, 0.5) == pytest.approx((1.0 + 1.2 + 1.1 + 2.0) / 4)

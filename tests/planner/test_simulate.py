@@ -1,11 +1,18 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
-from apollo_compile.planner.simulate import Simulator, serial_schedule
-from tests.builders import random_problem
+from apollo_compile.planner.problem import Hold, Interference, Mode, Problem, Schedule, Task
+from apollo_compile.planner.simulate import Execution, Simulator, execute, serial_schedule
+from tests.builders import interfering, limited, random_problem
+
+
+def random_modes(rng: random.Random, problem: Problem) -> list[int]:
+    """Return any mode for every task."""
+    return [rng.randrange(len(task.modes)) for task in problem.tasks]
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -13,12 +20,10 @@ def test_a_replay_is_valid_and_no_task_can_start_earlier(seed: int) -> None:
     """Semi-active: every start is 0 or equals something it waits for."""
     rng = random.Random(seed)
     problem = random_problem(rng, rng.randrange(1, 15), rng.choice((2, 4)))
-    lanes = [rng.choice(task.modes).lane for task in problem.tasks]
-    schedule = Simulator(problem).replay(range(len(problem.tasks)), lanes)
+    schedule = Simulator(problem).replay(range(len(problem.tasks)), random_modes(rng, problem))
     assert problem.violations(schedule) == ()
     for task, start in enumerate(schedule.starts):
-        ends = [schedule.starts[t] + (problem.duration(t, lanes[t]) or 0) for t in range(len(lanes))]
-        causes = {end + gap for end in ends for gap in (0, problem.handover)}
+        causes = {end + gap for end in problem.ends(schedule) for gap in (0, problem.handover)}
         assert start == 0 or start in causes, task
 
 
@@ -27,14 +32,154 @@ def test_a_limit_stops_exactly_the_replays_that_exceed_it(seed: int) -> None:
     """A replay at its own makespan passes, one below does not."""
     rng = random.Random(seed)
     problem = random_problem(rng, 10, 2)
-    simulator, lanes = Simulator(problem), [rng.choice(task.modes).lane for task in problem.tasks]
-    schedule = simulator.replay(range(10), lanes)
-    assert simulator.starts(range(10), lanes, schedule.makespan) == list(schedule.starts)
-    assert simulator.starts(range(10), lanes, schedule.makespan - 1) is None
+    simulator, modes = Simulator(problem), random_modes(rng, problem)
+    schedule = simulator.replay(range(10), modes)
+    assert simulator.starts(range(10), modes, schedule.makespan) == list(schedule.starts)
+    assert simulator.starts(range(10), modes, schedule.makespan - 1) is None
 
 
-def test_the_serial_schedule_is_the_sum_of_all_on_lane_0() -> None:
-    """No hand-over, no gap."""
+def test_the_serial_schedule_is_the_sum_of_all_reference_modes() -> None:
+    """No hand-over, no gap; also where there are no lanes to keep tasks apart."""
     problem = random_problem(random.Random(1), 12, 4)
-    assert serial_schedule(problem).makespan == sum(problem.duration(task, 0) or 0 for task in range(12))
-    assert set(serial_schedule(problem).lanes) == {0}
+    bare = Problem(tasks=tuple(Task(modes=task.modes[:1], predecessors=()) for task in problem.tasks))
+    for one in (problem, bare):
+        schedule = serial_schedule(one)
+        assert schedule.makespan == sum(task.modes[0].duration for task in one.tasks)
+        assert set(schedule.modes) == {0}
+        assert one.violations(schedule) == ()
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_without_interference_execution_is_the_replayed_schedule(seed: int) -> None:
+    """To the nanosecond."""
+    rng = random.Random(seed)
+    problem = random_problem(rng, rng.randrange(1, 20), rng.choice((2, 4)))
+    schedule = Simulator(problem).replay(range(len(problem.tasks)), random_modes(rng, problem))
+    execution = execute(problem, schedule)
+    assert execution == Execution(
+        starts=schedule.starts, ends=tuple(problem.ends(schedule)), makespan=schedule.makespan
+    )
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_an_execution_keeps_order_and_gaps_and_never_runs_a_task_faster(seed: int) -> None:
+    """It is a valid schedule of the tasks with the durations that they turned out to have."""
+    rng = random.Random(seed)
+    problem = interfering(random_problem(rng, rng.randrange(1, 20), rng.choice((2, 4))))
+    schedule = Simulator(problem).replay(range(len(problem.tasks)), random_modes(rng, problem))
+    execution = execute(problem, schedule)
+    assert execution == execute(problem, schedule)
+    assert _as_executed(problem, schedule, execution) == ()
+    for start, end, task in zip(execution.starts, execution.ends, range(len(problem.tasks)), strict=True):
+        assert end - start >= problem.mode(schedule, task).duration
+    for atom in range(len(problem.atom_sizes)):
+        users = [t for t in range(len(problem.tasks)) if atom in problem.lanes[problem.mode(schedule, t).lane]]
+        assert sorted(users, key=schedule.starts.__getitem__) == sorted(users, key=execution.starts.__getitem__)
+
+
+def _as_executed(problem: Problem, schedule: Schedule, execution: Execution) -> tuple[str, ...]:
+    """Return what an execution breaks if the chosen modes take as long as they did."""
+    tasks = tuple(
+        Task(modes=(replace(problem.mode(schedule, t), lane=0, duration=end - start),), predecessors=task.predecessors)
+        for t, (task, start, end) in enumerate(zip(problem.tasks, execution.starts, execution.ends, strict=True))
+    )
+    lanes = [problem.mode(schedule, t).lane for t in range(len(tasks))]
+    tasks = tuple(
+        replace(task, modes=(task.modes[0], replace(task.modes[0], lane=lane)))
+        for task, lane in zip(tasks, lanes, strict=True)
+    )
+    executed = Schedule(modes=(1,) * len(tasks), starts=execution.starts, makespan=execution.makespan)
+    return replace(problem, tasks=tasks).violations(executed)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_an_execution_needs_no_more_of_any_resource_than_the_limits(seed: int) -> None:
+    """Although tasks take longer, and the values that they hold live longer."""
+    rng = random.Random(seed)
+    problem = interfering(limited(rng, random_problem(rng, 7, 2)), 3.0)
+    schedule = Simulator(problem).replay(range(7), random_modes(rng, problem))
+    # exactly what this schedule needs
+    problem = replace(problem, capacities=(problem.peak(schedule, 0),), budgets=(100,))
+    assert problem.violations(schedule) == ()
+    assert _as_executed(problem, schedule, execute(problem, schedule)) == ()
+
+
+def side_by_side(*durations: int, share: float, sizes: tuple[int, ...] = (1, 1)) -> tuple[Problem, Schedule]:
+    """Return one task per atom, all at once, that wait for memory for a share of the time; two that do: x 2."""
+    tasks = tuple(
+        Task(modes=tuple(Mode(lane=lane, duration=d, memory_share=share) for lane in (0, index + 1)), predecessors=())
+        for index, d in enumerate(durations)
+    )
+    problem = Problem(
+        tasks=tasks,
+        lanes=(frozenset(range(len(sizes))), *(frozenset({atom}) for atom in range(len(sizes)))),
+        atom_sizes=sizes,
+        interference=Interference(slowdown=((1.0, 1.0), (1.0, 2.0))),
+    )
+    return problem, Simulator(problem).replay(range(len(tasks)), [1] * len(tasks))
+
+
+@pytest.mark.parametrize(
+    ("durations", "share", "ends"),
+    [
+        ((100, 100), 1.0, (200, 200)),
+        ((100, 100), 0.0, (100, 100)),
+        ((100, 100), 0.5, (125, 125)),
+        ((100, 50), 1.0, (150, 100)),
+    ],
+)
+def test_two_neighbours_slow_each_other_while_both_run(
+    durations: tuple[int, int], share: float, ends: tuple[int, int]
+) -> None:
+    """At half speed until the first has ended; half a share each is a quarter of the way to the corner."""
+    assert execute(*side_by_side(*durations, share=share)).ends == ends
+
+
+def test_a_neighbour_weighs_what_it_has_of_the_units_outside() -> None:
+    """On 1, 1 and 2 units: each sees the others in proportion, so with both at work the factor is 2 for everyone."""
+    problem, schedule = side_by_side(100, 100, 100, share=1.0, sizes=(1, 1, 2))
+    assert execute(problem, schedule).ends == (200, 200, 200)
+    problem, schedule = side_by_side(100, 100, 10, share=1.0, sizes=(1, 1, 2))
+    # 20 at half speed; then 90 at 1 / (1 + 1/3)
+    assert execute(problem, schedule).ends == (140, 140, 20)
+
+
+def test_a_chain_behind_a_slowed_task_starts_later() -> None:
+    """With the hand-over in between."""
+    modes = tuple(Mode(lane=lane, duration=100, memory_share=1.0) for lane in range(3))
+    problem = Problem(
+        tasks=tuple(Task(modes=modes, predecessors=before) for before in ((), (), (1,))),
+        lanes=(frozenset({0, 1}), frozenset({0}), frozenset({1})),
+        atom_sizes=(1, 1),
+        handover=7,
+        interference=Interference(slowdown=((1.0, 1.0), (1.0, 1.5))),
+    )
+    schedule = Simulator(problem).replay(range(3), [1, 2, 1])
+    assert schedule.starts == (0, 0, 107)
+    assert execute(problem, schedule) == Execution(starts=(0, 0, 157), ends=(150, 150, 257), makespan=257)
+
+
+def test_a_task_that_waited_for_memory_still_waits_for_it() -> None:
+    """The third task fits only after the reader of the first has ended."""
+
+    def task(*before: int, demand: int = 0) -> Task:
+        modes = tuple(Mode(lane=lane, duration=10, demands=(demand,), memory_share=1.0) for lane in range(3))
+        return Task(modes=modes, predecessors=before)
+
+    problem = Problem(
+        tasks=(task(), task(0), task(demand=6)),
+        lanes=(frozenset({0, 1}), frozenset({0}), frozenset({1})),
+        atom_sizes=(1, 1),
+        capacities=(10,),
+        holds=(Hold(resource=0, amount=5, task=0, readers=(1,)),),
+    )
+    schedule = Schedule(modes=(1, 1, 2), starts=(0, 10, 20), makespan=30)
+    assert problem.violations(schedule) == ()
+    assert execute(problem, schedule).starts == (0, 10, 20)
+
+
+def test_nothing_takes_no_time() -> None:
+    """An empty problem has an empty schedule."""
+    problem = Problem(tasks=())
+    assert serial_schedule(problem) == Schedule(modes=(), starts=(), makespan=0)
+    assert execute(problem, serial_schedule(problem)).makespan == 0

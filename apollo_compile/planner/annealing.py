@@ -1,0 +1,308 @@
+"""Improve a schedule by simulated annealing over order and modes.
+
+    anneal(problem, start, seed=..., iterations=...) -> Annealed
+
+A step makes one of three moves
+    window   give the tasks of a window of the order the lanes of one split, by chain or by present lane
+    run      give a run of consecutive tasks of one chain the same lane, and move it early, late or nowhere in the order
+    single   give one task any of its modes, and any place between its neighbours
+and replays from the first changed position. A schedule is accepted if it is not longer than
+
+    present makespan - temperature * ln(u),    u uniform in (0, 1]
+
+so a replay ends as soon as a chain, or the load that is left on an atom, does not fit below that. The temperature falls
+geometrically, from a share of the makespan that is larger for few tasks: there every change is a large one, and the
+same effort makes more moves per task. Orders are kept sorted by start, so windows are neighbours in time. A schedule
+for which the resources do not suffice is rejected.
+
+Moves come from a seeded generator and their number from the caller, so the result is reproducible; a deadline, if one
+is given, may end the walk early.
+
+Guarantees: never longer than `start`, which must be valid; valid.
+Source: Kirkpatrick, Gelatt, Vecchi, "Optimization by simulated annealing", Science 220, 1983,
+https://doi.org/10.1126/science.220.4598.671; Bouleimen, Lecocq, "A new efficient simulated annealing algorithm for the
+RCPSP and its multiple mode version", EJOR 149, 2003, https://doi.org/10.1016/S0377-2217(02)00761-0
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from apollo_compile.planner.greedy import lane_families
+from apollo_compile.planner.problem import Problem, Schedule
+from apollo_compile.planner.simulate import Partial, Simulator
+
+HOTTEST = 0.3
+HEAT = 20.0
+"""Temperature at the start: min(HOTTEST, HEAT / tasks^2), as a share of the makespan."""
+COLDEST = 1e-4
+COOLING = 20.0
+"""Temperature at the end: COLDEST, or that of the start / COOLING if this is less."""
+WINDOW_MOVES, RUN_MOVES = 0.7, 0.2
+"""Shares of the moves; the rest are single ones."""
+STEPS_PER_DEADLINE = 64
+"""Steps between two looks at the clock."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Annealed:
+    """What a walk found."""
+
+    schedule: Schedule
+    """The shortest on the way."""
+    reached_deadline: bool
+
+
+def anneal(problem: Problem, start: Schedule, *, seed: int, iterations: int, deadline: float | None = None) -> Annealed:
+    """Return the best schedule within `iterations` moves.
+
+    Arguments:
+        problem: with lanes or without.
+        start: a valid schedule, from which the walk starts.
+        seed: of the moves.
+        iterations: how many.
+        deadline: value of `time.monotonic` at which the walk ends early.
+    """
+    if not problem.tasks:
+        return Annealed(schedule=start, reached_deadline=False)
+    rng = random.Random(seed)
+    walk = _Walk(problem, start)
+    moves = _Moves(problem, walk.simulator, rng)
+    best = min(start, walk.schedule, key=_makespan)
+    first = min(HOTTEST, HEAT / len(problem.tasks) ** 2)
+    last = min(COLDEST, first / COOLING)
+    for step in range(iterations):
+        if deadline is not None and step % STEPS_PER_DEADLINE == 0 and time.monotonic() > deadline:
+            return Annealed(schedule=best, reached_deadline=True)
+        temperature = best.makespan * first * (last / first) ** (step / iterations)
+        limit = walk.schedule.makespan - temperature * math.log(1 - rng.random())
+        change = moves.draw(walk)
+        if change is not None and walk.accept(change, limit):
+            best = min(best, walk.schedule, key=_makespan)
+    return Annealed(schedule=best, reached_deadline=False)
+
+
+def _makespan(schedule: Schedule) -> int:
+    return schedule.makespan
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Change:
+    """Tasks for the places of an order from `first` to before `last`, and the modes of all tasks."""
+
+    first: int
+    last: int
+    part: list[int]
+    modes: list[int]
+    """Only tasks of the part may change theirs."""
+
+
+class _Walk:
+    """The present schedule, and what it takes to replay a part of it."""
+
+    def __init__(self, problem: Problem, start: Schedule) -> None:
+        num_tasks = len(problem.tasks)
+        self.simulator = Simulator(problem)
+        self.schedule = start
+        self.order = sorted(range(num_tasks), key=lambda task: (start.starts[task], task))
+        """By start: what is near in the order is near in time."""
+        self.modes = list(start.modes)
+        self.position = [0] * num_tasks
+        """Per task, its place in the order."""
+        self._now = self.simulator.begin()
+        self._before = [(self._now.free, self._now.user)] * (num_tasks + 1)
+        """Per place: `free` and `user` of the atoms before its task is appended."""
+        self._left = [[0] * self.simulator.num_atoms] * (num_tasks + 1)
+        """Per place: the load on every atom from there on."""
+        everything = _Change(first=0, last=num_tasks, part=self.order, modes=self.modes)
+        partial = self._replay(everything, math.inf)
+        assert partial is not None  # nothing exceeds that
+        # where resources made tasks wait, this is not the start, and may not keep the limits: `schedule` is what counts
+        self._adopt(everything, partial)
+
+    def accept(self, change: _Change, limit: float) -> bool:
+        """Make a change unless the makespan would exceed the limit, or resources would not suffice."""
+        partial = self._replay(change, limit)
+        if partial is None or not self.simulator.keeps_limits(partial.starts, change.modes):
+            return False
+        self._adopt(change, partial)
+        self.schedule = Schedule(modes=tuple(change.modes), starts=tuple(partial.starts), makespan=max(partial.ends))
+        return True
+
+    def after_predecessors(self, task: int) -> int:
+        """Return the first place in the order that the task may have."""
+        return max([self.position[other] + 1 for other in self.simulator.predecessors[task]], default=0)
+
+    def before_successors(self, task: int) -> int:
+        """Return the place behind the last one that the task may have."""
+        return min([self.position[other] for other in self.simulator.successors[task]], default=len(self.order))
+
+    def _replay(self, change: _Change, limit: float) -> Partial | None:
+        """Return the present schedule with the change; None if its makespan exceeds the limit."""
+        now, (free, user) = self._now, self._before[change.first]
+        partial = Partial(
+            starts=now.starts.copy(), ends=now.ends.copy(), lanes=now.lanes.copy(), free=free.copy(), user=user.copy()
+        )
+        if not self.simulator.extend(partial, change.part, change.modes, limit):
+            return None
+        for free_at, left in zip(partial.free, self._left[change.last], strict=True):
+            if free_at + left > limit:
+                return None
+        fits = self.simulator.extend(partial, self.order[change.last :], change.modes, limit)
+        return partial if fits else None
+
+    def _adopt(self, change: _Change, partial: Partial) -> None:
+        """Make a change, and bring up to date what is known per place."""
+        choices, modes = self.simulator.choices, change.modes
+        behind = [*change.part, *self.order[change.last :]]
+        behind.sort(key=partial.starts.__getitem__)
+        free, user = self._before[change.first]
+        free, user = free.copy(), user.copy()
+        for place, task in enumerate(behind, start=change.first):
+            self._before[place] = (free.copy(), user.copy())
+            self.position[task] = place
+            lane, atoms, _ = choices[task][modes[task]]
+            for atom in atoms:
+                free[atom], user[atom] = partial.ends[task], lane
+        self.order = self.order[: change.first] + behind
+        self.modes, self._now = modes, partial
+        left = [0] * len(free)
+        for place in reversed(range(len(self.order))):
+            task = self.order[place]
+            _, atoms, duration = choices[task][modes[task]]
+            left = left.copy()
+            for atom in atoms:
+                left[atom] += duration
+            self._left[place] = left
+
+
+class _Moves:
+    """Draws changes for `_Walk.try_change`."""
+
+    def __init__(self, problem: Problem, simulator: Simulator, rng: random.Random) -> None:
+        self.rng = rng
+        self.simulator = simulator
+        self.num_lanes = len(problem.lanes)
+        self.num_modes = [len(task.modes) for task in problem.tasks]
+        self.next_in_chain = [max(after, key=simulator.tails.__getitem__, default=-1) for after in simulator.successors]
+        """Per task, the successor with the longest chain behind it; -1 where there is none."""
+        self.chain_of: list[int] = []
+        """Per task, the first task of its chain: that of the first predecessor whose chain goes on with it."""
+        for task, before in enumerate(simulator.predecessors):
+            self.chain_of.append(next((self.chain_of[p] for p in before if self.next_in_chain[p] == task), task))
+        self.splits = [tuple(lane for lane in family if lane) for family in lane_families(problem)[1:]]
+
+    def draw(self, walk: _Walk) -> _Change | None:
+        """Return a change; None if what was drawn changes nothing."""
+        kind = self.rng.random()
+        if kind < WINDOW_MOVES and self.splits:
+            return self._window(walk)
+        if kind < WINDOW_MOVES + RUN_MOVES:
+            return self._run(walk)
+        return self._single(walk)
+
+    def _single(self, walk: _Walk) -> _Change | None:
+        task = self.rng.randrange(len(self.num_modes))
+        modes = walk.modes.copy()
+        modes[task] = self.rng.randrange(self.num_modes[task])
+        present = place = walk.position[task]
+        if self.rng.random() < 0.7:
+            place = self.rng.randrange(walk.after_predecessors(task), walk.before_successors(task))
+        if modes == walk.modes and place == present:
+            return None
+        first, last = min(place, present), max(place, present) + 1
+        part = walk.order[first:last]
+        part.remove(task)
+        part.insert(place - first, task)
+        return _Change(first=first, last=last, part=part, modes=modes)
+
+    def _length(self) -> int:
+        """Return a number of tasks, few as likely as many: a power of two, jittered."""
+        num_tasks = len(self.num_modes)
+        return min(num_tasks, round(2 ** (self.rng.random() * num_tasks.bit_length())))
+
+    def _window(self, walk: _Walk) -> _Change | None:
+        first = self.rng.randrange(len(walk.order))
+        part = walk.order[first : first + self._length()]
+        split = self.rng.choice(self.splits)
+        by_chain = self.rng.random() < 0.5
+        offset = self.rng.randrange(len(split))
+        modes = walk.modes.copy()
+        lane_by_key: dict[int, int] = {}
+        for task in part:
+            present = self.simulator.choices[task][modes[task]][0]
+            if by_chain or present:  # by lane, what has all units keeps them
+                key = self.chain_of[task] if by_chain else present
+                lane = lane_by_key.setdefault(key, split[(offset + len(lane_by_key)) % len(split)])
+                modes[task] = self._mode_on(lane, task, modes[task])
+        if modes == walk.modes:
+            return None
+        return _Change(first=first, last=first + len(part), part=part, modes=modes)
+
+    def _run(self, walk: _Walk) -> _Change | None:
+        """Give a run of one chain the same lane, and move it; if it keeps its lane, it moves."""
+        run = self._draw_run()
+        keeps_lane = self.rng.random() < 0.25
+        where = self.rng.randrange(1 if keeps_lane else 0, 3)
+        modes = walk.modes.copy()
+        if not keeps_lane:
+            lane = self.rng.randrange(self.num_lanes)
+            for task in run:
+                modes[task] = self._mode_on(lane, task, modes[task])
+        first, last = walk.position[run[0]], walk.position[run[-1]] + 1
+        part = walk.order[first:last]
+        if where == 1:
+            first = walk.after_predecessors(run[0])
+            part = _move_run(walk.order[first:last], run, self.simulator.predecessors)
+        elif where == 2:
+            last = walk.before_successors(run[-1])
+            part = _move_run(walk.order[first:last][::-1], run[::-1], self.simulator.successors)[::-1]
+        if modes == walk.modes and part == walk.order[first:last]:
+            return None
+        return _Change(first=first, last=last, part=part, modes=modes)
+
+    def _draw_run(self) -> list[int]:
+        task = self.rng.randrange(len(self.num_modes))
+        run = []
+        for _ in range(self._length()):
+            run.append(task)
+            task = self.next_in_chain[task]
+            if task < 0:
+                break
+        return run
+
+    def _mode_on(self, lane: int, task: int, present: int) -> int:
+        """Return the fastest mode on the lane, unless the task is there already or has none there."""
+        if self.simulator.choices[task][present][0] == lane:
+            return present
+        return self.simulator.mode_by_lane[task].get(lane, present)
+
+
+def _move_run(part: Sequence[int], run: Sequence[int], neighbours: Sequence[Sequence[int]]) -> list[int]:
+    """Return a part of an order with the tasks of the run as early as those they wait for allow."""
+    members = set(run)
+    others = {task for task in part if task not in members}
+    missing = {task: sum(other in others for other in neighbours[task]) for task in run}
+    watchers: dict[int, list[int]] = {}
+    for task in run:
+        for other in neighbours[task]:
+            if other in others:
+                watchers.setdefault(other, []).append(task)
+    placed: list[int] = []
+    head = 0
+    while head < len(run) and not missing[run[head]]:
+        placed.append(run[head])
+        head += 1
+    for task in part:
+        if task not in members:
+            placed.append(task)
+            for waiting in watchers.get(task, ()):
+                missing[waiting] -= 1
+            while head < len(run) and not missing[run[head]]:
+                placed.append(run[head])
+                head += 1
+    return placed

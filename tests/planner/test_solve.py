@@ -1,0 +1,228 @@
+from __future__ import annotations
+
+import json
+import logging
+import os
+import random
+import subprocess
+import sys
+from dataclasses import replace
+from itertools import permutations, product
+
+import pytest
+
+from apollo_compile.errors import InfeasiblePlanError
+from apollo_compile.planner.bounds import lower_bound
+from apollo_compile.planner.problem import Hold, Mode, Problem, Task
+from apollo_compile.planner.simulate import Simulator, execute, serial_schedule
+from apollo_compile.planner.solve import Effort, Solution, solve
+from tests.builders import interfering, limited, random_problem, realistic_problems
+from tests.planner.oracle import find_optimum
+
+QUICK = Effort(work_s=0.4, time_limit_s=60.0)
+"""Little work, and a limit that no machine reaches: the same everywhere."""
+
+
+def check(problem: Problem, solution: Solution) -> None:
+    """What every solution keeps."""
+    assert problem.violations(solution.schedule) == ()
+    assert solution.execution == execute(problem, solution.schedule)
+    assert solution.bound == lower_bound(problem) <= solution.schedule.makespan <= solution.execution.makespan
+    assert solution.execution.makespan == min(candidate.executed for candidate in solution.candidates)
+    chosen = solution.candidates[solution.chosen]
+    assert (chosen.makespan, chosen.executed) == (solution.schedule.makespan, solution.execution.makespan)
+    assert (solution.proof == "bound") == (solution.schedule.makespan == solution.bound)
+    assert solution.is_optimal == (solution.proof is not None)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("solver_seed", [0, 1, 2])
+@pytest.mark.parametrize("seed", range(200))
+def test_the_solution_of_a_small_problem_is_optimal(seed: int, solver_seed: int) -> None:
+    """With the work of the default effort: exhaustive search finds nothing shorter, and no bound is above."""
+    rng = random.Random(seed)
+    problem = random_problem(rng, rng.randrange(1, 8), rng.choice((2, 4)))
+    solution = solve(problem, replace(QUICK, work_s=2.0, seed=solver_seed))
+    check(problem, solution)
+    assert find_optimum(problem, below=solution.schedule.makespan) is None
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_solution_of_a_tiny_problem_is_optimal(seed: int) -> None:
+    """The same as above, for every run of the tests."""
+    rng = random.Random(1000 + seed)
+    problem = random_problem(rng, rng.randrange(1, 6), rng.choice((2, 4)))
+    solution = solve(problem, replace(QUICK, seed=seed))
+    check(problem, solution)
+    assert solution.schedule.makespan == find_optimum(problem)
+    assert solution.is_optimal  # so few tasks are proven with this little work
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_solution_within_limits_is_optimal(seed: int) -> None:
+    """With demands, holds and a budget that the serial schedule just keeps."""
+    rng = random.Random(seed)
+    problem = limited(rng, random_problem(rng, rng.randrange(1, 5), rng.choice((2, 4))))
+    solution = solve(problem, QUICK)
+    check(problem, solution)
+    assert solution.schedule.makespan == find_optimum(problem)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_problem_without_lanes_has_an_optimal_solution_or_none(seed: int) -> None:
+    """Even where the serial schedule does not keep the budget."""
+    rng = random.Random(seed)
+    tasks = []
+    for task in range(4):
+        modes = tuple(
+            Mode(duration=rng.randrange(1, 9), demands=(rng.randrange(5), rng.randrange(4)), consumption=(2 - use,))
+            for use in range(rng.randrange(1, 4))
+        )
+        before = sorted(rng.sample(range(task), min(task, rng.randrange(3))))
+        tasks.append(Task(modes=modes, predecessors=tuple(before)))
+    problem = Problem(tasks=tuple(tasks), capacities=(5, 4), budgets=(rng.randrange(8),))
+    optimum = find_optimum(problem)
+    if optimum is None:
+        with pytest.raises(InfeasiblePlanError, match="non-renewable resource 0 has"):
+            solve(problem, QUICK)
+    else:
+        solution = solve(problem, QUICK)
+        check(problem, solution)
+        assert solution.schedule.makespan == optimum
+
+
+@pytest.mark.parametrize("use_solver", [True, False])
+@pytest.mark.parametrize("seed", range(8))
+def test_a_solution_is_never_longer_than_serial_with_interference(seed: int, use_solver: bool) -> None:
+    """Serial is a candidate, the first one."""
+    rng = random.Random(seed)
+    problem = interfering(random_problem(rng, rng.randrange(2, 30), rng.choice((2, 4))), rng.choice((1.3, 3.0)))
+    solution = solve(problem, replace(QUICK, use_solver=use_solver))
+    check(problem, solution)
+    assert solution.candidates[0].name == "serial"
+    assert solution.execution.makespan <= serial_schedule(problem).makespan
+    assert (solution.solver is None) or use_solver
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_the_chosen_order_is_nearly_the_best_with_interference(seed: int) -> None:
+    """Of all orders and modes of four tasks, executed."""
+    problem = interfering(random_problem(random.Random(seed), 4, 2), 2.5)
+    solution = solve(problem, QUICK)
+    check(problem, solution)
+    assert solution.execution.makespan <= 1.06 * _least_executed(problem)
+
+
+def _least_executed(problem: Problem) -> int:
+    """Return the least makespan with interference of all replays."""
+    simulator = Simulator(problem)
+    num_tasks = len(problem.tasks)
+    return min(
+        execute(problem, simulator.replay(order, modes)).makespan
+        for order in permutations(range(num_tasks))
+        if all(order.index(p) < order.index(t) for t in range(num_tasks) for p in problem.tasks[t].predecessors)
+        for modes in product(*(range(len(task.modes)) for task in problem.tasks))
+    )
+
+
+def test_where_neighbours_hurt_too_much_serial_stays() -> None:
+    """Side by side is shorter alone, and longer with interference."""
+    modes = tuple(Mode(lane=lane, duration=60 if lane == 0 else 100, memory_share=1.0) for lane in range(3))
+    problem = Problem(
+        tasks=tuple(Task(modes=modes, predecessors=()) for _ in range(2)),
+        lanes=(frozenset({0, 1}), frozenset({0}), frozenset({1})),
+        atom_sizes=(1, 1),
+    )
+    assert solve(problem, QUICK).schedule.makespan == 100
+    hurting = interfering(problem, 1.5)
+    solution = solve(hurting, QUICK)
+    assert solution.schedule == serial_schedule(hurting)
+    assert solution.candidates[solution.chosen].name == "serial"
+    assert min(candidate.makespan for candidate in solution.candidates) == 100
+
+
+@pytest.mark.parametrize("name", ["clip 4", "imagebind 6 split", "microbatches 4 x 2+3"])
+def test_the_solution_of_a_real_model_is_near_the_bound(name: str) -> None:
+    """Within 6 % with the work of two seconds."""
+    problem = realistic_problems()[name]
+    solution = solve(problem, Effort(work_s=2.0, time_limit_s=60.0))
+    check(problem, solution)
+    assert solution.schedule.makespan <= 1.06 * solution.bound
+
+
+SCRIPT = """
+import json, random
+from apollo_compile.planner.solve import Effort, solve
+from tests.builders import interfering, limited, random_problem, realistic_problems
+found = []
+for problem in (
+    random_problem(random.Random(5), 12, 4),
+    interfering(random_problem(random.Random(6), 25, 4)),
+    limited(random.Random(7), random_problem(random.Random(7), 10, 2)),
+    realistic_problems()["imagebind 6 split"],
+):
+    solution = solve(problem, Effort(seed=3, work_s=0.4, time_limit_s=60.0))
+    found.append([solution.schedule.modes, solution.schedule.starts, solution.bound, repr(solution.candidates)])
+    assert not solution.stopped_early
+print(json.dumps(found))
+"""
+
+
+def test_two_processes_find_the_same_plans() -> None:
+    """With different hash seeds."""
+    runs = [
+        subprocess.run(
+            [sys.executable, "-c", SCRIPT],
+            env={**os.environ, "PYTHONHASHSEED": hash_seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        for hash_seed in ("1", "2")
+    ]
+    assert json.loads(runs[0].stdout) == json.loads(runs[1].stdout)
+
+
+def test_two_runs_find_the_same_solution() -> None:
+    """All of it, candidates included."""
+    problem = interfering(random_problem(random.Random(11), 45, 4))
+    assert solve(problem, QUICK) == solve(problem, QUICK)
+
+
+def test_a_time_limit_ends_the_search_and_is_reported() -> None:
+    """What was found until then is still a plan."""
+    problem = realistic_problems()["microbatches 8 x 2+4"]
+    solution = solve(problem, Effort(time_limit_s=0.0))
+    check(problem, solution)
+    assert solution.stopped_early
+
+
+def test_a_plan_that_is_as_short_as_the_bound_ends_the_search() -> None:
+    """A chain cannot be shorter than itself; the solver is not asked."""
+    problem = random_problem(random.Random(0), 1, 4)
+    solution = solve(problem, QUICK)
+    assert solution.proof == "bound"
+    assert solution.solver is None
+    assert not solution.stopped_early
+
+
+def test_an_impossible_limit_is_an_error_that_names_who_needs_most() -> None:
+    """With what there is and what is needed."""
+    tasks = tuple(Task(modes=(Mode(duration=3, demands=(task,)),), predecessors=()) for task in (1, 4, 2))
+    problem = Problem(tasks=tasks, capacities=(5,), holds=(Hold(resource=0, amount=3, task=1, readers=()),))
+    with pytest.raises(InfeasiblePlanError, match="resource 0 has 5, task 1 alone needs 7"):
+        solve(problem, QUICK)
+
+
+def test_an_ordinary_search_logs_no_warning(caplog: pytest.LogCaptureFixture) -> None:
+    """Schedules that resources do not allow are dropped silently when they come from list schedules."""
+    rng = random.Random(4)
+    with caplog.at_level(logging.WARNING):
+        solve(limited(rng, random_problem(rng, 8, 4)), QUICK)
+    assert caplog.records == []
+
+
+def test_nothing_is_solved_by_nothing() -> None:
+    """An empty problem."""
+    solution = solve(Problem(tasks=()), QUICK)
+    assert (solution.schedule.modes, solution.bound, solution.proof) == ((), 0, "bound")
