@@ -1,160 +1,325 @@
-"""What the compiler believes about the device: calibrated constants, measured once and kept in a file.
+"""What the compiler believes about the device: constants of one device, and how fast it is at what.
 
-    default_profile(units)                  round numbers for this class of CPU, for tests and dumps
-    discover_profile(units, cache_dir=...)  this machine's numbers: from the cache, else measured in about half a second
-    load_profile(path), save_profile(...)   the file form
+    discover_profile(units, cache_dir=...)  this machine: calibrated if it was, else the default scaled to it
+    load_profile(path), save_profile(...)   the file form; `load_profile` also takes the name of a packaged profile
+    default_profile(units)                  the packaged profile of CPUs: the same on every machine
 
-A quick measurement takes the best of a few repeats of a layer's matrix product and of an addition of vectors, on one
-unit and on all; the counts between are interpolated. Fixed times (kernels, hand-overs) are constants: half a second is
-too short to measure microseconds well. Another process on the same cores makes a device look as if it did not scale,
-and a plan from such a profile would put everything on small lanes. So a round counts as disturbed where the process got
-less CPU time than its threads should have had; disturbed results are not kept in the file, and matrix products are
-taken to scale by at least LEAST_SCALING per unit in any case.
+A rate depends on how large a kernel is, so rates are tables: by the size of one kernel (flops or bytes) and by the
+number of units that it may use. Between table sizes a rate is interpolated on logarithmic scales, between numbers of
+units linearly; beyond either end it stays as it is at that end.
 
-A file carries the fingerprint of what it was measured on: CPU model, core count, torch version. A damaged file, or one
-from another machine or version, is measured anew with a WARNING; a directory that cannot be written costs one
-measurement per process. torch is imported only to measure.
+`apollo calibrate` measures every number and keeps the profile in a file with the fingerprint of what it was measured
+on: device, driver, torch, cores and units. Where nobody has calibrated, a quick measurement on one thread (a matrix
+product and an addition of vectors, in about a third of a second) scales the packaged profile, and that is kept
+instead. One thread, because a team of OpenMP threads on top of the caller's slows every later parallel region down.
+Another process on the core makes a device look slow, so a round counts as disturbed where the process got less CPU
+time than it should have had; a disturbed result is used, but not kept.
+
+A file that is damaged, or was measured on something else, is one WARNING that says what changed; the scaled default
+takes its place. A directory that cannot be written costs one measurement per process. torch is imported only to
+measure.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
+import itertools
 import json
 import logging
+import math
 import os
 import platform
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Literal
 
 from apollo_compile.errors import ConfigError
+from apollo_compile.ir import KernelKind
+from apollo_compile.json_form import from_json, to_json
 from apollo_compile.units import NS_PER_S
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 _logger = logging.getLogger(__name__)
 
-Source = Literal["default", "measured", "datasheet"]
-
-_FORMAT = 3
+FORMAT = 4
 """Number of the file form; another number means stale."""
+
+LEAST_CPU_SHARE = 0.8
+"""CPU time over wall time and thread below which another process held a core."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rate:
+    """What a kernel of about one size achieves per second, by number of units."""
+
+    size: int
+    """Flops or bytes of the kernel."""
+    per_s: tuple[float, ...]
+    """One number per entry of `DeviceProfile.unit_counts`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Arithmetic:
+    """Flops per second of one kind of kernel, by flops of one kernel, ascending."""
+
+    kind: KernelKind
+    dtype: str
+    rates: tuple[Rate, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceProfile:
-    """Calibrated constants of one device. Rates are per number of units: index `u - 1` holds those of `u` units."""
+    """Constants of one device."""
 
+    kind: Literal["cpu", "cuda"]
     name: str
-    source: Source
+    source: Literal["default", "scaled", "measured", "datasheet"]
+    """`scaled` is the default, scaled by a quick measurement; `measured` is calibrated."""
     units: int
-    """Cores that may be used."""
-    flops_per_s: tuple[float, ...]
-    """Floating point operations of a layer's matrix product."""
-    bytes_per_s: tuple[float, ...]
-    """Bytes read and written by a loop over tensors that do not fit into the cache."""
+    """Units that may be used."""
+    unit_counts: tuple[int, ...]
+    """Numbers of units that rates are given for, ascending from 1."""
+    arithmetic: tuple[Arithmetic, ...]
+    """Beyond the fixed time of a kernel."""
+    near_bytes_per_s: tuple[Rate, ...]
+    """Bytes of what the segment itself made, and of what it makes, by bytes that one kernel moves."""
+    far_bytes_per_s: tuple[Rate, ...]
+    """Bytes read that other segments made, by bytes of everything that a run of the program touches."""
     kernel_ns: int
-    """Fixed time of one kernel on one unit: the call and what it allocates."""
+    """Fixed time of one kernel on one unit."""
     parallel_ns: int
     """Added to it on more than one unit: waking the team and meeting at its end."""
+    cold_ns: int
+    """Added to it where a body runs for the first time in a program: its code is in no near cache."""
     launch_ns: int
     """Fixed time of one segment: calling its body."""
+    tensor_ns: int
+    """Added to it for every tensor that the body takes or returns: making and freeing a handle, checking a layout."""
     handover_ns: int
     """From the end of a segment to the start of its reader on another lane."""
+    slowdown: tuple[tuple[float, float], tuple[float, float]]
+    """How many times longer (arithmetic, memory) takes on one half beside (arithmetic, memory) on the other half."""
+    notes: tuple[str, ...] = ()
+    """Where the numbers come from."""
 
     def __post_init__(self) -> None:
-        """Refuse rates that do not fit the units."""
-        rates = (*self.flops_per_s, *self.bytes_per_s)
-        if self.units < 1 or not len(self.flops_per_s) == len(self.bytes_per_s) == self.units or min(rates) <= 0:
-            raise ValueError(
-                f"device profile {self.name!r} is not usable: expected {self.units} positive rates of each kind, got "
-                f"{self.flops_per_s} and {self.bytes_per_s}; delete its file to measure anew"
-            )
+        """Refuse numbers that do not fit each other."""
+        tables = [*(table.rates for table in self.arithmetic), self.near_bytes_per_s, self.far_bytes_per_s]
+        for rates in tables:
+            sizes = [rate.size for rate in rates]
+            if not rates or sizes != sorted(set(sizes)) or sizes[0] < 1:
+                self._refuse(f"expected rates of ascending sizes, got sizes {sizes}")
+            for rate in rates:
+                if len(rate.per_s) != len(self.unit_counts) or min(rate.per_s) <= 0:
+                    self._refuse(f"expected {len(self.unit_counts)} positive rates, got {rate.per_s}")
+        counts = list(self.unit_counts)
+        if counts != sorted(set(counts)) or counts[:1] != [1] or self.units < 1:
+            self._refuse(f"expected unit counts from 1 up and at least 1 unit, got {counts} and {self.units}")
+        if not {(KernelKind.LOOP, "float32"), (KernelKind.MATMUL, "float32")} <= {
+            (table.kind, table.dtype) for table in self.arithmetic
+        }:
+            self._refuse("expected float32 rates of loops and of matrix products")
+        if min(getattr(self, name) for name in _TIMES) < 0:
+            self._refuse("expected no negative time")
+        if min(factor for row in self.slowdown for factor in row) < 1:
+            self._refuse(f"expected slowdowns of at least 1, got {self.slowdown}")
+
+    def flops_per_s(self, kind: KernelKind, dtype: str, flops: int, units: int) -> float:
+        """Return the rate of a kernel on `units` units.
+
+        A kind or dtype without a table takes the nearest one that has: the same kind in float32, then products.
+        """
+        return rate_at(_table(self, kind, dtype), self.unit_counts, flops, units)
+
+    def near_rate(self, num_bytes: int, units: int) -> float:
+        """Return the bytes per second of a kernel that moves `num_bytes` of what was just made."""
+        return rate_at(self.near_bytes_per_s, self.unit_counts, num_bytes, units)
+
+    def far_rate(self, footprint: int, units: int) -> float:
+        """Return the bytes per second of reading what others made, in a program that touches `footprint` bytes."""
+        return rate_at(self.far_bytes_per_s, self.unit_counts, footprint, units)
+
+    def _refuse(self, problem: str) -> None:
+        raise ValueError(f"device profile {self.name!r} is not usable: {problem}; run 'apollo calibrate'")
 
 
-def default_profile(units: int) -> DeviceProfile:
-    """Return round numbers for a server core with AVX-512: the same on every machine."""
-    return DeviceProfile(
-        name=f"default-{units}",
-        source="default",
-        units=units,
-        flops_per_s=tuple(150e9 * count for count in range(1, units + 1)),
-        bytes_per_s=tuple(20e9 * _bandwidth_share(count) for count in range(1, units + 1)),
-        **_FIXED_NS,
-    )
+_TIMES = ("kernel_ns", "parallel_ns", "cold_ns", "launch_ns", "tensor_ns", "handover_ns")
+
+_NEXT_BEST = {
+    KernelKind.BATCHED_MATMUL: KernelKind.MATMUL,
+    KernelKind.ATTENTION: KernelKind.BATCHED_MATMUL,
+    KernelKind.ATTENTION_BACKWARD: KernelKind.ATTENTION,
+    KernelKind.CONVOLUTION: KernelKind.MATMUL,
+    KernelKind.CONVOLUTION_BACKWARD: KernelKind.CONVOLUTION,
+    KernelKind.SCATTER: KernelKind.LOOP,
+    KernelKind.LIBRARY: KernelKind.SCATTER,
+}
+"""Whose rates a kind takes that has none."""
 
 
-def discover_profile(units: int, *, cache_dir: Path | None = None) -> DeviceProfile:
-    """Return the profile of this machine for `units` units, measured at most once per process.
+def _table(profile: DeviceProfile, kind: KernelKind, dtype: str) -> tuple[Rate, ...]:
+    while True:
+        found = {table.dtype: table.rates for table in profile.arithmetic if table.kind is kind}
+        if found:
+            return found.get(dtype) or found.get("float32") or next(iter(found.values()))
+        kind = _NEXT_BEST[kind]
 
-    `cache_dir` keeps measurements between processes; None keeps them in this process only.
-    """
-    return _discover(units, cache_dir)
+
+def rate_at(rates: Sequence[Rate], unit_counts: Sequence[int], size: int, units: int) -> float:
+    """Return the rate of a kernel of `size` on `units` units, between the entries of a table."""
+    place, share = _between(unit_counts, units)
+
+    def at(rate: Rate) -> float:
+        return rate.per_s[place] + share * (rate.per_s[min(place + 1, len(rate.per_s) - 1)] - rate.per_s[place])
+
+    if size <= rates[0].size:
+        return at(rates[0])
+    for low, high in itertools.pairwise(rates):
+        if size <= high.size:
+            progress = math.log(size / low.size) / math.log(high.size / low.size)
+            return math.exp((1 - progress) * math.log(at(low)) + progress * math.log(at(high)))
+    return at(rates[-1])
+
+
+def _between(counts: Sequence[int], units: int) -> tuple[int, float]:
+    """Return the last count that is not above `units`, and how far `units` is on the way to the next one."""
+    place = max((index for index, count in enumerate(counts) if count <= units), default=0)
+    if place == len(counts) - 1 or units <= counts[place]:
+        return place, 0.0
+    return place, (units - counts[place]) / (counts[place + 1] - counts[place])
+
+
+def limit_units(profile: DeviceProfile, units: int) -> DeviceProfile:
+    """Return the profile of `units` units of the same device."""
+    return replace(profile, name=f"{profile.name} x{units}", units=units)
+
+
+# --------------------------------------------------------------------------------------------------------- files
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fingerprint:
+    """What a measurement depends on."""
+
+    device: str
+    driver: str | None
+    """None where the device needs none."""
+    torch: str
+    cores: int
+    units: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _File:
+    format: int
+    fingerprint: Fingerprint | None
+    profile: DeviceProfile
+
+
+def packaged_profiles() -> tuple[str, ...]:
+    """Return the names of the profiles that come with the package."""
+    files = (file.name for file in resources.files("apollo_compile").joinpath("profiles").iterdir())
+    return tuple(sorted(name.removesuffix(".json") for name in files if name.endswith(".json")))
 
 
 def load_profile(path: Path) -> DeviceProfile:
-    """Read a profile from a file.
+    """Read a profile from a file, or the packaged profile of that name if there is no such file.
 
     Raises:
         ConfigError: the file cannot be read or is no profile.
     """
     try:
-        profile, _ = _read(path)
-    except (OSError, ValueError, TypeError, KeyError) as error:
+        if not path.exists() and str(path) in packaged_profiles():
+            return _load_packaged(str(path))
+        return _parse(path.read_text(encoding="utf-8")).profile
+    except (OSError, ValueError) as error:
         raise ConfigError(
-            f"cannot read device profile {path}: {error}; expected a file that save_profile or a measurement wrote"
+            f"cannot read device profile {path}: {error}; expected a file that 'apollo calibrate' wrote, or one of "
+            f"{', '.join(packaged_profiles())}"
         ) from error
-    return profile
 
 
-def save_profile(profile: DeviceProfile, path: Path, *, fingerprint: dict[str, Any] | None = None) -> None:
+def save_profile(profile: DeviceProfile, path: Path, *, fingerprint: Fingerprint | None = None) -> None:
     """Write a profile to a file, at once or not at all. Raises `OSError` where that is impossible."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    content = {"format": _FORMAT, "fingerprint": fingerprint or {}, "profile": dataclasses.asdict(profile)}
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
     try:
-        with os.fdopen(handle, "w") as file:
-            json.dump(content, file, indent=2)
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(format_profile(profile, fingerprint=fingerprint))
         Path(temporary).replace(path)  # a reader sees the old file or the new one, never a part
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
 
 
+def format_profile(profile: DeviceProfile, *, fingerprint: Fingerprint | None = None) -> str:
+    """Return the text of a profile's file."""
+    content = _File(format=FORMAT, fingerprint=fingerprint, profile=profile)
+    return json.dumps(to_json(content), indent=1) + "\n"
+
+
+def default_profile(units: int) -> DeviceProfile:
+    """Return the packaged profile of CPUs for `units` units: the same on every machine."""
+    return limit_units(_load_packaged("cpu"), units)
+
+
+@functools.cache
+def _load_packaged(name: str) -> DeviceProfile:
+    text = resources.files("apollo_compile").joinpath("profiles", f"{name}.json").read_text(encoding="utf-8")
+    return _parse(text).profile
+
+
+def _parse(text: str) -> _File:
+    content = json.loads(text)
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise ValueError(f"expected a profile of format {FORMAT}")
+    return from_json(_File, content)
+
+
 # ---------------------------------------------------------------------------------------------------------- cache
+
+
+def discover_profile(units: int, *, cache_dir: Path | None = None) -> DeviceProfile:
+    """Return the profile of this machine for `units` units, the same at every call in one process.
+
+    `cache_dir` keeps profiles between processes; None keeps them in this process only.
+    """
+    return _discover(units, cache_dir)
+
+
+def cached_profile_path(cache_dir: Path, units: int) -> Path:
+    """Return the file in which the profile of this machine for `units` units is kept."""
+    return cache_dir / f"profile-{units}.json"
 
 
 @functools.cache
 def _discover(units: int, cache_dir: Path | None) -> DeviceProfile:
-    fingerprint = machine_fingerprint(units)
     if cache_dir is None:
-        return _measure(units)[0]
-    path = cache_dir / f"profile-{units}.json"
-    cached = _read_if_current(path, fingerprint, units)
+        return _scale_default(units)[0]
+    path, fingerprint = cached_profile_path(cache_dir, units), machine_fingerprint(units)
+    cached = _read_if_current(path, fingerprint)
     if cached is not None:
         return cached
-    profile, is_disturbed = _measure(units)
+    profile, is_disturbed = _scale_default(units)
     if is_disturbed:
         _logger.info("other processes kept this machine busy while it was measured; its device profile is not kept")
-        return profile
-    try:
-        save_profile(profile, path, fingerprint=fingerprint)
-    except OSError as error:
-        _logger.info("the measured device profile is not kept: %s", error)
+    elif not path.exists():  # a calibrated profile is not replaced, even if it is stale
+        try:
+            save_profile(profile, path, fingerprint=fingerprint)
+        except OSError as error:
+            _logger.info("the measured device profile is not kept: %s", error)
     return profile
 
 
-def machine_fingerprint(units: int) -> dict[str, Any]:
-    """Return what a measurement depends on: CPU model, cores and torch version."""
+def machine_fingerprint(units: int) -> Fingerprint:
+    """Return what a measurement on this machine depends on."""
     from importlib.metadata import version
 
-    return {"cpu": cpu_model(), "cores": os.cpu_count(), "units": units, "torch": version("torch")}
+    return Fingerprint(device=cpu_model(), driver=None, torch=version("torch"), cores=os.cpu_count() or 1, units=units)
 
 
 def cpu_model() -> str:
@@ -167,144 +332,86 @@ def cpu_model() -> str:
     return next(names, platform.processor() or platform.machine())
 
 
-def _read_if_current(path: Path, fingerprint: dict[str, Any], units: int) -> DeviceProfile | None:
+def _read_if_current(path: Path, fingerprint: Fingerprint) -> DeviceProfile | None:
     if not path.exists():
         return None
     try:
-        profile, measured_on = _read(path)
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        _logger.warning("device profile %s is damaged (%s); measuring this machine anew", path, error)
-        return None
-    if measured_on != fingerprint or profile.units != units:
-        changed = [key for key in fingerprint if measured_on.get(key) != fingerprint[key]] or ["units"]
-        difference = ", ".join(f"{key} {measured_on.get(key)!r} is now {fingerprint.get(key)!r}" for key in changed)
-        _logger.warning("device profile %s is stale (%s); measuring this machine anew", path, difference)
-        return None
-    return profile
+        content = _parse(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        problem = f"damaged ({error})"
+    else:
+        if content.fingerprint == fingerprint and content.profile.units == fingerprint.units:
+            return content.profile
+        problem = f"stale ({_difference(content.fingerprint, fingerprint)})"
+    _logger.warning("device profile %s is %s; using the default until you run 'apollo calibrate'", path, problem)
+    return None
 
 
-def _read(path: Path) -> tuple[DeviceProfile, dict[str, Any]]:
-    content = json.loads(path.read_text())
-    if not isinstance(content, dict) or content.get("format") != _FORMAT:
-        raise ValueError(f"expected a profile of format {_FORMAT}")
-    values = dict(content["profile"])
-    if values.get("source") not in get_args(Source):
-        raise ValueError(f"unknown source {values.get('source')!r}; known: {', '.join(get_args(Source))}")
-    for key in ("flops_per_s", "bytes_per_s"):
-        values[key] = tuple(float(rate) for rate in values[key])
-    for key in ("units", "kernel_ns", "parallel_ns", "launch_ns", "handover_ns"):
-        values[key] = int(values[key])
-    return DeviceProfile(**values), dict(content["fingerprint"])
+def _difference(before: Fingerprint | None, now: Fingerprint) -> str:
+    if before is None:
+        return "it does not say where it was measured"
+    pairs = ((field.name, getattr(before, field.name), getattr(now, field.name)) for field in fields(Fingerprint))
+    return ", ".join(f"{name} {old!r} is now {new!r}" for name, old, new in pairs if old != new) or "other units"
 
 
-# ---------------------------------------------------------------------------------------------------- measurement
+# -------------------------------------------------------------------------------------------- quick measurement
 
-_FIXED_NS: dict[str, int] = {"kernel_ns": 6_000, "parallel_ns": 8_000, "launch_ns": 5_000, "handover_ns": 5_000}
-"""A kernel's call, allocation and packing (fitted on segments of CLIP and two towers), an OpenMP region, a body's call,
-a native wake-up."""
+_PRODUCT_SIZE = 256
+"""Rows, depth and columns."""
 
-_PRODUCT_SHAPE = (64, 256, 1024)
-"""Rows, depth and columns of a layer's product at a small batch: large squares scale to more units than layers do."""
-
-_PRODUCTS = 16
-"""Products per round."""
-
-_VECTOR_BYTES = 32 * 2**20
-_ROUNDS = 8
+_VECTOR_BYTES = 2 * 2**20
+_ROUNDS = 12
 
 
-LEAST_SCALING = 0.6
-"""Share of a unit's flops that every further unit adds at least."""
-
-_LEAST_CPU_SHARE = 0.8
-"""CPU time over wall time and thread below which another process held a core."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Rates:
-    flops_per_s: float
-    bytes_per_s: float
-    is_disturbed: bool
-
-
-def _measure(units: int) -> tuple[DeviceProfile, bool]:
-    """Return the profile, and whether other processes disturbed its measurement."""
+def _scale_default(units: int) -> tuple[DeviceProfile, bool]:
+    """Return the packaged profile scaled to this machine, and whether other processes disturbed its measurement."""
+    default = default_profile(units)
     # Torch's modes belong to a thread, and a compile runs under one that makes every tensor a fake: a product of fakes
     # takes a millisecond whatever its size. So a thread of its own measures.
     with ThreadPoolExecutor(1) as thread:
-        alone = thread.submit(_measure_rates, 1).result()
-        together = thread.submit(_measure_rates, units).result() if units > 1 else alone
-    flops_per_s = max(together.flops_per_s, alone.flops_per_s * (1 + LEAST_SCALING * (units - 1)))
-    bytes_per_s = max(together.bytes_per_s, alone.bytes_per_s)
-    shares = [_bandwidth_share(count) - 1 for count in range(1, units + 1)]
-    profile = DeviceProfile(
+        product_ns, addition_ns, is_disturbed = thread.submit(_measure_quickly).result()
+    flops, num_bytes = 2 * _PRODUCT_SIZE**3, 3 * _VECTOR_BYTES
+    faster = flops / product_ns * NS_PER_S / default.flops_per_s(KernelKind.MATMUL, "float32", flops, 1)
+    wider = num_bytes / addition_ns * NS_PER_S / default.near_rate(num_bytes, 1)
+    profile = replace(
+        default,
         name=f"{cpu_model()} x{units}",
-        source="measured",
-        units=units,
-        flops_per_s=_interpolate(alone.flops_per_s, flops_per_s, [float(count) for count in range(units)]),
-        bytes_per_s=_interpolate(alone.bytes_per_s, bytes_per_s, shares),
-        **_FIXED_NS,
+        source="scaled",
+        arithmetic=tuple(replace(table, rates=_scale(table.rates, faster)) for table in default.arithmetic),
+        near_bytes_per_s=_scale(default.near_bytes_per_s, wider),
+        far_bytes_per_s=_scale(default.far_bytes_per_s, wider),
+        notes=(f"the packaged profile: arithmetic x {faster:.2f}, bytes x {wider:.2f}",),
     )
-    return profile, alone.is_disturbed or together.is_disturbed
+    return profile, is_disturbed
 
 
-def _interpolate(alone: float, together: float, progress: list[float]) -> tuple[float, ...]:
-    """Go from `alone` to `together` as `progress` goes from 0 to its last value."""
-    if len(progress) == 1:
-        return (alone,)
-    return tuple(alone + (together - alone) * step / progress[-1] for step in progress)
+def _scale(rates: Sequence[Rate], factor: float) -> tuple[Rate, ...]:
+    return tuple(replace(rate, per_s=tuple(value * factor for value in rate.per_s)) for rate in rates)
 
 
-def _bandwidth_share(units: int) -> float:
-    """Return the bandwidth of `units` units in units of that of one: a few saturate the memory."""
-    return units / (1 + (units - 1) / 8)
-
-
-def _measure_rates(threads: int) -> _Rates:
-    """Measure a matrix product and an addition of vectors, best of a few rounds."""
+def _measure_quickly() -> tuple[int, int, bool]:
+    """Return the nanoseconds of a matrix product and of an addition of vectors, and whether they were disturbed."""
     import torch
 
-    with _threads(threads), torch.no_grad():
-        rows, depth, columns = _PRODUCT_SHAPE
-        kind: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
-        left, right = torch.ones(rows, depth, **kind), torch.ones(depth, columns, **kind)
-        product = torch.empty(rows, columns, **kind)
-        vector = torch.ones(_VECTOR_BYTES // 4, **kind)
-        total = torch.ones(_VECTOR_BYTES // 4, **kind)
-
-        def multiply() -> torch.Tensor:
-            for _ in range(_PRODUCTS):
-                torch.mm(left, right, out=product)
-            return product
-
-        product_ns, product_share = _best_of(multiply)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # of this thread
+    with torch.no_grad():
+        size = (_PRODUCT_SIZE, _PRODUCT_SIZE)
+        left, right, product = (torch.ones(size, dtype=torch.float32, device="cpu") for _ in range(3))
+        vector, total = (torch.ones(_VECTOR_BYTES // 4, dtype=torch.float32, device="cpu") for _ in range(2))
+        product_ns, product_share = _best_of(lambda: torch.mm(left, right, out=product))
         addition_ns, addition_share = _best_of(lambda: total.add_(vector))
-    return _Rates(
-        flops_per_s=2 * rows * depth * columns * _PRODUCTS / product_ns * NS_PER_S,
-        bytes_per_s=3 * _VECTOR_BYTES / addition_ns * NS_PER_S,
-        is_disturbed=min(product_share, addition_share) < _LEAST_CPU_SHARE * threads,
-    )
+    torch.set_num_threads(threads)  # the last thread that sets it decides for new threads
+    return product_ns, addition_ns, min(product_share, addition_share) < LEAST_CPU_SHARE
 
 
 def _best_of(call: Callable[[], object]) -> tuple[int, float]:
-    """Return the wall time of the fastest round and the CPU time the process got in it, as a multiple of wall time."""
+    """Return the wall time of the fastest round, and the CPU time the thread got in it as a share of wall time."""
     call()  # the first call loads code and touches pages
     rounds = []
     for _ in range(_ROUNDS):
-        begin, cpu_begin = time.perf_counter_ns(), time.process_time_ns()
+        begin, cpu_begin = time.perf_counter_ns(), time.thread_time_ns()
         call()
         elapsed = max(time.perf_counter_ns() - begin, 1)
-        rounds.append((elapsed, (time.process_time_ns() - cpu_begin) / elapsed))
+        rounds.append((elapsed, (time.thread_time_ns() - cpu_begin) / elapsed))
     return min(rounds)
-
-
-@contextmanager
-def _threads(count: int) -> Iterator[None]:
-    import torch
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

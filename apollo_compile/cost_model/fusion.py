@@ -29,7 +29,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Sequence
 
-from apollo_compile.ir import Node, NodeId, NodeKind, Work
+from apollo_compile.ir import Kernel, KernelKind, Node, NodeId, NodeKind, Work, merge_kernels
 
 # fmt: off
 _EXTERN = (
@@ -88,7 +88,6 @@ def segment_work(nodes: Sequence[Node], *, outputs: Collection[NodeId] = ()) -> 
     values = _Values(nodes)
     group_by_node = _group(nodes, values)
     reads: dict[tuple[NodeId, NodeId], int] = {}  # (group, value) -> bytes
-    kernels = set(group_by_node.values())
     is_read: set[NodeId] = set()
     crosses: set[NodeId] = {values.origin(output) for output in outputs}
     for node in nodes:
@@ -103,16 +102,54 @@ def segment_work(nodes: Sequence[Node], *, outputs: Collection[NodeId] = ()) -> 
             if values.is_constant(value) and is_fusible(node.target):
                 continue  # computed in the reader's loop
             reads[group, value] = max(num_bytes, reads.get((group, value), 0))
-            if values.is_constant(value):
-                kernels.add(value)
-    constants = {value for _, value in reads if values.is_constant(value)}
-    written = constants | {node for node in group_by_node if node in crosses or node not in is_read}
+    for constant in sorted({value for _, value in reads if values.is_constant(value)}):
+        group_by_node[constant] = constant  # made in memory by a loop of its own
+        crosses.add(constant)
+    written = {node for node in group_by_node if node in crosses or node not in is_read}
+    kernels = _kernels(nodes, values, group_by_node, reads, written)
     return Work(
         flops=sum(node.work.flops for node in nodes),
         bytes_read=sum(reads.values()),
         bytes_written=sum(values.written_by(node) for node in sorted(written)),
         kernels=len(kernels),
+        parts=merge_kernels(kernels),
     )
+
+
+def _kernels(
+    nodes: Sequence[Node],
+    values: _Values,
+    group_by_node: dict[NodeId, NodeId],
+    reads: dict[tuple[NodeId, NodeId], int],
+    written: set[NodeId],
+) -> list[Kernel]:
+    """Return one kernel per group, in order of their first nodes."""
+    flops: dict[NodeId, int] = defaultdict(int)
+    moved: dict[NodeId, int] = defaultdict(int)
+    from_outside: dict[NodeId, int] = defaultdict(int)
+    for node in nodes:
+        if node.id in group_by_node:
+            flops[group_by_node[node.id]] += node.work.flops
+            moved[group_by_node[node.id]] += values.written_by(node.id) if node.id in written else 0
+    for (group, value), num_bytes in reads.items():
+        moved[group] += num_bytes
+        if value not in group_by_node:
+            from_outside[group] += num_bytes
+    kernels = []
+    for group in sorted(set(group_by_node.values())):
+        first = values.node(group).work.parts or (Kernel(),)
+        is_alone = not is_fusible(values.node(group).target)
+        kernels.append(
+            Kernel(
+                kind=first[0].kind if is_alone else KernelKind.LOOP,
+                dtype=first[0].dtype,
+                flops=flops[group],
+                bytes_moved=moved[group],
+                bytes_from_outside=from_outside[group],
+                tiles=first[0].tiles if is_alone else 0,
+            )
+        )
+    return kernels
 
 
 def _group(nodes: Sequence[Node], values: _Values) -> dict[NodeId, NodeId]:

@@ -35,6 +35,9 @@ Expr: TypeAlias = Any
 
 _ZERO: Expr = sympy.Integer(0)
 
+TILE = 128
+"""Rows and columns of the block of a product's result that one unit of a GPU computes at a time."""
+
 
 class WorkKind(enum.StrEnum):
     """What sort of work an operator is."""
@@ -64,6 +67,9 @@ class TensorMeta:
 
     shape: tuple[Expr, ...]
     num_bytes: Expr
+    dtype: str = "float32"
+
+    itemsize: int = 4
 
     @property
     def num_elements(self) -> Expr:
@@ -79,6 +85,11 @@ class NodeWork:
     flops: Expr
     bytes_read: Expr
     bytes_written: Expr
+    tiles: Expr = _ZERO
+    """Output tiles of a product, `TILE` x `TILE` each."""
+    kernel: ir.KernelKind = ir.KernelKind.LOOP
+    dtype: str = "float32"
+    """Of the first operand."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,6 +114,8 @@ class _Rule:
     flops: _Formula
     read: _Formula
     written: _Formula
+    tiles: _Formula
+    kernel: ir.KernelKind
 
 
 # ------------------------------------------------------------------------------------------------------ interface
@@ -134,7 +147,13 @@ def node_work(target: object, args: Iterable[Any], kwargs: Mapping[str, Any], ou
     )
     rule = _find_rule(target)
     return NodeWork(
-        kind=rule.kind, flops=rule.flops(call), bytes_read=rule.read(call), bytes_written=rule.written(call)
+        kind=rule.kind,
+        flops=rule.flops(call),
+        bytes_read=rule.read(call),
+        bytes_written=rule.written(call),
+        tiles=rule.tiles(call),
+        kernel=rule.kernel,
+        dtype=next((tensor.dtype for tensor in (*call.inputs, *call.outputs)), "float32"),
     )
 
 
@@ -143,12 +162,20 @@ def evaluate(work: NodeWork, hints: Mapping[sympy.Symbol, int]) -> ir.Work:
 
     Raises `ValueError` where a symbol has no hint.
     """
-    return ir.Work(
-        flops=_evaluate(work.flops, hints),
-        bytes_read=_evaluate(work.bytes_read, hints),
-        bytes_written=_evaluate(work.bytes_written, hints),
-        kernels=0 if work.kind in (WorkKind.VIEW, WorkKind.CONSTANT) else 1,
+    flops, read, written, tiles = (
+        _evaluate(formula, hints) for formula in (work.flops, work.bytes_read, work.bytes_written, work.tiles)
     )
+    if work.kind in (WorkKind.VIEW, WorkKind.CONSTANT):
+        return ir.Work(flops=flops, bytes_read=read, bytes_written=written)
+    kernel = ir.Kernel(
+        kind=work.kernel,
+        dtype=work.dtype,
+        flops=flops,
+        bytes_moved=read + written,
+        bytes_from_outside=read,
+        tiles=tiles,
+    )
+    return ir.Work(flops=flops, bytes_read=read, bytes_written=written, kernels=1, parts=(kernel,))
 
 
 # ------------------------------------------------------------------------------------------------------- metadata
@@ -181,7 +208,12 @@ def _describe_tensor(tensor: torch.Tensor) -> TensorMeta:
     distinct: Iterable[Expr] = shape
     if tensor.layout is torch.strided:
         distinct = (size for size, stride in zip(shape, tensor.stride(), strict=True) if not _is_zero(stride))
-    return TensorMeta(shape=shape, num_bytes=_product(distinct) * tensor.dtype.itemsize)
+    return TensorMeta(
+        shape=shape,
+        num_bytes=_product(distinct) * tensor.dtype.itemsize,
+        dtype=str(tensor.dtype).removeprefix("torch."),
+        itemsize=tensor.dtype.itemsize,
+    )
 
 
 def _is_zero(stride: int | torch.SymInt) -> bool:
@@ -317,18 +349,102 @@ def _attention_backward_flops(call: _Call) -> Expr:
     return scores * (query.shape[-1] * 3 + value.shape[-1] * 2) * 2
 
 
+def _scattered(call: _Call, position: int) -> tuple[Expr, Expr]:
+    """Return the elements and bytes of the values that a scatter writes; a plain number goes where the indices say."""
+    values = call.args[position]
+    if isinstance(values, TensorMeta):
+        return values.num_elements, values.num_bytes
+    indices = next((tensor for tensor in call.inputs[1:]), call.inputs[0])
+    return indices.num_elements, indices.num_elements * call.inputs[0].itemsize
+
+
+# ---------------------------------------------------------------------------------------------------------- tiles
+
+
+def _tiles(rows: Expr, columns: Expr, batch: Expr = 1) -> Expr:
+    return sympy.ceiling(rows / TILE) * sympy.ceiling(columns / TILE) * batch
+
+
+def _matmul_tiles(call: _Call) -> Expr:
+    """The result is (..., m, n), (m) or ()."""
+    shape = call.outputs[0].shape
+    rows = shape[-2] if len(shape) > 1 else sympy.Integer(1)
+    columns = shape[-1] if shape else sympy.Integer(1)
+    return _tiles(rows, columns, _product(shape[:-2]))
+
+
+def _linear_tiles(call: _Call) -> Expr:
+    shape = call.outputs[0].shape
+    return _tiles(_product(shape[:-1]), shape[-1])
+
+
+def _convolution_tiles(call: _Call) -> Expr:
+    """As a product: a row per position of every image, a column per channel."""
+    return _position_tiles(call.outputs[0])
+
+
+def _convolution_backward_tiles(call: _Call) -> Expr:
+    """The input's gradient as above; the weight's has a row per channel out and a column per weight of its filter."""
+    image, weight, wanted = call.args[1], call.args[2], call.args[10]
+    tiles = _position_tiles(image) if wanted[0] else _ZERO
+    return tiles + (_tiles(weight.shape[0], _product(weight.shape[1:])) if wanted[1] else _ZERO)
+
+
+def _position_tiles(image: TensorMeta) -> Expr:
+    return _tiles(image.shape[0] * _product(image.shape[2:]), image.shape[1])
+
+
+def _attention_tiles(first: int) -> _Formula:
+    """A block of queries of one head is a tile; the query is at position `first`."""
+
+    def count(call: _Call) -> Expr:
+        query = call.args[first]
+        return _tiles(query.shape[-2], sympy.Integer(1), _product(query.shape[:-2]))
+
+    return count
+
+
 # ---------------------------------------------------------------------------------------------------------- rules
 
 
 def _rule(
-    kind: WorkKind, flops: _Formula = _nothing, read: _Formula = _all_inputs, written: _Formula = _all_outputs
+    kind: WorkKind,
+    flops: _Formula = _nothing,
+    read: _Formula = _all_inputs,
+    written: _Formula = _all_outputs,
+    *,
+    tiles: _Formula = _nothing,
+    kernel: ir.KernelKind = ir.KernelKind.LOOP,
 ) -> _Rule:
-    return _Rule(kind=kind, flops=flops, read=read, written=written)
+    return _Rule(kind=kind, flops=flops, read=read, written=written, tiles=tiles, kernel=kernel)
+
+
+def _scatter_rule(position: int) -> _Rule:
+    """Values and indices are read, and what the values are added to is read and written: nothing else of the target."""
+
+    def read(call: _Call) -> Expr:
+        target = call.inputs[0].num_bytes if position else _ZERO
+        values = _scattered(call, position)[1]
+        return _total_bytes(call.inputs) - target + values
+
+    return _rule(
+        WorkKind.SCATTER,
+        lambda call: _scattered(call, position)[0],
+        read,
+        lambda call: _scattered(call, position)[1],
+        kernel=ir.KernelKind.SCATTER,
+    )
+
+
+def _product_rule(
+    kind: WorkKind, kernel: ir.KernelKind, flops: _Formula, tiles: _Formula, read: _Formula = _all_inputs
+) -> _Rule:
+    return _rule(kind, flops, read, tiles=tiles, kernel=kernel)
 
 
 _VIEW_RULE = _rule(WorkKind.VIEW, read=_nothing, written=_nothing)
 _POINTWISE_RULE = _rule(WorkKind.POINTWISE, _per_output(1))
-_UNKNOWN_RULE = _rule(WorkKind.UNKNOWN)
+_UNKNOWN_RULE = _rule(WorkKind.UNKNOWN, kernel=ir.KernelKind.LIBRARY)
 
 _POINTWISE_FLOPS = {
     1: (
@@ -371,6 +487,7 @@ _CONSTANTS = (
 )
 _CONSTANTS += "arange eye new_zeros new_ones new_full new_empty new_empty_strided"
 _COPIES = (
+    "select_scatter slice_scatter diagonal_scatter as_strided_scatter "
     "cat stack clone contiguous _to_copy to lift_fresh_copy constant_pad_nd repeat flip roll tril triu expand_copy "
     "view_copy slice_copy select_copy reflection_pad1d reflection_pad2d replication_pad2d pixel_shuffle pixel_unshuffle"
 )
@@ -384,11 +501,22 @@ _RESAMPLES = (
     "upsample_nearest1d_backward upsample_nearest2d_backward upsample_bilinear2d_backward upsample_bicubic2d_backward "
     "_upsample_bilinear2d_aa _upsample_bicubic2d_aa grid_sampler_2d grid_sampler_2d_backward"
 )
-_SCATTERS = (
-    "index_put _unsafe_index_put _unsafe_masked_index_put_accumulate scatter scatter_add scatter_reduce index_add "
-    "index_copy index_fill masked_scatter masked_scatter_backward select_scatter slice_scatter diagonal_scatter "
-    "as_strided_scatter embedding_dense_backward"
-)
+_SCATTERED = {
+    "index_put": 2,
+    "_unsafe_index_put": 2,
+    "_unsafe_masked_index_put_accumulate": 3,
+    "scatter": 3,
+    "scatter_add": 3,
+    "scatter_reduce": 3,
+    "index_add": 3,
+    "index_copy": 3,
+    "index_fill": 2,
+    "masked_scatter": 2,
+    "masked_scatter_backward": 0,
+    "embedding_dense_backward": 0,
+}
+"""Where a scatter has the values that it writes."""
+
 _LOOKUPS = (
     "sort topk kthvalue cumsum cumprod cummax cummin logcumsumexp searchsorted bucketize nonzero unique_consecutive "
 )
@@ -428,16 +556,11 @@ def _make_rules() -> dict[str, _Rule]:
     )
     enter("embedding", _rule(WorkKind.GATHER, read=_embedding_read))
     enter("_embedding_bag", _rule(WorkKind.GATHER, _per_output(1)))
-    enter(_SCATTERS, _rule(WorkKind.SCATTER, _per_output(1)))
-    enter(_LOOKUPS, _rule(WorkKind.LOOKUP, _per_input(1)))
+    for name, position in _SCATTERED.items():
+        enter(name, _scatter_rule(position))
+    enter(_LOOKUPS, _rule(WorkKind.LOOKUP, _per_input(1), kernel=ir.KernelKind.LIBRARY))
     enter(_RANDOM, _rule(WorkKind.RANDOM, _per_output(40)))  # ten Philox rounds of four instructions a number
-    enter("mm bmm mv dot _int_mm _scaled_mm", _rule(WorkKind.MATMUL, _matmul_flops(0)))
-    enter("addmm baddbmm addmv addbmm", _rule(WorkKind.MATMUL, _matmul_flops(1)))
-    enter("linear", _rule(WorkKind.MATMUL, _linear_flops))
-    enter("convolution _convolution conv1d conv2d conv3d", _rule(WorkKind.CONVOLUTION, _convolution_flops))
-    enter("convolution_backward", _rule(WorkKind.CONVOLUTION, _convolution_backward_flops, _convolution_backward_read))
-    enter(_ATTENTION, _rule(WorkKind.ATTENTION, _attention_flops))
-    enter(_ATTENTION_BACKWARD, _rule(WorkKind.ATTENTION, _attention_backward_flops))
+    _enter_products(enter)
 
     enter("convert_element_type device_put", _rule(WorkKind.COPY), "prims")
     enter("fma", _rule(WorkKind.POINTWISE, _per_output(2)), "prims")
@@ -451,6 +574,37 @@ def _make_rules() -> dict[str, _Rule]:
     enter("view_of broadcast_in_dim split_dim squeeze transpose", _VIEW_RULE, "prims")
     enter("getitem add sub mul floordiv mod truediv neg pow lt le gt ge eq ne and_ or_", _VIEW_RULE, "operator")
     return rules
+
+
+def _enter_products(enter: Callable[[str, _Rule], None]) -> None:
+    kernels = ir.KernelKind
+    for names, kernel, first in (
+        ("mm mv dot _int_mm _scaled_mm", kernels.MATMUL, 0),
+        ("addmm addmv", kernels.MATMUL, 1),
+        ("bmm", kernels.BATCHED_MATMUL, 0),
+        ("baddbmm addbmm", kernels.BATCHED_MATMUL, 1),
+    ):
+        enter(names, _product_rule(WorkKind.MATMUL, kernel, _matmul_flops(first), _matmul_tiles))
+    enter("linear", _product_rule(WorkKind.MATMUL, kernels.MATMUL, _linear_flops, _linear_tiles))
+    enter(
+        "convolution _convolution conv1d conv2d conv3d",
+        _product_rule(WorkKind.CONVOLUTION, kernels.CONVOLUTION, _convolution_flops, _convolution_tiles),
+    )
+    enter(
+        "convolution_backward",
+        _product_rule(
+            WorkKind.CONVOLUTION,
+            kernels.CONVOLUTION_BACKWARD,
+            _convolution_backward_flops,
+            _convolution_backward_tiles,
+            _convolution_backward_read,
+        ),
+    )
+    enter(_ATTENTION, _product_rule(WorkKind.ATTENTION, kernels.ATTENTION, _attention_flops, _attention_tiles(0)))
+    enter(
+        _ATTENTION_BACKWARD,
+        _product_rule(WorkKind.ATTENTION, kernels.ATTENTION_BACKWARD, _attention_backward_flops, _attention_tiles(1)),
+    )
 
 
 def _linear_flops(call: _Call) -> Expr:

@@ -11,6 +11,8 @@ which module a node came from, what it costs, and what must keep its order altho
 * operators with side effects, collectives and whatever is not torch's own (custom and higher-order operators) stay in
   graph order; a custom operator with the tag `pointwise` is taken at its word that it has none.
 
+An operator without a formula for its work is counted by its bytes, and named in `without_formula`.
+
 Guarantees: every value is a strided CPU tensor of static shape; `nodes` is a topological order.
 Raises `UnsupportedGraphError` for what segments cannot run; the backend then takes plain Inductor.
 """
@@ -25,7 +27,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from apollo_compile.cost_model.work import evaluate, work_of
+from apollo_compile.cost_model.work import WorkKind, evaluate, work_of
 from apollo_compile.errors import UnsupportedGraphError
 from apollo_compile.ir import Capture, Node, NodeId, NodeKind, Role, Work
 
@@ -63,6 +65,7 @@ def capture_graph(graph_module: fx.GraphModule, *, name: str, role: Role) -> Cap
     nodes: list[Node] = []
     order = _OrderKeeper()
     outputs: tuple[NodeId | None, ...] = ()
+    without_formula: set[str] = set()
     for fx_node in graph_module.graph.nodes:
         if fx_node.op == "output":
             outputs = tuple(_output_id(ids, value) for value in fx_node.args[0])
@@ -71,6 +74,9 @@ def capture_graph(graph_module: fx.GraphModule, *, name: str, role: Role) -> Cap
         ids[fx_node] = node_id
         inputs = tuple(sorted({ids[value] for value in fx_node.all_input_nodes}))
         kind = _kind(fx_node, nodes, inputs)
+        work = work_of(fx_node) if kind is NodeKind.COMPUTE else None
+        if work is not None and work.kind is WorkKind.UNKNOWN:
+            without_formula.add(_target(fx_node))
         nodes.append(
             Node(
                 id=node_id,
@@ -81,12 +87,14 @@ def capture_graph(graph_module: fx.GraphModule, *, name: str, role: Role) -> Cap
                 after=order.after(fx_node, node_id, kind, ids),
                 module=module_path(fx_node),
                 num_bytes=_num_bytes(fx_node),
-                work=_work(fx_node, kind),
+                work=Work() if work is None else evaluate(work, {}),
                 signature=_signature(fx_node, inputs, ids),
                 value=_describe(fx_node, fx_node.meta.get("val")),
             )
         )
-    return Capture(name=name, role=role, nodes=tuple(nodes), outputs=outputs)
+    return Capture(
+        name=name, role=role, nodes=tuple(nodes), outputs=outputs, without_formula=tuple(sorted(without_formula))
+    )
 
 
 def module_path(fx_node: fx.Node) -> str:
@@ -275,10 +283,6 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 def _num_bytes(fx_node: fx.Node) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in _tensors(fx_node.meta.get("val")))
-
-
-def _work(fx_node: fx.Node, kind: NodeKind) -> Work:
-    return evaluate(work_of(fx_node), {}) if kind is NodeKind.COMPUTE else Work()
 
 
 def _describe(fx_node: fx.Node, value: Any) -> str:

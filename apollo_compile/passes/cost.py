@@ -2,9 +2,17 @@
 
     (SegmentGraph, DeviceProfile, Observations) -> CostTable
 
-A segment gets one mode per unit count of the lane catalogue of the device. The duration is the measured median where
-the segment's body was observed on that many units, and the roofline's prediction elsewhere. Equal segments share a
-body, so one measured layer prices all layers like it.
+A segment gets one mode per unit count of the lane catalogue of the device. Its duration is, in this order:
+
+    measured    the median of its body on that many units
+    scaled      formula * median / formula at the nearest number of units on which its body was measured
+    formula     the roofline's prediction
+
+Equal segments share a body, so one measured layer prices all layers like it. A prediction knows which segment is the
+first with its body: the code of a body is cold when it runs for the first time in a step.
+
+The share of the duration that is spent on bytes is always the formula's: it says how much a neighbour that uses the
+memory slows the segment, which is the planner's business (`planner/simulate.py`).
 
 Guarantees: at least one mode per segment, ascending in units, every duration at least 1 ns (so that starts order
 segments strictly). Leaves to others: what segments do to each other when they run side by side.
@@ -14,7 +22,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from apollo_compile.cost_model.roofline import predict_ns
+from apollo_compile.cost_model.roofline import Prediction, predict
 from apollo_compile.ir import CostSource, CostTable, Mode, Observations, Segment, SegmentGraph
 from apollo_compile.lanes import lane_catalogue
 
@@ -25,18 +33,41 @@ if TYPE_CHECKING:
 def estimate_costs(graph: SegmentGraph, profile: DeviceProfile, observations: Observations) -> CostTable:
     """Return one mode per segment and unit count of the lane catalogue."""
     unit_counts = sorted({len(lane.units) for lane in lane_catalogue(profile.units)})
-    measured = {(entry.body, entry.units): entry.median_ns for entry in observations.entries}
+    medians: dict[int, dict[int, int]] = {}
+    for entry in observations.entries:
+        medians.setdefault(entry.body, {})[entry.units] = max(1, entry.median_ns)
+    footprint = sum(buffer.num_bytes for buffer in graph.buffers)
+    first = {segment.body: segment.id for segment in reversed(graph.segments)}
+
+    def formula(segment: Segment, units: int) -> Prediction:
+        return predict(
+            segment.work,
+            profile,
+            units,
+            num_tensors=len(segment.inputs) + len(segment.outputs),
+            footprint=footprint,
+            is_first=first[segment.body] == segment.id,
+        )
 
     def mode(segment: Segment, units: int) -> Mode:
-        median_ns = measured.get((segment.body, units))
+        prediction, measured = formula(segment, units), medians.get(segment.body, {})
+        duration_ns, source = prediction.duration_ns, CostSource.FORMULA
+        if units in measured:
+            duration_ns, source = measured[units], CostSource.MEASURED
+        elif measured:
+            nearest = min(measured, key=lambda count: (abs(count - units), count))
+            ratio = measured[nearest] / formula(segment, nearest).duration_ns
+            duration_ns, source = max(1, round(duration_ns * ratio)), CostSource.SCALED
         return Mode(
             units=units,
-            duration_ns=predict_ns(segment.work, profile, units) if median_ns is None else max(1, median_ns),
+            duration_ns=duration_ns,
             memory_bytes=sum(graph.buffers[buffer].num_bytes for buffer in segment.outputs),
-            source=CostSource.FORMULA if median_ns is None else CostSource.MEASURED,
+            source=source,
+            memory_share=prediction.memory_share,
         )
 
     return CostTable(
         modes=tuple(tuple(mode(segment, units) for units in unit_counts) for segment in graph.segments),
         handover_ns=profile.handover_ns,
+        slowdown=profile.slowdown,
     )

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
 from apollo_compile.cost_model.fusion import is_fusible, segment_work
-from apollo_compile.ir import Node, NodeId, NodeKind, Work
+from apollo_compile.ir import Kernel, KernelKind, Node, NodeId, NodeKind, Work
 
 _SIZE = 100
 
@@ -150,3 +151,49 @@ def test_fused_groups_never_form_a_cycle(seed: int) -> None:
     work, alone = segment_work(nodes), sum((node.work for node in nodes), Work())
     assert work.kernels <= alone.kernels and work.flops == alone.flops
     assert work.bytes_read <= alone.bytes_read and work.bytes_written <= alone.bytes_written
+
+
+# ------------------------------------------------------------------------------------------------------------ kernels
+
+
+def test_a_segment_knows_its_kernels_one_by_one() -> None:
+    """Loop, product, loop: each with its own bytes, and what comes from outside the segment apart."""
+    product = Work(
+        flops=10,
+        bytes_read=200,
+        bytes_written=100,
+        kernels=1,
+        parts=(Kernel(kind=KernelKind.MATMUL, dtype="bfloat16", flops=10, tiles=3),),
+    )
+    nodes = [_node(1, EXP, (0,)), replace(_node(2, MM, (1, 0)), work=product), _node(3, EXP, (2,))]
+    loop = Kernel(flops=10, bytes_moved=200, bytes_from_outside=100)
+    assert segment_work(nodes).parts == (
+        loop,
+        Kernel(kind=KernelKind.MATMUL, dtype="bfloat16", flops=10, bytes_moved=300, bytes_from_outside=100, tiles=3),
+        Kernel(flops=10, bytes_moved=200),
+    )
+
+
+def test_equal_kernels_are_counted() -> None:
+    """Two readers of different values from outside."""
+    (part,) = segment_work([_node(2, EXP, (0,)), _node(3, EXP, (1,))]).parts
+    assert part == Kernel(flops=10, bytes_moved=200, bytes_from_outside=100, count=2)
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_the_kernels_add_up_to_the_totals(seed: int) -> None:
+    """Flops, bytes and number, whatever the graph; a sum of works keeps that."""
+    rng = random.Random(seed)
+    nodes: list[Node] = []
+    for number in range(4, rng.randrange(6, 30)):
+        target = rng.choice((ADD, MM, EXP, SUM, PUT, VIEW, FULL))
+        inputs = () if target == FULL else tuple(sorted(rng.sample(range(number), 1 if target == VIEW else 2)))
+        made = _node(number, target, inputs)
+        nodes.append(replace(made, work=replace(made.work, flops=0)) if target == FULL else made)
+    work = segment_work(nodes, outputs=[NodeId(rng.randrange(4, 4 + len(nodes)))])
+    for total in (work, work + work):
+        assert sum(part.count for part in total.parts) == total.kernels
+        assert sum(part.count * part.flops for part in total.parts) == total.flops
+        assert sum(part.count * part.bytes_moved for part in total.parts) == total.bytes_read + total.bytes_written
+        assert all(0 <= part.bytes_from_outside <= part.bytes_moved for part in total.parts)
+    assert len((work + work).parts) == len(work.parts)

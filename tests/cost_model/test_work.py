@@ -12,6 +12,7 @@ torch = pytest.importorskip("torch")
 from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
 
 from apollo_compile.cost_model.work import NodeWork, WorkKind, evaluate, node_work, work_of  # noqa: E402
+from apollo_compile.ir import KernelKind  # noqa: E402
 
 aten = torch.ops.aten
 
@@ -152,7 +153,80 @@ def test_a_name_finds_the_same_rule_as_the_operator() -> None:
     assert node_work("aten.mm.default", args, {}, out) == node_work(aten.mm.default, args, {}, out)
 
 
-@pytest.mark.parametrize("name", ("clip", "two_tower"))
+@pytest.mark.parametrize(
+    ("name", "kernel", "tiles"),
+    [
+        ("one tile", lambda: (aten.mm.default, (_rand(128, 9), _rand(9, 128))), 1),
+        ("a row more", lambda: (aten.mm.default, (_rand(129, 9), _rand(9, 128))), 2),
+        ("both sides", lambda: (aten.addmm.default, (_rand(300), _rand(130, 9), _rand(9, 300))), 6),
+        ("a batch", lambda: (aten.bmm.default, (_rand(5, 130, 9), _rand(5, 9, 7))), 10),
+        ("a vector", lambda: (aten.mv.default, (_rand(300, 9), _rand(9))), 3),
+        ("an image", lambda: (aten.convolution.default, _convolution()(_rand(2, 3, 18, 18), _rand(200, 3, 3, 3))), 8),
+        ("a sum", lambda: (aten.sum.default, (_rand(300, 300),)), 0),
+    ],
+)
+def test_products_have_output_tiles(name: str, kernel: Callable[[], tuple[Any, tuple[Any, ...]]], tiles: int) -> None:
+    """Blocks of 128 x 128 of the result, per batch; a convolution has a row per position and a column per channel."""
+    target, args = kernel()
+    (part,) = evaluate(node_work(target, args, {}, target(*args)), {}).parts
+    assert part.tiles == tiles
+
+
+def test_attention_has_a_tile_per_block_of_queries_and_head() -> None:
+    """Forward and backward, wherever the query stands among the arguments."""
+    query, key = _rand(2, 3, 200, 8), _rand(2, 3, 50, 8)
+    forward_op = aten._scaled_dot_product_flash_attention_for_cpu.default
+    out, logsumexp = forward_op(query, key, key)
+    forward = evaluate(node_work(forward_op, (query, key, key), {}, (out, logsumexp)), {})
+    backward_op = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+    args = (out, query, key, key, out, logsumexp, 0.0, False)
+    backward = evaluate(node_work(backward_op, args, {}, backward_op(*args)), {})
+    assert [(part.kind, part.tiles) for part in (*forward.parts, *backward.parts)] == [
+        (KernelKind.ATTENTION, 12),
+        (KernelKind.ATTENTION_BACKWARD, 12),
+    ]
+
+
+@pytest.mark.parametrize("dtype", ("float32", "float64", "bfloat16"))
+def test_a_kernel_knows_what_its_operands_are(dtype: str) -> None:
+    """Devices differ in speed by dtype and kind; the numbers are the node's."""
+    left, right = (torch.ones(4, 4, dtype=getattr(torch, dtype)) for _ in range(2))
+    work = evaluate(node_work(aten.mm.default, (left, right), {}, left @ right), {})
+    (part,) = work.parts
+    assert (part.kind, part.dtype, part.flops, part.count) == (KernelKind.MATMUL, dtype, work.flops, 1)
+    assert part.bytes_moved == work.bytes_read + work.bytes_written
+    assert part.bytes_from_outside == work.bytes_read
+
+
+def test_views_and_constants_are_no_kernels() -> None:
+    """They have no part in the time."""
+    assert evaluate(node_work(aten.view.default, (_X, [24]), {}, _X.view(24)), {}).parts == ()
+    assert evaluate(node_work(aten.full.default, ([4, 6], 0.0), {}, _X), {}).parts == ()
+
+
+def test_a_scatter_costs_what_it_writes() -> None:
+    """The gradient of an embedding touches the rows that were looked up, not the table."""
+    gradient, indices = _rand(4, 7, 16), torch.randint(0, 100, (4, 7))
+    table = torch.zeros(100, 16)
+    values = _num_bytes(gradient)
+    cases = [
+        (aten.embedding_dense_backward.default, (gradient, indices, 100, -1, False)),
+        (aten.index_put.default, (table, [indices], gradient, True)),
+    ]
+    for target, args in cases:
+        work = evaluate(node_work(target, args, {}, target(*args)), {})
+        (part,) = work.parts
+        assert (part.kind, part.flops, work.bytes_written) == (KernelKind.SCATTER, gradient.numel(), values)
+        assert work.bytes_read == 2 * values + _num_bytes(indices)
+    filled = evaluate(node_work(aten.scatter.value, (table, 0, indices, 1.0), {}, table), {})
+    assert (filled.flops, filled.bytes_written) == (indices.numel(), 4 * indices.numel())
+
+
+WORKLOADS = ("clip", "flava", "clap", "llava", "whisper", "two_tower")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WORKLOADS)
 def test_every_operator_of_a_training_graph_is_known(name: str) -> None:
     """Forward and backward, with dropout, after Inductor's decompositions."""
     pytest.importorskip("transformers")
@@ -178,4 +252,28 @@ def _recording_backend(works: list[tuple[str, NodeWork]]) -> Any:
         works.extend((str(node.target), work_of(node)) for node in graph_module.graph.nodes)
         return make_boxed_func(graph_module.forward)
 
-    return aot_autograd(fw_compiler=record, decompositions=select_decomp_table)
+    return aot_autograd(fw_compiler=record, decompositions=select_decomp_table)  # one compiler for both directions
+
+
+def test_an_operator_without_a_formula_is_counted_by_bytes_and_named() -> None:
+    """In the capture and its text; a graph that has formulas for all names none."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    from apollo_compile.ir import Role
+    from apollo_compile.passes.capture import capture_graph
+    from apollo_compile.text import format_capture
+
+    def distances(left: Any, right: Any) -> tuple[Any, ...]:
+        return (torch.ops.aten._cdist_forward(left, right, 2.0, None) + 1,)
+
+    traced = make_fx(distances, tracing_mode="fake")(_rand(4, 6), _rand(5, 6))
+    made = capture_graph(traced, name="distances", role=Role.INFERENCE)
+    assert made.without_formula == ("aten._cdist_forward.default",)
+    assert "counted by bytes alone: aten._cdist_forward.default" in format_capture(made)
+    (work,) = (node.work for node in made.nodes if node.target in made.without_formula)
+    assert (work.flops, work.bytes_read, work.bytes_written, work.kernels) == (0, 4 * (24 + 30), 4 * 20, 1)
+
+    traced = make_fx(lambda left, right: (left + right,), tracing_mode="fake")(_X, _X)
+    made = capture_graph(traced, name="sum", role=Role.INFERENCE)
+    assert made.without_formula == ()
+    assert "counted by bytes alone" not in format_capture(made)

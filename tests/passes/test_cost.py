@@ -1,68 +1,76 @@
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from apollo_compile.check import check_costs
-from apollo_compile.cost_model.roofline import predict_ns
-from apollo_compile.device import DeviceProfile
-from apollo_compile.ir import BodyId, CostSource, Observation, Observations, Work
+from apollo_compile.cost_model.roofline import predict
+from apollo_compile.ir import BodyId, CostSource, Observation, Observations
 from apollo_compile.lanes import lane_catalogue
 from apollo_compile.passes.cost import estimate_costs
 from tests.builders import graph
-
-PROFILE = DeviceProfile(
-    name="test",
-    source="default",
-    units=4,
-    flops_per_s=(1e9, 2e9, 3e9, 4e9),
-    bytes_per_s=(1e9, 1.5e9, 1.8e9, 2e9),
-    kernel_ns=10,
-    parallel_ns=5,
-    launch_ns=100,
-    handover_ns=7,
-)
+from tests.profiles import CPU
 
 
 def test_there_is_one_mode_per_unit_count_of_the_catalogue() -> None:
     """Four units: a quarter, a half, three quarters, all."""
     made = graph((), (0,))
-    costs = estimate_costs(made, PROFILE, Observations())
+    costs = estimate_costs(made, CPU, Observations())
     check_costs(costs, made)
     assert [[mode.units for mode in modes] for modes in costs.modes] == [[1, 2, 3, 4]] * 2
-    assert costs.handover_ns == 7
+    assert (costs.handover_ns, costs.slowdown) == (7, CPU.slowdown)
     assert {mode.source for modes in costs.modes for mode in modes} == {CostSource.FORMULA}
 
 
-@pytest.mark.parametrize(
-    ("work", "units", "expected"),
-    [
-        (Work(flops=4000, bytes_read=100, bytes_written=100, kernels=2), 1, 100 + 2 * 10 + 4000 + 200),
-        (Work(flops=4000, bytes_read=100, bytes_written=100, kernels=2), 4, 100 + 2 * 15 + 1000 + 100),
-        (Work(flops=10, bytes_read=2000, bytes_written=1000, kernels=1), 2, 100 + 15 + 5 + 2000),
-        (Work(), 1, 100),
-    ],
-)
-def test_a_duration_is_fixed_times_plus_arithmetic_plus_bandwidth(work: Work, units: int, expected: int) -> None:
-    """Figures done by hand."""
-    assert predict_ns(work, PROFILE, units) == expected
+def test_equal_segments_cost_the_same_but_for_the_first() -> None:
+    """The code of a body is cold when it runs for the first time: two kernels, 1 ns each."""
+    costs = estimate_costs(graph((), (0,), (1,), bodies=(0, 1, 1)), CPU, Observations())
+    first, second = costs.modes[1], costs.modes[2]
+    assert [a.duration_ns - b.duration_ns for a, b in zip(first, second, strict=True)] == [2] * 4
 
 
-def test_no_duration_is_zero() -> None:
-    """Starts must order segments strictly."""
-    assert predict_ns(Work(), replace(PROFILE, launch_ns=0), 1) == 1
+def test_tensors_and_the_footprint_count() -> None:
+    """The formula gets what the segment takes and returns, and the bytes of all buffers."""
+    made = graph((), (0,))
+    footprint = sum(buffer.num_bytes for buffer in made.buffers)
+    segment = made.segments[1]
+    expected = predict(
+        segment.work,
+        CPU,
+        4,
+        num_tensors=len(segment.inputs) + len(segment.outputs),
+        footprint=footprint,
+        is_first=True,
+    )
+    mode = estimate_costs(made, CPU, Observations()).modes[1][-1]
+    assert (mode.duration_ns, mode.memory_share) == expected
 
 
 def test_a_measured_median_replaces_the_formula_for_every_segment_with_that_body() -> None:
     """On the measured number of units only."""
     made = graph((), (0,), (1,), bodies=(0, 1, 1))
     seen = Observations(entries=(Observation(body=BodyId(1), units=2, count=5, median_ns=777),))
-    costs, formula = estimate_costs(made, PROFILE, seen), estimate_costs(made, PROFILE, Observations())
+    costs, formula = estimate_costs(made, CPU, seen), estimate_costs(made, CPU, Observations())
     assert costs.modes[0] == formula.modes[0]
     assert [modes[1].duration_ns for modes in costs.modes[1:]] == [777, 777]
     assert costs.modes[1][1].source is CostSource.MEASURED
-    assert costs.modes[1][2] == formula.modes[1][2]
+    assert [modes[1].memory_share for modes in costs.modes] == [modes[1].memory_share for modes in formula.modes]
+
+
+@pytest.mark.parametrize(("units", "nearest"), [(1, 1), (2, 1), (3, 4), (4, 4)])
+def test_a_measurement_elsewhere_scales_the_formula(units: int, nearest: int) -> None:
+    """By measured over formula at the nearest number of units."""
+    made = graph(())
+    ratios = {1: 3, 4: 5}
+    formula = {mode.units: mode.duration_ns for mode in estimate_costs(made, CPU, Observations()).modes[0]}
+    seen = Observations(
+        entries=tuple(
+            Observation(body=BodyId(0), units=count, count=5, median_ns=ratio * formula[count])
+            for count, ratio in ratios.items()
+        )
+    )
+    mode = next(mode for mode in estimate_costs(made, CPU, seen).modes[0] if mode.units == units)
+    assert mode.duration_ns == ratios[nearest] * formula[units]
+    assert mode.source is (CostSource.MEASURED if units == nearest else CostSource.SCALED)
 
 
 @pytest.mark.parametrize(
