@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import threading
 import time
 import weakref
 from collections import defaultdict
@@ -37,13 +38,24 @@ from apollo_compile.inductor import (
     writes_inputs,
 )
 from apollo_compile.ir import Partition, Role, Trace
+from apollo_compile.monitor import is_same_placement, observe_trace, should_replan
 from apollo_compile.observe import StageRunner
 from apollo_compile.passes.capture import capture_graph
-from apollo_compile.pipeline import Compilation, compile_capture
+from apollo_compile.passes.cost import estimate_costs
+from apollo_compile.pipeline import Compilation, compile_capture, plan_partition
+from apollo_compile.plan_file import FILE_NAME, save_plan
 from apollo_compile.reports.summary import Report, summarize
 from apollo_compile.units import format_ns
 
 _logger = logging.getLogger(__name__)
+
+SKIPPED_RUNS = 1
+"""Runs of a new plan that are not measured: caches and threads are cold."""
+
+OBSERVED_RUNS = 5
+"""Measured runs before a plan is judged."""
+
+MAX_REPLANS = 3
 
 _graph_numbers: dict[Path | None, itertools.count[int]] = defaultdict(itertools.count)
 """Numbers of Dynamo graphs by dump directory, so that two compiles into two directories dump the same."""
@@ -92,21 +104,97 @@ def apollo(
 class CompiledGraph:
     """One FX graph, compiled: callable as AOTAutograd calls it, with a list that it empties.
 
+    Its first runs are measured. When they say that the plan rests on wrong durations, it is planned again with the
+    measured ones, up to `MAX_REPLANS` times, each time after `OBSERVED_RUNS` runs of the plan at hand; then it runs
+    without being watched.
+
     No slots: AOTAutograd wraps the callable of a backward and finds `_boxed_call` in its `__dict__`.
     """
 
     compilation: Compilation
     bodies: tuple[CompiledBody, ...]
-    executable: Executable
+    config: Config
+    mutates: bool
+    """Whether the graph writes to its inputs."""
+    executable: Executable = field(init=False)
+    num_replans: int = 0
     _boxed_call: bool = True
+
+    def __post_init__(self) -> None:
+        """Start the lanes."""
+        self._observations = self.compilation.observations
+        self._runs = 0
+        self._learning = threading.Lock()
+        self._is_settled = not self.config.plan.replan or self.config.plan.planner == "serial"
+        self.adopt(self.compilation)
 
     def __call__(self, inputs: list[Any]) -> list[Any]:
         """Run the graph once and return its outputs."""
-        return self.executable.run(inputs)
+        outputs = self.executable.run(inputs)
+        if not self._is_settled:
+            self._learn()
+        return outputs
 
     def trace(self) -> Trace:
         """Return the spans of the last run."""
         return self.executable.trace()
+
+    def adopt(self, compilation: Compilation) -> None:
+        """Run this compilation of the same capture and partition from the next call on."""
+        self.executable = Executable(
+            compilation.program,
+            compilation.partition.graph,
+            self.bodies,
+            mutates=self.mutates,
+            park_team=self.config.runtime.park_team,
+        )
+        self.compilation = compilation
+
+    def _learn(self) -> None:
+        """Watch the run that just ended; plan again when enough was seen."""
+        if not self._learning.acquire(blocking=False):
+            return  # another thread runs the same graph and learns
+        try:
+            self._observe_run()
+        except Exception as error:  # training goes on with the plan it has
+            if self.config.debug.strict:
+                raise
+            self._is_settled = True
+            _logger.warning("%s keeps its plan: %s: %s", self.compilation.capture.name, type(error).__name__, error)
+        finally:
+            self._learning.release()
+
+    def _observe_run(self) -> None:
+        old = self.compilation
+        graph, trace = old.partition.graph, self.trace()
+        if len(trace.spans) < len(graph.segments):
+            return  # a run without lanes
+        self._runs += 1
+        if self._runs <= SKIPPED_RUNS:
+            return
+        self._observations = observe_trace(trace, old.plan, graph, old.costs, self._observations)
+        if self._runs < SKIPPED_RUNS + OBSERVED_RUNS:
+            return
+        costs = estimate_costs(graph, old.profile, self._observations)
+        if self.num_replans == MAX_REPLANS or old.plan.pinned or not should_replan(old.plan, old.costs, costs):
+            self._is_settled = True
+            return
+        begin = time.perf_counter_ns()
+        new = plan_partition(
+            old.capture,
+            old.partition,
+            self._observations,
+            profile=old.profile,
+            config=self.config,
+            runner=StageRunner(),
+        )
+        if is_same_placement(old.plan, new.plan):
+            self.compilation = new
+        else:
+            self.adopt(new)
+        self.num_replans += 1
+        self._runs = 0
+        _log_replan(old, new, time.perf_counter_ns() - begin)
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
@@ -161,15 +249,13 @@ class CompiledModel:
         bodies = _compile_bodies(graph_module, compilation.partition, config, **kwargs)
         if config.runtime.keep_memory:
             keep_memory()
-        executable = Executable(
-            compilation.program,
-            compilation.partition.graph,
-            bodies,
-            mutates=writes_inputs(graph_module),
-            park_team=config.runtime.park_team,
+        graph = CompiledGraph(
+            compilation=compilation, bodies=bodies, config=config, mutates=writes_inputs(graph_module)
         )
+        if dump is not None:
+            save_plan(compilation.plan, compilation.partition.graph, dump / FILE_NAME)
         _log_summary(compilation, planned - begin, time.perf_counter_ns() - planned)
-        return CompiledGraph(compilation=compilation, bodies=bodies, executable=executable)
+        return graph
 
 
 _models: weakref.WeakValueDictionary[int, CompiledModel] = weakref.WeakValueDictionary()
@@ -191,7 +277,11 @@ def report(model: torch.nn.Module) -> Report:
     """
     found = find_models(model)
     return Report(
-        graphs=tuple(summarize(graph.compilation, graph.trace()) for entry in found for graph in entry.graphs),
+        graphs=tuple(
+            summarize(graph.compilation, graph.trace(), num_replans=graph.num_replans)
+            for entry in found
+            for graph in entry.graphs
+        ),
         handed_over=tuple(reason for entry in found for reason in entry.handed_over),
     )
 
@@ -249,6 +339,18 @@ def _log_summary(compilation: Compilation, planning_ns: int, compiling_ns: int) 
         format_ns(plan.lower_bound_ns),
         format_ns(planning_ns),
         format_ns(compiling_ns),
+    )
+
+
+def _log_replan(old: Compilation, new: Compilation, planning_ns: int) -> None:
+    _logger.info(
+        "%s: planned again with measured durations: predicted %s, before %s, serial %s, bound %s; took %s",
+        new.capture.name,
+        format_ns(new.plan.makespan_ns),
+        format_ns(old.plan.makespan_ns),
+        format_ns(new.plan.serial_ns),
+        format_ns(new.plan.lower_bound_ns),
+        format_ns(planning_ns),
     )
 
 

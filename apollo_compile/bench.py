@@ -172,7 +172,7 @@ def measure(
     *,
     rounds: int = 10,
     steps_per_turn: int = 3,
-    warmup: int = 3,
+    warmup: int = 20,
     cold: bool = True,
     progress: Progress | None = None,
 ) -> Measurement:
@@ -183,7 +183,7 @@ def measure(
         variants: speed-ups are over Inductor, differences against eager, or the first variant where they are absent.
         rounds: turns of every variant.
         steps_per_turn: timed steps of a turn.
-        warmup: untimed steps of every variant before the first round.
+        warmup: untimed steps of every variant before the first round; a plan may be made anew in its first 18 steps.
         cold: give every child an empty Inductor cache, so that `cold_s` is a cold compile.
         progress: called with a line of text now and then.
 

@@ -249,7 +249,7 @@ def _external_values(capture: Capture, nodes: Iterable[NodeId]) -> set[NodeId]:
 
 
 def check_costs(costs: CostTable, graph: SegmentGraph) -> None:
-    """Check that every segment has modes, ascending in units, with durations of at least 1 ns."""
+    """Check that every segment has modes, ascending in units, with durations of at least 1 ns and shares of time."""
     if len(costs.modes) != len(graph.segments):
         _fail("cost table", f"expected {len(graph.segments)} rows, got {len(costs.modes)}", f"graph {graph.name}")
     if costs.handover_ns < 0:
@@ -259,6 +259,8 @@ def check_costs(costs: CostTable, graph: SegmentGraph) -> None:
         at = _segment(graph, SegmentId(index))
         if not modes or units != sorted(set(units)) or units[0] < 1:
             _fail("cost table", f"expected at least one mode, units ascending from 1, got units {units}", at)
+        if wrong := [mode for mode in modes if not 0 <= mode.memory_share <= 1]:
+            _fail("cost table", f"expected shares of waiting for memory between 0 and 1, got {wrong}", at)
         if wrong := [mode for mode in modes if mode.duration_ns < 1 or mode.memory_bytes < 0]:
             _fail("cost table", f"expected durations of at least 1 ns and sizes of at least 0, got {wrong}", at)
 
@@ -285,9 +287,16 @@ def check_plan(plan: Plan, graph: SegmentGraph, costs: CostTable) -> None:
         if assignment.quota.units != len(plan.lanes[assignment.lane].units):
             units = len(plan.lanes[assignment.lane].units)
             _fail("plan", f"lane {assignment.lane} has {units} units, the quota {assignment.quota.units}", at)
-        mode = (assignment.quota.units, assignment.duration_ns, assignment.quota.memory_bytes)
-        if mode not in [(m.units, m.duration_ns, m.memory_bytes) for m in costs.modes[assignment.segment]]:
-            _fail("plan", f"(units, duration, memory) {mode} is none of its modes", at)
+        quota = assignment.quota
+        durations = [
+            mode.duration_ns
+            for mode in costs.modes[assignment.segment]
+            if (mode.units, mode.memory_bytes) == (quota.units, quota.memory_bytes)
+        ]
+        if not durations:
+            _fail("plan", f"(units, memory) {(quota.units, quota.memory_bytes)} is none of its modes", at)
+        if assignment.duration_ns < durations[0]:
+            _fail("plan", f"takes {assignment.duration_ns} ns, {durations[0]} ns even without neighbours", at)
     _check_times(plan, graph, costs)
     last = max((a.end_ns for a in plan.assignments), default=0)
     if plan.makespan_ns != last:
@@ -295,12 +304,24 @@ def check_plan(plan: Plan, graph: SegmentGraph, costs: CostTable) -> None:
     serial = sum(m.duration_ns for modes in costs.modes for m in modes if m.units == len(everything))
     if plan.serial_ns != serial:
         _fail("plan", f"all on lane 0 takes {serial} ns, serial_ns is {plan.serial_ns}", where)
-    if not 0 <= plan.lower_bound_ns <= plan.makespan_ns <= plan.serial_ns:
-        _fail("plan", f"expected bound <= makespan <= serial, got {_claims(plan)}", where)
+    if not 0 <= plan.lower_bound_ns <= plan.undisturbed_ns <= plan.makespan_ns:
+        claims = f"{plan.lower_bound_ns}, {plan.undisturbed_ns}, {plan.makespan_ns} ns"
+        _fail("plan", f"expected bound <= undisturbed makespan <= makespan, got {claims}", where)
+    if plan.memory_quota is not None and (peak := _peak_bytes(plan, graph)) > plan.memory_quota:
+        _fail("plan", f"holds {peak} bytes at once, the memory quota is {plan.memory_quota}", where)
+    if plan.makespan_ns > plan.serial_ns and not plan.pinned:
+        _fail("plan", f"serial takes {plan.serial_ns} ns, this plan {plan.makespan_ns} ns", where)
 
 
-def _claims(plan: Plan) -> str:
-    return f"{plan.lower_bound_ns}, {plan.makespan_ns}, {plan.serial_ns} ns"
+def _peak_bytes(plan: Plan, graph: SegmentGraph) -> int:
+    """Return the most bytes that buffers made by the graph take at one instant, if all goes as planned."""
+    changes = []
+    for buffer in graph.buffers:
+        if buffer.producer is not None:
+            last = max(plan.assignments[user].end_ns for user in (buffer.producer, *buffer.readers))
+            end = plan.makespan_ns if buffer.is_output else last
+            changes += [(plan.assignments[buffer.producer].start_ns, buffer.num_bytes), (end, -buffer.num_bytes)]
+    return max(itertools.accumulate(change for _, change in sorted(changes)), default=0)
 
 
 def _check_times(plan: Plan, graph: SegmentGraph, costs: CostTable) -> None:
@@ -508,6 +529,8 @@ def _needed_order(graph: SegmentGraph, plan: Plan) -> list[tuple[SegmentId, Segm
     for unit in plan.lanes[0].units:
         users = [assignment.segment for assignment in order if unit in plan.lanes[assignment.lane].units]
         needed.update(dict.fromkeys(itertools.pairwise(users)))
+    if plan.memory_quota is not None:
+        needed.update(((a.segment, b.segment), None) for a in order for b in order if a.end_ns <= b.start_ns)
     return list(needed)
 
 

@@ -8,13 +8,15 @@ Options are dotted names, `{"plan.planner": "serial"}`, or nested mappings, `{"p
 | APOLLO_DISABLE   | `disable`         | 1: every graph goes to Inductor, as if apollo were not there |
 | APOLLO_DUMP      | `debug.dump`      | directory that gets one text file per stage and graph       |
 | APOLLO_LOG       | `debug.log`       | level of the package's logger: DEBUG, INFO, WARNING         |
-| APOLLO_PROFILE   | `device.profile`  | path of a device profile to use instead of measuring one    |
+| APOLLO_PLAN      | `plan.file`       | plan file, or a directory that `debug.dump` wrote: run these plans |
+| APOLLO_PROFILE   | `device.profile`  | device profile to use instead of this machine's: a path or a packaged name |
 
 The default of `device.cache` follows the platform's own variable, XDG_CACHE_HOME.
 """
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
@@ -41,14 +43,24 @@ class PartitionConfig:
 class PlanConfig:
     """How segments are placed."""
 
-    planner: Literal["greedy", "serial"] = "greedy"
-    """`greedy` plans lanes, with the serial plan among its candidates; `serial` runs all on one lane in graph order."""
+    planner: Literal["cp_sat", "greedy", "serial"] = "cp_sat"
+    """`cp_sat` searches with heuristics, then with the solver; `greedy` leaves the solver out; `serial` runs all
+    segments on one lane in graph order. The serial plan is always among the candidates."""
     min_gain: float = 0.02
     """Predicted gain over the serial plan below which the serial plan is taken; 0.02 is 2%."""
-    iterations: int = 2000
-    """Steps of local improvement for a graph of 60 segments; larger graphs take fewer."""
+    time_limit_s: float = 2.0
+    """Seconds per graph after which the search ends with what it has."""
+    deterministic: bool = True
+    """Count work instead of time, on one core: the same graph and costs give the same plan on every machine. False uses
+    every core until the time limit."""
     seed: int = 0
-    """Seed of the local improvement."""
+    """Seed of the random moves and of the solver."""
+    memory_quota: int | None = None
+    """Bytes that tensors made by a graph may take at any instant; None is no limit."""
+    replan: bool = True
+    """Plan again when the first steps were measured: their times replace the formulas."""
+    file: Path | None = None
+    """A plan file, or a directory that `debug.dump` wrote: lanes and order are taken from there."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,8 +118,20 @@ _VARIABLES = {
     "APOLLO_DISABLE": "disable",
     "APOLLO_DUMP": "debug.dump",
     "APOLLO_LOG": "debug.log",
+    "APOLLO_PLAN": "plan.file",
     "APOLLO_PROFILE": "device.profile",
 }
+
+_RANGES: dict[str, tuple[float, float]] = {
+    "partition.min_segment_share": (0, 1),
+    "partition.max_segment_share": (0, 1),
+    "plan.min_gain": (0, 1),
+    "plan.time_limit_s": (0.01, math.inf),
+    "plan.memory_quota": (1, math.inf),
+    "plan.seed": (0, 2**31 - 1),
+    "device.units": (1, math.inf),
+}
+"""Least and largest value, both allowed."""
 
 _FLAG_OPTIONS = frozenset({"disable"})
 _FLAGS = {"1": True, "true": True, "0": False, "false": False}
@@ -127,6 +151,7 @@ def load_config(options: Mapping[str, Any] | None = None) -> Config:
             config = _set(config, name.split("."), value, f"environment variable {variable}")
     for name, value in _flatten(options or {}):
         config = _set(config, name.split("."), value, f"option {name!r}")
+        _check_range(name, value)
     return config if config.device.cache else _set(config, ["device", "cache"], _user_cache(), "cache directory")
 
 
@@ -165,6 +190,13 @@ def _set(tree: Any, path: list[str], value: Any, origin: str) -> Any:
     if rest:
         return replace(tree, **{name: _set(getattr(tree, name), rest, value, origin)})
     return replace(tree, **{name: _convert(value, hints[name], origin)})
+
+
+def _check_range(name: str, value: Any) -> None:
+    least, largest = _RANGES.get(name, (-math.inf, math.inf))
+    if value is not None and name in _RANGES and not least <= value <= largest:
+        expected = f"at least {least}" if largest == math.inf else f"between {least} and {largest}"
+        raise ConfigError(f"option {name!r} is {value!r}; expected {expected}")
 
 
 def _convert(value: Any, kind: Any, origin: str) -> Any:

@@ -10,7 +10,8 @@ Ids are positions: `graph.segments[s].id == s`, `graph.buffers[b].id == b`, `pla
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import NewType
 
 NodeId = NewType("NodeId", int)
@@ -29,6 +30,40 @@ class Role(enum.StrEnum):
     INFERENCE = "inference"
 
 
+class KernelKind(enum.StrEnum):
+    """What a kernel does, as far as its speed depends on it."""
+
+    LOOP = "loop"
+    """A fused loop: pointwise operators, reductions, copies, gathers."""
+    MATMUL = "matmul"
+    BATCHED_MATMUL = "batched matmul"
+    ATTENTION = "attention"
+    ATTENTION_BACKWARD = "attention backward"
+    CONVOLUTION = "convolution"
+    CONVOLUTION_BACKWARD = "convolution backward"
+    SCATTER = "scatter"
+    """A loop that adds to addresses it reads: without vectors, with atomic additions."""
+    LIBRARY = "library"
+    """Sorts, scans, searches, and whatever else is a call of its own."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Kernel:
+    """One kernel of a segment, or several equal ones; numbers are of one."""
+
+    kind: KernelKind = KernelKind.LOOP
+    dtype: str = "float32"
+    """Of the operands."""
+    flops: int = 0
+    bytes_moved: int = 0
+    """Read and written."""
+    bytes_from_outside: int = 0
+    """Of these, bytes that the segment reads from buffers made before it, which are no longer in a near cache."""
+    tiles: int = 0
+    """Output tiles of 128 x 128 of a product: what a device of many units divides among them; 0 for a loop."""
+    count: int = 1
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Work:
     """What a node or segment needs from the device, independent of how fast the device is."""
@@ -39,6 +74,8 @@ class Work:
     bytes_written: int = 0
     kernels: int = 0
     """Kernels launched, after fusion as far as it can be foreseen."""
+    parts: tuple[Kernel, ...] = ()
+    """The kernels, equal ones together, in order of first use; empty where only the totals are known."""
 
     def __add__(self, other: Work) -> Work:
         return Work(
@@ -46,7 +83,17 @@ class Work:
             bytes_read=self.bytes_read + other.bytes_read,
             bytes_written=self.bytes_written + other.bytes_written,
             kernels=self.kernels + other.kernels,
+            parts=merge_kernels((*self.parts, *other.parts)),
         )
+
+
+def merge_kernels(kernels: Iterable[Kernel]) -> tuple[Kernel, ...]:
+    """Return the kernels with equal ones counted, in order of first use."""
+    counts: dict[Kernel, int] = {}
+    for kernel in kernels:
+        one = replace(kernel, count=1)
+        counts[one] = counts.get(one, 0) + kernel.count
+    return tuple(replace(kernel, count=count) for kernel, count in counts.items())
 
 
 # ---------------------------------------------------------------------------------------------- stage 0: capture
@@ -98,6 +145,8 @@ class Capture:
     nodes: tuple[Node, ...]
     outputs: tuple[NodeId | None, ...]
     """What the graph returns, in order; None where it returns None."""
+    without_formula: tuple[str, ...] = ()
+    """Operators whose work is counted by their bytes alone, sorted."""
 
 
 # -------------------------------------------------------------------------------------------- stage 1: partition
@@ -192,6 +241,8 @@ class CostSource(enum.StrEnum):
     """Where a duration comes from."""
 
     FORMULA = "formula"
+    SCALED = "scaled"
+    """The formula, times measured over formula at the nearest number of units where the body was measured."""
     MEASURED = "measured"
 
 
@@ -204,6 +255,8 @@ class Mode:
     memory_bytes: int
     """Bytes it allocates: outputs and workspace."""
     source: CostSource = CostSource.FORMULA
+    memory_share: float = 0.0
+    """Share of the duration in which it waits for memory, 0 to 1; the rest is arithmetic."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -213,6 +266,8 @@ class CostTable:
     modes: tuple[tuple[Mode, ...], ...]
     handover_ns: int
     """Time from the end of a segment to the start of its reader on another lane."""
+    slowdown: tuple[tuple[float, float], tuple[float, float]] = ((1.0, 1.0), (1.0, 1.0))
+    """How many times longer (arithmetic, memory) takes beside (arithmetic, memory) on the rest of the device."""
 
 
 # ------------------------------------------------------------------------------------------------- stage 3: plan
@@ -222,9 +277,13 @@ class Origin(enum.StrEnum):
     """Who made a plan, and with what claim."""
 
     OPTIMAL = "optimal"
+    """As short as the bound, or the solver says that nothing is shorter; interference aside."""
     FEASIBLE = "feasible"
+    """The solver's, without a proof."""
     GREEDY = "greedy"
+    """A heuristic's: list scheduling and local search."""
     SERIAL = "serial"
+    """All segments on lane 0 in graph order."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -261,6 +320,18 @@ class Assignment:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Candidate:
+    """A schedule that the planner considered."""
+
+    name: str
+    """Which method made it."""
+    undisturbed_ns: int
+    """Makespan if segments that run side by side did not slow each other."""
+    makespan_ns: int
+    """Makespan with interference: what candidates are ranked by."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
     """Per segment: lane, quota and start. `assignments[s].segment == s`."""
 
@@ -268,10 +339,30 @@ class Plan:
     lanes: tuple[Lane, ...]
     """The lane catalogue; lane 0 has every unit of the device."""
     assignments: tuple[Assignment, ...]
+    """Durations include what neighbours cost."""
     makespan_ns: int
+    undisturbed_ns: int
+    """Makespan if segments that run side by side did not slow each other: what the bound is compared with."""
     serial_ns: int
     """Predicted makespan of the serial plan."""
     lower_bound_ns: int
+    candidates: tuple[Candidate, ...] = ()
+    """What was tried, in that order."""
+    seed: int = 0
+    solver: str | None = None
+    """Name and version of the solver that took part; None where heuristics alone did."""
+    memory_quota: int | None = None
+    """Bytes that buffers made by the graph may take at any instant. It rests on the order of the plan: what has ended
+    before a segment starts must have ended then, whatever durations turn out to be."""
+    stopped_early: bool = False
+    """Whether a time limit cut the search short, so that a faster machine could find another plan."""
+    pinned: bool = False
+    """Whether lanes and order were read from a file instead of planned."""
+
+    @property
+    def gap(self) -> float:
+        """How far the undisturbed makespan can be from the best possible one: 0.02 is at most 2 % above it."""
+        return self.undisturbed_ns / self.lower_bound_ns - 1 if self.lower_bound_ns else 0.0
 
     def in_start_order(self) -> tuple[Assignment, ...]:
         """Return the assignments by start, ties by segment id: the one order that later stages use."""

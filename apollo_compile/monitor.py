@@ -1,9 +1,17 @@
 """Stage 8: what running a program says about its plan.
 
-    (Trace, Plan, SegmentGraph, Observations) -> Observations
+    (Trace, Plan, SegmentGraph, CostTable, Observations) -> Observations
+    (Plan, CostTable before, CostTable now) -> whether to plan again
 
 Equal segments share a body, so a measurement belongs to a body on a number of units: every span of a trace is a sample
 of (body of its segment, units of its lane). The entries are what the next cost table is made from.
+
+A cost is what a segment takes alone, but a span was measured beside others. So a span counts as its duration divided by
+
+    1 + sum over spans j on other lanes of  overlap(j) / duration * weight(j) * (factor(own share, share of j) - 1)
+
+the mean of the slowdown that the planner's simulator would apply (`planner/simulate.py`): shares are those of waiting
+for memory, and the weight is the units of j's lane over all units that the span's own lane leaves.
 
 A median of all samples ever seen would need all of them, and would be slow to notice that the machine has changed. An
 entry keeps one number instead, the running estimate, and moves it towards the median of the new samples m by
@@ -25,7 +33,18 @@ from __future__ import annotations
 import statistics
 from collections import defaultdict
 
-from apollo_compile.ir import BodyId, Observation, Observations, Plan, SegmentGraph, Trace
+from apollo_compile.ir import (
+    BodyId,
+    CostTable,
+    Mode,
+    Observation,
+    Observations,
+    Plan,
+    SegmentGraph,
+    Span,
+    Trace,
+)
+from apollo_compile.planner.problem import Interference
 
 LEAST_WEIGHT = 0.05
 """Weight of the newest run however many there were."""
@@ -33,22 +52,67 @@ LEAST_WEIGHT = 0.05
 MAX_STEP = 0.25
 """Largest step upward by one run, as a share of the estimate."""
 
+TOLERANCE = 0.05
+"""Change of the durations in a plan, as a share of their sum, below which the plan stands."""
 
-def observe_trace(trace: Trace, plan: Plan, graph: SegmentGraph, observations: Observations) -> Observations:
+
+def observe_trace(
+    trace: Trace, plan: Plan, graph: SegmentGraph, costs: CostTable, observations: Observations
+) -> Observations:
     """Return `observations` with the spans of one more run."""
-    durations = _durations_by_mode(trace, plan, graph)
+    durations = _durations_by_mode(trace, plan, graph, costs)
     entries = {(entry.body, entry.units): entry for entry in observations.entries}
     for (body, units), samples in durations.items():
         entries[body, units] = _combine(entries.get((body, units)), body, units, samples)
     return Observations(entries=tuple(entries[key] for key in sorted(entries)))
 
 
-def _durations_by_mode(trace: Trace, plan: Plan, graph: SegmentGraph) -> dict[tuple[BodyId, int], list[int]]:
+def should_replan(plan: Plan, before: CostTable, now: CostTable) -> bool:
+    """Return whether the plan was made from durations that have turned out wrong by more than `TOLERANCE`.
+
+    Only the modes that the plan uses count: they are the ones that were measured.
+    """
+    planned = changed = 0
+    for assignment in plan.assignments:
+        old = _mode(before, assignment.segment, assignment.quota.units).duration_ns
+        planned += old
+        changed += abs(_mode(now, assignment.segment, assignment.quota.units).duration_ns - old)
+    return changed > TOLERANCE * planned
+
+
+def is_same_placement(first: Plan, second: Plan) -> bool:
+    """Return whether two plans put every segment on the same lane in the same order, whatever the times."""
+    return first.lanes == second.lanes and [(a.segment, a.lane) for a in first.in_start_order()] == [
+        (a.segment, a.lane) for a in second.in_start_order()
+    ]
+
+
+def _durations_by_mode(
+    trace: Trace, plan: Plan, graph: SegmentGraph, costs: CostTable
+) -> dict[tuple[BodyId, int], list[int]]:
+    interference = Interference(slowdown=costs.slowdown)
+    all_units = len(plan.lanes[0].units)
+    units = [len(lane.units) for lane in plan.lanes]
+    shares = {span: _mode(costs, span.segment, units[span.lane]).memory_share for span in trace.spans}
+
+    def slowdown(span: Span) -> float:
+        total = 0.0
+        for other in trace.spans:
+            overlap = min(span.end_ns, other.end_ns) - max(span.start_ns, other.start_ns)
+            if other.lane != span.lane and overlap > 0:
+                weight = units[other.lane] / max(1, all_units - units[span.lane])
+                total += overlap * weight * (interference.factor(shares[span], shares[other]) - 1)
+        return 1 + total / (span.end_ns - span.start_ns) if total else 1.0
+
     durations: dict[tuple[BodyId, int], list[int]] = defaultdict(list)
     for span in trace.spans:
-        units = len(plan.lanes[span.lane].units)
-        durations[graph.segments[span.segment].body, units].append(span.end_ns - span.start_ns)
+        alone = round((span.end_ns - span.start_ns) / slowdown(span))
+        durations[graph.segments[span.segment].body, units[span.lane]].append(alone)
     return durations
+
+
+def _mode(costs: CostTable, segment: int, units: int) -> Mode:
+    return next(mode for mode in costs.modes[segment] if mode.units == units)
 
 
 def _combine(entry: Observation | None, body: BodyId, units: int, samples: list[int]) -> Observation:

@@ -8,20 +8,24 @@ must pass and the text that `APOLLO_DUMP` writes. Replanning is the same lines f
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from functools import partial
 
 from apollo_compile import check, text
 from apollo_compile.config import Config
 from apollo_compile.device import DeviceProfile
+from apollo_compile.errors import PlanFileError
 from apollo_compile.ir import (
     Capture,
     CostTable,
+    Lane,
     MemoryPlan,
     Observations,
     Partition,
     Plan,
     Program,
+    SegmentGraph,
     SyncPlan,
 )
 from apollo_compile.lanes import lane_catalogue
@@ -32,6 +36,9 @@ from apollo_compile.passes.memory import plan_memory
 from apollo_compile.passes.partition import partition_graph
 from apollo_compile.passes.plan import make_plan
 from apollo_compile.passes.sync import eliminate_syncs
+from apollo_compile.plan_file import load_plan
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,6 +48,8 @@ class Compilation:
     capture: Capture
     partition: Partition
     profile: DeviceProfile
+    observations: Observations
+    """What was measured before it was planned."""
     costs: CostTable
     plan: Plan
     syncs: SyncPlan
@@ -49,7 +58,12 @@ class Compilation:
 
 
 def compile_capture(capture: Capture, *, profile: DeviceProfile, config: Config, runner: StageRunner) -> Compilation:
-    """Take a capture through all stages."""
+    """Take a capture through all stages.
+
+    Raises:
+        InfeasiblePlanError: no plan keeps the memory quota.
+        PlanFileError: with `debug.strict`, the plan file cannot be read or is for another graph.
+    """
     partition = runner.run(
         "partition",
         partition_graph,
@@ -58,7 +72,10 @@ def compile_capture(capture: Capture, *, profile: DeviceProfile, config: Config,
         check=partial(check.check_partition, capture=capture),
         text=text.format_partition,
     )
-    return plan_partition(capture, partition, Observations(), profile=profile, config=config, runner=runner)
+    pinned = _load_pinned_plan(partition.graph, lane_catalogue(profile.units), config)
+    return plan_partition(
+        capture, partition, Observations(), profile=profile, config=config, runner=runner, pinned=pinned
+    )
 
 
 def plan_partition(
@@ -69,8 +86,9 @@ def plan_partition(
     profile: DeviceProfile,
     config: Config,
     runner: StageRunner,
+    pinned: Plan | None = None,
 ) -> Compilation:
-    """Take a partition through the stages from cost to program."""
+    """Take a partition through the stages from cost to program; a `pinned` plan keeps its lanes and order."""
     graph = partition.graph
     costs = runner.run(
         "cost",
@@ -90,10 +108,28 @@ def plan_partition(
         planner=config.plan.planner,
         min_gain=config.plan.min_gain,
         seed=config.plan.seed,
-        iterations=config.plan.iterations,
+        time_limit_s=config.plan.time_limit_s,
+        deterministic=config.plan.deterministic,
+        memory_quota=config.plan.memory_quota,
+        pinned=pinned,
         check=partial(check.check_plan, graph=graph, costs=costs),
         text=partial(text.format_plan, graph=graph),
     )
+    return compile_plan(capture, partition, observations, costs, plan, profile=profile, runner=runner)
+
+
+def compile_plan(
+    capture: Capture,
+    partition: Partition,
+    observations: Observations,
+    costs: CostTable,
+    plan: Plan,
+    *,
+    profile: DeviceProfile,
+    runner: StageRunner,
+) -> Compilation:
+    """Take a plan through the stages from sync to program."""
+    graph = partition.graph
     syncs = runner.run(
         "sync",
         eliminate_syncs,
@@ -125,9 +161,22 @@ def plan_partition(
         capture=capture,
         partition=partition,
         profile=profile,
+        observations=observations,
         costs=costs,
         plan=plan,
         syncs=syncs,
         memory=memory,
         program=program,
     )
+
+
+def _load_pinned_plan(graph: SegmentGraph, lanes: tuple[Lane, ...], config: Config) -> Plan | None:
+    if config.plan.file is None:
+        return None
+    try:
+        return load_plan(config.plan.file, graph, lanes)
+    except PlanFileError as error:
+        if config.debug.strict:
+            raise
+        _logger.warning("%s; planning %s anew", error, graph.name)
+        return None

@@ -55,7 +55,8 @@ def format_capture(capture: Capture) -> str:
     outputs = " ".join("-" if output is None else f"n{output}" for output in capture.outputs)
     table = _table(rows, ("node", "kind", "name", "target", "reads", "bytes", "flops", "module"), "llllllrl")
     title = f"capture {capture.name} ({capture.role.value}): {_count(len(capture.nodes), 'node')}"
-    return f"{title}\n{table}\nreturns {outputs}"
+    unknown = [f"counted by bytes alone: {', '.join(capture.without_formula)}"] if capture.without_formula else []
+    return "\n".join([title, table, f"returns {outputs}", *unknown])
 
 
 def format_partition(partition: Partition) -> str:
@@ -120,21 +121,29 @@ def format_costs(costs: CostTable, graph: SegmentGraph) -> str:
         memory = format_bytes(max(mode.memory_bytes for mode in modes))
         rows.append((f"s{segment.id}", segment.name, *(cell.get(units, "") for units in counts), memory))
     headers = ("segment", "name", *(_count(units, "unit") for units in counts), "bytes")
-    title = f"costs {graph.name}: hand-over {format_ns(costs.handover_ns)}, * measured"
+    title = f"costs {graph.name}: hand-over {format_ns(costs.handover_ns)}, * measured, ~ scaled from a measurement"
     return f"{title}\n{_table(rows, headers, 'll' + 'r' * (len(counts) + 1))}"
 
 
 def _star(source: CostSource) -> str:
-    return "*" if source is CostSource.MEASURED else " "
+    return {CostSource.MEASURED: "*", CostSource.SCALED: "~", CostSource.FORMULA: " "}[source]
 
 
 def format_plan(plan: Plan, graph: SegmentGraph) -> str:
     """Return the assignments in start order and a timeline of the lanes."""
     gain = plan.serial_ns / plan.makespan_ns if plan.makespan_ns else 1.0
     title = (
-        f"plan {graph.name} ({plan.origin.value}): {format_ns(plan.makespan_ns)}, serial {format_ns(plan.serial_ns)} "
-        f"({gain:.2f}x), bound {format_ns(plan.lower_bound_ns)}"
+        f"plan {graph.name} ({plan.origin.value}{', pinned' if plan.pinned else ''}): {format_ns(plan.makespan_ns)}, "
+        f"serial {format_ns(plan.serial_ns)} ({gain:.2f}x); undisturbed {format_ns(plan.undisturbed_ns)}, bound "
+        f"{format_ns(plan.lower_bound_ns)}, gap {plan.gap:.1%}"
     )
+    tried = [
+        f"  {candidate.name}: {format_ns(candidate.makespan_ns)}, undisturbed {format_ns(candidate.undisturbed_ns)}"
+        for candidate in plan.candidates
+    ]
+    search = [f"seed {plan.seed}", f"solver {plan.solver}" if plan.solver else "no solver"]
+    if plan.stopped_early:
+        search.append("stopped by the time limit")
     rows = [
         (
             _mark(assignment.segment),
@@ -150,7 +159,8 @@ def format_plan(plan: Plan, graph: SegmentGraph) -> str:
     ]
     table = _table(rows, ("mark", "segment", "name", "lane", "units", "start ns", "end ns", "duration"), "llllrrrr")
     spans = [(a.segment, a.lane, a.start_ns, a.end_ns) for a in plan.assignments]
-    return f"{title}\n{_timeline(plan.lanes, spans, plan.makespan_ns)}\n\n{table}"
+    head = "\n".join([title, ", ".join(search), *tried])
+    return f"{head}\n{_timeline(plan.lanes, spans, plan.makespan_ns)}\n\n{table}"
 
 
 def format_syncs(syncs: SyncPlan, graph: SegmentGraph, plan: Plan) -> str:

@@ -1,6 +1,7 @@
 """Build the public workloads: models with random weights, inputs and losses.
 
     build(name, size, batch=..., seed=..., dropout=...) -> Workload
+    assemble(...)                                       -> the same, before its first forward
 
 Hugging Face models come from their config classes, so nothing is downloaded; the numbers are in `workloads_spec.py`.
 Every dropout is set to `dropout`; layer drop and drop path are always off, so that gradients can be compared.
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 
 from benchmarks.workloads_spec import SPECS, Spec
 
-SIZES = ("tiny", "small")
+SIZES = ("tiny", "small", "base")
 _NEVER_DROPPED = ("layerdrop", "drop_path_rate", "mask_time_prob", "mask_feature_prob")
 
 
@@ -75,6 +76,13 @@ def build(name: str, size: str = "tiny", *, batch: int | None = None, seed: int 
 
     `batch` overrides the batch size of the spec. Raises `ValueError` for an unknown name or size.
     """
+    workload = assemble(name, size, batch=batch, seed=seed, dropout=dropout)
+    _run_once(workload.model, workload.inputs)
+    return workload
+
+
+def assemble(name: str, size: str, *, batch: int | None = None, seed: int = 0, dropout: float = 0.0) -> Workload:
+    """Return the workload as `build` does, but execute nothing: its first forward has still to install its hooks."""
     if name not in SPECS or size not in SPECS[name]["sizes"]:
         raise ValueError(f"unknown workload {name!r} at size {size!r}; known: {', '.join(SPECS)} at {', '.join(SIZES)}")
     spec = SPECS[name]
@@ -86,7 +94,6 @@ def build(name: str, size: str = "tiny", *, batch: int | None = None, seed: int 
         model = _build_hugging_face(spec, copy.deepcopy(sized["config"]), dropout)
     model.train()
     inputs = _make_inputs(sized["inputs"], batch, torch.Generator().manual_seed(seed + 1))
-    _run_once(model, inputs)
     loss = _LOSSES[spec["loss"]]
     return Workload(name=name, model=model, inputs=inputs, loss=loss, branches=spec["branches"])
 

@@ -12,6 +12,10 @@ An input is a dict with a `kind`:
     labels   the input named `of`, with every position that holds one of `ignore` set to -100
 
 or a plain value, which is passed as it is. The first number of every shape is the batch size.
+
+Sizes: `tiny` is for tests, `small` for measurements on a few cores. `base` are published models at batch sizes worth
+planning on a large device (CLIP ViT-B/32, FLAVA, CLAP with HTSAT and RoBERTa, LLaVA of ViT-L/14-336 and a Llama of
+1.1 billion parameters, Whisper small, ViT-B/16); `graphs.py` traces them without executing anything.
 """
 
 from __future__ import annotations
@@ -99,6 +103,30 @@ SPECS: dict[str, Spec] = {
                     "return_loss": True,
                 },
             },
+            "base": {
+                "config": {
+                    "projection_dim": 512,
+                    "text_config": _encoder(
+                        512,
+                        2048,
+                        12,
+                        8,
+                        vocab_size=49408,
+                        max_position_embeddings=77,
+                        eos_token_id=49407,
+                        bos_token_id=49406,
+                        pad_token_id=1,
+                        projection_dim=512,
+                    ),
+                    "vision_config": _encoder(768, 3072, 12, 12, image_size=224, patch_size=32, projection_dim=512),
+                },
+                "inputs": {
+                    "input_ids": _ids(64, 77, high=49000, columns=((76, 49407),)),
+                    "attention_mask": _ones(64, 77),
+                    "pixel_values": _image(64, 3, 224, 224),
+                    "return_loss": True,
+                },
+            },
         },
     },
     # Two encoders, then a third on the outputs of both.
@@ -136,6 +164,21 @@ SPECS: dict[str, Spec] = {
                     "input_ids": _ids(8, 64, high=8000),
                     "attention_mask": _ones(8, 64),
                     "pixel_values": _image(8, 3, 128, 128),
+                },
+            },
+            "base": {
+                "config": {
+                    "hidden_size": 768,
+                    "projection_dim": 768,
+                    "init_codebook": False,
+                    "image_config": _encoder(768, 3072, 12, 12, image_size=224, patch_size=16, mask_token=False),
+                    "text_config": _encoder(768, 3072, 12, 12, vocab_size=30522, max_position_embeddings=512),
+                    "multimodal_config": _encoder(768, 3072, 6, 12),
+                },
+                "inputs": {
+                    "input_ids": _ids(32, 77, high=30000),
+                    "attention_mask": _ones(32, 77),
+                    "pixel_values": _image(32, 3, 224, 224),
                 },
             },
         },
@@ -200,6 +243,34 @@ SPECS: dict[str, Spec] = {
                     "input_ids": _ids(4, 64, high=8000),
                     "attention_mask": _ones(4, 64),
                     "input_features": _image(4, 1, 512, 32),
+                    "return_loss": True,
+                },
+            },
+            "base": {
+                "config": {
+                    "projection_dim": 512,
+                    "audio_config": {
+                        "hidden_size": 768,
+                        "patch_embeds_hidden_size": 96,
+                        "depths": [2, 2, 6, 2],
+                        "num_attention_heads": [4, 8, 16, 32],
+                        "num_hidden_layers": 4,
+                        "spec_size": 256,
+                        "num_mel_bins": 64,
+                        "window_size": 8,
+                        "patch_size": 4,
+                        "patch_stride": [4, 4],
+                        "enable_fusion": False,
+                        "projection_dim": 512,
+                    },
+                    "text_config": _encoder(
+                        768, 3072, 12, 12, vocab_size=50265, max_position_embeddings=514, projection_dim=512
+                    ),
+                },
+                "inputs": {
+                    "input_ids": _ids(32, 77, high=50000),
+                    "attention_mask": _ones(32, 77),
+                    "input_features": _image(32, 1, 1001, 64),
                     "return_loss": True,
                 },
             },
@@ -271,6 +342,39 @@ SPECS: dict[str, Spec] = {
                     "labels": {"kind": "labels", "of": "input_ids", "ignore": (8191,)},
                 },
             },
+            "base": {
+                "config": {
+                    "image_token_index": 32000,
+                    "image_seq_length": 576,
+                    "vision_config": _encoder(
+                        1024,
+                        4096,
+                        24,
+                        16,
+                        model_type="clip_vision_model",
+                        image_size=336,
+                        patch_size=14,
+                        projection_dim=768,
+                    ),
+                    "text_config": _encoder(
+                        2048,
+                        5632,
+                        22,
+                        32,
+                        model_type="llama",
+                        vocab_size=32064,
+                        num_key_value_heads=4,
+                        max_position_embeddings=2048,
+                        use_cache=False,
+                    ),
+                },
+                "inputs": {
+                    "input_ids": _ids(2, 1024, high=31999, spans=((2, 578, 32000),)),
+                    "attention_mask": _ones(2, 1024),
+                    "pixel_values": _image(2, 3, 336, 336),
+                    "labels": {"kind": "labels", "of": "input_ids", "ignore": (32000,)},
+                },
+            },
         },
     },
     # Encoder and decoder: a chain, but for the decoder's first self-attention.
@@ -326,6 +430,29 @@ SPECS: dict[str, Spec] = {
                 },
                 "inputs": {"input_features": _image(2, 80, 500), "labels": _ids(2, 64, high=8000)},
             },
+            "base": {
+                "config": {
+                    "vocab_size": 51865,
+                    "num_mel_bins": 80,
+                    "d_model": 768,
+                    "encoder_layers": 12,
+                    "decoder_layers": 12,
+                    "encoder_attention_heads": 12,
+                    "decoder_attention_heads": 12,
+                    "encoder_ffn_dim": 3072,
+                    "decoder_ffn_dim": 3072,
+                    "max_source_positions": 1500,
+                    "max_target_positions": 448,
+                    "pad_token_id": 50257,
+                    "bos_token_id": 50257,
+                    "eos_token_id": 50257,
+                    "decoder_start_token_id": 50258,
+                    "suppress_tokens": None,
+                    "begin_suppress_tokens": None,
+                    "use_cache": False,
+                },
+                "inputs": {"input_features": _image(8, 80, 3000), "labels": _ids(8, 448, high=50000)},
+            },
         },
     },
     # The control: one chain, nothing to overlap in the forward pass.
@@ -342,6 +469,10 @@ SPECS: dict[str, Spec] = {
             "small": {
                 "config": _encoder(256, 1024, 6, 4, image_size=128, patch_size=16, num_labels=100),
                 "inputs": {"pixel_values": _image(8, 3, 128, 128), "labels": _ids(8, low=0, high=100)},
+            },
+            "base": {
+                "config": _encoder(768, 3072, 12, 12, image_size=224, patch_size=16, num_labels=1000),
+                "inputs": {"pixel_values": _image(64, 3, 224, 224), "labels": _ids(64, low=0, high=1000)},
             },
         },
     },

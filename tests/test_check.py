@@ -253,6 +253,9 @@ def with_assignment(index: int, **changes: object) -> Plan:
     return replace(PLAN, assignments=tuple(assignments))
 
 
+SLOWER = replace(with_assignment(2, start_ns=21), makespan_ns=31)
+
+
 @pytest.mark.parametrize(
     ("broken", "message"),
     [
@@ -260,12 +263,16 @@ def with_assignment(index: int, **changes: object) -> Plan:
         (with_assignment(0, lane=5), "lane 5 does not exist"),
         (with_assignment(0, start_ns=-1), "starts at -1"),
         (with_assignment(0, quota=Quota(units=2, memory_bytes=100)), "has 1 units, the quota 2"),
-        (with_assignment(0, duration_ns=9), "none of its modes"),
+        (with_assignment(0, quota=Quota(units=1, memory_bytes=7)), "none of its modes"),
+        (with_assignment(0, duration_ns=9), "takes 9 ns, 10 ns even without neighbours"),
         (with_assignment(1, lane=1), "shares unit 0 with segment 0"),
         (with_assignment(2, start_ns=9), "depends on segment 0"),
         (replace(PLAN, makespan_ns=21), "the makespan is 21 ns"),
         (replace(PLAN, serial_ns=31), "serial_ns is 31"),
-        (replace(PLAN, lower_bound_ns=21), "bound <= makespan <= serial"),
+        (replace(PLAN, lower_bound_ns=21), "bound <= undisturbed makespan <= makespan"),
+        (replace(PLAN, undisturbed_ns=21), "bound <= undisturbed makespan <= makespan"),
+        (replace(PLAN, memory_quota=199), "holds 300 bytes at once, the memory quota is 199"),
+        (SLOWER, "serial takes 30 ns, this plan 31 ns"),
     ],
 )
 def test_a_broken_plan_is_refused(broken: Plan, message: str) -> None:
@@ -273,6 +280,14 @@ def test_a_broken_plan_is_refused(broken: Plan, message: str) -> None:
     check.check_plan(PLAN, GRAPH, COSTS)
     with pytest.raises(InvariantError, match=message):
         check.check_plan(broken, GRAPH, COSTS)
+
+
+def test_a_segment_may_take_longer_beside_others_and_a_pinned_plan_longer_than_serial() -> None:
+    """Interference is part of a plan's durations; what a user pins is the user's."""
+    check.check_plan(with_assignment(0, duration_ns=10, start_ns=0), GRAPH, COSTS)
+    disturbed = replace(with_assignment(2, duration_ns=12), makespan_ns=22)
+    check.check_plan(disturbed, GRAPH, COSTS)
+    check.check_plan(replace(SLOWER, pinned=True), GRAPH, COSTS)
 
 
 def test_a_plan_must_leave_time_for_hand_overs() -> None:
@@ -290,6 +305,13 @@ def test_broken_costs_are_refused(row: tuple[object, ...], message: str) -> None
     check.check_costs(COSTS, GRAPH)
     with pytest.raises(InvariantError, match=message):
         check.check_costs(replace(COSTS, modes=(row, *COSTS.modes[1:])), GRAPH)  # type: ignore[arg-type]
+
+
+def test_a_share_of_waiting_for_memory_is_between_zero_and_one() -> None:
+    """It is a share of the duration."""
+    wrong = replace(COSTS.modes[0][0], memory_share=1.5)
+    with pytest.raises(InvariantError, match="between 0 and 1"):
+        check.check_costs(replace(COSTS, modes=((wrong, COSTS.modes[0][1]), *COSTS.modes[1:])), GRAPH)
 
 
 def test_a_duration_of_zero_is_refused() -> None:

@@ -60,7 +60,7 @@ def test_options_are_dotted_or_nested(options: Mapping[str, Any]) -> None:
     """Or both."""
     config = load_config(options)
     assert (config.plan.planner, config.plan.seed, config.disable) == ("serial", 3, True)
-    assert config.plan.iterations == Config().plan.iterations
+    assert config.plan.time_limit_s == Config().plan.time_limit_s
 
 
 def test_options_leave_defaults_alone() -> None:
@@ -81,6 +81,7 @@ def test_options_leave_defaults_alone() -> None:
         ("APOLLO_DISABLE", "disable", "false", False, True),
         ("APOLLO_DUMP", "debug.dump", "some/where", Path("some/where"), Path("else/where")),
         ("APOLLO_LOG", "debug.log", "DEBUG", "DEBUG", "WARNING"),
+        ("APOLLO_PLAN", "plan.file", "plans", Path("plans"), Path("other")),
         ("APOLLO_PROFILE", "device.profile", "my.json", Path("my.json"), Path("other.json")),
     ],
 )
@@ -141,8 +142,33 @@ def test_an_unknown_option_is_an_error_that_lists_the_known_ones(options: Mappin
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"plan.planner": "best"}, "option 'plan.planner' has value 'best'; choose one of 'greedy', 'serial'"),
-        ({"plan.planner": 1}, "option 'plan.planner' has value 1; choose one of 'greedy', 'serial'"),
+        ({"plan.time_limit_s": 0}, "option 'plan.time_limit_s' is 0; expected at least 0.01"),
+        ({"plan": {"memory_quota": 0}}, "option 'plan.memory_quota' is 0; expected at least 1"),
+        ({"plan.min_gain": 2}, "option 'plan.min_gain' is 2; expected between 0 and 1"),
+        ({"plan.min_gain": float("nan")}, "option 'plan.min_gain' is nan; expected between 0 and 1"),
+        (
+            {"partition.min_segment_share": -0.1},
+            "option 'partition.min_segment_share' is -0.1; expected between 0 and 1",
+        ),
+        ({"plan.seed": -1}, "option 'plan.seed' is -1; expected between 0 and 2147483647"),
+        ({"device.units": 0}, "option 'device.units' is 0; expected at least 1"),
+    ],
+)
+def test_a_value_out_of_range_is_an_error(options: Mapping[str, Any], message: str) -> None:
+    """Said before anything is compiled."""
+    with pytest.raises(ConfigError) as caught:
+        load_config(options)
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"plan.planner": "best"},
+            "option 'plan.planner' has value 'best'; choose one of 'cp_sat', 'greedy', 'serial'",
+        ),
+        ({"plan.planner": 1}, "option 'plan.planner' has value 1; choose one of 'cp_sat', 'greedy', 'serial'"),
         (
             {"partition": {"granularity": "node"}},
             "option 'partition.granularity' has value 'node'; choose one of 'layer', 'module'",

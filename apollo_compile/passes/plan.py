@@ -3,12 +3,19 @@
     (SegmentGraph, CostTable, lanes) -> Plan
 
 Segments become tasks, lanes become sets of atoms (an atom is a set of units that the same lanes share), modes keep
-their duration on every lane with their number of units. The planner returns a schedule, this file turns it into a
-plan. The serial plan, everything on lane 0 in graph order, is an ordinary candidate: it stands unless the planner's
-schedule is shorter by `min_gain`, because running side by side has risks that the model does not see.
+their duration on every lane with their number of units. With a memory quota, a buffer is a hold: its bytes count from
+the start of its producer to the end of its last reader, or to the end of the graph if it is returned; what a mode
+allocates beyond its outputs counts while it runs. The planner returns a schedule and what it takes with interference;
+this file turns it into a plan.
 
-Guarantees: dependencies, hand-overs and units hold at every instant; bound <= makespan <= serial; the same inputs give
-the same plan. Leaves to others: what runs when predictions are wrong (`select.py`), waits (stage 4), buffers (stage 5).
+The serial plan, everything on lane 0 in graph order, is an ordinary candidate: it stands unless the planner's schedule
+is shorter by `min_gain`, because running side by side has risks that the model does not see. A pinned plan (read from
+a file) keeps its lanes and its order; its times are those of the cost table at hand.
+
+Guarantees: dependencies, hand-overs and units hold at every instant, and so does the memory quota; bound <= makespan
+without interference <= makespan; makespan <= serial unless the plan is pinned; the same inputs give the same plan, as
+long as it was not stopped early.
+Leaves to others: what runs when predictions are wrong (`select.py`), waits (stage 4), when buffers go (stage 5).
 """
 
 from __future__ import annotations
@@ -16,9 +23,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-from apollo_compile.errors import InvariantError
+from apollo_compile.errors import InfeasiblePlanError, InvariantError
 from apollo_compile.ir import (
     Assignment,
+    Candidate,
     CostTable,
     Lane,
     LaneId,
@@ -31,8 +39,12 @@ from apollo_compile.ir import (
 )
 from apollo_compile.planner import problem as planning
 from apollo_compile.planner.bounds import lower_bound
-from apollo_compile.planner.greedy import greedy_schedule
-from apollo_compile.planner.simulate import serial_schedule
+from apollo_compile.planner.simulate import Execution, Simulator, execute, serial_schedule
+from apollo_compile.planner.solve import Effort, Solution, solve
+from apollo_compile.units import format_bytes
+
+SOLVER_WORKERS = 8
+"""Threads of the solver where it need not be deterministic: its portfolio has about as many distinct searches."""
 
 
 def make_plan(
@@ -40,40 +52,88 @@ def make_plan(
     costs: CostTable,
     *,
     lanes: tuple[Lane, ...],
-    planner: Literal["greedy", "serial"] = "greedy",
+    planner: Literal["cp_sat", "greedy", "serial"] = "cp_sat",
     min_gain: float = 0.02,
     seed: int = 0,
-    iterations: int = 2000,
+    time_limit_s: float = 2.0,
+    deterministic: bool = True,
+    memory_quota: int | None = None,
+    pinned: Plan | None = None,
 ) -> Plan:
     """Return the best plan found on `lanes`; lane 0 has every unit.
 
-    `min_gain` is the fraction of the serial makespan that a plan must save. `iterations` are the
-    planner's steps of local improvement for 60 segments.
+    Arguments:
+        graph: what to place.
+        costs: modes of every segment.
+        lanes: the lane catalogue.
+        planner: `greedy` leaves the solver out, `serial` everything.
+        min_gain: fraction of the serial makespan that a plan must save.
+        seed: of the planner's random moves and of the solver.
+        time_limit_s: seconds after which the search stops with what it has.
+        deterministic: spend work, not time, so that every machine finds the same plan.
+        memory_quota: bytes that buffers made by the graph may take at any instant; None is no limit.
+        pinned: a plan of this graph on these lanes, whose lanes and order to keep.
+
+    Raises:
+        InfeasiblePlanError: no plan keeps the memory quota.
     """
-    modes = [_mode_by_lane(graph, costs, lanes, SegmentId(segment)) for segment in range(len(graph.segments))]
-    problem = _to_problem(graph, costs, lanes, modes)
+    problem = to_problem(graph, costs, lanes, memory_quota=memory_quota)
     serial = serial_schedule(problem)
-    schedule, origin = serial, Origin.SERIAL
-    if planner == "greedy":
-        found = greedy_schedule(problem, seed=seed, iterations=iterations)
-        if found.makespan < serial.makespan and found.makespan <= serial.makespan * (1 - min_gain):
-            schedule, origin = found, Origin.GREEDY
-    return Plan(
-        origin=origin,
-        lanes=lanes,
-        assignments=tuple(
-            Assignment(
-                segment=SegmentId(segment),
-                lane=LaneId(lane),
-                quota=Quota(units=modes[segment][lane].units, memory_bytes=modes[segment][lane].memory_bytes),
-                start_ns=start,
-                duration_ns=modes[segment][lane].duration_ns,
+    if pinned is not None:
+        schedule = _follow(pinned, problem)
+        return _to_plan(graph, costs, lanes, problem, schedule, execute(problem, schedule), serial, pinned=pinned)
+    if planner == "serial":
+        return _to_plan(graph, costs, lanes, problem, serial, execute(problem, serial), serial)
+    effort = Effort(seed=seed, time_limit_s=time_limit_s, deterministic=deterministic, use_solver=planner == "cp_sat")
+    try:
+        solution = solve(problem, effort)
+    except InfeasiblePlanError as error:
+        raise _explain_infeasible(graph, problem, memory_quota) from error
+    chosen, execution = solution.schedule, solution.execution
+    if execution.makespan > serial.makespan * (1 - min_gain) and problem.is_valid(serial):
+        chosen, execution = serial, execute(problem, serial)
+    return _to_plan(graph, costs, lanes, problem, chosen, execution, serial, solution=solution)
+
+
+def to_problem(
+    graph: SegmentGraph, costs: CostTable, lanes: Sequence[Lane], *, memory_quota: int | None = None
+) -> planning.Problem:
+    """Return the planning problem of a graph: the reference mode of every task is the one on lane 0."""
+    units_by_owners: dict[tuple[int, ...], int] = {}
+    for unit in lanes[0].units:
+        owners = tuple(index for index, lane in enumerate(lanes) if unit in lane.units)
+        units_by_owners[owners] = units_by_owners.get(owners, 0) + 1
+    limits_memory = memory_quota is not None
+
+    def task_mode(segment: SegmentId, lane: int, mode: Mode) -> planning.Mode:
+        outputs = sum(graph.buffers[buffer].num_bytes for buffer in graph.segments[segment].outputs)
+        return planning.Mode(
+            lane=lane,
+            duration=mode.duration_ns,
+            demands=(max(0, mode.memory_bytes - outputs),) if limits_memory else (),
+            memory_share=mode.memory_share,
+        )
+
+    tasks = []
+    for segment in graph.segments:
+        modes = _mode_by_lane(graph, costs, lanes, segment.id)
+        tasks.append(
+            planning.Task(
+                modes=tuple(task_mode(segment.id, lane, mode) for lane, mode in modes.items()),
+                predecessors=graph.predecessors(segment.id),
             )
-            for segment, (lane, start) in enumerate(zip(schedule.lanes, schedule.starts, strict=True))
+        )
+    return planning.Problem(
+        tasks=tuple(tasks),
+        lanes=tuple(
+            frozenset(atom for atom, owners in enumerate(units_by_owners) if index in owners)
+            for index in range(len(lanes))
         ),
-        makespan_ns=schedule.makespan,
-        serial_ns=serial.makespan,
-        lower_bound_ns=lower_bound(problem),
+        atom_sizes=tuple(units_by_owners.values()),
+        handover=costs.handover_ns,
+        capacities=() if memory_quota is None else (memory_quota,),
+        holds=_holds(graph) if limits_memory else (),
+        interference=planning.Interference(slowdown=costs.slowdown),
     )
 
 
@@ -89,27 +149,94 @@ def _mode_by_lane(graph: SegmentGraph, costs: CostTable, lanes: Sequence[Lane], 
     return {int(lane): mode for lane, mode in found.items()}
 
 
-def _to_problem(
-    graph: SegmentGraph, costs: CostTable, lanes: Sequence[Lane], modes: Sequence[dict[int, Mode]]
-) -> planning.Problem:
-    units_by_owners: dict[tuple[int, ...], int] = {}
-    for unit in lanes[0].units:
-        owners = tuple(index for index, lane in enumerate(lanes) if unit in lane.units)
-        units_by_owners[owners] = units_by_owners.get(owners, 0) + 1
-    return planning.Problem(
-        tasks=tuple(
-            planning.Task(
-                modes=tuple(
-                    planning.Mode(lane=lane, duration=mode.duration_ns) for lane, mode in modes[segment.id].items()
-                ),
-                predecessors=graph.predecessors(segment.id),
+def _holds(graph: SegmentGraph) -> tuple[planning.Hold, ...]:
+    is_read = {other for segment in graph.segments for other in graph.predecessors(segment.id)}
+    last = [segment.id for segment in graph.segments if segment.id not in is_read]
+    holds = []
+    for buffer in graph.buffers:
+        if buffer.producer is not None:
+            readers = {*buffer.readers, *(last if buffer.is_output else ())} - {buffer.producer}
+            holds.append(
+                planning.Hold(resource=0, amount=buffer.num_bytes, task=buffer.producer, readers=tuple(sorted(readers)))
             )
-            for segment in graph.segments
+    return tuple(holds)
+
+
+def _to_plan(
+    graph: SegmentGraph,
+    costs: CostTable,
+    lanes: tuple[Lane, ...],
+    problem: planning.Problem,
+    schedule: planning.Schedule,
+    execution: Execution,
+    serial: planning.Schedule,
+    *,
+    solution: Solution | None = None,
+    pinned: Plan | None = None,
+) -> Plan:
+    assignments = []
+    for segment, (start, end) in enumerate(zip(execution.starts, execution.ends, strict=True)):
+        lane = problem.mode(schedule, segment).lane
+        mode = _mode_by_lane(graph, costs, lanes, SegmentId(segment))[lane]
+        assignments.append(
+            Assignment(
+                segment=SegmentId(segment),
+                lane=LaneId(lane),
+                quota=Quota(units=mode.units, memory_bytes=mode.memory_bytes),
+                start_ns=start,
+                duration_ns=end - start,
+            )
+        )
+    return Plan(
+        origin=pinned.origin if pinned else _origin(schedule, serial, solution),
+        lanes=lanes,
+        assignments=tuple(assignments),
+        makespan_ns=execution.makespan,
+        undisturbed_ns=schedule.makespan,
+        serial_ns=serial.makespan,
+        lower_bound_ns=solution.bound if solution else lower_bound(problem),
+        candidates=()
+        if solution is None
+        else tuple(
+            Candidate(name=tried.name, undisturbed_ns=tried.makespan, makespan_ns=tried.executed)
+            for tried in solution.candidates
         ),
-        lanes=tuple(
-            frozenset(atom for atom, owners in enumerate(units_by_owners) if index in owners)
-            for index in range(len(lanes))
-        ),
-        atom_sizes=tuple(units_by_owners.values()),
-        handover=costs.handover_ns,
+        seed=solution.seed if solution else (pinned.seed if pinned else 0),
+        solver=solution.solver if solution else (pinned.solver if pinned else None),
+        memory_quota=problem.capacities[0] if problem.capacities else None,
+        stopped_early=solution.stopped_early if solution else False,
+        pinned=pinned is not None,
+    )
+
+
+def _origin(schedule: planning.Schedule, serial: planning.Schedule, solution: Solution | None) -> Origin:
+    if solution is None or (schedule.modes, schedule.starts) == (serial.modes, serial.starts):
+        return Origin.SERIAL
+    if solution.proof is not None:
+        return Origin.OPTIMAL
+    return Origin.FEASIBLE if solution.is_from_solver else Origin.GREEDY
+
+
+def _follow(pinned: Plan, problem: planning.Problem) -> planning.Schedule:
+    """Return the schedule with the lanes and the order of a plan."""
+    mode_by_lane = [{mode.lane: index for index, mode in enumerate(task.modes)} for task in problem.tasks]
+    modes = [mode_by_lane[assignment.segment][assignment.lane] for assignment in pinned.assignments]
+    return Simulator(problem).replay([assignment.segment for assignment in pinned.in_start_order()], modes)
+
+
+def _explain_infeasible(
+    graph: SegmentGraph, problem: planning.Problem, memory_quota: int | None
+) -> InfeasiblePlanError:
+    if memory_quota is None:
+        raise InvariantError(f"make_plan: no plan for {graph.name} without a memory quota; the serial plan is one")
+    held = [0] * len(graph.segments)
+    for hold in problem.holds:
+        held[hold.task] += hold.amount
+    needed = [held[task] + min(mode.demands[0] for mode in problem.tasks[task].modes) for task in range(len(held))]
+    largest = max(range(len(needed)), key=needed.__getitem__)
+    peak = problem.peak(serial_schedule(problem), 0)
+    return InfeasiblePlanError(
+        f"no plan for {graph.name} fits {format_bytes(memory_quota)}: in graph order it takes {format_bytes(peak)}, "
+        f"and segment {largest} ({graph.segments[largest].name}) alone makes {format_bytes(needed[largest])}; raise "
+        "'plan.memory_quota'"
     )

@@ -3,8 +3,10 @@
     (SegmentGraph, Plan) -> SyncPlan
 
 A segment depends on the producers of its inputs, on the segments it must come after, and on the segments that used its
-units last: two lanes that share a unit are two executors that would otherwise run at the same time. On one lane, order
-does it all. Across lanes a wait is needed only if no chain of lane order and kept waits already reaches the producer.
+units last: two lanes that share a unit are two executors that would otherwise run at the same time. With a memory quota
+it also depends on all that has ended before it starts: the quota holds for what the plan runs together, and durations
+may turn out otherwise. On one lane, order does it all. Across lanes a wait is needed only if no chain of lane order and
+kept waits already reaches the producer.
 
 We walk the segments in start order and keep, per segment, a vector clock: how many segments of every lane have ended
 when it starts. The producers of one segment are tried latest first. A wait for a later producer brings that
@@ -50,7 +52,7 @@ def eliminate_syncs(graph: SegmentGraph, plan: Plan) -> SyncPlan:
 
 
 def _cross_lane_producers(graph: SegmentGraph, plan: Plan) -> list[set[SegmentId]]:
-    """Return, per segment, the segments on other lanes that it must wait for by data, by order or by units."""
+    """Return, per segment, the segments on other lanes that it must wait for by data, order, units or memory."""
     lane_of = [assignment.lane for assignment in plan.assignments]
     found = [set(graph.predecessors(segment.id)) for segment in graph.segments]
     last_user: dict[int, SegmentId] = {}
@@ -59,4 +61,8 @@ def _cross_lane_producers(graph: SegmentGraph, plan: Plan) -> list[set[SegmentId
             if unit in last_user:
                 found[assignment.segment].add(last_user[unit])
             last_user[unit] = assignment.segment
+        if plan.memory_quota is not None:
+            found[assignment.segment].update(
+                other.segment for other in plan.assignments if other.end_ns <= assignment.start_ns
+            )
     return [{other for other in others if lane_of[other] != lane_of[segment]} for segment, others in enumerate(found)]

@@ -26,8 +26,12 @@ def _render_graph(graph: GraphSummary) -> str:
         f"{graph.name}: {len(graph.segments)} segments ({graph.num_bodies} bodies) on {graph.num_lanes} "
         f"{'lane' if graph.num_lanes == 1 else 'lanes'}, {graph.origin} plan",
         f"  predicted {format_ns(graph.predicted_ns)}; on one lane {format_ns(graph.serial_ns)} ({gain:.2f}x); "
-        f"no plan is under {format_ns(graph.bound_ns)}",
+        f"no plan is under {format_ns(graph.bound_ns)} (gap {graph.gap:.1%})",
+        f"  {_search(graph)}",
     ]
+    if graph.num_lanes > 1:
+        others = ", ".join(f"{name} {format_ns(ns)}" for name, ns in graph.baselines if name != "serial")
+        lines.append(f"  by the rules of others: {others}")
     if graph.measured_ns is not None and graph.overlap is not None and graph.busy is not None:
         lines.append(
             f"  measured  {format_ns(graph.measured_ns)}; two lanes or more at work {graph.overlap:.0%} of the time; "
@@ -52,3 +56,17 @@ def _render_graph(graph: GraphSummary) -> str:
         rows, headers=headers, colalign=("left", "right", "right", "right", "right"), disable_numparse=True
     )
     return "\n".join([*lines, "", graph.timeline, "", table])
+
+
+def _search(graph: GraphSummary) -> str:
+    """Say where the plan comes from."""
+    if graph.pinned:
+        return "read from a plan file"
+    parts = [f"best of {len(graph.candidates)} candidates"] if graph.candidates else ["no search"]
+    if graph.solver:
+        parts.append(f"{graph.solver}, seed {graph.seed}")
+    if graph.stopped_early:
+        parts.append("stopped by the time limit")
+    if graph.num_replans:
+        parts.append(f"planned again from measured durations ({graph.num_replans}x)")
+    return "; ".join(parts)

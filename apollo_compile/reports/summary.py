@@ -11,8 +11,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from apollo_compile.ir import CostSource, Origin, Role, Trace
+from apollo_compile.ir import Candidate, CostSource, Origin, Role, Trace
+from apollo_compile.passes.plan import to_problem
 from apollo_compile.pipeline import Compilation
+from apollo_compile.planner.baselines import BASELINES
+from apollo_compile.planner.simulate import execute
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,6 +49,20 @@ class GraphSummary:
     serial_ns: int
     """Predicted makespan on one lane."""
     bound_ns: int
+    gap: float
+    """How far the plan, undisturbed by interference, can be from the best one: 0.02 is at most 2 % above it."""
+    candidates: tuple[Candidate, ...]
+    """What the planner tried, in that order."""
+    baselines: tuple[tuple[str, int], ...]
+    """What other systems' rules would take on the same lanes: name and predicted makespan in nanoseconds."""
+    solver: str | None
+    seed: int
+    stopped_early: bool
+    """Whether the time limit ended the search."""
+    pinned: bool
+    """Whether the plan was read from a file."""
+    num_replans: int
+    """How often it was planned again from measured durations."""
     measured_ns: int | None
     """Duration of the last run; None before the first."""
     overlap: float | None
@@ -74,7 +91,7 @@ class Report:
         return render_text(self)
 
 
-def summarize(compilation: Compilation, trace: Trace) -> GraphSummary:
+def summarize(compilation: Compilation, trace: Trace, *, num_replans: int = 0) -> GraphSummary:
     """Return the numbers of one graph; `trace` is empty before the first run."""
     from apollo_compile import text
 
@@ -104,6 +121,14 @@ def summarize(compilation: Compilation, trace: Trace) -> GraphSummary:
         predicted_ns=plan.makespan_ns,
         serial_ns=plan.serial_ns,
         bound_ns=plan.lower_bound_ns,
+        gap=plan.gap,
+        candidates=plan.candidates,
+        baselines=_baselines(compilation),
+        solver=plan.solver,
+        seed=plan.seed,
+        stopped_early=plan.stopped_early,
+        pinned=plan.pinned,
+        num_replans=num_replans,
         measured_ns=trace.duration_ns if trace.spans else None,
         overlap=_overlap_ns(intervals) / trace.duration_ns if trace.spans else None,
         busy=unit_time / (num_units * trace.duration_ns) if trace.spans else None,
@@ -112,6 +137,11 @@ def summarize(compilation: Compilation, trace: Trace) -> GraphSummary:
         peak_bytes=compilation.memory.peak_bytes,
         timeline=text.format_timeline(plan, trace if trace.spans else None),
     )
+
+
+def _baselines(compilation: Compilation) -> tuple[tuple[str, int], ...]:
+    problem = to_problem(compilation.partition.graph, compilation.costs, compilation.plan.lanes)
+    return tuple((name, execute(problem, baseline(problem)).makespan) for name, baseline in BASELINES.items())
 
 
 def _source(compilation: Compilation, segment: int, units: int) -> CostSource:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
+import json
 import logging
 from pathlib import Path
 
@@ -13,6 +15,9 @@ from torch import nn
 import apollo_compile
 from apollo_compile import backend
 from apollo_compile.device import default_profile, save_profile
+from apollo_compile.execute import available_units
+from apollo_compile.ir import CostSource
+from apollo_compile.reports.summary import summarize
 from tests.end_to_end.models import STRICT, TwoTowers, assert_same_training, train, two_tower_inputs
 
 
@@ -100,7 +105,7 @@ def test_two_compiles_write_identical_dumps(tmp_path: Path) -> None:
     assert texts[0] == texts[1]
     stages = {Path(name).name for name in texts[0]}
     names = ("capture", "partition", "cost", "plan", "sync", "memory", "program")
-    assert stages == {f"{number:02d}_{name}.txt" for number, name in enumerate(names)}
+    assert stages == {"plan.json", *(f"{number:02d}_{name}.txt" for number, name in enumerate(names))}
     assert {Path(name).parent.name for name in texts[0]} == {"graph0_forward", "graph0_backward"}
 
 
@@ -162,3 +167,97 @@ def test_a_retained_graph_can_be_run_backward_twice() -> None:
     loss.backward()
     second = [parameter.grad for parameter in model.parameters()]
     torch.testing.assert_close(second, first)
+
+
+def test_measured_times_replace_formulas_after_the_first_steps(tmp_path: Path) -> None:
+    """A profile that is wrong a thousand times over is put right, and training stays as in eager across the change."""
+    wrong = default_profile(available_units())
+    wrong = dataclasses.replace(wrong, name="wrong", launch_ns=10**7)
+    save_profile(wrong, tmp_path / "wrong.json")
+    inputs = two_tower_inputs()
+    torch.manual_seed(0)
+    model = TwoTowers()
+    steps = 2 * (backend.SKIPPED_RUNS + backend.OBSERVED_RUNS)
+    eager = train(model, lambda run: run(*inputs).square().mean(), steps=steps)
+    options = {**STRICT, "device.profile": tmp_path / "wrong.json"}
+    apollo = train(model, lambda run: run(*inputs).square().mean(), steps=steps, backend="apollo", options=options)
+    assert_same_training(eager, apollo)
+    graphs = backend.compiled_models()[-1].graphs
+    assert [graph.compilation.capture.role for graph in graphs] == ["forward", "backward"]
+    for graph in graphs:
+        assert graph.num_replans >= 1
+        summary = summarize(graph.compilation, graph.trace(), num_replans=graph.num_replans)
+        assert all(segment.source is CostSource.MEASURED for segment in summary.segments)
+        assert all(segment.predicted_ns < wrong.launch_ns for segment in summary.segments)
+
+
+def test_a_plan_is_not_made_anew_where_that_is_switched_off(tmp_path: Path) -> None:
+    """However wrong the formulas are."""
+    wrong = dataclasses.replace(default_profile(available_units()), launch_ns=10**8)
+    save_profile(wrong, tmp_path / "wrong.json")
+    torch._dynamo.reset()
+    layer, x = TwoTowers(), two_tower_inputs()
+    run = torch.compile(
+        layer, backend="apollo", options={**STRICT, "plan.replan": False, "device.profile": tmp_path / "wrong.json"}
+    )
+    with torch.no_grad():
+        for _ in range(2 * (backend.SKIPPED_RUNS + backend.OBSERVED_RUNS)):
+            run(*x)
+    (graph,) = backend.find_models(layer)[0].graphs
+    assert graph.num_replans == 0
+    assert graph.compilation.observations.entries == ()
+
+
+def test_a_dumped_plan_is_run_again(tmp_path: Path) -> None:
+    """`APOLLO_DUMP` writes plans, `APOLLO_PLAN` reads them; an edited plan is the one that runs."""
+    torch.manual_seed(0)
+    model, inputs = TwoTowers(), two_tower_inputs()
+    first = tmp_path / "first"
+    torch._dynamo.reset()
+    torch.compile(model, backend="apollo", options={**STRICT, "debug.dump": first})(*inputs).sum().backward()
+    for path in first.rglob("plan.json"):
+        content = json.loads(path.read_text())
+        for assignment in content["plan"]["assignments"]:
+            assignment.update(lane=len(content["plan"]["lanes"]) - 1, start_ns=assignment["segment"])
+        path.write_text(json.dumps(content))
+    torch._dynamo.reset()
+    # A directory of its own numbers its graphs from zero, as the first did.
+    options = {**STRICT, "plan.file": first, "debug.dump": tmp_path / "second"}
+    run = torch.compile(model, backend="apollo", options=options)
+    torch.testing.assert_close(run(*inputs), model(*inputs), rtol=1e-4, atol=1e-4)
+    run(*inputs).sum().backward()
+    graphs = backend.find_models(model)[-1].graphs
+    for graph in graphs:
+        lanes = graph.compilation.plan.lanes
+        assert graph.compilation.plan.pinned
+        assert {span.lane for span in graph.trace().spans} == {lanes[-1].id}
+    assert "read from a plan file" in str(apollo_compile.report(model))
+
+
+def test_a_plan_for_another_model_is_not_used_and_the_log_says_why(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The graph is planned as if there were no file."""
+    model, inputs = TwoTowers(), two_tower_inputs()
+    for name, depth in (("first", 1), ("second", 2)):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = TwoTowers(depth=depth)
+        plans = {"plan.file": tmp_path / "first"} if name == "second" else {}
+        with caplog.at_level(logging.WARNING, logger="apollo_compile"), torch.no_grad():
+            run = torch.compile(model, backend="apollo", options={"debug.dump": tmp_path / name, **plans})
+            torch.testing.assert_close(run(*inputs), model(*inputs), rtol=1e-4, atol=1e-4)
+    (graph,) = backend.find_models(model)[-1].graphs
+    assert not graph.compilation.plan.pinned
+    assert "whose segments are not those of graph0_inference" in caplog.text
+    assert "planning graph0_inference anew" in caplog.text
+
+
+def test_a_memory_quota_that_nothing_keeps_hands_the_graph_to_inductor(caplog: pytest.LogCaptureFixture) -> None:
+    """With the segment that needs most, and the setting to change."""
+    torch._dynamo.reset()
+    layer, x = nn.Linear(4, 4), torch.ones(2, 4)
+    run = torch.compile(layer, backend="apollo", options={"plan.memory_quota": 1})
+    with caplog.at_level(logging.WARNING, logger="apollo_compile"), torch.no_grad():
+        torch.testing.assert_close(run(x), layer(x))
+    assert "raise 'plan.memory_quota'" in caplog.text

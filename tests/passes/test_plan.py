@@ -1,12 +1,17 @@
 from __future__ import annotations
 
+import json
 import random
+import subprocess
+import sys
+from dataclasses import replace
 
 import pytest
 
 from apollo_compile.check import check_plan
-from apollo_compile.errors import InvariantError
-from apollo_compile.ir import Origin
+from apollo_compile.errors import InfeasiblePlanError, InvariantError
+from apollo_compile.ir import BufferId, CostTable, Mode, Origin, Plan, SegmentGraph
+from apollo_compile.json_form import to_json
 from apollo_compile.lanes import lane_catalogue
 from apollo_compile.passes.plan import make_plan
 from tests.builders import chains, costs, graph, random_costs, random_graph, random_lanes
@@ -19,15 +24,16 @@ def test_every_plan_is_legal(seed: int) -> None:
     made = random_graph(rng, rng.randrange(1, 25))
     lanes = random_lanes(rng)
     table = random_costs(rng, made, lanes)
-    check_plan(make_plan(made, table, lanes=lanes, iterations=100), made, table)
+    check_plan(make_plan(made, table, lanes=lanes, planner="greedy"), made, table)
 
 
 def test_independent_chains_run_side_by_side() -> None:
     """Two equal chains whose layers gain little from a second unit."""
     made, table, lanes = chains([100] * 6, [100] * 6, efficiency=0.6)
     plan = make_plan(made, table, lanes=lanes)
-    assert plan.origin is Origin.GREEDY
-    assert plan.makespan_ns == 600
+    assert plan.origin is Origin.OPTIMAL
+    assert plan.makespan_ns == plan.undisturbed_ns == plan.lower_bound_ns == 600
+    assert plan.gap == 0
     assert {assignment.lane for assignment in plan.assignments} == {1, 2}
 
 
@@ -43,7 +49,7 @@ def test_a_plan_must_beat_serial_by_the_margin() -> None:
     """The same graph, a margin below and a margin above the gain."""
     made, table, lanes = chains([100] * 6, [100] * 6, efficiency=0.6)
     gain = 1 - make_plan(made, table, lanes=lanes).makespan_ns / make_plan(made, table, lanes=lanes).serial_ns
-    assert make_plan(made, table, lanes=lanes, min_gain=gain - 0.01).origin is Origin.GREEDY
+    assert make_plan(made, table, lanes=lanes, min_gain=gain - 0.01).origin is Origin.OPTIMAL
     assert make_plan(made, table, lanes=lanes, min_gain=gain + 0.01).origin is Origin.SERIAL
 
 
@@ -79,3 +85,115 @@ def test_a_table_without_all_units_is_refused() -> None:
     narrowed = type(table)(modes=tuple(modes[:1] for modes in table.modes), handover_ns=0)
     with pytest.raises(InvariantError, match=r"segment 0 \(m0\) needs a mode with all 2 units"):
         make_plan(made, narrowed, lanes=lanes)
+
+
+def test_neighbours_that_slow_each_other_are_part_of_the_times() -> None:
+    """Side by side still wins, and the plan says by how much; when it no longer wins, the serial plan stands."""
+    made, table, lanes = chains([100] * 6, [100] * 6, efficiency=0.6)
+    shared = tuple(tuple(replace(mode, memory_share=1.0) for mode in modes) for modes in table.modes)
+
+    def planned(factor: float) -> Plan:
+        costs = replace(table, modes=shared, slowdown=((1.0, 1.0), (1.0, factor)))
+        plan = make_plan(made, costs, lanes=lanes)
+        check_plan(plan, made, costs)
+        return plan
+
+    assert (planned(1.1).undisturbed_ns, planned(1.1).makespan_ns) == (600, 660)
+    assert planned(3.0).origin is Origin.SERIAL
+
+
+def _peak_bytes(plan: Plan, graph: SegmentGraph) -> int:
+    """Count, instant by instant, the bytes of buffers that the graph made and still needs."""
+    ends = [assignment.end_ns for assignment in plan.assignments]
+    peak = 0
+    for instant in sorted(assignment.start_ns for assignment in plan.assignments):
+        held = 0
+        for buffer in graph.buffers:
+            if buffer.producer is not None:
+                last = max((ends[s] for s in (buffer.producer, *buffer.readers)), default=0)
+                last = plan.makespan_ns if buffer.is_output else last
+                held += buffer.num_bytes if plan.assignments[buffer.producer].start_ns <= instant < last else 0
+        peak = max(peak, held)
+    return peak
+
+
+@pytest.mark.parametrize("seed", range(15))
+def test_a_memory_quota_is_kept(seed: int) -> None:
+    """At the peak of the serial plan there is always a plan, and none holds more at any instant."""
+    rng = random.Random(seed)
+    made = random_graph(rng, 9)
+    lanes = lane_catalogue(2)
+    table = random_costs(rng, made, lanes)
+    quota = _peak_bytes(make_plan(made, table, lanes=lanes, planner="serial"), made)
+    plan = make_plan(made, table, lanes=lanes, memory_quota=quota, time_limit_s=1.0)
+    check_plan(plan, made, table)
+    assert _peak_bytes(plan, made) <= quota
+
+
+def test_a_memory_quota_keeps_two_large_branches_apart() -> None:
+    """Both at once would hold two large values; one after the other holds one."""
+    made = graph((), (), (0,), (1,), (2, 3), sizes=[1, 100, 100, 1, 1, 1])
+    lanes = lane_catalogue(2)
+    table = CostTable(
+        modes=tuple(
+            tuple(Mode(units=units, duration_ns=10, memory_bytes=made.buffers[s + 1].num_bytes) for units in (1, 2))
+            for s in range(5)
+        ),
+        handover_ns=0,
+    )
+    free, kept = (make_plan(made, table, lanes=lanes, memory_quota=quota) for quota in (None, 150))
+    assert (free.makespan_ns, kept.makespan_ns) == (30, 50)
+    assert _peak_bytes(free, made) > 150 >= _peak_bytes(kept, made)
+
+
+def test_a_memory_quota_that_nothing_keeps_is_an_error_that_names_the_largest_segment() -> None:
+    """With what it needs and what would help."""
+    made, table, lanes = chains([100] * 3, [100] * 3)
+    large = replace(made.buffers[2], num_bytes=3_000_000)
+    made = replace(made, buffers=(*made.buffers[:2], large, *made.buffers[3:]))
+    assert large.id == BufferId(2)
+    expected = r"no plan for test fits .*segment 1 \(m1\) alone makes .*memory_quota"
+    with pytest.raises(InfeasiblePlanError, match=expected):
+        make_plan(made, table, lanes=lanes, memory_quota=1_000_000)
+
+
+_PLAN_IN_A_PROCESS = """
+import json, random, sys
+from apollo_compile.json_form import to_json
+from apollo_compile.lanes import lane_catalogue
+from apollo_compile.passes.plan import make_plan
+from tests.builders import random_costs, random_graph
+rng = random.Random(5)
+graph = random_graph(rng, 30)
+lanes = lane_catalogue(8)
+print(json.dumps(to_json(make_plan(graph, random_costs(rng, graph, lanes), lanes=lanes))))
+"""
+
+
+def test_two_processes_make_the_same_plan() -> None:
+    """Byte for byte, whatever the hash seed."""
+    texts = [
+        subprocess.run(
+            [sys.executable, "-c", _PLAN_IN_A_PROCESS],
+            env={"PYTHONHASHSEED": seed, "PYTHONPATH": ":".join(filter(None, sys.path))},
+            capture_output=True,
+            check=True,
+            text=True,
+        ).stdout
+        for seed in ("1", "2")
+    ]
+    assert texts[0] == texts[1]
+    assert json.loads(texts[0])["stopped_early"] is False
+
+
+def test_a_plan_says_what_was_tried() -> None:
+    """Serial first; the plan is as short as the best candidate."""
+    rng = random.Random(3)
+    made = random_graph(rng, 20)
+    lanes = lane_catalogue(4)
+    table = random_costs(rng, made, lanes)
+    plan = make_plan(made, table, lanes=lanes, min_gain=0.0)
+    assert plan.candidates[0].name == "serial"
+    assert plan.candidates[0].makespan_ns == plan.serial_ns
+    assert min(candidate.makespan_ns for candidate in plan.candidates) == plan.makespan_ns
+    assert to_json(plan)["seed"] == 0

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -30,13 +31,14 @@ def reachable(made: SegmentGraph, planned: Plan, waits: list[tuple[int, int]]) -
         edges = longer
 
 
+@pytest.mark.parametrize("quota", [None, 10**9])
 @pytest.mark.parametrize("seed", range(60))
-def test_every_dependency_is_reachable_and_not_without_any_wait(seed: int) -> None:
-    """Against the transitive closure, on random plans."""
+def test_every_dependency_is_reachable_and_not_without_any_wait(seed: int, quota: int | None) -> None:
+    """Against the transitive closure, on random plans; with a memory quota, what has ended before must have ended."""
     rng = random.Random(seed)
     made = random_graph(rng, rng.randrange(1, 12))
     lanes = random_lanes(rng)
-    planned = random_plan(rng, made, lanes, random_costs(rng, made, lanes))
+    planned = replace(random_plan(rng, made, lanes, random_costs(rng, made, lanes)), memory_quota=quota)
     syncs = eliminate_syncs(made, planned)
     check_syncs(syncs, made, planned)
     waits = pairs(syncs.waits)
@@ -44,6 +46,8 @@ def test_every_dependency_is_reachable_and_not_without_any_wait(seed: int) -> No
     for one in planned.in_start_order():
         for other in planned.in_start_order():
             if one.start_ns < other.start_ns and set(lanes[one.lane].units) & set(lanes[other.lane].units):
+                needed.add((one.segment, other.segment))
+            if quota is not None and one.end_ns <= other.start_ns:
                 needed.add((one.segment, other.segment))
     assert needed <= reachable(made, planned, waits)
     for wait in waits:

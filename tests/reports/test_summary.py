@@ -10,12 +10,14 @@ from apollo_compile.device import default_profile
 from apollo_compile.ir import (
     Body,
     BodyId,
+    Candidate,
     Capture,
     CostSource,
     LaneId,
     Node,
     NodeId,
     NodeKind,
+    Observations,
     Origin,
     Partition,
     Role,
@@ -59,6 +61,7 @@ def compilation(letters: str = "*AB*", *, handover_ns: int = 0) -> Compilation:
         capture=capture,
         partition=partition,
         profile=default_profile(2),
+        observations=Observations(),
         costs=table,
         plan=planned,
         syncs=syncs,
@@ -211,9 +214,11 @@ def test_the_text_has_every_number() -> None:
     text = render_text(Report(graphs=(summary,), handed_over=()))
     lines = text.splitlines()
     assert lines[0] == "test: 4 segments (3 bodies) on 3 lanes, greedy plan"
-    assert lines[1] == "  predicted 510 ns; on one lane 560 ns (1.10x); no plan is under 123 ns"
-    assert lines[2] == "  measured  1.0 us; two lanes or more at work 30% of the time; units busy 48%"
-    assert lines[3] == (
+    assert lines[1] == "  predicted 510 ns; on one lane 560 ns (1.10x); no plan is under 123 ns (gap 314.6%)"
+    assert lines[2] == "  no search"
+    assert lines[3].startswith("  by the rules of others: equal split ")
+    assert lines[4] == "  measured  1.0 us; two lanes or more at work 30% of the time; units busy 48%"
+    assert lines[5] == (
         f"  {summary.num_waits} waits between lanes ({summary.num_waits_dropped} more implied); "
         f"planned peak between segments 7.0 KiB"
     )
@@ -265,6 +270,14 @@ def test_a_graph_without_segments_has_a_text() -> None:
         predicted_ns=0,
         serial_ns=0,
         bound_ns=0,
+        gap=0.0,
+        candidates=(),
+        baselines=(),
+        solver=None,
+        seed=0,
+        stopped_early=False,
+        pinned=False,
+        num_replans=0,
         measured_ns=None,
         overlap=None,
         busy=None,
@@ -275,3 +288,18 @@ def test_a_graph_without_segments_has_a_text() -> None:
     )
     text = str(Report(graphs=(empty,), handed_over=()))
     assert text.startswith("empty: 0 segments (0 bodies) on 0 lanes, serial plan\n  predicted 0 ns")
+
+
+def test_a_report_says_where_a_plan_comes_from() -> None:
+    """Candidates, solver, limits, replans; and what the rules of others would take on the same lanes."""
+    made = compilation()
+    tried = Candidate(name="serial", undisturbed_ns=560, makespan_ns=560)
+    searched = replace(made.plan, candidates=(tried, tried), solver="solver 1.0", seed=7, stopped_early=True)
+    summary = summarize(replace(made, plan=searched), NOTHING, num_replans=2)
+    assert summary.gap == pytest.approx(510 / 123 - 1)
+    assert dict(summary.baselines)["serial"] == made.plan.serial_ns
+    text = str(Report(graphs=(summary,), handed_over=()))
+    assert "best of 2 candidates; solver 1.0, seed 7; stopped by the time limit; planned again from measured" in text
+    assert "by the rules of others: equal split " in text
+    pinned = summarize(replace(made, plan=replace(made.plan, pinned=True)), NOTHING)
+    assert "read from a plan file" in str(Report(graphs=(pinned,), handed_over=()))

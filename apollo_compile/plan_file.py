@@ -1,0 +1,97 @@
+"""Plans in files.
+
+    save_plan(plan, graph, path)            write one plan
+    load_plan(path, graph, lanes) -> Plan   read the plan of a graph: from its file, or from a directory of dumps
+
+A file holds the plan and a fingerprint of the graph that it is for: segments, buffers and dependencies, not their work.
+A directory is what `debug.dump` wrote: `<name of the graph>/plan.json` per graph. Files are data: every field is
+checked against its type, and no content is executed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from apollo_compile.errors import PlanFileError
+from apollo_compile.ir import Lane, Plan, SegmentGraph
+from apollo_compile.json_form import from_json, to_json
+
+FILE_NAME = "plan.json"
+
+_FORMAT = 1
+_MAX_BYTES = 64 * 2**20
+"""A plan of 10,000 segments takes about 2 MB."""
+
+
+def save_plan(plan: Plan, graph: SegmentGraph, path: Path) -> None:
+    """Write a plan; the same plan gives the same bytes. Raises `OSError` where that is impossible."""
+    content = {
+        "format": _FORMAT,
+        "graph": {"name": graph.name, "fingerprint": fingerprint(graph)},
+        "plan": to_json(plan),
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def load_plan(path: Path, graph: SegmentGraph, lanes: tuple[Lane, ...]) -> Plan:
+    """Return the plan in a file or in a directory of dumps, which must be for `graph` on `lanes`.
+
+    Raises:
+        PlanFileError: the file cannot be read, is no plan, or its plan is for another graph or other lanes.
+    """
+    file = path / graph.name / FILE_NAME if path.is_dir() else path
+    try:
+        content = _read(file)
+        about = content["graph"]
+        is_for_graph = about["fingerprint"] == fingerprint(graph)
+        plan = from_json(Plan, content["plan"])
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise PlanFileError(
+            f"cannot read the plan of {graph.name} from {file}: {error}; expected a file that save_plan or "
+            "'debug.dump' wrote"
+        ) from error
+    if not is_for_graph:
+        raise PlanFileError(
+            f"the plan in {file} was made for {about['name']}, whose segments are not those of {graph.name}: the "
+            "model, its inputs or the partition's options have changed"
+        )
+    if plan.lanes != lanes:
+        raise PlanFileError(
+            f"the plan in {file} is for lanes with {[len(lane.units) for lane in plan.lanes]} units; this device has "
+            f"lanes with {[len(lane.units) for lane in lanes]}: set 'device.units' to run it here"
+        )
+    place = {assignment.segment: index for index, assignment in enumerate(plan.in_start_order())}
+    is_complete = [assignment.segment for assignment in plan.assignments] == list(range(len(graph.segments)))
+    if not is_complete or not all(0 <= assignment.lane < len(lanes) for assignment in plan.assignments):
+        raise PlanFileError(f"the plan in {file} does not give each of the {len(graph.segments)} segments a lane")
+    for segment in graph.segments:
+        if late := [other for other in graph.predecessors(segment.id) if place[other] > place[segment.id]]:
+            raise PlanFileError(
+                f"the plan in {file} starts segment {segment.id} ({segment.name}) before segment {late[0]}, which it "
+                "depends on"
+            )
+    return plan
+
+
+def fingerprint(graph: SegmentGraph) -> str:
+    """Return a hash of what a plan refers to: segments, their buffers and their dependencies."""
+    structure = [
+        [(s.name, s.body, s.inputs, s.outputs, s.after) for s in graph.segments],
+        [(b.producer, b.readers, b.num_bytes, b.is_output) for b in graph.buffers],
+        graph.role,
+    ]
+    return hashlib.sha256(json.dumps(structure).encode()).hexdigest()
+
+
+def _read(file: Path) -> dict[str, Any]:
+    size = file.stat().st_size
+    if size > _MAX_BYTES:
+        raise ValueError(f"the file has {size} bytes, a plan at most {_MAX_BYTES}")
+    content = json.loads(file.read_text(encoding="utf-8"))
+    if not isinstance(content, dict) or content.get("format") != _FORMAT:
+        raise ValueError(f"expected a plan of format {_FORMAT}")
+    return content

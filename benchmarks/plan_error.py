@@ -1,0 +1,310 @@
+"""How well plans hold up when they are run: predicted against measured makespans, their order, and the regret.
+
+    python -m benchmarks.plan_error --workloads clip,two_tower --size small --json out.json
+
+Per workload, in one process:
+
+1. learn     every segment runs alone on all units and on one unit, as the first steps of a training run would have it;
+             the observations replace the formulas, and every plan below is predicted from them.
+2. collect   at least `--plans` distinct plans per graph: the planner's own choice, what it ranked behind it, the
+             baselines of `planner/baselines.py`, and random changes of the choice.
+3. measure   all plans take turns in training steps, forward and backward with the same number; the median of a plan
+             counts, interleaved so that drift falls on all.
+
+Printed per graph: predicted and measured makespan of the choice, Kendall's tau between predicted and measured order of
+all plans, and the regret: measured time of the choice over the best measured one, minus 1. Plans that run serially on
+lane 0 count as one plan.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from apollo_compile.planner.baselines import BASELINES
+from scipy.stats import kendalltau
+from tabulate import tabulate
+from tqdm import tqdm
+
+from apollo_compile import backend, check
+from apollo_compile.bench import machine_facts
+from apollo_compile.ir import Assignment, CostTable, LaneId, Observations, Origin, Plan, Quota
+from apollo_compile.monitor import is_same_placement, observe_trace
+from apollo_compile.observe import StageRunner
+from apollo_compile.passes.cost import estimate_costs
+from apollo_compile.passes.plan import make_plan, to_problem
+from apollo_compile.pipeline import Compilation, compile_plan
+from apollo_compile.units import NS_PER_MS
+from benchmarks.workloads import Workload, build
+from benchmarks.workloads_spec import SPECS
+
+LEARNING_RUNS = 6
+"""Runs of every learning plan; the first is not observed."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Variation:
+    """One plan of one graph, ready to run."""
+
+    name: str
+    compilation: Compilation
+    executable: backend.Executable
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Result:
+    """One plan: what was predicted and what was measured, in nanoseconds."""
+
+    name: str
+    predicted_ns: int
+    measured_ns: float
+    p10_ns: float
+    p90_ns: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Comparison:
+    """The plans of one graph, or of a step; the first is the planner's choice."""
+
+    name: str
+    results: tuple[Result, ...]
+
+    @property
+    def error(self) -> float:
+        """Predicted over measured makespan of the choice, minus 1."""
+        return self.results[0].predicted_ns / self.results[0].measured_ns - 1
+
+    @property
+    def tau(self) -> float:
+        """Kendall's tau-b between predicted and measured order; nan where all plans are predicted alike."""
+        predicted, measured = zip(*((r.predicted_ns, r.measured_ns) for r in self.results), strict=True)
+        return float(kendalltau(predicted, measured).statistic)
+
+    @property
+    def regret(self) -> float:
+        """Measured makespan of the choice over the least measured one, minus 1."""
+        return self.results[0].measured_ns / min(result.measured_ns for result in self.results) - 1
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measure, print, write JSON; return the exit code."""
+    args = _parse(arguments)
+    content: dict[str, Any] = {"machine": machine_facts(), "workloads": {}}
+    rows = []
+    for name in args.workloads:
+        workload = build(name, args.size, batch=args.batch)
+        comparisons = compare_plans(workload, num_plans=args.plans, rounds=args.rounds, seed=args.seed)
+        print(f"\n== {name}, {args.size}")
+        for comparison in comparisons:
+            print(_plan_table(comparison), flush=True)
+            rows.append([name, *_row(comparison)])
+        content["workloads"][name] = [_to_json(comparison) for comparison in comparisons]
+        if args.json is not None:
+            args.json.write_text(json.dumps(content, indent=1))
+    headers = ("workload", "graph", "plans", "choice", "predicted ms", "measured ms", "error", "tau", "regret")
+    print("\n" + tabulate(rows, headers=headers))
+    return 0
+
+
+def compare_plans(workload: Workload, *, num_plans: int, rounds: int, seed: int = 0) -> list[Comparison]:
+    """Return one comparison per graph of the workload's training step, and one of the whole step."""
+    compiled = torch.compile(workload.model, backend="apollo", options={"plan.replan": False})
+
+    def step() -> None:
+        workload.loss(compiled(**workload.inputs)).backward()
+
+    step()
+    graphs = [graph for model in backend.find_models(workload.model) for graph in model.graphs]
+    for graph in graphs:
+        graph.adopt(learn(graph, step))
+    plans = [collect_plans(graph, num_plans, random.Random(seed)) for graph in graphs]
+    times: list[list[list[int]]] = [[[] for _ in variations] for variations in plans]
+    count = max(len(variations) for variations in plans)
+    for turn in tqdm(range(rounds), desc=f"   measuring {workload.name}", file=sys.stderr, mininterval=5):
+        for index in range(count) if turn % 2 == 0 else reversed(range(count)):
+            for graph, variations in zip(graphs, plans, strict=True):
+                chosen = variations[index % len(variations)]
+                graph.compilation, graph.executable = chosen.compilation, chosen.executable
+            step()  # brings code and weights of these plans back into the caches
+            step()
+            for graph, variations, samples in zip(graphs, plans, times, strict=True):
+                samples[index % len(variations)].append(graph.trace().duration_ns)
+    comparisons = [
+        Comparison(
+            name=graph.compilation.capture.role,
+            results=tuple(_result(v.name, v.compilation, t) for v, t in zip(variations, samples, strict=True)),
+        )
+        for graph, variations, samples in zip(graphs, plans, times, strict=True)
+    ]
+    return [*comparisons, _whole_step(comparisons, count)]
+
+
+def learn(graph: backend.CompiledGraph, step: Any) -> Compilation:
+    """Return the graph's compilation, planned anew after every segment was measured on all units and on one."""
+    start = graph.compilation
+    segments = start.partition.graph
+    observations = Observations()
+    for lane in (0, min(1, len(start.plan.lanes) - 1)):
+        plan = make_plan(segments, start.costs, lanes=start.plan.lanes, pinned=_on_lanes(start.plan, lane))
+        graph.adopt(_compile(start, start.costs, plan, observations))
+        for run in range(LEARNING_RUNS):
+            step()
+            if run:
+                observations = observe_trace(graph.trace(), plan, segments, start.costs, observations)
+    costs = estimate_costs(segments, start.profile, observations)
+    return _compile(start, costs, make_plan(segments, costs, lanes=start.plan.lanes), observations)
+
+
+def collect_plans(graph: backend.CompiledGraph, num_plans: int, rng: random.Random) -> list[Variation]:
+    """Return distinct plans of a graph, the planner's choice first."""
+    choice = graph.compilation
+    found = [Variation(name="choice", compilation=choice, executable=graph.executable)]
+    for name, skeleton in _skeletons(choice, rng):
+        if len(found) == num_plans:
+            break
+        plan = make_plan(choice.partition.graph, choice.costs, lanes=choice.plan.lanes, pinned=skeleton)
+        if any(is_same_placement(plan, other.compilation.plan) for other in found):
+            continue
+        compilation = _compile(choice, choice.costs, plan, choice.observations)
+        graph.adopt(compilation)
+        found.append(Variation(name=name, compilation=compilation, executable=graph.executable))
+    return found
+
+
+def _skeletons(choice: Compilation, rng: random.Random) -> Iterable[tuple[str, Plan]]:
+    """Yield plans of which lanes and order count: serial, one core, the baselines', then random changes."""
+    graph, plan = choice.partition.graph, choice.plan
+    yield "serial", _on_lanes(plan, 0)
+    for name, baseline in BASELINES.items():
+        problem = to_problem(graph, choice.costs, plan.lanes)
+        schedule = baseline(problem)
+        lanes = [problem.mode(schedule, segment).lane for segment in range(len(graph.segments))]
+        yield name, _rearrange(plan, lanes, schedule.starts)
+    for change in range(1000):
+        lanes = [assignment.lane for assignment in plan.assignments]
+        for _ in range(rng.randrange(1, 5)):
+            first = rng.randrange(len(lanes))
+            last = first + rng.randrange(1, max(2, len(lanes) // 3))
+            lane = rng.randrange(len(plan.lanes))
+            lanes[first:last] = [LaneId(lane)] * len(lanes[first:last])
+        yield f"change {change + 1}", _rearrange(plan, lanes, [a.start_ns for a in plan.assignments])
+
+
+def _on_lanes(plan: Plan, lane: int) -> Plan:
+    """Return the plan with every segment on one lane, in graph order."""
+    count = len(plan.assignments)
+    return _rearrange(plan, [lane] * count, range(count))
+
+
+def _rearrange(plan: Plan, lanes: Sequence[int], starts: Sequence[int]) -> Plan:
+    assignments = tuple(
+        Assignment(
+            segment=old.segment,
+            lane=LaneId(lane),
+            quota=Quota(units=len(plan.lanes[lane].units), memory_bytes=old.quota.memory_bytes),
+            start_ns=start,
+            duration_ns=old.duration_ns,
+        )
+        for old, lane, start in zip(plan.assignments, lanes, starts, strict=True)
+    )
+    return Plan(
+        origin=Origin.GREEDY,
+        lanes=plan.lanes,
+        assignments=assignments,
+        makespan_ns=0,
+        undisturbed_ns=0,
+        serial_ns=0,
+        lower_bound_ns=0,
+    )
+
+
+def _compile(base: Compilation, costs: CostTable, plan: Plan, observations: Observations) -> Compilation:
+    check.check_plan(plan, base.partition.graph, costs)
+    return compile_plan(
+        base.capture, base.partition, observations, costs, plan, profile=base.profile, runner=StageRunner()
+    )
+
+
+def _result(name: str, compilation: Compilation, times: list[int]) -> Result:
+    deciles = statistics.quantiles(times, n=10)
+    return Result(
+        name=name,
+        predicted_ns=compilation.plan.makespan_ns,
+        measured_ns=statistics.median(times),
+        p10_ns=deciles[0],
+        p90_ns=deciles[-1],
+    )
+
+
+def _whole_step(comparisons: Sequence[Comparison], count: int) -> Comparison:
+    def total(index: int) -> Result:
+        parts = [comparison.results[index % len(comparison.results)] for comparison in comparisons]
+        return Result(
+            name=" / ".join(dict.fromkeys(part.name for part in parts)),
+            predicted_ns=sum(part.predicted_ns for part in parts),
+            measured_ns=sum(part.measured_ns for part in parts),
+            p10_ns=sum(part.p10_ns for part in parts),
+            p90_ns=sum(part.p90_ns for part in parts),
+        )
+
+    return Comparison(name="step", results=tuple(total(index) for index in range(count)))
+
+
+def _plan_table(comparison: Comparison) -> str:
+    rows = [
+        [r.name, *(f"{ns / NS_PER_MS:.2f}" for ns in (r.predicted_ns, r.measured_ns, r.p10_ns, r.p90_ns))]
+        for r in comparison.results
+    ]
+    title = (
+        f"{comparison.name}: prediction {comparison.error:+.1%}, tau {comparison.tau:.2f}, "
+        f"regret {comparison.regret:.1%}"
+    )
+    return f"{title}\n{tabulate(rows, headers=('plan', 'predicted ms', 'measured ms', 'p10', 'p90'))}\n"
+
+
+def _row(comparison: Comparison) -> list[object]:
+    choice = comparison.results[0]
+    return [
+        comparison.name,
+        len(comparison.results),
+        choice.name,
+        round(choice.predicted_ns / NS_PER_MS, 2),
+        round(choice.measured_ns / NS_PER_MS, 2),
+        f"{comparison.error:+.1%}",
+        f"{comparison.tau:.2f}",
+        f"{comparison.regret:.1%}",
+    ]
+
+
+def _to_json(comparison: Comparison) -> dict[str, Any]:
+    return {
+        "graph": comparison.name,
+        "error": comparison.error,
+        "tau": comparison.tau,
+        "regret": comparison.regret,
+        "plans": [asdict(result) for result in comparison.results],
+    }
+
+
+def _parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.plan_error", description="Run many plans of a model.")
+    parser.add_argument("--workloads", type=lambda text: text.split(","), default=list(SPECS), help=", ".join(SPECS))
+    parser.add_argument("--size", choices=("tiny", "small"), default="small")
+    parser.add_argument("--batch", type=int, help="default: the spec's")
+    parser.add_argument("--plans", type=int, default=12, help="distinct plans per graph")
+    parser.add_argument("--rounds", type=int, default=15, help="timed steps of every plan")
+    parser.add_argument("--seed", type=int, default=0, help="of the random changes")
+    parser.add_argument("--json", type=Path, help="write everything there")
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,64 @@
+"""What `benchmarks.planner` plans: graphs that load, make sense, and do not depend on when they are made."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+pytest.importorskip("tqdm")
+
+from apollo_compile.ir import Role, SegmentGraph
+from benchmarks.graphs import load_graphs
+from benchmarks.planner import Result, measure
+from benchmarks.synthetic import synthetic_graphs
+
+SAVED = load_graphs()
+SYNTHETIC = synthetic_graphs()
+
+
+@pytest.mark.parametrize("graph", [*SAVED.values(), *SYNTHETIC.values()], ids=lambda graph: graph.name)
+def test_a_graph_is_topological_and_all_its_segments_have_kernels(graph: SegmentGraph) -> None:
+    """Ids are positions, readers and producers agree, and the sums of the work are those of its kernels."""
+    assert [segment.id for segment in graph.segments] == list(range(len(graph.segments)))
+    for segment in graph.segments:
+        assert all(other < segment.id for other in graph.predecessors(segment.id))
+        assert all(segment.id in graph.buffers[buffer].readers for buffer in segment.inputs)
+        assert all(graph.buffers[buffer].producer == segment.id for buffer in segment.outputs)
+        assert segment.work.kernels == sum(kernel.count for kernel in segment.work.parts) > 0
+        assert segment.work.flops == sum(kernel.count * kernel.flops for kernel in segment.work.parts)
+
+
+def test_saved_graphs_are_training_steps_of_large_models() -> None:
+    """A backward needs about twice the flops of its forward, and there are tera of them."""
+    names = [name for name in SAVED if name.endswith("forward")]
+    assert len(names) == 6
+    for name in names:
+        forward, backward = SAVED[name], SAVED[name.replace("forward", "backward")]
+        flops, more = (sum(segment.work.flops for segment in graph.segments) for graph in (forward, backward))
+        assert (forward.role, backward.role) == (Role.FORWARD, Role.BACKWARD)
+        assert flops > 5e11
+        assert 1.8 < more / flops < 2.5
+
+
+def test_synthetic_graphs_have_from_10_to_500_segments_and_equal_calls_equal_graphs() -> None:
+    """A name ends in the number of segments."""
+    sizes = sorted(len(graph.segments) for graph in SYNTHETIC.values())
+    assert (sizes[0], sizes[-1]) == (10, 500)
+    assert all(int(name.rsplit(maxsplit=1)[1]) == len(graph.segments) for name, graph in SYNTHETIC.items())
+    assert synthetic_graphs() == SYNTHETIC
+
+
+@pytest.mark.parametrize("device", ["h200", "cpu16"])
+def test_measuring_a_graph_names_where_a_baseline_is_ahead(device: str) -> None:
+    """Serial is in the row and never ahead; an invented result that is better makes one line per comparison."""
+    row = measure(SYNTHETIC["layered 10"], device, [0.1])
+    assert row.defeats() == []
+    assert row.baselines["serial"].makespan_ns >= row.searches[0].makespan_ns
+    assert row.bound_ns <= row.searches[0].undisturbed_ns
+    better = Result(makespan_ns=row.bound_ns - 1, undisturbed_ns=row.bound_ns - 1, took_s=0.0)
+    beaten = dataclasses.replace(row, baselines=row.baselines | {"better": better})
+    assert [(" better takes " in line, line.split()[-2]) for line in beaten.defeats()] == [
+        (True, "with"),
+        (True, "without"),
+    ]
