@@ -36,9 +36,9 @@ of the lane of j says the same with i and j exchanged, and together that is (3).
 Reductions before, which keep a shortest schedule: modes that no schedule can have (their demand exceeds a capacity, or
 their consumption with the least of all others a budget) and modes that another one dominates (same lane, not longer,
 asks for no more of anything that can run short) go; budgets that cannot be exceeded go. A hint in a dominated mode
-moves to the one that dominates. A reader before another reader of a hold goes. Amounts are divided by their common divisor;
-if they are still larger than `MAX_AMOUNT` they are rounded, demands up and capacities down. The model is then narrower
-than the problem, and neither its optimum nor its infeasibility is reported as a proof.
+moves to the one that dominates. A reader before another reader of a hold goes. Amounts are divided by their common
+divisor; if they are still larger than `MAX_AMOUNT` they are rounded, demands up and capacities down. The model is then
+narrower than the problem, and neither its optimum nor its infeasibility is reported as a proof.
 Source: Sprecher, Hartmann, Drexl, "An exact algorithm for project scheduling with multiple modes", OR Spektrum 19,
 1997, https://doi.org/10.1007/BF01545587 (modes that go).
 
