@@ -359,7 +359,7 @@ def _difference(before: Fingerprint | None, now: Fingerprint) -> str:
 _PRODUCT_SIZE = 256
 """Rows, depth and columns."""
 
-_VECTOR_BYTES = 2 * 2**20
+_VECTOR_BYTES = 8 * 2**20
 _ROUNDS = 12
 
 

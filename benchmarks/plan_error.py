@@ -29,7 +29,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from apollo_compile.planner.baselines import BASELINES
 from scipy.stats import kendalltau
 from tabulate import tabulate
 from tqdm import tqdm
@@ -42,6 +41,7 @@ from apollo_compile.observe import StageRunner
 from apollo_compile.passes.cost import estimate_costs
 from apollo_compile.passes.plan import make_plan, to_problem
 from apollo_compile.pipeline import Compilation, compile_plan
+from apollo_compile.planner.baselines import BASELINES
 from apollo_compile.units import NS_PER_MS
 from benchmarks.workloads import Workload, build
 from benchmarks.workloads_spec import SPECS

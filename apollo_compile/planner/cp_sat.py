@@ -9,10 +9,11 @@ the sum of on[t, m] over the modes on lane l, C the makespan:
 (1) one mode       exactly one on[t, m];  on[t, m] => s[t, m] = start[t];
                    end[t] = start[t] + sum_m duration[t, m] * on[t, m]                      -> _add_task
 (2) precedence     end[p] <= start[t];
-                   lane[t, l] => end[p] + handover * (1 - lane[p, l]) <= start[t]           -> _order_tasks
+                   on[t, m] => end[p] + handover * (1 - lane[p, lane of m]) <= s[t, m]      -> _order_tasks
 (3) atoms          per atom: runs of the modes whose lane covers it do not overlap          -> _separate_on_atoms
     hand-over      per lane and atom of it, see Note [keep warm]                            -> _keep_lanes_apart
-(4) renewable      runs, and lifetimes of holds, under one cumulative per resource          -> _limit_renewables
+(4) renewable      per resource, one cumulative of runs, which ask for
+                   sum_m demand[t, m] * on[t, m], and of the lifetimes of holds             -> _limit_renewables
     lifetime       [start[t], last],  last >= end of t and of every reader                  -> _add_lifetime
 (5) non-renewable  sum of consumption[t, m] * on[t, m] <= budget                            -> _limit_budgets
 (6) objective      minimise C,  lower_bound <= C <= makespan of the hint,  end[t] <= C      -> _bound_makespan
@@ -20,6 +21,7 @@ the sum of on[t, m] over the modes on lane l, C the makespan:
 
 Every mode has its OWN start and optional interval. With optional intervals that share the start and end of their task,
 CP-SAT 9.15 reports optima that are none and calls feasible problems infeasible (models in tests/planner/cpsat_repro).
+Where there are no atoms nothing tells modes apart in time, and one interval per task, of variable length, does.
 A status is therefore a claim of the solver: schedules are checked here with `Problem.violations`, and a certificate is
 a valid schedule as long as our own bound (`bounds.py`).
 
