@@ -10,7 +10,7 @@ units linearly; beyond either end it stays as it is at that end.
 
 `apollo calibrate` measures every number and keeps the profile in a file with the fingerprint of what it was measured
 on: device, driver, torch, cores and units. Where nobody has calibrated, a quick measurement on one thread (a matrix
-product and an addition of vectors, in about a third of a second) scales the packaged profile, and that is kept
+product and an addition of vectors, in about a twentieth of a second) scales the packaged profile, and that is kept
 instead. One thread, because a team of OpenMP threads on top of the caller's slows every later parallel region down.
 Another process on the core makes a device look slow, so a round counts as disturbed where the process got less CPU
 time than it should have had; a disturbed result is used, but not kept.

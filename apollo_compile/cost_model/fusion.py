@@ -14,14 +14,19 @@ convolutions, attention, sorts and scatters are calls or loops of their own. So 
 4. A value is read once by each group that reads it and does not make it, and written once if another group reads it,
    if the segment returns it, or if nothing here reads it. What stays inside a group moves no bytes.
 
-Work = flops of all nodes, bytes of these reads and writes, and one kernel per group.
+Work = flops of all nodes, bytes of these reads and writes, and one kernel per group; its parts are the kernels, with
+what each reads from outside the segment apart.
 
 The approximation: a group is one kernel. That is what Inductor's C++ backend calls: it puts loops that follow one
 another into one function, and what a second loop reads again is still in the cache. Triton makes a kernel per loop, so
 a reduction over columns and one over rows of the same value are two there. A matrix product's epilogue counts apart. On
 the training graphs of CLIP and of two towers the groups were as many as Inductor's C++ functions up to a tenth. The
 size of a value from outside is not part of a node: it is what its readers read beyond the values made inside.
-Torch-free.
+
+How wrong that is, together with the rates of loops, is seen in segments that are mostly loops: on two cores, over the
+workloads of `benchmarks/model_error.py`, the median error of their predicted times was 16 to 18 % for tiny models and
+33 to 44 % for small ones, by too much, since a loop often reads what the segment just before it made, which counts as
+far. Segments that are mostly matrix products were off by 7 % in small models. Torch-free.
 """
 
 from __future__ import annotations

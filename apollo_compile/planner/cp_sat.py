@@ -140,6 +140,9 @@ def solve_with_cp_sat(
         _check_start(problem, hint, lower_bound)
         if hint.makespan == lower_bound:
             return SolverOutcome(status="optimal", schedule=hint, bound=lower_bound, reached_time_limit=False)
+    if not problem.tasks:
+        nothing = Schedule(modes=(), starts=(), makespan=0)
+        return SolverOutcome(status="optimal", schedule=nothing, bound=0, reached_time_limit=False)
     kept = _kept_modes(problem)
     longest = hint.makespan if hint is not None else _longest(problem, kept) if all(kept) else -1
     if lower_bound > longest:
@@ -805,7 +808,7 @@ def improve_windows(
         window = _Window(problem, best, first, size)
         shorter = best.makespan - max(1, (best.makespan - lower_bound) // STEPS_TO_BOUND)
         spent += WINDOW_FEE
-        if spent >= deterministic_time or not window.has_room(shorter):
+        if not window.has_room(shorter):
             continue
         answer = window.search(
             max(window.floor, lower_bound),
