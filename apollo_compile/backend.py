@@ -23,7 +23,7 @@ from torch import fx
 
 from apollo_compile import check, text
 from apollo_compile.config import Config, load_config
-from apollo_compile.device import DeviceProfile, discover_profile, load_profile
+from apollo_compile.device import DeviceProfile, discover_profile, limit_units, load_profile, packaged_profiles
 from apollo_compile.errors import ConfigError, UnsupportedGraphError
 from apollo_compile.execute import Executable, available_units, keep_memory
 from apollo_compile.inductor import (
@@ -309,6 +309,13 @@ def _profile(config: Config) -> DeviceProfile:
     units = available_units()
     if config.device.profile is not None:
         profile = load_profile(config.device.profile)
+        if profile.kind != "cpu":
+            raise ConfigError(
+                f"device profile {config.device.profile} is for a {profile.kind} device; only graphs on a CPU are "
+                "planned: name the profile of a CPU"
+            )
+        if str(config.device.profile) in packaged_profiles():
+            profile = limit_units(profile, units)  # it is for any number of cores
         if profile.units > units:
             raise ConfigError(
                 f"device profile {config.device.profile} is for {profile.units} cores; torch uses {units} cores here: "

@@ -47,10 +47,25 @@ def test_a_wrong_unit_count_or_profile_is_an_error(tmp_path: Path) -> None:
             torch.compile(nn.Linear(2, 2), backend="apollo", options=options)(torch.ones(1, 2))
 
 
+def test_a_packaged_profile_is_named_and_one_of_another_device_is_refused() -> None:
+    """`cpu` fits any number of cores; a GPU's says nothing about them."""
+    torch._dynamo.reset()
+    layer, x = nn.Linear(2, 2), torch.ones(1, 2)
+    with torch.no_grad():
+        run = torch.compile(layer, backend="apollo", options={**STRICT, "device.profile": "cpu"})
+        torch.testing.assert_close(run(x), layer(x))
+    (model,) = backend.find_models(layer)
+    assert (model.profile.source, model.profile.units) == ("default", available_units())
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match="is for a cuda device"):
+        torch.compile(nn.Linear(2, 2), backend="apollo", options={"device.profile": "h200"})(x)
+
+
 def test_the_environment_switch_turns_apollo_off(monkeypatch: pytest.MonkeyPatch) -> None:
     """With APOLLO_DISABLE=1 every graph is Inductor's own."""
     torch._dynamo.reset()
     monkeypatch.setenv("APOLLO_DISABLE", "1")
+    gc.collect()  # what earlier tests compiled goes now, not in between
     before = len(backend.compiled_models())
     layer = nn.Linear(4, 4)
     x = torch.ones(2, 4)
