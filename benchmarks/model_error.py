@@ -52,6 +52,7 @@ from apollo_compile.ir import (
 from apollo_compile.observe import StageRunner
 from apollo_compile.passes.cost import estimate_costs
 from apollo_compile.pipeline import compile_plan
+from benchmarks.run import names_of
 from benchmarks.workloads import SIZES, Workload, build
 from benchmarks.workloads_spec import SPECS
 
@@ -293,23 +294,11 @@ def _summary(errors: Sequence[float]) -> tuple[str, str, str]:
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.model_error", description="Check predicted times.")
-    parser.add_argument("--workloads", type=_names(SPECS), default=list(SPECS), help=", ".join(SPECS))
-    parser.add_argument("--sizes", type=_names(SIZES[:2]), default=list(SIZES[:2]), help=", ".join(SIZES[:2]))
+    parser.add_argument("--workloads", type=names_of(SPECS), default=list(SPECS), help=", ".join(SPECS))
+    parser.add_argument("--sizes", type=names_of(SIZES[:2]), default=list(SIZES[:2]), help=", ".join(SIZES[:2]))
     parser.add_argument("--runs", type=int, default=40, help="timed steps per number of units, at least 20")
     parser.add_argument("--json", type=Path, help="write everything there")
     return parser.parse_args(arguments)
-
-
-def _names(known: Iterable[str]) -> Callable[[str], list[str]]:
-    choices = list(known)
-
-    def parse(text: str) -> list[str]:
-        unknown = [name for name in text.split(",") if name not in choices]
-        if unknown:
-            raise argparse.ArgumentTypeError(f"unknown: {', '.join(unknown)}; known: {', '.join(choices)}")
-        return text.split(",")
-
-    return parse
 
 
 if __name__ == "__main__":

@@ -43,6 +43,8 @@ from apollo_compile.passes.plan import make_plan, to_problem
 from apollo_compile.pipeline import Compilation, compile_plan
 from apollo_compile.planner.baselines import BASELINES
 from apollo_compile.units import NS_PER_MS
+from benchmarks.model_error import plan_on_lane
+from benchmarks.run import names_of
 from benchmarks.workloads import Workload, build
 from benchmarks.workloads_spec import SPECS
 
@@ -153,7 +155,7 @@ def learn(graph: backend.CompiledGraph, step: Any) -> Compilation:
     segments = start.partition.graph
     observations = Observations()
     for lane in (0, min(1, len(start.plan.lanes) - 1)):
-        plan = make_plan(segments, start.costs, lanes=start.plan.lanes, pinned=_on_lanes(start.plan, lane))
+        plan = make_plan(segments, start.costs, lanes=start.plan.lanes, pinned=plan_on_lane(start.plan, LaneId(lane)))
         graph.adopt(_compile(start, start.costs, plan, observations))
         for run in range(LEARNING_RUNS):
             step()
@@ -182,7 +184,7 @@ def collect_plans(graph: backend.CompiledGraph, num_plans: int, rng: random.Rand
 def _skeletons(choice: Compilation, rng: random.Random) -> Iterable[tuple[str, Plan]]:
     """Yield plans of which lanes and order count: serial, one core, the baselines', then random changes."""
     graph, plan = choice.partition.graph, choice.plan
-    yield "serial", _on_lanes(plan, 0)
+    yield "serial", plan_on_lane(plan, LaneId(0))
     for name, baseline in BASELINES.items():
         problem = to_problem(graph, choice.costs, plan.lanes)
         schedule = baseline(problem)
@@ -196,12 +198,6 @@ def _skeletons(choice: Compilation, rng: random.Random) -> Iterable[tuple[str, P
             lane = rng.randrange(len(plan.lanes))
             lanes[first:last] = [LaneId(lane)] * len(lanes[first:last])
         yield f"change {change + 1}", _rearrange(plan, lanes, [a.start_ns for a in plan.assignments])
-
-
-def _on_lanes(plan: Plan, lane: int) -> Plan:
-    """Return the plan with every segment on one lane, in graph order."""
-    count = len(plan.assignments)
-    return _rearrange(plan, [lane] * count, range(count))
 
 
 def _rearrange(plan: Plan, lanes: Sequence[int], starts: Sequence[int]) -> Plan:
@@ -296,7 +292,7 @@ def _to_json(comparison: Comparison) -> dict[str, Any]:
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.plan_error", description="Run many plans of a model.")
-    parser.add_argument("--workloads", type=lambda text: text.split(","), default=list(SPECS), help=", ".join(SPECS))
+    parser.add_argument("--workloads", type=names_of(SPECS), default=list(SPECS), help=", ".join(SPECS))
     parser.add_argument("--size", choices=("tiny", "small"), default="small")
     parser.add_argument("--batch", type=int, help="default: the spec's")
     parser.add_argument("--plans", type=int, default=12, help="distinct plans per graph")

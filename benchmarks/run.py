@@ -65,10 +65,10 @@ def _write(path: Path | None, measurements: list[Measurement]) -> None:
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.run", description="Measure workloads, interleaved.")
-    parser.add_argument("--workloads", type=_names(SPECS), default=["two_tower", "clip"], help=", ".join(SPECS))
+    parser.add_argument("--workloads", type=names_of(SPECS), default=["two_tower", "clip"], help=", ".join(SPECS))
     parser.add_argument("--size", choices=("tiny", "small"), default="small")
     parser.add_argument("--batch", type=_batches, default=[None], help="batch sizes, e.g. 1,4; default: the spec's")
-    parser.add_argument("--modes", type=_names(("train", "inference")), default=["train"], help="train, inference")
+    parser.add_argument("--modes", type=names_of(("train", "inference")), default=["train"], help="train, inference")
     parser.add_argument("--variants", type=_variants, default=list(VARIANTS), help=", ".join(v.name for v in VARIANTS))
     parser.add_argument("--steps", type=int, default=30, help="timed steps of every variant")
     parser.add_argument("--steps-per-turn", type=int, default=3, help="timed steps before the next variant's turn")
@@ -79,7 +79,8 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def _names(known: Iterable[str]) -> Callable[[str], list[str]]:
+def names_of(known: Iterable[str]) -> Callable[[str], list[str]]:
+    """Return a parser of comma-separated names that refuses unknown ones."""
     choices = list(known)
 
     def parse(text: str) -> list[str]:
@@ -93,7 +94,7 @@ def _names(known: Iterable[str]) -> Callable[[str], list[str]]:
 
 def _variants(text: str) -> list[Variant]:
     by_name = {variant.name: variant for variant in VARIANTS}
-    return [by_name[name] for name in _names(by_name)(text)]
+    return [by_name[name] for name in names_of(by_name)(text)]
 
 
 def _batches(text: str) -> list[int]:

@@ -11,6 +11,9 @@ from tests.planner.instances import Instance, published
 EXACT = ("PSPLIB j10.mm", "PSPLIB j20.mm", "PSPLIB j30.mm", "PSPLIB j30")
 """Families whose published makespan is reached within the limit; the others come within two percent."""
 
+SHORTFALLS = {"J5058_5.mm": 29}
+"""Makespans that are not good enough: about one run in five ends there instead of at the published 28."""
+
 INSTANCES = pytest.mark.parametrize("instance", published(), ids=lambda instance: instance.name)
 
 
@@ -25,7 +28,7 @@ def test_the_published_makespan_is_reached(instance: Instance) -> None:
     assert outcome.schedule is not None
     assert problem.violations(outcome.schedule) == ()
     allowed = instance.best_makespan * (1.0 if instance.family in EXACT else 1.02)
-    assert outcome.schedule.makespan <= max(allowed, instance.best_makespan + (instance.name == "J5058_5.mm"))
+    assert outcome.schedule.makespan <= SHORTFALLS.get(instance.name, allowed)
     if instance.is_proven:
         assert outcome.schedule.makespan >= instance.best_makespan
         assert outcome.bound <= instance.best_makespan
