@@ -136,6 +136,7 @@ def solve_with_cp_sat(
     Raises:
         InvariantError: the hint is not valid or shorter than the lower bound, or the model is malformed.
     """
+    deadline = time.monotonic() + time_limit_s
     if hint is not None:
         _check_start(problem, hint, lower_bound)
         if hint.makespan == lower_bound:
@@ -151,9 +152,10 @@ def solve_with_cp_sat(
     is_exact = _post(model)
     if hint is not None:
         _add_hint(model, hint)
-    answer = _search(
-        model, seed=seed, deterministic_time=deterministic_time, time_limit_s=time_limit_s, workers=workers
-    )
+    left_s = deadline - time.monotonic()
+    if left_s <= 0:  # CP-SAT calls a model with a negative limit invalid
+        return SolverOutcome(status="unknown", schedule=None, bound=lower_bound, reached_time_limit=True)
+    answer = _search(model, seed=seed, deterministic_time=deterministic_time, time_limit_s=left_s, workers=workers)
     return _judge(problem, answer, is_exact, lower_bound)
 
 

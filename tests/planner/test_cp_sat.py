@@ -278,12 +278,15 @@ print(improve_windows(problem, serial_schedule(problem), **effort))
     assert results[0].stdout == results[1].stdout
 
 
-def test_a_time_limit_that_strikes_is_reported() -> None:
+@pytest.mark.parametrize("time_limit_s", [0.0, -0.1])
+def test_a_time_limit_that_strikes_is_reported(time_limit_s: float) -> None:
     """No time at all: nothing is found, or the start stays."""
     problem = random_problem(random.Random(1), 12, 4)
     start = serial_schedule(problem)
-    whole = solve_with_cp_sat(problem, hint=None, lower_bound=0, seed=0, deterministic_time=9.0, time_limit_s=0.0)
-    windows = improve_windows(problem, start, lower_bound=0, seed=0, deterministic_time=9.0, time_limit_s=0.0)
+    whole = solve_with_cp_sat(
+        problem, hint=None, lower_bound=0, seed=0, deterministic_time=9.0, time_limit_s=time_limit_s
+    )
+    windows = improve_windows(problem, start, lower_bound=0, seed=0, deterministic_time=9.0, time_limit_s=time_limit_s)
     assert whole.reached_time_limit and whole.status == "unknown"
     assert windows.reached_time_limit and windows.schedule is not None
     assert windows.schedule.makespan <= start.makespan
