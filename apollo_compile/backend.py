@@ -15,6 +15,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +25,12 @@ from torch import fx
 from apollo_compile import check, text
 from apollo_compile.config import Config, load_config
 from apollo_compile.device import DeviceProfile, discover_profile, limit_units, load_profile, packaged_profiles
-from apollo_compile.errors import ConfigError, UnsupportedGraphError
+from apollo_compile.errors import ConfigError, NothingToGainError, UnsupportedGraphError
 from apollo_compile.execute import Executable, available_units, keep_memory
 from apollo_compile.inductor import (
     CompiledBody,
+    clone_graph,
+    compile_again,
     compile_bodies,
     compile_plainly,
     compile_whole,
@@ -37,14 +40,16 @@ from apollo_compile.inductor import (
     report_output_strides,
     writes_inputs,
 )
-from apollo_compile.ir import Partition, Role, Trace
+from apollo_compile.ir import Partition, Plan, Role, Trace
 from apollo_compile.monitor import is_same_placement, observe_trace, should_replan
 from apollo_compile.observe import StageRunner
 from apollo_compile.passes.capture import capture_graph
 from apollo_compile.passes.cost import estimate_costs
-from apollo_compile.pipeline import Compilation, compile_capture, plan_partition
+from apollo_compile.passes.plan import make_plan
+from apollo_compile.pipeline import Compilation, compile_capture, compile_plan, plan_partition
 from apollo_compile.plan_file import FILE_NAME, save_plan
 from apollo_compile.reports.summary import Report, summarize
+from apollo_compile.select import INDUCTOR, PLAN, SERIAL, Selection, Verdict
 from apollo_compile.units import format_ns
 
 _logger = logging.getLogger(__name__)
@@ -100,13 +105,17 @@ def apollo(
     return compiled
 
 
+Run = Callable[[list[Any]], Sequence[Any]]
+"""Takes the inputs of a graph in a list, which it empties, and returns the outputs."""
+
+
 @dataclass(eq=False)
 class CompiledGraph:
-    """One FX graph, compiled: callable as AOTAutograd calls it, with a list that it empties.
+    """One FX graph, compiled in segments: callable as AOTAutograd calls it, with a list that it empties.
 
     Its first runs are measured. When they say that the plan rests on wrong durations, it is planned again with the
-    measured ones, up to `MAX_REPLANS` times, each time after `OBSERVED_RUNS` runs of the plan at hand; then it runs
-    without being watched.
+    measured ones, up to `MAX_REPLANS` times, each time after `OBSERVED_RUNS` runs of the plan at hand. Then its plan is
+    final, and the model's `Selection` may make it run another way.
 
     No slots: AOTAutograd wraps the callable of a backward and finds `_boxed_call` in its `__dict__`.
     """
@@ -116,7 +125,14 @@ class CompiledGraph:
     config: Config
     mutates: bool
     """Whether the graph writes to its inputs."""
+    compile_whole: Callable[[], Run] | None = None
+    """Compiles the graph as Inductor alone would; None where no contest is held."""
+    selection: Selection | None = None
+    """The contest of the model; None where the plan runs whatever is measured."""
     executable: Executable = field(init=False)
+    """The plan's."""
+    way: str = PLAN
+    """Which way it runs now."""
     num_replans: int = 0
     _boxed_call: bool = True
 
@@ -126,29 +142,89 @@ class CompiledGraph:
         self._runs = 0
         self._learning = threading.Lock()
         self._is_settled = not self.config.plan.replan or self.config.plan.planner == "serial"
+        self._others: dict[str, Run] = {}
+        self._run: Run
         self.adopt(self.compilation)
 
-    def __call__(self, inputs: list[Any]) -> list[Any]:
+    def __call__(self, inputs: list[Any]) -> Sequence[Any]:
         """Run the graph once and return its outputs."""
-        outputs = self.executable.run(inputs)
+        if self.selection is None:
+            outputs = self._run(inputs)
+        else:
+            self.selection.enter(self)
+            begin = time.perf_counter_ns()
+            outputs = self._run(inputs)
+            self.selection.leave(self, time.perf_counter_ns() - begin)
         if not self._is_settled:
             self._learn()
         return outputs
 
     def trace(self) -> Trace:
-        """Return the spans of the last run."""
+        """Return the spans of the plan's last run."""
         return self.executable.trace()
 
-    def adopt(self, compilation: Compilation) -> None:
-        """Run this compilation of the same capture and partition from the next call on."""
-        self.executable = Executable(
+    def adopt(self, compilation: Compilation, executable: Executable | None = None) -> None:
+        """Run this compilation of the same capture and partition from the next call on.
+
+        `executable` is what an earlier call made of it (`graph.executable`), for those who go back and forth.
+        """
+        self.executable = self._make_executable(compilation) if executable is None else executable
+        self.compilation = compilation
+        self.use(PLAN)
+
+    @property
+    def ways(self) -> Sequence[str]:
+        """Ways that it can run now; a plan that is to run in turn is not a way of its own."""
+        return (SERIAL, *((PLAN,) if _uses_lanes(self.compilation.plan) else ()), *self._others.keys() - {SERIAL})
+
+    @property
+    def has_run(self) -> bool:
+        """Whether it was ever called."""
+        return self._runs > 0 or self.num_replans > 0 or bool(self.trace().spans)
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether its plan is final."""
+        return self._is_settled
+
+    def use(self, way: str) -> None:
+        """Run this way from the next call on."""
+        if way == SERIAL and SERIAL not in self._others:
+            self._others[SERIAL] = self._make_serial()
+        self._run = self.executable.run if way == PLAN else self._others[way]
+        self.way = way
+
+    def prepare(self) -> None:
+        """Compile the graph as Inductor would; if it cannot, say so and leave that way out."""
+        if INDUCTOR in self._others or self.compile_whole is None:
+            return
+        name = self.compilation.capture.name
+        _logger.info("%s: Inductor compiles it whole, to be compared with its segments", name)
+        try:
+            self._others[INDUCTOR] = self.compile_whole()
+        except Exception as error:  # the contest is held without it
+            if self.config.debug.strict:
+                raise
+            _logger.warning("%s: Inductor did not compile it whole: %s: %s", name, type(error).__name__, error)
+
+    def _make_serial(self) -> Run:
+        old = self.compilation
+        if not _uses_lanes(old.plan):
+            return self.executable.run
+        plan = make_plan(old.partition.graph, old.costs, lanes=old.plan.lanes, planner="serial")
+        compilation = compile_plan(
+            old.capture, old.partition, old.observations, old.costs, plan, profile=old.profile, runner=StageRunner()
+        )
+        return self._make_executable(compilation).run
+
+    def _make_executable(self, compilation: Compilation) -> Executable:
+        return Executable(
             compilation.program,
             compilation.partition.graph,
             self.bodies,
             mutates=self.mutates,
             park_team=self.config.runtime.park_team,
         )
-        self.compilation = compilation
 
     def _learn(self) -> None:
         """Watch the run that just ended; plan again when enough was seen."""
@@ -209,20 +285,31 @@ class CompiledModel:
     graphs: list[CompiledGraph] = field(default_factory=list)
     handed_over: list[tuple[str, str]] = field(default_factory=list)
     """Name and reason of every graph that went to Inductor whole."""
+    selection: Selection = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Prepare the contest of the graphs to come."""
+        self.selection = Selection(self.graphs, partial(_log_verdict, self.name))
+
+    @property
+    def name(self) -> str:
+        """Name of the Dynamo graph, with which those of its graphs begin."""
+        return f"graph{self.number}"
 
     def compile_graph(self, graph_module: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
         """Compile one graph after AOTAutograd; `kwargs` are those of Inductor's inner compiler."""
         role = _role(kwargs)
-        name = f"graph{self.number}_{role}"
+        name = f"{self.name}_{role}"
         try:
             graph = self._compile_in_segments(graph_module, name=name, role=role, **kwargs)
         except Exception as error:  # whatever it is, Inductor still can: training must not stop because of us
-            is_refusal = isinstance(error, UnsupportedGraphError)
+            is_refusal = isinstance(error, UnsupportedGraphError | NothingToGainError)
             if self.config.debug.strict and not is_refusal:
                 raise
             reason = str(error) if is_refusal else f"{type(error).__name__}: {error}"
+            level = logging.INFO if isinstance(error, NothingToGainError) else logging.WARNING
             self.handed_over.append((name, reason))
-            _logger.warning("%s goes to Inductor whole: %s", name, reason)
+            _logger.log(level, "%s goes to Inductor whole: %s", name, reason)
             return compile_whole(graph_module, example_inputs, **kwargs)
         self.graphs.append(graph)
         report_output_strides(graph_module)
@@ -245,15 +332,24 @@ class CompiledModel:
             text=text.format_capture,
         )
         compilation = compile_capture(capture, profile=self.profile, config=config, runner=runner)
+        if dump is not None:
+            save_plan(compilation.plan, compilation.partition.graph, dump / FILE_NAME)
         planned = time.perf_counter_ns()
+        is_contested = _is_contested(compilation.plan, config)
+        if is_contested and not _uses_lanes(compilation.plan):
+            raise NothingToGainError(_nothing_to_gain(compilation.plan))
+        original = clone_graph(graph_module) if is_contested else None
         bodies = _compile_bodies(graph_module, compilation.partition, config, **kwargs)
         if config.runtime.keep_memory:
             keep_memory()
         graph = CompiledGraph(
-            compilation=compilation, bodies=bodies, config=config, mutates=writes_inputs(graph_module)
+            compilation=compilation,
+            bodies=bodies,
+            config=config,
+            mutates=writes_inputs(graph_module),
+            compile_whole=None if original is None else partial(compile_again, original, **kwargs),
+            selection=self.selection if is_contested else None,
         )
-        if dump is not None:
-            save_plan(compilation.plan, compilation.partition.graph, dump / FILE_NAME)
         _log_summary(compilation, planned - begin, time.perf_counter_ns() - planned)
         return graph
 
@@ -278,11 +374,21 @@ def report(model: torch.nn.Module) -> Report:
     found = find_models(model)
     return Report(
         graphs=tuple(
-            summarize(graph.compilation, graph.trace(), num_replans=graph.num_replans)
+            summarize(graph.compilation, graph.trace(), num_replans=graph.num_replans, way=graph.way)
             for entry in found
             for graph in entry.graphs
         ),
+        verdicts=tuple((entry.name, entry.selection.verdict) for entry in found if entry.selection.verdict),
         handed_over=tuple(reason for entry in found for reason in entry.handed_over),
+    )
+
+
+def is_settled(module: torch.nn.Module) -> bool:
+    """Return whether nothing about `module` is being decided any more: its plans are final, its contests are over."""
+    return all(
+        (graph.is_settled or not graph.has_run) and (graph.selection is None or graph.selection.verdict is not None)
+        for model in find_models(module)
+        for graph in model.graphs
     )
 
 
@@ -290,6 +396,28 @@ def find_models(module: torch.nn.Module) -> list[CompiledModel]:
     """Return what was compiled for `module`: the graphs that read its parameters."""
     own = {id(tensor) for tensor in itertools.chain(module.parameters(), module.buffers())}
     return [model for model in compiled_models() if any(id(reference()) in own for reference in model.inputs)]
+
+
+def _is_contested(plan: Plan, config: Config) -> bool:
+    """Whether measured times may overrule the plan: not if somebody wants this plan, or the same numbers every time."""
+    return (
+        config.plan.contest
+        and config.plan.planner != "serial"
+        and not plan.pinned
+        and not torch.are_deterministic_algorithms_enabled()
+    )
+
+
+def _uses_lanes(plan: Plan) -> bool:
+    return any(assignment.lane != 0 for assignment in plan.assignments)
+
+
+def _nothing_to_gain(plan: Plan) -> str:
+    possible = plan.serial_ns / plan.lower_bound_ns if plan.lower_bound_ns else 1.0
+    return (
+        f"nothing to gain: of its {len(plan.assignments)} segments, predicted to take {format_ns(plan.serial_ns)} in "
+        f"turn, no plan was found that is faster by 'plan.min_gain', and none can be more than {possible:.2f}x as fast"
+    )
 
 
 def _compile_bodies(
@@ -359,6 +487,10 @@ def _log_replan(old: Compilation, new: Compilation, planning_ns: int) -> None:
         format_ns(new.plan.lower_bound_ns),
         format_ns(planning_ns),
     )
+
+
+def _log_verdict(name: str, verdict: Verdict) -> None:
+    _logger.info("%s: chosen by measuring: %s", name, verdict)
 
 
 def _set_log_level(level: str) -> None:

@@ -49,6 +49,9 @@ from apollo_compile.units import NS_PER_S
 PAUSE_S = 0.01
 """Longer than the OpenMP workers of a child spin after its last step."""
 
+MAX_WARMUP = 400
+"""Steps after which a variant is measured whether it has settled or not."""
+
 _START_TIMEOUT_S = 1800.0
 _TURN_TIMEOUT_S = 600.0
 _NUM_RESAMPLES = 2000
@@ -159,6 +162,9 @@ class Child(Protocol):
     def start(self) -> Mapping[str, Any]:
         """Build, take the cold step and save its numbers; return `cold_s`, `loss` and `digest` (a path)."""
 
+    def warm_up(self, steps: int) -> int:
+        """Take at least so many steps, and more until nothing is being decided; return how many it took."""
+
     def run(self, untimed: int, timed: int) -> Sequence[int]:
         """Take steps; return the nanoseconds of the timed ones."""
 
@@ -172,7 +178,7 @@ def measure(
     *,
     rounds: int = 10,
     steps_per_turn: int = 3,
-    warmup: int = 20,
+    warmup: int = 5,
     cold: bool = True,
     progress: Progress | None = None,
 ) -> Measurement:
@@ -183,7 +189,8 @@ def measure(
         variants: speed-ups are over Inductor, differences against eager, or the first variant where they are absent.
         rounds: turns of every variant.
         steps_per_turn: timed steps of a turn.
-        warmup: untimed steps of every variant before the first round; a plan may be made anew in its first 18 steps.
+        warmup: untimed steps of every variant before the first round, at least; apollo takes as many more as it needs
+            to settle on a plan.
         cold: give every child an empty Inductor cache, so that `cold_s` is a cold compile.
         progress: called with a line of text now and then.
 
@@ -215,8 +222,8 @@ def measure_children(
         tell(f"[{number}/{len(children)}] {name}: building and taking the first step")
         started[name] = child.start()
         tell(f"[{number}/{len(children)}] {name}: first step took {started[name]['cold_s']:.1f} s")
-    for child in children.values():
-        child.run(warmup, 0)
+    for name, child in children.items():
+        tell(f"{name}: warmed up in {child.warm_up(warmup)} steps")
         pause(PAUSE_S)
     times: dict[str, list[tuple[int, ...]]] = {name: [] for name in children}
     for number, order in enumerate(turn_orders(tuple(children), rounds), 1):
@@ -371,6 +378,9 @@ class _Process:
         answer: Mapping[str, Any] = self._ask(("start",), _START_TIMEOUT_S)
         return answer
 
+    def warm_up(self, steps: int) -> int:
+        return int(self._ask(("warm_up", steps), _START_TIMEOUT_S))
+
     def run(self, untimed: int, timed: int) -> Sequence[int]:
         answer: Sequence[int] = self._ask(("run", untimed, timed), _TURN_TIMEOUT_S)
         return answer
@@ -444,7 +454,7 @@ def serve(order: Mapping[str, Any]) -> None:
                 stepper = _Stepper(order)
                 answer: Any = stepper.start(Path(order["digest"]))
             elif stepper is not None:
-                answer = stepper.run(*request[1:])
+                answer = getattr(stepper, request[0])(*request[1:])
             pipe.send((False, answer))
         except Exception:
             pipe.send((True, traceback.format_exc()))
@@ -474,6 +484,16 @@ class _Stepper:
         _save_digest(digest, gradients)
         self._clear()
         return {"cold_s": cold_ns / NS_PER_S, "loss": float(loss.detach()), "digest": str(digest)}
+
+    def warm_up(self, steps: int) -> int:
+        from apollo_compile.backend import is_settled
+
+        taken = 0
+        while taken < steps or (taken < MAX_WARMUP and not is_settled(self._built.model)):
+            self._step()
+            self._clear()
+            taken += 1
+        return taken
 
     def run(self, untimed: int, timed: int) -> list[int]:
         times: list[int] = []

@@ -59,6 +59,9 @@ class PlanConfig:
     """Bytes that tensors made by a graph may take at any instant; None is no limit."""
     replan: bool = True
     """Plan again when the first steps were measured: their times replace the formulas."""
+    contest: bool = True
+    """Let the plan, its segments in turn and Inductor's own code compete in the first steps, and keep the fastest.
+    With False, a plan file, the planner `serial` or `torch.use_deterministic_algorithms(True)` the plan runs."""
     file: Path | None = None
     """A plan file, or a directory that `debug.dump` wrote: lanes and order are taken from there."""
 

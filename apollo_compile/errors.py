@@ -3,6 +3,7 @@
 ApolloError
 |-- ConfigError            an option or environment variable is unknown or has a wrong value
 |-- UnsupportedGraphError  this graph cannot be run in segments; the backend hands it to Inductor
+|-- NothingToGainError     no plan is worth running this graph in segments; the backend hands it to Inductor
 |-- PlanFileError          a plan file cannot be read, or is for another graph or device
 |-- InfeasiblePlanError    no plan keeps the memory quota
 |-- CalibrationError       this machine cannot be measured as it is now
@@ -25,6 +26,10 @@ class ConfigError(ApolloError, ValueError):
 
 class UnsupportedGraphError(ApolloError):
     """A graph has something that segments cannot express; the message says what and where."""
+
+
+class NothingToGainError(ApolloError):
+    """No plan of a graph is worth compiling its segments; the message says what was predicted."""
 
 
 class PlanFileError(ApolloError, ValueError):

@@ -4,6 +4,7 @@
     writes_inputs           whether a graph mutates what it is given
     keep_with               tie a value to the lifetime of a compiled function
     compile_whole           what Inductor would do with a post-AOT graph, untouched
+    compile_again           the same, later, for a graph whose outputs others already rely on
     extract_body            cut the nodes of one body out of the graph
     compile_bodies          compile bodies with Inductor: native entry (no GIL) or Python callable
     report_output_strides   tell AOTAutograd the layout of the graph's outputs
@@ -101,6 +102,34 @@ def compile_whole(graph_module: fx.GraphModule, example_inputs: Sequence[Any], *
     return compile_fx_inner(graph_module, example_inputs, **kwargs)
 
 
+def compile_again(graph_module: fx.GraphModule, **kwargs: Any) -> Callable[[list[Any]], Sequence[Any]]:
+    """Compile a post-AOT graph as Inductor alone would, after AOTAutograd is done and other code relies on the result.
+
+    Every output keeps the strides that were traced, as the outputs of bodies do, so that the two can be exchanged. It
+    runs on a thread of its own: the caller may be in the midst of a user's step, under autocast or inference mode.
+    """
+    piece = clone_graph(graph_module)
+    output = piece.graph.output_node()
+    output.meta["user_visible_output_idxs"] = [i for i, v in enumerate(_outputs(piece)) if isinstance(v, fx.Node)]
+    fakes = [node.meta["val"] for node in piece.graph.find_nodes(op="placeholder")]
+    made: list[Callable[[list[Any]], Sequence[Any]]] = []
+    failed: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            with _compile_lock, _as_piece():
+                made.append(compile_fx_inner(piece, fakes, **_shared(kwargs)))
+        except BaseException as error:  # raised again on the caller's thread
+            failed.append(error)
+
+    thread = threading.Thread(target=work, name="apollo-compile")
+    thread.start()
+    thread.join()
+    if failed:
+        raise failed[0]
+    return made[0]
+
+
 # ---------------------------------------------------------------------------------------------------------- bodies
 
 
@@ -149,7 +178,7 @@ def compile_bodies(
         native: try the C++ wrapper first; a piece that it cannot express is compiled with the Python wrapper.
         kwargs: what AOTAutograd passed for the whole graph, such as `is_backward` and `graph_id`.
     """
-    shared: dict[str, Any] = {key: kwargs[key] for key in ("is_backward", "is_inference", "graph_id") if key in kwargs}
+    shared = _shared(kwargs)
     with _compile_lock, _as_piece():
         layouts = [_output_layouts(piece) for _, piece, _ in pieces]
         started = [_start_native(name, piece, fakes, shared) if native else None for name, piece, fakes in pieces]
@@ -160,6 +189,11 @@ def compile_bodies(
     for (name, _, _), body, layout in zip(pieces, bodies, layouts, strict=True):
         _check_layouts(name, body, layout)
     return tuple(bodies)
+
+
+def _shared(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return those of AOTAutograd's arguments for the whole graph that hold for a piece of it too."""
+    return {key: kwargs[key] for key in ("is_backward", "is_inference", "graph_id") if key in kwargs}
 
 
 def _output_layouts(piece: fx.GraphModule) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
@@ -186,7 +220,7 @@ def _start_native(name: str, piece: fx.GraphModule, fakes: Sequence[torch.Tensor
         return None
     try:
         with _lane_wrapper():
-            return compile_fx_inner(_clone(piece), list(fakes), cpp_wrapper=True, **shared)
+            return compile_fx_inner(clone_graph(piece), list(fakes), cpp_wrapper=True, **shared)
     except Exception as error:  # whatever stops the C++ wrapper, the Python wrapper may still do
         _log_python(name, error)
         return None
@@ -235,7 +269,8 @@ def _body_options() -> dict[str, Any]:
     return {"cpp.dynamic_threads": True}
 
 
-def _clone(piece: fx.GraphModule) -> fx.GraphModule:
+def clone_graph(piece: fx.GraphModule) -> fx.GraphModule:
+    """Return a copy of the nodes; Inductor changes the graph that it compiles."""
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for node in piece.graph.nodes:

@@ -2,9 +2,10 @@
 
     python -m benchmarks.model_error --workloads clip,two_tower --sizes tiny,small --json out.json
 
-Per workload and size, in one process: the model is compiled in segments; then training steps run with every segment on
-lane 0 (all units) and with every segment on a lane of one unit, in turns, so that drift falls on both. A segment's
-measured time is the median of its spans; the profile is this machine's, so run `apollo calibrate` before.
+Per workload and size (`small*2` is small with twice the batch), in one process: the model is compiled in segments;
+then training steps run with every segment on lane 0 (all units) and with every segment on a lane of one unit, in turns,
+so that drift falls on both. A segment's measured time is the median of its spans; the profile is this machine's, so run
+`apollo calibrate` before.
 
 formula     what `estimate_costs` says without observations, against all runs
 observed    what it says with the medians of the first half of the runs, against the medians of the second half
@@ -51,10 +52,13 @@ from apollo_compile.ir import (
 )
 from apollo_compile.observe import StageRunner
 from apollo_compile.passes.cost import estimate_costs
-from apollo_compile.pipeline import compile_plan
+from apollo_compile.pipeline import Compilation, compile_plan
 from benchmarks.run import names_of
-from benchmarks.workloads import SIZES, Workload, build
+from benchmarks.workloads import Workload, build
 from benchmarks.workloads_spec import SPECS
+
+MEASURED = ("tiny", "small", "small*2")
+"""Sizes that a machine with a few cores can run; `*2` is twice the spec's batch."""
 
 STEPS_PER_TURN = 2
 """Timed steps before the other plan's turn; one more, not timed, brings its code and data back into the caches."""
@@ -92,7 +96,7 @@ def main(arguments: list[str] | None = None) -> int:
     profiles = set()
     for name in args.workloads:
         for size in args.sizes:
-            found, profile = measure_workload(build(name, size), size, runs=args.runs)
+            found, profile = measure_workload(build_size(name, size), size, runs=args.runs)
             errors += found
             profiles.add(f"{profile.name} ({profile.source})")
             print(f"\n== {name}, {size}\n{_table(found, lambda e: (e.workload, e.size, e.units))}", flush=True)
@@ -107,6 +111,16 @@ def main(arguments: list[str] | None = None) -> int:
     print(f"\n== all\n{_table(errors, lambda e: (e.units,))}\n\n{_table(errors, lambda e: ('all',))}")
     print(f"\ndevice profile: {', '.join(sorted(profiles))}")
     return 0
+
+
+def build_size(name: str, size: str) -> Workload:
+    """Return a workload at a size of its spec; `small*2` is one with twice the spec's batch."""
+    size, _, factor = size.partition("*")
+    workload = build(name, size)
+    if not factor:
+        return workload
+    batch = next(value.shape[0] for value in workload.inputs.values() if isinstance(value, torch.Tensor))
+    return build(name, size, batch=int(factor) * batch)
 
 
 def measure_workload(workload: Workload, size: str, *, runs: int) -> tuple[list[SegmentError], DeviceProfile]:
@@ -174,7 +188,7 @@ def measure_plans(
         runs: traces per graph and set; at least that many.
     """
     before = [graph.compilation for graph in graphs]
-    executables: dict[int, list[backend.Executable]] = {}
+    ready: dict[int, list[tuple[Compilation, backend.Executable]]] = {}
     for number, chosen in plans.items():
         for graph, old, plan in zip(graphs, before, chosen, strict=True):
             graph.adopt(
@@ -188,13 +202,13 @@ def measure_plans(
                     runner=StageRunner(),
                 )
             )
-        executables[number] = [graph.executable for graph in graphs]
+        ready[number] = [(graph.compilation, graph.executable) for graph in graphs]
     traces: dict[int, list[list[Trace]]] = {number: [[] for _ in graphs] for number in plans}
     turns = -(-runs // STEPS_PER_TURN)
     for turn in tqdm(range(turns), desc="   measuring", file=sys.stderr, mininterval=5, leave=False):
         for number in plans if turn % 2 == 0 else reversed(plans):
-            for graph, executable in zip(graphs, executables[number], strict=True):
-                graph.executable = executable
+            for graph, made in zip(graphs, ready[number], strict=True):
+                graph.adopt(*made)
             step()
             for _ in range(STEPS_PER_TURN):
                 step()
@@ -295,7 +309,7 @@ def _summary(errors: Sequence[float]) -> tuple[str, str, str]:
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.model_error", description="Check predicted times.")
     parser.add_argument("--workloads", type=names_of(SPECS), default=list(SPECS), help=", ".join(SPECS))
-    parser.add_argument("--sizes", type=names_of(SIZES[:2]), default=list(SIZES[:2]), help=", ".join(SIZES[:2]))
+    parser.add_argument("--sizes", type=names_of(MEASURED), default=list(MEASURED), help=", ".join(MEASURED))
     parser.add_argument("--runs", type=int, default=40, help="timed steps per number of units, at least 20")
     parser.add_argument("--json", type=Path, help="write everything there")
     return parser.parse_args(arguments)

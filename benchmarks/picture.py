@@ -46,7 +46,8 @@ class _Run:
 
     def __init__(self, planner: str) -> None:
         self._workload = build("two_tower", "small", batch=1)
-        self._compiled = torch.compile(self._workload.model, backend="apollo", options={"plan.planner": planner})
+        options = {"plan.planner": planner, "plan.contest": False}
+        self._compiled = torch.compile(self._workload.model, backend="apollo", options=options)
         self._steps: list[list[tuple[backend.CompiledGraph, Trace]]] = []
 
     def step(self) -> None:

@@ -118,7 +118,9 @@ def main(arguments: list[str] | None = None) -> int:
 
 def compare_plans(workload: Workload, *, num_plans: int, rounds: int, seed: int = 0) -> list[Comparison]:
     """Return one comparison per graph of the workload's training step, and one of the whole step."""
-    compiled = torch.compile(workload.model, backend="apollo", options={"plan.replan": False})
+    compiled = torch.compile(
+        workload.model, backend="apollo", options={"plan.replan": False, "plan.contest": False, "debug.strict": True}
+    )
 
     def step() -> None:
         workload.loss(compiled(**workload.inputs)).backward()
@@ -134,7 +136,7 @@ def compare_plans(workload: Workload, *, num_plans: int, rounds: int, seed: int 
         for index in range(count) if turn % 2 == 0 else reversed(range(count)):
             for graph, variations in zip(graphs, plans, strict=True):
                 chosen = variations[index % len(variations)]
-                graph.compilation, graph.executable = chosen.compilation, chosen.executable
+                graph.adopt(chosen.compilation, chosen.executable)
             step()  # brings code and weights of these plans back into the caches
             step()
             for graph, variations, samples in zip(graphs, plans, times, strict=True):

@@ -58,6 +58,10 @@ class _FakeChild:
         save_digest(self.folder / f"{self.name}.npz", {"file": np.full(3, self.loss, dtype=np.float32)})
         return {"cold_s": 1.0, "loss": self.loss, "digest": str(self.folder / f"{self.name}.npz")}
 
+    def warm_up(self, steps: int) -> int:
+        self.log.append(f"{self.name} warms up {steps}")
+        return steps
+
     def run(self, untimed: int, timed: int) -> Sequence[int]:
         self.log.append(f"{self.name} {untimed}+{timed}")
         return [self.step_ns] * timed
@@ -83,8 +87,8 @@ def test_children_run_one_at_a_time_with_pauses(tmp_path: Path) -> None:
     assert [line for line in log if line != "pause"] == [
         "start eager",
         "start inductor",
-        "eager 5+0",
-        "inductor 5+0",
+        "eager warms up 5",
+        "inductor warms up 5",
         "eager 1+3",
         "inductor 1+3",
         "inductor 1+3",

@@ -8,6 +8,7 @@ from __future__ import annotations
 from tabulate import tabulate
 
 from apollo_compile.reports.summary import GraphSummary, Report
+from apollo_compile.select import PLAN, Verdict
 from apollo_compile.units import format_bytes, format_ns
 
 
@@ -15,6 +16,7 @@ def render_text(report: Report) -> str:
     """Return one block per graph, and a line per graph that Inductor runs."""
     blocks = [_render_graph(graph) for graph in report.graphs]
     blocks += [f"{name}: runs in Inductor, whole\n  because {reason}" for name, reason in report.handed_over]
+    blocks += [f"{name}: chosen by measuring\n{_render_verdict(verdict)}" for name, verdict in report.verdicts]
     if not blocks:
         return "nothing compiled for this model has run yet: call the compiled model first"
     return "\n\n".join(blocks)
@@ -29,6 +31,8 @@ def _render_graph(graph: GraphSummary) -> str:
         f"no plan is under {format_ns(graph.bound_ns)} (gap {graph.gap:.1%})",
         f"  {_search(graph)}",
     ]
+    if graph.way != PLAN:
+        lines.append(f"  runs another way, which was measured to be faster: {graph.way}")
     if graph.num_lanes > 1:
         others = ", ".join(f"{name} {format_ns(ns)}" for name, ns in graph.baselines if name != "serial")
         lines.append(f"  by the rules of others: {others}")
@@ -56,6 +60,16 @@ def _render_graph(graph: GraphSummary) -> str:
         rows, headers=headers, colalign=("left", "right", "right", "right", "right"), disable_numparse=True
     )
     return "\n".join([*lines, "", graph.timeline, "", table])
+
+
+def _render_verdict(verdict: Verdict) -> str:
+    rows = [
+        (standing.name, format_ns(round(standing.step_ns)), f"{standing.ratio:.3f}", standing.num_rounds)
+        for standing in verdict.standings
+    ]
+    headers = ("way", "a step", "to the winner", "rounds")
+    table = tabulate(rows, headers=headers, colalign=("left", "right", "right", "right"), disable_numparse=True)
+    return f"{table}\nin {verdict.num_steps} steps of the training loop"
 
 
 def _search(graph: GraphSummary) -> str:

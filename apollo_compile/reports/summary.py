@@ -16,6 +16,7 @@ from apollo_compile.passes.plan import to_problem
 from apollo_compile.pipeline import Compilation
 from apollo_compile.planner.baselines import BASELINES
 from apollo_compile.planner.simulate import execute
+from apollo_compile.select import PLAN, Verdict
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,6 +62,8 @@ class GraphSummary:
     """Whether the time limit ended the search."""
     pinned: bool
     """Whether the plan was read from a file."""
+    way: str
+    """How it runs now: see `apollo_compile.select`."""
     num_replans: int
     """How often it was planned again from measured durations."""
     measured_ns: int | None
@@ -84,6 +87,8 @@ class Report:
     graphs: tuple[GraphSummary, ...]
     handed_over: tuple[tuple[str, str], ...]
     """Graphs that Inductor runs whole, and why."""
+    verdicts: tuple[tuple[str, Verdict], ...] = ()
+    """By name of the Dynamo graph, which way of running it was the fastest."""
 
     def __str__(self) -> str:
         from apollo_compile.reports.render_text import render_text
@@ -91,8 +96,8 @@ class Report:
         return render_text(self)
 
 
-def summarize(compilation: Compilation, trace: Trace, *, num_replans: int = 0) -> GraphSummary:
-    """Return the numbers of one graph; `trace` is empty before the first run."""
+def summarize(compilation: Compilation, trace: Trace, *, num_replans: int = 0, way: str = PLAN) -> GraphSummary:
+    """Return the numbers of one graph; `trace` is of its plan, empty before the first run."""
     from apollo_compile import text
 
     graph, plan = compilation.partition.graph, compilation.plan
@@ -128,6 +133,7 @@ def summarize(compilation: Compilation, trace: Trace, *, num_replans: int = 0) -
         seed=plan.seed,
         stopped_early=plan.stopped_early,
         pinned=plan.pinned,
+        way=way,
         num_replans=num_replans,
         measured_ns=trace.duration_ns if trace.spans else None,
         overlap=_overlap_ns(intervals) / trace.duration_ns if trace.spans else None,

@@ -33,6 +33,7 @@ from apollo_compile.passes.sync import eliminate_syncs
 from apollo_compile.pipeline import Compilation
 from apollo_compile.reports.render_text import render_text
 from apollo_compile.reports.summary import GraphSummary, Report, summarize
+from apollo_compile.select import INDUCTOR, PLAN, SERIAL, Standing, Verdict
 from tests.builders import costs, graph, plan
 
 NOTHING = Trace(spans=(), duration_ns=0)
@@ -277,6 +278,7 @@ def test_a_graph_without_segments_has_a_text() -> None:
         seed=0,
         stopped_early=False,
         pinned=False,
+        way=PLAN,
         num_replans=0,
         measured_ns=None,
         overlap=None,
@@ -303,3 +305,25 @@ def test_a_report_says_where_a_plan_comes_from() -> None:
     assert "by the rules of others: equal split " in text
     pinned = summarize(replace(made, plan=replace(made.plan, pinned=True)), NOTHING)
     assert "read from a plan file" in str(Report(graphs=(pinned,), handed_over=()))
+
+
+def test_a_report_shows_the_contest_and_what_runs_instead_of_the_plan() -> None:
+    """Who was compared, by how much the others are slower, and in how many rounds."""
+    verdict = Verdict(
+        winner=INDUCTOR,
+        choice=(INDUCTOR,),
+        standings=(
+            Standing(name=INDUCTOR, step_ns=2_000_000.0, ratio=1.0, num_rounds=5),
+            Standing(name=SERIAL, step_ns=2_500_000.0, ratio=1.25, num_rounds=7),
+        ),
+        num_steps=36,
+    )
+    summary = summarize(compilation(), NOTHING, way=INDUCTOR)
+    text = render_text(Report(graphs=(summary,), handed_over=(), verdicts=(("graph0", verdict),)))
+    assert "runs another way, which was measured to be faster: Inductor" in text
+    assert "graph0: chosen by measuring" in text
+    rows = [line.split() for line in text.splitlines()]
+    assert ["Inductor", "2.00", "ms", "1.000", "5"] in rows
+    assert ["segments", "in", "turn", "2.50", "ms", "1.250", "7"] in rows
+    assert "in 36 steps of the training loop" in text
+    assert "another way" not in render_text(Report(graphs=(summarize(compilation(), NOTHING),), handed_over=()))

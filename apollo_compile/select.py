@@ -1,0 +1,395 @@
+"""Stage 9: which way of running a model stays, decided by measuring it in the user's own steps.
+
+    [graphs of one model, each with its ways] -> Verdict
+
+A plan rests on predictions, and a user switches to us only if the worst case is what they had. So the ways of running
+a model compete: its segments one after the other, its plan, and the whole graphs as Inductor compiles them. Nothing
+runs twice for it: a step of the training loop, forward and backward, belongs to one entrant, the next steps to another.
+
+Contest     Entrants take turns of `STEPS_PER_TURN` steps; the first of a turn is not timed, since it brings the
+            entrant's code and data back into the caches. A round is one turn of each, every other round in reverse, so
+            that drift of the machine falls on all. An entrant's time in a round is the sum over the graphs of the
+            median of its timed calls: forward and backward are judged together. What counts between two entrants is
+            the ratio of their times in the same round, since a disturbed round disturbs both.
+End         After `MIN_ROUNDS`, an entrant leaves that has lost to the leader (least median ratio) by more than `TIE`,
+            in every round but one in eight: a one-sided sign test at about 5 %. The contest ends when one is left, or
+            after `MAX_ROUNDS`. The winner is the first entrant, in the order given (simplest first), whose median
+            ratio to the leader is within `TIE`: a more complicated way has to be worth it.
+Procedure   1. The plan against its segments in turn. They are the same code, so this needs no compiling.
+            2. If the plan is not ahead by `CLEAR`, Inductor compiles the whole graphs and meets the winner. If it is,
+               Inductor's version would have to beat its own pieces by that much, which is not worth a compile.
+            3. If another way was faster for one of the graphs alone, the mixture meets the winner.
+Drift       The winner's steps stay watched: if the medians of `DRIFT_STEPS` steps are off by `DRIFT` from the first
+            such median twice in a row, what is compiled competes again. Each time that changes nothing, the next
+            contest is at least twice as far away.
+
+Guarantees: the choice only ever changes between steps; a round in which the entrants did not run the same graphs does
+not count.
+"""
+
+from __future__ import annotations
+
+import statistics
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from apollo_compile.units import format_ns
+
+STEPS_PER_TURN = 3
+MIN_ROUNDS = 5
+MAX_ROUNDS = 12
+TIE = 0.01
+CLEAR = 1.10
+DRIFT_STEPS = 32
+DRIFT = 0.15
+ALLOWED_WINS = 8
+"""A loser may have won one round in so many."""
+
+SERIAL = "segments in turn"
+PLAN = "plan"
+INDUCTOR = "Inductor"
+MIXTURE = "best of each graph"
+
+Choice = tuple[str, ...]
+"""Per graph of the model, the way that it runs."""
+
+
+class Graph(Protocol):
+    """One graph of the model, as the contest sees it."""
+
+    @property
+    def ways(self) -> Sequence[str]:
+        """Ways that it can run now, among `SERIAL`, `PLAN` and `INDUCTOR`."""
+
+    @property
+    def has_run(self) -> bool:
+        """Whether it was ever called."""
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether its plan is final."""
+
+    def use(self, way: str) -> None:
+        """Run this way from the next call on."""
+
+    def prepare(self) -> None:
+        """Make `INDUCTOR` one of its ways; takes as long as a compile."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Standing:
+    """One entrant, after the contest."""
+
+    name: str
+    step_ns: float
+    """Median over rounds of the time of its graphs in one step."""
+    ratio: float
+    """Median over rounds of its time over the winner's in the same round; 1 for the winner."""
+    num_rounds: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verdict:
+    """Which way stays, and what it was compared with."""
+
+    winner: str
+    choice: Choice
+    standings: tuple[Standing, ...]
+    """The winner first, the others by ratio."""
+    num_steps: int
+    """Steps of the training loop that it took."""
+
+    def __str__(self) -> str:
+        first, *others = self.standings
+        parts = [f"{first.name} {format_ns(round(first.step_ns))} a step"]
+        parts += [f"{other.name} {other.ratio:.2f}x of that" for other in others]
+        return f"{', '.join(parts)}; measured in {self.num_steps} steps"
+
+
+class Contest:
+    """Entrants take turns until one is left; see the top of this file for the rules.
+
+    Arguments:
+        entrants: what every one of them runs, by name; the simplest first, which wins ties.
+    """
+
+    def __init__(self, entrants: Mapping[str, Choice]) -> None:
+        self.entrants = dict(entrants)
+        self.num_steps = 0
+        self._alive = list(entrants)
+        self._order = list(entrants)
+        self._turn = 0
+        self._steps_in_turn = 0
+        self._samples: dict[int, list[int]] = defaultdict(list)
+        self._round: dict[str, dict[int, float]] = {}
+        self._rounds: list[dict[str, dict[int, float]]] = []
+        self._num_rounds = 0
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the winner is known."""
+        return len(self._alive) == 1 or self._num_rounds >= MAX_ROUNDS
+
+    def begin_step(self) -> Choice | None:
+        """Return what the step that begins now runs, or None if the contest is over."""
+        if self._steps_in_turn == STEPS_PER_TURN:
+            self._end_turn()
+        if self.is_over:
+            return None
+        self._steps_in_turn += 1
+        self.num_steps += 1
+        return self.entrants[self._order[self._turn]]
+
+    def record(self, graph: int, ns: int) -> None:
+        """Note the duration of one call in the step that is going on."""
+        if self._steps_in_turn > 1:
+            self._samples[graph].append(ns)
+
+    def winner(self) -> str:
+        """Return the first entrant that is as fast as the leader, ties included."""
+        leader = self._leader()
+        return next(name for name in self._alive if self.ratio(name, leader) <= 1 + TIE)
+
+    def ratio(self, name: str, other: str, graph: int | None = None) -> float:
+        """Return the median over rounds of the time of `name` over that of `other`; of one graph or of all."""
+        ratios = self._ratios(name, other, graph)
+        return statistics.median(ratios) if ratios else 1.0
+
+    def standing(self, name: str, winner: str) -> Standing:
+        """Return how an entrant did."""
+        times = [sum(result[name].values()) for result in self._rounds if name in result]
+        return Standing(
+            name=name,
+            step_ns=statistics.median(times) if times else 0.0,
+            ratio=self.ratio(name, winner),
+            num_rounds=len(times),
+        )
+
+    def is_faster(self, name: str, other: str, graph: int | None = None) -> bool:
+        """Return whether `name` beats `other` by more than a tie, in nearly every round."""
+        ratios = self._ratios(name, other, graph)
+        if len(ratios) < MIN_ROUNDS or statistics.median(ratios) * (1 + TIE) >= 1:
+            return False
+        return sum(ratio >= 1 for ratio in ratios) <= len(ratios) // ALLOWED_WINS
+
+    def _ratios(self, name: str, other: str, graph: int | None) -> list[float]:
+        def time(result: Mapping[int, float]) -> float:
+            return sum(result.values()) if graph is None else result.get(graph, 0.0)
+
+        both = [result for result in self._rounds if name in result and other in result]
+        return [time(r[name]) / time(r[other]) for r in both if time(r[other]) > 0]
+
+    def _leader(self) -> str:
+        first = self._alive[0]
+        return min(self._alive, key=lambda name: self.ratio(name, first))
+
+    def _end_turn(self) -> None:
+        name = self._order[self._turn]
+        self._round[name] = {graph: statistics.median(samples) for graph, samples in self._samples.items()}
+        self._samples.clear()
+        self._steps_in_turn = 0
+        self._turn += 1
+        if self._turn < len(self._order):
+            return
+        graphs = [set(times) for times in self._round.values()]
+        if graphs[0] and all(other == graphs[0] for other in graphs):
+            self._rounds.append(self._round)
+        self._num_rounds += 1
+        self._round = {}
+        self._turn = 0
+        leader = self._leader()
+        self._alive = [name for name in self._alive if not self.is_faster(leader, name)]
+        self._order = self._alive[:: 1 if self._num_rounds % 2 == 0 else -1]
+
+
+class Selection:
+    """Holds the contests of one model, and watches the winner afterwards.
+
+    Arguments:
+        graphs: all graphs of the model that run in segments; the one that a step runs first comes first. The list may
+            grow until the first contest.
+        tell: called with every verdict.
+    """
+
+    def __init__(self, graphs: Sequence[Graph], tell: Callable[[Verdict], None]) -> None:
+        self.verdict: Verdict | None = None
+        self._all_graphs = graphs
+        self._graphs: tuple[Graph, ...] = ()
+        """Those that take part in the latest contest."""
+        self._tell = tell
+        self._contest: Contest | None = None
+        self._procedure: Generator[Contest, None, Verdict] | None = None
+        self._watch = _Watch()
+        self._lock = threading.Lock()
+
+    def enter(self, graph: Graph) -> None:
+        """Call this before a graph runs; if a step begins with it, the way of every graph is set for the step."""
+        if graph is not self._all_graphs[0] or not self._lock.acquire(blocking=False):
+            return  # in the midst of a step, or in another thread's
+        try:
+            self._begin_step()
+        finally:
+            self._lock.release()
+
+    def leave(self, graph: Graph, ns: int) -> None:
+        """Call this after a graph ran, with how long it took."""
+        if self._contest is None:
+            if self.verdict is not None:
+                self._watch.record(ns)
+            return
+        for index, other in enumerate(self._graphs):
+            if other is graph:
+                self._contest.record(index, ns)
+
+    def _begin_step(self) -> None:
+        if self._procedure is None:
+            if not (self._watch.has_drifted() if self.verdict is not None else self._is_ready()):
+                return
+            self._graphs = tuple(self._all_graphs)
+            self._procedure = self._decide()
+            self._advance()
+        while self._contest is not None:
+            choice = self._contest.begin_step()
+            if choice is not None:
+                self._use(choice)
+                return
+            self._advance()
+
+    def _is_ready(self) -> bool:
+        """Whether every plan is final, apart from those of graphs that the user does not run."""
+        return self._all_graphs[0].has_run and all(g.is_settled or not g.has_run for g in self._all_graphs)
+
+    def _advance(self) -> None:
+        """Go to the next contest, or to the end."""
+        assert self._procedure is not None
+        self._contest = None
+        try:
+            self._contest = next(self._procedure)
+        except StopIteration as end:
+            verdict: Verdict = end.value
+            self._watch.restart(is_confirmed=self.verdict is not None and self.verdict.choice == verdict.choice)
+            self._procedure, self.verdict = None, verdict
+            self._use(verdict.choice)
+            self._tell(verdict)
+
+    def _decide(self) -> Generator[Contest, None, Verdict]:
+        """Hold one contest after the other; each yield is a contest that is over when the generator goes on."""
+        results = _Results()
+        entrants = self._entrants((INDUCTOR, SERIAL, PLAN))
+        winner = yield from results.hold(entrants)
+        if INDUCTOR not in entrants and not (winner == PLAN and results.ratios.get(SERIAL, 1.0) >= CLEAR):
+            for graph in self._graphs:
+                graph.prepare()
+            winner = yield from results.hold({**self._entrants((INDUCTOR,)), winner: entrants[winner]})
+        mixture = results.mixture(winner)
+        if mixture is not None:
+            winner = yield from results.hold({winner: results.choices[winner], MIXTURE: mixture})
+        return results.verdict(winner)
+
+    def _entrants(self, names: Sequence[str]) -> dict[str, Choice]:
+        """Return the distinct choices among the ways called `names`; the first name of a choice stays."""
+        found: dict[Choice, str] = {}
+        for name in names:
+            if any(name in graph.ways for graph in self._graphs):
+                found.setdefault(tuple(_nearest(graph, name) for graph in self._graphs), name)
+        return {name: choice for choice, name in found.items()}
+
+    def _use(self, choice: Choice) -> None:
+        for graph, way in zip(self._graphs, choice, strict=True):
+            graph.use(way)
+
+
+def _nearest(graph: Graph, name: str) -> str:
+    """Return the way called `name`, or the simplest that the graph has: its plan may be to run in turn."""
+    return next(way for way in (name, SERIAL, INDUCTOR, PLAN) if way in graph.ways)
+
+
+class _Results:
+    """What the contests of one decision have shown."""
+
+    def __init__(self) -> None:
+        self.choices: dict[str, Choice] = {}
+        self.ratios: dict[str, float] = {}
+        """Of every entrant to the latest winner."""
+        self._contests: list[Contest] = []
+        self._standings: dict[str, Standing] = {}
+
+    def hold(self, entrants: Mapping[str, Choice]) -> Generator[Contest, None, str]:
+        """Hold a contest and return the winner."""
+        contest = Contest(entrants)
+        if not contest.is_over:
+            yield contest
+        winner = contest.winner()
+        self.choices.update(entrants)
+        self._contests.append(contest)
+        known = [name for name in entrants if name in self.ratios]
+        scale = contest.ratio(known[0], winner) if known else 1.0  # of the old winner to the new one
+        self.ratios = {name: ratio * scale for name, ratio in self.ratios.items()}
+        for name in entrants:
+            self._standings[name] = contest.standing(name, winner)
+            self.ratios[name] = self._standings[name].ratio
+        return winner
+
+    def mixture(self, winner: str) -> Choice | None:
+        """Return the choice with the fastest way of every graph, if that is not the winner's."""
+        choice = list(self.choices[winner])
+        for contest in self._contests:
+            if winner not in contest.entrants:
+                continue
+            for graph in range(len(choice)):
+                rivals = [name for name in contest.entrants if contest.is_faster(name, winner, graph)]
+                if rivals:
+                    best = min(rivals, key=lambda name: contest.ratio(name, winner, graph))
+                    choice[graph] = contest.entrants[best][graph]
+        return None if tuple(choice) in self.choices.values() else tuple(choice)
+
+    def verdict(self, winner: str) -> Verdict:
+        """Return the verdict, with everybody's ratio to the winner."""
+        standings = [replace(self._standings[name], ratio=ratio) for name, ratio in self.ratios.items()]
+        return Verdict(
+            winner=winner,
+            choice=self.choices[winner],
+            standings=tuple(sorted(standings, key=lambda s: (s.name != winner, s.ratio))),
+            num_steps=sum(contest.num_steps for contest in self._contests),
+        )
+
+
+class _Watch:
+    """Notices that the winner's calls take longer or shorter than they did."""
+
+    def __init__(self) -> None:
+        self._patience = 1
+        self.restart(is_confirmed=False)
+
+    def restart(self, *, is_confirmed: bool) -> None:
+        """Begin anew after a verdict; be more patient if it was the one before."""
+        self._patience = 2 * self._patience if is_confirmed else 1
+        self._samples: list[int] = []
+        self._step_ns = 0
+        self._steps = 0
+        self._usual: float | None = None
+        self._num_off = 0
+
+    def record(self, ns: int) -> None:
+        """Add a call to the step that is going on."""
+        self._step_ns += ns
+
+    def has_drifted(self) -> bool:
+        """End a step; return whether the contest should be held again."""
+        if self._step_ns == 0:
+            return False
+        self._samples.append(self._step_ns)
+        self._step_ns = 0
+        self._steps += 1
+        if len(self._samples) < DRIFT_STEPS:
+            return False
+        median = statistics.median(self._samples)
+        self._samples.clear()
+        if self._usual is None:
+            self._usual = median
+            return False
+        self._num_off = self._num_off + 1 if abs(median / self._usual - 1) > DRIFT else 0
+        return self._num_off >= 2 and self._steps >= 2 * DRIFT_STEPS * self._patience

@@ -1,0 +1,183 @@
+"""The contest between the plan, its segments in turn and Inductor, in real training loops."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+
+import apollo_compile
+from apollo_compile import backend
+from apollo_compile.select import INDUCTOR, MAX_ROUNDS, PLAN, SERIAL, STEPS_PER_TURN
+from tests.end_to_end.models import TwoTowers, assert_same_training, train, two_tower_inputs
+
+CONTESTED = {"debug.strict": True, "device.profile": "cpu", "plan.min_gain": 0.0}
+"""The packaged profile gives two towers lanes on every machine with two cores."""
+
+ENOUGH = 30 + 3 * 2 * MAX_ROUNDS * STEPS_PER_TURN
+"""Steps after which learning and three contests of two are over."""
+
+needs_two_cores = pytest.mark.skipif(torch.get_num_threads() < 2, reason="one core has no lanes to choose from")
+
+
+class Pictures(nn.Module):
+    """Two branches of convolutions, whose outputs and gradients are not contiguous in the usual order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.GELU(), nn.Conv2d(16, 16, 3, padding=1))
+        self.right = nn.Sequential(nn.Conv2d(3, 16, 5, padding=2), nn.GELU(), nn.Conv2d(16, 16, 5, padding=2))
+
+    def forward(self, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        """Return a transposed view of the branches' product."""
+        return (self.left(left) * self.right(right)).permute(0, 2, 3, 1)
+
+
+def compiled_towers(**options: object) -> tuple[nn.Module, tuple[torch.Tensor, torch.Tensor], backend.CompiledModel]:
+    """Return two towers, their inputs and what was compiled for a training step."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model, inputs = TwoTowers(), two_tower_inputs()
+    run = torch.compile(model, backend="apollo", options={**CONTESTED, **options})
+    run(*inputs).square().mean().backward()
+    model.zero_grad()
+    (found,) = backend.find_models(model)
+    return run, inputs, found
+
+
+@pytest.fixture
+def deterministic() -> Iterator[None]:
+    """Ask torch for the same numbers every time."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@needs_two_cores
+def test_training_is_as_in_eager_while_the_ways_compete() -> None:
+    """Every step runs another way than some before it; no number shows that."""
+    torch.manual_seed(0)
+    model, inputs = TwoTowers(), two_tower_inputs()
+    eager = train(model, lambda run: run(*inputs).square().mean(), steps=ENOUGH)
+    apollo = train(model, lambda run: run(*inputs).square().mean(), steps=ENOUGH, backend="apollo", options=CONTESTED)
+    assert_same_training(eager, apollo)
+    (found,) = [entry for entry in backend.compiled_models() if entry.graphs][-1:]
+    verdict = found.selection.verdict
+    assert verdict is not None
+    assert {SERIAL, PLAN} <= {standing.name for standing in verdict.standings}
+    assert tuple(graph.way for graph in found.graphs) == verdict.choice
+
+
+@needs_two_cores
+def test_the_verdict_is_logged_once_and_stands_in_the_report(caplog: pytest.LogCaptureFixture) -> None:
+    """With the time of every way, and how many steps it took."""
+    with caplog.at_level(logging.INFO, logger="apollo_compile"):
+        run, inputs, found = compiled_towers()
+        assert not backend.is_settled(run)
+        for _ in range(ENOUGH):
+            run(*inputs).square().mean().backward()
+    assert backend.is_settled(run)
+    (line,) = [r.getMessage() for r in caplog.records if "chosen by measuring" in r.getMessage()]
+    text = str(apollo_compile.report(run))
+    verdict = found.selection.verdict
+    assert verdict is not None
+    for standing in verdict.standings:
+        assert standing.name in line
+        assert standing.name in text
+    assert f"in {verdict.num_steps} steps" in text
+
+
+@needs_two_cores
+@pytest.mark.parametrize("ways", [(INDUCTOR, INDUCTOR), (INDUCTOR, PLAN), (PLAN, INDUCTOR), (SERIAL, INDUCTOR)])
+@pytest.mark.parametrize("kind", ["towers", "pictures"])
+def test_ways_can_be_mixed_between_forward_and_backward(ways: tuple[str, str], kind: str) -> None:
+    """What one saves, the other reads: same tensors, same strides."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model: nn.Module = TwoTowers() if kind == "towers" else Pictures()
+    inputs = two_tower_inputs() if kind == "towers" else (torch.randn(2, 3, 32, 32), torch.randn(2, 3, 32, 32))
+    run = torch.compile(model, backend="apollo", options=CONTESTED)
+    run(*inputs).square().mean().backward()
+    (found,) = backend.find_models(model)
+    assert [graph.compilation.capture.role for graph in found.graphs] == ["forward", "backward"]
+    for graph, way in zip(found.graphs, ways, strict=True):
+        graph.selection = None  # nobody but this test decides
+        graph.prepare()
+        graph.use(way)
+    model.zero_grad()
+    output = run(*inputs)
+    output.square().mean().backward()
+    gradients = [parameter.grad for parameter in model.parameters()]
+    model.zero_grad()
+    expected = model(*inputs)
+    expected.square().mean().backward()
+    assert output.stride() == expected.stride()
+    torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(gradients, [p.grad for p in model.parameters()], rtol=1e-3, atol=1e-5)
+
+
+def test_a_model_without_branches_is_inductors_from_the_start(caplog: pytest.LogCaptureFixture) -> None:
+    """Where no plan is worth it, nothing of ours is in the way; that is no warning, and the report says it."""
+    torch._dynamo.reset()
+    layer, x = nn.Linear(4, 4), torch.ones(2, 4)
+    with caplog.at_level(logging.INFO, logger="apollo_compile"), torch.no_grad():
+        run = torch.compile(layer, backend="apollo", options={"debug.strict": True})
+        torch.testing.assert_close(run(x), layer(x))
+    (record,) = [r for r in caplog.records if "goes to Inductor whole" in r.getMessage()]
+    assert record.levelno == logging.INFO
+    assert "nothing to gain" in record.getMessage()
+    assert "nothing to gain" in str(apollo_compile.report(layer))
+    assert backend.find_models(layer)[0].graphs == []
+
+
+@needs_two_cores
+def test_whoever_asks_for_the_same_numbers_gets_the_plan(deterministic: None) -> None:
+    """Ways differ in the last bits, so under deterministic algorithms measured times decide nothing."""
+    run, inputs, found = compiled_towers(**{"plan.replan": False})
+    first = run(*inputs)
+    for _ in range(ENOUGH // 4):
+        run(*inputs).square().mean().backward()
+    assert torch.equal(run(*inputs), first)
+    assert found.selection.verdict is None
+    assert [graph.way for graph in found.graphs] == [PLAN, PLAN]
+    assert backend.is_settled(run)
+
+
+@needs_two_cores
+def test_a_rival_that_does_not_compile_is_left_out(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One warning, and training goes on."""
+
+    def fail(*args: object, **kwargs: object) -> None:
+        raise RuntimeError("no compiler")
+
+    monkeypatch.setattr(backend, "compile_again", fail)
+    run, inputs, found = compiled_towers(**{"debug.strict": False})
+    with caplog.at_level(logging.WARNING, logger="apollo_compile"):
+        for graph in found.graphs:
+            graph.prepare()
+        run(*inputs).square().mean().backward()
+    assert all(INDUCTOR not in graph.ways for graph in found.graphs)
+    assert caplog.text.count("did not compile it whole: RuntimeError: no compiler") == len(found.graphs)
+
+
+@needs_two_cores
+def test_inductors_version_is_compiled_under_any_mode_of_the_caller() -> None:
+    """The contest may reach it in the midst of a step under autocast or inference mode."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model, inputs = TwoTowers(), two_tower_inputs()
+    run = torch.compile(model, backend="apollo", options=CONTESTED)
+    with torch.autocast("cpu", dtype=torch.bfloat16), torch.inference_mode():
+        expected = run(*inputs)
+        (graph,) = backend.find_models(model)[0].graphs
+        graph.selection = None
+        graph.prepare()
+        graph.use(INDUCTOR)
+        actual = run(*inputs)
+    assert actual.dtype == expected.dtype == torch.bfloat16
+    torch.testing.assert_close(actual, expected, rtol=2e-2, atol=2e-2)

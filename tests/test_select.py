@@ -1,0 +1,268 @@
+"""The contest between ways of running a model, on machines whose speed the test makes up."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import pytest
+
+from apollo_compile.select import (
+    CLEAR,
+    DRIFT_STEPS,
+    INDUCTOR,
+    MAX_ROUNDS,
+    MIN_ROUNDS,
+    MIXTURE,
+    PLAN,
+    SERIAL,
+    STEPS_PER_TURN,
+    Contest,
+    Selection,
+    Verdict,
+)
+
+
+@dataclass(eq=False)
+class Graph:
+    """A graph whose ways take a given time."""
+
+    times: Mapping[str, float]
+    ways: list[str] = field(default_factory=lambda: [SERIAL, PLAN])
+    way: str = PLAN
+    is_settled: bool = True
+    has_run: bool = False
+    num_prepared: int = 0
+    used: list[str] = field(default_factory=list)
+
+    def use(self, way: str) -> None:
+        assert way in self.ways
+        self.way = way
+
+    def prepare(self) -> None:
+        self.num_prepared += 1
+        self.ways.append(INDUCTOR)
+
+
+class Machine:
+    """Runs steps of a model with the noise of a shared machine: drift, spikes, and a cold step after every change."""
+
+    def __init__(self, *graphs: Graph, seed: int = 0, noise: float = 0.0) -> None:
+        self.graphs, self.noise = graphs, noise
+        self.verdicts: list[Verdict] = []
+        self.selection = Selection(graphs, self.verdicts.append)
+        self.speed = 1.0
+        self._random = random.Random(seed)
+        self._last: list[str] = []
+
+    def step(self, *only: int) -> float:
+        """Run the graphs, or some of them; return the time."""
+        total = 0.0
+        self.speed *= 1 + self.noise / 10 * self._random.uniform(-1, 1)
+        for index, graph in enumerate(self.graphs):
+            if only and index not in only:
+                continue
+            self.selection.enter(graph)
+            ns = 1e6 * graph.times[graph.way] * self.speed * (1 + self.noise * self._random.random())
+            if self._random.random() < self.noise:
+                ns *= 2  # a neighbour's turn
+            if graph.used and graph.used[-1] != graph.way:
+                ns *= 1.5  # cold caches
+            self.selection.leave(graph, round(ns))
+            graph.used.append(graph.way)
+            graph.has_run = True
+            total += ns
+        return total
+
+    def run(self, steps: int) -> None:
+        for _ in range(steps):
+            self.step()
+
+
+ENOUGH = 5 * MAX_ROUNDS * STEPS_PER_TURN * 3
+
+
+def test_a_clearly_faster_plan_stays_and_inductor_is_never_compiled() -> None:
+    """Its pieces in turn are slower by more than Inductor could make up."""
+    forward, backward = Graph({SERIAL: 10, PLAN: 7}), Graph({SERIAL: 20, PLAN: 15})
+    machine = Machine(forward, backward)
+    machine.run(ENOUGH)
+    (verdict,) = machine.verdicts
+    assert (verdict.winner, verdict.choice) == (PLAN, (PLAN, PLAN))
+    assert [s.name for s in verdict.standings] == [PLAN, SERIAL]
+    assert verdict.standings[1].ratio == pytest.approx(30 / 22, rel=0.01)
+    assert verdict.standings[0].step_ns == pytest.approx(22e6, rel=0.01)
+    assert verdict.num_steps == 2 * MIN_ROUNDS * STEPS_PER_TURN
+    assert forward.num_prepared == backward.num_prepared == 0
+    assert forward.used[-1] == backward.used[-1] == PLAN
+
+
+def test_inductor_wins_where_it_is_the_fastest_and_ties_go_to_it() -> None:
+    """Never slower than what the user had; a plan that gains nothing is not run."""
+    for inductor in (8.0, 9.95):
+        graph = Graph({SERIAL: 10, PLAN: 9.9, INDUCTOR: inductor})
+        machine = Machine(graph)
+        machine.run(ENOUGH)
+        (verdict,) = machine.verdicts
+        assert verdict.winner == INDUCTOR
+        assert graph.num_prepared == 1
+        assert graph.used[-1] == INDUCTOR
+        assert {s.name for s in verdict.standings} == {INDUCTOR, SERIAL, PLAN}
+
+
+def test_a_plan_that_is_a_little_faster_beats_inductor() -> None:
+    """Ahead by less than `CLEAR`, it has to prove it."""
+    graph = Graph({SERIAL: 10, PLAN: 9.4, INDUCTOR: 10})
+    machine = Machine(graph)
+    machine.run(ENOUGH)
+    assert CLEAR > 10 / 9.4
+    assert (machine.verdicts[0].winner, graph.num_prepared, graph.used[-1]) == (PLAN, 1, PLAN)
+
+
+def test_every_graph_gets_its_own_way_where_that_is_fastest() -> None:
+    """Forward gains by lanes, backward loses: neither pure entrant is the best."""
+    forward = Graph({SERIAL: 10, PLAN: 6, INDUCTOR: 10})
+    backward = Graph({SERIAL: 20, PLAN: 23, INDUCTOR: 18})
+    machine = Machine(forward, backward)
+    machine.run(ENOUGH)
+    (verdict,) = machine.verdicts
+    assert (verdict.winner, verdict.choice) == (MIXTURE, (PLAN, INDUCTOR))
+    assert (forward.used[-1], backward.used[-1]) == (PLAN, INDUCTOR)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_on_a_noisy_machine_the_winner_is_never_far_from_the_best(seed: int) -> None:
+    """Drift, spikes and cold caches: what stays is within the noise of the fastest, whatever the times are."""
+    chance = random.Random(seed)
+    graphs = [Graph({way: chance.uniform(5, 15) for way in (SERIAL, PLAN, INDUCTOR)}) for _ in range(2)]
+    for graph in graphs:  # Inductor's code is not faster than its pieces by more than the rule assumes
+        graph.times = {**graph.times, INDUCTOR: max(graph.times[INDUCTOR], graph.times[SERIAL] / CLEAR)}
+    machine = Machine(*graphs, seed=seed, noise=0.1)
+    machine.run(ENOUGH)
+
+    def time(choice: Sequence[str]) -> float:
+        return sum(graph.times[way] for graph, way in zip(graphs, choice, strict=True))
+
+    best = min(time([first] * 2) for first in (SERIAL, PLAN, INDUCTOR))
+    assert time(machine.verdicts[0].choice) <= 1.03 * best
+
+
+def test_all_graphs_of_a_step_run_the_same_entrant() -> None:
+    """The choice changes between steps, never between forward and backward."""
+    forward, backward = Graph({SERIAL: 10, PLAN: 7}), Graph({SERIAL: 20, PLAN: 15})
+    machine = Machine(forward, backward)
+    machine.run(ENOUGH)
+    assert forward.used == backward.used
+    assert set(forward.used) == {SERIAL, PLAN}
+
+
+def test_the_contest_waits_until_the_plans_are_final() -> None:
+    """A graph that learns would be judged by a plan that it is about to drop; one that never runs is not waited for."""
+    forward, backward = Graph({SERIAL: 10, PLAN: 7}, is_settled=False), Graph({SERIAL: 20, PLAN: 15}, is_settled=False)
+    machine = Machine(forward, backward)
+    machine.run(10)
+    forward.is_settled = True
+    machine.run(10)
+    assert set(forward.used) == {PLAN}
+    backward.is_settled = True
+    machine.run(ENOUGH)
+    assert machine.verdicts
+    alone = Graph({SERIAL: 10, PLAN: 7}), Graph({SERIAL: 20, PLAN: 15}, is_settled=False)
+    machine = Machine(*alone)
+    for _ in range(ENOUGH):
+        machine.step(0)
+    assert machine.verdicts
+
+
+def test_rounds_with_different_graphs_do_not_count() -> None:
+    """A loop that skips the backward in some steps must not make the entrant of those steps the winner."""
+    forward, backward = (Graph({SERIAL: 11, PLAN: 9, INDUCTOR: 11}), Graph({SERIAL: 22, PLAN: 19, INDUCTOR: 22}))
+    machine = Machine(forward, backward)
+    chance = random.Random(0)
+    machine.step()
+    while not machine.verdicts:
+        machine.step(*((0, 1) if chance.random() < 0.7 or forward.way == PLAN else (0,)))
+        assert len(forward.used) < 10 * ENOUGH
+    assert machine.verdicts[0].winner == PLAN
+
+
+def test_one_way_needs_no_contest_but_inductors() -> None:
+    """A plan that runs in turn is Inductor's rival only by its pieces."""
+    graph = Graph({SERIAL: 10, INDUCTOR: 10.5}, ways=[SERIAL], way=SERIAL)
+    machine = Machine(graph)
+    machine.run(ENOUGH)
+    (verdict,) = machine.verdicts
+    assert verdict.winner == SERIAL
+    assert [s.name for s in verdict.standings] == [SERIAL, INDUCTOR]
+    assert all(s.num_rounds >= MIN_ROUNDS for s in verdict.standings)
+
+
+def test_a_rival_that_cannot_be_compiled_does_not_stop_the_contest() -> None:
+    """The graph logs it; what there is competes."""
+    graph = Graph({SERIAL: 10, PLAN: 9.9})
+    graph.prepare = lambda: None  # type: ignore[method-assign]
+    machine = Machine(graph)
+    machine.run(ENOUGH)
+    assert machine.verdicts[0].winner in (SERIAL, PLAN)
+
+
+def test_drift_reopens_the_contest_and_a_repeated_verdict_makes_it_patient() -> None:
+    """Times that change for good change the verdict; one that goes up and down does not cost a contest each."""
+    graph = Graph({SERIAL: 10, PLAN: 7, INDUCTOR: 10})
+    machine = Machine(graph)
+    machine.run(ENOUGH)
+    assert [v.winner for v in machine.verdicts] == [PLAN]
+    graph.times = {SERIAL: 8, PLAN: 14, INDUCTOR: 10}  # the second core is gone
+    machine.run(8 * DRIFT_STEPS)
+    assert [v.winner for v in machine.verdicts] == [PLAN, SERIAL]
+    before = len(machine.verdicts)
+    for turn in range(16):
+        graph.times = {SERIAL: 8 * (1 + turn % 2), PLAN: 14 * (1 + turn % 2), INDUCTOR: 20}
+        machine.run(4 * DRIFT_STEPS)
+    assert 1 <= len(machine.verdicts) - before <= 5
+    assert graph.used[-1] == SERIAL
+
+
+def test_steady_times_never_reopen_it() -> None:
+    """Noise is not drift."""
+    graph = Graph({SERIAL: 10, PLAN: 7})
+    machine = Machine(graph, noise=0.05)
+    machine.run(20)
+    machine._random = random.Random(1)
+    for _ in range(3000):
+        machine.speed = 1.0
+        machine.step()
+    assert len(machine.verdicts) == 1
+
+
+def test_a_contest_ends_after_its_last_round_even_without_a_comparable_one() -> None:
+    """Nothing that a user does keeps a slow entrant in the game for ever."""
+    contest = Contest({SERIAL: (SERIAL,), PLAN: (PLAN,)})
+    steps = 0
+    while contest.begin_step() is not None:
+        steps += 1
+    assert steps == contest.num_steps == 2 * MAX_ROUNDS * STEPS_PER_TURN
+    assert contest.winner() == SERIAL
+
+
+def test_another_thread_in_the_middle_of_a_step_changes_nothing() -> None:
+    """Only the graph that a step begins with moves the contest on."""
+    forward, backward = Graph({SERIAL: 10, PLAN: 7}), Graph({SERIAL: 20, PLAN: 15})
+    machine = Machine(forward, backward)
+    machine.run(3)
+    way = forward.way
+    for _ in range(50):
+        machine.selection.enter(backward)
+        machine.selection.leave(backward, 10**6)
+    assert forward.way == backward.way == way
+    machine.run(ENOUGH)
+    assert machine.verdicts[0].winner == PLAN
+
+
+def test_a_verdict_reads_as_one_line() -> None:
+    """For the log."""
+    graph = Graph({SERIAL: 10, PLAN: 7})
+    machine = Machine(graph)
+    machine.run(ENOUGH)
+    assert str(machine.verdicts[0]) == "plan 7.00 ms a step, segments in turn 1.43x of that; measured in 30 steps"
