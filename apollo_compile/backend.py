@@ -29,6 +29,7 @@ from apollo_compile.errors import ConfigError, NothingToGainError, UnsupportedGr
 from apollo_compile.execute import Executable, available_units, keep_memory
 from apollo_compile.inductor import (
     CompiledBody,
+    adopt_layouts,
     clone_graph,
     compile_again,
     compile_bodies,
@@ -301,6 +302,7 @@ class CompiledModel:
         role = _role(kwargs)
         name = f"{self.name}_{role}"
         try:
+            adopt_layouts(graph_module, example_inputs)
             graph = self._compile_in_segments(graph_module, name=name, role=role, **kwargs)
         except Exception as error:  # whatever it is, Inductor still can: training must not stop because of us
             is_refusal = isinstance(error, UnsupportedGraphError | NothingToGainError)

@@ -1,6 +1,7 @@
 """The only file that touches private torch APIs: Inductor's entry points, its C++ wrapper, and tensor handles.
 
     compile_with_inductor   run a Dynamo graph through AOTAutograd and Inductor's passes, with our inner compiler
+    adopt_layouts           trace a graph again for the strides that its inputs really have
     writes_inputs           whether a graph mutates what it is given
     keep_with               tie a value to the lifetime of a compiled function
     compile_whole           what Inductor would do with a post-AOT graph, untouched
@@ -38,7 +39,7 @@ import torch._functorch.config as functorch_config
 import torch._inductor.config as inductor_config
 from torch import fx
 from torch._guards import TracingContext
-from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+from torch._inductor.compile_fx import compile_fx, compile_fx_inner, fake_tensor_prop
 
 from apollo_compile.errors import UnsupportedGraphError
 from apollo_compile.ir import Body
@@ -87,6 +88,23 @@ def writes_inputs(graph_module: fx.GraphModule) -> bool:
     """Whether the graph writes into its inputs."""
     targets = (node.target for node in graph_module.graph.nodes if isinstance(node.target, torch._ops.OpOverload))
     return any(target._schema.is_mutable for target in targets)
+
+
+def adopt_layouts(graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
+    """Trace the values of a graph again if its inputs do not lie in memory as they did when it was traced.
+
+    Inductor may choose the strides of what a forward saves, and AOTAutograd tells the backward by its example inputs.
+    """
+    placeholders = graph_module.graph.find_nodes(op="placeholder")
+    if any(_lies_otherwise(node.meta["val"], real) for node, real in zip(placeholders, example_inputs, strict=True)):
+        fake_tensor_prop(graph_module, list(example_inputs), True)
+
+
+def _lies_otherwise(traced: Any, real: Any) -> bool:
+    if not (isinstance(traced, torch.Tensor) and isinstance(real, torch.Tensor)):
+        return False
+    strides = (*traced.stride(), *real.stride())
+    return all(isinstance(stride, int) for stride in strides) and traced.stride() != real.stride()
 
 
 def keep_with(compiled: Callable[..., Any], value: object) -> None:

@@ -7,6 +7,7 @@ import gc
 import json
 import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,8 +16,10 @@ from torch import nn
 import apollo_compile
 from apollo_compile import backend
 from apollo_compile.device import default_profile, save_profile
+from apollo_compile.errors import UnsupportedGraphError
 from apollo_compile.execute import available_units
-from apollo_compile.ir import CostSource
+from apollo_compile.ir import Capture, CostSource
+from apollo_compile.pipeline import Compilation
 from apollo_compile.reports.summary import summarize
 from tests.end_to_end.models import STRICT, TwoTowers, assert_same_training, train, two_tower_inputs
 
@@ -103,6 +106,26 @@ def test_a_defect_of_ours_is_logged_and_the_graph_still_runs(
     with caplog.at_level(logging.WARNING, logger="apollo_compile"), torch.no_grad():
         torch.testing.assert_close(torch.compile(layer, backend="apollo")(x), layer(x))
     assert "goes to Inductor whole: RuntimeError: a defect" in caplog.text
+
+
+def test_a_backward_in_segments_reads_what_inductors_forward_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor may save an image with other strides than it was traced with: channels last, for a convolution."""
+    compile_capture = backend.compile_capture
+
+    def refuse_forward(capture: Capture, **kwargs: Any) -> Compilation:
+        if capture.role == "forward":
+            raise UnsupportedGraphError("the forward is Inductor's, for this test")
+        return compile_capture(capture, **kwargs)
+
+    monkeypatch.setattr(backend, "compile_capture", refuse_forward)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 32, 16, 16), nn.Flatten(2), nn.GELU(), nn.Linear(16, 16))
+    image = torch.randn(2, 3, 64, 64)
+    eager = train(model, lambda run: run(image).square().mean())
+    apollo = train(model, lambda run: run(image).square().mean(), backend="apollo", options=STRICT)
+    assert_same_training(eager, apollo)
+    (found,) = backend.compiled_models()[-1:]
+    assert [graph.compilation.capture.role for graph in found.graphs] == ["backward"]
 
 
 def test_two_compiles_write_identical_dumps(tmp_path: Path) -> None:
