@@ -6,6 +6,8 @@ BIN := $(VENV)/bin
 SOURCES := $(shell find csrc runtime -name '*.cpp' -o -name '*.h')
 NATIVE_SOURCES := $(filter-out runtime/tests/%,$(SOURCES)) CMakeLists.txt
 SANITIZERS := address thread
+TEST_PROCESSES ?= 2
+MODEL_TESTS := tests/end_to_end tests/native tests/test_calibrate.py
 
 # Compiled pieces are kept between test runs.
 export TORCHINDUCTOR_CACHE_DIR := $(CURDIR)/build/inductor
@@ -15,8 +17,10 @@ export TORCHINDUCTOR_CACHE_DIR := $(CURDIR)/build/inductor
 demo: $(VENV)/installed native
 	$(BIN)/python -m benchmarks.demo
 
+# Tests that run compiled models have the machine for themselves: two OpenMP teams on the same cores slow each other.
 test: $(VENV)/installed native
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist worksteal $(MODEL_TESTS:%=--ignore=%)
+	$(BIN)/python -m pytest $(MODEL_TESTS)
 
 check: $(VENV)/installed
 	$(BIN)/ruff format --check .

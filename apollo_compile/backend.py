@@ -63,6 +63,12 @@ OBSERVED_RUNS = 5
 
 MAX_REPLANS = 3
 
+WRAPPER_NS_PER_KERNEL = 8_000
+"""What Inductor's Python wrapper takes per kernel, about; the C++ wrapper of a body takes less than a tenth of it."""
+
+WORTH_NATIVE = 0.05
+"""Share of that in a graph's predicted time from which its segments are compiled though no plan has lanes."""
+
 _graph_numbers: dict[Path | None, itertools.count[int]] = defaultdict(itertools.count)
 """Numbers of Dynamo graphs by dump directory, so that two compiles into two directories dump the same."""
 
@@ -92,6 +98,8 @@ def apollo(
         _logger.warning("mode %r is not honoured by backend 'apollo'; its settings are options, not modes", mode)
     if config.disable:
         return compile_plainly(graph_module, example_inputs)
+    if config.runtime.keep_memory:
+        keep_memory()
     model = CompiledModel(
         number=next(_graph_numbers[config.debug.dump]),
         config=config,
@@ -152,10 +160,11 @@ class CompiledGraph:
         if self.selection is None:
             outputs = self._run(inputs)
         else:
-            self.selection.enter(self)
+            self._choose()
             begin = time.perf_counter_ns()
             outputs = self._run(inputs)
-            self.selection.leave(self, time.perf_counter_ns() - begin)
+            if self.selection is not None:
+                self.selection.leave(self, time.perf_counter_ns() - begin)
         if not self._is_settled:
             self._learn()
         return outputs
@@ -207,6 +216,19 @@ class CompiledGraph:
             if self.config.debug.strict:
                 raise
             _logger.warning("%s: Inductor did not compile it whole: %s: %s", name, type(error).__name__, error)
+
+    def _choose(self) -> None:
+        """Let the contest say how this step runs; if that fails, the plan runs from now on."""
+        try:
+            if self.selection is not None:
+                self.selection.enter(self)
+        except Exception as error:
+            if self.config.debug.strict:
+                raise
+            self.selection = None
+            self.use(PLAN)
+            name = self.compilation.capture.name
+            _logger.warning("%s keeps its plan, unmeasured: %s: %s", name, type(error).__name__, error)
 
     def _make_serial(self) -> Run:
         old = self.compilation
@@ -338,12 +360,10 @@ class CompiledModel:
             save_plan(compilation.plan, compilation.partition.graph, dump / FILE_NAME)
         planned = time.perf_counter_ns()
         is_contested = _is_contested(compilation.plan, config)
-        if is_contested and not _uses_lanes(compilation.plan):
+        if is_contested and not _uses_lanes(compilation.plan) and _wrapper_share(compilation) < WORTH_NATIVE:
             raise NothingToGainError(_nothing_to_gain(compilation.plan))
         original = clone_graph(graph_module) if is_contested else None
         bodies = _compile_bodies(graph_module, compilation.partition, config, **kwargs)
-        if config.runtime.keep_memory:
-            keep_memory()
         graph = CompiledGraph(
             compilation=compilation,
             bodies=bodies,
@@ -412,6 +432,12 @@ def _is_contested(plan: Plan, config: Config) -> bool:
 
 def _uses_lanes(plan: Plan) -> bool:
     return any(assignment.lane != 0 for assignment in plan.assignments)
+
+
+def _wrapper_share(compilation: Compilation) -> float:
+    """Return how much Python between kernels would add to the segments in turn, as a share of their time."""
+    kernels = sum(kernel.count for segment in compilation.partition.graph.segments for kernel in segment.work.parts)
+    return kernels * WRAPPER_NS_PER_KERNEL / max(1, compilation.plan.serial_ns)
 
 
 def _nothing_to_gain(plan: Plan) -> str:

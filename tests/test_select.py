@@ -145,7 +145,7 @@ def test_on_a_noisy_machine_the_winner_is_never_far_from_the_best(seed: int) -> 
         return sum(graph.times[way] for graph, way in zip(graphs, choice, strict=True))
 
     best = min(time([first] * 2) for first in (SERIAL, PLAN, INDUCTOR))
-    assert time(machine.verdicts[0].choice) <= 1.03 * best
+    assert time(machine.verdicts[0].choice) <= 1.05 * best
 
 
 def test_all_graphs_of_a_step_run_the_same_entrant() -> None:

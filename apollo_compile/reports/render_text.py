@@ -63,13 +63,11 @@ def _render_graph(graph: GraphSummary) -> str:
 
 
 def _render_verdict(verdict: Verdict) -> str:
-    rows = [
-        (standing.name, format_ns(round(standing.step_ns)), f"{standing.ratio:.3f}", standing.num_rounds)
-        for standing in verdict.standings
-    ]
-    headers = ("way", "a step", "to the winner", "rounds")
-    table = tabulate(rows, headers=headers, colalign=("left", "right", "right", "right"), disable_numparse=True)
-    return f"{table}\nin {verdict.num_steps} steps of the training loop"
+    rows = [(standing.name, f"{standing.ratio:.3f}", standing.num_rounds) for standing in verdict.standings]
+    headers = ("way", "to the winner", "rounds")
+    table = tabulate(rows, headers=headers, colalign=("left", "right", "right"), disable_numparse=True)
+    step = format_ns(round(verdict.standings[0].step_ns))
+    return f"{table}\n{verdict.winner} takes {step} a step; measured in {verdict.num_steps} steps of the training loop"
 
 
 def _search(graph: GraphSummary) -> str:

@@ -10,9 +10,6 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// A hand-over takes a few microseconds when the other lane is about to end, and a wake-up from sleep ten times that.
-constexpr std::chrono::microseconds kSpinTime{20};
-
 void pause_core() {
 #if defined(__x86_64__) || defined(__i386__)
   __builtin_ia32_pause();
@@ -31,11 +28,11 @@ void Event::record(std::uint32_t epoch) {
   }
 }
 
-void Event::wait(std::uint32_t epoch) {
+void Event::wait(std::uint32_t epoch, std::chrono::microseconds patience) {
   if (is_recorded(epoch)) {
     return;
   }
-  for (const Clock::time_point end = Clock::now() + kSpinTime; Clock::now() < end;) {
+  for (const Clock::time_point end = Clock::now() + patience; Clock::now() < end;) {
     for (int i = 0; i < 16; ++i) {
       if (is_recorded(epoch)) {
         return;

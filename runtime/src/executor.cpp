@@ -17,6 +17,11 @@ namespace {
 constexpr int kNoLane = -1;
 constexpr Span kNoSpan{-1, kNoLane, 0, 0, -1};
 
+// A hand-over takes a few microseconds when the waiting lane spins, and a wake-up from sleep ten times that. A lane
+// that shares cores with the one it waits for would spin at its cost. One that does not has its cores to itself.
+constexpr std::chrono::microseconds kPatienceOnSharedCores{20};
+constexpr std::chrono::microseconds kPatienceOnOwnCores{500};
+
 std::size_t index(int id) { return static_cast<std::size_t>(id); }
 
 std::size_t largest_launch(const std::vector<Instruction>& instructions) {
@@ -29,6 +34,26 @@ std::size_t largest_launch(const std::vector<Instruction>& instructions) {
   return largest;
 }
 
+/// Returns for every event the lane that records it.
+std::vector<int> recorders(const Program& program) {
+  std::vector<int> lanes(index(program.num_events), kNoLane);
+  for (std::size_t lane = 0; lane < program.lanes.size(); ++lane) {
+    for (const Instruction& instruction : program.lanes[lane]) {
+      if (const Record* record = std::get_if<Record>(&instruction)) {
+        lanes[index(record->event)] = static_cast<int>(lane);
+      }
+    }
+  }
+  return lanes;
+}
+
+/// Returns whether two lanes may use the same core; the caller's lane, which has no cores of its own, may use any.
+bool share_cores(const std::vector<int>& first, const std::vector<int>& second) {
+  return first.empty() || second.empty() || std::any_of(first.begin(), first.end(), [&](int core) {
+           return std::find(second.begin(), second.end(), core) != second.end();
+         });
+}
+
 }  // namespace
 
 Executor::Executor(std::shared_ptr<LaneSet> lanes, TensorApi api, Program program,
@@ -39,6 +64,7 @@ Executor::Executor(std::shared_ptr<LaneSet> lanes, TensorApi api, Program progra
       bodies_(std::move(bodies)),
       events_(std::make_unique<Event[]>(index(std::max(program_.num_events, 0)))) {
   check_program(program_, lanes_->num_lanes(), static_cast<int>(bodies_.size()));
+  recorders_ = recorders(program_);
   for (auto output = program_.outputs.begin(); output != program_.outputs.end(); ++output) {
     is_last_.push_back(std::find(output + 1, program_.outputs.end(), *output) == program_.outputs.end());
   }
@@ -121,7 +147,10 @@ void Executor::execute(int lane, const LaneSet::Turn* caller, const Poll* poll) 
       if (caller != nullptr) {
         wait_as_caller(*caller, event, epoch_, *poll);
       } else {
-        event.wait(epoch_);
+        const auto& cores = lanes_->cores();
+        const int recorder = recorders_[index(wait->event)];
+        const bool is_shared = share_cores(cores[index(lane)], cores[index(recorder)]);
+        event.wait(epoch_, is_shared ? kPatienceOnSharedCores : kPatienceOnOwnCores);
       }
     } else {
       slots_[index(std::get<Release>(instruction).buffer)].reset();

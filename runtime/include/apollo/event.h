@@ -21,8 +21,8 @@ class Event {
 
   bool is_recorded(std::uint32_t epoch) const { return epoch_.load(std::memory_order_acquire) == epoch; }
 
-  /// Waits for `epoch`: spins for as long as a hand-over between lanes usually takes, then sleeps.
-  void wait(std::uint32_t epoch);
+  /// Waits for `epoch`: spins for at most `patience`, then sleeps.
+  void wait(std::uint32_t epoch, std::chrono::microseconds patience);
 
   /// Waits for `epoch` asleep from the start, so that an idle thread burns no core.
   void sleep(std::uint32_t epoch);
