@@ -486,19 +486,20 @@ class _RuntimePrograms:
             for compiled in self._compiled
             for count in _unit_counts(units)
         }
-        self._in_turns: _TestProgram | None = None
+        self._in_turns: list[_TestProgram] = []
         self._beside: dict[tuple[str, str | None], _TestProgram] = {}
         if units > 1:
             halves = _lanes(units, -(-units // 2))
-            self._in_turns = _TestProgram(bodies, [("arithmetic", 1), ("small", 2)] * 3, halves, in_turns=True)
+            for lane in (0, 2):  # one that shares units with the lane before, one that does not
+                steps = [("arithmetic", 1), ("small", lane)] * 3
+                self._in_turns.append(_TestProgram(bodies, steps, halves, in_turns=True))
             for own, other in itertools.product(_NEIGHBOURS, (None, *_NEIGHBOURS)):
                 steps = [(own, 1)] * 3 + ([] if other is None else [(other, 2)] * 8)
                 self._beside[own, other] = _TestProgram(bodies, steps, halves)
 
     def run(self) -> None:
         """Take part in a round."""
-        turns = [] if self._in_turns is None else [self._in_turns]
-        for program in (self._launches, *self._kernels.values(), *turns, *self._beside.values()):
+        for program in (self._launches, *self._kernels.values(), *self._in_turns, *self._beside.values()):
             program.run()
 
     def fixed_times(self) -> _Runtime:
@@ -535,10 +536,12 @@ class _RuntimePrograms:
         return samples
 
     def _handover_ns(self) -> float:
-        if self._in_turns is None:
-            return 0.0
-        pairs = [pair for spans in self._in_turns.runs for pair in zip(spans[::2], spans[1::2], strict=True)]
-        return _undisturbed([later.start_ns - earlier.end_ns for earlier, later in pairs])
+        """Return the longer of both kinds: the planner knows one."""
+        longest = 0.0
+        for program in self._in_turns:
+            pairs = [pair for spans in program.runs for pair in zip(spans[::2], spans[1::2], strict=True)]
+            longest = max(longest, _undisturbed([later.start_ns - earlier.end_ns for earlier, later in pairs]))
+        return longest
 
     def _slowdown(self) -> tuple[tuple[float, float], tuple[float, float]]:
         if not self._beside:

@@ -20,7 +20,7 @@ constexpr Span kNoSpan{-1, kNoLane, 0, 0, -1};
 // A hand-over takes a few microseconds when the waiting lane spins, and a wake-up from sleep ten times that. A lane
 // that shares cores with the one it waits for would spin at its cost. One that does not has its cores to itself.
 constexpr std::chrono::microseconds kPatienceOnSharedCores{20};
-constexpr std::chrono::microseconds kPatienceOnOwnCores{500};
+constexpr std::chrono::microseconds kPatienceOnOwnCores{2000};
 
 std::size_t index(int id) { return static_cast<std::size_t>(id); }
 
