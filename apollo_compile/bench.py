@@ -33,7 +33,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -137,6 +137,8 @@ class VariantResult:
     """First step: compiling, and running once."""
     rounds_ns: tuple[tuple[int, ...], ...]
     """Timed steps by round."""
+    peak_bytes: int | None
+    """Largest resident memory of the process in its timed steps; None where the system does not tell."""
     loss: float
     summary: Summary
     difference: Difference
@@ -167,6 +169,9 @@ class Child(Protocol):
 
     def run(self, untimed: int, timed: int) -> Sequence[int]:
         """Take steps; return the nanoseconds of the timed ones."""
+
+    def peak_bytes(self) -> int | None:
+        """Return the largest resident memory since it was warm."""
 
 
 # ------------------------------------------------------------------------------------------------------ interface
@@ -231,7 +236,8 @@ def measure_children(
         for name in order:
             times[name].append(tuple(children[name].run(1, steps_per_turn)))
             pause(PAUSE_S)
-    return _collect(task, started, times)
+    peaks = {name: child.peak_bytes() for name, child in children.items()}
+    return _collect(task, started, times, peaks)
 
 
 def turn_orders(names: Sequence[str], rounds: int) -> Iterator[tuple[str, ...]]:
@@ -315,7 +321,10 @@ _LOSS = "\0loss"
 
 
 def _collect(
-    task: Task, started: Mapping[str, Mapping[str, Any]], times: Mapping[str, Sequence[tuple[int, ...]]]
+    task: Task,
+    started: Mapping[str, Mapping[str, Any]],
+    times: Mapping[str, Sequence[tuple[int, ...]]],
+    peaks: Mapping[str, int | None],
 ) -> Measurement:
     names = tuple(started)
     baseline = "inductor" if "inductor" in names else names[0]
@@ -326,6 +335,7 @@ def _collect(
             variant=name,
             cold_s=float(started[name]["cold_s"]),
             rounds_ns=tuple(times[name]),
+            peak_bytes=peaks[name],
             loss=float(started[name]["loss"]),
             summary=summarize(times[name], times[baseline]),
             difference=compare_digests(_load_digest(started[name]), expected),
@@ -383,6 +393,10 @@ class _Process:
 
     def run(self, untimed: int, timed: int) -> Sequence[int]:
         answer: Sequence[int] = self._ask(("run", untimed, timed), _TURN_TIMEOUT_S)
+        return answer
+
+    def peak_bytes(self) -> int | None:
+        answer: int | None = self._ask(("peak_bytes",), _TURN_TIMEOUT_S)
         return answer
 
     def _ask(self, request: tuple[Any, ...], timeout_s: float) -> Any:
@@ -460,6 +474,21 @@ def serve(order: Mapping[str, Any]) -> None:
             pipe.send((True, traceback.format_exc()))
 
 
+def _forget_peak() -> None:
+    """Let the kernel begin anew to watch the largest resident memory of this process; Linux only."""
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def _peak_bytes() -> int | None:
+    """Return the largest resident memory that the kernel saw, None where it does not tell."""
+    with suppress(OSError):
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    return None
+
+
 class _Stepper:
     """A built and compiled task, in the child."""
 
@@ -493,7 +522,11 @@ class _Stepper:
             self._step()
             self._clear()
             taken += 1
+        _forget_peak()
         return taken
+
+    def peak_bytes(self) -> int | None:
+        return _peak_bytes()
 
     def run(self, untimed: int, timed: int) -> list[int]:
         times: list[int] = []

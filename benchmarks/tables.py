@@ -5,7 +5,7 @@ from __future__ import annotations
 from tabulate import tabulate
 
 from apollo_compile.bench import Difference, Measurement, VariantResult
-from apollo_compile.units import format_ns
+from apollo_compile.units import format_bytes, format_ns
 
 COLUMNS = (
     "variant",
@@ -15,6 +15,7 @@ COLUMNS = (
     "speed-up",
     "95 % interval",
     "first step",
+    "peak memory",
     "loss",
     "gradients",
 )
@@ -46,6 +47,7 @@ def _row(measurement: Measurement, result: VariantResult) -> tuple[str, ...]:
         f"{summary.speedup:.2f}x",
         f"{summary.speedup_low:.2f} .. {summary.speedup_high:.2f}" if len(result.rounds_ns) >= MIN_ROUNDS else "-",
         f"{result.cold_s:.1f} s",
+        "-" if result.peak_bytes is None else format_bytes(result.peak_bytes),
         "reference" if is_reference else f"{difference.loss_rel:.1e}",
         "reference" if is_reference else _show_gradients(difference),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,6 +67,9 @@ class _FakeChild:
         self.log.append(f"{self.name} {untimed}+{timed}")
         return [self.step_ns] * timed
 
+    def peak_bytes(self) -> int | None:
+        return 2**20
+
 
 def test_turns_alternate_their_order() -> None:
     """ABC, CBA, ABC: drift of the machine falls on all variants alike."""
@@ -99,6 +103,7 @@ def test_children_run_one_at_a_time_with_pauses(tmp_path: Path) -> None:
     assert (measurement.baseline, measurement.reference) == ("inductor", "eager")
     assert results["eager"].summary.speedup == pytest.approx(200 / 300)
     assert results["inductor"].summary.speedup == 1.0
+    assert results["eager"].peak_bytes == 2**20
     assert results["eager"].rounds_ns == ((300, 300, 300), (300, 300, 300))
     assert to_json(measurement)["results"][0]["variant"] == "eager"
 
@@ -177,6 +182,8 @@ def test_real_processes_are_measured_and_agree(builder: str) -> None:
     assert all(len(result.rounds_ns) == 2 and min(map(min, result.rounds_ns)) > 0 for result in measurement.results)
     assert results["again"].difference.gradient_abs == 0.0 and results["again"].loss == results["eager"].loss
     assert any("first step" in line for line in lines)
+    if sys.platform == "linux":
+        assert all(result.peak_bytes and result.peak_bytes > 2**24 for result in measurement.results)
 
 
 @pytest.mark.parametrize(("fail", "message"), (("no such model", "no such model"), ("exit", "exit code 3")))
