@@ -1,0 +1,55 @@
+"""The benchmark that watches a process over many steps."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import xml.etree.ElementTree as ElementTree
+
+import pytest
+
+from benchmarks.steady import SLICES, Slice, draw, find_growth, watch
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+
+
+def _slice(**changes: float) -> Slice:
+    values = {"last_step": 1, "step_ns": 1e6, "resident_bytes": 1000, "num_threads": 3, "num_files": 5, **changes}
+    return Slice(**values)  # type: ignore[arg-type]
+
+
+def test_growth_is_named_and_nothing_else_is() -> None:
+    """One more thread or file is a leak; a little memory is not, nor is a slower step."""
+    assert find_growth([_slice()], [_slice(step_ns=9e6, resident_bytes=1010)]) == []
+    assert find_growth([_slice()], [_slice(num_threads=4)]) == ["num_threads from 3 to 4"]
+    assert find_growth([_slice()], [_slice(num_files=6)]) == ["num_files from 5 to 6"]
+    (memory,) = find_growth([_slice()], [_slice(resident_bytes=1100)])
+    assert "resident memory" in memory
+
+
+def test_a_leaked_thread_is_seen() -> None:
+    """Slices are what the process has, and every step is run once, apart from the one that compiles."""
+    stop = threading.Event()
+    threads: list[threading.Thread] = []
+    calls = []
+
+    def step() -> None:
+        calls.append(1)
+        if len(calls) == 2 * SLICES:
+            threads.append(threading.Thread(target=stop.wait))
+            threads[0].start()
+
+    slices = watch(step, 3 * SLICES)
+    stop.set()
+    threads[0].join()
+    assert len(calls) == 1 + 3 * SLICES
+    assert [s.last_step for s in slices] == list(range(3, 3 * SLICES + 1, 3))
+    assert slices[-1].num_threads == slices[0].num_threads + 1
+    assert slices[0].resident_bytes > 2**20
+
+
+def test_the_drawing_is_an_svg_with_both_curves() -> None:
+    """It parses, and the curves have a point per slice."""
+    root = ElementTree.fromstring(draw([_slice(last_step=n) for n in range(1, 8)], "a model"))
+    curves = [element for element in root if element.tag.endswith("polyline")]
+    assert [len(curve.attrib["points"].split()) for curve in curves] == [7, 7]
