@@ -143,6 +143,8 @@ class CompiledGraph:
     way: str = PLAN
     """Which way it runs now."""
     num_replans: int = 0
+    has_run: bool = False
+    """Whether it was ever called."""
     _boxed_call: bool = True
 
     def __post_init__(self) -> None:
@@ -160,12 +162,12 @@ class CompiledGraph:
         if self.selection is None:
             outputs = self._run(inputs)
         else:
-            self._choose()
+            self._choose(self.selection)
             begin = time.perf_counter_ns()
             outputs = self._run(inputs)
-            if self.selection is not None:
-                self.selection.leave(self, time.perf_counter_ns() - begin)
-        if not self._is_settled:
+            self.selection.leave(self, time.perf_counter_ns() - begin)
+        self.has_run = True
+        if not self._is_settled and self.way == PLAN:
             self._learn()
         return outputs
 
@@ -180,7 +182,7 @@ class CompiledGraph:
         """
         self.executable = self._make_executable(compilation) if executable is None else executable
         self.compilation = compilation
-        self.use(PLAN)
+        self.use(self.way)
 
     @property
     def ways(self) -> Sequence[str]:
@@ -188,9 +190,9 @@ class CompiledGraph:
         return (SERIAL, *((PLAN,) if _uses_lanes(self.compilation.plan) else ()), *self._others.keys() - {SERIAL})
 
     @property
-    def has_run(self) -> bool:
-        """Whether it was ever called."""
-        return self._runs > 0 or self.num_replans > 0 or bool(self.trace().spans)
+    def way_of_plan(self) -> str:
+        """Return how it runs now; `PLAN` too where the plan is to run in turn, and it does."""
+        return PLAN if self.way == SERIAL and not _uses_lanes(self.compilation.plan) else self.way
 
     @property
     def is_settled(self) -> bool:
@@ -206,29 +208,27 @@ class CompiledGraph:
 
     def prepare(self) -> None:
         """Compile the graph as Inductor would; if it cannot, say so and leave that way out."""
-        if INDUCTOR in self._others or self.compile_whole is None:
+        compile_whole, self.compile_whole = self.compile_whole, None  # once, whether it succeeds or not
+        if compile_whole is None:
             return
         name = self.compilation.capture.name
         _logger.info("%s: Inductor compiles it whole, to be compared with its segments", name)
         try:
-            self._others[INDUCTOR] = self.compile_whole()
+            self._others[INDUCTOR] = compile_whole()
         except Exception as error:  # the contest is held without it
             if self.config.debug.strict:
                 raise
             _logger.warning("%s: Inductor did not compile it whole: %s: %s", name, type(error).__name__, error)
 
-    def _choose(self) -> None:
-        """Let the contest say how this step runs; if that fails, the plan runs from now on."""
+    def _choose(self, selection: Selection) -> None:
+        """Let the contest say how this step runs; if that fails, plans run from now on."""
         try:
-            if self.selection is not None:
-                self.selection.enter(self)
+            selection.enter(self)
         except Exception as error:
             if self.config.debug.strict:
                 raise
-            self.selection = None
-            self.use(PLAN)
             name = self.compilation.capture.name
-            _logger.warning("%s keeps its plan, unmeasured: %s: %s", name, type(error).__name__, error)
+            _logger.warning("%s: plans stay, unmeasured: %s: %s", name, type(error).__name__, error)
 
     def _make_serial(self) -> Run:
         old = self.compilation
@@ -266,10 +266,11 @@ class CompiledGraph:
     def _observe_run(self) -> None:
         old = self.compilation
         graph, trace = old.partition.graph, self.trace()
-        if len(trace.spans) < len(graph.segments):
-            return  # a run without lanes
         self._runs += 1
         if self._runs <= SKIPPED_RUNS:
+            return
+        if len(trace.spans) < len(graph.segments):  # a run without lanes, as all of them may be
+            self._is_settled = self._runs >= SKIPPED_RUNS + OBSERVED_RUNS
             return
         self._observations = observe_trace(trace, old.plan, graph, old.costs, self._observations)
         if self._runs < SKIPPED_RUNS + OBSERVED_RUNS:
@@ -396,7 +397,7 @@ def report(model: torch.nn.Module) -> Report:
     found = find_models(model)
     return Report(
         graphs=tuple(
-            summarize(graph.compilation, graph.trace(), num_replans=graph.num_replans, way=graph.way)
+            summarize(graph.compilation, graph.trace(), num_replans=graph.num_replans, way=graph.way_of_plan)
             for entry in found
             for graph in entry.graphs
         ),
@@ -408,9 +409,10 @@ def report(model: torch.nn.Module) -> Report:
 def is_settled(module: torch.nn.Module) -> bool:
     """Return whether nothing about `module` is being decided any more: its plans are final, its contests are over."""
     return all(
-        (graph.is_settled or not graph.has_run) and (graph.selection is None or graph.selection.verdict is not None)
+        (graph.is_settled or graph.way != PLAN) and (graph.selection is None or graph.selection.is_settled)
         for model in find_models(module)
         for graph in model.graphs
+        if graph.has_run
     )
 
 
@@ -421,10 +423,11 @@ def find_models(module: torch.nn.Module) -> list[CompiledModel]:
 
 
 def _is_contested(plan: Plan, config: Config) -> bool:
-    """Whether measured times may overrule the plan: not if somebody wants this plan, or the same numbers every time."""
+    """Whether measured times may overrule the plan: not if somebody wants this plan, its limit, or the same numbers."""
     return (
         config.plan.contest
         and config.plan.planner != "serial"
+        and config.plan.memory_quota is None
         and not plan.pinned
         and not torch.are_deterministic_algorithms_enabled()
     )

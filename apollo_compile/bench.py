@@ -33,7 +33,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -474,19 +474,19 @@ def serve(order: Mapping[str, Any]) -> None:
             pipe.send((True, traceback.format_exc()))
 
 
-def _forget_peak() -> None:
-    """Let the kernel begin anew to watch the largest resident memory of this process; Linux only."""
-    with suppress(OSError):
+def _forget_peak() -> bool:
+    """Let the kernel begin anew to watch the largest resident memory of this process; return whether it does."""
+    try:
         Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return False
+    return True
 
 
-def _peak_bytes() -> int | None:
-    """Return the largest resident memory that the kernel saw, None where it does not tell."""
-    with suppress(OSError):
-        for line in Path("/proc/self/status").read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-    return None
+def _peak_bytes() -> int:
+    """Return the largest resident memory that the kernel saw; Linux only."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
 
 
 class _Stepper:
@@ -499,6 +499,7 @@ class _Stepper:
         module, _, function = task["builder"].partition(":")
         self._built = getattr(importlib.import_module(module), function)(**task["arguments"])
         self._is_training = task["mode"] == "train"
+        self._watches_peak = False
         self._call: Callable[..., Any] = self._built.model
         if variant["backend"] is not None:
             options = dict(variant["options"]) or None
@@ -522,11 +523,11 @@ class _Stepper:
             self._step()
             self._clear()
             taken += 1
-        _forget_peak()
+        self._watches_peak = _forget_peak()
         return taken
 
     def peak_bytes(self) -> int | None:
-        return _peak_bytes()
+        return _peak_bytes() if self._watches_peak else None
 
     def run(self, untimed: int, timed: int) -> list[int]:
         times: list[int] = []

@@ -61,7 +61,8 @@ class PlanConfig:
     """Plan again when the first steps were measured: their times replace the formulas."""
     contest: bool = True
     """Let the plan, its segments in turn and Inductor's own code compete in the first steps, and keep the fastest.
-    With False, a plan file, the planner `serial` or `torch.use_deterministic_algorithms(True)` the plan runs."""
+    With False, a plan file, the planner `serial`, a memory quota or `torch.use_deterministic_algorithms(True)` the plan
+    runs."""
     file: Path | None = None
     """A plan file, or a directory that `debug.dump` wrote: lanes and order are taken from there."""
 

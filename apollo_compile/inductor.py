@@ -24,6 +24,7 @@ callable). The first two shape the generated code but are not in Inductor's cach
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import ctypes
 import functools
 import hashlib
@@ -40,6 +41,7 @@ import torch._inductor.config as inductor_config
 from torch import fx
 from torch._guards import TracingContext
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner, fake_tensor_prop
+from torch._inductor.fx_passes.post_grad import view_to_reshape
 
 from apollo_compile.errors import UnsupportedGraphError
 from apollo_compile.ir import Body
@@ -97,7 +99,9 @@ def adopt_layouts(graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -
     """
     placeholders = graph_module.graph.find_nodes(op="placeholder")
     if any(_lies_otherwise(node.meta["val"], real) for node, real in zip(placeholders, example_inputs, strict=True)):
-        fake_tensor_prop(graph_module, list(example_inputs), True)
+        view_to_reshape(graph_module)  # type: ignore[no-untyped-call]  # a view of the old strides may need a copy with the new ones
+        with torch.no_grad():
+            fake_tensor_prop(graph_module, list(example_inputs), True)
 
 
 def _lies_otherwise(traced: Any, real: Any) -> bool:
@@ -125,6 +129,10 @@ def compile_again(graph_module: fx.GraphModule, **kwargs: Any) -> Callable[[list
 
     Every output keeps the strides that were traced, as the outputs of bodies do, so that the two can be exchanged. It
     runs on a thread of its own: the caller may be in the midst of a user's step, under autocast or inference mode.
+
+    Raises:
+        Exception: whatever Inductor raises.
+        UnsupportedGraphError: Inductor gave an output other strides than traced.
     """
     piece = clone_graph(graph_module)
     output = piece.graph.output_node()
@@ -136,11 +144,15 @@ def compile_again(graph_module: fx.GraphModule, **kwargs: Any) -> Callable[[list
     def work() -> None:
         try:
             with _compile_lock, _as_piece():
-                made.append(compile_fx_inner(piece, fakes, **_shared(kwargs)))
+                layouts = _output_layouts(piece)
+                compiled = compile_fx_inner(piece, fakes, **_shared(kwargs))
+                _check_layouts("the whole graph", compiled, layouts)
+                made.append(compiled)
         except BaseException as error:  # raised again on the caller's thread
             failed.append(error)
 
-    thread = threading.Thread(target=work, name="apollo-compile")
+    context = contextvars.copy_context()  # Inductor's options, as the user set them
+    thread = threading.Thread(target=lambda: context.run(work), name="apollo-compile")
     thread.start()
     thread.join()
     if failed:
@@ -205,7 +217,7 @@ def compile_bodies(
             for (name, piece, fakes), compiled in zip(pieces, started, strict=True)
         ]
     for (name, _, _), body, layout in zip(pieces, bodies, layouts, strict=True):
-        _check_layouts(name, body, layout)
+        _check_layouts(f"segment {name}", body.function, layout)
     return tuple(bodies)
 
 
@@ -214,21 +226,26 @@ def _shared(kwargs: dict[str, Any]) -> dict[str, Any]:
     return {key: kwargs[key] for key in ("is_backward", "is_inference", "graph_id") if key in kwargs}
 
 
-def _output_layouts(piece: fx.GraphModule) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    values = [node.meta["val"] for node in _outputs(piece)]
-    return [(tuple(value.shape), tuple(value.stride())) for value in values]
+_Layouts = list[tuple[tuple[int, ...], tuple[int, ...]] | None]
+"""Shape and strides of outputs; None for one that is no tensor."""
 
 
-def _check_layouts(name: str, body: CompiledBody, layouts: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> None:
-    """Refuse a body whose outputs do not lie as traced: the readers were compiled for that."""
-    chosen = getattr(body.function, "output_strides", None) or [None] * len(layouts)
-    for number, ((shape, traced), strides) in enumerate(zip(layouts, chosen, strict=True)):
-        if strides is None:
+def _output_layouts(piece: fx.GraphModule) -> _Layouts:
+    values = [node.meta["val"] if isinstance(node, fx.Node) else None for node in _outputs(piece)]
+    return [None if value is None else (tuple(value.shape), tuple(value.stride())) for value in values]
+
+
+def _check_layouts(name: str, function: Callable[..., Any], layouts: _Layouts) -> None:
+    """Refuse code whose outputs do not lie as traced: the readers were compiled for that."""
+    chosen = getattr(function, "output_strides", None) or [None] * len(layouts)
+    for number, (layout, strides) in enumerate(zip(layouts, chosen, strict=True)):
+        if layout is None or strides is None:
             continue
+        shape, traced = layout
         differs = [int(str(s)) != t for s, t, size in zip(strides, traced, shape, strict=True) if size > 1]
         if any(differs):
             raise UnsupportedGraphError(
-                f"Inductor gave output {number} of segment {name} the strides {tuple(strides)} instead of {traced}"
+                f"Inductor gave output {number} of {name} the strides {tuple(strides)} instead of {traced}"
             )
 
 

@@ -10,7 +10,8 @@ Contest     Entrants take turns of `STEPS_PER_TURN` steps; the first of a turn i
             entrant's code and data back into the caches. A round is one turn of each, every other round in reverse, so
             that drift of the machine falls on all. An entrant's time in a round is the sum over the graphs of the
             median of its timed calls: forward and backward are judged together. What counts between two entrants is
-            the ratio of their times in the same round, since a disturbed round disturbs both.
+            the ratio of their times in the same round, since a disturbed round disturbs both. A step begins when the
+            first graph runs and the graph before it was another: forwards in a row belong to one step.
 End         After `MIN_ROUNDS`, an entrant leaves that has lost to the leader (least median ratio) by more than `TIE`,
             in every round but one in eight: a one-sided sign test at about 5 %. The contest ends when one is left, or
             after `MAX_ROUNDS`. The winner is the first entrant, in the order given (simplest first), whose median
@@ -19,12 +20,13 @@ Procedure   1. The plan against its segments in turn. They are the same code, so
             2. If the plan is not ahead by `CLEAR`, Inductor compiles the whole graphs and meets the winner. If it is,
                Inductor's version would have to beat its own pieces by that much, which is not worth a compile.
             3. If another way was faster for one of the graphs alone, the mixture meets the winner.
+            Where no round could be compared, the plan stays.
 Drift       The winner's steps stay watched: if the medians of `DRIFT_STEPS` steps are off by `DRIFT` from the first
             such median twice in a row, what is compiled competes again. Each time that changes nothing, the next
             contest is at least twice as far away.
 
-Guarantees: the choice only ever changes between steps; a round in which the entrants did not run the same graphs does
-not count.
+Guarantees: the choice only ever changes between steps; a round counts only if all entrants ran the same graphs in it,
+and all that the model ran before; if anything fails, all graphs run their plans and the contest is closed.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from __future__ import annotations
 import statistics
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -114,11 +116,13 @@ class Contest:
 
     Arguments:
         entrants: what every one of them runs, by name; the simplest first, which wins ties.
+        required: graphs that a turn must have timed for its round to count.
     """
 
-    def __init__(self, entrants: Mapping[str, Choice]) -> None:
+    def __init__(self, entrants: Mapping[str, Choice], required: Collection[int] = (0,)) -> None:
         self.entrants = dict(entrants)
         self.num_steps = 0
+        self._required = frozenset(required)
         self._alive = list(entrants)
         self._order = list(entrants)
         self._turn = 0
@@ -127,6 +131,11 @@ class Contest:
         self._round: dict[str, dict[int, float]] = {}
         self._rounds: list[dict[str, dict[int, float]]] = []
         self._num_rounds = 0
+
+    @property
+    def num_rounds(self) -> int:
+        """Rounds that count."""
+        return len(self._rounds)
 
     @property
     def is_over(self) -> bool:
@@ -168,9 +177,9 @@ class Contest:
             num_rounds=len(times),
         )
 
-    def is_faster(self, name: str, other: str, graph: int | None = None) -> bool:
+    def is_faster(self, name: str, other: str) -> bool:
         """Return whether `name` beats `other` by more than a tie, in nearly every round."""
-        ratios = self._ratios(name, other, graph)
+        ratios = self._ratios(name, other, None)
         if len(ratios) < MIN_ROUNDS or statistics.median(ratios) * (1 + TIE) >= 1:
             return False
         return sum(ratio >= 1 for ratio in ratios) <= len(ratios) // ALLOWED_WINS
@@ -194,8 +203,8 @@ class Contest:
         self._turn += 1
         if self._turn < len(self._order):
             return
-        graphs = [set(times) for times in self._round.values()]
-        if graphs[0] and all(other == graphs[0] for other in graphs):
+        first, *others = (set(times) for times in self._round.values())
+        if first >= self._required and all(other == first for other in others):
             self._rounds.append(self._round)
         self._num_rounds += 1
         self._round = {}
@@ -223,26 +232,57 @@ class Selection:
         self._contest: Contest | None = None
         self._procedure: Generator[Contest, None, Verdict] | None = None
         self._watch = _Watch()
+        self._last: Graph | None = None
+        """The graph that ran last."""
+        self._is_closed = False
         self._lock = threading.Lock()
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether nothing is being decided: there is a verdict, or there will be none."""
+        return self._is_closed or (self.verdict is not None and self._procedure is None)
+
     def enter(self, graph: Graph) -> None:
-        """Call this before a graph runs; if a step begins with it, the way of every graph is set for the step."""
+        """Call this before a graph runs; if a step begins with it, the way of every graph is set for the step.
+
+        Raises:
+            Exception: a way could not be made ready; all graphs run their plans from now on.
+        """
         if graph is not self._all_graphs[0] or not self._lock.acquire(blocking=False):
             return  # in the midst of a step, or in another thread's
         try:
-            self._begin_step()
+            if not self._is_closed and not self._is_unrolled(graph):
+                self._begin_step()
+        except BaseException:  # an interrupt while Inductor compiles included
+            self._close()
+            raise
         finally:
             self._lock.release()
 
     def leave(self, graph: Graph, ns: int) -> None:
         """Call this after a graph ran, with how long it took."""
-        if self._contest is None:
-            if self.verdict is not None:
+        if not self._lock.acquire(blocking=False):
+            return  # another thread is at it: its time and this one are worth nothing
+        try:
+            self._last = graph
+            if self._contest is not None:
+                for index, other in enumerate(self._graphs):
+                    if other is graph:
+                        self._contest.record(index, ns)
+            elif self.verdict is not None:
                 self._watch.record(ns)
-            return
-        for index, other in enumerate(self._graphs):
-            if other is graph:
-                self._contest.record(index, ns)
+        finally:
+            self._lock.release()
+
+    def _is_unrolled(self, graph: Graph) -> bool:
+        """Whether the graph runs again before the others of its step did: several forwards, then their backwards."""
+        return self._last is graph and any(other.has_run for other in self._all_graphs[1:])
+
+    def _close(self) -> None:
+        self._is_closed = True
+        self._procedure = self._contest = None
+        for graph in self._all_graphs:
+            graph.use(_nearest(graph, PLAN))
 
     def _begin_step(self) -> None:
         if self._procedure is None:
@@ -277,10 +317,11 @@ class Selection:
 
     def _decide(self) -> Generator[Contest, None, Verdict]:
         """Hold one contest after the other; each yield is a contest that is over when the generator goes on."""
-        results = _Results()
+        results = _Results([index for index, graph in enumerate(self._graphs) if graph.has_run])
         entrants = self._entrants((INDUCTOR, SERIAL, PLAN))
         winner = yield from results.hold(entrants)
-        if INDUCTOR not in entrants and not (winner == PLAN and results.ratios.get(SERIAL, 1.0) >= CLEAR):
+        is_clear = winner == PLAN and results.ratios.get(SERIAL, 1.0) >= CLEAR
+        if self.verdict is None and INDUCTOR not in entrants and not is_clear:
             for graph in self._graphs:
                 graph.prepare()
             winner = yield from results.hold({**self._entrants((INDUCTOR,)), winner: entrants[winner]})
@@ -308,42 +349,52 @@ def _nearest(graph: Graph, name: str) -> str:
 
 
 class _Results:
-    """What the contests of one decision have shown."""
+    """What the contests of one decision have shown.
 
-    def __init__(self) -> None:
+    Arguments:
+        required: graphs that must have run for a round to count.
+    """
+
+    def __init__(self, required: Sequence[int]) -> None:
         self.choices: dict[str, Choice] = {}
         self.ratios: dict[str, float] = {}
         """Of every entrant to the latest winner."""
+        self._graph_ratios: dict[str, dict[int, float]] = {}
+        """The same for one graph alone."""
+        self._required = required
         self._contests: list[Contest] = []
         self._standings: dict[str, Standing] = {}
 
     def hold(self, entrants: Mapping[str, Choice]) -> Generator[Contest, None, str]:
-        """Hold a contest and return the winner."""
-        contest = Contest(entrants)
+        """Hold a contest and return the winner: the last entrant if no round could be compared."""
+        contest = Contest(entrants, self._required)
         if not contest.is_over:
             yield contest
-        winner = contest.winner()
+        winner = contest.winner() if contest.num_rounds or len(entrants) == 1 else list(entrants)[-1]
         self.choices.update(entrants)
         self._contests.append(contest)
-        known = [name for name in entrants if name in self.ratios]
-        scale = contest.ratio(known[0], winner) if known else 1.0  # of the old winner to the new one
+        known = next((name for name in entrants if name in self.ratios), winner)  # the winner before this contest
+        scale = contest.ratio(known, winner)
+        scales = {graph: contest.ratio(known, winner, graph) for graph in self._required}
         self.ratios = {name: ratio * scale for name, ratio in self.ratios.items()}
+        for ratios in self._graph_ratios.values():
+            ratios.update({graph: ratio * scales[graph] for graph, ratio in ratios.items()})
         for name in entrants:
             self._standings[name] = contest.standing(name, winner)
             self.ratios[name] = self._standings[name].ratio
+            self._graph_ratios[name] = {graph: contest.ratio(name, winner, graph) for graph in self._required}
         return winner
 
     def mixture(self, winner: str) -> Choice | None:
-        """Return the choice with the fastest way of every graph, if that is not the winner's."""
+        """Return the choice with the fastest way of every graph, if that is not the winner's.
+
+        Ratios of different contests are chained, so this is a guess: the mixture has to beat the winner.
+        """
         choice = list(self.choices[winner])
-        for contest in self._contests:
-            if winner not in contest.entrants:
-                continue
-            for graph in range(len(choice)):
-                rivals = [name for name in contest.entrants if contest.is_faster(name, winner, graph)]
-                if rivals:
-                    best = min(rivals, key=lambda name: contest.ratio(name, winner, graph))
-                    choice[graph] = contest.entrants[best][graph]
+        for graph in self._required:
+            best = min(self._graph_ratios, key=lambda name: self._graph_ratios[name][graph])
+            if self._graph_ratios[best][graph] * (1 + TIE) < 1:
+                choice[graph] = self.choices[best][graph]
         return None if tuple(choice) in self.choices.values() else tuple(choice)
 
     def verdict(self, winner: str) -> Verdict:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -185,6 +186,91 @@ def test_rounds_with_different_graphs_do_not_count() -> None:
         machine.step(*((0, 1) if chance.random() < 0.7 or forward.way == PLAN else (0,)))
         assert len(forward.used) < 10 * ENOUGH
     assert machine.verdicts[0].winner == PLAN
+
+
+def test_a_mixture_is_found_though_its_parts_lost_different_contests() -> None:
+    """The plan's forward is the fastest, but the plan as a whole loses to its segments, and they to Inductor."""
+    forward = Graph({SERIAL: 10, PLAN: 6, INDUCTOR: 9.8})
+    backward = Graph({SERIAL: 20, PLAN: 26, INDUCTOR: 18})
+    machine = Machine(forward, backward)
+    machine.run(ENOUGH)
+    assert machine.verdicts[0].choice == (PLAN, INDUCTOR)
+
+
+def test_forwards_in_a_row_belong_to_one_step() -> None:
+    """A loop with six forwards and then their backwards is judged by both."""
+    forward, backward = Graph({SERIAL: 10, PLAN: 7, INDUCTOR: 11}), Graph({SERIAL: 20, PLAN: 26, INDUCTOR: 22})
+    machine = Machine(forward, backward)
+    machine.step()
+    for _ in range(ENOUGH):
+        for graph in (0, 1):
+            before = {forward.way, backward.way}
+            for number in range(6):
+                machine.step(graph)
+                assert graph == number == 0 or {forward.way, backward.way} == before or number == 0
+                before = {forward.way, backward.way}
+    (verdict,) = machine.verdicts
+    assert verdict.choice in ((SERIAL, SERIAL), (PLAN, SERIAL))
+    assert all(standing.num_rounds >= MIN_ROUNDS for standing in verdict.standings)
+
+
+def test_where_nothing_can_be_compared_the_plan_stays() -> None:
+    """One entrant's backward never runs: its steps are not those of the other."""
+    forward, backward = Graph({SERIAL: 10, PLAN: 11, INDUCTOR: 10}), Graph({SERIAL: 20, PLAN: 21, INDUCTOR: 20})
+    machine = Machine(forward, backward)
+    machine.step()
+    for _ in range(2 * ENOUGH):
+        if not machine.verdicts:
+            machine.step(0)
+            if forward.way == PLAN:
+                machine.step(1)
+            else:
+                machine.selection._last = None  # a step all the same
+    assert machine.verdicts[0].winner == PLAN
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_after_a_failure_all_graphs_run_their_plans(error: type[BaseException]) -> None:
+    """Also if it strikes in the midst of another entrant's turn, or while Inductor compiles."""
+    forward, backward = Graph({SERIAL: 10, PLAN: 9.9}), Graph({SERIAL: 20, PLAN: 19.9})
+
+    def fail() -> None:
+        forward.use(SERIAL)
+        backward.use(SERIAL)
+        raise error
+
+    forward.prepare = fail  # type: ignore[method-assign]
+    machine = Machine(forward, backward)
+    with pytest.raises(error):
+        machine.run(ENOUGH)
+    assert (forward.way, backward.way) == (PLAN, PLAN)
+    machine.run(ENOUGH)
+    assert (forward.way, backward.way, machine.verdicts) == (PLAN, PLAN, [])
+    assert machine.selection.is_settled
+
+
+def test_two_threads_in_one_model_do_no_harm() -> None:
+    """Calls cross at every point; none raises, and the contest ends."""
+    forward, backward = Graph({SERIAL: 10, PLAN: 7}), Graph({SERIAL: 20, PLAN: 15})
+    machine = Machine(forward, backward)
+    failures: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            for _ in range(2 * ENOUGH):
+                for graph in (forward, backward):
+                    machine.selection.enter(graph)
+                    graph.has_run = True
+                    machine.selection.leave(graph, int(graph.times[graph.way] * 1e6))
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
 
 
 def test_one_way_needs_no_contest_but_inductors() -> None:

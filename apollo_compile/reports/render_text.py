@@ -32,7 +32,7 @@ def _render_graph(graph: GraphSummary) -> str:
         f"  {_search(graph)}",
     ]
     if graph.way != PLAN:
-        lines.append(f"  runs another way, which was measured to be faster: {graph.way}")
+        lines.append(f"  does not run its plan now but {graph.way}; measured below is the plan's last run")
     if graph.num_lanes > 1:
         others = ", ".join(f"{name} {format_ns(ns)}" for name, ns in graph.baselines if name != "serial")
         lines.append(f"  by the rules of others: {others}")

@@ -18,7 +18,8 @@ constexpr int kNoLane = -1;
 constexpr Span kNoSpan{-1, kNoLane, 0, 0, -1};
 
 // A hand-over takes a few microseconds when the waiting lane spins, and a wake-up from sleep ten times that. A lane
-// that shares cores with the one it waits for would spin at its cost. One that does not has its cores to itself.
+// that spins while another one may work on the same cores does so at its cost; one that has its cores to itself does
+// not.
 constexpr std::chrono::microseconds kPatienceOnSharedCores{20};
 constexpr std::chrono::microseconds kPatienceOnOwnCores{2000};
 
@@ -34,24 +35,80 @@ std::size_t largest_launch(const std::vector<Instruction>& instructions) {
   return largest;
 }
 
-/// Returns for every event the lane that records it.
-std::vector<int> recorders(const Program& program) {
-  std::vector<int> lanes(index(program.num_events), kNoLane);
-  for (std::size_t lane = 0; lane < program.lanes.size(); ++lane) {
-    for (const Instruction& instruction : program.lanes[lane]) {
-      if (const Record* record = std::get_if<Record>(&instruction)) {
-        lanes[index(record->event)] = static_cast<int>(lane);
-      }
-    }
-  }
-  return lanes;
-}
-
 /// Returns whether two lanes may use the same core; the caller's lane, which has no cores of its own, may use any.
 bool share_cores(const std::vector<int>& first, const std::vector<int>& second) {
   return first.empty() || second.empty() || std::any_of(first.begin(), first.end(), [&](int core) {
            return std::find(second.begin(), second.end(), core) != second.end();
          });
+}
+
+/// Returns for every instruction of every lane how long it may spin if it is a wait.
+///
+/// Launches are counted per lane, and every point of a lane has a clock: how many launches of each lane have surely
+/// ended there. What a lane waits for between two of its launches is what the clocks of these two differ by. Where that
+/// has no launch of another lane on the same cores, nothing else can run on them meanwhile, provided that the program
+/// orders launches that share cores. Behind the last launch of a lane there is no such order.
+std::vector<std::vector<std::chrono::microseconds>> patience(const Program& program,
+                                                             const std::vector<std::vector<int>>& cores) {
+  using Clock = std::vector<int>;
+  const std::size_t num_lanes = program.lanes.size();
+  std::vector<Clock> now(num_lanes, Clock(num_lanes, 0));  // per lane, at its next instruction
+  std::vector<Clock> at_launch = now;                      // per lane, behind its latest launch
+  std::vector<Clock> recorded(index(program.num_events));
+  std::vector<std::size_t> next(num_lanes, 0);
+  std::vector<std::vector<std::size_t>> open(num_lanes);  // waits since the latest launch
+  std::vector<std::vector<std::chrono::microseconds>> result;
+  for (const std::vector<Instruction>& instructions : program.lanes) {
+    result.emplace_back(instructions.size(), kPatienceOnSharedCores);
+  }
+
+  const auto has_cores_alone = [&](std::size_t lane) {
+    for (std::size_t other = 0; other < num_lanes; ++other) {
+      const bool has_worked = now[lane][other] > at_launch[lane][other];
+      if (other != lane && has_worked && share_cores(cores[lane], cores[other])) {
+        return false;
+      }
+    }
+    return true;
+  };
+  // Returns whether the instruction could be passed: a wait cannot before its event was recorded.
+  const auto pass = [&](std::size_t lane) {
+    const std::size_t position = next[lane];
+    const Instruction& instruction = program.lanes[lane][position];
+    if (const Wait* wait = std::get_if<Wait>(&instruction)) {
+      const Clock& other = recorded[index(wait->event)];
+      if (other.empty()) {
+        return false;
+      }
+      for (std::size_t i = 0; i < num_lanes; ++i) {
+        now[lane][i] = std::max(now[lane][i], other[i]);
+      }
+      open[lane].push_back(position);
+    } else if (const Record* record = std::get_if<Record>(&instruction)) {
+      recorded[index(record->event)] = now[lane];
+    } else if (std::holds_alternative<Launch>(instruction)) {
+      if (!cores[lane].empty() && has_cores_alone(lane)) {
+        for (const std::size_t wait : open[lane]) {
+          result[lane][wait] = kPatienceOnOwnCores;
+        }
+      }
+      open[lane].clear();
+      ++now[lane][lane];
+      at_launch[lane] = now[lane];
+    }
+    ++next[lane];
+    return true;
+  };
+
+  for (bool has_passed = true; has_passed;) {  // ends: a checked program has no lanes that wait in a circle
+    has_passed = false;
+    for (std::size_t lane = 0; lane < num_lanes; ++lane) {
+      while (next[lane] < program.lanes[lane].size() && pass(lane)) {
+        has_passed = true;
+      }
+    }
+  }
+  return result;
 }
 
 }  // namespace
@@ -64,7 +121,7 @@ Executor::Executor(std::shared_ptr<LaneSet> lanes, TensorApi api, Program progra
       bodies_(std::move(bodies)),
       events_(std::make_unique<Event[]>(index(std::max(program_.num_events, 0)))) {
   check_program(program_, lanes_->num_lanes(), static_cast<int>(bodies_.size()));
-  recorders_ = recorders(program_);
+  patience_ = patience(program_, lanes_->cores());
   for (auto output = program_.outputs.begin(); output != program_.outputs.end(); ++output) {
     is_last_.push_back(std::find(output + 1, program_.outputs.end(), *output) == program_.outputs.end());
   }
@@ -130,7 +187,9 @@ std::vector<Tensor> Executor::run(std::vector<Tensor> inputs, const Poll& poll) 
 }
 
 void Executor::execute(int lane, const LaneSet::Turn* caller, const Poll* poll) {
-  for (const Instruction& instruction : program_.lanes[index(lane)]) {
+  const std::vector<Instruction>& instructions = program_.lanes[index(lane)];
+  for (std::size_t position = 0; position < instructions.size(); ++position) {
+    const Instruction& instruction = instructions[position];
     // A run that has failed only records: lanes that sleep must wake, and what others still hold must not be touched.
     if (const Record* record = std::get_if<Record>(&instruction)) {
       events_[index(record->event)].record(epoch_);
@@ -147,10 +206,7 @@ void Executor::execute(int lane, const LaneSet::Turn* caller, const Poll* poll) 
       if (caller != nullptr) {
         wait_as_caller(*caller, event, epoch_, *poll);
       } else {
-        const auto& cores = lanes_->cores();
-        const int recorder = recorders_[index(wait->event)];
-        const bool is_shared = share_cores(cores[index(lane)], cores[index(recorder)]);
-        event.wait(epoch_, is_shared ? kPatienceOnSharedCores : kPatienceOnOwnCores);
+        event.wait(epoch_, patience_[index(lane)][position]);
       }
     } else {
       slots_[index(std::get<Release>(instruction).buffer)].reset();

@@ -108,8 +108,14 @@ def test_a_defect_of_ours_is_logged_and_the_graph_still_runs(
     assert "goes to Inductor whole: RuntimeError: a defect" in caplog.text
 
 
-def test_a_backward_in_segments_reads_what_inductors_forward_saved(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Inductor may save an image with other strides than it was traced with: channels last, for a convolution."""
+@pytest.mark.parametrize("first_axis", [1, 2])
+def test_a_backward_in_segments_reads_what_inductors_forward_saved(
+    monkeypatch: pytest.MonkeyPatch, first_axis: int
+) -> None:
+    """Inductor may save an image with other strides than it was traced with: channels last, for a convolution.
+
+    Flattened from axis 1 on, it is no view of that any more.
+    """
     compile_capture = backend.compile_capture
 
     def refuse_forward(capture: Capture, **kwargs: Any) -> Compilation:
@@ -119,7 +125,8 @@ def test_a_backward_in_segments_reads_what_inductors_forward_saved(monkeypatch: 
 
     monkeypatch.setattr(backend, "compile_capture", refuse_forward)
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(3, 32, 16, 16), nn.Flatten(2), nn.GELU(), nn.Linear(16, 16))
+    width = 16 if first_axis == 2 else 32 * 16
+    model = nn.Sequential(nn.Conv2d(3, 32, 16, 16), nn.Flatten(first_axis), nn.GELU(), nn.Linear(width, 16))
     image = torch.randn(2, 3, 64, 64)
     eager = train(model, lambda run: run(image).square().mean())
     apollo = train(model, lambda run: run(image).square().mean(), backend="apollo", options=STRICT)

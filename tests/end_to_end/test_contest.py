@@ -203,15 +203,27 @@ def test_inductors_version_is_compiled_under_any_mode_of_the_caller() -> None:
 def test_a_contest_that_fails_leaves_the_plan_running(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A defect of ours in the midst of training is one warning."""
+    """A defect of ours in the midst of a contest is one warning, and training goes on with the plans."""
     run, inputs, found = compiled_towers(**{"debug.strict": False, "plan.replan": False})
+    for _ in range(2):
+        run(*inputs).square().mean().backward()
+    forward, backward = found.graphs
+    assert forward.way == backward.way != PLAN  # the turn of the segments
 
-    def fail(graph: object) -> None:
+    def fail() -> None:
         raise RuntimeError("a defect")
 
-    monkeypatch.setattr(found.selection, "enter", fail)
+    monkeypatch.setattr(found.selection, "_begin_step", fail)
     with caplog.at_level(logging.WARNING, logger="apollo_compile"):
         for _ in range(3):
             run(*inputs).square().mean().backward()
-    assert caplog.text.count("keeps its plan, unmeasured: RuntimeError: a defect") == len(found.graphs)
+    assert caplog.text.count("plans stay, unmeasured: RuntimeError: a defect") == 1
     assert [graph.way for graph in found.graphs] == [PLAN, PLAN]
+    assert backend.is_settled(run)
+
+
+@needs_two_cores
+def test_a_memory_quota_is_not_overruled() -> None:
+    """Only the plan keeps it."""
+    _, _, found = compiled_towers(**{"plan.memory_quota": 2**30})
+    assert [graph.selection for graph in found.graphs] == [None, None]

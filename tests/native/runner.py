@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import os
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -102,3 +104,11 @@ def _encode(line: str) -> list[int]:
 
 JOIN = ["wait 0; wait 1; 2: 1! 2! -> 3", "0: 0 -> 1; record 0", "1: 0 -> 2; record 1"]
 """Segments 0 and 1 read the input on lanes 1 and 2; segment 2 reads both on the caller lane."""
+
+
+def count_threads(expected: int) -> int:
+    """Return the threads of this process; the kernel may list one for a moment after it was joined."""
+    deadline = time.monotonic() + 10
+    while (count := len(os.listdir("/proc/self/task"))) > expected and time.monotonic() < deadline:
+        time.sleep(0.001)
+    return count

@@ -69,7 +69,7 @@ class Executor {
   std::vector<CpuLane::Task> tasks_;         // one per lane
   std::vector<std::vector<void*>> scratch_;  // one per lane, used by that lane alone
   const std::unique_ptr<Event[]> events_;
-  std::vector<int> recorders_;  // per event: the lane that records it
+  std::vector<std::vector<std::chrono::microseconds>> patience_;  // per lane and instruction: how long a wait may spin
 
   mutable std::mutex run_mutex_;  // held for a run; guards what follows, which the run lends to its lanes
   std::uint32_t epoch_ = 0;
