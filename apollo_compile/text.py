@@ -117,7 +117,7 @@ def format_costs(costs: CostTable, graph: SegmentGraph) -> str:
     counts = sorted({mode.units for modes in costs.modes for mode in modes})
     rows = []
     for segment, modes in zip(graph.segments, costs.modes, strict=True):
-        cell = {mode.units: format_ns(mode.duration_ns) + _star(mode.source) for mode in modes}
+        cell = {mode.units: format_ns(mode.duration_ns) + mark_source(mode.source) for mode in modes}
         memory = format_bytes(max(mode.memory_bytes for mode in modes))
         rows.append((f"s{segment.id}", segment.name, *(cell.get(units, "") for units in counts), memory))
     headers = ("segment", "name", *(_count(units, "unit") for units in counts), "bytes")
@@ -125,7 +125,8 @@ def format_costs(costs: CostTable, graph: SegmentGraph) -> str:
     return f"{title}\n{_table(rows, headers, 'll' + 'r' * (len(counts) + 1))}"
 
 
-def _star(source: CostSource) -> str:
+def mark_source(source: CostSource) -> str:
+    """Return the sign behind a duration that says where it comes from; a space for the formula."""
     return {CostSource.MEASURED: "*", CostSource.SCALED: "~", CostSource.FORMULA: " "}[source]
 
 

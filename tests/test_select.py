@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import threading
 from collections.abc import Mapping, Sequence
@@ -203,12 +204,10 @@ def test_forwards_in_a_row_belong_to_one_step() -> None:
     machine = Machine(forward, backward)
     machine.step()
     for _ in range(ENOUGH):
-        for graph in (0, 1):
-            before = {forward.way, backward.way}
-            for number in range(6):
-                machine.step(graph)
-                assert graph == number == 0 or {forward.way, backward.way} == before or number == 0
-                before = {forward.way, backward.way}
+        for graph, number in itertools.product((0, 1), range(6)):
+            before = forward.way, backward.way
+            machine.step(graph)
+            assert (graph, number) == (0, 0) or (forward.way, backward.way) == before
     (verdict,) = machine.verdicts
     assert verdict.choice in ((SERIAL, SERIAL), (PLAN, SERIAL))
     assert all(standing.num_rounds >= MIN_ROUNDS for standing in verdict.standings)

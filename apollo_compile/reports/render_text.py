@@ -9,6 +9,7 @@ from tabulate import tabulate
 
 from apollo_compile.reports.summary import GraphSummary, Report
 from apollo_compile.select import PLAN, Verdict
+from apollo_compile.text import mark_source
 from apollo_compile.units import format_bytes, format_ns
 
 
@@ -50,7 +51,7 @@ def _render_graph(graph: GraphSummary) -> str:
             segment.name,
             segment.lane,
             segment.units,
-            format_ns(segment.predicted_ns) + ("" if segment.source == "formula" else " *"),
+            f"{format_ns(segment.predicted_ns)} {mark_source(segment.source)}".rstrip(),
             "" if segment.measured_ns is None else format_ns(segment.measured_ns),
         )
         for segment in graph.segments

@@ -327,3 +327,19 @@ def test_a_report_shows_the_contest_and_what_runs_instead_of_the_plan() -> None:
     assert ["segments", "in", "turn", "1.250", "7"] in rows
     assert "Inductor takes 2.00 ms a step; measured in 36 steps of the training loop" in text
     assert "does not run" not in render_text(Report(graphs=(summarize(compilation(), NOTHING),), handed_over=()))
+
+
+def test_a_report_marks_where_a_prediction_comes_from() -> None:
+    """Nothing behind a formula's time, `*` behind a measured one, `~` behind one that was scaled."""
+    summary = summarize(compilation(), NOTHING)
+    sources = (CostSource.FORMULA, CostSource.MEASURED, CostSource.SCALED)
+    segments = tuple(
+        replace(segment, name=source, predicted_ns=1000, source=source)
+        for segment, source in zip(summary.segments, sources, strict=False)
+    )
+    rows = [
+        line.split()
+        for line in render_text(Report(graphs=(replace(summary, segments=segments),), handed_over=())).splitlines()
+    ]
+    marks = {row[0]: row[5:] for row in rows if row and row[0] in sources}
+    assert marks == {CostSource.FORMULA: [], CostSource.MEASURED: ["*"], CostSource.SCALED: ["~"]}
