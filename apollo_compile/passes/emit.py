@@ -4,8 +4,9 @@
 
 Lane order is start order. Around every launch: first its waits, then the launch, then one record if some lane waits
 for this segment, then the releases. One event serves all waits for its segment. A wait names a segment that is
-launched, and recorded, earlier in start order, so no cycle of waits can arise. The record comes before the releases:
-whoever waits need not wait for them.
+launched, and recorded, earlier in start order, so no cycle of waits can arise. The record comes before the releases,
+since whoever waits need not wait for them; only the last segment of a lane lets go first, so that whoever has waited
+for it has waited for the lane.
 
 Guarantees: each segment is launched once; each wait has exactly one record; exactly the happens-before of the sync
 plan. A launch takes the inputs whose hold segment it is; every other hold becomes a release.
@@ -45,6 +46,7 @@ def emit_program(graph: SegmentGraph, plan: Plan, syncs: SyncPlan, memory: Memor
     for hold in memory.holds:
         held.setdefault(hold.segment, []).append(hold.buffer)
 
+    last = {assignment.lane: assignment.segment for assignment in order}
     instructions: list[list[Instruction]] = [[] for _ in plan.lanes]
     for assignment in order:
         segment, block = graph.segments[assignment.segment], instructions[assignment.lane]
@@ -59,9 +61,9 @@ def emit_program(graph: SegmentGraph, plan: Plan, syncs: SyncPlan, memory: Memor
                 outputs=segment.outputs,
             )
         )
-        if segment.id in events:
-            block.append(Record(event=events[segment.id]))
-        block += [Release(buffer=buffer) for buffer in lets_go if buffer not in segment.inputs]
+        records = [Record(event=events[segment.id])] if segment.id in events else []
+        releases = [Release(buffer=buffer) for buffer in lets_go if buffer not in segment.inputs]
+        block += [*releases, *records] if segment.id == last[assignment.lane] else [*records, *releases]
     return Program(
         name=graph.name,
         lanes=plan.lanes,

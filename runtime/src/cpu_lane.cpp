@@ -13,6 +13,9 @@ namespace apollo {
 
 namespace {
 
+// The end of a task may be known before its thread goes to sleep: it needs a moment, if any.
+constexpr std::chrono::microseconds kPatience{20};
+
 std::string list(const std::vector<int>& cores) {
   std::string text;
   for (const int core : cores) {
@@ -33,13 +36,15 @@ CpuLane::CpuLane(int id, std::vector<int> cores, const Task& on_start)
 }
 
 CpuLane::~CpuLane() {
+  finished_.sleep(epoch_);
   task_ = nullptr;
   started_.record(++epoch_);
   thread_.join();
 }
 
-void CpuLane::start(const Task& task) {
-  task_ = &task;
+void CpuLane::start(std::shared_ptr<const Task> task) {
+  finished_.wait(epoch_, kPatience);
+  task_ = std::move(task);
   started_.record(++epoch_);
 }
 

@@ -28,19 +28,25 @@ void Event::record(std::uint32_t epoch) {
   }
 }
 
-void Event::wait(std::uint32_t epoch, std::chrono::microseconds patience) {
+bool Event::spin(std::uint32_t epoch, std::chrono::microseconds patience) const {
   if (is_recorded(epoch)) {
-    return;
+    return true;
   }
   for (const Clock::time_point end = Clock::now() + patience; Clock::now() < end;) {
     for (int i = 0; i < 16; ++i) {
       if (is_recorded(epoch)) {
-        return;
+        return true;
       }
       pause_core();
     }
   }
-  sleep(epoch);
+  return false;
+}
+
+void Event::wait(std::uint32_t epoch, std::chrono::microseconds patience) {
+  if (!spin(epoch, patience)) {
+    sleep(epoch);
+  }
 }
 
 void Event::sleep(std::uint32_t epoch) {

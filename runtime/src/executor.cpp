@@ -17,12 +17,6 @@ namespace {
 constexpr int kNoLane = -1;
 constexpr Span kNoSpan{-1, kNoLane, 0, 0, -1};
 
-// A hand-over takes a few microseconds when the waiting lane spins, and a wake-up from sleep ten times that. A lane
-// that spins while another one may work on the same cores does so at its cost; one that has its cores to itself does
-// not.
-constexpr std::chrono::microseconds kPatienceOnSharedCores{20};
-constexpr std::chrono::microseconds kPatienceOnOwnCores{2000};
-
 std::size_t index(int id) { return static_cast<std::size_t>(id); }
 
 std::size_t largest_launch(const std::vector<Instruction>& instructions) {
@@ -35,80 +29,9 @@ std::size_t largest_launch(const std::vector<Instruction>& instructions) {
   return largest;
 }
 
-/// Returns whether two lanes may use the same core; the caller's lane, which has no cores of its own, may use any.
-bool share_cores(const std::vector<int>& first, const std::vector<int>& second) {
-  return first.empty() || second.empty() || std::any_of(first.begin(), first.end(), [&](int core) {
-           return std::find(second.begin(), second.end(), core) != second.end();
-         });
-}
-
-/// Returns for every instruction of every lane how long it may spin if it is a wait.
-///
-/// Launches are counted per lane, and every point of a lane has a clock: how many launches of each lane have surely
-/// ended there. What a lane waits for between two of its launches is what the clocks of these two differ by. Where that
-/// has no launch of another lane on the same cores, nothing else can run on them meanwhile, provided that the program
-/// orders launches that share cores. Behind the last launch of a lane there is no such order.
-std::vector<std::vector<std::chrono::microseconds>> patience(const Program& program,
-                                                             const std::vector<std::vector<int>>& cores) {
-  using Clock = std::vector<int>;
-  const std::size_t num_lanes = program.lanes.size();
-  std::vector<Clock> now(num_lanes, Clock(num_lanes, 0));  // per lane, at its next instruction
-  std::vector<Clock> at_launch = now;                      // per lane, behind its latest launch
-  std::vector<Clock> recorded(index(program.num_events));
-  std::vector<std::size_t> next(num_lanes, 0);
-  std::vector<std::vector<std::size_t>> open(num_lanes);  // waits since the latest launch
-  std::vector<std::vector<std::chrono::microseconds>> result;
-  for (const std::vector<Instruction>& instructions : program.lanes) {
-    result.emplace_back(instructions.size(), kPatienceOnSharedCores);
-  }
-
-  const auto has_cores_alone = [&](std::size_t lane) {
-    for (std::size_t other = 0; other < num_lanes; ++other) {
-      const bool has_worked = now[lane][other] > at_launch[lane][other];
-      if (other != lane && has_worked && share_cores(cores[lane], cores[other])) {
-        return false;
-      }
-    }
-    return true;
-  };
-  // Returns whether the instruction could be passed: a wait cannot before its event was recorded.
-  const auto pass = [&](std::size_t lane) {
-    const std::size_t position = next[lane];
-    const Instruction& instruction = program.lanes[lane][position];
-    if (const Wait* wait = std::get_if<Wait>(&instruction)) {
-      const Clock& other = recorded[index(wait->event)];
-      if (other.empty()) {
-        return false;
-      }
-      for (std::size_t i = 0; i < num_lanes; ++i) {
-        now[lane][i] = std::max(now[lane][i], other[i]);
-      }
-      open[lane].push_back(position);
-    } else if (const Record* record = std::get_if<Record>(&instruction)) {
-      recorded[index(record->event)] = now[lane];
-    } else if (std::holds_alternative<Launch>(instruction)) {
-      if (!cores[lane].empty() && has_cores_alone(lane)) {
-        for (const std::size_t wait : open[lane]) {
-          result[lane][wait] = kPatienceOnOwnCores;
-        }
-      }
-      open[lane].clear();
-      ++now[lane][lane];
-      at_launch[lane] = now[lane];
-    }
-    ++next[lane];
-    return true;
-  };
-
-  for (bool has_passed = true; has_passed;) {  // ends: a checked program has no lanes that wait in a circle
-    has_passed = false;
-    for (std::size_t lane = 0; lane < num_lanes; ++lane) {
-      while (next[lane] < program.lanes[lane].size() && pass(lane)) {
-        has_passed = true;
-      }
-    }
-  }
-  return result;
+Waits plan_checked_waits(const Program& program, const LaneSet& lanes, std::size_t num_bodies) {
+  check_program(program, lanes.num_lanes(), static_cast<int>(num_bodies));
+  return plan_waits(program, lanes.cores());
 }
 
 }  // namespace
@@ -119,16 +42,23 @@ Executor::Executor(std::shared_ptr<LaneSet> lanes, TensorApi api, Program progra
       api_(api),
       program_(std::move(program)),
       bodies_(std::move(bodies)),
-      events_(std::make_unique<Event[]>(index(std::max(program_.num_events, 0)))) {
-  check_program(program_, lanes_->num_lanes(), static_cast<int>(bodies_.size()));
-  patience_ = patience(program_, lanes_->cores());
+      waits_(plan_checked_waits(program_, *lanes_, bodies_.size())),
+      events_(std::make_unique<Event[]>(index(program_.num_events))),
+      joins_(new Join[waits_.pauses.size() + 1]) {
   for (auto output = program_.outputs.begin(); output != program_.outputs.end(); ++output) {
     is_last_.push_back(std::find(output + 1, program_.outputs.end(), *output) == program_.outputs.end());
   }
   slots_.resize(index(program_.num_buffers));
   spans_.resize(index(program_.num_segments()), kNoSpan);
   for (int lane = 0; lane < lanes_->num_lanes(); ++lane) {
-    tasks_.emplace_back([this, lane] { execute(lane, nullptr, nullptr); });
+    tasks_.push_back(std::make_shared<CpuLane::Task>([this, lane, joins = joins_] {
+      // With the last arrival the run may be over and the executor gone: the joins live as long as the task.
+      const bool has_end = waits_.has_end[index(lane)];
+      execute(lane, 0, program_.lanes[index(lane)].size());
+      if (has_end) {
+        joins[waits_.pauses.size()].arrive(epoch_, lanes_->cores()[index(lane)]);
+      }
+    }));
     scratch_.emplace_back(largest_launch(program_.lanes[index(lane)]));
   }
 }
@@ -149,26 +79,7 @@ std::vector<Tensor> Executor::run(std::vector<Tensor> inputs, const Poll& poll) 
     slots_[index(program_.inputs[i])] = std::move(inputs[i]);
   }
 
-  int caller_lane = kNoLane;
-  for (int lane = 0; lane < lanes_->num_lanes(); ++lane) {
-    if (program_.lanes[index(lane)].empty()) {
-      continue;
-    }
-    if (CpuLane* thread = turn.lane(lane)) {
-      thread->start(tasks_[index(lane)]);
-    } else {
-      caller_lane = lane;
-    }
-  }
-  if (caller_lane != kNoLane) {
-    execute(caller_lane, &turn, &poll);
-  }
-  for (int lane = 0; lane < lanes_->num_lanes(); ++lane) {
-    CpuLane* thread = turn.lane(lane);
-    if (thread != nullptr && !program_.lanes[index(lane)].empty()) {
-      wait_as_caller(turn, thread->finished(), thread->epoch(), poll);
-    }
-  }
+  work_as_caller(turn, poll);
 
   std::vector<Tensor> outputs;
   if (!failure_.is_set()) {
@@ -186,13 +97,81 @@ std::vector<Tensor> Executor::run(std::vector<Tensor> inputs, const Poll& poll) 
   return outputs;
 }
 
-void Executor::execute(int lane, const LaneSet::Turn* caller, const Poll* poll) {
-  const std::vector<Instruction>& instructions = program_.lanes[index(lane)];
-  for (std::size_t position = 0; position < instructions.size(); ++position) {
-    const Instruction& instruction = instructions[position];
+void Executor::work_as_caller(const LaneSet::Turn& turn, const Poll& poll) {
+  std::vector<int> asleep;  // lanes whose threads have not been started yet
+  int caller = kNoLane;
+  for (int lane = 0; lane < lanes_->num_lanes(); ++lane) {
+    if (turn.lane(lane) == nullptr) {
+      caller = lane;
+    } else if (!program_.lanes[index(lane)].empty()) {
+      asleep.push_back(lane);
+    }
+  }
+  for (std::size_t i = 0; i < waits_.pauses.size(); ++i) {
+    joins_[i].expect(waits_.pauses[i].num_arrivals);
+  }
+  Join& end = joins_[waits_.pauses.size()];
+  const auto num_ends = std::count(waits_.has_end.begin(), waits_.has_end.end(), true);
+  end.expect(static_cast<int>(num_ends));
+
+  const auto start = [&](int lane) { turn.lane(lane)->start(tasks_[index(lane)]); };
+  const auto start_all = [&] {
+    // The lane on this thread's core comes last: as soon as it is awake it may keep the core for itself.
+    const std::vector<std::vector<int>>& cores = lanes_->cores();
+    const auto is_elsewhere = [&, here = sched_getcpu()](int lane) {
+      return std::find(cores[index(lane)].begin(), cores[index(lane)].end(), here) == cores[index(lane)].end();
+    };
+    std::stable_partition(asleep.begin(), asleep.end(), is_elsewhere);
+    std::for_each(asleep.begin(), asleep.end(), start);
+    asleep.clear();
+  };
+  const Poll poll_once = [&] {
+    if (!poll || failure_.is_set()) {
+      return;
+    }
+    try {
+      poll();
+    } catch (...) {
+      failure_.set(std::current_exception(), std::nullopt);
+    }
+  };
+
+  std::size_t position = 0;
+  const std::vector<Instruction> nothing;
+  const std::vector<Instruction>& instructions = caller == kNoLane ? nothing : program_.lanes[index(caller)];
+  if (!instructions.empty() && std::holds_alternative<Launch>(instructions.front())) {
+    // Lanes that wait at first have nothing to do beside the caller: it starts them in its first pause.
+    const auto waiting = std::partition(asleep.begin(), asleep.end(), [&](int lane) {
+      return !std::holds_alternative<Wait>(program_.lanes[index(lane)].front());
+    });
+    std::for_each(asleep.begin(), waiting, start);
+    asleep.erase(asleep.begin(), waiting);
+  }
+  for (std::size_t i = 0; i < waits_.pauses.size(); ++i) {
+    const Pause& pause = waits_.pauses[i];
+    execute(caller, position, pause.begin);
+    const auto hand_over = [&] {
+      start_all();
+      execute(caller, pause.begin, pause.first_wait);
+    };
+    turn.wait(joins_[i], epoch_, hand_over, poll_once);  // after a failure too: lanes must have left the run
+    position = pause.first_wait;
+  }
+  execute(caller, position, instructions.size());
+  if (num_ends > 0) {
+    turn.wait(end, epoch_, start_all, poll_once);
+  }
+}
+
+void Executor::execute(int lane, std::size_t begin, std::size_t end) {
+  for (std::size_t position = begin; position < end; ++position) {
+    const Instruction& instruction = program_.lanes[index(lane)][position];
     // A run that has failed only records: lanes that sleep must wake, and what others still hold must not be touched.
     if (const Record* record = std::get_if<Record>(&instruction)) {
       events_[index(record->event)].record(epoch_);
+      if (const Arrival& arrival = waits_.arrivals[index(record->event)]; arrival.pause >= 0) {
+        joins_[index(arrival.pause)].arrive(epoch_, arrival.left);
+      }
     } else if (failure_.is_set()) {
       continue;
     } else if (const Launch* start = std::get_if<Launch>(&instruction)) {
@@ -202,12 +181,7 @@ void Executor::execute(int lane, const LaneSet::Turn* caller, const Poll* poll) 
         failure_.set(std::current_exception(), start->segment);
       }
     } else if (const Wait* wait = std::get_if<Wait>(&instruction)) {
-      Event& event = events_[index(wait->event)];
-      if (caller != nullptr) {
-        wait_as_caller(*caller, event, epoch_, *poll);
-      } else {
-        event.wait(epoch_, patience_[index(lane)][position]);
-      }
+      events_[index(wait->event)].wait(epoch_, waits_.patience[index(lane)][position]);
     } else {
       slots_[index(std::get<Release>(instruction).buffer)].reset();
     }
@@ -255,20 +229,6 @@ void Executor::gather_inputs(const Launch& launch, std::span<void*> inputs) {
       inputs[i] = slots_[index(launch.inputs[i].buffer)].release();
     }
   }
-}
-
-void Executor::wait_as_caller(const LaneSet::Turn& turn, Event& event, std::uint32_t epoch, const Poll& poll) {
-  const Poll poll_once = [this, &poll] {
-    if (!poll || failure_.is_set()) {
-      return;
-    }
-    try {
-      poll();
-    } catch (...) {
-      failure_.set(std::current_exception(), std::nullopt);
-    }
-  };
-  turn.wait(event, epoch, poll_once);
 }
 
 std::vector<Tensor> Executor::take_outputs() {

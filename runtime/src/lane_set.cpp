@@ -101,14 +101,22 @@ LaneSet::Turn::Turn(LaneSet& lanes, const Poll& poll) : lanes_(lanes), outer_(cu
   }
   lock_ = std::unique_lock(lanes.turn_mutex_, std::try_to_lock);
   if (!lock_) {
-    lanes.team_.park([this, &poll] {
-      // By the system's clock: ThreadSanitizer does not know the call that waits by the steady one.
-      while (!lock_.try_lock_until(std::chrono::system_clock::now() + kPollInterval)) {
-        if (poll) {
-          poll();
+    Event has_ended;
+    const auto wait = [&] {
+      try {
+        // By the system's clock: ThreadSanitizer does not know the call that waits by the steady one.
+        while (!lock_.try_lock_until(std::chrono::system_clock::now() + kPollInterval)) {
+          if (poll) {
+            poll();
+          }
         }
+      } catch (...) {
+        has_ended.record(1);
+        throw;
       }
-    });
+      has_ended.record(1);
+    };
+    lanes.team_.park(wait, [&] { has_ended.sleep(1); });
   }
   if (lanes.is_closed_) {
     throw ClosedError("cannot run on lanes that were closed; compile again to get new ones");
@@ -118,17 +126,16 @@ LaneSet::Turn::Turn(LaneSet& lanes, const Poll& poll) : lanes_(lanes), outer_(cu
 
 LaneSet::Turn::~Turn() { current_lanes = outer_; }
 
-void LaneSet::Turn::wait(Event& event, std::uint32_t epoch, const Poll& poll) const {
-  if (event.is_recorded(epoch)) {
+void LaneSet::Turn::wait(Join& join, std::uint32_t epoch, const std::function<void()>& first, const Poll& poll) const {
+  if (join.is_complete(epoch)) {
+    first();
     return;
   }
-  lanes_.team_.park([&] {
-    while (!event.sleep_for(epoch, kPollInterval)) {
-      if (poll) {
-        poll();
-      }
-    }
-  });
+  const auto wait = [&] {
+    first();
+    join.wait(epoch, poll, kPollInterval);
+  };
+  lanes_.team_.park(wait, [&] { join.wait(epoch, {}, kPollInterval); });
 }
 
 }  // namespace apollo

@@ -6,13 +6,10 @@
 
 #include <array>
 #include <atomic>
-#include <cstdint>
 #include <exception>
 #include <string>
 #include <string_view>
 #include <thread>
-
-#include "apollo/futex.h"
 
 namespace apollo {
 
@@ -64,17 +61,15 @@ Function find_function(void* library, const char* name) {
 /// What the threads of the region share; lives on the caller's stack, since the region ends with a barrier.
 struct Parking {
   const std::function<void()>& wait;
+  const std::function<void()>& sleep;
   std::thread::id caller;
   std::exception_ptr failure = nullptr;
-  std::atomic<std::uint32_t> is_over = 0;
 
   static void enter(void* arguments) { static_cast<Parking*>(arguments)->stay(); }
 
   void stay() {
     if (std::this_thread::get_id() != caller) {
-      while (is_over.load(std::memory_order_acquire) == 0) {
-        futex_wait(is_over, 0, std::nullopt);
-      }
+      sleep();
       return;
     }
     try {
@@ -82,8 +77,6 @@ struct Parking {
     } catch (...) {
       failure = std::current_exception();  // the library's frames cannot be unwound
     }
-    is_over.store(1, std::memory_order_release);
-    futex_wake_all(is_over);
   }
 };
 
@@ -103,14 +96,14 @@ OpenMpTeam::OpenMpTeam(bool enabled) {
   }
 }
 
-void OpenMpTeam::park(const std::function<void()>& wait) const {
+void OpenMpTeam::park(const std::function<void()>& wait, const std::function<void()>& sleep) const {
   const bool can_park = is_found() && !is_forked_child && in_parallel_() == 0;
   const int num_threads = can_park ? max_threads_() : 1;
   if (num_threads <= 1) {
     wait();
     return;
   }
-  Parking parking{wait, std::this_thread::get_id()};
+  Parking parking{wait, sleep, std::this_thread::get_id()};
   parallel_(&Parking::enter, &parking, static_cast<unsigned>(num_threads), 0);
   if (parking.failure) {
     std::rethrow_exception(parking.failure);

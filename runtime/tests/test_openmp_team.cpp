@@ -2,11 +2,13 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <cstdio>
 #include <cstring>
 #include <stdexcept>
 #include <thread>
 
+#include "apollo/event.h"
 #include "apollo/openmp_team.h"
 #include "fakes.h"
 #include "random_program.h"
@@ -20,6 +22,8 @@ bool is_openmp_loaded = false;
 
 int (*in_parallel)() = nullptr;
 
+void nothing() {}
+
 }  // namespace
 
 TEST(a_team_is_found_where_the_library_is_loaded) {
@@ -30,26 +34,32 @@ TEST(a_team_is_found_where_the_library_is_loaded) {
 TEST(the_caller_itself_waits_inside_a_region) {
   const apollo::OpenMpTeam team(true);
   for (int repeat = 0; repeat < 100; ++repeat) {
-    bool has_waited = false;
-    team.park([&, caller = std::this_thread::get_id()] {
+    apollo::Event over;
+    std::atomic<int> num_asleep = 0;
+    const auto wait = [&, caller = std::this_thread::get_id()] {
       CHECK(std::this_thread::get_id() == caller);
       CHECK((in_parallel != nullptr && in_parallel() != 0) == is_openmp_loaded);
-      has_waited = true;
+      over.record(1);
+    };
+    team.park(wait, [&] {
+      ++num_asleep;
+      over.sleep(1);
     });
-    CHECK(has_waited);
+    CHECK(over.is_recorded(1));
+    CHECK(num_asleep == (is_openmp_loaded ? 1 : 0));
   }
 }
 
 TEST(parking_inside_a_region_only_waits) {
   const apollo::OpenMpTeam team(true);
   int depth = 0;
-  team.park([&] { team.park([&] { depth = 2; }); });
+  team.park([&] { team.park([&] { depth = 2; }, nothing); }, nothing);
   CHECK(depth == 2);
 }
 
 TEST(exceptions_pass_around_the_region) {
   const apollo::OpenMpTeam team(true);
-  CHECK_THROWS(std::out_of_range, team.park([] { throw std::out_of_range("wait"); }));
+  CHECK_THROWS(std::out_of_range, team.park([] { throw std::out_of_range("wait"); }, nothing));
 }
 
 TEST(programs_compute_the_same_while_the_team_is_parked) {
@@ -74,10 +84,10 @@ TEST(programs_compute_the_same_while_the_team_is_parked) {
 
 TEST(a_forked_child_does_not_wait_for_the_team_of_its_parent) {
   const apollo::OpenMpTeam team(true);
-  team.park([] {});
+  team.park(nothing, nothing);
   const pid_t child = fork();
   if (child == 0) {
-    team.park([] {});
+    team.park(nothing, nothing);
     _exit(0);
   }
   int status = 0;

@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <exception>
 #include <functional>
+#include <memory>
 #include <thread>
 #include <vector>
 
@@ -27,12 +28,8 @@ class CpuLane {
 
   const std::vector<int>& cores() const { return cores_; }
 
-  /// Hands `task` to the thread, which must be idle; `task` must live until it is finished.
-  void start(const Task& task);
-
-  /// Returns the event that is recorded when the last task given to `start` has ended, and its epoch.
-  Event& finished() { return finished_; }
-  std::uint32_t epoch() const { return epoch_; }
+  /// Hands `task` to the thread once the task before it has returned.
+  void start(std::shared_ptr<const Task> task);
 
  private:
   void work(const Task& on_start);
@@ -40,7 +37,7 @@ class CpuLane {
 
   const int id_;
   const std::vector<int> cores_;
-  const Task* task_ = nullptr;        // published to the thread by started_; null tells it to stop
+  std::shared_ptr<const Task> task_;  // published to the thread by started_; null tells it to stop
   std::exception_ptr start_failure_;  // published by the thread through finished_, epoch 1
   std::uint32_t epoch_ = 1;           // of the last task; the thread counts along
   Event started_;

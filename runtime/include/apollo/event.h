@@ -21,6 +21,9 @@ class Event {
 
   bool is_recorded(std::uint32_t epoch) const { return epoch_.load(std::memory_order_acquire) == epoch; }
 
+  /// Spins until `epoch` is recorded or `patience` is over, and returns whether it is recorded.
+  bool spin(std::uint32_t epoch, std::chrono::microseconds patience) const;
+
   /// Waits for `epoch`: spins for at most `patience`, then sleeps.
   void wait(std::uint32_t epoch, std::chrono::microseconds patience);
 

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <chrono>
+#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <mutex>
@@ -11,9 +12,11 @@
 #include "apollo/body.h"
 #include "apollo/event.h"
 #include "apollo/failure.h"
+#include "apollo/join.h"
 #include "apollo/lane_set.h"
 #include "apollo/program.h"
 #include "apollo/tensor.h"
+#include "apollo/waits.h"
 
 namespace apollo {
 
@@ -54,10 +57,10 @@ class Executor {
   std::optional<int> last_failure() const { return failure_.segment(); }
 
  private:
-  void execute(int lane, const LaneSet::Turn* caller, const Poll* poll);
+  void work_as_caller(const LaneSet::Turn& turn, const Poll& poll);
+  void execute(int lane, std::size_t begin, std::size_t end);
   void launch(const Launch& launch, int lane);
   void gather_inputs(const Launch& launch, std::span<void*> inputs);
-  void wait_as_caller(const LaneSet::Turn& turn, Event& event, std::uint32_t epoch, const Poll& poll);
   std::vector<Tensor> take_outputs();
   std::int64_t now_ns() const;
 
@@ -65,11 +68,12 @@ class Executor {
   const TensorApi api_;
   const Program program_;
   const std::vector<std::shared_ptr<Body>> bodies_;
-  std::vector<bool> is_last_;                // per output: whether no later one returns the same buffer
-  std::vector<CpuLane::Task> tasks_;         // one per lane
-  std::vector<std::vector<void*>> scratch_;  // one per lane, used by that lane alone
+  std::vector<bool> is_last_;                                // per output: whether no later one returns the same buffer
+  std::vector<std::shared_ptr<const CpuLane::Task>> tasks_;  // one per lane
+  std::vector<std::vector<void*>> scratch_;                  // one per lane, used by that lane alone
+  const Waits waits_;
   const std::unique_ptr<Event[]> events_;
-  std::vector<std::vector<std::chrono::microseconds>> patience_;  // per lane and instruction: how long a wait may spin
+  const std::shared_ptr<Join[]> joins_;  // one per pause of the caller's lane, and one for the end of all lanes
 
   mutable std::mutex run_mutex_;  // held for a run; guards what follows, which the run lends to its lanes
   std::uint32_t epoch_ = 0;

@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "apollo/cpu_lane.h"
-#include "apollo/event.h"
+#include "apollo/join.h"
 #include "apollo/openmp_team.h"
 
 namespace apollo {
@@ -48,8 +48,12 @@ class LaneSet {
     /// Returns the lane's thread; null for the caller lane.
     CpuLane* lane(int id) const { return lanes_.lanes_[static_cast<std::size_t>(id)].get(); }
 
-    /// Waits for `event` with the caller's OpenMP team parked, and calls `poll` about every 50 ms.
-    void wait(Event& event, std::uint32_t epoch, const Poll& poll) const;
+    /// Parks the caller's OpenMP team, calls `first` and waits until `join` is complete, calling `poll` about every
+    /// 50 ms.
+    ///
+    /// What sets the lanes to work belongs into `first`: a lane that wakes up on the caller's core would keep it from
+    /// parking its team, whose workers then spin on the cores of the other lanes.
+    void wait(Join& join, std::uint32_t epoch, const std::function<void()>& first, const Poll& poll) const;
 
    private:
     friend class LaneSet;

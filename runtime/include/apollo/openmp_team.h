@@ -21,8 +21,10 @@ class OpenMpTeam {
 
   bool is_found() const { return parallel_ != nullptr; }
 
-  /// Calls `wait` on this thread while the other threads of its team block; throws what `wait` throws.
-  void park(const std::function<void()>& wait) const;
+  /// Calls `wait` on this thread and `sleep` on the other threads of its team, all at once; throws what `wait` throws.
+  ///
+  /// `wait` ends, however it ends, what the others sleep for. Where there is no team it is called alone.
+  void park(const std::function<void()>& wait, const std::function<void()>& sleep) const;
 
  private:
   using Parallel = void (*)(void (*region)(void*), void* arguments, unsigned num_threads, unsigned flags);

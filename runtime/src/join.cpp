@@ -1,0 +1,107 @@
+#include "apollo/join.h"
+
+namespace apollo {
+
+namespace {
+
+constexpr std::chrono::microseconds kPatience{2000};
+
+/// Lets `thread` run on `core` alone if it may run there at all. A hint: where it fails the thread stays as it is.
+void move(pthread_t thread, int core, const cpu_set_t& allowed) {
+  if (CPU_ISSET(static_cast<std::size_t>(core), &allowed)) {
+    cpu_set_t set;
+    CPU_ZERO(&set);
+    CPU_SET(static_cast<std::size_t>(core), &set);
+    static_cast<void>(pthread_setaffinity_np(thread, sizeof(set), &set));
+  }
+}
+
+}  // namespace
+
+void Join::expect(int num_arrivals) {
+  const std::lock_guard lock(mutex_);
+  num_missing_ = num_arrivals;
+  num_waiting_ = 0;
+  num_served_ = 0;
+  left_.clear();
+}
+
+void Join::arrive(std::uint32_t epoch, const std::vector<int>& left) {
+  bool is_complete = false;
+  std::vector<Gift> gifts;
+  {
+    const std::lock_guard lock(mutex_);
+    left_.insert(left_.end(), left.begin(), left.end());
+    is_complete = --num_missing_ == 0;
+    gifts = give_cores();
+  }
+  // Without the mutex: who wakes up on this thread's core may keep it for as long as others are missing.
+  if (is_complete) {
+    complete_.record(epoch);
+  }
+  hand_over(gifts, epoch);
+}
+
+void Join::wait(std::uint32_t epoch, const std::function<void()>& poll, std::chrono::nanoseconds interval) {
+  Seat* seat = take_seat(epoch);
+  if (seat == nullptr) {
+    return;
+  }
+  const auto sleep = [&](Event& event) {
+    while (!event.sleep_for(epoch, interval)) {
+      if (poll) {
+        poll();
+      }
+    }
+  };
+  sleep(seat->has_core);
+  if (!complete_.spin(epoch, kPatience)) {
+    sleep(complete_);
+  }
+  static_cast<void>(pthread_setaffinity_np(seat->thread, sizeof(seat->cores), &seat->cores));
+}
+
+Join::Seat* Join::take_seat(std::uint32_t epoch) {
+  std::vector<Gift> gifts;
+  Seat* seat = nullptr;
+  {
+    const std::lock_guard lock(mutex_);
+    if (num_missing_ == 0) {
+      return nullptr;
+    }
+    if (num_waiting_ == seats_.size()) {
+      seats_.emplace_back();
+    }
+    seat = &seats_[num_waiting_++];
+    seat->thread = pthread_self();
+    CPU_ZERO(&seat->cores);
+    static_cast<void>(pthread_getaffinity_np(seat->thread, sizeof(seat->cores), &seat->cores));
+    gifts = give_cores();
+  }
+  hand_over(gifts, epoch);
+  return seat;
+}
+
+std::vector<Join::Gift> Join::give_cores() {
+  std::vector<Gift> gifts;
+  for (; num_served_ < num_waiting_ && (!left_.empty() || num_missing_ == 0); ++num_served_) {
+    Gift gift{&seats_[num_served_], std::nullopt};
+    if (!left_.empty()) {
+      gift.core = left_.back();
+      left_.pop_back();
+    }
+    gifts.push_back(gift);
+  }
+  return gifts;
+}
+
+void Join::hand_over(const std::vector<Gift>& gifts, std::uint32_t epoch) {
+  for (const Gift& gift : gifts) {
+    if (gift.core) {
+      move(gift.seat->thread, *gift.core, gift.seat->cores);
+    }
+    gift.seat->has_core.record(epoch);
+  }
+}
+
+}  // namespace apollo
