@@ -108,11 +108,11 @@ void Executor::work_as_caller(const LaneSet::Turn& turn, const Poll& poll) {
     }
   }
   for (std::size_t i = 0; i < waits_.pauses.size(); ++i) {
-    joins_[i].expect(waits_.pauses[i].num_arrivals);
+    joins_[i].expect(waits_.pauses[i].num_arrivals, waits_.pauses[i].idle);
   }
   Join& end = joins_[waits_.pauses.size()];
   const auto num_ends = std::count(waits_.has_end.begin(), waits_.has_end.end(), true);
-  end.expect(static_cast<int>(num_ends));
+  end.expect(static_cast<int>(num_ends), waits_.idle_at_end);
 
   const auto start = [&](int lane) { turn.lane(lane)->start(tasks_[index(lane)]); };
   const auto start_all = [&] {

@@ -18,12 +18,12 @@ void move(pthread_t thread, int core, const cpu_set_t& allowed) {
 
 }  // namespace
 
-void Join::expect(int num_arrivals) {
+void Join::expect(int num_arrivals, const std::vector<int>& idle) {
   const std::lock_guard lock(mutex_);
   num_missing_ = num_arrivals;
   num_waiting_ = 0;
   num_served_ = 0;
-  left_.clear();
+  left_ = idle;
 }
 
 void Join::arrive(std::uint32_t epoch, const std::vector<int>& left) {

@@ -1,6 +1,7 @@
 #include "apollo/waits.h"
 
 #include <algorithm>
+#include <set>
 #include <variant>
 
 namespace apollo {
@@ -60,11 +61,17 @@ class Walk {
         }
       }
     }
+    Clock clock(now_.size(), 0);
     for (std::size_t lane = 0; lane < program_.lanes.size(); ++lane) {
       if (cores_[lane].empty()) {
-        find_pauses(lane);
+        find_pauses(lane, clock);
       }
     }
+    Clock end(now_.size(), 0);
+    for (std::size_t lane = 0; lane < program_.lanes.size(); ++lane) {
+      end[lane] = now_[lane][lane];
+    }
+    result_.idle_at_end = idle_cores(clock, end);
     for (std::size_t lane = 0; lane < program_.lanes.size(); ++lane) {
       const Record* last = program_.lanes[lane].empty() ? nullptr : std::get_if<Record>(&program_.lanes[lane].back());
       const bool is_awaited = last != nullptr && result_.arrivals[index(last->event)].pause >= 0;
@@ -114,9 +121,9 @@ class Walk {
     return true;
   }
 
-  void find_pauses(std::size_t caller) {
+  /// Finds the pauses of the caller's lane; `clock` is its clock at the start, and behind the last pause on return.
+  void find_pauses(std::size_t caller, Clock& clock) {
     const std::vector<Instruction>& instructions = program_.lanes[caller];
-    Clock clock(now_.size(), 0);
     for (std::size_t begin = 0; begin < instructions.size();) {
       if (is_launch(instructions[begin])) {
         ++begin;
@@ -129,8 +136,11 @@ class Walk {
                                            [](const auto& each) { return is_wait(each) || is_launch(each); });
       const auto end = std::find_if(first_wait, instructions.end(),
                                     [](const auto& each) { return is_record(each) || is_launch(each); });
-      Pause pause{begin, static_cast<std::size_t>(first_wait - instructions.begin()),
-                  static_cast<std::size_t>(end - instructions.begin()), 0};
+      Pause pause{begin,
+                  static_cast<std::size_t>(first_wait - instructions.begin()),
+                  static_cast<std::size_t>(end - instructions.begin()),
+                  0,
+                  {}};
       add_arrivals(instructions, pause, clock);
       if (pause.num_arrivals > 0) {
         result_.pauses.push_back(pause);
@@ -142,6 +152,7 @@ class Walk {
   /// Counts who arrives in the pause; `clock` is that of the caller's lane before it, and after it on return.
   void add_arrivals(const std::vector<Instruction>& instructions, Pause& pause, Clock& clock) {
     std::vector<int> events;
+    const Clock before = clock;
     for (std::size_t position = pause.first_wait; position < pause.end; ++position) {
       const Wait* wait = std::get_if<Wait>(&instructions[position]);
       if (wait == nullptr || result_.arrivals[index(wait->event)].pause >= 0) {
@@ -161,6 +172,23 @@ class Walk {
       }
     }
     pause.num_arrivals = static_cast<int>(events.size());
+    pause.idle = idle_cores(before, clock);
+  }
+
+  /// Returns the cores of lanes on which no lane works between two points.
+  std::vector<int> idle_cores(const Clock& before, const Clock& after) const {
+    std::set<int> idle;
+    for (const std::vector<int>& cores : cores_) {
+      idle.insert(cores.begin(), cores.end());
+    }
+    for (std::size_t lane = 0; lane < cores_.size(); ++lane) {
+      if (before[lane] < after[lane]) {
+        for (const int core : cores_[lane]) {
+          idle.erase(core);
+        }
+      }
+    }
+    return {idle.begin(), idle.end()};
   }
 
   /// Returns whether nothing works on the cores of the event's lane between its record and `clock`.

@@ -24,7 +24,7 @@ TEST(nobody_passes_before_the_last_arrival) {
   Join join;
   for (std::uint32_t epoch = 1; epoch <= 200; ++epoch) {
     std::atomic<int> num_arrived = 0;
-    join.expect(3);
+    join.expect(3, {});
     std::vector<std::thread> threads;
     for (int i = 0; i < 3; ++i) {
       threads.emplace_back([&] {
@@ -50,7 +50,7 @@ TEST(threads_that_were_given_cores_may_run_everywhere_again) {
   const int num_allowed = num_cores_allowed();
   Join join;
   for (std::uint32_t epoch = 1; epoch <= 50; ++epoch) {
-    join.expect(2);
+    join.expect(2, {});
     std::thread first([&] { join.arrive(epoch, {cores.front()}); });
     std::thread second([&] { join.arrive(epoch, {cores.back()}); });
     join.wait(epoch, {}, kInterval);
@@ -63,7 +63,7 @@ TEST(threads_that_were_given_cores_may_run_everywhere_again) {
 TEST(a_thread_waits_on_the_core_that_it_was_given) {
   const int core = apollo::available_cores().back();
   Join join;
-  join.expect(2);
+  join.expect(2, {});
   std::atomic<bool> has_left = false;
   std::thread lane([&] {
     join.arrive(1, {core});
@@ -83,9 +83,23 @@ TEST(a_thread_waits_on_the_core_that_it_was_given) {
   observer.join();
 }
 
+TEST(a_thread_waits_on_an_idle_core_from_the_start) {
+  const int core = apollo::available_cores().back();
+  Join join;
+  join.expect(1, {core});
+  int seen = -1;
+  // Polled only once the patience to spin is over: by then the thread was moved.
+  const auto poll = [&] {
+    seen = sched_getcpu();
+    join.arrive(1, {});
+  };
+  join.wait(1, poll, kInterval);
+  CHECK(seen == core);
+}
+
 TEST(who_comes_after_all_have_arrived_does_not_wait) {
   Join join;
-  join.expect(1);
+  join.expect(1, {});
   join.arrive(1, {});
   join.wait(1, {}, kInterval);
   CHECK(join.is_complete(1) && !join.is_complete(2));
@@ -93,7 +107,7 @@ TEST(who_comes_after_all_have_arrived_does_not_wait) {
 
 TEST(a_waiter_polls_while_it_sleeps) {
   Join join;
-  join.expect(1);
+  join.expect(1, {});
   int num_polls = 0;
   const auto poll = [&] {
     if (++num_polls == 3) {

@@ -73,6 +73,18 @@ TEST(the_end_of_a_lane_is_awaited_unless_a_pause_covers_it) {
   CHECK(waits.has_end[2]);
 }
 
+TEST(cores_of_lanes_without_work_are_idle_during_a_pause) {
+  const Waits waits = plan_waits(program({{launch(0), Record{0}, Wait{1}, launch(2), Record{2}, Wait{3}, launch(4)},
+                                          {Wait{0}, launch(1), Record{1}},
+                                          {Wait{2}, launch(3), Record{3}}},
+                                         4),
+                                 kCores);
+  CHECK(waits.pauses.size() == 2);
+  CHECK(waits.pauses[0].idle == std::vector<int>{5});
+  CHECK(waits.pauses[1].idle == std::vector<int>{4});
+  CHECK((waits.idle_at_end == std::vector<int>{4, 5}));
+}
+
 TEST(a_lane_spins_long_only_where_nobody_else_works_on_its_cores) {
   const std::chrono::microseconds brief{20};
   const Waits waits = plan_waits(

@@ -30,7 +30,9 @@ class Join {
   Join& operator=(const Join&) = delete;
 
   /// Begins an epoch that `num_arrivals` complete; nobody may be waiting or about to arrive.
-  void expect(int num_arrivals);
+  ///
+  /// `idle`: cores on which no lane works before the join is complete.
+  void expect(int num_arrivals, const std::vector<int>& idle);
 
   /// Counts one arrival; `left`: cores on which no lane works before the join is complete.
   void arrive(std::uint32_t epoch, const std::vector<int>& left);

@@ -17,6 +17,7 @@ struct Pause {
   std::size_t first_wait;
   std::size_t end;
   int num_arrivals;
+  std::vector<int> idle;  ///< cores of lanes on which no lane works during the pause
 };
 
 /// What the record of an event means to the caller's lane.
@@ -30,7 +31,8 @@ struct Waits {
   std::vector<std::vector<std::chrono::microseconds>> patience;  ///< per lane and instruction: how long a wait may spin
   std::vector<Pause> pauses;                                     ///< of the caller's lane, in order
   std::vector<Arrival> arrivals;                                 ///< per event
-  std::vector<bool> has_end;  ///< per lane: whether it may still be at work when the caller's pauses are over
+  std::vector<bool> has_end;     ///< per lane: whether it may still be at work when the caller's pauses are over
+  std::vector<int> idle_at_end;  ///< cores on which no lane works when they are over
 };
 
 /// Looks through a program that `check_program` passed; `cores` are those of each lane, none for the caller's lane.
