@@ -66,7 +66,7 @@ $(VENV)/created:
 	touch $@
 
 $(VENV)/tools: constraints.txt | $(VENV)/created
-	$(BIN)/python -m pip install -q -c constraints.txt cmake ninja nanobind
+	$(BIN)/python -m pip install -q -c constraints.txt cmake ninja nanobind nvidia-cuda-runtime
 	touch $@
 
 # torch first and by exact version: to resolve a range, pip would fetch gigabytes.

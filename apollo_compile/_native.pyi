@@ -1,4 +1,6 @@
-"""Run the segments of a program on lanes of CPU cores."""
+"""
+Run the segments of a program on lanes of CPU cores, and make lanes of the SMs of a GPU.
+"""
 
 from collections.abc import Callable, Sequence
 
@@ -121,3 +123,92 @@ class Executor:
         """
         The segment whose body failed in the last run; None if it succeeded or was cancelled.
         """
+
+class CudaLane:
+    """A stream that uses some SMs of a GPU; it lives until the process ends."""
+
+    @property
+    def atoms(self) -> list[int]:
+        """The atoms of the device whose SMs it uses, ascending."""
+
+    @property
+    def priority(self) -> int:
+        """A lower number goes first."""
+
+    @property
+    def num_sms(self) -> int:
+        """The SMs that the driver granted."""
+
+    @property
+    def stream(self) -> int:
+        """The CUstream, for torch.cuda.ExternalStream."""
+
+    @property
+    def context(self) -> int:
+        """The CUcontext that its kernels have in a captured CUDA graph."""
+
+class CudaDevice:
+    """
+    A GPU, its SMs cut once into atoms of equal size; it lives until the process ends.
+    """
+
+    @property
+    def name(self) -> str:
+        """The name that the driver gives it."""
+
+    @property
+    def compute_capability(self) -> tuple[int, int]:
+        """Major and minor number."""
+
+    @property
+    def driver_version(self) -> int:
+        """The newest CUDA version of the driver: 13000 is 13.0."""
+
+    @property
+    def functions(self) -> dict[str, bool]:
+        """Whether the driver has each function that was looked for, by name."""
+
+    @property
+    def num_sms(self) -> int:
+        """All SMs, those that belong to no atom included."""
+
+    @property
+    def num_atoms(self) -> int:
+        """Groups of SMs that lanes are made of."""
+
+    @property
+    def atom_sms(self) -> int:
+        """SMs of every atom."""
+
+    @property
+    def priorities(self) -> tuple[int, int]:
+        """The lowest and the highest priority of streams."""
+
+    @property
+    def primary_context(self) -> int:
+        """The CUcontext of everything that runs outside lanes."""
+
+    def memory(self) -> tuple[int, int]:
+        """Return the free and all bytes of the device."""
+
+    def lane(self, atoms: Sequence[int], priority: int = 0) -> CudaLane:
+        """
+        Return the lane of these atoms, ascending, at that priority; the same one at every call.
+
+        Raises ValueError for atoms or a priority that the device has not, and CudaError.
+        """
+
+    def kernel_nodes(self, graph: int) -> list[tuple[int, str]]:
+        """
+        Return `(context, name)` of the kernels of a CUgraph and its child graphs.
+
+        Raises CudaError.
+        """
+
+def cuda_device(ordinal: int = 0, library: str = 'libcuda.so.1') -> CudaDevice:
+    """
+    Return the GPU with that number; the same object at every call.
+
+    `library` is the driver to open. Raises CudaError where there is no driver, no such device, or a driver too
+    old for lanes.
+    """

@@ -6,6 +6,8 @@ ApolloError
 |-- NothingToGainError     no plan is worth running this graph in segments; the backend hands it to Inductor
 |-- PlanFileError          a plan file cannot be read, or is for another graph or device
 |-- InfeasiblePlanError    no plan keeps the memory quota
+|-- CudaError              the CUDA driver refused a call, or cannot do what lanes need
+|-- MemoryQuotaError       a lane took more memory than its quota
 |-- CalibrationError       this machine cannot be measured as it is now
 |-- InvariantError         a product is not legal: a defect of ours, found by the check behind a stage
 `-- RuntimeClosedError     the runtime was used after it was closed, or from a forked child
@@ -38,6 +40,14 @@ class PlanFileError(ApolloError, ValueError):
 
 class InfeasiblePlanError(ApolloError):
     """No schedule keeps every limit; the message says which limit and what needs most."""
+
+
+class CudaError(ApolloError, RuntimeError):
+    """The CUDA driver refused a call, or is missing or too old; the message says which call and what to do."""
+
+
+class MemoryQuotaError(ApolloError):
+    """A lane took more memory than its quota; the message names the lane, its segments, and the bytes."""
 
 
 class CalibrationError(ApolloError):

@@ -1,14 +1,17 @@
 // The seam between Python and the runtime: converts arguments and exceptions, manages the GIL, decides nothing.
 
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/map.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 #include <unistd.h>
 
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -16,6 +19,7 @@
 #include <utility>
 #include <vector>
 
+#include "apollo/cuda_lane.h"
 #include "apollo/error.h"
 #include "apollo/executor.h"
 #include "apollo/lane_set.h"
@@ -257,6 +261,8 @@ void raise_error(const char* class_name, const char* message) {
   }
 }
 
+std::uintptr_t address_of(const void* handle) { return reinterpret_cast<std::uintptr_t>(handle); }
+
 void init_native_body(apollo::NativeBody* self, std::uintptr_t entry_address, const nb::list& constants,
                       std::uintptr_t clone_address, std::uintptr_t destroy_address, std::uintptr_t error_text_address) {
   if (entry_address == 0) {
@@ -271,7 +277,7 @@ void init_native_body(apollo::NativeBody* self, std::uintptr_t entry_address, co
 }  // namespace
 
 NB_MODULE(_native, m) {
-  m.doc() = "Run the segments of a program on lanes of CPU cores.";
+  m.doc() = "Run the segments of a program on lanes of CPU cores, and make lanes of the SMs of a GPU.";
 
   // torch.compile keeps what it compiled until the process ends, past the point where nanobind counts.
   nb::set_leak_warnings(false);
@@ -283,6 +289,8 @@ NB_MODULE(_native, m) {
       raise_error("RuntimeClosedError", error.what());
     } catch (const apollo::InvalidProgramError& error) {
       raise_error("InvariantError", error.what());
+    } catch (const apollo::CudaError& error) {
+      raise_error("CudaError", error.what());
     }
   });
 
@@ -370,4 +378,56 @@ NB_MODULE(_native, m) {
       .def_prop_ro("duration_ns", &PyExecutor::duration_ns, "Nanoseconds that the last run took.")
       .def_prop_ro("last_failure", &PyExecutor::last_failure,
                    "The segment whose body failed in the last run; None if it succeeded or was cancelled.");
+
+  nb::class_<apollo::CudaLane>(m, "CudaLane", "A stream that uses some SMs of a GPU; it lives until the process ends.")
+      .def_prop_ro("atoms", &apollo::CudaLane::atoms, "The atoms of the device whose SMs it uses, ascending.")
+      .def_prop_ro("priority", &apollo::CudaLane::priority, "A lower number goes first.")
+      .def_prop_ro("num_sms", &apollo::CudaLane::num_sms, "The SMs that the driver granted.")
+      .def_prop_ro(
+          "stream", [](const apollo::CudaLane& self) { return address_of(self.stream()); },
+          "The CUstream, for torch.cuda.ExternalStream.")
+      .def_prop_ro(
+          "context", [](const apollo::CudaLane& self) { return address_of(self.context()); },
+          "The CUcontext that its kernels have in a captured CUDA graph.");
+
+  nb::class_<apollo::CudaDevice>(m, "CudaDevice",
+                                 "A GPU, its SMs cut once into atoms of equal size; it lives until the process ends.")
+      .def_prop_ro("name", &apollo::CudaDevice::name, "The name that the driver gives it.")
+      .def_prop_ro("compute_capability", &apollo::CudaDevice::compute_capability, "Major and minor number.")
+      .def_prop_ro(
+          "driver_version", [](const apollo::CudaDevice& self) { return self.driver().version(); },
+          "The newest CUDA version of the driver: 13000 is 13.0.")
+      .def_prop_ro(
+          "functions", [](const apollo::CudaDevice& self) { return self.driver().functions(); },
+          "Whether the driver has each function that was looked for, by name.")
+      .def_prop_ro("num_sms", &apollo::CudaDevice::num_sms, "All SMs, those that belong to no atom included.")
+      .def_prop_ro("num_atoms", &apollo::CudaDevice::num_atoms, "Groups of SMs that lanes are made of.")
+      .def_prop_ro("atom_sms", &apollo::CudaDevice::atom_sms, "SMs of every atom.")
+      .def_prop_ro("priorities", &apollo::CudaDevice::priorities, "The lowest and the highest priority of streams.")
+      .def_prop_ro(
+          "primary_context", [](const apollo::CudaDevice& self) { return address_of(self.primary_context()); },
+          "The CUcontext of everything that runs outside lanes.")
+      .def("memory", &apollo::CudaDevice::memory, nb::call_guard<nb::gil_scoped_release>(),
+           "Return the free and all bytes of the device.")
+      .def("lane", &apollo::CudaDevice::lane, "atoms"_a, "priority"_a = 0, nb::rv_policy::reference,
+           nb::call_guard<nb::gil_scoped_release>(),
+           "Return the lane of these atoms, ascending, at that priority; the same one at every call.\n\n"
+           "Raises ValueError for atoms or a priority that the device has not, and CudaError.")
+      .def(
+          "kernel_nodes",
+          [](const apollo::CudaDevice& self, std::uintptr_t graph) {
+            std::vector<std::pair<std::uintptr_t, std::string>> kernels;
+            for (apollo::KernelNode& node : self.kernel_nodes(reinterpret_cast<apollo::cuda::Graph>(graph))) {
+              kernels.emplace_back(node.context, std::move(node.name));
+            }
+            return kernels;
+          },
+          "graph"_a, nb::call_guard<nb::gil_scoped_release>(),
+          "Return `(context, name)` of the kernels of a CUgraph and its child graphs.\n\nRaises CudaError.");
+
+  m.def("cuda_device", &apollo::CudaDevice::of_process, "ordinal"_a = 0, "library"_a = apollo::CudaDriver::kLibrary,
+        nb::rv_policy::reference, nb::call_guard<nb::gil_scoped_release>(),
+        "Return the GPU with that number; the same object at every call.\n\n"
+        "`library` is the driver to open. Raises CudaError where there is no driver, no such device, or a driver too\n"
+        "old for lanes.");
 }

@@ -1,0 +1,77 @@
+#pragma once
+
+// The part of the CUDA driver's binary interface that lanes use, declared by hand: the wheel builds on any machine,
+// with no toolkit. `runtime/tests/test_cuda_abi.cpp` compares every size, offset and number here with NVIDIA's own
+// cuda.h where one is found.
+
+#include <cstddef>
+#include <cstdint>
+
+namespace apollo::cuda {
+
+using Result = int;
+using Device = int;
+using Context = struct ContextTag*;
+using Stream = struct StreamTag*;
+using GreenContextHandle = struct GreenContextTag*;
+using ResourceDesc = struct ResourceDescTag*;
+using Graph = struct GraphTag*;
+using GraphNode = struct GraphNodeTag*;
+using Function = struct FunctionTag*;
+using Kernel = struct KernelTag*;
+
+inline constexpr Result kSuccess = 0;
+inline constexpr Result kInvalidValue = 1;
+inline constexpr Result kOutOfMemory = 2;
+inline constexpr Result kNotInitialized = 3;
+inline constexpr Result kDeinitialized = 4;
+inline constexpr Result kStubLibrary = 34;
+inline constexpr Result kNoDevice = 100;
+inline constexpr Result kInvalidDevice = 101;
+inline constexpr Result kInvalidContext = 201;
+inline constexpr Result kInvalidHandle = 400;
+inline constexpr Result kNotFound = 500;
+inline constexpr Result kNotSupported = 801;
+inline constexpr Result kSystemNotReady = 802;
+inline constexpr Result kInvalidResourceType = 914;
+inline constexpr Result kInvalidResourceConfiguration = 915;
+
+inline constexpr int kResourceTypeSm = 1;
+inline constexpr unsigned kGreenContextDefaultStream = 1;  // required up to 13.0, allowed after
+inline constexpr unsigned kStreamNonBlocking = 1;
+inline constexpr unsigned kSplitIgnoreCoscheduling = 1;
+inline constexpr int kAttributeComputeMajor = 75;
+inline constexpr int kAttributeComputeMinor = 76;
+inline constexpr int kNodeTypeKernel = 0;
+inline constexpr int kNodeTypeGraph = 4;
+
+/// `CUdevSmResource`; fields behind `sm_count` are zero before driver 13.0.
+struct SmResource {
+  unsigned sm_count;
+  unsigned min_partition_size;
+  unsigned coscheduled_alignment;
+};
+
+/// `CUdevResource`: the same size from 12.4 on. What lies before `sm` is the driver's; copies must keep it.
+struct alignas(8) DevResource {
+  int type = 0;
+  unsigned char internal[92] = {};
+  union {
+    SmResource sm;
+    unsigned char room[48] = {};
+  };
+};
+
+/// `CUDA_KERNEL_NODE_PARAMS_v2`.
+struct KernelNodeParams {
+  Function function = nullptr;
+  unsigned grid[3] = {};
+  unsigned block[3] = {};
+  unsigned shared_bytes = 0;
+  void** parameters = nullptr;
+  void** extra = nullptr;
+  Kernel kernel = nullptr;  // where `function` is null
+  Context context = nullptr;
+};
+
+}  // namespace apollo::cuda

@@ -1,0 +1,111 @@
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "apollo/cuda_driver.h"
+#include "apollo/green_context.h"
+
+namespace apollo {
+
+/// A stream that uses the SMs of some atoms of a device.
+class CudaLane {
+ public:
+  CudaLane(const CudaDriver& driver, cuda::Device device, std::vector<int> atoms, int priority,
+           std::span<const cuda::DevResource> resources, const std::string& where)
+      : atoms_(std::move(atoms)),
+        priority_(priority),
+        context_(driver, device, resources, where),
+        stream_(driver, context_, priority, where) {}
+
+  const std::vector<int>& atoms() const { return atoms_; }
+  int priority() const { return priority_; }
+  int num_sms() const { return context_.num_sms(); }
+  cuda::Stream stream() const { return stream_.handle(); }
+  cuda::Context context() const { return context_.context(); }
+
+ private:
+  const std::vector<int> atoms_;
+  const int priority_;
+  const GreenContext context_;
+  const GreenStream stream_;  // last: destroyed before its context
+};
+
+/// A node of a captured CUDA graph that runs a kernel.
+struct KernelNode {
+  std::uintptr_t context;  ///< that of a lane, the primary one, or 0 where the driver does not tell
+  std::string name;
+};
+
+/// One GPU: its SMs, cut once into atoms, and the lanes made of them.
+///
+/// Note [one split]: two splits of a device start from the same SMs, so groups of different splits overlap. All lanes
+/// of a device are therefore unions of groups of the one split made here: whether two lanes share SMs follows from
+/// their atoms alone. What a split leaves over belongs to no atom, since it has no guarantees; only work outside lanes
+/// uses it.
+///
+/// Any thread may use it.
+class CudaDevice {
+ public:
+  /// Retains the primary context and splits the device. Throws CudaError.
+  explicit CudaDevice(int ordinal = 0, const std::string& library = CudaDriver::kLibrary);
+  CudaDevice(const CudaDevice&) = delete;
+  CudaDevice& operator=(const CudaDevice&) = delete;
+
+  /// Destroys every lane; no CUDA graph that was captured on one may be launched after that.
+  ~CudaDevice();
+
+  /// Returns the device that the process keeps until it ends, made on first use.
+  ///
+  /// It is never destroyed: a captured CUDA graph or torch's allocator may refer to its streams up to the last moment.
+  static CudaDevice& of_process(int ordinal, const std::string& library);
+
+  const CudaDriver& driver() const { return driver_; }
+  const std::string& name() const { return name_; }
+  std::pair<int, int> compute_capability() const { return compute_capability_; }
+  int num_sms() const { return num_sms_; }
+  int num_atoms() const { return static_cast<int>(atoms_.size()); }
+  int atom_sms() const { return atom_sms_; }
+  int remaining_sms() const { return remaining_sms_; }
+  cuda::Context primary_context() const { return primary_; }
+
+  /// Returns the priorities of streams, lowest first; a lower number goes first.
+  std::pair<int, int> priorities() const { return priorities_; }
+
+  /// Returns the lane of these atoms, ascending, at that priority; the same one at every call.
+  ///
+  /// Throws std::invalid_argument for atoms or a priority that the device has not, and CudaError.
+  const CudaLane& lane(const std::vector<int>& atoms, int priority = 0);
+
+  /// Returns the kernels of a CUDA graph and of its child graphs, in the driver's order. Throws CudaError.
+  std::vector<KernelNode> kernel_nodes(cuda::Graph graph) const;
+
+  /// Returns the free and all bytes of the device. Throws CudaError.
+  std::pair<std::size_t, std::size_t> memory() const;
+
+ private:
+  void split(const std::string& where);
+  void check_lane(const std::vector<int>& atoms, int priority) const;
+  void collect_kernels(cuda::Graph graph, std::vector<KernelNode>& kernels) const;
+
+  const CudaDriver driver_;
+  const int ordinal_;
+  cuda::Device device_ = 0;
+  std::string name_;
+  std::pair<int, int> compute_capability_;
+  cuda::Context primary_ = nullptr;
+  std::pair<int, int> priorities_;
+  int num_sms_ = 0;
+  int atom_sms_ = 0;
+  int remaining_sms_ = 0;
+  std::vector<cuda::DevResource> atoms_;
+  std::mutex mutex_;
+  std::map<std::pair<std::vector<int>, int>, std::unique_ptr<CudaLane>> lanes_;  // guarded by mutex_
+};
+
+}  // namespace apollo

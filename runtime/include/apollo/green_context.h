@@ -1,0 +1,55 @@
+#pragma once
+
+#include <span>
+#include <string>
+
+#include "apollo/cuda_driver.h"
+
+namespace apollo {
+
+/// Owns a green context: a context of the driver whose streams use some SMs of the device only.
+///
+/// It is never made current. Whoever owns one destroys the streams made from it first.
+class GreenContext {
+ public:
+  /// `resources` come from one split; `where` names the lane in messages. Throws CudaError.
+  GreenContext(const CudaDriver& driver, cuda::Device device, std::span<const cuda::DevResource> resources,
+               const std::string& where);
+  GreenContext(const GreenContext&) = delete;
+  GreenContext& operator=(const GreenContext&) = delete;
+  ~GreenContext();
+
+  cuda::GreenContextHandle handle() const { return handle_; }
+
+  /// Returns the context that nodes of a captured CUDA graph name; it lives as long as this.
+  cuda::Context context() const { return context_; }
+
+  /// Returns the SMs that the driver granted, which need not be what was asked for.
+  int num_sms() const { return num_sms_; }
+
+ private:
+  void read_back(const std::string& where);
+
+  const CudaDriver& driver_;
+  cuda::GreenContextHandle handle_ = nullptr;
+  cuda::Context context_ = nullptr;
+  int num_sms_ = 0;
+};
+
+/// Owns a stream of a green context; what is launched on it runs on the SMs of that context.
+class GreenStream {
+ public:
+  /// A lower `priority` goes first. Throws CudaError.
+  GreenStream(const CudaDriver& driver, const GreenContext& context, int priority, const std::string& where);
+  GreenStream(const GreenStream&) = delete;
+  GreenStream& operator=(const GreenStream&) = delete;
+  ~GreenStream();
+
+  cuda::Stream handle() const { return handle_; }
+
+ private:
+  const CudaDriver& driver_;
+  cuda::Stream handle_ = nullptr;
+};
+
+}  // namespace apollo

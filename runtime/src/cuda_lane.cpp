@@ -1,0 +1,185 @@
+#include "apollo/cuda_lane.h"
+
+#include <algorithm>
+#include <array>
+
+namespace apollo {
+
+namespace {
+
+/// Makes a context current for as long as it lives.
+class Current {
+ public:
+  Current(const CudaDriver& driver, cuda::Context context, const std::string& where) : driver_(driver) {
+    driver.check(driver.cuCtxPushCurrent(context), "cuCtxPushCurrent", where);
+  }
+  Current(const Current&) = delete;
+  Current& operator=(const Current&) = delete;
+  ~Current() {
+    cuda::Context popped = nullptr;
+    driver_.cuCtxPopCurrent(&popped);
+  }
+
+ private:
+  const CudaDriver& driver_;
+};
+
+std::string join(const std::vector<int>& numbers) {
+  std::string text;
+  for (const int number : numbers) {
+    text += (text.empty() ? "" : ", ") + std::to_string(number);
+  }
+  return text;
+}
+
+/// The smallest group of SMs: what the driver says from 13.0 on, the documented table before.
+unsigned atom_size(const cuda::SmResource& sms, int compute_major) {
+  if (sms.min_partition_size != 0) {
+    return std::max(sms.min_partition_size, sms.coscheduled_alignment);
+  }
+  return compute_major >= 9 ? 8 : compute_major == 8 ? 4 : 2;
+}
+
+}  // namespace
+
+CudaDevice::CudaDevice(int ordinal, const std::string& library) : driver_(library), ordinal_(ordinal) {
+  const std::string where = "device " + std::to_string(ordinal);
+  driver_.check(driver_.cuDeviceGet(&device_, ordinal), "cuDeviceGet", where);
+  std::array<char, 256> name{};
+  driver_.check(driver_.cuDeviceGetName(name.data(), static_cast<int>(name.size()), device_), "cuDeviceGetName", where);
+  name_ = name.data();
+  driver_.check(driver_.cuDeviceGetAttribute(&compute_capability_.first, cuda::kAttributeComputeMajor, device_),
+                "cuDeviceGetAttribute", where);
+  driver_.check(driver_.cuDeviceGetAttribute(&compute_capability_.second, cuda::kAttributeComputeMinor, device_),
+                "cuDeviceGetAttribute", where);
+  driver_.check(driver_.cuDevicePrimaryCtxRetain(&primary_, device_), "cuDevicePrimaryCtxRetain", where);
+  try {
+    {
+      const Current current(driver_, primary_, where);
+      driver_.check(driver_.cuCtxGetStreamPriorityRange(&priorities_.first, &priorities_.second),
+                    "cuCtxGetStreamPriorityRange", where);
+    }
+    split(where);
+  } catch (...) {
+    driver_.cuDevicePrimaryCtxRelease(device_);
+    throw;
+  }
+}
+
+CudaDevice::~CudaDevice() {
+  lanes_.clear();
+  driver_.cuDevicePrimaryCtxRelease(device_);
+}
+
+CudaDevice& CudaDevice::of_process(int ordinal, const std::string& library) {
+  static auto* const mutex = new std::mutex;
+  static auto* const devices = new std::map<std::pair<int, std::string>, CudaDevice*>;  // guarded by mutex
+  const std::lock_guard lock(*mutex);
+  CudaDevice*& device = (*devices)[{ordinal, library}];
+  if (device == nullptr) {
+    device = new CudaDevice(ordinal, library);
+  }
+  return *device;
+}
+
+void CudaDevice::split(const std::string& where) {
+  cuda::DevResource all;
+  driver_.check(driver_.cuDeviceGetDevResource(device_, &all, cuda::kResourceTypeSm), "cuDeviceGetDevResource", where);
+  num_sms_ = static_cast<int>(all.sm.sm_count);
+  const unsigned size = atom_size(all.sm, compute_capability_.first);
+  auto count = static_cast<unsigned>(num_sms_) / size;
+  cuda::DevResource remaining;
+  atoms_.resize(count);
+  const std::string asked = where + ": " + std::to_string(num_sms_) + " SMs into groups of " + std::to_string(size);
+  if (count == 0) {
+    throw CudaError(0, "cannot split " + asked +
+                           ": expected at least one group; lanes need a larger device, or one that is not cut by MIG");
+  }
+  driver_.check(driver_.cuDevSmResourceSplitByCount(atoms_.data(), &count, &all, &remaining, 0, size),
+                "cuDevSmResourceSplitByCount", asked);
+  atoms_.resize(count);  // the driver may make fewer than asked for
+  const bool are_equal = std::all_of(atoms_.begin(), atoms_.end(), [this](const cuda::DevResource& atom) {
+    return atom.sm.sm_count == atoms_.front().sm.sm_count;
+  });
+  if (atoms_.empty() || !are_equal || atoms_.front().sm.sm_count == 0) {
+    throw CudaError(0, "cuDevSmResourceSplitByCount made no equal groups of " + asked + ": expected " +
+                           std::to_string(size) + " each, got " + std::to_string(count) +
+                           " groups; report this with the output of 'apollo doctor'");
+  }
+  atom_sms_ = static_cast<int>(atoms_.front().sm.sm_count);
+  remaining_sms_ = num_sms_ - atom_sms_ * num_atoms();
+}
+
+void CudaDevice::check_lane(const std::vector<int>& atoms, int priority) const {
+  const bool is_ascending =
+      std::is_sorted(atoms.begin(), atoms.end()) && std::adjacent_find(atoms.begin(), atoms.end()) == atoms.end();
+  if (atoms.empty() || !is_ascending || atoms.front() < 0 || atoms.back() >= num_atoms()) {
+    throw std::invalid_argument("cannot make a lane of atoms [" + join(atoms) + "]: expected some of 0 to " +
+                                std::to_string(num_atoms() - 1) + ", ascending, on device " + std::to_string(ordinal_) +
+                                " (" + name_ + ", groups of " + std::to_string(atom_sms_) + " SMs)");
+  }
+  if (priority > priorities_.first || priority < priorities_.second) {
+    throw std::invalid_argument("cannot make a lane of priority " + std::to_string(priority) + ": device " +
+                                std::to_string(ordinal_) + " has priorities from " + std::to_string(priorities_.first) +
+                                ", last, to " + std::to_string(priorities_.second) + ", first");
+  }
+}
+
+const CudaLane& CudaDevice::lane(const std::vector<int>& atoms, int priority) {
+  check_lane(atoms, priority);
+  const std::lock_guard lock(mutex_);
+  std::unique_ptr<CudaLane>& lane = lanes_[{atoms, priority}];
+  if (lane == nullptr) {
+    std::vector<cuda::DevResource> resources;
+    for (const int atom : atoms) {
+      resources.push_back(atoms_[static_cast<std::size_t>(atom)]);
+    }
+    const std::string where = "a lane of " + std::to_string(atom_sms_ * static_cast<int>(atoms.size())) +
+                              " SMs (atoms " + join(atoms) + ") on device " + std::to_string(ordinal_);
+    lane = std::make_unique<CudaLane>(driver_, device_, atoms, priority, resources, where);
+  }
+  return *lane;
+}
+
+std::vector<KernelNode> CudaDevice::kernel_nodes(cuda::Graph graph) const {
+  std::vector<KernelNode> kernels;
+  collect_kernels(graph, kernels);
+  return kernels;
+}
+
+void CudaDevice::collect_kernels(cuda::Graph graph, std::vector<KernelNode>& kernels) const {
+  const std::string where = "a captured CUDA graph on device " + std::to_string(ordinal_);
+  std::size_t count = 0;
+  driver_.check(driver_.cuGraphGetNodes(graph, nullptr, &count), "cuGraphGetNodes", where);
+  std::vector<cuda::GraphNode> nodes(count);
+  driver_.check(driver_.cuGraphGetNodes(graph, nodes.data(), &count), "cuGraphGetNodes", where);
+  for (cuda::GraphNode node : nodes) {
+    int type = 0;
+    driver_.check(driver_.cuGraphNodeGetType(node, &type), "cuGraphNodeGetType", where);
+    if (type == cuda::kNodeTypeGraph) {
+      cuda::Graph child = nullptr;
+      driver_.check(driver_.cuGraphChildGraphNodeGetGraph(node, &child), "cuGraphChildGraphNodeGetGraph", where);
+      collect_kernels(child, kernels);
+    } else if (type == cuda::kNodeTypeKernel) {
+      cuda::KernelNodeParams params;
+      driver_.check(driver_.cuGraphKernelNodeGetParams(node, &params), "cuGraphKernelNodeGetParams", where);
+      const char* name = nullptr;
+      if (params.function != nullptr) {
+        driver_.check(driver_.cuFuncGetName(&name, params.function), "cuFuncGetName", where);
+      } else if (params.kernel != nullptr) {
+        driver_.check(driver_.cuKernelGetName(&name, params.kernel), "cuKernelGetName", where);
+      }
+      kernels.push_back({reinterpret_cast<std::uintptr_t>(params.context), name == nullptr ? "" : name});
+    }
+  }
+}
+
+std::pair<std::size_t, std::size_t> CudaDevice::memory() const {
+  const std::string where = "device " + std::to_string(ordinal_);
+  const Current current(driver_, primary_, where);
+  std::pair<std::size_t, std::size_t> bytes;
+  driver_.check(driver_.cuMemGetInfo(&bytes.first, &bytes.second), "cuMemGetInfo", where);
+  return bytes;
+}
+
+}  // namespace apollo
