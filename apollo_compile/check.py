@@ -371,8 +371,13 @@ def check_syncs(syncs: SyncPlan, graph: SegmentGraph, plan: Plan) -> None:
         _fail("sync plan", f"{found}, different or repeated: {wrong or 'repeated'}", f"graph {graph.name}")
 
 
-def check_memory(memory: MemoryPlan, graph: SegmentGraph, plan: Plan, syncs: SyncPlan) -> None:
-    """Check that every buffer that is not returned is let go once, by a segment ordered after all its users."""
+def check_memory(
+    memory: MemoryPlan, graph: SegmentGraph, plan: Plan, syncs: SyncPlan, *, owners_release: bool = False
+) -> None:
+    """Check that every buffer that is not returned is let go once, by a segment ordered after all its users.
+
+    With `owners_release`, that segment is on the lane of the buffer's producer, and no graph input is let go.
+    """
     before = _closure(_direct_order(plan, syncs), [assignment.segment for assignment in plan.in_start_order()])
     let_go = [*(hold.buffer for hold in memory.holds), *memory.at_end]
     expected = [buffer.id for buffer in graph.buffers if not buffer.is_output]
@@ -382,6 +387,10 @@ def check_memory(memory: MemoryPlan, graph: SegmentGraph, plan: Plan, syncs: Syn
         _fail("memory plan", found, f"graph {graph.name}")
     for hold in memory.holds:
         buffer = graph.buffers[hold.buffer]
+        owner = None if buffer.producer is None else plan.assignments[buffer.producer].lane
+        if owners_release and plan.assignments[hold.segment].lane != owner:
+            found = f"lets buffer {buffer.id} ({buffer.name}) go on another lane than its owner's, {owner}"
+            _fail("memory plan", found, _segment(graph, hold.segment))
         for user in _users(graph, buffer.id):
             if user != hold.segment and not before[hold.segment] >> user & 1:
                 found = (

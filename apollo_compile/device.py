@@ -105,6 +105,8 @@ class DeviceProfile:
     """How many times longer (arithmetic, memory) takes on one half beside (arithmetic, memory) on the other half."""
     notes: tuple[str, ...] = ()
     """Where the numbers come from."""
+    atom: int = 1
+    """Units are given to lanes in groups of so many."""
 
     def __post_init__(self) -> None:
         """Refuse numbers that do not fit each other."""

@@ -9,6 +9,8 @@
     extract_body            cut the nodes of one body out of the graph
     compile_bodies          compile bodies with Inductor: native entry (no GIL) or Python callable
     report_output_strides   tell AOTAutograd the layout of the graph's outputs
+    storage_uses            how many tensors refer to the memory of one
+    clear_workspaces        let cuBLAS take its workspaces anew
 
 Note [native entry]: Inductor's C++ wrapper exports `inductor_entry_impl(inputs, outputs)`, but it releases the GIL on
 entry and so must be entered with the GIL held. Lanes are threads without Python, so `_LaneWrapper` generates the same
@@ -90,6 +92,37 @@ def writes_inputs(graph_module: fx.GraphModule) -> bool:
     """Whether the graph writes into its inputs."""
     targets = (node.target for node in graph_module.graph.nodes if isinstance(node.target, torch._ops.OpOverload))
     return any(target._schema.is_mutable for target in targets)
+
+
+def written_inputs(graph_module: fx.GraphModule) -> frozenset[int] | None:
+    """Return the positions of the inputs that the graph writes to; None where it also writes to something else.
+
+    After AOTAutograd a graph writes to its inputs themselves, at its end, and to nothing else.
+    """
+    placeholders = {node: index for index, node in enumerate(graph_module.graph.find_nodes(op="placeholder"))}
+    found: set[int] = set()
+    for node in graph_module.graph.nodes:
+        if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
+            if node.args[0] not in placeholders:
+                return None
+            found.add(placeholders[node.args[0]])
+    return frozenset(found)
+
+
+def user_outputs(graph_module: fx.GraphModule) -> frozenset[int]:
+    """Return the positions of the outputs that outlive the next run; all of them where nothing says which."""
+    visible = graph_module.graph.output_node().meta.get("user_visible_output_idxs")
+    return frozenset(range(len(_outputs(graph_module))) if visible is None else visible)
+
+
+def storage_uses(tensor: torch.Tensor) -> int:
+    """Return how many tensors refer to the memory of `tensor`, itself included, and the count's own reference."""
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+
+
+def clear_workspaces() -> None:
+    """Give the workspaces of cuBLAS back to the allocator; the next call of it takes new ones."""
+    torch._C._cuda_clearCublasWorkspaces()
 
 
 def adopt_layouts(graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> None:

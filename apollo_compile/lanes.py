@@ -1,10 +1,13 @@
 """The lane catalogue: the few lanes that a program on a device may use.
 
-    lane_catalogue(units) -> lanes
+    lane_catalogue(units, atom) -> lanes
 
 Lane 0 has every unit. Then come the lanes of the splits: two halves, and three quarters beside one quarter. Lanes of
 different splits overlap; a plan orders the segments on them, so they never run at the same time. A short catalogue
 costs little: plans from 3 to 14 lanes differ by a few percent, and every lane is a thread that somebody has to keep.
+
+A GPU gives its units out in atoms of several. Then the splits are those of its atoms, unit `u` belongs to atom
+`u // atom`, and units that fill no atom are lane 0's alone.
 """
 
 from __future__ import annotations
@@ -12,20 +15,20 @@ from __future__ import annotations
 from apollo_compile.ir import Lane, LaneId
 
 
-def lane_catalogue(units: int) -> tuple[Lane, ...]:
-    """Return the lanes of a device with `units` units; no two have the same units."""
-    if units < 1:
-        raise ValueError(f"a device needs at least 1 unit, got {units}; check the device profile")
-    ranges = [(0, units)]
-    if units >= 2:
-        ranges += _split(units, -(-units // 2))
-    if units >= 4:
-        ranges += _split(units, round(units * 3 / 4))
+def lane_catalogue(units: int, atom: int = 1) -> tuple[Lane, ...]:
+    """Return the lanes of a device with `units` units, given out by `atom`; no two have the same units."""
+    if units < 1 or atom < 1:
+        raise ValueError(f"a device needs at least 1 unit, got {units} in atoms of {atom}; check the device profile")
+    ranges, atoms = [(0, units)], units // atom
+    if atoms >= 2:
+        ranges += _split(atoms, -(-atoms // 2), atom)
+    if atoms >= 4:
+        ranges += _split(atoms, round(atoms * 3 / 4), atom)
     return tuple(
         Lane(id=LaneId(index), units=tuple(range(first, last)))
         for index, (first, last) in enumerate(dict.fromkeys(ranges))
     )
 
 
-def _split(units: int, border: int) -> list[tuple[int, int]]:
-    return [(0, border), (border, units)]
+def _split(atoms: int, border: int, atom: int) -> list[tuple[int, int]]:
+    return [(0, border * atom), (border * atom, atoms * atom)]

@@ -72,7 +72,7 @@ def compile_capture(capture: Capture, *, profile: DeviceProfile, config: Config,
         check=partial(check.check_partition, capture=capture),
         text=text.format_partition,
     )
-    pinned = _load_pinned_plan(partition.graph, lane_catalogue(profile.units), config)
+    pinned = _load_pinned_plan(partition.graph, lane_catalogue(profile.units, profile.atom), config)
     return plan_partition(
         capture, partition, Observations(), profile=profile, config=config, runner=runner, pinned=pinned
     )
@@ -104,7 +104,7 @@ def plan_partition(
         make_plan,
         graph,
         costs,
-        lanes=lane_catalogue(profile.units),
+        lanes=lane_catalogue(profile.units, profile.atom),
         planner=config.plan.planner,
         min_gain=config.plan.min_gain,
         seed=config.plan.seed,
@@ -130,6 +130,7 @@ def compile_plan(
 ) -> Compilation:
     """Take a plan through the stages from sync to program."""
     graph = partition.graph
+    owners_release = profile.kind == "cuda"
     syncs = runner.run(
         "sync",
         eliminate_syncs,
@@ -144,7 +145,8 @@ def compile_plan(
         graph,
         plan,
         syncs,
-        check=partial(check.check_memory, graph=graph, plan=plan, syncs=syncs),
+        owners_release=owners_release,
+        check=partial(check.check_memory, graph=graph, plan=plan, syncs=syncs, owners_release=owners_release),
         text=partial(text.format_memory, graph=graph),
     )
     program = runner.run(

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 def estimate_costs(graph: SegmentGraph, profile: DeviceProfile, observations: Observations) -> CostTable:
     """Return one mode per segment and unit count of the lane catalogue."""
-    unit_counts = sorted({len(lane.units) for lane in lane_catalogue(profile.units)})
+    unit_counts = sorted({len(lane.units) for lane in lane_catalogue(profile.units, profile.atom)})
     medians: dict[int, dict[int, int]] = {}
     for entry in observations.entries:
         medians.setdefault(entry.body, {})[entry.units] = max(1, entry.median_ns)

@@ -8,6 +8,10 @@ that is the last reader, and then the body takes the buffer and may reuse it. Re
 leave no hold segment; such a buffer goes when the run is over. A buffer that nobody reads goes right after its
 producer. Graph inputs are handed over by the call and treated alike; what the graph returns is never let go.
 
+On a GPU (`owners_release`) the host lets buffers go while lanes still work, and the memory of a buffer goes back to the
+lane that made it, which may fill it at once. There a hold segment must be one of the producer's own lane, and graph
+inputs, which belong to no lane, stay until the run is over.
+
 Guarantees: no buffer is released before its owner lane is ordered after its readers; every buffer that is not
 returned is held exactly once or let go at the end. The peaks count buffers that segments produce, from the start of
 the producer to the end of the hold segment; graph inputs belong to the caller, and what bodies allocate inside is
@@ -22,18 +26,26 @@ from typing import NamedTuple
 from apollo_compile.ir import Buffer, BufferId, Hold, LaneId, MemoryPlan, Plan, SegmentGraph, SegmentId, SyncPlan
 
 
-def plan_memory(graph: SegmentGraph, plan: Plan, syncs: SyncPlan) -> MemoryPlan:
-    """Return the hold of every buffer that the graph does not return, and the planned peaks."""
+def plan_memory(graph: SegmentGraph, plan: Plan, syncs: SyncPlan, *, owners_release: bool = False) -> MemoryPlan:
+    """Return the hold of every buffer that the graph does not return, and the planned peaks.
+
+    `owners_release` asks for hold segments on the lane of the producer.
+    """
     order = [assignment.segment for assignment in plan.in_start_order()]
     rank = {segment: index for index, segment in enumerate(order)}
     ended = _clocks(plan, syncs)
     lane_of = [assignment.lane for assignment in plan.assignments]
 
     def find_hold(buffer: Buffer) -> SegmentId | None:
+        if owners_release and buffer.producer is None:
+            return None
         users = buffer.readers if buffer.producer is None else (*buffer.readers, buffer.producer)
+        owner = lane_of[buffer.producer] if owners_release and buffer.producer is not None else None
         first = max((rank[user] for user in users), default=0)
         for segment in order[first:]:
-            if all(ended[segment][lane_of[user]] >= ended[user][lane_of[user]] for user in users):
+            if owner in (None, lane_of[segment]) and all(
+                ended[segment][lane_of[user]] >= ended[user][lane_of[user]] for user in users
+            ):
                 return segment
         return None
 

@@ -1,0 +1,249 @@
+"""Run a program on lanes of a GPU, and then as one CUDA graph.
+
+    (Program, bodies) -> CudaExecutable;  CudaExecutable.run(inputs) -> outputs
+
+The first runs are launched on the lanes, which also loads code and fills caches. Then the same launches are captured,
+forks and joins included, as one CUDA graph over all lanes, and later runs replay it. A replay works on fixed addresses:
+
+in place    Inputs that AOTAutograd calls static (parameters; what a forward saved, for its backward) and inputs that
+            the graph writes to. They are not copied; a replay requires that they are where they were.
+copied in   All other inputs.
+copied out  Outputs that the user can see. A gradient may become `parameter.grad` and must not change at the next step.
+kept        What a forward saves for its backward stays in the graph's memory, and the caller gets a view of it. As long
+            as such a view lives, a replay would overwrite it.
+
+A run that cannot replay (inputs elsewhere, something kept is still in use: a second forward before the backward, a
+graph kept by `retain_graph`) is launched on the lanes, in fresh memory, and is right in any case. If the inputs have
+moved for good, the graph is captured again, up to `MAX_CAPTURES` times. A capture that fails is one WARNING; lanes
+stay.
+
+A backward shares the memory of its forward: what the forward only needed while it ran is free by then. That is so only
+if the forward was captured first, so a forward always begins with memory of its own.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from apollo_compile.cuda.gpu import Gpu, Recording, Stream
+from apollo_compile.cuda.launch import Launcher
+from apollo_compile.cuda.quota import LaneMemory, account
+from apollo_compile.errors import MemoryQuotaError, UnsupportedGraphError
+from apollo_compile.inductor import CompiledBody, storage_uses
+from apollo_compile.ir import LaneId, Launch, Program, Role, SegmentGraph, SegmentId, Trace
+
+_logger = logging.getLogger(__name__)
+
+WARMUP_RUNS = 2
+"""Runs on lanes before a capture."""
+
+MAX_CAPTURES = 3
+"""Captures of one program; beyond that its inputs move too often."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Contract:
+    """What the caller of a graph promises about its inputs and expects of its outputs, by position."""
+
+    static_inputs: frozenset[int] = frozenset()
+    """Inputs that mostly stay where they are."""
+    written_inputs: frozenset[int] | None = frozenset()
+    """Inputs that the graph writes to; None where that is not known, so that nothing is captured."""
+    user_outputs: frozenset[int] = frozenset()
+    """Outputs that outlive the next run."""
+
+
+@dataclass(eq=False, slots=True)
+class ModelMemory:
+    """What the graphs of one model share."""
+
+    forward: Recording | None = None
+    """The latest captured forward: its backward may use its memory again."""
+
+
+@dataclass(eq=False, slots=True)
+class _Captured:
+    """A CUDA graph with the addresses that it works on."""
+
+    recording: Recording
+    addresses: dict[int, int]
+    """Of the inputs that are in place, by position."""
+    slots: dict[int, torch.Tensor]
+    """Where the other inputs are copied to."""
+    outputs: list[torch.Tensor | None]
+    kept_uses: list[tuple[torch.Tensor, int]]
+    """Outputs that are kept, one per storage, and how often its memory is referred to while nobody else does."""
+    memory: tuple[LaneMemory, ...]
+
+
+@dataclass(eq=False)
+class CudaExecutable:
+    """A program with its bodies, ready to run; one call runs at a time."""
+
+    program: Program
+    graph: SegmentGraph
+    bodies: Sequence[CompiledBody]
+    gpu: Gpu
+    contract: Contract
+    shared: ModelMemory
+    lane_memory_quota: int | None = None
+    strict: bool = False
+    """Raise what would otherwise be logged."""
+    num_captures: int = 0
+    num_replays: int = 0
+    num_launches: int = 0
+    """Runs on lanes."""
+    _captured: _Captured | None = None
+    _addresses: dict[int, int] = field(default_factory=dict)
+    """Of the inputs of the last run that are in place."""
+    _is_capturable: bool = True
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def __post_init__(self) -> None:
+        """Find the streams, and what is in place."""
+        self._launcher = Launcher(self.program, [body.function for body in self.bodies], self.gpu)
+        written = self.contract.written_inputs
+        self._in_place = tuple(sorted(self.contract.static_inputs | (written or frozenset())))
+        self._copied = tuple(sorted(set(range(len(self.program.inputs))) - set(self._in_place)))
+        position = {buffer: index for index, buffer in enumerate(self.program.inputs)}
+        self._passed_on = {
+            index: position[buffer]
+            for index, buffer in enumerate(self.program.outputs)
+            if buffer is not None and buffer in position
+        }
+        """Outputs that are inputs: the caller's own tensors, whatever runs."""
+        if written is None:
+            self._is_capturable = False
+
+    @property
+    def lane_memory(self) -> tuple[LaneMemory, ...]:
+        """Device memory by lane of the CUDA graph; empty where there is none."""
+        return () if self._captured is None else self._captured.memory
+
+    def run(self, inputs: list[torch.Tensor]) -> list[torch.Tensor | None]:
+        """Run once, in the order of the caller's stream; `inputs` is emptied.
+
+        Raises:
+            Exception: whatever a body raised.
+            MemoryQuotaError: a lane takes more memory than it may.
+        """
+        with self._lock:
+            if self.gpu.is_capturing() or not self._is_capturable:
+                return self._launch(inputs)
+            addresses = {index: inputs[index].data_ptr() for index in self._in_place}
+            is_settled, self._addresses = addresses == self._addresses, addresses
+            if self._should_capture(addresses, is_settled=is_settled):
+                self._capture(inputs, addresses)
+            if self._captured is None or not _can_replay(self._captured, addresses):
+                return self._launch(inputs)
+            return self._replay(self._captured, inputs)
+
+    def trace(self) -> Trace:
+        """Return no spans: a replay does not tell when its segments ran."""
+        return Trace(spans=(), duration_ns=0)
+
+    def _launch(self, inputs: list[torch.Tensor]) -> list[torch.Tensor | None]:
+        self.num_launches += 1
+        return self._launcher.launch(inputs, self.gpu.caller_stream())
+
+    def _should_capture(self, addresses: dict[int, int], *, is_settled: bool) -> bool:
+        if self.num_launches < WARMUP_RUNS or self.num_captures == MAX_CAPTURES or not is_settled:
+            return False
+        return self._captured is None or self._captured.addresses != addresses
+
+    def _capture(self, inputs: Sequence[torch.Tensor], addresses: dict[int, int]) -> None:
+        self.num_captures += 1
+        try:
+            self._captured = self._make_captured(inputs, addresses)
+        except MemoryQuotaError:
+            self._is_capturable = False
+            raise
+        except Exception as error:  # lanes run what cannot be captured
+            self._is_capturable = False
+            if self.strict:
+                raise
+            _logger.warning(
+                "%s runs on lanes without a CUDA graph: %s: %s", self.graph.name, type(error).__name__, error
+            )
+
+    def _make_captured(self, inputs: Sequence[torch.Tensor], addresses: dict[int, int]) -> _Captured:
+        slots = {index: _slot_for(inputs[index]) for index in self._copied}
+        outputs: list[torch.Tensor | None] = []
+
+        def work(origin: Stream) -> None:
+            arguments = [slots.get(index, tensor) for index, tensor in enumerate(inputs)]
+            outputs.extend(self._launcher.launch(arguments, origin))
+
+        is_backward = self.graph.role is Role.BACKWARD
+        recording = self.gpu.capture(work, self.shared.forward if is_backward else None)
+        memory = account(
+            recording,
+            self._launcher.streams,
+            graph=self.graph,
+            launched=self._segments_by_lane(),
+            quota=self.lane_memory_quota,
+        )
+        if self.graph.role is Role.FORWARD:
+            self.shared.forward = recording
+        in_place = {inputs[index].untyped_storage().data_ptr() for index in self._in_place}
+        kept: dict[int, torch.Tensor] = {}
+        for index, output in enumerate(outputs):
+            if output is not None and index not in self.contract.user_outputs and index not in self._passed_on:
+                address = output.untyped_storage().data_ptr()
+                if address not in in_place:  # a view of an input in place is the caller's memory, not ours
+                    kept[address] = output
+        return _Captured(
+            recording=recording,
+            addresses=addresses,
+            slots=slots,
+            outputs=outputs,
+            kept_uses=[(output, storage_uses(output)) for output in kept.values()],
+            memory=memory,
+        )
+
+    def _replay(self, captured: _Captured, inputs: list[torch.Tensor]) -> list[torch.Tensor | None]:
+        self.num_replays += 1
+        self.gpu.copy(list(captured.slots.values()), [inputs[index] for index in captured.slots])
+        captured.recording.replay()
+        returned: list[torch.Tensor | None] = list(captured.outputs)
+        copied = [i for i in sorted(self.contract.user_outputs - self._passed_on.keys()) if returned[i] is not None]
+        sources = [output for index in copied if (output := captured.outputs[index]) is not None]
+        copies = [_slot_for(source) for source in sources]
+        self.gpu.copy(copies, sources)
+        returned = [None if output is None else output.detach() for output in returned]  # views that can be counted
+        for index, copy in zip(copied, copies, strict=True):
+            returned[index] = copy
+        for index, place in self._passed_on.items():
+            returned[index] = inputs[place]
+        inputs.clear()
+        return returned
+
+    def _segments_by_lane(self) -> dict[LaneId, tuple[SegmentId, ...]]:
+        return {
+            lane.id: tuple(each.segment for each in instructions if isinstance(each, Launch))
+            for lane, instructions in zip(self.program.lanes, self.program.instructions, strict=True)
+        }
+
+
+def _can_replay(captured: _Captured, addresses: dict[int, int]) -> bool:
+    """Whether inputs are where they were, and nobody has use for what the last replay made."""
+    return captured.addresses == addresses and all(storage_uses(output) == uses for output, uses in captured.kept_uses)
+
+
+def _slot_for(tensor: torch.Tensor) -> torch.Tensor:
+    """Return new memory laid out as `tensor`.
+
+    Raises:
+        UnsupportedGraphError: elements of the tensor share memory, so that it cannot be copied into.
+    """
+    if any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+        raise UnsupportedGraphError(
+            f"a tensor of shape {tuple(tensor.shape)} and strides {tuple(tensor.stride())} cannot be copied for a CUDA "
+            "graph: its elements share memory; make it contiguous"
+        )
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)

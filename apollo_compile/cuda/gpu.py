@@ -1,0 +1,214 @@
+"""The one interface to the device: streams, events, captures. Everything else of lanes on a GPU is ordinary Python.
+
+`Gpu` is what the executor needs, `TorchGpu` is torch.cuda with lanes of the native runtime. Tests hand in a stand-in
+that keeps the rules of streams and CUDA graphs on CPU tensors, so the order of all operations is tested without a GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from apollo_compile import _native
+from apollo_compile.errors import CudaError
+from apollo_compile.inductor import clear_workspaces
+from apollo_compile.ir import Lane
+
+Stream = Any
+Event = Any
+Body = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
+
+
+class Recording(Protocol):
+    """A captured CUDA graph; its memory stays where it is until the recording is gone."""
+
+    def replay(self) -> None:
+        """Run all of it again; what follows on the caller's stream comes after it."""
+
+    def bytes_on(self, stream: Stream) -> int:
+        """Return the bytes of device memory that work on `stream` took while it was captured."""
+
+
+class Gpu(Protocol):
+    """What lanes need of a device."""
+
+    def caller_stream(self) -> Stream:
+        """Return the stream that the caller works on."""
+
+    def lane_stream(self, lane: Lane) -> Stream | None:
+        """Return the stream of a lane; None for one with every unit, which is the caller's own stream."""
+
+    def is_capturing(self) -> bool:
+        """Whether somebody captures what is launched on the caller's stream."""
+
+    def new_event(self) -> Event:
+        """Return an event that nothing has recorded yet."""
+
+    def record(self, event: Event, stream: Stream) -> None:
+        """Let `event` stand for everything launched on `stream` so far."""
+
+    def wait(self, event: Event, stream: Stream) -> None:
+        """Let everything launched on `stream` from now on come after `event`."""
+
+    def call(self, body: Body, inputs: list[torch.Tensor], stream: Stream) -> Sequence[torch.Tensor]:
+        """Launch a body on `stream`; it empties `inputs`."""
+
+    def capture(self, work: Callable[[Stream], None], shares: Recording | None) -> Recording:
+        """Capture what `work(origin)` launches from the stream `origin`, without running it.
+
+        `shares` is an earlier recording whose memory may be used again where it is not held.
+        """
+
+    def copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+        """Copy each source into its target, on the caller's stream."""
+
+    def synchronize(self) -> None:
+        """Wait until the device has done everything."""
+
+
+def open_device(ordinal: int) -> _native.CudaDevice:
+    """Return the device with its atoms.
+
+    Raises:
+        CudaError: there is no driver, no such device, or the driver is too old for lanes.
+    """
+    return _native.cuda_device(ordinal)
+
+
+def atoms_of(lane: Lane, atom: int) -> list[int]:
+    """Return the atoms whose units the lane has.
+
+    Raises:
+        ValueError: the lane has a part of an atom.
+    """
+    atoms = sorted({unit // atom for unit in lane.units})
+    if [unit for each in atoms for unit in range(each * atom, (each + 1) * atom)] != list(lane.units):
+        raise ValueError(f"lane {lane.id} has units {list(lane.units)}; a lane has whole atoms of {atom} units")
+    return atoms
+
+
+class TorchGpu:
+    """The GPU of that number, as torch and the driver see it."""
+
+    def __init__(self, ordinal: int, *, partitioned: bool = True, priority: int = 0) -> None:
+        """Open the device; `partitioned=False` gives lanes plain streams, so that only their order is kept.
+
+        Raises:
+            CudaError: there is no driver, no such device, or the driver is too old for lanes.
+        """
+        self.device = torch.device("cuda", ordinal)
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+        self.native = open_device(ordinal)
+        self._partitioned = partitioned
+        self._priority = priority
+        self._streams: dict[Lane, Stream] = {}
+        self._capture_stream: Stream | None = None
+
+    def caller_stream(self) -> Stream:
+        """Return torch's current stream of the device."""
+        return torch.cuda.current_stream(self.device)
+
+    def lane_stream(self, lane: Lane) -> Stream | None:
+        """Return the stream of the lane's green context, or a plain one."""
+        if len(lane.units) == self.native.num_sms:
+            return None
+        if lane not in self._streams:
+            if self._partitioned:
+                native = self.native.lane(atoms_of(lane, self.native.atom_sms), self._priority)
+                if native.num_sms != len(lane.units):
+                    raise CudaError(
+                        f"lane {lane.id} was granted {native.num_sms} SMs instead of {len(lane.units)} on "
+                        f"{self.native.name}; turn 'device.cuda_lanes' off and report the output of 'apollo doctor'"
+                    )
+                self._streams[lane] = torch.cuda.ExternalStream(native.stream, device=self.device)  # type: ignore[no-untyped-call]
+            else:
+                self._streams[lane] = torch.cuda.Stream(self.device, priority=self._priority)  # type: ignore[no-untyped-call]
+        return self._streams[lane]
+
+    def is_capturing(self) -> bool:
+        """Whether torch's current stream is being captured."""
+        return torch.cuda.is_current_stream_capturing()
+
+    def new_event(self) -> Event:
+        """Return an event without timing, which is the cheap kind."""
+        return torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+    def record(self, event: Event, stream: Stream) -> None:
+        """Record the event."""
+        event.record(stream)
+
+    def wait(self, event: Event, stream: Stream) -> None:
+        """Make the stream wait."""
+        stream.wait_event(event)
+
+    def call(self, body: Body, inputs: list[torch.Tensor], stream: Stream) -> Sequence[torch.Tensor]:
+        """Call the body with `stream` as torch's current one; the primary context stays current."""
+        with torch.cuda.stream(stream):
+            return body(inputs)
+
+    def capture(self, work: Callable[[Stream], None], shares: Recording | None) -> TorchRecording:
+        """Capture with torch's own class, which takes care of random numbers and of the pool."""
+        return self.capture_nodes(work, shares, keep_graph=False)
+
+    def capture_nodes(
+        self, work: Callable[[Stream], None], shares: Recording | None = None, *, keep_graph: bool = True
+    ) -> TorchRecording:
+        """Capture; `keep_graph` keeps the nodes, so that they can be looked at."""
+        if self._capture_stream is None:
+            self._capture_stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        graph = torch.cuda.CUDAGraph(keep_graph=True) if keep_graph else torch.cuda.CUDAGraph()
+        pool = shares.graph.pool() if isinstance(shares, TorchRecording) else torch.cuda.graph_pool_handle()
+        with (
+            _fresh_workspaces(),
+            torch.cuda.graph(graph, pool=pool, stream=self._capture_stream, capture_error_mode="thread_local"),
+        ):
+            work(self._capture_stream)
+        if keep_graph:
+            graph.instantiate()
+        return TorchRecording(graph, pool, self.device)
+
+    def copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+        """Copy in as few launches as torch can."""
+        if targets:
+            torch._foreach_copy_(list(targets), list(sources))
+
+    def synchronize(self) -> None:
+        """Wait for the device."""
+        torch.cuda.synchronize(self.device)
+
+
+class TorchRecording:
+    """A CUDA graph of torch."""
+
+    def __init__(self, graph: torch.cuda.CUDAGraph, pool: Any, device: torch.device) -> None:
+        self.graph = graph
+        self._pool = pool
+        self._device = device
+        self._last: Stream | None = None
+        """The stream of the last replay."""
+
+    def replay(self) -> None:
+        """Launch the graph, after the last launch of it wherever that was: it must not run beside itself."""
+        stream = torch.cuda.current_stream(self._device)
+        if self._last is not None and self._last != stream:
+            stream.wait_stream(self._last)
+        self._last = stream
+        self.graph.replay()
+
+    def bytes_on(self, stream: Stream) -> int:
+        """Return the bytes of the pool's segments that belong to the stream."""
+        segments = torch.cuda.memory_snapshot(self._pool)  # type: ignore[no-untyped-call]
+        return sum(segment["total_size"] for segment in segments if segment["stream"] == stream.cuda_stream)
+
+
+@contextlib.contextmanager
+def _fresh_workspaces() -> Iterator[None]:
+    """Let cuBLAS take its workspaces from the pool of the capture, and give them back to it."""
+    clear_workspaces()
+    try:
+        yield
+    finally:
+        clear_workspaces()

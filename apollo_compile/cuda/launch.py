@@ -1,0 +1,116 @@
+"""A program as the host launches it.
+
+    host_order(program)  -> one order of all instructions that keeps every lane's, with each record before its waits
+    launch(...)          -> the outputs, once everything is launched
+
+The host launches all lanes from one thread; the device keeps them apart. A wait for an event that is not recorded yet
+would be no wait at all, so the order puts records first; among what may come next, lanes take turns, one launch each,
+so that no lane starts late because the host is busy with another.
+
+    fork    every lane that the program uses waits for the caller's stream
+    ...     launches, and the records and waits that the sync plan kept
+    join    the caller's stream waits for every lane
+
+All buffers are held until the join but those that the memory plan lets go; see Note [who owns a buffer].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from apollo_compile.cuda.gpu import Body, Event, Gpu, Stream
+from apollo_compile.ir import BufferId, Instruction, LaneId, Launch, Program, Record, Release, Wait
+
+HostOrder = tuple[tuple[LaneId, Instruction], ...]
+
+
+def host_order(program: Program) -> HostOrder:
+    """Return the order in which one thread can launch the program.
+
+    Raises:
+        ValueError: lanes wait for each other in a circle.
+    """
+    order: list[tuple[LaneId, Instruction]] = []
+    position = [0] * len(program.lanes)
+    recorded: set[int] = set()
+    total = sum(map(len, program.instructions))
+    while len(order) < total:
+        before = len(order)
+        for lane, instructions in zip(program.lanes, program.instructions, strict=True):
+            has_launched = False
+            while position[lane.id] < len(instructions):
+                instruction = instructions[position[lane.id]]
+                is_early = isinstance(instruction, Wait) and instruction.event not in recorded
+                if is_early or (has_launched and isinstance(instruction, Launch | Wait)):
+                    break
+                if isinstance(instruction, Record):
+                    recorded.add(instruction.event)
+                has_launched = has_launched or isinstance(instruction, Launch)
+                order.append((lane.id, instruction))
+                position[lane.id] += 1
+        if len(order) == before:
+            raise ValueError(f"program {program.name} cannot be launched: its lanes wait for each other in a circle")
+    return tuple(order)
+
+
+class Launcher:
+    """Launches one program, on lanes or inside a capture."""
+
+    def __init__(self, program: Program, bodies: Sequence[Body], gpu: Gpu) -> None:
+        """Find the streams; those of lanes that the program does not use are not made."""
+        self._program = program
+        self._bodies = tuple(bodies)
+        self._gpu = gpu
+        self._order = host_order(program)
+        self._streams: dict[LaneId, Stream] = {}
+        for lane, instructions in zip(program.lanes, program.instructions, strict=True):
+            stream = gpu.lane_stream(lane) if instructions else None
+            if stream is not None:
+                self._streams[lane.id] = stream
+
+    @property
+    def streams(self) -> dict[LaneId, Stream]:
+        """Streams by lane; lanes on the caller's stream are not among them."""
+        return self._streams
+
+    def launch(self, inputs: list[torch.Tensor], origin: Stream) -> list[torch.Tensor | None]:
+        """Launch everything from the stream `origin` and return the outputs; `inputs` is emptied.
+
+        Events are new ones: a capture and a run outside must not share any.
+        """
+        gpu, lanes = self._gpu, list(self._streams.values())
+        values: dict[BufferId, torch.Tensor] = dict(zip(self._program.inputs, inputs, strict=True))
+        inputs.clear()
+        events = [gpu.new_event() for _ in range(self._program.num_events)]
+        self._order_after([origin], lanes)
+        for lane, instruction in self._order:
+            stream = self._streams.get(lane, origin)
+            match instruction:
+                case Launch():
+                    self._launch_body(instruction, values, stream)
+                case Record(event=event):
+                    gpu.record(events[event], stream)
+                case Wait(event=event):
+                    gpu.wait(events[event], stream)
+                case Release(buffer=buffer):
+                    del values[buffer]
+        self._order_after(lanes, [origin])
+        return [None if buffer is None else values[buffer] for buffer in self._program.outputs]
+
+    def _launch_body(self, launch: Launch, values: dict[BufferId, torch.Tensor], stream: Stream) -> None:
+        arguments = [values[buffer] for buffer in launch.inputs]
+        for buffer, takes in zip(launch.inputs, launch.takes, strict=True):
+            if takes:
+                values.pop(buffer, None)  # the body takes one buffer twice where it reads it twice
+        made = self._gpu.call(self._bodies[launch.body], arguments, stream)
+        values.update(zip(launch.outputs, made, strict=True))
+
+    def _order_after(self, earlier: Sequence[Stream], later: Sequence[Stream]) -> None:
+        """Let what comes on each later stream begin after what was launched on all earlier ones."""
+        for source in earlier if later else ():
+            event: Event = self._gpu.new_event()
+            self._gpu.record(event, source)
+            for target in later:
+                self._gpu.wait(event, target)

@@ -1,0 +1,364 @@
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from apollo_compile.cuda.execute import MAX_CAPTURES, WARMUP_RUNS, Contract, CudaExecutable, ModelMemory
+from apollo_compile.errors import MemoryQuotaError, UnsupportedGraphError
+from apollo_compile.inductor import CompiledBody
+from apollo_compile.ir import Buffer, BufferId, Role, SegmentGraph, SegmentId
+from tests.builders import graph, plan
+from tests.cuda.fake_gpu import CALLER, FakeGpu
+from tests.cuda.test_launch import program_of
+
+Tensors = list[torch.Tensor]
+
+
+def add_input(made: SegmentGraph, reader: int) -> SegmentGraph:
+    """Return the graph with one more input, which `reader` reads behind its others."""
+    new = BufferId(len(made.buffers))
+    buffer = Buffer(id=new, name=f"x{new}", producer=None, readers=(SegmentId(reader),), num_bytes=8, is_output=False)
+    segments = tuple(
+        replace(segment, inputs=(*segment.inputs, new)) if segment.id == reader else segment
+        for segment in made.segments
+    )
+    return replace(made, segments=segments, buffers=(*made.buffers, buffer), inputs=(*made.inputs, new))
+
+
+def body(function: Callable[..., Any]) -> CompiledBody:
+    """Make a body of a function of tensors that returns one."""
+
+    def run(inputs: Tensors) -> Sequence[torch.Tensor]:
+        arguments = list(inputs)
+        inputs.clear()
+        return [function(*arguments)]
+
+    return CompiledBody(function=run)
+
+
+def two_towers(
+    gpu: FakeGpu,
+    *functions: Callable[..., Any],
+    role: Role = Role.FORWARD,
+    static: Sequence[int] = (1,),
+    written: Sequence[int] | None = (),
+    user: Sequence[int] = (0,),
+    outputs: Sequence[int] = (2, 0),
+    shared: ModelMemory | None = None,
+    **options: Any,
+) -> CudaExecutable:
+    """Return segments 0 and 1 on two lanes, which segment 2 joins; input 1 is read by segment 0 too.
+
+    By default output 0, of segment 2, is the user's, and output 1, of segment 0, is kept for a backward.
+    """
+    made = replace(add_input(graph((), (), (0, 1), outputs=outputs), 0), role=role)
+    bodies = [body(f) for f in functions or (torch.mul, torch.sin, torch.add)]
+    return CudaExecutable(
+        program=program_of(made, plan(made, "ABA")),
+        graph=made,
+        bodies=bodies,
+        gpu=gpu,
+        contract=Contract(
+            static_inputs=frozenset(static),
+            written_inputs=None if written is None else frozenset(written),
+            user_outputs=frozenset(user),
+        ),
+        shared=shared or ModelMemory(),
+        **options,
+    )
+
+
+@pytest.fixture
+def gpu() -> FakeGpu:
+    """Make a device of two units."""
+    return FakeGpu(units=2)
+
+
+def warm_up(executable: CudaExecutable) -> torch.Tensor:
+    """Run up to the first capture; return the parameter."""
+    weight = torch.randn(4)
+    for _ in range(WARMUP_RUNS):
+        executable.run([torch.randn(4), weight])
+    return weight
+
+
+def expected(x: torch.Tensor, weight: torch.Tensor) -> Tensors:
+    """Return what `two_towers` computes."""
+    return [x * weight + x.sin(), x * weight]
+
+
+def counts(executable: CudaExecutable) -> tuple[int, int, int]:
+    """Return launches on lanes, captures, replays."""
+    return executable.num_launches, executable.num_captures, executable.num_replays
+
+
+def test_the_first_runs_are_on_lanes_and_later_ones_replay(gpu: FakeGpu) -> None:
+    """Other inputs at every run; the outputs of a run live as long as that of an eager model."""
+    executable = two_towers(gpu)
+    weight = torch.randn(4)
+    results = []
+    for step in range(6):
+        x = torch.randn(4)
+        loss, kept = executable.run([x, weight])
+        assert loss is not None and kept is not None
+        assert all(map(torch.equal, (loss, kept), expected(x, weight)))
+        results.append((loss, x))
+        del kept
+        assert counts(executable) == (
+            min(step + 1, WARMUP_RUNS),
+            int(step >= WARMUP_RUNS),
+            max(0, step + 1 - WARMUP_RUNS),
+        )
+    for loss, x in results:
+        assert torch.equal(loss, expected(x, weight)[0])
+    assert not gpu.races
+
+
+def test_a_replay_copies_in_launches_once_and_copies_out(gpu: FakeGpu) -> None:
+    """What is static is not copied; no lane is touched by the host."""
+    executable = two_towers(gpu)
+    weight = torch.randn(4)
+    for _ in range(3):
+        executable.run([torch.randn(4), weight])
+    gpu.log.clear()
+    executable.run([torch.randn(4), weight])
+    assert gpu.log == [("copy", "1"), ("replay",), ("copy", "1")]
+
+
+def test_a_capture_forks_all_lanes_from_its_origin_and_joins_them(gpu: FakeGpu) -> None:
+    """The stand-in refuses anything else; here is the order itself."""
+    executable = two_towers(gpu)
+    weight = torch.randn(4)
+    for _ in range(2):
+        executable.run([torch.randn(4), weight])
+    gpu.log.clear()
+    executable.run([torch.randn(4), weight])
+    origin, a, b = "origin of the capture", "lane 1", "lane 2"
+    begin = gpu.log.index(("capture",))
+    end = gpu.log.index(("copy", "1"))
+    assert gpu.log[begin + 1 : end] == [
+        ("record", origin),
+        ("wait", a),
+        ("wait", b),
+        ("launch", a),
+        ("launch", b),
+        ("record", b),
+        ("wait", a),
+        ("launch", a),
+        ("record", a),
+        ("wait", origin),
+        ("record", b),
+        ("wait", origin),
+    ]
+
+
+def test_a_second_forward_before_the_backward_does_not_touch_what_is_kept(gpu: FakeGpu) -> None:
+    """It runs on lanes; once the first is let go, replays go on."""
+    executable = two_towers(gpu)
+    weight = torch.randn(4)
+    for _ in range(3):
+        executable.run([torch.randn(4), weight])
+    first = torch.randn(4)
+    _, kept = executable.run([first, weight])
+    second = torch.randn(4)
+    _, also_kept = executable.run([second, weight])
+    assert counts(executable) == (3, 1, 2)
+    assert kept is not None and also_kept is not None
+    assert torch.equal(kept, first * weight) and torch.equal(also_kept, second * weight)
+    view = kept[:2]
+    del kept
+    executable.run([torch.randn(4), weight])
+    assert counts(executable) == (4, 1, 2)
+    assert torch.equal(view, (first * weight)[:2])
+    del view
+    executable.run([torch.randn(4), weight])
+    assert counts(executable) == (4, 1, 3)
+
+
+def test_a_parameter_that_moves_is_read_where_it_is(gpu: FakeGpu) -> None:
+    """First on lanes; captured again when it stays there, up to a bound."""
+    executable = two_towers(gpu)
+    for captures in range(1, MAX_CAPTURES + 3):
+        weight = torch.randn(4)
+        for _ in range(4):
+            x = torch.randn(4)
+            loss, _ = executable.run([x, weight])
+            assert loss is not None and torch.equal(loss, expected(x, weight)[0])
+        assert executable.num_captures == min(captures, MAX_CAPTURES)
+    assert executable.num_replays == (2 + 3 * (MAX_CAPTURES - 1))
+
+
+def test_inputs_that_are_written_are_written_in_place(gpu: FakeGpu) -> None:
+    """As statistics of a normalization: a capture must not write, and every run once."""
+
+    def count(x: torch.Tensor, counter: torch.Tensor) -> torch.Tensor:
+        counter.add_(1)
+        return x * 2
+
+    executable = two_towers(gpu, count, torch.sin, torch.add, static=(), written=(1,))
+    counter = torch.zeros(4)
+    for step in range(1, 6):
+        x = torch.randn(4)
+        loss = executable.run([x, counter])[0]
+        assert loss is not None and torch.equal(loss, x * 2 + x.sin())
+        assert torch.equal(counter, torch.full((4,), float(step)))
+    assert executable.num_replays == 3
+
+
+def test_a_graph_that_writes_to_who_knows_what_is_never_captured(gpu: FakeGpu) -> None:
+    """Its addresses cannot be held to."""
+    executable = two_towers(gpu, written=None)
+    for _ in range(5):
+        executable.run([torch.randn(4), torch.randn(4)])
+    assert counts(executable) == (5, 0, 0)
+
+
+def test_an_output_that_is_an_input_is_the_callers_own_tensor(gpu: FakeGpu) -> None:
+    """A forward saves inputs for its backward; the copy that a replay reads is not what it returns."""
+    made = add_input(graph((), (0,)), 0)
+    made = replace(
+        made, outputs=(BufferId(0), BufferId(2)), buffers=(replace(made.buffers[0], is_output=True), *made.buffers[1:])
+    )
+    executable = CudaExecutable(
+        program=program_of(made, plan(made, "AB")),
+        graph=made,
+        bodies=[body(torch.mul), body(torch.sin)],
+        gpu=gpu,
+        contract=Contract(static_inputs=frozenset({1}), user_outputs=frozenset({1})),
+        shared=ModelMemory(),
+    )
+    weight = torch.randn(4)
+    held = []
+    for _ in range(5):
+        x = torch.randn(4)
+        saved, out = executable.run([x, weight])
+        held.append(saved)
+        assert saved is x
+        assert out is not None and torch.equal(out, (x * weight).sin())
+    assert executable.num_replays == 3
+
+
+def test_a_kept_view_of_a_parameter_is_no_reason_to_wait(gpu: FakeGpu) -> None:
+    """Others hold the parameter all the time."""
+    executable = two_towers(gpu, lambda x, weight: weight.view(2, 2), torch.sin, lambda w, s: w.reshape(4) + s)
+    weight = torch.randn(4)
+    held = []
+    for _ in range(5):
+        held.append(executable.run([torch.randn(4), weight]))
+    assert executable.num_replays == 3
+    assert all(kept is not None and torch.equal(kept, weight.view(2, 2)) for _, kept in held)
+
+
+def test_random_numbers_differ_between_replays_and_follow_the_seed(gpu: FakeGpu) -> None:
+    """A capture draws nothing."""
+    results = []
+    for _ in range(2):
+        torch.manual_seed(3)
+        executable = two_towers(gpu, lambda x, w: torch.rand(4), torch.sin, torch.add)
+        results.append([executable.run([torch.zeros(4), torch.zeros(4)])[0] for _ in range(5)])
+    torch.manual_seed(3)
+    assert all(torch.equal(a, b) and torch.equal(a, torch.rand(4)) for a, b in zip(*results, strict=True))
+
+
+def test_a_backward_shares_the_memory_of_a_forward_that_was_captured_before(gpu: FakeGpu) -> None:
+    """And a forward never shares anybody's: what it keeps must not lie where another graph works."""
+    shared = ModelMemory()
+    backward = two_towers(gpu, role=Role.BACKWARD, shared=shared)
+    forward = two_towers(gpu, role=Role.FORWARD, shared=shared)
+    late = two_towers(gpu, role=Role.BACKWARD, shared=shared)
+    weight = torch.randn(4)
+    for executable in (backward, forward, late):
+        for _ in range(3):
+            executable.run([torch.randn(4), weight])
+    first, second, third = gpu.recordings
+    assert (first.shares, second.shares, third.shares) == (None, None, second)
+
+
+def test_a_failed_capture_is_one_warning_and_lanes_stay(gpu: FakeGpu, caplog: pytest.LogCaptureFixture) -> None:
+    """With `strict`, it is raised."""
+    gpu.fail_capture = RuntimeError("operation not permitted when stream is capturing")
+    executable = two_towers(gpu)
+    weight = torch.randn(4)
+    with caplog.at_level(logging.WARNING, logger="apollo_compile"):
+        for _ in range(6):
+            x = torch.randn(4)
+            loss, _ = executable.run([x, weight])
+            assert loss is not None and torch.equal(loss, expected(x, weight)[0])
+    assert [record.message for record in caplog.records] == [
+        "test runs on lanes without a CUDA graph: RuntimeError: operation not permitted when stream is capturing"
+    ]
+    assert counts(executable) == (6, 1, 0)
+    strict = two_towers(gpu, strict=True)
+    weight = warm_up(strict)
+    with pytest.raises(RuntimeError, match="not permitted"):
+        strict.run([torch.randn(4), weight])
+
+
+def test_an_input_whose_elements_share_memory_cannot_be_copied_into(gpu: FakeGpu) -> None:
+    """The message says what to do."""
+    executable = two_towers(gpu, strict=True)
+    weight = warm_up(executable)
+    with pytest.raises(UnsupportedGraphError, match=r"shape \(4,\) and strides \(0,\).*make it contiguous"):
+        executable.run([torch.randn(1).expand(4), weight])
+
+
+def test_inside_a_capture_of_the_user_the_lanes_join_it(gpu: FakeGpu) -> None:
+    """They are launched as ever, and nothing of ours is captured or replayed."""
+    executable = two_towers(gpu)
+    weight = torch.randn(4)
+    gpu.is_captured_by_user = True
+    for _ in range(5):
+        executable.run([torch.randn(4), weight])
+    assert counts(executable) == (5, 0, 0)
+
+
+def test_an_exception_of_a_body_comes_out_and_the_next_run_is_right(gpu: FakeGpu) -> None:
+    """On lanes and in a capture."""
+    state = SimpleNamespace(fails=True)
+
+    def fail(x: torch.Tensor) -> torch.Tensor:
+        if state.fails:
+            raise ZeroDivisionError("a body's own")
+        return x.sin()
+
+    executable = two_towers(gpu, torch.mul, fail, torch.add)
+    weight = torch.randn(4)
+    with pytest.raises(ZeroDivisionError, match="a body's own"):
+        executable.run([torch.randn(4), weight])
+    state.fails = False
+    for _ in range(4):
+        x = torch.randn(4)
+        loss, _ = executable.run([x, weight])
+        assert loss is not None and torch.equal(loss, expected(x, weight)[0])
+
+
+def test_a_lane_over_its_memory_quota_is_refused_by_name_before_it_is_replayed(gpu: FakeGpu) -> None:
+    """One that fits is accounted for."""
+    weight = torch.randn(4)
+    fitting = two_towers(gpu, lane_memory_quota=32)
+    for _ in range(3):
+        fitting.run([torch.randn(4), weight])
+    assert [(each.lane, each.num_bytes) for each in fitting.lane_memory] == [(1, 32), (2, 16)]
+    over = two_towers(gpu, lane_memory_quota=31)
+    weight = warm_up(over)
+    with pytest.raises(MemoryQuotaError) as caught:
+        over.run([torch.randn(4), weight])
+    assert str(caught.value) == (
+        "lane 1 of test took 32 B for 2 segments; it may take 31 B; most of it is kept for m0: raise "
+        "'device.lane_memory_quota', or cut the graph with 'partition.max_segment_share'"
+    )
+    assert over.num_replays == 0 and over.lane_memory == ()
+
+
+def test_streams_of_the_caller_may_change(gpu: FakeGpu) -> None:
+    """Lanes fork from whatever it is."""
+    executable = two_towers(gpu)
+    gpu.caller = "another stream"
+    executable.run([torch.randn(4), torch.randn(4)])
+    assert ("record", "another stream") in gpu.log and ("record", CALLER) not in gpu.log
