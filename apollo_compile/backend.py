@@ -14,7 +14,7 @@ import time
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,8 +24,10 @@ from torch import fx
 
 from apollo_compile import check, text
 from apollo_compile.config import Config, load_config
+from apollo_compile.cuda.execute import Contract, CudaExecutable, ModelMemory
+from apollo_compile.cuda.gpu import Gpu, TorchGpu
 from apollo_compile.device import DeviceProfile, discover_profile, limit_units, load_profile, packaged_profiles
-from apollo_compile.errors import ConfigError, NothingToGainError, UnsupportedGraphError
+from apollo_compile.errors import ConfigError, CudaError, NothingToGainError, UnsupportedGraphError
 from apollo_compile.execute import Executable, available_units, keep_memory
 from apollo_compile.inductor import (
     CompiledBody,
@@ -39,7 +41,9 @@ from apollo_compile.inductor import (
     extract_body,
     keep_with,
     report_output_strides,
+    user_outputs,
     writes_inputs,
+    written_inputs,
 )
 from apollo_compile.ir import Partition, Plan, Role, Trace
 from apollo_compile.monitor import is_same_placement, observe_trace, should_replan
@@ -50,7 +54,7 @@ from apollo_compile.passes.plan import make_plan
 from apollo_compile.pipeline import Compilation, compile_capture, compile_plan, plan_partition
 from apollo_compile.plan_file import FILE_NAME, save_plan
 from apollo_compile.reports.summary import Report, summarize
-from apollo_compile.select import INDUCTOR, PLAN, SERIAL, Selection, Verdict
+from apollo_compile.select import INDUCTOR, PLAN, SERIAL, STREAMS, Selection, Verdict
 from apollo_compile.units import format_ns
 
 _logger = logging.getLogger(__name__)
@@ -100,10 +104,13 @@ def apollo(
         return compile_plainly(graph_module, example_inputs)
     if config.runtime.keep_memory:
         keep_memory()
+    gpu = _open_gpu(example_inputs, config)
     model = CompiledModel(
         number=next(_graph_numbers[config.debug.dump]),
         config=config,
-        profile=_profile(config),
+        profile=_profile(config) if gpu is None else _gpu_profile(gpu, config),
+        device=torch.device("cpu") if gpu is None else gpu.device,
+        gpu=gpu,
         inputs=tuple(weakref.ref(item) for item in example_inputs if isinstance(item, torch.Tensor)),
     )
     compiled = compile_with_inductor(
@@ -138,7 +145,12 @@ class CompiledGraph:
     """Compiles the graph as Inductor alone would; None where no contest is held."""
     selection: Selection | None = None
     """The contest of the model; None where the plan runs whatever is measured."""
-    executable: Executable = field(init=False)
+    gpu: Gpu | None = None
+    """Where it runs; None on CPU lanes."""
+    contract: Contract = field(default_factory=Contract)
+    memory: ModelMemory = field(default_factory=ModelMemory)
+    """What it shares with the model's other graphs; both have a meaning on a GPU only."""
+    executable: Executable | CudaExecutable = field(init=False)
     """The plan's."""
     way: str = PLAN
     """Which way it runs now."""
@@ -152,30 +164,37 @@ class CompiledGraph:
         self._observations = self.compilation.observations
         self._runs = 0
         self._learning = threading.Lock()
-        self._is_settled = not self.config.plan.replan or self.config.plan.planner == "serial"
+        is_fixed = not self.config.plan.replan or self.config.plan.planner == "serial"
+        self._is_settled = is_fixed or self.gpu is not None  # a CUDA graph does not tell when its segments ran
         self._others: dict[str, Run] = {}
         self._run: Run
         self.adopt(self.compilation)
 
     def __call__(self, inputs: list[Any]) -> Sequence[Any]:
         """Run the graph once and return its outputs."""
-        if self.selection is None:
+        if self.selection is None or (self.gpu is not None and self.selection.is_settled):
             outputs = self._run(inputs)
         else:
             self._choose(self.selection)
-            begin = time.perf_counter_ns()
+            begin = self._now_ns()
             outputs = self._run(inputs)
-            self.selection.leave(self, time.perf_counter_ns() - begin)
+            self.selection.leave(self, self._now_ns() - begin)
         self.has_run = True
         if not self._is_settled and self.way == PLAN:
             self._learn()
         return outputs
 
+    def _now_ns(self) -> int:
+        """Return the time at which everything launched so far has ended."""
+        if self.gpu is not None:
+            self.gpu.synchronize()
+        return time.perf_counter_ns()
+
     def trace(self) -> Trace:
         """Return the spans of the plan's last run."""
         return self.executable.trace()
 
-    def adopt(self, compilation: Compilation, executable: Executable | None = None) -> None:
+    def adopt(self, compilation: Compilation, executable: Executable | CudaExecutable | None = None) -> None:
         """Run this compilation of the same capture and partition from the next call on.
 
         `executable` is what an earlier call made of it (`graph.executable`), for those who go back and forth.
@@ -187,7 +206,10 @@ class CompiledGraph:
     @property
     def ways(self) -> Sequence[str]:
         """Ways that it can run now; a plan that is to run in turn is not a way of its own."""
-        return (SERIAL, *((PLAN,) if _uses_lanes(self.compilation.plan) else ()), *self._others.keys() - {SERIAL})
+        own = {SERIAL}
+        if _uses_lanes(self.compilation.plan):
+            own |= {PLAN} if self.gpu is None else {PLAN, STREAMS}
+        return (*sorted(own), *sorted(self._others.keys() - own))
 
     @property
     def way_of_plan(self) -> str:
@@ -203,6 +225,8 @@ class CompiledGraph:
         """Run this way from the next call on."""
         if way == SERIAL and SERIAL not in self._others:
             self._others[SERIAL] = self._make_serial()
+        if way == STREAMS and STREAMS not in self._others and self.gpu is not None:
+            self._others[STREAMS] = self._make_cuda_executable(self.compilation, self.gpu.without_quotas()).run
         self._run = self.executable.run if way == PLAN else self._others[way]
         self.way = way
 
@@ -240,13 +264,27 @@ class CompiledGraph:
         )
         return self._make_executable(compilation).run
 
-    def _make_executable(self, compilation: Compilation) -> Executable:
+    def _make_executable(self, compilation: Compilation) -> Executable | CudaExecutable:
+        if self.gpu is not None:
+            return self._make_cuda_executable(compilation, self.gpu)
         return Executable(
             compilation.program,
             compilation.partition.graph,
             self.bodies,
             mutates=self.mutates,
             park_team=self.config.runtime.park_team,
+        )
+
+    def _make_cuda_executable(self, compilation: Compilation, gpu: Gpu) -> CudaExecutable:
+        return CudaExecutable(
+            program=compilation.program,
+            graph=compilation.partition.graph,
+            bodies=self.bodies,
+            gpu=gpu,
+            contract=self.contract,
+            shared=self.memory if gpu is self.gpu else ModelMemory(),
+            lane_memory_quota=self.config.device.lane_memory_quota,
+            strict=self.config.debug.strict,
         )
 
     def _learn(self) -> None:
@@ -307,6 +345,11 @@ class CompiledModel:
     inputs: tuple[weakref.ref[torch.Tensor], ...]
     """Tensors that it was compiled for; a module's parameters are among them, so a report finds its graphs."""
     graphs: list[CompiledGraph] = field(default_factory=list)
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    """Where its tensors are, if it is to run on lanes."""
+    gpu: Gpu | None = None
+    """The lanes' device; None for CPU lanes."""
+    memory: ModelMemory = field(default_factory=ModelMemory)
     handed_over: list[tuple[str, str]] = field(default_factory=list)
     """Name and reason of every graph that went to Inductor whole."""
     selection: Selection = field(init=False)
@@ -353,6 +396,7 @@ class CompiledModel:
             graph_module,
             name=name,
             role=role,
+            device=self.device,
             check=check.check_capture,
             text=text.format_capture,
         )
@@ -364,7 +408,12 @@ class CompiledModel:
         if is_contested and not _uses_lanes(compilation.plan) and _wrapper_share(compilation) < WORTH_NATIVE:
             raise NothingToGainError(_nothing_to_gain(compilation.plan))
         original = clone_graph(graph_module) if is_contested else None
-        bodies = _compile_bodies(graph_module, compilation.partition, config, **kwargs)
+        contract = Contract(
+            static_inputs=frozenset(kwargs.get("static_input_idxs") or ()),
+            written_inputs=written_inputs(graph_module),
+            user_outputs=user_outputs(graph_module),
+        )
+        bodies = _compile_bodies(graph_module, compilation.partition, config, self.device, **kwargs)
         graph = CompiledGraph(
             compilation=compilation,
             bodies=bodies,
@@ -372,6 +421,9 @@ class CompiledModel:
             mutates=writes_inputs(graph_module),
             compile_whole=None if original is None else partial(compile_again, original, **kwargs),
             selection=self.selection if is_contested else None,
+            gpu=self.gpu,
+            contract=contract,
+            memory=self.memory,
         )
         _log_summary(compilation, planned - begin, time.perf_counter_ns() - planned)
         return graph
@@ -452,10 +504,10 @@ def _nothing_to_gain(plan: Plan) -> str:
 
 
 def _compile_bodies(
-    graph_module: fx.GraphModule, partition: Partition, config: Config, **kwargs: Any
+    graph_module: fx.GraphModule, partition: Partition, config: Config, device: torch.device, **kwargs: Any
 ) -> tuple[CompiledBody, ...]:
     pieces = [(body.name, *extract_body(graph_module, body)) for body in partition.bodies]
-    return compile_bodies(pieces, native=config.runtime.native_bodies, **kwargs)
+    return compile_bodies(pieces, native=config.runtime.native_bodies and device.type == "cpu", **kwargs)
 
 
 def _role(kwargs: Mapping[str, Any]) -> Role:
@@ -488,6 +540,32 @@ def _profile(config: Config) -> DeviceProfile:
             )
         units = config.device.units
     return discover_profile(units, cache_dir=config.device.cache)
+
+
+def _open_gpu(example_inputs: Sequence[Any], config: Config) -> TorchGpu | None:
+    """Return the GPU that the graph is on, if it is to run on lanes of it and can."""
+    tensors = (item for item in example_inputs if isinstance(item, torch.Tensor))
+    device = next((tensor.device for tensor in tensors if tensor.device.type == "cuda"), None)
+    if device is None or not config.device.cuda_lanes:
+        return None
+    try:
+        return TorchGpu(device.index)
+    except CudaError as error:
+        if config.debug.strict:
+            raise
+        _logger.warning("no lanes on %s: %s", device, error)
+        return None
+
+
+def _gpu_profile(gpu: TorchGpu, config: Config) -> DeviceProfile:
+    """Return the profile for the SMs and atoms that this GPU has."""
+    profile = load_profile(config.device.profile or Path("h200"))
+    if profile.kind != "cuda":
+        raise ConfigError(
+            f"device profile {config.device.profile} is for a {profile.kind} device; this graph is on {gpu.device}: "
+            "name the profile of a GPU, or none"
+        )
+    return replace(profile, units=gpu.native.num_sms, atom=gpu.native.atom_sms)
 
 
 def _log_summary(compilation: Compilation, planning_ns: int, compiling_ns: int) -> None:

@@ -91,6 +91,11 @@ class DeviceConfig:
     """Directory of measured profiles; None is the user's cache directory."""
     units: int | None = None
     """Cores to use; None is every core this process may run on."""
+    cuda_lanes: bool = False
+    """Run graphs on a GPU on lanes of its SMs, as one CUDA graph; False hands them to Inductor whole. Not yet measured
+    on a GPU."""
+    lane_memory_quota: int | None = None
+    """Bytes of device memory that one lane may take in a CUDA graph; None is no limit."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -134,6 +139,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "plan.memory_quota": (1, math.inf),
     "plan.seed": (0, 2**31 - 1),
     "device.units": (1, math.inf),
+    "device.lane_memory_quota": (1, math.inf),
 }
 """Least and largest value, both allowed."""
 

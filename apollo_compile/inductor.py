@@ -103,9 +103,10 @@ def written_inputs(graph_module: fx.GraphModule) -> frozenset[int] | None:
     found: set[int] = set()
     for node in graph_module.graph.nodes:
         if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
-            if node.args[0] not in placeholders:
+            target = node.args[0]
+            if not isinstance(target, fx.Node) or target not in placeholders:
                 return None
-            found.add(placeholders[node.args[0]])
+            found.add(placeholders[target])
     return frozenset(found)
 
 
@@ -333,8 +334,17 @@ def _has_custom_operator(piece: fx.GraphModule) -> bool:
 
 
 def _body_options() -> dict[str, Any]:
-    """Options that every body shares: thread counts are the lane's business, not baked into the code."""
-    return {"cpp.dynamic_threads": True}
+    """Options that every body shares.
+
+    Thread counts are the lane's business, not baked into the code. On a GPU one CUDA graph over all lanes is ours, and
+    a reduction whose blocks wait for each other, as many as the device has SMs, would hang on a lane with fewer.
+    """
+    return {
+        "cpp.dynamic_threads": True,
+        "triton.cudagraphs": False,
+        "triton.cooperative_reductions": False,
+        "triton.force_cooperative_reductions": False,
+    }
 
 
 def clone_graph(piece: fx.GraphModule) -> fx.GraphModule:

@@ -3,7 +3,8 @@
     [graphs of one model, each with its ways] -> Verdict
 
 A plan rests on predictions, and a user switches to us only if the worst case is what they had. So the ways of running
-a model compete: its segments one after the other, its plan, and the whole graphs as Inductor compiles them. Nothing
+a model compete: its segments one after the other, its plan, and the whole graphs as Inductor compiles them; on a GPU
+also the plan's order on plain streams, without quotas. Nothing
 runs twice for it: a step of the training loop, forward and backward, belongs to one entrant, the next steps to another.
 
 Contest     Entrants take turns of `STEPS_PER_TURN` steps; the first of a turn is not timed, since it brings the
@@ -52,6 +53,7 @@ ALLOWED_WINS = 8
 
 SERIAL = "segments in turn"
 PLAN = "plan"
+STREAMS = "plan without quotas"
 INDUCTOR = "Inductor"
 MIXTURE = "best of each graph"
 
@@ -64,7 +66,7 @@ class Graph(Protocol):
 
     @property
     def ways(self) -> Sequence[str]:
-        """Ways that it can run now, among `SERIAL`, `PLAN` and `INDUCTOR`."""
+        """Ways that it can run now, among `SERIAL`, `STREAMS`, `PLAN` and `INDUCTOR`."""
 
     @property
     def has_run(self) -> bool:
@@ -318,7 +320,7 @@ class Selection:
     def _decide(self) -> Generator[Contest, None, Verdict]:
         """Hold one contest after the other; each yield is a contest that is over when the generator goes on."""
         results = _Results([index for index, graph in enumerate(self._graphs) if graph.has_run])
-        entrants = self._entrants((INDUCTOR, SERIAL, PLAN))
+        entrants = self._entrants((INDUCTOR, SERIAL, STREAMS, PLAN))
         winner = yield from results.hold(entrants)
         is_clear = winner == PLAN and results.ratios.get(SERIAL, 1.0) >= CLEAR
         if self.verdict is None and INDUCTOR not in entrants and not is_clear:

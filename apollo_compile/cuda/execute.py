@@ -5,17 +5,17 @@
 The first runs are launched on the lanes, which also loads code and fills caches. Then the same launches are captured,
 forks and joins included, as one CUDA graph over all lanes, and later runs replay it. A replay works on fixed addresses:
 
-in place    Inputs that AOTAutograd calls static (parameters; what a forward saved, for its backward) and inputs that
-            the graph writes to. They are not copied; a replay requires that they are where they were.
+in place    Parameters, inputs that the graph writes to, and in a backward what its captured forward keeps. They are not
+            copied; a replay requires that they are where they were.
 copied in   All other inputs.
 copied out  Outputs that the user can see. A gradient may become `parameter.grad` and must not change at the next step.
 kept        What a forward saves for its backward stays in the graph's memory, and the caller gets a view of it. As long
             as such a view lives, a replay would overwrite it.
 
 A run that cannot replay (inputs elsewhere, something kept is still in use: a second forward before the backward, a
-graph kept by `retain_graph`) is launched on the lanes, in fresh memory, and is right in any case. If the inputs have
+graph kept by `retain_graph`) is launched on the lanes, in fresh memory, and is right in any case. If parameters have
 moved for good, the graph is captured again, up to `MAX_CAPTURES` times. A capture that fails is one WARNING; lanes
-stay.
+stay. A backward is captured once its forward was.
 
 A backward shares the memory of its forward: what the forward only needed while it ran is free by then. That is so only
 if the forward was captured first, so a forward always begins with memory of its own.
@@ -51,7 +51,7 @@ class Contract:
     """What the caller of a graph promises about its inputs and expects of its outputs, by position."""
 
     static_inputs: frozenset[int] = frozenset()
-    """Inputs that mostly stay where they are."""
+    """Inputs that AOTAutograd calls static: parameters; in a backward all that the forward saved."""
     written_inputs: frozenset[int] | None = frozenset()
     """Inputs that the graph writes to; None where that is not known, so that nothing is captured."""
     user_outputs: frozenset[int] = frozenset()
@@ -62,12 +62,12 @@ class Contract:
 class ModelMemory:
     """What the graphs of one model share."""
 
-    forward: Recording | None = None
-    """The latest captured forward: its backward may use its memory again."""
+    forward: Captured | None = None
+    """The latest captured forward."""
 
 
 @dataclass(eq=False, slots=True)
-class _Captured:
+class Captured:
     """A CUDA graph with the addresses that it works on."""
 
     recording: Recording
@@ -78,7 +78,20 @@ class _Captured:
     outputs: list[torch.Tensor | None]
     kept_uses: list[tuple[torch.Tensor, int]]
     """Outputs that are kept, one per storage, and how often its memory is referred to while nobody else does."""
+    in_place: frozenset[int]
+    """Where the memory of inputs in place begins."""
     memory: tuple[LaneMemory, ...]
+
+    @property
+    def kept(self) -> frozenset[int]:
+        """Where the memory of what is kept begins."""
+        return frozenset(_memory_of(output) for output, _ in self.kept_uses)
+
+    def can_replay(self, inputs: Sequence[torch.Tensor]) -> bool:
+        """Whether inputs are where they were, and nobody has use for what the last replay made."""
+        return all(inputs[index].data_ptr() == address for index, address in self.addresses.items()) and all(
+            storage_uses(output) == uses for output, uses in self.kept_uses
+        )
 
 
 @dataclass(eq=False)
@@ -98,18 +111,15 @@ class CudaExecutable:
     num_replays: int = 0
     num_launches: int = 0
     """Runs on lanes."""
-    _captured: _Captured | None = None
+    _captured: Captured | None = None
     _addresses: dict[int, int] = field(default_factory=dict)
-    """Of the inputs of the last run that are in place."""
+    """Of the parameters, when a run last could not replay."""
     _is_capturable: bool = True
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
         """Find the streams, and what is in place."""
         self._launcher = Launcher(self.program, [body.function for body in self.bodies], self.gpu)
-        written = self.contract.written_inputs
-        self._in_place = tuple(sorted(self.contract.static_inputs | (written or frozenset())))
-        self._copied = tuple(sorted(set(range(len(self.program.inputs))) - set(self._in_place)))
         position = {buffer: index for index, buffer in enumerate(self.program.inputs)}
         self._passed_on = {
             index: position[buffer]
@@ -117,7 +127,7 @@ class CudaExecutable:
             if buffer is not None and buffer in position
         }
         """Outputs that are inputs: the caller's own tensors, whatever runs."""
-        if written is None:
+        if self.contract.written_inputs is None:
             self._is_capturable = False
 
     @property
@@ -135,13 +145,14 @@ class CudaExecutable:
         with self._lock:
             if self.gpu.is_capturing() or not self._is_capturable:
                 return self._launch(inputs)
-            addresses = {index: inputs[index].data_ptr() for index in self._in_place}
-            is_settled, self._addresses = addresses == self._addresses, addresses
-            if self._should_capture(addresses, is_settled=is_settled):
-                self._capture(inputs, addresses)
-            if self._captured is None or not _can_replay(self._captured, addresses):
-                return self._launch(inputs)
-            return self._replay(self._captured, inputs)
+            if self._captured is not None and self._captured.can_replay(inputs):
+                return self._replay(self._captured, inputs)
+            in_place = self._find_in_place(inputs)
+            if in_place is not None and self._should_capture(inputs, in_place):
+                self._capture(inputs, in_place)
+                if self._captured is not None and self._captured.can_replay(inputs):
+                    return self._replay(self._captured, inputs)
+            return self._launch(inputs)
 
     def trace(self) -> Trace:
         """Return no spans: a replay does not tell when its segments ran."""
@@ -151,15 +162,35 @@ class CudaExecutable:
         self.num_launches += 1
         return self._launcher.launch(inputs, self.gpu.caller_stream())
 
-    def _should_capture(self, addresses: dict[int, int], *, is_settled: bool) -> bool:
-        if self.num_launches < WARMUP_RUNS or self.num_captures == MAX_CAPTURES or not is_settled:
-            return False
-        return self._captured is None or self._captured.addresses != addresses
+    def _find_in_place(self, inputs: Sequence[torch.Tensor]) -> frozenset[int] | None:
+        """Return the inputs that a capture can leave where they are; None if this is not the run for it.
 
-    def _capture(self, inputs: Sequence[torch.Tensor], addresses: dict[int, int]) -> None:
+        A forward waits until its parameters are where they were. What a backward reads may come from a forward that ran
+        on lanes; it waits for a replayed one, and copies whatever that did not keep.
+        """
+        static, written = self.contract.static_inputs, self.contract.written_inputs or frozenset()
+        if self.graph.role is Role.BACKWARD:
+            forward = self.shared.forward
+            memory = [_memory_of(tensor) for tensor in inputs]
+            if forward is None or not forward.kept <= set(memory):
+                return None
+            stable = forward.kept | forward.in_place
+            return frozenset(index for index in static if memory[index] in stable) | written
+        addresses = {index: inputs[index].data_ptr() for index in static | written}
+        is_settled, self._addresses = addresses == self._addresses, addresses
+        return static | written if is_settled else None
+
+    def _should_capture(self, inputs: Sequence[torch.Tensor], in_place: frozenset[int]) -> bool:
+        if self.num_launches < WARMUP_RUNS or self.num_captures == MAX_CAPTURES:
+            return False
+        if self._captured is None:
+            return True
+        return self._captured.addresses != {index: inputs[index].data_ptr() for index in in_place}
+
+    def _capture(self, inputs: Sequence[torch.Tensor], in_place: frozenset[int]) -> None:
         self.num_captures += 1
         try:
-            self._captured = self._make_captured(inputs, addresses)
+            self._captured = self._make_captured(inputs, in_place)
         except MemoryQuotaError:
             self._is_capturable = False
             raise
@@ -171,16 +202,16 @@ class CudaExecutable:
                 "%s runs on lanes without a CUDA graph: %s: %s", self.graph.name, type(error).__name__, error
             )
 
-    def _make_captured(self, inputs: Sequence[torch.Tensor], addresses: dict[int, int]) -> _Captured:
-        slots = {index: _slot_for(inputs[index]) for index in self._copied}
+    def _make_captured(self, inputs: Sequence[torch.Tensor], in_place: frozenset[int]) -> Captured:
+        slots = {index: _slot_for(tensor) for index, tensor in enumerate(inputs) if index not in in_place}
         outputs: list[torch.Tensor | None] = []
 
         def work(origin: Stream) -> None:
             arguments = [slots.get(index, tensor) for index, tensor in enumerate(inputs)]
             outputs.extend(self._launcher.launch(arguments, origin))
 
-        is_backward = self.graph.role is Role.BACKWARD
-        recording = self.gpu.capture(work, self.shared.forward if is_backward else None)
+        forward = self.shared.forward if self.graph.role is Role.BACKWARD else None
+        recording = self.gpu.capture(work, None if forward is None else forward.recording)
         memory = account(
             recording,
             self._launcher.streams,
@@ -188,25 +219,25 @@ class CudaExecutable:
             launched=self._segments_by_lane(),
             quota=self.lane_memory_quota,
         )
-        if self.graph.role is Role.FORWARD:
-            self.shared.forward = recording
-        in_place = {inputs[index].untyped_storage().data_ptr() for index in self._in_place}
+        not_ours = frozenset(_memory_of(inputs[index]) for index in in_place)
         kept: dict[int, torch.Tensor] = {}
         for index, output in enumerate(outputs):
             if output is not None and index not in self.contract.user_outputs and index not in self._passed_on:
-                address = output.untyped_storage().data_ptr()
-                if address not in in_place:  # a view of an input in place is the caller's memory, not ours
-                    kept[address] = output
-        return _Captured(
+                kept[_memory_of(output)] = output
+        captured = Captured(
             recording=recording,
-            addresses=addresses,
+            addresses={index: inputs[index].data_ptr() for index in sorted(in_place)},
             slots=slots,
             outputs=outputs,
-            kept_uses=[(output, storage_uses(output)) for output in kept.values()],
+            kept_uses=[(output, storage_uses(output)) for place, output in kept.items() if place not in not_ours],
+            in_place=not_ours,
             memory=memory,
         )
+        if self.graph.role is Role.FORWARD:
+            self.shared.forward = captured
+        return captured
 
-    def _replay(self, captured: _Captured, inputs: list[torch.Tensor]) -> list[torch.Tensor | None]:
+    def _replay(self, captured: Captured, inputs: list[torch.Tensor]) -> list[torch.Tensor | None]:
         self.num_replays += 1
         self.gpu.copy(list(captured.slots.values()), [inputs[index] for index in captured.slots])
         captured.recording.replay()
@@ -230,9 +261,9 @@ class CudaExecutable:
         }
 
 
-def _can_replay(captured: _Captured, addresses: dict[int, int]) -> bool:
-    """Whether inputs are where they were, and nobody has use for what the last replay made."""
-    return captured.addresses == addresses and all(storage_uses(output) == uses for output, uses in captured.kept_uses)
+def _memory_of(tensor: torch.Tensor) -> int:
+    """Return where the memory begins that a tensor is a part of."""
+    return tensor.untyped_storage().data_ptr()
 
 
 def _slot_for(tensor: torch.Tensor) -> torch.Tensor:

@@ -41,6 +41,9 @@ class Gpu(Protocol):
     def lane_stream(self, lane: Lane) -> Stream | None:
         """Return the stream of a lane; None for one with every unit, which is the caller's own stream."""
 
+    def without_quotas(self) -> Gpu:
+        """Return the same device with lanes that may use every unit."""
+
     def is_capturing(self) -> bool:
         """Whether somebody captures what is launched on the caller's stream."""
 
@@ -106,6 +109,7 @@ class TorchGpu:
         self._priority = priority
         self._streams: dict[Lane, Stream] = {}
         self._capture_stream: Stream | None = None
+        self._plain: TorchGpu | None = None
 
     def caller_stream(self) -> Stream:
         """Return torch's current stream of the device."""
@@ -127,6 +131,12 @@ class TorchGpu:
             else:
                 self._streams[lane] = torch.cuda.Stream(self.device, priority=self._priority)  # type: ignore[no-untyped-call]
         return self._streams[lane]
+
+    def without_quotas(self) -> TorchGpu:
+        """Return the device with plain streams as lanes; the same at every call."""
+        if self._plain is None:
+            self._plain = TorchGpu(self.device.index, partitioned=False, priority=self._priority)
+        return self._plain
 
     def is_capturing(self) -> bool:
         """Whether torch's current stream is being captured."""

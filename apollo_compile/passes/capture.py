@@ -13,7 +13,7 @@ which module a node came from, what it costs, and what must keep its order altho
 
 An operator without a formula for its work is counted by its bytes, and named in `without_formula`.
 
-Guarantees: every value is a strided CPU tensor of static shape; `nodes` is a topological order.
+Guarantees: every value is a strided tensor of static shape on one device; `nodes` is a topological order.
 Raises `UnsupportedGraphError` for what segments cannot run; the backend then takes plain Inductor.
 """
 
@@ -55,12 +55,14 @@ _DRAW_SEEDS = "prims.inductor_seeds.default"
 _LOOK_UP_SEED = "prims.inductor_lookup_seed.default"
 """By name: Inductor registers these operators when it is first used."""
 
+_CPU = torch.device("cpu")
+
 TORCH_NAMESPACES = frozenset({"aten", "prims", "inductor", "mkldnn", "mkl", "quantized", "onednn"})
 """Operators that torch ships and tags; collectives are not among them, so that they keep their order."""
 
 
-def capture_graph(graph_module: fx.GraphModule, *, name: str, role: Role) -> Capture:
-    """Read `graph_module`; raise UnsupportedGraphError naming the node that segments cannot run."""
+def capture_graph(graph_module: fx.GraphModule, *, name: str, role: Role, device: torch.device = _CPU) -> Capture:
+    """Read `graph_module`, whose lanes are on `device`; raise UnsupportedGraphError naming what they cannot run."""
     ids: dict[fx.Node, NodeId] = {}
     nodes: list[Node] = []
     order = _OrderKeeper()
@@ -73,7 +75,7 @@ def capture_graph(graph_module: fx.GraphModule, *, name: str, role: Role) -> Cap
         node_id = NodeId(len(nodes))
         ids[fx_node] = node_id
         inputs = tuple(sorted({ids[value] for value in fx_node.all_input_nodes}))
-        kind = _kind(fx_node, nodes, inputs)
+        kind = _kind(fx_node, nodes, inputs, device)
         work = work_of(fx_node) if kind is NodeKind.COMPUTE else None
         if work is not None and work.kind is WorkKind.UNKNOWN:
             without_formula.add(_target(fx_node))
@@ -199,12 +201,12 @@ def _written(fx_node: fx.Node) -> Iterable[fx.Node]:
                 yield item
 
 
-def _kind(fx_node: fx.Node, nodes: list[Node], inputs: tuple[NodeId, ...]) -> NodeKind:
+def _kind(fx_node: fx.Node, nodes: list[Node], inputs: tuple[NodeId, ...], device: torch.device) -> NodeKind:
     if fx_node.op == "placeholder":
-        _check_input(fx_node)
+        _check_input(fx_node, device)
         return NodeKind.INPUT
     if fx_node.op == "get_attr":
-        _check_value(fx_node)
+        _check_value(fx_node, device)
         return NodeKind.CHEAP
     if fx_node.op != "call_function":
         raise UnsupportedGraphError(f"node {fx_node.name} is a {fx_node.op}; segments take calls of functions only")
@@ -214,7 +216,7 @@ def _kind(fx_node: fx.Node, nodes: list[Node], inputs: tuple[NodeId, ...]) -> No
     if isinstance(target, torch._ops.HigherOrderOperator) and str(target) == "with_effects":
         raise UnsupportedGraphError(f"node {fx_node.name} carries an effect token; segments cannot order it")
     if isinstance(target, torch._ops.OpOverload):
-        _check_value(fx_node)
+        _check_value(fx_node, device)
         if target in _FACTORIES and not inputs:
             return NodeKind.CHEAP
         if (target.is_view or target in _VIEWS_BEYOND_SCHEMA) and not target._schema.is_mutable:
@@ -227,32 +229,33 @@ def _kind(fx_node: fx.Node, nodes: list[Node], inputs: tuple[NodeId, ...]) -> No
             f"node {fx_node.name} ({_target(fx_node)}) computes a {type(fx_node.meta.get('val')).__name__}, not a "
             "tensor: graphs with symbolic numbers are not cut into segments"
         )
-    _check_value(fx_node)
+    _check_value(fx_node, device)
     return NodeKind.COMPUTE
 
 
-def _check_input(fx_node: fx.Node) -> None:
+def _check_input(fx_node: fx.Node, device: torch.device) -> None:
     value = fx_node.meta.get("val")
     if not isinstance(value, torch.Tensor):
         raise UnsupportedGraphError(
             f"graph input {fx_node.name} is a {type(value).__name__}, not a tensor: graphs with dynamic shapes are not "
             "cut into segments; compile with dynamic=False to get lanes"
         )
-    _check_tensor(fx_node, value)
+    _check_tensor(fx_node, value, device)
 
 
-def _check_value(fx_node: fx.Node) -> None:
+def _check_value(fx_node: fx.Node, device: torch.device) -> None:
     value = fx_node.meta.get("val")
     for item in value if isinstance(value, list | tuple) else (value,):
         if isinstance(item, torch.Tensor):
-            _check_tensor(fx_node, item)
+            _check_tensor(fx_node, item, device)
         elif item is not None and not isinstance(item, int | float | bool):
             raise UnsupportedGraphError(f"node {fx_node.name} returns a {type(item).__name__}, not a tensor")
 
 
-def _check_tensor(fx_node: fx.Node, value: torch.Tensor) -> None:
-    if value.device.type != "cpu":
-        raise UnsupportedGraphError(f"{fx_node.name} is on device {value.device}; lanes run on the CPU only")
+def _check_tensor(fx_node: fx.Node, value: torch.Tensor, device: torch.device) -> None:
+    if value.device != device:
+        lanes = "lanes run on the CPU only" if device.type == "cpu" else f"all lanes of this graph are on {device}"
+        raise UnsupportedGraphError(f"{fx_node.name} is on device {value.device}; {lanes}")
     if value.layout is not torch.strided:
         raise UnsupportedGraphError(f"{fx_node.name} has layout {value.layout}; segments take strided tensors only")
     if not all(isinstance(size, int) for size in (*value.shape, *value.stride())):

@@ -11,6 +11,7 @@ A capture runs nothing: outputs hold poison until a replay fills them, always at
 
 from __future__ import annotations
 
+import ctypes
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
@@ -78,6 +79,7 @@ class FakeGpu:
         self.races: list[str] = []
         self.recordings: list[FakeRecording] = []
         self.caller = CALLER
+        self.plain: FakeGpu | None = None
         self.fail_capture: Exception | None = None
         self._capture: FakeRecording | None = None
         self._clocks: dict[str, Counter[str]] = defaultdict(Counter)
@@ -92,6 +94,12 @@ class FakeGpu:
     def lane_stream(self, lane: Lane) -> str | None:
         """Return a name for the lane."""
         return None if len(lane.units) == self.units else f"lane {lane.id}"
+
+    def without_quotas(self) -> FakeGpu:
+        """Return another one."""
+        if self.plain is None:
+            self.plain = FakeGpu(self.units)
+        return self.plain
 
     def is_capturing(self) -> bool:
         """Whether a test says that the user captures."""
@@ -180,7 +188,7 @@ class FakeGpu:
     def _call_in_capture(
         self, capture: FakeRecording, body: Body, inputs: list[torch.Tensor], stream: str
     ) -> Sequence[torch.Tensor]:
-        read = [tensor.detach() for tensor in inputs]
+        read = [_by_address(tensor) for tensor in inputs]
         before = [tensor.clone() for tensor in read]
         state = torch.get_rng_state()
         outputs = list(body(inputs))
@@ -188,8 +196,20 @@ class FakeGpu:
         _poison(outputs, read)
         for tensor, value in zip(read, before, strict=True):
             tensor.copy_(value)
-        capture.operations.append((body, read, [tensor.detach() for tensor in outputs], stream))
+        own = {tensor.untyped_storage().data_ptr() for tensor in read}
+        written = [_by_address(t) if t.untyped_storage().data_ptr() in own else t.detach() for t in outputs]
+        capture.operations.append((body, read, written, stream))
         return outputs
+
+
+def _by_address(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor at the same address that does not keep the memory alive, as a captured kernel does not."""
+    storage = tensor.untyped_storage()
+    if storage.nbytes() == 0:
+        return tensor.detach()
+    bytes_there = (ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())
+    same = torch.frombuffer(bytes_there, dtype=torch.uint8).untyped_storage()
+    return torch.empty(0, dtype=tensor.dtype).set_(same, tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
 def _poison(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:

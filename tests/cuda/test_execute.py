@@ -266,18 +266,74 @@ def test_random_numbers_differ_between_replays_and_follow_the_seed(gpu: FakeGpu)
     assert all(torch.equal(a, b) and torch.equal(a, torch.rand(4)) for a, b in zip(*results, strict=True))
 
 
-def test_a_backward_shares_the_memory_of_a_forward_that_was_captured_before(gpu: FakeGpu) -> None:
-    """And a forward never shares anybody's: what it keeps must not lie where another graph works."""
+def make_pair(gpu: FakeGpu) -> tuple[CudaExecutable, CudaExecutable]:
+    """Return a forward that keeps `x * weight`, and its backward, which reads that, the weight and a tangent."""
     shared = ModelMemory()
-    backward = two_towers(gpu, role=Role.BACKWARD, shared=shared)
-    forward = two_towers(gpu, role=Role.FORWARD, shared=shared)
-    late = two_towers(gpu, role=Role.BACKWARD, shared=shared)
+    forward = two_towers(gpu, shared=shared)
+    made = add_input(add_input(graph((), ()), 0), 1)  # inputs: kept, weight, tangent
+    backward = CudaExecutable(
+        program=program_of(made := replace(made, role=Role.BACKWARD), plan(made, "AB")),
+        graph=made,
+        bodies=[body(torch.mul), body(torch.sub)],
+        gpu=gpu,
+        contract=Contract(static_inputs=frozenset({0, 1}), user_outputs=frozenset({0, 1})),
+        shared=shared,
+    )
+    return forward, backward
+
+
+def step(pair: tuple[CudaExecutable, CudaExecutable], weight: torch.Tensor) -> None:
+    """Run forward and backward, and check the gradients."""
+    forward, backward = pair
+    x, tangent = torch.randn(4), torch.randn(4)
+    _, kept = forward.run([x, weight])
+    assert kept is not None
+    first, second = backward.run([kept, weight, tangent])
+    assert first is not None and torch.equal(first, x * weight * weight)
+    assert second is not None and torch.equal(second, x * weight - tangent)
+
+
+def test_a_backward_is_captured_after_its_forward_and_shares_its_memory(gpu: FakeGpu) -> None:
+    """What the forward keeps and the parameters are in place; the tangent is copied."""
+    pair = forward, backward = make_pair(gpu)
     weight = torch.randn(4)
-    for executable in (backward, forward, late):
-        for _ in range(3):
-            executable.run([torch.randn(4), weight])
-    first, second, third = gpu.recordings
-    assert (first.shares, second.shares, third.shares) == (None, None, second)
+    for _ in range(5):
+        step(pair, weight)
+    assert counts(forward) == counts(backward) == (2, 1, 3)
+    first, second = gpu.recordings
+    assert (first.shares, second.shares) == (None, first)
+    gpu.log.clear()
+    step(pair, weight)
+    assert gpu.log == [("copy", "1"), ("replay",), ("copy", "1"), ("copy", "1"), ("replay",), ("copy", "2")]
+
+
+def test_a_backward_follows_its_forward_to_new_addresses(gpu: FakeGpu) -> None:
+    """The forward gets memory of its own again; the backward is right all along."""
+    pair = forward, backward = make_pair(gpu)
+    for _ in range(2):
+        weight = torch.randn(4)
+        for _ in range(5):
+            step(pair, weight)
+    assert (forward.num_captures, backward.num_captures) == (2, 2)
+    assert [each.shares for each in gpu.recordings] == [None, gpu.recordings[0], None, gpu.recordings[2]]
+
+
+def test_a_backward_of_a_forward_on_lanes_runs_on_lanes(gpu: FakeGpu) -> None:
+    """Its saved tensors are in memory that will be used for something else."""
+    forward, backward = make_pair(gpu)
+    weight = torch.randn(4)
+    for _ in range(3):
+        step((forward, backward), weight)
+    _, first = forward.run([torch.randn(4), weight])
+    _, second = forward.run([torch.randn(4), weight])
+    assert first is not None and second is not None
+    replays = backward.num_replays
+    expected = second.clone()
+    assert torch.equal(backward.run([second, weight, torch.zeros(4)])[1], expected)  # type: ignore[arg-type]
+    assert backward.num_replays == replays
+    expected = first.clone()
+    assert torch.equal(backward.run([first, weight, torch.zeros(4)])[1], expected)  # type: ignore[arg-type]
+    assert backward.num_replays == replays + 1
 
 
 def test_a_failed_capture_is_one_warning_and_lanes_stay(gpu: FakeGpu, caplog: pytest.LogCaptureFixture) -> None:

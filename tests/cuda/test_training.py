@@ -1,0 +1,274 @@
+"""Whole models through the backend, with the stand-in for the GPU: what a user does between forward and backward."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import fx, nn
+
+from apollo_compile import backend
+from apollo_compile.config import load_config
+from apollo_compile.cuda.execute import CudaExecutable
+from apollo_compile.device import load_profile
+from apollo_compile.inductor import compile_with_inductor, keep_with
+from apollo_compile.select import INDUCTOR, PLAN, SERIAL, STREAMS
+from tests.cuda.fake_gpu import FakeGpu
+from tests.end_to_end.models import Tower, TwoTowers, assert_same_training, train, two_tower_inputs
+
+OPTIONS = {
+    "debug.strict": True,
+    "plan.contest": False,
+    "plan.min_gain": 0.0,
+    "plan.planner": "greedy",
+    "partition.granularity": "module",
+}
+
+
+class Compiler:
+    """A backend as `apollo` is, with tensors on the CPU and lanes on the stand-in."""
+
+    def __init__(self, **options: Any) -> None:
+        self.gpu = FakeGpu()
+        self.models: list[backend.CompiledModel] = []
+        self._config = load_config({**OPTIONS, "runtime.native_bodies": False, **options})
+
+    def __call__(self, graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        model = backend.CompiledModel(
+            number=len(self.models),
+            config=self._config,
+            profile=replace(load_profile(Path("h200")), atom=8),
+            inputs=(),
+            gpu=self.gpu,
+        )
+        self.models.append(model)
+        compiled = compile_with_inductor(graph_module, example_inputs, model.compile_graph, recompute_masks=False)
+        keep_with(compiled, model)
+        return compiled
+
+    @property
+    def executables(self) -> list[CudaExecutable]:
+        """All plans' executables, forwards before their backwards."""
+        found = [graph.executable for model in self.models for graph in model.graphs]
+        assert all(isinstance(each, CudaExecutable) for each in found)
+        return found  # type: ignore[return-value]
+
+    def check(self, *, replays: Sequence[int] | None = None) -> None:
+        """Expect no race, more than one lane, and as many replays of each executable."""
+        assert not self.gpu.races
+        assert all(len(each.program.instructions) > 1 for each in self.executables)
+        if replays is not None:
+            assert [each.num_replays for each in self.executables] == list(replays)
+
+
+@pytest.fixture
+def compiler() -> Compiler:
+    """Make a backend that has compiled nothing."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    return Compiler()
+
+
+def loss_of(inputs: tuple[torch.Tensor, ...]) -> Callable[[Callable[..., Any]], torch.Tensor]:
+    """Return the loss of a model on these inputs."""
+    return lambda run: run(*inputs).square().mean()
+
+
+def test_training_replays_and_is_as_in_eager(compiler: Compiler) -> None:
+    """Losses and gradients of every step, and the parameters at the end; lanes are used."""
+    model, inputs = TwoTowers(), two_tower_inputs()
+    expected = train(model, loss_of(inputs), steps=7)
+    assert_same_training(expected, train(model, loss_of(inputs), steps=7, backend=compiler))
+    forward, backward = compiler.executables
+    compiler.check(
+        replays=[5, 5]
+    )  # what the forward keeps moves when it is captured, so the backward comes a step later
+    assert len({lane for each in (forward, backward) for lane in each._launcher.streams}) >= 2
+
+
+def test_masks_under_replay_are_those_of_runs_on_lanes(compiler: Compiler) -> None:
+    """Dropout: other masks at every step, the same in a forward and its backward."""
+    model, inputs = TwoTowers(dropout=0.3), two_tower_inputs()
+    torch.manual_seed(5)
+    replayed = train(model, loss_of(inputs), steps=7, backend=compiler)
+    compiler.check(replays=[5, 5])
+    on_lanes = Compiler(**{"debug.strict": False})
+    on_lanes.gpu.fail_capture = RuntimeError("not here")
+    torch.manual_seed(5)
+    assert_same_training(train(model, loss_of(inputs), steps=7, backend=on_lanes), replayed)
+    assert len({loss.item() for loss in replayed[0]}) == 7
+
+
+def warmed_up(compiler: Compiler, model: nn.Module) -> tuple[Callable[..., Any], nn.Module, tuple[torch.Tensor, ...]]:
+    """Return a compiled copy of the model that replays, its module, and inputs."""
+    made, inputs = copy.deepcopy(model), two_tower_inputs()
+    run: Callable[..., Any] = torch.compile(made, backend=compiler)
+    for _ in range(5):
+        run(*inputs).square().mean().backward()
+        made.zero_grad(set_to_none=True)
+    compiler.check(replays=[3, 3])
+    return run, made, inputs
+
+
+def assert_same_gradients(expected: nn.Module, actual: nn.Module) -> None:
+    """Compare gradients by name."""
+    others = dict(actual.named_parameters())
+    for name, parameter in expected.named_parameters():
+        assert parameter.grad is not None
+        torch.testing.assert_close(others[name].grad, parameter.grad, rtol=1e-4, atol=1e-5)
+
+
+def test_two_forwards_before_their_backwards(compiler: Compiler) -> None:
+    """In either order of the backwards."""
+    model = TwoTowers()
+    run, made, (image, text) = warmed_up(compiler, model)
+    for reverse in (False, True):
+        for module, call in ((model, model), (made, run)):
+            module.zero_grad(set_to_none=True)
+            losses = [call(image, text).square().mean(), call(text, image).square().mean()]
+            for loss in losses[:: -1 if reverse else 1]:
+                loss.backward()
+        assert_same_gradients(model, made)
+    compiler.check()
+    assert [each.num_replays for each in compiler.executables] == [5, 5]
+
+
+def test_a_graph_that_is_kept_can_be_gone_through_again(compiler: Compiler) -> None:
+    """`retain_graph`: the second backward reads what the first did."""
+    model = TwoTowers()
+    run, made, inputs = warmed_up(compiler, model)
+    for call in (model, run):
+        loss = call(*inputs).square().mean()
+        loss.backward(retain_graph=True)
+        call(*inputs)
+        loss.backward()
+    assert_same_gradients(model, made)
+    compiler.check()
+
+
+@pytest.mark.parametrize("set_to_none", (True, False))
+def test_gradients_add_up(compiler: Compiler, set_to_none: bool) -> None:
+    """Over micro-batches, into new tensors and into old ones; a replay overwrites no gradient."""
+    model = TwoTowers()
+    run, made, inputs = warmed_up(compiler, model)
+    for _ in range(2):
+        for module, call in ((model, model), (made, run)):
+            module.zero_grad(set_to_none=set_to_none)
+            for scale in (1.0, 2.0, 3.0):
+                call(*(scale * each for each in inputs)).square().mean().backward()
+        assert_same_gradients(model, made)
+    compiler.check(replays=[9, 9])
+
+
+def test_outputs_of_earlier_steps_stay_as_they_were(compiler: Compiler) -> None:
+    """A list of losses or logits is what users keep."""
+    model = TwoTowers()
+    run, made, inputs = warmed_up(compiler, model)
+    outputs = []
+    for scale in (1.0, 2.0, 3.0):
+        output = run(*(scale * each for each in inputs))
+        output.square().mean().backward()
+        made.zero_grad(set_to_none=True)
+        outputs.append((output, model(*(scale * each for each in inputs))))
+    for output, expected in outputs:
+        torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-4)
+    compiler.check(replays=[6, 6])
+
+
+def test_a_validation_step_between_forward_and_backward_changes_nothing(compiler: Compiler) -> None:
+    """The graph without gradients replays beside what the forward keeps."""
+    model = TwoTowers()
+    run, made, inputs = warmed_up(compiler, model)
+    others = [0.5 * each for each in inputs]
+    for _ in range(4):
+        with torch.no_grad():
+            run(*others)
+    for module, call in ((model, model), (made, run)):
+        module.zero_grad(set_to_none=True)
+        loss = call(*inputs).square().mean()
+        with torch.no_grad():
+            seen = call(*others)
+        loss.backward()
+        torch.testing.assert_close(seen, model(*others))
+    assert_same_gradients(model, made)
+    compiler.check(replays=[4, 4, 3])
+
+
+class Normalized(nn.Module):
+    """Two towers behind batch normalizations, which write to their statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.BatchNorm1d(64) for _ in range(2))
+        self.towers = nn.ModuleList(Tower(64, 2) for _ in range(2))
+
+    def forward(self, image: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+        """Return the similarities of all pairs."""
+        left, right = (tower(norm(x)) for tower, norm, x in zip(self.towers, self.norms, (image, text), strict=True))
+        return left @ right.T
+
+
+def test_statistics_are_written_once_a_step(compiler: Compiler) -> None:
+    """In the module's own buffers."""
+    model, inputs = Normalized(), two_tower_inputs()
+    expected = train(model, loss_of(inputs), steps=6)
+    assert_same_training(expected, train(model, loss_of(inputs), steps=6, backend=compiler))
+    compiler.check(replays=[4, 4])
+
+
+def test_other_shapes_get_graphs_of_their_own(compiler: Compiler) -> None:
+    """Each with lanes at first and a CUDA graph afterwards."""
+    model = TwoTowers()
+    run = torch.compile(model, backend=compiler, dynamic=False)
+    with torch.no_grad():
+        for batch in (4, 6, 4, 6, 4, 6):
+            x = torch.randn(batch, 64)
+            torch.testing.assert_close(run(x, x + 1), model(x, x + 1))
+    compiler.check(replays=[1, 1])
+
+
+def test_the_ways_on_a_gpu_compete() -> None:
+    """One stream, plain streams, lanes and Inductor; training is as in eager all along."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    compiler = Compiler(**{"plan.contest": True})
+    model, inputs = TwoTowers(), two_tower_inputs()
+    steps = 300
+    expected = train(model, loss_of(inputs), steps=steps)
+    assert_same_training(expected, train(model, loss_of(inputs), steps=steps, backend=compiler))
+    (made,) = compiler.models
+    verdict = made.selection.verdict
+    assert verdict is not None
+    names = {standing.name for standing in verdict.standings}
+    assert {SERIAL, STREAMS, PLAN} <= names <= {SERIAL, STREAMS, PLAN, INDUCTOR, "best of each graph"}
+    assert not compiler.gpu.races and compiler.gpu.plain is not None and not compiler.gpu.plain.races
+    assert all(set(graph.ways) >= {SERIAL, STREAMS, PLAN} for graph in made.graphs)
+
+
+def test_a_cpu_tensor_among_those_of_a_gpu_goes_to_inductor_with_the_reason(caplog: pytest.LogCaptureFixture) -> None:
+    """The graph names the tensor."""
+    torch._dynamo.reset()
+    compiler = Compiler()
+
+    def with_device(graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        model = backend.CompiledModel(
+            number=next(itertools.count()),
+            config=load_config(OPTIONS),
+            profile=load_profile(Path("h200")),
+            inputs=(),
+            device=torch.device("cuda", 0),
+            gpu=compiler.gpu,
+        )
+        return compile_with_inductor(graph_module, example_inputs, model.compile_graph, recompute_masks=False)
+
+    layer, x = nn.Linear(2, 2), torch.ones(1, 2)
+    with caplog.at_level(logging.WARNING, logger="apollo_compile"), torch.no_grad():
+        torch.testing.assert_close(torch.compile(layer, backend=with_device)(x), layer(x))
+    assert "is on device cpu; all lanes of this graph are on cuda:0" in caplog.text
