@@ -376,8 +376,8 @@ def _as_piece() -> Iterator[None]:
     finally:
         if context is not None:
             context.output_strides = strides
-        if metadata is not None:
-            metadata.bw_donated_idxs = donated
+        if metadata is not None:  # None would mean "not known": AOTAutograd then refuses backward(retain_graph=True)
+            metadata.bw_donated_idxs = donated or []
 
 
 def report_output_strides(graph_module: fx.GraphModule) -> None:

@@ -83,7 +83,7 @@ def loss_of(inputs: tuple[torch.Tensor, ...]) -> Callable[[Callable[..., Any]], 
 
 def test_training_replays_and_is_as_in_eager(compiler: Compiler) -> None:
     """Losses and gradients of every step, and the parameters at the end; lanes are used."""
-    model, inputs = TwoTowers(), two_tower_inputs()
+    model, inputs = TwoTowers(depth=1), two_tower_inputs()
     expected = train(model, loss_of(inputs), steps=7)
     assert_same_training(expected, train(model, loss_of(inputs), steps=7, backend=compiler))
     forward, backward = compiler.executables
@@ -95,7 +95,7 @@ def test_training_replays_and_is_as_in_eager(compiler: Compiler) -> None:
 
 def test_masks_under_replay_are_those_of_runs_on_lanes(compiler: Compiler) -> None:
     """Dropout: other masks at every step, the same in a forward and its backward."""
-    model, inputs = TwoTowers(dropout=0.3), two_tower_inputs()
+    model, inputs = TwoTowers(depth=1, dropout=0.3), two_tower_inputs()
     torch.manual_seed(5)
     replayed = train(model, loss_of(inputs), steps=7, backend=compiler)
     compiler.check(replays=[5, 5])
@@ -127,7 +127,7 @@ def assert_same_gradients(expected: nn.Module, actual: nn.Module) -> None:
 
 def test_two_forwards_before_their_backwards(compiler: Compiler) -> None:
     """In either order of the backwards."""
-    model = TwoTowers()
+    model = TwoTowers(depth=1)
     run, made, (image, text) = warmed_up(compiler, model)
     for reverse in (False, True):
         for module, call in ((model, model), (made, run)):
@@ -142,7 +142,7 @@ def test_two_forwards_before_their_backwards(compiler: Compiler) -> None:
 
 def test_a_graph_that_is_kept_can_be_gone_through_again(compiler: Compiler) -> None:
     """`retain_graph`: the second backward reads what the first did."""
-    model = TwoTowers()
+    model = TwoTowers(depth=1)
     run, made, inputs = warmed_up(compiler, model)
     for call in (model, run):
         loss = call(*inputs).square().mean()
@@ -156,7 +156,7 @@ def test_a_graph_that_is_kept_can_be_gone_through_again(compiler: Compiler) -> N
 @pytest.mark.parametrize("set_to_none", (True, False))
 def test_gradients_add_up(compiler: Compiler, set_to_none: bool) -> None:
     """Over micro-batches, into new tensors and into old ones; a replay overwrites no gradient."""
-    model = TwoTowers()
+    model = TwoTowers(depth=1)
     run, made, inputs = warmed_up(compiler, model)
     for _ in range(2):
         for module, call in ((model, model), (made, run)):
@@ -169,7 +169,7 @@ def test_gradients_add_up(compiler: Compiler, set_to_none: bool) -> None:
 
 def test_outputs_of_earlier_steps_stay_as_they_were(compiler: Compiler) -> None:
     """A list of losses or logits is what users keep."""
-    model = TwoTowers()
+    model = TwoTowers(depth=1)
     run, made, inputs = warmed_up(compiler, model)
     outputs = []
     for scale in (1.0, 2.0, 3.0):
@@ -184,7 +184,7 @@ def test_outputs_of_earlier_steps_stay_as_they_were(compiler: Compiler) -> None:
 
 def test_a_validation_step_between_forward_and_backward_changes_nothing(compiler: Compiler) -> None:
     """The graph without gradients replays beside what the forward keeps."""
-    model = TwoTowers()
+    model = TwoTowers(depth=1)
     run, made, inputs = warmed_up(compiler, model)
     others = [0.5 * each for each in inputs]
     for _ in range(4):
@@ -207,7 +207,7 @@ class Normalized(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.norms = nn.ModuleList(nn.BatchNorm1d(64) for _ in range(2))
-        self.towers = nn.ModuleList(Tower(64, 2) for _ in range(2))
+        self.towers = nn.ModuleList(Tower(64, 1) for _ in range(2))
 
     def forward(self, image: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
         """Return the similarities of all pairs."""
@@ -225,7 +225,7 @@ def test_statistics_are_written_once_a_step(compiler: Compiler) -> None:
 
 def test_other_shapes_get_graphs_of_their_own(compiler: Compiler) -> None:
     """Each with lanes at first and a CUDA graph afterwards."""
-    model = TwoTowers()
+    model = TwoTowers(depth=1)
     run = torch.compile(model, backend=compiler, dynamic=False)
     with torch.no_grad():
         for batch in (4, 6, 4, 6, 4, 6):
@@ -239,7 +239,7 @@ def test_the_ways_on_a_gpu_compete() -> None:
     torch._dynamo.reset()
     torch.manual_seed(0)
     compiler = Compiler(**{"plan.contest": True})
-    model, inputs = TwoTowers(), two_tower_inputs()
+    model, inputs = TwoTowers(depth=1), two_tower_inputs()
     steps = 300
     expected = train(model, loss_of(inputs), steps=steps)
     assert_same_training(expected, train(model, loss_of(inputs), steps=steps, backend=compiler))
