@@ -11,7 +11,7 @@ Options are dotted names, `{"plan.planner": "serial"}`, or nested mappings, `{"p
 | APOLLO_PLAN      | `plan.file`       | plan file, or a directory that `debug.dump` wrote: run these plans |
 | APOLLO_PROFILE   | `device.profile`  | device profile to use instead of this machine's: a path or a packaged name |
 
-The default of `device.cache` follows the platform's own variable, XDG_CACHE_HOME.
+The default of `device.cache` follows the platform's own variable, XDG_CACHE_HOME. CUDA's own variables are only shown.
 """
 
 from __future__ import annotations
@@ -163,6 +163,11 @@ def load_config(options: Mapping[str, Any] | None = None) -> Config:
         config = _set(config, name.split("."), value, f"option {name!r}")
         _check_range(name, value)
     return config if config.device.cache else _set(config, ["device", "cache"], _user_cache(), "cache directory")
+
+
+def cuda_connections() -> str | None:
+    """Return CUDA's own setting of how many hardware queues streams are spread over; None where it is not set."""
+    return os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")
 
 
 def known_options() -> tuple[str, ...]:

@@ -1,0 +1,305 @@
+"""What this GPU, driver and torch can do for lanes, shown by running it.
+
+    examine_cuda() -> findings, in the order in which one rests on the other
+
+driver      libcuda opens and has what lanes need
+split       the device gives its SMs out in atoms of equal size
+connections the environment does not put all streams through one hardware queue
+lanes ...   for three splits: kernels of a lane run on exactly the SMs that it was granted, lanes of one split share
+            none, the sets stay the same over launches, eager and replayed, and lanes run side by side
+nodes ...   every kernel of the captured graph belongs to the context of a lane
+overlap     lanes of different splits share exactly the SMs that their atoms say
+
+The judgements are functions of what was seen, and tested without a GPU; what is seen comes from `census_kernel.py`,
+launched by the same code that launches segments.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from apollo_compile.config import cuda_connections
+from apollo_compile.cuda.gpu import TorchGpu, atoms_of
+from apollo_compile.cuda.launch import Launcher
+from apollo_compile.errors import CudaError
+from apollo_compile.ir import BodyId, BufferId, Lane, LaneId, Launch, Program, SegmentId
+from apollo_compile.units import format_ns
+
+NUM_LAUNCHES = 20
+"""Launches over which the SMs of a lane must stay the same."""
+
+SPIN_NS = 200_000
+
+EXTRA_SMS = 2
+"""On compute capability 9, the driver may add so many to every green context once a module uses dynamic parallelism."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finding:
+    """One thing that was found out."""
+
+    name: str
+    state: Literal["ok", "warning", "failed", "skipped"]
+    text: str
+    """A sentence: what was seen, and what to do where something is wrong."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Census:
+    """Where the blocks of one launch ran, by lane."""
+
+    sms: Mapping[LaneId, frozenset[int]]
+    begin_ns: Mapping[LaneId, int]
+    end_ns: Mapping[LaneId, int]
+
+
+def examine_cuda(ordinal: int = 0) -> tuple[Finding, ...]:
+    """Return what was found out about the GPU of that number; one `skipped` finding where there is none."""
+    if not torch.cuda.is_available():
+        text = "torch sees no CUDA device; lanes on a GPU need an NVIDIA GPU, its driver, and torch built for CUDA"
+        return (Finding(name="GPU", state="skipped", text=text),)
+    try:
+        gpu = TorchGpu(ordinal)
+    except CudaError as error:
+        return (Finding(name="driver", state="failed", text=str(error)),)
+    native = gpu.native
+    missing = [name for name, is_there in native.functions.items() if not is_there]
+    text = f"{native.name}, CUDA {native.driver_version / 1000:.1f}, torch {torch.__version__}"
+    if missing:
+        text += f"; without {', '.join(missing)}, which lanes do not need"
+    left = native.num_sms - native.num_atoms * native.atom_sms
+    split = f"{native.num_sms} SMs in {native.num_atoms} atoms of {native.atom_sms}; {left} belong to no atom"
+    return (
+        Finding(name="driver", state="ok", text=text),
+        Finding(name="split", state="ok", text=split),
+        judge_connections(cuda_connections()),
+        *examine_lanes(gpu),
+    )
+
+
+def examine_lanes(gpu: TorchGpu) -> tuple[Finding, ...]:
+    """Return what censuses of three splits and of overlapping lanes show."""
+    atoms, extra = gpu.native.num_atoms, EXTRA_SMS if gpu.native.compute_capability[0] == 9 else 0
+    findings: list[Finding] = []
+    for shares in ((1, 1), (3, 1), (3, 5, 8)):
+        lanes = split_lanes(atoms, gpu.native.atom_sms, shares)
+        name = " + ".join(str(len(lane.units)) for lane in lanes)
+        findings += _attempt(f"lanes {name}", lambda lanes=lanes, name=name: _examine_split(gpu, lanes, name, extra))  # type: ignore[misc]
+    return (*findings, *_attempt("overlap", lambda: _examine_overlap(gpu, extra)))
+
+
+def split_lanes(num_atoms: int, atom: int, shares: Sequence[int]) -> tuple[Lane, ...]:
+    """Return one lane per share of the device, disjoint, in whole atoms; each has at least one.
+
+    Raises:
+        ValueError: there are more shares than atoms.
+    """
+    if num_atoms < len(shares):
+        raise ValueError(f"{num_atoms} atoms are too few for {len(shares)} lanes; use fewer lanes")
+    borders = [round(num_atoms * part / sum(shares)) for part in itertools.accumulate(shares, initial=0)]
+    for index in range(1, len(borders)):  # nobody goes away empty: neither those before nor those behind
+        borders[index] = max(borders[index], borders[index - 1] + 1)
+        borders[index] = min(borders[index], num_atoms - (len(borders) - 1 - index))
+    ranges = itertools.pairwise(borders)
+    return tuple(
+        Lane(id=LaneId(index + 1), units=tuple(range(first * atom, last * atom)))
+        for index, (first, last) in enumerate(ranges)
+    )
+
+
+def _attempt(name: str, look: Callable[[], Sequence[Finding]]) -> Sequence[Finding]:
+    """Return what `look` finds; what it raises is a finding too, and the next examination goes on."""
+    try:
+        return look()
+    except Exception as error:
+        return (Finding(name=name, state="failed", text=f"{type(error).__name__}: {error}"),)
+
+
+def _examine_split(gpu: TorchGpu, lanes: Sequence[Lane], name: str, extra: int) -> list[Finding]:
+    probe = CensusProbe(gpu, lanes)
+    findings = [judge_censuses(f"lanes {name}, eager", probe.granted, probe.take(NUM_LAUNCHES), extra=extra)]
+    censuses, kernels = probe.take_replayed(NUM_LAUNCHES)
+    findings.append(judge_censuses(f"lanes {name}, replayed", probe.granted, censuses, extra=extra))
+    findings.append(judge_nodes(f"nodes {name}", kernels, probe.contexts))
+    return findings
+
+
+def _examine_overlap(gpu: TorchGpu, extra: int) -> list[Finding]:
+    """Look at two lanes that share the middle half of the device, one after the other."""
+    atoms, atom = gpu.native.num_atoms, gpu.native.atom_sms
+    quarter = atoms // 4
+    ranges = ((0, atoms - quarter), (quarter, atoms))
+    seen = []
+    for index, (first, last) in enumerate(ranges):
+        lane = Lane(id=LaneId(index + 1), units=tuple(range(first * atom, last * atom)))
+        seen.append(CensusProbe(gpu, [lane]).take(1)[0].sms[lane.id])
+    return [judge_overlap(seen[0], seen[1], planned=(atoms - 2 * quarter) * atom, extra=extra)]
+
+
+class CensusProbe:
+    """Lanes with one census kernel on each, launched as a program is."""
+
+    def __init__(self, gpu: TorchGpu, lanes: Sequence[Lane]) -> None:
+        """Make the lanes."""
+        from apollo_compile.cuda.census_kernel import BLOCKS_PER_SM, COLUMNS, launch_census
+
+        self._gpu = gpu
+        self._lanes = lanes
+        natives = {lane.id: gpu.native.lane(atoms_of(lane, gpu.native.atom_sms)) for lane in lanes}
+        self.granted = {lane: native.num_sms for lane, native in natives.items()}
+        self.contexts = {native.context: lane for lane, native in natives.items()}
+        self._outs = [
+            torch.empty(len(lane.units) * BLOCKS_PER_SM, COLUMNS, dtype=torch.int64, device=gpu.device)
+            for lane in lanes
+        ]
+
+        def body(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+            launch_census(inputs[0], SPIN_NS)
+            return [inputs.pop()]
+
+        self._launcher = Launcher(_one_segment_per_lane(lanes), [body], gpu)
+
+    def take(self, count: int) -> list[Census]:
+        """Launch that often."""
+        found = []
+        for _ in range(count + 1):
+            self._launcher.launch(list(self._outs), self._gpu.caller_stream())
+            found.append(self._read())
+        return found[1:]  # the first may wait for the kernel to be compiled
+
+    def take_replayed(self, count: int) -> tuple[list[Census], list[tuple[int, str]]]:
+        """Replay that often; return also the kernels of the captured graph."""
+        self._launcher.launch(list(self._outs), self._gpu.caller_stream())
+        recording = self._gpu.capture_nodes(self._launch_from)
+        kernels = self._gpu.native.kernel_nodes(recording.graph.raw_cuda_graph())
+        found = []
+        for _ in range(count):
+            recording.replay()
+            found.append(self._read())
+        return found, kernels
+
+    def _launch_from(self, origin: object) -> None:
+        self._launcher.launch(list(self._outs), origin)
+
+    def _read(self) -> Census:
+        self._gpu.synchronize()
+        rows = {lane.id: out.cpu() for lane, out in zip(self._lanes, self._outs, strict=True)}
+        for out in self._outs:
+            out.zero_()
+        return Census(
+            sms={lane: frozenset(table[:, 0].tolist()) for lane, table in rows.items()},
+            begin_ns={lane: int(table[:, 1].min()) for lane, table in rows.items()},
+            end_ns={lane: int(table[:, 2].max()) for lane, table in rows.items()},
+        )
+
+
+def _one_segment_per_lane(lanes: Sequence[Lane]) -> Program:
+    """Return a program in which segment `i` reads and returns input `i` on lane `i`."""
+    count = len(lanes)
+    return Program(
+        name="census",
+        lanes=tuple(lanes),
+        instructions=tuple(
+            (
+                Launch(
+                    segment=SegmentId(index),
+                    body=BodyId(0),
+                    inputs=(BufferId(index),),
+                    takes=(False,),
+                    outputs=(BufferId(count + index),),
+                ),
+            )
+            for index in range(count)
+        ),
+        num_buffers=2 * count,
+        num_events=0,
+        inputs=tuple(BufferId(index) for index in range(count)),
+        outputs=tuple(BufferId(count + index) for index in range(count)),
+    )
+
+
+# ------------------------------------------------------------------------------------------------------- judgements
+
+
+def judge_connections(connections: str | None) -> Finding:
+    """Judge CUDA_DEVICE_MAX_CONNECTIONS: the number of hardware queues that streams are spread over."""
+    name = "connections"
+    if connections == "1":
+        text = "CUDA_DEVICE_MAX_CONNECTIONS is 1, so lanes wait for each other; unset it, or set it to 32"
+        return Finding(name=name, state="warning", text=text)
+    shown = "not set" if connections is None else connections
+    return Finding(name=name, state="ok", text=f"CUDA_DEVICE_MAX_CONNECTIONS is {shown}")
+
+
+def judge_censuses(name: str, granted: Mapping[LaneId, int], censuses: Sequence[Census], *, extra: int = 0) -> Finding:
+    """Judge where the kernels of disjoint lanes ran.
+
+    Arguments:
+        name: of the finding.
+        granted: SMs that the driver says each lane has.
+        censuses: one per launch.
+        extra: SMs that the driver may add to every lane; then lanes may share as many.
+    """
+    for number, census in enumerate(censuses):
+        for lane, count in granted.items():
+            seen = len(census.sms[lane])
+            if not count <= seen <= count + extra:
+                text = f"launch {number}: lane {lane} ran on {seen} SMs, granted were {count}; lanes are not kept apart"
+                return Finding(name=name, state="failed", text=text)
+            if census.sms[lane] != censuses[0].sms[lane]:
+                text = f"launch {number}: lane {lane} ran on other SMs than before; lanes are not kept apart"
+                return Finding(name=name, state="failed", text=text)
+        for one, other in itertools.combinations(granted, 2):
+            shared = census.sms[one] & census.sms[other]
+            if len(shared) > extra:
+                text = f"launch {number}: lanes {one} and {other} share SMs {sorted(shared)}; they should share none"
+                return Finding(name=name, state="failed", text=text)
+    sizes = {lane: len(censuses[0].sms[lane]) for lane in granted}
+    if sizes != dict(granted):
+        text = f"lanes ran on {_list(sizes.values())} SMs, granted were {_list(granted.values())}: dynamic parallelism"
+        return Finding(name=name, state="warning", text=f"{text} adds up to {extra} to every lane")
+    apart = [census for census in censuses if max(census.begin_ns.values()) >= min(census.end_ns.values())]
+    shown = f"{_list(sizes.values())} SMs, disjoint and the same in {len(censuses)} launches"
+    if len(apart) > len(censuses) // 2:
+        text = f"{shown}; but lanes ran one after the other in {len(apart)} of them: quotas hold, nothing overlaps"
+        return Finding(name=name, state="warning", text=text)
+    late = max(max(census.begin_ns.values()) - min(census.begin_ns.values()) for census in censuses)
+    return Finding(name=name, state="ok", text=f"{shown}; the last lane started at most {format_ns(late)} late")
+
+
+def judge_nodes(name: str, kernels: Sequence[tuple[int, str]], contexts: Mapping[int, LaneId]) -> Finding:
+    """Judge the kernels of a captured graph in which every lane has work and nothing else does."""
+    if kernels and all(context == 0 for context, _ in kernels):
+        text = f"the driver does not say to which context the {len(kernels)} kernels belong; see the replayed lanes"
+        return Finding(name=name, state="skipped", text=text)
+    outside = sorted({kernel for context, kernel in kernels if context not in contexts})
+    if outside:
+        text = f"kernels outside every lane: {', '.join(outside)}; what launches them changes streams"
+        return Finding(name=name, state="failed", text=text)
+    counts = Counter(contexts[context] for context, _ in kernels)
+    idle = sorted(set(contexts.values()) - set(counts))
+    if idle:
+        return Finding(
+            name=name, state="failed", text=f"lanes without any kernel: {_list(idle)}; their work went elsewhere"
+        )
+    shown = ", ".join(f"{count} of lane {lane}" for lane, count in sorted(counts.items()))
+    return Finding(name=name, state="ok", text=f"kernels in the captured graph: {shown}; none elsewhere")
+
+
+def judge_overlap(one: Collection[int], other: Collection[int], *, planned: int, extra: int = 0) -> Finding:
+    """Judge two lanes that were planned to share SMs."""
+    shared = len(set(one) & set(other))
+    if planned <= shared <= planned + 2 * extra:
+        return Finding(name="overlap", state="ok", text=f"lanes of different splits share {shared} SMs, as planned")
+    text = f"lanes of different splits share {shared} SMs instead of {planned}; atoms are not what the driver uses"
+    return Finding(name="overlap", state="failed", text=text)
+
+
+def _list(numbers: Collection[int]) -> str:
+    return " + ".join(map(str, numbers))

@@ -1,0 +1,110 @@
+"""The native device through the bindings, with the stub of libcuda."""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+import sys
+
+import pytest
+
+from apollo_compile import _native
+from apollo_compile.cuda.gpu import atoms_of
+from apollo_compile.errors import CudaError
+from apollo_compile.lanes import lane_catalogue
+
+
+def open_stub(stub: ctypes.CDLL, ordinal: int = 0) -> _native.CudaDevice:
+    """Return the stub's device."""
+    return _native.cuda_device(ordinal, stub._name)
+
+
+def sms_of(stub: ctypes.CDLL, lane: _native.CudaLane) -> set[int]:
+    """Return the SMs that the lane's stream uses."""
+    sms = (ctypes.c_int * 256)()
+    count = stub.stub_sms_of_stream(lane.stream, sms)
+    assert count >= 0
+    return set(sms[:count])
+
+
+def test_a_device_says_what_it_is(stub: ctypes.CDLL) -> None:
+    """As the driver tells."""
+    device = open_stub(stub)
+    assert (device.name, device.driver_version, device.compute_capability) == ("Stub GPU", 13000, (9, 0))
+    assert (device.num_sms, device.num_atoms, device.atom_sms, device.priorities) == (132, 16, 8, (0, -5))
+    assert device.functions["cuGreenCtxStreamCreate"] and not device.functions["cuDevSmResourceSplit"]
+    free, total = device.memory()
+    assert 0 < free < total
+    assert open_stub(stub) is device
+
+
+def test_the_lanes_of_the_catalogue_have_the_sms_of_their_units(stub: ctypes.CDLL) -> None:
+    """Lanes of a split share none; lanes of different splits share as many as units."""
+    device = open_stub(stub)
+    lanes = lane_catalogue(device.num_sms, device.atom_sms)[1:]
+    natives = [device.lane(atoms_of(lane, device.atom_sms)) for lane in lanes]
+    for one, its in zip(lanes, natives, strict=True):
+        assert its.num_sms == len(one.units)
+        for other, others in zip(lanes, natives, strict=True):
+            shared = sms_of(stub, its) & sms_of(stub, others)
+            assert len(shared) == len(set(one.units) & set(other.units))
+    assert stub.stub_log().decode().split().count("cuDevSmResourceSplitByCount") == 1
+
+
+def test_a_lane_is_made_once_per_priority(stub: ctypes.CDLL) -> None:
+    """It keeps its stream for the whole process."""
+    device = open_stub(stub)
+    lane = device.lane([0, 1])
+    assert device.lane([0, 1]).stream == lane.stream
+    urgent = device.lane([0, 1], priority=-5)
+    assert (urgent.priority, urgent.atoms, urgent.stream == lane.stream) == (-5, [0, 1], False)
+    assert urgent.context != lane.context != device.primary_context
+
+
+def test_what_the_driver_refuses_is_a_cuda_error_that_says_what_to_do(stub: ctypes.CDLL) -> None:
+    """What failed, what was expected and found, where, and what to do."""
+    device = open_stub(stub)
+    stub.stub_fail(b"cuGreenCtxCreate", 915, 0)
+    with pytest.raises(CudaError) as caught:
+        device.lane([4, 5, 6])
+    assert str(caught.value) == (
+        "cuGreenCtxCreate failed for a lane of 24 SMs (atoms 4, 5, 6) on device 0: "
+        "CUDA_ERROR_INVALID_RESOURCE_CONFIGURATION (915, text of the stub), expected success; the driver refuses this "
+        "set of SMs; 'apollo doctor' shows the groups that it gives"
+    )
+    with pytest.raises(ValueError, match=r"cannot make a lane of atoms \[99\]: expected some of 0 to 15"):
+        device.lane([99])
+
+
+def test_an_old_driver_is_refused(stub: ctypes.CDLL) -> None:
+    """With the version that it takes."""
+    stub.stub_reset(12040)
+    with pytest.raises(CudaError, match=r"CUDA 12\.4: it has no cuGreenCtxStreamCreate; lanes need .* CUDA 12\.5 on"):
+        open_stub(stub)
+
+
+def test_kernels_of_a_graph_are_listed_with_their_contexts(stub: ctypes.CDLL) -> None:
+    """A lane's by its context."""
+    device = open_stub(stub)
+    graph, lane = stub.stub_make_graph(), device.lane([3])
+    stub.stub_add_kernel(graph, lane.context, b"matmul", 0)
+    stub.stub_add_kernel(graph, device.primary_context, b"escaped", 1)
+    assert device.kernel_nodes(graph) == [(lane.context, "matmul"), (device.primary_context, "escaped")]
+
+
+def test_a_process_that_ends_with_lanes_ends_well(stub: ctypes.CDLL) -> None:
+    """Nothing is destroyed while torch may still use it."""
+    code = (
+        "from apollo_compile import _native\n"
+        f"device = _native.cuda_device(0, {stub._name!r})\n"
+        "lanes = [device.lane([atom]) for atom in range(device.num_atoms)]\n"
+        "print(len(lanes))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
+    assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "16", "")
+
+
+def test_a_machine_without_a_driver_gets_told() -> None:
+    """The extension was imported there all the same."""
+    with pytest.raises(CudaError, match=r"cannot open the CUDA driver libcuda-nowhere\.so: .* need an NVIDIA driver"):
+        _native.cuda_device(0, "libcuda-nowhere.so")

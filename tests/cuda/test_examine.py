@@ -1,0 +1,132 @@
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+import torch
+
+from apollo_compile.cuda.examine import (
+    Census,
+    examine_cuda,
+    judge_censuses,
+    judge_connections,
+    judge_nodes,
+    judge_overlap,
+    split_lanes,
+)
+from apollo_compile.ir import LaneId
+
+A, B = LaneId(1), LaneId(2)
+GRANTED = {A: 16, B: 8}
+SMS = {A: frozenset(range(16)), B: frozenset(range(100, 108))}
+
+
+def census(sms: Mapping[LaneId, frozenset[int]] = SMS, *, begin_b: int = 3_000) -> Census:
+    """Return where two lanes ran, from 0 and `begin_b` on, for 200 us each."""
+    return Census(sms=sms, begin_ns={A: 0, B: begin_b}, end_ns={A: 200_000, B: begin_b + 200_000})
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tells what is found without a GPU")
+def test_without_a_gpu_there_is_one_finding_that_says_so() -> None:
+    """Nothing is failed."""
+    (finding,) = examine_cuda()
+    assert finding.state == "skipped"
+    assert finding.text.startswith("torch sees no CUDA device; lanes on a GPU need an NVIDIA GPU")
+
+
+def test_lanes_on_the_sms_that_they_were_granted_are_ok() -> None:
+    """In every launch."""
+    finding = judge_censuses("lanes", GRANTED, [census()] * 20)
+    assert (finding.state, finding.text) == (
+        "ok",
+        "16 + 8 SMs, disjoint and the same in 20 launches; the last lane started at most 3.0 us late",
+    )
+
+
+@pytest.mark.parametrize(
+    ("second", "text"),
+    [
+        ({**SMS, B: frozenset(range(100, 107))}, "launch 1: lane 2 ran on 7 SMs, granted were 8"),
+        ({**SMS, A: frozenset(range(17))}, "launch 1: lane 1 ran on 17 SMs, granted were 16"),
+        ({**SMS, B: frozenset(range(101, 109))}, "launch 1: lane 2 ran on other SMs than before"),
+    ],
+)
+def test_other_sms_are_a_failure(second: Mapping[LaneId, frozenset[int]], text: str) -> None:
+    """In any launch: fewer, more, or others."""
+    finding = judge_censuses("lanes", GRANTED, [census(), census(second)])
+    assert finding.state == "failed" and finding.text.startswith(text)
+
+
+def test_lanes_that_share_sms_are_a_failure() -> None:
+    """Which are named."""
+    finding = judge_censuses("lanes", GRANTED, [census({**SMS, B: frozenset(range(15, 23))})])
+    assert (finding.state, finding.text) == ("failed", "launch 0: lanes 1 and 2 share SMs [15]; they should share none")
+
+
+def test_two_more_sms_on_every_lane_are_a_warning_where_the_driver_may_add_them() -> None:
+    """And a failure elsewhere."""
+    more = {A: SMS[A] | {130, 131}, B: SMS[B] | {130, 131}}
+    assert judge_censuses("lanes", GRANTED, [census(more)]).state == "failed"
+    finding = judge_censuses("lanes", GRANTED, [census(more)], extra=2)
+    assert finding.state == "warning" and "ran on 18 + 10 SMs, granted were 16 + 8" in finding.text
+
+
+def test_lanes_one_after_the_other_are_a_warning() -> None:
+    """Quotas hold, but nothing is gained."""
+    finding = judge_censuses("lanes", GRANTED, [census(begin_b=200_000)] * 3)
+    assert finding.state == "warning" and "ran one after the other in 3 of them" in finding.text
+
+
+@pytest.mark.parametrize(
+    ("kernels", "state", "text"),
+    [
+        ([(10, "a"), (20, "b"), (10, "c")], "ok", "kernels in the captured graph: 2 of lane 1, 1 of lane 2"),
+        ([(10, "a"), (20, "b"), (99, "gemm")], "failed", "kernels outside every lane: gemm"),
+        ([(10, "a")], "failed", "lanes without any kernel: 2"),
+        ([(0, "a"), (0, "b")], "skipped", "the driver does not say to which context the 2 kernels belong"),
+        ([], "failed", "lanes without any kernel: 1 + 2"),
+    ],
+)
+def test_kernels_of_a_captured_graph_belong_to_lanes(kernels: list[tuple[int, str]], state: str, text: str) -> None:
+    """All of them, and every lane has some."""
+    finding = judge_nodes("nodes", kernels, {10: A, 20: B})
+    assert finding.state == state and finding.text.startswith(text)
+
+
+def test_overlapping_lanes_share_what_was_planned() -> None:
+    """Not more, not less; the driver may add its own."""
+    assert judge_overlap(range(12), range(4, 16), planned=8).state == "ok"
+    assert judge_overlap(range(12), range(5, 16), planned=8).state == "failed"
+    assert judge_overlap(range(12), range(3, 16), planned=8).state == "failed"
+    assert judge_overlap(range(12), range(3, 16), planned=8, extra=2).state == "ok"
+
+
+def test_one_hardware_queue_is_a_warning() -> None:
+    """It comes with recipes for other software."""
+    assert judge_connections("1").state == "warning"
+    assert judge_connections("32").state == judge_connections(None).state == "ok"
+
+
+@pytest.mark.parametrize(
+    ("atoms", "shares", "sizes"),
+    [
+        (16, (1, 1), [64, 64]),
+        (16, (3, 1), [96, 32]),
+        (16, (3, 5, 8), [24, 40, 64]),
+        (3, (9, 1, 1), [8, 8, 8]),
+        (2, (1, 9), [8, 8]),
+    ],
+)
+def test_shares_are_rounded_to_atoms_and_nobody_goes_away_empty(
+    atoms: int, shares: tuple[int, ...], sizes: list[int]
+) -> None:
+    """Lanes are disjoint and use the whole device."""
+    lanes = split_lanes(atoms, 8, shares)
+    assert [len(lane.units) for lane in lanes] == sizes
+    assert sorted(unit for lane in lanes for unit in lane.units) == list(range(atoms * 8))
+
+
+def test_more_lanes_than_atoms_are_refused() -> None:
+    """The message says what to do."""
+    with pytest.raises(ValueError, match="2 atoms are too few for 3 lanes; use fewer lanes"):
+        split_lanes(2, 8, (1, 1, 1))

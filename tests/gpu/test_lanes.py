@@ -1,0 +1,68 @@
+"""Lanes on a real GPU: SMs, captures, and training as in eager."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from apollo_compile import backend
+from apollo_compile.cuda.examine import examine_cuda
+from apollo_compile.cuda.execute import CudaExecutable
+from tests.end_to_end.models import TwoTowers, assert_same_training, train, two_tower_inputs
+
+OPTIONS = {
+    "debug.strict": True,
+    "device.cuda_lanes": True,
+    "plan.contest": False,
+    "plan.min_gain": 0.0,
+    "plan.planner": "greedy",
+}
+
+
+def test_the_examination_finds_nothing_wrong() -> None:
+    """Censuses in eager and in replay, nodes of captured graphs, lanes that overlap."""
+    findings = examine_cuda()
+    assert len(findings) >= 10
+    assert [finding for finding in findings if finding.state == "failed"] == []
+
+
+def test_training_is_as_in_inductor_for_fifty_steps() -> None:
+    """Most of them replays of CUDA graphs over several lanes."""
+    model = TwoTowers(width=256, depth=4).cuda()
+    image, text = (each.cuda() for each in two_tower_inputs(batch=128, width=256))
+
+    def loss_of(run):  # type: ignore[no-untyped-def]
+        return run(image, text).square().mean()
+
+    expected = train(model, loss_of, steps=50, backend="inductor")
+    assert_same_training(expected, train(model, loss_of, steps=50, backend="apollo", options=OPTIONS))
+    executables = [graph.executable for made in backend.compiled_models() for graph in made.graphs]
+    assert sum(each.num_replays for each in executables if isinstance(each, CudaExecutable)) >= 80
+
+
+def test_masks_differ_between_replays_and_follow_the_seed() -> None:
+    """Dropout in both towers."""
+    torch._dynamo.reset()
+    model = TwoTowers(width=256, depth=2, dropout=0.5).cuda()
+    inputs = tuple(each.cuda() for each in two_tower_inputs(width=256))
+    losses = []
+    for _ in range(2):
+        torch._dynamo.reset()
+        torch.manual_seed(3)
+        run = torch.compile(copy.deepcopy(model), backend="apollo", options=OPTIONS)
+        losses.append([run(*inputs).square().mean().item() for _ in range(8)])
+    assert losses[0] == pytest.approx(losses[1])
+    assert len(set(losses[0])) == 8
+
+
+def test_a_thousand_replays_give_the_same_numbers() -> None:
+    """A race would show."""
+    torch._dynamo.reset()
+    model = TwoTowers(width=256, depth=4).cuda()
+    run = torch.compile(model, backend="apollo", options=OPTIONS)
+    inputs = tuple(each.cuda() for each in two_tower_inputs(width=256))
+    with torch.no_grad():
+        first = [run(*inputs) for _ in range(3)][-1]
+        assert all(torch.equal(run(*inputs), first) for _ in range(1000))
