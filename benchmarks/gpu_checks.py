@@ -1,0 +1,377 @@
+"""Checks T0 to T13: what has to hold on a GPU before a step time of lanes means anything. See `gpu_suite.py`.
+
+Each check is a function of the device that returns what it saw; what it cannot do it raises. T8, whether lanes are
+faster, is the second half of the suite.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from apollo_compile import backend
+from apollo_compile.cuda.examine import Finding, examine_cuda, split_lanes
+from apollo_compile.cuda.execute import CudaExecutable
+from apollo_compile.cuda.gpu import TorchGpu
+from apollo_compile.cuda.launch import Launcher
+from apollo_compile.ir import BodyId, BufferId, Lane, LaneId, Launch, Program, SegmentId
+from apollo_compile.units import format_bytes, format_ns
+from benchmarks.gpu_workloads import build_gpu_workload
+
+OPTIONS = {
+    "debug.strict": True,
+    "device.cuda_lanes": True,
+    "plan.contest": False,
+    "plan.min_gain": 0.0,
+    "plan.planner": "greedy",
+}
+"""Run the plan, whatever is faster, and raise what would be hidden otherwise."""
+
+SPIN_NS = 1_000_000
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """What a check saw."""
+
+    is_met: bool
+    text: str
+    numbers: dict[str, Any] = field(default_factory=dict)
+
+
+Check = Callable[[TorchGpu], Outcome]
+
+
+def what_the_driver_gives(gpu: TorchGpu) -> Outcome:
+    """T0: atoms, and what a lane costs to make."""
+    native = gpu.native
+    free = native.memory()[0]
+    begin = time.perf_counter_ns()
+    for atom in range(native.num_atoms):
+        native.lane([atom], native.priorities[0])
+    made_ns = (time.perf_counter_ns() - begin) // native.num_atoms
+    taken = (free - native.memory()[0]) // native.num_atoms
+    text = f"{native.num_sms} SMs, {native.num_atoms} atoms of {native.atom_sms}; a lane takes {format_ns(made_ns)}"
+    numbers = {"functions": native.functions, "lane_ns": made_ns, "lane_bytes": taken}
+    return Outcome(is_met=native.num_atoms >= 2, text=f"{text} and {format_bytes(taken)}", numbers=numbers)
+
+
+def lanes_keep_to_their_sms(gpu: TorchGpu) -> Outcome:
+    """T1, T2: censuses in eager and in replay, nodes of captured graphs, overlapping lanes."""
+    findings: Sequence[Finding] = examine_cuda(gpu.device.index)
+    bad = [finding for finding in findings if finding.state in ("failed", "warning")]
+    shown = "; ".join(f"{finding.name}: {finding.text}" for finding in bad) or f"{len(findings)} findings, all well"
+    numbers = {finding.name: [finding.state, finding.text] for finding in findings}
+    return Outcome(is_met=not any(f.state == "failed" for f in bad), text=shown, numbers=numbers)
+
+
+def products_scale_with_their_quota(gpu: TorchGpu) -> Outcome:
+    """T1, T6: a library's products obey the quota, at sizes that use clusters too."""
+    times: dict[str, dict[int, int]] = {}
+    for size in (512, 2048, 8192):
+        left, right = (torch.randn(size, size, device=gpu.device, dtype=torch.bfloat16) for _ in range(2))
+        product = partial(torch.mm, left, right, out=torch.empty_like(left))
+        per_lane = {}
+        for atoms in (1, 4, 8, gpu.native.num_atoms):
+            lane = Lane(id=LaneId(1), units=tuple(range(atoms * gpu.native.atom_sms)))
+            per_lane[len(lane.units)] = _time_on(gpu, lane, product)
+        times[str(size)] = per_lane
+    largest = times["8192"]
+    fewest, most = min(largest), max(largest)
+    ratio = largest[fewest] / largest[most]
+    shown = ", ".join(f"{sms} SMs {format_ns(ns)}" for sms, ns in largest.items())
+    return Outcome(is_met=ratio > 2, text=f"8192^3 bf16: {shown}", numbers={"ns": times})
+
+
+def lanes_run_at_the_same_time(gpu: TorchGpu) -> Outcome:
+    """T3: two kernels of one millisecond in one graph take one, not two."""
+    times = {}
+    for name, device in (("lanes", gpu), ("plain streams", gpu.without_quotas())):
+        times[name] = _time_graph(device, _spinners(device, 2))
+    alone = _time_graph(gpu, _spinners(gpu, 1))
+    shown = ", ".join(f"{name} {format_ns(ns)}" for name, ns in times.items())
+    is_met = times["lanes"] < 1.5 * alone
+    return Outcome(is_met=is_met, text=f"{shown}, one alone {format_ns(alone)}", numbers={**times, "alone": alone})
+
+
+def replays_do_not_race(gpu: TorchGpu) -> Outcome:
+    """T4: 200 replays with cross-lane tensors give the same numbers."""
+    run, inputs = _compiled(gpu, "flava")
+    with torch.no_grad():
+        outputs = [run(inputs) for _ in range(203)]
+    num_wrong = sum(not torch.equal(output, outputs[-1]) for output in outputs[3:])
+    replays = _num_replays()
+    text = f"{num_wrong} of {replays} replays on {_num_lanes()} lanes differ"
+    return Outcome(is_met=num_wrong == 0 and replays >= 200 and _num_lanes() > 1, text=text)
+
+
+def masks_are_right_under_replay(gpu: TorchGpu) -> Outcome:
+    """T5: other masks at every replay, the same again from the same seed."""
+    runs = []
+    for _ in range(2):
+        run, inputs = _compiled(gpu, "clip_b32", dropout=0.5)
+        torch.manual_seed(7)
+        with torch.no_grad():
+            runs.append([run(inputs).item() for _ in range(8)])
+    is_met = runs[0] == runs[1] and len(set(runs[0])) == 8
+    return Outcome(is_met=is_met, text=f"{len(set(runs[0]))} of 8 steps differ; reseeded: {runs[0] == runs[1]}")
+
+
+def training_is_as_in_eager(gpu: TorchGpu) -> Outcome:
+    """T7: losses and gradients over 12 steps, with the backward on autograd's thread."""
+    run, inputs = _compiled(gpu, "imagebind")
+    eager = build_gpu_workload("imagebind", batch=4, scale="tiny", device=str(gpu.device)).model
+    worst = 0.0
+    for _ in range(12):
+        losses = []
+        for model, call in ((eager, eager), (run.model, run)):
+            model.zero_grad(set_to_none=True)
+            losses.append(call(inputs))
+            losses[-1].backward()
+        worst = max(worst, abs(losses[0].item() - losses[1].item()))
+        for one, other in zip(eager.parameters(), run.model.parameters(), strict=True):
+            worst = max(worst, (one.grad - other.grad).abs().max().item())
+    text = f"largest difference {worst:.1e}, {_num_replays()} replays on {_num_lanes()} lanes"
+    is_met = worst < 1e-3 and _num_replays() >= 16 and _num_lanes() > 1
+    return Outcome(is_met=is_met, text=text, numbers={"worst": worst})
+
+
+def carveout_helps_or_not(gpu: TorchGpu) -> Outcome:
+    """T9: products on half the device with and without telling libraries how many SMs are not theirs."""
+    tell = getattr(torch._C, "_set_sm_carveout_experimental", None)
+    if tell is None:
+        return Outcome(is_met=True, text="this torch has no carveout")
+    lane = split_lanes(gpu.native.num_atoms, gpu.native.atom_sms, (1, 1))[0]
+    left, right = (torch.randn(4096, 4096, device=gpu.device, dtype=torch.bfloat16) for _ in range(2))
+    product = partial(torch.mm, left, right, out=torch.empty_like(left))
+    without = _time_on(gpu, lane, product)
+    try:
+        tell(gpu.native.num_sms - len(lane.units))
+        told = _time_on(gpu, lane, product)
+    finally:
+        tell(None)
+    text = f"4096^3 bf16 on {len(lane.units)} SMs: {format_ns(without)}, told {format_ns(told)}"
+    return Outcome(is_met=True, text=text, numbers={"without_ns": without, "told_ns": told})
+
+
+def lanes_account_for_their_memory(gpu: TorchGpu) -> Outcome:
+    """T10: what lanes took, by the allocator's segments, for a forward of two encoders."""
+    run, inputs = _compiled(gpu, "clip_b32")
+    with torch.no_grad():
+        for _ in range(4):
+            run(inputs)
+    taken = {each.lane: each.num_bytes for each in (e for made in _executables() for e in made.lane_memory)}
+    shown = ", ".join(f"lane {lane} {format_bytes(size)}" for lane, size in taken.items())
+    return Outcome(is_met=bool(taken) and all(taken.values()), text=shown or "no lane took memory", numbers=taken)
+
+
+def a_longer_lane_can_go_on_with_every_sm(gpu: TorchGpu) -> Outcome:
+    """T11: after the shorter lane has ended, the rest of the longer one runs on the whole device."""
+    half, other = split_lanes(gpu.native.num_atoms, gpu.native.atom_sms, (1, 1))
+    left = torch.randn(4096, 4096, device=gpu.device, dtype=torch.bfloat16)
+
+    def body(count: int) -> Callable[[list[torch.Tensor]], list[torch.Tensor]]:
+        def run(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+            value = inputs.pop()
+            for _ in range(count):
+                value = left @ value
+            return [value]
+
+        return run
+
+    def launcher(long: Sequence[Launch], last: int) -> Launcher:
+        program = Program(
+            name="tail",
+            lanes=(half, other),
+            instructions=((_launch(0, 0, 0, 1),), tuple(long)),
+            num_buffers=4,
+            num_events=0,
+            inputs=(BufferId(0),),
+            outputs=(BufferId(last),),
+        )
+        return Launcher(program, [body(4), body(4), body(8)], gpu)
+
+    static = launcher((_launch(1, 1, 0, 2), _launch(2, 2, 2, 3)), last=3)
+    joined = launcher((_launch(1, 1, 0, 2),), last=2)
+
+    def widened(origin: Any) -> None:
+        middle = joined.launch([left], origin)
+        with torch.cuda.stream(origin):
+            body(8)(middle)
+
+    times = {
+        "static": _time_graph(gpu, lambda origin: static.launch([left], origin)),
+        "widened": _time_graph(gpu, widened),
+    }
+    shown = ", ".join(f"{name} {format_ns(ns)}" for name, ns in times.items())
+    return Outcome(is_met=True, text=shown, numbers=times)
+
+
+def markers_agree(gpu: TorchGpu) -> Outcome:
+    """T12: events inside a graph tell the same duration as the clock that a kernel reads."""
+    from apollo_compile.cuda.census_kernel import COLUMNS, launch_census
+
+    out = torch.zeros(64, COLUMNS, dtype=torch.int64, device=gpu.device)
+    begin, end = (torch.cuda.Event(enable_timing=True, external=True) for _ in range(2))
+
+    def work(origin: Any) -> None:
+        with torch.cuda.stream(origin):
+            begin.record(origin)
+            launch_census(out, SPIN_NS)
+            end.record(origin)
+
+    launch_census(out, SPIN_NS)
+    gpu.synchronize()
+    gpu.capture(work, None).replay()
+    gpu.synchronize()
+    by_events = round(begin.elapsed_time(end) * 1e6)
+    by_kernel = int(out[:, 2].max() - out[:, 1].min())
+    text = f"events {format_ns(by_events)}, kernel {format_ns(by_kernel)}"
+    return Outcome(is_met=abs(by_events - by_kernel) < SPIN_NS // 5, text=text)
+
+
+def failures_and_recaptures_leave_no_trace(gpu: TorchGpu) -> Outcome:
+    """T13: a capture that fails, one that succeeds after it, and 30 more in bounded memory."""
+
+    def fail(origin: Any) -> None:
+        raise RuntimeError("on purpose")
+
+    try:
+        gpu.capture(fail, None)
+    except RuntimeError as error:
+        if "on purpose" not in str(error):
+            raise
+    value = torch.ones(1024, 1024, device=gpu.device)
+    sizes = []
+    for _ in range(30):
+        recording = gpu.capture(lambda origin: value.add(1), None)
+        recording.replay()
+        gpu.synchronize()
+        del recording
+        torch.cuda.empty_cache()
+        sizes.append(torch.cuda.memory_reserved(gpu.device))
+    grown = sizes[-1] - sizes[4]
+    return Outcome(is_met=grown <= 2**21, text=f"memory grew by {format_bytes(grown)} over 25 captures")
+
+
+CHECKS: tuple[tuple[str, Check], ...] = (
+    ("T0 driver", what_the_driver_gives),
+    ("T1 T2 SMs of lanes", lanes_keep_to_their_sms),
+    ("T1 T6 products", products_scale_with_their_quota),
+    ("T3 overlap", lanes_run_at_the_same_time),
+    ("T4 races", replays_do_not_race),
+    ("T5 random numbers", masks_are_right_under_replay),
+    ("T7 training", training_is_as_in_eager),
+    ("T9 carveout", carveout_helps_or_not),
+    ("T10 memory", lanes_account_for_their_memory),
+    ("T11 wider tail", a_longer_lane_can_go_on_with_every_sm),
+    ("T12 clocks", markers_agree),
+    ("T13 failures", failures_and_recaptures_leave_no_trace),
+)
+
+
+# --------------------------------------------------------------------------------------------------------- helpers
+
+
+class _Compiled:
+    """A compiled tiny model, called with its inputs."""
+
+    def __init__(self, gpu: TorchGpu, name: str, dropout: float) -> None:
+        torch._dynamo.reset()
+        workload = build_gpu_workload(name, batch=4, scale="tiny", device=str(gpu.device), dropout=dropout)
+        self.model: nn.Module = workload.model
+        self.inputs = workload.inputs
+        self._run = torch.compile(workload.model, backend="apollo", options=OPTIONS)
+
+    def __call__(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        return self._run(inputs)
+
+
+def _compiled(gpu: TorchGpu, name: str, dropout: float = 0.0) -> tuple[_Compiled, dict[str, torch.Tensor]]:
+    made = _Compiled(gpu, name, dropout)
+    return made, made.inputs
+
+
+def _executables() -> list[CudaExecutable]:
+    """Return those of the model that was compiled last."""
+    graphs = backend.compiled_models()[-1].graphs
+    return [graph.executable for graph in graphs if isinstance(graph.executable, CudaExecutable)]
+
+
+def _num_replays() -> int:
+    return sum(each.num_replays for each in _executables())
+
+
+def _num_lanes() -> int:
+    """Return the lanes that the widest of its graphs uses."""
+    return max(sum(map(bool, each.program.instructions)) for each in _executables())
+
+
+def _launch(segment: int, body: int, read: int, made: int) -> Launch:
+    return Launch(
+        segment=SegmentId(segment),
+        body=BodyId(body),
+        inputs=(BufferId(read),),
+        takes=(False,),
+        outputs=(BufferId(made),),
+    )
+
+
+def _spinners(gpu: TorchGpu, count: int) -> Callable[[Any], object]:
+    """Return work that spins on `count` lanes of one split, side by side."""
+    from apollo_compile.cuda.census_kernel import COLUMNS, launch_census
+
+    lanes = split_lanes(gpu.native.num_atoms, gpu.native.atom_sms, (1,) * max(2, count))[:count]
+    outs = [torch.zeros(64, COLUMNS, dtype=torch.int64, device=gpu.device) for _ in lanes]
+
+    def body(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        launch_census(inputs[0], SPIN_NS)
+        return [inputs.pop()]
+
+    program = Program(
+        name="spin",
+        lanes=tuple(lanes),
+        instructions=tuple((_launch(index, 0, index, count + index),) for index in range(count)),
+        num_buffers=2 * count,
+        num_events=0,
+        inputs=tuple(BufferId(index) for index in range(count)),
+        outputs=tuple(BufferId(count + index) for index in range(count)),
+    )
+    launcher = Launcher(program, [body], gpu)
+    return lambda origin: launcher.launch(list(outs), origin)
+
+
+def _time_on(gpu: TorchGpu, lane: Lane, call: Callable[[], object], repeats: int = 20) -> int:
+    """Return the median nanoseconds of a call on a lane."""
+    stream = gpu.lane_stream(lane) or gpu.caller_stream()
+    times = []
+    with torch.cuda.stream(stream):
+        for _ in range(repeats + 3):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record(stream)
+            call()
+            end.record(stream)
+            end.synchronize()
+            times.append(begin.elapsed_time(end) * 1e6)
+    return round(statistics.median(times[3:]))
+
+
+def _time_graph(gpu: TorchGpu, work: Callable[[Any], object], repeats: int = 20) -> int:
+    """Return the median nanoseconds of a replay of what `work` launches."""
+    work(gpu.caller_stream())
+    gpu.synchronize()
+    recording = gpu.capture(work, None)
+    times = []
+    for _ in range(repeats):
+        begin = time.perf_counter_ns()
+        recording.replay()
+        gpu.synchronize()
+        times.append(time.perf_counter_ns() - begin)
+    return round(statistics.median(times))

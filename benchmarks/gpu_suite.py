@@ -1,0 +1,403 @@
+"""Every check and benchmark that needs a GPU, in one command.
+
+    python -m benchmarks.gpu_suite --json gpu.json
+
+First the checks T0 to T13 (`gpu_checks.py`), which decide whether lanes work at all on this GPU, driver and torch; then
+training steps of `gpu_workloads.py`, measured in turns: eager, Inductor, Inductor with CUDA graphs (`reduce-overhead`),
+hand-written streams over compiled encoders, the plan, and apollo as a user gets it. A short table comes last; the JSON
+file has every number.
+
+The time is bounded by `--budget`: workloads that do not fit any more are named as skipped. Exit codes: 0, all is well;
+1, a check failed or a variant has wrong numbers; 3, there is no GPU, and nothing was measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from tabulate import tabulate
+from torch import Tensor, nn
+
+from apollo_compile import backend
+from apollo_compile.bench import machine_facts
+from apollo_compile.units import format_bytes, format_ns
+from benchmarks.gpu_checks import CHECKS, OPTIONS, Outcome
+from benchmarks.gpu_workloads import SHAPES, GpuWorkload, build_gpu_workload
+from benchmarks.run import names_of
+
+NO_GPU = 3
+"""Exit code where there is none."""
+
+TOLERANCES = {"bf16": 3e-2, "fp32": 1e-3}
+"""Largest relative difference of the loss from eager's."""
+
+WARMUP_STEPS = 6
+MOST_WARMUP_STEPS = 400
+"""Steps after which apollo is measured whether its contest is over or not."""
+
+STEPS_PER_TURN = 5
+BASELINES = ("inductor", "reduce-overhead")
+"""The faster of the two is what speed-ups are over."""
+
+Step = Callable[[], Tensor]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckResult:
+    """One check, as it went."""
+
+    name: str
+    state: str
+    """`ok`, `failed` or `skipped`."""
+    text: str
+    numbers: Mapping[str, Any] = field(default_factory=dict)
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VariantTimes:
+    """One variant of one workload."""
+
+    name: str
+    step_ns: tuple[int, ...]
+    first_step_s: float
+    loss: float
+    peak_bytes: int
+    """Device memory of its first steps, weights and gradients included."""
+    note: str = ""
+
+    @property
+    def median_ns(self) -> float:
+        """Median step."""
+        return statistics.median(self.step_ns) if self.step_ns else float("inf")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Check, measure, print tables, write JSON; return the exit code."""
+    args = _parse(arguments)
+    if not torch.cuda.is_available():
+        print("no GPU: torch sees no CUDA device, so nothing was checked or measured")
+        return NO_GPU
+    from apollo_compile.cuda.gpu import TorchGpu
+
+    deadline = time.monotonic() + args.budget
+    gpu = TorchGpu(0)
+    torch.set_float32_matmul_precision("high")
+    facts = {**machine_facts(), "gpu": gpu.native.name, "driver": gpu.native.driver_version, "cuda": torch.version.cuda}
+    checks = run_checks(CHECKS, gpu, deadline=deadline) if args.checks else []
+    workloads: dict[str, list[VariantTimes]] = {}
+    skipped: list[str] = []
+    for name in args.workloads:
+        for batch in args.batch:
+            title = f"{name}, batch {batch}, {args.dtype}"
+            if time.monotonic() > deadline - args.reserve:
+                skipped.append(title)
+                continue
+            _tell(title)
+            workloads[title] = measure_workload(name, batch=batch, dtype=args.dtype, rounds=args.rounds)
+            _write(args.json, facts, checks, workloads, skipped)
+    _write(args.json, facts, checks, workloads, skipped)
+    print(f"{facts['gpu']}, driver of CUDA {facts['driver'] / 1000:.1f}, torch {facts['torch']}")
+    print(format_results(checks, workloads, skipped))
+    is_wrong = any(check.state == "failed" for check in checks) or any(
+        wrong_variants(times, TOLERANCES[args.dtype]) for times in workloads.values()
+    )
+    return 1 if is_wrong else 0
+
+
+# ---------------------------------------------------------------------------------------------------------- checks
+
+
+def run_checks(
+    checks: Sequence[tuple[str, Callable[[Any], Outcome]]],
+    gpu: Any,
+    *,
+    deadline: float,
+    clock: Callable[[], float] = time.monotonic,
+) -> list[CheckResult]:
+    """Run one check after the other; one that raises has failed, one after the deadline is skipped."""
+    results = []
+    for name, check in checks:
+        begin = clock()
+        if begin > deadline:
+            results.append(CheckResult(name=name, state="skipped", text="no time left; raise --budget"))
+            continue
+        _tell(name)
+        try:
+            outcome = check(gpu)
+            state, text, numbers = "ok" if outcome.is_met else "failed", outcome.text, outcome.numbers
+        except Exception as error:
+            lines = str(error).splitlines() or [""]
+            state, text, numbers = "failed", f"{type(error).__name__}: {lines[0]}", {"error": str(error)}
+        results.append(
+            CheckResult(name=name, state=state, text=text, numbers=numbers, seconds=round(clock() - begin, 1))
+        )
+    return results
+
+
+# ------------------------------------------------------------------------------------------------------- workloads
+
+
+def measure_workload(
+    name: str, *, batch: int, dtype: str, rounds: int, device: str = "cuda", scale: str = "full"
+) -> list[VariantTimes]:
+    """Measure all variants of a training step in turns; one that cannot run has a note instead of times."""
+    torch._dynamo.reset()  # not between variants: all of them stay compiled
+    workload = build_gpu_workload(name, batch=batch, device=device, scale=scale)
+    steps: dict[str, Step] = {}
+    firsts: dict[str, tuple[float, float, int]] = {}
+    notes: dict[str, str] = {}
+    for variant, compile_variant in VARIANTS.items():
+        try:
+            step, is_settled = compile_variant(copied(workload), dtype)
+            firsts[variant] = _first_step(step, device)
+            _warm_up(step, is_settled, device)
+            steps[variant] = step
+        except Exception as error:
+            lines = str(error).splitlines() or [""]
+            notes[variant] = f"{type(error).__name__}: {lines[0][:60]}"
+    times: dict[str, list[int]] = {variant: [] for variant in steps}
+    for number in range(rounds):
+        for variant in list(steps)[:: 1 if number % 2 == 0 else -1]:
+            times[variant] += [_time(steps[variant], device) for _ in range(STEPS_PER_TURN + 1)][1:]
+    nothing = (float("nan"), float("nan"), 0)
+    return [
+        VariantTimes(
+            name=variant,
+            step_ns=tuple(times.get(variant, ())),
+            first_step_s=firsts.get(variant, nothing)[0],
+            loss=firsts.get(variant, nothing)[1],
+            peak_bytes=firsts.get(variant, nothing)[2],
+            note=notes.get(variant, ""),
+        )
+        for variant in VARIANTS
+    ]
+
+
+def copied(workload: GpuWorkload) -> GpuWorkload:
+    """Return the workload with weights of its own."""
+    return GpuWorkload(name=workload.name, model=copy.deepcopy(workload.model), inputs=workload.inputs)
+
+
+Compiled = tuple[Step, Callable[[], bool]]
+"""A training step, and whether nothing about it is being decided any more."""
+
+
+def _eager(workload: GpuWorkload, dtype: str) -> Compiled:
+    return _make_step(workload, workload.model, dtype), lambda: True
+
+
+def _inductor(workload: GpuWorkload, dtype: str) -> Compiled:
+    return _make_step(workload, torch.compile(workload.model), dtype), lambda: True
+
+
+def _reduce_overhead(workload: GpuWorkload, dtype: str) -> Compiled:
+    step = _make_step(workload, torch.compile(workload.model, mode="reduce-overhead"), dtype)
+
+    def marked() -> Tensor:
+        torch.compiler.cudagraph_mark_step_begin()
+        return step()
+
+    return marked, lambda: True
+
+
+def _streams(workload: GpuWorkload, dtype: str) -> Compiled:
+    """Compiled encoders, each on a stream of its own: what people write by hand."""
+    model = workload.model
+    encoders = {name: torch.compile(encoder) for name, encoder in model.encoders.items()}
+    fuse = torch.compile(model.fuse)
+    streams = {name: torch.cuda.Stream() for name in encoders}
+
+    def call(inputs: Mapping[str, Tensor]) -> Tensor:
+        caller = torch.cuda.current_stream()
+        tokens = {}
+        for name, encoder in encoders.items():
+            streams[name].wait_stream(caller)
+            with torch.cuda.stream(streams[name]):
+                tokens[name] = encoder(inputs[name])
+        for name, stream in streams.items():
+            caller.wait_stream(stream)
+            tokens[name].record_stream(caller)
+        return fuse(tokens)
+
+    return _make_step(workload, call, dtype), lambda: True
+
+
+def _plan(workload: GpuWorkload, dtype: str) -> Compiled:
+    return _make_step(workload, torch.compile(workload.model, backend="apollo", options=OPTIONS), dtype), lambda: True
+
+
+def _apollo(workload: GpuWorkload, dtype: str) -> Compiled:
+    run = torch.compile(workload.model, backend="apollo", options={"device.cuda_lanes": True})
+    return _make_step(workload, run, dtype), lambda: backend.is_settled(workload.model)
+
+
+VARIANTS: Mapping[str, Callable[[GpuWorkload, str], Compiled]] = {
+    "eager": _eager,
+    "inductor": _inductor,
+    "reduce-overhead": _reduce_overhead,
+    "streams by hand": _streams,
+    "apollo's plan": _plan,
+    "apollo": _apollo,
+}
+
+
+def _make_step(workload: GpuWorkload, call: Callable[[dict[str, Tensor]], Tensor], dtype: str) -> Step:
+    model: nn.Module = workload.model
+
+    def step() -> Tensor:
+        model.zero_grad(set_to_none=True)
+        with _autocast(workload, dtype):
+            loss = call(workload.inputs)
+        loss.backward()
+        return loss.detach()
+
+    return step
+
+
+@contextlib.contextmanager
+def _autocast(workload: GpuWorkload, dtype: str) -> Iterator[None]:
+    device = next(iter(workload.inputs.values())).device.type
+    with torch.autocast(device, dtype=torch.bfloat16, enabled=dtype == "bf16"):
+        yield
+
+
+def _first_step(step: Step, device: str) -> tuple[float, float, int]:
+    """Return the seconds of the first step, its loss, and the peak of device memory."""
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+    begin = time.monotonic()
+    loss = step().item()
+    seconds = time.monotonic() - begin
+    step()
+    return seconds, loss, torch.cuda.max_memory_allocated() - before if device == "cuda" else 0
+
+
+def _warm_up(step: Step, is_settled: Callable[[], bool], device: str) -> None:
+    for count in range(MOST_WARMUP_STEPS):
+        if count >= WARMUP_STEPS and is_settled():
+            break
+        step()
+    _synchronize(device)
+
+
+def _time(step: Step, device: str) -> int:
+    _synchronize(device)
+    begin = time.perf_counter_ns()
+    step()
+    _synchronize(device)
+    return time.perf_counter_ns() - begin
+
+
+def _synchronize(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+# --------------------------------------------------------------------------------------------------------- results
+
+
+def wrong_variants(times: Sequence[VariantTimes], tolerance: float) -> list[str]:
+    """Return the variants whose first loss is not eager's; those that did not run are not among them."""
+    expected = next(each.loss for each in times if each.name == "eager")
+    return [
+        each.name
+        for each in times
+        if not each.note and not abs(each.loss - expected) <= tolerance * max(abs(expected), 1e-6)
+    ]
+
+
+def best_baseline(times: Sequence[VariantTimes]) -> VariantTimes:
+    """Return the faster mode of Inductor; eager where neither ran."""
+    ran = [each for each in times if each.step_ns]
+    baselines = [each for each in ran if each.name in BASELINES]
+    return min(baselines or ran, key=lambda each: each.median_ns)
+
+
+def format_results(
+    checks: Sequence[CheckResult], workloads: Mapping[str, Sequence[VariantTimes]], skipped: Sequence[str]
+) -> str:
+    """Return the short table: a line per check, a line per variant of every workload."""
+    blocks = []
+    if checks:
+        rows = [(check.name, check.state, check.text[:90]) for check in checks]
+        blocks.append(tabulate(rows, headers=("check", "", "seen"), disable_numparse=True))
+    for title, times in workloads.items():
+        if not any(each.step_ns for each in times):
+            blocks.append(f"{title}: nothing ran; {times[0].note}")
+            continue
+        baseline = best_baseline(times)
+        rows = [
+            (
+                each.name,
+                each.note or format_ns(each.median_ns),
+                "" if each.note else f"{baseline.median_ns / each.median_ns:.2f}x",
+                "" if each.note else format_bytes(each.peak_bytes),
+                "" if each.note else f"{each.first_step_s:.0f} s",
+            )
+            for each in times
+        ]
+        headers = (title, "median step", f"over {baseline.name}", "memory", "first step")
+        blocks.append(tabulate(rows, headers=headers, disable_numparse=True))
+    if skipped:
+        blocks.append(f"skipped, no time left (raise --budget): {'; '.join(skipped)}")
+    return "\n\n".join(blocks)
+
+
+def _tell(line: str) -> None:
+    print(f"   {line}", file=sys.stderr, flush=True)
+
+
+def _write(
+    path: Path | None,
+    facts: Mapping[str, Any],
+    checks: Sequence[CheckResult],
+    workloads: Mapping[str, Sequence[VariantTimes]],
+    skipped: Sequence[str],
+) -> None:
+    if path is None:
+        return
+    content = {
+        "machine": facts,
+        "checks": [asdict(check) for check in checks],
+        "workloads": {title: [asdict(each) for each in times] for title, times in workloads.items()},
+        "skipped": list(skipped),
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content, indent=1))
+
+
+def _parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_suite", description="Check and measure a GPU.")
+    parser.add_argument("--workloads", type=names_of(SHAPES), default=list(SHAPES), help=", ".join(SHAPES))
+    parser.add_argument("--batch", type=_batches, default=[32], help="batch sizes, e.g. 8,32,256")
+    parser.add_argument("--dtype", choices=tuple(TOLERANCES), default="bf16", help="bf16 is autocast")
+    parser.add_argument("--rounds", type=int, default=8, help=f"turns of {STEPS_PER_TURN} timed steps of every variant")
+    parser.add_argument("--budget", type=float, default=560, help="seconds for everything")
+    parser.add_argument("--reserve", type=float, default=180, help="seconds that must be left to begin a workload")
+    parser.add_argument("--no-checks", dest="checks", action="store_false", help="workloads only")
+    parser.add_argument("--json", type=Path, help="write everything there")
+    return parser.parse_args(arguments)
+
+
+def _batches(text: str) -> list[int]:
+    sizes = [int(size) for size in text.split(",")]
+    if min(sizes) < 1:
+        raise argparse.ArgumentTypeError(f"a batch has at least one sample, got {text}")
+    return sizes
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,181 @@
+"""Multimodal models of GPU size, in plain torch: nothing to download, nothing but torch to install.
+
+    build_gpu_workload(name, batch, scale=...) -> GpuWorkload
+
+Widths, depths and tokens are those of published models; weights are random. `scale="tiny"` keeps the shape of a model
+and makes everything small, for tests.
+
+| name       | like                                                     | side by side                    |
+| ---------- | -------------------------------------------------------- | ------------------------------- |
+| clip_b32   | CLIP ViT-B/32                                            | image, text                     |
+| clip_l14   | CLIP ViT-L/14                                            | image, text                     |
+| imagebind  | ImageBind with encoders of base size                     | image, text, audio, depth       |
+| flava      | FLAVA                                                    | image, text, then one over both |
+| llava      | LLaVA with a small language model                        | nothing: a chain                |
+| unified    | one trunk over text and image, a head for either         | two embedders, two heads        |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as functional
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tower:
+    """The numbers of one transformer encoder and of its input."""
+
+    width: int
+    layers: int
+    heads: int
+    tokens: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shape:
+    """What a workload consists of."""
+
+    towers: Mapping[str, Tower]
+    trunk: Tower | None = None
+    """Runs over the tokens of all towers, if there is one."""
+    heads: int = 0
+    """Heads of two layers each behind the trunk."""
+
+
+SHAPES: Mapping[str, Shape] = {
+    "clip_b32": Shape(
+        towers={
+            "image": Tower(width=768, layers=12, heads=12, tokens=50),
+            "text": Tower(width=512, layers=12, heads=8, tokens=77),
+        }
+    ),
+    "imagebind": Shape(
+        towers={
+            "image": Tower(width=768, layers=12, heads=12, tokens=197),
+            "text": Tower(width=768, layers=12, heads=12, tokens=77),
+            "audio": Tower(width=768, layers=12, heads=12, tokens=229),
+            "depth": Tower(width=384, layers=12, heads=8, tokens=197),
+        }
+    ),
+    "flava": Shape(
+        towers={
+            "image": Tower(width=768, layers=12, heads=12, tokens=197),
+            "text": Tower(width=768, layers=12, heads=12, tokens=77),
+        },
+        trunk=Tower(width=768, layers=6, heads=12, tokens=274),
+    ),
+    "clip_l14": Shape(
+        towers={
+            "image": Tower(width=1024, layers=24, heads=16, tokens=257),
+            "text": Tower(width=768, layers=12, heads=12, tokens=77),
+        }
+    ),
+    "llava": Shape(
+        towers={"image": Tower(width=1024, layers=24, heads=16, tokens=257)},
+        trunk=Tower(width=2048, layers=12, heads=16, tokens=257),
+    ),
+    "unified": Shape(
+        towers={
+            "image": Tower(width=1024, layers=2, heads=16, tokens=256),
+            "text": Tower(width=1024, layers=2, heads=16, tokens=128),
+        },
+        trunk=Tower(width=1024, layers=12, heads=16, tokens=384),
+        heads=2,
+    ),
+}
+"""In the order in which they are worth measuring."""
+
+
+class Encoder(nn.Module):
+    """Transformer layers in front of a projection."""
+
+    def __init__(self, tower: Tower, out: int, dropout: float) -> None:
+        super().__init__()
+        self.positions = nn.Parameter(torch.randn(1, tower.tokens, tower.width) * 0.02)
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(
+                tower.width, tower.heads, 4 * tower.width, dropout, "gelu", batch_first=True, norm_first=True
+            )
+            for _ in range(tower.layers)
+        )
+        self.projection = nn.Linear(tower.width, out, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the projected tokens."""
+        hidden = x + self.positions
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return self.projection(hidden)
+
+
+class Multimodal(nn.Module):
+    """Encoders side by side, then a contrastive loss, or a trunk over all of their tokens and heads behind it."""
+
+    def __init__(self, shape: Shape, dropout: float = 0.0) -> None:
+        super().__init__()
+        joint = shape.trunk.width if shape.trunk else min(tower.width for tower in shape.towers.values())
+        self.encoders = nn.ModuleDict({name: Encoder(tower, joint, dropout) for name, tower in shape.towers.items()})
+        self.trunk = Encoder(shape.trunk, joint, dropout) if shape.trunk else None
+        self.heads = nn.ModuleList(
+            nn.Sequential(nn.Linear(joint, 4 * joint), nn.GELU(), nn.Linear(4 * joint, joint))
+            for _ in range(shape.heads)
+        )
+
+    def forward(self, inputs: dict[str, Tensor]) -> Tensor:
+        """Return the loss of a batch."""
+        return self.fuse({name: encoder(inputs[name]) for name, encoder in self.encoders.items()})
+
+    def fuse(self, tokens: Mapping[str, Tensor]) -> Tensor:
+        """Return the loss, given what every encoder made."""
+        if self.trunk is not None:
+            hidden = self.trunk(torch.cat(list(tokens.values()), dim=1))
+            outputs = [head(hidden) for head in self.heads] or [hidden]
+            return torch.stack([output.float().square().mean() for output in outputs]).sum()
+        first, *others = (functional.normalize(each.mean(dim=1).float(), dim=-1) for each in tokens.values())
+        target = torch.arange(first.shape[0], device=first.device)
+        return torch.stack([functional.cross_entropy(first @ other.T / 0.07, target) for other in others]).mean()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GpuWorkload:
+    """A model in training mode and its inputs."""
+
+    name: str
+    model: Multimodal
+    inputs: dict[str, Tensor]
+
+
+def build_gpu_workload(
+    name: str, *, batch: int, scale: str = "full", device: str = "cuda", dropout: float = 0.0, seed: int = 0
+) -> GpuWorkload:
+    """Return a workload; equal arguments give equal weights and inputs.
+
+    Raises:
+        ValueError: there is no such workload or scale.
+    """
+    if name not in SHAPES or scale not in ("full", "tiny"):
+        raise ValueError(f"unknown workload {name!r} at scale {scale!r}; known: {', '.join(SHAPES)} at full, tiny")
+    shape = SHAPES[name] if scale == "full" else _tiny(SHAPES[name])
+    torch.manual_seed(seed)
+    model = Multimodal(shape, dropout).to(device)
+    generator = torch.Generator().manual_seed(seed + 1)
+    inputs = {
+        key: torch.randn(batch, tower.tokens, tower.width, generator=generator).to(device)
+        for key, tower in shape.towers.items()
+    }
+    return GpuWorkload(name=name, model=model.train(), inputs=inputs)
+
+
+def _tiny(shape: Shape) -> Shape:
+    """Return the same with two layers at most, 32 wide, and few tokens."""
+
+    def small(tower: Tower, tokens: int) -> Tower:
+        return Tower(width=32, layers=min(2, tower.layers), heads=2, tokens=tokens)
+
+    towers = {name: small(tower, 4 + index) for index, (name, tower) in enumerate(shape.towers.items())}
+    tokens = sum(tower.tokens for tower in towers.values())
+    return Shape(towers=towers, trunk=small(shape.trunk, tokens) if shape.trunk else None, heads=shape.heads)
