@@ -148,8 +148,8 @@ class CompiledGraph:
     gpu: Gpu | None = None
     """Where it runs; None on CPU lanes."""
     contract: Contract = field(default_factory=Contract)
-    memory: ModelMemory = field(default_factory=ModelMemory)
-    """What it shares with the model's other graphs; both have a meaning on a GPU only."""
+    memories: dict[str, ModelMemory] = field(default_factory=lambda: defaultdict(ModelMemory))
+    """By way, what it shares with the model's other graphs; this and the contract have a meaning on a GPU only."""
     executable: Executable | CudaExecutable = field(init=False)
     """The plan's."""
     way: str = PLAN
@@ -172,7 +172,7 @@ class CompiledGraph:
 
     def __call__(self, inputs: list[Any]) -> Sequence[Any]:
         """Run the graph once and return its outputs."""
-        if self.selection is None or (self.gpu is not None and self.selection.is_settled):
+        if self.selection is None or (self.gpu is not None and (self.selection.is_settled or self.gpu.is_capturing())):
             outputs = self._run(inputs)
         else:
             self._choose(self.selection)
@@ -226,7 +226,7 @@ class CompiledGraph:
         if way == SERIAL and SERIAL not in self._others:
             self._others[SERIAL] = self._make_serial()
         if way == STREAMS and STREAMS not in self._others and self.gpu is not None:
-            self._others[STREAMS] = self._make_cuda_executable(self.compilation, self.gpu.without_quotas()).run
+            self._others[STREAMS] = self._make_cuda_executable(STREAMS, self.compilation, self.gpu.without_quotas()).run
         self._run = self.executable.run if way == PLAN else self._others[way]
         self.way = way
 
@@ -262,11 +262,11 @@ class CompiledGraph:
         compilation = compile_plan(
             old.capture, old.partition, old.observations, old.costs, plan, profile=old.profile, runner=StageRunner()
         )
-        return self._make_executable(compilation).run
+        return self._make_executable(compilation, SERIAL).run
 
-    def _make_executable(self, compilation: Compilation) -> Executable | CudaExecutable:
+    def _make_executable(self, compilation: Compilation, way: str = PLAN) -> Executable | CudaExecutable:
         if self.gpu is not None:
-            return self._make_cuda_executable(compilation, self.gpu)
+            return self._make_cuda_executable(way, compilation, self.gpu)
         return Executable(
             compilation.program,
             compilation.partition.graph,
@@ -275,14 +275,14 @@ class CompiledGraph:
             park_team=self.config.runtime.park_team,
         )
 
-    def _make_cuda_executable(self, compilation: Compilation, gpu: Gpu) -> CudaExecutable:
+    def _make_cuda_executable(self, way: str, compilation: Compilation, gpu: Gpu) -> CudaExecutable:
         return CudaExecutable(
             program=compilation.program,
             graph=compilation.partition.graph,
             bodies=self.bodies,
             gpu=gpu,
             contract=self.contract,
-            shared=self.memory if gpu is self.gpu else ModelMemory(),
+            shared=self.memories[way],
             lane_memory_quota=self.config.device.lane_memory_quota,
             strict=self.config.debug.strict,
         )
@@ -349,7 +349,8 @@ class CompiledModel:
     """Where its tensors are, if it is to run on lanes."""
     gpu: Gpu | None = None
     """The lanes' device; None for CPU lanes."""
-    memory: ModelMemory = field(default_factory=ModelMemory)
+    memories: dict[str, ModelMemory] = field(default_factory=lambda: defaultdict(ModelMemory))
+    """By way, what the graphs share on a GPU."""
     handed_over: list[tuple[str, str]] = field(default_factory=list)
     """Name and reason of every graph that went to Inductor whole."""
     selection: Selection = field(init=False)
@@ -423,7 +424,7 @@ class CompiledModel:
             selection=self.selection if is_contested else None,
             gpu=self.gpu,
             contract=contract,
-            memory=self.memory,
+            memories=self.memories,
         )
         _log_summary(compilation, planned - begin, time.perf_counter_ns() - planned)
         return graph

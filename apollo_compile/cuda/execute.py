@@ -64,6 +64,8 @@ class ModelMemory:
 
     forward: Captured | None = None
     """The latest captured forward."""
+    stream: Stream | None = None
+    """The caller's, at the last replay of any of them."""
 
 
 @dataclass(eq=False, slots=True)
@@ -115,7 +117,7 @@ class CudaExecutable:
     _addresses: dict[int, int] = field(default_factory=dict)
     """Of the parameters, when a run last could not replay."""
     _is_capturable: bool = True
-    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _lock: threading.RLock = field(default_factory=threading.RLock)
 
     def __post_init__(self) -> None:
         """Find the streams, and what is in place."""
@@ -239,6 +241,7 @@ class CudaExecutable:
 
     def _replay(self, captured: Captured, inputs: list[torch.Tensor]) -> list[torch.Tensor | None]:
         self.num_replays += 1
+        self._order_after_last_replay()
         self.gpu.copy(list(captured.slots.values()), [inputs[index] for index in captured.slots])
         captured.recording.replay()
         returned: list[torch.Tensor | None] = list(captured.outputs)
@@ -253,6 +256,15 @@ class CudaExecutable:
             returned[index] = inputs[place]
         inputs.clear()
         return returned
+
+    def _order_after_last_replay(self) -> None:
+        """Let the caller's stream wait for the one of the last replay, which worked in the same memory."""
+        stream, last = self.gpu.caller_stream(), self.shared.stream
+        if last is not None and last != stream:
+            event = self.gpu.new_event()
+            self.gpu.record(event, last)
+            self.gpu.wait(event, stream)
+        self.shared.stream = stream
 
     def _segments_by_lane(self) -> dict[LaneId, tuple[SegmentId, ...]]:
         return {

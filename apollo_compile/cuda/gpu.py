@@ -178,7 +178,7 @@ class TorchGpu:
             work(self._capture_stream)
         if keep_graph:
             graph.instantiate()
-        return TorchRecording(graph, pool, self.device)
+        return TorchRecording(graph, pool)
 
     def copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
         """Copy in as few launches as torch can."""
@@ -193,19 +193,12 @@ class TorchGpu:
 class TorchRecording:
     """A CUDA graph of torch."""
 
-    def __init__(self, graph: torch.cuda.CUDAGraph, pool: Any, device: torch.device) -> None:
+    def __init__(self, graph: torch.cuda.CUDAGraph, pool: Any) -> None:
         self.graph = graph
         self._pool = pool
-        self._device = device
-        self._last: Stream | None = None
-        """The stream of the last replay."""
 
     def replay(self) -> None:
-        """Launch the graph, after the last launch of it wherever that was: it must not run beside itself."""
-        stream = torch.cuda.current_stream(self._device)
-        if self._last is not None and self._last != stream:
-            stream.wait_stream(self._last)
-        self._last = stream
+        """Launch the graph on torch's current stream, random numbers included."""
         self.graph.replay()
 
     def bytes_on(self, stream: Stream) -> int:

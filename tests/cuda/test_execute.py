@@ -412,6 +412,17 @@ def test_a_lane_over_its_memory_quota_is_refused_by_name_before_it_is_replayed(g
     assert over.num_replays == 0 and over.lane_memory == ()
 
 
+def test_replays_from_different_streams_take_turns(gpu: FakeGpu) -> None:
+    """They work in the same memory: the second waits for the first before it copies anything in."""
+    executable = two_towers(gpu)
+    weight = warm_up(executable)
+    executable.run([torch.randn(4), weight])
+    gpu.log.clear()
+    gpu.caller = "another stream"
+    executable.run([torch.randn(4), weight])
+    assert gpu.log == [("record", CALLER), ("wait", "another stream"), ("copy", "1"), ("replay",), ("copy", "1")]
+
+
 def test_streams_of_the_caller_may_change(gpu: FakeGpu) -> None:
     """Lanes fork from whatever it is."""
     executable = two_towers(gpu)
