@@ -130,7 +130,8 @@ class CompiledGraph:
     """One FX graph, compiled in segments: callable as AOTAutograd calls it, with a list that it empties.
 
     Its first runs are measured. When they say that the plan rests on wrong durations, it is planned again with the
-    measured ones, up to `MAX_REPLANS` times, each time after `OBSERVED_RUNS` runs of the plan at hand. Then its plan is
+    measured ones, up to `MAX_REPLANS` times, each time after `OBSERVED_RUNS` runs of the plan at hand. On a GPU, where
+    a run does not tell when its segments ran, the second call times every body on every quota instead. Then its plan is
     final, and the model's `Selection` may make it run another way.
 
     No slots: AOTAutograd wraps the callable of a backward and finds `_boxed_call` in its `__dict__`.
@@ -164,14 +165,15 @@ class CompiledGraph:
         self._observations = self.compilation.observations
         self._runs = 0
         self._learning = threading.Lock()
-        is_fixed = not self.config.plan.replan or self.config.plan.planner == "serial"
-        self._is_settled = is_fixed or self.gpu is not None  # a CUDA graph does not tell when its segments ran
+        self._is_settled = not self.config.plan.replan or self.config.plan.planner == "serial"
         self._others: dict[str, Run] = {}
         self._run: Run
         self.adopt(self.compilation)
 
     def __call__(self, inputs: list[Any]) -> Sequence[Any]:
         """Run the graph once and return its outputs."""
+        if self.gpu is not None and self.has_run and not self._is_settled and not self.gpu.is_capturing():
+            self._measure_bodies(inputs)
         if self.selection is None or (self.gpu is not None and (self.selection.is_settled or self.gpu.is_capturing())):
             outputs = self._run(inputs)
         else:
@@ -180,7 +182,7 @@ class CompiledGraph:
             outputs = self._run(inputs)
             self.selection.leave(self, self._now_ns() - begin)
         self.has_run = True
-        if not self._is_settled and self.way == PLAN:
+        if not self._is_settled and self.way == PLAN and self.gpu is None:
             self._learn()
         return outputs
 
@@ -317,6 +319,26 @@ class CompiledGraph:
         if self.num_replans == MAX_REPLANS or old.plan.pinned or not should_replan(old.plan, old.costs, costs):
             self._is_settled = True
             return
+        self._plan_again()
+
+    def _measure_bodies(self, inputs: Sequence[torch.Tensor]) -> None:
+        """On a GPU: time every body on every quota, then plan again; what was planned before came from formulas."""
+        if not self._learning.acquire(blocking=False):
+            return
+        try:
+            if isinstance(self.executable, CudaExecutable) and not self.compilation.plan.pinned:
+                self._observations = self.executable.measure(inputs)
+                self._plan_again()
+        except Exception as error:  # training goes on with the plan it has
+            if self.config.debug.strict:
+                raise
+            _logger.warning("%s keeps its plan: %s: %s", self.compilation.capture.name, type(error).__name__, error)
+        finally:
+            self._is_settled = True
+            self._learning.release()
+
+    def _plan_again(self) -> None:
+        old = self.compilation
         begin = time.perf_counter_ns()
         new = plan_partition(
             old.capture,

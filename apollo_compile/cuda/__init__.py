@@ -3,6 +3,7 @@
     gpu.py       the one interface to torch.cuda and to the driver; tests put a recording stand-in behind it
     launch.py    a program as the host launches it: one order over all lanes, forks, joins, waits
     execute.py   Program + bodies -> CudaExecutable: lanes at first, one CUDA graph afterwards
+    measure.py   how long every body takes on every quota
     quota.py     bytes that every lane took, against what it may take
     census_kernel.py  the kernel that tells on which SM it runs
     examine.py   what this GPU, driver and torch can do, shown by running it

@@ -32,10 +32,11 @@ import torch
 
 from apollo_compile.cuda.gpu import Gpu, Recording, Stream
 from apollo_compile.cuda.launch import Launcher
+from apollo_compile.cuda.measure import measure_bodies
 from apollo_compile.cuda.quota import LaneMemory, account
 from apollo_compile.errors import MemoryQuotaError, UnsupportedGraphError
 from apollo_compile.inductor import CompiledBody, storage_uses
-from apollo_compile.ir import LaneId, Launch, Program, Role, SegmentGraph, SegmentId, Trace
+from apollo_compile.ir import LaneId, Launch, Observations, Program, Role, SegmentGraph, SegmentId, Trace
 
 _logger = logging.getLogger(__name__)
 
@@ -155,6 +156,20 @@ class CudaExecutable:
                 if self._captured is not None and self._captured.can_replay(inputs):
                     return self._replay(self._captured, inputs)
             return self._launch(inputs)
+
+    def measure(self, inputs: Sequence[torch.Tensor]) -> Observations:
+        """Return how long every body takes on every number of units that a lane has, for these inputs.
+
+        Raises:
+            UnsupportedGraphError: it is not known what the graph writes to, so that it cannot be run for this alone.
+            Exception: something cannot be captured.
+        """
+        written = self.contract.written_inputs
+        if written is None:
+            raise UnsupportedGraphError(f"{self.graph.name} writes to other tensors than its inputs; it is not timed")
+        with self._lock:
+            functions = [body.function for body in self.bodies]
+            return measure_bodies(self.graph, functions, self.program.lanes, self.gpu, inputs, written=written)
 
     def trace(self) -> Trace:
         """Return no spans: a replay does not tell when its segments ran."""

@@ -16,6 +16,7 @@ from apollo_compile import _native
 from apollo_compile.errors import CudaError
 from apollo_compile.inductor import clear_workspaces
 from apollo_compile.ir import Lane
+from apollo_compile.units import NS_PER_MS
 
 Stream = Any
 Event = Any
@@ -49,6 +50,15 @@ class Gpu(Protocol):
 
     def new_event(self) -> Event:
         """Return an event that nothing has recorded yet."""
+
+    def new_timer(self) -> Event:
+        """Return an event that tells the time, at every replay if it is recorded in a capture."""
+
+    def elapsed_ns(self, begin: Event, end: Event) -> int:
+        """Return the nanoseconds between two timers that were passed."""
+
+    def random_numbers_kept(self) -> contextlib.AbstractContextManager[None]:
+        """Put the generators of random numbers back at the end of a `with`."""
 
     def record(self, event: Event, stream: Stream) -> None:
         """Let `event` stand for everything launched on `stream` so far."""
@@ -145,6 +155,21 @@ class TorchGpu:
     def new_event(self) -> Event:
         """Return an event without timing, which is the cheap kind."""
         return torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+    def new_timer(self) -> Event:
+        """Return an event that becomes a node of a captured graph."""
+        return torch.cuda.Event(enable_timing=True, external=True)  # type: ignore[no-untyped-call]
+
+    def elapsed_ns(self, begin: Event, end: Event) -> int:
+        """Return the time between them, which the device resolves to half a microsecond."""
+        elapsed_ms: float = begin.elapsed_time(end)
+        return round(elapsed_ms * NS_PER_MS)
+
+    @contextlib.contextmanager
+    def random_numbers_kept(self) -> Iterator[None]:
+        """Keep the generators of the CPU and of this device."""
+        with torch.random.fork_rng(devices=[self.device]):
+            yield
 
     def record(self, event: Event, stream: Stream) -> None:
         """Record the event."""

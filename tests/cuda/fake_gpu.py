@@ -11,10 +11,11 @@ A capture runs nothing: outputs hold poison until a replay fills them, always at
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -31,6 +32,7 @@ class FakeEvent:
     """An event: what was ordered before it, and in which capture it was recorded."""
 
     clock: Counter[str] | None = None
+    at_ns: int = 0
     capture: object = None
 
 
@@ -39,6 +41,8 @@ class _Memory:
     """Memory of one tensor: who reads it, at which time of which stream."""
 
     stream: str
+    capture: object
+    """The capture that allocated it; readers in another one run when that is replayed, on the caller's stream."""
     readers: list[tuple[str, int]] = field(default_factory=list)
 
 
@@ -86,6 +90,9 @@ class FakeGpu:
         self._alive: dict[int, _Memory] = {}
         self._freed: dict[str, list[_Memory]] = defaultdict(list)
         self.is_captured_by_user = False
+        self.ns_by_stream: dict[str, int] = {}
+        """How long a body takes on a stream; 1 us where it is not said."""
+        self._now_ns = 0
 
     def caller_stream(self) -> str:
         """Return the caller's stream."""
@@ -109,11 +116,27 @@ class FakeGpu:
         """Return a new event."""
         return FakeEvent()
 
+    def new_timer(self) -> FakeEvent:
+        """Return a new event; every event tells the time."""
+        return FakeEvent()
+
+    def elapsed_ns(self, begin: FakeEvent, end: FakeEvent) -> int:
+        """Return the time between them."""
+        assert begin.clock is not None and end.clock is not None
+        return end.at_ns - begin.at_ns
+
+    @contextlib.contextmanager
+    def random_numbers_kept(self) -> Iterator[None]:
+        """Keep the generator of the CPU."""
+        with torch.random.fork_rng(devices=[]):
+            yield
+
     def record(self, event: FakeEvent, stream: str) -> None:
         """Keep the stream's clock."""
         self._enter(stream)
         self.log.append(("record", stream))
         event.clock, event.capture = Counter(self._clocks[stream]), self._capture
+        event.at_ns = self._now_ns
 
     def wait(self, event: FakeEvent, stream: str) -> None:
         """Take the event's clock over."""
@@ -128,6 +151,7 @@ class FakeGpu:
         """Run the body; in a capture, keep what it reads and writes, and undo it."""
         self._enter(stream)
         self.log.append(("launch", stream))
+        self._now_ns += self.ns_by_stream.get(stream, 1_000)
         clock = self._clocks[stream]
         clock[stream] += 1
         for memory in self._freed.pop(stream, []):  # what a new tensor of this stream may be given
@@ -135,14 +159,14 @@ class FakeGpu:
                 if clock[reader] < time:
                     self.races.append(f"memory of {stream} is used again while {reader} reads it")
         for tensor in inputs:
-            if id(tensor) in self._alive:
+            if id(tensor) in self._alive and self._alive[id(tensor)].capture is self._capture:
                 self._alive[id(tensor)].readers.append((stream, clock[stream]))
         outputs = list(
             body(inputs) if self._capture is None else self._call_in_capture(self._capture, body, inputs, stream)
         )
         for tensor in outputs:
             if id(tensor) not in self._alive:
-                self._alive[id(tensor)] = _Memory(stream)
+                self._alive[id(tensor)] = _Memory(stream, self._capture)
                 weakref.finalize(tensor, self._free, id(tensor))
         return outputs
 

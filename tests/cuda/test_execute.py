@@ -412,6 +412,34 @@ def test_a_lane_over_its_memory_quota_is_refused_by_name_before_it_is_replayed(g
     assert over.num_replays == 0 and over.lane_memory == ()
 
 
+def test_bodies_are_timed_on_every_quota_without_a_trace(gpu: FakeGpu) -> None:
+    """On the whole device and on the first lane of every other size; nothing is written, no random number drawn."""
+
+    def count(x: torch.Tensor, counter: torch.Tensor) -> torch.Tensor:
+        counter.add_(1)
+        return x * torch.rand(4)
+
+    gpu.ns_by_stream = {"origin of the capture": 500, "lane 1": 900}
+    executable = two_towers(gpu, count, torch.sin, torch.add, static=(), written=(1,))
+    counter, x = torch.zeros(4), torch.randn(4)
+    torch.manual_seed(1)
+    observations = executable.measure([x, counter])
+    assert [(each.body, each.units, each.median_ns, each.count) for each in observations.entries] == [
+        (0, 1, 900, 5),
+        (0, 2, 500, 5),
+        (1, 1, 900, 5),
+        (1, 2, 500, 5),
+        (2, 1, 900, 5),
+        (2, 2, 500, 5),
+    ]
+    assert torch.equal(counter, torch.zeros(4)) and not gpu.races
+    after = torch.rand(1)
+    torch.manual_seed(1)
+    assert torch.equal(after, torch.rand(1))
+    with pytest.raises(UnsupportedGraphError, match="test writes to other tensors than its inputs; it is not timed"):
+        two_towers(gpu, written=None).measure([x, counter])
+
+
 def test_replays_from_different_streams_take_turns(gpu: FakeGpu) -> None:
     """They work in the same memory: the second waits for the first before it copies anything in."""
     executable = two_towers(gpu)

@@ -19,6 +19,7 @@ from apollo_compile.config import load_config
 from apollo_compile.cuda.execute import CudaExecutable
 from apollo_compile.device import load_profile
 from apollo_compile.inductor import compile_with_inductor, keep_with
+from apollo_compile.ir import CostSource
 from apollo_compile.select import INDUCTOR, PLAN, SERIAL, STREAMS
 from tests.cuda.fake_gpu import FakeGpu
 from tests.end_to_end.models import Tower, TwoTowers, assert_same_training, train, two_tower_inputs
@@ -28,6 +29,7 @@ OPTIONS = {
     "plan.contest": False,
     "plan.min_gain": 0.0,
     "plan.planner": "greedy",
+    "plan.replan": False,
     "partition.granularity": "module",
 }
 
@@ -87,10 +89,24 @@ def test_training_replays_and_is_as_in_eager(compiler: Compiler) -> None:
     expected = train(model, loss_of(inputs), steps=7)
     assert_same_training(expected, train(model, loss_of(inputs), steps=7, backend=compiler))
     forward, backward = compiler.executables
-    compiler.check(
-        replays=[5, 5]
-    )  # what the forward keeps moves when it is captured, so the backward comes a step later
+    compiler.check(replays=[5, 5])
     assert len({lane for each in (forward, backward) for lane in each._launcher.streams}) >= 2
+
+
+def test_measured_times_change_the_plan() -> None:
+    """Lanes that take a hundred times as long as the whole device are not used; the numbers stay those of eager."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    compiler = Compiler(**{"plan.replan": True})
+    compiler.gpu.ns_by_stream = {f"lane {lane}": 100_000 for lane in range(1, 5)}
+    model, inputs = TwoTowers(depth=1), two_tower_inputs()
+    expected = train(model, loss_of(inputs), steps=6)
+    assert_same_training(expected, train(model, loss_of(inputs), steps=6, backend=compiler))
+    for graph in compiler.models[0].graphs:
+        assert graph.num_replans == 1 and graph.is_settled
+        assert {mode.source for modes in graph.compilation.costs.modes for mode in modes} == {CostSource.MEASURED}
+        assert all(assignment.lane == 0 for assignment in graph.compilation.plan.assignments)
+    assert not compiler.gpu.races
 
 
 def test_masks_under_replay_are_those_of_runs_on_lanes(compiler: Compiler) -> None:
