@@ -18,6 +18,7 @@ OPTIONS = {
     "plan.contest": False,
     "plan.min_gain": 0.0,
     "plan.planner": "greedy",
+    "plan.replan": False,  # formulas give small models lanes, whether or not these gain by them
 }
 
 
