@@ -254,7 +254,9 @@ def _check_value(fx_node: fx.Node, device: torch.device) -> None:
 
 def _check_tensor(fx_node: fx.Node, value: torch.Tensor, device: torch.device) -> None:
     if value.device != device:
-        lanes = "lanes run on the CPU only" if device.type == "cpu" else f"all lanes of this graph are on {device}"
+        lanes = f"all lanes of this graph are on {device}"
+        if device.type == "cpu":
+            lanes = "lanes run on the CPU only, unless option 'device.cuda_lanes' is on"
         raise UnsupportedGraphError(f"{fx_node.name} is on device {value.device}; {lanes}")
     if value.layout is not torch.strided:
         raise UnsupportedGraphError(f"{fx_node.name} has layout {value.layout}; segments take strided tensors only")
