@@ -72,5 +72,5 @@ $(VENV)/tools: constraints.txt | $(VENV)/created
 # torch first and by exact version: to resolve a range, pip would fetch gigabytes.
 $(VENV)/installed: pyproject.toml constraints.txt $(NATIVE_SOURCES) | $(VENV)/tools
 	$(BIN)/python -m pip install -q -c constraints.txt torch==$(shell sed -n 's/^torch==//p' constraints.txt)
-	$(BIN)/python -m pip install -q -c constraints.txt '.[bench,test,dev]'
+	$(BIN)/python -m pip install -q -c constraints.txt '.[bench,test,docs,dev]'
 	touch $@

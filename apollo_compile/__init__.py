@@ -11,11 +11,18 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from apollo_compile.backend import report
     from apollo_compile.config import known_options
+    from apollo_compile.dry_run import explain
+    from apollo_compile.reports.report import Report
 
-__all__ = ["known_options", "report"]
+__all__ = ["Report", "explain", "known_options", "report"]
 __version__ = "0.1.0"
 
-_HOMES = {"known_options": "apollo_compile.config", "report": "apollo_compile.backend"}
+_HOMES = {
+    "Report": "apollo_compile.reports.report",
+    "explain": "apollo_compile.dry_run",
+    "known_options": "apollo_compile.config",
+    "report": "apollo_compile.backend",
+}
 
 
 def __getattr__(name: str) -> Any:

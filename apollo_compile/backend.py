@@ -23,6 +23,7 @@ import torch
 from torch import fx
 
 from apollo_compile import check, text
+from apollo_compile.breaks import find_break
 from apollo_compile.config import Config, load_config
 from apollo_compile.cuda.execute import Contract, CudaExecutable, ModelMemory
 from apollo_compile.cuda.gpu import Gpu, TorchGpu
@@ -53,11 +54,14 @@ from apollo_compile.passes.cost import estimate_costs
 from apollo_compile.passes.plan import make_plan
 from apollo_compile.pipeline import Compilation, compile_capture, compile_plan, plan_partition
 from apollo_compile.plan_file import FILE_NAME, save_plan
-from apollo_compile.reports.summary import Report, summarize
+from apollo_compile.reports.report import BreakSummary, Report
+from apollo_compile.reports.summary import GraphSummary, summarize
 from apollo_compile.select import INDUCTOR, PLAN, SERIAL, STREAMS, Selection, Verdict
 from apollo_compile.units import format_ns
 
 _logger = logging.getLogger(__name__)
+
+_CPU = torch.device("cpu")
 
 SKIPPED_RUNS = 1
 """Runs of a new plan that are not measured: caches and threads are cold."""
@@ -108,11 +112,12 @@ def apollo(
     model = CompiledModel(
         number=next(_graph_numbers[config.debug.dump]),
         config=config,
-        profile=_profile(config) if gpu is None else _gpu_profile(gpu, config),
-        device=torch.device("cpu") if gpu is None else gpu.device,
+        profile=select_profile(config) if gpu is None else _gpu_profile(gpu, config),
+        device=_CPU if gpu is None else gpu.device,
         gpu=gpu,
         inputs=tuple(weakref.ref(item) for item in example_inputs if isinstance(item, torch.Tensor)),
     )
+    model.ended_by = find_break(graph_module, model.name)
     compiled = compile_with_inductor(
         graph_module, example_inputs, model.compile_graph, recompute_masks=config.runtime.recompute_masks
     )
@@ -367,7 +372,7 @@ class CompiledModel:
     inputs: tuple[weakref.ref[torch.Tensor], ...]
     """Tensors that it was compiled for; a module's parameters are among them, so a report finds its graphs."""
     graphs: list[CompiledGraph] = field(default_factory=list)
-    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    device: torch.device = _CPU
     """Where its tensors are, if it is to run on lanes."""
     gpu: Gpu | None = None
     """The lanes' device; None for CPU lanes."""
@@ -375,6 +380,10 @@ class CompiledModel:
     """By way, what the graphs share on a GPU."""
     handed_over: list[tuple[str, str]] = field(default_factory=list)
     """Name and reason of every graph that went to Inductor whole."""
+    left: list[Compilation] = field(default_factory=list)
+    """Those of them that have a plan, but one that is not worth compiling."""
+    ended_by: BreakSummary | None = None
+    """What broke the Dynamo graph off; None where it ended with the function."""
     selection: Selection = field(init=False)
 
     def __post_init__(self) -> None:
@@ -388,7 +397,7 @@ class CompiledModel:
 
     def compile_graph(self, graph_module: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
         """Compile one graph after AOTAutograd; `kwargs` are those of Inductor's inner compiler."""
-        role = _role(kwargs)
+        role = role_of(kwargs)
         name = f"{self.name}_{role}"
         try:
             adopt_layouts(graph_module, example_inputs)
@@ -411,25 +420,15 @@ class CompiledModel:
     ) -> CompiledGraph:
         begin = time.perf_counter_ns()
         config = self.config
-        dump = config.debug.dump / name if config.debug.dump is not None else None
-        runner = StageRunner(dump)
-        capture = runner.run(
-            "capture",
-            capture_graph,
-            graph_module,
-            name=name,
-            role=role,
-            device=self.device,
-            check=check.check_capture,
-            text=text.format_capture,
+        compilation = plan_graph(
+            graph_module, name=name, role=role, profile=self.profile, config=config, device=self.device
         )
-        compilation = compile_capture(capture, profile=self.profile, config=config, runner=runner)
-        if dump is not None:
-            save_plan(compilation.plan, compilation.partition.graph, dump / FILE_NAME)
         planned = time.perf_counter_ns()
+        reason = reason_to_leave(compilation, config)
+        if reason is not None:
+            self.left.append(compilation)
+            raise NothingToGainError(reason)
         is_contested = _is_contested(compilation.plan, config)
-        if is_contested and not _uses_lanes(compilation.plan) and _wrapper_share(compilation) < WORTH_NATIVE:
-            raise NothingToGainError(_nothing_to_gain(compilation.plan))
         original = clone_graph(graph_module) if is_contested else None
         contract = Contract(
             static_inputs=frozenset(kwargs.get("static_input_idxs") or ()),
@@ -452,6 +451,46 @@ class CompiledModel:
         return graph
 
 
+def plan_graph(
+    graph_module: fx.GraphModule,
+    *,
+    name: str,
+    role: Role,
+    profile: DeviceProfile,
+    config: Config,
+    device: torch.device = _CPU,
+) -> Compilation:
+    """Take a graph after AOTAutograd through all stages up to the program, and dump it if `debug.dump` says so.
+
+    Raises:
+        UnsupportedGraphError: the graph has something that segments cannot express.
+    """
+    dump = config.debug.dump / name if config.debug.dump is not None else None
+    runner = StageRunner(dump)
+    capture = runner.run(
+        "capture",
+        capture_graph,
+        graph_module,
+        name=name,
+        role=role,
+        device=device,
+        check=check.check_capture,
+        text=text.format_capture,
+    )
+    compilation = compile_capture(capture, profile=profile, config=config, runner=runner)
+    if dump is not None:
+        save_plan(compilation.plan, compilation.partition.graph, dump / FILE_NAME)
+    return compilation
+
+
+def reason_to_leave(compilation: Compilation, config: Config) -> str | None:
+    """Return why a graph is better left to Inductor from the start; None where its plan is worth compiling."""
+    is_worth_it = _uses_lanes(compilation.plan) or _wrapper_share(compilation) >= WORTH_NATIVE
+    if is_worth_it or not _is_contested(compilation.plan, config):
+        return None
+    return _nothing_to_gain(compilation.plan)
+
+
 _models: weakref.WeakValueDictionary[int, CompiledModel] = weakref.WeakValueDictionary()
 """Compiled models by age; each lives as long as Dynamo keeps the function that was compiled for it."""
 
@@ -471,14 +510,21 @@ def report(model: torch.nn.Module) -> Report:
     """
     found = find_models(model)
     return Report(
-        graphs=tuple(
-            summarize(graph.compilation, graph.trace(), num_replans=graph.num_replans, way=graph.way_of_plan)
-            for entry in found
-            for graph in entry.graphs
-        ),
+        graphs=tuple(graph for entry in found for graph in _summarize(entry)),
         verdicts=tuple((entry.name, entry.selection.verdict) for entry in found if entry.selection.verdict),
         handed_over=tuple(reason for entry in found for reason in entry.handed_over),
+        breaks=tuple(entry.ended_by for entry in found if entry.ended_by is not None),
     )
+
+
+def _summarize(model: CompiledModel) -> list[GraphSummary]:
+    """Return the numbers of a model's graphs, those that Inductor runs included: forward before backward."""
+    graphs = [
+        summarize(graph.compilation, graph.trace(), num_replans=graph.num_replans, way=graph.way_of_plan)
+        for graph in model.graphs
+    ]
+    graphs += [summarize(left, Trace(spans=(), duration_ns=0), way=INDUCTOR) for left in model.left]
+    return sorted(graphs, key=lambda graph: graph.role is Role.BACKWARD)
 
 
 def is_settled(module: torch.nn.Module) -> bool:
@@ -533,13 +579,19 @@ def _compile_bodies(
     return compile_bodies(pieces, native=config.runtime.native_bodies and device.type == "cpu", **kwargs)
 
 
-def _role(kwargs: Mapping[str, Any]) -> Role:
+def role_of(kwargs: Mapping[str, Any]) -> Role:
+    """Return the role of a graph from what AOTAutograd passes with it."""
     if kwargs.get("is_backward"):
         return Role.BACKWARD
     return Role.INFERENCE if kwargs.get("is_inference") else Role.FORWARD
 
 
-def _profile(config: Config) -> DeviceProfile:
+def select_profile(config: Config) -> DeviceProfile:
+    """Return the profile that graphs are planned for.
+
+    Raises:
+        ConfigError: the profile or the number of units that was asked for cannot be used here.
+    """
     units = available_units()
     if config.device.profile is not None:
         profile = load_profile(config.device.profile)

@@ -259,8 +259,8 @@ def check_costs(costs: CostTable, graph: SegmentGraph) -> None:
         at = _segment(graph, SegmentId(index))
         if not modes or units != sorted(set(units)) or units[0] < 1:
             _fail("cost table", f"expected at least one mode, units ascending from 1, got units {units}", at)
-        if wrong := [mode for mode in modes if not 0 <= mode.memory_share <= 1]:
-            _fail("cost table", f"expected shares of waiting for memory between 0 and 1, got {wrong}", at)
+        if wrong := [mode for mode in modes if not (0 <= mode.memory_share <= 1 and 0 <= mode.launch_share <= 1)]:
+            _fail("cost table", f"expected shares of memory and launches between 0 and 1, got {wrong}", at)
         if wrong := [mode for mode in modes if mode.duration_ns < 1 or mode.memory_bytes < 0]:
             _fail("cost table", f"expected durations of at least 1 ns and sizes of at least 0, got {wrong}", at)
 

@@ -5,9 +5,11 @@ ApolloError
 |-- UnsupportedGraphError  this graph cannot be run in segments; the backend hands it to Inductor
 |-- NothingToGainError     no plan is worth running this graph in segments; the backend hands it to Inductor
 |-- PlanFileError          a plan file cannot be read, or is for another graph or device
+|-- ReportFileError        a file is no report
 |-- InfeasiblePlanError    no plan keeps the memory quota
 |-- CudaError              the CUDA driver refused a call, or cannot do what lanes need
 |-- MemoryQuotaError       a lane took more memory than its quota
+|-- TargetError            a model or its inputs cannot be built or traced
 |-- CalibrationError       this machine cannot be measured as it is now
 |-- InvariantError         a product is not legal: a defect of ours, found by the check behind a stage
 `-- RuntimeClosedError     the runtime was used after it was closed, or from a forked child
@@ -38,6 +40,10 @@ class PlanFileError(ApolloError, ValueError):
     """A plan file cannot be read, or its plan is for another graph or other lanes."""
 
 
+class ReportFileError(ApolloError, ValueError):
+    """A text or file is no report, or of another form."""
+
+
 class InfeasiblePlanError(ApolloError):
     """No schedule keeps every limit; the message says which limit and what needs most."""
 
@@ -48,6 +54,10 @@ class CudaError(ApolloError, RuntimeError):
 
 class MemoryQuotaError(ApolloError):
     """A lane took more memory than its quota; the message names the lane, its segments, and the bytes."""
+
+
+class TargetError(ApolloError):
+    """A model and its inputs cannot be built, copied or traced; the message says which and why."""
 
 
 class CalibrationError(ApolloError):

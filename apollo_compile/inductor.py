@@ -65,12 +65,18 @@ InnerCompile = Callable[..., Any]
 
 
 def compile_with_inductor(
-    graph_module: fx.GraphModule, example_inputs: Sequence[Any], inner_compile: InnerCompile, *, recompute_masks: bool
+    graph_module: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    inner_compile: InnerCompile,
+    *,
+    recompute_masks: bool,
+    backward_at_once: bool = False,
 ) -> Callable[..., Any]:
     """Run Inductor's front half on a Dynamo graph; `inner_compile(gm, inputs, **kwargs)` gets the post-AOT graphs.
 
     `recompute_masks` makes the min-cut partitioner recompute what is cheap in the backward instead of saving it.
     Inductor's CPU code that writes boolean masks is many times slower than code that recomputes them.
+    `backward_at_once` compiles the backward with the forward instead of when it is first called.
     """
     patches: dict[str, Any] = {
         "enable_autograd_cache": False,  # it would store our callable, which is bound to this process
@@ -79,6 +85,8 @@ def compile_with_inductor(
     }
     if recompute_masks:
         patches["recompute_views"] = True
+    if backward_at_once:
+        patches["force_non_lazy_backward_lowering"] = True
     with functorch_config.patch(patches):
         return compile_fx(graph_module, list(example_inputs), inner_compile=inner_compile)  # type: ignore[return-value]
 

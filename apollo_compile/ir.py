@@ -256,7 +256,9 @@ class Mode:
     """Bytes it allocates: outputs and workspace."""
     source: CostSource = CostSource.FORMULA
     memory_share: float = 0.0
-    """Share of the duration in which it waits for memory, 0 to 1; the rest is arithmetic."""
+    """Share of the duration in which it waits for memory, 0 to 1."""
+    launch_share: float = 0.0
+    """Share of it that launching the segment and its kernels takes, 0 to 1; the rest is arithmetic."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -17,6 +17,7 @@ from apollo_compile.ir import (
     CostTable,
     Instruction,
     Lane,
+    LaneId,
     Launch,
     MemoryPlan,
     Partition,
@@ -161,7 +162,7 @@ def format_plan(plan: Plan, graph: SegmentGraph) -> str:
     table = _table(rows, ("mark", "segment", "name", "lane", "units", "start ns", "end ns", "duration"), "llllrrrr")
     spans = [(a.segment, a.lane, a.start_ns, a.end_ns) for a in plan.assignments]
     head = "\n".join([title, ", ".join(search), *tried])
-    return f"{head}\n{_timeline(plan.lanes, spans, plan.makespan_ns)}\n\n{table}"
+    return f"{head}\n{draw_lanes(plan.lanes, spans, plan.makespan_ns)}\n\n{table}"
 
 
 def format_syncs(syncs: SyncPlan, graph: SegmentGraph, plan: Plan) -> str:
@@ -204,7 +205,7 @@ def format_program(program: Program, graph: SegmentGraph) -> str:
         f"program {program.name} ({counts})\ntakes {_buffers(program.inputs)}\nreturns {_buffers(program.outputs)}",
     ]
     for lane, instructions in zip(program.lanes, program.instructions, strict=True):
-        lines = [f"{_lane(lane)}:"]
+        lines = [f"{format_lane(lane)}:"]
         for instruction in instructions:
             lines.append(f"    {_instruction(instruction, graph, recorded)}")
         blocks.append("\n".join(lines if instructions else [*lines, "    idle"]))
@@ -262,38 +263,33 @@ def format_trace(trace: Trace, graph: SegmentGraph, plan: Plan) -> str:
     headers = ("mark", "segment", "name", "lane", "core", "start ns", "end ns", "measured", "planned", "ratio")
     spans = [(span.segment, span.lane, span.start_ns, span.end_ns) for span in trace.spans]
     title = f"trace {graph.name}: {format_ns(trace.duration_ns)}, planned {format_ns(plan.makespan_ns)}"
-    return f"{title}\n{_timeline(plan.lanes, spans, trace.duration_ns)}\n\n{_table(rows, headers, 'llllrrrrrr')}"
-
-
-def format_timeline(plan: Plan, trace: Trace | None) -> str:
-    """Return the lanes of a plan over time: as measured if there is a trace, else as planned."""
-    if trace is None:
-        spans = [(a.segment, a.lane, a.start_ns, a.end_ns) for a in plan.assignments]
-        return _timeline(plan.lanes, spans, plan.makespan_ns)
-    return _timeline(plan.lanes, [(s.segment, s.lane, s.start_ns, s.end_ns) for s in trace.spans], trace.duration_ns)
+    return f"{title}\n{draw_lanes(plan.lanes, spans, trace.duration_ns)}\n\n{_table(rows, headers, 'llllrrrrrr')}"
 
 
 # ------------------------------------------------------------------------------------------------------- pieces
 
 
-def _timeline(lanes: Sequence[Lane], spans: Iterable[tuple[int, int, int, int]], duration_ns: int) -> str:
-    """Return one row per lane; a segment is its mark, repeated for as long as it runs, and idle time is dots."""
-    rows = [["."] * TIMELINE_WIDTH for _ in lanes]
+def draw_lanes(lanes: Sequence[Lane], spans: Iterable[tuple[int, int, int, int]], duration_ns: int) -> str:
+    """Return one row per lane; a segment is its mark, repeated for as long as it runs, and idle time is dots.
+
+    A span is (segment, lane, start, end), with its lane's id.
+    """
+    rows = {lane.id: ["."] * TIMELINE_WIDTH for lane in lanes}
     for segment, lane, start, end in sorted(spans, key=lambda span: (span[2], span[0])):
         first = min(TIMELINE_WIDTH - 1, start * TIMELINE_WIDTH // max(1, duration_ns))
         last = min(TIMELINE_WIDTH, max(first + 1, end * TIMELINE_WIDTH // max(1, duration_ns)))
-        rows[lane][first:last] = _mark(segment) * (last - first)
-    labels = [_lane(lane) for lane in lanes]
+        rows[LaneId(lane)][first:last] = _mark(segment) * (last - first)
+    labels = [format_lane(lane) for lane in lanes]
     width = max(map(len, labels))
-    return "\n".join(f"{label:<{width}} |{''.join(row)}|" for label, row in zip(labels, rows, strict=True))
+    return "\n".join(f"{label:<{width}} |{''.join(row)}|" for label, row in zip(labels, rows.values(), strict=True))
 
 
 def _mark(segment: int) -> str:
     return _MARKS[segment % len(_MARKS)]
 
 
-def _lane(lane: Lane) -> str:
-    """Return e.g. `lane 1: 2 units 0-1`."""
+def format_lane(lane: Lane) -> str:
+    """Return e.g. `lane 1 (2 units: 0-1)`."""
     contiguous = lane.units == tuple(range(lane.units[0], lane.units[-1] + 1))
     span = f"{lane.units[0]}-{lane.units[-1]}" if contiguous and len(lane.units) > 1 else ",".join(map(str, lane.units))
     return f"lane {lane.id} ({_count(len(lane.units), 'unit')}: {span})"

@@ -307,9 +307,10 @@ def test_broken_costs_are_refused(row: tuple[object, ...], message: str) -> None
         check.check_costs(replace(COSTS, modes=(row, *COSTS.modes[1:])), GRAPH)  # type: ignore[arg-type]
 
 
-def test_a_share_of_waiting_for_memory_is_between_zero_and_one() -> None:
+@pytest.mark.parametrize("share", ("memory_share", "launch_share"))
+def test_a_share_of_memory_or_launches_is_between_zero_and_one(share: str) -> None:
     """It is a share of the duration."""
-    wrong = replace(COSTS.modes[0][0], memory_share=1.5)
+    wrong = replace(COSTS.modes[0][0], **{share: 1.5})  # type: ignore[arg-type]
     with pytest.raises(InvariantError, match="between 0 and 1"):
         check.check_costs(replace(COSTS, modes=((wrong, COSTS.modes[0][1]), *COSTS.modes[1:])), GRAPH)
 

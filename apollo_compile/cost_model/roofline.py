@@ -1,6 +1,6 @@
 """Duration of a segment from its work and the device profile: a roofline per kernel, summed, with fixed times on top.
 
-    predict(work, profile, units, ...) -> (duration_ns, memory_share)
+    predict(work, profile, units, ...) -> (duration_ns, memory_share, launch_share)
 
     duration     launch + tensor * (inputs + outputs) + sum of kernels
     kernel       kernel + parallel if units > 1 + cold if the body runs for the first time + arithmetic (+) memory
@@ -41,6 +41,8 @@ class Prediction(NamedTuple):
     """At least 1."""
     memory_share: float
     """Share of it in which the segment waits for memory, 0 to 1."""
+    launch_share: float
+    """Share of it that is fixed: launching the segment and its kernels, whatever their size."""
 
 
 class KernelTime(NamedTuple):
@@ -49,12 +51,14 @@ class KernelTime(NamedTuple):
     total_ns: float
     memory_ns: float
     """Part of the total that is spent on bytes."""
+    fixed_ns: float
+    """Part of the total that does not depend on the size of the kernel."""
 
 
 def predict(
     work: Work, profile: DeviceProfile, units: int, *, num_tensors: int = 0, footprint: int = 0, is_first: bool = False
 ) -> Prediction:
-    """Return the expected duration of `work` on `units` units, and how much of it is spent on bytes.
+    """Return the expected duration of `work` on `units` units, and how much of it is spent on bytes and on launches.
 
     Arguments:
         work: of one segment.
@@ -65,12 +69,16 @@ def predict(
         is_first: whether its body did not run before in the same program.
     """
     total_ns, memory_ns = float(profile.launch_ns + profile.tensor_ns * num_tensors), 0.0
+    fixed_ns = total_ns
     cold_ns = profile.cold_ns if is_first else 0
     for kernel in _kernels(work):
         time = predict_kernel(kernel, profile, units, footprint=footprint)
         total_ns += kernel.count * (time.total_ns + cold_ns)
         memory_ns += kernel.count * time.memory_ns
-    return Prediction(max(1, round(total_ns)), round(memory_ns / total_ns, 3) if total_ns else 0.0)
+        fixed_ns += kernel.count * (time.fixed_ns + cold_ns)
+    if not total_ns:
+        return Prediction(1, 0.0, 0.0)
+    return Prediction(max(1, round(total_ns)), round(memory_ns / total_ns, 3), round(fixed_ns / total_ns, 3))
 
 
 def predict_kernel(kernel: Kernel, profile: DeviceProfile, units: int, *, footprint: int = 0) -> KernelTime:
@@ -85,13 +93,15 @@ def _on_cuda(kernel: Kernel, profile: DeviceProfile, units: int, footprint: int)
     arithmetic_ns = _arithmetic_ns(kernel, profile, units) / _wave_efficiency(kernel.tiles, units)
     memory_ns = _memory_ns(kernel, profile, units, footprint)
     bound_ns = max(arithmetic_ns, memory_ns)
-    return KernelTime(profile.kernel_ns + bound_ns, bound_ns if memory_ns > arithmetic_ns else 0.0)
+    return KernelTime(
+        profile.kernel_ns + bound_ns, bound_ns if memory_ns > arithmetic_ns else 0.0, float(profile.kernel_ns)
+    )
 
 
 def _on_cpu(kernel: Kernel, profile: DeviceProfile, units: int, footprint: int) -> KernelTime:
     memory_ns = _memory_ns(kernel, profile, units, footprint)
     fixed_ns = profile.kernel_ns + (profile.parallel_ns if units > 1 else 0)
-    return KernelTime(fixed_ns + _arithmetic_ns(kernel, profile, units) + memory_ns, memory_ns)
+    return KernelTime(fixed_ns + _arithmetic_ns(kernel, profile, units) + memory_ns, memory_ns, float(fixed_ns))
 
 
 def _arithmetic_ns(kernel: Kernel, profile: DeviceProfile, units: int) -> float:

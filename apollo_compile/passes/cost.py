@@ -12,7 +12,8 @@ Equal segments share a body, so one measured layer prices all layers like it. A 
 first with its body: the code of a body is cold when it runs for the first time in a step.
 
 The share of the duration that is spent on bytes is always the formula's: it says how much a neighbour that uses the
-memory slows the segment, which is the planner's business (`planner/simulate.py`).
+memory slows the segment, which is the planner's business (`planner/simulate.py`). So is the share of launches, which
+only reports read.
 
 Guarantees: at least one mode per segment, ascending in units, every duration at least 1 ns (so that starts order
 segments strictly). Leaves to others: what segments do to each other when they run side by side.
@@ -64,6 +65,7 @@ def estimate_costs(graph: SegmentGraph, profile: DeviceProfile, observations: Ob
             memory_bytes=sum(graph.buffers[buffer].num_bytes for buffer in segment.outputs),
             source=source,
             memory_share=prediction.memory_share,
+            launch_share=prediction.launch_share,
         )
 
     return CostTable(

@@ -5,73 +5,108 @@ Report -> str
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
 from tabulate import tabulate
 
-from apollo_compile.reports.summary import GraphSummary, Report
+from apollo_compile.ir import Lane, LaneId
+from apollo_compile.reports.words import describe
 from apollo_compile.select import PLAN, Verdict
-from apollo_compile.text import mark_source
+from apollo_compile.text import draw_lanes, mark_source
 from apollo_compile.units import format_bytes, format_ns
+
+if TYPE_CHECKING:
+    from apollo_compile.reports.report import BreakSummary, Report
+    from apollo_compile.reports.summary import GraphSummary
+
+NOTHING_YET = "nothing compiled for this model has run yet: call the compiled model first"
 
 
 def render_text(report: Report) -> str:
-    """Return one block per graph, and a line per graph that Inductor runs."""
-    blocks = [_render_graph(graph) for graph in report.graphs]
+    """Return one block per graph, then why graphs went to Inductor, who won the contest, and where graphs break."""
+    blocks = [_render_graph(graph, report) for graph in report.graphs]
     blocks += [f"{name}: runs in Inductor, whole\n  because {reason}" for name, reason in report.handed_over]
     blocks += [f"{name}: chosen by measuring\n{_render_verdict(verdict)}" for name, verdict in report.verdicts]
-    if not blocks:
-        return "nothing compiled for this model has run yet: call the compiled model first"
-    return "\n\n".join(blocks)
+    blocks += [_render_break(found) for found in report.breaks]
+    return "\n\n".join(blocks) or NOTHING_YET
 
 
-def _render_graph(graph: GraphSummary) -> str:
-    gain = graph.serial_ns / graph.predicted_ns if graph.predicted_ns else 1.0
+def _render_graph(graph: GraphSummary, report: Report) -> str:
     lines = [
         f"{graph.name}: {len(graph.segments)} segments ({graph.num_bodies} bodies) on {graph.num_lanes} "
         f"{'lane' if graph.num_lanes == 1 else 'lanes'}, {graph.origin} plan",
-        f"  predicted {format_ns(graph.predicted_ns)}; on one lane {format_ns(graph.serial_ns)} ({gain:.2f}x); "
+        f"  predicted {format_ns(graph.predicted_ns)}; on one lane {format_ns(graph.serial_ns)} ({graph.gain:.2f}x); "
         f"no plan is under {format_ns(graph.bound_ns)} (gap {graph.gap:.1%})",
-        f"  {_search(graph)}",
+        f"  {describe_search(graph)}",
+        f"  {describe_device(graph)}",
     ]
     if graph.way != PLAN:
-        lines.append(f"  does not run its plan now but {graph.way}; measured below is the plan's last run")
+        last = "; measured below is the plan's last run" if graph.measured else ""
+        lines.append(f"  does not run its plan now but {graph.way}{last}")
     if graph.num_lanes > 1:
         others = ", ".join(f"{name} {format_ns(ns)}" for name, ns in graph.baselines if name != "serial")
         lines.append(f"  by the rules of others: {others}")
-    if graph.measured_ns is not None and graph.overlap is not None and graph.busy is not None:
+    if graph.measured is not None:
         lines.append(
-            f"  measured  {format_ns(graph.measured_ns)}; two lanes or more at work {graph.overlap:.0%} of the time; "
-            f"units busy {graph.busy:.0%}"
+            f"  measured  {format_ns(graph.measured.duration_ns)}; two lanes or more at work "
+            f"{graph.measured.overlap:.0%} of the time; units busy {graph.measured.busy:.0%}"
         )
+    quota = "" if graph.memory_quota is None else f" of {format_bytes(graph.memory_quota)}"
     lines.append(
         f"  {graph.num_waits} waits between lanes ({graph.num_waits_dropped} more implied); "
-        f"planned peak between segments {format_bytes(graph.peak_bytes)}"
+        f"planned peak between segments {format_bytes(graph.peak_bytes)}{quota}"
     )
+    lanes = [Lane(id=LaneId(lane.id), units=lane.units) for lane in graph.lanes]
+    spans = [(bar.segment, bar.lane, bar.start_ns, bar.end_ns) for bar in graph.latest.bars]
+    timeline = draw_lanes(lanes, spans, graph.latest.duration_ns) if lanes else ""
+    words = "\n".join(f"  - {sentence}" for sentence in describe(graph, report)) if graph.segments else ""
+    parts = ["\n".join(lines), timeline, _render_segments(graph), words]
+    if graph.what_if:
+        parts.append(_render_what_if(graph))
+    return "\n\n".join(part for part in parts if part)
+
+
+def _render_segments(graph: GraphSummary) -> str:
     rows = [
         (
             segment.name,
             segment.lane,
-            segment.units,
+            f"{segment.units} of {segment.asked_units}",
             f"{format_ns(segment.predicted_ns)} {mark_source(segment.source)}".rstrip(),
             "" if segment.measured_ns is None else format_ns(segment.measured_ns),
+            format_ns(segment.waited_ns) if segment.waited_ns else "",
+            segment.bottleneck.value,
         )
         for segment in graph.segments
     ]
-    headers = ("segment", "lane", "quota (units)", "predicted", "measured")
-    table = tabulate(
-        rows, headers=headers, colalign=("left", "right", "right", "right", "right"), disable_numparse=True
-    )
-    return "\n".join([*lines, "", graph.timeline, "", table])
+    headers = ("segment", "lane", "units of asked", "predicted", "measured", "idle before", "bound by")
+    return _table(rows, headers, "lrrrrrl")
+
+
+def _render_what_if(graph: GraphSummary) -> str:
+    rows = [
+        (row.change, format_ns(row.serial_ns), format_ns(row.predicted_ns), f"{row.gain:.2f}x") for row in graph.what_if
+    ]
+    return _table(rows, ("what if", "on one lane", "planned", "gain"), "lrrr")
 
 
 def _render_verdict(verdict: Verdict) -> str:
     rows = [(standing.name, f"{standing.ratio:.3f}", standing.num_rounds) for standing in verdict.standings]
-    headers = ("way", "to the winner", "rounds")
-    table = tabulate(rows, headers=headers, colalign=("left", "right", "right"), disable_numparse=True)
     step = format_ns(round(verdict.standings[0].step_ns))
+    table = _table(rows, ("way", "to the winner", "rounds"), "lrr")
     return f"{table}\n{verdict.winner} takes {step} a step; measured in {verdict.num_steps} steps of the training loop"
 
 
-def _search(graph: GraphSummary) -> str:
+def _render_break(found: BreakSummary) -> str:
+    lines = [
+        f"graph break behind {found.graph}: {found.problem}",
+        f"  {found.file}:{found.line} in {found.function}: {found.code}",
+    ]
+    return "\n".join([*lines, *(f"  try: {remedy}" for remedy in found.remedies)])
+
+
+def describe_search(graph: GraphSummary) -> str:
     """Say where the plan comes from."""
     if graph.pinned:
         return "read from a plan file"
@@ -83,3 +118,16 @@ def _search(graph: GraphSummary) -> str:
     if graph.num_replans:
         parts.append(f"planned again from measured durations ({graph.num_replans}x)")
     return "; ".join(parts)
+
+
+def describe_device(graph: GraphSummary) -> str:
+    """Say what the plan is for, and where the constants come from."""
+    device = graph.device
+    units = "1 unit" if device.units == 1 else f"{device.units} units"
+    return f"for {device.name} ({device.kind}, {units}), profile {device.source}"
+
+
+def _table(rows: Sequence[Sequence[object]], headers: Sequence[str], align: str) -> str:
+    sides = tuple("left" if side == "l" else "right" for side in align)
+    table: str = tabulate(rows, headers=headers, colalign=sides if rows else None, disable_numparse=True)
+    return table

@@ -55,6 +55,14 @@ def test_the_memory_share_is_that_of_the_bytes() -> None:
     assert predict(Work(), replace(CPU, launch_ns=0), 1).memory_share == 0.0
 
 
+def test_the_launch_share_is_that_of_the_fixed_times() -> None:
+    """Of the segment, of its tensors, of its kernels, on several units and for cold code."""
+    work = Work(parts=(Kernel(flops=300, count=2), Kernel(flops=70)))
+    assert predict(work, CPU, 1).launch_share == round(130 / 800, 3)
+    assert predict(work, CPU, 2, num_tensors=4, is_first=True).launch_share == round(160 / 495, 3)
+    assert predict(Work(), CPU, 1).launch_share == 1.0
+
+
 def test_no_duration_is_zero() -> None:
     """Starts must order segments strictly."""
     assert predict(Work(), replace(CPU, launch_ns=0), 1).duration_ns == 1
@@ -85,8 +93,8 @@ def test_more_cores_never_make_a_kernel_slower(seed: int) -> None:
 def test_a_gpu_overlaps_arithmetic_and_bytes() -> None:
     """The longer of both counts, and only a kernel that waits for bytes has a memory share."""
     computing, moving = Kernel(flops=4000, bytes_moved=100), Kernel(flops=100, bytes_moved=4000)
-    assert predict_kernel(computing, CUDA, 1) == (10 + 4000, 0.0)
-    assert predict_kernel(moving, CUDA, 1) == (10 + 4000, 4000.0)
+    assert predict_kernel(computing, CUDA, 1) == (10 + 4000, 0.0, 10.0)
+    assert predict_kernel(moving, CUDA, 1) == (10 + 4000, 4000.0, 10.0)
 
 
 @pytest.mark.parametrize(

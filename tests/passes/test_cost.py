@@ -42,7 +42,7 @@ def test_tensors_and_the_footprint_count() -> None:
         is_first=True,
     )
     mode = estimate_costs(made, CPU, Observations()).modes[1][-1]
-    assert (mode.duration_ns, mode.memory_share) == expected
+    assert (mode.duration_ns, mode.memory_share, mode.launch_share) == expected
 
 
 def test_a_measured_median_replaces_the_formula_for_every_segment_with_that_body() -> None:

@@ -32,7 +32,8 @@ from apollo_compile.passes.memory import plan_memory
 from apollo_compile.passes.sync import eliminate_syncs
 from apollo_compile.pipeline import Compilation
 from apollo_compile.reports.render_text import render_text
-from apollo_compile.reports.summary import GraphSummary, Report, summarize
+from apollo_compile.reports.report import Report
+from apollo_compile.reports.summary import DeviceSummary, GraphSummary, Limit, Timeline, summarize
 from apollo_compile.select import INDUCTOR, PLAN, SERIAL, Standing, Verdict
 from tests.builders import costs, graph, plan
 
@@ -137,23 +138,23 @@ def test_a_plan_without_a_run_has_predictions_only() -> None:
     assert [segment.source for segment in summary.segments] == ["formula", "measured", "formula", "formula"]
     assert {segment.measured_ns for segment in summary.segments} == {None}
     assert (summary.predicted_ns, summary.serial_ns, summary.bound_ns) == (510, 560, 123)
-    assert (summary.measured_ns, summary.overlap, summary.busy) == (None, None, None)
+    assert summary.measured is None
+    assert [line.name for line in summary.timelines] == ["serial", "predicted"]
     assert summary.num_waits == len(made.syncs.waits) > 0
     assert summary.num_waits_dropped == len(made.syncs.dropped)
     assert summary.peak_bytes == made.memory.peak_bytes > 0
-    assert len(summary.timeline.splitlines()) == 3
 
 
 def test_a_run_adds_measured_numbers() -> None:
     """Figures done by hand; predictions stay."""
     made = compilation()
     summary = summarize(made, RUN)
-    assert summary.measured_ns == 1000
+    assert summary.measured is not None
+    assert summary.measured.duration_ns == 1000
     assert [segment.measured_ns for segment in summary.segments] == [50, 400, 300, 80]
-    assert summary.overlap == pytest.approx(0.3)
-    assert summary.busy == pytest.approx((2 * 130 + 400 + 300) / 2000)
+    assert summary.measured.overlap == pytest.approx(0.3)
+    assert summary.measured.busy == pytest.approx((2 * 130 + 400 + 300) / 2000)
     assert summary.predicted_ns == 510
-    assert summary.timeline != summarize(made, NOTHING).timeline
 
 
 @pytest.mark.parametrize(
@@ -172,7 +173,7 @@ def test_a_run_adds_measured_numbers() -> None:
 def test_overlap_is_the_time_with_two_lanes_or_more(spans: list[tuple[int, int, int, int]], overlap: float) -> None:
     """Three lanes count once, and touching is not overlapping."""
     summary = summarize(compilation(), trace(*spans, duration_ns=1000))
-    assert summary.overlap == pytest.approx(overlap)
+    assert summary.latest.overlap == pytest.approx(overlap)
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -185,18 +186,18 @@ def test_overlap_is_what_counting_instants_gives(seed: int) -> None:
         spans.append((segment, segment, start, rng.randrange(start, 100)))
     open_at = [sum(start <= instant < end for _, _, start, end in spans) for instant in range(100)]
     summary = summarize(compilation(), trace(*[(s, s % 3, b, e) for s, _, b, e in spans], duration_ns=100))
-    assert summary.overlap == pytest.approx(sum(count >= 2 for count in open_at) / 100)
+    assert summary.latest.overlap == pytest.approx(sum(count >= 2 for count in open_at) / 100)
 
 
 def test_a_run_of_every_unit_all_the_time_is_fully_busy() -> None:
     """And half of the units for all of the time is half."""
     made = compilation("****")
     spans = [(segment, 0, 100 * segment, 100 * segment + 100) for segment in range(4)]
-    assert summarize(made, trace(*spans, duration_ns=400)).busy == pytest.approx(1.0)
+    assert summarize(made, trace(*spans, duration_ns=400)).latest.busy == pytest.approx(1.0)
     made = compilation("AAAA")
     summary = summarize(made, trace(*[(s, 1, start, end) for s, _, start, end in spans], duration_ns=400))
-    assert summary.busy == pytest.approx(0.5)
-    assert summary.overlap == 0.0
+    assert summary.latest.busy == pytest.approx(0.5)
+    assert summary.latest.overlap == 0.0
     assert summary.num_lanes == 1
 
 
@@ -217,19 +218,19 @@ def test_the_text_has_every_number() -> None:
     assert lines[0] == "test: 4 segments (3 bodies) on 3 lanes, greedy plan"
     assert lines[1] == "  predicted 510 ns; on one lane 560 ns (1.10x); no plan is under 123 ns (gap 314.6%)"
     assert lines[2] == "  no search"
-    assert lines[3].startswith("  by the rules of others: equal split ")
-    assert lines[4] == "  measured  1.0 us; two lanes or more at work 30% of the time; units busy 48%"
-    assert lines[5] == (
+    assert lines[3] == "  for default x2 (cpu, 2 units), profile default"
+    assert lines[4].startswith("  by the rules of others: equal split ")
+    assert lines[5] == "  measured  1.0 us; two lanes or more at work 30% of the time; units busy 48%"
+    assert lines[6] == (
         f"  {summary.num_waits} waits between lanes ({summary.num_waits_dropped} more implied); "
         f"planned peak between segments 7.0 KiB"
     )
-    assert summary.timeline in text
     rows = {line.split()[0]: line.split()[1:] for line in lines if line.startswith(NAMES)}
     assert rows == {
-        "embed": ["0", "2", "50", "ns", "50", "ns"],
-        "image.layers.0": ["1", "1", "400", "ns", "*", "400", "ns"],
-        "text.layers.0": ["2", "1", "200", "ns", "300", "ns"],
-        "head": ["0", "2", "60", "ns", "80", "ns"],
+        "embed": ["0", "2", "of", "2", "50", "ns", "50", "ns", "10", "ns", "compute"],
+        "image.layers.0": ["1", "1", "of", "2", "400", "ns", "*", "400", "ns", "10", "ns", "compute"],
+        "text.layers.0": ["2", "1", "of", "2", "200", "ns", "300", "ns", "20", "ns", "compute"],
+        "head": ["0", "2", "of", "2", "60", "ns", "80", "ns", "30", "ns", "compute"],
     }
 
 
@@ -239,7 +240,9 @@ def test_the_text_before_a_run_has_no_measured_line() -> None:
     assert text.splitlines()[0] == "test: 4 segments (3 bodies) on 1 lane, greedy plan"
     assert "\n  measured " not in text
     assert "1.00x" in text
-    assert next(line for line in text.splitlines() if line.startswith("head")).split() == ["head", "0", "2", "60", "ns"]
+    assert next(line for line in text.splitlines() if line.startswith("head")).split() == [
+        "head", "0", "2", "of", "2", "60", "ns", "compute"
+    ]  # fmt: skip
 
 
 def test_graphs_that_inductor_runs_are_listed_with_the_reason() -> None:
@@ -265,13 +268,22 @@ def test_a_graph_without_segments_has_a_text() -> None:
         name="empty",
         role=Role.INFERENCE,
         origin=Origin.SERIAL,
+        device=DeviceSummary(kind="cpu", name="test", source="default", units=1),
         num_bodies=0,
         num_lanes=0,
         segments=(),
+        modules=(),
+        branches=(),
+        pairs=(),
+        lanes=(),
+        waits=(),
+        timelines=(Timeline(name="serial", duration_ns=0, overlap=0.0, busy=0.0, bars=(), units=(), memory=()),),
         predicted_ns=0,
         serial_ns=0,
         bound_ns=0,
         gap=0.0,
+        critical_path_ns=0,
+        limit=Limit.UNITS,
         candidates=(),
         baselines=(),
         solver=None,
@@ -280,13 +292,8 @@ def test_a_graph_without_segments_has_a_text() -> None:
         pinned=False,
         way=PLAN,
         num_replans=0,
-        measured_ns=None,
-        overlap=None,
-        busy=None,
-        num_waits=0,
-        num_waits_dropped=0,
         peak_bytes=0,
-        timeline="lane 0 (1 unit: 0) |....|",
+        memory_quota=None,
     )
     text = str(Report(graphs=(empty,), handed_over=()))
     assert text.startswith("empty: 0 segments (0 bodies) on 0 lanes, serial plan\n  predicted 0 ns")
@@ -341,5 +348,5 @@ def test_a_report_marks_where_a_prediction_comes_from() -> None:
         line.split()
         for line in render_text(Report(graphs=(replace(summary, segments=segments),), handed_over=())).splitlines()
     ]
-    marks = {row[0]: row[5:] for row in rows if row and row[0] in sources}
+    marks = {row[0]: row[7:-1] for row in rows if row and row[0] in sources}
     assert marks == {CostSource.FORMULA: [], CostSource.MEASURED: ["*"], CostSource.SCALED: ["~"]}

@@ -1,0 +1,268 @@
+"""Plan a model without training it.
+
+    explain(model, *args, **kwargs) -> Report
+    plan_model(model, args, kwargs, options=..., batches=...) -> Report     the same, with options
+
+Dynamo traces the model, and every graph goes through the stages up to the program, forward and backward; nothing is
+compiled. The graphs then run in eager, once, so that code behind a graph break sees real numbers.
+
+Guarantees: the model, its gradients and buffers, the inputs and all random states are as they were. It is a copy that
+runs: its buffers are its own, its parameters are the model's, which a forward only reads.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from inspect import signature
+from typing import Any
+
+import numpy as np
+import torch
+from torch import fx, nn
+
+from apollo_compile.backend import plan_graph, reason_to_leave, role_of, select_profile
+from apollo_compile.breaks import find_break
+from apollo_compile.config import Config, load_config
+from apollo_compile.device import DeviceProfile
+from apollo_compile.errors import TargetError, UnsupportedGraphError
+from apollo_compile.inductor import adopt_layouts, compile_with_inductor
+from apollo_compile.ir import Role, Trace
+from apollo_compile.pipeline import Compilation
+from apollo_compile.reports.report import BreakSummary, Report
+from apollo_compile.reports.summary import GraphSummary, WhatIf, summarize
+from apollo_compile.select import INDUCTOR, PLAN
+from apollo_compile.what_if import usual_units, what_if
+
+NOT_RUN = Trace(spans=(), duration_ns=0)
+
+PROFILES = ("h200",)
+"""Devices that every explanation compares with."""
+
+Progress = Callable[[str], None]
+
+
+def explain(model: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Report:
+    """Return how `model(*args, **kwargs)` would be planned: forward and, where gradients are needed, backward.
+
+    Options are those of the environment, as for `torch.compile(model, backend="apollo")`.
+
+    Raises:
+        TargetError: the model or its inputs cannot be copied.
+        ConfigError: an environment variable has a wrong value.
+    """
+    return plan_model(model, args, kwargs)
+
+
+def plan_model(
+    model: Callable[..., Any],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    options: Mapping[str, Any] | None = None,
+    units: Sequence[int] | None = None,
+    profiles: Sequence[str] = PROFILES,
+    batches: Sequence[int] = (),
+    progress: Progress | None = None,
+) -> Report:
+    """Return how a call of `model` would be planned.
+
+    Arguments:
+        model: a module, compiled or not, or a function.
+        args: positional arguments of the call.
+        kwargs: keyword arguments of the call.
+        options: as for `torch.compile(..., options=...)`.
+        units: numbers of units to compare with; None is half, twice and four times as many as there are.
+        profiles: device profiles to compare with, paths or packaged names.
+        batches: batch sizes to compare with: inputs are repeated or cut along their first dimension.
+        progress: called with a line of text now and then.
+
+    Raises:
+        TargetError: the model or its inputs cannot be copied, or have no batch dimension though `batches` are given.
+        ConfigError: an option is unknown or has a wrong value, or a profile cannot be read.
+    """
+    tell = progress or (lambda line: None)
+    config = load_config(options)
+    profile = select_profile(config)
+    call = (tuple(args), dict(kwargs or {}))
+    tell("tracing and planning")
+    tracer = _trace(model, call, config, profile)
+    rows: dict[str, list[WhatIf]] = {}
+    for compilation, _ in tracer.planned:
+        name = compilation.partition.graph.name
+        tell(f"{name}: planning on other devices")
+        counts = usual_units(profile) if units is None else units
+        rows[name] = list(what_if(compilation, config, units=counts, profiles=profiles))
+    for batch in batches:
+        tell(f"batch {batch}: tracing and planning")
+        for compilation, _ in _trace(model, _with_batch(call, batch), config, profile).planned:
+            plan = compilation.plan
+            rows.setdefault(compilation.partition.graph.name, []).append(
+                WhatIf(
+                    change=f"batch {batch}",
+                    units=profile.units,
+                    serial_ns=plan.serial_ns,
+                    predicted_ns=plan.makespan_ns,
+                )
+            )
+    graphs = tuple(
+        replace(tracer.summarize(compilation, reason), what_if=tuple(rows[compilation.partition.graph.name]))
+        for compilation, reason in tracer.planned
+    )
+    return Report(graphs=graphs, handed_over=tuple(tracer.handed_over), breaks=tuple(tracer.breaks))
+
+
+@dataclass(kw_only=True, slots=True)
+class _Tracer:
+    """Stands where the backend stands: plans what Dynamo and AOTAutograd hand over, and runs it in eager."""
+
+    config: Config
+    profile: DeviceProfile
+    num_graphs: int = 0
+    planned: list[tuple[Compilation, str | None]] = field(default_factory=list)
+    """With the reason, where Inductor would get the graph."""
+    handed_over: list[tuple[str, str]] = field(default_factory=list)
+    breaks: list[BreakSummary] = field(default_factory=list)
+
+    def compile(self, graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        """Take a Dynamo graph."""
+        name = f"graph{self.num_graphs}"
+        self.num_graphs += 1
+        found = find_break(graph_module, name)
+        if found is not None:
+            self.breaks.append(found)
+        return compile_with_inductor(
+            graph_module,
+            example_inputs,
+            partial(self._plan, name),
+            recompute_masks=self.config.runtime.recompute_masks,
+            backward_at_once=True,
+        )
+
+    def summarize(self, compilation: Compilation, reason: str | None) -> GraphSummary:
+        """Return the numbers of one plan."""
+        return summarize(compilation, NOT_RUN, way=PLAN if reason is None else INDUCTOR)
+
+    def _plan(
+        self, dynamo_name: str, graph_module: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any
+    ) -> Callable[[list[Any]], Sequence[Any]]:
+        role = role_of(kwargs)
+        name = f"{dynamo_name}_{role}"
+        try:
+            adopt_layouts(graph_module, example_inputs)
+            compilation = plan_graph(graph_module, name=name, role=role, profile=self.profile, config=self.config)
+        except UnsupportedGraphError as error:
+            self.handed_over.append((name, str(error)))
+        else:
+            reason = reason_to_leave(compilation, self.config)
+            self.planned.append((compilation, reason))
+            if reason is not None:
+                self.handed_over.append((name, reason))
+        return _run_in_eager(graph_module)
+
+
+def _trace(
+    model: Callable[..., Any],
+    call: tuple[tuple[Any, ...], dict[str, Any]],
+    config: Config,
+    profile: DeviceProfile,
+) -> _Tracer:
+    tracer = _Tracer(config=config, profile=profile)
+    args, kwargs = _copy(call, "the inputs", "pass tensors that are leaves: call detach() on them")
+    runs = _copy_model(getattr(model, "_orig_mod", model))
+    # Own cache entries, so that neither those of the user's compiled model nor its limit of recompiles are touched.
+    compile_model: Callable[..., Callable[..., Any]] = torch.compile
+    own_entries = {"isolate_recompiles": True} if "isolate_recompiles" in signature(torch.compile).parameters else {}
+    with _same_random_states():
+        compile_model(runs, backend=tracer.compile, dynamic=False, **own_entries)(*args, **kwargs)
+    if not tracer.num_graphs:
+        raise TargetError("Dynamo found nothing to compile: the call runs no operator of torch on its inputs")
+    tracer.planned.sort(key=lambda item: (_number(item[0]), item[0].capture.role is Role.BACKWARD))
+    return tracer
+
+
+def _number(compilation: Compilation) -> int:
+    return int(compilation.capture.name.removeprefix("graph").partition("_")[0])
+
+
+def _run_in_eager(graph_module: fx.GraphModule) -> Callable[[list[Any]], Sequence[Any]]:
+    def run(inputs: list[Any]) -> Sequence[Any]:
+        values = list(inputs)
+        inputs.clear()
+        outputs: Sequence[Any] = graph_module(*values)
+        return outputs
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
+
+
+# ---------------------------------------------------------------------------------------------------------- copies
+
+
+def _copy_model(model: Callable[..., Any]) -> Callable[..., Any]:
+    if not isinstance(model, nn.Module):
+        return model
+    shared = {id(parameter): parameter for parameter in model.parameters()}
+    copied: Callable[..., Any] = _copy(
+        model, f"the model, a {type(model).__name__},", "see what it holds besides tensors", shared
+    )
+    return copied
+
+
+def _copy(value: Any, what: str, advice: str, shared: Mapping[int, Any] | None = None) -> Any:
+    try:
+        return copy.deepcopy(value, dict(shared or {}))
+    except Exception as error:
+        raise TargetError(
+            f"cannot copy {what} to plan it without side effects: {type(error).__name__}: {error}; {advice}"
+        ) from error
+
+
+@contextmanager
+def _same_random_states() -> Iterator[None]:
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng():
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+
+
+def _with_batch(call: tuple[tuple[Any, ...], dict[str, Any]], batch: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the call with inputs of another batch size: the first dimension that most tensors have."""
+    sizes = Counter(tensor.shape[0] for tensor in _tensors(call) if tensor.dim() > 0)
+    if not sizes or batch < 1:
+        raise TargetError(f"cannot try batch {batch}: expected a batch of at least 1 and inputs with a first dimension")
+    size = sizes.most_common(1)[0][0]
+    changed: tuple[tuple[Any, ...], dict[str, Any]] = _resize(call, size, batch)
+    return changed
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _tensors(item)
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from _tensors(item)
+
+
+def _resize(value: Any, size: int, batch: int) -> Any:
+    if isinstance(value, torch.Tensor):
+        if value.dim() == 0 or value.shape[0] != size:
+            return value
+        picked = value.detach()[torch.arange(batch, device=value.device) % size]
+        return picked.requires_grad_(value.requires_grad)
+    if isinstance(value, Mapping):
+        return {key: _resize(item, size, batch) for key, item in value.items()}
+    if isinstance(value, tuple | list):
+        return type(value)(_resize(item, size, batch) for item in value)
+    return value

@@ -1,0 +1,143 @@
+"""What differs between the plans of two reports.
+
+    compare(before, after) -> Difference
+
+Graphs are matched by name, segments by name within a graph. Numbers of both sides stand side by side; which of them
+is better is for the reader to say.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from apollo_compile.units import format_ns
+
+if TYPE_CHECKING:
+    from apollo_compile.reports.report import Report
+    from apollo_compile.reports.summary import GraphSummary
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Move:
+    """A segment that has another lane or another quota."""
+
+    segment: str
+    lanes: tuple[int, int]
+    """Before and after, as all pairs here."""
+    units: tuple[int, int]
+    predicted_ns: tuple[int, int]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GraphDifference:
+    """One graph that both reports have."""
+
+    name: str
+    ways: tuple[str, str]
+    predicted_ns: tuple[int, int]
+    serial_ns: tuple[int, int]
+    measured_ns: tuple[int | None, int | None]
+    num_waits: tuple[int, int]
+    peak_bytes: tuple[int, int]
+    moves: tuple[Move, ...]
+    order_changed: bool
+    """Whether the segments that both have start in another order."""
+    only_before: tuple[str, ...]
+    """Segments that the second report does not have."""
+    only_after: tuple[str, ...]
+
+    @property
+    def is_same_plan(self) -> bool:
+        """Whether segments, lanes, quotas and order are the same, whatever the times."""
+        return not (self.moves or self.order_changed or self.only_before or self.only_after)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Difference:
+    """What differs between two reports; prints as text."""
+
+    graphs: tuple[GraphDifference, ...]
+    only_before: tuple[str, ...]
+    """Graphs that the second report does not have."""
+    only_after: tuple[str, ...]
+
+    @property
+    def is_same_plan(self) -> bool:
+        """Whether both reports have the same plans for the same graphs."""
+        return not self.only_before and not self.only_after and all(graph.is_same_plan for graph in self.graphs)
+
+    def __str__(self) -> str:
+        blocks = [_format_graph(graph) for graph in self.graphs]
+        blocks += [f"{name}: only in the first" for name in self.only_before]
+        blocks += [f"{name}: only in the second" for name in self.only_after]
+        return "\n\n".join(blocks) or "no graph in either"
+
+
+def compare(before: Report, after: Report) -> Difference:
+    """Return what changes from `before` to `after`."""
+    old = {graph.name: graph for graph in before.graphs}
+    new = {graph.name: graph for graph in after.graphs}
+    return Difference(
+        graphs=tuple(_compare_graphs(old[name], new[name]) for name in old if name in new),
+        only_before=tuple(name for name in old if name not in new),
+        only_after=tuple(name for name in new if name not in old),
+    )
+
+
+def _compare_graphs(before: GraphSummary, after: GraphSummary) -> GraphDifference:
+    old = {segment.name: segment for segment in before.segments}
+    new = {segment.name: segment for segment in after.segments}
+    pairs = [(old[name], new[name]) for name in old if name in new]
+    return GraphDifference(
+        name=before.name,
+        ways=(before.way, after.way),
+        predicted_ns=(before.predicted_ns, after.predicted_ns),
+        serial_ns=(before.serial_ns, after.serial_ns),
+        measured_ns=(
+            before.measured.duration_ns if before.measured else None,
+            after.measured.duration_ns if after.measured else None,
+        ),
+        num_waits=(before.num_waits, after.num_waits),
+        peak_bytes=(before.peak_bytes, after.peak_bytes),
+        moves=tuple(
+            Move(
+                segment=a.name,
+                lanes=(a.lane, b.lane),
+                units=(a.units, b.units),
+                predicted_ns=(a.predicted_ns, b.predicted_ns),
+            )
+            for a, b in pairs
+            if (a.lane, a.units) != (b.lane, b.units)
+        ),
+        order_changed=[name for name in old if name in new] != [name for name in new if name in old],
+        only_before=tuple(name for name in old if name not in new),
+        only_after=tuple(name for name in new if name not in old),
+    )
+
+
+def _format_graph(graph: GraphDifference) -> str:
+    title = "same plan" if graph.is_same_plan else f"{len(graph.moves)} segments on another lane or quota"
+    lines = [
+        f"{graph.name}: {title}",
+        f"  predicted {_format_pair(graph.predicted_ns)}; on one lane {_format_pair(graph.serial_ns)}",
+    ]
+    if graph.measured_ns != (None, None):
+        lines.append(f"  measured  {_format_pair(graph.measured_ns)}")
+    if graph.ways[0] != graph.ways[1]:
+        lines.append(f"  runs {graph.ways[0]}, then {graph.ways[1]}")
+    lines += [
+        f"  {move.segment}: lane {move.lanes[0]} ({move.units[0]} units) -> lane {move.lanes[1]} ({move.units[1]} "
+        f"units), {_format_pair(move.predicted_ns)}"
+        for move in graph.moves
+    ]
+    if graph.order_changed:
+        lines.append("  segments start in another order")
+    lines += [f"  {name}: only in the first" for name in graph.only_before]
+    lines += [f"  {name}: only in the second" for name in graph.only_after]
+    return "\n".join(lines)
+
+
+def _format_pair(pair: tuple[int | None, int | None]) -> str:
+    first, second = ("not run" if value is None else format_ns(value) for value in pair)
+    return f"{first} -> {second}"

@@ -1,0 +1,181 @@
+"use strict";
+// What needs a hand on the page: theme, switching and zooming timelines, details of a segment, sorting tables.
+// The page is complete without it: every text and position was written by render_html.py.
+
+const tip = document.getElementById("tip");
+const LETTER = 6.9; // pixels of a letter on a bar, about
+const PADDING = 9; // pixels that a label keeps from the ends of its bar
+const MAX_ZOOM = 128;
+
+document.getElementById("theme").addEventListener("click", () => {
+  const root = document.documentElement;
+  const isDark = root.dataset.theme ? root.dataset.theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
+  root.dataset.theme = isDark ? "light" : "dark";
+});
+
+for (const table of document.querySelectorAll("table[data-sort]")) {
+  table.tHead.addEventListener("click", (event) => {
+    const header = event.target.closest("th");
+    if (header) sort(table, header);
+  });
+}
+
+function sort(table, header) {
+  const now = header.getAttribute("aria-sort");
+  const first = header.classList.contains("n") ? -1 : 1; // of numbers the largest come first
+  const sign = now === null ? first : now === "ascending" ? -1 : 1;
+  for (const other of table.tHead.rows[0].cells) other.removeAttribute("aria-sort");
+  header.setAttribute("aria-sort", sign > 0 ? "ascending" : "descending");
+  const key = (row) => {
+    const cell = row.cells[header.cellIndex];
+    return "v" in cell.dataset ? Number(cell.dataset.v) : cell.textContent.trim();
+  };
+  const compare = (a, b) => {
+    const [x, y] = [key(a), key(b)];
+    if (x === "" || y === "") return x === y ? 0 : x === "" ? 1 : -1; // rows without a value stay below
+    return sign * (typeof x === "number" && typeof y === "number" ? x - y : String(x).localeCompare(String(y)));
+  };
+  table.tBodies[0].append(...[...table.tBodies[0].rows].sort(compare));
+}
+
+for (const section of document.querySelectorAll("section.graph")) {
+  const chart = section.querySelector("[data-chart]");
+  if (chart) makeChart(section, chart);
+}
+
+function makeChart(section, chart) {
+  const panes = [...chart.querySelectorAll(".line .scroll")];
+  const output = chart.querySelector("output");
+  const rows = new Map([...section.querySelectorAll("[data-segments] tbody tr")].map((row) => [row.dataset.s, row]));
+  let zoom = 1;
+
+  for (const button of chart.querySelectorAll("[data-show]")) {
+    button.addEventListener("click", () => {
+      for (const other of chart.querySelectorAll("[data-show]")) other.setAttribute("aria-pressed", other === button);
+      for (const line of chart.querySelectorAll(".line")) {
+        line.hidden = button.dataset.show !== "all" && line.dataset.line !== button.dataset.show;
+      }
+      fitLabels();
+    });
+  }
+
+  for (const button of chart.querySelectorAll("[data-zoom]")) {
+    button.addEventListener("click", () => setZoom(Number(button.dataset.zoom) * zoom || 1));
+  }
+
+  function setZoom(wanted, pane = panes.find((p) => p.offsetParent) ?? panes[0], at = pane.clientWidth / 2) {
+    const before = zoom;
+    const place = (pane.scrollLeft + at) / before; // what is under the pointer stays there
+    zoom = Math.min(MAX_ZOOM, Math.max(1, wanted));
+    for (const other of panes) other.firstElementChild.style.width = `${100 * zoom}%`;
+    for (const other of panes) other.scrollLeft = place * zoom - at;
+    output.textContent = `${Number(zoom.toPrecision(2))}x`;
+    chart.classList.toggle("fine", zoom >= 4);
+    fitLabels();
+  }
+
+  function fitLabels() {
+    for (const pane of panes) {
+      const width = pane.clientWidth * zoom;
+      for (const bar of pane.querySelectorAll(".bar")) {
+        const text = bar.lastElementChild;
+        const full = (text.dataset.full ??= text.textContent);
+        const room = ((parseFloat(bar.getAttribute("width")) / 100) * width - PADDING) / LETTER;
+        const label = [full, full.slice(full.lastIndexOf(".") + 1)].find((name) => name.length <= room) ?? "";
+        if (text.textContent !== label) text.textContent = label;
+        bar.classList.toggle("tight", !label);
+      }
+    }
+  }
+  new ResizeObserver(fitLabels).observe(chart);
+
+  let isSyncing = false;
+  for (const pane of panes) {
+    pane.addEventListener("scroll", () => {
+      if (isSyncing) return;
+      isSyncing = true;
+      for (const other of panes) if (other !== pane) other.scrollLeft = pane.scrollLeft;
+      requestAnimationFrame(() => { isSyncing = false; });
+    });
+    pane.addEventListener("wheel", (event) => {
+      if (!event.ctrlKey && !event.metaKey) return;
+      event.preventDefault();
+      setZoom(zoom * Math.exp(-event.deltaY / 300), pane, event.clientX - pane.getBoundingClientRect().left);
+    }, { passive: false });
+    pane.addEventListener("pointerover", (event) => show(event.target.closest(".bar"), event));
+    pane.addEventListener("pointermove", (event) => { if (!tip.hidden) placeTip(event.clientX, event.clientY); });
+    pane.addEventListener("pointerleave", hide);
+    pane.addEventListener("focusin", (event) => show(event.target.closest(".bar")));
+    pane.addEventListener("focusout", hide);
+    pane.addEventListener("keydown", (event) => onKey(event, pane));
+  }
+
+  function onKey(event, pane) {
+    const bars = [...pane.querySelectorAll(".bar")];
+    const now = bars.indexOf(document.activeElement);
+    const next = { ArrowRight: now + 1, ArrowLeft: now - 1, Home: 0, End: bars.length - 1 }[event.key];
+    if (next !== undefined) {
+      bars[Math.min(bars.length - 1, Math.max(0, next))].focus();
+    } else if (event.key === "Escape") {
+      pane.focus();
+      hide();
+    } else if (event.key === "+" || event.key === "=") {
+      setZoom(zoom * 2, pane);
+    } else if (event.key === "-") {
+      setZoom(zoom / 2, pane);
+    } else {
+      return;
+    }
+    event.preventDefault();
+  }
+
+  function show(bar, event) {
+    hide();
+    if (!bar) return;
+    const id = bar.dataset.s;
+    const row = rows.get(id);
+    const needs = new Set(row.dataset.after.split(" "));
+    for (const other of chart.querySelectorAll(".bar")) {
+      other.classList.toggle("on", other.dataset.s === id);
+      other.classList.toggle("needs", needs.has(other.dataset.s));
+    }
+    for (const line of chart.querySelectorAll(".waits line")) {
+      line.classList.toggle("on", line.dataset.a === id || line.dataset.b === id);
+    }
+    row.classList.add("on");
+    fillTip(row);
+    const box = bar.getBoundingClientRect();
+    const view = bar.closest(".scroll").getBoundingClientRect();
+    placeTip(event ? event.clientX : Math.max(box.left, view.left), event ? event.clientY : box.bottom);
+  }
+
+  function hide() {
+    tip.hidden = true;
+    for (const marked of section.querySelectorAll(".on, .needs")) marked.classList.remove("on", "needs");
+  }
+}
+
+function fillTip(row) {
+  const titles = row.closest("table").tHead.rows[0].cells;
+  const title = document.createElement("b");
+  title.textContent = row.cells[0].textContent;
+  const list = document.createElement("dl");
+  for (let column = 1; column < row.cells.length; column += 1) {
+    if (!row.cells[column].textContent) continue;
+    const name = document.createElement("dt");
+    const value = document.createElement("dd");
+    name.textContent = titles[column].textContent;
+    value.textContent = row.cells[column].textContent;
+    list.append(name, value);
+  }
+  tip.replaceChildren(title, list);
+  tip.hidden = false;
+}
+
+function placeTip(x, y) {
+  const { offsetWidth: width, offsetHeight: height } = tip;
+  const left = x + 16 + width > innerWidth ? Math.max(8, Math.min(x - width - 16, innerWidth - width - 8)) : x + 16;
+  const top = y + 18 + height > innerHeight ? Math.max(8, y - height - 18) : y + 18;
+  tip.style.left = `${left}px`;
+  tip.style.top = `${top}px`;
+}

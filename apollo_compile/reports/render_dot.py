@@ -1,0 +1,62 @@
+"""A report for Graphviz.
+
+Report -> str
+
+A graph is a cluster, a segment a box in the colour of its branch, a dependency an arrow: bold where a lane waits for
+another lane, dashed where such a wait is implied by others. Where lanes wait for each other only because they share
+units, the line ends in a bar instead of an arrow.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from apollo_compile.reports.colors import COLORS
+from apollo_compile.units import format_ns
+
+if TYPE_CHECKING:
+    from apollo_compile.reports.report import Report
+    from apollo_compile.reports.summary import GraphSummary
+
+
+def render_dot(report: Report) -> str:
+    """Return one digraph."""
+    lines = [
+        "digraph report {",
+        "  rankdir=LR;",
+        '  node [shape=box, style="filled,rounded", fontname="sans-serif", fontsize=10];',
+    ]
+    for number, graph in enumerate(report.graphs):
+        lines += _render_graph(number, graph)
+    return "\n".join([*lines, "}"]) + "\n"
+
+
+def _render_graph(number: int, graph: GraphSummary) -> list[str]:
+    color = {branch: COLORS[index % len(COLORS)] for index, branch in enumerate(graph.branches)}
+    style = {(wait.producer, wait.consumer): "bold" if wait.kept else "dashed" for wait in graph.waits}
+    lines = [f"  subgraph cluster_{number} {{", f"    label={_quote(graph.name)};"]
+    for segment in graph.segments:
+        measured = "" if segment.measured_ns is None else f", measured {format_ns(segment.measured_ns)}"
+        label = "\n".join(
+            (
+                segment.name,
+                f"lane {segment.lane}, {segment.units} units",
+                f"{format_ns(segment.predicted_ns)}{measured}",
+            )
+        )
+        lines.append(f"    g{number}s{segment.id} [label={_quote(label)}, fillcolor={_quote(color[segment.branch])}];")
+    for segment in graph.segments:
+        for other in segment.after:
+            line = style.get((other, segment.id), "solid")
+            lines.append(f"    g{number}s{other} -> g{number}s{segment.id} [style={line}];")
+    flows = {(other, segment.id) for segment in graph.segments for other in segment.after}
+    for wait in graph.waits:  # lanes that share units wait for each other though no value flows
+        if wait.kept and (wait.producer, wait.consumer) not in flows:
+            arrow = f"g{number}s{wait.producer} -> g{number}s{wait.consumer}"
+            lines.append(f"    {arrow} [style=bold, arrowhead=tee, constraint=false];")
+    return [*lines, "  }"]
+
+
+def _quote(text: str) -> str:
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+    return f'"{escaped}"'

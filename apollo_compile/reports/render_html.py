@@ -1,0 +1,261 @@
+"""A report as one page that needs nothing else: no network, no other file.
+
+    Report -> str
+
+The page is complete without its script: texts and positions are written here, from `page.html` (a Jinja template) and
+`page.css`. `page.js` adds what needs a hand on the page: switching timelines, zoom, details of a segment, sorting.
+A number stands on the page as people read it, with the number itself in `data-v` beside it.
+
+Positions on a timeline are percentages, so that zooming is a change of width and moves no text; positions in the graph
+of modules are pixels: a column per distance from the inputs.
+"""
+
+from __future__ import annotations
+
+import functools
+import html
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from importlib import resources
+from typing import TYPE_CHECKING, NamedTuple
+
+import jinja2
+
+from apollo_compile.ir import Lane, LaneId
+from apollo_compile.reports.colors import COLORS
+from apollo_compile.reports.render_text import NOTHING_YET, describe_device, describe_search
+from apollo_compile.reports.words import describe
+from apollo_compile.select import PLAN
+from apollo_compile.text import format_lane, mark_source
+from apollo_compile.units import format_bytes, format_ns
+
+if TYPE_CHECKING:
+    from apollo_compile.reports.report import Report
+    from apollo_compile.reports.summary import GraphSummary, Timeline
+
+FRAME_HEIGHT = 900
+"""Pixels of a report in a notebook."""
+
+ROW = 30
+"""Pixels of a lane, its gap included."""
+
+TICKS = 8
+"""About so many labels on a time axis."""
+
+COLUMN_WIDTH, NODE_WIDTH, NODE_HEIGHT, NODE_GAP = 250, 200, 46, 16
+
+
+def render_html(report: Report) -> str:
+    """Return the page."""
+    return _template().render(report=report, describe=describe, css=_read("page.css"), js=_read("page.js"))
+
+
+def render_frame(report: Report) -> str:
+    """Return the page inside a frame, as notebooks show it: its style and script stay its own."""
+    page = html.escape(render_html(report), quote=True)
+    style = f"width:100%;height:{FRAME_HEIGHT}px;border:0"
+    return f'<iframe title="apollo report" style="{style}" srcdoc="{page}"></iframe>'
+
+
+@functools.cache
+def _template() -> jinja2.Template:
+    environment = jinja2.Environment(
+        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
+    )
+    environment.filters.update(ns=format_ns, bytes=format_bytes, percent=lambda share: f"{share:.0%}")
+    environment.globals.update(
+        PLAN=PLAN,
+        by_id=lambda graph: {segment.id: segment for segment in graph.segments},
+        NOTHING_YET=NOTHING_YET,
+        ROW=ROW,
+        color=lambda graph, branch: graph.branches.index(branch) % len(COLORS),
+        colors=COLORS,
+        describe_device=describe_device,
+        describe_search=describe_search,
+        mark_source=mark_source,
+        module_graph=place_modules,
+        rows=lane_rows,
+        ticks=place_ticks,
+        waits=place_waits,
+        short=short_name,
+        where=percent_of,
+        scale=time_scale,
+        is_long=is_long,
+    )
+    return environment.from_string(_read("page.html"))
+
+
+def _read(name: str) -> str:
+    return resources.files("apollo_compile.reports").joinpath(name).read_text(encoding="utf-8")
+
+
+def short_name(name: str) -> str:
+    """Return the last two parts of a module's name, which are what differs."""
+    return ".".join(name.split(".")[-2:])
+
+
+# ------------------------------------------------------------------------------------------------------- timelines
+
+
+def time_scale(graph: GraphSummary) -> int:
+    """Return the nanoseconds that the width of a timeline stands for: the same for all timelines of a graph."""
+    return max(1, *(line.duration_ns for line in graph.timelines))
+
+
+def percent_of(time_ns: int, scale_ns: int) -> str:
+    """Return a time as a percentage of the scale."""
+    return f"{100 * time_ns / scale_ns:.4g}%"
+
+
+def is_long(duration_ns: int, scale_ns: int) -> bool:
+    """Whether a bar has room for a label on a page that nobody has zoomed."""
+    return duration_ns > 0.06 * scale_ns
+
+
+class Row(NamedTuple):
+    """One lane of a timeline."""
+
+    lane: int
+    label: str
+    detail: str
+
+
+def lane_rows(graph: GraphSummary, line: Timeline) -> list[Row]:
+    """Return the lanes on which a timeline has segments."""
+    used = {bar.lane for bar in line.bars}
+    found = []
+    for lane in graph.lanes:
+        if lane.id in used:
+            label, _, detail = format_lane(Lane(id=LaneId(lane.id), units=lane.units)).partition(" (")
+            found.append(Row(lane.id, label, detail.removesuffix(")")))
+    return found
+
+
+class Tick(NamedTuple):
+    """A mark on a time axis."""
+
+    place: str
+    label: str
+    is_minor: bool
+    """Shown only when there is room."""
+
+
+def place_ticks(graph: GraphSummary) -> list[Tick]:
+    """Return round times on the scale of a graph, ten steps of which are minor."""
+    scale_ns = time_scale(graph)
+    rough = scale_ns / TICKS
+    size = 10 ** math.floor(math.log10(rough))
+    step = next((size * factor for factor in (1, 2, 5) if size * factor >= rough), 10 * size)
+    minor = max(1, round(step / 5))
+    count = int(scale_ns // minor)
+    return [
+        Tick(percent_of(minor * index, scale_ns), format_ns(minor * index) if index else "0", index % 5 != 0)
+        for index in range(count + 1)
+        if minor * index < 0.985 * scale_ns
+    ]
+
+
+class WaitLine(NamedTuple):
+    """A kept wait, from the end of its producer to the start of its consumer."""
+
+    producer: int
+    consumer: int
+    x1: str
+    y1: float
+    x2: str
+    y2: float
+
+
+def place_waits(graph: GraphSummary, line: Timeline) -> Iterator[WaitLine]:
+    """Yield the waits of a timeline; the serial plan has none."""
+    if line.name == "serial":
+        return
+    bars = {bar.segment: bar for bar in line.bars}
+    middle = {row.lane: (index + 0.5) * ROW for index, row in enumerate(lane_rows(graph, line))}
+    scale_ns = time_scale(graph)
+    for wait in graph.waits:
+        if wait.kept and wait.producer in bars and wait.consumer in bars:
+            producer, consumer = bars[wait.producer], bars[wait.consumer]
+            yield WaitLine(
+                wait.producer,
+                wait.consumer,
+                percent_of(producer.end_ns, scale_ns),
+                middle[producer.lane],
+                percent_of(consumer.start_ns, scale_ns),
+                middle[consumer.lane],
+            )
+
+
+# --------------------------------------------------------------------------------------------------------- modules
+
+
+class Node(NamedTuple):
+    """A module in the graph of modules."""
+
+    x: int
+    y: int
+    label: str
+    name: str
+
+
+class ModuleGraph(NamedTuple):
+    """Modules as boxes, what they read from each other as curves."""
+
+    width: int
+    height: int
+    nodes: list[Node]
+    edges: list[str]
+    """Paths of SVG."""
+
+
+def place_modules(graph: GraphSummary) -> ModuleGraph:
+    """Return the modules of a graph in columns by their distance from the inputs.
+
+    Modules may read from each other in a circle, since each of them is several segments: an edge that leads back does
+    not push its module to the right.
+    """
+    columns: dict[int, list[int]] = defaultdict(list)
+    rank: list[int] = []
+    for index, module in enumerate(graph.modules):
+        rank.append(1 + max((rank[other] for other in module.after if other < index), default=-1))
+        columns[rank[index]].append(index)
+    place = _order_columns(columns, [module.after for module in graph.modules])
+    height = max(map(len, columns.values()), default=0) * (NODE_HEIGHT + NODE_GAP)
+    nodes = []
+    for index, module in enumerate(graph.modules):
+        column = columns[rank[index]]
+        top = (height - len(column) * (NODE_HEIGHT + NODE_GAP)) // 2
+        y = top + place[index] * (NODE_HEIGHT + NODE_GAP) + NODE_GAP // 2
+        nodes.append(Node(rank[index] * COLUMN_WIDTH + 4, y, _fit(module.name), module.name))
+    edges = [_curve(nodes[other], nodes[index]) for index, module in enumerate(graph.modules) for other in module.after]
+    width = max(len(columns), 1) * COLUMN_WIDTH - (COLUMN_WIDTH - NODE_WIDTH) + 8
+    return ModuleGraph(width, height, nodes, edges)
+
+
+def _order_columns(columns: dict[int, list[int]], after: Sequence[Sequence[int]]) -> dict[int, int]:
+    """Return the place of every module in its column: beside what it reads from."""
+    place: dict[int, int] = {}
+    for number in sorted(columns):
+        weights = {}
+        for index in columns[number]:
+            before = [place[other] for other in after[index] if other in place]
+            weights[index] = sum(before) / len(before) if before else float(index)
+        for position, index in enumerate(sorted(columns[number], key=lambda index: (weights[index], index))):
+            place[index] = position
+    return place
+
+
+def _fit(name: str) -> str:
+    """Return the end of a name that fits into a node."""
+    return name if len(name) <= 28 else "…" + name[-27:]
+
+
+def _curve(start: Node, end: Node) -> str:
+    x1, y1 = start.x + NODE_WIDTH, start.y + NODE_HEIGHT // 2
+    x2, y2 = end.x, end.y + NODE_HEIGHT // 2
+    if x2 < x1:  # back, or within a column: around the boxes
+        y = max(start.y, end.y) + NODE_HEIGHT + NODE_GAP // 2
+        return f"M{x1},{y1} C{x1 + 30},{y} {x2 - 30},{y} {x2},{y2}"
+    middle = (x1 + x2) // 2
+    return f"M{x1},{y1} C{middle},{y1} {middle},{y2} {x2},{y2}"

@@ -1,0 +1,115 @@
+"""Timelines in the trace-event format, for Perfetto (https://ui.perfetto.dev) and chrome://tracing.
+
+    Report -> {"traceEvents": [...], ...}
+
+A timeline of a graph is a process, a lane a thread, a segment a complete event (`X`), a kept wait a flow (`s` to `f`),
+and units at work and bytes held are counters (`C`). Times of the format are microseconds; `args` has the whole numbers
+of nanoseconds. Graphs follow one another in time as they do in a step, so that tracks line up.
+Format: "Trace Event Format", Google, https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from apollo_compile.units import NS_PER_US
+
+if TYPE_CHECKING:
+    from apollo_compile.reports.report import Report
+    from apollo_compile.reports.summary import GraphSummary, Timeline
+
+Event = dict[str, Any]
+
+_PROCESSES = {"serial": 1, "predicted": 2, "measured": 3}
+
+
+def render_trace(report: Report) -> dict[str, Any]:
+    """Return the trace as plain data."""
+    events: list[Event] = []
+    for name, process in _PROCESSES.items():
+        if not any(line.name == name for graph in report.graphs for line in graph.timelines):
+            continue
+        events.append(_metadata("process_name", process, {"name": name}))
+        events.append(_metadata("process_sort_index", process, {"sort_index": process}))
+        for lane, units in _lanes(report).items():
+            if name != "serial" or lane == 0:
+                label = f"lane {lane} ({units} {'unit' if units == 1 else 'units'})"
+                events.append(_metadata("thread_name", process, {"name": label}, lane))
+                events.append(_metadata("thread_sort_index", process, {"sort_index": lane}, lane))
+    begin_ns, flow = 0, 0
+    for graph in report.graphs:
+        for line in graph.timelines:
+            events += _render_timeline(graph, line, begin_ns)
+            if line.name != "serial":
+                flows = _render_waits(graph, line, begin_ns, flow)
+                flow += len(flows) // 2
+                events += flows
+        begin_ns += max(line.duration_ns for line in graph.timelines)
+    return {"traceEvents": events, "displayTimeUnit": "ns", "otherData": {"producer": "apollo_compile"}}
+
+
+def _lanes(report: Report) -> dict[int, int]:
+    """Return the lanes that any graph uses, with their units."""
+    return {
+        lane.id: len(lane.units) for graph in report.graphs for lane in graph.lanes if lane.num_segments or lane.id == 0
+    }
+
+
+def _render_timeline(graph: GraphSummary, line: Timeline, begin_ns: int) -> list[Event]:
+    process = _PROCESSES[line.name]
+    segments = {segment.id: segment for segment in graph.segments}
+    events: list[Event] = []
+    for bar in line.bars:
+        segment = segments[bar.segment]
+        events.append(
+            {
+                "name": segment.name,
+                "cat": f"segment,{graph.role.value}",
+                "ph": "X",
+                "pid": process,
+                "tid": bar.lane,
+                "ts": _us(begin_ns + bar.start_ns),
+                "dur": _us(bar.end_ns - bar.start_ns),
+                "args": {
+                    "graph": graph.name,
+                    "segment": segment.id,
+                    "module": segment.module,
+                    "start_ns": bar.start_ns,
+                    "end_ns": bar.end_ns,
+                    "predicted_ns": segment.predicted_ns,
+                    "measured_ns": segment.measured_ns,
+                    "units": segment.units,
+                    "asked_units": segment.asked_units,
+                    "bottleneck": segment.bottleneck.value,
+                },
+            }
+        )
+    for name, key, steps in (("units at work", "units", line.units), ("bytes between segments", "bytes", line.memory)):
+        events += [
+            {"name": name, "ph": "C", "pid": process, "tid": 0, "ts": _us(begin_ns + time_ns), "args": {key: value}}
+            for time_ns, value in steps
+        ]
+    return events
+
+
+def _render_waits(graph: GraphSummary, line: Timeline, begin_ns: int, first_id: int) -> list[Event]:
+    """Return the flows of the kept waits: from the end of the producer to the start of the consumer."""
+    bars = {bar.segment: bar for bar in line.bars}
+    waits = [w for w in graph.waits if w.kept and w.producer in bars and w.consumer in bars]
+    events: list[Event] = []
+    for number, wait in enumerate(waits, first_id):
+        producer, consumer = bars[wait.producer], bars[wait.consumer]
+        shared = {"name": "wait", "cat": "wait", "id": number, "pid": _PROCESSES[line.name]}
+        # A flow belongs to the slice that encloses it, and an end is no longer enclosed: hence one nanosecond before.
+        leaves_ns = max(producer.start_ns, producer.end_ns - 1)
+        events.append({**shared, "ph": "s", "tid": producer.lane, "ts": _us(begin_ns + leaves_ns)})
+        events.append({**shared, "ph": "f", "bp": "e", "tid": consumer.lane, "ts": _us(begin_ns + consumer.start_ns)})
+    return events
+
+
+def _metadata(name: str, process: int, args: dict[str, Any], thread: int = 0) -> Event:
+    return {"name": name, "ph": "M", "pid": process, "tid": thread, "ts": 0, "args": args}
+
+
+def _us(time_ns: int) -> float:
+    return time_ns / NS_PER_US

@@ -1,0 +1,122 @@
+"""All that is known about one model, in every form that people and programs read.
+
+    Report(graphs, handed_over, verdicts, breaks)
+
+A report is frozen plain data; every method lays it out and computes nothing. `to_json` and `from_json` are inverse, so
+a report can be read in another process, on another machine, or years later.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from apollo_compile.errors import ReportFileError
+from apollo_compile.json_form import from_json, to_json
+from apollo_compile.reports.diff import Difference, compare
+from apollo_compile.reports.summary import GraphSummary
+from apollo_compile.select import Verdict
+
+FORMAT = 1
+"""Number of the JSON form."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BreakSummary:
+    """A place where Dynamo had to end a graph, so that nothing before it can overlap with anything behind it."""
+
+    graph: str
+    """The Dynamo graph that ends here."""
+    problem: str
+    explanation: str
+    file: str
+    line: int
+    function: str
+    code: str
+    remedies: tuple[str, ...]
+    """What removes it, the most promising first."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Report:
+    """All graphs of one model; prints as text, and in a notebook as a page."""
+
+    graphs: tuple[GraphSummary, ...]
+    handed_over: tuple[tuple[str, str], ...]
+    """Graphs that Inductor runs whole, and why."""
+    verdicts: tuple[tuple[str, Verdict], ...] = ()
+    """By name of the Dynamo graph, which way of running it was the fastest."""
+    breaks: tuple[BreakSummary, ...] = ()
+
+    def __str__(self) -> str:
+        from apollo_compile.reports.render_text import render_text
+
+        return render_text(self)
+
+    def _repr_html_(self) -> str:
+        from apollo_compile.reports.render_html import render_frame
+
+        return render_frame(self)
+
+    def to_json(self) -> str:
+        """Return everything as JSON text; `Report.from_json` reads it."""
+        return json.dumps({"format": FORMAT, "report": to_json(self)})
+
+    @classmethod
+    def from_json(cls, text: str) -> Report:
+        """Return the report that `to_json` wrote.
+
+        Raises:
+            ReportFileError: the text is no report of this form.
+        """
+        try:
+            content = json.loads(text)
+            if not isinstance(content, dict) or content.get("format") != FORMAT:
+                raise ValueError(f"expected a report of format {FORMAT}")
+            return from_json(cls, content.get("report"))
+        except ValueError as error:
+            raise ReportFileError(f"this is no report: {error}; expected what Report.to_json wrote") from error
+
+    def to_html(self) -> str:
+        """Return a page that needs nothing else: no network, no other file."""
+        from apollo_compile.reports.render_html import render_html
+
+        return render_html(self)
+
+    def save_html(self, path: str | Path) -> None:
+        """Write `to_html` to a file."""
+        Path(path).write_text(self.to_html(), encoding="utf-8")
+
+    def to_trace(self) -> str:
+        """Return the timelines in the trace-event format, which Perfetto and chrome://tracing open."""
+        from apollo_compile.reports.render_trace import render_trace
+
+        return json.dumps(render_trace(self))
+
+    def save_trace(self, path: str | Path) -> None:
+        """Write `to_trace` to a file."""
+        Path(path).write_text(self.to_trace(), encoding="utf-8")
+
+    def to_dot(self) -> str:
+        """Return the graph of modules and segments for Graphviz, one subgraph per FX graph."""
+        from apollo_compile.reports.render_dot import render_dot
+
+        return render_dot(self)
+
+    def why(self, name: str) -> str:
+        """Return in words why a segment, or all segments of a module, run where and when they do.
+
+        Arguments:
+            name: of a segment, or of a module and thereby of what is inside it.
+
+        Raises:
+            LookupError: nothing has that name; the message names what is similar.
+        """
+        from apollo_compile.reports.words import explain_place
+
+        return explain_place(self, name)
+
+    def diff(self, other: Report) -> Difference:
+        """Return what changes from this report's plans to those of `other`; print it to read it."""
+        return compare(self, other)

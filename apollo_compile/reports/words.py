@@ -1,0 +1,213 @@
+"""What a report says in sentences: what overlapped, what did not and why, what limits it, what to try.
+
+    describe(graph, report) -> sentences about one graph
+    explain_place(report, name) -> why a segment or a module runs where and when it does
+
+Sentences only put numbers of the summary in order. A sentence that holds for every model helps nobody, so each of them
+has a condition.
+"""
+
+from __future__ import annotations
+
+import difflib
+from typing import TYPE_CHECKING
+
+from apollo_compile.reports.summary import Bottleneck, Limit
+from apollo_compile.select import PLAN, SERIAL
+from apollo_compile.units import format_ns
+
+if TYPE_CHECKING:
+    from apollo_compile.reports.report import Report
+    from apollo_compile.reports.summary import GraphSummary, PairSummary, SegmentSummary
+
+MUCH = 0.05
+"""Share of a graph's serial time from which a pair of branches is worth a sentence."""
+
+MANY = 0.25
+"""Share of a graph's time from which what its segments spend it on is worth a sentence."""
+
+SMALL_GAIN = 1.02
+"""Gain below which there is nothing to speak of."""
+
+MAX_PAIRS = 4
+
+
+def describe(graph: GraphSummary, report: Report) -> tuple[str, ...]:
+    """Return what a reader should know about a graph: what overlaps and what does not, limits, what to try."""
+    return (*_overlaps(graph), *_limits(graph), *_remedies(graph, report))
+
+
+def _overlaps(graph: GraphSummary) -> list[str]:
+    found = []
+    did = "overlapped" if graph.measured else "will overlap"
+    much = MUCH * graph.serial_ns
+    for pair in graph.pairs[:MAX_PAIRS]:
+        if pair.overlap_ns >= much:
+            found.append(f"{pair.first} and {pair.second} {did} for {format_ns(pair.overlap_ns)}{_of_at_most(pair)}.")
+        elif pair.could_overlap_ns >= much:
+            found.append(
+                f"{pair.first} and {pair.second} are independent for {format_ns(pair.could_overlap_ns)}, but run one "
+                f"after the other: {_why_in_turn(graph, pair)}."
+            )
+    if not any(pair.could_overlap_ns >= much for pair in graph.pairs):
+        found.append(_chain(graph))
+    return found
+
+
+def _of_at_most(pair: PairSummary) -> str:
+    return f", of {format_ns(pair.could_overlap_ns)} at most" if pair.could_overlap_ns > pair.overlap_ns else ""
+
+
+def _why_in_turn(graph: GraphSummary, pair: PairSummary) -> str:
+    if graph.device.units == 1:
+        return "there is one unit"
+    if graph.way not in (PLAN, SERIAL):
+        return f"{graph.way} runs the graph"
+    if graph.num_lanes > 1:
+        return "the plan gains more elsewhere"
+    half = graph.device.units // 2
+    choices = [
+        {c.units: c.duration_ns for c in s.choices} for s in graph.segments if s.branch in (pair.first, pair.second)
+    ]
+    longer = sum(on[half] for on in choices) / sum(on[graph.device.units] for on in choices)
+    return (
+        f"on {half} of the {graph.device.units} units they take {longer:.2f}x as long as on all, and so leave little "
+        "to be gained by sharing"
+    )
+
+
+def _chain(graph: GraphSummary) -> str:
+    names = [branch for branch in graph.branches if branch]
+    who = f"{', '.join(names[:-1])} and {names[-1]} depend" if 1 < len(names) <= MAX_PAIRS else "its segments depend"
+    if graph.serial_ns > 1.02 * graph.critical_path_ns:
+        return f"Between modules there is next to nothing to overlap: {who} on each other from end to start."
+    return f"Nothing can overlap: {who} on each other, so that there is one chain of {len(graph.segments)} segments."
+
+
+def _limits(graph: GraphSummary) -> list[str]:
+    if graph.possible_gain < SMALL_GAIN:
+        return [f"No plan on these lanes can be more than {graph.possible_gain:.2f}x as fast as one lane."]
+    if graph.limit is Limit.DEPENDENCIES:
+        limit = f"the longest chain of dependencies takes {format_ns(graph.critical_path_ns)} however it is placed"
+    else:
+        limit = f"the work itself keeps {graph.device.units} units at work for about that long"
+    return [
+        f"No plan is under {format_ns(graph.bound_ns)} ({graph.possible_gain:.2f}x): {limit}; this one is at "
+        f"{format_ns(graph.predicted_ns)} ({graph.gain:.2f}x)."
+    ]
+
+
+def _remedies(graph: GraphSummary, report: Report) -> list[str]:
+    found = []
+    times = graph.time_by_bottleneck()
+    total = max(1, sum(times.values()))
+    share = {kind: time_ns / total for kind, time_ns in times.items()}
+    if share[Bottleneck.LAUNCH] >= MANY:
+        found.append(
+            f"Try a larger batch: segments with {share[Bottleneck.LAUNCH]:.0%} of the time mostly launch small kernels."
+        )
+    if share[Bottleneck.MEMORY] >= MANY:
+        found.append(
+            f"Segments with {share[Bottleneck.MEMORY]:.0%} of the time wait for memory, which more units do not speed "
+            "up: a smaller data type helps, or beside them segments that compute."
+        )
+    if report.breaks:
+        found.append(
+            f"Try to remove the {len(report.breaks)} graph breaks below: nothing overlaps across a break."
+            if len(report.breaks) > 1
+            else "Try to remove the graph break below: nothing overlaps across a break."
+        )
+    if graph.stopped_early:
+        found.append("The time limit ended the search: try a larger 'plan.time_limit_s'.")
+    best = max(graph.what_if, key=lambda row: row.gain, default=None)
+    if best is not None and best.gain > max(graph.gain, 1) * SMALL_GAIN:
+        found.append(f"With {best.change} the plan is predicted to be {best.gain:.2f}x as fast as one lane there.")
+    return found
+
+
+# ------------------------------------------------------------------------------------------------------------- why
+
+
+def explain_place(report: Report, name: str) -> str:
+    """Return why the segment `name`, or the segments of the module `name`, run where they do.
+
+    Raises:
+        LookupError: nothing has that name.
+    """
+    parts = []
+    for graph in report.graphs:
+        chosen = [segment for segment in graph.segments if segment.name == name]
+        chosen = chosen or [s for s in graph.segments if s.module == name or s.module.startswith(f"{name}.")]
+        parts += [_explain_segment(graph, segment) for segment in chosen]
+    reasons = [f"{graph}: runs in Inductor, whole, because {reason}" for graph, reason in report.handed_over]
+    if parts:
+        return "\n\n".join(parts)
+    known = [known for graph in report.graphs for s in graph.segments for known in (s.name, s.module) if known]
+    similar = difflib.get_close_matches(name, known, n=3, cutoff=0.3)
+    hint = f"similar: {', '.join(similar)}" if similar else f"known: {', '.join(list(dict.fromkeys(known))[:10])}"
+    raise LookupError("\n".join([f"no segment or module is called {name!r}; {hint}", *reasons]))
+
+
+def _explain_segment(graph: GraphSummary, segment: SegmentSummary) -> str:
+    bars = {bar.segment: bar for bar in next(t for t in graph.timelines if t.name == "predicted").bars}
+    bar = bars[segment.id]
+    by_id = {other.id: other for other in graph.segments}
+    lines = [
+        f"{segment.name} in {graph.name}: lane {segment.lane}, {_units(segment.units)} granted, "
+        f"{_units(segment.asked_units)} asked; planned from {format_ns(bar.start_ns)} to {format_ns(bar.end_ns)}"
+    ]
+    times = ", ".join(f"{format_ns(choice.duration_ns)} on {choice.units}" for choice in segment.choices)
+    lines.append(f"  Alone it takes {times} ({segment.choices[-1].source.value}); it is bound by {_bound_by(segment)}.")
+    before = [bars[other] for other in segment.after]
+    units = {lane.id: set(lane.units) for lane in graph.lanes}
+    on_lane = [b for b in bars.values() if units[b.lane] & units[segment.lane] and b.end_ns <= bar.start_ns]
+    last_needed = max(before, key=lambda other: other.end_ns, default=None)
+    last_on_lane = max(on_lane, key=lambda other: other.end_ns, default=None)
+    if last_needed is None:
+        lines.append("  It depends on no other segment.")
+    else:
+        lines.append(
+            f"  It needs {_names([by_id[other].name for other in segment.after])}, the last of which ends at "
+            f"{format_ns(last_needed.end_ns)}."
+        )
+    if last_on_lane is not None and (last_needed is None or last_on_lane.end_ns > last_needed.end_ns):
+        earlier = by_id[last_on_lane.segment].name
+        lines.append(f"  Units of its lane are at work on {earlier} until {format_ns(last_on_lane.end_ns)}.")
+    beside = [
+        other
+        for other in bars.values()
+        if other.segment != segment.id and other.start_ns < bar.end_ns > bar.start_ns and other.end_ns > bar.start_ns
+    ]
+    if beside:
+        lines.append(f"  Beside it run {_names([by_id[other.segment].name for other in beside])}.")
+    else:
+        lines.append("  Nothing runs beside it.")
+    if segment.units < segment.asked_units:
+        fastest = min(choice.duration_ns for choice in segment.choices)
+        lines.append(
+            f"  With {_units(segment.asked_units)} it would take {format_ns(fastest)}, but what runs beside it would "
+            f"have to wait: in sum the plan is {graph.gain:.2f}x as fast as one lane."
+        )
+    if graph.way != PLAN:
+        lines.append(f"  The graph does not run its plan now but {graph.way}: see the verdict.")
+    return "\n".join(lines)
+
+
+def _units(count: int) -> str:
+    return "1 unit" if count == 1 else f"{count} units"
+
+
+def _bound_by(segment: SegmentSummary) -> str:
+    if segment.bottleneck is Bottleneck.WAITING:
+        return f"waiting, {format_ns(segment.waited_ns)} before it starts"
+    share = {
+        Bottleneck.MEMORY: segment.memory_share,
+        Bottleneck.LAUNCH: segment.launch_share,
+        Bottleneck.COMPUTE: 1 - segment.memory_share - segment.launch_share,
+    }[segment.bottleneck]
+    return f"{segment.bottleneck.value} ({share:.0%})"
+
+
+def _names(names: list[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more

@@ -1,0 +1,73 @@
+"""What a graph would take on other devices: its plan on other numbers of units, or on another device profile.
+
+    what_if(compilation, units=..., profiles=...) -> [WhatIf]
+
+Heuristics alone make these plans: they are there to be compared, and take half a second instead of several.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from apollo_compile.config import Config
+from apollo_compile.device import DeviceProfile, limit_units, load_profile
+from apollo_compile.ir import Observations
+from apollo_compile.lanes import lane_catalogue
+from apollo_compile.passes.cost import estimate_costs
+from apollo_compile.passes.plan import make_plan
+from apollo_compile.pipeline import Compilation
+from apollo_compile.reports.summary import WhatIf
+
+
+def what_if(
+    compilation: Compilation, config: Config, *, units: Sequence[int] = (), profiles: Sequence[str] = ()
+) -> tuple[WhatIf, ...]:
+    """Return what the plan of a graph would take on `units` of its device, and on the devices of `profiles`.
+
+    Arguments:
+        compilation: the graph, its device and what was measured on it.
+        config: with the options of the planner.
+        units: numbers of units of the same device; the profile's rates end at the largest number it has.
+        profiles: paths or packaged names.
+
+    Raises:
+        ConfigError: a profile cannot be read.
+    """
+    here = compilation.profile
+    rows = [
+        _plan(compilation, config, limit_units(here, count), compilation.observations, _count(count))
+        for count in dict.fromkeys(units)
+        if count != here.units
+    ]
+    for name in profiles:
+        profile = load_profile(Path(name))
+        rows.append(_plan(compilation, config, profile, Observations(), f"device profile {name}"))
+    return tuple(rows)
+
+
+def usual_units(profile: DeviceProfile) -> tuple[int, ...]:
+    """Return half, twice and four times the units, as far as the profile has rates for them."""
+    candidates = (profile.units // 2, profile.units * 2, profile.units * 4)
+    return tuple(count for count in candidates if 1 <= count <= profile.unit_counts[-1])
+
+
+def _plan(
+    compilation: Compilation, config: Config, profile: DeviceProfile, observations: Observations, change: str
+) -> WhatIf:
+    graph = compilation.partition.graph
+    plan = make_plan(
+        graph,
+        estimate_costs(graph, profile, observations),
+        lanes=lane_catalogue(profile.units),
+        planner="serial" if config.plan.planner == "serial" else "greedy",
+        min_gain=config.plan.min_gain,
+        seed=config.plan.seed,
+        time_limit_s=config.plan.time_limit_s,
+        deterministic=config.plan.deterministic,
+    )
+    return WhatIf(change=change, units=profile.units, serial_ns=plan.serial_ns, predicted_ns=plan.makespan_ns)
+
+
+def _count(units: int) -> str:
+    return "1 unit" if units == 1 else f"{units} units"

@@ -1,0 +1,203 @@
+"""Explaining a model plans it as compiling does, and leaves no trace of itself."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import apollo_compile
+from apollo_compile.dry_run import plan_model
+from apollo_compile.errors import TargetError
+from tests.end_to_end.models import TwoTowers, two_tower_inputs
+
+FAST: dict[str, Any] = {"units": (), "profiles": ()}
+"""Without plans for other devices."""
+
+GREEDY = {"plan.planner": "greedy"}
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+    gc.collect()
+
+
+class Busy(nn.Module):
+    """Everything that a forward may change: buffers, attributes, random states; and a branch on a value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.num_calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return something random."""
+        self.num_calls += 1
+        y = self.norm(self.linear(x))
+        if y.sum().item() > -1e9:
+            y = y + torch.rand_like(y)
+        return y
+
+
+@torch.compiler.disable
+def draw() -> float:
+    """Change the random states that are not torch's."""
+    return random.random() + float(np.random.rand())
+
+
+class Drawing(Busy):
+    """Busy, and random in Python too."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return something random."""
+        return super().forward(x) + draw()
+
+
+def test_nothing_of_a_model_changes() -> None:
+    """Parameters, gradients, buffers, attributes, mode, inputs, random states; and later compiles see static shapes."""
+    torch.manual_seed(0)
+    model, x = Drawing(), torch.randn(4, 8)
+    model.linear.weight.grad = torch.ones(8, 8)
+    state = copy.deepcopy(model.state_dict())
+    before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+    versions = [parameter._version for parameter in model.parameters()]
+    kept = x.clone()
+    report = plan_model(model, (x,), options=GREEDY, **FAST)
+    plan_model(model, (torch.randn(3, 8, generator=torch.Generator()),), options=GREEDY, **FAST)
+    assert torch.equal(before[0], torch.get_rng_state())
+    assert before[1:] == (random.getstate(), np.random.get_state()[1].tolist())
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    assert [parameter._version for parameter in model.parameters()] == versions
+    assert torch.equal(model.linear.weight.grad, torch.ones(8, 8)) and model.linear.bias.grad is None
+    assert (model.num_calls, model.training) == (0, True)
+    assert torch.equal(x, kept)
+    assert report.breaks
+    shapes: list[Any] = []
+
+    def look(graph_module: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        shapes.append([size for tensor in inputs if isinstance(tensor, torch.Tensor) for size in tensor.shape])
+        return graph_module
+
+    torch.compile(model, backend=look)(torch.randn(5, 8))
+    assert all(isinstance(size, int) for sizes in shapes for size in sizes)
+
+
+def test_the_plan_is_the_one_that_is_compiled() -> None:
+    """Forward and backward, segment by segment."""
+    model, inputs = TwoTowers(width=128), two_tower_inputs(width=128)
+    options = {**GREEDY, "plan.contest": False, "plan.replan": False}
+    planned = plan_model(model, inputs, options=options, **FAST)
+    assert [graph.role for graph in planned.graphs] == ["forward", "backward"]
+    assert all(graph.measured is None for graph in planned.graphs)
+    run = torch.compile(model, backend="apollo", options=options)
+    run(*inputs).sum().backward()
+    compiled = apollo_compile.report(run)
+    assert all(graph.measured is not None for graph in compiled.graphs)
+    for ours, theirs in zip(planned.graphs, compiled.graphs, strict=True):
+        assert [(s.name, s.lane, s.predicted_ns) for s in ours.segments] == [
+            (s.name, s.lane, s.predicted_ns) for s in theirs.segments
+        ]
+
+
+def test_without_gradients_there_is_no_backward() -> None:
+    """As when it is called; a function and a compiled model are as good as a module."""
+    model, inputs = TwoTowers(), two_tower_inputs()
+    with torch.no_grad():
+        (graph,) = plan_model(torch.compile(model), inputs, options=GREEDY, **FAST).graphs
+        assert graph.role == "inference"
+        (graph,) = plan_model(lambda x, y: x @ y.T, inputs, options=GREEDY, **FAST).graphs
+    assert graph.name == "graph0_inference"
+
+
+def test_a_break_is_named_with_its_line_and_what_removes_it() -> None:
+    """And the remedy removes it."""
+    model, x = Busy(), torch.randn(4, 8)
+    (found,) = plan_model(model, (x,), options=GREEDY, **FAST).breaks
+    assert found.code == "if y.sum().item() > -1e9:"
+    assert (found.file, found.function) == (__file__, "forward")
+    flag = "torch._dynamo.config.capture_scalar_outputs = True"
+    assert found.remedies[0] == flag
+
+    class Scaled(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = super().forward(x)
+            return y * y.sum().item()
+
+    with torch.no_grad():
+        assert plan_model(Scaled(8, 8), (x,), options=GREEDY, **FAST).breaks[0].remedies[0] == flag
+        with torch._dynamo.config.patch(capture_scalar_outputs=True):
+            assert plan_model(Scaled(8, 8), (x,), options=GREEDY, **FAST).breaks == ()
+
+
+def test_a_break_stands_in_the_report_of_a_compiled_model() -> None:
+    """Both roads look at the same place."""
+    model, x = Busy(), torch.randn(4, 8)
+    run = torch.compile(model, backend="apollo")
+    with torch.no_grad():
+        run(x)
+    (found,) = apollo_compile.report(run).breaks
+    assert found.code == "if y.sum().item() > -1e9:"
+
+
+def test_a_graph_that_is_inductors_has_its_plan_in_the_report() -> None:
+    """So that a reader sees why there is nothing to gain: from a dry run, and from a real one."""
+    layer, x = nn.Linear(1024, 1024), torch.ones(512, 1024)
+    with torch.no_grad():
+        planned = plan_model(layer, (x,), options=GREEDY, **FAST)
+        run = torch.compile(layer, backend="apollo", options=GREEDY)
+        run(x)
+    for report in (planned, apollo_compile.report(run)):
+        (graph,) = report.graphs
+        assert graph.way == "Inductor"
+        assert [name for name, _ in report.handed_over] == [graph.name]
+        assert "Nothing can overlap" in str(report) and "nothing to gain" in str(report)
+
+
+def test_other_devices_and_batches_are_compared() -> None:
+    """One row each; a larger batch takes longer."""
+    model, inputs = TwoTowers(), two_tower_inputs()
+    with torch.no_grad():
+        report = plan_model(model, inputs, options=GREEDY, units=(1,), profiles=("h200",), batches=(16, 1024))
+    (graph,) = report.graphs
+    rows = {row.change: row for row in graph.what_if}
+    assert set(rows) >= {"device profile h200", "batch 16", "batch 1024"}
+    assert rows["batch 16"].serial_ns < graph.serial_ns < rows["batch 1024"].serial_ns
+    assert rows["device profile h200"].units == 132
+
+
+def test_what_cannot_be_planned_is_one_error() -> None:
+    """With what failed and what to do."""
+    x = torch.ones(2, 2, requires_grad=True)
+    with pytest.raises(TargetError, match=r"cannot copy the inputs(.|\n)*call detach\(\)"):
+        plan_model(nn.Linear(2, 2), (x * 2,))
+    model = nn.Linear(2, 2)
+    model.lock = (item for item in ())  # type: ignore[assignment]
+    with pytest.raises(TargetError, match="cannot copy the model, a Linear, to plan it"):
+        plan_model(model, (x,))
+    with pytest.raises(TargetError, match="Dynamo found nothing to compile"):
+        plan_model(lambda: 3)
+    with pytest.raises(TargetError, match="cannot try batch 0"):
+        plan_model(nn.Linear(2, 2), (torch.ones(2, 2),), batches=(0,), **FAST)
+
+
+def test_explain_has_rows_for_other_devices() -> None:
+    """The short form takes the arguments of the model, whatever they are called."""
+
+    class Named(nn.Module):
+        def forward(self, options: torch.Tensor, units: torch.Tensor) -> torch.Tensor:
+            return options @ units
+
+    with torch.no_grad():
+        report = apollo_compile.explain(Named(), torch.ones(4, 4), units=torch.ones(4, 4))
+    assert "device profile h200" in {row.change for graph in report.graphs for row in graph.what_if}

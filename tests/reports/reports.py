@@ -1,0 +1,103 @@
+"""Reports for tests: the saved graphs of the six workloads, planned on a fixed device, with an invented run."""
+
+from __future__ import annotations
+
+import functools
+import random
+
+from apollo_compile.check import check_memory, check_program, check_syncs
+from apollo_compile.device import default_profile
+from apollo_compile.ir import Body, Capture, Observations, Partition, SegmentGraph, Span, Trace
+from apollo_compile.lanes import lane_catalogue
+from apollo_compile.passes.cost import estimate_costs
+from apollo_compile.passes.emit import emit_program
+from apollo_compile.passes.memory import plan_memory
+from apollo_compile.passes.plan import make_plan
+from apollo_compile.passes.sync import eliminate_syncs
+from apollo_compile.pipeline import Compilation
+from apollo_compile.reports.report import BreakSummary, Report
+from apollo_compile.reports.summary import WhatIf, summarize
+from benchmarks.graphs import WORKLOADS, load_graphs
+
+UNITS = 4
+
+
+def compile_graph(graph: SegmentGraph, *, units: int = UNITS, time_limit_s: float = 2.0) -> Compilation:
+    """Return all products of a saved graph, planned by heuristics; its nodes are not saved, so the capture has none."""
+    profile = default_profile(units)
+    lanes = lane_catalogue(units)
+    costs = estimate_costs(graph, profile, Observations())
+    plan = make_plan(graph, costs, lanes=lanes, planner="greedy", time_limit_s=time_limit_s)
+    syncs = eliminate_syncs(graph, plan)
+    memory = plan_memory(graph, plan, syncs)
+    program = emit_program(graph, plan, syncs, memory)
+    check_syncs(syncs, graph, plan)
+    check_memory(memory, graph, plan, syncs)
+    check_program(program, graph, plan, syncs, memory)
+    bodies = {
+        segment.body: Body(id=segment.body, name=segment.name, nodes=(), inputs=(), outputs=())
+        for segment in reversed(graph.segments)
+    }
+    return Compilation(
+        capture=Capture(name=graph.name, role=graph.role, nodes=(), outputs=()),
+        partition=Partition(graph=graph, bodies=tuple(bodies.values()), nodes_by_segment=()),
+        profile=profile,
+        observations=Observations(),
+        costs=costs,
+        plan=plan,
+        syncs=syncs,
+        memory=memory,
+        program=program,
+    )
+
+
+def invent_run(compilation: Compilation, seed: int = 0) -> Trace:
+    """Return a run in the plan's order, in which every segment takes a little longer or shorter than planned."""
+    rng = random.Random(seed)
+    graph, plan = compilation.partition.graph, compilation.plan
+    free_at = dict.fromkeys(plan.lanes[0].units, 0)
+    ends: dict[int, int] = {}
+    spans = []
+    for assignment in plan.in_start_order():
+        units = plan.lanes[assignment.lane].units
+        start = max([free_at[unit] for unit in units] + [ends[s] for s in graph.predecessors(assignment.segment)])
+        start += rng.randrange(1_000, 5_000)
+        end = start + round(assignment.duration_ns * rng.uniform(0.9, 1.3))
+        ends[assignment.segment] = end
+        for unit in units:
+            free_at[unit] = end
+        spans.append(Span(segment=assignment.segment, lane=assignment.lane, start_ns=start, end_ns=end, core=units[0]))
+    return Trace(
+        spans=tuple(sorted(spans, key=lambda span: (span.start_ns, span.segment))),
+        duration_ns=max(ends.values()) + 10_000,
+    )
+
+
+@functools.cache
+def workload_report(name: str) -> Report:
+    """Return the report of a training step of a workload: forward and backward, both with a run."""
+    assert name in WORKLOADS
+    graphs = load_graphs()
+    summaries = []
+    for role in ("forward", "backward"):
+        compilation = compile_graph(graphs[f"{name}_{role}"])
+        row = WhatIf(change="8 units", units=8, serial_ns=2_000_000, predicted_ns=1_000_000)
+        summaries.append(summarize(compilation, invent_run(compilation), what_if=(row,)))
+    return Report(graphs=tuple(summaries), handed_over=())
+
+
+def a_break(**changes: object) -> BreakSummary:
+    """Return a graph break in a line that needs care in HTML."""
+    return BreakSummary(
+        **{
+            "graph": "graph0",
+            "problem": "Unsupported Tensor.item() call",
+            "explanation": "Dynamo does not support tracing it.",
+            "file": "model.py",
+            "line": 12,
+            "function": "forward",
+            "code": 'if x.sum().item() < 0: y = "<b>&"',
+            "remedies": ("torch._dynamo.config.capture_scalar_outputs = True",),
+            **changes,
+        }  # type: ignore[arg-type]
+    )

@@ -1,0 +1,359 @@
+"""The page of a report: complete without a network, and as it behaves in a real browser."""
+
+from __future__ import annotations
+
+import html
+import json
+import random
+import re
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from apollo_compile.reports.render_html import place_modules, place_ticks
+from apollo_compile.reports.report import Report
+from apollo_compile.reports.summary import summarize
+from benchmarks.graphs import WORKLOADS
+from tests.builders import random_graph
+from tests.reports.reports import a_break, compile_graph, invent_run, workload_report
+from tests.reports.test_report import VERDICT
+from tests.reports.test_summary import RUN, compilation
+
+VOID = {"meta", "link", "br", "img", "input"}
+MAX_PAGE_BYTES = 1_000_000
+
+
+def full_report(workload: str = "clip") -> Report:
+    """Return a report with everything that a report can have."""
+    return replace(
+        workload_report(workload),
+        handed_over=(("graph1_forward", "x is on device cuda:0 <script>alert(1)</script>"),),
+        verdicts=(("graph0", VERDICT),),
+        breaks=(a_break(),),
+    )
+
+
+class Page(HTMLParser):
+    """Reads a page and refuses tags that do not match."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self._open: list[str] = []
+        self.feed(text)
+        self.close()
+        assert self._open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self._open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._open.pop() == tag
+
+
+# ------------------------------------------------------------------------------------------------------ without browser
+
+
+def test_a_page_needs_nothing_else() -> None:
+    """No address in it, apart from names of formats; what comes from outside is text, not markup."""
+    text = full_report().to_html()
+    page = Page(text)
+    assert not re.search(r"https?://|@import|url\(", text)
+    sources = [attributes.get(key) for _, attributes in page.tags for key in ("src", "href") if key in attributes]
+    assert all(source and (source.startswith(("#", "data:"))) for source in sources)
+    assert "<script>alert" not in text and "&lt;script&gt;alert" in text
+    assert "&lt;b&gt;&amp;" in text
+
+
+def test_every_part_has_a_name_for_those_who_do_not_see_it() -> None:
+    """Charts, bars, tables, buttons, regions that scroll; ids occur once."""
+    page = Page(full_report().to_html())
+    ids = [attributes["id"] for _, attributes in page.tags if "id" in attributes]
+    assert len(ids) == len(set(ids))
+    for tag, attributes in page.tags:
+        if attributes.get("role") in ("list", "listitem", "img", "region", "group"):
+            assert attributes.get("aria-label"), (tag, attributes)
+        if attributes.get("tabindex") == "0":
+            assert attributes.get("aria-label")
+    tables = [tag for tag, _ in page.tags if tag in ("table", "caption")]
+    assert tables.count("table") == tables.count("caption") > 8
+
+
+def test_five_hundred_segments_make_a_page_under_a_megabyte() -> None:
+    """With a run, so that all three timelines are there."""
+    graph = random_graph(random.Random(0), 500)
+    named = tuple(
+        replace(segment, name=f"language_model.model.layers.{segment.id}", module=f"language_model.model.{segment.id}")
+        for segment in graph.segments
+    )
+    made = compile_graph(replace(graph, segments=named), time_limit_s=0.1)
+    text = Report(graphs=(summarize(made, invent_run(made)),), handed_over=()).to_html()
+    assert text.count('class="bar') >= 1500
+    assert len(text.encode()) < MAX_PAGE_BYTES
+
+
+def test_a_notebook_shows_the_page_in_a_frame() -> None:
+    """Style and script of the page stay inside."""
+    report = full_report()
+    frame = report._repr_html_()
+    assert frame.count("<") == 2
+    match = re.fullmatch(r'<iframe title="apollo report" style="[^"]*" srcdoc="([^"]*)"></iframe>', frame)
+    assert match and html.unescape(match[1]) == report.to_html()
+
+
+@pytest.mark.parametrize("workload", WORKLOADS)
+def test_axes_have_round_times_and_boxes_do_not_overlap(workload: str) -> None:
+    """On every saved graph."""
+    for graph in workload_report(workload).graphs:
+        ticks = place_ticks(graph)
+        assert 4 <= sum(not tick.is_minor for tick in ticks) <= 10
+        places = [float(tick.place.removesuffix("%")) for tick in ticks]
+        assert places == sorted(places) and places[-1] < 100
+        net = place_modules(graph)
+        spots = {(node.x, node.y) for node in net.nodes}
+        assert len(spots) == len(net.nodes)
+        for one in net.nodes:
+            assert 0 <= one.x <= net.width - 200 and 0 <= one.y <= net.height - 46
+            assert not any(one.x == x and 0 < abs(one.y - y) < 46 for x, y in spots)
+
+
+def test_a_report_of_nothing_is_a_page_too() -> None:
+    """It says what to do."""
+    assert "call the compiled model first" in Report(graphs=(), handed_over=()).to_html()
+
+
+# --------------------------------------------------------------------------------------------------------- in a browser
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """Headless Chromium."""
+    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if chromium is None:
+        pytest.skip("there is no Chromium on this machine: install the package 'chromium'")
+    with playwright.sync_playwright() as driver:
+        found = driver.chromium.launch(executable_path=chromium, args=["--no-sandbox", "--disable-gpu"])
+        yield found
+        found.close()
+
+
+class Tab:
+    """One page in the browser, and what it complained about."""
+
+    def __init__(self, browser: Any, path: Path, **options: Any) -> None:
+        self.context = browser.new_context(offline=True, **options)
+        self.page = self.context.new_page()
+        self.complaints: list[str] = []
+        self.page.on("console", lambda message: self.complaints.append(message.text))
+        self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
+        self.page.on("requestfailed", lambda request: self.complaints.append(request.url))
+        self.page.goto(path.as_uri())
+
+    def close(self) -> None:
+        self.context.close()
+        assert self.complaints == []
+
+
+@pytest.fixture
+def tab(browser: Any, tmp_path: Path) -> Iterator[Any]:
+    """The page of the small report with a run, on a laptop."""
+    report = Report(graphs=(summarize(compilation(), RUN),), handed_over=(), breaks=(a_break(),))
+    report.save_html(tmp_path / "report.html")
+    opened = Tab(browser, tmp_path / "report.html", viewport={"width": 1280, "height": 900})
+    yield opened.page
+    opened.close()
+
+
+def test_numbers_of_the_page_are_those_of_the_json(browser: Any, tmp_path: Path) -> None:
+    """Every row of every segment, and the times of the timelines, as the browser has them."""
+    report = full_report()
+    report.save_html(tmp_path / "report.html")
+    opened = Tab(browser, tmp_path / "report.html")
+    tables = opened.page.evaluate(
+        """() => {
+          const read = cell => 'v' in cell.dataset ? +cell.dataset.v : cell.innerText;
+          return [...document.querySelectorAll('[data-segments]')].map(table =>
+            [...table.tBodies[0].rows].map(row => [+row.dataset.s, ...[...row.cells].map(read)]));
+        }"""
+    )
+    graphs = json.loads(report.to_json())["report"]["graphs"]
+    for rows, graph in zip(tables, graphs, strict=True):
+        keys = ("id", "name", "lane", "units", "asked_units", "predicted_ns", "source", "measured_ns", "waited_ns")
+        assert rows == [[*(s[key] for key in keys), s["memory_bytes"], s["bottleneck"]] for s in graph["segments"]]
+    bars = opened.page.evaluate(
+        """() => [...document.querySelectorAll('section.graph')].map(s => [...s.querySelectorAll('.line')].map(
+             line => [line.dataset.line, +line.querySelector('b').dataset.v, [...line.querySelectorAll('.bar')].map(
+               bar => [+bar.dataset.s, ...bar.dataset.t.split(' ').map(Number)])]))"""
+    )
+    assert bars == [
+        [
+            [t["name"], t["duration_ns"], [[b["segment"], b["start_ns"], b["end_ns"]] for b in t["bars"]]]
+            for t in graph["timelines"]
+        ]
+        for graph in graphs
+    ]
+    opened.close()
+
+
+def test_pointing_at_a_segment_shows_its_numbers(tab: Any) -> None:
+    """And outlines what it needs; away from it they are gone."""
+    bar = tab.locator(".line[data-line=measured] .bar[data-s='3']")
+    bar.hover()
+    tip = tab.locator("#tip")
+    assert tip.is_visible()
+    text = tip.inner_text()
+    assert text.startswith("head") and "60 ns" in text and "80 ns" in text
+    assert tab.locator(".bar.needs").count() == 3 * 2  # two segments on three timelines
+    tab.locator("h2").first.hover()
+    assert not tip.is_visible() and tab.locator(".bar.needs").count() == 0
+
+
+def test_zoom_widens_every_timeline_around_the_same_time(tab: Any) -> None:
+    """With buttons, with keys, and back."""
+    bar = tab.locator(".line[data-line=predicted] .bar[data-s='1']")
+    before = bar.bounding_box()["width"]
+    for _ in range(3):
+        tab.locator("[data-zoom='2']").click()
+    assert bar.bounding_box()["width"] == pytest.approx(8 * before, rel=0.01)
+    assert tab.locator("output").inner_text() == "8x"
+    tab.wait_for_timeout(100)
+    scrolled = tab.evaluate("[...document.querySelectorAll('.line .scroll')].map(pane => pane.scrollLeft)")
+    assert len(set(scrolled)) == 1 and scrolled[0] > 0
+    tab.locator(".line[data-line=serial] .scroll").focus()
+    tab.keyboard.press("-")
+    assert tab.locator("output").inner_text() == "4x"
+    tab.locator("[data-zoom='0']").click()
+    assert bar.bounding_box()["width"] == pytest.approx(before, rel=0.01)
+
+
+def test_timelines_can_be_switched(tab: Any) -> None:
+    """One, or all of them."""
+    assert tab.locator(".line:visible").count() == 3
+    tab.locator("[data-show=measured]").click()
+    assert tab.locator(".line:visible").get_attribute("data-line") == "measured"
+    assert tab.locator("[aria-pressed=true]").inner_text() == "measured"
+    tab.locator("[data-show=all]").click()
+    assert tab.locator(".line:visible").count() == 3
+
+
+def test_the_keyboard_goes_from_segment_to_segment(tab: Any) -> None:
+    """Without a mouse one gets the same numbers."""
+    tab.locator(".line[data-line=predicted] .scroll").focus()
+    names = []
+    for _ in range(4):
+        tab.keyboard.press("ArrowRight")
+        names.append(tab.locator("#tip b").inner_text())
+    assert names == ["embed", "image.layers.0", "text.layers.0", "head"]
+    tab.keyboard.press("Escape")
+    assert not tab.locator("#tip").is_visible()
+
+
+def test_tables_sort_by_number_and_by_name(tab: Any) -> None:
+    """Of numbers the largest come first, then the other way round; a sorted column says so."""
+    table = tab.locator("[data-segments]")
+
+    def column(number: int) -> list[str]:
+        found: list[str] = table.locator(f"tbody tr > :nth-child({number})").all_inner_texts()
+        return found
+
+    table.get_by_role("button", name="predicted").click()
+    assert column(5) == ["400 ns", "200 ns", "60 ns", "50 ns"]
+    table.get_by_role("button", name="predicted").click()
+    assert column(5) == ["50 ns", "60 ns", "200 ns", "400 ns"]
+    table.get_by_role("button", name="segment").click()
+    assert column(1) == ["embed", "head", "image.layers.0", "text.layers.0"]
+    assert table.locator("th[aria-sort=ascending]").inner_text().startswith("segment")
+
+
+def test_light_and_dark_follow_the_system_and_the_button(browser: Any, tmp_path: Path) -> None:
+    """Text and background change places, and keep their contrast."""
+    full_report().save_html(tmp_path / "report.html")
+    for scheme in ("light", "dark"):
+        opened = Tab(browser, tmp_path / "report.html", color_scheme=scheme)
+        light_first = contrast_and_lightness(opened.page)
+        opened.page.locator("#theme").click()
+        light_then = contrast_and_lightness(opened.page)
+        assert (light_first[1] > 0.5) is (scheme == "light")
+        assert (light_then[1] > 0.5) is (scheme == "dark")
+        assert min(light_first[0], light_then[0]) >= 4.5
+        opened.close()
+
+
+def contrast_and_lightness(page: Any) -> tuple[float, float]:
+    """Return the least contrast of texts to what is behind them, by WCAG 2, and how light the page is."""
+    found: list[float] = page.evaluate(
+        """() => {
+          const parse = c => c.match(/[\\d.]+/g).map(Number);
+          const light = ([r, g, b]) => [r, g, b].map(v => v / 255).map(v => v <= 0.04045 ? v / 12.92 :
+            ((v + 0.055) / 1.055) ** 2.4).reduce((sum, v, i) => sum + v * [0.2126, 0.7152, 0.0722][i], 0);
+          const behind = e => {
+            for (; e; e = e.parentElement) {
+              const c = parse(getComputedStyle(e).backgroundColor);
+              if (c.length < 4 || c[3] > 0.99) return c;
+            }
+            return [255, 255, 255];
+          };
+          const ratio = (a, b) => (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
+          let least = 21;
+          for (const e of document.querySelectorAll('h1,h2,h3,h4,p,dt,dd,li,td,th,a,button,em,code,span,.hint')) {
+            if (e.textContent.trim()) {
+              least = Math.min(least, ratio(light(parse(getComputedStyle(e).color)), light(behind(e))));
+            }
+          }
+          for (const e of document.querySelectorAll('.bar')) {
+            const fill = parse(getComputedStyle(e.querySelector('rect')).fill);
+            least = Math.min(least, ratio(light(parse(getComputedStyle(e.querySelector('text')).fill)), light(fill)));
+          }
+          return [least, light(parse(getComputedStyle(document.body).backgroundColor))];
+        }"""
+    )
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize("width", [375, 1280, 1920])
+@pytest.mark.parametrize("workload", ["clip", "llava"])
+def test_nothing_sticks_out_or_overlaps(browser: Any, tmp_path: Path, workload: str, width: int) -> None:
+    """The page is as wide as the window, and blocks of text stand apart."""
+    full_report(workload).save_html(tmp_path / "report.html")
+    opened = Tab(browser, tmp_path / "report.html", viewport={"width": width, "height": 900})
+    assert opened.page.evaluate("document.documentElement.scrollWidth") <= width
+    overlaps = opened.page.evaluate(
+        """() => {
+          const found = [];
+          for (const group of document.querySelectorAll('main, section, .tiles, .panel, .line, .bar-top, header')) {
+            const boxes = [...group.children].filter(e => e.checkVisibility() && !e.classList.contains('hidden'))
+              .map(e => [e, e.getBoundingClientRect()]).filter(([, b]) => b.width && b.height);
+            for (const [i, [a, p]] of boxes.entries()) for (const [b, q] of boxes.slice(i + 1)) {
+              const wide = Math.min(p.right, q.right) - Math.max(p.left, q.left);
+              const high = Math.min(p.bottom, q.bottom) - Math.max(p.top, q.top);
+              if (wide > 1 && high > 1) found.push([a.outerHTML.slice(0, 80), b.outerHTML.slice(0, 80)]);
+            }
+          }
+          return found;
+        }"""
+    )
+    assert overlaps == []
+    clipped = opened.page.evaluate(
+        """() => [...document.querySelectorAll('h1,h2,h3,h4,.tiles dd,.tiles dt,.seg button,.words li,#theme')]
+             .filter(e => e.checkVisibility() && getComputedStyle(e).display !== 'inline')
+             .filter(e => e.scrollWidth > e.clientWidth + 1)
+             .map(e => e.outerHTML.slice(0, 80))"""
+    )
+    assert clipped == []
+    labels = opened.page.evaluate(
+        """() => [...document.querySelectorAll('.bar text')].filter(t => t.textContent && t.getBBox().width + 6 >
+             t.parentElement.getBoundingClientRect().width + 1).map(t => t.textContent)"""
+    )
+    assert labels == []
+    opened.close()

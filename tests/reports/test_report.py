@@ -1,0 +1,235 @@
+"""Reports as JSON, as words, as differences, for Graphviz."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+
+import pytest
+
+from apollo_compile.errors import ReportFileError
+from apollo_compile.reports.report import Report
+from apollo_compile.reports.summary import Bottleneck, Limit, summarize
+from apollo_compile.reports.words import describe, explain_place
+from apollo_compile.select import INDUCTOR, SERIAL, Standing, Verdict
+from benchmarks.graphs import WORKLOADS
+from tests.reports.reports import a_break, compile_graph, invent_run, workload_report
+from tests.reports.test_summary import NOTHING, RUN, compilation
+
+VERDICT = Verdict(
+    winner=INDUCTOR,
+    choice=(INDUCTOR, INDUCTOR),
+    standings=(
+        Standing(name=INDUCTOR, step_ns=2_000_000.0, ratio=1.0, num_rounds=5),
+        Standing(name=SERIAL, step_ns=2_500_000.0, ratio=1.25, num_rounds=7),
+    ),
+    num_steps=36,
+)
+
+
+def small(letters: str = "*AB*") -> Report:
+    """Return a report of the diamond of four segments."""
+    return Report(graphs=(summarize(compilation(letters), RUN),), handed_over=())
+
+
+# -------------------------------------------------------------------------------------------------------------- numbers
+
+
+def test_bottlenecks_follow_the_shares_and_the_idle_time_before() -> None:
+    """The diamond's costs have no shares, so its segments compute; a long gap makes one wait."""
+    made = compilation()
+    assert {segment.bottleneck for segment in summarize(made, RUN).segments} == {Bottleneck.COMPUTE}
+    late = replace(RUN, spans=(*RUN.spans[:3], replace(RUN.spans[3], start_ns=900, end_ns=980)))
+    (head,) = [segment for segment in summarize(made, late).segments if segment.name == "head"]
+    assert (head.waited_ns, head.bottleneck) == (430, Bottleneck.WAITING)
+    modes = tuple(tuple(replace(mode, memory_share=0.5, launch_share=0.1) for mode in row) for row in made.costs.modes)
+    shared = summarize(replace(made, costs=replace(made.costs, modes=modes)), NOTHING)
+    assert {segment.bottleneck for segment in shared.segments} == {Bottleneck.MEMORY}
+
+
+def test_a_segment_asks_for_the_fewest_units_that_make_it_fast() -> None:
+    """Within two percent of its best."""
+    made = compilation()
+    rows = list(made.costs.modes)
+    rows[1] = (replace(rows[1][0], duration_ns=305), rows[1][1])
+    summary = summarize(replace(made, costs=replace(made.costs, modes=tuple(rows))), NOTHING)
+    assert [segment.asked_units for segment in summary.segments] == [2, 1, 2, 2]
+
+
+def test_independent_branches_and_what_they_shared() -> None:
+    """Figures done by hand: the two layers have nothing to do with each other, everything else is a chain."""
+    summary = summarize(compilation(), RUN)
+    pairs = {frozenset((pair.first, pair.second)): pair for pair in summary.pairs}
+    layers = pairs[frozenset(("image", "text"))]
+    assert (layers.could_overlap_ns, layers.overlap_ns) == (150, 300)
+    assert {pair.could_overlap_ns for key, pair in pairs.items() if key != {"image", "text"}} == {0}
+    assert summary.critical_path_ns == 50 + 300 + 60
+    assert summary.limit is Limit.DEPENDENCIES  # all units would be at work for (90 + 400 + 200 + 100) / 2
+
+
+@pytest.mark.parametrize("workload", WORKLOADS)
+def test_numbers_of_real_plans_agree_with_each_other(workload: str) -> None:
+    """Sums, peaks and timelines of the saved graphs, each computed from two sides."""
+    for graph in workload_report(workload).graphs:
+        serial, predicted, measured = graph.timelines
+        assert serial.duration_ns == graph.serial_ns == max(bar.end_ns for bar in serial.bars)
+        assert predicted.duration_ns == graph.predicted_ns == max(bar.end_ns for bar in predicted.bars)
+        assert max(level for _, level in predicted.memory) == graph.peak_bytes
+        assert predicted.units[-1][1] == measured.units[-1][1] == 0
+        assert sum(lane.predicted_ns for lane in graph.lanes) == sum(s.predicted_ns for s in graph.segments)
+        assert sum(module.serial_ns for module in graph.modules) == graph.serial_ns
+        assert sum(module.num_segments for module in graph.modules) == len(graph.segments)
+        for line in graph.timelines:
+            assert 0 <= line.overlap <= 1 and 0 < line.busy <= 1
+            area = sum(
+                level * (later - now) for (now, level), (later, _) in zip(line.units, line.units[1:], strict=False)
+            )
+            assert line.busy == pytest.approx(area / (graph.device.units * line.duration_ns))
+        assert graph.critical_path_ns <= graph.bound_ns * 1.0001 or graph.critical_path_ns <= graph.predicted_ns
+
+
+# ----------------------------------------------------------------------------------------------------------------- JSON
+
+
+def test_json_is_read_back_as_the_same_report() -> None:
+    """With everything that a report can have."""
+    graphs = workload_report("clip").graphs
+    report = Report(
+        graphs=graphs,
+        handed_over=(("graph1_forward", "x is on device cuda:0"),),
+        verdicts=(("graph0", VERDICT),),
+        breaks=(a_break(),),
+    )
+    assert Report.from_json(report.to_json()) == report
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"format": 1}', '{"format": 2, "report": {}}', '{"format": 1, "report": {"graphs": 3}}']
+)
+def test_what_is_no_report_is_refused(text: str) -> None:
+    """With what was expected."""
+    with pytest.raises(ReportFileError, match=r"expected what Report\.to_json wrote"):
+        Report.from_json(text)
+
+
+# ---------------------------------------------------------------------------------------------------------------- words
+
+
+def test_clip_is_told_what_overlapped_and_what_limits_it() -> None:
+    """Two towers, one sentence about both of them, and a bound."""
+    report = workload_report("clip")
+    text = " ".join(describe(report.graphs[0], report))
+    assert re.search(r"text_model and vision_model overlapped|vision_model and text_model overlapped", text)
+    assert "No plan is under" in text
+
+
+@pytest.mark.parametrize("workload", ["llava", "vit_control"])
+def test_a_model_without_branches_is_told_that_nothing_can_overlap(workload: str) -> None:
+    """And that no plan helps: the reader need not look for one."""
+    report = workload_report(workload)
+    text = " ".join(describe(report.graphs[0], report))
+    assert "depend on each other" in text
+    assert "overlapped for" not in text
+    assert "No plan on these lanes can be more than 1.0" in text
+
+
+def test_independent_branches_that_run_in_turn_get_a_reason() -> None:
+    """On one lane, because halves of the device take longer; because Inductor runs the graph; for lack of units."""
+    made = summarize(compilation("****"), NOTHING)
+    report = Report(graphs=(made,), handed_over=())
+    assert "on 1 of the 2 units they take 1.33x as long as on all" in " ".join(describe(made, report))
+    assert "Inductor runs the graph" in " ".join(describe(replace(made, way=INDUCTOR), report))
+    one = replace(made, device=replace(made.device, units=1))
+    assert "there is one unit" in " ".join(describe(one, report))
+
+
+def test_why_names_times_needs_and_neighbours() -> None:
+    """Of one segment, and of all segments of a module."""
+    text = small().why("image.layers.0")
+    assert "lane 1, 1 unit granted, 2 units asked; planned from 50 ns to 450 ns" in text
+    assert "Alone it takes 400 ns on 1, 300 ns on 2" in text
+    assert "It needs embed, the last of which ends at 50 ns." in text
+    assert "Beside it run text.layers.0." in text
+    assert "With 2 units it would take 300 ns" in text
+    report = workload_report("clip")
+    assert report.why("text_model").count("granted") > 20
+    assert "does not run its plan now but Inductor" in explain_place(
+        Report(graphs=(replace(small().graphs[0], way=INDUCTOR),), handed_over=()), "embed"
+    )
+
+
+def test_why_of_an_unknown_name_lists_similar_ones() -> None:
+    """And why graphs are not there at all."""
+    report = replace(small(), handed_over=(("graph1_forward", "dynamic shapes"),))
+    with pytest.raises(LookupError, match=r"similar: image\.layers\.0(.|\n)*dynamic shapes"):
+        report.why("image.layer.0")
+
+
+def test_a_break_stands_in_the_text_with_its_line_and_what_removes_it() -> None:
+    """Below the graphs."""
+    text = str(replace(small(), breaks=(a_break(),)))
+    assert "graph break behind graph0: Unsupported Tensor.item() call\n  model.py:12 in forward: if x" in text
+    assert "\n  try: torch._dynamo.config.capture_scalar_outputs = True" in text
+    assert "Try to remove the graph break below" in text
+
+
+# ----------------------------------------------------------------------------------------------------------- difference
+
+
+def test_a_report_does_not_differ_from_itself() -> None:
+    """Whatever it is of."""
+    for report in (small(), workload_report("flava")):
+        difference = report.diff(report)
+        assert difference.is_same_plan
+        assert all("same plan" in block for block in str(difference).split("\n\n"))
+
+
+def test_a_difference_names_moves_and_times() -> None:
+    """Before and after."""
+    difference = small("****").diff(small("*AB*"))
+    (graph,) = difference.graphs
+    assert not difference.is_same_plan
+    assert [(move.segment, move.lanes, move.units) for move in graph.moves] == [
+        ("image.layers.0", (0, 1), (2, 1)),
+        ("text.layers.0", (0, 2), (2, 1)),
+    ]
+    assert graph.predicted_ns == (560, 510)
+    assert "image.layers.0: lane 0 (2 units) -> lane 1 (1 units), 300 ns -> 400 ns" in str(difference)
+
+
+def test_graphs_that_one_side_lacks_are_named() -> None:
+    """In both directions."""
+    nothing = Report(graphs=(), handed_over=())
+    assert small().diff(nothing).only_before == ("test",)
+    assert str(nothing.diff(small())) == "test: only in the second"
+    assert str(nothing.diff(nothing)) == "no graph in either"
+
+
+# ------------------------------------------------------------------------------------------------------------- Graphviz
+
+
+def test_dot_has_every_segment_and_dependency_once() -> None:
+    """And marks those that a lane waits for."""
+    report = workload_report("clip")
+    text = report.to_dot()
+    for number, graph in enumerate(report.graphs):
+        names = re.findall(rf"^    g{number}s(\d+) \[", text, re.MULTILINE)
+        assert sorted(map(int, names)) == sorted(segment.id for segment in graph.segments)
+        arrows = re.findall(rf"^    g{number}s(\d+) -> g{number}s(\d+) \[style=(\w+)", text, re.MULTILINE)
+        flows = {(a, s.id) for s in graph.segments for a in s.after}
+        waits = {(wait.producer, wait.consumer) for wait in graph.waits if wait.kept}
+        assert len(arrows) == len(set(arrows))
+        assert {(int(a), int(b)) for a, b, _ in arrows} == flows | waits
+        assert sum(style == "bold" for *_, style in arrows) == graph.num_waits > 0
+    assert text.count("{") == text.count("}")
+
+
+def test_what_a_plan_of_one_unit_says() -> None:
+    """No lanes, no waits; the same forms."""
+    from benchmarks.graphs import load_graphs
+
+    made = compile_graph(load_graphs()["clip_forward"], units=1)
+    report = Report(graphs=(summarize(made, invent_run(made)),), handed_over=())
+    assert "1 lane" in str(report)
+    assert json.loads(report.to_json())["report"]["graphs"][0]["waits"] == []
