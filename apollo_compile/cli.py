@@ -1,24 +1,41 @@
 """The `apollo` command.
 
-    apollo calibrate [--units N] [--output PATH] [--json]    measure this machine, keep its device profile
+    apollo explain TARGET      plan a model without training it
+    apollo report SOURCE       train a model for some steps and report, or show a saved report again
+    apollo bench TARGET        measure a model: eager, Inductor, apollo on one lane, apollo
+    apollo calibrate           measure this machine, keep its device profile
+    apollo doctor              is this machine fit for apollo?
+    apollo plan-diff A B       what differs between two reports, or two directories of dumps
 
-The exit code is 0, 1 if the command could not do what it is for, 2 if it was called wrongly. Results go to standard
-output, progress to standard error: a bar on a terminal, plain lines elsewhere. A command is a function that takes the
-parsed arguments and returns the exit code; `_parser` says which there are.
+A TARGET is `path/to/file.py:function` or `package.module:function`; the function returns a model and its inputs
+(see `apollo_compile.targets`). Every command has `--json`.
+
+The exit code is 0, 1 if the command could not do what it is for or found what it looks for (wrong numbers in bench,
+errors in doctor), 2 if it was called wrongly. Results go to standard output, progress to standard error: a bar on a
+terminal, plain lines elsewhere. A command is a function that takes the parsed arguments and returns the exit code;
+`_parser` says which there are.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from apollo_compile.config import load_config
 from apollo_compile.errors import ApolloError
+from apollo_compile.json_form import to_json
 from apollo_compile.units import format_ns, seconds_to_ns
+
+if TYPE_CHECKING:
+    from apollo_compile.reports.diff import Side
+    from apollo_compile.reports.report import Report
+
+TARGET_HELP = "path/to/file.py:function or package.module:function that returns (model, inputs)"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -26,22 +43,246 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(arguments)
     try:
         return int(args.run(args))
-    except (ApolloError, OSError, ValueError) as error:
-        print(f"apollo {args.command}: {error}", file=sys.stderr)
+    except (ApolloError, LookupError, OSError, ValueError) as error:
+        print(f"apollo {args.command}: {_message(error)}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print(f"apollo {args.command}: interrupted", file=sys.stderr)
+        return 130  # what shells report for it
+
+
+def _message(error: BaseException) -> str:
+    """Return the text of an error; that of a KeyError is only its key."""
+    text = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
+    return text or type(error).__name__
+
+
+# --------------------------------------------------------------------------------------------------------- arguments
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="apollo", description="Tools around torch.compile(backend='apollo').")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    calibrate = commands.add_parser(
-        "calibrate", help="measure this machine and keep its device profile", description="Measure this machine."
+
+    explain = _command(commands, "explain", _explain, "plan a model without training it")
+    _add_target(explain)
+    _add_renderings(explain)
+    explain.add_argument("--units", type=_counts, metavar="N,N", help="numbers of units to compare with")
+    explain.add_argument("--profile", action="append", metavar="NAME", help="device profile to compare with")
+    explain.add_argument("--batch", type=_counts, default=(), metavar="N,N", help="batch sizes to compare with")
+
+    report = _command(commands, "report", _report, "train a model for some steps and report, or show a saved report")
+    report.add_argument("target", metavar="SOURCE", help=f"a saved report (.json), or {TARGET_HELP}")
+    _add_build_options(report)
+    _add_renderings(report)
+    report.add_argument("--steps", type=_positive, help="training steps; default: until nothing is being decided")
+    report.add_argument("--inference", action="store_true", help="run forwards without gradients instead")
+
+    bench = _command(commands, "bench", _bench, "measure a model: eager, Inductor, apollo on one lane, apollo")
+    _add_target(bench)
+    bench.add_argument("--rounds", type=_positive, default=10, help="turns of every variant; default: 10")
+    bench.add_argument("--steps-per-turn", type=_positive, default=3, help="timed steps of a turn; default: 3")
+    bench.add_argument("--variants", help="comma-separated: eager, inductor, apollo-serial, apollo; default: all")
+    bench.add_argument("--inference", action="store_true", help="measure forwards without gradients instead of steps")
+    bench.add_argument(
+        "--warm-cache", action="store_true", help="use the user's Inductor cache; first steps are not cold"
     )
+
+    calibrate = _command(commands, "calibrate", _calibrate, "measure this machine and keep its device profile")
     calibrate.add_argument("--units", type=int, help="cores to use; default: every core that torch uses")
     calibrate.add_argument("--output", type=Path, help="file for the profile; default: the user's cache")
-    calibrate.add_argument("--json", action="store_true", help="print the profile as JSON")
-    calibrate.set_defaults(run=_calibrate)
+
+    _command(commands, "doctor", _doctor, "is this machine fit for apollo, and what to do if not?")
+
+    difference = _command(commands, "plan-diff", _plan_diff, "what differs between two plans")
+    for name in ("before", "after"):
+        difference.add_argument(
+            name, type=Path, help="a saved report (.json), a plan.json, or an APOLLO_DUMP directory"
+        )
+    difference.add_argument("--exit-code", action="store_true", help="exit with 1 if the plans differ")
     return parser
+
+
+def _command(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser],
+    name: str,
+    run: Callable[[argparse.Namespace], int],
+    text: str,
+) -> argparse.ArgumentParser:
+    command = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
+    command.add_argument("--json", action="store_true", help="print the result as JSON")
+    command.set_defaults(run=run)
+    return command
+
+
+def _add_target(command: argparse.ArgumentParser) -> None:
+    command.add_argument("target", metavar="TARGET", help=TARGET_HELP)
+    _add_build_options(command)
+
+
+def _add_build_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--set", action="append", default=[], type=_setting, metavar="NAME=VALUE", help="argument of the function; JSON"
+    )
+    command.add_argument(
+        "--option",
+        action="append",
+        default=[],
+        type=_setting,
+        metavar="NAME=VALUE",
+        help="option of the backend, e.g. plan.planner=greedy",
+    )
+
+
+def _add_renderings(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--html", type=Path, metavar="FILE", help="write the report as a page")
+    command.add_argument("--trace", type=Path, metavar="FILE", help="write the timelines for Perfetto")
+    command.add_argument("--dot", type=Path, metavar="FILE", help="write the graph of segments for Graphviz")
+    command.add_argument("--save", type=Path, metavar="FILE", help="write the report as JSON")
+    command.add_argument("--why", metavar="NAME", help="say why this segment or module runs where it does")
+
+
+def _setting(text: str) -> tuple[str, Any]:
+    name, equals, value = text.partition("=")
+    if not equals or not name:
+        raise argparse.ArgumentTypeError(f"expected NAME=VALUE, got {text!r}")
+    try:
+        return name, json.loads(value)
+    except json.JSONDecodeError:
+        return name, value  # a word that needs no quotes
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a number of at least 1, got {text!r}")
+    return int(text)
+
+
+def _counts(text: str) -> tuple[int, ...]:
+    return tuple(_positive(part) for part in text.split(","))
+
+
+# ---------------------------------------------------------------------------------------------------------- commands
+
+
+def _explain(args: argparse.Namespace) -> int:
+    from apollo_compile.dry_run import PROFILES, plan_model
+    from apollo_compile.targets import load_target
+
+    with _Progress() as progress:
+        progress.tell("building the model")
+        target = load_target(args.target, dict(args.set))
+        report = plan_model(
+            target.model,
+            target.args,
+            target.kwargs,
+            options=dict(args.option),
+            units=args.units,
+            profiles=PROFILES if args.profile is None else args.profile,
+            batches=args.batch,
+            progress=progress.tell,
+        )
+    return _show(report, args)
+
+
+def _report(args: argparse.Namespace) -> int:
+    from apollo_compile.reports.report import Report
+
+    if ":" not in args.target:
+        return _show(Report.from_json(Path(args.target).read_text(encoding="utf-8")), args)
+    return _show(_run_and_report(args), args)
+
+
+def _run_and_report(args: argparse.Namespace) -> Report:
+    import torch
+
+    from apollo_compile.backend import is_settled, report
+    from apollo_compile.bench import MAX_WARMUP
+    from apollo_compile.targets import load_target
+
+    with _Progress() as progress:
+        progress.tell("building the model")
+        target = load_target(args.target, dict(args.set))
+        if not isinstance(target.model, torch.nn.Module):
+            raise ApolloError(
+                f"{args.target} returned a {type(target.model).__name__}; a report is of a torch.nn.Module"
+            )
+        model = target.model
+        compiled = torch.compile(model, backend="apollo", options=dict(args.option))
+        limit = args.steps or MAX_WARMUP
+        for step in range(limit):
+            progress("compiling" if step == 0 else "running steps", step, limit)
+            with torch.set_grad_enabled(not args.inference):
+                output = compiled(*target.args, **target.kwargs)
+                if not args.inference:
+                    target.loss(output).backward()  # type: ignore[no-untyped-call]
+            model.zero_grad(set_to_none=True)
+            if args.steps is None and step >= 1 and is_settled(model):
+                break
+        return report(model)
+
+
+def _show(report: Report, args: argparse.Namespace) -> int:
+    """Write and print a report as the arguments ask."""
+    answer = report.why(args.why) if args.why else None  # first, for a wrong name should write nothing
+    for path, render in ((args.html, report.to_html), (args.trace, report.to_trace), (args.dot, report.to_dot)):
+        if path is not None:
+            path.write_text(render(), encoding="utf-8")
+    if args.save is not None:
+        args.save.write_text(report.to_json(), encoding="utf-8")
+    if args.json:
+        print(json.dumps({"why": answer}) if answer is not None else report.to_json())
+    else:
+        print(answer if answer is not None else report)
+    return 0
+
+
+def _bench(args: argparse.Namespace) -> int:
+    from apollo_compile.bench import TOLERANCE, VARIANTS, Task, Variant, machine_facts, measure
+    from apollo_compile.bench import to_json as measurement_to_json
+    from apollo_compile.reports.render_bench import format_measurement
+    from apollo_compile.targets import load_target
+
+    chosen = _choose(args.variants, {variant.name: variant for variant in VARIANTS})
+    options = dict(args.option)
+    variants = [
+        Variant(name=v.name, backend=v.backend, options={**options, **v.options}) if v.backend == "apollo" else v
+        for v in chosen
+    ]
+    task = Task(
+        builder="apollo_compile.targets:build",
+        arguments={"target": args.target, "arguments": dict(args.set)},
+        mode="inference" if args.inference else "train",
+    )
+    with _Progress() as progress:
+        inputs = load_target(args.target, dict(args.set)).inputs  # a wrong target is told before any process starts
+        progress.tell(f"inputs: {', '.join(inputs)}")
+        measurement = measure(
+            task,
+            variants,
+            rounds=args.rounds,
+            steps_per_turn=args.steps_per_turn,
+            cold=not args.warm_cache,
+            progress=progress.tell,
+        )
+    if args.json:
+        print(json.dumps({"machine": machine_facts(), "measurement": measurement_to_json(measurement)}))
+    else:
+        print(format_measurement(measurement))
+    wrong = [result.variant for result in measurement.results if not result.difference.is_within(TOLERANCE)]
+    if wrong:
+        print(
+            f"wrong numbers, more than {TOLERANCE:.0e} from {measurement.reference}: {', '.join(wrong)}",
+            file=sys.stderr,
+        )
+    return 1 if wrong else 0
+
+
+def _choose(text: str | None, known: Mapping[str, Any]) -> list[Any]:
+    names = list(known) if text is None else text.split(",")
+    if unknown := [name for name in names if name not in known]:
+        raise ValueError(f"unknown variant {', '.join(unknown)}; known: {', '.join(known)}")
+    return [known[name] for name in names]
 
 
 def _calibrate(args: argparse.Namespace) -> int:
@@ -75,6 +316,39 @@ def _calibrate(args: argparse.Namespace) -> int:
     return 0
 
 
+def _doctor(args: argparse.Namespace) -> int:
+    from apollo_compile.doctor import diagnose, is_fit, look
+
+    findings = diagnose(look())
+    if args.json:
+        print(json.dumps([to_json(finding) for finding in findings], indent=1))
+    else:
+        for finding in findings:
+            print(f"{finding.level.value:8s} {finding.subject}: {finding.message}")
+            if finding.advice:
+                print(f"{'':8s} -> {finding.advice}")
+    return 0 if is_fit(findings) else 1
+
+
+def _plan_diff(args: argparse.Namespace) -> int:
+    from apollo_compile.reports.diff import compare
+
+    difference = compare(_sides(args.before), _sides(args.after))
+    print(json.dumps({**to_json(difference), "is_same_plan": difference.is_same_plan}) if args.json else difference)
+    return 1 if args.exit_code and not difference.is_same_plan else 0
+
+
+def _sides(path: Path) -> tuple[Side, ...]:
+    from apollo_compile.plan_file import read_plans
+    from apollo_compile.reports.diff import sides_of_plans, sides_of_report
+    from apollo_compile.reports.report import Report
+
+    if path.is_dir():
+        return sides_of_plans(read_plans(path))
+    text = path.read_text(encoding="utf-8")
+    return sides_of_plans(read_plans(path)) if '"fingerprint"' in text else sides_of_report(Report.from_json(text))
+
+
 class _Progress:
     """Shows steps on standard error: a bar on a terminal, a line per kind of step elsewhere."""
 
@@ -94,11 +368,20 @@ class _Progress:
             self._bar.close()
 
     def __call__(self, what: str, done: int, total: int) -> None:
+        """Show the step that begins, where their number is known."""
+        if self._bar is not None:
+            self._bar.total = total
+        self._show(what, done)
+
+    def tell(self, what: str) -> None:
+        """Show the step that begins, where nobody knows how many there are."""
+        self._show(what, 0 if self._bar is None else self._bar.n + 1)
+
+    def _show(self, what: str, done: int) -> None:
         if self._bar is None:
             if what != self._shown:
                 print(what, file=sys.stderr, flush=True)
         else:
-            self._bar.total = total
             self._bar.set_description(what, refresh=False)
             self._bar.update(done - self._bar.n)
         self._shown = what

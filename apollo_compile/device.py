@@ -22,6 +22,7 @@ measure.
 
 from __future__ import annotations
 
+import enum
 import functools
 import itertools
 import json
@@ -335,18 +336,53 @@ def cpu_model() -> str:
 
 
 def _read_if_current(path: Path, fingerprint: Fingerprint) -> DeviceProfile | None:
+    found = inspect_profile(path, fingerprint)
+    if found.state in (ProfileState.STALE, ProfileState.DAMAGED):
+        _logger.warning(
+            "device profile %s is %s (%s); using the default until you run 'apollo calibrate'",
+            path,
+            found.state.value,
+            found.detail,
+        )
+    return found.profile
+
+
+class ProfileState(enum.StrEnum):
+    """What a file of a profile is worth."""
+
+    CURRENT = "current"
+    """Measured on this machine as it is."""
+    SCALED = "scaled"
+    """The same, but by the quick measurement."""
+    MISSING = "missing"
+    STALE = "stale"
+    """Measured on something else."""
+    DAMAGED = "damaged"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProfileInspection:
+    """What was found in a file."""
+
+    state: ProfileState
+    detail: str
+    profile: DeviceProfile | None
+    """If it can be used."""
+
+
+def inspect_profile(path: Path, fingerprint: Fingerprint) -> ProfileInspection:
+    """Return whether the profile in a file is one of the machine that `fingerprint` is of."""
     if not path.exists():
-        return None
+        return ProfileInspection(state=ProfileState.MISSING, detail="there is no such file", profile=None)
     try:
         content = _parse(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        problem = f"damaged ({error})"
-    else:
-        if content.fingerprint == fingerprint and content.profile.units == fingerprint.units:
-            return content.profile
-        problem = f"stale ({_difference(content.fingerprint, fingerprint)})"
-    _logger.warning("device profile %s is %s; using the default until you run 'apollo calibrate'", path, problem)
-    return None
+        return ProfileInspection(state=ProfileState.DAMAGED, detail=str(error), profile=None)
+    if content.fingerprint != fingerprint or content.profile.units != fingerprint.units:
+        detail = _difference(content.fingerprint, fingerprint)
+        return ProfileInspection(state=ProfileState.STALE, detail=detail, profile=None)
+    state = ProfileState.SCALED if content.profile.source == "scaled" else ProfileState.CURRENT
+    return ProfileInspection(state=state, detail=content.profile.source, profile=content.profile)
 
 
 def _difference(before: Fingerprint | None, now: Fingerprint) -> str:

@@ -2,6 +2,7 @@
 
     save_plan(plan, graph, path)            write one plan
     load_plan(path, graph, lanes) -> Plan   read the plan of a graph: from its file, or from a directory of dumps
+    read_plans(path) -> [NamedPlan]         read plans without their graphs, to look at them
 
 A file holds the plan and a fingerprint of the graph that it is for: segments, buffers and dependencies, not their work.
 A directory is what `debug.dump` wrote: `<name of the graph>/plan.json` per graph. Files are data: every field is
@@ -13,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from apollo_compile.errors import PlanFileError
 from apollo_compile.ir import Lane, Plan, SegmentGraph
@@ -30,7 +31,11 @@ def save_plan(plan: Plan, graph: SegmentGraph, path: Path) -> None:
     """Write a plan; the same plan gives the same bytes. Raises `OSError` where that is impossible."""
     content = {
         "format": _FORMAT,
-        "graph": {"name": graph.name, "fingerprint": fingerprint(graph)},
+        "graph": {
+            "name": graph.name,
+            "fingerprint": fingerprint(graph),
+            "segments": [segment.name for segment in graph.segments],
+        },
         "plan": to_json(plan),
     }
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -75,6 +80,38 @@ def load_plan(path: Path, graph: SegmentGraph, lanes: tuple[Lane, ...]) -> Plan:
                 "depends on"
             )
     return plan
+
+
+class NamedPlan(NamedTuple):
+    """A plan as a file has it, without its graph."""
+
+    name: str
+    """Of the graph."""
+    segments: tuple[str, ...]
+    plan: Plan
+
+
+def read_plans(path: Path) -> tuple[NamedPlan, ...]:
+    """Return the plan in a file, or all plans in a directory of dumps, by the name of their graph.
+
+    Raises:
+        PlanFileError: a file cannot be read or is no plan, or the directory has none.
+    """
+    files = sorted(path.glob(f"*/{FILE_NAME}")) if path.is_dir() else [path]
+    if not files:
+        raise PlanFileError(f"there is no plan in {path}; expected <graph>/{FILE_NAME}, as 'debug.dump' writes it")
+    found = []
+    for file in files:
+        try:
+            content = _read(file)
+            plan = from_json(Plan, content["plan"])
+            names = tuple(str(name) for name in content["graph"]["segments"])
+            if len(names) != len(plan.assignments):
+                raise ValueError(f"{len(names)} names for {len(plan.assignments)} segments")
+            found.append(NamedPlan(str(content["graph"]["name"]), names, plan))
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise PlanFileError(f"cannot read a plan from {file}: {error}") from error
+    return tuple(found)
 
 
 def fingerprint(graph: SegmentGraph) -> str:

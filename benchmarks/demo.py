@@ -21,10 +21,9 @@ import torch
 from tqdm import tqdm
 
 import apollo_compile
-from apollo_compile.bench import Measurement, Task, measure
+from apollo_compile.bench import TOLERANCE, Measurement, Task, measure
+from apollo_compile.reports.render_bench import format_measurement
 from apollo_compile.units import format_ns, seconds_to_ns
-from benchmarks.run import TOLERANCE
-from benchmarks.tables import format_measurement
 from benchmarks.workloads import Workload, build
 
 LINES = 10

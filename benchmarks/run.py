@@ -13,12 +13,9 @@ import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from apollo_compile.bench import VARIANTS, Measurement, Task, Variant, machine_facts, measure, to_json
-from benchmarks.tables import format_measurement
+from apollo_compile.bench import TOLERANCE, VARIANTS, Measurement, Task, Variant, machine_facts, measure, to_json
+from apollo_compile.reports.render_bench import format_measurement
 from benchmarks.workloads_spec import SPECS
-
-TOLERANCE = 1e-3
-"""Relative; float32 sums in another order differ by about 1e-5 over a whole model."""
 
 
 def main(arguments: list[str] | None = None) -> int:

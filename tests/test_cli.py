@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,6 +17,35 @@ from apollo_compile import calibrate as calibration  # noqa: E402
 from apollo_compile.calibrate import Calibration, Progress  # noqa: E402
 from apollo_compile.cli import main  # noqa: E402
 from apollo_compile.device import cached_profile_path, default_profile, discover_profile, load_profile  # noqa: E402
+from apollo_compile.reports.report import Report  # noqa: E402
+from tests.reports.reports import workload_report  # noqa: E402
+
+MODEL = """
+import torch
+from torch import nn
+
+class Towers(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.image = nn.Sequential(nn.Linear(width, width), nn.GELU())
+        self.text = nn.Sequential(nn.Linear(width, width), nn.GELU())
+
+    def forward(self, image, text):
+        return self.image(image) @ self.text(text).T
+
+def build(width=64, batch=32):
+    return Towers(width), (torch.ones(batch, width), torch.ones(batch, width))
+
+def by_name():
+    model, (image, text) = build()
+    return model, {"image": image, "text": text}
+
+def broken():
+    raise RuntimeError("no weights")
+
+def nothing():
+    return None
+"""
 
 
 @pytest.fixture
@@ -100,3 +132,158 @@ def test_help_does_not_import_torch() -> None:
         "import sys; from apollo_compile.cli import _parser; _parser().format_help(); sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+# ------------------------------------------------------------------------------------------------- explain and report
+
+
+@pytest.fixture
+def model_file(tmp_path: Path) -> Iterator[str]:
+    """A file of a user, with several functions that build."""
+    path = tmp_path / "towers_of_a_user.py"
+    path.write_text(MODEL)
+    yield str(path)
+    sys.modules.pop("towers_of_a_user", None)
+    sys.path[:] = [place for place in sys.path if place != str(tmp_path)]
+    torch._dynamo.reset()
+
+
+def test_explain_writes_every_form_and_prints_a_report(
+    model_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """From a file and a function, with arguments, options and other batches."""
+    files = {name: tmp_path / f"report.{name}" for name in ("html", "trace", "dot", "save")}
+    written = [part for name, path in files.items() for part in (f"--{name}", str(path))]
+    compared = ["--batch", "8", "--units", "1", "--profile", "h200"]
+    target = [f"{model_file}:build", "--set", "batch=16", "--option", "plan.planner=greedy"]
+    assert main(["explain", *target, *compared, *written]) == 0
+    printed = capsys.readouterr()
+    assert "graph0_forward" in printed.out and "graph0_backward" in printed.out and "batch 8" in printed.out
+    assert "building the model" in printed.err.splitlines()
+    report = Report.from_json(files["save"].read_text())
+    assert files["html"].read_text() == report.to_html()
+    assert files["trace"].read_text() == report.to_trace()
+    assert files["dot"].read_text() == report.to_dot()
+    assert printed.out == f"{report}\n"
+
+
+def test_explain_prints_json_and_answers_why(model_file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nothing else goes to standard output."""
+    quick = ["--option", "device.units=1", "--units", "1", "--profile", "cpu"]
+    assert main(["explain", f"{model_file}:by_name", "--json", *quick]) == 0
+    report = Report.from_json(capsys.readouterr().out)
+    assert [graph.role for graph in report.graphs] == ["forward", "backward"]
+    assert main(["explain", f"{model_file}:by_name", "--why", "vision", *quick]) == 1
+    assert "no segment or module is called 'vision'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        ("towers", "names no function"),
+        ("absent.py:build", "there is no file absent.py"),
+        ("absent_module:build", "cannot import absent_module: ModuleNotFoundError"),
+        ("{file}:absent", "has no function 'absent'; it has: broken, build, by_name, nothing"),
+        ("{file}:broken", "failed: RuntimeError: no weights"),
+        ("{file}:nothing", "returned a NoneType; expected (model, inputs)"),
+    ],
+)
+def test_a_wrong_target_is_one_line(
+    target: str, message: str, model_file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """That names the fault."""
+    assert main(["explain", target.format(file=model_file)]) == 1
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("apollo explain: ") and message in last
+
+
+def test_a_saved_report_is_shown_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In any form, without the model, and without torch's help."""
+    report, path = workload_report("clip"), tmp_path / "clip.json"
+    path.write_text(report.to_json())
+    assert main(["report", str(path), "--html", str(tmp_path / "clip.html")]) == 0
+    assert capsys.readouterr().out == f"{report}\n"
+    assert (tmp_path / "clip.html").read_text() == report.to_html()
+    assert main(["report", str(path), "--json"]) == 0
+    assert Report.from_json(capsys.readouterr().out) == report
+    assert main(["report", str(path), "--why", "text_model", "--json"]) == 0
+    assert "granted" in json.loads(capsys.readouterr().out)["why"]
+    (tmp_path / "other.json").write_text("{}")
+    assert main(["report", str(tmp_path / "other.json")]) == 1
+    assert "this is no report" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_report_trains_a_model_and_measures(model_file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """For so many steps."""
+    plan = ["--option", "plan.contest=false", "--option", "plan.planner=greedy", "--option", "debug.strict=true"]
+    assert main(["report", f"{model_file}:build", "--steps", "2", "--json", *plan]) == 0
+    printed = capsys.readouterr()
+    report = Report.from_json(printed.out)
+    assert all(graph.measured is not None for graph in report.graphs) and len(report.graphs) == 2
+    assert printed.err.splitlines() == ["building the model", "compiling", "running steps"]
+
+
+# ------------------------------------------------------------------------------------------------------ the other ones
+
+
+def test_plan_diff_compares_reports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The exit code says whether they differ, if that is asked for."""
+    for name in ("clip", "clap"):
+        (tmp_path / f"{name}.json").write_text(workload_report(name).to_json())
+    clip, clap = str(tmp_path / "clip.json"), str(tmp_path / "clap.json")
+    assert main(["plan-diff", clip, clip, "--exit-code"]) == 0
+    assert "same plan" in capsys.readouterr().out
+    assert main(["plan-diff", clip, clap]) == 0
+    assert "clap_forward: only in the second" in capsys.readouterr().out
+    assert main(["plan-diff", clip, clap, "--exit-code", "--json"]) == 1
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    assert found["is_same_plan"] is False and found["only_before"] == ["clip_forward", "clip_backward"]
+    assert main(["plan-diff", clip, str(tmp_path / "absent.json")]) == 1
+    assert main(["plan-diff", clip, str(tmp_path)]) == 1
+    assert "there is no plan in" in capsys.readouterr().err
+
+
+def test_plan_diff_compares_dumps(
+    model_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Directories of `APOLLO_DUMP`, and single plans in them."""
+    quick = ["--units", "1", "--profile", "cpu", "--option", "device.units=1"]
+    for name in ("first", "second"):
+        monkeypatch.setenv("APOLLO_DUMP", str(tmp_path / name))
+        assert main(["explain", f"{model_file}:build", *quick]) == 0
+    capsys.readouterr()
+    assert main(["plan-diff", str(tmp_path / "first"), str(tmp_path / "second"), "--exit-code"]) == 0
+    assert capsys.readouterr().out.count("same plan") == 2
+    plan = str(tmp_path / "first" / "graph0_forward" / "plan.json")
+    assert main(["plan-diff", plan, plan, "--json"]) == 0
+    (graph,) = json.loads(capsys.readouterr().out)["graphs"]
+    assert graph["name"] == "graph0_forward" and graph["num_waits"] == [None, None]
+
+
+@pytest.mark.slow
+def test_bench_measures_a_target(model_file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """One variant here: the harness has tests of its own."""
+    short = ["--rounds", "1", "--steps-per-turn", "1", "--variants", "eager"]
+    assert main(["bench", f"{model_file}:build", *short, "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)["measurement"]
+    assert [variant["variant"] for variant in result["results"]] == ["eager"]
+    assert main(["bench", f"{model_file}:build", "--variants", "magic"]) == 1
+    assert "unknown variant magic; known: eager" in capsys.readouterr().err
+
+
+def test_doctor_prints_findings(capsys: pytest.CaptureFixture[str]) -> None:
+    """As lines, or as JSON."""
+    status = main(["doctor"])
+    assert "torch: 2." in capsys.readouterr().out
+    assert main(["doctor", "--json"]) == status
+    assert {finding["subject"] for finding in json.loads(capsys.readouterr().out)} >= {"torch", "cores", "cache"}
+
+
+def test_every_command_has_json_and_a_description(capsys: pytest.CaptureFixture[str]) -> None:
+    """As the top of the file says."""
+    for command in ("explain", "report", "bench", "calibrate", "doctor", "plan-diff"):
+        with pytest.raises(SystemExit) as stopped:
+            main([command, "--help"])
+        assert stopped.value.code == 0
+        assert "--json" in capsys.readouterr().out

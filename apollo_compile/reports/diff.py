@@ -2,20 +2,23 @@
 
     compare(before, after) -> Difference
 
-Graphs are matched by name, segments by name within a graph. Numbers of both sides stand side by side; which of them
-is better is for the reader to say.
+Either side is a report, or plans as `APOLLO_DUMP` wrote them, which know nothing of runs and waits. Graphs are matched
+by name, segments by name within a graph. Numbers of both sides stand side by side; which of them is better is for the
+reader to say.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
+from apollo_compile.select import PLAN
 from apollo_compile.units import format_ns
 
 if TYPE_CHECKING:
+    from apollo_compile.plan_file import NamedPlan
     from apollo_compile.reports.report import Report
-    from apollo_compile.reports.summary import GraphSummary
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,8 +41,9 @@ class GraphDifference:
     predicted_ns: tuple[int, int]
     serial_ns: tuple[int, int]
     measured_ns: tuple[int | None, int | None]
-    num_waits: tuple[int, int]
-    peak_bytes: tuple[int, int]
+    num_waits: tuple[int | None, int | None]
+    """None where it is not known."""
+    peak_bytes: tuple[int | None, int | None]
     moves: tuple[Move, ...]
     order_changed: bool
     """Whether the segments that both have start in another order."""
@@ -74,10 +78,68 @@ class Difference:
         return "\n\n".join(blocks) or "no graph in either"
 
 
-def compare(before: Report, after: Report) -> Difference:
+class Placed(NamedTuple):
+    """A segment as one side has it."""
+
+    lane: int
+    units: int
+    predicted_ns: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Side:
+    """A graph as one side has it."""
+
+    name: str
+    way: str
+    predicted_ns: int
+    serial_ns: int
+    measured_ns: int | None
+    num_waits: int | None
+    """None where it is not known."""
+    peak_bytes: int | None
+    segments: dict[str, Placed]
+    """By name, in start order."""
+
+
+def sides_of_report(report: Report) -> tuple[Side, ...]:
+    """Return the graphs of a report."""
+    return tuple(
+        Side(
+            name=graph.name,
+            way=graph.way,
+            predicted_ns=graph.predicted_ns,
+            serial_ns=graph.serial_ns,
+            measured_ns=graph.measured.duration_ns if graph.measured else None,
+            num_waits=graph.num_waits,
+            peak_bytes=graph.peak_bytes,
+            segments={s.name: Placed(s.lane, s.units, s.predicted_ns) for s in graph.segments},
+        )
+        for graph in report.graphs
+    )
+
+
+def sides_of_plans(plans: Iterable[NamedPlan]) -> tuple[Side, ...]:
+    """Return the graphs of plans in files."""
+    return tuple(
+        Side(
+            name=name,
+            way=PLAN,
+            predicted_ns=plan.makespan_ns,
+            serial_ns=plan.serial_ns,
+            measured_ns=None,
+            num_waits=None,
+            peak_bytes=None,
+            segments={names[a.segment]: Placed(a.lane, a.quota.units, a.duration_ns) for a in plan.in_start_order()},
+        )
+        for name, names, plan in plans
+    )
+
+
+def compare(before: Iterable[Side], after: Iterable[Side]) -> Difference:
     """Return what changes from `before` to `after`."""
-    old = {graph.name: graph for graph in before.graphs}
-    new = {graph.name: graph for graph in after.graphs}
+    old = {graph.name: graph for graph in before}
+    new = {graph.name: graph for graph in after}
     return Difference(
         graphs=tuple(_compare_graphs(old[name], new[name]) for name in old if name in new),
         only_before=tuple(name for name in old if name not in new),
@@ -85,32 +147,28 @@ def compare(before: Report, after: Report) -> Difference:
     )
 
 
-def _compare_graphs(before: GraphSummary, after: GraphSummary) -> GraphDifference:
-    old = {segment.name: segment for segment in before.segments}
-    new = {segment.name: segment for segment in after.segments}
-    pairs = [(old[name], new[name]) for name in old if name in new]
+def _compare_graphs(before: Side, after: Side) -> GraphDifference:
+    old, new = before.segments, after.segments
+    both = [name for name in old if name in new]
     return GraphDifference(
         name=before.name,
         ways=(before.way, after.way),
         predicted_ns=(before.predicted_ns, after.predicted_ns),
         serial_ns=(before.serial_ns, after.serial_ns),
-        measured_ns=(
-            before.measured.duration_ns if before.measured else None,
-            after.measured.duration_ns if after.measured else None,
-        ),
+        measured_ns=(before.measured_ns, after.measured_ns),
         num_waits=(before.num_waits, after.num_waits),
         peak_bytes=(before.peak_bytes, after.peak_bytes),
         moves=tuple(
             Move(
-                segment=a.name,
-                lanes=(a.lane, b.lane),
-                units=(a.units, b.units),
-                predicted_ns=(a.predicted_ns, b.predicted_ns),
+                segment=name,
+                lanes=(old[name].lane, new[name].lane),
+                units=(old[name].units, new[name].units),
+                predicted_ns=(old[name].predicted_ns, new[name].predicted_ns),
             )
-            for a, b in pairs
-            if (a.lane, a.units) != (b.lane, b.units)
+            for name in both
+            if old[name][:2] != new[name][:2]
         ),
-        order_changed=[name for name in old if name in new] != [name for name in new if name in old],
+        order_changed=both != [name for name in new if name in old],
         only_before=tuple(name for name in old if name not in new),
         only_after=tuple(name for name in new if name not in old),
     )

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from apollo_compile.errors import ReportFileError
 from apollo_compile.json_form import from_json, to_json
-from apollo_compile.reports.diff import Difference, compare
+from apollo_compile.reports.diff import Difference, compare, sides_of_report
 from apollo_compile.reports.summary import GraphSummary
 from apollo_compile.select import Verdict
 
@@ -119,4 +119,4 @@ class Report:
 
     def diff(self, other: Report) -> Difference:
         """Return what changes from this report's plans to those of `other`; print it to read it."""
-        return compare(self, other)
+        return compare(sides_of_report(self), sides_of_report(other))

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from tabulate import tabulate
 
-from apollo_compile.bench import Difference, Measurement, VariantResult
 from apollo_compile.units import format_bytes, format_ns
+
+if TYPE_CHECKING:
+    from apollo_compile.bench import Difference, Measurement, VariantResult
 
 COLUMNS = (
     "variant",
@@ -26,7 +30,7 @@ MIN_ROUNDS = 5
 
 def format_measurement(measurement: Measurement) -> str:
     """Return one row per variant; `speed-up` is over the baseline, differences are from the reference."""
-    table = tabulate(
+    table: str = tabulate(
         [_row(measurement, result) for result in measurement.results], headers=COLUMNS, disable_numparse=True
     )
     return (

@@ -1,0 +1,105 @@
+"""A number in two renderings is the same number: it was computed once."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+
+import pytest
+
+from apollo_compile.units import format_bytes, format_ns
+from benchmarks.graphs import WORKLOADS
+from tests.reports.reports import workload_report
+
+
+class Numbers(HTMLParser):
+    """Collects, per graph, the numbers of the tiles and the rows of segments, each with its text."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.graphs: list[dict[str, list[tuple[float, str]]]] = []
+        self.rows: list[dict[int, list[tuple[float, str]]]] = []
+        self._title = ""
+        self._row: int | None = None
+        self._value: float | None = None
+        self._tag = ""
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        found = dict(attrs)
+        if tag == "section" and found.get("class") == "graph":
+            self.graphs.append({})
+            self.rows.append({})
+        if tag == "tr":
+            self._row = int(found["data-s"] or "") if "data-s" in found else None
+        self._tag = tag
+        self._value = float(found["data-v"] or "") if "data-v" in found else None
+
+    def handle_data(self, data: str) -> None:
+        if self._tag == "dt":
+            self._title = data
+        if self._value is None or not self.graphs:
+            return
+        if self._row is not None:
+            self.rows[-1].setdefault(self._row, []).append((self._value, data))
+        elif self._title:
+            self.graphs[-1].setdefault(self._title, []).append((self._value, data))
+        self._value = None
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag == "dl":
+            self._title = ""
+        if tag == "tr":
+            self._row = None
+        self._tag = ""
+
+
+@pytest.mark.parametrize("workload", WORKLOADS)
+def test_text_json_page_and_trace_have_the_same_numbers(workload: str) -> None:
+    """Of every graph and of every segment, for all six workloads."""
+    report = workload_report(workload)
+    text, page = str(report), Numbers(report.to_html())
+    blocks = re.split(r"\n\n(?=\S+_(?:forward|backward): )", text)
+    events = [event for event in json.loads(report.to_trace())["traceEvents"] if event["ph"] == "X"]
+    graphs = json.loads(report.to_json())["report"]["graphs"]
+    assert len(blocks) == len(page.graphs) == len(graphs) == 2
+    for block, tiles, rows, graph in zip(blocks, page.graphs, page.rows, graphs, strict=True):
+        lines = {line["name"]: line for line in graph["timelines"]}
+        ran = lines["measured"]
+        for title, value, shown in (
+            ("Predicted", graph["predicted_ns"], format_ns(graph["predicted_ns"])),
+            ("On one lane", graph["serial_ns"], format_ns(graph["serial_ns"])),
+            ("No plan under", graph["bound_ns"], format_ns(graph["bound_ns"])),
+            ("Measured", ran["duration_ns"], format_ns(ran["duration_ns"])),
+            ("Overlap", ran["overlap"], f"{ran['overlap']:.0%}"),
+            ("Units busy", ran["busy"], f"{ran['busy']:.0%}"),
+            ("Waits", sum(wait["kept"] for wait in graph["waits"]), str(sum(wait["kept"] for wait in graph["waits"]))),
+            ("Planned peak", graph["peak_bytes"], format_bytes(graph["peak_bytes"])),
+        ):
+            assert tiles[title][0] == (value, shown)
+            assert re.search(rf"(?<![\d.]){re.escape(shown)}(?![\d.])", block), (title, shown)
+        assert tiles["No plan under"][1] == (graph["gap"], f"{graph['gap']:.1%}")
+        assert f"(gap {graph['gap']:.1%})" in block
+        for segment in graph["segments"]:
+            keys = ("lane", "units", "asked_units", "predicted_ns", "measured_ns", "waited_ns", "memory_bytes")
+            shown = [str(segment[key]) for key in keys[:3]] + [format_ns(segment[key]) for key in keys[3:6]]
+            shown.append(format_bytes(segment["memory_bytes"]))
+            assert rows[segment["id"]] == [(segment[key], label) for key, label in zip(keys, shown, strict=True)]
+            (line,) = [line for line in block.splitlines() if line.split()[:1] == [segment["name"]]]
+            words = re.split(r"\s{2,}", line)
+            assert words[1] == shown[0] and words[2] == f"{shown[1]} of {shown[2]}"
+            assert words[3].rstrip(" *~") == shown[3] and words[4] == shown[4]
+            assert words[-1] == segment["bottleneck"]
+        mine = [event for event in events if event["args"]["graph"] == graph["name"]]
+        by_id = {segment["id"]: segment for segment in graph["segments"]}
+        bars = [bar for name in ("serial", "predicted", "measured") for bar in lines[name]["bars"]]
+        assert len(mine) == len(bars)
+        for event, bar in zip(mine, bars, strict=True):
+            facts, segment = event["args"], by_id[bar["segment"]]
+            assert (facts["segment"], facts["start_ns"], facts["end_ns"]) == (
+                bar["segment"], bar["start_ns"], bar["end_ns"]
+            )  # fmt: skip
+            assert event["dur"] * 1000 == pytest.approx(bar["end_ns"] - bar["start_ns"])
+            for key in ("predicted_ns", "measured_ns", "units", "asked_units", "bottleneck", "module"):
+                assert facts[key] == segment[key]
