@@ -12,7 +12,7 @@ MODEL_TESTS := tests/end_to_end tests/native tests/test_calibrate.py
 # Compiled pieces are kept between test runs.
 export TORCHINDUCTOR_CACHE_DIR := $(CURDIR)/build/inductor
 
-.PHONY: demo test check bench native stub native-test format clean
+.PHONY: demo test check docs bench native stub native-test format clean
 
 demo: $(VENV)/installed native
 	$(BIN)/python -m benchmarks.demo
@@ -22,12 +22,16 @@ test: $(VENV)/installed native
 	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist worksteal $(MODEL_TESTS:%=--ignore=%)
 	$(BIN)/python -m pytest $(MODEL_TESTS)
 
-check: $(VENV)/installed
+check: $(VENV)/installed docs
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/clang-format --dry-run -Werror $(SOURCES)
+
+# The site, into build/site; a warning is an error.
+docs: $(VENV)/installed
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
 bench: $(VENV)/installed native
 	$(BIN)/python -m benchmarks.run --json build/bench.json

@@ -42,6 +42,7 @@ from apollo_compile.inductor import (
     extract_body,
     keep_with,
     report_output_strides,
+    trace_artifact,
     user_outputs,
     writes_inputs,
     written_inputs,
@@ -480,6 +481,7 @@ def plan_graph(
     compilation = compile_capture(capture, profile=profile, config=config, runner=runner)
     if dump is not None:
         save_plan(compilation.plan, compilation.partition.graph, dump / FILE_NAME)
+    trace_artifact(f"apollo_{name}", lambda: text.format_plan(compilation.plan, compilation.partition.graph))
     return compilation
 
 

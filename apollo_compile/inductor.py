@@ -4,6 +4,7 @@
     adopt_layouts           trace a graph again for the strides that its inputs really have
     writes_inputs           whether a graph mutates what it is given
     keep_with               tie a value to the lifetime of a compiled function
+    trace_artifact          add a text to torch's structured trace
     compile_whole           what Inductor would do with a post-AOT graph, untouched
     compile_again           the same, later, for a graph whose outputs others already rely on
     extract_body            cut the nodes of one body out of the graph
@@ -44,6 +45,7 @@ from torch import fx
 from torch._guards import TracingContext
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner, fake_tensor_prop
 from torch._inductor.fx_passes.post_grad import view_to_reshape
+from torch._logging._internal import trace_structured
 
 from apollo_compile.errors import UnsupportedGraphError
 from apollo_compile.ir import Body
@@ -159,6 +161,11 @@ def keep_with(compiled: Callable[..., Any], value: object) -> None:
     while hasattr(innermost, "_torchdynamo_orig_callable"):  # Dynamo takes wrappers of its own off and drops them
         innermost = innermost._torchdynamo_orig_callable
     innermost.apollo_keeps = value  # type: ignore[attr-defined]
+
+
+def trace_artifact(name: str, text: Callable[[], str]) -> None:
+    """Add a text to torch's structured trace, which `tlparse` shows; it is made only where there is such a trace."""
+    trace_structured("artifact", metadata_fn=lambda: {"name": name, "encoding": "string"}, payload_fn=text)
 
 
 def compile_whole(graph_module: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:

@@ -31,10 +31,13 @@ SMALL_GAIN = 1.02
 
 MAX_PAIRS = 4
 
+WRONG = 1.1
+"""Measured over predicted time from which the difference is worth a sentence."""
+
 
 def describe(graph: GraphSummary, report: Report) -> tuple[str, ...]:
     """Return what a reader should know about a graph: what overlaps and what does not, limits, what to try."""
-    return (*_overlaps(graph), *_limits(graph), *_remedies(graph, report))
+    return (*_overlaps(graph), *_limits(graph), *_surprises(graph), *_remedies(graph, report))
 
 
 def _overlaps(graph: GraphSummary) -> list[str]:
@@ -94,6 +97,27 @@ def _limits(graph: GraphSummary) -> list[str]:
     return [
         f"No plan is under {format_ns(graph.bound_ns)} ({graph.possible_gain:.2f}x): {limit}; this one is at "
         f"{format_ns(graph.predicted_ns)} ({graph.gain:.2f}x)."
+    ]
+
+
+def _surprises(graph: GraphSummary) -> list[str]:
+    """Say how far the last run was from the plan, and where the difference is."""
+    if graph.measured is None or not graph.predicted_ns:
+        return []
+    ratio = graph.measured.duration_ns / graph.predicted_ns
+    if 1 / WRONG < ratio < WRONG:
+        return []
+    off = {
+        module.name: module.measured_ns - module.predicted_ns
+        for module in graph.modules
+        if module.measured_ns is not None
+    }
+    name, most = max(off.items(), key=lambda item: item[1] if ratio > 1 else -item[1], default=("", 0))
+    where = (
+        f", the largest part of it in {name} ({format_ns(abs(most))} {'more' if most > 0 else 'less'})" if most else ""
+    )
+    return [
+        f"The last run took {ratio:.2f}x the predicted time{where}: one run, which other processes may have disturbed."
     ]
 
 

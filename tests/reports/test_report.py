@@ -144,6 +144,16 @@ def test_independent_branches_that_run_in_turn_get_a_reason() -> None:
     assert "there is one unit" in " ".join(describe(one, report))
 
 
+def test_a_run_that_took_longer_than_predicted_is_told_with_the_module_that_did() -> None:
+    """The diamond took 1000 ns instead of 510; the layer of the text 300 instead of 200."""
+    report = small()
+    text = " ".join(describe(report.graphs[0], report))
+    assert "The last run took 1.96x the predicted time, the largest part of it in text.layers (100 ns more)" in text
+    graph = report.graphs[0]
+    exact = replace(graph, predicted_ns=1000)
+    assert "The last run" not in " ".join(describe(exact, report))
+
+
 def test_why_names_times_needs_and_neighbours() -> None:
     """Of one segment, and of all segments of a module."""
     text = small().why("image.layers.0")
@@ -233,3 +243,27 @@ def test_what_a_plan_of_one_unit_says() -> None:
     report = Report(graphs=(summarize(made, invent_run(made)),), handed_over=())
     assert "1 lane" in str(report)
     assert json.loads(report.to_json())["report"]["graphs"][0]["waits"] == []
+
+
+@pytest.mark.parametrize(
+    ("workload", "overlapped", "limited", "gain"),
+    [
+        ("clip", True, "No plan is under", 1.05),
+        ("llava", False, "can be more than 1.0", 1.0),
+        ("vit_control", False, "can be more than 1.0", 1.0),
+    ],
+)
+def test_a_user_with_a_slow_model_finds_the_four_answers(
+    workload: str, overlapped: bool, limited: str, gain: float
+) -> None:
+    """What overlapped, what did not and why, what limits it, what to try: in the text and on the page alike."""
+    report = workload_report(workload)
+    text, page = str(report), report.to_html()
+    sentences = describe(report.graphs[0], report)
+    assert any("overlapped for" in sentence for sentence in sentences) is overlapped
+    assert any("depend on each other" in sentence for sentence in sentences) is not overlapped
+    assert any(limited in sentence for sentence in sentences)
+    assert all(f"  - {sentence}\n" in f"{text}\n" for sentence in sentences)
+    assert all(f"<li>{sentence}</li>" in page for sentence in sentences)
+    assert "what if" in text and "8 units" in text  # what to try
+    assert (report.graphs[0].gain >= gain) and (report.graphs[0].gain == 1.0) is not overlapped

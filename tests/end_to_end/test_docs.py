@@ -1,0 +1,178 @@
+"""What README and docs say can be done works: Python, commands, links, options."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from apollo_compile.cli import main
+from apollo_compile.config import Config, known_options
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted((ROOT / "docs").glob("*.md"))
+README = ROOT / "README.md"
+
+
+class Block(NamedTuple):
+    """A block of code in a page."""
+
+    language: str
+    title: str
+    code: str
+
+
+def blocks_of(page: Path) -> list[Block]:
+    """Return the blocks of a page in order."""
+    found = re.findall(r"^```(\w*)(?: title=\"([^\"]+)\")?\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE)
+    return [Block(*block) for block in found]
+
+
+def links_of(page: Path) -> list[str]:
+    """Return the links of a page that do not leave the repository."""
+    return [link for link in re.findall(r"\]\(([^)]+)\)", page.read_text()) if not link.startswith("http")]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty directory to work in."""
+    monkeypatch.chdir(tmp_path)
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    modules = set(sys.modules)
+    yield tmp_path
+    torch._dynamo.reset()
+    for name in set(sys.modules) - modules:
+        if str(tmp_path) in str(getattr(sys.modules[name], "__file__", "")):
+            del sys.modules[name]
+    sys.path[:] = [place for place in sys.path if place != str(tmp_path)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_the_code_of_the_docs_runs(page: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In order: Python in one namespace, files where they have a title, commands of apollo with exit code 0."""
+    names: dict[str, object] = {"__name__": page.stem}
+    for block in blocks_of(page):
+        if block.title:
+            (folder / block.title).write_text(block.code)
+        elif block.language == "python":
+            exec(compile(block.code, f"{page.name}", "exec"), names)
+        elif block.language == "console":
+            for line in block.code.splitlines():
+                program, *arguments = shlex.split(line.removeprefix("$ "))
+                assert line.startswith("$ ") and program == "apollo"
+                assert main(arguments) == 0, (line, capsys.readouterr().err)
+        else:
+            assert block.language in ("text", ""), f"nothing runs blocks of {block.language}"
+
+
+def test_pages_have_code_that_is_looked_for() -> None:
+    """Else the test above would pass on nothing."""
+    languages = [block.language for page in PAGES for block in blocks_of(page)]
+    assert languages.count("python") > 10 and languages.count("console") > 5
+
+
+@pytest.mark.slow
+def test_the_code_of_the_readme_runs(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A CLIP model trains a step, and the report names its two towers."""
+    names: dict[str, object] = {}
+    for block in blocks_of(README):
+        if block.language == "python":
+            exec(block.code, names)
+    printed = capsys.readouterr().out
+    assert "text_model.encoder.layers.1" in printed
+    assert "vision_model.encoder.layers.1" in printed
+
+
+def test_the_commands_of_the_readme_exist() -> None:
+    """Targets of make, commands of apollo, modules with their arguments; what they take long for is theirs to test."""
+    lines = [
+        line.split("#")[0].strip()
+        for block in blocks_of(README)
+        if block.language == ""
+        for line in block.code.splitlines()
+        if re.match(r"(make|apollo|\.venv/bin/python) ", line)
+    ]
+    lines += re.findall(r"`((?:make|apollo|\.venv/bin/python) [^`]+)`", README.read_text())
+    assert len(lines) > 6
+    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    for line in lines:
+        program, *arguments = shlex.split(line)
+        if program == "make":
+            assert arguments[0] in targets, line
+        elif program == "apollo":
+            with pytest.raises(SystemExit) as stopped:
+                main([arguments[0], "--help"])
+            assert stopped.value.code == 0, line
+        else:
+            assert arguments[0] == "-m" and (ROOT / f"{arguments[1].replace('.', '/')}.py").exists(), line
+            options = [part.split("=")[0] for part in arguments[2:] if part.startswith("--")]
+            code = (ROOT / f"{arguments[1].replace('.', '/')}.py").read_text()
+            assert all(f'"{option}"' in code for option in options), line
+
+
+@pytest.mark.parametrize("page", [README, *PAGES], ids=lambda page: page.stem)
+def test_links_lead_somewhere(page: Path) -> None:
+    """To files of the repository, and to headings of pages."""
+    for link in links_of(page):
+        place, _, anchor = link.partition("#")
+        target = (page.parent / place).resolve() if place else page
+        assert target.exists(), link
+        if anchor:
+            headings = re.findall(r"^#+ (.+)$", target.read_text(), re.MULTILINE)
+            assert anchor in {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}, link
+
+
+def test_the_page_of_options_has_every_option_with_its_default() -> None:
+    """And the variables of the environment."""
+    text = (ROOT / "docs" / "options.md").read_text()
+    rows = dict(re.findall(r"^\| `([\w.]+)` \| (.+?) \|", text, re.MULTILINE))
+    assert set(rows) == set(known_options())
+    for name, shown in rows.items():
+        value: object = Config()
+        for part in name.split("."):
+            value = getattr(value, part)
+        expected = "user's cache" if name == "device.cache" else f"`{value!r}`".replace("'", '"')
+        assert shown == expected, name
+    variables = re.findall(r"^\| (APOLLO_\w+) ", (ROOT / "apollo_compile" / "config.py").read_text(), re.MULTILINE)
+    assert all(f"`{variable}=" in text for variable in variables) and len(variables) == 5
+
+
+def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+    """With the generator that `make docs` uses."""
+    pytest.importorskip("mkdocs")
+    pytest.importorskip("material")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-q", "-d", str(tmp_path / "site")]
+    quiet = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=quiet, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr.strip()) == (0, "")
+    page = (tmp_path / "site" / "index.html").read_text()
+    assert "fonts.googleapis" not in page
+
+
+@pytest.mark.slow
+def test_torchs_own_switches_show_what_apollo_did(tmp_path: Path) -> None:
+    """`TORCH_LOGS` by the package's name; `TORCH_TRACE` with an artifact per plan, as tlparse reads them."""
+    code = (
+        "import torch; from apollo_compile.dry_run import plan_model\n"
+        "model = torch.nn.Linear(8, 8)\n"
+        "plan_model(model, (torch.ones(2, 8),), options={'device.units': 1}, units=(), profiles=())\n"
+        "import logging; logging.getLogger('apollo_compile.backend').debug('heard')\n"
+    )
+    environment = {**os.environ, "TORCH_LOGS": "+apollo_compile", "TORCH_TRACE": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, check=True
+    )
+    assert "heard" in done.stderr
+    trace = "\n".join(path.read_text() for path in tmp_path.iterdir())
+    assert '"name": "apollo_graph0_forward", "encoding": "string"' in trace
+    assert "plan graph0_forward (serial)" in trace
