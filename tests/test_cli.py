@@ -5,19 +5,23 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
 
+from apollo_compile import bench  # noqa: E402
 from apollo_compile import calibrate as calibration  # noqa: E402
+from apollo_compile.bench import Measurement, Task, Variant, VariantResult  # noqa: E402
 from apollo_compile.calibrate import Calibration, Progress  # noqa: E402
 from apollo_compile.cli import main  # noqa: E402
 from apollo_compile.device import cached_profile_path, default_profile, discover_profile, load_profile  # noqa: E402
 from apollo_compile.reports.report import Report  # noqa: E402
+from apollo_compile.targets import build  # noqa: E402
 from tests.reports.reports import workload_report  # noqa: E402
 
 MODEL = """
@@ -262,15 +266,47 @@ def test_plan_diff_compares_dumps(
     assert graph["name"] == "graph0_forward" and graph["num_waits"] == [None, None]
 
 
-@pytest.mark.slow
-def test_bench_measures_a_target(model_file: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """One variant here: the harness has tests of its own."""
-    short = ["--rounds", "1", "--steps-per-turn", "1", "--variants", "eager"]
-    assert main(["bench", f"{model_file}:build", *short, "--json"]) == 0
-    result = json.loads(capsys.readouterr().out)["measurement"]
-    assert [variant["variant"] for variant in result["results"]] == ["eager"]
+def test_bench_prints_a_table_and_refuses_wrong_numbers(
+    model_file: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What is measured is the harness's business; children find the target by its name."""
+    asked: list[tuple[Task, list[str]]] = []
+    difference = {"loss": 1.0}
+
+    def measure(task: Task, variants: Sequence[Variant], **_: Any) -> Measurement:
+        asked.append((task, [variant.name for variant in variants]))
+        times = ((1_000_000, 1_000_000),) * 5
+        results = tuple(
+            VariantResult(
+                variant=variant.name,
+                cold_s=1.0,
+                rounds_ns=times,
+                peak_bytes=None,
+                loss=1.0,
+                summary=bench.summarize(times, times),
+                difference=bench.compare_digests(_digest(difference["loss"]), _digest(1.0)),
+            )
+            for variant in variants
+        )
+        return Measurement(task=task, baseline="eager", reference="eager", results=results)
+
+    monkeypatch.setattr(bench, "measure", measure)
+    assert main(["bench", f"{model_file}:build", "--variants", "eager,apollo", "--set", "batch=2", "--inference"]) == 0
+    assert "apollo" in capsys.readouterr().out
+    ((task, names),) = asked
+    assert (task.builder, task.mode, names) == ("apollo_compile.targets:build", "inference", ["eager", "apollo"])
+    assert build(**task.arguments).inputs["image"].shape == (2, 64)
+    difference["loss"] = 1.5
+    assert main(["bench", f"{model_file}:build", "--json"]) == 1
+    printed = capsys.readouterr()
+    assert len(json.loads(printed.out)["measurement"]["results"]) == 4
+    assert "wrong numbers, more than 1e-03 from eager: eager, inductor" in printed.err
     assert main(["bench", f"{model_file}:build", "--variants", "magic"]) == 1
     assert "unknown variant magic; known: eager" in capsys.readouterr().err
+
+
+def _digest(loss: float) -> dict[str, Any]:
+    return {bench._LOSS: np.asarray(loss), "weight": np.ones(2, dtype=np.float32)}
 
 
 def test_doctor_prints_findings(capsys: pytest.CaptureFixture[str]) -> None:
