@@ -37,6 +37,7 @@ from apollo_compile.pipeline import Compilation
 from apollo_compile.reports.report import BreakSummary, Report
 from apollo_compile.reports.summary import GraphSummary, WhatIf, summarize
 from apollo_compile.select import INDUCTOR, PLAN
+from apollo_compile.targets import tensors_of
 from apollo_compile.what_if import usual_units, what_if
 
 NOT_RUN = Trace(spans=(), duration_ns=0)
@@ -236,23 +237,12 @@ def _same_random_states() -> Iterator[None]:
 
 def _with_batch(call: tuple[tuple[Any, ...], dict[str, Any]], batch: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the call with inputs of another batch size: the first dimension that most tensors have."""
-    sizes = Counter(tensor.shape[0] for tensor in _tensors(call) if tensor.dim() > 0)
+    sizes = Counter(tensor.shape[0] for tensor in tensors_of(call) if tensor.dim() > 0)
     if not sizes or batch < 1:
         raise TargetError(f"cannot try batch {batch}: expected a batch of at least 1 and inputs with a first dimension")
     size = sizes.most_common(1)[0][0]
     changed: tuple[tuple[Any, ...], dict[str, Any]] = _resize(call, size, batch)
     return changed
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _tensors(item)
-    elif isinstance(value, tuple | list):
-        for item in value:
-            yield from _tensors(item)
 
 
 def _resize(value: Any, size: int, batch: int) -> Any:

@@ -131,7 +131,7 @@ def default_loss(output: Any) -> torch.Tensor:
     own = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if isinstance(own, torch.Tensor):
         return own
-    sums = [tensor.float().sum() for tensor in _tensors(output) if tensor.is_floating_point()]
+    sums = [tensor.float().sum() for tensor in tensors_of(output) if tensor.is_floating_point()]
     if not sums:
         raise TargetError(
             f"a {type(output).__name__} has no floating point tensor to make a loss of; return a loss too"
@@ -139,12 +139,13 @@ def default_loss(output: Any) -> torch.Tensor:
     return torch.stack(sums).sum()
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
+def tensors_of(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in `value`, inside mappings, tuples and lists as well."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, Mapping):
         for item in value.values():
-            yield from _tensors(item)
+            yield from tensors_of(item)
     elif isinstance(value, tuple | list):
         for item in value:
-            yield from _tensors(item)
+            yield from tensors_of(item)
