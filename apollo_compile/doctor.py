@@ -9,7 +9,6 @@ nobody, so every case can be tested on any machine.
 from __future__ import annotations
 
 import contextlib
-import enum
 import os
 import platform
 import shutil
@@ -22,35 +21,13 @@ from pathlib import Path
 from apollo_compile.config import load_config
 from apollo_compile.device import ProfileState, cached_profile_path, inspect_profile, machine_fingerprint
 from apollo_compile.errors import ConfigError
+from apollo_compile.findings import Finding, Level
 
 LEAST_TORCH = (2, 11)
 
 _COMPILERS = ("g++", "clang++", "c++")
 _PROGRAM = "#include <omp.h>\nint main() { return omp_get_max_threads() < 1; }\n"
 _COMPILE_TIMEOUT_S = 60
-
-
-class Level(enum.StrEnum):
-    """How bad a finding is."""
-
-    OK = "ok"
-    NOTE = "note"
-    """Works, and could be better."""
-    WARNING = "warning"
-    """Works, but not as one would think."""
-    ERROR = "error"
-    """Does not work."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Finding:
-    """One thing that was looked at."""
-
-    level: Level
-    subject: str
-    message: str
-    advice: str = ""
-    """What to do; empty where there is nothing to do."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,6 +66,8 @@ class Facts:
     cuda_devices: tuple[str, ...] = ()
     cuda_build: str | None = None
     """Version of CUDA that torch was built with; None for a build without."""
+    cuda_findings: tuple[Finding, ...] = ()
+    """What running something on lanes of the first of them showed."""
 
 
 def diagnose(facts: Facts) -> tuple[Finding, ...]:
@@ -304,7 +283,9 @@ def _cuda(facts: Facts) -> list[Finding]:
                 level=Level.NOTE,
                 subject="CUDA",
                 message=f"torch sees {names}; graphs on it go to Inductor whole",
-            )
+                advice="set 'device.cuda_lanes' to run them on lanes, if what follows has no errors",
+            ),
+            *facts.cuda_findings,
         ]
     why = "torch was built without it" if facts.cuda_build is None else "torch sees no device"
     return [Finding(level=Level.OK, subject="CUDA", message=f"not used: {why}")]
@@ -346,6 +327,7 @@ def look() -> Facts:
         ortools=_ortools_version(),
         cuda_devices=_cuda_devices() if is_usable else (),
         cuda_build=_cuda_build() if is_usable else None,
+        cuda_findings=_examine_cuda() if is_usable and native_problem is None else (),
     )
 
 
@@ -410,6 +392,19 @@ def _cuda_build() -> str | None:
     import torch
 
     return torch.version.cuda
+
+
+def _examine_cuda() -> tuple[Finding, ...]:
+    import torch
+
+    if not torch.cuda.is_available():
+        return ()
+    try:
+        from apollo_compile.cuda.examine import examine_cuda
+
+        return examine_cuda()
+    except Exception as error:  # a broken driver may raise anything
+        return (Finding(level=Level.ERROR, subject="GPU", message=f"cannot be examined: {_format(error)}"),)
 
 
 def _look_at_profile(cache: Path | None, units: int) -> tuple[ProfileState | None, Path | None, str]:

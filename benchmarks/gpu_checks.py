@@ -17,10 +17,11 @@ import torch
 from torch import nn
 
 from apollo_compile import backend
-from apollo_compile.cuda.examine import Finding, examine_cuda, split_lanes
+from apollo_compile.cuda.examine import examine_cuda, split_lanes
 from apollo_compile.cuda.execute import CudaExecutable
 from apollo_compile.cuda.gpu import TorchGpu
 from apollo_compile.cuda.launch import Launcher
+from apollo_compile.findings import Finding, Level
 from apollo_compile.ir import BodyId, BufferId, Lane, LaneId, Launch, Program, SegmentId
 from apollo_compile.units import format_bytes, format_ns
 from benchmarks.gpu_workloads import build_gpu_workload
@@ -69,10 +70,12 @@ def what_the_driver_gives(gpu: TorchGpu) -> Outcome:
 def lanes_keep_to_their_sms(gpu: TorchGpu) -> Outcome:
     """T1, T2: censuses in eager and in replay, nodes of captured graphs, overlapping lanes."""
     findings: Sequence[Finding] = examine_cuda(gpu.device.index)
-    bad = [finding for finding in findings if finding.state in ("failed", "warning")]
-    shown = "; ".join(f"{finding.name}: {finding.text}" for finding in bad) or f"{len(findings)} findings, all well"
-    numbers = {finding.name: [finding.state, finding.text] for finding in findings}
-    return Outcome(is_met=not any(f.state == "failed" for f in bad), text=shown, numbers=numbers)
+    bad = [finding for finding in findings if finding.level in (Level.ERROR, Level.WARNING)]
+    shown = (
+        "; ".join(f"{finding.subject}: {finding.message}" for finding in bad) or f"{len(findings)} findings, all well"
+    )
+    numbers = {finding.subject: [finding.level, finding.message] for finding in findings}
+    return Outcome(is_met=not any(f.level == Level.ERROR for f in bad), text=shown, numbers=numbers)
 
 
 def products_scale_with_their_quota(gpu: TorchGpu) -> Outcome:

@@ -71,7 +71,7 @@ def test_a_machine_in_order_has_nothing_to_do() -> None:
         ({"profile": ProfileState.DAMAGED}, "device profile", "warning", "damaged", "apollo calibrate"),
         ({"cache_problem": "PermissionError"}, "cache", "warning", "cannot be written", "XDG_CACHE_HOME"),
         ({"ortools": None}, "OR-Tools", "warning", "heuristics", "pip install ortools"),
-        ({"cuda_devices": ("NVIDIA H200",)}, "CUDA", "note", "NVIDIA H200", ""),
+        ({"cuda_devices": ("NVIDIA H200",)}, "CUDA", "note", "NVIDIA H200", "device.cuda_lanes"),
         ({"cuda_build": "12.8"}, "CUDA", "ok", "sees no device", ""),
     ],
 )
@@ -168,3 +168,12 @@ def test_a_wrong_setting_and_a_blocked_cache_are_findings(tmp_path: Path, monkey
     facts = look()
     assert "APOLLO_DISABLE" in find(facts, "settings").message
     assert not is_fit(diagnose(facts))
+
+
+def test_what_a_gpu_showed_is_among_the_findings() -> None:
+    """A lane that does not keep to its SMs makes the machine unfit."""
+    bad = Finding(level=Level.ERROR, subject="lanes 64 + 64, eager", message="lanes 1 and 2 share SMs [15]")
+    facts = replace(FINE, cuda_devices=("a GPU",), cuda_build="13.0", cuda_findings=(bad,))
+    assert find(facts, bad.subject) is bad
+    assert not is_fit(diagnose(facts))
+    assert "device.cuda_lanes" in find(facts, "CUDA").advice

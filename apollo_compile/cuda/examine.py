@@ -20,7 +20,6 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 
@@ -28,6 +27,7 @@ from apollo_compile.config import cuda_connections
 from apollo_compile.cuda.gpu import TorchGpu, atoms_of
 from apollo_compile.cuda.launch import Launcher
 from apollo_compile.errors import CudaError
+from apollo_compile.findings import Finding, Level
 from apollo_compile.ir import BodyId, BufferId, Lane, LaneId, Launch, Program, SegmentId
 from apollo_compile.units import format_ns
 
@@ -41,16 +41,6 @@ EXTRA_SMS = 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Finding:
-    """One thing that was found out."""
-
-    name: str
-    state: Literal["ok", "warning", "failed", "skipped"]
-    text: str
-    """A sentence: what was seen, and what to do where something is wrong."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Census:
     """Where the blocks of one launch ran, by lane."""
 
@@ -60,14 +50,14 @@ class Census:
 
 
 def examine_cuda(ordinal: int = 0) -> tuple[Finding, ...]:
-    """Return what was found out about the GPU of that number; one `skipped` finding where there is none."""
+    """Return what was found out about the GPU of that number; one note where there is none."""
     if not torch.cuda.is_available():
         text = "torch sees no CUDA device; lanes on a GPU need an NVIDIA GPU, its driver, and torch built for CUDA"
-        return (Finding(name="GPU", state="skipped", text=text),)
+        return (Finding(subject="GPU", level=Level.NOTE, message=text),)
     try:
         gpu = TorchGpu(ordinal)
     except CudaError as error:
-        return (Finding(name="driver", state="failed", text=str(error)),)
+        return (Finding(subject="driver", level=Level.ERROR, message=str(error)),)
     native = gpu.native
     missing = [name for name, is_there in native.functions.items() if not is_there]
     text = f"{native.name}, CUDA {native.driver_version / 1000:.1f}, torch {torch.__version__}"
@@ -76,8 +66,8 @@ def examine_cuda(ordinal: int = 0) -> tuple[Finding, ...]:
     left = native.num_sms - native.num_atoms * native.atom_sms
     split = f"{native.num_sms} SMs in {native.num_atoms} atoms of {native.atom_sms}; {left} belong to no atom"
     return (
-        Finding(name="driver", state="ok", text=text),
-        Finding(name="split", state="ok", text=split),
+        Finding(subject="driver", level=Level.OK, message=text),
+        Finding(subject="split", level=Level.OK, message=split),
         judge_connections(cuda_connections()),
         *examine_lanes(gpu),
     )
@@ -118,7 +108,7 @@ def _attempt(name: str, look: Callable[[], Sequence[Finding]]) -> Sequence[Findi
     try:
         return look()
     except Exception as error:
-        return (Finding(name=name, state="failed", text=f"{type(error).__name__}: {error}"),)
+        return (Finding(subject=name, level=Level.ERROR, message=f"{type(error).__name__}: {error}"),)
 
 
 def _examine_split(gpu: TorchGpu, lanes: Sequence[Lane], name: str, extra: int) -> list[Finding]:
@@ -232,9 +222,9 @@ def judge_connections(connections: str | None) -> Finding:
     name = "connections"
     if connections == "1":
         text = "CUDA_DEVICE_MAX_CONNECTIONS is 1, so lanes wait for each other; unset it, or set it to 32"
-        return Finding(name=name, state="warning", text=text)
+        return Finding(subject=name, level=Level.WARNING, message=text)
     shown = "not set" if connections is None else connections
-    return Finding(name=name, state="ok", text=f"CUDA_DEVICE_MAX_CONNECTIONS is {shown}")
+    return Finding(subject=name, level=Level.OK, message=f"CUDA_DEVICE_MAX_CONNECTIONS is {shown}")
 
 
 def judge_censuses(name: str, granted: Mapping[LaneId, int], censuses: Sequence[Census], *, extra: int = 0) -> Finding:
@@ -251,54 +241,60 @@ def judge_censuses(name: str, granted: Mapping[LaneId, int], censuses: Sequence[
             seen = len(census.sms[lane])
             if not count <= seen <= count + extra:
                 text = f"launch {number}: lane {lane} ran on {seen} SMs, granted were {count}; lanes are not kept apart"
-                return Finding(name=name, state="failed", text=text)
+                return Finding(subject=name, level=Level.ERROR, message=text)
             if census.sms[lane] != censuses[0].sms[lane]:
                 text = f"launch {number}: lane {lane} ran on other SMs than before; lanes are not kept apart"
-                return Finding(name=name, state="failed", text=text)
+                return Finding(subject=name, level=Level.ERROR, message=text)
         for one, other in itertools.combinations(granted, 2):
             shared = census.sms[one] & census.sms[other]
             if len(shared) > extra:
                 text = f"launch {number}: lanes {one} and {other} share SMs {sorted(shared)}; they should share none"
-                return Finding(name=name, state="failed", text=text)
+                return Finding(subject=name, level=Level.ERROR, message=text)
     sizes = {lane: len(censuses[0].sms[lane]) for lane in granted}
     if sizes != dict(granted):
         text = f"lanes ran on {_list(sizes.values())} SMs, granted were {_list(granted.values())}: dynamic parallelism"
-        return Finding(name=name, state="warning", text=f"{text} adds up to {extra} to every lane")
+        return Finding(subject=name, level=Level.WARNING, message=f"{text} adds up to {extra} to every lane")
     apart = [census for census in censuses if max(census.begin_ns.values()) >= min(census.end_ns.values())]
     shown = f"{_list(sizes.values())} SMs, disjoint and the same in {len(censuses)} launches"
     if len(apart) > len(censuses) // 2:
         text = f"{shown}; but lanes ran one after the other in {len(apart)} of them: quotas hold, nothing overlaps"
-        return Finding(name=name, state="warning", text=text)
+        return Finding(subject=name, level=Level.WARNING, message=text)
     late = max(max(census.begin_ns.values()) - min(census.begin_ns.values()) for census in censuses)
-    return Finding(name=name, state="ok", text=f"{shown}; the last lane started at most {format_ns(late)} late")
+    return Finding(
+        subject=name, level=Level.OK, message=f"{shown}; the last lane started at most {format_ns(late)} late"
+    )
 
 
 def judge_nodes(name: str, kernels: Sequence[tuple[int, str]], contexts: Mapping[int, LaneId]) -> Finding:
     """Judge the kernels of a captured graph in which every lane has work and nothing else does."""
     if kernels and all(context == 0 for context, _ in kernels):
         text = f"the driver does not say to which context the {len(kernels)} kernels belong; see the replayed lanes"
-        return Finding(name=name, state="skipped", text=text)
+        return Finding(subject=name, level=Level.NOTE, message=text)
     outside = sorted({kernel for context, kernel in kernels if context not in contexts})
     if outside:
         text = f"kernels outside every lane: {', '.join(outside)}; what launches them changes streams"
-        return Finding(name=name, state="failed", text=text)
+        return Finding(subject=name, level=Level.ERROR, message=text)
     counts = Counter(contexts[context] for context, _ in kernels)
     idle = sorted(set(contexts.values()) - set(counts))
     if idle:
         return Finding(
-            name=name, state="failed", text=f"lanes without any kernel: {_list(idle)}; their work went elsewhere"
+            subject=name,
+            level=Level.ERROR,
+            message=f"lanes without any kernel: {_list(idle)}; their work went elsewhere",
         )
     shown = ", ".join(f"{count} of lane {lane}" for lane, count in sorted(counts.items()))
-    return Finding(name=name, state="ok", text=f"kernels in the captured graph: {shown}; none elsewhere")
+    return Finding(subject=name, level=Level.OK, message=f"kernels in the captured graph: {shown}; none elsewhere")
 
 
 def judge_overlap(one: Collection[int], other: Collection[int], *, planned: int, extra: int = 0) -> Finding:
     """Judge two lanes that were planned to share SMs."""
     shared = len(set(one) & set(other))
     if planned <= shared <= planned + 2 * extra:
-        return Finding(name="overlap", state="ok", text=f"lanes of different splits share {shared} SMs, as planned")
+        return Finding(
+            subject="overlap", level=Level.OK, message=f"lanes of different splits share {shared} SMs, as planned"
+        )
     text = f"lanes of different splits share {shared} SMs instead of {planned}; atoms are not what the driver uses"
-    return Finding(name="overlap", state="failed", text=text)
+    return Finding(subject="overlap", level=Level.ERROR, message=text)
 
 
 def _list(numbers: Collection[int]) -> str:

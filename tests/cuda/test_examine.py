@@ -14,6 +14,7 @@ from apollo_compile.cuda.examine import (
     judge_overlap,
     split_lanes,
 )
+from apollo_compile.findings import Level
 from apollo_compile.ir import LaneId
 
 A, B = LaneId(1), LaneId(2)
@@ -30,15 +31,15 @@ def census(sms: Mapping[LaneId, frozenset[int]] = SMS, *, begin_b: int = 3_000) 
 def test_without_a_gpu_there_is_one_finding_that_says_so() -> None:
     """Nothing is failed."""
     (finding,) = examine_cuda()
-    assert finding.state == "skipped"
-    assert finding.text.startswith("torch sees no CUDA device; lanes on a GPU need an NVIDIA GPU")
+    assert finding.level == Level.NOTE
+    assert finding.message.startswith("torch sees no CUDA device; lanes on a GPU need an NVIDIA GPU")
 
 
 def test_lanes_on_the_sms_that_they_were_granted_are_ok() -> None:
     """In every launch."""
     finding = judge_censuses("lanes", GRANTED, [census()] * 20)
-    assert (finding.state, finding.text) == (
-        "ok",
+    assert (finding.level, finding.message) == (
+        Level.OK,
         "16 + 8 SMs, disjoint and the same in 20 launches; the last lane started at most 3.0 us late",
     )
 
@@ -54,57 +55,60 @@ def test_lanes_on_the_sms_that_they_were_granted_are_ok() -> None:
 def test_other_sms_are_a_failure(second: Mapping[LaneId, frozenset[int]], text: str) -> None:
     """In any launch: fewer, more, or others."""
     finding = judge_censuses("lanes", GRANTED, [census(), census(second)])
-    assert finding.state == "failed" and finding.text.startswith(text)
+    assert finding.level == Level.ERROR and finding.message.startswith(text)
 
 
 def test_lanes_that_share_sms_are_a_failure() -> None:
     """Which are named."""
     finding = judge_censuses("lanes", GRANTED, [census({**SMS, B: frozenset(range(15, 23))})])
-    assert (finding.state, finding.text) == ("failed", "launch 0: lanes 1 and 2 share SMs [15]; they should share none")
+    assert (finding.level, finding.message) == (
+        Level.ERROR,
+        "launch 0: lanes 1 and 2 share SMs [15]; they should share none",
+    )
 
 
 def test_two_more_sms_on_every_lane_are_a_warning_where_the_driver_may_add_them() -> None:
     """And a failure elsewhere."""
     more = {A: SMS[A] | {130, 131}, B: SMS[B] | {130, 131}}
-    assert judge_censuses("lanes", GRANTED, [census(more)]).state == "failed"
+    assert judge_censuses("lanes", GRANTED, [census(more)]).level == Level.ERROR
     finding = judge_censuses("lanes", GRANTED, [census(more)], extra=2)
-    assert finding.state == "warning" and "ran on 18 + 10 SMs, granted were 16 + 8" in finding.text
+    assert finding.level == Level.WARNING and "ran on 18 + 10 SMs, granted were 16 + 8" in finding.message
 
 
 def test_lanes_one_after_the_other_are_a_warning() -> None:
     """Quotas hold, but nothing is gained."""
     finding = judge_censuses("lanes", GRANTED, [census(begin_b=200_000)] * 3)
-    assert finding.state == "warning" and "ran one after the other in 3 of them" in finding.text
+    assert finding.level == Level.WARNING and "ran one after the other in 3 of them" in finding.message
 
 
 @pytest.mark.parametrize(
-    ("kernels", "state", "text"),
+    ("kernels", "level", "text"),
     [
-        ([(10, "a"), (20, "b"), (10, "c")], "ok", "kernels in the captured graph: 2 of lane 1, 1 of lane 2"),
-        ([(10, "a"), (20, "b"), (99, "gemm")], "failed", "kernels outside every lane: gemm"),
-        ([(10, "a")], "failed", "lanes without any kernel: 2"),
-        ([(0, "a"), (0, "b")], "skipped", "the driver does not say to which context the 2 kernels belong"),
-        ([], "failed", "lanes without any kernel: 1 + 2"),
+        ([(10, "a"), (20, "b"), (10, "c")], Level.OK, "kernels in the captured graph: 2 of lane 1, 1 of lane 2"),
+        ([(10, "a"), (20, "b"), (99, "gemm")], Level.ERROR, "kernels outside every lane: gemm"),
+        ([(10, "a")], Level.ERROR, "lanes without any kernel: 2"),
+        ([(0, "a"), (0, "b")], Level.NOTE, "the driver does not say to which context the 2 kernels belong"),
+        ([], Level.ERROR, "lanes without any kernel: 1 + 2"),
     ],
 )
-def test_kernels_of_a_captured_graph_belong_to_lanes(kernels: list[tuple[int, str]], state: str, text: str) -> None:
+def test_kernels_of_a_captured_graph_belong_to_lanes(kernels: list[tuple[int, str]], level: Level, text: str) -> None:
     """All of them, and every lane has some."""
     finding = judge_nodes("nodes", kernels, {10: A, 20: B})
-    assert finding.state == state and finding.text.startswith(text)
+    assert finding.level == level and finding.message.startswith(text)
 
 
 def test_overlapping_lanes_share_what_was_planned() -> None:
     """Not more, not less; the driver may add its own."""
-    assert judge_overlap(range(12), range(4, 16), planned=8).state == "ok"
-    assert judge_overlap(range(12), range(5, 16), planned=8).state == "failed"
-    assert judge_overlap(range(12), range(3, 16), planned=8).state == "failed"
-    assert judge_overlap(range(12), range(3, 16), planned=8, extra=2).state == "ok"
+    assert judge_overlap(range(12), range(4, 16), planned=8).level == Level.OK
+    assert judge_overlap(range(12), range(5, 16), planned=8).level == Level.ERROR
+    assert judge_overlap(range(12), range(3, 16), planned=8).level == Level.ERROR
+    assert judge_overlap(range(12), range(3, 16), planned=8, extra=2).level == Level.OK
 
 
 def test_one_hardware_queue_is_a_warning() -> None:
     """It comes with recipes for other software."""
-    assert judge_connections("1").state == "warning"
-    assert judge_connections("32").state == judge_connections(None).state == "ok"
+    assert judge_connections("1").level == Level.WARNING
+    assert judge_connections("32").level == judge_connections(None).level == Level.OK
 
 
 @pytest.mark.parametrize(

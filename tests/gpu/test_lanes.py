@@ -10,6 +10,7 @@ import torch
 from apollo_compile import backend
 from apollo_compile.cuda.examine import examine_cuda
 from apollo_compile.cuda.execute import CudaExecutable
+from apollo_compile.findings import Level
 from tests.end_to_end.models import TwoTowers, assert_same_training, train, two_tower_inputs
 
 OPTIONS = {
@@ -26,7 +27,7 @@ def test_the_examination_finds_nothing_wrong() -> None:
     """Censuses in eager and in replay, nodes of captured graphs, lanes that overlap."""
     findings = examine_cuda()
     assert len(findings) >= 10
-    assert [finding for finding in findings if finding.state == "failed"] == []
+    assert [finding for finding in findings if finding.level == Level.ERROR] == []
 
 
 def test_training_is_as_in_inductor_for_fifty_steps() -> None:
