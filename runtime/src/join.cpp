@@ -6,14 +6,12 @@ namespace {
 
 constexpr std::chrono::microseconds kPatience{2000};
 
-/// Lets `thread` run on `core` alone if it may run there at all. A hint: where it fails the thread stays as it is.
-void move(pthread_t thread, int core, const cpu_set_t& allowed) {
-  if (CPU_ISSET(static_cast<std::size_t>(core), &allowed)) {
-    cpu_set_t set;
-    CPU_ZERO(&set);
-    CPU_SET(static_cast<std::size_t>(core), &set);
-    static_cast<void>(pthread_setaffinity_np(thread, sizeof(set), &set));
-  }
+/// Lets `thread` run on `core` alone if it may run there at all; returns whether it does.
+bool move(pthread_t thread, int core, const cpu_set_t& allowed) {
+  cpu_set_t set;
+  CPU_ZERO(&set);
+  CPU_SET(static_cast<std::size_t>(core), &set);
+  return CPU_ISSET(static_cast<std::size_t>(core), &allowed) && pthread_setaffinity_np(thread, sizeof(set), &set) == 0;
 }
 
 }  // namespace
@@ -55,10 +53,12 @@ void Join::wait(std::uint32_t epoch, const std::function<void()>& poll, std::chr
     }
   };
   sleep(seat->has_core);
-  if (!complete_.spin(epoch, kPatience)) {
+  if (!seat->is_moved || !complete_.spin(epoch, kPatience)) {  // elsewhere, it could keep a lane from its core
     sleep(complete_);
   }
-  static_cast<void>(pthread_setaffinity_np(seat->thread, sizeof(seat->cores), &seat->cores));
+  if (seat->is_moved) {
+    static_cast<void>(pthread_setaffinity_np(seat->thread, sizeof(seat->cores), &seat->cores));
+  }
 }
 
 Join::Seat* Join::take_seat(std::uint32_t epoch) {
@@ -97,9 +97,7 @@ std::vector<Join::Gift> Join::give_cores() {
 
 void Join::hand_over(const std::vector<Gift>& gifts, std::uint32_t epoch) {
   for (const Gift& gift : gifts) {
-    if (gift.core) {
-      move(gift.seat->thread, *gift.core, gift.seat->cores);
-    }
+    gift.seat->is_moved = gift.core && move(gift.seat->thread, *gift.core, gift.seat->cores);
     gift.seat->has_core.record(epoch);
   }
 }

@@ -7,6 +7,7 @@ import re
 from dataclasses import replace
 
 import pytest
+from markupsafe import escape
 
 from apollo_compile.errors import ReportFileError
 from apollo_compile.reports.report import Report
@@ -264,6 +265,6 @@ def test_a_user_with_a_slow_model_finds_the_four_answers(
     assert any("depend on each other" in sentence for sentence in sentences) is not overlapped
     assert any(limited in sentence for sentence in sentences)
     assert all(f"  - {sentence}\n" in f"{text}\n" for sentence in sentences)
-    assert all(f"<li>{sentence}</li>" in page for sentence in sentences)
+    assert all(f"<li>{escape(sentence)}</li>" in page for sentence in sentences)
     assert "what if" in text and "8 units" in text  # what to try
     assert (report.graphs[0].gain >= gain) and (report.graphs[0].gain == 1.0) is not overlapped

@@ -47,7 +47,8 @@ class Join {
  private:
   struct Seat {
     pthread_t thread;
-    cpu_set_t cores;  // where the thread may run otherwise
+    cpu_set_t cores;        // where the thread may run otherwise
+    bool is_moved = false;  // published by has_core: whether it has a core to itself
     Event has_core;
   };
 
