@@ -6,8 +6,10 @@
 Dynamo traces the model, and every graph goes through the stages up to the program, forward and backward; nothing is
 compiled. The graphs then run in eager, once, so that code behind a graph break sees real numbers.
 
-Guarantees: the model, its gradients and buffers, the inputs and all random states are as they were. It is a copy that
-runs: its buffers are its own, its parameters are the model's, which a forward only reads.
+Guarantees: a module, its gradients, parameters and buffers, the inputs and all random states are as they were, also
+when it is one of its methods that is called: a copy runs, with tensors of its own, which takes the memory of another
+model for as long as the call lasts. A plain function runs as it is, and what it changes stays changed; so does what
+hooks do elsewhere.
 """
 
 from __future__ import annotations
@@ -99,9 +101,10 @@ def plan_model(
         tell(f"{name}: planning on other devices")
         counts = usual_units(profile) if units is None else units
         rows[name] = list(what_if(compilation, config, units=counts, profiles=profiles))
+    not_dumped = replace(config, debug=replace(config.debug, dump=None))  # the directory has the plans asked for
     for batch in batches:
         tell(f"batch {batch}: tracing and planning")
-        for compilation, _ in _trace(model, _with_batch(call, batch), config, profile).planned:
+        for compilation, _ in _trace(model, _with_batch(call, batch), not_dumped, profile).planned:
             plan = compilation.plan
             rows.setdefault(compilation.partition.graph.name, []).append(
                 WhatIf(
@@ -159,6 +162,10 @@ class _Tracer:
             compilation = plan_graph(graph_module, name=name, role=role, profile=self.profile, config=self.config)
         except UnsupportedGraphError as error:
             self.handed_over.append((name, str(error)))
+        except Exception as error:  # the backend goes on with Inductor then, so this is what would happen
+            if self.config.debug.strict:
+                raise
+            self.handed_over.append((name, f"{type(error).__name__}: {error}"))
         else:
             reason = reason_to_leave(compilation, self.config)
             self.planned.append((compilation, reason))
@@ -179,10 +186,21 @@ def _trace(
     # Own cache entries, so that neither those of the user's compiled model nor its limit of recompiles are touched.
     compile_model: Callable[..., Callable[..., Any]] = torch.compile
     own_entries = {"isolate_recompiles": True} if "isolate_recompiles" in signature(torch.compile).parameters else {}
-    with _same_random_states():
-        compile_model(runs, backend=tracer.compile, dynamic=False, **own_entries)(*args, **kwargs)
+    tracers = [tracer]
+
+    def compile_graph(graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        return tracers[0].compile(graph_module, example_inputs)
+
+    try:
+        with _same_random_states():
+            compile_model(runs, backend=compile_graph, dynamic=False, **own_entries)(*args, **kwargs)
+    finally:
+        tracers.clear()  # Dynamo remembers backends for good; it is not to keep the plans as well
     if not tracer.num_graphs:
-        raise TargetError("Dynamo found nothing to compile: the call runs no operator of torch on its inputs")
+        raise TargetError(
+            "Dynamo found nothing to compile: expected a call that runs operators of torch on its inputs, in a process "
+            "in which Dynamo is on (see TORCHDYNAMO_DISABLE and torch.compiler.set_stance)"
+        )
     tracer.planned.sort(key=lambda item: (_number(item[0]), item[0].capture.role is Role.BACKWARD))
     return tracer
 
@@ -206,18 +224,18 @@ def _run_in_eager(graph_module: fx.GraphModule) -> Callable[[list[Any]], Sequenc
 
 
 def _copy_model(model: Callable[..., Any]) -> Callable[..., Any]:
-    if not isinstance(model, nn.Module):
+    owner = getattr(model, "__self__", model)
+    if not isinstance(owner, nn.Module):
         return model
-    shared = {id(parameter): parameter for parameter in model.parameters()}
     copied: Callable[..., Any] = _copy(
-        model, f"the model, a {type(model).__name__},", "see what it holds besides tensors", shared
+        model, f"the model, a {type(owner).__name__},", "see what it holds besides tensors"
     )
     return copied
 
 
-def _copy(value: Any, what: str, advice: str, shared: Mapping[int, Any] | None = None) -> Any:
+def _copy(value: Any, what: str, advice: str) -> Any:
     try:
-        return copy.deepcopy(value, dict(shared or {}))
+        return copy.deepcopy(value)
     except Exception as error:
         raise TargetError(
             f"cannot copy {what} to plan it without side effects: {type(error).__name__}: {error}; {advice}"
@@ -254,5 +272,6 @@ def _resize(value: Any, size: int, batch: int) -> Any:
     if isinstance(value, Mapping):
         return {key: _resize(item, size, batch) for key, item in value.items()}
     if isinstance(value, tuple | list):
-        return type(value)(_resize(item, size, batch) for item in value)
+        items = [_resize(item, size, batch) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     return value

@@ -59,7 +59,7 @@ def _plan(
     plan = make_plan(
         graph,
         estimate_costs(graph, profile, observations),
-        lanes=lane_catalogue(profile.units),
+        lanes=lane_catalogue(profile.units, profile.atom),
         planner="serial" if config.plan.planner == "serial" else "greedy",
         min_gain=config.plan.min_gain,
         seed=config.plan.seed,

@@ -75,7 +75,7 @@ class Report:
             if not isinstance(content, dict) or content.get("format") != FORMAT:
                 raise ValueError(f"expected a report of format {FORMAT}")
             return from_json(cls, content.get("report"))
-        except ValueError as error:
+        except (ValueError, RecursionError, OverflowError) as error:
             raise ReportFileError(f"this is no report: {error}; expected what Report.to_json wrote") from error
 
     def to_html(self) -> str:

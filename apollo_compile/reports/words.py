@@ -68,10 +68,13 @@ def _why_in_turn(graph: GraphSummary, pair: PairSummary) -> str:
         return f"{graph.way} runs the graph"
     if graph.num_lanes > 1:
         return "the plan gains more elsewhere"
-    half = graph.device.units // 2
     choices = [
         {c.units: c.duration_ns for c in s.choices} for s in graph.segments if s.branch in (pair.first, pair.second)
     ]
+    shared = [units for units in set.intersection(*map(set, choices)) if units <= graph.device.units // 2]
+    if not shared:
+        return "no lane has half of the units"
+    half = max(shared)
     longer = sum(on[half] for on in choices) / sum(on[graph.device.units] for on in choices)
     return (
         f"on {half} of the {graph.device.units} units they take {longer:.2f}x as long as on all, and so leave little "

@@ -53,10 +53,10 @@ Executor::Executor(std::shared_ptr<LaneSet> lanes, TensorApi api, Program progra
   for (int lane = 0; lane < lanes_->num_lanes(); ++lane) {
     tasks_.push_back(std::make_shared<CpuLane::Task>([this, lane, joins = joins_] {
       // With the last arrival the run may be over and the executor gone: the joins live as long as the task.
-      const bool has_end = waits_.has_end[index(lane)];
+      const bool is_awaited = waits_.ends[index(lane)].is_awaited;
       execute(lane, 0, program_.lanes[index(lane)].size());
-      if (has_end) {
-        joins[waits_.pauses.size()].arrive(epoch_, lanes_->cores()[index(lane)]);
+      if (is_awaited) {
+        joins[waits_.pauses.size()].arrive(epoch_, waits_.ends[index(lane)].left);
       }
     }));
     scratch_.emplace_back(largest_launch(program_.lanes[index(lane)]));
@@ -111,7 +111,8 @@ void Executor::work_as_caller(const LaneSet::Turn& turn, const Poll& poll) {
     joins_[i].expect(waits_.pauses[i].num_arrivals, waits_.pauses[i].idle);
   }
   Join& end = joins_[waits_.pauses.size()];
-  const auto num_ends = std::count(waits_.has_end.begin(), waits_.has_end.end(), true);
+  const auto num_ends =
+      std::count_if(waits_.ends.begin(), waits_.ends.end(), [](const End& each) { return each.is_awaited; });
   end.expect(static_cast<int>(num_ends), waits_.idle_at_end);
 
   const auto start = [&](int lane) { turn.lane(lane)->start(tasks_[index(lane)]); };

@@ -45,20 +45,31 @@ void Join::wait(std::uint32_t epoch, const std::function<void()>& poll, std::chr
   if (seat == nullptr) {
     return;
   }
+  const auto restore = [seat] {
+    if (seat->core) {
+      static_cast<void>(pthread_setaffinity_np(seat->thread, sizeof(seat->cores), &seat->cores));
+    }
+  };
   const auto sleep = [&](Event& event) {
     while (!event.sleep_for(epoch, interval)) {
       if (poll) {
+        restore();  // what the poll starts, in a handler of signals, inherits where this thread may run
         poll();
+        if (seat->core) {
+          move(seat->thread, *seat->core, seat->cores);
+        }
       }
     }
   };
-  sleep(seat->has_core);
-  if (!seat->is_moved || !complete_.spin(epoch, kPatience)) {  // elsewhere, it could keep a lane from its core
+  while (!seat->has_core.sleep_for(epoch, interval)) {
+    if (poll) {
+      poll();
+    }
+  }
+  if (!seat->core || !complete_.spin(epoch, kPatience)) {  // elsewhere, it could keep a lane from its core
     sleep(complete_);
   }
-  if (seat->is_moved) {
-    static_cast<void>(pthread_setaffinity_np(seat->thread, sizeof(seat->cores), &seat->cores));
-  }
+  restore();
 }
 
 Join::Seat* Join::take_seat(std::uint32_t epoch) {
@@ -97,7 +108,8 @@ std::vector<Join::Gift> Join::give_cores() {
 
 void Join::hand_over(const std::vector<Gift>& gifts, std::uint32_t epoch) {
   for (const Gift& gift : gifts) {
-    gift.seat->is_moved = gift.core && move(gift.seat->thread, *gift.core, gift.seat->cores);
+    const bool is_moved = gift.core && move(gift.seat->thread, *gift.core, gift.seat->cores);
+    gift.seat->core = is_moved ? gift.core : std::nullopt;
     gift.seat->has_core.record(epoch);
   }
 }

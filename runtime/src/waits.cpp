@@ -73,9 +73,7 @@ class Walk {
     }
     result_.idle_at_end = idle_cores(clock, end);
     for (std::size_t lane = 0; lane < program_.lanes.size(); ++lane) {
-      const Record* last = program_.lanes[lane].empty() ? nullptr : std::get_if<Record>(&program_.lanes[lane].back());
-      const bool is_awaited = last != nullptr && result_.arrivals[index(last->event)].pause >= 0;
-      result_.has_end.push_back(!cores_[lane].empty() && !program_.lanes[lane].empty() && !is_awaited);
+      result_.ends.push_back(find_end(lane, clock, end));
     }
     return std::move(result_);
   }
@@ -189,6 +187,25 @@ class Walk {
       }
     }
     return {idle.begin(), idle.end()};
+  }
+
+  /// Returns the end of a lane; `clock` is that of the caller behind its pauses, `end` that of all lanes at their ends.
+  End find_end(std::size_t lane, const Clock& clock, const Clock& end) const {
+    const std::vector<Instruction>& instructions = program_.lanes[lane];
+    if (cores_[lane].empty() || instructions.empty()) {
+      return {false, {}};
+    }
+    const Record* last = std::get_if<Record>(&instructions.back());
+    if (last != nullptr && result_.arrivals[index(last->event)].pause >= 0) {
+      return {false, {}};
+    }
+    for (std::size_t other = 0; other < cores_.size(); ++other) {
+      const bool works = std::max(now_[lane][other], clock[other]) < end[other];
+      if (works && !cores_[other].empty() && share_cores(cores_[lane], cores_[other])) {
+        return {true, {}};
+      }
+    }
+    return {true, cores_[lane]};
   }
 
   /// Returns whether nothing works on the cores of the event's lane between its record and `clock`.

@@ -18,6 +18,13 @@ int num_cores_allowed() {
   return CPU_COUNT(&set);
 }
 
+void wait_until_pinned(pthread_t thread, int core) {
+  cpu_set_t set;
+  do {
+    CHECK(pthread_getaffinity_np(thread, sizeof(set), &set) == 0);
+  } while (CPU_COUNT(&set) != 1 || !CPU_ISSET(static_cast<std::size_t>(core), &set));
+}
+
 }  // namespace
 
 TEST(nobody_passes_before_the_last_arrival) {
@@ -64,18 +71,10 @@ TEST(a_thread_waits_on_the_core_that_it_was_given) {
   const int core = apollo::available_cores().back();
   Join join;
   join.expect(2, {});
-  std::atomic<bool> has_left = false;
-  std::thread lane([&] {
-    join.arrive(1, {core});
-    has_left = true;
-  });
+  std::thread lane([&] { join.arrive(1, {core}); });
   // The second arrival comes when the waiter is seen on the core of the first.
-  const pthread_t waiter = pthread_self();
-  std::thread observer([&, waiter] {
-    cpu_set_t set;
-    do {
-      CHECK(pthread_getaffinity_np(waiter, sizeof(set), &set) == 0);
-    } while (!has_left || CPU_COUNT(&set) != 1 || !CPU_ISSET(static_cast<std::size_t>(core), &set));
+  std::thread observer([&, waiter = pthread_self()] {
+    wait_until_pinned(waiter, core);
     join.arrive(1, {});
   });
   join.wait(1, {}, kInterval);
@@ -87,14 +86,25 @@ TEST(a_thread_waits_on_an_idle_core_from_the_start) {
   const int core = apollo::available_cores().back();
   Join join;
   join.expect(1, {core});
-  int seen = -1;
-  // Polled only once the patience to spin is over: by then the thread was moved.
+  std::thread observer([&, waiter = pthread_self()] {
+    wait_until_pinned(waiter, core);
+    join.arrive(1, {});
+  });
+  join.wait(1, {}, kInterval);
+  observer.join();
+}
+
+TEST(a_poll_may_use_all_cores) {
+  const std::vector<int> cores = apollo::available_cores();
+  Join join;
+  join.expect(1, {cores.front()});
+  int num_allowed = 0;
   const auto poll = [&] {
-    seen = sched_getcpu();
+    num_allowed = num_cores_allowed();
     join.arrive(1, {});
   };
   join.wait(1, poll, kInterval);
-  CHECK(seen == core);
+  CHECK(num_allowed == static_cast<int>(cores.size()));
 }
 
 TEST(who_comes_after_all_have_arrived_does_not_wait) {

@@ -68,9 +68,16 @@ TEST(cores_on_which_another_lane_goes_on_are_not_left) {
 TEST(the_end_of_a_lane_is_awaited_unless_a_pause_covers_it) {
   const Waits waits = plan_waits(
       program({{Wait{0}, launch(2)}, {launch(0), Record{0}}, {launch(1), Record{1}, Release{0}}}, 2), kCores);
-  CHECK(!waits.has_end[0]);
-  CHECK(!waits.has_end[1]);
-  CHECK(waits.has_end[2]);
+  CHECK(!waits.ends[0].is_awaited);
+  CHECK(!waits.ends[1].is_awaited);
+  CHECK(waits.ends[2].is_awaited && waits.ends[2].left == std::vector<int>{5});
+}
+
+TEST(a_lane_whose_cores_another_one_uses_after_it_leaves_none_at_its_end) {
+  const std::vector<std::vector<int>> cores{{}, {4}, {4, 5}};  // lanes of two splits
+  const Waits waits = plan_waits(program({{launch(0)}, {launch(1), Record{0}}, {Wait{0}, launch(2)}}, 1), cores);
+  CHECK(waits.ends[1].is_awaited && waits.ends[1].left.empty());
+  CHECK((waits.ends[2].is_awaited && waits.ends[2].left == std::vector<int>{4, 5}));
 }
 
 TEST(cores_of_lanes_without_work_are_idle_during_a_pause) {

@@ -224,3 +224,32 @@ def test_explain_has_rows_for_other_devices() -> None:
     with torch.no_grad():
         report = apollo_compile.explain(Named(), torch.ones(4, 4), units=torch.ones(4, 4))
     assert "device profile h200" in {row.change for graph in report.graphs for row in graph.what_if}
+
+
+class _Moves(nn.Module):
+    """Writes to a parameter and to a buffer in its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.norm = nn.BatchNorm1d(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.linear.weight.data.mul_(0.5)
+        return self.norm(self.linear(x))
+
+
+@pytest.mark.parametrize("through_method", [False, True])
+def test_what_a_forward_writes_is_written_to_a_copy(through_method: bool) -> None:
+    """Parameters and buffers, whether the module is called or one of its methods."""
+    model = _Moves()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    apollo_compile.explain(model.forward if through_method else model, torch.randn(4, 8))
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_a_plan_that_cannot_be_made_is_a_reason() -> None:
+    """As the backend would hand the graph to Inductor, so does the dry run."""
+    report = plan_model(nn.Linear(64, 64), (torch.randn(8, 64),), options={"plan.memory_quota": 1})
+    assert all("InfeasiblePlanError" in reason for _, reason in report.handed_over)
+    assert report.handed_over

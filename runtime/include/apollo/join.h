@@ -47,8 +47,8 @@ class Join {
  private:
   struct Seat {
     pthread_t thread;
-    cpu_set_t cores;        // where the thread may run otherwise
-    bool is_moved = false;  // published by has_core: whether it has a core to itself
+    cpu_set_t cores;          // where the thread may run otherwise
+    std::optional<int> core;  // published by has_core: the one that it has to itself
     Event has_core;
   };
 

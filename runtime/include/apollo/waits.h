@@ -26,13 +26,19 @@ struct Arrival {
   std::vector<int> left;  ///< cores that nobody works on between the record and the end of the pause
 };
 
+/// What the end of a lane means to the caller.
+struct End {
+  bool is_awaited;        ///< whether the lane may still be at work when the caller's pauses are over
+  std::vector<int> left;  ///< cores that nobody works on between that and the end of the run
+};
+
 /// How the lanes of a program wait: found out once, before it is executed.
 struct Waits {
   std::vector<std::vector<std::chrono::microseconds>> patience;  ///< per lane and instruction: how long a wait may spin
   std::vector<Pause> pauses;                                     ///< of the caller's lane, in order
   std::vector<Arrival> arrivals;                                 ///< per event
-  std::vector<bool> has_end;     ///< per lane: whether it may still be at work when the caller's pauses are over
-  std::vector<int> idle_at_end;  ///< cores on which no lane works when they are over
+  std::vector<End> ends;                                         ///< per lane
+  std::vector<int> idle_at_end;                                  ///< cores on which no lane works when they are over
 };
 
 /// Looks through a program that `check_program` passed; `cores` are those of each lane, none for the caller's lane.
