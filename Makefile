@@ -9,13 +9,17 @@ SANITIZERS := address thread
 TEST_PROCESSES ?= 2
 MODEL_TESTS := tests/end_to_end tests/native tests/test_calibrate.py
 
+# Arguments, e.g. make demo DEMO="--size tiny --steps 3"
+DEMO ?=
+BENCH ?=
+
 # Compiled pieces are kept between test runs.
 export TORCHINDUCTOR_CACHE_DIR := $(CURDIR)/build/inductor
 
 .PHONY: demo test check docs bench native stub native-test format clean
 
 demo: $(VENV)/installed native
-	$(BIN)/python -m benchmarks.demo
+	$(BIN)/python -m benchmarks.demo $(DEMO)
 
 # Tests that run compiled models have the machine for themselves: two OpenMP teams on the same cores slow each other.
 test: $(VENV)/installed native
@@ -34,7 +38,7 @@ docs: $(VENV)/installed
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
 bench: $(VENV)/installed native
-	$(BIN)/python -m benchmarks.run --json build/bench.json
+	$(BIN)/python -m benchmarks.run --json build/bench.json $(BENCH)
 
 # The checkout comes first on sys.path, so it needs the extension too: built in place, which is also the fast way to
 # work on it.

@@ -95,8 +95,13 @@ class Calibration:
         return self.disturbed_share > _MOST_DISTURBED
 
 
-def calibrate(units: int, *, progress: Progress = lambda what, done, total: None) -> Calibration:
+def calibrate(units: int, *, rounds: int = ROUNDS, progress: Progress = lambda what, done, total: None) -> Calibration:
     """Measure this machine with `units` units, in less than two minutes; no other work should run.
+
+    Arguments:
+        units: cores to use.
+        rounds: over everything; with fewer than the default, a neighbour of a moment shows in the profile.
+        progress: called before every step.
 
     Raises:
         ValueError: torch uses fewer threads than `units`.
@@ -105,13 +110,13 @@ def calibrate(units: int, *, progress: Progress = lambda what, done, total: None
         raise ValueError(f"cannot calibrate {units} units: torch uses {torch.get_num_threads()} threads here")
     keep_memory()
     threads = torch.get_num_threads()
-    steps = _Steps(progress, total=ROUNDS + 2)
+    steps = _Steps(progress, total=rounds + 2)
     steps.begin("compiling test segments")
     runtime = _RuntimePrograms(units)
     probes = [_TimedProbe(probe, _unit_counts(units)) for probe in _make_probes()]
     disturbed = 0
     with torch.no_grad():
-        for number in range(ROUNDS):
+        for number in range(rounds):
             steps.begin("measuring")
             runtime.run()
             for count in _unit_counts(units):
@@ -124,7 +129,7 @@ def calibrate(units: int, *, progress: Progress = lambda what, done, total: None
     times = runtime.fixed_times()
     samples = [*(probe.sample() for probe in probes), *runtime.samples(times)]
     return Calibration(
-        profile=_make_profile(units, samples, times), disturbed_share=disturbed / (ROUNDS * len(_unit_counts(units)))
+        profile=_make_profile(units, samples, times), disturbed_share=disturbed / (rounds * len(_unit_counts(units)))
     )
 
 

@@ -90,6 +90,7 @@ def _parser() -> argparse.ArgumentParser:
 
     calibrate = _command(commands, "calibrate", _calibrate, "measure this machine and keep its device profile")
     calibrate.add_argument("--units", type=int, help="cores to use; default: every core that torch uses")
+    calibrate.add_argument("--rounds", type=_positive, help="rounds over everything; default: 100")
     calibrate.add_argument("--output", type=Path, help="file for the profile; default: the user's cache")
 
     _command(commands, "doctor", _doctor, "is this machine fit for apollo, and what to do if not?")
@@ -286,7 +287,7 @@ def _choose(text: str | None, known: Mapping[str, Any]) -> list[Any]:
 
 
 def _calibrate(args: argparse.Namespace) -> int:
-    from apollo_compile.calibrate import calibrate  # torch takes seconds to import: not for --help
+    from apollo_compile.calibrate import ROUNDS, calibrate  # torch takes seconds to import: not for --help
     from apollo_compile.device import cached_profile_path, format_profile, machine_fingerprint, save_profile
     from apollo_compile.execute import available_units
 
@@ -297,7 +298,7 @@ def _calibrate(args: argparse.Namespace) -> int:
     fingerprint = machine_fingerprint(units)
     begin = time.perf_counter()
     with _Progress() as progress:
-        calibration = calibrate(units, progress=progress)
+        calibration = calibrate(units, rounds=args.rounds or ROUNDS, progress=progress)
     is_kept = args.output is not None or not calibration.is_disturbed
     if is_kept:
         save_profile(calibration.profile, path, fingerprint=fingerprint)

@@ -8,6 +8,7 @@ scale; the two plans take turns.
 
 from __future__ import annotations
 
+import argparse
 import html
 from pathlib import Path
 
@@ -18,23 +19,25 @@ from apollo_compile.ir import Trace
 from apollo_compile.units import NS_PER_MS
 from benchmarks.workloads import build
 
-STEPS = 41
 WIDTH, LANE_HEIGHT, LEFT, TOP = 860, 26, 150, 34
 COLORS = {"image": "#4c78a8", "text": "#e4873c", "": "#9aa0a6"}
 ROWS = {0: "both cores", 1: "core 0", 2: "core 1"}
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     """Measure and draw."""
-    runs = {title: _Run(planner) for title, planner in (("one lane", "serial"), ("lanes", "greedy"))}
-    for _ in range(STEPS):
+    args = _parse(arguments)
+    runs = {
+        title: _Run(planner, args.size, args.batch) for title, planner in (("one lane", "serial"), ("lanes", "greedy"))
+    }
+    for _ in range(args.steps):
         for run in runs.values():  # in turn, so that both meet the same machine
             run.step()
     steps = {title: run.median() for title, run in runs.items()}
     longest = max(sum(trace.duration_ns for _, trace in step) for step in steps.values())
     height = 3 * LANE_HEIGHT + 44
     body = "".join(_draw(title, step, longest, TOP + row * height) for row, (title, step) in enumerate(steps.items()))
-    Path("docs/lanes.svg").write_text(
+    args.svg.write_text(
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH + LEFT + 20} {TOP + 2 * height}" '
         'font-family="sans-serif" font-size="13" role="img" aria-label="A training step on one lane and on lanes">'
         f'<rect width="100%" height="100%" fill="white"/>{body}</svg>\n'
@@ -44,8 +47,8 @@ def main() -> None:
 class _Run:
     """A model compiled with one planner, and the traces of its steps."""
 
-    def __init__(self, planner: str) -> None:
-        self._workload = build("two_tower", "small", batch=1)
+    def __init__(self, planner: str, size: str, batch: int) -> None:
+        self._workload = build("two_tower", size, batch=batch)
         options = {"plan.planner": planner, "plan.contest": False}
         self._compiled = torch.compile(self._workload.model, backend="apollo", options=options)
         self._steps: list[list[tuple[backend.CompiledGraph, Trace]]] = []
@@ -58,7 +61,8 @@ class _Run:
 
     def median(self) -> list[tuple[backend.CompiledGraph, Trace]]:
         """Return the traces of the step of median duration."""
-        return sorted(self._steps, key=lambda step: sum(trace.duration_ns for _, trace in step))[STEPS // 2]
+        ordered = sorted(self._steps, key=lambda step: sum(trace.duration_ns for _, trace in step))
+        return ordered[len(ordered) // 2]
 
 
 def _draw(title: str, step: list[tuple[backend.CompiledGraph, Trace]], longest: int, top: int) -> str:
@@ -84,6 +88,15 @@ def _draw(title: str, step: list[tuple[backend.CompiledGraph, Trace]], longest: 
             f'<text x="{border - 4:.1f}" y="{bottom + 15}" text-anchor="end">{graph.compilation.capture.role}</text>'
         )
     return "".join(parts)
+
+
+def _parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.picture", description="Draw a measured training step.")
+    parser.add_argument("--size", choices=("tiny", "small"), default="small")
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=41, help="steps, of which the one of median duration is drawn")
+    parser.add_argument("--svg", type=Path, default=Path("docs/lanes.svg"), help="file to draw")
+    return parser.parse_args(arguments)
 
 
 if __name__ == "__main__":

@@ -2,38 +2,58 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 torch = pytest.importorskip("torch")
 
-from apollo_compile import calibrate as calibration  # noqa: E402
 from apollo_compile.calibrate import calibrate  # noqa: E402
+from apollo_compile.cli import main  # noqa: E402
+from apollo_compile.cost_model.roofline import predict  # noqa: E402
+from apollo_compile.device import DeviceProfile, load_profile  # noqa: E402
 from apollo_compile.ir import KernelKind, Work  # noqa: E402
 from apollo_compile.lanes import lane_catalogue  # noqa: E402
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("units", (1, 2))
-def test_a_calibration_measures_everything(units: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every kind of kernel and every number of units; progress ends at its total; torch keeps its threads."""
-    if torch.get_num_threads() < units:
-        pytest.skip(f"torch uses {torch.get_num_threads()} threads")
-    from apollo_compile.cost_model.roofline import predict
+def is_complete(profile: DeviceProfile, units: int) -> bool:
+    """Whether it has every kind of kernel and every number of units, and predicts times."""
+    return (
+        (profile.kind, profile.source, profile.units) == ("cpu", "measured", units)
+        and {table.kind for table in profile.arithmetic} == set(KernelKind)
+        and {table.dtype for table in profile.arithmetic} == {"float32", "float64", "float16", "bfloat16"}
+        and {len(lane.units) for lane in lane_catalogue(units)} <= set(profile.unit_counts)
+        and profile.kernel_ns > 0
+        and (profile.handover_ns > 0) == (units > 1)
+        and predict(Work(flops=10**6, kernels=1), profile, units).duration_ns > 1
+    )
 
-    monkeypatch.setattr(calibration, "ROUNDS", 3)
+
+@pytest.mark.slow
+def test_a_calibration_measures_everything() -> None:
+    """Progress ends at its total; torch keeps its threads."""
+    if torch.get_num_threads() < 2:
+        pytest.skip("torch uses one thread")
     threads, steps = torch.get_num_threads(), []
-    result = calibrate(units, progress=lambda what, done, total: steps.append((what, done, total)))
-    profile = result.profile
+    result = calibrate(2, rounds=3, progress=lambda what, done, total: steps.append((what, done, total)))
+    assert is_complete(result.profile, 2)
     assert torch.get_num_threads() == threads
-    assert (profile.kind, profile.source, profile.units) == ("cpu", "measured", units)
-    assert {table.kind for table in profile.arithmetic} == set(KernelKind)
-    assert {table.dtype for table in profile.arithmetic} == {"float32", "float64", "float16", "bfloat16"}
-    assert {len(lane.units) for lane in lane_catalogue(units)} <= set(profile.unit_counts)
-    assert profile.kernel_ns > 0 and (profile.handover_ns > 0) == (units > 1)
     assert [done for _, done, _ in steps] == list(range(len(steps)))
     assert steps[-1][1] + 1 == steps[-1][2]
     assert 0 <= result.disturbed_share <= 1
-    assert predict(Work(flops=10**6, kernels=1), profile, units).duration_ns > 1
+
+
+@pytest.mark.slow
+def test_the_command_measures_and_writes_what_it_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The exit code says whether other processes disturbed it, as does the last line."""
+    path = tmp_path / "machine.json"
+    status = main(["calibrate", "--units", "1", "--rounds", "3", "--output", str(path), "--json"])
+    printed = capsys.readouterr()
+    assert printed.out == path.read_text()
+    assert is_complete(load_profile(path), 1)
+    told = printed.err.splitlines()
+    assert told[:3] == ["compiling test segments", "measuring", "done"]
+    assert status == ("other processes held a core" in told[-1])
 
 
 @pytest.mark.parametrize("units", (0, 10_000))

@@ -62,7 +62,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def _measure(monkeypatch: pytest.MonkeyPatch, disturbed_share: float = 0.0) -> None:
     """Replace the measurement, which takes a minute, by the default profile."""
 
-    def calibrate(units: int, *, progress: Progress) -> Calibration:
+    def calibrate(units: int, *, rounds: int, progress: Progress) -> Calibration:
         if units > 8:
             raise ValueError(f"cannot calibrate {units} units")
         for done, what in enumerate(("compiling", "measuring", "measuring", "done")):
