@@ -6,6 +6,13 @@ A timeline of a graph is a process, a lane a thread, a segment a complete event 
 and units at work and bytes held are counters (`C`). Times of the format are microseconds; `args` has the whole numbers
 of nanoseconds. Graphs follow one another in time as they do in a step, so that tracks line up.
 Format: "Trace Event Format", Google, https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
+
+Note [traces for Perfetto]. Beyond the format:
+- Thread ids begin at 1 and are different in all processes. Perfetto looks threads up by their ids, so that equal ones
+  lose their names (google/perfetto#363), and some versions take thread 0 for thread 1 (google/perfetto#2278).
+- Metadata has no time: it is in force from the start (google/perfetto#2048).
+- There is no `displayTimeUnit`: some versions read times in it (google/perfetto#106 and #274).
+- The slice of a flow's end comes earlier in the file than the flow: the importer binds a flow to the slice that is open.
 """
 
 from __future__ import annotations
@@ -22,6 +29,9 @@ Event = dict[str, Any]
 
 _PROCESSES = {"serial": 1, "predicted": 2, "measured": 3}
 
+_THREADS = 1_000_000
+"""More than a program has lanes."""
+
 
 def render_trace(report: Report) -> dict[str, Any]:
     """Return the trace as plain data."""
@@ -34,8 +44,9 @@ def render_trace(report: Report) -> dict[str, Any]:
         for lane, units in _lanes(report).items():
             if name != "serial" or lane == 0:
                 label = f"lane {lane} ({units} {'unit' if units == 1 else 'units'})"
-                events.append(_metadata("thread_name", process, {"name": label}, lane))
-                events.append(_metadata("thread_sort_index", process, {"sort_index": lane}, lane))
+                thread = _thread(process, lane)
+                events.append(_metadata("thread_name", process, {"name": label}, thread))
+                events.append(_metadata("thread_sort_index", process, {"sort_index": lane}, thread))
     begin_ns, flow = 0, 0
     for graph in report.graphs:
         for line in graph.timelines:
@@ -45,7 +56,7 @@ def render_trace(report: Report) -> dict[str, Any]:
                 flow += len(flows) // 2
                 events += flows
         begin_ns += max(line.duration_ns for line in graph.timelines)
-    return {"traceEvents": events, "displayTimeUnit": "ns", "otherData": {"producer": "apollo_compile"}}
+    return {"traceEvents": events, "otherData": {"producer": "apollo_compile"}}
 
 
 def _lanes(report: Report) -> dict[int, int]:
@@ -67,7 +78,7 @@ def _render_timeline(graph: GraphSummary, line: Timeline, begin_ns: int) -> list
                 "cat": f"segment,{graph.role.value}",
                 "ph": "X",
                 "pid": process,
-                "tid": bar.lane,
+                "tid": _thread(process, bar.lane),
                 "ts": _us(begin_ns + bar.start_ns),
                 "dur": _us(bar.end_ns - bar.start_ns),
                 "args": {
@@ -86,7 +97,14 @@ def _render_timeline(graph: GraphSummary, line: Timeline, begin_ns: int) -> list
         )
     for name, key, steps in (("units at work", "units", line.units), ("bytes between segments", "bytes", line.memory)):
         events += [
-            {"name": name, "ph": "C", "pid": process, "tid": 0, "ts": _us(begin_ns + time_ns), "args": {key: value}}
+            {
+                "name": name,
+                "ph": "C",
+                "pid": process,
+                "tid": _thread(process, 0),
+                "ts": _us(begin_ns + time_ns),
+                "args": {key: value},
+            }
             for time_ns, value in steps
         ]
     return events
@@ -99,16 +117,22 @@ def _render_waits(graph: GraphSummary, line: Timeline, begin_ns: int, first_id: 
     events: list[Event] = []
     for number, wait in enumerate(waits, first_id):
         producer, consumer = bars[wait.producer], bars[wait.consumer]
-        shared = {"name": "wait", "cat": "wait", "id": number, "pid": _PROCESSES[line.name]}
+        process = _PROCESSES[line.name]
+        shared = {"name": "wait", "cat": "wait", "id": number, "pid": process}
         # A flow belongs to the slice that encloses it, and an end is no longer enclosed: hence one nanosecond before.
         leaves_ns = max(producer.start_ns, producer.end_ns - 1)
-        events.append({**shared, "ph": "s", "tid": producer.lane, "ts": _us(begin_ns + leaves_ns)})
-        events.append({**shared, "ph": "f", "bp": "e", "tid": consumer.lane, "ts": _us(begin_ns + consumer.start_ns)})
+        events.append({**shared, "ph": "s", "tid": _thread(process, producer.lane), "ts": _us(begin_ns + leaves_ns)})
+        thread = _thread(process, consumer.lane)
+        events.append({**shared, "ph": "f", "bp": "e", "tid": thread, "ts": _us(begin_ns + consumer.start_ns)})
     return events
 
 
-def _metadata(name: str, process: int, args: dict[str, Any], thread: int = 0) -> Event:
-    return {"name": name, "ph": "M", "pid": process, "tid": thread, "ts": 0, "args": args}
+def _metadata(name: str, process: int, args: dict[str, Any], thread: int | None = None) -> Event:
+    return {"name": name, "ph": "M", "pid": process, "tid": thread or _thread(process, 0), "args": args}
+
+
+def _thread(process: int, lane: int) -> int:
+    return process * _THREADS + lane
 
 
 def _us(time_ns: int) -> float:

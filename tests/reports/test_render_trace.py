@@ -20,39 +20,51 @@ METADATA["thread_sort_index"] = "sort_index"
 
 
 def validate(trace: Any) -> None:
-    """Check what the format asks of every event that we write, and of events together."""
-    assert set(trace) <= {"traceEvents", "displayTimeUnit", "otherData"}
-    assert trace["displayTimeUnit"] in ("ms", "ns")
+    """Check the rules of the format for every event that we write, for events together, and what Perfetto adds.
+
+    Of the format ("Trace Event Format"): phases and their fields; `ts` and `dur` in microseconds, none negative;
+    complete events of a thread are nested or apart; a flow's start and end have one name, category and id, the start is
+    not later, and `bp: e` binds the end to the slice around it. Of Perfetto: Note [traces for Perfetto].
+    """
+    assert set(trace) == {"traceEvents", "otherData"}, "times are microseconds; displayTimeUnit only misleads"
     open_flows: dict[int, Any] = {}
+    processes: dict[int, int] = {}
     slices = defaultdict(list)
     for event in trace["traceEvents"]:
-        assert isinstance(event["name"], str) and event["name"]
-        assert isinstance(event["pid"], int) and isinstance(event["tid"], int)
-        assert isinstance(event["ts"], int | float) and event["ts"] >= 0
+        assert isinstance(event["name"], str) and event["name"], "an event has a name"
+        assert isinstance(event["pid"], int) and event["pid"] > 0, "a process has a number, 0 is the idle process"
+        assert isinstance(event["tid"], int) and 0 < event["tid"] < 2**31, "a thread has a number, 0 is the idle thread"
+        assert processes.setdefault(event["tid"], event["pid"]) == event["pid"], "a thread belongs to one process"
+        if event["ph"] == "M":
+            assert set(event["args"]) == {METADATA[event["name"]]}, "metadata has the one argument of its name"
+            assert "ts" not in event, "metadata has no time"
+            continue
+        assert isinstance(event["ts"], int | float) and event["ts"] >= 0, "a time is a number, and not negative"
+        track = slices[event["pid"], event["tid"]]
         match event["ph"]:
-            case "M":
-                assert set(event["args"]) == {METADATA[event["name"]]}
             case "X":
-                assert event["dur"] >= 0
-                slices[event["pid"], event["tid"]].append((event["ts"], event["ts"] + event["dur"]))
+                assert event["dur"] >= 0, "a complete event has a duration"
+                track.append((event["ts"], event["ts"] + event["dur"]))
             case "C":
-                assert event["args"] and all(isinstance(value, int | float) for value in event["args"].values())
+                numbers = event["args"].values()
+                assert numbers and all(isinstance(n, int | float) for n in numbers), "a series of a counter has numbers"
             case "s":
-                assert event["id"] not in open_flows
+                assert event["id"] not in open_flows, "an id is of one flow at a time"
                 open_flows[event["id"]] = event
             case "f":
                 begin = open_flows.pop(event["id"])
-                assert (begin["name"], begin["cat"]) == (event["name"], event["cat"])
-                assert begin["ts"] <= event["ts"] and event["bp"] == "e"
+                assert (begin["name"], begin["cat"]) == (event["name"], event["cat"]), "a flow is found by these"
+                assert begin["ts"] <= event["ts"], "a flow does not go back in time"
+                assert event["bp"] == "e", "without, an end binds to the slice that follows"
             case other:
                 pytest.fail(f"event of phase {other!r}")
-    assert not open_flows
-    for track in slices.values():  # complete events of a thread are nested or apart
-        track.sort()
-        assert all(end <= start + 1e-6 for (_, end), (start, _) in itertools.pairwise(track))
-    for event in trace["traceEvents"]:
         if event["ph"] in "sf":
-            assert any(a <= event["ts"] <= b for a, b in slices[event["pid"], event["tid"]])
+            is_enclosed = any(a <= event["ts"] < b for a, b in track)
+            assert is_enclosed, "a slice that was written before is open where a flow begins or ends"
+    assert not open_flows, "every flow ends"
+    for track in slices.values():
+        track.sort()
+        assert all(end <= start + 1e-6 for (_, end), (start, _) in itertools.pairwise(track)), "slices do not overlap"
 
 
 @pytest.mark.parametrize("workload", WORKLOADS)
@@ -71,7 +83,8 @@ def test_a_trace_is_valid_and_has_every_segment_on_every_track(workload: str) ->
     assert flows == 2 * sum(graph.num_waits for graph in report.graphs)
     first = report.graphs[0].timelines[1]
     found = [e for e in events if e["ph"] == "X" and e["pid"] == processes["predicted"]][: len(first.bars)]
-    assert [(e["ts"], e["tid"]) for e in found] == [(bar.start_ns / 1000, bar.lane) for bar in first.bars]
+    lanes = {e["tid"]: e["args"]["sort_index"] for e in events if e["name"] == "thread_sort_index"}
+    assert [(e["ts"], lanes[e["tid"]]) for e in found] == [(bar.start_ns / 1000, bar.lane) for bar in first.bars]
 
 
 def test_a_trace_without_a_run_has_no_measured_track() -> None:
@@ -85,7 +98,7 @@ def test_a_trace_without_a_run_has_no_measured_track() -> None:
 def test_the_validator_refuses_broken_traces() -> None:
     """Else it would show nothing."""
     trace = json.loads(workload_report("clip").to_trace())
-    for change in ({"dur": -1}, {"ts": None}, {"ph": "Z"}, {"pid": "1"}):
+    for change in ({"dur": -1}, {"ts": None}, {"ph": "Z"}, {"pid": "1"}, {"tid": 0}, {"pid": 99}):
         events = [dict(event) for event in trace["traceEvents"]]
         next(event for event in events if event["ph"] == "X").update(change)
         with pytest.raises((AssertionError, TypeError, pytest.fail.Exception)):
