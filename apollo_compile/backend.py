@@ -7,6 +7,7 @@ run in segments goes to Inductor whole, with one WARNING that says why.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import threading
@@ -59,6 +60,7 @@ from apollo_compile.reports.report import BreakSummary, Report
 from apollo_compile.reports.summary import GraphSummary, summarize
 from apollo_compile.select import INDUCTOR, PLAN, SERIAL, STREAMS, Selection, Verdict
 from apollo_compile.units import format_ns
+from apollo_compile.what_if import PROFILES, what_if
 
 _logger = logging.getLogger(__name__)
 
@@ -504,28 +506,42 @@ def compiled_models() -> list[CompiledModel]:
     return [model for _, model in sorted(_models.items())]
 
 
-def report(model: torch.nn.Module) -> Report:
+def report(model: torch.nn.Module, *, units: Sequence[int] | None = None, profiles: Sequence[str] = PROFILES) -> Report:
     """Return what was done to a compiled model and what its last step measured; print it to read it.
 
     Arguments:
         model: the module, compiled or as it was before; its graphs are found by the parameters that they read.
+        units: numbers of units to compare with; None is half, twice and four times as many as there are.
+        profiles: device profiles to compare with, paths or packaged names. Every comparison plans all graphs again.
+
+    Raises:
+        ConfigError: a profile cannot be read.
     """
     found = find_models(model)
     return Report(
-        graphs=tuple(graph for entry in found for graph in _summarize(entry)),
+        graphs=tuple(graph for entry in found for graph in _summarize(entry, units, profiles)),
         verdicts=tuple((entry.name, entry.selection.verdict) for entry in found if entry.selection.verdict),
         handed_over=tuple(reason for entry in found for reason in entry.handed_over),
         breaks=tuple(entry.ended_by for entry in found if entry.ended_by is not None),
     )
 
 
-def _summarize(model: CompiledModel) -> list[GraphSummary]:
+def _summarize(model: CompiledModel, units: Sequence[int] | None, profiles: Sequence[str]) -> list[GraphSummary]:
     """Return the numbers of a model's graphs, those that Inductor runs included: forward before backward."""
+    compare = functools.partial(what_if, config=model.config, units=units, profiles=profiles)
     graphs = [
-        summarize(graph.compilation, graph.trace(), num_replans=graph.num_replans, way=graph.way_of_plan)
+        summarize(
+            graph.compilation,
+            graph.trace(),
+            num_replans=graph.num_replans,
+            way=graph.way_of_plan,
+            what_if=compare(graph.compilation),
+        )
         for graph in model.graphs
     ]
-    graphs += [summarize(left, Trace(spans=(), duration_ns=0), way=INDUCTOR) for left in model.left]
+    graphs += [
+        summarize(left, Trace(spans=(), duration_ns=0), way=INDUCTOR, what_if=compare(left)) for left in model.left
+    ]
     return sorted(graphs, key=lambda graph: graph.role is Role.BACKWARD)
 
 

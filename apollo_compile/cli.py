@@ -67,14 +67,14 @@ def _parser() -> argparse.ArgumentParser:
     explain = _command(commands, "explain", _explain, "plan a model without training it")
     _add_target(explain)
     _add_renderings(explain)
-    explain.add_argument("--units", type=_counts, metavar="N,N", help="numbers of units to compare with")
-    explain.add_argument("--profile", action="append", metavar="NAME", help="device profile to compare with")
+    _add_comparisons(explain)
     explain.add_argument("--batch", type=_counts, default=(), metavar="N,N", help="batch sizes to compare with")
 
     report = _command(commands, "report", _report, "train a model for some steps and report, or show a saved report")
     report.add_argument("target", metavar="SOURCE", help=f"a saved report (.json), or {TARGET_HELP}")
     _add_build_options(report)
     _add_renderings(report)
+    _add_comparisons(report)
     report.add_argument("--steps", type=_positive, help="training steps; default: until nothing is being decided")
     report.add_argument("--inference", action="store_true", help="run forwards without gradients instead")
 
@@ -135,6 +135,11 @@ def _add_build_options(command: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_comparisons(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--units", type=_counts, metavar="N,N", help="numbers of units to compare with")
+    command.add_argument("--profile", action="append", metavar="NAME", help="device profile to compare with")
+
+
 def _add_renderings(command: argparse.ArgumentParser) -> None:
     command.add_argument("--html", type=Path, metavar="FILE", help="write the report as a page")
     command.add_argument("--trace", type=Path, metavar="FILE", help="write the timelines for Perfetto")
@@ -167,8 +172,9 @@ def _counts(text: str) -> tuple[int, ...]:
 
 
 def _explain(args: argparse.Namespace) -> int:
-    from apollo_compile.dry_run import PROFILES, plan_model
+    from apollo_compile.dry_run import plan_model
     from apollo_compile.targets import load_target
+    from apollo_compile.what_if import PROFILES
 
     with _Progress() as progress:
         progress.tell("building the model")
@@ -200,6 +206,7 @@ def _run_and_report(args: argparse.Namespace) -> Report:
     from apollo_compile.backend import is_settled, report
     from apollo_compile.bench import MAX_WARMUP
     from apollo_compile.targets import load_target
+    from apollo_compile.what_if import PROFILES
 
     with _Progress() as progress:
         progress.tell("building the model")
@@ -220,7 +227,7 @@ def _run_and_report(args: argparse.Namespace) -> Report:
             model.zero_grad(set_to_none=True)
             if args.steps is None and step >= 1 and is_settled(model):
                 break
-        return report(model)
+        return report(model, units=args.units, profiles=PROFILES if args.profile is None else args.profile)
 
 
 def _show(report: Report, args: argparse.Namespace) -> int:

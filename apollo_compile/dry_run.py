@@ -40,12 +40,9 @@ from apollo_compile.reports.report import BreakSummary, Report
 from apollo_compile.reports.summary import GraphSummary, WhatIf, summarize
 from apollo_compile.select import INDUCTOR, PLAN
 from apollo_compile.targets import tensors_of
-from apollo_compile.what_if import usual_units, what_if
+from apollo_compile.what_if import PROFILES, what_if
 
 NOT_RUN = Trace(spans=(), duration_ns=0)
-
-PROFILES = ("h200",)
-"""Devices that every explanation compares with."""
 
 Progress = Callable[[str], None]
 
@@ -99,8 +96,7 @@ def plan_model(
     for compilation, _ in tracer.planned:
         name = compilation.partition.graph.name
         tell(f"{name}: planning on other devices")
-        counts = usual_units(profile) if units is None else units
-        rows[name] = list(what_if(compilation, config, units=counts, profiles=profiles))
+        rows[name] = list(what_if(compilation, config, units=units, profiles=profiles))
     not_dumped = replace(config, debug=replace(config.debug, dump=None))  # the directory has the plans asked for
     for batch in batches:
         tell(f"batch {batch}: tracing and planning")

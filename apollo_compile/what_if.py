@@ -19,16 +19,20 @@ from apollo_compile.passes.plan import make_plan
 from apollo_compile.pipeline import Compilation
 from apollo_compile.reports.summary import WhatIf
 
+PROFILES = ("h200",)
+"""Devices that every report compares with."""
+
 
 def what_if(
-    compilation: Compilation, config: Config, *, units: Sequence[int] = (), profiles: Sequence[str] = ()
+    compilation: Compilation, config: Config, *, units: Sequence[int] | None = None, profiles: Sequence[str] = PROFILES
 ) -> tuple[WhatIf, ...]:
     """Return what the plan of a graph would take on `units` of its device, and on the devices of `profiles`.
 
     Arguments:
         compilation: the graph, its device and what was measured on it.
         config: with the options of the planner.
-        units: numbers of units of the same device; the profile's rates end at the largest number it has.
+        units: numbers of units of the same device; None is half, twice and four times as many as there are, as far as
+            the profile has rates for them.
         profiles: paths or packaged names.
 
     Raises:
@@ -37,7 +41,7 @@ def what_if(
     here = compilation.profile
     rows = [
         _plan(compilation, config, limit_units(here, count), compilation.observations, _count(count))
-        for count in dict.fromkeys(units)
+        for count in dict.fromkeys(_usual_units(here) if units is None else units)
         if count != here.units
     ]
     for name in profiles:
@@ -46,8 +50,7 @@ def what_if(
     return tuple(rows)
 
 
-def usual_units(profile: DeviceProfile) -> tuple[int, ...]:
-    """Return half, twice and four times the units, as far as the profile has rates for them."""
+def _usual_units(profile: DeviceProfile) -> tuple[int, ...]:
     candidates = (profile.units // 2, profile.units * 2, profile.units * 4)
     return tuple(count for count in candidates if 1 <= count <= profile.unit_counts[-1])
 

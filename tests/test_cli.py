@@ -222,10 +222,13 @@ def test_report_trains_a_model_and_measures(model_file: str, capsys: pytest.Capt
     """For so many steps."""
     settings = ("plan.contest=false", "plan.planner=serial", "debug.strict=true", "runtime.native_bodies=false")
     options = [part for setting in settings for part in ("--option", setting)]
-    assert main(["report", f"{model_file}:build", "--steps", "2", "--json", *options]) == 0
+    compared = ["--units", "1", "--profile", "h200"]
+    assert main(["report", f"{model_file}:build", "--steps", "2", "--json", *compared, *options]) == 0
     printed = capsys.readouterr()
     report = Report.from_json(printed.out)
     assert all(graph.measured is not None for graph in report.graphs) and len(report.graphs) == 2
+    others = [row for graph in report.graphs for row in graph.what_if if row.change == "device profile h200"]
+    assert len(others) == 2 and all(0 < row.predicted_ns <= row.serial_ns for row in others)
     assert printed.err.splitlines() == ["building the model", "compiling", "running steps"]
 
 

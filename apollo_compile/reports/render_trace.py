@@ -12,7 +12,7 @@ Note [traces for Perfetto]. Beyond the format:
   lose their names (google/perfetto#363), and some versions take thread 0 for thread 1 (google/perfetto#2278).
 - Metadata has no time: it is in force from the start (google/perfetto#2048).
 - There is no `displayTimeUnit`: some versions read times in it (google/perfetto#106 and #274).
-- The slice of a flow's end comes earlier in the file than the flow: the importer binds a flow to the slice that is open.
+- The slice of a flow's end stands before the flow: the importer binds a flow to the slice that is open.
 """
 
 from __future__ import annotations

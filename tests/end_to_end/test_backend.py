@@ -161,12 +161,13 @@ def test_the_report_names_segments_lanes_and_times() -> None:
     model = TwoTowers(width=128)
     run = torch.compile(model, backend="apollo", options=STRICT)
     run(*two_tower_inputs(width=128)).sum().backward()
-    for found in (apollo_compile.report(model), apollo_compile.report(run)):
+    for found in (apollo_compile.report(model), apollo_compile.report(run, units=())):
         assert [graph.role for graph in found.graphs] == ["forward", "backward"]
         assert all(segment.measured_ns for graph in found.graphs for segment in graph.segments)
         names = {segment.module for graph in found.graphs for segment in graph.segments}
         assert {"image.layers.0", "text.layers.0"} <= names
         assert "image.layers.0" in str(found)
+        assert all("device profile h200" in {row.change for row in graph.what_if} for graph in found.graphs)
     assert "call the compiled model first" in str(apollo_compile.report(nn.Linear(1, 1)))
 
 
