@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -30,6 +31,20 @@ FINE = Facts(
     cache=Path("cache"),
     ortools="9.15",
 )
+
+
+def test_every_finding_is_explained_in_the_docs() -> None:
+    """By its subject, those of a GPU included."""
+    page = (ROOT / "docs" / "troubleshooting.md").read_text()
+    explained = set(re.findall(r"^\| `([\w\+\- ]+)[^`]*` \|", page, re.MULTILINE))
+    assert {name.strip() for name in explained} >= _subjects("doctor.py") | _subjects("cuda/examine.py")
+    assert len(_subjects("doctor.py")) > 10 and {"driver", "split", "overlap"} <= _subjects("cuda/examine.py")
+
+
+def _subjects(file: str) -> set[str]:
+    """Return the subjects that are written in a file; of those with a name of lanes, the word before it."""
+    code = (ROOT / "apollo_compile" / file).read_text()
+    return set(re.findall(r'subject="([^"]+)"', code)) | set(re.findall(r'f"(lanes|nodes) \{name\}', code))
 
 
 def find(facts: Facts, subject: str) -> Finding:
