@@ -73,11 +73,14 @@ def invent_run(compilation: Compilation, seed: int = 0) -> Trace:
     )
 
 
+_saved_graphs = functools.cache(load_graphs)
+
+
 @functools.cache
 def workload_report(name: str) -> Report:
     """Return the report of a training step of a workload: forward and backward, both with a run."""
     assert name in WORKLOADS
-    graphs = load_graphs()
+    graphs = _saved_graphs()
     summaries = []
     for role in ("forward", "backward"):
         compilation = compile_graph(graphs[f"{name}_{role}"])
