@@ -34,7 +34,7 @@ from apollo_compile.bench import machine_facts
 from apollo_compile.units import format_bytes, format_ns
 from benchmarks.gpu_checks import CHECKS, OPTIONS, Outcome
 from benchmarks.gpu_workloads import SHAPES, GpuWorkload, build_gpu_workload
-from benchmarks.run import names_of
+from benchmarks.run import batch_sizes, names_of
 
 NO_GPU = 3
 """Exit code where there is none."""
@@ -382,7 +382,7 @@ def _write(
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_suite", description="Check and measure a GPU.")
     parser.add_argument("--workloads", type=names_of(SHAPES), default=list(SHAPES), help=", ".join(SHAPES))
-    parser.add_argument("--batch", type=_batches, default=[32], help="batch sizes, e.g. 8,32,256")
+    parser.add_argument("--batch", type=batch_sizes, default=[32], help="batch sizes, e.g. 8,32,256")
     parser.add_argument("--dtype", choices=tuple(TOLERANCES), default="bf16", help="bf16 is autocast")
     parser.add_argument("--rounds", type=int, default=8, help=f"turns of {STEPS_PER_TURN} timed steps of every variant")
     parser.add_argument("--budget", type=float, default=560, help="seconds for everything")
@@ -390,13 +390,6 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--no-checks", dest="checks", action="store_false", help="workloads only")
     parser.add_argument("--json", type=Path, help="write everything there")
     return parser.parse_args(arguments)
-
-
-def _batches(text: str) -> list[int]:
-    sizes = [int(size) for size in text.split(",")]
-    if min(sizes) < 1:
-        raise argparse.ArgumentTypeError(f"a batch has at least one sample, got {text}")
-    return sizes
 
 
 if __name__ == "__main__":

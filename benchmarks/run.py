@@ -64,7 +64,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.run", description="Measure workloads, interleaved.")
     parser.add_argument("--workloads", type=names_of(SPECS), default=["two_tower", "clip"], help=", ".join(SPECS))
     parser.add_argument("--size", choices=("tiny", "small"), default="small")
-    parser.add_argument("--batch", type=_batches, default=[None], help="batch sizes, e.g. 1,4; default: the spec's")
+    parser.add_argument("--batch", type=batch_sizes, default=[None], help="batch sizes, e.g. 1,4; default: the spec's")
     parser.add_argument("--modes", type=names_of(("train", "inference")), default=["train"], help="train, inference")
     parser.add_argument("--variants", type=_variants, default=list(VARIANTS), help=", ".join(v.name for v in VARIANTS))
     parser.add_argument("--steps", type=int, default=30, help="timed steps of every variant")
@@ -94,7 +94,8 @@ def _variants(text: str) -> list[Variant]:
     return [by_name[name] for name in names_of(by_name)(text)]
 
 
-def _batches(text: str) -> list[int]:
+def batch_sizes(text: str) -> list[int]:
+    """Parse comma-separated batch sizes."""
     sizes = [int(size) for size in text.split(",")]
     if min(sizes) < 1:
         raise argparse.ArgumentTypeError(f"a batch has at least one sample, got {text}")

@@ -50,24 +50,23 @@ void Join::wait(std::uint32_t epoch, const std::function<void()>& poll, std::chr
       static_cast<void>(pthread_setaffinity_np(seat->thread, sizeof(seat->cores), &seat->cores));
     }
   };
-  const auto sleep = [&](Event& event) {
-    while (!event.sleep_for(epoch, interval)) {
-      if (poll) {
-        restore();  // what the poll starts, in a handler of signals, inherits where this thread may run
-        poll();
-        if (seat->core) {
-          move(seat->thread, *seat->core, seat->cores);
-        }
-      }
-    }
-  };
   while (!seat->has_core.sleep_for(epoch, interval)) {
     if (poll) {
       poll();
     }
   }
-  if (!seat->core || !complete_.spin(epoch, kPatience)) {  // elsewhere, it could keep a lane from its core
-    sleep(complete_);
+  if (seat->core && complete_.spin(epoch, kPatience)) {  // elsewhere, it could keep a lane from its core
+    restore();
+    return;
+  }
+  while (!complete_.sleep_for(epoch, interval)) {
+    if (poll) {
+      restore();  // what the poll starts, in a handler of signals, inherits where this thread may run
+      poll();
+      if (seat->core) {
+        move(seat->thread, *seat->core, seat->cores);
+      }
+    }
   }
   restore();
 }
