@@ -28,14 +28,14 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import Enum, auto
 from typing import Any, TypeAlias
 
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from apollo_compile.device import LEAST_CPU_SHARE, Arithmetic, DeviceProfile, Rate, cpu_model, rate_at
-from apollo_compile.errors import CalibrationError
-from apollo_compile.execute import Executable, keep_memory
+from apollo_compile.execute import Executable, available_units, keep_memory
 from apollo_compile.inductor import CompiledBody, compile_bodies
 from apollo_compile.ir import (
     Assignment,
@@ -87,7 +87,7 @@ class Calibration:
 
     profile: DeviceProfile
     disturbed_share: float
-    """Share of the rounds in which other processes held a core."""
+    """Share of the rounds, or of the runs of neighbours, in which other processes held a core."""
 
     @property
     def is_disturbed(self) -> bool:
@@ -104,10 +104,10 @@ def calibrate(units: int, *, rounds: int = ROUNDS, progress: Progress = lambda w
         progress: called before every step.
 
     Raises:
-        ValueError: torch uses fewer threads than `units`.
+        ValueError: torch has fewer threads, or the process fewer cores, than `units`.
     """
-    if not 1 <= units <= torch.get_num_threads():
-        raise ValueError(f"cannot calibrate {units} units: torch uses {torch.get_num_threads()} threads here")
+    if not 1 <= units <= available_units():
+        raise ValueError(f"cannot calibrate {units} units: torch can use {available_units()} cores here")
     keep_memory()
     threads = torch.get_num_threads()
     steps = _Steps(progress, total=rounds + 2)
@@ -129,7 +129,8 @@ def calibrate(units: int, *, rounds: int = ROUNDS, progress: Progress = lambda w
     times = runtime.fixed_times()
     samples = [*(probe.sample() for probe in probes), *runtime.samples(times)]
     return Calibration(
-        profile=_make_profile(units, samples, times), disturbed_share=disturbed / (rounds * len(_unit_counts(units)))
+        profile=_make_profile(units, samples, times),
+        disturbed_share=max(disturbed / (rounds * len(_unit_counts(units))), runtime.disturbed_share()),
     )
 
 
@@ -497,10 +498,11 @@ class _RuntimePrograms:
             halves = _lanes(units, -(-units // 2))
             for lane in (0, 2):  # one that shares units with the lane before, one that does not
                 steps = [("arithmetic", 1), ("small", lane)] * 3
-                self._in_turns.append(_TestProgram(bodies, steps, halves, in_turns=True))
+                self._in_turns.append(_TestProgram(bodies, steps, halves, waits=_Waits.IN_TURNS))
             for own, other in itertools.product(_NEIGHBOURS, (None, *_NEIGHBOURS)):
-                steps = [(own, 1)] * 3 + ([] if other is None else [(other, 2)] * 8)
-                self._beside[own, other] = _TestProgram(bodies, steps, halves)
+                steps = [] if other is None else [(other, 2)]
+                steps += [(own, 1)] * 3 + [(other, 2) for _ in range(8) if other is not None]
+                self._beside[own, other] = _TestProgram(bodies, steps, halves, waits=_Waits.FOR_THE_FIRST)
 
     def run(self) -> None:
         """Take part in a round."""
@@ -527,6 +529,11 @@ class _RuntimePrograms:
             slowdown=self._slowdown(),
         )
 
+    def disturbed_share(self) -> float:
+        """Return the share of runs of neighbours in which one lane had ended before the other began."""
+        runs = [spans for program in self._beside.values() for spans in program.runs]
+        return sum(not _times_beside(spans) for spans in runs) / max(1, len(runs))
+
     def samples(self, fixed: _Runtime) -> list[_Sample]:
         """Return the compiled kernels, without what it costs to call their bodies."""
         samples = []
@@ -551,7 +558,10 @@ class _RuntimePrograms:
     def _slowdown(self) -> tuple[tuple[float, float], tuple[float, float]]:
         if not self._beside:
             return ((1.0, 1.0), (1.0, 1.0))
-        times = {pair: _time_beside(program.runs) for pair, program in self._beside.items()}
+        times = {
+            pair: _undisturbed([time for spans in program.runs for time in _times_beside(spans) or _times_on(1, spans)])
+            for pair, program in self._beside.items()
+        }
 
         def factor(own: str, other: str) -> float:
             return round(max(1.0, times[own, other] / times[own, None]), 3)
@@ -563,17 +573,17 @@ class _RuntimePrograms:
         )
 
 
-def _time_beside(runs: Sequence[Sequence[Span]]) -> float:
-    """Return the time of the segments on lane 1 while lane 2 was at work, if it had any."""
-    durations = []
-    for spans in runs:
-        others = [span for span in spans if span.lane == 2]
-        for span in (span for span in spans if span.lane == 1):
-            if not others or (others[0].start_ns <= span.start_ns and span.end_ns <= others[-1].end_ns):
-                durations.append(span.end_ns - span.start_ns)
-    if not durations:
-        raise CalibrationError("two lanes never ran at the same time: this machine has fewer free cores than units")
-    return _undisturbed(durations)
+def _times_on(lane: int, spans: Sequence[Span]) -> list[int]:
+    return [span.end_ns - span.start_ns for span in spans if span.lane == lane]
+
+
+def _times_beside(spans: Sequence[Span]) -> list[int]:
+    """Return the times of the segments on lane 1 that ended while lane 2, if it has any, was still at work.
+
+    There is none if another process held the core of one of the lanes.
+    """
+    last = max((span.end_ns for span in spans if span.lane == 2), default=None)
+    return _times_on(1, [span for span in spans if last is None or span.end_ns <= last])
 
 
 def _lanes(units: int, first: int) -> tuple[Lane, ...]:
@@ -583,12 +593,24 @@ def _lanes(units: int, first: int) -> tuple[Lane, ...]:
     return tuple(Lane(id=LaneId(index), units=units) for index, units in enumerate(chosen))
 
 
-class _TestProgram:
-    """Bodies on lanes, run once a round.
+class _Waits(Enum):
+    """What a step waits for, besides the one before it on its lane."""
 
-    Steps on one lane run in order; `in_turns` makes every step wait for the one before it. Where there is one lane
-    only, it takes all steps.
-    """
+    FOR_NOTHING = auto()
+    FOR_THE_FIRST = auto()
+    """For the first of all, so that lanes do not begin at moments of their own."""
+    IN_TURNS = auto()
+    """For the one before it."""
+
+    def before(self, step: int) -> tuple[SegmentId, ...]:
+        """Return the step, if any, that `step` waits for."""
+        if self is _Waits.FOR_NOTHING or step == 0:
+            return ()
+        return (SegmentId(0 if self is _Waits.FOR_THE_FIRST else step - 1),)
+
+
+class _TestProgram:
+    """Bodies on lanes, run once a round. Steps on one lane run in order; where there is one only, it takes all."""
 
     def __init__(
         self,
@@ -596,11 +618,11 @@ class _TestProgram:
         steps: Sequence[tuple[str, int]],
         lanes: tuple[Lane, ...],
         *,
-        in_turns: bool = False,
+        waits: _Waits = _Waits.FOR_NOTHING,
     ) -> None:
         used = {name: bodies[name] for name, _ in steps}
         chosen = [(name, min(lane, len(lanes) - 1)) for name, lane in steps]
-        graph = _make_graph(used, [name for name, _ in chosen], in_turns=in_turns)
+        graph = _make_graph(used, [name for name, _ in chosen], waits=waits)
         plan = _make_plan([lane for _, lane in chosen], lanes)
         syncs = eliminate_syncs(graph, plan)
         program = emit_program(graph, plan, syncs, plan_memory(graph, plan, syncs))
@@ -638,7 +660,7 @@ def _make_plan(chosen: Sequence[int], lanes: tuple[Lane, ...]) -> Plan:
     )
 
 
-def _make_graph(bodies: dict[str, _TestBody], steps: Sequence[str], *, in_turns: bool) -> SegmentGraph:
+def _make_graph(bodies: dict[str, _TestBody], steps: Sequence[str], *, waits: _Waits) -> SegmentGraph:
     """Return one segment per step; all steps of a body read the same inputs."""
     names = list(bodies)
     buffers: list[Buffer] = []
@@ -660,7 +682,7 @@ def _make_graph(bodies: dict[str, _TestBody], steps: Sequence[str], *, in_turns:
                 body=BodyId(names.index(name)),
                 inputs=inputs[name],
                 outputs=tuple(buffer.id for buffer in buffers[first:]),
-                after=(SegmentId(step - 1),) if in_turns and step else (),
+                after=waits.before(step),
                 work=Work(),
             )
         )

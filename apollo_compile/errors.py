@@ -10,7 +10,6 @@ ApolloError
 |-- CudaError              the CUDA driver refused a call, or cannot do what lanes need
 |-- MemoryQuotaError       a lane took more memory than its quota
 |-- TargetError            a model or its inputs cannot be built or traced
-|-- CalibrationError       this machine cannot be measured as it is now
 |-- InvariantError         a product is not legal: a defect of ours, found by the check behind a stage
 `-- RuntimeClosedError     the runtime was used after it was closed, or from a forked child
 
@@ -58,10 +57,6 @@ class MemoryQuotaError(ApolloError):
 
 class TargetError(ApolloError):
     """A model and its inputs cannot be built, copied or traced; the message says which and why."""
-
-
-class CalibrationError(ApolloError):
-    """The machine cannot be measured as it is now; the message says why."""
 
 
 class InvariantError(ApolloError):
