@@ -41,6 +41,7 @@ from apollo_compile.inductor import (
     compile_whole,
     compile_with_inductor,
     extract_body,
+    interpret_bodies,
     keep_with,
     report_output_strides,
     trace_artifact,
@@ -122,7 +123,11 @@ def apollo(
     )
     model.ended_by = find_break(graph_module, model.name)
     compiled = compile_with_inductor(
-        graph_module, example_inputs, model.compile_graph, recompute_masks=config.runtime.recompute_masks
+        graph_module,
+        example_inputs,
+        model.compile_graph,
+        recompute_masks=config.runtime.recompute_masks,
+        eager_randomness=config.runtime.bodies == "eager",
     )
     keep_with(compiled, model)
     _models[next(_ages)] = model
@@ -565,6 +570,7 @@ def _is_contested(plan: Plan, config: Config) -> bool:
     """Whether measured times may overrule the plan: not if somebody wants this plan, its limit, or the same numbers."""
     return (
         config.plan.contest
+        and config.runtime.bodies != "eager"
         and config.plan.planner != "serial"
         and config.plan.memory_quota is None
         and not plan.pinned
@@ -594,7 +600,9 @@ def _compile_bodies(
     graph_module: fx.GraphModule, partition: Partition, config: Config, device: torch.device, **kwargs: Any
 ) -> tuple[CompiledBody, ...]:
     pieces = [(body.name, *extract_body(graph_module, body)) for body in partition.bodies]
-    return compile_bodies(pieces, native=config.runtime.native_bodies and device.type == "cpu", **kwargs)
+    if config.runtime.bodies == "eager":
+        return interpret_bodies(pieces)
+    return compile_bodies(pieces, native=config.runtime.bodies == "native" and device.type == "cpu", **kwargs)
 
 
 def role_of(kwargs: Mapping[str, Any]) -> Role:

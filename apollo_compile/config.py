@@ -71,8 +71,10 @@ class PlanConfig:
 class RuntimeConfig:
     """How bodies are compiled and run."""
 
-    native_bodies: bool = True
-    """Compile bodies with Inductor's C++ wrapper, so that lanes run without the GIL."""
+    bodies: Literal["native", "python", "eager"] = "native"
+    """How segments run: compiled with Inductor's C++ wrapper, so that lanes run without the GIL; compiled with its
+    Python wrapper; or operator by operator, without a compiler, which tells whether the compiler or the plan is at
+    fault."""
     recompute_masks: bool = True
     """Let the backward recompute boolean masks and other cheap values that the forward would save."""
     keep_memory: bool = True

@@ -9,6 +9,7 @@
     compile_again           the same, later, for a graph whose outputs others already rely on
     extract_body            cut the nodes of one body out of the graph
     compile_bodies          compile bodies with Inductor: native entry (no GIL) or Python callable
+    interpret_bodies        bodies that call one operator after the other
     report_output_strides   tell AOTAutograd the layout of the graph's outputs
     storage_uses            how many tensors refer to the memory of one
     clear_workspaces        let cuBLAS take its workspaces anew
@@ -46,6 +47,7 @@ from torch._guards import TracingContext
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner, fake_tensor_prop
 from torch._inductor.fx_passes.post_grad import view_to_reshape
 from torch._logging._internal import trace_structured
+from torch.fx.graph import _BoxedCodeGen
 
 from apollo_compile.errors import UnsupportedGraphError
 from apollo_compile.ir import Body
@@ -72,12 +74,14 @@ def compile_with_inductor(
     inner_compile: InnerCompile,
     *,
     recompute_masks: bool,
+    eager_randomness: bool = False,
     backward_at_once: bool = False,
 ) -> Callable[..., Any]:
     """Run Inductor's front half on a Dynamo graph; `inner_compile(gm, inputs, **kwargs)` gets the post-AOT graphs.
 
     `recompute_masks` makes the min-cut partitioner recompute what is cheap in the backward instead of saving it.
     Inductor's CPU code that writes boolean masks is many times slower than code that recomputes them.
+    `eager_randomness` keeps the random operators of eager PyTorch instead of Inductor's, which only compiled code has.
     `backward_at_once` compiles the backward with the forward instead of when it is first called.
     """
     patches: dict[str, Any] = {
@@ -89,7 +93,8 @@ def compile_with_inductor(
         patches["recompute_views"] = True
     if backward_at_once:
         patches["force_non_lazy_backward_lowering"] = True
-    with functorch_config.patch(patches):
+    randomness = {"fallback_random": True} if eager_randomness else {}
+    with functorch_config.patch(patches), inductor_config.patch(randomness):
         return compile_fx(graph_module, list(example_inputs), inner_compile=inner_compile)  # type: ignore[return-value]
 
 
@@ -268,6 +273,15 @@ def compile_bodies(
     for (name, _, _), body, layout in zip(pieces, bodies, layouts, strict=True):
         _check_layouts(f"segment {name}", body.function, layout)
     return tuple(bodies)
+
+
+def interpret_bodies(pieces: Sequence[tuple[str, fx.GraphModule, Sequence[torch.Tensor]]]) -> tuple[CompiledBody, ...]:
+    """Return bodies that call the operators of pieces one by one, under the GIL; nothing is compiled."""
+    for _, piece, _ in pieces:
+        view_to_reshape(piece)  # type: ignore[no-untyped-call]  # an operator need not lay its result out as traced
+        piece.graph.set_codegen(_BoxedCodeGen())
+        piece.recompile()
+    return tuple(CompiledBody(function=piece.forward) for _, piece, _ in pieces)
 
 
 def _shared(kwargs: dict[str, Any]) -> dict[str, Any]:

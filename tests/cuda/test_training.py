@@ -40,7 +40,7 @@ class Compiler:
     def __init__(self, **options: Any) -> None:
         self.gpu = FakeGpu()
         self.models: list[backend.CompiledModel] = []
-        self._config = load_config({**OPTIONS, "runtime.native_bodies": False, **options})
+        self._config = load_config({**OPTIONS, "runtime.bodies": "python", **options})
 
     def __call__(self, graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         model = backend.CompiledModel(

@@ -36,7 +36,7 @@ def test_two_towers_train_as_in_eager_and_use_lanes() -> None:
 
 def test_an_unknown_option_is_an_error_that_lists_the_known_ones() -> None:
     """A typing mistake must not be ignored."""
-    with pytest.raises(Exception, match=r"unknown option 'plan.planer'.*plan.planner.*runtime.native_bodies"):
+    with pytest.raises(Exception, match=r"unknown option 'plan.planer'.*plan.planner.*runtime.bodies"):
         torch.compile(nn.Linear(2, 2), backend="apollo", options={"plan.planer": "serial"})(torch.ones(1, 2))
 
 

@@ -118,7 +118,7 @@ def test_nothing_of_a_model_changes() -> None:
 def test_the_plan_is_the_one_that_is_compiled() -> None:
     """Forward and backward, segment by segment."""
     model, inputs = Halves(), (torch.randn(64, 64), torch.randn(64, 64))
-    options = {**GREEDY, "plan.contest": False, "plan.replan": False, "runtime.native_bodies": False}
+    options = {**GREEDY, "plan.contest": False, "plan.replan": False, "runtime.bodies": "python"}
     planned = plan_model(model, inputs, options=options, **FAST)
     assert [graph.role for graph in planned.graphs] == ["forward", "backward"]
     assert all(graph.measured is None for graph in planned.graphs)
@@ -165,7 +165,7 @@ def test_a_break_stands_in_the_report_of_a_compiled_model() -> None:
             y = super().forward(x)
             return y @ x if y[0, 0].item() > -1e9 else y
 
-    options = {**GREEDY, "plan.contest": False, "runtime.native_bodies": False}
+    options = {**GREEDY, "plan.contest": False, "runtime.bodies": "python"}
     run = torch.compile(Looking(8, 8, bias=False), backend="apollo", options=options)
     with torch.no_grad():
         run(torch.randn(8, 8))

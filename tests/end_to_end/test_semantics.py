@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from apollo_compile import backend
+from apollo_compile import backend, inductor
 from apollo_compile.errors import RuntimeClosedError
-from tests.end_to_end.models import STRICT, TwoTowers, assert_same_training, train, two_tower_inputs
+from tests.end_to_end.models import STRICT, Training, TwoTowers, assert_same_training, train, two_tower_inputs
 
 APOLLO = {"backend": "apollo", "options": STRICT}
 
@@ -41,6 +41,26 @@ def test_dropout_is_reproducible_and_equal_to_inductors() -> None:
     segments = backend.find_models(model)[0].graphs[0].compilation.partition.graph.segments
     body_by_name = {segment.name: segment.body for segment in segments}
     assert body_by_name["image.layers.0"] == body_by_name["text.layers.0"], "the seed's number tells equal layers apart"
+
+
+def test_eager_bodies_need_no_compiler_and_draw_as_eager_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training with dropout on lanes gives eager's numbers, and nothing is compiled."""
+
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise AssertionError("something was compiled")
+
+    monkeypatch.setattr(inductor, "compile_fx_inner", refuse)
+    torch.manual_seed(0)
+    model = TwoTowers(dropout=0.3)
+    inputs = two_tower_inputs()
+
+    def run(**options: object) -> Training:
+        torch.manual_seed(7)
+        return train(model, lambda run: run(*inputs).square().mean(), **options)
+
+    assert_same_training(run(), run(backend="apollo", options={**STRICT, "runtime.bodies": "eager"}))
+    graphs = [graph for model in backend.compiled_models() for graph in model.graphs]
+    assert len(graphs) == 2 and all(len({span.lane for span in graph.trace().spans}) > 1 for graph in graphs)
 
 
 class _Normalized(nn.Module):
