@@ -8,6 +8,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+# `pytest --hypothesis-profile soak` draws many more examples, other ones every time.
+_ANY_TIME = {"deadline": None, "suppress_health_check": list(HealthCheck)}
+settings.register_profile("soak", max_examples=2000, print_blob=True, **_ANY_TIME)
+settings.register_profile("default", max_examples=100, derandomize=True, database=None, **_ANY_TIME)
+settings.load_profile("default")
 
 EXPECTED = Path(__file__).parent / "expected"
 

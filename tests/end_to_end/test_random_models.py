@@ -1,0 +1,86 @@
+"""Random models train as in eager, whatever their operators, shapes, views and writes."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+
+from apollo_compile import backend
+from apollo_compile.device import default_profile, save_profile
+from tests.end_to_end.models import STRICT
+from tests.random_models import RandomModel, Step, inputs, loss_of, recipes
+
+Result = tuple[list[torch.Tensor], dict[str, torch.Tensor | None]]
+
+
+@pytest.fixture(scope="module")
+def free_lanes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Options for a machine on which neither launches nor hand-overs cost anything: tiny segments are worth lanes."""
+    path = tmp_path_factory.mktemp("profile") / "free.json"
+    free = {"kernel_ns": 0, "parallel_ns": 100_000, "cold_ns": 0, "launch_ns": 0, "tensor_ns": 0, "handover_ns": 0}
+    save_profile(replace(default_profile(2), **free), path)
+    return {
+        "device.profile": path,
+        "partition.min_segment_share": 0.0,
+        "plan.planner": "greedy",
+        "plan.min_gain": 0.0,
+        "plan.time_limit_s": 0.05,
+    }
+
+
+def _train(model: RandomModel, run: Callable[..., Any]) -> Result:
+    """Return the outputs of two steps with the gradient of the input, then gradients and buffers."""
+    outputs: list[torch.Tensor] = []
+    for _ in range(2):
+        x, y = inputs(model.recipe)
+        found = run(x, y)
+        loss = loss_of(found)
+        if loss.requires_grad:
+            loss.backward()
+        outputs += [*(value.detach().clone() for value in found), x if x.grad is None else x.grad]
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    return outputs, {**gradients, **dict(model.named_buffers())}
+
+
+@torch.no_grad()
+def _infer(model: RandomModel, run: Callable[..., Any]) -> Result:
+    return list(run(*inputs(model.recipe))), {}
+
+
+def _check(options: dict[str, Any], most: int) -> int:
+    """Compare up to `most` random models with eager, every third without gradients; return how many used two lanes."""
+    num_lanes: list[int] = []
+
+    @settings(max_examples=most)
+    @given(recipe=recipes)
+    def check(recipe: list[Step]) -> None:
+        torch._dynamo.reset()
+        eager = RandomModel(recipe)
+        compiled = copy.deepcopy(eager)
+        use = _train if len(recipe) % 3 else _infer
+        actual = use(compiled, torch.compile(compiled, backend="apollo", options={**STRICT, **options}))
+        torch.testing.assert_close(actual, use(eager, eager), rtol=1e-9, atol=1e-9, equal_nan=True)
+        plans = [graph.compilation.plan for model in backend.find_models(compiled) for graph in model.graphs]
+        num_lanes.append(max((len({item.lane for item in plan.assignments}) for plan in plans), default=0))
+
+    check()
+    return sum(count > 1 for count in num_lanes)
+
+
+@pytest.mark.slow
+def test_random_models_train_as_in_eager(free_lanes: dict[str, Any]) -> None:
+    """Segments run operator by operator, so whatever differs is the doing of the partitioner, the plan or the lanes."""
+    most = settings.default.max_examples
+    assert _check({**free_lanes, "runtime.bodies": "eager"}, most) > most // 3
+
+
+@pytest.mark.slow
+def test_random_models_that_are_compiled_train_as_in_eager(free_lanes: dict[str, Any]) -> None:
+    """A few, since every segment goes through a compiler."""
+    assert _check(free_lanes, settings.default.max_examples // 50) > 0
