@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import json
 import logging
 import threading
 import time
@@ -30,7 +31,7 @@ from apollo_compile.cuda.execute import Contract, CudaExecutable, ModelMemory
 from apollo_compile.cuda.gpu import Gpu, TorchGpu
 from apollo_compile.device import DeviceProfile, discover_profile, limit_units, load_profile, packaged_profiles
 from apollo_compile.errors import ConfigError, CudaError, NothingToGainError, UnsupportedGraphError
-from apollo_compile.execute import Executable, available_units, keep_memory
+from apollo_compile.execute import Executable, available_units, core_share, keep_memory, most_units
 from apollo_compile.inductor import (
     CompiledBody,
     adopt_layouts,
@@ -50,13 +51,22 @@ from apollo_compile.inductor import (
     written_inputs,
 )
 from apollo_compile.ir import Partition, Plan, Role, Trace
+from apollo_compile.json_form import from_json, to_json
 from apollo_compile.monitor import is_same_placement, observe_trace, should_replan
 from apollo_compile.observe import StageRunner
 from apollo_compile.passes.capture import capture_graph
 from apollo_compile.passes.cost import estimate_costs
 from apollo_compile.passes.plan import make_plan
-from apollo_compile.pipeline import Compilation, compile_capture, compile_plan, plan_partition
-from apollo_compile.plan_file import FILE_NAME, save_plan
+from apollo_compile.pipeline import (
+    Compilation,
+    Decision,
+    adopt_decision,
+    compile_capture,
+    compile_plan,
+    plan_partition,
+)
+from apollo_compile.plan_file import FILE_NAME, fingerprint, save_plan
+from apollo_compile.ranks import Ranks, find_ranks
 from apollo_compile.reports.report import BreakSummary, Report
 from apollo_compile.reports.summary import GraphSummary, summarize
 from apollo_compile.select import INDUCTOR, PLAN, SERIAL, STREAMS, Selection, Verdict
@@ -112,6 +122,7 @@ def apollo(
         return compile_plainly(graph_module, example_inputs)
     if config.runtime.keep_memory:
         keep_memory()
+    _log_share()
     gpu = _open_gpu(example_inputs, config)
     model = CompiledModel(
         number=next(_graph_numbers[config.debug.dump]),
@@ -120,6 +131,7 @@ def apollo(
         device=_CPU if gpu is None else gpu.device,
         gpu=gpu,
         inputs=tuple(weakref.ref(item) for item in example_inputs if isinstance(item, torch.Tensor)),
+        ranks=find_ranks(),
     )
     model.ended_by = find_break(graph_module, model.name)
     compiled = compile_with_inductor(
@@ -164,6 +176,8 @@ class CompiledGraph:
     contract: Contract = field(default_factory=Contract)
     memories: dict[str, ModelMemory] = field(default_factory=lambda: defaultdict(ModelMemory))
     """By way, what it shares with the model's other graphs; this and the contract have a meaning on a GPU only."""
+    commons: Commons = field(default_factory=lambda: Commons(Ranks(None)))
+    """What its plans are settled with."""
     executable: Executable | CudaExecutable = field(init=False)
     """The plan's."""
     way: str = PLAN
@@ -235,6 +249,11 @@ class CompiledGraph:
     def is_settled(self) -> bool:
         """Whether its plan is final."""
         return self._is_settled
+
+    @property
+    def topic(self) -> str:
+        """Its name among the ranks."""
+        return self.commons.topic
 
     def use(self, way: str) -> None:
         """Run this way from the next call on."""
@@ -328,11 +347,12 @@ class CompiledGraph:
         self._observations = observe_trace(trace, old.plan, graph, old.costs, self._observations)
         if self._runs < SKIPPED_RUNS + OBSERVED_RUNS:
             return
-        costs = estimate_costs(graph, old.profile, self._observations)
-        if self.num_replans == MAX_REPLANS or old.plan.pinned or not should_replan(old.plan, old.costs, costs):
+        if old.plan.pinned:
             self._is_settled = True
             return
-        self._plan_again()
+        costs = estimate_costs(graph, old.profile, self._observations)
+        is_wrong = self.num_replans < MAX_REPLANS and should_replan(old.plan, old.costs, costs)
+        self._plan_again(is_needed=is_wrong)
 
     def _measure_bodies(self, inputs: Sequence[torch.Tensor]) -> None:
         """On a GPU: time every body on every quota, then plan again; what was planned before came from formulas."""
@@ -350,17 +370,24 @@ class CompiledGraph:
             self._is_settled = True
             self._learning.release()
 
-    def _plan_again(self) -> None:
+    def _plan_again(self, *, is_needed: bool = True) -> None:
+        """Go over to a plan from what was measured, if that is needed; with several ranks, as the first one decides."""
         old = self.compilation
         begin = time.perf_counter_ns()
-        new = plan_partition(
-            old.capture,
-            old.partition,
-            self._observations,
-            profile=old.profile,
-            config=self.config,
-            runner=StageRunner(),
-        )
+        proposed = None
+        if is_needed:
+            proposed = plan_partition(
+                old.capture,
+                old.partition,
+                self._observations,
+                profile=old.profile,
+                config=self.config,
+                runner=StageRunner(),
+            )
+        new = self.commons.settle(proposed, old, StageRunner())
+        if new is None:
+            self._is_settled = True
+            return
         if is_same_placement(old.plan, new.plan):
             self.compilation = new
         else:
@@ -368,6 +395,44 @@ class CompiledGraph:
         self.num_replans += 1
         self._runs = 0
         _log_replan(old, new, time.perf_counter_ns() - begin)
+
+
+@dataclass(eq=False, slots=True)
+class Commons:
+    """What one graph decides in common with the other ranks: Note [What ranks agree on] in `ranks.py`."""
+
+    ranks: Ranks
+    topic: str = ""
+    """Name of the graph among the ranks."""
+    num_settled: int = 0
+
+    def enroll(self, compilation: Compilation) -> None:
+        """Name the graph by its segments and lanes."""
+        if not self.ranks.is_alone:
+            graph = f"{fingerprint(compilation.partition.graph)} on {compilation.profile.units}"
+            self.topic = self.ranks.enroll(graph, compilation.capture.name)
+
+    def settle(self, proposed: Compilation | None, own: Compilation, runner: StageRunner) -> Compilation | None:
+        """Return what all ranks run from now on; None is to keep `own`, which is of the same segments.
+
+        A plan that is not legal here is a WARNING, and the proposal stands.
+        """
+        if self.ranks.is_alone:
+            return proposed
+        decision = None if proposed is None else Decision(costs=proposed.costs, plan=proposed.plan)
+        proposal = json.dumps(to_json(decision))
+        settled = self.ranks.settle(f"{self.topic}/plan {self.num_settled}", proposal)
+        self.num_settled += 1
+        if settled == proposal:
+            return proposed
+        try:
+            content = json.loads(settled)
+            return None if content is None else adopt_decision(own, from_json(Decision, content), runner=runner)
+        except Exception as error:  # whatever another version of us wrote there
+            _logger.warning(
+                "%s does not take the plan of another rank: %s: %s", own.capture.name, type(error).__name__, error
+            )
+            return proposed
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
@@ -392,11 +457,13 @@ class CompiledModel:
     """Those of them that have a plan, but one that is not worth compiling."""
     ended_by: BreakSummary | None = None
     """What broke the Dynamo graph off; None where it ended with the function."""
+    ranks: Ranks = field(default_factory=lambda: Ranks(None))
+    """Who decides with this process."""
     selection: Selection = field(init=False)
 
     def __post_init__(self) -> None:
         """Prepare the contest of the graphs to come."""
-        self.selection = Selection(self.graphs, partial(_log_verdict, self.name))
+        self.selection = Selection(self.graphs, partial(_log_verdict, self.name), self.ranks)
 
     @property
     def name(self) -> str:
@@ -427,9 +494,15 @@ class CompiledModel:
         self, graph_module: fx.GraphModule, *, name: str, role: Role, **kwargs: Any
     ) -> CompiledGraph:
         begin = time.perf_counter_ns()
-        config = self.config
+        config, commons = self.config, Commons(self.ranks)
         compilation = plan_graph(
-            graph_module, name=name, role=role, profile=self.profile, config=config, device=self.device
+            graph_module,
+            name=name,
+            role=role,
+            profile=self.profile,
+            config=config,
+            device=self.device,
+            commons=commons,
         )
         planned = time.perf_counter_ns()
         reason = reason_to_leave(compilation, config)
@@ -454,6 +527,7 @@ class CompiledModel:
             gpu=self.gpu,
             contract=contract,
             memories=self.memories,
+            commons=commons,
         )
         _log_summary(compilation, planned - begin, time.perf_counter_ns() - planned)
         return graph
@@ -467,8 +541,11 @@ def plan_graph(
     profile: DeviceProfile,
     config: Config,
     device: torch.device = _CPU,
+    commons: Commons | None = None,
 ) -> Compilation:
     """Take a graph after AOTAutograd through all stages up to the program, and dump it if `debug.dump` says so.
+
+    With `commons`, the plan is the one that all ranks run.
 
     Raises:
         UnsupportedGraphError: the graph has something that segments cannot express.
@@ -486,6 +563,9 @@ def plan_graph(
         text=text.format_capture,
     )
     compilation = compile_capture(capture, profile=profile, config=config, runner=runner)
+    if commons is not None and not compilation.plan.pinned:
+        commons.enroll(compilation)
+        compilation = commons.settle(compilation, compilation, runner) or compilation
     if dump is not None:
         save_plan(compilation.plan, compilation.partition.graph, dump / FILE_NAME)
     trace_artifact(f"apollo_{name}", lambda: text.format_plan(compilation.plan, compilation.partition.graph))
@@ -618,7 +698,9 @@ def select_profile(config: Config) -> DeviceProfile:
     Raises:
         ConfigError: the profile or the number of units that was asked for cannot be used here.
     """
-    units = available_units()
+    units = available_units() if config.device.units is None else config.device.units
+    if units > (most := most_units()):
+        raise ConfigError(f"option 'device.units' is {units}; torch uses {most} cores here: choose 1 to {most}")
     if config.device.profile is not None:
         profile = load_profile(config.device.profile)
         if profile.kind != "cpu":
@@ -628,19 +710,27 @@ def select_profile(config: Config) -> DeviceProfile:
             )
         if str(config.device.profile) in packaged_profiles():
             profile = limit_units(profile, units)  # it is for any number of cores
-        if profile.units > units:
+        elif core_share().size > 1 and profile.units > units:
+            profile = limit_units(profile, units)  # it was measured for all local ranks together
+        if profile.units > most:
             raise ConfigError(
-                f"device profile {config.device.profile} is for {profile.units} cores; torch uses {units} cores here: "
+                f"device profile {config.device.profile} is for {profile.units} cores; torch uses {most} cores here: "
                 "measure one here, or raise torch.set_num_threads"
             )
         return profile
-    if config.device.units is not None:
-        if not 1 <= config.device.units <= units:
-            raise ConfigError(
-                f"option 'device.units' is {config.device.units}; torch uses {units} cores here: choose 1 to {units}"
-            )
-        units = config.device.units
     return discover_profile(units, cache_dir=config.device.cache)
+
+
+@functools.cache
+def _log_share() -> None:
+    """Say once which cores are this rank's, if others are on the machine."""
+    share, units = core_share(), available_units()
+    if share.size == 1:
+        return
+    own = ",".join(map(str, share.own))
+    if units < len(share.own):
+        own += f", of which torch has threads for {units} only (OMP_NUM_THREADS is 1 by default under torchrun)"
+    _logger.info("local rank %d of %d: its lanes use cores %s", share.rank, share.size, own)
 
 
 def _open_gpu(example_inputs: Sequence[Any], config: Config) -> TorchGpu | None:

@@ -71,6 +71,11 @@ def check_capture(capture: Capture) -> None:
             _fail("capture", "a graph input depends on nothing", f"{where}, node {index} ({node.name})")
         if node.num_bytes < 0:
             _fail("capture", f"sizes are not negative, got {node.num_bytes}", f"{where}, node {index} ({node.name})")
+    before = _closure([(*node.inputs, *node.after) for node in capture.nodes])
+    for first, second in itertools.pairwise(node for node in capture.nodes if node.is_collective):
+        if not before[second.id] >> first.id & 1:
+            found = f"collectives keep their order, this one need not come after {first.name}"
+            _fail("capture", found, f"{where}, node {second.id} ({second.name})")
     names = [node.name for node in capture.nodes]
     if len(set(names)) != len(names):
         _fail("capture", f"names must be unique, repeated: {_repeated(names)}", where)
@@ -90,6 +95,7 @@ def check_partition(partition: Partition, capture: Capture) -> None:
     _check_bodies(partition, capture)
     _check_values(partition, capture)
     before = _closure([graph.predecessors(segment.id) for segment in graph.segments])
+    _check_collectives(partition, capture, before)
     for segment in graph.segments:
         for node_id in partition.nodes_by_segment[segment.id]:
             for earlier in capture.nodes[node_id].after:
@@ -99,6 +105,22 @@ def check_partition(partition: Partition, capture: Capture) -> None:
                         f"{capture.nodes[node_id].name} must run after {capture.nodes[earlier].name} of segment {other}"
                     )
                     _fail("partition", f"{found}, but the segments are not ordered", _segment(graph, segment.id))
+
+
+def _check_collectives(partition: Partition, capture: Capture, before: Sequence[int]) -> None:
+    """Check that the segments say which of them have collectives, and are ordered as these are in the graph."""
+    graph = partition.graph
+    latest: tuple[SegmentId, str] | None = None
+    segment_of = {node: SegmentId(s) for s, nodes in enumerate(partition.nodes_by_segment) for node in nodes}
+    found = [(segment_of[node.id], node.name) for node in capture.nodes if node.is_collective]
+    marked = [segment.id for segment in graph.segments if segment.has_collective]
+    if marked != sorted({segment for segment, _ in found}):
+        _fail("partition", f"segments {marked} say that they have collectives, {found} do", f"graph {graph.name}")
+    for segment, name in found:
+        if latest is not None and segment != latest[0] and not before[segment] >> latest[0] & 1:
+            problem = f"collective {name} must be issued after {latest[1]} of segment {latest[0]}"
+            _fail("partition", f"{problem}, but the segments are not ordered", _segment(graph, segment))
+        latest = segment, name
 
 
 def _check_graph(graph: SegmentGraph) -> None:
@@ -297,6 +319,7 @@ def check_plan(plan: Plan, graph: SegmentGraph, costs: CostTable) -> None:
             _fail("plan", f"(units, memory) {(quota.units, quota.memory_bytes)} is none of its modes", at)
         if assignment.duration_ns < durations[0]:
             _fail("plan", f"takes {assignment.duration_ns} ns, {durations[0]} ns even without neighbours", at)
+    _check_order_of_collectives(plan, graph)
     _check_times(plan, graph, costs)
     last = max((a.end_ns for a in plan.assignments), default=0)
     if plan.makespan_ns != last:
@@ -311,6 +334,20 @@ def check_plan(plan: Plan, graph: SegmentGraph, costs: CostTable) -> None:
         _fail("plan", f"holds {peak} bytes at once, the memory quota is {plan.memory_quota}", where)
     if plan.makespan_ns > plan.serial_ns and not plan.pinned:
         _fail("plan", f"serial takes {plan.serial_ns} ns, this plan {plan.makespan_ns} ns", where)
+
+
+def _check_order_of_collectives(plan: Plan, graph: SegmentGraph) -> None:
+    """Check that segments with collectives run one after the other, in graph order, as on all other ranks."""
+    communicating = [segment.id for segment in graph.segments if segment.has_collective]
+    for first, second in itertools.pairwise(communicating):
+        end, start = plan.assignments[first].end_ns, plan.assignments[second].start_ns
+        if start < end:
+            found = (
+                f"issues its collectives from {start} ns on, before those of segment {first} "
+                f"({graph.segments[first].name}) are done at {end} ns, which come first in the graph: other ranks keep "
+                "that order, and would exchange the wrong tensors or wait for ever"
+            )
+            _fail("plan", found, _segment(graph, second))
 
 
 def _peak_bytes(plan: Plan, graph: SegmentGraph) -> int:
@@ -425,6 +462,11 @@ def check_program(program: Program, graph: SegmentGraph, plan: Plan, syncs: Sync
                 f"its order against segments {wrong} is not that of the sync plan",
                 _segment(graph, segment.id),
             )
+    communicating = [segment.id for segment in graph.segments if segment.has_collective]
+    for first, second in itertools.pairwise(communicating):
+        if not before[second] >> first & 1:
+            found = f"may issue its collectives before those of segment {first}, which come first in the graph"
+            _fail("program", found, _segment(graph, second))
     _check_buffers(program, graph, before, memory)
 
 
@@ -556,8 +598,8 @@ def _direct_order(plan: Plan, syncs: SyncPlan) -> list[list[SegmentId]]:
     return direct
 
 
-def _closure(direct: Sequence[Sequence[SegmentId]], order: Iterable[int] | None = None) -> list[int]:
-    """Return, per segment, the set of all segments before it, as bits; in `order`, `direct` looks back only."""
+def _closure(direct: Sequence[Sequence[int]], order: Iterable[int] | None = None) -> list[int]:
+    """Return, per segment or node, the set of all before it, as bits; in `order`, `direct` looks back only."""
     before = [0] * len(direct)
     for segment in range(len(direct)) if order is None else order:
         for other in direct[segment]:

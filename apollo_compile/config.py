@@ -12,6 +12,7 @@ Options are dotted names, `{"plan.planner": "serial"}`, or nested mappings, `{"p
 | APOLLO_PROFILE   | `device.profile`  | device profile to use instead of this machine's: a path or a packaged name |
 
 The default of `device.cache` follows the platform's own variable, XDG_CACHE_HOME. CUDA's own variables are only shown.
+What a launcher of several processes tells them, LOCAL_RANK and LOCAL_WORLD_SIZE, says how many share the machine.
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ class DeviceConfig:
     cache: Path | None = None
     """Directory of measured profiles; None is the user's cache directory."""
     units: int | None = None
-    """Cores to use; None is every core this process may run on."""
+    """Cores to use; None is every core that this process may run on, or its part of them beside other local ranks."""
     cuda_lanes: bool = False
     """Run graphs on a GPU on lanes of its SMs, as one CUDA graph; False hands them to Inductor whole. Not yet measured
     on a GPU."""
@@ -170,6 +171,15 @@ def load_config(options: Mapping[str, Any] | None = None) -> Config:
 def cuda_connections() -> str | None:
     """Return CUDA's own setting of how many hardware queues streams are spread over; None where it is not set."""
     return os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")
+
+
+def local_rank() -> tuple[int, int]:
+    """Return the rank of this process among those on this machine, and their number; (0, 1) where nobody says so."""
+    try:
+        rank, size = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    except (KeyError, ValueError):
+        return 0, 1
+    return (rank, size) if 0 <= rank < size else (0, 1)
 
 
 def known_options() -> tuple[str, ...]:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from apollo_compile import _native
+from apollo_compile.cores import CoreShare, share_cores
 from apollo_compile.errors import RuntimeClosedError
 from apollo_compile.inductor import (
     CompiledBody,
@@ -166,8 +167,18 @@ _lanes_by_key: dict[tuple[tuple[Lane, ...], bool], _native.Lanes] = {}
 
 
 def available_units() -> int:
-    """Return the number of cores that torch uses: those this process may run on, and no more than it has threads."""
+    """Return the number of cores that are this process's own and that torch has a thread for."""
+    return min(len(core_share().own), torch.get_num_threads())
+
+
+def most_units() -> int:
+    """Return the number of cores that torch uses: as `available_units`, with those of other local ranks."""
     return min(len(_native.available_cores()), torch.get_num_threads())
+
+
+def core_share() -> CoreShare:
+    """Return the cores that this process may run on, its own ones first."""
+    return share_cores(_native.available_cores())
 
 
 def keep_memory() -> bool:
@@ -179,9 +190,9 @@ def _start_lanes(lanes: tuple[Lane, ...], *, park_team: bool) -> _native.Lanes:
     key = (lanes, park_team)
     with _lanes_lock:
         if key not in _lanes_by_key:
-            available = _native.available_cores()
-            cores = [[available[unit] for unit in lane.units] for lane in lanes]
-            if len(lanes[0].units) == available_units():
+            order = core_share().order
+            cores = [sorted(order[unit] for unit in lane.units) for lane in lanes]
+            if len(lanes[0].units) == most_units():
                 cores[0] = []  # the caller lane; with fewer units than torch uses, it must be held to them like any
             num_threads = torch.get_num_threads()
             _lanes_by_key[key] = _native.Lanes(

@@ -125,6 +125,8 @@ class Node:
     """Nodes whose values this one reads, without repeats, ascending."""
     after: tuple[NodeId, ...] = ()
     """Nodes that must run earlier though no value flows: random order, mutation, effects."""
+    is_collective: bool = False
+    """Whether it communicates with other ranks, who must do so in the same order."""
     module: str = ""
     """FQN of the module the node came from; empty where the metadata did not survive."""
     num_bytes: int = 0
@@ -184,6 +186,8 @@ class Segment:
     after: tuple[SegmentId, ...]
     """Segments that must end earlier though no buffer flows."""
     work: Work
+    has_collective: bool = False
+    """Whether it communicates with other ranks, who must do so in the same order."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

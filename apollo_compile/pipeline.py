@@ -57,6 +57,14 @@ class Compilation:
     program: Program
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Decision:
+    """A plan and the durations that it was made from: what one rank needs to run the plan of another."""
+
+    costs: CostTable
+    plan: Plan
+
+
 def compile_capture(capture: Capture, *, profile: DeviceProfile, config: Config, runner: StageRunner) -> Compilation:
     """Take a capture through all stages.
 
@@ -169,6 +177,32 @@ def compile_plan(
         syncs=syncs,
         memory=memory,
         program=program,
+    )
+
+
+def adopt_decision(own: Compilation, decision: Decision, *, runner: StageRunner) -> Compilation:
+    """Take another rank's plan of the same segments through the stages from sync to program.
+
+    Raises:
+        PlanFileError: the plan is for other lanes.
+        InvariantError: it is not legal for these segments.
+    """
+    graph, lanes = own.partition.graph, own.plan.lanes
+    if decision.plan.lanes != lanes:
+        raise PlanFileError(
+            f"the plan of another rank is for lanes with {[len(lane.units) for lane in decision.plan.lanes]} units; "
+            f"this rank has lanes with {[len(lane.units) for lane in lanes]}: give every rank as many cores"
+        )
+    check.check_costs(decision.costs, graph)
+    check.check_plan(decision.plan, graph, decision.costs)
+    return compile_plan(
+        own.capture,
+        own.partition,
+        own.observations,
+        decision.costs,
+        decision.plan,
+        profile=own.profile,
+        runner=runner,
     )
 
 

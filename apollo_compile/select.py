@@ -26,12 +26,18 @@ Drift       The winner's steps stay watched: if the medians of `DRIFT_STEPS` ste
             such median twice in a row, what is compiled competes again. Each time that changes nothing, the next
             contest is at least twice as far away.
 
+Ranks       With several ranks, the times of a round are those of the first rank to end it, on all ranks. All else
+            follows from the rounds and from the number of steps, so all ranks run the same entrant in the same step and
+            end with the same verdict: Note [What ranks agree on] in `ranks.py`. Drift is not watched then.
+
 Guarantees: the choice only ever changes between steps; a round counts only if all entrants ran the same graphs in it,
 and all that the model ran before; if anything fails, all graphs run their plans and the contest is closed.
 """
 
 from __future__ import annotations
 
+import itertools
+import json
 import statistics
 import threading
 from collections import defaultdict
@@ -39,6 +45,8 @@ from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from apollo_compile.json_form import from_json, to_json
+from apollo_compile.ranks import Ranks
 from apollo_compile.units import format_ns
 
 STEPS_PER_TURN = 3
@@ -75,6 +83,10 @@ class Graph(Protocol):
     @property
     def is_settled(self) -> bool:
         """Whether its plan is final."""
+
+    @property
+    def topic(self) -> str:
+        """Its name among the ranks."""
 
     def use(self, way: str) -> None:
         """Run this way from the next call on."""
@@ -113,25 +125,36 @@ class Verdict:
         return f"{', '.join(parts)}; measured in {self.num_steps} steps"
 
 
+Round = Mapping[str, Mapping[int, float]]
+"""Per entrant and graph, the median nanoseconds of its calls."""
+
+
 class Contest:
     """Entrants take turns until one is left; see the top of this file for the rules.
 
     Arguments:
         entrants: what every one of them runs, by name; the simplest first, which wins ties.
         required: graphs that a turn must have timed for its round to count.
+        settle: returns the round that counts, given the one that was measured here.
     """
 
-    def __init__(self, entrants: Mapping[str, Choice], required: Collection[int] = (0,)) -> None:
+    def __init__(
+        self,
+        entrants: Mapping[str, Choice],
+        required: Collection[int] = (0,),
+        settle: Callable[[Round], Round] = lambda measured: measured,
+    ) -> None:
         self.entrants = dict(entrants)
         self.num_steps = 0
         self._required = frozenset(required)
+        self._settle = settle
         self._alive = list(entrants)
         self._order = list(entrants)
         self._turn = 0
         self._steps_in_turn = 0
         self._samples: dict[int, list[int]] = defaultdict(list)
         self._round: dict[str, dict[int, float]] = {}
-        self._rounds: list[dict[str, dict[int, float]]] = []
+        self._rounds: list[Round] = []
         self._num_rounds = 0
 
     @property
@@ -205,9 +228,10 @@ class Contest:
         self._turn += 1
         if self._turn < len(self._order):
             return
-        first, *others = (set(times) for times in self._round.values())
-        if first >= self._required and all(other == first for other in others):
-            self._rounds.append(self._round)
+        measured = self._settle(self._round)
+        first, *others = (set(times) for times in measured.values())
+        if measured.keys() == self._round.keys() and first >= self._required and all(o == first for o in others):
+            self._rounds.append(measured)
         self._num_rounds += 1
         self._round = {}
         self._turn = 0
@@ -223,14 +247,17 @@ class Selection:
         graphs: all graphs of the model that run in segments; the one that a step runs first comes first. The list may
             grow until the first contest.
         tell: called with every verdict.
+        ranks: who must come to the same verdict.
     """
 
-    def __init__(self, graphs: Sequence[Graph], tell: Callable[[Verdict], None]) -> None:
+    def __init__(self, graphs: Sequence[Graph], tell: Callable[[Verdict], None], ranks: Ranks | None = None) -> None:
         self.verdict: Verdict | None = None
         self._all_graphs = graphs
         self._graphs: tuple[Graph, ...] = ()
         """Those that take part in the latest contest."""
         self._tell = tell
+        self._ranks = ranks or Ranks(None)
+        self._num_rounds = itertools.count()
         self._contest: Contest | None = None
         self._procedure: Generator[Contest, None, Verdict] | None = None
         self._watch = _Watch()
@@ -271,7 +298,7 @@ class Selection:
                 for index, other in enumerate(self._graphs):
                     if other is graph:
                         self._contest.record(index, ns)
-            elif self.verdict is not None:
+            elif self.verdict is not None and self._ranks.is_alone:
                 self._watch.record(ns)
         finally:
             self._lock.release()
@@ -319,7 +346,7 @@ class Selection:
 
     def _decide(self) -> Generator[Contest, None, Verdict]:
         """Hold one contest after the other; each yield is a contest that is over when the generator goes on."""
-        results = _Results([index for index, graph in enumerate(self._graphs) if graph.has_run])
+        results = _Results([index for index, graph in enumerate(self._graphs) if graph.has_run], self._settle)
         entrants = self._entrants((INDUCTOR, SERIAL, STREAMS, PLAN))
         winner = yield from results.hold(entrants)
         is_clear = winner == PLAN and results.ratios.get(SERIAL, 1.0) >= CLEAR
@@ -331,6 +358,14 @@ class Selection:
         if mixture is not None:
             winner = yield from results.hold({winner: results.choices[winner], MIXTURE: mixture})
         return results.verdict(winner)
+
+    def _settle(self, measured: Round) -> Round:
+        """Return the times of a round that all ranks go by."""
+        if self._ranks.is_alone:
+            return measured
+        topic = f"{self._graphs[0].topic}/round {next(self._num_rounds)}"
+        settled = self._ranks.settle(topic, json.dumps({"times": to_json(measured)}))
+        return from_json(_Settled, json.loads(settled)).by_graph()
 
     def _entrants(self, names: Sequence[str]) -> dict[str, Choice]:
         """Return the distinct choices among the ways called `names`; the first name of a choice stays."""
@@ -350,26 +385,39 @@ def _nearest(graph: Graph, name: str) -> str:
     return next(way for way in (name, SERIAL, INDUCTOR, PLAN) if way in graph.ways)
 
 
+@dataclass(frozen=True, slots=True)
+class _Settled:
+    """A round as it goes through the store."""
+
+    times: Mapping[str, Mapping[str, float]]
+
+    def by_graph(self) -> Round:
+        """Return the round; keys of a JSON object are texts."""
+        return {name: {int(graph): ns for graph, ns in times.items()} for name, times in self.times.items()}
+
+
 class _Results:
     """What the contests of one decision have shown.
 
     Arguments:
         required: graphs that must have run for a round to count.
+        settle: as for `Contest`.
     """
 
-    def __init__(self, required: Sequence[int]) -> None:
+    def __init__(self, required: Sequence[int], settle: Callable[[Round], Round]) -> None:
         self.choices: dict[str, Choice] = {}
         self.ratios: dict[str, float] = {}
         """Of every entrant to the latest winner."""
         self._graph_ratios: dict[str, dict[int, float]] = {}
         """The same for one graph alone."""
         self._required = required
+        self._settle = settle
         self._contests: list[Contest] = []
         self._standings: dict[str, Standing] = {}
 
     def hold(self, entrants: Mapping[str, Choice]) -> Generator[Contest, None, str]:
         """Hold a contest and return the winner: the last entrant if no round could be compared."""
-        contest = Contest(entrants, self._required)
+        contest = Contest(entrants, self._required, self._settle)
         if not contest.is_over:
             yield contest
         winner = contest.winner() if contest.num_rounds or len(entrants) == 1 else list(entrants)[-1]

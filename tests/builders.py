@@ -46,11 +46,12 @@ def graph(
     sizes: Sequence[int] | None = None,
     names: Sequence[str] | None = None,
     bodies: Sequence[int] | None = None,
+    collectives: Sequence[int] = (),
 ) -> SegmentGraph:
     """Return a graph in which every segment makes one buffer.
 
     Buffer 0 is the graph input and is read by segments that read nothing else; segment `s` makes buffer `s + 1`.
-    Without `outputs` (segments), the graph returns what nobody reads.
+    Without `outputs` (segments), the graph returns what nobody reads. `collectives` are segments too.
     """
     after = after or {}
     readers: list[list[SegmentId]] = [[] for _ in range(len(reads) + 1)]
@@ -68,6 +69,7 @@ def graph(
             outputs=(BufferId(s + 1),),
             after=tuple(SegmentId(other) for other in after.get(s, ())),
             work=Work(flops=1000, bytes_read=100, bytes_written=100, kernels=2),
+            has_collective=s in collectives,
         )
         for s, others in enumerate(reads)
     )

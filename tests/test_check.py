@@ -28,6 +28,8 @@ from apollo_compile.ir import (
     SegmentId,
     Work,
 )
+from apollo_compile.lanes import lane_catalogue
+from apollo_compile.passes.emit import emit_program
 from apollo_compile.passes.memory import plan_memory
 from apollo_compile.passes.sync import eliminate_syncs
 from tests.builders import costs, graph, plan
@@ -288,6 +290,53 @@ def test_a_segment_may_take_longer_beside_others_and_a_pinned_plan_longer_than_s
     disturbed = replace(with_assignment(2, duration_ns=12), makespan_ns=22)
     check.check_plan(disturbed, GRAPH, COSTS)
     check.check_plan(replace(SLOWER, pinned=True), GRAPH, COSTS)
+
+
+def test_a_plan_that_issues_collectives_in_another_order_is_refused() -> None:
+    """Two branches communicate; whichever is ready first, all ranks keep the order of the graph."""
+    made = graph((), (0,), (), (2,), (1, 3), collectives=(1, 3))
+    table = costs(made, lane_catalogue(2), *[[10, 10]] * 5)
+    swapped = plan(made, "AABB*", costs=table, order=(2, 3, 0, 1, 4))
+    at_once = plan(made, "AABB*", costs=table)
+    for wrong in (swapped, at_once):
+        with pytest.raises(InvariantError, match=r"segment 3 .*") as caught:
+            check.check_plan(wrong, made, table)
+        assert "before those of segment 1 (m1) are done" in str(caught.value)
+        assert "exchange the wrong tensors or wait for ever" in str(caught.value)
+    ordered = graph((), (0,), (), (2,), (1, 3), after={3: (1,)}, collectives=(1, 3))
+    for order in ((0, 2, 1, 3, 4), (2, 0, 1, 3, 4)):
+        check.check_plan(plan(ordered, "AABB*", costs=table, order=order), ordered, table)
+
+
+def test_a_program_that_may_issue_collectives_in_another_order_is_refused() -> None:
+    """A plan's times are predictions; only waits and lanes keep an order."""
+    made = graph((), (), (0, 1), collectives=(0, 1))
+    table = costs(made, lane_catalogue(2), [10, 10], [10, 10], [10, 10])
+    side_by_side = plan(made, "AB*", costs=table)
+    syncs = eliminate_syncs(made, side_by_side)
+    memory = plan_memory(made, side_by_side, syncs)
+    program = emit_program(made, side_by_side, syncs, memory)
+    with pytest.raises(InvariantError, match="may issue its collectives before those of segment 0"):
+        check.check_program(program, made, side_by_side, syncs, memory)
+
+
+def test_segments_keep_the_order_of_collectives() -> None:
+    """And say that they have some."""
+    nodes = list(capture().nodes)
+    for index in (1, 3):
+        nodes[index] = replace(nodes[index], is_collective=True)
+    communicating = replace(capture(), nodes=tuple(nodes))
+    check.check_capture(communicating)
+    with pytest.raises(InvariantError, match="say that they have collectives"):
+        check.check_partition(partition(), communicating)
+    made = partition()
+    marked = tuple(replace(segment, has_collective=segment.id < 2) for segment in made.graph.segments)
+    check.check_partition(replace(made, graph=replace(made.graph, segments=marked)), communicating)
+    apart = list(capture().nodes)
+    apart[3] = replace(apart[3], inputs=(NodeId(0),), is_collective=True)
+    apart[1] = replace(apart[1], is_collective=True)
+    with pytest.raises(InvariantError, match="this one need not come after a"):
+        check.check_capture(replace(capture(), nodes=tuple(apart)))
 
 
 def test_a_plan_must_leave_time_for_hand_overs() -> None:

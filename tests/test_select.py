@@ -9,7 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import pytest
+import torch.distributed as dist
 
+from apollo_compile.ranks import Ranks
 from apollo_compile.select import (
     CLEAR,
     DRIFT_STEPS,
@@ -36,6 +38,7 @@ class Graph:
     is_settled: bool = True
     has_run: bool = False
     num_prepared: int = 0
+    topic: str = "graph"
     used: list[str] = field(default_factory=list)
 
     def use(self, way: str) -> None:
@@ -50,10 +53,10 @@ class Graph:
 class Machine:
     """Runs steps of a model with the noise of a shared machine: drift, spikes, and a cold step after every change."""
 
-    def __init__(self, *graphs: Graph, seed: int = 0, noise: float = 0.0) -> None:
+    def __init__(self, *graphs: Graph, seed: int = 0, noise: float = 0.0, ranks: Ranks | None = None) -> None:
         self.graphs, self.noise = graphs, noise
         self.verdicts: list[Verdict] = []
-        self.selection = Selection(graphs, self.verdicts.append)
+        self.selection = Selection(graphs, self.verdicts.append, ranks)
         self.speed = 1.0
         self._random = random.Random(seed)
         self._last: list[str] = []
@@ -351,3 +354,86 @@ def test_a_verdict_reads_as_one_line() -> None:
     machine = Machine(graph)
     machine.run(ENOUGH)
     assert str(machine.verdicts[0]) == "plan 7.00 ms a step, segments in turn 1.43x of that; measured in 30 steps"
+
+
+class CountingStore:
+    """A store that counts how often it is asked."""
+
+    def __init__(self) -> None:
+        self._store = dist.HashStore()
+        self.num_calls = 0
+
+    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes:
+        self.num_calls += 1
+        return self._store.compare_set(key, expected, desired)
+
+
+def ranks_with(store: CountingStore, *times: Mapping[str, float], noise: float = 0.0) -> list[Machine]:
+    """Return one machine per rank; each has a forward and a backward that take these times."""
+    return [
+        Machine(Graph(own), Graph(own), seed=rank, noise=noise, ranks=Ranks(store)) for rank, own in enumerate(times)
+    ]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_ranks_that_measure_different_times_run_the_same_in_every_step(seed: int) -> None:
+    """Alone, each of these ranks would choose another winner; what one step runs must not depend on the rank."""
+    times: list[Mapping[str, float]] = [
+        {SERIAL: 10, PLAN: 7, INDUCTOR: 12},
+        {SERIAL: 7, PLAN: 10, INDUCTOR: 12},
+        {SERIAL: 10, PLAN: 9.5, INDUCTOR: 5},
+    ]
+    winners = set()
+    for own in times:
+        alone = Machine(Graph(own), Graph(own))
+        alone.run(ENOUGH)
+        winners.add(alone.verdicts[0].winner)
+    assert len(winners) == 3
+
+    order, ranks = random.Random(seed), ranks_with(CountingStore(), *times, noise=0.1)
+    for _ in range(ENOUGH):
+        for rank in order.sample(ranks, len(ranks)):  # whoever is first in this step
+            rank.step()
+    first, *others = ranks
+    assert len(first.verdicts) == 1
+    for rank in others:
+        assert rank.verdicts == first.verdicts
+        assert [graph.used for graph in rank.graphs] == [graph.used for graph in first.graphs]
+
+
+def test_a_rank_far_ahead_waits_for_nobody_and_decides_for_all() -> None:
+    """A step that another rank never runs blocks nothing."""
+    ahead, behind = ranks_with(CountingStore(), {SERIAL: 10, PLAN: 7}, {SERIAL: 7, PLAN: 10})
+    ahead.run(ENOUGH)
+    behind.run(ENOUGH)
+    assert ahead.verdicts == behind.verdicts
+    assert ahead.verdicts[0].winner == PLAN
+    assert ahead.graphs[0].used == behind.graphs[0].used
+
+
+def test_after_the_verdict_no_step_asks_the_store() -> None:
+    """Not even when the machine becomes slower: with several ranks the verdict is final."""
+    store = CountingStore()
+    ranks = ranks_with(store, *[{SERIAL: 10, PLAN: 7}] * 2)
+    for rank in ranks:
+        rank.run(ENOUGH)
+    asked = store.num_calls
+    assert asked == len(ranks) * MIN_ROUNDS
+    for rank in ranks:
+        rank.speed = 3.0
+        rank.run(10 * DRIFT_STEPS)
+        assert len(rank.verdicts) == 1
+        assert rank.selection.is_settled
+    assert store.num_calls == asked
+
+
+def test_rubbish_from_another_rank_closes_the_contest_and_the_plans_run() -> None:
+    """As any failure in a contest does."""
+    store = CountingStore()
+    for number in range(MIN_ROUNDS):
+        store.compare_set(f"graph/round {number}", "", '{"times": {"plan": {"0": "fast"}}}')
+    (machine,) = ranks_with(store, {SERIAL: 7, PLAN: 10})
+    with pytest.raises(ValueError, match="expected a number"):
+        machine.run(ENOUGH)
+    assert machine.selection.is_settled
+    assert [graph.way for graph in machine.graphs] == [PLAN, PLAN]

@@ -11,6 +11,10 @@ which module a node came from, what it costs, and what must keep its order altho
 * operators with side effects, collectives and whatever is not torch's own (custom and higher-order operators) stay in
   graph order; a custom operator with the tag `pointwise` is taken at its word that it has none.
 
+A collective is one piece with its wait: between the two, the memory that it reads and writes is in use though no code
+of ours uses it, and only the body that has both keeps it from being used for something else. A lane waits, and others
+compute meanwhile.
+
 An operator without a formula for its work is counted by its bytes, and named in `without_formula`.
 
 Guarantees: every value is a strided tensor of static shape on one device; `nodes` is a topological order.
@@ -57,6 +61,11 @@ _LOOK_UP_SEED = "prims.inductor_lookup_seed.default"
 
 _CPU = torch.device("cpu")
 
+_COLLECTIVE_NAMESPACES = frozenset(
+    {"_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "_dtensor", "c10d"}
+)
+_WAIT = "_c10d_functional.wait_tensor.default"
+
 TORCH_NAMESPACES = frozenset({"aten", "prims", "inductor", "mkldnn", "mkl", "quantized", "onednn"})
 """Operators that torch ships and tags; collectives are not among them, so that they keep their order."""
 
@@ -76,6 +85,12 @@ def capture_graph(graph_module: fx.GraphModule, *, name: str, role: Role, device
         ids[fx_node] = node_id
         inputs = tuple(sorted({ids[value] for value in fx_node.all_input_nodes}))
         kind = _kind(fx_node, nodes, inputs, device)
+        is_collective = _is_collective(fx_node) and kind is NodeKind.COMPUTE
+        if is_collective and not _is_waited_for(fx_node):
+            raise UnsupportedGraphError(
+                f"the graph does not wait for what collective {fx_node.name} ({fx_node.target}) makes; segments take a "
+                "collective with its wait only"
+            )
         work = work_of(fx_node) if kind is NodeKind.COMPUTE else None
         if work is not None and work.kind is WorkKind.UNKNOWN:
             without_formula.add(_target(fx_node))
@@ -87,6 +102,7 @@ def capture_graph(graph_module: fx.GraphModule, *, name: str, role: Role, device
                 target=_target(fx_node),
                 inputs=inputs,
                 after=order.after(fx_node, node_id, kind, ids),
+                is_collective=is_collective,
                 module=module_path(fx_node),
                 num_bytes=_num_bytes(fx_node),
                 work=Work() if work is None else evaluate(work, {}),
@@ -153,6 +169,19 @@ class _OrderKeeper:
         return self._base.get(fx_node, fx_node)
 
 
+def _is_collective(fx_node: fx.Node) -> bool:
+    target = fx_node.target
+    return isinstance(target, torch._ops.OpOverload) and target.namespace in _COLLECTIVE_NAMESPACES
+
+
+def _is_waited_for(fx_node: fx.Node) -> bool:
+    """Whether every value of a collective goes to a wait; those of `_dtensor` wait themselves."""
+    if fx_node.target.namespace == "_dtensor":  # type: ignore[union-attr]
+        return True
+    values = [user for user in fx_node.users if user.target is operator.getitem] or [fx_node]
+    return all(any(str(user.target) == _WAIT for user in value.users) for value in values)
+
+
 def _is_opaque(fx_node: fx.Node) -> bool:
     """Whether nothing is known of what the operator does besides computing its outputs.
 
@@ -174,6 +203,8 @@ def _has_effect(fx_node: fx.Node) -> bool:
 def _draws(fx_node: fx.Node) -> bool:
     """Whether the operator may advance a random generator; attention without dropout is tagged so but does not."""
     target = fx_node.target
+    if _is_collective(fx_node):
+        return False
     if _is_opaque(fx_node) or not isinstance(target, torch._ops.OpOverload):
         return True
     if str(target) == _DRAW_SEEDS:
@@ -221,6 +252,13 @@ def _kind(fx_node: fx.Node, nodes: list[Node], inputs: tuple[NodeId, ...], devic
             return NodeKind.CHEAP
         if (target.is_view or target in _VIEWS_BEYOND_SCHEMA) and not target._schema.is_mutable:
             return NodeKind.CHEAP
+        if str(target) == _WAIT:
+            if nodes[inputs[0]].kind in (NodeKind.INPUT, NodeKind.CHEAP):
+                raise UnsupportedGraphError(
+                    f"node {fx_node.name} waits for {nodes[inputs[0]].name}, which no collective of this graph made; "
+                    "segments take a collective with its wait only"
+                )
+            return NodeKind.PROJECTION
         if str(target) == _LOOK_UP_SEED:  # looked up where they are drawn: the index would tell equal layers apart
             return NodeKind.PROJECTION if nodes[inputs[0]].kind is NodeKind.COMPUTE else NodeKind.CHEAP
         return NodeKind.COMPUTE

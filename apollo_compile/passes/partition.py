@@ -407,6 +407,7 @@ def _build(capture: Capture, atoms: _Atoms, pieces: list[list[int]]) -> Partitio
                 outputs=tuple(buffer_by_node[value] for value in made[s]),
                 after=_order_only(nodes, content, segment_by_node, SegmentId(s)),
                 work=segment_work([nodes[node] for node in content], outputs=made[s]),
+                has_collective=any(nodes[node].is_collective for node in content),
             )
         )
     return Partition(

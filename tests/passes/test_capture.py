@@ -16,6 +16,7 @@ from apollo_compile.check import check_capture
 from apollo_compile.errors import UnsupportedGraphError
 from apollo_compile.ir import Capture, Node, NodeKind, Role
 from apollo_compile.passes.capture import capture_graph, module_path
+from apollo_compile.passes.partition import partition_graph
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -360,19 +361,67 @@ def test_side_effects_stay_in_order() -> None:
     assert after(made, second) == {str(first)}
 
 
-@pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without distributed")
-def test_collectives_stay_in_order() -> None:
-    """Ranks must agree on the order, whatever the values are."""
-    hand = Hand()
-    x, y = hand.input("x", 4), hand.input("y", 4)
-    made_nodes = []
-    for value in (x, y):
-        node = hand.graph.call_function(torch.ops._c10d_functional.all_reduce.default, (value, "sum", "group"))
+class Collectives(Hand):
+    """Writes graphs with functional collectives; no process group is needed for that."""
+
+    def collective(self, value: fx.Node) -> fx.Node:
+        """Add the sum of a value over all ranks, not yet waited for."""
+        node = self.graph.call_function(torch.ops._c10d_functional.all_reduce.default, (value, "sum", "group"))
         node.meta["val"] = value.meta["val"]
-        made_nodes.append(node)
-    made = hand.capture(*made_nodes)
-    assert after(made, made_nodes[0]) == set()
-    assert after(made, made_nodes[1]) == {str(made_nodes[0])}
+        return node
+
+    def wait(self, value: fx.Node) -> fx.Node:
+        """Add the wait for it."""
+        node = self.graph.call_function(torch.ops._c10d_functional.wait_tensor.default, (value,))
+        node.meta["val"] = value.meta["val"]
+        return node
+
+
+needs_distributed = pytest.mark.skipif(
+    not torch.distributed.is_available(), reason="torch was built without distributed"
+)
+
+
+@needs_distributed
+def test_collectives_stay_in_order() -> None:
+    """Ranks must agree on the order, whatever the values are; random draws do not wait for them."""
+    hand = Collectives()
+    x, y = hand.input("x", 4), hand.input("y", 4)
+    first = hand.collective(x)
+    waited = hand.wait(first)
+    draw = hand.call(aten.rand.default, [4])
+    second = hand.collective(y)
+    made = hand.capture(waited, hand.wait(second), draw)
+    assert after(made, first) == set()
+    assert after(made, second) == {str(first)}
+    assert after(made, draw) == set()
+    assert [node.name for node in made.nodes if node.is_collective] == [str(first), str(second)]
+
+
+@needs_distributed
+def test_a_collective_and_its_wait_are_one_piece() -> None:
+    """Between the two, nothing but the body that has both keeps their memory; what starts later ends later."""
+    hand = Collectives()
+    first, second = hand.collective(hand.input("x", 4)), hand.collective(hand.input("y", 4))
+    waits = [hand.wait(first), hand.wait(second)]
+    made = hand.capture(*waits)
+    assert [by_name(made, wait).kind for wait in waits] == [NodeKind.PROJECTION] * 2
+    segments = partition_graph(made).nodes_by_segment
+    for collective, wait in zip((first, second), waits, strict=True):
+        (owner,) = [nodes for nodes in segments if by_name(made, collective).id in nodes]
+        assert by_name(made, wait).id in owner
+
+
+@needs_distributed
+def test_a_collective_without_its_wait_is_refused() -> None:
+    """As is a wait for what another graph started."""
+    hand = Collectives()
+    first = hand.collective(hand.input("x", 4))
+    with pytest.raises(UnsupportedGraphError, match=rf"does not wait for what collective {first} "):
+        hand.capture(first)
+    hand = Collectives()
+    with pytest.raises(UnsupportedGraphError, match="waits for x, which no collective of this graph made"):
+        hand.capture(hand.wait(hand.input("x", 4)))
 
 
 # --------------------------------------------------------------------------------------------------------- refusals
