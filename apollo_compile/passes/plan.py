@@ -38,9 +38,9 @@ from apollo_compile.ir import (
     SegmentId,
 )
 from apollo_compile.planner import problem as planning
-from apollo_compile.planner.bounds import lower_bound
+from apollo_compile.planner.apart import bound_apart, solve_apart
 from apollo_compile.planner.simulate import Execution, Simulator, execute, serial_schedule
-from apollo_compile.planner.solve import Effort, Solution, solve
+from apollo_compile.planner.solve import Effort, Solution
 from apollo_compile.units import format_bytes
 
 SOLVER_WORKERS = 8
@@ -86,7 +86,7 @@ def make_plan(
         return _to_plan(graph, costs, lanes, problem, serial, execute(problem, serial), serial)
     effort = Effort(seed=seed, time_limit_s=time_limit_s, deterministic=deterministic, use_solver=planner == "cp_sat")
     try:
-        solution = solve(problem, effort)
+        solution = solve_apart(problem, effort)
     except InfeasiblePlanError as error:
         raise _explain_infeasible(graph, problem, memory_quota) from error
     chosen, execution = solution.schedule, solution.execution
@@ -194,7 +194,7 @@ def _to_plan(
         makespan_ns=execution.makespan,
         undisturbed_ns=schedule.makespan,
         serial_ns=serial.makespan,
-        lower_bound_ns=solution.bound if solution else lower_bound(problem),
+        lower_bound_ns=solution.bound if solution else bound_apart(problem),
         candidates=()
         if solution is None
         else tuple(

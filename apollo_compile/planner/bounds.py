@@ -63,14 +63,16 @@ MAX_SOLVER_TIME = 1.0
 _Array = npt.NDArray[np.float64]
 
 
-def lower_bound(problem: Problem) -> int:
-    """Return a number that the makespan of no valid schedule is below."""
+def lower_bound(problem: Problem, *, use_program: bool = True) -> int:
+    """Return a number that the makespan of no valid schedule is below; without the linear program, a smaller one."""
     if not problem.tasks:
         return 0
     network = _Network(problem)
     longest_path = max(head + tail for head, tail in zip(network.heads, network.tails_with, strict=True))
     loads = network.first_loads()
     claims = [longest_path, *(network.evaluate([load], [1], []) for load in loads)]
+    if not use_program:
+        return max(claims)
     program = _Program(network, scale=max(claims))
     for cut in (*network.orders(), *loads):
         program.add(cut)

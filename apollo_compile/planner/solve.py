@@ -82,6 +82,8 @@ class Effort:
     work_s: float | None = None
     """Seconds that budgets are made for; None is the time limit."""
     use_solver: bool = True
+    use_ortools: bool = True
+    """Whether OR-Tools may be used at all: for the bound, and if `use_solver` says so, for the search."""
     workers: int = 1
     """Threads of the solver; with more than 1 it is not deterministic."""
 
@@ -160,7 +162,7 @@ class _Search:
         self.deadline = time.monotonic() + effort.time_limit_s
         self.work_s = effort.time_limit_s if effort.work_s is None else effort.work_s
         self.simulator = Simulator(problem)
-        self.bound = lower_bound(problem)
+        self.bound = lower_bound(problem, use_program=effort.use_ortools)
         self.found: list[_Found] = []
         self.known: set[tuple[tuple[int, ...], tuple[int, ...]]] = set()
         self.solver_optimum: int | None = None
@@ -172,7 +174,8 @@ class _Search:
         """Run all stages on a variant of the problem, with a share of the effort."""
         # That of the plain problem holds for longer durations too: large problems have no time for a second one.
         is_small = len(variant.tasks) <= MAX_TASKS_FOR_SECOND_BOUND
-        bound = lower_bound(variant) if variant is not self.problem and is_small else self.bound
+        is_new = variant is not self.problem and is_small and self.effort.use_ortools
+        bound = lower_bound(variant) if is_new else self.bound
         starts = self.offer(f"{name}greedy", variant, greedy_schedules(variant), is_required=False)
         starts = sorted(starts, key=_makespan)[:MAX_STARTS]
         if variant.atom_sizes:

@@ -1,0 +1,237 @@
+"""The planner's process: it crashes, hangs, talks rubbish, cannot start; planning goes on without it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from apollo_compile.errors import InfeasiblePlanError
+from apollo_compile.planner import apart
+from apollo_compile.planner.bounds import lower_bound
+from apollo_compile.planner.problem import Hold, Mode, Problem, Task
+from apollo_compile.planner.simulate import serial_schedule
+from apollo_compile.planner.solve import Effort, Solution, solve
+from tests.builders import interfering, limited, random_problem
+
+QUICK = Effort(work_s=0.2, time_limit_s=60.0)
+PROBLEM = interfering(random_problem(random.Random(3), 9, 4))
+
+
+@pytest.fixture(autouse=True)
+def _fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Start and end without a process."""
+    apart.stop_planner()
+    monkeypatch.setattr(apart, "_num_failures", 0)
+    yield
+    apart.stop_planner()
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, code: str) -> None:
+    """Run `code` in the place of the planner; `say(content)` sends, `channel` is the socket."""
+    start = (
+        "import json, os, signal, socket, sys, time\n"
+        "channel = socket.socket(fileno=json.loads(sys.argv[1])[0])\n"
+        "def send(raw): channel.sendall(len(raw).to_bytes(8, 'little') + raw)\n"
+        "def say(content): send(json.dumps(content).encode())\n"
+    )
+    monkeypatch.setattr(apart, "COMMAND", (sys.executable, "-c", start + code))
+
+
+def check_stand_in(solution: Solution, caplog: pytest.LogCaptureFixture, reason: str) -> None:
+    """Expect a valid plan of list schedules, and one line that says why."""
+    assert PROBLEM.is_valid(solution.schedule)
+    assert solution.solver is None
+    assert solution.bound <= lower_bound(PROBLEM)
+    assert solution.execution.makespan <= serial_schedule(PROBLEM).makespan
+    (record,) = (record for record in caplog.records if record.levelno >= logging.WARNING)
+    assert record.getMessage().startswith("the planner's process failed: ")
+    assert reason in record.getMessage()
+
+
+def test_the_process_finds_what_this_process_would() -> None:
+    """Schedules, bounds, candidates and proofs are equal; one process serves all questions."""
+    rng = random.Random(7)
+    problems = [PROBLEM, limited(rng, random_problem(rng, 8, 2)), random_problem(rng, 1, 4), Problem(tasks=())]
+    processes = set()
+    for problem in problems:
+        assert apart.solve_apart(problem, QUICK) == solve(problem, QUICK)
+        assert apart.bound_apart(problem) == lower_bound(problem)
+        assert apart._process is not None
+        processes.add(apart._process.process.pid)
+    assert len(processes) == 1
+
+
+def test_an_infeasible_problem_is_the_same_error() -> None:
+    """It is an answer, not a failure."""
+    tasks = tuple(Task(modes=(Mode(duration=3, demands=(task,)),), predecessors=()) for task in (1, 4, 2))
+    problem = Problem(tasks=tasks, capacities=(5,), holds=(Hold(resource=0, amount=3, task=1, readers=()),))
+    with pytest.raises(InfeasiblePlanError, match="resource 0 has 5, task 1 alone needs 7"):
+        apart.solve_apart(problem, QUICK)
+    assert apart._num_failures == 0
+
+
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [
+        ("sys.exit(3)", "exit code 3"),
+        ("say({}); channel.recv(8); os.kill(os.getpid(), signal.SIGSEGV)", "SIGSEGV"),
+        ("say({}); channel.recv(8); send(b'no JSON')", "Expecting value"),
+        ("say({}); channel.recv(8); send(b'[' * 10**5); time.sleep(600)", "RecursionError"),
+        ("say({}); channel.recv(8); say([1]); time.sleep(600)", "a list"),
+        ("say({}); channel.recv(8); channel.sendall(b'x' * 10**6); time.sleep(600)", "an answer of"),
+        ("say({}); channel.recv(8); say({'solution': {'schedule': 1}}); time.sleep(600)", "has no field"),
+        ("say({}); channel.recv(8); say({'error': 'MemoryError: no'}); time.sleep(600)", "MemoryError: no"),
+        ("say({}); channel.recv(8); send(bytes(100)[:50]); sys.exit(0)", "Expecting value"),
+    ],
+)
+def test_a_process_that_crashes_or_talks_rubbish_costs_a_line(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, code: str, reason: str
+) -> None:
+    """List schedules stand in for it."""
+    pretend(monkeypatch, code)
+    check_stand_in(apart.solve_apart(PROBLEM, QUICK), caplog, reason)
+
+
+@pytest.mark.parametrize("code", ["time.sleep(600)", "say({}); time.sleep(600)"])
+def test_a_process_that_hangs_is_killed(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, code: str
+) -> None:
+    """At its deadline, whether it hangs before or after it is ready."""
+    pretend(monkeypatch, code)
+    monkeypatch.setattr(apart, "START_LIMIT_S", 1.0)
+    monkeypatch.setattr(apart, "GRACE_S", 0.5)
+    check_stand_in(apart.solve_apart(PROBLEM, replace(QUICK, time_limit_s=0.5)), caplog, "was killed")
+    assert apart._process is None
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"schedule": {"modes": [0] * 9, "starts": [0] * 9, "makespan": 1}}, "breaks a constraint"),
+        ({"schedule": {"modes": [7] * 9, "starts": [0] * 9, "makespan": 1}}, "has no mode 7"),
+        ({"schedule": {"modes": [], "starts": [], "makespan": 1}}, "schedule has 0 modes"),
+        ({"bound": 10**15}, "above its makespan"),
+        ({"execution": {"starts": [], "ends": [], "makespan": 0}}, "does not take as long"),
+        ({"chosen": 99}, "it chose candidate 99"),
+        ({"bound": "short"}, "a value of type int"),
+    ],
+)
+def test_a_wrong_solution_is_not_believed(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, change: dict[str, object], reason: str
+) -> None:
+    """Everything that follows from the problem is checked here."""
+    right = apart.to_json(solve(PROBLEM, QUICK))
+    answer = json.dumps({"solution": {**right, **change}})
+    pretend(monkeypatch, f"say({{}}); channel.recv(8); send({answer!r}.encode()); time.sleep(600)")
+    check_stand_in(apart.solve_apart(PROBLEM, QUICK), caplog, reason)
+
+
+def test_a_process_that_cannot_start_is_not_tried_for_ever(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    """After two failures in a row nobody starts it; plans are made all the same."""
+    monkeypatch.setattr(apart, "COMMAND", (str(tmp_path / "nothing"),))
+    for reason in ("FileNotFoundError", "FileNotFoundError", "not started again"):
+        caplog.clear()
+        check_stand_in(apart.solve_apart(PROBLEM, QUICK), caplog, reason)
+    caplog.clear()
+    assert 0 < apart.bound_apart(PROBLEM) <= lower_bound(PROBLEM)
+    assert "the bound is a weaker one" in caplog.text
+
+
+def test_a_process_that_died_between_two_questions_is_replaced(caplog: pytest.LogCaptureFixture) -> None:
+    """As one that was idle for long: nobody notices."""
+    first = apart.bound_apart(PROBLEM)
+    assert apart._process is not None
+    apart._process.process.kill()
+    apart._process.process.wait()
+    assert apart.bound_apart(PROBLEM) == first
+    assert not caplog.records
+
+
+def test_an_interrupt_while_it_works_ends_it_and_the_next_question_is_answered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its answer must not be taken for that to another question."""
+    with monkeypatch.context() as patch:
+        pretend(patch, "say({}); channel.recv(8); os.kill(os.getppid(), signal.SIGINT); time.sleep(600)")
+        with pytest.raises(KeyboardInterrupt):
+            apart.solve_apart(PROBLEM, QUICK)
+        assert apart._process is None
+    assert apart.bound_apart(PROBLEM) == lower_bound(PROBLEM)
+
+
+def test_threads_ask_in_turn() -> None:
+    """Each gets the answer to its own question."""
+    problems = [random_problem(random.Random(seed), 6, 4) for seed in range(6)]
+    found: dict[int, int] = {}
+    threads = [
+        threading.Thread(target=lambda n=n, p=p: found.update({n: apart.bound_apart(p)}))
+        for n, p in enumerate(problems)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [found[number] for number in range(6)] == [lower_bound(problem) for problem in problems]
+
+
+LEAVE = """
+import os, sys, time
+from apollo_compile.planner import apart
+from apollo_compile.planner.problem import Mode, Problem, Task
+problem = Problem(tasks=(Task(modes=(Mode(duration=3),), predecessors=()),) * 2)
+assert apart.bound_apart(problem) == 3
+print(apart._process.process.pid, flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        "",
+        "sys.exit(0)",
+        "os._exit(0)",
+        "os.kill(os.getpid(), 9)",
+        "child = os.fork()\nif child == 0:\n    assert apart.bound_apart(problem) == 3\n    os._exit(0)\n"
+        "assert os.waitpid(child, 0)[1] == 0\nassert apart.bound_apart(problem) == 3",
+    ],
+    ids=["ends", "sys.exit", "os._exit", "killed", "forked"],
+)
+def test_no_process_is_left_behind(end: str) -> None:
+    """However the parent ends; a forked child starts its own, and leaves the parent's alone."""
+    done = subprocess.run([sys.executable, "-c", LEAVE + end], capture_output=True, text=True, timeout=120)
+    assert done.returncode == (-signal.SIGKILL if "kill" in end else 0), done.stderr
+    pid = int(done.stdout.split()[0])
+    deadline = time.monotonic() + 60
+    while _is_alive(pid) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not _is_alive(pid)
+
+
+def _is_alive(pid: int) -> bool:
+    """Whether it runs; an orphan that nobody waits for does not."""
+    try:
+        os.kill(pid, 0)
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (ProcessLookupError, FileNotFoundError):
+        return False
+
+
+def test_this_process_imports_no_ortools() -> None:
+    """Its memory and its crashes are the other process's."""
+    code = LEAVE + "print(sorted({'ortools', 'pandas'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout.splitlines()[1] == "[]"
