@@ -196,7 +196,7 @@ def _report(args: argparse.Namespace) -> int:
     from apollo_compile.reports.report import Report
 
     if ":" not in args.target:
-        return _show(Report.from_json(Path(args.target).read_text(encoding="utf-8")), args)
+        return _show(Report.load(args.target), args)
     return _show(_run_and_report(args), args)
 
 

@@ -37,17 +37,20 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
 from importlib import resources
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from apollo_compile.errors import ConfigError
 from apollo_compile.ir import KernelKind
-from apollo_compile.json_form import from_json, to_json
+from apollo_compile.json_form import from_json, parse, read_file, to_json
 from apollo_compile.units import NS_PER_S
 
 _logger = logging.getLogger(__name__)
 
 FORMAT = 4
 """Number of the file form; another number means stale."""
+
+_MAX_BYTES = 4 * 2**20
+"""A measured profile takes about 20 kB."""
 
 LEAST_CPU_SHARE = 0.8
 """CPU time over wall time and thread below which another process held a core."""
@@ -238,7 +241,7 @@ def load_profile(path: Path) -> DeviceProfile:
     try:
         if not path.exists() and str(path) in packaged_profiles():
             return _load_packaged(str(path))
-        return _parse(path.read_text(encoding="utf-8")).profile
+        return _to_file(read_file(path, max_bytes=_MAX_BYTES)).profile
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"cannot read device profile {path}: {error}; expected a file that 'apollo calibrate' wrote, or one of "
@@ -273,11 +276,10 @@ def default_profile(units: int) -> DeviceProfile:
 @functools.cache
 def _load_packaged(name: str) -> DeviceProfile:
     text = resources.files("apollo_compile").joinpath("profiles", f"{name}.json").read_text(encoding="utf-8")
-    return _parse(text).profile
+    return _to_file(parse(text)).profile
 
 
-def _parse(text: str) -> _File:
-    content = json.loads(text)
+def _to_file(content: Any) -> _File:
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise ValueError(f"expected a profile of format {FORMAT}")
     return from_json(_File, content)
@@ -375,7 +377,7 @@ def inspect_profile(path: Path, fingerprint: Fingerprint) -> ProfileInspection:
     if not path.exists():
         return ProfileInspection(state=ProfileState.MISSING, detail="there is no such file", profile=None)
     try:
-        content = _parse(path.read_text(encoding="utf-8"))
+        content = _to_file(read_file(path, max_bytes=_MAX_BYTES))
     except (OSError, ValueError) as error:
         return ProfileInspection(state=ProfileState.DAMAGED, detail=str(error), profile=None)
     if content.fingerprint != fingerprint or content.profile.units != fingerprint.units:

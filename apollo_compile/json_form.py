@@ -2,10 +2,11 @@
 
     to_json(product)            -> dicts, lists, numbers and strings, ready for json.dumps
     from_json(cls, value)       -> the product, every field checked against its type
+    parse(text), read_file(path, max_bytes=...)  -> dicts, lists, numbers and strings, or `ValueError`
 
 Frozen dataclasses become objects with their fields by name, tuples become lists, enums their value, mappings objects
 with string keys. Files are data: reading one runs none of its content, and a missing, unknown or mistyped field is a
-`ValueError` that names its place.
+`ValueError` that names its place; so is a number of more than 64 bits, or text that no file can hold.
 """
 
 from __future__ import annotations
@@ -13,13 +14,18 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
+import json
 import math
+import stat
 import types
 import typing
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, TypeVar
 
 _Product = TypeVar("_Product")
+
+_MAX_INTEGER = 2**63 - 1
 
 
 def to_json(value: Any) -> Any:
@@ -37,13 +43,40 @@ def to_json(value: Any) -> Any:
     raise TypeError(f"cannot write a {type(value).__name__} as JSON: {value!r}")
 
 
+def read_file(path: Path, *, max_bytes: int) -> Any:
+    """Return the content of a file of JSON.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is too large, no regular file, or no JSON.
+    """
+    if not stat.S_ISREG(path.stat().st_mode):  # before it is opened: a pipe would wait for its writer
+        raise ValueError("it is no regular file")
+    with path.open("rb") as file:
+        content = file.read(max_bytes + 1)
+    if len(content) > max_bytes:
+        raise ValueError(f"it has more than {max_bytes} bytes")
+    return parse(content.decode("utf-8"))
+
+
+def parse(text: str) -> Any:
+    """Return what a text of JSON says. Raises `ValueError` where it is none, or too deep."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
 def from_json(cls: type[_Product], value: Any) -> _Product:
     """Return the product of type `cls` that `to_json` wrote.
 
     Raises:
         ValueError: a field is missing, unknown or of another type; the message names its place.
     """
-    return typing.cast(_Product, _read(cls, value, cls.__name__))
+    try:
+        return typing.cast(_Product, _read(cls, value, cls.__name__))
+    except RecursionError:  # what is to be shown of a wrong value may be as deep as the parser just allowed
+        raise ValueError("it is nested too deeply") from None
 
 
 def _read(kind: Any, value: Any, place: str) -> Any:
@@ -59,17 +92,29 @@ def _read(kind: Any, value: Any, place: str) -> Any:
     if origin is not None and issubclass(origin, Mapping):
         _expect(isinstance(value, dict), value, "an object", place)
         of = typing.get_args(kind)[1]
-        return {key: _read(of, item, f"{place}[{key!r}]") for key, item in value.items()}
+        return {_read(str, key, place): _read(of, item, f"{place}[{key!r}]") for key, item in value.items()}
     if dataclasses.is_dataclass(kind):
         return _read_dataclass(kind, value, place)
     if issubclass(kind, enum.Enum):
         _expect(value in [member.value for member in kind], value, f"one of {[m.value for m in kind]}", place)
         return kind(value)
     if kind is float:
-        is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-        return float(_expect(is_number, value, "a number", place))
-    is_right = isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
-    return _expect(is_right, value, f"a value of type {kind.__name__}", place)
+        is_number = isinstance(value, float) or _is_integer(value)
+        return float(_expect(is_number and math.isfinite(value), value, "a number", place))
+    if kind is int:
+        return _expect(_is_integer(value), value, "a value of type int with at most 64 bits", place)
+    if kind is str:
+        return _expect(isinstance(value, str) and _is_text(value), value, "a value of type str", place)
+    return _expect(isinstance(value, kind), value, f"a value of type {kind.__name__}", place)
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and -_MAX_INTEGER <= value <= _MAX_INTEGER
+
+
+def _is_text(value: str) -> bool:
+    """Whether a file can hold it: JSON can spell half of a character of two."""
+    return not any("\ud800" <= character <= "\udfff" for character in value)
 
 
 def _read_union(kind: Any, value: Any, place: str) -> Any:

@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from apollo_compile.errors import PlanFileError
 from apollo_compile.ir import Lane, Plan, SegmentGraph
-from apollo_compile.json_form import from_json, to_json
+from apollo_compile.json_form import from_json, read_file, to_json
 
 FILE_NAME = "plan.json"
 
@@ -27,17 +28,21 @@ _MAX_BYTES = 64 * 2**20
 """A plan of 10,000 segments takes about 2 MB."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _About:
+    """The graph that a plan is for."""
+
+    name: str
+    fingerprint: str
+    segments: tuple[str, ...]
+
+
 def save_plan(plan: Plan, graph: SegmentGraph, path: Path) -> None:
     """Write a plan; the same plan gives the same bytes. Raises `OSError` where that is impossible."""
-    content = {
-        "format": _FORMAT,
-        "graph": {
-            "name": graph.name,
-            "fingerprint": fingerprint(graph),
-            "segments": [segment.name for segment in graph.segments],
-        },
-        "plan": to_json(plan),
-    }
+    about = _About(
+        name=graph.name, fingerprint=fingerprint(graph), segments=tuple(segment.name for segment in graph.segments)
+    )
+    content = {"format": _FORMAT, "graph": to_json(about), "plan": to_json(plan)}
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
@@ -50,18 +55,15 @@ def load_plan(path: Path, graph: SegmentGraph, lanes: tuple[Lane, ...]) -> Plan:
     """
     file = path / graph.name / FILE_NAME if path.is_dir() else path
     try:
-        content = _read(file)
-        about = content["graph"]
-        is_for_graph = about["fingerprint"] == fingerprint(graph)
-        plan = from_json(Plan, content["plan"])
-    except (OSError, ValueError, TypeError, KeyError) as error:
+        about, plan = _read(file)
+    except (OSError, ValueError) as error:
         raise PlanFileError(
             f"cannot read the plan of {graph.name} from {file}: {error}; expected a file that save_plan or "
             "'debug.dump' wrote"
         ) from error
-    if not is_for_graph:
+    if about.fingerprint != fingerprint(graph):
         raise PlanFileError(
-            f"the plan in {file} was made for {about['name']}, whose segments are not those of {graph.name}: the "
+            f"the plan in {file} was made for {about.name}, whose segments are not those of {graph.name}: the "
             "model, its inputs or the partition's options have changed"
         )
     if plan.lanes != lanes:
@@ -103,13 +105,14 @@ def read_plans(path: Path) -> tuple[NamedPlan, ...]:
     found = []
     for file in files:
         try:
-            content = _read(file)
-            plan = from_json(Plan, content["plan"])
-            names = tuple(str(name) for name in content["graph"]["segments"])
-            if len(names) != len(plan.assignments):
-                raise ValueError(f"{len(names)} names for {len(plan.assignments)} segments")
-            found.append(NamedPlan(str(content["graph"]["name"]), names, plan))
-        except (OSError, ValueError, TypeError, KeyError) as error:
+            about, plan = _read(file)
+            names = about.segments
+            if [assignment.segment for assignment in plan.assignments] != list(range(len(names))):
+                raise ValueError(f"its {len(plan.assignments)} assignments are not one for each of {len(names)} names")
+            if not {assignment.lane for assignment in plan.assignments} <= {lane.id for lane in plan.lanes}:
+                raise ValueError("it assigns segments to lanes that it does not have")
+            found.append(NamedPlan(about.name, names, plan))
+        except (OSError, ValueError) as error:
             raise PlanFileError(f"cannot read a plan from {file}: {error}") from error
     return tuple(found)
 
@@ -124,11 +127,8 @@ def fingerprint(graph: SegmentGraph) -> str:
     return hashlib.sha256(json.dumps(structure).encode()).hexdigest()
 
 
-def _read(file: Path) -> dict[str, Any]:
-    size = file.stat().st_size
-    if size > _MAX_BYTES:
-        raise ValueError(f"the file has {size} bytes, a plan at most {_MAX_BYTES}")
-    content = json.loads(file.read_text(encoding="utf-8"))
+def _read(file: Path) -> tuple[_About, Plan]:
+    content = read_file(file, max_bytes=_MAX_BYTES)
     if not isinstance(content, dict) or content.get("format") != _FORMAT:
         raise ValueError(f"expected a plan of format {_FORMAT}")
-    return content
+    return from_json(_About, content.get("graph")), from_json(Plan, content.get("plan"))

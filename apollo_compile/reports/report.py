@@ -11,15 +11,19 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from apollo_compile.errors import ReportFileError
-from apollo_compile.json_form import from_json, to_json
+from apollo_compile.json_form import from_json, parse, read_file, to_json
 from apollo_compile.reports.diff import Difference, compare, sides_of_report
-from apollo_compile.reports.summary import GraphSummary
+from apollo_compile.reports.summary import GraphSummary, check_summary
 from apollo_compile.select import Verdict
 
 FORMAT = 1
 """Number of the JSON form."""
+
+_MAX_BYTES = 256 * 2**20
+"""A report of 1,000 segments takes about 3 MB."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,12 +75,21 @@ class Report:
             ReportFileError: the text is no report of this form.
         """
         try:
-            content = json.loads(text)
-            if not isinstance(content, dict) or content.get("format") != FORMAT:
-                raise ValueError(f"expected a report of format {FORMAT}")
-            return from_json(cls, content.get("report"))
-        except (ValueError, RecursionError, OverflowError) as error:
+            return _to_report(parse(text))
+        except ValueError as error:
             raise ReportFileError(f"this is no report: {error}; expected what Report.to_json wrote") from error
+
+    @classmethod
+    def load(cls, path: str | Path) -> Report:
+        """Return the report in a file.
+
+        Raises:
+            ReportFileError: the file cannot be read, or is no report of this form.
+        """
+        try:
+            return _to_report(read_file(Path(path), max_bytes=_MAX_BYTES))
+        except (OSError, ValueError) as error:
+            raise ReportFileError(f"this is no report: {path}: {error}; expected what Report.to_json wrote") from error
 
     def to_html(self) -> str:
         """Return a page that needs nothing else: no network, no other file."""
@@ -120,3 +133,15 @@ class Report:
     def diff(self, other: Report) -> Difference:
         """Return what changes from this report's plans to those of `other`; print it to read it."""
         return compare(sides_of_report(self), sides_of_report(other))
+
+
+def _to_report(content: Any) -> Report:
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise ValueError(f"expected a report of format {FORMAT}")
+    report = from_json(Report, content.get("report"))
+    for graph in report.graphs:
+        check_summary(graph)
+    for name, verdict in report.verdicts:
+        if not verdict.standings or verdict.winner != verdict.standings[0].name:
+            raise ValueError(f"the verdict of {name} needs standings, the winner {verdict.winner!r} first")
+    return report

@@ -1,0 +1,200 @@
+"""Every file that is read back: whatever is in it, it is a valid object or the documented error."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import random
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+
+from apollo_compile.check import check_plan
+from apollo_compile.device import (
+    DeviceProfile,
+    Fingerprint,
+    ProfileState,
+    default_profile,
+    format_profile,
+    inspect_profile,
+    load_profile,
+)
+from apollo_compile.errors import ApolloError, ConfigError, PlanFileError, ReportFileError
+from apollo_compile.ir import KernelKind
+from apollo_compile.lanes import lane_catalogue
+from apollo_compile.passes.plan import make_plan
+from apollo_compile.plan_file import load_plan, read_plans, save_plan
+from apollo_compile.reports.diff import compare, sides_of_plans
+from apollo_compile.reports.report import Report
+from apollo_compile.reports.summary import summarize
+from apollo_compile.select import Standing, Verdict
+from tests.builders import chains, random_costs, random_graph, random_plan
+from tests.faults.mutations import damaged_bytes, damaged_json
+from tests.reports.reports import a_break, compile_graph, invent_run
+
+FUZZ = settings(max_examples=150, deadline=None, derandomize=True, database=None)
+
+_rng = random.Random(0)
+_graph = random_graph(_rng, 5)
+_lanes = lane_catalogue(4)
+_costs = random_costs(_rng, _graph, _lanes)
+
+
+@functools.cache
+def _plan_content() -> Any:
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "plan.json"
+        save_plan(random_plan(_rng, _graph, _lanes, _costs), _graph, file)
+        return json.loads(file.read_text())
+
+
+@functools.cache
+def _profile_content() -> Any:
+    return json.loads(format_profile(default_profile(4), fingerprint=_FINGERPRINT))
+
+
+_FINGERPRINT = Fingerprint(device="a", driver=None, torch="2", cores=4, units=4)
+
+
+@functools.cache
+def _report() -> Report:
+    compilation = compile_graph(chains([100_000] * 3, [100_000] * 3, efficiency=0.6)[0])
+    standings = (
+        Standing(name="plan", step_ns=5.0, ratio=1.0, num_rounds=5),
+        Standing(name="Inductor", step_ns=6.0, ratio=1.2, num_rounds=5),
+    )
+    return Report(
+        graphs=(summarize(compilation, invent_run(compilation)),),
+        handed_over=(("graph1", "why"),),
+        verdicts=(("graph0", Verdict(winner="plan", choice=("plan",), standings=standings, num_steps=30)),),
+        breaks=(a_break(),),
+    )
+
+
+@functools.cache
+def _report_content() -> Any:
+    return json.loads(_report().to_json())
+
+
+def use_plan(path: Path) -> None:
+    """Load, pin and compare the plan of a file."""
+    try:
+        plan = load_plan(path, _graph, _lanes)
+    except PlanFileError:
+        pass
+    else:
+        check_plan(make_plan(_graph, _costs, lanes=_lanes, pinned=plan), _graph, _costs)
+    try:
+        plans = read_plans(path)
+    except PlanFileError:
+        return
+    str(compare(sides_of_plans(plans), sides_of_plans(plans)))
+
+
+def use_profile(path: Path) -> None:
+    """Load the profile of a file and ask it for rates."""
+    found = inspect_profile(path, _FINGERPRINT)
+    assert (found.profile is None) == (found.state not in (ProfileState.CURRENT, ProfileState.SCALED))
+    try:
+        profile: DeviceProfile = load_profile(path)
+    except ConfigError:
+        assert found.state in (ProfileState.DAMAGED, ProfileState.MISSING)
+        return
+    for size in (0, 1, 10**6, 10**15):
+        for kind in KernelKind:
+            assert profile.flops_per_s(kind, "float32", size, profile.units) > 0
+        assert profile.near_rate(size, 1) > 0
+
+
+def use_report(path: Path) -> None:
+    """Load the report of a file and render it in every form."""
+    try:
+        report = Report.load(path)
+    except ReportFileError:
+        return
+    assert Report.from_json(report.to_json()) == report
+    str(report)
+    report.to_html().encode()
+    report.to_trace().encode()
+    report.to_dot().encode()
+    str(report.diff(_report()))
+    for graph in report.graphs:
+        for segment in graph.segments:
+            report.why(segment.name)
+
+
+def loaders() -> list[tuple[Callable[[Path], None], Callable[[], Any]]]:
+    """Return every use of a file, with a valid content."""
+    return [(use_plan, _plan_content), (use_profile, _profile_content), (use_report, _report_content)]
+
+
+each_loader = pytest.mark.parametrize(("use", "content"), loaders(), ids=("plan", "profile", "report"))
+
+
+@each_loader
+def test_damaged_values_load_or_are_refused(use: Callable[[Path], None], content: Callable[[], Any]) -> None:
+    """Values of other types, out of range, missing, doubled, in another order."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "file.json"
+
+        @FUZZ
+        @given(damaged_json(content()))
+        def check(text: str) -> None:
+            file.write_text(text, encoding="utf-8")
+            use(file)
+
+        check()
+
+
+@each_loader
+def test_damaged_bytes_load_or_are_refused(use: Callable[[Path], None], content: Callable[[], Any]) -> None:
+    """Cut off, with other bytes, or something else."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "file.json"
+
+        @settings(FUZZ, max_examples=60)
+        @given(damaged_bytes(json.dumps(content()).encode()))
+        def check(raw: bytes) -> None:
+            file.write_bytes(raw)
+            use(file)
+
+        check()
+
+
+@each_loader
+def test_what_is_no_file_is_refused(use: Callable[[Path], None], content: Callable[[], Any], tmp_path: Path) -> None:
+    """Nothing, a folder, a pipe that nobody writes to, a device without end, a file of a terabyte."""
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "folder").mkdir()
+    with (tmp_path / "huge").open("wb") as file:
+        file.truncate(2**40)
+    for path in (tmp_path / "nothing", tmp_path / "folder", tmp_path / "pipe", Path("/dev/zero"), tmp_path / "huge"):
+        use(path)
+
+
+@each_loader
+@pytest.mark.parametrize("number", [0, 2, "1", None, 10**30])
+def test_another_format_is_refused(
+    use: Callable[[Path], None], content: Callable[[], Any], number: object, tmp_path: Path
+) -> None:
+    """A file of an older or a later release."""
+    file = tmp_path / "file.json"
+    file.write_text(json.dumps({**content(), "format": number}))
+    for load in (lambda: load_plan(file, _graph, _lanes), lambda: load_profile(file), lambda: Report.load(file)):
+        with pytest.raises(ApolloError, match="format"):
+            load()
+
+
+def test_the_files_of_this_test_are_valid(tmp_path: Path) -> None:
+    """Else the fuzzer would see nothing but refusals."""
+    file = tmp_path / "file.json"
+    loads = (lambda: load_plan(file, _graph, _lanes), lambda: load_profile(file), lambda: Report.load(file))
+    for (use, content), load in zip(loaders(), loads, strict=True):
+        file.write_text(json.dumps(content()))
+        load()
+        use(file)
