@@ -32,6 +32,7 @@ from apollo_compile.cuda.gpu import Gpu, TorchGpu
 from apollo_compile.device import DeviceProfile, discover_profile, limit_units, load_profile, packaged_profiles
 from apollo_compile.errors import ConfigError, CudaError, NothingToGainError, UnsupportedGraphError
 from apollo_compile.execute import Executable, available_units, core_share, keep_memory, most_units
+from apollo_compile.history import Finding, History, key_of
 from apollo_compile.inductor import (
     CompiledBody,
     adopt_layouts,
@@ -50,7 +51,7 @@ from apollo_compile.inductor import (
     writes_inputs,
     written_inputs,
 )
-from apollo_compile.ir import Partition, Plan, Role, Trace
+from apollo_compile.ir import Capture, Partition, Plan, Role, Trace, Verdict
 from apollo_compile.json_form import from_json, to_json
 from apollo_compile.monitor import is_same_placement, observe_trace, should_replan
 from apollo_compile.observe import StageRunner
@@ -69,7 +70,7 @@ from apollo_compile.plan_file import FILE_NAME, fingerprint, save_plan
 from apollo_compile.ranks import Ranks, find_ranks
 from apollo_compile.reports.report import BreakSummary, Report
 from apollo_compile.reports.summary import GraphSummary, summarize
-from apollo_compile.select import INDUCTOR, PLAN, SERIAL, STREAMS, Selection, Verdict
+from apollo_compile.select import INDUCTOR, PLAN, SERIAL, STREAMS, Selection
 from apollo_compile.units import format_ns
 from apollo_compile.what_if import PROFILES, what_if
 
@@ -192,10 +193,13 @@ class CompiledGraph:
         self._observations = self.compilation.observations
         self._runs = 0
         self._learning = threading.Lock()
-        self._is_settled = not self.config.plan.replan or self.config.plan.planner == "serial"
+        finding = self.compilation.finding
+        self._is_settled = not self.config.plan.replan or self.config.plan.planner == "serial" or finding is not None
         self._others: dict[str, Run] = {}
         self._run: Run
         self.adopt(self.compilation)
+        if finding is not None:
+            self.use(finding.way)
 
     def __call__(self, inputs: list[Any]) -> Sequence[Any]:
         """Run the graph once and return its outputs."""
@@ -463,12 +467,48 @@ class CompiledModel:
 
     def __post_init__(self) -> None:
         """Prepare the contest of the graphs to come."""
-        self.selection = Selection(self.graphs, partial(_log_verdict, self.name), self.ranks)
+        self.selection = Selection(self.graphs, self._keep_verdict, self.ranks)
 
     @property
     def name(self) -> str:
         """Name of the Dynamo graph, with which those of its graphs begin."""
         return f"graph{self.number}"
+
+    @property
+    def verdict(self) -> Verdict | None:
+        """What a contest said, an earlier run's if none was held in this one."""
+        findings = [item.finding for item in (*(graph.compilation for graph in self.graphs), *self.left)]
+        return self.selection.verdict or next((finding.verdict for finding in findings if finding), None)
+
+    @property
+    def _history(self) -> History | None:
+        """Where findings are kept; None where what is found out here is nobody else's business."""
+        config = self.config
+        is_kept = config.plan.remember and self.ranks.is_alone and self.gpu is None and _may_be_contested(config)
+        return History(config.device.cache / "history") if is_kept and config.device.cache is not None else None
+
+    def _keep_verdict(self, verdict: Verdict) -> None:
+        _logger.info("%s: chosen by measuring: %s", self.name, verdict)
+        for graph in self.graphs:
+            if graph.has_run:
+                self._keep(graph.compilation, graph.way, verdict)
+
+    def _keep(self, compilation: Compilation, way: str, verdict: Verdict | None) -> None:
+        history = self._history
+        if history is not None:
+            finding = Finding(observations=compilation.observations, plan=compilation.plan, way=way, verdict=verdict)
+            history.keep(self._key(compilation.capture, compilation.partition), finding)
+
+    def _recall(self, capture: Capture, partition: Partition) -> Finding | None:
+        history = self._history
+        finding = None if history is None else history.recall(self._key(capture, partition))
+        if finding is None or finding.verdict is None:
+            return finding
+        return replace(finding, verdict=replace(finding.verdict, is_remembered=True))
+
+    def _key(self, capture: Capture, partition: Partition) -> str:
+        threads = torch.get_num_threads()
+        return key_of(capture, partition, profile=self.profile, config=self.config, threads=threads)
 
     def compile_graph(self, graph_module: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
         """Compile one graph after AOTAutograd; `kwargs` are those of Inductor's inner compiler."""
@@ -503,13 +543,16 @@ class CompiledModel:
             config=config,
             device=self.device,
             commons=commons,
+            recall=self._recall,
         )
         planned = time.perf_counter_ns()
         reason = reason_to_leave(compilation, config)
         if reason is not None:
             self.left.append(compilation)
+            if compilation.finding is None:
+                self._keep(compilation, INDUCTOR, None)
             raise NothingToGainError(reason)
-        is_contested = _is_contested(compilation.plan, config)
+        is_contested = _is_contested(compilation.plan, config) and compilation.finding is None
         original = clone_graph(graph_module) if is_contested else None
         contract = Contract(
             static_inputs=frozenset(kwargs.get("static_input_idxs") or ()),
@@ -542,10 +585,11 @@ def plan_graph(
     config: Config,
     device: torch.device = _CPU,
     commons: Commons | None = None,
+    recall: Callable[[Capture, Partition], Finding | None] = lambda capture, partition: None,
 ) -> Compilation:
     """Take a graph after AOTAutograd through all stages up to the program, and dump it if `debug.dump` says so.
 
-    With `commons`, the plan is the one that all ranks run.
+    With `commons`, the plan is the one that all ranks run; with `recall`, one that an earlier process found.
 
     Raises:
         UnsupportedGraphError: the graph has something that segments cannot express.
@@ -562,7 +606,9 @@ def plan_graph(
         check=check.check_capture,
         text=text.format_capture,
     )
-    compilation = compile_capture(capture, profile=profile, config=config, runner=runner)
+    compilation = compile_capture(
+        capture, profile=profile, config=config, runner=runner, recall=partial(recall, capture)
+    )
     if commons is not None and not compilation.plan.pinned:
         commons.enroll(compilation)
         compilation = commons.settle(compilation, compilation, runner) or compilation
@@ -574,6 +620,9 @@ def plan_graph(
 
 def reason_to_leave(compilation: Compilation, config: Config) -> str | None:
     """Return why a graph is better left to Inductor from the start; None where its plan is worth compiling."""
+    if compilation.finding is not None and compilation.finding.verdict is not None:
+        is_left = compilation.finding.way == INDUCTOR
+        return f"it won the contest: {compilation.finding.verdict}" if is_left else None
     is_worth_it = _uses_lanes(compilation.plan) or _wrapper_share(compilation) >= WORTH_NATIVE
     if is_worth_it or not _is_contested(compilation.plan, config):
         return None
@@ -605,7 +654,7 @@ def report(model: torch.nn.Module, *, units: Sequence[int] | None = None, profil
     found = find_models(model)
     return Report(
         graphs=tuple(graph for entry in found for graph in _summarize(entry, units, profiles)),
-        verdicts=tuple((entry.name, entry.selection.verdict) for entry in found if entry.selection.verdict),
+        verdicts=tuple((entry.name, entry.verdict) for entry in found if entry.verdict),
         handed_over=tuple(reason for entry in found for reason in entry.handed_over),
         breaks=tuple(entry.ended_by for entry in found if entry.ended_by is not None),
     )
@@ -648,12 +697,15 @@ def find_models(module: torch.nn.Module) -> list[CompiledModel]:
 
 def _is_contested(plan: Plan, config: Config) -> bool:
     """Whether measured times may overrule the plan: not if somebody wants this plan, its limit, or the same numbers."""
+    return _may_be_contested(config) and not plan.pinned
+
+
+def _may_be_contested(config: Config) -> bool:
     return (
         config.plan.contest
         and config.runtime.bodies != "eager"
         and config.plan.planner != "serial"
         and config.plan.memory_quota is None
-        and not plan.pinned
         and not torch.are_deterministic_algorithms_enabled()
     )
 
@@ -787,10 +839,6 @@ def _log_replan(old: Compilation, new: Compilation, planning_ns: int) -> None:
         format_ns(new.plan.lower_bound_ns),
         format_ns(planning_ns),
     )
-
-
-def _log_verdict(name: str, verdict: Verdict) -> None:
-    _logger.info("%s: chosen by measuring: %s", name, verdict)
 
 
 def _set_log_level(level: str) -> None:

@@ -35,7 +35,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -201,7 +201,8 @@ def measure(
         steps_per_turn: timed steps of a turn.
         warmup: untimed steps of every variant before the first round, at least; apollo takes as many more as it needs
             to settle on a plan.
-        cold: give every child an empty Inductor cache, so that `cold_s` is a cold compile.
+        cold: give every child an empty Inductor cache, and let apollo forget earlier runs, so that `cold_s` is a
+            cold compile.
         progress: called with a line of text now and then.
 
     Raises:
@@ -209,10 +210,15 @@ def measure(
     """
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="apollo-bench-")))
-        children = {variant.name: stack.enter_context(_spawn(task, variant, folder, cold=cold)) for variant in variants}
+        chosen = [_forgetful(variant) if cold and variant.backend == "apollo" else variant for variant in variants]
+        children = {variant.name: stack.enter_context(_spawn(task, variant, folder, cold=cold)) for variant in chosen}
         return measure_children(
             task, children, rounds=rounds, steps_per_turn=steps_per_turn, warmup=warmup, progress=progress
         )
+
+
+def _forgetful(variant: Variant) -> Variant:
+    return replace(variant, options={"plan.remember": False, **variant.options})
 
 
 def measure_children(

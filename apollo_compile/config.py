@@ -64,6 +64,8 @@ class PlanConfig:
     """Let the plan, its segments in turn and Inductor's own code compete in the first steps, and keep the fastest.
     With False, a plan file, the planner `serial`, a memory quota or `torch.use_deterministic_algorithms(True)` the plan
     runs."""
+    remember: bool = True
+    """Keep what the first steps found out, plan and verdict, in `device.cache`, and begin with it the next time."""
     file: Path | None = None
     """A plan file, or a directory that `debug.dump` wrote: lanes and order are taken from there."""
 

@@ -30,7 +30,6 @@ import logging
 import math
 import os
 import platform
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -41,7 +40,7 @@ from typing import Any, Literal
 
 from apollo_compile.errors import ConfigError
 from apollo_compile.ir import KernelKind
-from apollo_compile.json_form import from_json, parse, read_file, to_json
+from apollo_compile.json_form import from_json, parse, read_file, to_json, write_file
 from apollo_compile.units import NS_PER_S
 
 _logger = logging.getLogger(__name__)
@@ -251,15 +250,7 @@ def load_profile(path: Path) -> DeviceProfile:
 
 def save_profile(profile: DeviceProfile, path: Path, *, fingerprint: Fingerprint | None = None) -> None:
     """Write a profile to a file, at once or not at all. Raises `OSError` where that is impossible."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(format_profile(profile, fingerprint=fingerprint))
-        Path(temporary).replace(path)  # a reader sees the old file or the new one, never a part
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    write_file(path, format_profile(profile, fingerprint=fingerprint))
 
 
 def format_profile(profile: DeviceProfile, *, fingerprint: Fingerprint | None = None) -> str:

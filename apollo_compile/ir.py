@@ -14,6 +14,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import NewType
 
+from apollo_compile.units import format_ns
+
 NodeId = NewType("NodeId", int)
 SegmentId = NewType("SegmentId", int)
 BodyId = NewType("BodyId", int)
@@ -512,3 +514,48 @@ class Observations:
     """What was measured so far, by body and units, ascending."""
 
     entries: tuple[Observation, ...] = ()
+
+
+# ------------------------------------------------------------------------------------------------ the contest of ways
+
+
+Choice = tuple[str, ...]
+"""Per graph of the model, the way that it runs."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Standing:
+    """One entrant, after the contest."""
+
+    name: str
+    step_ns: float
+    """Median over rounds of the time of its graphs in one step."""
+    ratio: float
+    """Median over rounds of its time over the winner's in the same round; 1 for the winner."""
+    num_rounds: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verdict:
+    """Which way stays, and what it was compared with."""
+
+    winner: str
+    choice: Choice
+    standings: tuple[Standing, ...]
+    """The winner first, the others by ratio."""
+    num_steps: int
+    """Steps of the training loop that it took."""
+    is_remembered: bool = False
+    """Whether those were steps of an earlier process."""
+
+    @property
+    def loop(self) -> str:
+        """Return whose steps they were, in words."""
+        return "an earlier training loop" if self.is_remembered else "the training loop"
+
+    def __str__(self) -> str:
+        first, *others = self.standings
+        parts = [f"{first.name} {format_ns(round(first.step_ns))} a step"]
+        parts += [f"{other.name} {other.ratio:.2f}x of that" for other in others]
+        of_whom = f" of {self.loop}" if self.is_remembered else ""
+        return f"{', '.join(parts)}; measured in {self.num_steps} steps{of_whom}"

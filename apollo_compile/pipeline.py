@@ -9,13 +9,15 @@ must pass and the text that `APOLLO_DUMP` writes. Replanning is the same lines f
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
 
 from apollo_compile import check, text
 from apollo_compile.config import Config
 from apollo_compile.device import DeviceProfile
-from apollo_compile.errors import PlanFileError
+from apollo_compile.errors import InvariantError, PlanFileError
+from apollo_compile.history import Finding
 from apollo_compile.ir import (
     Capture,
     CostTable,
@@ -50,6 +52,8 @@ class Compilation:
     profile: DeviceProfile
     observations: Observations
     """What was measured before it was planned."""
+    finding: Finding | None = None
+    """What an earlier process found out, if the plan comes from there."""
     costs: CostTable
     plan: Plan
     syncs: SyncPlan
@@ -65,8 +69,15 @@ class Decision:
     plan: Plan
 
 
-def compile_capture(capture: Capture, *, profile: DeviceProfile, config: Config, runner: StageRunner) -> Compilation:
-    """Take a capture through all stages.
+def compile_capture(
+    capture: Capture,
+    *,
+    profile: DeviceProfile,
+    config: Config,
+    runner: StageRunner,
+    recall: Callable[[Partition], Finding | None] = lambda partition: None,
+) -> Compilation:
+    """Take a capture through all stages; where `recall` knows a plan, that one is taken.
 
     Raises:
         InfeasiblePlanError: no plan keeps the memory quota.
@@ -80,10 +91,47 @@ def compile_capture(capture: Capture, *, profile: DeviceProfile, config: Config,
         check=partial(check.check_partition, capture=capture),
         text=text.format_partition,
     )
-    pinned = _load_pinned_plan(partition.graph, lane_catalogue(profile.units, profile.atom), config)
+    lanes = lane_catalogue(profile.units, profile.atom)
+    finding = recall(partition)
+    if finding is not None and finding.plan.lanes == lanes:
+        try:
+            return _compile_finding(capture, partition, finding, profile=profile, runner=runner)
+        except InvariantError as error:
+            _logger.info("%s is planned anew, an earlier plan is not legal for it: %s", capture.name, error)
+    pinned = _load_pinned_plan(partition.graph, lanes, config)
     return plan_partition(
         capture, partition, Observations(), profile=profile, config=config, runner=runner, pinned=pinned
     )
+
+
+def _compile_finding(
+    capture: Capture, partition: Partition, finding: Finding, *, profile: DeviceProfile, runner: StageRunner
+) -> Compilation:
+    graph = partition.graph
+    costs = _run_cost(graph, profile, finding.observations, runner)
+    plan = runner.run(
+        "plan",
+        lambda: finding.plan,
+        check=partial(check.check_plan, graph=graph, costs=costs),
+        text=partial(text.format_plan, graph=graph),
+    )
+    compilation = compile_plan(capture, partition, finding.observations, costs, plan, profile=profile, runner=runner)
+    return replace(compilation, finding=finding)
+
+
+def _run_cost(
+    graph: SegmentGraph, profile: DeviceProfile, observations: Observations, runner: StageRunner
+) -> CostTable:
+    costs: CostTable = runner.run(
+        "cost",
+        estimate_costs,
+        graph,
+        profile,
+        observations,
+        check=partial(check.check_costs, graph=graph),
+        text=partial(text.format_costs, graph=graph),
+    )
+    return costs
 
 
 def plan_partition(
@@ -98,15 +146,7 @@ def plan_partition(
 ) -> Compilation:
     """Take a partition through the stages from cost to program; a `pinned` plan keeps its lanes and order."""
     graph = partition.graph
-    costs = runner.run(
-        "cost",
-        estimate_costs,
-        graph,
-        profile,
-        observations,
-        check=partial(check.check_costs, graph=graph),
-        text=partial(text.format_costs, graph=graph),
-    )
+    costs = _run_cost(graph, profile, observations, runner)
     plan = runner.run(
         "plan",
         make_plan,

@@ -45,9 +45,9 @@ from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from apollo_compile.ir import Choice, Standing, Verdict
 from apollo_compile.json_form import from_json, to_json
 from apollo_compile.ranks import Ranks
-from apollo_compile.units import format_ns
 
 STEPS_PER_TURN = 3
 MIN_ROUNDS = 5
@@ -64,9 +64,6 @@ PLAN = "plan"
 STREAMS = "plan without quotas"
 INDUCTOR = "Inductor"
 MIXTURE = "best of each graph"
-
-Choice = tuple[str, ...]
-"""Per graph of the model, the way that it runs."""
 
 
 class Graph(Protocol):
@@ -93,36 +90,6 @@ class Graph(Protocol):
 
     def prepare(self) -> None:
         """Make `INDUCTOR` one of its ways; takes as long as a compile."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Standing:
-    """One entrant, after the contest."""
-
-    name: str
-    step_ns: float
-    """Median over rounds of the time of its graphs in one step."""
-    ratio: float
-    """Median over rounds of its time over the winner's in the same round; 1 for the winner."""
-    num_rounds: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Verdict:
-    """Which way stays, and what it was compared with."""
-
-    winner: str
-    choice: Choice
-    standings: tuple[Standing, ...]
-    """The winner first, the others by ratio."""
-    num_steps: int
-    """Steps of the training loop that it took."""
-
-    def __str__(self) -> str:
-        first, *others = self.standings
-        parts = [f"{first.name} {format_ns(round(first.step_ns))} a step"]
-        parts += [f"{other.name} {other.ratio:.2f}x of that" for other in others]
-        return f"{', '.join(parts)}; measured in {self.num_steps} steps"
 
 
 Round = Mapping[str, Mapping[int, float]]

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 from tabulate import tabulate
 
-from apollo_compile.ir import Lane, LaneId
+from apollo_compile.ir import Lane, LaneId, Verdict
 from apollo_compile.reports.words import describe
-from apollo_compile.select import PLAN, Verdict
+from apollo_compile.select import PLAN
 from apollo_compile.text import draw_lanes, mark_source
 from apollo_compile.units import format_bytes, format_ns
 
@@ -95,7 +95,7 @@ def _render_verdict(verdict: Verdict) -> str:
     rows = [(standing.name, f"{standing.ratio:.3f}", standing.num_rounds) for standing in verdict.standings]
     step = format_ns(round(verdict.standings[0].step_ns))
     table = _table(rows, ("way", "to the winner", "rounds"), "lrr")
-    return f"{table}\n{verdict.winner} takes {step} a step; measured in {verdict.num_steps} steps of the training loop"
+    return f"{table}\n{verdict.winner} takes {step} a step; measured in {verdict.num_steps} steps of {verdict.loop}"
 
 
 def _render_break(found: BreakSummary) -> str:

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from apollo_compile.errors import ReportFileError
+from apollo_compile.ir import Verdict
 from apollo_compile.json_form import from_json, parse, read_file, to_json
 from apollo_compile.reports.diff import Difference, compare, sides_of_report
 from apollo_compile.reports.summary import GraphSummary, check_summary
-from apollo_compile.select import Verdict
 
 FORMAT = 1
 """Number of the JSON form."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ from apollo_compile import backend
 from apollo_compile.select import INDUCTOR, MAX_ROUNDS, PLAN, SERIAL, STEPS_PER_TURN
 from tests.end_to_end.models import TwoTowers, assert_same_training, train, two_tower_inputs
 
-CONTESTED = {"debug.strict": True, "device.profile": "cpu", "plan.min_gain": 0.0}
+CONTESTED = {"debug.strict": True, "device.profile": "cpu", "plan.min_gain": 0.0, "plan.remember": False}
 """The packaged profile gives two towers lanes on every machine with two cores."""
 
 ENOUGH = 30 + 3 * 2 * MAX_ROUNDS * STEPS_PER_TURN
@@ -124,7 +126,7 @@ def test_a_model_without_branches_is_inductors_from_the_start(caplog: pytest.Log
     torch._dynamo.reset()
     layer, x = nn.Linear(1024, 1024), torch.ones(512, 1024)
     with caplog.at_level(logging.INFO, logger="apollo_compile"), torch.no_grad():
-        run = torch.compile(layer, backend="apollo", options={"debug.strict": True})
+        run = torch.compile(layer, backend="apollo", options={"debug.strict": True, "plan.remember": False})
         torch.testing.assert_close(run(x), layer(x))
     (record,) = [r for r in caplog.records if "goes to Inductor whole" in r.getMessage()]
     assert record.levelno == logging.INFO
@@ -138,7 +140,9 @@ def test_many_small_kernels_are_worth_segments_without_lanes() -> None:
     torch._dynamo.reset()
     layer, x = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(8)]), torch.ones(2, 4)
     with torch.no_grad():
-        run = torch.compile(layer, backend="apollo", options={"debug.strict": True, "device.units": 1})
+        run = torch.compile(
+            layer, backend="apollo", options={"debug.strict": True, "device.units": 1, "plan.remember": False}
+        )
         torch.testing.assert_close(run(x), layer(x))
         (graph,) = backend.find_models(layer)[0].graphs
         for _ in range(ENOUGH):
@@ -227,3 +231,38 @@ def test_a_memory_quota_is_not_overruled() -> None:
     """Only the plan keeps it."""
     _, _, found = compiled_towers(**{"plan.memory_quota": 2**30})
     assert [graph.selection for graph in found.graphs] == [None, None]
+
+
+@needs_two_cores
+@pytest.mark.parametrize("way", [INDUCTOR, SERIAL, PLAN])
+def test_a_second_run_begins_where_the_first_one_ended(
+    way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With its plan and its winner, whichever that was; nothing is planned, measured or compared again."""
+    options = {"plan.remember": True, "device.cache": tmp_path}
+    run, inputs, first = compiled_towers(**options)
+    for _ in range(ENOUGH):
+        run(*inputs).square().mean().backward()
+    assert first.selection.verdict is not None
+    files = sorted((tmp_path / "history").iterdir())
+    assert len(files) == len(first.graphs) == 2
+    for file in files:
+        content = json.loads(file.read_text())
+        assert content["finding"]["way"] in first.selection.verdict.choice
+        content["finding"]["way"] = way
+        file.write_text(json.dumps(content))
+
+    def fail(*args: object, **kwargs: object) -> None:
+        raise AssertionError("planned or compiled again")
+
+    monkeypatch.setattr("apollo_compile.passes.plan.solve_apart", fail)
+    monkeypatch.setattr(backend, "compile_again", fail)
+    run, inputs, second = compiled_towers(**options)
+    torch.testing.assert_close(run(*inputs), TwoTowers.forward(run, *inputs), rtol=1e-4, atol=1e-5)
+    assert backend.is_settled(run)
+    assert [graph.way for graph in second.graphs] == ([] if way == INDUCTOR else [way, way])
+    if way != INDUCTOR:
+        assert [g.compilation.plan for g in second.graphs] == [g.compilation.plan for g in first.graphs]
+    text = str(apollo_compile.report(run, units=(), profiles=()))
+    assert "of an earlier training loop" in text
+    assert ("won the contest" in text) == (way == INDUCTOR)

@@ -25,14 +25,13 @@ from apollo_compile.device import (
     load_profile,
 )
 from apollo_compile.errors import ApolloError, ConfigError, PlanFileError, ReportFileError
-from apollo_compile.ir import KernelKind
+from apollo_compile.ir import KernelKind, Standing, Verdict
 from apollo_compile.lanes import lane_catalogue
 from apollo_compile.passes.plan import make_plan
 from apollo_compile.plan_file import load_plan, read_plans, save_plan
 from apollo_compile.reports.diff import compare, sides_of_plans
 from apollo_compile.reports.report import Report
 from apollo_compile.reports.summary import summarize
-from apollo_compile.select import Standing, Verdict
 from tests.builders import chains, random_costs, random_graph, random_plan
 from tests.faults.mutations import damaged_bytes, damaged_json
 from tests.reports.reports import a_break, compile_graph, invent_run

@@ -10,10 +10,11 @@ import pytest
 from markupsafe import escape
 
 from apollo_compile.errors import ReportFileError
+from apollo_compile.ir import Standing, Verdict
 from apollo_compile.reports.report import Report
 from apollo_compile.reports.summary import Bottleneck, Limit, summarize
 from apollo_compile.reports.words import describe, explain_place
-from apollo_compile.select import INDUCTOR, SERIAL, Standing, Verdict
+from apollo_compile.select import INDUCTOR, SERIAL
 from benchmarks.graphs import WORKLOADS
 from tests.reports.reports import a_break, compile_graph, invent_run, workload_report
 from tests.reports.test_summary import NOTHING, RUN, compilation

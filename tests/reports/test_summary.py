@@ -24,7 +24,9 @@ from apollo_compile.ir import (
     SegmentGraph,
     SegmentId,
     Span,
+    Standing,
     Trace,
+    Verdict,
 )
 from apollo_compile.lanes import lane_catalogue
 from apollo_compile.passes.emit import emit_program
@@ -34,7 +36,7 @@ from apollo_compile.pipeline import Compilation
 from apollo_compile.reports.render_text import render_text
 from apollo_compile.reports.report import Report
 from apollo_compile.reports.summary import DeviceSummary, GraphSummary, Limit, Timeline, summarize
-from apollo_compile.select import INDUCTOR, PLAN, SERIAL, Standing, Verdict
+from apollo_compile.select import INDUCTOR, PLAN, SERIAL
 from tests.builders import costs, graph, plan
 
 NOTHING = Trace(spans=(), duration_ns=0)
