@@ -54,7 +54,7 @@ from apollo_compile.inductor import (
 from apollo_compile.ir import Capture, Partition, Plan, Role, Trace, Verdict
 from apollo_compile.json_form import from_json, to_json
 from apollo_compile.monitor import is_same_placement, observe_trace, should_replan
-from apollo_compile.observe import StageRunner
+from apollo_compile.observe import StageRunner, warn_of_files
 from apollo_compile.passes.capture import capture_graph
 from apollo_compile.passes.cost import estimate_costs
 from apollo_compile.passes.plan import make_plan
@@ -613,7 +613,8 @@ def plan_graph(
         commons.enroll(compilation)
         compilation = commons.settle(compilation, compilation, runner) or compilation
     if dump is not None:
-        save_plan(compilation.plan, compilation.partition.graph, dump / FILE_NAME)
+        with warn_of_files("the plan is not dumped"):
+            save_plan(compilation.plan, compilation.partition.graph, dump / FILE_NAME)
     trace_artifact(f"apollo_{name}", lambda: text.format_plan(compilation.plan, compilation.partition.graph))
     return compilation
 
@@ -752,7 +753,7 @@ def select_profile(config: Config) -> DeviceProfile:
     """
     units = available_units() if config.device.units is None else config.device.units
     if units > (most := most_units()):
-        raise ConfigError(f"option 'device.units' is {units}; torch uses {most} cores here: choose 1 to {most}")
+        raise ConfigError(f"option 'device.units' is {units}; lanes may use {most} cores here: choose 1 to {most}")
     if config.device.profile is not None:
         profile = load_profile(config.device.profile)
         if profile.kind != "cpu":
@@ -766,8 +767,8 @@ def select_profile(config: Config) -> DeviceProfile:
             profile = limit_units(profile, units)  # it was measured for all local ranks together
         if profile.units > most:
             raise ConfigError(
-                f"device profile {config.device.profile} is for {profile.units} cores; torch uses {most} cores here: "
-                "measure one here, or raise torch.set_num_threads"
+                f"device profile {config.device.profile} is for {profile.units} cores; lanes may use {most} cores "
+                "here: measure one here, or raise torch.set_num_threads"
             )
         return profile
     return discover_profile(units, cache_dir=config.device.cache)

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from importlib import import_module, metadata
 from pathlib import Path
 
+from apollo_compile.cgroup import granted_cores
 from apollo_compile.config import load_config
 from apollo_compile.device import ProfileState, cached_profile_path, inspect_profile, machine_fingerprint
 from apollo_compile.errors import ConfigError
@@ -211,9 +212,8 @@ def _cores(facts: Facts) -> list[Finding]:
                 level=Level.WARNING,
                 subject="container",
                 message=f"the container grants {facts.core_limit:g} cores' worth of time, but {usable} cores are seen: "
-                "lanes will be stopped in the midst of a step",
-                advice="pin the container to whole cores (--cpuset-cpus) instead of limiting its time (--cpus), or "
-                f"set 'device.units' to {max(1, int(facts.core_limit))}",
+                f"apollo uses {max(1, int(facts.core_limit))}, and torch's threads may stop in the midst of a step",
+                advice="pin the container to whole cores (--cpuset-cpus) instead of limiting its time (--cpus)",
             )
         )
     return found
@@ -316,7 +316,7 @@ def look() -> Facts:
         compiler_problem=None if compiler is None else _try_compiler(compiler),
         cores=os.cpu_count() or 1,
         allowed_cores=allowed,
-        core_limit=read_core_limit(Path("/sys/fs/cgroup")),
+        core_limit=granted_cores(),
         threads=threads,
         has_openmp=_has_openmp() if is_usable else None,
         profile=state,
@@ -439,17 +439,6 @@ def _try_to_write(folder: Path) -> str | None:
             return None
     except OSError as error:
         return _format(error)
-
-
-def read_core_limit(root: Path) -> float | None:
-    """Return how many cores' worth of time the control group at `root` grants; None where there is no limit."""
-    with contextlib.suppress(OSError, ValueError):  # version 2
-        quota, period = (root / "cpu.max").read_text().split()
-        return None if quota == "max" else int(quota) / int(period)
-    with contextlib.suppress(OSError, ValueError, ZeroDivisionError):  # version 1
-        limit, period_us = (int((root / "cpu" / f"cpu.cfs_{name}_us").read_text()) for name in ("quota", "period"))
-        return None if limit < 0 else limit / period_us
-    return None
 
 
 def _ortools_version() -> str | None:

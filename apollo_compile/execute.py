@@ -9,6 +9,8 @@ a second team would only slow both down. The other lanes are pinned threads.
 
 from __future__ import annotations
 
+import functools
+import logging
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,6 +18,7 @@ from typing import Any
 import torch
 
 from apollo_compile import _native
+from apollo_compile.cgroup import granted_cores
 from apollo_compile.cores import CoreShare, share_cores
 from apollo_compile.errors import RuntimeClosedError
 from apollo_compile.inductor import (
@@ -40,6 +43,8 @@ from apollo_compile.ir import (
     Trace,
     Wait,
 )
+
+_logger = logging.getLogger(__name__)
 
 
 class Executable:
@@ -167,18 +172,34 @@ _lanes_by_key: dict[tuple[tuple[Lane, ...], bool], _native.Lanes] = {}
 
 
 def available_units() -> int:
-    """Return the number of cores that are this process's own and that torch has a thread for."""
-    return min(len(core_share().own), torch.get_num_threads())
+    """Return the number of cores for lanes: its own that torch has threads for, as far as control groups grant time."""
+    share, granted = core_share(), granted_cores()
+    units = min(len(share.own), torch.get_num_threads())
+    if granted is None or granted / share.size >= units:
+        return units
+    _tell_of_quota(units, granted / share.size)
+    return max(1, int(granted / share.size))
 
 
 def most_units() -> int:
-    """Return the number of cores that torch uses: as `available_units`, with those of other local ranks."""
+    """Return the number of cores that torch uses: with those of other local ranks, and whatever time is granted."""
     return min(len(_native.available_cores()), torch.get_num_threads())
 
 
 def core_share() -> CoreShare:
     """Return the cores that this process may run on, its own ones first."""
     return share_cores(_native.available_cores())
+
+
+@functools.cache
+def _tell_of_quota(units: int, granted: float) -> None:
+    _logger.warning(
+        "the process may run on %d cores, but its control group grants %.3g cores' worth of time: lanes use %d; "
+        "torch.set_num_threads does the same for the rest of the program",
+        units,
+        granted,
+        max(1, int(granted)),
+    )
 
 
 def keep_memory() -> bool:

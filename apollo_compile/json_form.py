@@ -3,7 +3,7 @@
     to_json(product)            -> dicts, lists, numbers and strings, ready for json.dumps
     from_json(cls, value)       -> the product, every field checked against its type
     parse(text), read_file(path, max_bytes=...)  -> dicts, lists, numbers and strings, or `ValueError`
-    write_file(path, text)      the file as a whole, or not at all
+    write_file(path, text)      a file, at once or not at all
 
 Frozen dataclasses become objects with their fields by name, tuples become lists, enums their value, mappings objects
 with string keys. Files are data: reading one runs none of its content, and a missing, unknown or mistyped field is a
@@ -19,7 +19,7 @@ import json
 import math
 import os
 import stat
-import tempfile
+import threading
 import types
 import typing
 from collections.abc import Mapping
@@ -62,25 +62,24 @@ def read_file(path: Path, *, max_bytes: int) -> Any:
     return parse(content.decode("utf-8"))
 
 
-def write_file(path: Path, text: str) -> None:
-    """Write a file at once or not at all. Raises `OSError` where that is impossible."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        Path(temporary).replace(path)  # a reader sees the old file or the new one, never a part
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
-
-
 def parse(text: str) -> Any:
     """Return what a text of JSON says. Raises `ValueError` where it is none, or too deep."""
     try:
         return json.loads(text)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+
+
+def write_file(path: Path, text: str) -> None:
+    """Write a file and the folders that it is in, at once or not at all. Raises `OSError` where that is impossible."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}.tmp")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(path)  # a reader sees the old file or the new one, never a part
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def from_json(cls: type[_Product], value: Any) -> _Product:

@@ -4,20 +4,33 @@
 
 The runner knows no stage by name. The check and the text form take the product only; what else they need, the caller
 binds. A dump directory gets one file per stage, `{number:02d}_{stage}.txt`, in the order of the calls. Dumps hold no
-times of this process, so two compiles of the same graph give the same files; `timings` has the times.
+times of this process, so two compiles of the same graph give the same files; `timings` has the times. A dump that
+cannot be written is one WARNING, and the last one that is tried: a full disk must not cost the compile.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
 from apollo_compile.errors import InvariantError
 
 _Product = TypeVar("_Product")
+
+_logger = logging.getLogger(__name__)
+
+
+@contextlib.contextmanager
+def warn_of_files(what: str) -> Iterator[None]:
+    """Turn an `OSError` into one line that begins with `what`."""
+    try:
+        yield
+    except OSError as error:
+        _logger.warning("%s: %s", what, error)
 
 
 class StageRunner:
@@ -60,6 +73,8 @@ class StageRunner:
     def _dump(self, stage_name: str, product: _Product, text: Callable[[_Product], str] | None) -> None:
         if self._dump_dir is None or text is None:
             return
-        self._dump_dir.mkdir(parents=True, exist_ok=True)
-        path = self._dump_dir / f"{len(self.timings) - 1:02d}_{stage_name}.txt"
-        path.write_text(text(product).rstrip("\n") + "\n", encoding="utf-8")
+        path, self._dump_dir = self._dump_dir / f"{len(self.timings) - 1:02d}_{stage_name}.txt", None
+        with warn_of_files(f"nothing more is dumped, {stage_name} failed"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text(product).rstrip("\n") + "\n", encoding="utf-8")
+            self._dump_dir = path.parent

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from apollo_compile.errors import PlanFileError
 from apollo_compile.ir import Lane, Plan, SegmentGraph
-from apollo_compile.json_form import from_json, read_file, to_json
+from apollo_compile.json_form import from_json, read_file, to_json, write_file
 
 FILE_NAME = "plan.json"
 
@@ -38,13 +38,12 @@ class _About:
 
 
 def save_plan(plan: Plan, graph: SegmentGraph, path: Path) -> None:
-    """Write a plan; the same plan gives the same bytes. Raises `OSError` where that is impossible."""
+    """Write a plan, at once or not at all: the same plan, the same bytes. Raises `OSError` where that is impossible."""
     about = _About(
         name=graph.name, fingerprint=fingerprint(graph), segments=tuple(segment.name for segment in graph.segments)
     )
     content = {"format": _FORMAT, "graph": to_json(about), "plan": to_json(plan)}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    write_file(path, json.dumps(content, indent=1) + "\n")
 
 
 def load_plan(path: Path, graph: SegmentGraph, lanes: tuple[Lane, ...]) -> Plan:

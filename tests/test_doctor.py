@@ -12,8 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from apollo_compile import cgroup
+from apollo_compile.cgroup import granted_cores
 from apollo_compile.device import ProfileState
-from apollo_compile.doctor import Facts, Finding, Level, diagnose, is_fit, look, read_core_limit
+from apollo_compile.doctor import Facts, Finding, Level, diagnose, is_fit, look
 
 ROOT = Path(__file__).parents[1]
 
@@ -78,7 +80,7 @@ def test_a_machine_in_order_has_nothing_to_do() -> None:
         ({"cores": 1, "allowed_cores": 1, "threads": 1}, "cores", "warning", "one core of 1", "more cores"),
         ({"allowed_cores": 4, "threads": 4}, "core mask", "note", "4 of 8", "taskset"),
         ({"threads": 2}, "threads", "note", "2 threads of 8", "set_num_threads"),
-        ({"core_limit": 1.5}, "container", "warning", "grants 1.5 cores", "'device.units' to 1"),
+        ({"core_limit": 1.5}, "container", "warning", "grants 1.5 cores", "--cpuset-cpus"),
         ({"has_openmp": False}, "OpenMP", "warning", "without it", "OpenMP"),
         ({"profile": ProfileState.MISSING}, "device profile", "note", "not measured yet", "apollo calibrate"),
         ({"profile": ProfileState.SCALED}, "device profile", "note", "scaled", "apollo calibrate"),
@@ -103,17 +105,25 @@ def test_every_fault_has_its_finding(
     assert {f.subject for f in diagnose(FINE)} - {f.subject for f in diagnose(facts)} <= {"CUDA", "device profile"}
 
 
-def test_a_container_limit_is_read_from_either_version(tmp_path: Path) -> None:
+def test_a_container_limit_is_read_from_either_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of control groups; no limit, nonsense and no files are no limit."""
-    assert read_core_limit(tmp_path) is None
+    monkeypatch.setattr(cgroup, "ROOT", tmp_path)
+    monkeypatch.setattr(cgroup, "MEMBERSHIP", tmp_path / "membership")
+    assert granted_cores() is None
     (tmp_path / "cpu").mkdir()
     (tmp_path / "cpu" / "cpu.cfs_period_us").write_text("100000\n")
     for text, limit in (("250000\n", 2.5), ("-1\n", None), ("?\n", None)):
         (tmp_path / "cpu" / "cpu.cfs_quota_us").write_text(text)
-        assert read_core_limit(tmp_path) == limit
+        assert granted_cores() == limit
     for text, limit in (("max 100000\n", None), ("150000 100000\n", 1.5)):
         (tmp_path / "cpu.max").write_text(text)
-        assert read_core_limit(tmp_path) == limit
+        assert granted_cores() == limit
+    for group, text in (("a", "50000 100000"), ("a/b", "120000 100000")):
+        (tmp_path / group).mkdir()
+        (tmp_path / group / "cpu.max").write_text(text)
+    for own, limit in (("/a/b", 0.5), ("/a", 0.5), ("/c", 1.5), ("/a/b/nothing", 0.5)):
+        (tmp_path / "membership").write_text(f"1:memory:/x\n0::{own}\n")
+        assert granted_cores() == limit
 
 
 def run_doctor(code: str = "", **environment: str) -> tuple[int, dict[str, dict[str, str]], str]:
