@@ -35,6 +35,7 @@ from apollo_compile.execute import Executable, available_units, core_share, keep
 from apollo_compile.history import Finding, History, key_of
 from apollo_compile.inductor import (
     CompiledBody,
+    PassingObjects,
     adopt_layouts,
     clone_graph,
     compile_again,
@@ -46,6 +47,7 @@ from apollo_compile.inductor import (
     interpret_bodies,
     keep_with,
     report_output_strides,
+    set_objects_aside,
     trace_artifact,
     user_outputs,
     writes_inputs,
@@ -179,6 +181,8 @@ class CompiledGraph:
     """By way, what it shares with the model's other graphs; this and the contract have a meaning on a GPU only."""
     commons: Commons = field(default_factory=lambda: Commons(Ranks(None)))
     """What its plans are settled with."""
+    objects: PassingObjects | None = None
+    """What else than tensors it takes and returns."""
     executable: Executable | CudaExecutable = field(init=False)
     """The plan's."""
     way: str = PLAN
@@ -203,6 +207,12 @@ class CompiledGraph:
 
     def __call__(self, inputs: list[Any]) -> Sequence[Any]:
         """Run the graph once and return its outputs."""
+        if self.objects is None:
+            return self._call(inputs)
+        taken = self.objects.take(inputs)
+        return self.objects.give(self._call(inputs), taken)
+
+    def _call(self, inputs: list[torch.Tensor]) -> Sequence[Any]:
         if self.gpu is not None and self.has_run and not self._is_settled and not self.gpu.is_capturing():
             self._measure_bodies(inputs)
         if self.selection is None or (self.gpu is not None and (self.selection.is_settled or self.gpu.is_capturing())):
@@ -515,8 +525,11 @@ class CompiledModel:
         role = role_of(kwargs)
         name = f"{self.name}_{role}"
         try:
-            adopt_layouts(graph_module, example_inputs)
-            graph = self._compile_in_segments(graph_module, name=name, role=role, **kwargs)
+            aside = set_objects_aside(graph_module, example_inputs, kwargs)
+            piece, inputs, own, objects = (graph_module, example_inputs, kwargs, None) if aside is None else aside
+            adopt_layouts(piece, inputs)
+            graph = self._compile_in_segments(piece, name=name, role=role, **own)
+            graph.objects = objects
         except Exception as error:  # whatever it is, Inductor still can: training must not stop because of us
             is_refusal = isinstance(error, UnsupportedGraphError | NothingToGainError)
             if self.config.debug.strict and not is_refusal:

@@ -1,6 +1,7 @@
 """The only file that touches private torch APIs: Inductor's entry points, its C++ wrapper, and tensor handles.
 
     compile_with_inductor   run a Dynamo graph through AOTAutograd and Inductor's passes, with our inner compiler
+    set_objects_aside       leave out of a graph what is no tensor and only passes through
     adopt_layouts           trace a graph again for the strides that its inputs really have
     writes_inputs           whether a graph mutates what it is given
     keep_with               tie a value to the lifetime of a compiled function
@@ -34,7 +35,7 @@ import functools
 import hashlib
 import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,7 @@ from torch import fx
 from torch._guards import TracingContext
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner, fake_tensor_prop
 from torch._inductor.fx_passes.post_grad import view_to_reshape
+from torch._library.fake_class_registry import FakeScriptObject
 from torch._logging._internal import trace_structured
 from torch.fx.graph import _BoxedCodeGen
 
@@ -139,6 +141,59 @@ def storage_uses(tensor: torch.Tensor) -> int:
 def clear_workspaces() -> None:
     """Give the workspaces of cuBLAS back to the allocator; the next call of it takes new ones."""
     torch._C._cuda_clearCublasWorkspaces()
+
+
+@dataclass(frozen=True, slots=True)
+class PassingObjects:
+    """Inputs of a graph that are no tensors and that it only returns, as DTensor's device meshes."""
+
+    inputs: tuple[int, ...]
+    """Their positions, ascending."""
+    outputs: tuple[tuple[int, int], ...]
+    """Positions of outputs, and of the inputs that are returned there."""
+
+    def take(self, inputs: list[Any]) -> dict[int, Any]:
+        """Remove the objects from the inputs of a call, and return them by position."""
+        taken = {position: inputs[position] for position in self.inputs}
+        for position in reversed(self.inputs):
+            del inputs[position]
+        return taken
+
+    def give(self, outputs: Sequence[Any], taken: Mapping[int, Any]) -> list[Any]:
+        """Return the outputs with the objects put back."""
+        complete = list(outputs)
+        for output, position in self.outputs:
+            complete[output] = taken[position]
+        return complete
+
+
+def set_objects_aside(
+    graph_module: fx.GraphModule, example_inputs: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[fx.GraphModule, list[Any], dict[str, Any], PassingObjects] | None:
+    """Return a graph without the objects that pass through it, what belongs to it, and the objects; None if none do.
+
+    An object that an operator uses stays: that graph is not for lanes.
+    """
+    placeholders = graph_module.graph.find_nodes(op="placeholder")
+    passing = {
+        node: position
+        for position, node in enumerate(placeholders)
+        if isinstance(node.meta.get("val"), FakeScriptObject) and all(user.op == "output" for user in node.users)
+    }
+    if not passing:
+        return None
+    piece = clone_graph(graph_module)
+    copies = piece.graph.find_nodes(op="placeholder")
+    outputs = tuple((place, passing[value]) for place, value in enumerate(_outputs(graph_module)) if value in passing)
+    for position in passing.values():
+        copies[position].replace_all_uses_with(None)
+        piece.graph.erase_node(copies[position])
+    objects = PassingObjects(inputs=tuple(passing.values()), outputs=outputs)
+    tensors = list(example_inputs)
+    objects.take(tensors)
+    kept = [position for position in range(len(placeholders)) if position not in objects.inputs]
+    static = [kept.index(position) for position in kwargs.get("static_input_idxs") or () if position in kept]
+    return piece, tensors, {**kwargs, "static_input_idxs": static}, objects
 
 
 def adopt_layouts(graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> None:

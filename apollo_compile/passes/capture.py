@@ -273,10 +273,14 @@ def _kind(fx_node: fx.Node, nodes: list[Node], inputs: tuple[NodeId, ...], devic
 
 def _check_input(fx_node: fx.Node, device: torch.device) -> None:
     value = fx_node.meta.get("val")
-    if not isinstance(value, torch.Tensor):
+    if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
         raise UnsupportedGraphError(
             f"graph input {fx_node.name} is a {type(value).__name__}, not a tensor: graphs with dynamic shapes are not "
             "cut into segments; compile with dynamic=False to get lanes"
+        )
+    if not isinstance(value, torch.Tensor):
+        raise UnsupportedGraphError(
+            f"graph input {fx_node.name} is a {type(value).__name__}, not a tensor; segments take tensors only"
         )
     _check_tensor(fx_node, value, device)
 

@@ -1,0 +1,150 @@
+"""Two ranks that train over gloo: same numbers as one process, same plans, same verdict, no hang.
+
+The ranks start once and run everything one after the other, since starting them takes longer than most of it. Each
+writes what it saw; a test reads that. A rank that waits in vain fails after `PATIENCE`, and both are ended then.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from apollo_compile.execute import most_units
+from apollo_compile.select import MIN_ROUNDS, PLAN, SERIAL, STEPS_PER_TURN
+from tests.distributed import work
+
+pytestmark = [
+    pytest.mark.skipif(not (dist.is_available() and dist.is_gloo_available()), reason="torch was built without gloo"),
+    pytest.mark.skipif(most_units() < 2, reason="one core has no lanes"),
+]
+
+Seen = Callable[[str], list[dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
+    """Run the ranks; return what they saw of a scenario, by rank."""
+    folder = tmp_path_factory.mktemp("ranks")
+    patience = work.PATIENCE.total_seconds()
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # any free port
+    ranks = mp.spawn(work.run_rank, (store.port, folder), nprocs=work.SIZE, join=False)
+    deadline = time.monotonic() + 2 * patience
+    try:
+        while not ranks.join(timeout=5):
+            if time.monotonic() > deadline:
+                names = sorted(path.stem for path in folder.glob("*.pt"))
+                pytest.fail(f"the ranks hang: after {2 * patience:.0f} s they have done {names} only")
+    finally:
+        for process in ranks.processes:
+            if process.is_alive():
+                process.kill()
+
+    def read(name: str) -> list[dict[str, Any]]:
+        return [torch.load(folder / f"{name} {rank}.pt", weights_only=False) for rank in range(work.SIZE)]
+
+    return read
+
+
+@pytest.fixture(scope="module")
+def reference() -> dict[str, Any]:
+    """Return what one process trains CLIP to."""
+    return work.train_reference()
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp"])
+def test_clip_trains_as_in_one_process(seen: Seen, reference: dict[str, Any], name: str) -> None:
+    """Over 20 steps, on lanes, across plans that are made anew; every rank ends with the same parameters."""
+    for rank, result in enumerate(seen(name)):
+        expected = [losses[rank] for losses in reference["losses"]]
+        assert len(expected) == 20
+        torch.testing.assert_close(result["losses"], expected, rtol=1e-4, atol=1e-5)
+        assert result["state"].keys() == reference["state"].keys()
+        for key, value in reference["state"].items():
+            torch.testing.assert_close(
+                result["state"][key], value, rtol=1e-3, atol=1e-5, msg=lambda t, k=key: f"{k}: {t}"
+            )
+        assert result["handed_over"] == []
+        assert len(result["plans"]) == 2
+        assert all(_num_lanes(plan) > 1 for plan in result["plans"])
+    first, second = seen(name)
+    for key, value in first["state"].items():
+        assert torch.equal(value, second["state"][key]), key
+    assert min(reference["losses"][-1]) < min(reference["losses"][0]), "nothing was learnt, so nothing was compared"
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp", "contest", "branches"])
+def test_ranks_run_the_same_plans(seen: Seen, name: str) -> None:
+    """Under DDP they were told different things about the machine, and everywhere they measure different times."""
+    first, second = seen(name)
+    assert first["plans"] == second["plans"]
+    assert first["replans"] == second["replans"]
+    if name == "ddp":
+        assert min(first["replans"]) >= 1, "the formulas are far off for so small a model"
+
+
+def test_layers_split_by_dtensor_are_as_before(seen: Seen) -> None:
+    """Collectives run on lanes of one rank and in turn on the other, each in its own plan, in one order."""
+    results = seen("tensor parallel")
+    for result in results:
+        assert result["handed_over"] == []
+        assert result["found"].keys() == result["expected"].keys()
+        for key, value in result["expected"].items():
+            torch.testing.assert_close(
+                result["found"][key], value, rtol=1e-3, atol=1e-5, msg=lambda t, k=key: f"{k}: {t}"
+            )
+    first, second = results
+    assert first["collectives"] == second["collectives"]
+    assert len(first["collectives"][0]) == 2
+    assert _num_lanes(first["plans"][0]) > 1 and _num_lanes(second["plans"][0]) == 1
+
+
+def test_collectives_in_two_branches_meet_their_own(seen: Seen) -> None:
+    """The tensors have equal shapes: if they were exchanged in another order, only the numbers would tell."""
+    for result in seen("branches"):
+        (plan,), (collectives,) = result["plans"], result["collectives"]
+        assert len(collectives) == 2
+        assert _num_lanes(plan) > 1
+        order = [segment for segment, _ in plan if segment in collectives]
+        assert order == sorted(collectives)
+        for found in result["found"]:
+            torch.testing.assert_close(found, result["expected"], rtol=1e-4, atol=1e-5)
+
+
+def test_all_ranks_switch_in_the_same_step_to_the_same_winner(seen: Seen) -> None:
+    """While the ways compete, and at the end."""
+    first, second = seen("contest")
+    assert first["verdict"] is not None
+    assert first["verdict"] == second["verdict"]
+    assert first["ways"] == second["ways"]
+    tried = {ways[-1] for ways in first["ways"]}
+    assert {SERIAL, PLAN} <= tried
+    _, _, num_steps = first["verdict"]
+    assert num_steps >= 2 * MIN_ROUNDS * STEPS_PER_TURN
+
+
+def test_a_graph_that_only_one_rank_has_blocks_nobody(seen: Seen) -> None:
+    """As when a modality is absent from one rank's batch."""
+    first, second = seen("absent")
+    assert first["plans"] == []
+    assert len(second["plans"]) == 1
+
+
+def test_ranks_divide_the_cores_and_say_so(seen: Seen) -> None:
+    """In one line each; no core is told to be both ranks' own."""
+    own = []
+    for rank, result in enumerate(seen("ddp")):
+        (line,) = [line for line in result["log"] if "local rank" in line]
+        prefix = f"INFO local rank {rank} of {work.SIZE}: its lanes use cores "
+        assert line.startswith(prefix)
+        own.append(set(line.removeprefix(prefix).partition(",  ")[0].split(",")))
+    assert not own[0] & own[1]
+
+
+def _num_lanes(plan: list[tuple[int, int]]) -> int:
+    return len({lane for _, lane in plan})

@@ -1,0 +1,309 @@
+"""What every rank of the tests does: `run_rank` is called in processes of their own, and writes what it saw."""
+
+from __future__ import annotations
+
+import copy
+import datetime
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+from apollo_compile import backend
+from apollo_compile.device import default_profile, save_profile
+from apollo_compile.select import MAX_ROUNDS, STEPS_PER_TURN
+
+SIZE = 2
+STEPS = 20
+CONTEST_STEPS = 3 * 2 * MAX_ROUNDS * STEPS_PER_TURN + 10
+"""Enough for three contests of two."""
+WIDTH = 256
+"""Of layers that are worth a lane; how long they compile does not depend on it."""
+PATIENCE = datetime.timedelta(seconds=150)
+"""After which a rank that waits for another one fails; compiling on a busy machine takes most of it."""
+
+LANES = {
+    "debug.strict": True,
+    "device.profile": "cpu",
+    "device.units": 2,
+    "plan.contest": False,
+    "plan.min_gain": 0.0,
+    "partition.granularity": "module",
+}
+"""Plans with lanes on every machine with two cores, though each rank has one core of its own there."""
+
+Result = dict[str, Any]
+
+
+def make_clip() -> nn.Module:
+    """Return a CLIP model of a few thousand parameters; the same at every call."""
+    from transformers import CLIPConfig, CLIPModel
+
+    tower = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    text = {"vocab_size": 64, "max_position_embeddings": 8, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    config = CLIPConfig(
+        text_config={**tower, **text}, vision_config={**tower, "image_size": 8, "patch_size": 4}, projection_dim=32
+    )
+    torch.manual_seed(0)
+    model = CLIPModel(config)
+    model.logit_scale = nn.Parameter(model.logit_scale.detach().reshape(1))  # FSDP2 takes no scalars
+    return model
+
+
+def clip_batches(rank: int) -> list[dict[str, torch.Tensor]]:
+    """Return the batches of a rank, one per step."""
+    generator = torch.Generator().manual_seed(rank)
+    return [
+        {
+            "input_ids": torch.randint(3, 60, (4, 8), generator=generator),
+            "pixel_values": torch.randn(4, 3, 8, 8, generator=generator),
+        }
+        for _ in range(STEPS)
+    ]
+
+
+def clip_loss(run: Callable[..., Any], batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Return the contrastive loss of a batch."""
+    logits = run(**batch).logits_per_image
+    target = torch.arange(len(logits))
+    return (nn.functional.cross_entropy(logits, target) + nn.functional.cross_entropy(logits.T, target)) / 2
+
+
+class Towers(nn.Module):
+    """Two independent pairs of layers that meet in a product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+        self.right = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the product of what the towers make."""
+        return self.left(x) * self.right(x)
+
+
+class Pair(nn.Module):
+    """Two independent layers that meet in a product, summed over all ranks if `communicates`."""
+
+    def __init__(self, communicates: bool = False) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.communicates = communicates
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the product."""
+        left, right = self.left(x).tanh(), self.right(x).tanh()
+        if self.communicates:
+            left = funcol.all_reduce(left, "sum", dist.group.WORLD)
+            right = funcol.all_reduce(right, "sum", dist.group.WORLD)
+        return left.cos() * right
+
+
+def inputs(rank: int) -> torch.Tensor:
+    """Return the random inputs of a rank."""
+    return torch.randn(128, WIDTH, generator=torch.Generator().manual_seed(100 + rank))
+
+
+# ------------------------------------------------------------------------------------------------------- references
+
+
+def train_reference() -> Result:
+    """Train CLIP eagerly in one process: every step averages the gradients of the ranks' batches."""
+    model = make_clip()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    batches = [clip_batches(rank) for rank in range(SIZE)]
+    losses = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        parts = [clip_loss(model, batches[rank][step]) for rank in range(SIZE)]
+        (sum(parts) / SIZE).backward()  # type: ignore[union-attr]
+        losses.append([float(part.detach()) for part in parts])
+        optimizer.step()
+    return {"losses": losses, "state": {name: value.clone() for name, value in model.state_dict().items()}}
+
+
+# --------------------------------------------------------------------------------------------------------- scenarios
+
+
+def train_ddp(rank: int, folder: Path) -> Result:
+    """CLIP under DDP; the ranks were told different things about the machine, so that each proposes another plan."""
+    profile = default_profile(2)
+    if rank == 1:
+        rates = tuple(rate * 3 for rate in (profile.kernel_ns, profile.launch_ns, profile.handover_ns))
+        profile = _slower(profile, *rates)
+    save_profile(profile, folder / f"profile{rank}.json")
+    model = make_clip()
+    run = torch.compile(
+        DistributedDataParallel(model),
+        backend="apollo",
+        options={**LANES, "device.profile": folder / f"profile{rank}.json"},
+    )
+    return _train_clip(rank, model, run, lambda: model.state_dict())
+
+
+def train_fsdp(rank: int, folder: Path) -> Result:
+    """CLIP under FSDP2, its parameters sharded as one group, so that both towers are in one graph."""
+    model = make_clip()
+    fully_shard(model, mesh=init_device_mesh("cpu", (SIZE,)))
+    run = torch.compile(model, backend="apollo", options=LANES)
+    return _train_clip(
+        rank, model, run, lambda: {n: v.full_tensor() if isinstance(v, DTensor) else v for n, v in _state(model)}
+    )
+
+
+def run_tensor_parallel(rank: int, folder: Path) -> Result:
+    """Layers split over the ranks; DTensor puts the collectives into the graphs.
+
+    The ranks have different numbers of lanes, so each runs another plan, in its own time.
+    """
+    torch.manual_seed(0)
+    model = Towers()
+    expected = _gradients(copy.deepcopy(model), inputs(0))
+    mesh = init_device_mesh("cpu", (SIZE,))
+    for tower in (model.left, model.right):
+        parallelize_module(tower, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    run = torch.compile(model, backend="apollo", options={**LANES, "device.units": 2 - rank})
+    return {"expected": expected, "found": _gradients(model, inputs(0), run), **_graphs(model)}
+
+
+def run_branches(rank: int, folder: Path) -> Result:
+    """Collectives that the user wrote into two branches."""
+    torch.manual_seed(0)
+    model = Pair(communicates=True)
+    run = torch.compile(model, backend="apollo", options=LANES)
+    with torch.no_grad():
+        return {"expected": model(inputs(rank)), "found": [run(inputs(rank)) for _ in range(5)], **_graphs(model)}
+
+
+def run_contest(rank: int, folder: Path) -> Result:
+    """A model under DDP whose ways compete; notes which way every step ran on every graph."""
+    torch.manual_seed(0)
+    model = Pair()
+    options = {**LANES, "plan.contest": True, "plan.replan": False}
+    run = torch.compile(DistributedDataParallel(model), backend="apollo", options=options)
+    ways = []
+    for _ in range(CONTEST_STEPS):
+        run(inputs(rank)).square().mean().backward()
+        ways.append([graph.way for entry in backend.find_models(model) for graph in entry.graphs])
+    (entry,) = backend.find_models(model)
+    verdict = entry.selection.verdict
+    settled = None if verdict is None else (verdict.winner, verdict.choice, verdict.num_steps)
+    return {"ways": ways, "verdict": settled, **_graphs(model)}
+
+
+def run_absent(rank: int, folder: Path) -> Result:
+    """Only rank 1 has this modality: it compiles and plans without the other, which meets it afterwards."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+    x = torch.ones(2, 8)
+    if rank == 1:
+        run = torch.compile(model, backend="apollo", options={**LANES, "plan.planner": "greedy"})
+        with torch.no_grad():
+            torch.testing.assert_close(run(x), model(x))
+    dist.barrier()
+    return _graphs(model)
+
+
+SCENARIOS: dict[str, Callable[[int, Path], Result]] = {
+    "ddp": train_ddp,
+    "fsdp": train_fsdp,
+    "tensor parallel": run_tensor_parallel,
+    "branches": run_branches,
+    "contest": run_contest,
+    "absent": run_absent,
+}
+
+
+def run_rank(rank: int, port: int, folder: Path) -> None:
+    """Run all scenarios one after the other, and write what this rank saw of each."""
+    os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(SIZE))
+    torch.set_num_threads(2)
+    log = _Lines()
+    logging.getLogger("apollo_compile").addHandler(log)
+    logging.getLogger("apollo_compile").setLevel(logging.INFO)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=PATIENCE)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=SIZE, timeout=PATIENCE)
+    try:
+        for name, scenario in SCENARIOS.items():
+            torch._dynamo.reset()
+            log.lines.clear()
+            result = scenario(rank, folder)
+            torch.save({**result, "log": list(log.lines)}, folder / f"{name} {rank}.pt")
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+class _Lines(logging.Handler):
+    """Keeps what the package logs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep one line."""
+        self.lines.append(f"{record.levelname} {record.getMessage()}")
+
+
+def _train_clip(
+    rank: int, model: nn.Module, run: Callable[..., Any], state: Callable[[], dict[str, torch.Tensor]]
+) -> Result:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    losses = []
+    for batch in clip_batches(rank):
+        optimizer.zero_grad()
+        loss = clip_loss(run, batch)
+        loss.backward()
+        losses.append(float(loss.detach()))
+        optimizer.step()
+    return {"losses": losses, "state": {n: v.detach().clone() for n, v in state().items()}, **_graphs(model)}
+
+
+def _gradients(model: nn.Module, x: torch.Tensor, run: Callable[..., Any] | None = None) -> Result:
+    output = (model if run is None else run)(x)
+    output.square().mean().backward()
+    found = {name: parameter.grad for name, parameter in model.named_parameters()}
+    return {
+        "output": output.detach().clone(),
+        **{n: (g.full_tensor() if isinstance(g, DTensor) else g).clone() for n, g in found.items() if g is not None},
+    }
+
+
+def _graphs(model: nn.Module) -> Result:
+    """Return what was compiled for a model, as the rank sees it."""
+    models = backend.find_models(model)
+    return {
+        "plans": [
+            [(a.segment, a.lane) for a in graph.compilation.plan.in_start_order()]
+            for entry in models
+            for graph in entry.graphs
+        ],
+        "collectives": [
+            [s.id for s in graph.compilation.partition.graph.segments if s.has_collective]
+            for entry in models
+            for graph in entry.graphs
+        ],
+        "replans": [graph.num_replans for entry in models for graph in entry.graphs],
+        "handed_over": [reason for entry in models for reason in entry.handed_over],
+    }
+
+
+def _state(model: nn.Module) -> list[tuple[str, Any]]:
+    return list(model.state_dict().items())
+
+
+def _slower(profile: Any, kernel_ns: int, launch_ns: int, handover_ns: int) -> Any:
+    import dataclasses
+
+    return dataclasses.replace(profile, kernel_ns=kernel_ns, launch_ns=launch_ns, handover_ns=handover_ns)
