@@ -1,7 +1,8 @@
 """Build the public workloads: models with random weights, inputs and losses.
 
     build(name, size, batch=..., seed=..., dropout=...) -> Workload
-    assemble(...)                                       -> the same, before its first forward
+    build_spec(name, spec, size, ...)                   -> the same, for a spec that is not among the public ones
+    assemble(...)                                       -> as `build`, before its first forward
 
 Hugging Face models come from their config classes, so nothing is downloaded; the numbers are in `workloads_spec.py`.
 Every dropout is set to `dropout`; layer drop and drop path are always off, so that gradients can be compared.
@@ -19,6 +20,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as functional
+import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from benchmarks.workloads_spec import SPECS, Spec
@@ -76,16 +78,30 @@ def build(name: str, size: str = "tiny", *, batch: int | None = None, seed: int 
 
     `batch` overrides the batch size of the spec. Raises `ValueError` for an unknown name or size.
     """
-    workload = assemble(name, size, batch=batch, seed=seed, dropout=dropout)
+    return build_spec(name, _look_up(name, size), size, batch=batch, seed=seed, dropout=dropout)
+
+
+def build_spec(
+    name: str, spec: Spec, size: str = "tiny", *, batch: int | None = None, seed: int = 0, dropout: float = 0.0
+) -> Workload:
+    """Return the workload that `spec` describes, under a name of the caller's."""
+    workload = _assemble(name, spec, size, batch=batch, seed=seed, dropout=dropout)
     _run_once(workload.model, workload.inputs)
     return workload
 
 
 def assemble(name: str, size: str, *, batch: int | None = None, seed: int = 0, dropout: float = 0.0) -> Workload:
     """Return the workload as `build` does, but execute nothing: its first forward has still to install its hooks."""
+    return _assemble(name, _look_up(name, size), size, batch=batch, seed=seed, dropout=dropout)
+
+
+def _look_up(name: str, size: str) -> Spec:
     if name not in SPECS or size not in SPECS[name]["sizes"]:
         raise ValueError(f"unknown workload {name!r} at size {size!r}; known: {', '.join(SPECS)} at {', '.join(SIZES)}")
-    spec = SPECS[name]
+    return SPECS[name]
+
+
+def _assemble(name: str, spec: Spec, size: str, *, batch: int | None, seed: int, dropout: float) -> Workload:
     sized = spec["sizes"][size]
     torch.manual_seed(seed)
     if spec["config"] is None:
@@ -115,7 +131,7 @@ def _set_dropout(config: Any, dropout: float) -> None:
         if isinstance(value, PretrainedConfig):
             _set_dropout(value, dropout)
         elif isinstance(value, float | int) and any(word in key for word in _NEVER_DROPPED):
-            setattr(config, key, 0.0)
+            setattr(config, key, type(value)(0))  # some configs insist on the type
         elif isinstance(value, float | int) and "dropout" in key:
             setattr(config, key, dropout)
 
@@ -145,7 +161,7 @@ def _make_input(spec: Spec, batch: int | None, generator: torch.Generator, earli
         ids[:, column] = token
     for first, last, token in spec.get("spans", ()):
         ids[:, first:last] = token
-    return ids
+    return ids.float() if spec.get("floating") else ids
 
 
 def _run_once(model: nn.Module, inputs: dict[str, Any]) -> None:
@@ -174,4 +190,22 @@ def _flava_loss(output: Any) -> Tensor:
     return loss
 
 
-_LOSSES: dict[str, Callable[[Any], Tensor]] = {"returned": _returned_loss, "flava": _flava_loss}
+def weigh_outputs(output: Any) -> Tensor:
+    """Return the mean of every floating-point tensor of `output`, weighed with a wave, so that no element is alike.
+
+    A mean of squares would not do: behind a layer norm it is a constant.
+    """
+    found = [tensor for tensor in pytree.tree_leaves(output) if isinstance(tensor, Tensor)]
+    terms = [
+        (tensor * torch.arange(tensor.numel(), device=tensor.device).to(tensor.dtype).cos().view_as(tensor)).mean()
+        for tensor in found
+        if tensor.is_floating_point()
+    ]
+    return torch.stack([term.to(terms[0].dtype) for term in terms]).sum()
+
+
+_LOSSES: dict[str, Callable[[Any], Tensor]] = {
+    "returned": _returned_loss,
+    "flava": _flava_loss,
+    "waves": weigh_outputs,
+}

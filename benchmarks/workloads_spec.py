@@ -7,7 +7,7 @@ An input is a dict with a `kind`:
 
     image    float32, normal(0, 1), of `shape`
     ids      int64, uniform in [low, high), of `shape`; then `columns` ((column, token), ...) are set in every row,
-             and `spans` ((first, last exclusive, token), ...) likewise
+             and `spans` ((first, last exclusive, token), ...) likewise; float32 if `floating`
     ones     int64 ones of `shape`
     labels   the input named `of`, with every position that holds one of `ignore` set to -100
 
@@ -25,19 +25,23 @@ from typing import Any
 Spec = dict[str, Any]
 
 
-def _image(*shape: int) -> Spec:
+def image(*shape: int) -> Spec:
+    """Return a spec of a float32 input; shapes begin with the batch size."""
     return {"kind": "image", "shape": shape}
 
 
-def _ids(*shape: int, low: int = 3, high: int, **patches: Any) -> Spec:
+def ids(*shape: int, low: int = 3, high: int, **patches: Any) -> Spec:
+    """Return a spec of tokens."""
     return {"kind": "ids", "shape": shape, "low": low, "high": high, **patches}
 
 
-def _ones(*shape: int) -> Spec:
+def ones(*shape: int) -> Spec:
+    """Return a spec of a mask that hides nothing."""
     return {"kind": "ones", "shape": shape}
 
 
-def _encoder(width: int, hidden: int, layers: int, heads: int, **rest: Any) -> Spec:
+def encoder(width: int, hidden: int, layers: int, heads: int, **rest: Any) -> Spec:
+    """Return the numbers of a transformer encoder, as most configs name them."""
     return {
         "hidden_size": width,
         "intermediate_size": hidden,
@@ -58,7 +62,7 @@ SPECS: dict[str, Spec] = {
             "tiny": {
                 "config": {
                     "projection_dim": 64,
-                    "text_config": _encoder(
+                    "text_config": encoder(
                         64,
                         128,
                         2,
@@ -70,19 +74,19 @@ SPECS: dict[str, Spec] = {
                         pad_token_id=1,
                         projection_dim=64,
                     ),
-                    "vision_config": _encoder(64, 128, 2, 2, image_size=64, patch_size=16, projection_dim=64),
+                    "vision_config": encoder(64, 128, 2, 2, image_size=64, patch_size=16, projection_dim=64),
                 },
                 "inputs": {
-                    "input_ids": _ids(4, 16, high=990, columns=((15, 999),)),
-                    "attention_mask": _ones(4, 16),
-                    "pixel_values": _image(4, 3, 64, 64),
+                    "input_ids": ids(4, 16, high=990, columns=((15, 999),)),
+                    "attention_mask": ones(4, 16),
+                    "pixel_values": image(4, 3, 64, 64),
                     "return_loss": True,
                 },
             },
             "small": {
                 "config": {
                     "projection_dim": 256,
-                    "text_config": _encoder(
+                    "text_config": encoder(
                         256,
                         1024,
                         6,
@@ -94,19 +98,19 @@ SPECS: dict[str, Spec] = {
                         pad_token_id=1,
                         projection_dim=256,
                     ),
-                    "vision_config": _encoder(256, 1024, 6, 4, image_size=128, patch_size=16, projection_dim=256),
+                    "vision_config": encoder(256, 1024, 6, 4, image_size=128, patch_size=16, projection_dim=256),
                 },
                 "inputs": {
-                    "input_ids": _ids(8, 77, high=8000, columns=((76, 8191),)),
-                    "attention_mask": _ones(8, 77),
-                    "pixel_values": _image(8, 3, 128, 128),
+                    "input_ids": ids(8, 77, high=8000, columns=((76, 8191),)),
+                    "attention_mask": ones(8, 77),
+                    "pixel_values": image(8, 3, 128, 128),
                     "return_loss": True,
                 },
             },
             "base": {
                 "config": {
                     "projection_dim": 512,
-                    "text_config": _encoder(
+                    "text_config": encoder(
                         512,
                         2048,
                         12,
@@ -118,12 +122,12 @@ SPECS: dict[str, Spec] = {
                         pad_token_id=1,
                         projection_dim=512,
                     ),
-                    "vision_config": _encoder(768, 3072, 12, 12, image_size=224, patch_size=32, projection_dim=512),
+                    "vision_config": encoder(768, 3072, 12, 12, image_size=224, patch_size=32, projection_dim=512),
                 },
                 "inputs": {
-                    "input_ids": _ids(64, 77, high=49000, columns=((76, 49407),)),
-                    "attention_mask": _ones(64, 77),
-                    "pixel_values": _image(64, 3, 224, 224),
+                    "input_ids": ids(64, 77, high=49000, columns=((76, 49407),)),
+                    "attention_mask": ones(64, 77),
+                    "pixel_values": image(64, 3, 224, 224),
                     "return_loss": True,
                 },
             },
@@ -141,14 +145,14 @@ SPECS: dict[str, Spec] = {
                     "hidden_size": 64,
                     "projection_dim": 64,
                     "init_codebook": False,
-                    "image_config": _encoder(64, 128, 2, 2, image_size=64, patch_size=16, mask_token=False),
-                    "text_config": _encoder(64, 128, 2, 2, vocab_size=1000, max_position_embeddings=32),
-                    "multimodal_config": _encoder(64, 128, 2, 2),
+                    "image_config": encoder(64, 128, 2, 2, image_size=64, patch_size=16, mask_token=False),
+                    "text_config": encoder(64, 128, 2, 2, vocab_size=1000, max_position_embeddings=32),
+                    "multimodal_config": encoder(64, 128, 2, 2),
                 },
                 "inputs": {
-                    "input_ids": _ids(4, 16, high=990),
-                    "attention_mask": _ones(4, 16),
-                    "pixel_values": _image(4, 3, 64, 64),
+                    "input_ids": ids(4, 16, high=990),
+                    "attention_mask": ones(4, 16),
+                    "pixel_values": image(4, 3, 64, 64),
                 },
             },
             "small": {
@@ -156,14 +160,14 @@ SPECS: dict[str, Spec] = {
                     "hidden_size": 256,
                     "projection_dim": 256,
                     "init_codebook": False,
-                    "image_config": _encoder(256, 1024, 4, 4, image_size=128, patch_size=16, mask_token=False),
-                    "text_config": _encoder(256, 1024, 4, 4, vocab_size=8192, max_position_embeddings=128),
-                    "multimodal_config": _encoder(256, 1024, 2, 4),
+                    "image_config": encoder(256, 1024, 4, 4, image_size=128, patch_size=16, mask_token=False),
+                    "text_config": encoder(256, 1024, 4, 4, vocab_size=8192, max_position_embeddings=128),
+                    "multimodal_config": encoder(256, 1024, 2, 4),
                 },
                 "inputs": {
-                    "input_ids": _ids(8, 64, high=8000),
-                    "attention_mask": _ones(8, 64),
-                    "pixel_values": _image(8, 3, 128, 128),
+                    "input_ids": ids(8, 64, high=8000),
+                    "attention_mask": ones(8, 64),
+                    "pixel_values": image(8, 3, 128, 128),
                 },
             },
             "base": {
@@ -171,14 +175,14 @@ SPECS: dict[str, Spec] = {
                     "hidden_size": 768,
                     "projection_dim": 768,
                     "init_codebook": False,
-                    "image_config": _encoder(768, 3072, 12, 12, image_size=224, patch_size=16, mask_token=False),
-                    "text_config": _encoder(768, 3072, 12, 12, vocab_size=30522, max_position_embeddings=512),
-                    "multimodal_config": _encoder(768, 3072, 6, 12),
+                    "image_config": encoder(768, 3072, 12, 12, image_size=224, patch_size=16, mask_token=False),
+                    "text_config": encoder(768, 3072, 12, 12, vocab_size=30522, max_position_embeddings=512),
+                    "multimodal_config": encoder(768, 3072, 6, 12),
                 },
                 "inputs": {
-                    "input_ids": _ids(32, 77, high=30000),
-                    "attention_mask": _ones(32, 77),
-                    "pixel_values": _image(32, 3, 224, 224),
+                    "input_ids": ids(32, 77, high=30000),
+                    "attention_mask": ones(32, 77),
+                    "pixel_values": image(32, 3, 224, 224),
                 },
             },
         },
@@ -207,14 +211,14 @@ SPECS: dict[str, Spec] = {
                         "enable_fusion": False,
                         "projection_dim": 64,
                     },
-                    "text_config": _encoder(
+                    "text_config": encoder(
                         64, 128, 2, 2, vocab_size=1000, max_position_embeddings=40, projection_dim=64
                     ),
                 },
                 "inputs": {
-                    "input_ids": _ids(4, 16, high=990),
-                    "attention_mask": _ones(4, 16),
-                    "input_features": _image(4, 1, 256, 16),
+                    "input_ids": ids(4, 16, high=990),
+                    "attention_mask": ones(4, 16),
+                    "input_features": image(4, 1, 256, 16),
                     "return_loss": True,
                 },
             },
@@ -235,14 +239,14 @@ SPECS: dict[str, Spec] = {
                         "enable_fusion": False,
                         "projection_dim": 256,
                     },
-                    "text_config": _encoder(
+                    "text_config": encoder(
                         256, 1024, 4, 4, vocab_size=8192, max_position_embeddings=130, projection_dim=256
                     ),
                 },
                 "inputs": {
-                    "input_ids": _ids(4, 64, high=8000),
-                    "attention_mask": _ones(4, 64),
-                    "input_features": _image(4, 1, 512, 32),
+                    "input_ids": ids(4, 64, high=8000),
+                    "attention_mask": ones(4, 64),
+                    "input_features": image(4, 1, 512, 32),
                     "return_loss": True,
                 },
             },
@@ -263,14 +267,14 @@ SPECS: dict[str, Spec] = {
                         "enable_fusion": False,
                         "projection_dim": 512,
                     },
-                    "text_config": _encoder(
+                    "text_config": encoder(
                         768, 3072, 12, 12, vocab_size=50265, max_position_embeddings=514, projection_dim=512
                     ),
                 },
                 "inputs": {
-                    "input_ids": _ids(32, 77, high=50000),
-                    "attention_mask": _ones(32, 77),
-                    "input_features": _image(32, 1, 1001, 64),
+                    "input_ids": ids(32, 77, high=50000),
+                    "attention_mask": ones(32, 77),
+                    "input_features": image(32, 1, 1001, 64),
                     "return_loss": True,
                 },
             },
@@ -287,10 +291,10 @@ SPECS: dict[str, Spec] = {
                 "config": {
                     "image_token_index": 999,
                     "image_seq_length": 16,
-                    "vision_config": _encoder(
+                    "vision_config": encoder(
                         64, 128, 3, 2, model_type="clip_vision_model", image_size=64, patch_size=16, projection_dim=64
                     ),
-                    "text_config": _encoder(
+                    "text_config": encoder(
                         64,
                         160,
                         2,
@@ -303,9 +307,9 @@ SPECS: dict[str, Spec] = {
                     ),
                 },
                 "inputs": {
-                    "input_ids": _ids(2, 32, high=990, spans=((2, 18, 999),)),
-                    "attention_mask": _ones(2, 32),
-                    "pixel_values": _image(2, 3, 64, 64),
+                    "input_ids": ids(2, 32, high=990, spans=((2, 18, 999),)),
+                    "attention_mask": ones(2, 32),
+                    "pixel_values": image(2, 3, 64, 64),
                     "labels": {"kind": "labels", "of": "input_ids", "ignore": (999,)},
                 },
             },
@@ -313,7 +317,7 @@ SPECS: dict[str, Spec] = {
                 "config": {
                     "image_token_index": 8191,
                     "image_seq_length": 64,
-                    "vision_config": _encoder(
+                    "vision_config": encoder(
                         256,
                         1024,
                         6,
@@ -323,7 +327,7 @@ SPECS: dict[str, Spec] = {
                         patch_size=16,
                         projection_dim=256,
                     ),
-                    "text_config": _encoder(
+                    "text_config": encoder(
                         256,
                         688,
                         6,
@@ -336,9 +340,9 @@ SPECS: dict[str, Spec] = {
                     ),
                 },
                 "inputs": {
-                    "input_ids": _ids(4, 128, high=8000, spans=((2, 66, 8191),)),
-                    "attention_mask": _ones(4, 128),
-                    "pixel_values": _image(4, 3, 128, 128),
+                    "input_ids": ids(4, 128, high=8000, spans=((2, 66, 8191),)),
+                    "attention_mask": ones(4, 128),
+                    "pixel_values": image(4, 3, 128, 128),
                     "labels": {"kind": "labels", "of": "input_ids", "ignore": (8191,)},
                 },
             },
@@ -346,7 +350,7 @@ SPECS: dict[str, Spec] = {
                 "config": {
                     "image_token_index": 32000,
                     "image_seq_length": 576,
-                    "vision_config": _encoder(
+                    "vision_config": encoder(
                         1024,
                         4096,
                         24,
@@ -356,7 +360,7 @@ SPECS: dict[str, Spec] = {
                         patch_size=14,
                         projection_dim=768,
                     ),
-                    "text_config": _encoder(
+                    "text_config": encoder(
                         2048,
                         5632,
                         22,
@@ -369,9 +373,9 @@ SPECS: dict[str, Spec] = {
                     ),
                 },
                 "inputs": {
-                    "input_ids": _ids(2, 1024, high=31999, spans=((2, 578, 32000),)),
-                    "attention_mask": _ones(2, 1024),
-                    "pixel_values": _image(2, 3, 336, 336),
+                    "input_ids": ids(2, 1024, high=31999, spans=((2, 578, 32000),)),
+                    "attention_mask": ones(2, 1024),
+                    "pixel_values": image(2, 3, 336, 336),
                     "labels": {"kind": "labels", "of": "input_ids", "ignore": (32000,)},
                 },
             },
@@ -405,7 +409,7 @@ SPECS: dict[str, Spec] = {
                     "begin_suppress_tokens": None,
                     "use_cache": False,
                 },
-                "inputs": {"input_features": _image(2, 16, 128), "labels": _ids(2, 16, high=990)},
+                "inputs": {"input_features": image(2, 16, 128), "labels": ids(2, 16, high=990)},
             },
             "small": {
                 "config": {
@@ -428,7 +432,7 @@ SPECS: dict[str, Spec] = {
                     "begin_suppress_tokens": None,
                     "use_cache": False,
                 },
-                "inputs": {"input_features": _image(2, 80, 500), "labels": _ids(2, 64, high=8000)},
+                "inputs": {"input_features": image(2, 80, 500), "labels": ids(2, 64, high=8000)},
             },
             "base": {
                 "config": {
@@ -451,7 +455,7 @@ SPECS: dict[str, Spec] = {
                     "begin_suppress_tokens": None,
                     "use_cache": False,
                 },
-                "inputs": {"input_features": _image(8, 80, 3000), "labels": _ids(8, 448, high=50000)},
+                "inputs": {"input_features": image(8, 80, 3000), "labels": ids(8, 448, high=50000)},
             },
         },
     },
@@ -463,16 +467,16 @@ SPECS: dict[str, Spec] = {
         "branches": (),
         "sizes": {
             "tiny": {
-                "config": _encoder(64, 128, 2, 2, image_size=64, patch_size=16, num_labels=10),
-                "inputs": {"pixel_values": _image(4, 3, 64, 64), "labels": _ids(4, low=0, high=10)},
+                "config": encoder(64, 128, 2, 2, image_size=64, patch_size=16, num_labels=10),
+                "inputs": {"pixel_values": image(4, 3, 64, 64), "labels": ids(4, low=0, high=10)},
             },
             "small": {
-                "config": _encoder(256, 1024, 6, 4, image_size=128, patch_size=16, num_labels=100),
-                "inputs": {"pixel_values": _image(8, 3, 128, 128), "labels": _ids(8, low=0, high=100)},
+                "config": encoder(256, 1024, 6, 4, image_size=128, patch_size=16, num_labels=100),
+                "inputs": {"pixel_values": image(8, 3, 128, 128), "labels": ids(8, low=0, high=100)},
             },
             "base": {
-                "config": _encoder(768, 3072, 12, 12, image_size=224, patch_size=16, num_labels=1000),
-                "inputs": {"pixel_values": _image(64, 3, 224, 224), "labels": _ids(64, low=0, high=1000)},
+                "config": encoder(768, 3072, 12, 12, image_size=224, patch_size=16, num_labels=1000),
+                "inputs": {"pixel_values": image(64, 3, 224, 224), "labels": ids(64, low=0, high=1000)},
             },
         },
     },
@@ -485,11 +489,11 @@ SPECS: dict[str, Spec] = {
         "sizes": {
             "tiny": {
                 "config": {"width": 32, "hidden": 64, "layers": 2, "heads": 2, "tokens": (10, 6)},
-                "inputs": {"image": _image(4, 10, 32), "text": _image(4, 6, 32)},
+                "inputs": {"image": image(4, 10, 32), "text": image(4, 6, 32)},
             },
             "small": {
                 "config": {"width": 256, "hidden": 1024, "layers": 4, "heads": 4, "tokens": (50, 32)},
-                "inputs": {"image": _image(4, 50, 256), "text": _image(4, 32, 256)},
+                "inputs": {"image": image(4, 50, 256), "text": image(4, 32, 256)},
             },
         },
     },

@@ -1,11 +1,17 @@
-"""Fixtures that all tests share."""
+"""Fixtures that all tests share, and the results that docs/robustness.md is made from.
+
+A test with the marker `robustness(section, subject)` is a line of that page: `pytest --robustness FILE` writes what came
+of each into `FILE`, beside what earlier runs wrote there.
+"""
 
 from __future__ import annotations
 
 import difflib
+import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -33,3 +39,37 @@ def expect() -> Callable[[str, str], None]:
             pytest.fail("\n".join([*lines, "APOLLO_ACCEPT=1 accepts the new text"]), pytrace=False)
 
     return compare
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Take the file for the lines of docs/robustness.md."""
+    parser.addoption("--robustness", type=Path, metavar="FILE", help="write results of marked tests there, as JSON")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
+    """Keep what came of a marked test; a failure in any of its phases is a failure."""
+    report: Any = yield
+    marker, file = item.get_closest_marker("robustness"), item.config.getoption("--robustness")
+    if marker is not None and file is not None:
+        section, subject = marker.args
+        lines = item.config.stash.setdefault(_LINES, {})
+        line = lines.setdefault(item.nodeid, {"section": section, "subject": subject, "outcome": "passed"})
+        line["says"] = (item.obj.__doc__ or "").strip().splitlines()[0]
+        line |= dict(item.user_properties)
+        if report.outcome != "passed":
+            line["outcome"] = report.outcome
+    return report
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Write the lines; tests that did not run keep those they had."""
+    lines = session.config.stash.get(_LINES, {})
+    if lines:
+        file: Path = session.config.getoption("--robustness")
+        known = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps({**known, **lines}, indent=1) + "\n", encoding="utf-8")
+
+
+_LINES: pytest.StashKey[dict[str, dict[str, Any]]] = pytest.StashKey()

@@ -1,0 +1,532 @@
+"""Train many models with apollo's own segments and compare every number with eager's.
+
+    python -m benchmarks.sweep --json build/sweep.json                          every model, float32, SGD
+    python -m benchmarks.sweep --json build/sweep.json --settings rotate        every model, each with another setting
+    python -m benchmarks.sweep --only clip,bert --precision bfloat16 --optimizer adamw_fused --mode switches
+
+A case is a model in a setting: precision, optimizer, mode. It takes five optimizer steps from the same weights, in
+eager and compiled; losses, every gradient of every step, and parameters and buffers at the end are compared. In mode
+`switches` the model also runs in eval mode under `no_grad` and `inference_mode`, and in training mode under `no_grad`,
+between two steps. An error counts against a run of eager in float64: what is compiled may be five times as far from it
+as eager in the case's own precision, plus a few bits (`TOLERANCE`).
+
+`make_options` sees to it that it is apollo's own way that runs: no contest, so the plan runs wherever there is one; a
+device profile on which hand-overs between lanes are free, so that plans of tiny models use lanes; every defect of ours
+is raised instead of handed to Inductor; and segments are larger than by default, since each of them takes a C++
+compile. A result says how many graphs ran in segments, and how many of these on lanes.
+
+    passed      every graph ran in segments, numbers as in eager
+    fell back   numbers as in eager; a graph went to Inductor whole, or Dynamo left the model in eager
+    inductor    apollo differs or raises, and so does Inductor alone
+    failed      apollo differs or raises where Inductor does not, or the process died or hung
+
+Cases run in a process of their own, which is replaced when it dies, hangs or has run `CASES_PER_PROCESS` of them. With
+`--json` every result is written at once, and cases that the file has are not run again. Exit code 1: a case failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import gc
+import json
+import logging
+import math
+import multiprocessing
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass, replace
+from itertools import product
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tqdm import tqdm
+
+from benchmarks import sweep_spec
+from benchmarks.run import names_of
+from benchmarks.workloads_spec import SPECS
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from benchmarks.workloads import Workload
+
+PRECISIONS = ("float32", "bfloat16", "float64")
+OPTIMIZERS = ("sgd", "adamw_foreach", "adamw_fused", "adamw_compiled")
+MODES = ("train", "switches")
+OUTCOMES = ("passed", "fell back", "inductor", "failed")
+
+STEPS = 5
+CASES_PER_PROCESS = 12
+"""What a process compiled stays in its memory, so it is replaced now and then."""
+
+TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2, "float64": 1e-9}
+"""Of the largest element, by precision: sums in another order, and in bfloat16 pointwise chains that round once."""
+
+PUBLIC = {
+    "Multimodal": ("clip", "flava", "clap", "llava", "whisper", "two_tower"),
+    "Vision": ("vit_control",),
+}
+"""Workloads of `workloads_spec.py` by family."""
+
+FAMILIES: Mapping[str, Mapping[str, Any]] = {
+    "Multimodal": {**{name: SPECS[name] for name in PUBLIC["Multimodal"]}, **sweep_spec.MULTIMODAL},
+    "Text": sweep_spec.TEXT,
+    "Vision": {**{name: SPECS[name] for name in PUBLIC["Vision"]}, **sweep_spec.VISION},
+    "Sound": sweep_spec.SOUND,
+}
+OWN = "Hand-written"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    """A model in a setting."""
+
+    model: str
+    precision: str = "float32"
+    optimizer: str = "sgd"
+    mode: str = "train"
+
+    def __str__(self) -> str:
+        return f"{self.model} ({self.precision}, {self.optimizer}, {self.mode})"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Result:
+    """What came of a case."""
+
+    case: Case
+    outcome: str
+    num_graphs: int = 0
+    """Graphs that apollo was given."""
+    num_in_segments: int = 0
+    """Those that ran in segments."""
+    num_on_lanes: int = 0
+    """Those of them whose segments ran on more than one lane."""
+    reasons: tuple[str, ...] = ()
+    """Why graphs went to Inductor."""
+    problem: str = ""
+    """Of apollo: the worst difference, or the error."""
+    inductor_problem: str = ""
+    """The same of Inductor alone, where it was asked."""
+    seconds: float = 0.0
+
+
+Numbers = dict[str, "Tensor | None"]
+"""By what it is: `loss of step 0`, `gradient of head.weight in step 0`, `head.weight at the end`."""
+
+
+def model_names() -> dict[str, str]:
+    """Return the family of every model, in the order of the table."""
+    from benchmarks.sweep_models import OWN_MODELS
+
+    return {name: family for family, specs in FAMILIES.items() for name in specs} | dict.fromkeys(OWN_MODELS, OWN)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run what is not in the file yet, print a line for each case; return the exit code."""
+    args = _parse(arguments)
+    results = load(args.json) if args.json is not None and args.json.exists() else []
+    known = {result.case for result in results}
+    cases = [case for case in _cases(args) if case not in known]
+    begin = time.monotonic()
+    for result in run_cases(cases, timeout_s=args.timeout):
+        results.append(result)
+        if args.json is not None:
+            save(args.json, results)
+        tqdm.write(format_result(result))
+        if args.budget is not None and time.monotonic() - begin > args.budget:
+            break
+    counts = {outcome: sum(result.outcome == outcome for result in results) for outcome in OUTCOMES}
+    left = len(cases) - (len(results) - len(known))
+    print(", ".join(f"{outcome} {count}" for outcome, count in counts.items()), f"; {left} left" if left else "")
+    return 1 if counts["failed"] else 0
+
+
+def load(path: Path) -> list[Result]:
+    """Read what `save` wrote."""
+    content = json.loads(path.read_text(encoding="utf-8"))
+    return [
+        Result(**{**item, "case": Case(**item["case"]), "reasons": tuple(item["reasons"])}) for item in content["cases"]
+    ]
+
+
+def save(path: Path, results: Sequence[Result]) -> None:
+    """Write results and the versions that they are for."""
+    from apollo_compile.bench import machine_facts
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    content = {"machine": machine_facts(), "cases": [asdict(result) for result in results]}
+    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def format_result(result: Result) -> str:
+    """Return one line."""
+    where = f"{result.num_in_segments} of {result.num_graphs} graphs in segments, {result.num_on_lanes} on lanes"
+    details = [where, *result.reasons, *filter(None, (result.problem, result.inductor_problem))]
+    return f"{result.outcome:9} {result.case}: {'; '.join(details)} [{result.seconds:.0f} s]"
+
+
+# ------------------------------------------------------------------------------------------------------- processes
+
+
+def run_cases(cases: Sequence[Case], *, timeout_s: float) -> Iterator[Result]:
+    """Yield the result of every case; a process that dies or hangs costs its case alone."""
+    process: _Worker | None = None
+    try:
+        for case in tqdm(cases, desc="cases", file=sys.stderr):
+            if process is not None and process.num_cases == CASES_PER_PROCESS:
+                process.stop()
+                process = None
+            process = process or _Worker()
+            result = process.run(case, timeout_s)
+            if result is None:
+                yield Result(case=case, outcome="failed", problem=f"the process {process.stop()}")
+                process = None
+            else:
+                yield result
+    finally:
+        if process is not None:
+            process.stop()
+
+
+class _Worker:
+    """A process that runs one case after the other."""
+
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._connection, theirs = context.Pipe()
+        self._process = context.Process(target=_work, args=(theirs,), daemon=False)
+        self._process.start()
+        theirs.close()
+        self.num_cases = 0
+
+    def run(self, case: Case, timeout_s: float) -> Result | None:
+        """Return the result; None if the process died or took too long."""
+        self.num_cases += 1
+        try:
+            self._connection.send(case)
+            if not self._connection.poll(timeout_s):
+                return None
+            result: Result = self._connection.recv()
+        except (EOFError, OSError):
+            return None
+        return result
+
+    def stop(self) -> str:
+        """End the process; return how it ended."""
+        self._connection.close()
+        self._process.join(timeout=10)
+        if self._process.exitcode is None:
+            self._process.kill()
+            self._process.join()
+            return "hung"
+        return f"died with exit code {self._process.exitcode}"
+
+
+def _work(connection: Connection) -> None:
+    warnings.simplefilter("ignore")
+    logging.getLogger("apollo_compile").setLevel(logging.ERROR)  # reasons are in the results
+    while True:
+        try:
+            case: Case = connection.recv()
+        except EOFError:
+            return
+        connection.send(run_case(case))
+
+
+# -------------------------------------------------------------------------------------------------------- one case
+
+
+def run_case(case: Case) -> Result:
+    """Train the model of `case` in eager and with apollo; ask Inductor only where the two differ."""
+    begin = time.monotonic()
+    workload = build_model(case.model)
+    exact = _train_exactly(workload, case)
+    eager = train(workload, case)
+    with tempfile.TemporaryDirectory() as folder:
+        options = make_options(Path(folder) / "profile.json")
+        problem = _compare_with(eager, exact, workload, case, {"backend": "apollo", "options": options})
+        found = _look_at_graphs()
+    outcome, inductor_problem = "fell back" if found["reasons"] else "passed", ""
+    if problem:
+        inductor_problem = _compare_with(eager, exact, workload, case, {"backend": "inductor"})
+        outcome = "inductor" if inductor_problem else "failed"
+    return Result(
+        case=case,
+        outcome=outcome,
+        problem=problem,
+        inductor_problem=inductor_problem,
+        seconds=round(time.monotonic() - begin, 1),
+        **found,
+    )
+
+
+def build_model(name: str) -> Workload:
+    """Return the model `name` of the sweep with its inputs and loss."""
+    from benchmarks.sweep_models import OWN_MODELS, build_own
+    from benchmarks.workloads import build_spec
+
+    if name in OWN_MODELS:
+        return build_own(name)
+    (spec,) = (specs[name] for specs in FAMILIES.values() if name in specs)
+    return build_spec(name, spec)
+
+
+def make_options(profile: Path) -> dict[str, Any]:
+    """Return the options of the sweep; `profile` is where the device profile is written that they name."""
+    from apollo_compile.device import default_profile, save_profile
+    from apollo_compile.execute import available_units
+
+    save_profile(replace(default_profile(available_units()), handover_ns=0), profile)
+    return {
+        "debug.strict": True,
+        "plan.contest": False,
+        "plan.min_gain": 0.0,
+        "partition.min_segment_share": 0.05,
+        "device.profile": profile,
+    }
+
+
+def _compare_with(
+    eager: Numbers, exact: Numbers | None, workload: Workload, case: Case, compile_options: Mapping[str, Any]
+) -> str:
+    """Return what is wrong with the compiled run; an empty text if nothing is."""
+    try:
+        return find_difference(train(workload, case, **compile_options), eager, exact, TOLERANCE[case.precision])
+    except Exception as error:  # whatever it is, it is the result
+        lines = str(error).strip().splitlines() or [""]
+        return f"{type(error).__name__}: {lines[0]}"[:300]
+
+
+def _look_at_graphs() -> dict[str, Any]:
+    """Return how the graphs of the last run were run."""
+    from apollo_compile import backend
+
+    models = backend.compiled_models()
+    graphs = [graph for model in models for graph in model.graphs if graph.has_run]
+    lanes = [{span.lane for span in graph.trace().spans} for graph in graphs]
+    handed_over = [reason for model in models for _, reason in model.handed_over]
+    if not models:
+        handed_over.append("Dynamo runs the model in eager: it finds nothing that it compiles")
+    return {
+        "num_graphs": len(graphs) + sum(len(model.handed_over) for model in models),
+        "num_in_segments": sum(map(bool, lanes)),
+        "num_on_lanes": sum(len(used) > 1 for used in lanes),
+        "reasons": tuple(sorted(set(handed_over))),
+    }
+
+
+# -------------------------------------------------------------------------------------------------------- training
+
+
+def train(workload: Workload, case: Case, **compile_options: Any) -> Numbers:
+    """Train a copy of the model in the setting of `case`; return every number.
+
+    `compile_options` go to `torch.compile`, for the model and, in the setting `adamw_compiled`, for the optimizer's
+    step; without any both stay eager.
+    """
+    import torch
+
+    torch._dynamo.reset()
+    gc.collect()  # graphs of earlier cases go with what Dynamo kept for them
+    torch.manual_seed(0)
+    model = _cast(copy.deepcopy(workload.model), case.precision)
+    inputs = {name: _cast(copy.deepcopy(value), case.precision) for name, value in workload.inputs.items()}
+    run = torch.compile(model, **compile_options) if compile_options else model
+    optimizer, take_step = _make_optimizer(model.parameters(), case.optimizer, compile_options)
+    numbers: Numbers = {}
+
+    def loss_of() -> Tensor:
+        with _autocast(case.precision):
+            return (
+                workload.loss(run(**inputs)).float() if case.precision == "bfloat16" else workload.loss(run(**inputs))
+            )
+
+    for step in range(STEPS):
+        optimizer.zero_grad(set_to_none=True)
+        loss = loss_of()
+        loss.backward()
+        numbers[f"loss of step {step}"] = loss.detach().clone()
+        for name, parameter in model.named_parameters():
+            gradient = parameter.grad
+            numbers[f"gradient of {name} in step {step}"] = None if gradient is None else gradient.clone()
+        take_step()
+        if case.mode == "switches" and step == 1:
+            numbers |= _run_in_other_modes(run, loss_of)
+    for name, value in (*model.named_parameters(), *model.named_buffers()):
+        numbers[f"{name} at the end"] = value.detach().clone()
+    return numbers
+
+
+def _run_in_other_modes(run: torch.nn.Module, loss_of: Callable[[], Tensor]) -> Numbers:
+    import torch
+
+    numbers: Numbers = {}
+    modes = {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode}
+    for training in (False, True):
+        run.train(training)
+        for name, mode in modes.items():
+            if training and mode is torch.inference_mode:
+                continue  # buffers that are written to would be inference tensors from then on
+            with mode():
+                numbers[f"loss under {name}, training {training}"] = loss_of().clone()
+    return numbers
+
+
+def _cast(value: Any, precision: str) -> Any:
+    import torch
+
+    if precision != "float64":
+        return value
+    if isinstance(value, torch.nn.Module):
+        return value.apply(_cast_own)
+    return _cast_tensor(value) if isinstance(value, torch.Tensor) else value
+
+
+def _cast_own(module: torch.nn.Module) -> None:
+    """Cast the tensors of one module, complex ones included, and what is cast keeps its strides."""
+    for parameter in module.parameters(recurse=False):
+        parameter.data = _cast_tensor(parameter.data)
+    for name, buffer in module.named_buffers(recurse=False):
+        setattr(module, name, _cast_tensor(buffer))
+
+
+def _cast_tensor(tensor: Tensor) -> Tensor:
+    import torch
+
+    if tensor.is_complex():
+        return tensor.to(torch.complex128)
+    return tensor.double() if tensor.is_floating_point() else tensor
+
+
+def _autocast(precision: str) -> AbstractContextManager[Any]:
+    import torch
+
+    return torch.autocast("cpu", torch.bfloat16) if precision == "bfloat16" else nullcontext()
+
+
+def _make_optimizer(
+    parameters: Iterator[torch.nn.Parameter], name: str, compile_options: Mapping[str, Any]
+) -> tuple[torch.optim.Optimizer, Callable[[], Any]]:
+    """Return the optimizer and what takes a step.
+
+    AdamW divides gradients by their size, so that rounding of a gradient that is zero becomes a full step; with an
+    `eps` above that rounding it does not.
+    """
+    import torch
+
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    if name == "sgd":
+        sgd = torch.optim.SGD(trained, lr=0.01, momentum=0.9)
+        return sgd, sgd.step
+    fused = {"fused": True} if name == "adamw_fused" else {"foreach": True}
+    learning_rate = torch.tensor(1e-3) if name == "adamw_compiled" else 1e-3
+    adamw = torch.optim.AdamW(trained, lr=learning_rate, eps=1e-4, **fused)
+    if name == "adamw_compiled" and compile_options:
+        return adamw, torch.compile(lambda: adamw.step(), **compile_options)
+    return adamw, adamw.step
+
+
+def _train_exactly(workload: Workload, case: Case) -> Numbers | None:
+    """Return the numbers of eager in float64; None where the model has parts that insist on another type."""
+    try:
+        return train(workload, replace(case, precision="float64"))
+    except (RuntimeError, TypeError):
+        return None
+
+
+def find_difference(actual: Numbers, eager: Numbers, exact: Numbers | None, tolerance: float) -> str:
+    """Return the worst difference that is not allowed; an empty text if there is none.
+
+    A gradient that is None in eager may be zero: AOTAutograd gives zeros to what only feeds outputs that the loss does
+    not use, with every backend.
+    """
+    if actual.keys() != eager.keys():
+        return f"other numbers: {sorted(actual.keys() ^ eager.keys())[:3]}"
+    exact = eager if exact is None else exact
+    largest = max((_largest(value) for name, value in eager.items() if name.startswith("gradient")), default=0.0)
+    worst, text = 1.0, ""
+    for name, expected in eager.items():
+        found = actual[name]
+        if expected is None or found is None:
+            if (found is not None and found.any()) or (expected is not None and expected.any()):
+                return f"{name}: {'None' if found is None else 'a tensor'} instead of the other"
+            continue
+        if found.dtype != expected.dtype or found.shape != expected.shape:
+            return f"{name}: {found.dtype} {tuple(found.shape)} instead of {expected.dtype} {tuple(expected.shape)}"
+        reference = exact[name]
+        if reference is None:
+            reference = expected
+        floor = 0.01 * largest if name.startswith("gradient") else 1e-2
+        allowed = 5 * _distance(expected, reference) + tolerance * (_largest(reference) + floor)
+        ratio = _distance(found, reference) / allowed
+        if not ratio <= worst:
+            worst = ratio
+            text = f"{name}: off by {_distance(found, reference):.1e}, allowed {allowed:.1e}"
+    return text
+
+
+def _largest(tensor: Tensor | None) -> float:
+    if tensor is None or tensor.numel() == 0:
+        return 0.0
+    finite = tensor.nan_to_num(0.0, 0.0, 0.0) if tensor.is_floating_point() else tensor
+    return float(finite.abs().max())
+
+
+def _distance(left: Tensor, right: Tensor) -> float:
+    """Return the largest difference of two elements; equal infinities and two NaNs are no difference."""
+    import torch
+
+    if left.numel() == 0:
+        return 0.0
+    wide = torch.complex128 if left.is_complex() else torch.float64
+    left, right = left.to(wide), right.to(wide)
+    differs = (left != right) & ~(left.isnan() & right.isnan())
+    difference = (left - right).abs()[differs]
+    return float(difference.nan_to_num(math.inf).max()) if difference.numel() else 0.0
+
+
+# ------------------------------------------------------------------------------------------------------- arguments
+
+
+def _cases(args: argparse.Namespace) -> list[Case]:
+    names = [name for name in model_names() if args.only is None or name in args.only]
+    if args.settings == "one":
+        return [Case(model=n, precision=args.precision, optimizer=args.optimizer, mode=args.mode) for n in names]
+    return rotate(names)
+
+
+def rotate(names: Sequence[str]) -> list[Case]:
+    """Give every model another setting; the plain one, which is run for all models anyway, is left out."""
+    settings = [
+        setting for setting in product(MODES[::-1], OPTIMIZERS, PRECISIONS) if setting != ("train", "sgd", "float32")
+    ]
+    return [
+        Case(model=name, precision=precision, optimizer=optimizer, mode=mode)
+        for number, name in enumerate(names)
+        for mode, optimizer, precision in [settings[7 * number % len(settings)]]
+    ]
+
+
+def _parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.sweep", description="Compare many models with eager.")
+    parser.add_argument("--only", type=names_of(model_names()), help="models, separated by commas; default: all")
+    parser.add_argument("--settings", choices=("one", "rotate"), default="one", help="one for all, or one for each")
+    parser.add_argument("--precision", choices=PRECISIONS, default="float32")
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="sgd")
+    parser.add_argument("--mode", choices=MODES, default="train")
+    parser.add_argument("--timeout", type=float, default=600.0, help="seconds after which a case hangs")
+    parser.add_argument("--budget", type=float, help="begin no case after so many seconds; run again to go on")
+    parser.add_argument("--json", type=Path, help="write results there; cases that it has are not run again")
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,519 @@
+"""The Hugging Face models of the correctness sweep as data, each as small as it gets. Imports nothing but `Spec`s.
+
+A spec has the form that `workloads_spec.py` describes, with the one size `tiny`. Losses: `returned` is the model's own;
+`waves` weighs every floating-point output with a fixed pattern, for models that return none.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from benchmarks.workloads_spec import Spec, encoder, ids, image, ones
+
+_TOKENS = ids(2, 8, high=90)
+_MASK = ones(2, 8)
+_PICTURE = image(2, 3, 32, 32)
+_SOUND = image(2, 400)
+_LABELS = {"kind": "labels", "of": "input_ids", "ignore": (99,)}
+_CLASSES = ids(2, low=0, high=4)
+_CAPTIONED = {"input_ids": _TOKENS, "attention_mask": _MASK, "pixel_values": _PICTURE}
+_PAIRED = {**_CAPTIONED, "return_loss": True}
+_SPOKEN = {"input_values": _SOUND, "labels": ids(2, 4, low=1, high=30)}
+
+_VOCABULARY = {"vocab_size": 100, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+_TEXT = encoder(32, 64, 2, 2, **_VOCABULARY, max_position_embeddings=24)
+_CAUSAL = {**_TEXT, "use_cache": False}
+_VISION = encoder(32, 64, 2, 2, image_size=32, patch_size=16)
+_CLASSIFIED = {"pixel_values": _PICTURE, "labels": _CLASSES}
+_SEQUENCE_TO_SEQUENCE = {
+    **_VOCABULARY,
+    "d_model": 32,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2,
+    "encoder_ffn_dim": 64,
+    "decoder_ffn_dim": 64,
+    "max_position_embeddings": 24,
+    "decoder_start_token_id": 2,
+    "use_cache": False,
+}
+_CONVOLVED = {
+    **_TEXT,
+    "vocab_size": 32,
+    "conv_dim": [32, 32],
+    "conv_stride": [5, 2],
+    "conv_kernel": [10, 3],
+    "num_feat_extract_layers": 2,
+    "num_conv_pos_embeddings": 16,
+    "num_conv_pos_embedding_groups": 2,
+}
+
+
+def _tiny(model: str, config: str, numbers: dict[str, Any], *, loss: str = "returned", **inputs: Any) -> Spec:
+    size = {"config": numbers, "inputs": inputs}
+    return {"model": model, "config": config, "loss": loss, "branches": (), "sizes": {"tiny": size}}
+
+
+def _masked(family: str, **numbers: Any) -> Spec:
+    return _tiny(f"{family}ForMaskedLM", f"{family}Config", {**_TEXT, **numbers}, input_ids=_TOKENS, labels=_LABELS)
+
+
+def _causal(family: str, model: str = "{}ForCausalLM", **numbers: Any) -> Spec:
+    config = {**_CAUSAL, **numbers}
+    return _tiny(model.format(family), f"{family}Config", config, input_ids=_TOKENS, labels=_LABELS)
+
+
+def _classifier(family: str, **numbers: Any) -> Spec:
+    config = {**_VISION, "num_labels": 4, **numbers}
+    return _tiny(f"{family}ForImageClassification", f"{family}Config", config, **_CLASSIFIED)
+
+
+MULTIMODAL: dict[str, Spec] = {
+    "altclip": _tiny(
+        "AltCLIPModel",
+        "AltCLIPConfig",
+        {
+            "projection_dim": 32,
+            "text_config": {**_TEXT, "project_dim": 32},
+            "vision_config": {**_VISION, "projection_dim": 32},
+        },
+        **_PAIRED,
+    ),
+    "blip": _tiny(
+        "BlipForConditionalGeneration",
+        "BlipConfig",
+        {
+            "projection_dim": 32,
+            "image_text_hidden_size": 32,
+            "text_config": {**_CAUSAL, "encoder_hidden_size": 32, "projection_dim": 32, "sep_token_id": 2},
+            "vision_config": _VISION,
+        },
+        **_CAPTIONED,
+        labels=_LABELS,
+    ),
+    "blip2": _tiny(
+        "Blip2ForConditionalGeneration",
+        "Blip2Config",
+        {
+            "num_query_tokens": 4,
+            "image_token_index": 99,
+            "vision_config": _VISION,
+            "qformer_config": {**_TEXT, "encoder_hidden_size": 32},
+            "text_config": {**_CAUSAL, "model_type": "opt", "ffn_dim": 64, "word_embed_proj_dim": 32},
+        },
+        input_ids=ids(2, 12, high=90, spans=((0, 4, 99),)),
+        attention_mask=ones(2, 12),
+        pixel_values=_PICTURE,
+        labels=_LABELS,
+    ),
+    "bridgetower": _tiny(
+        "BridgeTowerModel",
+        "BridgeTowerConfig",
+        {
+            **encoder(64, 64, 2, 2),
+            "text_config": {**_TEXT, "hidden_size": 64},
+            "vision_config": {**_VISION, "hidden_size": 64},
+        },
+        loss="waves",
+        **_CAPTIONED,
+    ),
+    "chinese_clip": _tiny(
+        "ChineseCLIPModel",
+        "ChineseCLIPConfig",
+        {"projection_dim": 32, "text_config": _TEXT, "vision_config": _VISION},
+        **_PAIRED,
+    ),
+    "clipseg": _tiny(
+        "CLIPSegForImageSegmentation",
+        "CLIPSegConfig",
+        {
+            "projection_dim": 32,
+            "reduce_dim": 16,
+            "extract_layers": [0, 1],
+            "decoder_num_attention_heads": 2,
+            "decoder_intermediate_size": 32,
+            "text_config": {**_TEXT, "projection_dim": 32},
+            "vision_config": _VISION,
+        },
+        **_CAPTIONED,
+        labels={"kind": "ids", "low": 0, "high": 2, "shape": (2, 32, 32), "floating": True},
+    ),
+    "git": _tiny(
+        "GitForCausalLM",
+        "GitConfig",
+        {**_CAUSAL, "vision_config": _VISION},
+        **_CAPTIONED,
+        labels=_LABELS,
+    ),
+    "groupvit": _tiny(
+        "GroupViTModel",
+        "GroupViTConfig",
+        {
+            "projection_dim": 32,
+            "projection_intermediate_dim": 64,
+            "text_config": _TEXT,
+            "vision_config": {
+                **_VISION,
+                "image_size": 32,
+                "patch_size": 8,
+                "depths": [1, 1, 1],
+                "num_group_tokens": [4, 2, 0],
+                "num_output_groups": [4, 2, 0],
+            },
+        },
+        loss="waves",
+        **_CAPTIONED,
+    ),
+    "kosmos2": _tiny(
+        "Kosmos2ForConditionalGeneration",
+        "Kosmos2Config",
+        {
+            "latent_query_num": 4,
+            "text_config": {
+                **_VOCABULARY,
+                "embed_dim": 32,
+                "layers": 2,
+                "ffn_dim": 64,
+                "attention_heads": 2,
+                "max_position_embeddings": 24,
+                "use_cache": False,
+            },
+            "vision_config": _VISION,
+        },
+        input_ids=_TOKENS,
+        pixel_values=_PICTURE,
+        image_embeds_position_mask=ids(2, 8, low=0, high=1, spans=((1, 5, 1),)),
+        labels=_LABELS,
+    ),
+    "layoutlmv3": _tiny(
+        "LayoutLMv3ForTokenClassification",
+        "LayoutLMv3Config",
+        {
+            **_TEXT,
+            "num_labels": 4,
+            "input_size": 32,
+            "patch_size": 16,
+            "coordinate_size": 5,
+            "shape_size": 6,
+            "max_2d_position_embeddings": 64,
+            "rel_pos_bins": 8,
+            "rel_2d_pos_bins": 8,
+            "has_relative_attention_bias": True,
+            "has_spatial_attention_bias": True,
+        },
+        **_CAPTIONED,
+        bbox=ids(2, 8, 4, low=0, high=60),
+        labels=ids(2, 8, low=0, high=4),
+    ),
+    "lxmert": _tiny(
+        "LxmertModel",
+        "LxmertConfig",
+        {
+            **_TEXT,
+            "l_layers": 1,
+            "x_layers": 1,
+            "r_layers": 1,
+            "visual_feat_dim": 16,
+            "num_hidden_layers": {"vision": 1, "cross_encoder": 1, "language": 1},
+        },
+        loss="waves",
+        input_ids=_TOKENS,
+        visual_feats=image(2, 4, 16),
+        visual_pos=image(2, 4, 4),
+    ),
+    "owlvit": _tiny(
+        "OwlViTModel",
+        "OwlViTConfig",
+        {
+            "projection_dim": 32,
+            "text_config": {**_TEXT, "max_position_embeddings": 8},
+            "vision_config": _VISION,
+        },
+        **_PAIRED,
+    ),
+    "pix2struct": _tiny(
+        "Pix2StructForConditionalGeneration",
+        "Pix2StructConfig",
+        {
+            "text_config": {
+                **_VOCABULARY,
+                "hidden_size": 32,
+                "d_kv": 16,
+                "d_ff": 64,
+                "num_layers": 2,
+                "num_heads": 2,
+                "use_cache": False,
+                "decoder_start_token_id": 0,
+            },
+            "vision_config": {
+                "hidden_size": 32,
+                "patch_embed_hidden_size": 32,
+                "d_ff": 64,
+                "d_kv": 16,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 2,
+                "seq_len": 6,
+            },
+        },
+        flattened_patches=ids(2, 6, 34, low=0, high=5, floating=True),
+        attention_mask=ones(2, 6),
+        labels=_TOKENS,
+    ),
+    "siglip": _tiny("SiglipModel", "SiglipConfig", {"text_config": _TEXT, "vision_config": _VISION}, **_PAIRED),
+    "vilt": _tiny(
+        "ViltForQuestionAnswering",
+        "ViltConfig",
+        {**_TEXT, **_VISION, "num_labels": 4, "max_image_length": -1},
+        **_CAPTIONED,
+        labels=image(2, 4),
+    ),
+    "vision_encoder_decoder": _tiny(
+        "VisionEncoderDecoderModel",
+        "VisionEncoderDecoderConfig",
+        {
+            "encoder": {**_VISION, "model_type": "vit"},
+            "decoder": {
+                **_CAUSAL,
+                "model_type": "bert",
+                "is_decoder": True,
+                "add_cross_attention": True,
+            },
+            "decoder_start_token_id": 1,
+            "pad_token_id": 0,
+        },
+        pixel_values=_PICTURE,
+        labels=_TOKENS,
+    ),
+    "vision_text_dual_encoder": _tiny(
+        "VisionTextDualEncoderModel",
+        "VisionTextDualEncoderConfig",
+        {
+            "projection_dim": 32,
+            "vision_config": {**_VISION, "model_type": "vit"},
+            "text_config": {**_TEXT, "model_type": "bert"},
+        },
+        **_PAIRED,
+    ),
+    "visual_bert": _tiny(
+        "VisualBertForPreTraining",
+        "VisualBertConfig",
+        {**_TEXT, "visual_embedding_dim": 16},
+        input_ids=_TOKENS,
+        attention_mask=_MASK,
+        visual_embeds=image(2, 4, 16),
+        visual_attention_mask=ones(2, 4),
+        visual_token_type_ids=ones(2, 4),
+        labels=ids(2, 12, low=0, high=90),
+        sentence_image_labels=ids(2, low=0, high=2),
+    ),
+    "xclip": _tiny(
+        "XCLIPModel",
+        "XCLIPConfig",
+        {
+            "projection_dim": 32,
+            "prompt_layers": 1,
+            "prompt_attention_dropout": 0.0,
+            "prompt_num_attention_heads": 2,
+            "text_config": _TEXT,
+            "vision_config": {
+                **_VISION,
+                "mit_hidden_size": 32,
+                "mit_intermediate_size": 64,
+                "mit_num_hidden_layers": 1,
+                "mit_num_attention_heads": 2,
+                "num_frames": 2,
+            },
+        },
+        input_ids=_TOKENS,
+        attention_mask=_MASK,
+        pixel_values=image(2, 2, 3, 32, 32),
+        return_loss=True,
+    ),
+}
+
+TEXT: dict[str, Spec] = {
+    "albert": _masked("Albert", embedding_size=16),
+    "bert": _masked("Bert"),
+    "data2vec_text": _masked("Data2VecText"),
+    "deberta_v2": _masked("DebertaV2", relative_attention=True, pos_att_type=["p2c", "c2p"]),
+    "distilbert": _masked("DistilBert", dim=32, n_layers=2, n_heads=2, hidden_dim=64),
+    "electra": _masked("Electra", embedding_size=16),
+    "fnet": _masked("FNet"),
+    "roberta": _masked("Roberta"),
+    "bloom": _causal("Bloom"),
+    "falcon": _causal("Falcon"),
+    "gemma2": _causal("Gemma2", num_key_value_heads=1, head_dim=16, query_pre_attn_scalar=16, sliding_window=4),
+    "gpt2": _causal("GPT2", "{}LMHeadModel", n_embd=32, n_layer=2, n_head=2, n_positions=24),
+    "llama": _causal("Llama", num_key_value_heads=1),
+    "mamba": _causal("Mamba", state_size=4),
+    "mixtral": _causal("Mixtral", num_key_value_heads=1, num_local_experts=4, output_router_logits=True),
+    "opt": _causal("OPT", ffn_dim=64, word_embed_proj_dim=32),
+    "qwen3": _causal("Qwen3", num_key_value_heads=1, head_dim=16),
+    "xlnet": _tiny(
+        "XLNetLMHeadModel",
+        "XLNetConfig",
+        {"vocab_size": 100, "d_model": 32, "n_layer": 2, "n_head": 2, "d_inner": 64, "use_mems_train": False},
+        input_ids=_TOKENS,
+        labels=_LABELS,
+    ),
+    "bart": _tiny(
+        "BartForConditionalGeneration", "BartConfig", _SEQUENCE_TO_SEQUENCE, input_ids=_TOKENS, labels=_LABELS
+    ),
+    "t5": _tiny(
+        "T5ForConditionalGeneration",
+        "T5Config",
+        {
+            **_VOCABULARY,
+            "d_model": 32,
+            "d_kv": 16,
+            "d_ff": 64,
+            "num_layers": 2,
+            "num_heads": 2,
+            "decoder_start_token_id": 0,
+            "use_cache": False,
+        },
+        input_ids=_TOKENS,
+        labels=_LABELS,
+    ),
+}
+
+VISION: dict[str, Spec] = {
+    "beit": _classifier("Beit", use_relative_position_bias=True),
+    "convnext": _classifier("ConvNext", depths=[1, 1], hidden_sizes=[16, 32], num_stages=2),
+    "data2vec_vision": _classifier("Data2VecVision"),
+    "dinov2": _classifier("Dinov2"),
+    "efficientnet": _classifier(
+        "EfficientNet",
+        width_coefficient=0.25,
+        depth_coefficient=0.1,
+        kernel_sizes=[3, 5],
+        in_channels=[32, 16],
+        out_channels=[16, 24],
+        strides=[1, 2],
+        num_block_repeats=[1, 1],
+        expand_ratios=[1, 6],
+        depthwise_padding=[],
+        hidden_dim=320,
+    ),
+    "imagegpt": _tiny(
+        "ImageGPTForImageClassification",
+        "ImageGPTConfig",
+        {
+            "vocab_size": 100,
+            "n_embd": 32,
+            "n_layer": 2,
+            "n_head": 2,
+            "n_positions": 24,
+            "num_labels": 4,
+            "use_cache": False,
+        },
+        input_ids=_TOKENS,
+        labels=_CLASSES,
+    ),
+    "mobilenet_v2": _classifier("MobileNetV2", depth_multiplier=0.25, depth_divisible_by=8, min_depth=8),
+    "poolformer": _classifier(
+        "PoolFormer",
+        depths=[1, 1, 1, 1],
+        hidden_sizes=[8, 16, 24, 32],
+        patch_sizes=[7, 3, 3, 3],
+        strides=[4, 2, 2, 2],
+    ),
+    "resnet": _classifier(
+        "ResNet", embedding_size=16, hidden_sizes=[16, 32], depths=[1, 2], layer_type="basic", num_stages=2
+    ),
+    "segformer": _tiny(
+        "SegformerForSemanticSegmentation",
+        "SegformerConfig",
+        {
+            "num_labels": 4,
+            "num_encoder_blocks": 2,
+            "depths": [1, 1],
+            "sr_ratios": [4, 1],
+            "hidden_sizes": [16, 32],
+            "patch_sizes": [7, 3],
+            "strides": [4, 2],
+            "num_attention_heads": [1, 2],
+            "mlp_ratios": [2, 2],
+            "decoder_hidden_size": 32,
+        },
+        pixel_values=_PICTURE,
+        labels=ids(2, 32, 32, low=0, high=4),
+    ),
+    "swin": _classifier("Swin", embed_dim=16, depths=[1, 2], num_attention_heads=[2, 2], window_size=4, patch_size=2),
+    "swinv2": _classifier(
+        "Swinv2", embed_dim=16, depths=[1, 2], num_attention_heads=[2, 2], window_size=4, patch_size=2
+    ),
+    "vit_mae": _tiny(
+        "ViTMAEForPreTraining",
+        "ViTMAEConfig",
+        {
+            **_VISION,
+            "patch_size": 8,
+            "decoder_hidden_size": 32,
+            "decoder_intermediate_size": 64,
+            "decoder_num_hidden_layers": 1,
+            "decoder_num_attention_heads": 2,
+        },
+        pixel_values=_PICTURE,
+        noise=image(2, 16),
+    ),
+    "yolos": _tiny(
+        "YolosModel", "YolosConfig", {**_VISION, "image_size": [32, 32]}, loss="waves", pixel_values=_PICTURE
+    ),
+}
+
+SOUND: dict[str, Spec] = {
+    "ast": _tiny(
+        "ASTForAudioClassification",
+        "ASTConfig",
+        {
+            **encoder(32, 64, 2, 2),
+            "num_labels": 4,
+            "max_length": 32,
+            "num_mel_bins": 16,
+            "patch_size": 8,
+            "frequency_stride": 8,
+            "time_stride": 8,
+        },
+        input_values=image(2, 32, 16),
+        labels=_CLASSES,
+    ),
+    "data2vec_audio": _tiny(
+        "Data2VecAudioForCTC",
+        "Data2VecAudioConfig",
+        {**_CONVOLVED, "conv_pos_kernel_size": 3, "num_conv_pos_embeddings": 2},
+        **_SPOKEN,
+    ),
+    "hubert": _tiny("HubertForCTC", "HubertConfig", _CONVOLVED, **_SPOKEN),
+    "speecht5": _tiny(
+        "SpeechT5ForTextToSpeech",
+        "SpeechT5Config",
+        {
+            **_VOCABULARY,
+            "hidden_size": 32,
+            "encoder_layers": 2,
+            "encoder_ffn_dim": 64,
+            "encoder_attention_heads": 2,
+            "decoder_layers": 2,
+            "decoder_ffn_dim": 64,
+            "decoder_attention_heads": 2,
+            "speech_decoder_prenet_units": 16,
+            "speech_decoder_postnet_units": 16,
+            "speech_decoder_postnet_layers": 2,
+            "speaker_embedding_dim": 8,
+            "num_mel_bins": 8,
+            "max_text_positions": 24,
+            "max_speech_positions": 24,
+            "use_guided_attention_loss": False,
+            "use_cache": False,
+        },
+        input_ids=_TOKENS,
+        labels=image(2, 8, 8),
+        speaker_embeddings=image(2, 8),
+    ),
+    "wav2vec2": _tiny("Wav2Vec2ForCTC", "Wav2Vec2Config", _CONVOLVED, **_SPOKEN),
+    "wavlm": _tiny(
+        "WavLMForCTC", "WavLMConfig", {**_CONVOLVED, "num_buckets": 8, "max_bucket_distance": 16}, **_SPOKEN
+    ),
+}

@@ -1,0 +1,36 @@
+"""Fixtures of the end-to-end tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from apollo_compile import backend
+from benchmarks.sweep import make_options
+
+
+@pytest.fixture(scope="session")
+def lanes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Arguments of torch.compile with which small models run on lanes, and with which every defect is raised."""
+    return {"backend": "apollo", "options": make_options(tmp_path_factory.mktemp("profile") / "profile.json")}
+
+
+@pytest.fixture(autouse=True)
+def _how_graphs_ran(request: pytest.FixtureRequest, record_property: Callable[[str, object], None]) -> Iterator[None]:
+    """Start from nothing, and note for docs/robustness.md whether segments or Inductor ran the test's graphs."""
+    if request.node.get_closest_marker("robustness") is None:
+        yield
+        return
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    before = {id(model) for model in backend.compiled_models()}
+    yield
+    models = [model for model in backend.compiled_models() if id(model) not in before]
+    graphs = [graph for model in models for graph in model.graphs if graph.has_run]
+    record_property("segments", sum(bool(graph.trace().spans) for graph in graphs))
+    record_property("lanes", sum(len({span.lane for span in graph.trace().spans}) > 1 for graph in graphs))
+    record_property("reasons", sorted({reason for model in models for _, reason in model.handed_over}))

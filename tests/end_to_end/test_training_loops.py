@@ -1,0 +1,262 @@
+"""What training loops do besides a forward and a backward: everything ends as in eager."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from apollo_compile import backend
+from tests.end_to_end.models import assert_same_training, train
+
+Options = dict[str, Any]
+
+WIDTH = 16
+LEFT, RIGHT = (torch.randn(2, 8, WIDTH, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1))
+"""Two batches for each of two towers."""
+
+
+def loop(subject: str) -> pytest.MarkDecorator:
+    """Mark a line of docs/robustness.md."""
+    return pytest.mark.robustness("Training loops", subject)
+
+
+class Pair(nn.Module):
+    """Two towers of one layer; the same in most tests, so that their code is compiled once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.Tanh(), nn.Linear(2 * WIDTH, WIDTH))
+        self.right = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.Tanh(), nn.Linear(2 * WIDTH, WIDTH))
+
+    def forward(self, left: torch.Tensor, right: torch.Tensor | None) -> torch.Tensor:
+        """Return similarities; of the left tower's outputs with each other where there is no right input."""
+        one = self.left(left)
+        return one @ (one if right is None else self.right(right)).T
+
+
+def same_gradients(
+    play: Callable[[Callable[..., torch.Tensor], nn.Module], None], model: nn.Module, options: Options
+) -> None:
+    """Let `play` use a model in eager and compiled; the gradients that it leaves must agree."""
+    expected, actual = copy.deepcopy(model), copy.deepcopy(model)
+    play(expected, expected)
+    play(torch.compile(actual, **options), actual)
+    for (name, left), right in zip(expected.named_parameters(), actual.parameters(), strict=True):
+        torch.testing.assert_close(right.grad, left.grad, rtol=1e-4, atol=1e-5, msg=lambda text, n=name: f"{n}: {text}")
+
+
+@loop("gradient accumulation")
+def test_gradients_accumulate_over_micro_batches(lanes: Options) -> None:
+    """Three backwards add up before one optimizer step, which the next round sees."""
+
+    def play(run: Callable[..., torch.Tensor], model: nn.Module) -> None:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(6):
+            (run(LEFT[step % 2], RIGHT[0]).square().mean() / 3).backward()
+            if step == 2:
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=False)
+
+    same_gradients(play, Pair(), lanes)
+
+
+@loop("several forwards before a backward")
+def test_two_forwards_may_come_before_their_backwards(lanes: Options) -> None:
+    """In one sum, and one after the other in either order: each backward reads what its own forward saved."""
+
+    def play(run: Callable[..., torch.Tensor], model: nn.Module) -> None:
+        first, second = run(LEFT[0], RIGHT[0]), run(LEFT[1], RIGHT[1])
+        (first.square().mean() + second.sum()).backward()
+        first, second = run(LEFT[1], RIGHT[0]), run(LEFT[0], RIGHT[1])
+        second.square().mean().backward()
+        first.square().mean().backward()
+
+    same_gradients(play, Pair(), lanes)
+
+
+@loop("retain_graph")
+def test_a_retained_graph_gives_its_gradients_again(lanes: Options) -> None:
+    """Two backwards of one forward double the gradients: nothing that was saved is used up by the first."""
+
+    def play(run: Callable[..., torch.Tensor], model: nn.Module) -> None:
+        loss = run(LEFT[0], RIGHT[0]).square().mean()
+        loss.backward(retain_graph=True)
+        torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
+        loss.backward()
+        with pytest.raises(RuntimeError, match="second time"):
+            loss.backward()
+
+    same_gradients(play, Pair(), lanes)
+
+
+@loop("double backward")
+def test_a_double_backward_is_refused_in_the_words_of_torch(lanes: Options) -> None:
+    """AOTAutograd has no second derivatives, with any backend; the first ones and later steps are right."""
+    model = Pair()
+    run = torch.compile(model, **lanes)
+    x = LEFT[0].clone().requires_grad_()
+    for compiled in (run, torch.compile(model, backend="inductor")):
+        (gradient,) = torch.autograd.grad(compiled(x, RIGHT[0]).sum(), x, create_graph=True)
+        with pytest.raises(RuntimeError, match="does not currently support double backward"):
+            gradient.sum().backward()
+    same_gradients(lambda run, _: run(LEFT[0], RIGHT[0]).sum().backward(), model, lanes)
+
+
+@loop("tied weights")
+def test_a_weight_that_two_towers_share_gets_both_gradients(lanes: Options) -> None:
+    """The sum is made once, whichever lane is first."""
+    model = Pair()
+    model.right[0].weight = model.left[0].weight
+    same_gradients(lambda run, _: run(LEFT[0], RIGHT[0]).square().mean().backward(), model, lanes)
+
+
+@loop("frozen modules")
+def test_the_backward_of_a_frozen_tower_vanishes(lanes: Options) -> None:
+    """Its parameters keep None, and no segment of the backward is its."""
+    model = Pair()
+    model.left.requires_grad_(False)
+    same_gradients(lambda run, _: run(LEFT[0], RIGHT[0]).square().mean().backward(), model, lanes)
+    (found,) = [entry for entry in backend.compiled_models() if len(entry.graphs) == 2][-1:]
+    names = {graph.compilation.capture.role: _module_names(graph) for graph in found.graphs}
+    assert any(name.startswith("left") for name in names["forward"])
+    assert any(name.startswith("right") for name in names["backward"])
+    assert not any(name.startswith("left") for name in names["backward"])
+
+
+def _module_names(graph: backend.CompiledGraph) -> set[str]:
+    return {node.module for node in graph.compilation.capture.nodes if node.kind == "compute"}
+
+
+@loop("absent modality")
+def test_a_modality_may_be_absent_in_a_step(lanes: Options) -> None:
+    """Steps with and without the right input alternate; without it, its tower gets no gradient at all."""
+
+    def play(run: Callable[..., torch.Tensor], model: nn.Module) -> None:
+        for right in (RIGHT[0], None, RIGHT[1], None):
+            model.zero_grad(set_to_none=True)
+            run(LEFT[0], right).square().mean().backward()
+            assert (model.right[0].weight.grad is None) == (right is None)
+
+    same_gradients(play, Pair(), lanes)
+
+
+@loop("hooks")
+def test_hooks_see_and_change_what_they_do_in_eager(lanes: Options) -> None:
+    """Forward hooks, backward hooks of modules and tensors, and hooks behind the accumulation of a gradient."""
+    seen: list[list[tuple[str, float]]] = []
+
+    def play(run: Callable[..., torch.Tensor], model: nn.Module) -> None:
+        calls: list[tuple[str, float]] = []
+        seen.append(calls)
+        handles = [
+            model.left.register_forward_pre_hook(lambda _, inputs: (inputs[0] * 2,)),
+            model.left.register_forward_hook(lambda _m, _i, output: output + 1),
+            model.left[1].register_full_backward_hook(
+                lambda _m, _i, gradients: calls.append(("module", _sum(gradients[0])))
+            ),
+            model.left[0].weight.register_hook(lambda gradient: gradient * 3),
+            model.right[2].bias.register_post_accumulate_grad_hook(
+                lambda parameter: calls.append(("accumulated", _sum(parameter.grad)))
+            ),
+        ]
+        output = run(LEFT[0], RIGHT[0])
+        output.register_hook(lambda gradient: calls.append(("output", _sum(gradient))))
+        output.square().mean().backward()
+        for handle in handles:
+            handle.remove()
+
+    same_gradients(play, Pair(), lanes)
+    expected, actual = seen
+    assert [name for name, _ in actual] == [name for name, _ in expected]
+    assert [value for _, value in actual] == pytest.approx([value for _, value in expected], rel=1e-3)
+
+
+def _sum(tensor: torch.Tensor | None) -> float:
+    assert tensor is not None
+    return float(tensor.detach().double().sum())
+
+
+class _Scaled(torch.autograd.Function):
+    """Double a tensor; its gradient is not the derivative, so it shows whether this backward was used."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, factor: float) -> torch.Tensor:
+        ctx.factor = factor
+        ctx.save_for_backward(x)
+        return x * factor
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (x,) = ctx.saved_tensors
+        return gradient * ctx.factor + x.cos(), None
+
+
+class _Custom(Pair):
+    def forward(self, left: torch.Tensor, right: torch.Tensor | None) -> torch.Tensor:
+        assert right is not None
+        return _Scaled.apply(self.left(left), 2.0) @ _Scaled.apply(self.right(right), 3.0).T
+
+
+@loop("custom autograd functions")
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # torch's own, while Dynamo traces the function
+def test_the_backward_of_a_custom_function_is_the_users(lanes: Options) -> None:
+    """Also where it is not the derivative of its forward."""
+    same_gradients(lambda run, _: run(LEFT[0], RIGHT[0]).square().mean().backward(), _Custom(), lanes)
+
+
+class _Checkpointed(Pair):
+    def forward(self, left: torch.Tensor, right: torch.Tensor | None) -> torch.Tensor:
+        one = checkpoint(lambda x: nn.functional.dropout(self.left(x), 0.5, self.training), left, use_reentrant=False)
+        return one @ checkpoint(self.right, right, use_reentrant=False).T
+
+
+@loop("activation checkpointing")
+def test_checkpointed_towers_train_as_in_eager(lanes: Options) -> None:
+    """What is recomputed has the masks of dropout that the forward drew: losses and gradients are Inductor's."""
+    model = _Checkpointed()
+    evaluated = copy.deepcopy(model).eval()
+    same_gradients(lambda run, _: run(LEFT[0], RIGHT[0]).square().mean().backward(), evaluated, lanes)
+
+    def seeded(**options: Any) -> Any:
+        torch.manual_seed(3)
+        return train(model, lambda run: run(LEFT[0], RIGHT[0]).square().mean(), steps=3, **options)
+
+    assert_same_training(seeded(backend="inductor"), seeded(**lanes))
+
+
+class _Broken(Pair):
+    def forward(self, left: torch.Tensor, right: torch.Tensor | None) -> torch.Tensor:
+        one = self.left(left)
+        torch._dynamo.graph_break()
+        return one @ self.right(right).T
+
+
+@loop("graph breaks")
+def test_a_broken_graph_trains_in_its_parts(lanes: Options) -> None:
+    """Each part is a model of its own, cut and planned for itself."""
+    same_gradients(lambda run, _: run(LEFT[0], RIGHT[0]).square().mean().backward(), _Broken(), lanes)
+    assert sum(len(model.graphs) for model in backend.compiled_models()[-2:]) == 4
+
+
+@loop("modes in turns")
+def test_train_eval_and_modes_without_gradients_take_turns(lanes: Options) -> None:
+    """A step after no_grad, inference_mode and eval is as if they had not been."""
+
+    def play(run: Callable[..., torch.Tensor], model: nn.Module) -> None:
+        run(LEFT[0], RIGHT[0]).sum().backward()
+        with torch.no_grad():
+            assert not run(LEFT[0], RIGHT[0]).requires_grad
+        with torch.inference_mode():
+            assert not run(LEFT[0], RIGHT[0]).requires_grad
+        model.eval()
+        run(LEFT[1], RIGHT[0]).sum().backward()
+        model.train()
+        run(LEFT[0], RIGHT[1]).sum().backward()
+
+    same_gradients(play, Pair(), lanes)
