@@ -1,0 +1,162 @@
+"""Faults of whole processes, each in one of its own: no permission, no compiler, forks, ends in the midst of a run."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+SETUP = """
+import logging, os, sys, threading
+logging.basicConfig(level=logging.WARNING)
+import torch
+from tests.end_to_end.models import STRICT, TwoTowers, two_tower_inputs
+torch.manual_seed(0)
+model, x = TwoTowers(), two_tower_inputs()
+options = {"plan.contest": False}
+run = torch.compile(model, backend="apollo", options=options)
+def check(run=run):
+    with torch.no_grad():
+        torch.testing.assert_close(run(*x), model(*x), rtol=1e-4, atol=1e-4)
+"""
+
+
+def run_python(code: str, before: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run `before`, the setup and `code` in a fresh interpreter, which must end."""
+    return subprocess.run(
+        [sys.executable, "-c", before + SETUP + textwrap.dedent(code)],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+def check_end(done: subprocess.CompletedProcess[str], output: str = "done\n", code: int = 0) -> None:
+    """Expect the output and the exit code; show the errors otherwise."""
+    assert (done.stdout, done.returncode) == (output, code), done.stderr
+
+
+def test_sys_exit_with_lanes_and_planner_alive_ends_at_once_with_its_code() -> None:
+    """Nothing waits for anything, and nothing complains."""
+    done = run_python("check()\nprint('done', flush=True)\nsys.exit(7)")
+    check_end(done, code=7)
+    assert done.stderr == ""
+
+
+def test_an_interpreter_that_ends_in_the_midst_of_a_run_ends() -> None:
+    """A daemon thread runs the model for as long as there is a process."""
+    done = run_python(
+        """
+        check()
+        has_begun = threading.Event()
+        def loop():
+            while True:
+                check()
+                has_begun.set()
+        threading.Thread(target=loop, daemon=True).start()
+        has_begun.wait()
+        print("done", flush=True)
+        """
+    )
+    assert done.stdout == "done\n", done.stderr
+
+
+FORBID_AFFINITY = """
+import ctypes, os, platform, struct, sys
+number = {"x86_64": 203, "aarch64": 122}.get(platform.machine())  # of sched_setaffinity
+filters = ((0x20, 0, 0, 0), (0x15, 0, 1, number or 0), (0x06, 0, 0, 0x00050001), (0x06, 0, 0, 0x7FFF0000))
+code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *each) for each in filters))
+program = struct.pack("HxxxxxxP", len(filters), ctypes.addressof(code))
+libc = ctypes.CDLL(None, use_errno=True)
+if number is None or libc.prctl(38, 1, 0, 0, 0) or libc.prctl(22, 2, program, 0, 0):
+    print("no seccomp")
+    sys.exit(0)
+try:
+    os.sched_setaffinity(0, os.sched_getaffinity(0))
+except PermissionError:
+    pass
+else:
+    sys.exit("the system call is still allowed")
+"""
+
+
+def test_without_permission_to_pin_threads_inductor_runs_the_graph_and_a_line_says_why() -> None:
+    """As in a sandbox that forbids sched_setaffinity."""
+    if len(os.sched_getaffinity(0)) < 2:
+        pytest.skip("one core has no lanes that need pinning")
+    done = run_python("torch.set_num_threads(2)\ncheck()\nprint('done')", FORBID_AFFINITY)
+    if done.stdout == "no seccomp\n":
+        pytest.skip("this kernel installs no filters of system calls")
+    check_end(done)
+    assert "goes to Inductor whole: RuntimeError: cannot pin lane" in done.stderr
+    assert "Operation not permitted" in done.stderr
+
+
+def test_without_a_compiler_the_error_names_it(tmp_path: Path) -> None:
+    """It is Inductor's own, as the user would have without us; one line says that we gave way first."""
+    done = run_python(
+        """
+        try:
+            check()
+        except Exception as error:
+            print("No working C++ compiler" in str(error))
+        """,
+        CXX=str(tmp_path / "nothing"),
+        TORCHINDUCTOR_CACHE_DIR=str(tmp_path),
+    )
+    check_end(done, "True\n")
+    assert done.stderr.count("goes to Inductor whole") == 1
+
+
+@pytest.mark.soak
+def test_damaged_compiled_code_in_inductors_cache_is_compiled_anew(tmp_path: Path) -> None:
+    """Libraries that were cut off."""
+    code = """
+        layer = torch.nn.Linear(8, 8)
+        with torch.no_grad():
+            run = torch.compile(layer, backend="apollo", options=options)
+            torch.testing.assert_close(run(torch.ones(2, 8)), layer(torch.ones(2, 8)))
+        print("done")
+    """
+    check_end(run_python(code, TORCHINDUCTOR_CACHE_DIR=str(tmp_path)))
+    libraries = list(tmp_path.rglob("*.so"))
+    assert libraries
+    for library in libraries:
+        os.truncate(library, 100)
+    check_end(run_python(code, TORCHINDUCTOR_CACHE_DIR=str(tmp_path)))
+
+
+def test_workers_of_a_data_loader_fork_and_spawn_after_the_model_ran() -> None:
+    """They use torch and the model itself; neither they nor the parent's lanes are disturbed."""
+    done = run_python(
+        """
+        from torch.utils.data import DataLoader, Dataset
+
+        class Numbers(Dataset):
+            def __len__(self):
+                return 4
+
+            def __getitem__(self, index):
+                check()
+                return torch.full((64, 64), float(index)) @ torch.eye(64)
+
+        check()
+        for index, batch in enumerate(DataLoader(Numbers(), num_workers=2)):
+            check()
+            assert (batch == index).all()
+        check()
+        import torch.multiprocessing as processes
+        worker = processes.get_context("spawn").Process(target=os.getpid)
+        worker.start()
+        worker.join()
+        assert worker.exitcode == 0
+        check()
+        print("done")
+        """
+    )
+    check_end(done)

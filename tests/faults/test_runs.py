@@ -1,0 +1,235 @@
+"""Faults while a model is compiled and trained: the error is the user's, the next step works, nothing is lost."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import apollo_compile
+from apollo_compile import backend, cgroup
+from apollo_compile.planner import apart
+from tests.end_to_end.models import STRICT, assert_same_training, train
+from tests.native.runner import count_threads
+
+_armed: dict[str, type[BaseException]] = {}
+"""What to raise, by place."""
+
+
+_threads: set[int] = set()
+"""Where the operator has run."""
+
+
+def _fail_if_armed(place: str) -> None:
+    _threads.add(threading.get_ident())
+    if place in _armed:
+        raise _armed.pop(place)(f"injected in {place}")
+
+
+@torch.library.custom_op("apollo_faults::trip", mutates_args=())
+def trip(x: torch.Tensor, place: str) -> torch.Tensor:
+    """Raise what the place is armed with, in the forward and in the backward."""
+    _fail_if_armed(place)
+    return x.clone()
+
+
+@trip.register_fake
+def _(x: torch.Tensor, place: str) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+def _remember_place(ctx: Any, inputs: tuple[torch.Tensor, str], output: torch.Tensor) -> None:
+    ctx.place = inputs[1]
+
+
+def _trip_backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+    return trip(gradient, f"{ctx.place} backward"), None
+
+
+trip.register_autograd(_trip_backward, setup_context=_remember_place)
+
+
+class _Branches(nn.Module):
+    """Two branches that are worth a lane each, and a head; each can fail."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = nn.ModuleList(nn.Linear(256, 256) for _ in range(2))
+        self.right = nn.ModuleList(nn.Linear(256, 256) for _ in range(2))
+        self.head = nn.Linear(256, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        left = right = x
+        for one, other in zip(self.left, self.right, strict=True):
+            left, right = one(left).relu(), other(right).relu()
+        return self.head(trip((trip(left, "left") @ trip(right, "right").T).softmax(-1) @ x, "head"))
+
+
+PLACES = tuple(f"{branch}{role}" for role in ("", " backward") for branch in ("left", "right", "head"))
+ERRORS = (LookupError, MemoryError, torch.OutOfMemoryError, RuntimeError, KeyboardInterrupt, SystemExit)
+
+
+@pytest.fixture(autouse=True)
+def _reset() -> Iterator[None]:
+    torch._dynamo.reset()
+    _armed.clear()
+    yield
+    _armed.clear()
+
+
+def _model_and_input() -> tuple[_Branches, torch.Tensor]:
+    torch.manual_seed(0)
+    return _Branches(), torch.randn(256, 256)
+
+
+def test_an_error_in_a_body_on_any_lane_is_the_users_and_the_next_step_works() -> None:
+    """Forward and backward: type and message survive; affinity, threads, the OpenMP team and the gradients too."""
+    model, x = _model_and_input()
+    run = torch.compile(model, backend="apollo", options={**STRICT, "plan.replan": False})
+
+    def step() -> list[torch.Tensor]:
+        return list(torch.autograd.grad(run(x).square().mean(), list(model.parameters())))
+
+    expected = step()
+    if len(os.sched_getaffinity(0)) > 1:
+        _threads.clear()
+        step()
+        assert len(_threads) > 1, "faults must reach the caller's thread and a lane's"
+    affinity, num_threads = os.sched_getaffinity(0), len(os.listdir("/proc/self/task"))
+    for place in PLACES:
+        for error in ERRORS:
+            _armed[place] = error
+            with pytest.raises(error, match=f"injected in {place}") as caught:
+                step()
+            assert type(caught.value) is error
+            assert os.sched_getaffinity(0) == affinity
+            assert torch.ones(2**20).sum() == 2**20  # a parallel region: the team has been released
+            torch.testing.assert_close(step(), expected)
+    assert count_threads(num_threads) <= num_threads
+
+
+def test_an_allocator_that_fails_in_compiled_code_is_the_users_error() -> None:
+    """More bytes than addresses, asked for by a native body."""
+    run = torch.compile(lambda x, column: (x @ x, (column @ column.T)[0, 0]), backend="apollo", options=STRICT)
+    x, column = torch.ones(8, 8), torch.ones(2**23, 1)
+    with torch.no_grad():
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match=r"allocate|memory"):
+                run(x, column)
+    assert torch.ones(2**20).sum() == 2**20
+
+
+def test_training_that_skips_failed_steps_ends_as_eager_does_contest_included() -> None:
+    """Every third step fails somewhere; the contest goes on, and its verdict comes."""
+    model, x = _model_and_input()
+
+    def loss_of(run: Callable[..., torch.Tensor]) -> torch.Tensor:
+        loss_of.step += 1  # type: ignore[attr-defined]
+        if loss_of.step % 3 == 0:  # type: ignore[attr-defined]
+            _armed[PLACES[loss_of.step % 2]] = LookupError  # type: ignore[attr-defined]
+            with pytest.raises(LookupError):
+                run(x)
+        return run(x).square().mean()
+
+    results = []
+    for options in ({}, {"backend": "apollo", "options": {"debug.strict": True}}):
+        loss_of.step = 0  # type: ignore[attr-defined]
+        results.append(train(model, loss_of, steps=40, **options))  # type: ignore[arg-type]
+    assert_same_training(*results)
+
+
+@pytest.mark.parametrize("fault", ["crashes", "is missing"])
+def test_a_model_trains_without_the_planners_process(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fault: str
+) -> None:
+    """Its plan is made by list schedules, and one line says why."""
+    apart.stop_planner()
+    command = (sys.executable, "-c", "import os; os.abort()") if fault == "crashes" else ("/nothing/here",)
+    monkeypatch.setattr(apart, "COMMAND", command)
+    monkeypatch.setattr(apart, "_num_failures", 0)
+    model, x = _model_and_input()
+    run = torch.compile(model, backend="apollo", options=STRICT)
+    with caplog.at_level(logging.WARNING, logger="apollo_compile"), torch.no_grad():
+        torch.testing.assert_close(run(x), model(x), rtol=1e-4, atol=1e-4)
+    assert "the planner's process failed" in caplog.text
+    assert [graph.solver for graph in apollo_compile.report(model, units=(), profiles=()).graphs] == [None]
+
+
+def test_a_quota_of_the_control_group_means_fewer_units_and_one_line(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    """Lanes beyond it would be stopped in the midst of a step."""
+    if torch.get_num_threads() < 2:
+        pytest.skip("one core is as few as a quota can leave")
+    (tmp_path / "cpu.max").write_text("150000 100000")
+    monkeypatch.setattr(cgroup, "ROOT", tmp_path)
+    monkeypatch.setattr(cgroup, "MEMBERSHIP", tmp_path / "nothing")
+    model, x = _model_and_input()
+    with caplog.at_level(logging.WARNING, logger="apollo_compile"), torch.no_grad():
+        run = torch.compile(model, backend="apollo", options={**STRICT, "device.cache": tmp_path})
+        torch.testing.assert_close(run(x), model(x), rtol=1e-4, atol=1e-4)
+        run(x[:8])
+    (line,) = [record.getMessage() for record in caplog.records if "control group" in record.getMessage()]
+    assert "grants 1.5 cores" in line and "lanes use 1" in line
+    assert {graph.device.units for graph in apollo_compile.report(model, units=(), profiles=()).graphs} == {1}
+
+
+def test_a_full_disk_costs_dumps_and_the_kept_profile_nothing_else(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    """Nothing is left behind half written."""
+    write_text = Path.write_text
+
+    def fill(path: Path, *args: object, **kwargs: object) -> int:
+        if not path.is_relative_to(tmp_path) or path.name.startswith("00"):
+            return write_text(path, *args, **kwargs)  # type: ignore[arg-type]
+        write_text(path, "half")
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    monkeypatch.setattr(Path, "write_text", fill)
+    model, x = _model_and_input()
+    options = {**STRICT, "debug.dump": tmp_path / "dump", "device.cache": tmp_path / "cache"}
+    with caplog.at_level(logging.INFO, logger="apollo_compile"), torch.no_grad():
+        torch.testing.assert_close(torch.compile(model, backend="apollo", options=options)(x), model(x))
+    for line in ("nothing more is dumped", "the plan is not dumped", "the measured device profile is not kept"):
+        assert sum(record.getMessage().startswith(line) for record in caplog.records) <= 1
+    assert "the plan is not dumped" in caplog.text
+    assert not list((tmp_path / "cache").glob("*"))
+    assert {path.name for path in (tmp_path / "dump").rglob("plan.json*")} == set()
+    assert backend.find_models(model)[0].graphs
+
+
+def test_threads_may_train_one_compiled_model_at_once() -> None:
+    """Every thread gets its own gradients."""
+    model, x = _model_and_input()
+    run = torch.compile(model, backend="apollo", options={"debug.strict": True})
+
+    def step(scale: float) -> list[torch.Tensor]:
+        return list(torch.autograd.grad(scale * run(x).square().mean(), list(model.parameters())))
+
+    expected = step(1.0)
+    failures: list[object] = []
+
+    def work(scale: float) -> None:
+        try:
+            for _ in range(20):
+                for gradient, wanted in zip(step(scale), expected, strict=True):
+                    torch.testing.assert_close(gradient, scale * wanted)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(2.0**number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
