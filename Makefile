@@ -12,11 +12,12 @@ LANE_TESTS := tests/native tests/test_calibrate.py
 # Arguments, e.g. make demo DEMO="--size tiny --steps 3"
 DEMO ?=
 BENCH ?=
+SOAK ?= --minutes 30
 
 # Compiled pieces are kept between test runs.
 export TORCHINDUCTOR_CACHE_DIR := $(CURDIR)/build/inductor
 
-.PHONY: demo test check docs bench native stub native-test format clean
+.PHONY: demo test check docs bench native stub native-test soak soak-native format clean
 
 demo: $(VENV)/installed native
 	$(BIN)/python -m benchmarks.demo $(DEMO)
@@ -61,6 +62,23 @@ native-test-%: $(VENV)/tools
 	  -DCMAKE_BUILD_TYPE=RelWithDebInfo -DAPOLLO_BUILD_PYTHON=OFF -DAPOLLO_BUILD_TESTS=ON -DAPOLLO_SANITIZE=$*
 	$(BIN)/cmake --build build/native-$*
 	$(BIN)/ctest --test-dir build/native-$* --output-on-failure
+
+# Half an hour of changes in one process, the long tests, and the tests of the extension with an instrumented one.
+soak: $(VENV)/installed native
+	$(BIN)/python -m benchmarks.soak $(SOAK)
+	$(BIN)/python -m pytest -m soak
+	$(MAKE) soak-native
+
+# A copy of the tree gets the instrumented extension. What Python leaves allocated at its end is not reported.
+soak-native: $(VENV)/installed
+	rm -rf build/soak-native/tree && mkdir -p build/soak-native/tree
+	tar -c --exclude '*.so' apollo_compile tests benchmarks docs pyproject.toml | tar -x -C build/soak-native/tree
+	$(BIN)/cmake -S . -B build/soak-native -G Ninja -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python \
+	  -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja -DCMAKE_BUILD_TYPE=RelWithDebInfo -DAPOLLO_SANITIZE=address \
+	  -DCMAKE_LIBRARY_OUTPUT_DIRECTORY=$(CURDIR)/build/soak-native/tree/apollo_compile
+	$(BIN)/cmake --build build/soak-native
+	cd build/soak-native/tree && LD_PRELOAD="$$(c++ -print-file-name=libasan.so) $$(c++ -print-file-name=libstdc++.so)" \
+	  ASAN_OPTIONS=detect_leaks=0 $(CURDIR)/$(BIN)/python -m pytest -p no:cacheprovider tests/native
 
 format: $(VENV)/installed
 	$(BIN)/ruff format .

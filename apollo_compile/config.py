@@ -95,7 +95,8 @@ class DeviceConfig:
     cache: Path | None = None
     """Directory of measured profiles; None is the user's cache directory."""
     units: int | None = None
-    """Cores to use; None is every core that this process may run on, or its part of them beside other local ranks."""
+    """Cores to use; None is every core that torch uses, or its part of them beside other local ranks, and no more than
+    control groups grant time of."""
     cuda_lanes: bool = False
     """Run graphs on a GPU on lanes of its SMs, as one CUDA graph; False hands them to Inductor whole. Not yet measured
     on a GPU."""

@@ -99,16 +99,19 @@ def watch(step: Callable[[], None], steps: int) -> list[Slice]:
             begin = time.perf_counter_ns()
             step()
             times.append(time.perf_counter_ns() - begin)
-        slices.append(
-            Slice(
-                last_step=number,
-                step_ns=statistics.median(times),
-                resident_bytes=int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE"),
-                num_threads=len(os.listdir("/proc/self/task")),
-                num_files=len(os.listdir("/proc/self/fd")),
-            )
-        )
+        slices.append(look(number, statistics.median(times)))
     return slices
+
+
+def look(last_step: int, step_ns: float) -> Slice:
+    """Return what the process has now."""
+    return Slice(
+        last_step=last_step,
+        step_ns=step_ns,
+        resident_bytes=int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE"),
+        num_threads=len(os.listdir("/proc/self/task")),
+        num_files=len(os.listdir("/proc/self/fd")),
+    )
 
 
 def find_growth(early: list[Slice], late: list[Slice]) -> list[str]:

@@ -7,7 +7,7 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch import nn
 import apollo_compile
 from apollo_compile import backend, cgroup
 from apollo_compile.planner import apart
-from tests.end_to_end.models import STRICT, assert_same_training, train
+from tests.end_to_end.models import STRICT, Training, assert_same_training, train
 from tests.native.runner import count_threads
 
 _armed: dict[str, type[BaseException]] = {}
@@ -233,3 +233,36 @@ def test_threads_may_train_one_compiled_model_at_once() -> None:
     for thread in threads:
         thread.join()
     assert not failures
+
+
+def _train_on(sizes: Sequence[int], **compile_options: Any) -> tuple[Training, int]:
+    """Train with another batch size in each step; return what came out, and how many graphs Dynamo compiled."""
+    model, x = _model_and_input()
+    remaining = iter(sizes)
+    torch._dynamo.utils.counters.clear()
+    training = train(model, lambda run: run(x[: next(remaining)]).square().mean(), steps=len(sizes), **compile_options)
+    return training, torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+def test_shapes_that_change_every_step_are_compiled_twice(caplog: pytest.LogCaptureFixture) -> None:
+    """Once for the first shape, once for all others; losses and gradients are those of eager at every shape."""
+    sizes = (256, 8, 31, 64, 8, 129, 2, 77)
+    eager, _ = _train_on(sizes)
+    with caplog.at_level(logging.WARNING, logger="apollo_compile"):
+        apollo, num_graphs = _train_on(sizes, backend="apollo")
+    assert_same_training(eager, apollo)
+    assert num_graphs == 2
+    lines = [record.getMessage() for record in caplog.records if "dynamic shapes" in record.getMessage()]
+    assert len(lines) == 2, "one for the forward, one for the backward"
+
+
+def test_alternating_shapes_have_a_plan_each() -> None:
+    """Every shape is compiled once, however often it comes back."""
+    sizes = (64, 32, 16) * 3
+    eager, _ = _train_on(sizes)
+    apollo, num_graphs = _train_on(sizes, backend="apollo", dynamic=False, options=STRICT)
+    assert_same_training(eager, apollo)
+    assert num_graphs == 3
+    graphs = [graph for model in backend.compiled_models()[-3:] for graph in model.graphs]
+    assert len(graphs) == 6
+    assert len({graph.compilation.costs for graph in graphs}) == 6

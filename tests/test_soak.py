@@ -1,0 +1,60 @@
+"""The soak: what it calls a failure."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from benchmarks.soak import EPISODES, WARM_ROUNDS, Episode, judge, soak
+from benchmarks.steady import Slice
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+
+
+def _round(**changes: float) -> Slice:
+    values = {"last_step": 1, "step_ns": 1e9, "resident_bytes": 1000, "num_threads": 3, "num_files": 5, **changes}
+    return Slice(**values)  # type: ignore[arg-type]
+
+
+def test_a_soak_without_a_comparison_is_no_success() -> None:
+    """Nothing grew in a run that was too short to tell."""
+    (problem,) = judge([_round()] * WARM_ROUNDS)
+    assert "give it more minutes" in problem
+    assert judge([_round()] * (WARM_ROUNDS + 1)) == []
+
+
+def test_what_grew_after_the_warm_rounds_is_named() -> None:
+    """What grew before them is not."""
+    assert judge([_round(resident_bytes=10), _round(), _round()]) == []
+    (problem,) = judge([_round(), _round(), _round(), _round(num_threads=4)])
+    assert problem == "GREW: num_threads from 3 to 4"
+
+
+def test_what_raises_or_is_wrong_is_a_problem_and_the_others_go_on() -> None:
+    """Each is named, and the round still counts."""
+
+    class Raising(Episode):
+        def run(self) -> str | None:
+            raise LookupError("no")
+
+    class Wrong(Episode):
+        def run(self) -> str | None:
+            return "differs"
+
+    class Slow(Episode):
+        def run(self) -> str | None:
+            return None
+
+    kinds = {"model": "layer norm", "mode": "train", "shapes": "one shape"}
+    told: list[str] = []
+    rounds, problems = soak([Raising(**kinds), Wrong(**kinds), Slow(**kinds)], 0.05, told.append)
+    assert rounds
+    assert len(problems) >= 2 * len(rounds)
+    assert "LookupError" in problems[0]
+    assert problems[1] == "differs"
+
+
+def test_episodes_are_all_combinations() -> None:
+    """Of models, modes and shapes, each once."""
+    assert len(set(EPISODES)) == len(EPISODES) == 36
