@@ -512,7 +512,9 @@ class CompiledModel:
     def _recall(self, capture: Capture, partition: Partition) -> Finding | None:
         history = self._history
         finding = None if history is None else history.recall(self._key(capture, partition))
-        if finding is None or finding.verdict is None:
+        if finding is None or finding.way not in (PLAN, SERIAL, INDUCTOR):
+            return None
+        if finding.verdict is None:
             return finding
         return replace(finding, verdict=replace(finding.verdict, is_remembered=True))
 

@@ -548,6 +548,11 @@ class Verdict:
     is_remembered: bool = False
     """Whether those were steps of an earlier process."""
 
+    def __post_init__(self) -> None:
+        """Refuse a verdict that does not say how its winner did, as a file may hold one."""
+        if not self.standings or self.winner != self.standings[0].name:
+            raise ValueError(f"a verdict needs standings, the winner {self.winner!r} first")
+
     @property
     def loop(self) -> str:
         """Return whose steps they were, in words."""

@@ -38,7 +38,7 @@ from apollo_compile.passes.memory import plan_memory
 from apollo_compile.passes.partition import partition_graph
 from apollo_compile.passes.plan import make_plan
 from apollo_compile.passes.sync import eliminate_syncs
-from apollo_compile.plan_file import load_plan
+from apollo_compile.plan_file import check_fits, load_plan
 
 _logger = logging.getLogger(__name__)
 
@@ -93,11 +93,12 @@ def compile_capture(
     )
     lanes = lane_catalogue(profile.units, profile.atom)
     finding = recall(partition)
-    if finding is not None and finding.plan.lanes == lanes:
+    if finding is not None:
         try:
+            check_fits(finding.plan, partition.graph, lanes, "the plan of an earlier run")
             return _compile_finding(capture, partition, finding, profile=profile, runner=runner)
-        except InvariantError as error:
-            _logger.info("%s is planned anew, an earlier plan is not legal for it: %s", capture.name, error)
+        except (InvariantError, PlanFileError) as error:
+            _logger.info("%s is planned anew: %s", capture.name, error)
     pinned = _load_pinned_plan(partition.graph, lanes, config)
     return plan_partition(
         capture, partition, Observations(), profile=profile, config=config, runner=runner, pinned=pinned

@@ -65,22 +65,30 @@ def load_plan(path: Path, graph: SegmentGraph, lanes: tuple[Lane, ...]) -> Plan:
             f"the plan in {file} was made for {about.name}, whose segments are not those of {graph.name}: the "
             "model, its inputs or the partition's options have changed"
         )
+    check_fits(plan, graph, lanes, f"the plan in {file}")
+    return plan
+
+
+def check_fits(plan: Plan, graph: SegmentGraph, lanes: tuple[Lane, ...], name: str) -> None:
+    """Refuse a plan that is not one of this graph on these lanes; `name` is what the message calls it.
+
+    Raises:
+        PlanFileError: it has other lanes, leaves segments out, or starts one before what it depends on.
+    """
     if plan.lanes != lanes:
         raise PlanFileError(
-            f"the plan in {file} is for lanes with {[len(lane.units) for lane in plan.lanes]} units; this device has "
+            f"{name} is for lanes with {[len(lane.units) for lane in plan.lanes]} units; this device has "
             f"lanes with {[len(lane.units) for lane in lanes]}: set 'device.units' to run it here"
         )
     place = {assignment.segment: index for index, assignment in enumerate(plan.in_start_order())}
     is_complete = [assignment.segment for assignment in plan.assignments] == list(range(len(graph.segments)))
     if not is_complete or not all(0 <= assignment.lane < len(lanes) for assignment in plan.assignments):
-        raise PlanFileError(f"the plan in {file} does not give each of the {len(graph.segments)} segments a lane")
+        raise PlanFileError(f"{name} does not give each of the {len(graph.segments)} segments a lane")
     for segment in graph.segments:
         if late := [other for other in graph.predecessors(segment.id) if place[other] > place[segment.id]]:
             raise PlanFileError(
-                f"the plan in {file} starts segment {segment.id} ({segment.name}) before segment {late[0]}, which it "
-                "depends on"
+                f"{name} starts segment {segment.id} ({segment.name}) before segment {late[0]}, which it depends on"
             )
-    return plan
 
 
 class NamedPlan(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -24,11 +25,12 @@ from apollo_compile.device import (
     inspect_profile,
     load_profile,
 )
-from apollo_compile.errors import ApolloError, ConfigError, PlanFileError, ReportFileError
-from apollo_compile.ir import KernelKind, Standing, Verdict
+from apollo_compile.errors import ApolloError, ConfigError, InvariantError, PlanFileError, ReportFileError
+from apollo_compile.history import Finding, History
+from apollo_compile.ir import KernelKind, Observations, Standing, Verdict
 from apollo_compile.lanes import lane_catalogue
 from apollo_compile.passes.plan import make_plan
-from apollo_compile.plan_file import load_plan, read_plans, save_plan
+from apollo_compile.plan_file import check_fits, load_plan, read_plans, save_plan
 from apollo_compile.reports.diff import compare, sides_of_plans
 from apollo_compile.reports.report import Report
 from apollo_compile.reports.summary import summarize
@@ -127,12 +129,45 @@ def use_report(path: Path) -> None:
             report.why(segment.name)
 
 
+@functools.cache
+def _finding() -> Finding:
+    return Finding(
+        observations=Observations(),
+        plan=random_plan(random.Random(1), _graph, _lanes, _costs),
+        way="plan",
+        verdict=_report().verdicts[0][1],
+    )
+
+
+@functools.cache
+def _finding_content() -> Any:
+    with tempfile.TemporaryDirectory() as folder:
+        History(Path(folder)).keep("finding", _finding())
+        return json.loads((Path(folder) / "finding.json").read_text())
+
+
+def use_finding(path: Path) -> None:
+    """Recall the finding of a file, and take its plan if it is one for the graph."""
+    finding = History(path.parent).recall(path.stem)
+    if finding is None:
+        return
+    str(finding.verdict)
+    with contextlib.suppress(PlanFileError, InvariantError):
+        check_fits(finding.plan, _graph, _lanes, "the plan")
+        check_plan(finding.plan, _graph, _costs)
+
+
 def loaders() -> list[tuple[Callable[[Path], None], Callable[[], Any]]]:
     """Return every use of a file, with a valid content."""
-    return [(use_plan, _plan_content), (use_profile, _profile_content), (use_report, _report_content)]
+    return [
+        (use_plan, _plan_content),
+        (use_profile, _profile_content),
+        (use_report, _report_content),
+        (use_finding, _finding_content),
+    ]
 
 
-each_loader = pytest.mark.parametrize(("use", "content"), loaders(), ids=("plan", "profile", "report"))
+each_loader = pytest.mark.parametrize(("use", "content"), loaders(), ids=("plan", "profile", "report", "finding"))
 
 
 @each_loader
@@ -192,7 +227,12 @@ def test_another_format_is_refused(
 def test_the_files_of_this_test_are_valid(tmp_path: Path) -> None:
     """Else the fuzzer would see nothing but refusals."""
     file = tmp_path / "file.json"
-    loads = (lambda: load_plan(file, _graph, _lanes), lambda: load_profile(file), lambda: Report.load(file))
+    loads = (
+        lambda: load_plan(file, _graph, _lanes),
+        lambda: load_profile(file),
+        lambda: Report.load(file),
+        lambda: History(tmp_path).recall("file") or pytest.fail("nothing was recalled"),
+    )
     for (use, content), load in zip(loaders(), loads, strict=True):
         file.write_text(json.dumps(content()))
         load()
