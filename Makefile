@@ -7,7 +7,7 @@ SOURCES := $(shell find csrc runtime -name '*.cpp' -o -name '*.h')
 NATIVE_SOURCES := $(filter-out runtime/tests/%,$(SOURCES)) CMakeLists.txt
 SANITIZERS := address thread
 TEST_PROCESSES ?= 2
-LANE_TESTS := tests/native tests/test_calibrate.py
+LONE_TESTS := tests/distributed tests/native tests/test_calibrate.py
 
 # Arguments, e.g. make demo DEMO="--size tiny --steps 3"
 DEMO ?=
@@ -22,11 +22,11 @@ export TORCHINDUCTOR_CACHE_DIR := $(CURDIR)/build/inductor
 demo: $(VENV)/installed native
 	$(BIN)/python -m benchmarks.demo $(DEMO)
 
-# Tests of the lanes themselves have the machine alone. In all others time goes into compiling, which shares it well,
-# apart from two OpenMP teams that would spin on the same cores.
+# Tests of lanes and ranks have the machine alone. In all others time goes into compiling, which shares it well, apart
+# from two OpenMP teams that would spin on the same cores.
 test: $(VENV)/installed native
-	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist worksteal $(LANE_TESTS:%=--ignore=%)
-	$(BIN)/python -m pytest $(LANE_TESTS)
+	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist worksteal $(LONE_TESTS:%=--ignore=%)
+	$(BIN)/python -m pytest $(LONE_TESTS)
 
 check: $(VENV)/installed docs
 	$(BIN)/ruff format --check .
