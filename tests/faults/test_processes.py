@@ -16,7 +16,7 @@ logging.basicConfig(level=logging.WARNING)
 import torch
 from tests.end_to_end.models import STRICT, TwoTowers, two_tower_inputs
 torch.manual_seed(0)
-model, x = TwoTowers(), two_tower_inputs()
+model, x = TwoTowers(32, 1), two_tower_inputs(8, 32)
 options = {"plan.contest": False}
 run = torch.compile(model, backend="apollo", options=options)
 def check(run=run):

@@ -237,7 +237,8 @@ def test_threads_may_train_one_compiled_model_at_once() -> None:
 
 def _train_on(sizes: Sequence[int], **compile_options: Any) -> tuple[Training, int]:
     """Train with another batch size in each step; return what came out, and how many graphs Dynamo compiled."""
-    model, x = _model_and_input()
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.Tanh()), torch.randn(64, 8)
     remaining = iter(sizes)
     torch._dynamo.utils.counters.clear()
     training = train(model, lambda run: run(x[: next(remaining)]).square().mean(), steps=len(sizes), **compile_options)
@@ -246,10 +247,10 @@ def _train_on(sizes: Sequence[int], **compile_options: Any) -> tuple[Training, i
 
 def test_shapes_that_change_every_step_are_compiled_twice(caplog: pytest.LogCaptureFixture) -> None:
     """Once for the first shape, once for all others; losses and gradients are those of eager at every shape."""
-    sizes = (256, 8, 31, 64, 8, 129, 2, 77)
+    sizes = (64, 8, 31, 16, 8, 63, 2, 17)
     eager, _ = _train_on(sizes)
     with caplog.at_level(logging.WARNING, logger="apollo_compile"):
-        apollo, num_graphs = _train_on(sizes, backend="apollo")
+        apollo, num_graphs = _train_on(sizes, backend="apollo", options={"plan.contest": False})
     assert_same_training(eager, apollo)
     assert num_graphs == 2
     lines = [record.getMessage() for record in caplog.records if "dynamic shapes" in record.getMessage()]
@@ -258,11 +259,11 @@ def test_shapes_that_change_every_step_are_compiled_twice(caplog: pytest.LogCapt
 
 def test_alternating_shapes_have_a_plan_each() -> None:
     """Every shape is compiled once, however often it comes back."""
-    sizes = (64, 32, 16) * 3
+    sizes = (64, 16) * 4
     eager, _ = _train_on(sizes)
     apollo, num_graphs = _train_on(sizes, backend="apollo", dynamic=False, options=STRICT)
     assert_same_training(eager, apollo)
-    assert num_graphs == 3
-    graphs = [graph for model in backend.compiled_models()[-3:] for graph in model.graphs]
-    assert len(graphs) == 6
-    assert len({graph.compilation.costs for graph in graphs}) == 6
+    assert num_graphs == 2
+    graphs = [graph for model in backend.compiled_models()[-2:] for graph in model.graphs]
+    assert len(graphs) == 4
+    assert len({graph.compilation.costs for graph in graphs}) == 4
