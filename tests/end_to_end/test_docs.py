@@ -59,7 +59,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 @pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_the_code_of_the_docs_runs(page: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """In order: Python in one namespace, files where they have a title, commands of apollo with exit code 0."""
+    """In order: Python in one namespace, files where they have a title, commands with exit code 0."""
     names: dict[str, object] = {"__name__": page.stem}
     for block in blocks_of(page):
         if block.title:
@@ -69,10 +69,31 @@ def test_the_code_of_the_docs_runs(page: Path, folder: Path, capsys: pytest.Capt
         elif block.language == "console":
             for line in _console_lines(block):
                 program, *arguments = shlex.split(line.removeprefix("$ "))
-                assert line.startswith("$ ") and program == "apollo"
+                assert line.startswith("$ ")
+                if program == "torchrun":
+                    assert "2 ranks have the same parameters" in _run_torchrun(arguments, folder)
+                    continue
+                assert program == "apollo"
                 assert main(arguments) == 0, (line, capsys.readouterr().err)
         else:
             assert block.language in ("text", ""), f"nothing runs blocks of {block.language}"
+
+
+def _run_torchrun(arguments: list[str], folder: Path) -> str:
+    """Return what the ranks print; they are ended if they hang."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "torch.distributed.run", *arguments]
+    with subprocess.Popen(
+        command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            printed, errors = process.communicate(timeout=300)
+        except subprocess.TimeoutExpired:
+            process.terminate()  # torchrun ends its workers; a kill would leave them behind
+            printed, errors = process.communicate()
+            pytest.fail(f"the ranks hang: {errors}")
+    assert process.returncode == 0, errors
+    return printed
 
 
 def test_pages_have_code_that_is_looked_for() -> None:
