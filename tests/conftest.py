@@ -1,7 +1,7 @@
 """Fixtures that all tests share, and the results that docs/robustness.md is made from.
 
-A test with the marker `robustness(section, subject)` is a line of that page: `pytest --robustness FILE` writes what came
-of each into `FILE`, beside what earlier runs wrote there.
+A test with the marker `robustness(section, subject)` is a line of that page: `pytest --robustness FILE` writes what
+came of each into `FILE`, beside what earlier runs wrote there.
 """
 
 from __future__ import annotations

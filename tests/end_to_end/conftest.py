@@ -14,8 +14,12 @@ from benchmarks.sweep import make_options
 
 @pytest.fixture(scope="session")
 def lanes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Arguments of torch.compile with which small models run on lanes, and with which every defect is raised."""
-    return {"backend": "apollo", "options": make_options(tmp_path_factory.mktemp("profile") / "profile.json")}
+    """Arguments of torch.compile with which small models run on lanes, and with which every defect is raised.
+
+    Segments are large, because each takes a C++ compile.
+    """
+    options = make_options(tmp_path_factory.mktemp("profile") / "profile.json")
+    return {"backend": "apollo", "options": {**options, "partition.min_segment_share": 0.2}}
 
 
 @pytest.fixture(autouse=True)

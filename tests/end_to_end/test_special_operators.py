@@ -1,0 +1,194 @@
+"""Operators that are more than a computation: run in segments as in eager, or handed to Inductor in words."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
+
+from tests.end_to_end.test_values import floats, same_call
+
+Options = dict[str, Any]
+
+
+def operators(subject: str) -> pytest.MarkDecorator:
+    """Mark a line of docs/robustness.md."""
+    return pytest.mark.robustness("Special operators", subject)
+
+
+def both_ways(function: Any, inputs: tuple[Any, ...], options: Options) -> None:
+    """Compare a function of tensors and its gradients with eager's."""
+    own = tuple(x.clone().requires_grad_(x.is_floating_point()) for x in inputs)
+    expected, actual = function(*own), torch.compile(function, **options)(*own)
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
+    wanted = [x for x in own if x.requires_grad]
+    gradients = [torch.autograd.grad(out.square().sum(), wanted) for out in (actual, expected)]
+    torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-4, atol=1e-4)
+
+
+@torch.library.custom_op("apollo_tests::doubled_rows", mutates_args=())
+def doubled_rows(x: torch.Tensor) -> torch.Tensor:
+    """Return the rows of `x` twice."""
+    return torch.cat([x, x])
+
+
+@doubled_rows.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return x.new_empty((2 * x.shape[0], *x.shape[1:]))
+
+
+doubled_rows.register_autograd(lambda ctx, gradient: gradient[: len(gradient) // 2] + gradient[len(gradient) // 2 :])
+
+
+@torch.library.custom_op("apollo_tests::count_up", mutates_args={"counter"})
+def count_up(counter: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """Add one to `counter`; return `x` times what it was."""
+    result = x * counter
+    counter.add_(1)
+    return result
+
+
+@count_up.register_fake
+def _(counter: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+@operators("custom operators")
+def test_a_custom_operator_with_a_gradient_of_its_own(lanes: Options) -> None:
+    """It runs in a segment, forward and backward."""
+    both_ways(lambda x, y: doubled_rows((x @ y).tanh()) @ y, (floats(8, 8), floats(8, 8, seed=1)), lanes)
+
+
+@operators("custom operators that write to their arguments")
+def test_custom_operators_that_write_keep_their_order(lanes: Options) -> None:
+    """Each sees what the one before it left; the buffer ends with eager's number."""
+
+    def count(counter: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        left = count_up(counter, x @ x)
+        right = count_up(counter, x.T @ x)
+        return left - 3 * right + count_up(counter, x)
+
+    with torch.no_grad():
+        same_call(count, (torch.ones(1), floats(8, 8)), lanes)
+
+
+@torch.library.custom_op("apollo_tests::announce", mutates_args=())
+def announce(x: torch.Tensor) -> torch.Tensor:
+    """Remember that it was called."""
+    announced.append(float(x.sum()))
+    return x.clone()
+
+
+@announce.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+announced: list[float] = []
+
+
+@operators("effect tokens")
+def test_effect_tokens_go_to_inductor_in_words(lanes: Options, caplog: pytest.LogCaptureFixture) -> None:
+    """Segments cannot order them: one warning says so, and the effects happen in eager's order."""
+    handle = _register_effectful_op(announce._opoverload, _EffectType.ORDERED)
+    try:
+        announced.clear()
+        with torch.no_grad(), caplog.at_level(logging.WARNING, logger="apollo_compile"):
+            same_call(lambda x, y: announce(x @ y) + announce(y @ x).T, (floats(4, 4), floats(4, 4, seed=1)), lanes)
+    finally:
+        handle.destroy()
+    assert announced[2:] == pytest.approx(announced[:2], rel=1e-4)
+    assert "carries an effect token" in caplog.text
+
+
+@operators("torch.cond")
+def test_a_branch_that_depends_on_a_value_is_taken_both_ways(lanes: Options) -> None:
+    """One graph holds both branches; which one runs is decided in every call."""
+
+    def choose(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return torch.cond(x.sum() > 0, lambda x, y: x @ y, lambda x, y: (x - y).tanh(), (x, y)) @ y
+
+    x, y = floats(8, 8), floats(8, 8, seed=1)
+    run = torch.compile(choose, **lanes)
+    with torch.no_grad():
+        for sign in (1, -1):
+            positive = sign * x * x.sum().sign()
+            torch.testing.assert_close(run(positive, y), choose(positive, y), rtol=1e-4, atol=1e-4)
+
+
+@operators("torch.while_loop")
+def test_a_loop_whose_length_depends_on_a_value(lanes: Options) -> None:
+    """It ends after as many rounds as in eager."""
+    from torch._higher_order_ops.while_loop import while_loop
+
+    def repeat(x: torch.Tensor, rounds: torch.Tensor) -> torch.Tensor:
+        _, result = while_loop(lambda i, x: i > 0, lambda i, x: (i - 1, (x @ x).tanh()), (rounds, x))
+        return result @ x
+
+    run = torch.compile(repeat, **lanes)
+    with torch.no_grad():
+        for rounds in (0, 3):
+            x, number = floats(4, 4), torch.tensor(rounds)
+            expected = x
+            for _ in range(rounds):
+                expected = (expected @ expected).tanh()
+            torch.testing.assert_close(run(x, number), expected @ x, rtol=1e-4, atol=1e-5)
+
+
+@operators("higher-order operators with a graph inside")
+def test_a_region_that_is_compiled_once_and_called_twice(lanes: Options) -> None:
+    """`nested_compile_region` leaves calls of an inner graph in the outer one, forward and backward."""
+
+    @torch.compiler.nested_compile_region
+    def layer(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return (x @ weight).tanh()
+
+    both_ways(lambda x, w: layer(layer(x, w), w) @ w, (floats(8, 8), floats(8, 8, seed=1)), lanes)
+
+
+@operators("flex_attention")
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")  # the reference
+def test_attention_with_a_score_function_of_ones_own(lanes: Options) -> None:
+    """A higher-order operator whose argument is a graph."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return flex_attention(query, key, value, score_mod=lambda score, b, h, q, k: score - (q - k).abs())
+
+    inputs = tuple(floats(1, 2, 16, 16, seed=seed) for seed in range(3))
+    with torch.no_grad():
+        torch.testing.assert_close(torch.compile(attend, **lanes)(*inputs), attend(*inputs), rtol=1e-3, atol=1e-4)
+
+
+class _Recorded(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(8))
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.seen.lerp_(x.mean(0), 0.5)
+            self.steps += 1
+        out = (x @ y) * self.seen.clone()
+        with torch.no_grad():
+            self.seen[: int(len(self.seen) / 2)] = 1.0
+        return out + self.seen
+
+
+@operators("buffers written several times in a forward")
+def test_a_buffer_that_is_written_and_read_in_turns(lanes: Options) -> None:
+    """Readers see the value of their place in the program, and the buffer ends with the last one."""
+    expected, actual = _Recorded(), _Recorded()
+    run = torch.compile(actual, **lanes)
+    x, y = floats(8, 8).requires_grad_(), floats(8, 8, seed=1)
+    for _ in range(3):
+        outputs = run(x, y), expected(x, y)
+        torch.testing.assert_close(outputs[0], outputs[1], rtol=1e-4, atol=1e-5)
+        gradients = [torch.autograd.grad(output.square().sum(), x) for output in outputs]
+        torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(dict(actual.named_buffers()), dict(expected.named_buffers()))

@@ -1,0 +1,214 @@
+"""Values of every kind go in and come out as in eager: aliases, views, layouts, types, and shapes at their limits."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
+
+from apollo_compile import backend
+
+Options = dict[str, Any]
+
+
+def values(subject: str) -> pytest.MarkDecorator:
+    """Mark a line of docs/robustness.md."""
+    return pytest.mark.robustness("Values", subject)
+
+
+def floats(*shape: int, seed: int = 0) -> torch.Tensor:
+    """Return the same random numbers on every call."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def same_call(
+    function: Callable[..., Any], inputs: tuple[Any, ...], options: Options
+) -> tuple[Any, Any, tuple[Any, ...]]:
+    """Call `function` in eager and compiled; results and what became of the inputs must agree.
+
+    Returns both results, and the inputs of the compiled call.
+    """
+    eager_inputs, own_inputs = copy.deepcopy(inputs), copy.deepcopy(inputs)
+    expected, actual = function(*eager_inputs), torch.compile(function, **options)(*own_inputs)
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(own_inputs, eager_inputs, rtol=1e-4, atol=1e-5)
+    return expected, actual, own_inputs
+
+
+@values("inputs that alias each other, written to")
+def test_writing_to_one_of_two_inputs_that_share_memory(lanes: Options) -> None:
+    """The other one sees it, in the function and after it."""
+
+    def write(x: torch.Tensor, row: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        before = (x @ y).sum(1)
+        row.mul_(2)
+        return (x @ y).sum(1) - before
+
+    def call(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return write(x, x[1], floats(8, 8, seed=1)), x
+
+    def compiled(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.compile(write, **lanes)(x, x[1], floats(8, 8, seed=1)), x
+
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(floats(8, 8)), call(floats(8, 8)), rtol=1e-4, atol=1e-4)
+
+
+def _aliases(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    z = (x @ y).relu()
+    return z, z.t(), z[1:3], x.view(-1), y, x.detach(), z
+
+
+@values("outputs that alias inputs and each other")
+def test_outputs_alias_what_they_alias_in_eager(lanes: Options) -> None:
+    """Same memory, offsets and strides; writing to one output shows in its aliases."""
+    with torch.no_grad():
+        expected, actual, (x, y) = same_call(_aliases, (floats(8, 8), floats(8, 8, seed=1)), lanes)
+    for left, right in zip(expected, actual, strict=True):
+        assert (left.stride(), left.storage_offset()) == (right.stride(), right.storage_offset())
+    z, transposed, rows, flat, same, detached, again = actual
+    assert {tensor.data_ptr() for tensor in (flat, detached)} == {x.data_ptr()} and same.data_ptr() == y.data_ptr()
+    z.zero_()
+    assert not transposed.any() and not rows.any() and not again.any()
+
+
+def _views_across(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    z = (x @ y).relu()
+    left, right = z[:, ::2], z.t()[1::2]
+    one = (left @ right).softmax(-1)
+    other = z.as_strided((4, 8), (16, 1)) @ y.t().contiguous()
+    return one, other, (other.expand(2, 4, 8) @ one).permute(2, 0, 1)
+
+
+@values("views across segments")
+def test_views_of_one_segment_are_read_in_others(lanes: Options) -> None:
+    """Strided, transposed and expanded, with the strides of eager where they leave the graph; gradients too."""
+    x, y = floats(8, 8).requires_grad_(), floats(8, 8, seed=1).requires_grad_()
+    expected, actual = _views_across(x, y), torch.compile(_views_across, **lanes)(x, y)
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
+    assert [tensor.stride() for tensor in actual] == [tensor.stride() for tensor in expected]
+    gradients = [torch.autograd.grad(sum(t.cos().sum() for t in out), (x, y)) for out in (actual, expected)]
+    torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-4, atol=1e-4)
+
+
+def _odd_outputs(x: torch.Tensor) -> dict[str, Any]:
+    y = x @ x
+    return {"none": None, "number": 3, "size": y.shape[0], "flag": True, "nested": [y.sum(), (y.relu(),)]}
+
+
+@values("None, numbers and nested outputs")
+def test_outputs_that_are_no_tensors_come_back(lanes: Options) -> None:
+    """None and numbers beside a tensor without dimensions, in containers."""
+    with torch.no_grad():
+        same_call(_odd_outputs, (floats(8, 8),), lanes)
+
+
+class _Pictures(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(3, 8, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.left(x).relu() * self.right(x)
+
+
+@values("channels last")
+def test_channels_last_stays_channels_last(lanes: Options) -> None:
+    """Outputs and gradients have eager's strides and values."""
+    found = []
+    for compile_options in ({}, lanes):
+        torch.manual_seed(0)
+        model = _Pictures().to(memory_format=torch.channels_last)
+        run = torch.compile(model, **compile_options) if compile_options else model
+        x = floats(2, 3, 8, 8).to(memory_format=torch.channels_last).requires_grad_()
+        output = run(x)
+        output.square().mean().backward()
+        found.append((output.detach(), x.grad, model.left.weight.grad))
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-5)
+    assert found[1][0].stride() == found[0][0].stride() and found[1][1].stride() == found[0][1].stride()
+
+
+def _typed(z: torch.Tensor, index: torch.Tensor, mask: torch.Tensor, half: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    turned = z * z.conj() + z.abs()
+    picked = index.cumsum(0) // 2 + torch.where(mask, index, -index)
+    return turned, torch.view_as_real(z @ z).sum(-1), picked, index.to(torch.uint8), mask ^ (index > 3), half @ half.T
+
+
+@values("complex, integer, boolean and half-precision values")
+@pytest.mark.filterwarnings("ignore:Torchinductor does not support code generation for complex")
+def test_values_of_every_type_pass_through_segments(lanes: Options) -> None:
+    """With their types; integers and booleans are exact."""
+    z = torch.complex(floats(6, 6), floats(6, 6, seed=1))
+    index, mask = torch.arange(36).view(6, 6), floats(6, 6, seed=2) > 0
+    with torch.no_grad():
+        expected, actual, _ = same_call(_typed, (z, index, mask, floats(6, 6, seed=3).to(torch.bfloat16)), lanes)
+    assert [tensor.dtype for tensor in actual] == [tensor.dtype for tensor in expected]
+
+
+@values("empty and size-one batches")
+def test_batches_of_none_and_of_one_train(lanes: Options) -> None:
+    """Each batch size is a graph of its own; gradients of an empty batch are zeros."""
+    torch.manual_seed(0)
+    expected = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+    actual = copy.deepcopy(expected)
+    run = torch.compile(actual, dynamic=False, **lanes)
+    for batch in (0, 1):
+        x = floats(batch, 8)
+        expected.zero_grad()
+        actual.zero_grad()
+        output, reference = run(x), expected(x)
+        output.square().sum().backward()
+        reference.square().sum().backward()
+        torch.testing.assert_close(output, reference, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close([p.grad for p in actual.parameters()], [p.grad for p in expected.parameters()])
+
+
+@values("tensor subclasses")
+def test_a_subclass_that_holds_two_tensors_goes_in_and_comes_out(lanes: Options) -> None:
+    """AOTAutograd unwraps it, and the two halves become two towers in one graph."""
+    halves = floats(8, 8), floats(8, 8, seed=1)
+    weight = floats(8, 8, seed=2).requires_grad_()
+
+    def tower(x: TwoTensor, w: torch.Tensor) -> TwoTensor:
+        return (x @ w).tanh() @ w
+
+    expected = tower(TwoTensor(*halves), weight)
+    actual = torch.compile(tower, **lanes)(TwoTensor(*halves), weight)
+    assert isinstance(actual, TwoTensor)
+    torch.testing.assert_close((actual.a, actual.b), (expected.a, expected.b), rtol=1e-4, atol=1e-5)
+    gradients = [
+        torch.autograd.grad((out.a + out.b if isinstance(out, tuple) else out).sum(), weight)
+        for out in (actual, expected)
+    ]
+    torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-4, atol=1e-4)
+
+
+def _both(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    left = nn.functional.dropout((x @ x).tanh(), 0.5)
+    right = nn.functional.dropout((y @ y).tanh(), 0.5)
+    return torch.stack([left, right])
+
+
+@values("dropout on two lanes")
+def test_two_towers_draw_different_masks_and_the_same_ones_again(lanes: Options) -> None:
+    """Equal towers on equal inputs share a body but not their random numbers; a seed brings both masks back."""
+    run = torch.compile(_both, **lanes)
+    x = floats(16, 16).abs() + 1
+    with torch.no_grad():
+        torch.manual_seed(5)
+        first, second = run(x, x), run(x, x)
+        torch.manual_seed(5)
+        again = run(x, x)
+        torch.manual_seed(5)
+        inductor = torch.compile(_both, backend="inductor")(x, x)
+    assert torch.equal(first, again)
+    assert torch.equal(first == 0, inductor == 0)
+    assert not torch.equal(first[0] == 0, first[1] == 0)
+    assert not torch.equal(first == 0, second == 0)
+    (graph,) = backend.compiled_models()[-1].graphs
+    assert len(graph.compilation.partition.bodies) < len(graph.compilation.partition.graph.segments)

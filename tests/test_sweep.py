@@ -1,0 +1,84 @@
+"""The correctness sweep: what it compares, how it goes on, and what its page says."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from benchmarks import robustness, sweep  # noqa: E402
+from benchmarks.sweep import Case, Result, find_difference  # noqa: E402
+
+EAGER = {"loss of step 0": torch.tensor(2.0), "gradient of w in step 0": torch.tensor([1.0, -3.0])}
+EXACT = {name: value.double() + 1e-7 for name, value in EAGER.items()}
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("gradient of w in step 0", torch.tensor([1.0, -3.0 + 1e-6]), None),
+        ("gradient of w in step 0", torch.tensor([1.001, -3.0]), "gradient of w in step 0: off by 1.0e-03"),
+        ("gradient of w in step 0", torch.tensor([1.0, float("nan")]), "gradient of w in step 0: off by"),
+        ("gradient of w in step 0", None, "None instead of"),
+        ("gradient of w in step 0", torch.tensor([1.0, -3.0]).double(), "torch.float64"),
+        ("loss of step 0", torch.tensor(2.1), "loss of step 0: off by 1.0e-01"),
+    ],
+)
+def test_a_difference_beyond_rounding_is_named(name: str, value: torch.Tensor | None, said: str | None) -> None:
+    """Rounding as eager's own is allowed; other numbers, types, NaN and missing gradients are not."""
+    found = find_difference({**EAGER, name: value}, EAGER, EXACT, 1e-5)
+    assert found == "" if said is None else said in found
+
+
+def test_a_gradient_of_zeros_is_as_good_as_none() -> None:
+    """AOTAutograd gives zeros to what only feeds unused outputs."""
+    eager = {**EAGER, "gradient of v in step 0": None}
+    zeros, ones = ({**eager, "gradient of v in step 0": value} for value in (torch.zeros(2), torch.ones(2)))
+    assert find_difference(zeros, eager, eager, 1e-5) == ""
+    assert find_difference(ones, eager, eager, 1e-5) != ""
+
+
+def test_every_setting_but_the_plain_one_takes_part_in_the_rotation() -> None:
+    """Every model gets one."""
+    names = list(sweep.model_names())
+    cases = sweep.rotate(names)
+    assert [case.model for case in cases] == names
+    assert len(names) >= 60
+    settings = {replace(case, model="") for case in cases}
+    assert len(settings) == len(sweep.PRECISIONS) * len(sweep.OPTIMIZERS) * len(sweep.MODES) - 1
+    assert Case(model="") not in settings
+
+
+def test_results_are_read_back_and_not_run_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A run that was interrupted goes on where it was; a failed case is the exit code."""
+    known = [
+        Result(case=Case(model="bert"), outcome="fell back", num_graphs=1, reasons=("a reason",)),
+        Result(case=Case(model="clip"), outcome="failed", problem="the process hung"),
+    ]
+    file = tmp_path / "sweep.json"
+    sweep.save(file, known)
+    assert sweep.load(file) == known
+    assert sweep.main(["--only", "bert,clip", "--json", str(file)]) == 1
+    assert "fell back 1, inductor 0, failed 1" in capsys.readouterr().out
+
+
+def test_a_process_that_dies_costs_its_case_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next case has a process of its own."""
+    cases = [Case(model="no such model"), Case(model="nor this")]
+    results = list(sweep.run_cases(cases, timeout_s=300.0))
+    assert [result.case for result in results] == cases
+    assert {result.outcome for result in results} == {"failed"}
+    assert all("died with exit code 1" in result.problem for result in results)
+
+
+def test_the_page_has_what_the_results_say() -> None:
+    """The tables of docs/robustness.md are made by `python -m benchmarks.robustness`, and nothing in them failed."""
+    page = robustness.PAGE.read_text(encoding="utf-8")
+    assert robustness.render(page) == page
+    assert all(result.outcome != "failed" for result in sweep.load(robustness.SWEEP))
+    assert all(line["outcome"] == "passed" for line in json.loads(robustness.TESTS.read_text()).values())
