@@ -247,6 +247,10 @@ def _kind(fx_node: fx.Node, nodes: list[Node], inputs: tuple[NodeId, ...], devic
     if isinstance(target, torch._ops.HigherOrderOperator) and str(target) == "with_effects":
         raise UnsupportedGraphError(f"node {fx_node.name} carries an effect token; segments cannot order it")
     if isinstance(target, torch._ops.OpOverload):
+        if target.namespace == "streams":
+            raise UnsupportedGraphError(
+                f"node {fx_node.name} ({target}) is about a stream of the user's: a plan places all work itself"
+            )
         _check_value(fx_node, device)
         if target in _FACTORIES and not inputs:
             return NodeKind.CHEAP

@@ -75,6 +75,7 @@ class _Normalized(nn.Module):
         return self.left(x) * self.right(x) + self.frozen(x)
 
 
+@pytest.mark.robustness("Training loops", "BatchNorm, frozen and unused modules")
 def test_batch_norm_buffers_frozen_and_unused_modules_train_as_in_eager() -> None:
     """Mutated buffers end with eager's values; parameters without a gradient keep None."""
     torch.manual_seed(0)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo.variables.streams  # registers the operators of streams
 import torch._inductor.inductor_prims  # registers the operators for seeds
 from torch import fx
 from torch._higher_order_ops.effects import with_effects
@@ -522,6 +523,18 @@ def test_one_bad_value_of_several_is_refused() -> None:
     node.meta["val"] = (node.meta["val"][0], torch.empty(2, device="meta"))
     with pytest.raises(UnsupportedGraphError, match=f"^{node} is on device meta"):
         hand.capture()
+
+
+@pytest.mark.robustness("Special operators", "streams of the user's in a graph")
+def test_streams_of_the_users_are_refused() -> None:
+    """A plan places all work itself, so a graph with `torch.cuda.stream` in it is Inductor's, which honours them."""
+    hand = Hand()
+    x = hand.input("x", 2)
+    hand.call(torch.ops.streams.fork.default, 0, 1)
+    y = hand.call(aten.neg.default, x)
+    hand.call(torch.ops.streams.join.default, 1, 0)
+    with pytest.raises(UnsupportedGraphError, match=r"^node fork_default .* stream of the user's"):
+        hand.capture(y)
 
 
 def test_effect_tokens_are_refused() -> None:
