@@ -5,8 +5,10 @@
 An episode compiles one model from nothing, compares it with eager in each of `STEPS` steps, and forgets it.
 A round has every episode once: models, ways to call them and kinds of shapes. The first `WARM_ROUNDS` rounds fill
 caches, of torch's compilers too; after each later one, memory, threads and open files are compared with those of the
-last warm one. Exit code 1: something grew (memory by more than `steady.ALLOWED_GROWTH`), raised, or differs from eager,
-or there was time for no comparison.
+last warm one. Exit code 1: something grew, raised, or differs from eager, or there was time for no comparison.
+
+Memory may grow by `steady.ALLOWED_GROWTH` in all, or by `ALLOWED_PER_EPISODE` for each: torch keeps a little of
+every compile, of Inductor's own too, and this is no measure of steps, for which there is `benchmarks.steady`.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,8 @@ from benchmarks.steady import Slice, find_growth, look
 
 STEPS = 24
 WARM_ROUNDS = 2
+ALLOWED_PER_EPISODE = 2**20
+"""Bytes, about twice what was measured: 0.45 MiB for a model in segments where Inductor alone left 0.15 MiB."""
 WIDTH = 32
 BATCHES = {"one shape": (16,), "changing shapes": (16, 3, 9, 27), "a plan each": (16, 8)}
 TOLERANCE = 1e-3
@@ -141,11 +145,15 @@ def soak(episodes: Sequence[Episode], seconds: float, tell: Callable[[str], obje
     return rounds, problems
 
 
-def judge(rounds: Sequence[Slice]) -> list[str]:
-    """Return what the rounds after the warm ones have more of, or that there were none."""
+def judge(rounds: Sequence[Slice], num_episodes: int) -> list[str]:
+    """Return what the last of the rounds of so many episodes has more of than the last warm one."""
     if len(rounds) <= WARM_ROUNDS:
         return [f"only {len(rounds)} whole rounds, {WARM_ROUNDS + 1} are needed to compare: give it more minutes"]
-    return [f"GREW: {line}" for line in find_growth([rounds[WARM_ROUNDS - 1]], list(rounds[-1:]))]
+    warm, last = rounds[WARM_ROUNDS - 1], rounds[-1]
+    allowed = ALLOWED_PER_EPISODE * num_episodes * (len(rounds) - WARM_ROUNDS)
+    if warm.resident_bytes < last.resident_bytes <= warm.resident_bytes + allowed:
+        last = replace(last, resident_bytes=warm.resident_bytes)
+    return [f"GREW: {line}" for line in find_growth([warm], [last])]
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -162,7 +170,7 @@ def main(arguments: list[str] | None = None) -> int:
         for s in rounds
     ]
     print(tabulate(rows, headers=("round", "took", "resident", "threads", "files")))
-    problems += judge(rounds)
+    problems += judge(rounds, len(chosen))
     if args.json is not None:
         content = {"machine": machine_facts(), "rounds": list(map(asdict, rounds)), "problems": problems}
         args.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
