@@ -17,6 +17,8 @@ from apollo_compile.ir import Plan
 from apollo_compile.ranks import Ranks, Store
 from tests.end_to_end.models import STRICT, TwoTowers, two_tower_inputs
 
+QUICK = {**STRICT, "plan.planner": "greedy", "plan.time_limit_s": 0.1}
+
 
 class Meddler:
     """A store in which somebody has written something else."""
@@ -39,7 +41,7 @@ def compile_as_rank(
     save_profile(dataclasses.replace(default_profile(available_units()), name="wrong", launch_ns=launch_ns), file)
     torch.manual_seed(0)
     model, inputs = TwoTowers(), two_tower_inputs()
-    run = torch.compile(model, backend="apollo", options={**STRICT, "device.profile": file})
+    run = torch.compile(model, backend="apollo", options={**QUICK, "device.profile": file})
     first: list[Plan] = []
     for _ in range(2 * (backend.SKIPPED_RUNS + backend.OBSERVED_RUNS)):
         run(*inputs).square().mean().backward()
@@ -68,7 +70,7 @@ def test_a_rank_that_believes_something_else_runs_the_plan_of_the_first(
     assert [plan.makespan_ns for plan, _ in alone] != [plan.makespan_ns for plan, _ in second]
 
 
-@pytest.mark.parametrize("text", ["{", '{"plan": 3}', '{"costs": {"modes": [], "handover_ns": 0}, "plan": null}'])
+@pytest.mark.parametrize("text", ["{", '{"costs": {"modes": [], "handover_ns": 0}, "plan": null}'])
 def test_what_is_no_plan_for_these_segments_is_not_taken(
     text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
