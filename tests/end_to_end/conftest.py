@@ -30,9 +30,9 @@ def _how_graphs_ran(request: pytest.FixtureRequest, record_property: Callable[[s
         return
     torch._dynamo.reset()
     torch.manual_seed(0)
-    before = {id(model) for model in backend.compiled_models()}
+    before = backend.compiled_models()
     yield
-    models = [model for model in backend.compiled_models() if id(model) not in before]
+    models = [model for model in backend.compiled_models() if model not in before]
     graphs = [graph for model in models for graph in model.graphs if graph.has_run]
     record_property("segments", sum(bool(graph.trace().spans) for graph in graphs))
     record_property("lanes", sum(len({span.lane for span in graph.trace().spans}) > 1 for graph in graphs))

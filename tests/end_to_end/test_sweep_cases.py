@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from benchmarks.sweep import Case, Result, run_case  # noqa: E402
+from benchmarks.sweep import Case, Result, run_case
 
 
 def _run(**setting: str) -> Result:

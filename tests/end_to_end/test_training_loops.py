@@ -26,6 +26,15 @@ def loop(subject: str) -> pytest.MarkDecorator:
     return pytest.mark.robustness("Training loops", subject)
 
 
+compiled: list[nn.Module] = []
+"""Models of the test at hand: their graphs live as long as they do, and are counted when it is over."""
+
+
+@pytest.fixture(autouse=True)
+def _let_go() -> None:
+    compiled.clear()
+
+
 class Pair(nn.Module):
     """Two towers of one layer; the same in most tests, so that their code is compiled once."""
 
@@ -47,6 +56,7 @@ def same_gradients(
     expected, actual = copy.deepcopy(model), copy.deepcopy(model)
     play(expected, expected)
     play(torch.compile(actual, **options), actual)
+    compiled.append(actual)
     for (name, left), right in zip(expected.named_parameters(), actual.parameters(), strict=True):
         torch.testing.assert_close(right.grad, left.grad, rtol=1e-4, atol=1e-5, msg=lambda text, n=name: f"{n}: {text}")
 
@@ -101,8 +111,8 @@ def test_a_double_backward_is_refused_in_the_words_of_torch(lanes: Options) -> N
     model = Pair()
     run = torch.compile(model, **lanes)
     x = LEFT[0].clone().requires_grad_()
-    for compiled in (run, torch.compile(model, backend="inductor")):
-        (gradient,) = torch.autograd.grad(compiled(x, RIGHT[0]).sum(), x, create_graph=True)
+    for function in (run, torch.compile(model, backend="inductor")):
+        (gradient,) = torch.autograd.grad(function(x, RIGHT[0]).sum(), x, create_graph=True)
         with pytest.raises(RuntimeError, match="does not currently support double backward"):
             gradient.sum().backward()
     same_gradients(lambda run, _: run(LEFT[0], RIGHT[0]).sum().backward(), model, lanes)
