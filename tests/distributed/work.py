@@ -224,6 +224,7 @@ SCENARIOS: dict[str, Callable[[int, Path], Result]] = {
 def run_rank(rank: int, port: int, folder: Path) -> None:
     """Run all scenarios one after the other, and write what this rank saw of each."""
     os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(SIZE))
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # gloo else looks the machine's name up, which need not have an address
     torch.set_num_threads(2)
     log = _Lines()
     logging.getLogger("apollo_compile").addHandler(log)

@@ -81,7 +81,7 @@ def test_the_code_of_the_docs_runs(page: Path, folder: Path, capsys: pytest.Capt
 
 def _run_torchrun(arguments: list[str], folder: Path) -> str:
     """Return what the ranks print; they are ended if they hang."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
     command = [sys.executable, "-m", "torch.distributed.run", *arguments]
     with subprocess.Popen(
         command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
