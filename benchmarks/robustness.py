@@ -80,7 +80,7 @@ def format_sweep(results: Sequence[Result]) -> str:
         (
             families[result.case.model],
             f"`{result.case.model}`",
-            ", ".join((result.case.precision, result.case.optimizer, result.case.mode)),
+            result.case.setting,
             f"{result.num_in_segments} of {result.num_graphs}",
             result.num_on_lanes,
             result.outcome if result.outcome != "inductor" else "Inductor's own",

@@ -2,10 +2,11 @@
 
     python -m benchmarks.sweep --json build/sweep.json                          every model, float32, SGD
     python -m benchmarks.sweep --json build/sweep.json --settings rotate        every model, each with another setting
+    python -m benchmarks.sweep --json build/sweep.json --bodies eager            operator by operator: many times faster
     python -m benchmarks.sweep --only clip,bert --precision bfloat16 --optimizer adamw_fused --mode switches
 
-A case is a model in a setting: precision, optimizer, mode. It takes five optimizer steps from the same weights, in
-eager and compiled; losses, every gradient of every step, and parameters and buffers at the end are compared. In mode
+A case is a model in a setting: precision, optimizer, mode, bodies. It takes five optimizer steps from the same weights,
+in eager and compiled; losses, every gradient of every step, and parameters and buffers at the end are compared. In mode
 `switches` the model also runs in eval mode under `no_grad` and `inference_mode`, and in training mode under `no_grad`,
 between two steps. An error counts against a run of eager in float64: what is compiled may be five times as far from it
 as eager in the case's own precision, plus a few bits (`TOLERANCE`).
@@ -69,6 +70,9 @@ CASES_PER_PROCESS = 12
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2, "float64": 1e-9}
 """Of the largest element, by precision: sums in another order, and in bfloat16 pointwise chains that round once."""
 
+BODIES = ("native", "eager")
+"""Compiled, or operator by operator: then it is the cut, the plan and the lanes that are compared, not the compiler."""
+
 PUBLIC = {
     "Multimodal": ("clip", "flava", "clap", "llava", "whisper", "two_tower"),
     "Vision": ("vit_control",),
@@ -92,9 +96,16 @@ class Case:
     precision: str = "float32"
     optimizer: str = "sgd"
     mode: str = "train"
+    bodies: str = "native"
+
+    @property
+    def setting(self) -> str:
+        """Return all but the model, in words."""
+        parts = [self.precision, self.optimizer, self.mode]
+        return ", ".join(parts if self.bodies == "native" else [*parts, f"{self.bodies} bodies"])
 
     def __str__(self) -> str:
-        return f"{self.model} ({self.precision}, {self.optimizer}, {self.mode})"
+        return f"{self.model} ({self.setting})"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -251,7 +262,7 @@ def run_case(case: Case) -> Result:
     exact = _train_exactly(workload, case)
     eager = train(workload, case)
     with tempfile.TemporaryDirectory() as folder:
-        options = make_options(Path(folder) / "profile.json")
+        options = {**make_options(Path(folder) / "profile.json"), "runtime.bodies": case.bodies}
         problem = _compare_with(eager, exact, workload, case, {"backend": "apollo", "options": options})
         found = _look_at_graphs()
     outcome, inductor_problem = "fell back" if found["reasons"] else "passed", ""
@@ -499,8 +510,11 @@ def _distance(left: Tensor, right: Tensor) -> float:
 def _cases(args: argparse.Namespace) -> list[Case]:
     names = [name for name in model_names() if args.only is None or name in args.only]
     if args.settings == "one":
-        return [Case(model=n, precision=args.precision, optimizer=args.optimizer, mode=args.mode) for n in names]
-    return rotate(names)
+        return [
+            Case(model=n, precision=args.precision, optimizer=args.optimizer, mode=args.mode, bodies=args.bodies)
+            for n in names
+        ]
+    return [replace(case, bodies=args.bodies) for case in rotate(names)]
 
 
 def rotate(names: Sequence[str]) -> list[Case]:
@@ -522,6 +536,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--precision", choices=PRECISIONS, default="float32")
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="sgd")
     parser.add_argument("--mode", choices=MODES, default="train")
+    parser.add_argument("--bodies", choices=BODIES, default="native")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds after which a case hangs")
     parser.add_argument("--budget", type=float, help="begin no case after so many seconds; run again to go on")
     parser.add_argument("--json", type=Path, help="write results there; cases that it has are not run again")
