@@ -49,6 +49,12 @@ class Pair(nn.Module):
         return one @ (one if right is None else self.right(right)).T
 
 
+@pytest.fixture
+def uncompiled(lanes: Options) -> Options:
+    """The same without a compiler, to which it is nothing what a loop does, and which takes most of the time."""
+    return {**lanes, "options": {**lanes["options"], "runtime.bodies": "eager"}}
+
+
 def same_gradients(
     play: Callable[[Callable[..., torch.Tensor], nn.Module], None], model: nn.Module, options: Options
 ) -> None:
@@ -62,7 +68,7 @@ def same_gradients(
 
 
 @loop("gradient accumulation")
-def test_gradients_accumulate_over_micro_batches(lanes: Options) -> None:
+def test_gradients_accumulate_over_micro_batches(uncompiled: Options) -> None:
     """Three backwards add up before one optimizer step, which the next round sees."""
 
     def play(run: Callable[..., torch.Tensor], model: nn.Module) -> None:
@@ -73,11 +79,11 @@ def test_gradients_accumulate_over_micro_batches(lanes: Options) -> None:
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=False)
 
-    same_gradients(play, Pair(), lanes)
+    same_gradients(play, Pair(), uncompiled)
 
 
 @loop("several forwards before a backward")
-def test_two_forwards_may_come_before_their_backwards(lanes: Options) -> None:
+def test_two_forwards_may_come_before_their_backwards(uncompiled: Options) -> None:
     """In one sum, and one after the other in either order: each backward reads what its own forward saved."""
 
     def play(run: Callable[..., torch.Tensor], model: nn.Module) -> None:
@@ -87,11 +93,11 @@ def test_two_forwards_may_come_before_their_backwards(lanes: Options) -> None:
         second.square().mean().backward()
         first.square().mean().backward()
 
-    same_gradients(play, Pair(), lanes)
+    same_gradients(play, Pair(), uncompiled)
 
 
 @loop("retain_graph")
-def test_a_retained_graph_gives_its_gradients_again(lanes: Options) -> None:
+def test_a_retained_graph_gives_its_gradients_again(uncompiled: Options) -> None:
     """Two backwards of one forward double the gradients: nothing that was saved is used up by the first."""
 
     def play(run: Callable[..., torch.Tensor], model: nn.Module) -> None:
@@ -102,36 +108,36 @@ def test_a_retained_graph_gives_its_gradients_again(lanes: Options) -> None:
         with pytest.raises(RuntimeError, match="second time"):
             loss.backward()
 
-    same_gradients(play, Pair(), lanes)
+    same_gradients(play, Pair(), uncompiled)
 
 
 @loop("double backward")
-def test_a_double_backward_is_refused_in_the_words_of_torch(lanes: Options) -> None:
+def test_a_double_backward_is_refused_in_the_words_of_torch(uncompiled: Options) -> None:
     """AOTAutograd has no second derivatives, with any backend; the first ones and later steps are right."""
     model = Pair()
-    run = torch.compile(model, **lanes)
+    run = torch.compile(model, **uncompiled)
     x = LEFT[0].clone().requires_grad_()
     for function in (run, torch.compile(model, backend="inductor")):
         (gradient,) = torch.autograd.grad(function(x, RIGHT[0]).sum(), x, create_graph=True)
         with pytest.raises(RuntimeError, match="does not currently support double backward"):
             gradient.sum().backward()
-    same_gradients(lambda run, _: run(LEFT[0], RIGHT[0]).sum().backward(), model, lanes)
+    same_gradients(lambda run, _: run(LEFT[0], RIGHT[0]).sum().backward(), model, uncompiled)
 
 
 @loop("tied weights")
-def test_a_weight_that_two_towers_share_gets_both_gradients(lanes: Options) -> None:
+def test_a_weight_that_two_towers_share_gets_both_gradients(uncompiled: Options) -> None:
     """The sum is made once, whichever lane is first."""
     model = Pair()
     model.right[0].weight = model.left[0].weight
-    same_gradients(lambda run, _: run(LEFT[0], RIGHT[0]).square().mean().backward(), model, lanes)
+    same_gradients(lambda run, _: run(LEFT[0], RIGHT[0]).square().mean().backward(), model, uncompiled)
 
 
 @loop("frozen modules")
-def test_the_backward_of_a_frozen_tower_vanishes(lanes: Options) -> None:
+def test_the_backward_of_a_frozen_tower_vanishes(uncompiled: Options) -> None:
     """Its parameters keep None, and no segment of the backward is its."""
     model = Pair()
     model.left.requires_grad_(False)
-    same_gradients(lambda run, _: run(LEFT[0], RIGHT[0]).square().mean().backward(), model, lanes)
+    same_gradients(lambda run, _: run(LEFT[0], RIGHT[0]).square().mean().backward(), model, uncompiled)
     (found,) = [entry for entry in backend.compiled_models() if len(entry.graphs) == 2][-1:]
     names = {graph.compilation.capture.role: _module_names(graph) for graph in found.graphs}
     assert any(name.startswith("left") for name in names["forward"])
@@ -144,7 +150,7 @@ def _module_names(graph: backend.CompiledGraph) -> set[str]:
 
 
 @loop("absent modality")
-def test_a_modality_may_be_absent_in_a_step(lanes: Options) -> None:
+def test_a_modality_may_be_absent_in_a_step(uncompiled: Options) -> None:
     """Steps with and without the right input alternate; without it, its tower gets no gradient at all."""
 
     def play(run: Callable[..., torch.Tensor], model: nn.Module) -> None:
@@ -153,11 +159,11 @@ def test_a_modality_may_be_absent_in_a_step(lanes: Options) -> None:
             run(LEFT[0], right).square().mean().backward()
             assert (model.right[0].weight.grad is None) == (right is None)
 
-    same_gradients(play, Pair(), lanes)
+    same_gradients(play, Pair(), uncompiled)
 
 
 @loop("hooks")
-def test_hooks_see_and_change_what_they_do_in_eager(lanes: Options) -> None:
+def test_hooks_see_and_change_what_they_do_in_eager(uncompiled: Options) -> None:
     """Forward hooks, backward hooks of modules and tensors, and hooks behind the accumulation of a gradient."""
     seen: list[list[tuple[str, float]]] = []
 
@@ -181,7 +187,7 @@ def test_hooks_see_and_change_what_they_do_in_eager(lanes: Options) -> None:
         for handle in handles:
             handle.remove()
 
-    same_gradients(play, Pair(), lanes)
+    same_gradients(play, Pair(), uncompiled)
     expected, actual = seen
     assert [name for name, _ in actual] == [name for name, _ in expected]
     assert [value for _, value in actual] == pytest.approx([value for _, value in expected], rel=1e-3)
@@ -215,9 +221,9 @@ class _Custom(Pair):
 
 @loop("custom autograd functions")
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # torch's own, while Dynamo traces the function
-def test_the_backward_of_a_custom_function_is_the_users(lanes: Options) -> None:
+def test_the_backward_of_a_custom_function_is_the_users(uncompiled: Options) -> None:
     """Also where it is not the derivative of its forward."""
-    same_gradients(lambda run, _: run(LEFT[0], RIGHT[0]).square().mean().backward(), _Custom(), lanes)
+    same_gradients(lambda run, _: run(LEFT[0], RIGHT[0]).square().mean().backward(), _Custom(), uncompiled)
 
 
 class _Checkpointed(Pair):
@@ -248,14 +254,14 @@ class _Broken(Pair):
 
 
 @loop("graph breaks")
-def test_a_broken_graph_trains_in_its_parts(lanes: Options) -> None:
+def test_a_broken_graph_trains_in_its_parts(uncompiled: Options) -> None:
     """Each part is a model of its own, cut and planned for itself."""
-    same_gradients(lambda run, _: run(LEFT[0], RIGHT[0]).square().mean().backward(), _Broken(), lanes)
+    same_gradients(lambda run, _: run(LEFT[0], RIGHT[0]).square().mean().backward(), _Broken(), uncompiled)
     assert sum(len(model.graphs) for model in backend.compiled_models()[-2:]) == 4
 
 
 @loop("modes in turns")
-def test_train_eval_and_modes_without_gradients_take_turns(lanes: Options) -> None:
+def test_train_eval_and_modes_without_gradients_take_turns(uncompiled: Options) -> None:
     """A step after no_grad, inference_mode and eval is as if they had not been."""
 
     def play(run: Callable[..., torch.Tensor], model: nn.Module) -> None:
@@ -269,4 +275,4 @@ def test_train_eval_and_modes_without_gradients_take_turns(lanes: Options) -> No
         model.train()
         run(LEFT[0], RIGHT[1]).sum().backward()
 
-    same_gradients(play, Pair(), lanes)
+    same_gradients(play, Pair(), uncompiled)
