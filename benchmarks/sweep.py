@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from apollo_compile.backend import CompiledModel
     from benchmarks.workloads import Workload
 
 PRECISIONS = ("float32", "bfloat16", "float64")
@@ -257,14 +258,17 @@ def _work(connection: Connection) -> None:
 
 def run_case(case: Case) -> Result:
     """Train the model of `case` in eager and with apollo; ask Inductor only where the two differ."""
+    from apollo_compile import backend
+
     begin = time.monotonic()
     workload = build_model(case.model)
     exact = _train_exactly(workload, case)
     eager = train(workload, case)
+    others = backend.compiled_models()
     with tempfile.TemporaryDirectory() as folder:
         options = {**make_options(Path(folder) / "profile.json"), "runtime.bodies": case.bodies}
         problem = _compare_with(eager, exact, workload, case, {"backend": "apollo", "options": options})
-        found = _look_at_graphs()
+        found = _look_at_graphs([model for model in backend.compiled_models() if model not in others])
     outcome, inductor_problem = "fell back" if found["reasons"] else "passed", ""
     if problem:
         inductor_problem = _compare_with(eager, exact, workload, case, {"backend": "inductor"})
@@ -316,11 +320,8 @@ def _compare_with(
         return f"{type(error).__name__}: {lines[0]}"[:300]
 
 
-def _look_at_graphs() -> dict[str, Any]:
-    """Return how the graphs of the last run were run."""
-    from apollo_compile import backend
-
-    models = backend.compiled_models()
+def _look_at_graphs(models: Sequence[CompiledModel]) -> dict[str, Any]:
+    """Return how the graphs of a run were run."""
     graphs = [graph for model in models for graph in model.graphs if graph.has_run]
     lanes = [{span.lane for span in graph.trace().spans} for graph in graphs]
     handed_over = [reason for model in models for _, reason in model.handed_over]

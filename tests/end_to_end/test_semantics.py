@@ -58,8 +58,9 @@ def test_eager_bodies_need_no_compiler_and_draw_as_eager_draws(monkeypatch: pyte
         torch.manual_seed(7)
         return train(model, lambda run: run(*inputs).square().mean(), **options)
 
+    others = backend.compiled_models()
     assert_same_training(run(), run(backend="apollo", options={**STRICT, "runtime.bodies": "eager"}))
-    graphs = [graph for model in backend.compiled_models() for graph in model.graphs]
+    graphs = [graph for model in backend.compiled_models() if model not in others for graph in model.graphs]
     assert len(graphs) == 2 and all(len({span.lane for span in graph.trace().spans}) > 1 for graph in graphs)
 
 

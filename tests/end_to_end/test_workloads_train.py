@@ -45,10 +45,11 @@ def _in_float64(workload: Workload) -> Workload:
 def test_five_training_steps_and_inference_equal_eager(name: str, bodies: str) -> None:
     """Loss, every gradient and the state agree; so do outputs under no_grad; and the oracle finds no race.
 
-    Programs are the same whether bodies are compiled or not, and compiling them takes most of the time.
+    Programs are the same whether bodies are compiled or not, and compiling them takes most of the time, the more the
+    finer the cut is.
     """
     workload = build(name, "tiny")
-    options = {**STRICT, "runtime.bodies": bodies}
+    options = {**STRICT, "runtime.bodies": bodies, "partition.granularity": "layer" if bodies == "eager" else "module"}
     eager = train(workload.model, lambda run: _loss_of(workload, run))
     apollo = train(workload.model, lambda run: _loss_of(workload, run), backend="apollo", options=options)
     compiled = _compiled()

@@ -165,10 +165,14 @@ def test_an_interrupt_while_it_works_ends_it_and_the_next_question_is_answered(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Its answer must not be taken for that to another question."""
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
     with monkeypatch.context() as patch:
         pretend(patch, "say({}); channel.recv(8); os.kill(os.getppid(), signal.SIGINT); time.sleep(600)")
-        with pytest.raises(KeyboardInterrupt):
-            apart.solve_apart(PROBLEM, QUICK)
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                apart.solve_apart(PROBLEM, QUICK)
+        finally:
+            signal.signal(signal.SIGINT, previous)
         assert apart._process is None
     assert apart.bound_apart(PROBLEM) == lower_bound(PROBLEM)
 
