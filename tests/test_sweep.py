@@ -35,6 +35,26 @@ def test_a_difference_beyond_rounding_is_named(name: str, value: torch.Tensor | 
     assert found == "" if said is None else said in found
 
 
+def test_an_error_of_eager_in_one_step_is_allowed_in_later_ones() -> None:
+    """Not in earlier ones."""
+    exact = {f"loss of step {step}": torch.tensor(1.0, dtype=torch.float64) for step in range(3)}
+    eager = {name: torch.tensor(1.1 if "1" in name else 1.0) for name in exact}
+    assert find_difference({**eager, "loss of step 2": torch.tensor(1.3)}, eager, exact, 1e-5) == ""
+    assert find_difference({**eager, "loss of step 0": torch.tensor(1.3)}, eager, exact, 1e-5) != ""
+
+
+def test_buffers_of_every_type_are_compared() -> None:
+    """Masks, counters, spectra."""
+    buffers = {
+        "mask at the end": torch.tensor([True, False]),
+        "count at the end": torch.tensor(3),
+        "spectrum at the end": torch.tensor([1 + 2j]),
+    }
+    assert find_difference(buffers, buffers, None, 1e-5) == ""
+    for name, other in zip(buffers, (torch.tensor([True, True]), torch.tensor(4), torch.tensor([1 + 3j])), strict=True):
+        assert find_difference({**buffers, name: other}, buffers, None, 1e-5).startswith(name)
+
+
 def test_a_gradient_of_zeros_is_as_good_as_none() -> None:
     """AOTAutograd gives zeros to what only feeds unused outputs."""
     eager = {**EAGER, "gradient of v in step 0": None}
