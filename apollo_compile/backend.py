@@ -43,6 +43,7 @@ from apollo_compile.inductor import (
     compile_plainly,
     compile_whole,
     compile_with_inductor,
+    compiler_settings,
     extract_body,
     interpret_bodies,
     keep_with,
@@ -459,6 +460,8 @@ class CompiledModel:
     inputs: tuple[weakref.ref[torch.Tensor], ...]
     """Tensors that it was compiled for; a module's parameters are among them, so a report finds its graphs."""
     graphs: list[CompiledGraph] = field(default_factory=list)
+    contested: list[CompiledGraph] = field(default_factory=list)
+    """Those of them whose way is decided by measuring."""
     device: torch.device = _CPU
     """Where its tensors are, if it is to run on lanes."""
     gpu: Gpu | None = None
@@ -474,10 +477,12 @@ class CompiledModel:
     ranks: Ranks = field(default_factory=lambda: Ranks(None))
     """Who decides with this process."""
     selection: Selection = field(init=False)
+    _keys: dict[str, str] = field(default_factory=dict)
+    """Of findings, by graph; made while it is compiled, since settings may be others later."""
 
     def __post_init__(self) -> None:
         """Prepare the contest of the graphs to come."""
-        self.selection = Selection(self.graphs, self._keep_verdict, self.ranks)
+        self.selection = Selection(self.contested, self._keep_verdict, self.ranks)
 
     @property
     def name(self) -> str:
@@ -488,39 +493,60 @@ class CompiledModel:
     def verdict(self) -> Verdict | None:
         """What a contest said, an earlier run's if none was held in this one."""
         findings = [item.finding for item in (*(graph.compilation for graph in self.graphs), *self.left)]
-        return self.selection.verdict or next((finding.verdict for finding in findings if finding), None)
+        remembered = (finding.verdict for finding in findings if finding is not None and finding.verdict is not None)
+        return self.selection.verdict or next(remembered, None)
 
     @property
     def _history(self) -> History | None:
         """Where findings are kept; None where what is found out here is nobody else's business."""
         config = self.config
-        is_kept = config.plan.remember and self.ranks.is_alone and self.gpu is None and _may_be_contested(config)
+        is_own = self.ranks.is_alone and self.gpu is None and config.plan.file is None
+        is_kept = config.plan.remember and is_own and _may_be_contested(config)
         return History(config.device.cache / "history") if is_kept and config.device.cache is not None else None
 
     def _keep_verdict(self, verdict: Verdict) -> None:
         _logger.info("%s: chosen by measuring: %s", self.name, verdict)
-        for graph in self.graphs:
-            if graph.has_run:
+        was_measured = verdict.standings[0].num_rounds > 0
+        for graph in self.contested:
+            if graph.has_run and was_measured:
                 self._keep(graph.compilation, graph.way, verdict)
 
     def _keep(self, compilation: Compilation, way: str, verdict: Verdict | None) -> None:
         history = self._history
-        if history is not None:
-            finding = Finding(observations=compilation.observations, plan=compilation.plan, way=way, verdict=verdict)
-            history.keep(self._key(compilation.capture, compilation.partition), finding)
+        if history is None:
+            return
+        finding = Finding(observations=compilation.observations, plan=compilation.plan, way=way, verdict=verdict)
+        try:
+            history.keep(self._keys[compilation.capture.name], finding)
+        except Exception as error:  # this may be in the midst of a user's step
+            if self.config.debug.strict:
+                raise
+            _logger.info("%s: not kept for the next run: %s: %s", self.name, type(error).__name__, error)
 
     def _recall(self, capture: Capture, partition: Partition) -> Finding | None:
         history = self._history
-        finding = None if history is None else history.recall(self._key(capture, partition))
+        try:
+            if history is None:
+                return None
+            key = self._keys[capture.name] = key_of(
+                capture,
+                partition,
+                profile=self.profile,
+                config=self.config,
+                threads=torch.get_num_threads(),
+                compiler=compiler_settings(),
+            )
+            finding = history.recall(key)
+        except Exception as error:  # the graph is planned as if it were new
+            if self.config.debug.strict:
+                raise
+            _logger.info("%s: earlier runs are not recalled: %s: %s", self.name, type(error).__name__, error)
+            return None
         if finding is None or finding.way not in (PLAN, SERIAL, INDUCTOR):
             return None
         if finding.verdict is None:
             return finding
         return replace(finding, verdict=replace(finding.verdict, is_remembered=True))
-
-    def _key(self, capture: Capture, partition: Partition) -> str:
-        threads = torch.get_num_threads()
-        return key_of(capture, partition, profile=self.profile, config=self.config, threads=threads)
 
     def compile_graph(self, graph_module: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
         """Compile one graph after AOTAutograd; `kwargs` are those of Inductor's inner compiler."""
@@ -542,6 +568,8 @@ class CompiledModel:
             _logger.log(level, "%s goes to Inductor whole: %s", name, reason)
             return compile_whole(graph_module, example_inputs, **kwargs)
         self.graphs.append(graph)
+        if graph.selection is not None:
+            self.contested.append(graph)
         report_output_strides(graph_module)
         return graph
 
@@ -638,7 +666,7 @@ def reason_to_leave(compilation: Compilation, config: Config) -> str | None:
     """Return why a graph is better left to Inductor from the start; None where its plan is worth compiling."""
     if compilation.finding is not None and compilation.finding.verdict is not None:
         is_left = compilation.finding.way == INDUCTOR
-        return f"it won the contest: {compilation.finding.verdict}" if is_left else None
+        return f"Inductor ran it when the contest was over: {compilation.finding.verdict}" if is_left else None
     is_worth_it = _uses_lanes(compilation.plan) or _wrapper_share(compilation) >= WORTH_NATIVE
     if is_worth_it or not _is_contested(compilation.plan, config):
         return None

@@ -35,7 +35,7 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from apollo_compile.device import LEAST_CPU_SHARE, Arithmetic, DeviceProfile, Rate, cpu_model, rate_at
-from apollo_compile.execute import Executable, available_units, keep_memory
+from apollo_compile.execute import Executable, keep_memory, most_units
 from apollo_compile.inductor import CompiledBody, compile_bodies
 from apollo_compile.ir import (
     Assignment,
@@ -106,8 +106,8 @@ def calibrate(units: int, *, rounds: int = ROUNDS, progress: Progress = lambda w
     Raises:
         ValueError: torch has fewer threads, or the process fewer cores, than `units`.
     """
-    if not 1 <= units <= available_units():
-        raise ValueError(f"cannot calibrate {units} units: torch can use {available_units()} cores here")
+    if not 1 <= units <= most_units():
+        raise ValueError(f"cannot calibrate {units} units: torch can use {most_units()} cores here")
     keep_memory()
     threads = torch.get_num_threads()
     steps = _Steps(progress, total=rounds + 2)

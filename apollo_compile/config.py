@@ -93,7 +93,7 @@ class DeviceConfig:
     profile: Path | None = None
     """A device profile to use; None measures this machine once and keeps the result in `cache`."""
     cache: Path | None = None
-    """Directory of measured profiles; None is the user's cache directory."""
+    """Directory of measured profiles and of what earlier runs found out; None is the user's cache directory."""
     units: int | None = None
     """Cores to use; None is every core that torch uses, or its part of them beside other local ranks, and no more than
     control groups grant time of."""

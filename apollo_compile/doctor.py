@@ -304,7 +304,7 @@ def look() -> Facts:
     compiler = next((found for name in _COMPILERS if (found := shutil.which(name))), None)
     threads = _threads() if is_usable else None
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    state, path, detail = _look_at_profile(cache, min(allowed, threads or allowed)) if is_usable else (None, None, "")
+    state, path, detail = _look_at_profile(cache, _units(allowed, threads)) if is_usable else (None, None, "")
     return Facts(
         python=f"{platform.python_version()} on {platform.system()} {platform.machine()}",
         torch=version,
@@ -405,6 +405,16 @@ def _examine_cuda() -> tuple[Finding, ...]:
         return examine_cuda()
     except Exception as error:  # a broken driver may raise anything
         return (Finding(level=Level.ERROR, subject="GPU", message=f"cannot be examined: {_format(error)}"),)
+
+
+def _units(allowed: int, threads: int | None) -> int:
+    """Return for how many cores graphs are planned here, also where the native runtime does not load."""
+    try:
+        from apollo_compile.execute import available_units
+
+        return available_units()
+    except ImportError:
+        return min(allowed, threads or allowed)
 
 
 def _look_at_profile(cache: Path | None, units: int) -> tuple[ProfileState | None, Path | None, str]:

@@ -7,10 +7,10 @@ finding per graph is a file: the plan, the measured durations that the plan was 
 that comes from there is not planned again, and a way that won runs from the first step on; the others are not even
 compiled.
 
-A key holds everything that shaped a finding: the graph, the machine, the profile, the options, the versions of torch
-and of this package. A finding is forgotten after `MAX_AGE_S`, because a machine changes in ways that no key shows, and
-the `MAX_FILES` youngest are kept. Files are data; one that cannot be read, or whose plan is not legal for the graph, is
-as if it were not there.
+A key holds what shaped a finding: the graph, the machine, the profile, the options, Inductor's settings, the versions
+of torch and of this package. A finding is forgotten after `MAX_AGE_S`, because a machine changes in ways that no key
+shows, and the `MAX_FILES` youngest are kept. Files are data; one that cannot be read, or whose plan is not legal for
+the graph, is as if it were not there.
 """
 
 from __future__ import annotations
@@ -92,20 +92,25 @@ class History:
 
     def _forget_oldest(self) -> None:
         ages = []
-        for path in self._directory.glob("*.json"):
+        for path in self._directory.iterdir():
             with contextlib.suppress(FileNotFoundError):  # another process forgets too
                 ages.append((path.stat().st_mtime, path))
-        for _, path in sorted(ages)[:-MAX_FILES]:
+        left_behind = [path for age, path in ages if path.suffix == ".tmp" and time.time() - age > MAX_AGE_S]
+        findings = sorted((age, path) for age, path in ages if path.suffix == ".json")
+        for path in [*left_behind, *(path for _, path in findings[:-MAX_FILES])]:
             path.unlink(missing_ok=True)
 
 
-def key_of(capture: Capture, partition: Partition, *, profile: DeviceProfile, config: Config, threads: int) -> str:
-    """Return the name of a graph's finding."""
+def key_of(
+    capture: Capture, partition: Partition, *, profile: DeviceProfile, config: Config, threads: int, compiler: str
+) -> str:
+    """Return the name of a graph's finding; `compiler` is Inductor's settings as a text."""
     graph = partition.graph
     parts = [
         __version__,
         to_json(machine_fingerprint(profile.units)),
         threads,
+        compiler,
         format_profile(profile),
         [repr(asdict(options)) for options in (config.partition, config.plan, config.runtime)],
         capture.role,

@@ -6,6 +6,7 @@
     writes_inputs           whether a graph mutates what it is given
     keep_with               tie a value to the lifetime of a compiled function
     trace_artifact          add a text to torch's structured trace
+    compiler_settings       all settings that shape what Inductor compiles
     compile_whole           what Inductor would do with a post-AOT graph, untouched
     compile_again           the same, later, for a graph whose outputs others already rely on
     extract_body            cut the nodes of one body out of the graph
@@ -226,6 +227,12 @@ def keep_with(compiled: Callable[..., Any], value: object) -> None:
 def trace_artifact(name: str, text: Callable[[], str]) -> None:
     """Add a text to torch's structured trace, which `tlparse` shows; it is made only where there is such a trace."""
     trace_structured("artifact", metadata_fn=lambda: {"name": name, "encoding": "string"}, payload_fn=text)
+
+
+def compiler_settings() -> str:
+    """Return Inductor's settings and torch's precision of products, as one text that is the same for the same ones."""
+    settings = sorted(inductor_config.save_config_portable().items())
+    return f"{torch.get_float32_matmul_precision()} {settings!r}"
 
 
 def compile_whole(graph_module: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:

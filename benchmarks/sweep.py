@@ -440,8 +440,7 @@ def _make_optimizer(
         sgd = torch.optim.SGD(trained, lr=0.01, momentum=0.9)
         return sgd, sgd.step
     fused = {"fused": True} if name == "adamw_fused" else {"foreach": True}
-    learning_rate = torch.tensor(1e-3) if name == "adamw_compiled" else 1e-3
-    adamw = torch.optim.AdamW(trained, lr=learning_rate, eps=1e-4, **fused)
+    adamw = torch.optim.AdamW(trained, lr=1e-3, eps=1e-4, **fused)
     if name == "adamw_compiled" and compile_options:
         return adamw, torch.compile(lambda: adamw.step(), **compile_options)
     return adamw, adamw.step

@@ -100,10 +100,14 @@ def test_a_key_holds_all_that_shapes_a_finding() -> None:
     config = load_config()
 
     def key(
-        capture: Capture = capture, config: Config = config, profile: DeviceProfile = PROFILE, threads: int = 4
+        capture: Capture = capture,
+        config: Config = config,
+        profile: DeviceProfile = PROFILE,
+        threads: int = 4,
+        compiler: str = "",
     ) -> str:
         partition = partition_graph(capture, config=config.partition)
-        return key_of(capture, partition, profile=profile, config=config, threads=threads)
+        return key_of(capture, partition, profile=profile, config=config, threads=threads, compiler=compiler)
 
     keys = [
         key(),
@@ -114,6 +118,7 @@ def test_a_key_holds_all_that_shapes_a_finding() -> None:
         key(config=load_config({"plan.min_gain": 0.5})),
         key(config=load_config({"runtime.bodies": "python"})),
         key(threads=3),
+        key(compiler="freezing"),
     ]
     assert len(set(keys)) == len(keys)
     assert key() == keys[0]

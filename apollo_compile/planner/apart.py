@@ -152,7 +152,7 @@ def _ask(request: object, time_limit_s: float) -> Mapping[str, Any]:
             process.channel.settimeout(time_limit_s)
             _send(process.channel, pickle.dumps(request))
             answer = _receive(process.channel, time.monotonic() + time_limit_s)
-        except (OSError, ValueError, RecursionError) as error:
+        except Exception as error:  # whatever it is: list schedules need no process
             _num_failures += 1
             is_dying = isinstance(error, ConnectionError)
             raise _ApartError(_say(error, stop_planner(patience_s=1.0 if is_dying else 0.0))) from error
@@ -177,7 +177,7 @@ def _running() -> _Process:
         with theirs:
             try:
                 process = subprocess.Popen(
-                    [*COMMAND, json.dumps([theirs.fileno(), sys.path])],
+                    [*COMMAND, json.dumps([theirs.fileno(), [str(place) for place in sys.path]])],
                     pass_fds=[theirs.fileno()],
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,

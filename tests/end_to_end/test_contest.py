@@ -265,4 +265,20 @@ def test_a_second_run_begins_where_the_first_one_ended(
         assert [g.compilation.plan for g in second.graphs] == [g.compilation.plan for g in first.graphs]
     text = str(apollo_compile.report(run, units=(), profiles=()))
     assert "of an earlier training loop" in text
-    assert ("won the contest" in text) == (way == INDUCTOR)
+    assert ("Inductor ran it when the contest was over" in text) == (way == INDUCTOR)
+
+
+@needs_two_cores
+@pytest.mark.parametrize("gone", [0, 1])
+def test_a_graph_that_is_not_remembered_has_its_contest_alone(gone: int, tmp_path: Path) -> None:
+    """Forward or backward, whichever file is lost: the other one runs as it did, and everything is decided again."""
+    options = {"plan.remember": True, "device.cache": tmp_path}
+    for _ in range(2):
+        run, inputs, found = compiled_towers(**options)
+        for _ in range(ENOUGH):
+            run(*inputs).square().mean().backward()
+        assert backend.is_settled(run)
+        assert found.verdict is not None
+        files = sorted((tmp_path / "history").iterdir())
+        assert len(files) >= 2
+        files[gone].unlink()
