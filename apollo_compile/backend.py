@@ -161,7 +161,8 @@ class CompiledGraph:
     Its first runs are measured. When they say that the plan rests on wrong durations, it is planned again with the
     measured ones, up to `MAX_REPLANS` times, each time after `OBSERVED_RUNS` runs of the plan at hand. On a GPU, where
     a run does not tell when its segments ran, the second call times every body on every quota instead. Then its plan is
-    final, and the model's `Selection` may make it run another way.
+    final, and the model's `Selection` may make it run another way. Where an earlier process has found all that out, its
+    plan and its way run from the beginning.
 
     No slots: AOTAutograd wraps the callable of a backward and finds `_boxed_call` in its `__dict__`.
     """

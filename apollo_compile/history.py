@@ -73,7 +73,7 @@ class History:
         except FileNotFoundError:
             return None
         except (OSError, ValueError) as error:
-            _logger.info("%s is not used: %s", path, error)
+            _logger.info("what an earlier run found out is not used, and found out anew: %s: %s", path, error)
             return None
         is_fresh = file.format == _FORMAT and 0 <= time.time() - file.made_at <= MAX_AGE_S
         return file.finding if is_fresh else None

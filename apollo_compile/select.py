@@ -24,7 +24,7 @@ Procedure   1. The plan against its segments in turn. They are the same code, so
             Where no round could be compared, the plan stays.
 Drift       The winner's steps stay watched: if the medians of `DRIFT_STEPS` steps are off by `DRIFT` from the first
             such median twice in a row, what is compiled competes again. Each time that changes nothing, the next
-            contest is at least twice as far away.
+            contest is at least twice as far away. A verdict of an earlier process (`history.py`) is not watched.
 
 Ranks       With several ranks, the times of a round are those of the first rank to end it, on all ranks. All else
             follows from the rounds and from the number of steps, so all ranks run the same entrant in the same step and
@@ -211,8 +211,8 @@ class Selection:
     """Holds the contests of one model, and watches the winner afterwards.
 
     Arguments:
-        graphs: all graphs of the model that run in segments; the one that a step runs first comes first. The list may
-            grow until the first contest.
+        graphs: the graphs of the model whose way is not decided yet; the one that a step runs first comes first. The
+            list may grow until the first contest.
         tell: called with every verdict.
         ranks: who must come to the same verdict.
     """
