@@ -107,7 +107,9 @@ def calibrate(units: int, *, rounds: int = ROUNDS, progress: Progress = lambda w
         ValueError: torch has fewer threads, or the process fewer cores, than `units`.
     """
     if not 1 <= units <= most_units():
-        raise ValueError(f"cannot calibrate {units} units: choose 1 to {most_units()}, the cores that torch can use here")
+        raise ValueError(
+            f"cannot calibrate {units} units: choose 1 to {most_units()}, the cores that torch can use here"
+        )
     keep_memory()
     threads = torch.get_num_threads()
     steps = _Steps(progress, total=rounds + 2)
