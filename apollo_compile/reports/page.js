@@ -3,8 +3,7 @@
 // The page is complete without it: every text and position was written by render_html.py.
 
 const tip = document.getElementById("tip");
-const LETTER = 6.9; // pixels of a letter on a bar, about
-const PADDING = 9; // pixels that a label keeps from the ends of its bar
+const PADDING = 9; // pixels that a label keeps from the ends of its bar, together
 const MAX_ZOOM = 128;
 
 document.getElementById("theme").addEventListener("click", () => {
@@ -41,6 +40,18 @@ function sort(table, header) {
 for (const section of document.querySelectorAll("section.graph")) {
   const chart = section.querySelector("[data-chart]");
   if (chart) makeChart(section, chart);
+}
+
+const pen = document.createElement("canvas").getContext("2d");
+const widths = new Map(); // of labels, in pixels: every bar has the same font
+
+function widthOf(label, element) {
+  if (!widths.has(label)) {
+    const style = getComputedStyle(element);
+    pen.font = `${style.fontWeight} ${style.fontSize} ${style.fontFamily}`;
+    widths.set(label, pen.measureText(label).width);
+  }
+  return widths.get(label);
 }
 
 function makeChart(section, chart) {
@@ -80,8 +91,8 @@ function makeChart(section, chart) {
       for (const bar of pane.querySelectorAll(".bar")) {
         const text = bar.lastElementChild;
         const full = (text.dataset.full ??= text.textContent);
-        const room = ((parseFloat(bar.getAttribute("width")) / 100) * width - PADDING) / LETTER;
-        const label = [full, full.slice(full.lastIndexOf(".") + 1)].find((name) => name.length <= room) ?? "";
+        const room = (parseFloat(bar.getAttribute("width")) / 100) * width - PADDING;
+        const label = [full, full.slice(full.lastIndexOf(".") + 1)].find((name) => widthOf(name, text) <= room) ?? "";
         if (text.textContent !== label) text.textContent = label;
         bar.classList.toggle("tight", !label);
       }
