@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import json
 import logging
 import threading
 import time
@@ -26,6 +25,7 @@ from torch import fx
 
 from apollo_compile import check, text
 from apollo_compile.breaks import find_break
+from apollo_compile.commons import Commons
 from apollo_compile.config import Config, load_config
 from apollo_compile.cuda.execute import Contract, CudaExecutable, ModelMemory
 from apollo_compile.cuda.gpu import Gpu, TorchGpu
@@ -55,7 +55,6 @@ from apollo_compile.inductor import (
     written_inputs,
 )
 from apollo_compile.ir import Capture, Partition, Plan, Role, Trace, Verdict
-from apollo_compile.json_form import from_json, to_json
 from apollo_compile.monitor import is_same_placement, observe_trace, should_replan
 from apollo_compile.observe import StageRunner, warn_of_files
 from apollo_compile.passes.capture import capture_graph
@@ -63,13 +62,11 @@ from apollo_compile.passes.cost import estimate_costs
 from apollo_compile.passes.plan import make_plan
 from apollo_compile.pipeline import (
     Compilation,
-    Decision,
-    adopt_decision,
     compile_capture,
     compile_plan,
     plan_partition,
 )
-from apollo_compile.plan_file import FILE_NAME, fingerprint, save_plan
+from apollo_compile.plan_file import FILE_NAME, save_plan
 from apollo_compile.ranks import Ranks, find_ranks
 from apollo_compile.reports.report import BreakSummary, Report
 from apollo_compile.reports.summary import GraphSummary, summarize
@@ -411,44 +408,6 @@ class CompiledGraph:
         self.num_replans += 1
         self._runs = 0
         _log_replan(old, new, time.perf_counter_ns() - begin)
-
-
-@dataclass(eq=False, slots=True)
-class Commons:
-    """What one graph decides in common with the other ranks: Note [What ranks agree on] in `ranks.py`."""
-
-    ranks: Ranks
-    topic: str = ""
-    """Name of the graph among the ranks."""
-    num_settled: int = 0
-
-    def enroll(self, compilation: Compilation) -> None:
-        """Name the graph by its segments and lanes."""
-        if not self.ranks.is_alone:
-            graph = f"{fingerprint(compilation.partition.graph)} on {compilation.profile.units}"
-            self.topic = self.ranks.enroll(graph, compilation.capture.name)
-
-    def settle(self, proposed: Compilation | None, own: Compilation, runner: StageRunner) -> Compilation | None:
-        """Return what all ranks run from now on; None is to keep `own`, which is of the same segments.
-
-        A plan that is not legal here is a WARNING, and the proposal stands.
-        """
-        if self.ranks.is_alone:
-            return proposed
-        decision = None if proposed is None else Decision(costs=proposed.costs, plan=proposed.plan)
-        proposal = json.dumps(to_json(decision))
-        settled = self.ranks.settle(f"{self.topic}/plan {self.num_settled}", proposal)
-        self.num_settled += 1
-        if settled == proposal:
-            return proposed
-        try:
-            content = json.loads(settled)
-            return None if content is None else adopt_decision(own, from_json(Decision, content), runner=runner)
-        except Exception as error:  # whatever another version of us wrote there
-            _logger.warning(
-                "%s does not take the plan of another rank: %s: %s", own.capture.name, type(error).__name__, error
-            )
-            return proposed
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
