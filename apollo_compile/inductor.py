@@ -45,7 +45,7 @@ import torch
 import torch._functorch.config as functorch_config
 import torch._inductor.config as inductor_config
 from torch import fx
-from torch._guards import TracingContext
+from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner, fake_tensor_prop
 from torch._inductor.fx_passes.post_grad import view_to_reshape
 from torch._library.fake_class_registry import FakeScriptObject
@@ -245,6 +245,7 @@ def compile_again(graph_module: fx.GraphModule, **kwargs: Any) -> Callable[[list
 
     Every output keeps the strides that were traced, as the outputs of bodies do, so that the two can be exchanged. It
     runs on a thread of its own: the caller may be in the midst of a user's step, under autocast or inference mode.
+    Inductor looks into its cache only where it is told of the tracing, so there is a context that says just that.
 
     Raises:
         Exception: whatever Inductor raises.
@@ -259,7 +260,7 @@ def compile_again(graph_module: fx.GraphModule, **kwargs: Any) -> Callable[[list
 
     def work() -> None:
         try:
-            with _compile_lock, _as_piece():
+            with tracing(TracingContext(detect_fake_mode(fakes))), _compile_lock, _as_piece():
                 layouts = _output_layouts(piece)
                 compiled = compile_fx_inner(piece, fakes, **_shared(kwargs))
                 _check_layouts("the whole graph", compiled, layouts)

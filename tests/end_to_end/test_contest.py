@@ -195,6 +195,18 @@ def test_a_rival_that_does_not_compile_is_left_out(
 
 
 @needs_two_cores
+def test_inductors_version_comes_from_its_cache() -> None:
+    """A later process does not lower the whole graph again, in the midst of a user's step."""
+    _, _, found = compiled_towers()
+    counts = torch._dynamo.utils.counters["inductor"]
+    before = counts["fxgraph_cache_bypass"], counts["fxgraph_cache_hit"] + counts["fxgraph_cache_miss"]
+    for graph in found.graphs:
+        graph.prepare()
+    after = counts["fxgraph_cache_bypass"], counts["fxgraph_cache_hit"] + counts["fxgraph_cache_miss"]
+    assert after == (before[0], before[1] + len(found.graphs))
+
+
+@needs_two_cores
 def test_inductors_version_is_compiled_under_any_mode_of_the_caller() -> None:
     """The contest may reach it in the midst of a step under autocast or inference mode."""
     torch._dynamo.reset()
