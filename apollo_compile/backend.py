@@ -15,6 +15,7 @@ import time
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -30,12 +31,13 @@ from apollo_compile.config import Config, load_config
 from apollo_compile.cuda.execute import Contract, CudaExecutable, ModelMemory
 from apollo_compile.cuda.gpu import Gpu, TorchGpu
 from apollo_compile.device import DeviceProfile, discover_profile, limit_units, load_profile, packaged_profiles
+from apollo_compile.dynamic import GraphFamily, at_once, in_background
 from apollo_compile.errors import ConfigError, CudaError, NothingToGainError, UnsupportedGraphError
 from apollo_compile.execute import Executable, available_units, core_share, keep_memory, most_units
 from apollo_compile.history import Finding, History, key_of
 from apollo_compile.inductor import (
+    Boundary,
     CompiledBody,
-    PassingObjects,
     adopt_layouts,
     clone_graph,
     compile_again,
@@ -48,7 +50,7 @@ from apollo_compile.inductor import (
     interpret_bodies,
     keep_with,
     report_output_strides,
-    set_objects_aside,
+    set_aside,
     trace_artifact,
     user_outputs,
     writes_inputs,
@@ -64,6 +66,7 @@ from apollo_compile.pipeline import (
     Compilation,
     compile_capture,
     compile_plan,
+    compile_sizes,
     plan_partition,
 )
 from apollo_compile.plan_file import FILE_NAME, save_plan
@@ -180,12 +183,16 @@ class CompiledGraph:
     """By way, what it shares with the model's other graphs; this and the contract have a meaning on a GPU only."""
     commons: Commons = field(default_factory=lambda: Commons(Ranks(None)))
     """What its plans are settled with."""
-    objects: PassingObjects | None = None
+    boundary: Boundary | None = None
     """What else than tensors it takes and returns."""
+    submit: Callable[[Callable[[], Compilation]], Future[Compilation]] = at_once
+    """Has it planned again: now, or in the background."""
     executable: Executable | CudaExecutable = field(init=False)
     """The plan's."""
     way: str = PLAN
     """Which way it runs now."""
+    is_variant: bool = False
+    """Whether it is planned for other sizes than those that it was traced with."""
     num_replans: int = 0
     has_run: bool = False
     """Whether it was ever called."""
@@ -196,6 +203,8 @@ class CompiledGraph:
         self._observations = self.compilation.observations
         self._runs = 0
         self._learning = threading.Lock()
+        self._proposal: Future[Compilation] | None = None
+        self._asked_ns = 0
         finding = self.compilation.finding
         self._is_settled = not self.config.plan.replan or self.config.plan.planner == "serial" or finding is not None
         self._others: dict[str, Run] = {}
@@ -206,10 +215,20 @@ class CompiledGraph:
 
     def __call__(self, inputs: list[Any]) -> Sequence[Any]:
         """Run the graph once and return its outputs."""
-        if self.objects is None:
+        if self.boundary is None:
             return self._call(inputs)
-        taken = self.objects.take(inputs)
-        return self.objects.give(self._call(inputs), taken)
+        taken = self.boundary.take(inputs)
+        return self.boundary.give(self._call(inputs), taken)
+
+    def planned_as(self, compilation: Compilation) -> CompiledGraph:
+        """Return the same graph and code with a plan for other sizes, which has learnt nothing yet."""
+        return replace(
+            self, compilation=compilation, selection=None, way=PLAN, is_variant=True, num_replans=0, has_run=False
+        )
+
+    def run_once(self, inputs: list[Any]) -> Sequence[Any]:
+        """Run it as it runs now; nothing is learnt from that."""
+        return self._run(inputs)
 
     def _call(self, inputs: list[torch.Tensor]) -> Sequence[Any]:
         if self.gpu is not None and self.has_run and not self._is_settled and not self.gpu.is_capturing():
@@ -349,6 +368,9 @@ class CompiledGraph:
             self._learning.release()
 
     def _observe_run(self) -> None:
+        if self._proposal is not None:
+            self._take_proposal()
+            return
         old = self.compilation
         graph, trace = old.partition.graph, self.trace()
         self._runs += 1
@@ -385,11 +407,14 @@ class CompiledGraph:
 
     def _plan_again(self, *, is_needed: bool = True) -> None:
         """Go over to a plan from what was measured, if that is needed; with several ranks, as the first one decides."""
+        self._asked_ns = time.perf_counter_ns()
+        if not is_needed:
+            self._go_over_to(None)
+            return
         old = self.compilation
-        begin = time.perf_counter_ns()
-        proposed = None
-        if is_needed:
-            proposed = plan_partition(
+        self._proposal = self.submit(
+            partial(
+                plan_partition,
                 old.capture,
                 old.partition,
                 self._observations,
@@ -397,6 +422,17 @@ class CompiledGraph:
                 config=self.config,
                 runner=StageRunner(),
             )
+        )
+        self._take_proposal()
+
+    def _take_proposal(self) -> None:
+        """Go over to the plan that was asked for, if it is there."""
+        if self._proposal is not None and self._proposal.done():
+            proposal, self._proposal = self._proposal, None
+            self._go_over_to(proposal.result())
+
+    def _go_over_to(self, proposed: Compilation | None) -> None:
+        old = self.compilation
         new = self.commons.settle(proposed, old, StageRunner())
         if new is None:
             self._is_settled = True
@@ -407,7 +443,7 @@ class CompiledGraph:
             self.adopt(new)
         self.num_replans += 1
         self._runs = 0
-        _log_replan(old, new, time.perf_counter_ns() - begin)
+        _log_replan(old, new, time.perf_counter_ns() - self._asked_ns)
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
@@ -457,6 +493,15 @@ class CompiledModel:
         return self.selection.verdict or next(remembered, None)
 
     @property
+    def verdicts(self) -> list[tuple[str, Verdict]]:
+        """What all contests said, with the name of what they were about."""
+        found = [] if self.verdict is None else [(self.name, self.verdict)]
+        for graph in self.graphs:
+            if graph.selection is not None and graph.selection is not self.selection and graph.selection.verdict:
+                found.append((graph.compilation.capture.name, graph.selection.verdict))
+        return found
+
+    @property
     def _history(self) -> History | None:
         """Where findings are kept; None where what is found out here is nobody else's business."""
         config = self.config
@@ -473,7 +518,7 @@ class CompiledModel:
 
     def _keep(self, compilation: Compilation, way: str, verdict: Verdict | None) -> None:
         history = self._history
-        if history is None:
+        if history is None or compilation.capture.sizes:  # other sizes are planned in no time, and in the background
             return
         finding = Finding(observations=compilation.observations, plan=compilation.plan, way=way, verdict=verdict)
         try:
@@ -486,7 +531,7 @@ class CompiledModel:
     def _recall(self, capture: Capture, partition: Partition) -> Finding | None:
         history = self._history
         try:
-            if history is None:
+            if history is None or capture.sizes:
                 return None
             key = self._keys[capture.name] = key_of(
                 capture,
@@ -513,11 +558,10 @@ class CompiledModel:
         role = role_of(kwargs)
         name = f"{self.name}_{role}"
         try:
-            aside = set_objects_aside(graph_module, example_inputs, kwargs)
-            piece, inputs, own, objects = (graph_module, example_inputs, kwargs, None) if aside is None else aside
+            aside = set_aside(graph_module, example_inputs, kwargs)
+            piece, inputs, own, boundary = (graph_module, example_inputs, kwargs, None) if aside is None else aside
             adopt_layouts(piece, inputs)
-            graph = self._compile_in_segments(piece, name=name, role=role, **own)
-            graph.objects = objects
+            compiled = self._compile_in_segments(piece, boundary, name=name, role=role, **own)
         except Exception as error:  # whatever it is, Inductor still can: training must not stop because of us
             is_refusal = isinstance(error, UnsupportedGraphError | NothingToGainError)
             if self.config.debug.strict and not is_refusal:
@@ -527,17 +571,21 @@ class CompiledModel:
             self.handed_over.append((name, reason))
             _logger.log(level, "%s goes to Inductor whole: %s", name, reason)
             return compile_whole(graph_module, example_inputs, **kwargs)
-        self.graphs.append(graph)
-        if graph.selection is not None:
-            self.contested.append(graph)
         report_output_strides(graph_module)
-        return graph
+        return compiled
 
     def _compile_in_segments(
-        self, graph_module: fx.GraphModule, *, name: str, role: Role, **kwargs: Any
-    ) -> CompiledGraph:
+        self, graph_module: fx.GraphModule, boundary: Boundary | None, *, name: str, role: Role, **kwargs: Any
+    ) -> CompiledGraph | GraphFamily[CompiledGraph]:
         begin = time.perf_counter_ns()
         config, commons = self.config, Commons(self.ranks)
+        sizes, base = {} if boundary is None else boundary.sizes, name
+        if sizes:
+            if not self.ranks.is_alone:
+                raise UnsupportedGraphError(
+                    "several ranks do not agree on plans for dynamic shapes; compile with dynamic=False to get lanes"
+                )
+            name = _with_sizes(name, sizes)
         compilation = plan_graph(
             graph_module,
             name=name,
@@ -556,7 +604,7 @@ class CompiledModel:
                 self._keep(compilation, INDUCTOR, None)
             raise NothingToGainError(reason)
         is_contested = _is_contested(compilation.plan, config) and compilation.finding is None
-        original = clone_graph(graph_module) if is_contested else None
+        original = clone_graph(graph_module) if is_contested or sizes else None
         contract = Contract(
             static_inputs=frozenset(kwargs.get("static_input_idxs") or ()),
             written_inputs=written_inputs(graph_module),
@@ -568,15 +616,59 @@ class CompiledModel:
             bodies=bodies,
             config=config,
             mutates=writes_inputs(graph_module),
-            compile_whole=None if original is None else partial(compile_again, original, **kwargs),
-            selection=self.selection if is_contested else None,
+            compile_whole=partial(compile_again, original, **kwargs) if original is not None and is_contested else None,
+            selection=self.selection if is_contested and not sizes else None,
             gpu=self.gpu,
             contract=contract,
             memories=self.memories,
             commons=commons,
         )
         _log_summary(compilation, planned - begin, time.perf_counter_ns() - planned)
+        self.graphs.append(graph)
+        if boundary is not None and original is not None and sizes:
+            return self._make_family(graph, original, boundary, base)
+        graph.boundary = boundary
+        if graph.selection is not None:
+            self.contested.append(graph)
         return graph
+
+    def _make_family(
+        self, first: CompiledGraph, graph_module: fx.GraphModule, boundary: Boundary, name: str
+    ) -> GraphFamily[CompiledGraph]:
+        """Return a graph with dynamic shapes; `first` is what it is for the sizes that it was traced with."""
+        config, profile, role = self.config, self.profile, first.compilation.capture.role
+        first.submit = in_background
+        compile_whole = None if first.compile_whole is None else _once(first.compile_whole)
+
+        def hold_contest(graph: CompiledGraph) -> None:
+            graph.compile_whole = compile_whole
+            if compile_whole is not None:
+                label = graph.compilation.capture.name
+                graph.selection = Selection([graph], partial(_logger.info, "%s: chosen by measuring: %s", label))
+
+        def make(sizes: Mapping[str, int]) -> CompiledGraph:
+            begin = time.perf_counter_ns()
+            capture = capture_graph(
+                graph_module, name=_with_sizes(name, sizes), role=role, device=self.device, sizes=sizes
+            )
+            runner = StageRunner()
+            compilation = compile_sizes(first.compilation, capture, profile=profile, config=config, runner=runner)
+            graph = first.planned_as(compilation)
+            hold_contest(graph)
+            self.graphs.append(graph)
+            _log_summary(compilation, time.perf_counter_ns() - begin, 0)
+            return graph
+
+        hold_contest(first)
+        return GraphFamily(
+            name=name,
+            boundary=boundary,
+            sizes=boundary.sizes,
+            first=first,
+            make=make,
+            drop=self.graphs.remove,
+            is_strict=config.debug.strict,
+        )
 
 
 def plan_graph(
@@ -658,7 +750,7 @@ def report(model: torch.nn.Module, *, units: Sequence[int] | None = None, profil
     found = find_models(model)
     return Report(
         graphs=tuple(graph for entry in found for graph in _summarize(entry, units, profiles)),
-        verdicts=tuple((entry.name, entry.verdict) for entry in found if entry.verdict),
+        verdicts=tuple(verdict for entry in found for verdict in entry.verdicts),
         handed_over=tuple(reason for entry in found for reason in entry.handed_over),
         breaks=tuple(entry.ended_by for entry in found if entry.ended_by is not None),
     )
@@ -673,7 +765,7 @@ def _summarize(model: CompiledModel, units: Sequence[int] | None, profiles: Sequ
             graph.trace(),
             num_replans=graph.num_replans,
             way=graph.way_of_plan,
-            what_if=compare(graph.compilation),
+            what_if=() if graph.is_variant else compare(graph.compilation),
         )
         for graph in model.graphs
     ]
@@ -712,6 +804,16 @@ def _may_be_contested(config: Config) -> bool:
         and config.plan.memory_quota is None
         and not torch.are_deterministic_algorithms_enabled()
     )
+
+
+def _once(work: Callable[[], Run]) -> Callable[[], Run]:
+    """Return a function that does `work` in its first call, and gives its result or its error in every one."""
+    done = functools.cache(partial(at_once, work))
+    return lambda: done().result()
+
+
+def _with_sizes(name: str, sizes: Mapping[str, int]) -> str:
+    return f"{name}[{', '.join(f'{symbol}={size}' for symbol, size in sizes.items())}]"
 
 
 def _uses_lanes(plan: Plan) -> bool:

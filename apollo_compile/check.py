@@ -54,7 +54,7 @@ def check_capture(capture: Capture) -> None:
     for index, node in enumerate(capture.nodes):
         if node.id != index:
             _fail("capture", f"expected id {index}, got {node.id}", f"{where}, node {node.name}")
-        for kind, others in (("reads", node.inputs), ("comes after", node.after)):
+        for kind, others in (("reads", node.inputs), ("is sized by", node.sizes), ("comes after", node.after)):
             if wrong := [other for other in others if not 0 <= other < index]:
                 _fail(
                     "capture",
@@ -67,7 +67,10 @@ def check_capture(capture: Capture) -> None:
                 f"inputs must ascend without repeats, got {node.inputs}",
                 f"{where}, node {index} ({node.name})",
             )
-        if node.kind is NodeKind.INPUT and (node.inputs or node.after):
+        if wrong_sizes := [other for other in node.sizes if capture.nodes[other].kind is not NodeKind.INPUT]:
+            found = f"sizes are graph inputs, these are not: {wrong_sizes}"
+            _fail("capture", found, f"{where}, node {index} ({node.name})")
+        if node.kind is NodeKind.INPUT and (node.inputs or node.after or node.sizes):
             _fail("capture", "a graph input depends on nothing", f"{where}, node {index} ({node.name})")
         if node.num_bytes < 0:
             _fail("capture", f"sizes are not negative, got {node.num_bytes}", f"{where}, node {index} ({node.name})")
@@ -264,7 +267,8 @@ def _operators(capture: Capture, nodes: Iterable[NodeId]) -> list[tuple[str, str
 
 def _external_values(capture: Capture, nodes: Iterable[NodeId]) -> set[NodeId]:
     content = set(nodes)
-    return {value for node in content for value in capture.nodes[node].inputs if value not in content}
+    taken = {value for node in content for value in (*capture.nodes[node].inputs, *capture.nodes[node].sizes)}
+    return taken - content
 
 
 # ------------------------------------------------------------------------------------------------ stages 2 and 3

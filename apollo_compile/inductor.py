@@ -1,7 +1,7 @@
 """The only file that touches private torch APIs: Inductor's entry points, its C++ wrapper, and tensor handles.
 
     compile_with_inductor   run a Dynamo graph through AOTAutograd and Inductor's passes, with our inner compiler
-    set_objects_aside       leave out of a graph what is no tensor and only passes through
+    set_aside               leave out of a graph what is no tensor and only passes through; see to its sizes
     adopt_layouts           trace a graph again for the strides that its inputs really have
     writes_inputs           whether a graph mutates what it is given
     keep_with               tie a value to the lifetime of a compiled function
@@ -37,10 +37,11 @@ import hashlib
 import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import sympy
 import torch
 import torch._functorch.config as functorch_config
 import torch._inductor.config as inductor_config
@@ -51,6 +52,7 @@ from torch._inductor.fx_passes.post_grad import view_to_reshape
 from torch._library.fake_class_registry import FakeScriptObject
 from torch._logging._internal import trace_structured
 from torch.fx.graph import _BoxedCodeGen
+from torch.utils._sympy.printers import PythonPrinter
 
 from apollo_compile.errors import UnsupportedGraphError
 from apollo_compile.ir import Body
@@ -145,56 +147,115 @@ def clear_workspaces() -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class PassingObjects:
-    """Inputs of a graph that are no tensors and that it only returns, as DTensor's device meshes."""
+class Boundary:
+    """What a graph takes and returns besides tensors.
 
-    inputs: tuple[int, ...]
-    """Their positions, ascending."""
-    outputs: tuple[tuple[int, int], ...]
-    """Positions of outputs, and of the inputs that are returned there."""
+    Objects that it only returns, as DTensor's device meshes, are left out of it. Sizes, which are integers, go through
+    it as tensors without dimensions, since buffers hold tensors; those that it returns are computed from those that it
+    takes.
+    """
+
+    objects: tuple[int, ...]
+    """Positions of the inputs that are objects, ascending."""
+    returned: tuple[tuple[int, int], ...]
+    """Positions of outputs that are objects, and of the inputs that are returned there."""
+    numbers: tuple[int, ...]
+    """Positions of the inputs that are sizes."""
+    symbols: tuple[tuple[str, int], ...]
+    """Names of the symbols in the graph's shapes, and the positions of the inputs that give them."""
+    traced: tuple[int, ...]
+    """What they were when the graph was traced."""
+    computed: tuple[tuple[int, Callable[..., int]], ...]
+    """Positions of outputs that are sizes, and what computes them from the values of `symbols`, in their order."""
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """What the symbols were when the graph was traced, by name."""
+        return {name: size for (name, _), size in zip(self.symbols, self.traced, strict=True)}
 
     def take(self, inputs: list[Any]) -> dict[int, Any]:
-        """Remove the objects from the inputs of a call, and return them by position."""
-        taken = {position: inputs[position] for position in self.inputs}
-        for position in reversed(self.inputs):
+        """Leave tensors in the inputs of a call, and return what else was there by position."""
+        taken = {position: inputs[position] for position in (*self.objects, *self.numbers)}
+        for position in self.numbers:
+            inputs[position] = torch.tensor(inputs[position])
+        for position in reversed(self.objects):
             del inputs[position]
         return taken
 
     def give(self, outputs: Sequence[Any], taken: Mapping[int, Any]) -> list[Any]:
-        """Return the outputs with the objects put back."""
+        """Return the outputs with objects and sizes put back."""
         complete = list(outputs)
-        for output, position in self.outputs:
+        for output, position in self.returned:
             complete[output] = taken[position]
+        sizes = [taken[position] for _, position in self.symbols]
+        for output, compute in self.computed:
+            complete[output] = compute(*sizes)
         return complete
 
 
-def set_objects_aside(
+def set_aside(
     graph_module: fx.GraphModule, example_inputs: Sequence[Any], kwargs: Mapping[str, Any]
-) -> tuple[fx.GraphModule, list[Any], dict[str, Any], PassingObjects] | None:
-    """Return a graph without the objects that pass through it, what belongs to it, and the objects; None if none do.
+) -> tuple[fx.GraphModule, list[Any], dict[str, Any], Boundary] | None:
+    """Return a graph that returns tensors only, what belongs to it, and what is between it and its callers.
 
-    An object that an operator uses stays: that graph is not for lanes.
+    None if it takes tensors only. An object that an operator uses stays: that graph is not for lanes.
     """
     placeholders = graph_module.graph.find_nodes(op="placeholder")
-    passing = {
+    values = [node.meta.get("val") for node in placeholders]
+    objects = {
         node: position
-        for position, node in enumerate(placeholders)
-        if isinstance(node.meta.get("val"), FakeScriptObject) and all(user.op == "output" for user in node.users)
+        for position, (node, value) in enumerate(zip(placeholders, values, strict=True))
+        if isinstance(value, FakeScriptObject) and all(user.op == "output" for user in node.users)
     }
-    if not passing:
+    numbers = tuple(position for position, value in enumerate(values) if isinstance(value, torch.SymInt))
+    if not objects and not numbers:
         return None
+    positions: dict[Any, int] = {}
+    for position in numbers:
+        if values[position].node.expr.is_Symbol and values[position].node.has_hint():
+            positions.setdefault(values[position].node.expr, position)
+    outputs = list(enumerate(_outputs(graph_module)))
+    sizes = [(place, node.meta["val"].node.expr) for place, node in outputs if _is_size(node)]
     piece = clone_graph(graph_module)
     copies = piece.graph.find_nodes(op="placeholder")
-    outputs = tuple((place, passing[value]) for place, value in enumerate(_outputs(graph_module)) if value in passing)
-    for position in passing.values():
+    output_node = piece.graph.output_node()
+    returned = list(_outputs(piece))
+    for place, _ in sizes:
+        returned[place] = None
+    output_node.args = (tuple(returned),)
+    for position in objects.values():
         copies[position].replace_all_uses_with(None)
         piece.graph.erase_node(copies[position])
-    objects = PassingObjects(inputs=tuple(passing.values()), outputs=outputs)
-    tensors = list(example_inputs)
-    objects.take(tensors)
-    kept = [position for position in range(len(placeholders)) if position not in objects.inputs]
-    static = [kept.index(position) for position in kwargs.get("static_input_idxs") or () if position in kept]
-    return piece, tensors, {**kwargs, "static_input_idxs": static}, objects
+    boundary = Boundary(
+        objects=tuple(objects.values()),
+        returned=tuple((place, objects[value]) for place, value in outputs if value in objects),
+        numbers=numbers,
+        symbols=tuple((str(symbol), position) for symbol, position in positions.items()),
+        traced=tuple(values[position].node.hint for position in positions.values()),
+        computed=tuple((place, _compute(size, list(positions))) for place, size in sizes),
+    )
+    gone = boundary.objects
+    kept = [position for position in range(len(placeholders)) if position not in gone]
+    static = [kept.index(position) for position in kwargs.get("static_input_idxs") or () if position not in gone]
+    inputs = [example_inputs[position] for position in kept]
+    return piece, inputs, {**kwargs, "static_input_idxs": static}, boundary
+
+
+def _is_size(node: Any) -> bool:
+    return isinstance(node, fx.Node) and isinstance(node.meta.get("val"), torch.SymInt)
+
+
+def _compute(size: Any, symbols: Sequence[Any]) -> Callable[..., int]:
+    """Return a function of the values of `symbols` that computes a size.
+
+    Raises:
+        UnsupportedGraphError: the size depends on something else.
+    """
+    unknown = size.free_symbols - set(symbols)
+    if unknown:
+        names = ", ".join(sorted(map(str, unknown)))
+        raise UnsupportedGraphError(f"the graph returns the size {size}, and none of its inputs says what {names} is")
+    return sympy.lambdify(symbols, size, modules=[{}, "math"], printer=PythonPrinter, cse=False)  # type: ignore[no-any-return]
 
 
 def adopt_layouts(graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
@@ -203,7 +264,9 @@ def adopt_layouts(graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -
     Inductor may choose the strides of what a forward saves, and AOTAutograd tells the backward by its example inputs.
     """
     placeholders = graph_module.graph.find_nodes(op="placeholder")
-    if any(_lies_otherwise(node.meta["val"], real) for node, real in zip(placeholders, example_inputs, strict=True)):
+    if any(
+        _lies_otherwise(node.meta.get("val"), real) for node, real in zip(placeholders, example_inputs, strict=True)
+    ):
         view_to_reshape(graph_module)  # type: ignore[no-untyped-call]  # a view of the old strides may need a copy with the new ones
         with torch.no_grad():
             fake_tensor_prop(graph_module, list(example_inputs), True)
@@ -212,8 +275,12 @@ def adopt_layouts(graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -
 def _lies_otherwise(traced: Any, real: Any) -> bool:
     if not (isinstance(traced, torch.Tensor) and isinstance(real, torch.Tensor)):
         return False
-    strides = (*traced.stride(), *real.stride())
-    return all(isinstance(stride, int) for stride in strides) and traced.stride() != real.stride()
+    return _exprs(traced.stride()) != _exprs(real.stride())
+
+
+def _exprs(sizes: Sequence[Any]) -> list[Any]:
+    """Return sizes as expressions, so that comparing them leaves no guard behind."""
+    return [size.node.expr if isinstance(size, torch.SymInt) else size for size in sizes]
 
 
 def keep_with(compiled: Callable[..., Any], value: object) -> None:
@@ -249,22 +316,25 @@ def compile_again(graph_module: fx.GraphModule, **kwargs: Any) -> Callable[[list
 
     Raises:
         Exception: whatever Inductor raises.
-        UnsupportedGraphError: Inductor gave an output other strides than traced.
+        UnsupportedGraphError: Inductor gave an output other strides than traced, or its code is for some dynamic sizes
+            only, which Dynamo can no longer check.
     """
     piece = clone_graph(graph_module)
     output = piece.graph.output_node()
     output.meta["user_visible_output_idxs"] = [i for i, v in enumerate(_outputs(piece)) if isinstance(v, fx.Node)]
     fakes = [node.meta["val"] for node in piece.graph.find_nodes(op="placeholder")]
+    fake_mode = detect_fake_mode(fakes)
     made: list[Callable[[list[Any]], Sequence[Any]]] = []
     failed: list[BaseException] = []
 
     def work() -> None:
         try:
-            with tracing(TracingContext(detect_fake_mode(fakes))), _compile_lock, _as_piece():
+            with tracing(TracingContext(fake_mode)), _compile_lock, _as_piece():
                 layouts = _output_layouts(piece)
-                compiled = compile_fx_inner(piece, fakes, **_shared(kwargs))
+                with _without_guards(fake_mode):
+                    compiled = compile_fx_inner(piece, fakes, **_shared(kwargs))
                 _check_layouts("the whole graph", compiled, layouts)
-                made.append(compiled)
+                made.append(_with_numbers(compiled, fakes))
         except BaseException as error:  # raised again on the caller's thread
             failed.append(error)
 
@@ -277,6 +347,23 @@ def compile_again(graph_module: fx.GraphModule, **kwargs: Any) -> Callable[[list
     return made[0]
 
 
+@contextlib.contextmanager
+def _without_guards(fake_mode: Any) -> Iterator[None]:
+    """Refuse what is compiled inside if that relies on more about dynamic sizes than Dynamo checks."""
+    shape_env = None if fake_mode is None else fake_mode.shape_env
+    if shape_env is None:
+        yield
+        return
+    was_frozen, before = shape_env.frozen, shape_env.counter["ignored_backward_guard"]
+    shape_env.freeze()
+    try:
+        yield
+    finally:
+        shape_env.frozen = was_frozen
+    if shape_env.counter["ignored_backward_guard"] > before:
+        raise UnsupportedGraphError("Inductor's code for the whole graph would be for some of the dynamic sizes only")
+
+
 # ---------------------------------------------------------------------------------------------------------- bodies
 
 
@@ -286,6 +373,7 @@ class CompiledBody:
 
     With `entry_address`, a C function `void entry(AtenTensorHandle* inputs, AtenTensorHandle* outputs)` that owns its
     inputs, takes `constants` behind them, and never touches Python; else `function(list) -> sequence` under the GIL.
+    Sizes come to both as tensors without dimensions.
     """
 
     function: Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
@@ -294,8 +382,8 @@ class CompiledBody:
     keep_alive: Any = field(default=None, repr=False)
 
 
-def extract_body(graph_module: fx.GraphModule, body: Body) -> tuple[fx.GraphModule, list[torch.Tensor]]:
-    """Copy the nodes of `body` into a graph of their own; return it with the fake tensors that it takes."""
+def extract_body(graph_module: fx.GraphModule, body: Body) -> tuple[fx.GraphModule, list[Any]]:
+    """Copy the nodes of `body` into a graph of their own; return it with the fake tensors and sizes that it takes."""
     originals = [node for node in graph_module.graph.nodes if node.op != "output"]
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
@@ -314,14 +402,14 @@ def extract_body(graph_module: fx.GraphModule, body: Body) -> tuple[fx.GraphModu
 
 
 def compile_bodies(
-    pieces: Sequence[tuple[str, fx.GraphModule, Sequence[torch.Tensor]]], *, native: bool, **kwargs: Any
+    pieces: Sequence[tuple[str, fx.GraphModule, Sequence[Any]]], *, native: bool, **kwargs: Any
 ) -> tuple[CompiledBody, ...]:
     """Compile pieces with Inductor.
 
     Inductor lowers one piece after the other on this thread, while the C++ compiler works on earlier ones.
 
     Arguments:
-        pieces: name for the log, graph with tensors only as inputs and outputs (consumed), one fake tensor per input.
+        pieces: name for the log, graph that returns tensors only (consumed), a fake tensor or a size per input.
         native: try the C++ wrapper first; a piece that it cannot express is compiled with the Python wrapper.
         kwargs: what AOTAutograd passed for the whole graph, such as `is_backward` and `graph_id`.
     """
@@ -335,16 +423,33 @@ def compile_bodies(
         ]
     for (name, _, _), body, layout in zip(pieces, bodies, layouts, strict=True):
         _check_layouts(f"segment {name}", body.function, layout)
-    return tuple(bodies)
+    return tuple(
+        replace(body, function=_with_numbers(body.function, fakes))
+        for (_, _, fakes), body in zip(pieces, bodies, strict=True)
+    )
 
 
-def interpret_bodies(pieces: Sequence[tuple[str, fx.GraphModule, Sequence[torch.Tensor]]]) -> tuple[CompiledBody, ...]:
+def interpret_bodies(pieces: Sequence[tuple[str, fx.GraphModule, Sequence[Any]]]) -> tuple[CompiledBody, ...]:
     """Return bodies that call the operators of pieces one by one, under the GIL; nothing is compiled."""
     for _, piece, _ in pieces:
         view_to_reshape(piece)  # type: ignore[no-untyped-call]  # an operator need not lay its result out as traced
         piece.graph.set_codegen(_BoxedCodeGen())
         piece.recompile()
-    return tuple(CompiledBody(function=piece.forward) for _, piece, _ in pieces)
+    return tuple(CompiledBody(function=_with_numbers(piece.forward, fakes)) for _, piece, fakes in pieces)
+
+
+def _with_numbers(function: Callable[[list[Any]], Sequence[Any]], fakes: Sequence[Any]) -> Callable[..., Any]:
+    """Return `function` with tensors for its sizes; those are at the positions where `fakes` are symbolic integers."""
+    numbers = [position for position, fake in enumerate(fakes) if isinstance(fake, torch.SymInt)]
+    if not numbers:
+        return function
+
+    def call(inputs: list[Any]) -> Sequence[Any]:
+        for position in numbers:
+            inputs[position] = int(inputs[position])
+        return function(inputs)
+
+    return call
 
 
 def _shared(kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -352,8 +457,8 @@ def _shared(kwargs: dict[str, Any]) -> dict[str, Any]:
     return {key: kwargs[key] for key in ("is_backward", "is_inference", "graph_id") if key in kwargs}
 
 
-_Layouts = list[tuple[tuple[int, ...], tuple[int, ...]] | None]
-"""Shape and strides of outputs; None for one that is no tensor."""
+_Layouts = list[tuple[tuple[Any, ...], tuple[Any, ...]] | None]
+"""Shape and strides of outputs, sizes that are symbols among them; None for one that is no tensor."""
 
 
 def _output_layouts(piece: fx.GraphModule) -> _Layouts:
@@ -368,11 +473,25 @@ def _check_layouts(name: str, function: Callable[..., Any], layouts: _Layouts) -
         if layout is None or strides is None:
             continue
         shape, traced = layout
-        differs = [int(str(s)) != t for s, t, size in zip(strides, traced, shape, strict=True) if size > 1]
+        differs = [not _is_same(t, s) for s, t, size in zip(strides, traced, shape, strict=True) if not _is_one(size)]
         if any(differs):
             raise UnsupportedGraphError(
                 f"Inductor gave output {number} of {name} the strides {tuple(strides)} instead of {traced}"
             )
+
+
+def _is_one(size: int | torch.SymInt) -> bool:
+    return isinstance(size, int) and size <= 1
+
+
+def _is_same(traced: int | torch.SymInt, chosen: Any) -> bool:
+    """Whether a stride is what Inductor says of it: a number, or an expression as text or as itself."""
+    if isinstance(traced, torch.SymInt):
+        if isinstance(chosen, str):
+            chosen = traced.node.shape_env.deserialize_symexpr(chosen)
+        expr = chosen.node.expr if isinstance(chosen, torch.SymInt) else chosen
+        return bool(sympy.expand(traced.node.expr - expr) == 0)
+    return str(chosen) == str(traced)
 
 
 def _start_native(name: str, piece: fx.GraphModule, fakes: Sequence[torch.Tensor], shared: dict[str, Any]) -> Any:
@@ -478,7 +597,13 @@ def report_output_strides(graph_module: fx.GraphModule) -> None:
     if context is None or context.output_strides is None:
         return
     values = [node.meta.get("val") if isinstance(node, fx.Node) else None for node in _outputs(graph_module)]
-    context.output_strides.extend(tuple(v.stride()) if isinstance(v, torch.Tensor) else None for v in values)
+    for value in values:
+        strides = tuple(map(_hint, value.stride())) if isinstance(value, torch.Tensor) else None
+        context.output_strides.append(strides)
+
+
+def _hint(size: int | torch.SymInt) -> int:
+    return size.node.hint if isinstance(size, torch.SymInt) else size
 
 
 def _outputs(graph_module: fx.GraphModule) -> Sequence[Any]:

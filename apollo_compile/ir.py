@@ -124,7 +124,9 @@ class Node:
     target: str
     """The operator, e.g. `aten.mm.default`; the placeholder's name for inputs."""
     inputs: tuple[NodeId, ...]
-    """Nodes whose values this one reads, without repeats, ascending."""
+    """Nodes whose values this one reads, without repeats, ascending; sizes apart."""
+    sizes: tuple[NodeId, ...] = ()
+    """Graph inputs that are sizes and that this node, its shape or the shape of what it reads depends on, ascending."""
     after: tuple[NodeId, ...] = ()
     """Nodes that must run earlier though no value flows: random order, mutation, effects."""
     is_collective: bool = False
@@ -151,6 +153,8 @@ class Capture:
     """What the graph returns, in order; None where it returns None."""
     without_formula: tuple[str, ...] = ()
     """Operators whose work is counted by their bytes alone, sorted."""
+    sizes: tuple[tuple[str, int], ...] = ()
+    """What the symbols in dynamic shapes are taken to be, by name; bytes and work are for these sizes."""
 
 
 # -------------------------------------------------------------------------------------------- stage 1: partition

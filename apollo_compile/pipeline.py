@@ -4,6 +4,7 @@
 
 Each line of `compile_capture` is one stage: a function from products to a product, with the check that its product
 must pass and the text that `APOLLO_DUMP` writes. Replanning is the same lines from `cost` on, with more observations.
+A plan for other sizes of a graph with dynamic shapes is the same too, with the segments of the first one.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from apollo_compile.observe import StageRunner
 from apollo_compile.passes.cost import estimate_costs
 from apollo_compile.passes.emit import emit_program
 from apollo_compile.passes.memory import plan_memory
-from apollo_compile.passes.partition import partition_graph
+from apollo_compile.passes.partition import partition_graph, resize_partition
 from apollo_compile.passes.plan import make_plan
 from apollo_compile.passes.sync import eliminate_syncs
 from apollo_compile.plan_file import check_fits, load_plan
@@ -118,6 +119,29 @@ def _compile_finding(
     )
     compilation = compile_plan(capture, partition, finding.observations, costs, plan, profile=profile, runner=runner)
     return replace(compilation, finding=finding)
+
+
+def compile_sizes(
+    first: Compilation, capture: Capture, *, profile: DeviceProfile, config: Config, runner: StageRunner
+) -> Compilation:
+    """Take a capture of the graph of `first`, for other dynamic sizes, through all stages; its segments stay.
+
+    Raises:
+        InfeasiblePlanError: no plan keeps the memory quota.
+        PlanFileError: with `debug.strict`, the plan file cannot be read or is for another graph.
+    """
+    partition = runner.run(
+        "partition",
+        resize_partition,
+        first.partition,
+        capture,
+        check=partial(check.check_partition, capture=capture),
+        text=text.format_partition,
+    )
+    pinned = _load_pinned_plan(partition.graph, first.plan.lanes, config)
+    return plan_partition(
+        capture, partition, Observations(), profile=profile, config=config, runner=runner, pinned=pinned
+    )
 
 
 def _run_cost(

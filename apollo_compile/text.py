@@ -46,7 +46,13 @@ def format_capture(capture: Capture) -> str:
             node.kind.value,
             node.name,
             node.target,
-            " ".join([*(f"n{other}" for other in node.inputs), *(f"after:n{other}" for other in node.after)]),
+            " ".join(
+                [
+                    *(f"n{other}" for other in node.inputs),
+                    *(f"size:n{other}" for other in node.sizes),
+                    *(f"after:n{other}" for other in node.after),
+                ]
+            ),
             format_bytes(node.num_bytes),
             node.work.flops,
             node.module,
@@ -57,7 +63,8 @@ def format_capture(capture: Capture) -> str:
     table = _table(rows, ("node", "kind", "name", "target", "reads", "bytes", "flops", "module"), "llllllrl")
     title = f"capture {capture.name} ({capture.role.value}): {_count(len(capture.nodes), 'node')}"
     unknown = [f"counted by bytes alone: {', '.join(capture.without_formula)}"] if capture.without_formula else []
-    return "\n".join([title, table, f"returns {outputs}", *unknown])
+    sizes = [f"for sizes {', '.join(f'{name}={size}' for name, size in capture.sizes)}"] if capture.sizes else []
+    return "\n".join([title, table, f"returns {outputs}", *unknown, *sizes])
 
 
 def format_partition(partition: Partition) -> str:

@@ -163,7 +163,7 @@ def evaluate(work: NodeWork, hints: Mapping[sympy.Symbol, int]) -> ir.Work:
     Raises `ValueError` where a symbol has no hint.
     """
     flops, read, written, tiles = (
-        _evaluate(formula, hints) for formula in (work.flops, work.bytes_read, work.bytes_written, work.tiles)
+        evaluate_formula(formula, hints) for formula in (work.flops, work.bytes_read, work.bytes_written, work.tiles)
     )
     if work.kind in (WorkKind.VIEW, WorkKind.CONSTANT):
         return ir.Work(flops=flops, bytes_read=read, bytes_written=written)
@@ -181,7 +181,11 @@ def evaluate(work: NodeWork, hints: Mapping[sympy.Symbol, int]) -> ir.Work:
 # ------------------------------------------------------------------------------------------------------- metadata
 
 
-def _evaluate(formula: Expr, hints: Mapping[sympy.Symbol, int]) -> int:
+def evaluate_formula(formula: Expr, hints: Mapping[sympy.Symbol, int]) -> int:
+    """Return the value of a formula, with every shape symbol replaced by its hint.
+
+    Raises `ValueError` where a symbol has no hint.
+    """
     if not formula.is_Integer:
         formula = formula.xreplace({symbol: sympy.Integer(value) for symbol, value in hints.items()})
     if formula.free_symbols:
@@ -195,7 +199,7 @@ def _describe(value: Any, known: dict[int, TensorMeta]) -> Any:
     if isinstance(value, torch.Tensor):
         return known.setdefault(id(value), _describe_tensor(value))
     if isinstance(value, torch.SymInt):
-        return _expression(value)
+        return expression(value)
     if isinstance(value, tuple | list):
         return tuple(_describe(item, known) for item in value)
     if isinstance(value, Mapping):
@@ -204,7 +208,7 @@ def _describe(value: Any, known: dict[int, TensorMeta]) -> Any:
 
 
 def _describe_tensor(tensor: torch.Tensor) -> TensorMeta:
-    shape = tuple(_expression(size) for size in tensor.shape)
+    shape = tuple(expression(size) for size in tensor.shape)
     distinct: Iterable[Expr] = shape
     if tensor.layout is torch.strided:
         distinct = (size for size, stride in zip(shape, tensor.stride(), strict=True) if not _is_zero(stride))
@@ -220,7 +224,8 @@ def _is_zero(stride: int | torch.SymInt) -> bool:
     return isinstance(stride, int) and stride == 0  # a symbolic stride is a product of sizes, none of them zero
 
 
-def _expression(size: int | torch.SymInt) -> Expr:
+def expression(size: int | torch.SymInt) -> Expr:
+    """Return a size as a sympy expression."""
     if isinstance(size, torch.SymInt):
         return size.node.expr
     return sympy.Integer(int(size))

@@ -17,7 +17,13 @@ compute meanwhile.
 
 An operator without a formula for its work is counted by its bytes, and named in `without_formula`.
 
-Guarantees: every value is a strided tensor of static shape on one device; `nodes` is a topological order.
+Note [sizes]: in a graph with dynamic shapes, Dynamo passes every symbol of a shape as an input, an integer. Arithmetic
+on sizes is cheap, so that each segment does its own. A node names the sizes that it, its shape or what it reads depends
+on, and its segment takes them as inputs: code for dynamic shapes has to be told all symbols in it. The symbols get
+values for one thing only, bytes and work; nothing else of a capture depends on them, so the same segments serve every
+size.
+
+Guarantees: every value is a strided tensor on one device, or a size; `nodes` is a topological order.
 Raises `UnsupportedGraphError` for what segments cannot run; the backend then takes plain Inductor.
 """
 
@@ -25,13 +31,14 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeAlias
 
+import sympy
 import torch
 from torch import fx
 
-from apollo_compile.cost_model.work import WorkKind, evaluate, work_of
+from apollo_compile.cost_model.work import WorkKind, evaluate, evaluate_formula, expression, work_of
 from apollo_compile.errors import UnsupportedGraphError
 from apollo_compile.ir import Capture, Node, NodeId, NodeKind, Role, Work
 
@@ -69,9 +76,25 @@ _WAIT = "_c10d_functional.wait_tensor.default"
 TORCH_NAMESPACES = frozenset({"aten", "prims", "inductor", "mkldnn", "mkl", "quantized", "onednn"})
 """Operators that torch ships and tags; collectives are not among them, so that they keep their order."""
 
+Expr: TypeAlias = Any
+"""A sympy expression; sympy has no annotations."""
 
-def capture_graph(graph_module: fx.GraphModule, *, name: str, role: Role, device: torch.device = _CPU) -> Capture:
-    """Read `graph_module`, whose lanes are on `device`; raise UnsupportedGraphError naming what they cannot run."""
+_Symbolic = torch.SymInt | torch.SymFloat | torch.SymBool
+
+
+def capture_graph(
+    graph_module: fx.GraphModule,
+    *,
+    name: str,
+    role: Role,
+    device: torch.device = _CPU,
+    sizes: Mapping[str, int] | None = None,
+) -> Capture:
+    """Read `graph_module`, whose lanes are on `device`; raise UnsupportedGraphError naming what they cannot run.
+
+    `sizes` says what symbols of dynamic shapes are taken to be, by name; the others have the values of the trace.
+    """
+    symbols = _Symbols(graph_module, sizes or {})
     ids: dict[fx.Node, NodeId] = {}
     nodes: list[Node] = []
     order = _OrderKeeper()
@@ -83,7 +106,8 @@ def capture_graph(graph_module: fx.GraphModule, *, name: str, role: Role, device
             continue
         node_id = NodeId(len(nodes))
         ids[fx_node] = node_id
-        inputs = tuple(sorted({ids[value] for value in fx_node.all_input_nodes}))
+        read = [value for value in fx_node.all_input_nodes if value not in symbols.inputs]
+        inputs = tuple(sorted({ids[value] for value in read}))
         kind = _kind(fx_node, nodes, inputs, device)
         is_collective = _is_collective(fx_node) and kind is NodeKind.COMPUTE
         if is_collective and not _is_waited_for(fx_node):
@@ -104,14 +128,20 @@ def capture_graph(graph_module: fx.GraphModule, *, name: str, role: Role, device
                 after=order.after(fx_node, node_id, kind, ids),
                 is_collective=is_collective,
                 module=module_path(fx_node),
-                num_bytes=_num_bytes(fx_node),
-                work=Work() if work is None else evaluate(work, {}),
+                sizes=tuple(sorted(ids[value] for value in symbols.needed_by(fx_node))),
+                num_bytes=sum(evaluate_formula(_num_bytes(tensor), symbols.hints) for tensor in _tensors_of(fx_node)),
+                work=Work() if work is None else evaluate(work, symbols.hints),
                 signature=_signature(fx_node, inputs, ids),
                 value=_describe(fx_node, fx_node.meta.get("val")),
             )
         )
     return Capture(
-        name=name, role=role, nodes=tuple(nodes), outputs=outputs, without_formula=tuple(sorted(without_formula))
+        name=name,
+        role=role,
+        nodes=tuple(nodes),
+        outputs=outputs,
+        without_formula=tuple(sorted(without_formula)),
+        sizes=tuple(sorted((str(symbol), value) for symbol, value in symbols.hints.items())),
     )
 
 
@@ -126,6 +156,68 @@ def module_path(fx_node: fx.Node) -> str:
     path = re.sub(r"\[['\"]?([^'\"\]]*)['\"]?\]", r".\1", path)
     path = re.sub(r"(^|\.)_orig_mod(?=\.|$)", "", path)
     return re.sub(r"^_?self\.", "", path).strip(".")
+
+
+class _Symbols:
+    """The symbols in the shapes of a graph: which input gives each of them, and what it is taken to be.
+
+    Arguments:
+        sizes: values by name, instead of those of the trace.
+    """
+
+    def __init__(self, graph_module: fx.GraphModule, sizes: Mapping[str, int]) -> None:
+        self.inputs: set[fx.Node] = set()
+        """All inputs that are sizes; some are products of symbols and the like."""
+        self.hints: dict[sympy.Symbol, int] = {}
+        self._input_of: dict[sympy.Symbol, fx.Node] = {}
+        self._inputs_for: dict[fx.Node, set[fx.Node]] = {}
+        for fx_node in graph_module.graph.find_nodes(op="placeholder"):
+            value = fx_node.meta.get("val")
+            if not isinstance(value, torch.SymInt):
+                continue
+            self.inputs.add(fx_node)
+            symbol = expression(value)
+            if symbol.is_Symbol and symbol not in self._input_of and value.node.has_hint():
+                self._input_of[symbol] = fx_node
+                self.hints[symbol] = sizes.get(str(symbol), value.node.hint)
+
+    def needed_by(self, fx_node: fx.Node) -> set[fx.Node]:
+        """Return the inputs that are sizes and that the next node of a walk over the graph has to be told.
+
+        Raises:
+            UnsupportedGraphError: no input gives one of its symbols.
+        """
+        own = self._inputs_for[fx_node] = self._find_inputs(fx_node)
+        if fx_node.op == "placeholder":
+            return set()
+        direct = {value for value in fx_node.all_input_nodes if value in self.inputs}
+        return own.union(direct, *(self._inputs_for[value] for value in fx_node.all_input_nodes))
+
+    def _find_inputs(self, fx_node: fx.Node) -> set[fx.Node]:
+        symbols = _free_symbols(fx_node.meta.get("val"))
+        unknown = symbols - self._input_of.keys()
+        if unknown:
+            names = ", ".join(sorted(map(str, unknown)))
+            raise UnsupportedGraphError(
+                f"{fx_node.name} has a dynamic shape, and no input of the graph says what {names} is: segments take "
+                "sizes that are known when the graph is called"
+            )
+        return {self._input_of[symbol] for symbol in symbols}
+
+
+def _free_symbols(value: Any) -> set[sympy.Symbol]:
+    """Return the symbols in the shapes, strides and offsets of tensors, and in symbolic numbers."""
+    found: set[sympy.Symbol] = set()
+    for item in value if isinstance(value, list | tuple) else (value,):
+        numbers: Iterable[Any] = ()
+        if isinstance(item, torch.Tensor) and item.layout is torch.strided:
+            numbers = (*item.shape, *item.stride(), item.storage_offset())
+        elif isinstance(item, _Symbolic):
+            numbers = (item,)
+        for number in numbers:
+            if isinstance(number, _Symbolic):
+                found |= number.node.expr.free_symbols
+    return found
 
 
 class _OrderKeeper:
@@ -242,6 +334,8 @@ def _kind(fx_node: fx.Node, nodes: list[Node], inputs: tuple[NodeId, ...], devic
     if fx_node.op != "call_function":
         raise UnsupportedGraphError(f"node {fx_node.name} is a {fx_node.op}; segments take calls of functions only")
     target = fx_node.target
+    if isinstance(fx_node.meta.get("val"), _Symbolic):
+        return NodeKind.CHEAP  # Note [sizes]
     if target is operator.getitem:
         return NodeKind.CHEAP if nodes[inputs[0]].kind is NodeKind.CHEAP else NodeKind.PROJECTION
     if isinstance(target, torch._ops.HigherOrderOperator) and str(target) == "with_effects":
@@ -252,7 +346,7 @@ def _kind(fx_node: fx.Node, nodes: list[Node], inputs: tuple[NodeId, ...], devic
                 f"node {fx_node.name} ({target}) is about a stream of the user's: a plan places all work itself"
             )
         _check_value(fx_node, device)
-        if target in _FACTORIES and not inputs:
+        if target in _FACTORIES and not any(_tensors_of(value) for value in fx_node.all_input_nodes):
             return NodeKind.CHEAP
         if (target.is_view or target in _VIEWS_BEYOND_SCHEMA) and not target._schema.is_mutable:
             return NodeKind.CHEAP
@@ -267,21 +361,21 @@ def _kind(fx_node: fx.Node, nodes: list[Node], inputs: tuple[NodeId, ...], devic
             return NodeKind.PROJECTION if nodes[inputs[0]].kind is NodeKind.COMPUTE else NodeKind.CHEAP
         return NodeKind.COMPUTE
     if not isinstance(fx_node.meta.get("val"), torch.Tensor | tuple | list):
-        raise UnsupportedGraphError(
-            f"node {fx_node.name} ({_target(fx_node)}) computes a {type(fx_node.meta.get('val')).__name__}, not a "
-            "tensor: graphs with symbolic numbers are not cut into segments"
-        )
+        found = type(fx_node.meta.get("val")).__name__
+        raise UnsupportedGraphError(f"node {fx_node.name} ({_target(fx_node)}) computes a {found}, not a tensor")
     _check_value(fx_node, device)
     return NodeKind.COMPUTE
 
 
 def _check_input(fx_node: fx.Node, device: torch.device) -> None:
     value = fx_node.meta.get("val")
-    if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
-        raise UnsupportedGraphError(
-            f"graph input {fx_node.name} is a {type(value).__name__}, not a tensor: graphs with dynamic shapes are not "
-            "cut into segments; compile with dynamic=False to get lanes"
-        )
+    if isinstance(value, torch.SymInt):
+        if device.type != "cpu":
+            raise UnsupportedGraphError(
+                f"graph input {fx_node.name} is a size: graphs with dynamic shapes run on CPU lanes only; compile with "
+                "dynamic=False to get lanes on a GPU"
+            )
+        return
     if not isinstance(value, torch.Tensor):
         raise UnsupportedGraphError(
             f"graph input {fx_node.name} is a {type(value).__name__}, not a tensor; segments take tensors only"
@@ -306,11 +400,6 @@ def _check_tensor(fx_node: fx.Node, value: torch.Tensor, device: torch.device) -
         raise UnsupportedGraphError(f"{fx_node.name} is on device {value.device}; {lanes}")
     if value.layout is not torch.strided:
         raise UnsupportedGraphError(f"{fx_node.name} has layout {value.layout}; segments take strided tensors only")
-    if not all(isinstance(size, int) for size in (*value.shape, *value.stride())):
-        raise UnsupportedGraphError(
-            f"{fx_node.name} has the dynamic shape {tuple(value.shape)}: graphs with dynamic shapes are not cut into "
-            "segments; compile with dynamic=False to get lanes"
-        )
 
 
 def _output_id(ids: dict[fx.Node, NodeId], value: Any) -> NodeId | None:
@@ -328,27 +417,33 @@ def _target(fx_node: fx.Node) -> str:
     return str(fx_node.target)
 
 
-def _tensors(value: Any) -> list[torch.Tensor]:
+def _tensors_of(fx_node: fx.Node) -> list[torch.Tensor]:
+    value = fx_node.meta.get("val")
     return [item for item in (value if isinstance(value, list | tuple) else (value,)) if isinstance(item, torch.Tensor)]
 
 
-def _num_bytes(fx_node: fx.Node) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in _tensors(fx_node.meta.get("val")))
+def _num_bytes(tensor: torch.Tensor) -> Expr:
+    number = sympy.Integer(tensor.element_size())
+    for size in tensor.shape:
+        number *= expression(size)
+    return number
 
 
 def _describe(fx_node: fx.Node, value: Any) -> str:
     if fx_node.op == "get_attr":
         return f"attribute {fx_node.target}"
+    if isinstance(value, _Symbolic):
+        return f"size {value}"
     return "; ".join(
         f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)} strides {list(tensor.stride())}"
-        for tensor in _tensors(value)
+        for tensor in _tensors_of(fx_node)
     )
 
 
 def _signature(fx_node: fx.Node, inputs: tuple[NodeId, ...], ids: dict[fx.Node, NodeId]) -> str:
     def show(value: Any) -> str:
         if isinstance(value, fx.Node):
-            return f"%{inputs.index(ids[value])}"
+            return f"%{inputs.index(ids[value])}" if ids[value] in inputs else f"{value.meta['val']}"
         if isinstance(value, list | tuple):
             return f"[{', '.join(map(show, value))}]"
         if isinstance(value, dict):

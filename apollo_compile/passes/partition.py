@@ -27,7 +27,7 @@ from __future__ import annotations
 import heapq
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from apollo_compile.config import PartitionConfig
 from apollo_compile.cost_model.fusion import segment_work
@@ -70,6 +70,26 @@ def partition_graph(capture: Capture, *, config: PartitionConfig | None = None) 
     pieces = _Pieces(atoms, groups, labels, weight)
     _contract(pieces, config, named=named)
     return _build(capture, atoms, pieces.in_order())
+
+
+def resize_partition(partition: Partition, capture: Capture) -> Partition:
+    """Return the same segments for another capture of their graph, which takes the dynamic sizes to be others."""
+    nodes = capture.nodes
+    num_bytes = {node.name: node.num_bytes for node in nodes}
+    ids = {node.name: node.id for node in nodes}
+    graph = partition.graph
+    segments = tuple(
+        replace(
+            segment,
+            work=segment_work(
+                [nodes[node] for node in partition.nodes_by_segment[segment.id]],
+                outputs=[ids[graph.buffers[buffer].name] for buffer in segment.outputs],
+            ),
+        )
+        for segment in graph.segments
+    )
+    buffers = tuple(replace(buffer, num_bytes=num_bytes[buffer.name]) for buffer in graph.buffers)
+    return replace(partition, graph=replace(graph, name=capture.name, segments=segments, buffers=buffers))
 
 
 # ----------------------------------------------------------------------------------------------------------- atoms
@@ -437,9 +457,10 @@ def _with_clones(nodes: Sequence[Node], atoms: _Atoms, piece: list[int]) -> tupl
 
 
 def _external_values(nodes: Sequence[Node], content: set[NodeId]) -> tuple[NodeId, ...]:
-    """Return the values that a segment takes from outside, by first use."""
+    """Return the values that a segment takes from outside, by first use; sizes behind them."""
     found = dict.fromkeys(value for node in sorted(content) for value in nodes[node].inputs if value not in content)
-    return tuple(found)
+    sizes = {value for node in content for value in nodes[node].sizes}
+    return (*found, *sorted(sizes))
 
 
 def _order_only(

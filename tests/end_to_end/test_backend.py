@@ -76,19 +76,34 @@ def test_the_environment_switch_turns_apollo_off(monkeypatch: pytest.MonkeyPatch
     assert len(backend.compiled_models()) == before
 
 
-def test_a_graph_with_dynamic_shapes_goes_to_inductor_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+class Chosen(nn.Module):
+    """A layer for the positive numbers among its inputs: how many there are depends on them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return their products with the weight."""
+        return x[x > 0] * self.weight
+
+
+def test_a_shape_that_depends_on_data_goes_to_inductor_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
     """What segments cannot express still runs, and the log says why."""
     torch._dynamo.reset()
-    layer = nn.Linear(4, 4)
-    run = torch.compile(layer, backend="apollo", dynamic=True, options=STRICT)
-    x = torch.ones(3, 4)
-    with caplog.at_level(logging.WARNING, logger="apollo_compile"), torch.no_grad():
+    layer, x = Chosen(), torch.randn(20)
+    run = torch.compile(layer, backend="apollo", options=STRICT)
+    with (
+        torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True),
+        caplog.at_level(logging.WARNING, logger="apollo_compile"),
+        torch.no_grad(),
+    ):
         torch.testing.assert_close(run(x), layer(x))
     warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert len(warnings) == 1
-    assert "dynamic shapes" in warnings[0]
+    assert "no input of the graph says what u0 is" in warnings[0]
     (reason,) = apollo_compile.report(layer).handed_over
-    assert "dynamic shapes" in reason[1]
+    assert "has a dynamic shape" in reason[1]
 
 
 def test_a_defect_of_ours_is_logged_and_the_graph_still_runs(

@@ -250,11 +250,10 @@ def test_shapes_that_change_every_step_are_compiled_twice(caplog: pytest.LogCapt
     sizes = (64, 8, 31, 16, 8, 63, 2, 17)
     eager, _ = _train_on(sizes)
     with caplog.at_level(logging.WARNING, logger="apollo_compile"):
-        apollo, num_graphs = _train_on(sizes, backend="apollo", options={"plan.contest": False})
+        apollo, num_graphs = _train_on(sizes, backend="apollo", options={**STRICT, "plan.contest": False})
     assert_same_training(eager, apollo)
     assert num_graphs == 2
-    lines = [record.getMessage() for record in caplog.records if "dynamic shapes" in record.getMessage()]
-    assert len(lines) == 2, "one for the forward, one for the backward"
+    assert caplog.records == []
 
 
 def test_alternating_shapes_have_a_plan_each() -> None:

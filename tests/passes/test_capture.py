@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from apollo_compile.check import check_capture
 from apollo_compile.errors import UnsupportedGraphError
-from apollo_compile.ir import Capture, Node, NodeKind, Role
+from apollo_compile.ir import Capture, Node, NodeKind, Role, Work
 from apollo_compile.passes.capture import capture_graph, module_path
 from apollo_compile.passes.partition import partition_graph
 
@@ -428,38 +429,12 @@ def test_a_collective_without_its_wait_is_refused() -> None:
 # --------------------------------------------------------------------------------------------------------- refusals
 
 
-def test_an_input_of_dynamic_shape_is_refused() -> None:
-    """With the way out."""
+def test_a_shape_that_no_input_explains_is_refused() -> None:
+    """Dynamo passes the sizes of dynamic shapes as inputs; code for a symbol that nobody gives could not run."""
     graph_module = make_fx(torch.sin, tracing_mode="symbolic")(torch.randn(3, 5))
     name = str(next(iter(graph_module.graph.nodes)))
-    with pytest.raises(UnsupportedGraphError, match=rf"^{name} has the dynamic shape .*compile with dynamic=False"):
+    with pytest.raises(UnsupportedGraphError, match=rf"^{name} has a dynamic shape, and no input .* says what s\d+, s"):
         capture(graph_module)
-
-
-def test_an_input_that_is_a_symbolic_number_is_refused() -> None:
-    """Dynamo passes the sizes of dynamic shapes as inputs."""
-    hand = Hand()
-    x = make_fx(torch.sin, tracing_mode="symbolic")(torch.randn(3)).graph.find_nodes(op="placeholder")[0]
-    hand.graph.placeholder("s0").meta["val"] = x.meta["val"].shape[0]
-    with pytest.raises(UnsupportedGraphError, match=r"^graph input s0 is a SymInt, not a tensor.*dynamic=False"):
-        hand.capture()
-
-
-def test_a_symbolic_number_inside_is_refused() -> None:
-    """From an operator of torch, and from one of Python."""
-    x = make_fx(torch.sin, tracing_mode="symbolic")(torch.randn(3)).graph.find_nodes(op="placeholder")[0]
-    size = x.meta["val"].shape[0]
-    hand = Hand()
-    node = hand.graph.call_function(aten.sym_size.int, (hand.input("x", 3), 0))
-    node.meta["val"] = size
-    with pytest.raises(UnsupportedGraphError, match=f"^node {node} returns a SymInt"):
-        hand.capture(node)
-    hand = Hand()
-    hand.input("x", 3)
-    node = hand.graph.call_function(operator.mul, (2, 3))
-    node.meta["val"] = size * 2
-    with pytest.raises(UnsupportedGraphError, match=rf"^node {node} \(mul\) computes a SymInt"):
-        hand.capture(node)
 
 
 def test_a_value_whose_shape_depends_on_data_is_refused() -> None:
@@ -470,8 +445,65 @@ def test_a_value_whose_shape_depends_on_data_is_refused() -> None:
 
     graph_module = make_fx(function, tracing_mode="symbolic", _allow_non_fake_inputs=True)(torch.ones(3))
     graph_module.graph.find_nodes(op="placeholder")[0].meta["val"] = torch.ones(3)
-    with pytest.raises(UnsupportedGraphError, match=r"^nonzero has the dynamic shape"):
+    with pytest.raises(UnsupportedGraphError, match=r"^nonzero has a dynamic shape, and no input .* says what u0 is"):
         capture(graph_module)
+
+
+def symbolic_hand() -> tuple[Hand, fx.Node, fx.Node]:
+    """Return a graph with a size, called s, and a tensor of s rows and 4 columns."""
+    traced = make_fx(torch.sin, tracing_mode="symbolic")(torch.randn(30, 4))
+    x = traced.graph.find_nodes(op="placeholder")[0].meta["val"]
+    hand = Hand()
+    size = hand.graph.placeholder("s")
+    size.meta["val"] = x.shape[0]
+    rows = hand.graph.placeholder("x")
+    rows.meta["val"] = x.new_empty((x.shape[0], 4))
+    return hand, size, rows
+
+
+def test_sizes_are_inputs_that_nodes_name_apart() -> None:
+    """A node is told the symbols in its own shape and in those of what it reads; arithmetic on sizes is cheap."""
+    hand, size, rows = symbolic_hand()
+    number = size.meta["val"]
+    twice = hand.graph.call_function(operator.mul, (size, 2))
+    twice.meta["val"] = number * 2
+    total = hand.graph.call_function(aten.sum.default, (rows,))
+    total.meta["val"] = torch.empty(())
+    zeros = hand.graph.call_function(aten.full.default, ([twice, 4], 0.0))
+    zeros.meta["val"] = rows.meta["val"].new_empty((number * 2, 4))
+    result = hand.capture(total)
+    found = {node.name: node for node in result.nodes}
+    assert found["s"].kind is NodeKind.INPUT and found["s"].sizes == ()
+    assert found[twice.name].kind is found[zeros.name].kind is NodeKind.CHEAP
+    assert found[twice.name].inputs == ()
+    assert found[zeros.name].inputs == (found[twice.name].id,)
+    assert {found[name].sizes for name in (twice.name, zeros.name, total.name)} == {(found["s"].id,)}
+    assert found["x"].num_bytes == 30 * 4 * 4
+    assert result.sizes == ((str(number), 30),)
+
+
+def test_bytes_and_work_are_those_of_the_sizes_asked_for() -> None:
+    """Nothing else depends on them."""
+    hand, size, rows = symbolic_hand()
+    sine = hand.graph.call_function(aten.sin.default, (rows,))
+    sine.meta["val"] = rows.meta["val"]
+    hand.graph.output((sine,))
+    graph_module = torch.fx.GraphModule({}, hand.graph)
+    name = str(size.meta["val"])
+    one, many = (capture_graph(graph_module, name="g", role=Role.FORWARD, sizes={name: number}) for number in (1, 1000))
+    assert many.nodes[-1].num_bytes == 1000 * one.nodes[-1].num_bytes == 1000 * 4 * 4
+    assert many.nodes[-1].work.flops == 1000 * one.nodes[-1].work.flops > 0
+    for first, second in zip(one.nodes, many.nodes, strict=True):
+        assert replace(first, num_bytes=0, work=Work()) == replace(second, num_bytes=0, work=Work())
+
+
+def test_dynamic_shapes_on_a_gpu_are_refused() -> None:
+    """With the way out."""
+    hand, _, _ = symbolic_hand()
+    hand.graph.output(())
+    graph_module = torch.fx.GraphModule({}, hand.graph)
+    with pytest.raises(UnsupportedGraphError, match=r"^graph input s is a size.*CPU lanes only.*dynamic=False"):
+        capture_graph(graph_module, name="g", role=Role.FORWARD, device=torch.device("cuda", 0))
 
 
 @pytest.mark.parametrize("op", ("input", "compute"))

@@ -1,0 +1,174 @@
+"""Models whose inputs change their shapes: lanes for all of them, and the numbers of eager for each."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import operator
+from collections.abc import Iterator, Sequence
+
+import pytest
+import torch
+from torch import nn
+
+import apollo_compile
+from apollo_compile import backend
+from apollo_compile.dynamic import in_background
+from apollo_compile.select import INDUCTOR, PLAN, SERIAL
+from tests.end_to_end.models import assert_same_training, train
+
+LANES = {"debug.strict": True, "device.profile": "cpu", "plan.min_gain": 0.0, "plan.remember": False}
+EAGER_BODIES = {**LANES, "runtime.bodies": "eager"}
+LENGTHS = ((17, 5), (40, 33), (9, 12), (64, 5), (17, 6), (41, 33), (2, 2), (200, 3))
+
+needs_two_cores = pytest.mark.skipif(torch.get_num_threads() < 2, reason="one core has no lanes")
+
+
+class Pair(nn.Module):
+    """Two encoders for sequences of different lengths; the loss reads a part that depends on both."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(50, width)
+        self.left = nn.TransformerEncoderLayer(width, 2, 2 * width, dropout=0.0, batch_first=True)
+        self.right = nn.TransformerEncoderLayer(width, 2, 2 * width, dropout=0.0, batch_first=True)
+        self.head = nn.Linear(width, 8)
+
+    def forward(self, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        """Return a row of numbers per two thirds of the left sequences' tokens, scaled by the right ones."""
+        tokens = self.left(self.embed(left)).reshape(-1, self.embed.embedding_dim)
+        part = tokens[: left.shape[0] * left.shape[1] * 2 // 3 + 1]
+        return self.head(part) * self.head(self.right(self.embed(right)).mean(dim=(0, 1))) / right.shape[1]
+
+
+def batches(lengths: Sequence[tuple[int, int]], batch: int = 3) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield tokens for both encoders."""
+    generator = torch.Generator().manual_seed(0)
+    for left, right in lengths:
+        yield tuple(torch.randint(0, 50, (batch, length), generator=generator) for length in (left, right))  # type: ignore[misc]
+
+
+def train_pair(lengths: Sequence[tuple[int, int]], **compile_options: object) -> object:
+    """Train on one batch of every pair of lengths."""
+    torch.manual_seed(0)
+    inputs = batches(lengths)
+    return train(Pair(), lambda run: run(*next(inputs)).square().mean(), steps=len(lengths), **compile_options)
+
+
+@needs_two_cores
+def test_training_is_as_in_eager_at_every_length(caplog: pytest.LogCaptureFixture) -> None:
+    """On lanes, with two graphs from Dynamo: the first shape's, and one for all others."""
+    expected = train_pair(LENGTHS)
+    torch._dynamo.utils.counters.clear()
+    with caplog.at_level(logging.WARNING, logger="apollo_compile"):
+        actual = train_pair(LENGTHS, backend="apollo", options=EAGER_BODIES)
+    assert_same_training(expected, actual)  # type: ignore[arg-type]
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
+    assert caplog.records == []
+    dynamic = [graph for model in backend.compiled_models()[-1:] for graph in model.graphs]
+    assert all(len({assignment.lane for assignment in graph.compilation.plan.assignments}) > 1 for graph in dynamic)
+    assert any(graph.trace().spans for graph in dynamic)
+
+
+@needs_two_cores
+def test_every_bucket_gets_a_plan_from_its_own_sizes() -> None:
+    """The same segments and code; bytes, work and durations are those of the sizes."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = Pair()
+    run = torch.compile(model, backend="apollo", dynamic=True, options=EAGER_BODIES)
+    with torch.no_grad():
+        for left, right in batches(((16, 12), (128, 12), (128, 12), (15, 12))):
+            torch.testing.assert_close(run(left, right), model(left, right), rtol=1e-4, atol=1e-5)
+            in_background(lambda: None).result(60)
+    (found,) = backend.find_models(model)
+    short, long = found.graphs
+    assert sorted(dict(short.compilation.capture.sizes).values()) == [3, 12, 16]
+    assert sorted(dict(long.compilation.capture.sizes).values()) == [3, 12, 128]
+    assert short.bodies is long.bodies
+    first, second = short.compilation.partition.graph, long.compilation.partition.graph
+    assert [segment.name for segment in first.segments] == [segment.name for segment in second.segments]
+    assert sum(s.work.flops for s in second.segments) > 3 * sum(s.work.flops for s in first.segments)
+    assert long.compilation.plan.serial_ns > short.compilation.plan.serial_ns
+    names = [graph.name for graph in apollo_compile.report(model, units=(), profiles=()).graphs]
+    assert len(names) == 2 and "=16" in names[0] and "=128" in names[1]
+
+
+@needs_two_cores
+def test_a_plan_for_other_sizes_learns_without_a_step_that_waits() -> None:
+    """It is measured and planned again, in the background."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = Pair()
+    run = torch.compile(model, backend="apollo", dynamic=True, options=EAGER_BODIES)
+    with torch.no_grad():
+        for left, right in batches(((16, 12),) + ((128, 12),) * 60):
+            run(left, right)
+            in_background(lambda: None).result(60)
+    (found,) = backend.find_models(model)
+    short, long = found.graphs
+    assert not short.is_settled and short.num_replans == 0
+    assert long.is_settled and long.compilation.observations.entries
+
+
+@needs_two_cores
+def test_compiled_code_of_every_way_serves_every_size() -> None:
+    """The plan, its segments in turn, and Inductor's version, which is compiled after Dynamo has fixed its guards."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = nn.ModuleDict({name: nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 8)) for name in "ab"})
+
+    def both(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return (model["a"](x).mean(0) * model["b"](y).sum(0)).sum() / (x.shape[0] * 3 // 2)
+
+    run = torch.compile(both, backend="apollo", dynamic=True, options=LANES)
+    run(torch.randn(400, 64), torch.randn(405, 64)).backward()
+    (found,) = backend.find_models(model)
+    assert [graph.compilation.capture.role for graph in found.graphs] == ["forward", "backward"]
+    assert all(body.entry_address is not None for graph in found.graphs for body in graph.bodies)
+    for way, rows in itertools.product((PLAN, SERIAL, INDUCTOR), (400, 31, 100, 2)):
+        in_background(lambda: None).result(60)
+        for graph in found.graphs:
+            graph.selection = None  # nobody but this test decides
+            graph.prepare()
+            assert {INDUCTOR, SERIAL} <= set(graph.ways)
+            graph.use(way)
+        x, y = torch.randn(rows, 64), torch.randn(rows + 5, 64)
+        results = []
+        for function in (both, run):
+            model.zero_grad()
+            loss = function(x, y)
+            loss.backward()
+            results.append((loss.detach(), [parameter.grad for parameter in model.parameters()]))
+        torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-5)
+
+
+@needs_two_cores
+def test_sizes_are_marked_by_hand() -> None:
+    """`mark_dynamic` makes one dimension a symbol; the others stay as they are."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = Pair()
+    run = torch.compile(model, backend="apollo", options=EAGER_BODIES)
+    for left, right in batches(((24, 7), (12, 7), (90, 7))):
+        torch._dynamo.mark_dynamic(left, 1)
+        torch.testing.assert_close(run(left, right), model(left, right), rtol=1e-4, atol=1e-5)
+    (found,) = backend.find_models(model)
+    assert len(found.graphs[0].compilation.capture.sizes) == 1
+
+
+@pytest.mark.parametrize("op", [operator.mul, operator.floordiv])
+def test_sizes_go_through_graph_breaks(op: object) -> None:
+    """A size that one graph computes may be an input of the next."""
+    torch._dynamo.reset()
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        rows = op(x.shape[0], 2)  # type: ignore[operator]
+        y = x.sin().sum(dim=0)
+        torch._dynamo.graph_break()
+        return y * rows + x[: rows // 3 + 1].cos().sum(dim=0)
+
+    run = torch.compile(function, backend="apollo", dynamic=True, options=EAGER_BODIES)
+    for rows in (7, 12, 30):
+        x = torch.randn(rows, 4)
+        torch.testing.assert_close(run(x), function(x))
