@@ -7,6 +7,7 @@ came of each into `FILE`, beside what earlier runs wrote there.
 from __future__ import annotations
 
 import difflib
+import itertools
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -23,6 +24,22 @@ settings.register_profile("default", max_examples=100, derandomize=True, databas
 settings.load_profile("default")
 
 EXPECTED = Path(__file__).parent / "expected"
+
+
+_cache_numbers = itertools.count()
+
+
+@pytest.fixture(autouse=True)
+def _a_machine_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Plan every test for the same device, and let it find nothing that others left behind.
+
+    Left to itself, a process measures the machine, on which other tests run meanwhile, and recalls earlier contests
+    from the user's cache.
+    """
+    for variable in [name for name in os.environ if name.startswith("APOLLO_") and name != "APOLLO_ACCEPT"]:
+        monkeypatch.delenv(variable)
+    monkeypatch.setenv("APOLLO_PROFILE", "cpu")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / f"cache{next(_cache_numbers)}"))
 
 
 @pytest.fixture
