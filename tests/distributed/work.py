@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from apollo_compile import backend, select
 from apollo_compile.device import default_profile, save_profile
+from tests.end_to_end.models import NEVER_AS_LONG_NS
 
 SIZE = 2
 STEPS = 20
@@ -140,9 +141,9 @@ def train_reference() -> Result:
 
 
 def train_ddp(rank: int, folder: Path) -> Result:
-    """CLIP under DDP; the ranks believe different things of the machine, all of them wrong a thousand times over."""
+    """CLIP under DDP; the ranks believe different things of the machine, that no machine is as slow as."""
     file = folder / f"profile{rank}.json"
-    save_profile(dataclasses.replace(default_profile(2), name="wrong", launch_ns=(rank + 1) * 10**7), file)
+    save_profile(dataclasses.replace(default_profile(2), name="wrong", launch_ns=(rank + 1) * NEVER_AS_LONG_NS), file)
     model = make_clip()
     run = torch.compile(DistributedDataParallel(model), backend="apollo", options={**LANES, "device.profile": file})
     return _train_clip(rank, model, run, lambda: model.state_dict())

@@ -13,6 +13,13 @@ STRICT = {"debug.strict": True, "plan.contest": False}
 """Options that turn every hidden fallback into an error, and run the plan even where Inductor would be as fast."""
 
 
+NEVER_AS_LONG_NS = 10**11
+"""For profiles that are to be wrong: however busy the machine is, no segment of these models takes 100 s."""
+
+UNTIL_PROVEN_S = 600.0
+"""A time limit for plans that are to be equal: a busy machine does not end the search, its proof does, in a second."""
+
+
 class Tower(nn.Module):
     """A few residual layers, enough to be worth a lane."""
 

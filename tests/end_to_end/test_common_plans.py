@@ -15,7 +15,7 @@ from apollo_compile.device import default_profile, save_profile
 from apollo_compile.execute import available_units
 from apollo_compile.ir import Plan
 from apollo_compile.ranks import Ranks, Store
-from tests.end_to_end.models import STRICT, TwoTowers, two_tower_inputs
+from tests.end_to_end.models import NEVER_AS_LONG_NS, STRICT, TwoTowers, two_tower_inputs
 
 QUICK = {**STRICT, "plan.planner": "greedy", "plan.time_limit_s": 0.1}
 
@@ -61,12 +61,12 @@ def test_a_rank_that_believes_something_else_runs_the_plan_of_the_first(
 ) -> None:
     """At first, and when measured times have replaced what either of them believed."""
     store = dist.HashStore()
-    first = compile_as_rank(store, tmp_path, monkeypatch, launch_ns=10**7)
-    second = compile_as_rank(store, tmp_path, monkeypatch, launch_ns=10**8)
+    first = compile_as_rank(store, tmp_path, monkeypatch, launch_ns=NEVER_AS_LONG_NS)
+    second = compile_as_rank(store, tmp_path, monkeypatch, launch_ns=10 * NEVER_AS_LONG_NS)
     assert first == second
     for before, after in first:
-        assert before.makespan_ns > 10**7 > after.makespan_ns
-    alone = compile_as_rank(dist.HashStore(), tmp_path, monkeypatch, launch_ns=10**8)
+        assert before.makespan_ns > NEVER_AS_LONG_NS > after.makespan_ns
+    alone = compile_as_rank(dist.HashStore(), tmp_path, monkeypatch, launch_ns=10 * NEVER_AS_LONG_NS)
     assert [plan.makespan_ns for plan, _ in alone] != [plan.makespan_ns for plan, _ in second]
 
 
@@ -76,6 +76,6 @@ def test_what_is_no_plan_for_these_segments_is_not_taken(
 ) -> None:
     """One line for each; the rank trains on by its own."""
     with caplog.at_level(logging.WARNING, logger="apollo_compile"):
-        plans = compile_as_rank(Meddler(text), tmp_path, monkeypatch, launch_ns=10**7)
+        plans = compile_as_rank(Meddler(text), tmp_path, monkeypatch, launch_ns=NEVER_AS_LONG_NS)
     assert len(plans) == 2
     assert "does not take the plan of another rank" in caplog.text
