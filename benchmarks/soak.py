@@ -121,12 +121,17 @@ EPISODES = tuple(
 )
 
 
-def soak(episodes: Sequence[Episode], seconds: float, tell: Callable[[str], object]) -> tuple[list[Slice], list[str]]:
+def soak(
+    episodes: Sequence[Episode],
+    seconds: float,
+    tell: Callable[[str], object],
+    clock: Callable[[], float] = time.monotonic,
+) -> tuple[list[Slice], list[str]]:
     """Run rounds of episodes; return what the process had after each whole round, and what went wrong."""
-    end = time.monotonic() + seconds
+    end = clock() + seconds
     rounds: list[Slice] = []
     problems: list[str] = []
-    while time.monotonic() < end:
+    while clock() < end:
         begin = time.perf_counter_ns()
         for episode in episodes:
             try:
@@ -136,7 +141,7 @@ def soak(episodes: Sequence[Episode], seconds: float, tell: Callable[[str], obje
             if problem is not None:
                 problems.append(problem)
                 tell(f"WRONG: {problem}")
-            if time.monotonic() >= end:
+            if clock() >= end:
                 return rounds, problems
         torch._dynamo.reset()
         gc.collect()
