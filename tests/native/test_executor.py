@@ -129,7 +129,7 @@ def test_a_thousand_exceptions_leak_neither_threads_nor_tensors(lanes: _native.L
     gc.collect()
     assert len(made) == 2000
     assert all(tensor() is None for tensor in made)
-    assert count_threads(num_threads) == num_threads
+    assert count_threads(num_threads) <= num_threads
 
 
 def test_ctrl_c_interrupts_a_run_while_a_lane_works(lanes: _native.Lanes) -> None:

@@ -66,7 +66,7 @@ def test_what_on_start_raises_comes_out_of_the_constructor() -> None:
     with pytest.raises(LookupError) as caught:
         _native.Lanes([[_native.available_cores()[0]]], start)
     assert caught.value is error
-    assert count_threads(num_threads) == num_threads
+    assert count_threads(num_threads) <= num_threads
 
 
 def test_cores_that_the_process_lacks_are_refused() -> None:
