@@ -26,6 +26,8 @@ from tests.reports.test_summary import RUN, compilation
 
 VOID = {"meta", "link", "br", "img", "input"}
 MAX_PAGE_BYTES = 1_000_000
+PATIENCE_MS = 300_000
+"""After which a browser hangs; on a busy machine it takes a minute to start."""
 
 
 def full_report(workload: str = "clip") -> Report:
@@ -143,7 +145,9 @@ def browser() -> Iterator[Any]:
     if chromium is None:
         pytest.skip("there is no Chromium on this machine: install the package 'chromium'")
     with playwright.sync_playwright() as driver:
-        found = driver.chromium.launch(executable_path=chromium, args=["--no-sandbox", "--disable-gpu"])
+        found = driver.chromium.launch(
+            executable_path=chromium, args=["--no-sandbox", "--disable-gpu"], timeout=PATIENCE_MS
+        )
         yield found
         found.close()
 
@@ -153,6 +157,7 @@ class Tab:
 
     def __init__(self, browser: Any, path: Path, **options: Any) -> None:
         self.context = browser.new_context(offline=True, **options)
+        self.context.set_default_timeout(PATIENCE_MS)
         self.page = self.context.new_page()
         self.complaints: list[str] = []
         self.page.on("console", lambda message: self.complaints.append(message.text))
@@ -227,9 +232,12 @@ def test_zoom_widens_every_timeline_around_the_same_time(tab: Any) -> None:
         tab.locator("[data-zoom='2']").click()
     assert bar.bounding_box()["width"] == pytest.approx(8 * before, rel=0.01)
     assert tab.locator("output").inner_text() == "8x"
-    tab.wait_for_timeout(100)
-    scrolled = tab.evaluate("[...document.querySelectorAll('.line .scroll')].map(pane => pane.scrollLeft)")
-    assert len(set(scrolled)) == 1 and scrolled[0] > 0
+    tab.wait_for_function(
+        """() => {
+          const places = [...document.querySelectorAll('.line .scroll')].map(pane => pane.scrollLeft);
+          return places[0] > 0 && new Set(places).size === 1;
+        }"""
+    )
     tab.locator(".line[data-line=serial] .scroll").focus()
     tab.keyboard.press("-")
     assert tab.locator("output").inner_text() == "4x"
