@@ -11,6 +11,7 @@ Note [traces for Perfetto]. Beyond the format:
 - Thread ids begin at 1 and are different in all processes. Perfetto looks threads up by their ids, so that equal ones
   lose their names (google/perfetto#363), and some versions take thread 0 for thread 1 (google/perfetto#2278).
 - Metadata has no time: it is in force from the start (google/perfetto#2048).
+- A counter is called by its name and its series: "units" with the series "at work" is the track "units at work".
 - There is no `displayTimeUnit`: some versions read times in it (google/perfetto#106 and #274).
 - The slice of a flow's end stands before the flow: the importer binds a flow to the slice that is open.
 """
@@ -95,7 +96,7 @@ def _render_timeline(graph: GraphSummary, line: Timeline, begin_ns: int) -> list
                 },
             }
         )
-    for name, key, steps in (("units at work", "units", line.units), ("bytes between segments", "bytes", line.memory)):
+    for name, series, steps in (("units", "at work", line.units), ("bytes", "between segments", line.memory)):
         events += [
             {
                 "name": name,
@@ -103,7 +104,7 @@ def _render_timeline(graph: GraphSummary, line: Timeline, begin_ns: int) -> list
                 "pid": process,
                 "tid": _thread(process, 0),
                 "ts": _us(begin_ns + time_ns),
-                "args": {key: value},
+                "args": {series: value},
             }
             for time_ns, value in steps
         ]

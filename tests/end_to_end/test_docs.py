@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -188,18 +189,25 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_torchs_own_switches_show_what_apollo_did(tmp_path: Path) -> None:
-    """`TORCH_LOGS` by the package's name; `TORCH_TRACE` with an artifact per plan, as tlparse reads them."""
+    """`TORCH_LOGS` by the package's name; `TORCH_TRACE` with an artifact per plan, which tlparse lists in its page."""
     code = (
         "import torch; from apollo_compile.dry_run import plan_model\n"
         "model = torch.nn.Linear(8, 8)\n"
         "plan_model(model, (torch.ones(2, 8),), options={'device.units': 1}, units=(), profiles=())\n"
         "import logging; logging.getLogger('apollo_compile.backend').debug('heard')\n"
     )
-    environment = {**os.environ, "TORCH_LOGS": "+apollo_compile", "TORCH_TRACE": str(tmp_path)}
+    environment = {**os.environ, "TORCH_LOGS": "+apollo_compile", "TORCH_TRACE": str(tmp_path / "trace")}
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, check=True
     )
     assert "heard" in done.stderr
-    trace = "\n".join(path.read_text() for path in tmp_path.iterdir())
-    assert '"name": "apollo_graph0_forward", "encoding": "string"' in trace
-    assert "plan graph0_forward (serial)" in trace
+    (trace,) = (tmp_path / "trace").iterdir()
+    assert '"name": "apollo_graph0_forward", "encoding": "string"' in trace.read_text()
+    tlparse = shutil.which("tlparse", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    if tlparse is None:
+        pytest.skip("tlparse is not installed")
+    page = tmp_path / "page"
+    subprocess.run([tlparse, str(trace), "-o", str(page), "--no-browser"], capture_output=True, check=True)
+    (artifact,) = page.glob("*/apollo_graph0_forward_*.txt")
+    assert "plan graph0_forward (serial)" in artifact.read_text()
+    assert f"{artifact.parent.name}/{artifact.name}" in (page / "index.html").read_text()

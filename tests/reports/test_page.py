@@ -6,7 +6,6 @@ import html
 import json
 import random
 import re
-import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -135,21 +134,6 @@ def test_a_report_of_nothing_is_a_page_too() -> None:
 
 
 # --------------------------------------------------------------------------------------------------------- in a browser
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    """Headless Chromium."""
-    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-    chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-    if chromium is None:
-        pytest.skip("there is no Chromium on this machine: install the package 'chromium'")
-    with playwright.sync_playwright() as driver:
-        found = driver.chromium.launch(
-            executable_path=chromium, args=["--no-sandbox", "--disable-gpu"], timeout=PATIENCE_MS
-        )
-        yield found
-        found.close()
 
 
 class Tab:
