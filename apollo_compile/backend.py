@@ -56,7 +56,7 @@ from apollo_compile.inductor import (
     writes_inputs,
     written_inputs,
 )
-from apollo_compile.ir import Capture, Partition, Plan, Role, Trace, Verdict
+from apollo_compile.ir import Capture, LaneId, Partition, Plan, Role, Trace, Verdict
 from apollo_compile.monitor import is_same_placement, observe_trace, should_replan
 from apollo_compile.observe import StageRunner, warn_of_files
 from apollo_compile.passes.capture import capture_graph
@@ -254,6 +254,12 @@ class CompiledGraph:
     def trace(self) -> Trace:
         """Return the spans of the plan's last run."""
         return self.executable.trace()
+
+    def lane_bytes(self) -> dict[LaneId, int]:
+        """Return the device memory that every lane took when the plan was captured; on a CPU nothing is."""
+        if not isinstance(self.executable, CudaExecutable):
+            return {}
+        return {each.lane: each.num_bytes for each in self.executable.lane_memory}
 
     def adopt(self, compilation: Compilation, executable: Executable | CudaExecutable | None = None) -> None:
         """Run this compilation of the same capture and partition from the next call on.
@@ -766,11 +772,20 @@ def _summarize(model: CompiledModel, units: Sequence[int] | None, profiles: Sequ
             num_replans=graph.num_replans,
             way=graph.way_of_plan,
             what_if=() if graph.is_variant else compare(graph.compilation),
+            lane_bytes=graph.lane_bytes(),
+            lane_memory_quota=model.config.device.lane_memory_quota,
         )
         for graph in model.graphs
     ]
     graphs += [
-        summarize(left, Trace(spans=(), duration_ns=0), way=INDUCTOR, what_if=compare(left)) for left in model.left
+        summarize(
+            left,
+            Trace(spans=(), duration_ns=0),
+            way=INDUCTOR,
+            what_if=compare(left),
+            lane_memory_quota=model.config.device.lane_memory_quota,
+        )
+        for left in model.left
     ]
     return sorted(graphs, key=lambda graph: graph.role is Role.BACKWARD)
 

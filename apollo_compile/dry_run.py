@@ -146,7 +146,12 @@ class _Tracer:
 
     def summarize(self, compilation: Compilation, reason: str | None) -> GraphSummary:
         """Return the numbers of one plan."""
-        return summarize(compilation, NOT_RUN, way=PLAN if reason is None else INDUCTOR)
+        return summarize(
+            compilation,
+            NOT_RUN,
+            way=PLAN if reason is None else INDUCTOR,
+            lane_memory_quota=self.config.device.lane_memory_quota,
+        )
 
     def _plan(
         self, dynamo_name: str, graph_module: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any

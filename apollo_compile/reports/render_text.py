@@ -61,10 +61,32 @@ def _render_graph(graph: GraphSummary, report: Report) -> str:
     spans = [(bar.segment, bar.lane, bar.start_ns, bar.end_ns) for bar in graph.latest.bars]
     timeline = draw_lanes(lanes, spans, graph.latest.duration_ns) if lanes else ""
     words = "\n".join(f"  - {sentence}" for sentence in describe(graph, report)) if graph.segments else ""
-    parts = ["\n".join(lines), timeline, _render_segments(graph), words]
+    parts = ["\n".join(lines), timeline, _render_lanes(graph), _render_segments(graph), words]
     if graph.what_if:
         parts.append(_render_what_if(graph))
     return "\n\n".join(part for part in parts if part)
+
+
+def _render_lanes(graph: GraphSummary) -> str:
+    """Return a line per lane with segments; of one lane without a quota the head says all."""
+    if graph.num_lanes < 2 and all(lane.taken_bytes is lane.quota_bytes is None for lane in graph.lanes):
+        return ""
+    rows = [
+        (
+            f"lane {lane.id}",
+            len(lane.units),
+            lane.num_segments,
+            format_ns(lane.predicted_ns),
+            "" if lane.measured_ns is None else format_ns(lane.measured_ns),
+            format_bytes(lane.peak_bytes),
+            "" if lane.taken_bytes is None else format_bytes(lane.taken_bytes),
+            "" if lane.quota_bytes is None else format_bytes(lane.quota_bytes),
+        )
+        for lane in graph.lanes_used
+    ]
+    headers = ("", "units", "segments", "predicted at work", "measured", "planned peak", "took", "quota")
+    shown = [i for i in range(len(headers)) if i < 6 or any(row[i] for row in rows)]
+    return _table([[row[i] for i in shown] for row in rows], [headers[i] for i in shown], "l" + "r" * (len(shown) - 1))
 
 
 def _render_segments(graph: GraphSummary) -> str:

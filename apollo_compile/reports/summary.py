@@ -21,12 +21,13 @@ from __future__ import annotations
 import enum
 import functools
 import itertools
+import types
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from apollo_compile.ir import Candidate, CostSource, Lane, Mode, Origin, Role, SegmentGraph, Trace
+from apollo_compile.ir import Candidate, CostSource, Lane, LaneId, Mode, Origin, Role, SegmentGraph, Trace
 from apollo_compile.passes.plan import to_problem
 from apollo_compile.pipeline import Compilation
 from apollo_compile.planner.baselines import BASELINES
@@ -142,6 +143,10 @@ class LaneSummary:
     measured_ns: int | None
     peak_bytes: int
     """Planned peak of the buffers that its segments make."""
+    taken_bytes: int | None = None
+    """Device memory that it took when its CUDA graph was captured; None on a CPU, and before."""
+    quota_bytes: int | None = None
+    """The most that it may take; None is no limit."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -287,6 +292,11 @@ class GraphSummary:
         return _ratio(self.serial_ns, self.bound_ns)
 
     @property
+    def lanes_used(self) -> tuple[LaneSummary, ...]:
+        """Lanes on which the plan has segments."""
+        return tuple(lane for lane in self.lanes if lane.num_segments)
+
+    @property
     def num_waits(self) -> int:
         """Waits between lanes that the program has."""
         return sum(wait.kept for wait in self.waits)
@@ -356,8 +366,20 @@ def summarize(
     num_replans: int = 0,
     way: str = PLAN,
     what_if: tuple[WhatIf, ...] = (),
+    lane_bytes: Mapping[LaneId, int] = types.MappingProxyType({}),
+    lane_memory_quota: int | None = None,
 ) -> GraphSummary:
-    """Return the numbers of one graph; `trace` is of its plan, empty before the first run."""
+    """Return the numbers of one graph.
+
+    Arguments:
+        compilation: the graph and its plan.
+        trace: of its plan, empty before the first run.
+        num_replans: how often it was planned again.
+        way: how it runs now.
+        what_if: what other devices or batches would give.
+        lane_bytes: device memory that lanes took.
+        lane_memory_quota: bytes of device memory that a lane may take, which a lane of cores does not.
+    """
     graph, plan = compilation.partition.graph, compilation.plan
     branch_of = _branches(compilation)
     timelines = _timelines(compilation, trace)
@@ -393,6 +415,8 @@ def summarize(
                 if trace.spans
                 else None,
                 peak_bytes=compilation.memory.peak_bytes_by_lane[lane.id],
+                taken_bytes=lane_bytes.get(lane.id),
+                quota_bytes=lane_memory_quota if profile.kind == "cuda" else None,
             )
             for lane in plan.lanes
         ),

@@ -91,6 +91,8 @@ def test_training_replays_and_is_as_in_eager(compiler: Compiler) -> None:
     forward, backward = compiler.executables
     compiler.check(replays=[5, 5])
     assert len({lane for each in (forward, backward) for lane in each._launcher.streams}) >= 2
+    for graph, each in zip(compiler.models[0].graphs, (forward, backward), strict=True):
+        assert list(graph.lane_bytes().items()) == [(lane.lane, lane.num_bytes) for lane in each.lane_memory] != []
 
 
 def test_measured_times_change_the_plan() -> None:

@@ -14,14 +14,14 @@ from tests.reports.reports import workload_report
 
 
 class Numbers(HTMLParser):
-    """Collects, per graph, the numbers of the tiles and the rows of segments, each with its text."""
+    """Collects, per graph, the numbers of tiles and of rows of tables, each with its text."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
         self.graphs: list[dict[str, list[tuple[float, str]]]] = []
-        self.rows: list[dict[int, list[tuple[float, str]]]] = []
+        self.rows: list[dict[tuple[str, str], list[tuple[float, str]]]] = []
         self._title = ""
-        self._row: int | None = None
+        self._row: tuple[str, str] | None = None
         self._value: float | None = None
         self._tag = ""
         self.feed(text)
@@ -32,7 +32,8 @@ class Numbers(HTMLParser):
             self.graphs.append({})
             self.rows.append({})
         if tag == "tr":
-            self._row = int(found["data-s"] or "") if "data-s" in found else None
+            keys = [(key, found[key] or "") for key in ("data-s", "data-lane", "data-change") if key in found]
+            self._row = keys[0] if keys else None
         self._tag = tag
         self._value = float(found["data-v"] or "") if "data-v" in found else None
 
@@ -57,7 +58,7 @@ class Numbers(HTMLParser):
 
 @pytest.mark.parametrize("workload", WORKLOADS)
 def test_text_json_page_and_trace_have_the_same_numbers(workload: str) -> None:
-    """Of every graph and of every segment, for all six workloads."""
+    """Of every graph, segment, lane and comparison, for all six workloads."""
     report = workload_report(workload)
     text, page = str(report), Numbers(report.to_html())
     blocks = re.split(r"\n\n(?=\S+_(?:forward|backward): )", text)
@@ -85,12 +86,32 @@ def test_text_json_page_and_trace_have_the_same_numbers(workload: str) -> None:
             keys = ("lane", "units", "asked_units", "predicted_ns", "measured_ns", "waited_ns", "memory_bytes")
             shown = [str(segment[key]) for key in keys[:3]] + [format_ns(segment[key]) for key in keys[3:6]]
             shown.append(format_bytes(segment["memory_bytes"]))
-            assert rows[segment["id"]] == [(segment[key], label) for key, label in zip(keys, shown, strict=True)]
+            assert rows["data-s", str(segment["id"])] == [
+                (segment[key], label) for key, label in zip(keys, shown, strict=True)
+            ]
             (line,) = [line for line in block.splitlines() if line.split()[:1] == [segment["name"]]]
             words = re.split(r"\s{2,}", line)
             assert words[1] == shown[0] and words[2] == f"{shown[1]} of {shown[2]}"
             assert words[3].rstrip(" *~") == shown[3] and words[4] == shown[4]
             assert words[-1] == segment["bottleneck"]
+        used = [lane for lane in graph["lanes"] if lane["num_segments"]]
+        for lane in used:
+            numbers = (lane["id"], len(lane["units"]), lane["num_segments"])
+            shown = [*map(str, numbers), format_ns(lane["predicted_ns"]), format_ns(lane["measured_ns"])]
+            shown.append(format_bytes(lane["peak_bytes"]))
+            values = (*numbers, lane["predicted_ns"], lane["measured_ns"], lane["peak_bytes"])
+            assert rows["data-lane", str(lane["id"])] == list(zip(values, shown, strict=True))
+            found = [
+                re.split(r"\s{2,}", line)[1:] for line in block.splitlines() if line.startswith(f"lane {lane['id']}  ")
+            ]
+            assert found == ([shown[1:]] if len(used) > 1 else [])
+        for row in graph["what_if"]:
+            gain = row["serial_ns"] / row["predicted_ns"]
+            shown = [format_ns(row["serial_ns"]), format_ns(row["predicted_ns"]), f"{gain:.2f}x"]
+            assert rows["data-change", row["change"]] == list(
+                zip((row["serial_ns"], row["predicted_ns"], gain), shown, strict=True)
+            )
+            assert [row["change"], *shown] in [re.split(r"\s{2,}", line) for line in block.splitlines()]
         mine = [event for event in events if event["args"]["graph"] == graph["name"]]
         by_id = {segment["id"]: segment for segment in graph["segments"]}
         bars = [bar for name in ("serial", "predicted", "measured") for bar in lines[name]["bars"]]

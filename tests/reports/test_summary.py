@@ -37,6 +37,7 @@ from apollo_compile.reports.render_text import render_text
 from apollo_compile.reports.report import Report
 from apollo_compile.reports.summary import DeviceSummary, GraphSummary, Limit, Timeline, summarize
 from apollo_compile.select import INDUCTOR, PLAN, SERIAL
+from apollo_compile.units import format_bytes
 from tests.builders import costs, graph, plan
 
 NOTHING = Trace(spans=(), duration_ns=0)
@@ -234,6 +235,27 @@ def test_the_text_has_every_number() -> None:
         "text.layers.0": ["2", "1", "of", "2", "200", "ns", "300", "ns", "20", "ns", "compute"],
         "head": ["0", "2", "of", "2", "60", "ns", "80", "ns", "30", "ns", "compute"],
     }
+
+
+def test_lanes_show_their_memory_against_their_quota() -> None:
+    """Planned, taken and allowed, on lanes that have memory of their own; cores share theirs."""
+    made = compilation()
+    memory = {"lane_bytes": {LaneId(1): 3072, LaneId(2): 5120}, "lane_memory_quota": 8192}
+    on_cores = summarize(made, RUN)
+    assert [lane.peak_bytes for lane in on_cores.lanes] == list(made.memory.peak_bytes_by_lane)
+    assert {(lane.taken_bytes, lane.quota_bytes) for lane in on_cores.lanes} == {(None, None)}
+    assert {lane.quota_bytes for lane in summarize(made, RUN, lane_memory_quota=8192).lanes} == {None}
+    on_sms = summarize(replace(made, profile=replace(made.profile, kind="cuda")), RUN, **memory)
+    assert [(lane.taken_bytes, lane.quota_bytes) for lane in on_sms.lanes] == [(None, 8192), (3072, 8192), (5120, 8192)]
+    rows = {graph: str(Report(graphs=(graph,), handed_over=())).splitlines() for graph in (on_cores, on_sms)}
+    peak = format_bytes(made.memory.peak_bytes_by_lane[1]).split()
+    titles = "units    segments    predicted at work    measured    planned peak"
+    assert [" ".join(row.split()) for row in rows[on_cores] if "planned peak" in row][1:] == [" ".join(titles.split())]
+    lane_1 = ["lane", "1", "1", "1", "400", "ns", "400", "ns", *peak]
+    assert lane_1 in [row.split() for row in rows[on_cores]]
+    assert [*lane_1, "3.0", "KiB", "8.0", "KiB"] in [row.split() for row in rows[on_sms]]
+    page = Report(graphs=(on_sms,), handed_over=()).to_html()
+    assert '<td class="n" data-v="5120">5.0 KiB</td><td class="n" data-v="8192">8.0 KiB</td></tr>' in page
 
 
 def test_the_text_before_a_run_has_no_measured_line() -> None:
