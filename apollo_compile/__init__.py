@@ -11,16 +11,17 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from apollo_compile.backend import report
     from apollo_compile.config import known_options
-    from apollo_compile.dry_run import explain
+    from apollo_compile.dry_run import explain, plan_model
     from apollo_compile.reports.report import Report
 
-__all__ = ["Report", "explain", "known_options", "report"]
+__all__ = ["Report", "explain", "known_options", "plan_model", "report"]
 __version__ = "0.1.0"
 
 _HOMES = {
     "Report": "apollo_compile.reports.report",
     "explain": "apollo_compile.dry_run",
     "known_options": "apollo_compile.config",
+    "plan_model": "apollo_compile.dry_run",
     "report": "apollo_compile.backend",
 }
 

@@ -750,6 +750,8 @@ def report(model: torch.nn.Module, *, units: Sequence[int] | None = None, profil
         units: numbers of units to compare with; None is half, twice and four times as many as there are.
         profiles: device profiles to compare with, paths or packaged names. Every comparison plans all graphs again.
 
+    Other batch sizes take inputs, which no compiled model keeps: see `apollo_compile.dry_run.compare_batches`.
+
     Raises:
         ConfigError: a profile cannot be read.
     """

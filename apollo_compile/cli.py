@@ -68,7 +68,6 @@ def _parser() -> argparse.ArgumentParser:
     _add_target(explain)
     _add_renderings(explain)
     _add_comparisons(explain)
-    explain.add_argument("--batch", type=_counts, default=(), metavar="N,N", help="batch sizes to compare with")
 
     report = _command(commands, "report", _report, "train a model for some steps and report, or show a saved report")
     report.add_argument("target", metavar="SOURCE", help=f"a saved report (.json), or {TARGET_HELP}")
@@ -112,7 +111,7 @@ def _command(
 ) -> argparse.ArgumentParser:
     command = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
     command.add_argument("--json", action="store_true", help="print the result as JSON")
-    command.set_defaults(run=run)
+    command.set_defaults(run=run, refuse=command.error)
     return command
 
 
@@ -138,6 +137,7 @@ def _add_build_options(command: argparse.ArgumentParser) -> None:
 def _add_comparisons(command: argparse.ArgumentParser) -> None:
     command.add_argument("--units", type=_counts, metavar="N,N", help="numbers of units to compare with")
     command.add_argument("--profile", action="append", metavar="NAME", help="device profile to compare with")
+    command.add_argument("--batch", type=_counts, default=(), metavar="N,N", help="batch sizes to compare with")
 
 
 def _add_renderings(command: argparse.ArgumentParser) -> None:
@@ -196,8 +196,17 @@ def _report(args: argparse.Namespace) -> int:
     from apollo_compile.reports.report import Report
 
     if ":" not in args.target:
+        ignored = [name for name in _FOR_A_MODEL if getattr(args, name)]
+        if ignored:
+            args.refuse(
+                f"a saved report is shown as it is; --{', --'.join(ignored)} would need file.py:function instead"
+            )
         return _show(Report.load(args.target), args)
     return _show(_run_and_report(args), args)
+
+
+_FOR_A_MODEL = ("set", "option", "units", "profile", "batch", "steps", "inference")
+"""Arguments of `apollo report` that say how a model is run or planned."""
 
 
 def _run_and_report(args: argparse.Namespace) -> Report:
@@ -205,6 +214,7 @@ def _run_and_report(args: argparse.Namespace) -> Report:
 
     from apollo_compile.backend import is_settled, report
     from apollo_compile.bench import MAX_WARMUP
+    from apollo_compile.dry_run import compare_batches
     from apollo_compile.targets import load_target
     from apollo_compile.what_if import PROFILES
 
@@ -227,7 +237,17 @@ def _run_and_report(args: argparse.Namespace) -> Report:
             model.zero_grad(set_to_none=True)
             if args.steps is None and step >= 1 and is_settled(model):
                 break
-        return report(model, units=args.units, profiles=PROFILES if args.profile is None else args.profile)
+        found = report(model, units=args.units, profiles=PROFILES if args.profile is None else args.profile)
+        with torch.set_grad_enabled(not args.inference):
+            return compare_batches(
+                found,
+                model,
+                target.args,
+                target.kwargs,
+                options=dict(args.option),
+                batches=args.batch,
+                progress=progress.tell,
+            )
 
 
 def _show(report: Report, args: argparse.Namespace) -> int:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -50,7 +50,8 @@ Progress = Callable[[str], None]
 def explain(model: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Report:
     """Return how `model(*args, **kwargs)` would be planned: forward and, where gradients are needed, backward.
 
-    Options are those of the environment, as for `torch.compile(model, backend="apollo")`.
+    Options are those of the environment, as for `torch.compile(model, backend="apollo")`; `plan_model` takes others,
+    and batch sizes to compare with.
 
     Raises:
         TargetError: the model or its inputs cannot be copied.
@@ -86,35 +87,65 @@ def plan_model(
         TargetError: the model or its inputs cannot be copied, or have no batch dimension though `batches` are given.
         ConfigError: an option is unknown or has a wrong value, or a profile cannot be read.
     """
-    tell = progress or (lambda line: None)
+    tell = progress or _tell_nobody
     config = load_config(options)
     profile = select_profile(config)
     call = (tuple(args), dict(kwargs or {}))
     tell("tracing and planning")
     tracer = _trace(model, call, config, profile)
-    rows: dict[str, list[WhatIf]] = {}
-    for compilation, _ in tracer.planned:
-        name = compilation.partition.graph.name
-        tell(f"{name}: planning on other devices")
-        rows[name] = list(what_if(compilation, config, units=units, profiles=profiles))
+    graphs = []
+    for compilation, reason in tracer.planned:
+        tell(f"{compilation.partition.graph.name}: planning on other devices")
+        rows = what_if(compilation, config, units=units, profiles=profiles)
+        graphs.append(replace(tracer.summarize(compilation, reason), what_if=rows))
+    report = Report(graphs=tuple(graphs), handed_over=tuple(tracer.handed_over), breaks=tuple(tracer.breaks))
+    return compare_batches(report, model, args, kwargs, options=options, batches=batches, progress=progress)
+
+
+def compare_batches(
+    report: Report,
+    model: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None,
+    *,
+    options: Mapping[str, Any] | None,
+    batches: Sequence[int],
+    progress: Progress | None = None,
+) -> Report:
+    """Return the report of a call of `model` with other batch sizes to compare with.
+
+    The model is traced and planned for each of them. What was measured on one batch says nothing about the kernels of
+    another, so these rows rest on formulas alone.
+
+    Raises:
+        TargetError: the inputs have no batch dimension.
+        ConfigError: an option is unknown or has a wrong value.
+    """
+    tell = progress or _tell_nobody
+    config = load_config(options)
+    profile = select_profile(config)
     not_dumped = replace(config, debug=replace(config.debug, dump=None))  # the directory has the plans asked for
+    rows: dict[str, list[WhatIf]] = defaultdict(list)
     for batch in batches:
         tell(f"batch {batch}: tracing and planning")
-        for compilation, _ in _trace(model, _with_batch(call, batch), not_dumped, profile).planned:
+        resized = _with_batch((tuple(args), dict(kwargs or {})), batch)
+        for compilation, _ in _trace(model, resized, not_dumped, profile).planned:
             plan = compilation.plan
-            rows.setdefault(compilation.partition.graph.name, []).append(
+            rows[compilation.partition.graph.name].append(
                 WhatIf(
                     change=f"batch {batch}",
+                    batch=batch,
                     units=profile.units,
                     serial_ns=plan.serial_ns,
                     predicted_ns=plan.makespan_ns,
                 )
             )
-    graphs = tuple(
-        replace(tracer.summarize(compilation, reason), what_if=tuple(rows[compilation.partition.graph.name]))
-        for compilation, reason in tracer.planned
-    )
-    return Report(graphs=graphs, handed_over=tuple(tracer.handed_over), breaks=tuple(tracer.breaks))
+    graphs = tuple(replace(graph, what_if=(*graph.what_if, *rows[graph.name])) for graph in report.graphs)
+    return replace(report, graphs=graphs)
+
+
+def _tell_nobody(line: str) -> None:
+    """Take a line of progress that nobody asked for."""
 
 
 @dataclass(kw_only=True, slots=True)

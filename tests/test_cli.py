@@ -210,6 +210,10 @@ def test_a_saved_report_is_shown_again(tmp_path: Path, capsys: pytest.CaptureFix
     assert (tmp_path / "clip.html").read_text() == report.to_html()
     assert main(["report", str(path), "--json"]) == 0
     assert Report.from_json(capsys.readouterr().out) == report
+    with pytest.raises(SystemExit) as stopped:
+        main(["report", str(path), "--batch", "8", "--steps", "2"])
+    assert stopped.value.code == 2
+    assert "shown as it is; --batch, --steps would need file.py:function" in capsys.readouterr().err
     assert main(["report", str(path), "--why", "text_model", "--json"]) == 0
     assert "granted" in json.loads(capsys.readouterr().out)["why"]
     (tmp_path / "other.json").write_text("{}")
@@ -222,14 +226,17 @@ def test_report_trains_a_model_and_measures(model_file: str, capsys: pytest.Capt
     """For so many steps."""
     settings = ("plan.contest=false", "plan.planner=serial", "debug.strict=true", "runtime.bodies=python")
     options = [part for setting in settings for part in ("--option", setting)]
-    compared = ["--units", "1", "--profile", "h200"]
+    compared = ["--units", "1", "--profile", "h200", "--batch", "16"]
     assert main(["report", f"{model_file}:build", "--steps", "2", "--json", *compared, *options]) == 0
     printed = capsys.readouterr()
     report = Report.from_json(printed.out)
     assert all(graph.measured is not None for graph in report.graphs) and len(report.graphs) == 2
     others = [row for graph in report.graphs for row in graph.what_if if row.change == "device profile h200"]
     assert len(others) == 2 and all(0 < row.predicted_ns <= row.serial_ns for row in others)
-    assert printed.err.splitlines() == ["building the model", "compiling", "running steps"]
+    smaller = [next(row for row in graph.what_if if row.batch == 16) for graph in report.graphs]
+    assert all(row.serial_ns < graph.serial_ns for row, graph in zip(smaller, report.graphs, strict=True))
+    lines = ["building the model", "compiling", "running steps", "batch 16: tracing and planning"]
+    assert printed.err.splitlines() == lines
 
 
 # ------------------------------------------------------------------------------------------------------ the other ones

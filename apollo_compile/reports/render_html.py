@@ -25,7 +25,7 @@ import jinja2
 from apollo_compile.ir import Lane, LaneId
 from apollo_compile.reports.colors import COLORS
 from apollo_compile.reports.render_text import NOTHING_YET, describe_device, describe_search
-from apollo_compile.reports.words import describe
+from apollo_compile.reports.words import OTHER_BATCHES, describe
 from apollo_compile.select import PLAN
 from apollo_compile.text import format_lane, mark_source
 from apollo_compile.units import format_bytes, format_ns
@@ -68,6 +68,7 @@ def _template() -> jinja2.Template:
         PLAN=PLAN,
         by_id=lambda graph: {segment.id: segment for segment in graph.segments},
         NOTHING_YET=NOTHING_YET,
+        OTHER_BATCHES=OTHER_BATCHES,
         ROW=ROW,
         color=lambda graph, branch: graph.branches.index(branch) % len(COLORS),
         colors=COLORS,

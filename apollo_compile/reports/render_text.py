@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from tabulate import tabulate
 
 from apollo_compile.ir import Lane, LaneId, Verdict
-from apollo_compile.reports.words import describe
+from apollo_compile.reports.words import OTHER_BATCHES, describe
 from apollo_compile.select import PLAN
 from apollo_compile.text import draw_lanes, mark_source
 from apollo_compile.units import format_bytes, format_ns
@@ -110,7 +110,8 @@ def _render_what_if(graph: GraphSummary) -> str:
     rows = [
         (row.change, format_ns(row.serial_ns), format_ns(row.predicted_ns), f"{row.gain:.2f}x") for row in graph.what_if
     ]
-    return _table(rows, ("what if", "on one lane", "planned", "gain"), "lrrr")
+    table = _table(rows, ("what if", "on one lane", "planned", "gain"), "lrrr")
+    return table if graph.compares_batches else f"{table}\n{OTHER_BATCHES}"
 
 
 def _render_verdict(verdict: Verdict) -> str:

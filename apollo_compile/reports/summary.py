@@ -203,6 +203,8 @@ class WhatIf:
     units: int
     serial_ns: int
     predicted_ns: int
+    batch: int | None = None
+    """The number of samples, where that is what differs."""
 
     @property
     def gain(self) -> float:
@@ -290,6 +292,11 @@ class GraphSummary:
     def possible_gain(self) -> float:
         """Serial time over the bound: no plan gains more."""
         return _ratio(self.serial_ns, self.bound_ns)
+
+    @property
+    def compares_batches(self) -> bool:
+        """Whether other batch sizes are among the comparisons."""
+        return any(row.batch is not None for row in self.what_if)
 
     @property
     def lanes_used(self) -> tuple[LaneSummary, ...]:

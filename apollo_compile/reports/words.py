@@ -31,6 +31,12 @@ SMALL_GAIN = 1.02
 
 MAX_PAIRS = 4
 
+OTHER_BATCHES = (
+    "Other batch sizes are traced anew, which takes the model's inputs: apollo explain or report --batch 16,32, or "
+    "apollo_compile.plan_model(..., batches=(16, 32))."
+)
+"""Below comparisons that have none: no compiled model keeps its inputs."""
+
 WRONG = 1.1
 """Measured over predicted time from which the difference is worth a sentence."""
 

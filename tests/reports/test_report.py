@@ -12,8 +12,8 @@ from markupsafe import escape
 from apollo_compile.errors import ReportFileError
 from apollo_compile.ir import Standing, Verdict
 from apollo_compile.reports.report import Report
-from apollo_compile.reports.summary import Bottleneck, Limit, summarize
-from apollo_compile.reports.words import describe, explain_place
+from apollo_compile.reports.summary import Bottleneck, Limit, WhatIf, summarize
+from apollo_compile.reports.words import OTHER_BATCHES, describe, explain_place
 from apollo_compile.select import INDUCTOR, SERIAL
 from benchmarks.graphs import WORKLOADS
 from tests.reports.reports import a_break, compile_graph, invent_run, workload_report
@@ -154,6 +154,15 @@ def test_a_run_that_took_longer_than_predicted_is_told_with_the_module_that_did(
     graph = report.graphs[0]
     exact = replace(graph, predicted_ns=1000)
     assert "The last run" not in " ".join(describe(exact, report))
+
+
+def test_comparisons_without_batches_say_how_to_get_them() -> None:
+    """On the page as in the text; a compiled model cannot be asked, for it does not keep its inputs."""
+    units = WhatIf(change="8 units", units=8, serial_ns=200, predicted_ns=100)
+    batch = WhatIf(change="batch 16", units=2, serial_ns=200, predicted_ns=100, batch=16)
+    for rows, is_told in (((units,), True), ((units, batch), False), ((), False)):
+        report = Report(graphs=(summarize(compilation(), RUN, what_if=rows),), handed_over=())
+        assert (OTHER_BATCHES in str(report)) is (escape(OTHER_BATCHES) in report.to_html()) is is_told
 
 
 def test_why_names_times_needs_and_neighbours() -> None:
