@@ -17,6 +17,7 @@ What a launcher of several processes tells them, LOCAL_RANK and LOCAL_WORLD_SIZE
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 from collections.abc import Iterator, Mapping
@@ -164,10 +165,13 @@ def load_config(options: Mapping[str, Any] | None = None) -> Config:
         text = os.environ.get(variable)
         if text is not None and text != "":
             value = _FLAGS.get(text.lower(), text) if name in _FLAG_OPTIONS else text
-            config = _set(config, name.split("."), value, f"environment variable {variable}")
+            origin = f"environment variable {variable}"
+            config = _set(config, name.split("."), value, origin)
+            _check_level(name, value, origin)
     for name, value in _flatten(options or {}):
         config = _set(config, name.split("."), value, f"option {name!r}")
         _check_range(name, value)
+        _check_level(name, value, f"option {name!r}")
     return config if config.device.cache else _set(config, ["device", "cache"], _user_cache(), "cache directory")
 
 
@@ -227,6 +231,11 @@ def _check_range(name: str, value: Any) -> None:
     if value is not None and name in _RANGES and not least <= value <= largest:
         expected = f"at least {least}" if largest == math.inf else f"between {least} and {largest}"
         raise ConfigError(f"option {name!r} is {value!r}; expected {expected}")
+
+
+def _check_level(name: str, value: Any, origin: str) -> None:
+    if name == "debug.log" and value is not None and value.upper() not in (known := logging.getLevelNamesMapping()):
+        raise ConfigError(f"{origin} has value {value!r}; choose one of {', '.join(known)}")
 
 
 def _convert(value: Any, kind: Any, origin: str) -> Any:

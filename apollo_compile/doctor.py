@@ -19,10 +19,11 @@ from importlib import import_module, metadata
 from pathlib import Path
 
 from apollo_compile.cgroup import granted_cores
-from apollo_compile.config import load_config
+from apollo_compile.config import Config, load_config
 from apollo_compile.device import ProfileState, cached_profile_path, inspect_profile, machine_fingerprint
-from apollo_compile.errors import ConfigError
+from apollo_compile.errors import ConfigError, PlanFileError
 from apollo_compile.findings import Finding, Level
+from apollo_compile.plan_file import read_plans
 
 LEAST_TORCH = (2, 11)
 
@@ -44,6 +45,9 @@ class Facts:
     handles_problem: str | None = None
     """Why torch's tensor handles cannot be used; None where they can."""
     config_problem: str | None = None
+    """Why the environment's settings are refused; None where they are not."""
+    plan_problem: str | None = None
+    """Why the plans that it names cannot be read; None where they can."""
     compiler: str | None = None
     compiler_problem: str | None = None
     """Why a program with OpenMP cannot be compiled; None where it can."""
@@ -153,6 +157,13 @@ def _config(facts: Facts) -> Finding:
             message=facts.config_problem,
             advice="correct the environment variable, or unset it",
         )
+    if facts.plan_problem is not None:
+        return Finding(
+            level=Level.WARNING,
+            subject="settings",
+            message=facts.plan_problem,
+            advice="correct APOLLO_PLAN, or unset it; until then graphs are planned anew",
+        )
     return Finding(level=Level.OK, subject="settings", message="the environment's are valid")
 
 
@@ -176,14 +187,15 @@ def _compiler(facts: Facts) -> Finding:
 
 def _cores(facts: Facts) -> list[Finding]:
     found = []
-    usable = min(facts.allowed_cores, facts.threads or facts.allowed_cores)
+    seen = min(facts.allowed_cores, facts.threads or facts.allowed_cores)
+    usable = seen if facts.core_limit is None else min(seen, max(1, int(facts.core_limit)))
     if usable == 1:
         found.append(
             Finding(
                 level=Level.WARNING,
                 subject="cores",
                 message=f"one core of {facts.cores}: there is nothing that modules could share",
-                advice="allow the process more cores (taskset, the container's cpuset, OMP_NUM_THREADS)",
+                advice="allow the process more cores (taskset, the container's limits, OMP_NUM_THREADS)",
             )
         )
     else:
@@ -202,17 +214,17 @@ def _cores(facts: Facts) -> list[Finding]:
             Finding(
                 level=Level.NOTE,
                 subject="threads",
-                message=f"torch uses {facts.threads} threads of {facts.allowed_cores} cores, and so does apollo",
+                message=f"torch uses {facts.threads} of {facts.allowed_cores} cores, and so does apollo",
                 advice="torch.set_num_threads or OMP_NUM_THREADS changes that",
             )
         )
-    if facts.core_limit is not None and facts.core_limit < usable:
+    if facts.core_limit is not None and facts.core_limit < seen:
         found.append(
             Finding(
                 level=Level.WARNING,
                 subject="container",
-                message=f"the container grants {facts.core_limit:g} cores' worth of time, but {usable} cores are seen: "
-                f"apollo uses {max(1, int(facts.core_limit))}, and torch's threads may stop in the midst of a step",
+                message=f"the container grants time for {facts.core_limit:g} of {seen} cores that are seen: "
+                f"apollo uses {usable}, and torch's threads may stop in the midst of a step",
                 advice="pin the container to whole cores (--cpuset-cpus) instead of limiting its time (--cpus)",
             )
         )
@@ -274,8 +286,8 @@ def _ortools(facts: Facts) -> Finding:
 
 
 def _cuda(facts: Facts) -> list[Finding]:
-    if facts.torch is None:
-        return []
+    if _torch(facts).level is Level.ERROR:
+        return []  # nobody could ask it
     if facts.cuda_devices:
         names = ", ".join(facts.cuda_devices)
         return [
@@ -300,11 +312,17 @@ def look() -> Facts:
     parsed = _version(version) if version else None
     is_usable = parsed is not None and parsed >= LEAST_TORCH and torch_problem is None
     native_problem = _problem_of("apollo_compile._native")
-    cache, config_problem = _look_at_config()
+    config, config_problem = _look_at_config()
+    cache = None if config is None else config.device.cache
     compiler = next((found for name in _COMPILERS if (found := shutil.which(name))), None)
     threads = _threads() if is_usable else None
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    state, path, detail = _look_at_profile(cache, _units(allowed, threads)) if is_usable else (None, None, "")
+    state: ProfileState | None = None
+    path, detail = None, ""
+    if config is not None and is_usable:
+        config_problem = _profile_problem(config) if native_problem is None else None
+        if config_problem is None:
+            state, path, detail = _look_at_profile(config, _units(allowed, threads))
     return Facts(
         python=f"{platform.python_version()} on {platform.system()} {platform.machine()}",
         torch=version,
@@ -312,6 +330,7 @@ def look() -> Facts:
         native_problem=native_problem,
         handles_problem=_handles_problem() if is_usable and native_problem is None else None,
         config_problem=config_problem,
+        plan_problem=None if config is None else _plan_problem(config),
         compiler=compiler,
         compiler_problem=None if compiler is None else _try_compiler(compiler),
         cores=os.cpu_count() or 1,
@@ -361,11 +380,35 @@ def _handles_problem() -> str | None:
     return None
 
 
-def _look_at_config() -> tuple[Path | None, str | None]:
+def _look_at_config() -> tuple[Config | None, str | None]:
     try:
-        return load_config().device.cache, None
+        return load_config(), None
     except ConfigError as error:
         return None, str(error)
+
+
+def _profile_problem(config: Config) -> str | None:
+    """Return why the profile that was named cannot be used; None if it can, or if none was."""
+    if config.device.profile is None:
+        return None
+    try:
+        from apollo_compile.backend import select_profile
+
+        select_profile(config)
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+def _plan_problem(config: Config) -> str | None:
+    """Return why the plans that were named cannot be read; None if they can, or if none were."""
+    if config.plan.file is None:
+        return None
+    try:
+        read_plans(config.plan.file)
+    except PlanFileError as error:
+        return str(error)
+    return None
 
 
 def _threads() -> int:
@@ -417,10 +460,11 @@ def _units(allowed: int, threads: int | None) -> int:
         return min(allowed, threads or allowed)
 
 
-def _look_at_profile(cache: Path | None, units: int) -> tuple[ProfileState | None, Path | None, str]:
-    if cache is None:
-        return None, None, ""
-    path = cached_profile_path(cache, units)
+def _look_at_profile(config: Config, units: int) -> tuple[ProfileState, Path, str]:
+    if config.device.profile is not None:
+        return ProfileState.CURRENT, config.device.profile, "named by APOLLO_PROFILE"
+    assert config.device.cache is not None, "load_config fills it in"
+    path = cached_profile_path(config.device.cache, units)
     found = inspect_profile(path, machine_fingerprint(units))
     return found.state, path, found.detail
 

@@ -74,13 +74,17 @@ def test_a_machine_in_order_has_nothing_to_do() -> None:
         ({"native_problem": "ImportError: x"}, "native runtime", "error", "does not load", "make native"),
         ({"handles_problem": "no function"}, "native runtime", "error", "tensors of torch", "release of torch"),
         ({"config_problem": "APOLLO_LOG is 3"}, "settings", "error", "APOLLO_LOG", "environment variable"),
+        ({"plan_problem": "cannot read a plan from x"}, "settings", "warning", "cannot read a plan", "APOLLO_PLAN"),
         ({"compiler": None}, "C++ compiler", "error", "there is none", "install g++"),
         ({"compiler_problem": "omp.h: No such file"}, "C++ compiler", "error", "omp.h", "libgomp"),
         ({"allowed_cores": 1, "threads": 1}, "cores", "warning", "one core of 8", "more cores"),
         ({"cores": 1, "allowed_cores": 1, "threads": 1}, "cores", "warning", "one core of 1", "more cores"),
         ({"allowed_cores": 4, "threads": 4}, "core mask", "note", "4 of 8", "taskset"),
-        ({"threads": 2}, "threads", "note", "2 threads of 8", "set_num_threads"),
-        ({"core_limit": 1.5}, "container", "warning", "grants 1.5 cores", "--cpuset-cpus"),
+        ({"threads": 2}, "threads", "note", "uses 2 of 8 cores", "set_num_threads"),
+        ({"core_limit": 2.5}, "cores", "ok", "2 of 8 are used", ""),
+        ({"core_limit": 1.5}, "container", "warning", "time for 1.5 of 8 cores", "--cpuset-cpus"),
+        ({"core_limit": 1.5}, "cores", "warning", "one core of 8", "more cores"),
+        ({"core_limit": 0.5}, "container", "warning", "apollo uses 1,", "--cpuset-cpus"),
         ({"has_openmp": False}, "OpenMP", "warning", "without it", "OpenMP"),
         ({"profile": ProfileState.MISSING}, "device profile", "note", "not measured yet", "apollo calibrate"),
         ({"profile": ProfileState.SCALED}, "device profile", "note", "scaled", "apollo calibrate"),
@@ -181,18 +185,31 @@ def test_a_wrong_torch_is_a_finding_without_a_traceback(tmp_path: Path, content:
     assert (status, errors) == (1, "")
     assert found["torch"]["level"] == "error" and message in found["torch"]["message"]
     assert found["C++ compiler"]["level"] == "ok"
+    assert "CUDA" not in found and "device profile" not in found  # nobody could ask torch
 
 
 def test_a_wrong_setting_and_a_blocked_cache_are_findings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A setting that is no setting, and a directory below a file."""
+    """What a compile would refuse or do without, and a directory below a file."""
     blocked = tmp_path / "file"
     blocked.write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(blocked / "below"))
     assert find(look(), "cache").level is Level.WARNING
-    monkeypatch.setenv("APOLLO_DISABLE", "perhaps")
+    absent = str(tmp_path / "absent")
+    for variable, value, message in (
+        ("APOLLO_DISABLE", "perhaps", "APOLLO_DISABLE"),
+        ("APOLLO_LOG", "LOUD", "APOLLO_LOG has value 'LOUD'; choose one of"),
+        ("APOLLO_PROFILE", absent, "cannot read device profile"),
+        ("APOLLO_PROFILE", "h200", "is for a cuda device"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setenv(variable, value)
+            facts = look()
+        assert message in find(facts, "settings").message and not is_fit(diagnose(facts))
+    monkeypatch.setenv("APOLLO_PLAN", absent)
+    monkeypatch.setenv("APOLLO_PROFILE", "cpu")
     facts = look()
-    assert "APOLLO_DISABLE" in find(facts, "settings").message
-    assert not is_fit(diagnose(facts))
+    assert find(facts, "settings").level is Level.WARNING and absent in find(facts, "settings").message
+    assert find(facts, "device profile").message == "cpu, named by APOLLO_PROFILE"
 
 
 def test_what_a_gpu_showed_is_among_the_findings() -> None:
