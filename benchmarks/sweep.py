@@ -3,13 +3,15 @@
     python -m benchmarks.sweep --json build/sweep.json                          every model, float32, SGD
     python -m benchmarks.sweep --json build/sweep.json --settings rotate        every model, each with another setting
     python -m benchmarks.sweep --json build/sweep.json --bodies eager            operator by operator: many times faster
+    python -m benchmarks.sweep --json build/sweep.json --shapes changing         every model, batches of several sizes
     python -m benchmarks.sweep --only clip,bert --precision bfloat16 --optimizer adamw_fused --mode switches
 
-A case is a model in a setting: precision, optimizer, mode, bodies. It takes five optimizer steps from the same weights,
-in eager and compiled; losses, every gradient of every step, and parameters and buffers at the end are compared. In mode
-`switches` the model also runs in eval mode under `no_grad` and `inference_mode`, and in training mode under `no_grad`,
-between two steps. An error counts against a run of eager in float64: what is compiled may be five times as far from it
-as eager in the case's own precision, plus a few bits (`TOLERANCE`).
+A case is a model in a setting: precision, optimizer, mode, shapes, bodies. It takes five optimizer steps from the same
+weights, in eager and compiled; losses, every gradient of every step, and what parameters and buffers are at the end are
+compared. In mode `switches` the model also runs in eval mode under `no_grad` and `inference_mode`, and in training mode
+under `no_grad`, between two steps. With shapes that are `changing`, it is compiled with `dynamic=True`, and models of
+Hugging Face see batches of several sizes. An error counts against a run of eager in float64: what is compiled may be
+five times as far from it as eager in the case's own precision, plus a few bits (`TOLERANCE`).
 
 `make_options` sees to it that it is apollo's own way that runs: no contest, so the plan runs wherever there is one; a
 device profile on which hand-overs between lanes are free, so that plans of tiny models use lanes; every defect of ours
@@ -42,6 +44,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import product
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -63,6 +66,10 @@ if TYPE_CHECKING:
 PRECISIONS = ("float32", "bfloat16", "float64")
 OPTIMIZERS = ("sgd", "adamw_foreach", "adamw_fused", "adamw_compiled")
 MODES = ("train", "switches")
+SHAPES = ("static", "changing")
+BATCHES = (3, 5)
+"""Sizes of batches in between, where shapes change."""
+
 OUTCOMES = ("passed", "fell back", "inductor", "failed")
 
 STEPS = 5
@@ -101,12 +108,15 @@ class Case:
     precision: str = "float32"
     optimizer: str = "sgd"
     mode: str = "train"
+    shapes: str = "static"
     bodies: str = "native"
 
     @property
     def setting(self) -> str:
         """Return all but the model, in words."""
         parts = [self.precision, self.optimizer, self.mode]
+        if self.shapes != "static":
+            parts.append(f"{self.shapes} shapes")
         return ", ".join(parts if self.bodies == "native" else [*parts, f"{self.bodies} bodies"])
 
     def __str__(self) -> str:
@@ -266,17 +276,28 @@ def run_case(case: Case) -> Result:
 
     begin = time.monotonic()
     workload = build_model(case.model)
-    exact = _train_exactly(workload, case)
-    eager = train(workload, case)
+    batches = [workload.inputs] if case.shapes == "static" else [workload.inputs, *other_batches(case.model)]
+    exact = _train_exactly(workload, batches, case)
+    eager = train(workload, batches, case)
     others = backend.compiled_models()
     with tempfile.TemporaryDirectory() as folder:
         options = {**make_options(Path(folder) / "profile.json"), "runtime.bodies": case.bodies}
-        problem = _compare_with(eager, exact, workload, case, {"backend": "apollo", "options": options})
+        shapes = {"dynamic": True} if case.shapes == "changing" else {}
+
+        def compare(**compile_options: Any) -> str:
+            """Return what is wrong with the compiled run; an empty text if nothing is."""
+            try:
+                actual = train(workload, batches, case, **shapes, **compile_options)
+                return find_difference(actual, eager, exact, TOLERANCE[case.precision])
+            except Exception as error:  # whatever it is, it is the result
+                lines = str(error).strip().splitlines() or [""]
+                return f"{type(error).__name__}: {lines[0]}"[:300]
+
+        problem = compare(backend="apollo", options=options)
         found = _look_at_graphs([model for model in backend.compiled_models() if model not in others])
     outcome, inductor_problem = "fell back" if found["reasons"] else "passed", ""
     if problem:
-        problems = (_compare_with(eager, exact, workload, case, {"backend": rival}) for rival in RIVALS[case.bodies])
-        inductor_problem = next(filter(None, problems), "")
+        inductor_problem = next(filter(None, (compare(backend=rival) for rival in RIVALS[case.bodies])), "")
         outcome = "inductor" if inductor_problem else "failed"
     return Result(
         case=case,
@@ -299,6 +320,14 @@ def build_model(name: str) -> Workload:
     return build_spec(name, spec)
 
 
+def other_batches(name: str) -> list[dict[str, Any]]:
+    """Return inputs of other batch sizes for the model `name`; none for a hand-written one."""
+    from benchmarks.workloads import build_spec
+
+    specs = [specs[name] for specs in FAMILIES.values() if name in specs]
+    return [build_spec(name, spec, batch=batch, seed=batch).inputs for spec in specs for batch in BATCHES]
+
+
 def make_options(profile: Path) -> dict[str, Any]:
     """Return the options of the sweep; `profile` is where the device profile is written that they name."""
     from apollo_compile.device import default_profile, save_profile
@@ -312,17 +341,6 @@ def make_options(profile: Path) -> dict[str, Any]:
         "partition.min_segment_share": 0.05,
         "device.profile": profile,
     }
-
-
-def _compare_with(
-    eager: Numbers, exact: Numbers | None, workload: Workload, case: Case, compile_options: Mapping[str, Any]
-) -> str:
-    """Return what is wrong with the compiled run; an empty text if nothing is."""
-    try:
-        return find_difference(train(workload, case, **compile_options), eager, exact, TOLERANCE[case.precision])
-    except Exception as error:  # whatever it is, it is the result
-        lines = str(error).strip().splitlines() or [""]
-        return f"{type(error).__name__}: {lines[0]}"[:300]
 
 
 def _look_at_graphs(models: Sequence[CompiledModel]) -> dict[str, Any]:
@@ -343,8 +361,8 @@ def _look_at_graphs(models: Sequence[CompiledModel]) -> dict[str, Any]:
 # -------------------------------------------------------------------------------------------------------- training
 
 
-def train(workload: Workload, case: Case, **compile_options: Any) -> Numbers:
-    """Train a copy of the model in the setting of `case`; return every number.
+def train(workload: Workload, batches: Sequence[Mapping[str, Any]], case: Case, **compile_options: Any) -> Numbers:
+    """Train a copy of the model in the setting of `case`, on one batch after the other; return every number.
 
     `compile_options` go to `torch.compile`, for the model and, in the setting `adamw_compiled`, for the optimizer's
     step; without any both stay eager.
@@ -355,20 +373,19 @@ def train(workload: Workload, case: Case, **compile_options: Any) -> Numbers:
     gc.collect()  # graphs of earlier cases go with what Dynamo kept for them
     torch.manual_seed(0)
     model = _cast(copy.deepcopy(workload.model), case.precision)
-    inputs = {name: _cast(copy.deepcopy(value), case.precision) for name, value in workload.inputs.items()}
+    inputs = [{name: _cast(copy.deepcopy(value), case.precision) for name, value in b.items()} for b in batches]
     run = torch.compile(model, **compile_options) if compile_options else model
     optimizer, take_step = _make_optimizer(model.parameters(), case.optimizer, compile_options)
     numbers: Numbers = {}
 
-    def loss_of() -> Tensor:
+    def loss_of(step: int) -> Tensor:
         with _autocast(case.precision):
-            return (
-                workload.loss(run(**inputs)).float() if case.precision == "bfloat16" else workload.loss(run(**inputs))
-            )
+            loss = workload.loss(run(**inputs[step % len(inputs)]))
+            return loss.float() if case.precision == "bfloat16" else loss
 
     for step in range(STEPS):
         optimizer.zero_grad(set_to_none=True)
-        loss = loss_of()
+        loss = loss_of(step)
         loss.backward()
         numbers[f"loss of step {step}"] = loss.detach().clone()
         for name, parameter in model.named_parameters():
@@ -376,7 +393,7 @@ def train(workload: Workload, case: Case, **compile_options: Any) -> Numbers:
             numbers[f"gradient of {name} in step {step}"] = None if gradient is None else gradient.clone()
         take_step()
         if case.mode == "switches" and step == 1:
-            numbers |= _run_in_other_modes(run, loss_of)
+            numbers |= _run_in_other_modes(run, partial(loss_of, step))
     for name, value in (*model.named_parameters(), *model.named_buffers()):
         numbers[f"{name} at the end"] = value.detach().clone()
     return numbers
@@ -450,10 +467,10 @@ def _make_optimizer(
     return adamw, adamw.step
 
 
-def _train_exactly(workload: Workload, case: Case) -> Numbers | None:
+def _train_exactly(workload: Workload, batches: Sequence[Mapping[str, Any]], case: Case) -> Numbers | None:
     """Return the numbers of eager in float64; None where the model has parts that insist on another type."""
     try:
-        return train(workload, replace(case, precision="float64"))
+        return train(workload, batches, replace(case, precision="float64"))
     except (RuntimeError, TypeError):
         return None
 
@@ -523,12 +540,13 @@ def _distance(left: Tensor, right: Tensor) -> float:
 
 def _cases(args: argparse.Namespace) -> list[Case]:
     names = [name for name in model_names() if args.only is None or name in args.only]
+    own = {"shapes": args.shapes, "bodies": args.bodies}
     if args.settings == "one":
         return [
-            Case(model=n, precision=args.precision, optimizer=args.optimizer, mode=args.mode, bodies=args.bodies)
-            for n in names
+            Case(model=name, precision=args.precision, optimizer=args.optimizer, mode=args.mode, **own)
+            for name in names
         ]
-    return [replace(case, bodies=args.bodies) for case in rotate(names)]
+    return [replace(case, **own) for case in rotate(names)]
 
 
 def rotate(names: Sequence[str]) -> list[Case]:
@@ -550,6 +568,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--precision", choices=PRECISIONS, default="float32")
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="sgd")
     parser.add_argument("--mode", choices=MODES, default="train")
+    parser.add_argument("--shapes", choices=SHAPES, default="static")
     parser.add_argument("--bodies", choices=BODIES, default="native")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds after which a case hangs")
     parser.add_argument("--budget", type=float, help="begin no case after so many seconds; run again to go on")

@@ -22,6 +22,13 @@ def test_a_model_with_buffers_that_it_writes_trains_in_every_mode() -> None:
     assert result.num_graphs == result.num_in_segments > 0
 
 
+def test_batches_of_several_sizes_run_on_lanes() -> None:
+    """One graph for all of them, forward and backward."""
+    result = _run(model="two_tower", shapes="changing", bodies="eager")
+    assert result.outcome == "passed"
+    assert result.num_in_segments >= 2
+
+
 def test_what_dynamo_leaves_in_eager_is_no_pass_of_ours() -> None:
     """It does not trace recurrent layers of torch, and the result says so."""
     result = _run(model="recurrent")
