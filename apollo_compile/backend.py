@@ -59,7 +59,7 @@ from apollo_compile.inductor import (
 from apollo_compile.ir import Capture, LaneId, Partition, Plan, Role, Trace, Verdict
 from apollo_compile.monitor import is_same_placement, observe_trace, should_replan
 from apollo_compile.observe import StageRunner, warn_of_files
-from apollo_compile.passes.capture import capture_graph
+from apollo_compile.passes.capture import capture_graph, read_formulas, resize_capture
 from apollo_compile.passes.cost import estimate_costs
 from apollo_compile.passes.plan import make_plan
 from apollo_compile.pipeline import (
@@ -191,6 +191,8 @@ class CompiledGraph:
     """The plan's."""
     way: str = PLAN
     """Which way it runs now."""
+    is_for_any_size: bool = False
+    """Whether its one plan runs for all sizes; what they take says nothing of each other then."""
     is_variant: bool = False
     """Whether it is planned for other sizes than those that it was traced with."""
     num_replans: int = 0
@@ -206,7 +208,8 @@ class CompiledGraph:
         self._proposal: Future[Compilation] | None = None
         self._asked_ns = 0
         finding = self.compilation.finding
-        self._is_settled = not self.config.plan.replan or self.config.plan.planner == "serial" or finding is not None
+        is_free = self.config.plan.replan and self.config.plan.planner != "serial" and not self.is_for_any_size
+        self._is_settled = not is_free or finding is not None
         self._others: dict[str, Run] = {}
         self._run: Run
         self.adopt(self.compilation)
@@ -463,7 +466,9 @@ class CompiledModel:
     """Tensors that it was compiled for; a module's parameters are among them, so a report finds its graphs."""
     graphs: list[CompiledGraph] = field(default_factory=list)
     contested: list[CompiledGraph] = field(default_factory=list)
-    """Those of them whose way is decided by measuring."""
+    """Those of them whose way is decided by measuring, in common."""
+    families: list[GraphFamily[CompiledGraph]] = field(default_factory=list)
+    """Of those with dynamic shapes, the plans by bucket of sizes; their graphs are among `graphs` too."""
     device: torch.device = _CPU
     """Where its tensors are, if it is to run on lanes."""
     gpu: Gpu | None = None
@@ -506,6 +511,11 @@ class CompiledModel:
             if graph.selection is not None and graph.selection is not self.selection and graph.selection.verdict:
                 found.append((graph.compilation.capture.name, graph.selection.verdict))
         return found
+
+    def current_graphs(self) -> list[CompiledGraph]:
+        """Return the graphs, of those with dynamic shapes only what ran last."""
+        others = {id(graph) for family in self.families for graph in family.buckets.values()}
+        return [graph for graph in self.graphs if id(graph) not in others] + [each.latest for each in self.families]
 
     @property
     def _history(self) -> History | None:
@@ -587,6 +597,11 @@ class CompiledModel:
         config, commons = self.config, Commons(self.ranks)
         sizes, base = {} if boundary is None else boundary.sizes, name
         if sizes:
+            if config.plan.memory_quota is not None:
+                raise UnsupportedGraphError(
+                    "a memory quota is kept by plans for known sizes only, and its shapes are dynamic; compile with "
+                    "dynamic=False to get lanes"
+                )
             if not self.ranks.is_alone:
                 raise UnsupportedGraphError(
                     "several ranks do not agree on plans for dynamic shapes; compile with dynamic=False to get lanes"
@@ -610,7 +625,8 @@ class CompiledModel:
                 self._keep(compilation, INDUCTOR, None)
             raise NothingToGainError(reason)
         is_contested = _is_contested(compilation.plan, config) and compilation.finding is None
-        original = clone_graph(graph_module) if is_contested or sizes else None
+        original = clone_graph(graph_module) if is_contested else None
+        has_plans_by_size = bool(sizes) and _is_free(compilation.plan, config)
         contract = Contract(
             static_inputs=frozenset(kwargs.get("static_input_idxs") or ()),
             written_inputs=written_inputs(graph_module),
@@ -624,6 +640,7 @@ class CompiledModel:
             mutates=writes_inputs(graph_module),
             compile_whole=partial(compile_again, original, **kwargs) if original is not None and is_contested else None,
             selection=self.selection if is_contested and not sizes else None,
+            is_for_any_size=bool(sizes) and not has_plans_by_size,
             gpu=self.gpu,
             contract=contract,
             memories=self.memories,
@@ -631,8 +648,8 @@ class CompiledModel:
         )
         _log_summary(compilation, planned - begin, time.perf_counter_ns() - planned)
         self.graphs.append(graph)
-        if boundary is not None and original is not None and sizes:
-            return self._make_family(graph, original, boundary, base)
+        if boundary is not None and has_plans_by_size:
+            return self._make_family(graph, graph_module, boundary, base)
         graph.boundary = boundary
         if graph.selection is not None:
             self.contested.append(graph)
@@ -642,23 +659,24 @@ class CompiledModel:
         self, first: CompiledGraph, graph_module: fx.GraphModule, boundary: Boundary, name: str
     ) -> GraphFamily[CompiledGraph]:
         """Return a graph with dynamic shapes; `first` is what it is for the sizes that it was traced with."""
-        config, profile, role = self.config, self.profile, first.compilation.capture.role
+        config, profile = self.config, self.profile
         first.submit = in_background
         compile_whole = None if first.compile_whole is None else _once(first.compile_whole)
+        capture = first.compilation.capture
+        formulas = read_formulas(graph_module, capture)
 
         def hold_contest(graph: CompiledGraph) -> None:
             graph.compile_whole = compile_whole
             if compile_whole is not None:
                 label = graph.compilation.capture.name
-                graph.selection = Selection([graph], partial(_logger.info, "%s: chosen by measuring: %s", label))
+                tell = partial(_logger.info, "%s: chosen by measuring: %s", label)
+                graph.selection = Selection([graph], tell, is_watched=False)
 
         def make(sizes: Mapping[str, int]) -> CompiledGraph:
             begin = time.perf_counter_ns()
-            capture = capture_graph(
-                graph_module, name=_with_sizes(name, sizes), role=role, device=self.device, sizes=sizes
-            )
+            resized = resize_capture(capture, formulas, sizes, name=_with_sizes(name, sizes))
             runner = StageRunner()
-            compilation = compile_sizes(first.compilation, capture, profile=profile, config=config, runner=runner)
+            compilation = compile_sizes(first.compilation, resized, profile=profile, config=config, runner=runner)
             graph = first.planned_as(compilation)
             hold_contest(graph)
             self.graphs.append(graph)
@@ -666,15 +684,18 @@ class CompiledModel:
             return graph
 
         hold_contest(first)
-        return GraphFamily(
+        family = GraphFamily(
             name=name,
             boundary=boundary,
+            symbols=formulas.symbols,
             sizes=boundary.sizes,
             first=first,
             make=make,
             drop=self.graphs.remove,
             is_strict=config.debug.strict,
         )
+        self.families.append(family)
+        return family
 
 
 def plan_graph(
@@ -797,7 +818,7 @@ def is_settled(module: torch.nn.Module) -> bool:
     return all(
         (graph.is_settled or graph.way != PLAN) and (graph.selection is None or graph.selection.is_settled)
         for model in find_models(module)
-        for graph in model.graphs
+        for graph in model.current_graphs()
         if graph.has_run
     )
 
@@ -813,6 +834,12 @@ def _is_contested(plan: Plan, config: Config) -> bool:
     return _may_be_contested(config) and not plan.pinned
 
 
+def _is_free(plan: Plan, config: Config) -> bool:
+    """Whether other sizes may get other plans: not if somebody wants this plan, or the same numbers every time."""
+    is_asked_for = plan.pinned or config.plan.planner == "serial"
+    return not is_asked_for and not torch.are_deterministic_algorithms_enabled()
+
+
 def _may_be_contested(config: Config) -> bool:
     return (
         config.plan.contest
@@ -825,8 +852,13 @@ def _may_be_contested(config: Config) -> bool:
 
 def _once(work: Callable[[], Run]) -> Callable[[], Run]:
     """Return a function that does `work` in its first call, and gives its result or its error in every one."""
-    done = functools.cache(partial(at_once, work))
-    return lambda: done().result()
+    lock, done = threading.Lock(), functools.cache(partial(at_once, work))
+
+    def give() -> Run:
+        with lock:
+            return done().result()
+
+    return give
 
 
 def _with_sizes(name: str, sizes: Mapping[str, int]) -> str:

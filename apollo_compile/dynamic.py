@@ -8,11 +8,14 @@ learns from its own runs and has its own contest, as the graph of a static shape
 
 Bucket      A size up to 8 is its own bucket; above, there are four to each doubling. What is in one bucket differs by
             less than a quarter in every size.
-New bucket  Its first call runs on the plan of the nearest bucket, by the logarithms of the sizes, and so do the calls
-            that follow until its own plan is there. It is made in the background, on one thread for the process, which
-            mostly waits for the planner's process (`planner/apart.py`): no step waits for a plan.
-Memory      At most `MAX_BUCKETS` plans are kept per graph; the one that was not used for longest makes room. One new
-            bucket of a graph is planned at a time; what else is new waits until it is called again.
+            Symbols on which neither bytes nor work depend, as a number that is only added, do not count.
+New bucket  Its first calls run on the plan of the nearest bucket, by the logarithms of the sizes. When it is called
+            again, a plan of its own is made in the background, on one thread for the process, which mostly waits for
+            the planner's process (`planner/apart.py`): no step waits for a plan. One new bucket of a graph is planned
+            at a time; what else is new waits until it is called again.
+Bounds      At most `MAX_BUCKETS` plans are kept per graph; the one that was not used for longest makes room. How often
+            a bucket must have been called before it is planned doubles with every `MAX_BUCKETS` plans made, so that
+            sizes of great variety do not keep the planner busy for ever.
 
 Guarantees: no plan is made twice for a bucket that is kept; a plan that cannot be made is one WARNING, and its bucket
 runs on the plan of its neighbour from then on.
@@ -26,7 +29,8 @@ import logging
 import math
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -35,6 +39,12 @@ from apollo_compile.inductor import Boundary
 _logger = logging.getLogger(__name__)
 
 MAX_BUCKETS = 16
+
+FIRST_PATIENCE = 2
+"""Calls of a new bucket before it is planned, while few have been."""
+
+_MOST_COUNTED = 1024
+"""New buckets whose calls are counted; beyond, counting begins anew."""
 
 Bucket = tuple[int, ...]
 """Per symbol, the largest size of its range."""
@@ -58,9 +68,12 @@ _Graph = TypeVar("_Graph", bound=Planned)
 def bucket_of(size: int) -> int:
     """Return the largest size of the bucket that `size` is in.
 
+    A number below zero is in the bucket of its opposite.
+
     >>> [bucket_of(size) for size in (1, 8, 9, 10, 11, 64, 65, 80, 81)]
     [1, 8, 10, 10, 12, 64, 80, 80, 96]
     """
+    size = abs(size)
     if size <= 8:
         return size
     step = 1 << ((size - 1).bit_length() - 3)
@@ -73,7 +86,8 @@ class GraphFamily(Generic[_Graph]):
     Arguments:
         name: of the graph, for messages.
         boundary: says where the sizes are among the inputs.
-        sizes: what the symbols were when `first` was planned.
+        symbols: those of the boundary's on which plans depend.
+        sizes: what all symbols were when `first` was planned.
         make: plans the graph for other sizes; called in the background.
         drop: called with a graph that is no longer kept.
         is_strict: raise what `make` raises, in the call after it.
@@ -84,6 +98,7 @@ class GraphFamily(Generic[_Graph]):
         *,
         name: str,
         boundary: Boundary,
+        symbols: Collection[str],
         sizes: Mapping[str, int],
         first: _Graph,
         make: Callable[[Mapping[str, int]], _Graph],
@@ -93,6 +108,7 @@ class GraphFamily(Generic[_Graph]):
         self._boxed_call = True
         self._name = name
         self._boundary = boundary
+        self._symbols = tuple(name for name, _ in boundary.symbols if name in symbols)
         self._make = make
         self._drop = drop
         self._is_strict = is_strict
@@ -100,6 +116,11 @@ class GraphFamily(Generic[_Graph]):
         """One graph may serve several buckets."""
         self._used: dict[Bucket, int] = dict.fromkeys(self._graphs, 0)
         self._clock = itertools.count(1)
+        self._num_planned = 0
+        self._missed: Counter[Bucket] = Counter()
+        """Calls of buckets without a plan."""
+        self.latest = first
+        """The graph that ran last on a plan for its sizes."""
         self._planning: Future[None] | None = None
         self._lock = threading.Lock()
         """Guards all of these while they change."""
@@ -119,16 +140,24 @@ class GraphFamily(Generic[_Graph]):
             outputs = self._stand_in(bucket, sizes).run_once(inputs)
         else:
             self._used[bucket] = next(self._clock)
+            self.latest = graph
             outputs = graph(inputs)
         return self._boundary.give(outputs, taken)
 
     def _bucket(self, sizes: Mapping[str, int]) -> Bucket:
-        return tuple(bucket_of(sizes[name]) for name, _ in self._boundary.symbols)
+        return tuple(bucket_of(sizes[name]) for name in self._symbols)
 
     def _stand_in(self, bucket: Bucket, sizes: Mapping[str, int]) -> _Graph:
         """Return the graph of the nearest bucket, and see to it that this one gets its own."""
         with self._lock:
             nearest = min(self._graphs, key=lambda other: _distance(bucket, other))
+            if bucket in self._graphs:  # it has been planned since the caller looked
+                return self._graphs[bucket]
+            if len(self._missed) >= _MOST_COUNTED:
+                self._missed.clear()
+            self._missed[bucket] += 1
+            if self._missed[bucket] < FIRST_PATIENCE * 2 ** (self._num_planned // MAX_BUCKETS):
+                return self._graphs[nearest]
             if self._planning is None or self._planning.done():
                 failed = None if self._planning is None else self._planning.exception()
                 self._planning = None
@@ -147,8 +176,10 @@ class GraphFamily(Generic[_Graph]):
             _logger.warning("%s has no plan of its own for %s: %s: %s", self._name, shown, type(error).__name__, error)
             graph = self._graphs[nearest]
         with self._lock:
+            self._num_planned += 1
+            del self._missed[bucket]
             kept = {**self._graphs, bucket: graph}
-            self._used[bucket] = next(self._clock)
+            self._used = {other: self._used.get(other, 0) for other in self._graphs} | {bucket: next(self._clock)}
             if len(kept) > MAX_BUCKETS:
                 oldest = min(kept, key=lambda other: self._used[other])
                 dropped = kept.pop(oldest)
@@ -163,8 +194,14 @@ def _distance(first: Bucket, second: Bucket) -> float:
 
 
 def in_background(work: Callable[[], _Result]) -> Future[_Result]:
-    """Do something on the thread that plans, after all that it was given before."""
-    return _planner().submit(work)
+    """Do something on the thread that plans, after all that it was given before.
+
+    Where the program has come to its end, nothing is begun any more, and the future stays as it is.
+    """
+    try:
+        return _planner().submit(work)
+    except RuntimeError:
+        return Future()
 
 
 def at_once(work: Callable[[], _Result]) -> Future[_Result]:

@@ -35,6 +35,7 @@ import ctypes
 import functools
 import hashlib
 import logging
+import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -165,8 +166,8 @@ class Boundary:
     """Names of the symbols in the graph's shapes, and the positions of the inputs that give them."""
     traced: tuple[int, ...]
     """What they were when the graph was traced."""
-    computed: tuple[tuple[int, Callable[..., int]], ...]
-    """Positions of outputs that are sizes, and what computes them from the values of `symbols`, in their order."""
+    computed: tuple[tuple[int, Callable[..., Any]], ...]
+    """Positions of outputs that are numbers, and what computes them from the values of `symbols`, in their order."""
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -177,7 +178,7 @@ class Boundary:
         """Leave tensors in the inputs of a call, and return what else was there by position."""
         taken = {position: inputs[position] for position in (*self.objects, *self.numbers)}
         for position in self.numbers:
-            inputs[position] = torch.tensor(inputs[position])
+            inputs[position] = torch.tensor(inputs[position], dtype=torch.int64, device="cpu")
         for position in reversed(self.objects):
             del inputs[position]
         return taken
@@ -215,7 +216,7 @@ def set_aside(
         if values[position].node.expr.is_Symbol and values[position].node.has_hint():
             positions.setdefault(values[position].node.expr, position)
     outputs = list(enumerate(_outputs(graph_module)))
-    sizes = [(place, node.meta["val"].node.expr) for place, node in outputs if _is_size(node)]
+    sizes = [(place, node.meta["val"]) for place, node in outputs if _is_number(node)]
     piece = clone_graph(graph_module)
     copies = piece.graph.find_nodes(op="placeholder")
     output_node = piece.graph.output_node()
@@ -232,7 +233,7 @@ def set_aside(
         numbers=numbers,
         symbols=tuple((str(symbol), position) for symbol, position in positions.items()),
         traced=tuple(values[position].node.hint for position in positions.values()),
-        computed=tuple((place, _compute(size, list(positions))) for place, size in sizes),
+        computed=tuple((place, _compute(size, positions, values)) for place, size in sizes),
     )
     gone = boundary.objects
     kept = [position for position in range(len(placeholders)) if position not in gone]
@@ -241,21 +242,38 @@ def set_aside(
     return piece, inputs, {**kwargs, "static_input_idxs": static}, boundary
 
 
-def _is_size(node: Any) -> bool:
-    return isinstance(node, fx.Node) and isinstance(node.meta.get("val"), torch.SymInt)
+def _is_number(node: Any) -> bool:
+    symbolic = torch.SymInt | torch.SymFloat | torch.SymBool
+    return isinstance(node, fx.Node) and isinstance(node.meta.get("val"), symbolic)
 
 
-def _compute(size: Any, symbols: Sequence[Any]) -> Callable[..., int]:
-    """Return a function of the values of `symbols` that computes a size.
+def _compute(number: Any, positions: Mapping[Any, int], values: Sequence[Any]) -> Callable[..., Any]:
+    """Return a function of the symbols in `positions` that computes a symbolic number.
+
+    Arguments:
+        number: as it was traced.
+        positions: of the symbols among the inputs.
+        values: the inputs, as they were traced.
 
     Raises:
-        UnsupportedGraphError: the size depends on something else.
+        UnsupportedGraphError: the number depends on something else, or on a function that has no form in Python.
     """
-    unknown = size.free_symbols - set(symbols)
+    expr = number.node.expr
+    unknown = expr.free_symbols - positions.keys()
     if unknown:
         names = ", ".join(sorted(map(str, unknown)))
-        raise UnsupportedGraphError(f"the graph returns the size {size}, and none of its inputs says what {names} is")
-    return sympy.lambdify(symbols, size, modules=[{}, "math"], printer=PythonPrinter, cse=False)  # type: ignore[no-any-return]
+        raise UnsupportedGraphError(f"the graph returns the number {expr}, and none of its inputs says what {names} is")
+    try:
+        names_in_code = {"math": math, "torch": torch}
+        compute = sympy.lambdify(list(positions), expr, modules=[names_in_code], printer=PythonPrinter, cse=False)
+        is_right = compute(*(values[position].node.hint for position in positions.values())) == number.node.hint
+    except Exception as error:
+        raise UnsupportedGraphError(
+            f"the graph returns the number {expr}, which Python cannot compute: {error}"
+        ) from error
+    if not is_right:
+        raise UnsupportedGraphError(f"the graph returns the number {expr}, which Python computes otherwise than torch")
+    return compute  # type: ignore[no-any-return]
 
 
 def adopt_layouts(graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
@@ -331,7 +349,7 @@ def compile_again(graph_module: fx.GraphModule, **kwargs: Any) -> Callable[[list
         try:
             with tracing(TracingContext(fake_mode)), _compile_lock, _as_piece():
                 layouts = _output_layouts(piece)
-                with _without_guards(fake_mode):
+                with _within_guards(fakes, is_late=True):
                     compiled = compile_fx_inner(piece, fakes, **_shared(kwargs))
                 _check_layouts("the whole graph", compiled, layouts)
                 made.append(_with_numbers(compiled, fakes))
@@ -348,20 +366,30 @@ def compile_again(graph_module: fx.GraphModule, **kwargs: Any) -> Callable[[list
 
 
 @contextlib.contextmanager
-def _without_guards(fake_mode: Any) -> Iterator[None]:
-    """Refuse what is compiled inside if that relies on more about dynamic sizes than Dynamo checks."""
-    shape_env = None if fake_mode is None else fake_mode.shape_env
-    if shape_env is None:
+def _within_guards(fakes: Sequence[Any], *, is_late: bool = False) -> Iterator[None]:
+    """Let what is compiled inside rely on no more about dynamic sizes than Dynamo checks, once that is fixed.
+
+    Arguments:
+        fakes: inputs of what is compiled.
+        is_late: it is fixed, though nothing says so any more.
+
+    Raises:
+        UnsupportedGraphError: the compiler asks for more, or this torch cannot tell.
+    """
+    sizes = [fake for fake in fakes if isinstance(fake, torch.SymInt)]
+    if not sizes or not (is_late or sizes[0].node.shape_env.frozen):
         yield
         return
-    was_frozen, before = shape_env.frozen, shape_env.counter["ignored_backward_guard"]
-    shape_env.freeze()
+    shape_env = sizes[0].node.shape_env
+    if not hasattr(shape_env, "error_on_new_guards"):
+        raise UnsupportedGraphError(f"torch {torch.__version__} does not tell when code is for some dynamic sizes only")
     try:
-        yield
-    finally:
-        shape_env.frozen = was_frozen
-    if shape_env.counter["ignored_backward_guard"] > before:
-        raise UnsupportedGraphError("Inductor's code for the whole graph would be for some of the dynamic sizes only")
+        with shape_env.error_on_new_guards():
+            yield
+    except Exception as error:
+        if "Guard attempted" not in str(error):
+            raise
+        raise UnsupportedGraphError(f"Inductor's code would be for some of the dynamic sizes only: {error}") from error
 
 
 # ---------------------------------------------------------------------------------------------------------- bodies
@@ -414,7 +442,7 @@ def compile_bodies(
         kwargs: what AOTAutograd passed for the whole graph, such as `is_backward` and `graph_id`.
     """
     shared = _shared(kwargs)
-    with _compile_lock, _as_piece():
+    with _within_guards([fake for _, _, fakes in pieces for fake in fakes]), _compile_lock, _as_piece():
         layouts = [_output_layouts(piece) for _, piece, _ in pieces]
         started = [_start_native(name, piece, fakes, shared) if native else None for name, piece, fakes in pieces]
         bodies = [

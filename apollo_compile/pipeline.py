@@ -126,9 +126,7 @@ def compile_sizes(
 ) -> Compilation:
     """Take a capture of the graph of `first`, for other dynamic sizes, through all stages; its segments stay.
 
-    Raises:
-        InfeasiblePlanError: no plan keeps the memory quota.
-        PlanFileError: with `debug.strict`, the plan file cannot be read or is for another graph.
+    The first plan is not one from a file, and no memory quota is set: both are for one size.
     """
     partition = runner.run(
         "partition",
@@ -138,10 +136,7 @@ def compile_sizes(
         check=partial(check.check_partition, capture=capture),
         text=text.format_partition,
     )
-    pinned = _load_pinned_plan(partition.graph, first.plan.lanes, config)
-    return plan_partition(
-        capture, partition, Observations(), profile=profile, config=config, runner=runner, pinned=pinned
-    )
+    return plan_partition(capture, partition, Observations(), profile=profile, config=config, runner=runner)
 
 
 def _run_cost(

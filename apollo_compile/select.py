@@ -215,15 +215,24 @@ class Selection:
             list may grow until the first contest.
         tell: called with every verdict.
         ranks: who must come to the same verdict.
+        is_watched: whether drift is looked for afterwards; calls that take as long as their sizes make them drift.
     """
 
-    def __init__(self, graphs: Sequence[Graph], tell: Callable[[Verdict], None], ranks: Ranks | None = None) -> None:
+    def __init__(
+        self,
+        graphs: Sequence[Graph],
+        tell: Callable[[Verdict], None],
+        ranks: Ranks | None = None,
+        *,
+        is_watched: bool = True,
+    ) -> None:
         self.verdict: Verdict | None = None
         self._all_graphs = graphs
         self._graphs: tuple[Graph, ...] = ()
         """Those that take part in the latest contest."""
         self._tell = tell
         self._ranks = ranks or Ranks(None)
+        self._is_watched = is_watched and self._ranks.is_alone
         self._num_rounds = itertools.count()
         self._contest: Contest | None = None
         self._procedure: Generator[Contest, None, Verdict] | None = None
@@ -265,7 +274,7 @@ class Selection:
                 for index, other in enumerate(self._graphs):
                     if other is graph:
                         self._contest.record(index, ns)
-            elif self.verdict is not None and self._ranks.is_alone:
+            elif self.verdict is not None and self._is_watched:
                 self._watch.record(ns)
         finally:
             self._lock.release()

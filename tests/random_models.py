@@ -61,10 +61,10 @@ class RandomModel(nn.Module):
         return (*values[5:][-4:], values[-1].detach())
 
 
-def inputs(recipe: list[Step]) -> tuple[torch.Tensor, torch.Tensor]:
+def inputs(recipe: list[Step], rows: int = 3) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the inputs of a recipe's model, the same on every call."""
     generator = torch.Generator().manual_seed(1000 + len(recipe))
-    x = torch.randn(3, 2, WIDTH, generator=generator, dtype=torch.float64)
+    x = torch.randn(rows, 2, WIDTH, generator=generator, dtype=torch.float64)
     return x.requires_grad_(), torch.randn(2, WIDTH, generator=generator, dtype=torch.float64)
 
 

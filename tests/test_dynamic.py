@@ -12,7 +12,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from apollo_compile.dynamic import MAX_BUCKETS, GraphFamily, bucket_of, in_background
+from apollo_compile import dynamic
+from apollo_compile.dynamic import FIRST_PATIENCE, MAX_BUCKETS, GraphFamily, bucket_of, in_background
 from apollo_compile.inductor import Boundary
 
 BOUNDARY = Boundary(
@@ -63,12 +64,15 @@ class Maker:
         return self.made[-1]
 
 
-def family(maker: Maker, *, is_strict: bool = False) -> tuple[GraphFamily[Recorder], Recorder]:
+def family(
+    maker: Maker, *, is_strict: bool = False, symbols: Sequence[str] = ("s0", "s1")
+) -> tuple[GraphFamily[Recorder], Recorder]:
     """Return the plans of one graph, and the first of them."""
     first = Recorder({"s0": 4, "s1": 4})
     made = GraphFamily(
         name="graph0_forward",
         boundary=BOUNDARY,
+        symbols=symbols,
         sizes=first.sizes,
         first=first,
         make=maker,
@@ -85,6 +89,13 @@ def call(graphs: GraphFamily[Recorder], first: int, second: int) -> None:
     assert size == first * second and isinstance(size, int)
 
 
+def insist(graphs: GraphFamily[Recorder], first: int, second: int) -> None:
+    """Call a family until it has a plan for these sizes, or knows that there is none."""
+    for _ in range(FIRST_PATIENCE):
+        call(graphs, first, second)
+    wait()
+
+
 def wait() -> None:
     """Return when all that was to be planned is planned."""
     in_background(lambda: None).result(60)
@@ -97,6 +108,7 @@ def test_a_bucket_is_an_eighth_to_a_quarter_wide(size: int) -> None:
     assert size <= top < max(size + 1, 1.25 * size)
     assert bucket_of(top) == top
     assert bucket_of(size + 1) in (top, bucket_of(top + 1))
+    assert bucket_of(-size) == top
 
 
 def test_sizes_of_one_bucket_share_a_plan() -> None:
@@ -116,12 +128,15 @@ def test_a_new_bucket_runs_on_the_nearest_plan_until_it_has_its_own() -> None:
     graphs, first = family(maker)
     maker.gate.clear()
     call(graphs, 64, 64)
+    wait()
+    assert maker.made == []  # once is not enough
     call(graphs, 60, 60)
-    assert first.calls == ["stand-in", "stand-in"]
+    call(graphs, 60, 60)
+    assert first.calls == ["stand-in"] * 3
     maker.gate.set()
     wait()
     call(graphs, 63, 57)
-    assert [made.sizes for made in maker.made] == [{"s0": 64, "s1": 64}]
+    assert [made.sizes for made in maker.made] == [{"s0": 60, "s1": 60}]
     assert maker.made[0].calls == ["own"]
     call(graphs, 70, 64)
     assert maker.made[0].calls == ["own", "stand-in"]
@@ -134,7 +149,7 @@ def test_one_bucket_is_planned_at_a_time() -> None:
     maker = Maker()
     graphs, _ = family(maker)
     maker.gate.clear()
-    for size in (16, 32, 64):
+    for size in (16, 32, 64) * FIRST_PATIENCE:
         call(graphs, size, 4)
     maker.gate.set()
     wait()
@@ -149,19 +164,67 @@ def test_what_was_not_used_for_longest_makes_room() -> None:
     maker = Maker()
     graphs, first = family(maker)
     for size in range(1, MAX_BUCKETS):
-        call(graphs, 4, 2**size * 8)
-        wait()
+        insist(graphs, 4, 2**size * 8)
         call(graphs, 4, 4)
     assert len(graphs.buckets) == MAX_BUCKETS
     assert maker.dropped == []
-    call(graphs, 8, 8)
-    wait()
+    insist(graphs, 8, 8)
     assert maker.dropped == maker.made[:1]
     assert len(graphs.buckets) == MAX_BUCKETS
     assert first in graphs.buckets.values()
-    call(graphs, 4, 16)
-    wait()
+    insist(graphs, 4, 16)
+    assert maker.made[-1].sizes == {"s0": 8, "s1": 8}  # it takes longer now
+    insist(graphs, 4, 16)
     assert maker.made[-1].sizes == {"s0": 4, "s1": 16}
+
+
+def test_great_variety_is_planned_less_and_less() -> None:
+    """Every size is new: for as many plans as are kept, twice as many calls are needed every time."""
+    maker = Maker()
+    graphs, _ = family(maker)
+    made = []
+    for calls in (2, 4, 8):
+        before = len(maker.made)
+        for number in range(4 * MAX_BUCKETS):
+            for _ in range(calls):
+                call(graphs, 2 ** (number % 8), 2 ** (number // 8 + calls + 8))
+            wait()
+        made.append(len(maker.made) - before)
+    assert made == [MAX_BUCKETS] * 3
+
+
+def test_only_symbols_on_which_plans_depend_make_buckets() -> None:
+    """A number that is only added, as the step of a schedule, needs no plan."""
+    maker = Maker()
+    graphs, first = family(maker, symbols=("s1",))
+    for number in range(40):
+        call(graphs, 100 + number, 4)
+    wait()
+    assert maker.made == []
+    assert first.calls == ["own"] * 40
+
+
+def test_nothing_is_planned_when_the_program_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that is still at it runs on the plans there are."""
+
+    def refuse() -> None:
+        raise RuntimeError("cannot schedule new futures after interpreter shutdown")
+
+    monkeypatch.setattr(dynamic, "_planner", refuse)
+    maker = Maker()
+    graphs, first = family(maker, is_strict=True)
+    for _ in range(5):
+        call(graphs, 64, 64)
+    assert first.calls == ["stand-in"] * 5
+
+
+def test_sizes_are_on_the_cpu_whatever_the_default_device_is() -> None:
+    """The bodies read them there."""
+    graphs, _ = family(Maker())
+    tensor = torch.ones(3)
+    with torch.device("meta"):
+        product, _ = graphs([4, tensor, 4])
+    assert product.device.type == "cpu"
 
 
 def test_a_plan_that_cannot_be_made_is_one_warning(caplog: pytest.LogCaptureFixture) -> None:
@@ -171,12 +234,11 @@ def test_a_plan_that_cannot_be_made_is_one_warning(caplog: pytest.LogCaptureFixt
     maker.fails = True
     with caplog.at_level(logging.WARNING, logger="apollo_compile"):
         for _ in range(3):
-            call(graphs, 64, 64)
-            wait()
+            insist(graphs, 64, 64)
     assert [record.getMessage() for record in caplog.records] == [
         "graph0_forward has no plan of its own for s0=64, s1=64: ValueError: no plan for this"
     ]
-    assert first.calls == ["stand-in", "own", "own"]
+    assert first.calls == ["stand-in"] * 2 + ["own"] * 4
 
 
 def test_strict_raises_what_went_wrong() -> None:
@@ -184,8 +246,7 @@ def test_strict_raises_what_went_wrong() -> None:
     maker = Maker()
     graphs, _ = family(maker, is_strict=True)
     maker.fails = True
-    call(graphs, 64, 64)
-    wait()
+    insist(graphs, 64, 64)
     with pytest.raises(ValueError, match="no plan for this"):
         call(graphs, 64, 64)
 

@@ -32,13 +32,14 @@ from __future__ import annotations
 import operator
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import sympy
 import torch
 from torch import fx
 
-from apollo_compile.cost_model.work import WorkKind, evaluate, evaluate_formula, expression, work_of
+from apollo_compile.cost_model.work import NodeWork, WorkKind, evaluate, evaluate_formula, expression, work_of
 from apollo_compile.errors import UnsupportedGraphError
 from apollo_compile.ir import Capture, Node, NodeId, NodeKind, Role, Work
 
@@ -82,19 +83,12 @@ Expr: TypeAlias = Any
 _Symbolic = torch.SymInt | torch.SymFloat | torch.SymBool
 
 
-def capture_graph(
-    graph_module: fx.GraphModule,
-    *,
-    name: str,
-    role: Role,
-    device: torch.device = _CPU,
-    sizes: Mapping[str, int] | None = None,
-) -> Capture:
+def capture_graph(graph_module: fx.GraphModule, *, name: str, role: Role, device: torch.device = _CPU) -> Capture:
     """Read `graph_module`, whose lanes are on `device`; raise UnsupportedGraphError naming what they cannot run.
 
-    `sizes` says what symbols of dynamic shapes are taken to be, by name; the others have the values of the trace.
+    The symbols of dynamic shapes are taken to be what they were in the trace.
     """
-    symbols = _Symbols(graph_module, sizes or {})
+    symbols = _Symbols(graph_module)
     ids: dict[fx.Node, NodeId] = {}
     nodes: list[Node] = []
     order = _OrderKeeper()
@@ -129,7 +123,7 @@ def capture_graph(
                 is_collective=is_collective,
                 module=module_path(fx_node),
                 sizes=tuple(sorted(ids[value] for value in symbols.needed_by(fx_node))),
-                num_bytes=sum(evaluate_formula(_num_bytes(tensor), symbols.hints) for tensor in _tensors_of(fx_node)),
+                num_bytes=evaluate_formula(_num_bytes(fx_node), symbols.hints),
                 work=Work() if work is None else evaluate(work, symbols.hints),
                 signature=_signature(fx_node, inputs, ids),
                 value=_describe(fx_node, fx_node.meta.get("val")),
@@ -143,6 +137,47 @@ def capture_graph(
         without_formula=tuple(sorted(without_formula)),
         sizes=tuple(sorted((str(symbol), value) for symbol, value in symbols.hints.items())),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Formulas:
+    """Bytes and work of the nodes of a graph, in the symbols of its shapes."""
+
+    num_bytes: tuple[Expr, ...]
+    work: tuple[NodeWork | None, ...]
+
+    @property
+    def symbols(self) -> dict[str, sympy.Symbol]:
+        """The symbols that occur, by name: what bytes and work depend on."""
+        works = (work for work in self.work if work is not None)
+        formulas = [*self.num_bytes, *(f for w in works for f in (w.flops, w.bytes_read, w.bytes_written, w.tiles))]
+        return {str(symbol): symbol for formula in formulas for symbol in formula.free_symbols}
+
+
+def read_formulas(graph_module: fx.GraphModule, capture: Capture) -> Formulas:
+    """Return what `resize_capture` needs for other sizes; nothing of torch is in it."""
+    fx_nodes = [fx_node for fx_node in graph_module.graph.nodes if fx_node.op != "output"]
+    return Formulas(
+        num_bytes=tuple(_num_bytes(fx_node) for fx_node in fx_nodes),
+        work=tuple(
+            work_of(fx_node) if node.kind is NodeKind.COMPUTE else None
+            for fx_node, node in zip(fx_nodes, capture.nodes, strict=True)
+        ),
+    )
+
+
+def resize_capture(capture: Capture, formulas: Formulas, sizes: Mapping[str, int], *, name: str) -> Capture:
+    """Return the same graph with the bytes and work that it has for other sizes; see Note [sizes]."""
+    hints = {symbol: sizes[symbol_name] for symbol_name, symbol in formulas.symbols.items()}
+    nodes = tuple(
+        replace(
+            node,
+            num_bytes=evaluate_formula(num_bytes, hints),
+            work=Work() if work is None else evaluate(work, hints),
+        )
+        for node, num_bytes, work in zip(capture.nodes, formulas.num_bytes, formulas.work, strict=True)
+    )
+    return replace(capture, name=name, nodes=nodes, sizes=tuple(sorted(sizes.items())))
 
 
 def module_path(fx_node: fx.Node) -> str:
@@ -159,13 +194,9 @@ def module_path(fx_node: fx.Node) -> str:
 
 
 class _Symbols:
-    """The symbols in the shapes of a graph: which input gives each of them, and what it is taken to be.
+    """The symbols in the shapes of a graph: which input gives each of them, and what it was in the trace."""
 
-    Arguments:
-        sizes: values by name, instead of those of the trace.
-    """
-
-    def __init__(self, graph_module: fx.GraphModule, sizes: Mapping[str, int]) -> None:
+    def __init__(self, graph_module: fx.GraphModule) -> None:
         self.inputs: set[fx.Node] = set()
         """All inputs that are sizes; some are products of symbols and the like."""
         self.hints: dict[sympy.Symbol, int] = {}
@@ -179,7 +210,7 @@ class _Symbols:
             symbol = expression(value)
             if symbol.is_Symbol and symbol not in self._input_of and value.node.has_hint():
                 self._input_of[symbol] = fx_node
-                self.hints[symbol] = sizes.get(str(symbol), value.node.hint)
+                self.hints[symbol] = value.node.hint
 
     def needed_by(self, fx_node: fx.Node) -> set[fx.Node]:
         """Return the inputs that are sizes and that the next node of a walk over the graph has to be told.
@@ -406,6 +437,8 @@ def _output_id(ids: dict[fx.Node, NodeId], value: Any) -> NodeId | None:
     if value is None:
         return None
     if isinstance(value, fx.Node):
+        if isinstance(value.meta.get("val"), _Symbolic):
+            raise UnsupportedGraphError(f"the graph returns {value}, a number that only its shapes say")
         return ids[value]
     raise UnsupportedGraphError(f"the graph returns {value!r}, a {type(value).__name__}, not a tensor")
 
@@ -422,11 +455,14 @@ def _tensors_of(fx_node: fx.Node) -> list[torch.Tensor]:
     return [item for item in (value if isinstance(value, list | tuple) else (value,)) if isinstance(item, torch.Tensor)]
 
 
-def _num_bytes(tensor: torch.Tensor) -> Expr:
-    number = sympy.Integer(tensor.element_size())
-    for size in tensor.shape:
-        number *= expression(size)
-    return number
+def _num_bytes(fx_node: fx.Node) -> Expr:
+    total = sympy.Integer(0)
+    for tensor in _tensors_of(fx_node):
+        number = sympy.Integer(tensor.element_size())
+        for size in tensor.shape:
+            number *= expression(size)
+        total += number
+    return total
 
 
 def _describe(fx_node: fx.Node, value: Any) -> str:

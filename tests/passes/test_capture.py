@@ -17,7 +17,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from apollo_compile.check import check_capture
 from apollo_compile.errors import UnsupportedGraphError
 from apollo_compile.ir import Capture, Node, NodeKind, Role, Work
-from apollo_compile.passes.capture import capture_graph, module_path
+from apollo_compile.passes.capture import capture_graph, module_path, read_formulas, resize_capture
 from apollo_compile.passes.partition import partition_graph
 
 aten = torch.ops.aten
@@ -490,11 +490,15 @@ def test_bytes_and_work_are_those_of_the_sizes_asked_for() -> None:
     hand.graph.output((sine,))
     graph_module = torch.fx.GraphModule({}, hand.graph)
     name = str(size.meta["val"])
-    one, many = (capture_graph(graph_module, name="g", role=Role.FORWARD, sizes={name: number}) for number in (1, 1000))
+    captured = capture(graph_module)
+    formulas = read_formulas(graph_module, captured)
+    assert resize_capture(captured, formulas, {name: 30}, name="test") == captured
+    one, many = (resize_capture(captured, formulas, {name: number}, name="test") for number in (1, 1000))
     assert many.nodes[-1].num_bytes == 1000 * one.nodes[-1].num_bytes == 1000 * 4 * 4
     assert many.nodes[-1].work.flops == 1000 * one.nodes[-1].work.flops > 0
     for first, second in zip(one.nodes, many.nodes, strict=True):
         assert replace(first, num_bytes=0, work=Work()) == replace(second, num_bytes=0, work=Work())
+    assert one.sizes == ((name, 1),)
 
 
 def test_dynamic_shapes_on_a_gpu_are_refused() -> None:
