@@ -643,10 +643,15 @@ def _outputs(graph_module: fx.GraphModule) -> Sequence[Any]:
 
 _LOAD_NOW = (
     "inductor_entry = CppWrapperCodeCache.load_pybinding(",
-    "from torch._inductor.async_compile import AsyncCompile\n"
-    "load_inductor_entry = CppWrapperCodeCache.load_pybinding_async(submit_fn=AsyncCompile.submit, ",
+    "from torch._inductor.async_compile import AsyncCompile, get_compile_threads\n"
+    "load_inductor_entry = CppWrapperCodeCache.load_pybinding_async("
+    "submit_fn=AsyncCompile.submit if get_compile_threads() > 1 else None, ",
 )
-"""In the generated module: do not wait for the C++ compiler when it is imported, ..."""
+"""In the generated module: do not wait for the C++ compiler when it is imported, ...
+
+With one compile thread, `submit` would compile at once, under a lock that the compile itself takes again: that would
+wait for itself.
+"""
 
 _CALL_NOW = ("_wrap_func(inductor_entry)", "_wrap_func(lambda handles: load_inductor_entry()(handles))")
 """... but when it is first called."""

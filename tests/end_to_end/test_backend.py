@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch._inductor.config as inductor_config
 from torch import nn
+from torch._inductor.utils import fresh_cache
 
 import apollo_compile
 from apollo_compile import backend
@@ -148,6 +150,16 @@ def test_a_backward_in_segments_reads_what_inductors_forward_saved(
     assert_same_training(eager, apollo)
     (found,) = backend.compiled_models()[-1:]
     assert [graph.compilation.capture.role for graph in found.graphs] == ["backward"]
+
+
+def test_one_compile_thread_compiles_when_a_body_is_needed() -> None:
+    """As on a machine with one core: nothing waits for itself, and bodies are native all the same."""
+    torch._dynamo.reset()
+    layer, x = nn.Linear(3, 5), torch.ones(7, 3)
+    with fresh_cache(), inductor_config.patch(compile_threads=1), torch.no_grad():
+        torch.testing.assert_close(torch.compile(layer, backend="apollo", options=STRICT)(x), layer(x))
+    (graph,) = backend.find_models(layer)[0].graphs
+    assert all(body.entry_address is not None for body in graph.bodies)
 
 
 def test_two_compiles_write_identical_dumps(tmp_path: Path) -> None:
