@@ -222,6 +222,10 @@ def run_cases(cases: Sequence[Case], *, timeout_s: float) -> Iterator[Result]:
             process.stop()
 
 
+END_LIMIT_S = 120.0
+"""For a process to end that has nothing more to do; on a busy machine an interpreter takes long for that."""
+
+
 class _Worker:
     """A process that runs one case after the other."""
 
@@ -248,7 +252,7 @@ class _Worker:
     def stop(self) -> str:
         """End the process; return how it ended."""
         self._connection.close()
-        self._process.join(timeout=10)
+        self._process.join(timeout=END_LIMIT_S)
         if self._process.exitcode is None:
             self._process.kill()
             self._process.join()

@@ -88,7 +88,7 @@ def _run_torchrun(arguments: list[str], folder: Path) -> str:
         command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
         try:
-            printed, errors = process.communicate(timeout=300)
+            printed, errors = process.communicate(timeout=900)
         except subprocess.TimeoutExpired:
             process.terminate()  # torchrun ends its workers; a kill would leave them behind
             printed, errors = process.communicate()

@@ -216,10 +216,10 @@ print(apart._process.process.pid, flush=True)
 )
 def test_no_process_is_left_behind(end: str) -> None:
     """However the parent ends; a forked child starts its own, and leaves the parent's alone."""
-    done = subprocess.run([sys.executable, "-c", LEAVE + end], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", LEAVE + end], capture_output=True, text=True, timeout=900)
     assert done.returncode == (-signal.SIGKILL if "kill" in end else 0), done.stderr
     pid = int(done.stdout.split()[0])
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while _is_alive(pid) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not _is_alive(pid)
@@ -237,5 +237,5 @@ def _is_alive(pid: int) -> bool:
 def test_this_process_imports_no_ortools() -> None:
     """Its memory and its crashes are the other process's."""
     code = LEAVE + "print(sorted({'ortools', 'pandas'} & set(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=900)
     assert done.stdout.splitlines()[1] == "[]"

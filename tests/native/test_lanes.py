@@ -22,7 +22,7 @@ def run_python(code: str) -> str:
         cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=900,
         check=False,
     )
     assert done.returncode == 0, done.stderr
