@@ -42,7 +42,7 @@ def test_leaked_threads_are_seen() -> None:
             for thread in threads:
                 thread.start()
 
-    slices = watch(step, 3 * SLICES)
+    slices = watch(step, lambda: True, 3 * SLICES)
     stop.set()
     for thread in threads:
         thread.join()
