@@ -715,19 +715,29 @@ def _make_lane_wrapper() -> type | None:
 _LaneWrapper = _make_lane_wrapper()
 
 
+_PRECOMPILED = "torch/csrc/inductor/cpp_wrapper/cpu.h>\n#include <torch/csrc/inductor/cpp_prefix.h"
+"""What Inductor puts between `#include <` and `>`: both headers of a body, where it precompiles the first alone."""
+
+
 @contextlib.contextmanager
 def _lane_wrapper() -> Iterator[None]:
-    """Let Inductor generate CPU code through `_LaneWrapper`."""
+    """Let Inductor generate CPU code through `_LaneWrapper`, and precompile the headers of wrapper and kernels."""
+    from torch._inductor.codecache import CppWrapperCodeCache
     from torch._inductor.codegen.common import device_codegens, init_backend_registration
 
     init_backend_registration()
     saved = device_codegens["cpu"]
+    header = CppWrapperCodeCache.__dict__.get("_get_uncompiled_header")
     device_codegens["cpu"] = type(saved)(saved.scheduling, saved.wrapper_codegen, _LaneWrapper)
+    if header is not None:
+        CppWrapperCodeCache._get_uncompiled_header = classmethod(lambda cls, device: _PRECOMPILED)  # type: ignore[method-assign, assignment]
     try:
         with inductor_config.patch({**_body_options(), "cpp_wrapper": True}):
             yield
     finally:
         device_codegens["cpu"] = saved
+        if header is not None:
+            CppWrapperCodeCache._get_uncompiled_header = header  # type: ignore[method-assign]
 
 
 # -------------------------------------------------------------------------------------------------- tensor handles
