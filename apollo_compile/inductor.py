@@ -49,7 +49,8 @@ import torch._inductor.config as inductor_config
 from torch import fx
 from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner, fake_tensor_prop
-from torch._inductor.fx_passes.post_grad import view_to_reshape
+from torch._inductor.fx_passes.post_grad import noop_registry, view_to_reshape
+from torch._inductor.lowering import clone, register_lowering
 from torch._library.fake_class_registry import FakeScriptObject
 from torch._logging._internal import trace_structured
 from torch.fx.graph import _BoxedCodeGen
@@ -57,6 +58,7 @@ from torch.utils._sympy.printers import PythonPrinter
 
 from apollo_compile.errors import UnsupportedGraphError
 from apollo_compile.ir import Body
+from apollo_compile.overwrites import keep_reads
 from apollo_compile.passes.capture import TORCH_NAMESPACES
 
 _logger = logging.getLogger(__name__)
@@ -99,9 +101,38 @@ def compile_with_inductor(
         patches["recompute_views"] = True
     if backward_at_once:
         patches["force_non_lazy_backward_lowering"] = True
-    randomness = {"fallback_random": True} if eager_randomness else {}
-    with functorch_config.patch(patches), inductor_config.patch(randomness):
-        return compile_fx(graph_module, list(example_inputs), inner_compile=inner_compile)  # type: ignore[return-value]
+    users = inductor_config.joint_custom_pre_pass
+
+    def compile_behind_passes(*args: Any, **kwargs: Any) -> Any:
+        with inductor_config.patch(joint_custom_pre_pass=users):  # it is part of the keys of Inductor's cache
+            return inner_compile(*args, **kwargs)
+
+    own: dict[str, Any] = {"joint_custom_pre_pass": functools.partial(_begin_passes, users)}
+    if eager_randomness:
+        own["fallback_random"] = True
+    with functorch_config.patch(patches), inductor_config.patch(own):
+        return compile_fx(graph_module, list(example_inputs), inner_compile=compile_behind_passes)  # type: ignore[return-value]
+
+
+def _begin_passes(users: Any, graph: fx.Graph) -> None:
+    """Run the user's own passes, and keep reads before writes: Note [Reads before writes] in `overwrites.py`."""
+    for custom in users if isinstance(users, list | tuple) else [users] if users is not None else []:
+        custom(graph)
+    _lower_clones()
+    keep_reads(graph, _copied_by)
+
+
+def _copied_by(node: fx.Node) -> fx.Node | None:
+    """Return what Inductor may take for the same as `node`."""
+    _, source = noop_registry.get(node.target, (None, None))
+    found = source(node.args) if callable(source) else None if source is None else node.args[source]
+    return found if isinstance(found, fx.Node) else None
+
+
+@functools.cache
+def _lower_clones() -> None:
+    """Let Inductor compile `prims.clone`, which it does not know, as it does `aten.clone`."""
+    register_lowering(torch.ops.prims.clone, type_promotion_kind=None)(clone)
 
 
 def compile_plainly(graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:

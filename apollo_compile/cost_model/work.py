@@ -567,7 +567,7 @@ def _make_rules() -> dict[str, _Rule]:
     enter(_RANDOM, _rule(WorkKind.RANDOM, _per_output(40)))  # ten Philox rounds of four instructions a number
     _enter_products(enter)
 
-    enter("convert_element_type device_put", _rule(WorkKind.COPY), "prims")
+    enter("clone convert_element_type device_put", _rule(WorkKind.COPY), "prims")
     enter("fma", _rule(WorkKind.POINTWISE, _per_output(2)), "prims")
     enter("iota", _rule(WorkKind.CONSTANT, read=_nothing), "prims")
     enter("inductor_seeds inductor_seed", _rule(WorkKind.RANDOM, _per_output(1)), "prims")

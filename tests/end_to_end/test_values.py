@@ -212,3 +212,88 @@ def test_two_towers_draw_different_masks_and_the_same_ones_again(lanes: Options)
     assert not torch.equal(first == 0, second == 0)
     (graph,) = backend.compiled_models()[-1].graphs
     assert len(graph.compilation.partition.bodies) < len(graph.compilation.partition.graph.segments)
+
+
+def _copied_and_cleared(x: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
+    similarity = x @ kept.clone().T
+    kept.zero_()
+    return similarity.square()
+
+
+def _used_and_scaled(x: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
+    result = x * kept.sin()
+    kept.mul_(0.5)
+    return result
+
+
+def _used_through_a_view_and_replaced(x: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
+    result = (x.flatten() * (kept.view(-1) + 1)).sin()
+    kept.copy_(x.detach())
+    return result
+
+
+def _used_in_parts_and_added_to(x: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
+    left, right = kept.chunk(2, dim=1)
+    result = x * (left.exp() + right.exp()).repeat(1, 2)
+    kept.add_(1)
+    return result
+
+
+def _copied_twice_and_written_between(x: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
+    old = kept.clone()
+    kept.mul_(0.5)
+    new = kept.clone()
+    kept.mul_(0.5)
+    return (x @ old.T).tanh() * (x @ new.T).tanh()
+
+
+USES = (
+    _copied_and_cleared,
+    _used_and_scaled,
+    _used_through_a_view_and_replaced,
+    _used_in_parts_and_added_to,
+    _copied_twice_and_written_between,
+)
+
+
+class _Users(nn.Module):
+    """For every use a parameter and a buffer, named by it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.x = nn.ParameterDict({use.__name__: torch.randn(4, 4) for use in USES})
+        for use in USES:
+            self.register_buffer(use.__name__, torch.randn(4, 4))
+
+    def forward(self) -> torch.Tensor:
+        results = [use(self.x[use.__name__], getattr(self, use.__name__)) for use in USES]
+        return torch.stack([result.sum() for result in results]).sum()
+
+
+@values("buffers that are used, then written")
+def test_gradients_are_of_the_values_that_were_used(lanes: Options) -> None:
+    """In each of five ways to use one; Inductor alone reads the buffer again, and its gradients are silently wrong."""
+    expected, actual = _Users(), _Users()
+    run = torch.compile(actual, backend="apollo", options={**lanes["options"], "runtime.bodies": "eager"})
+    for _ in range(2):
+        for call in (run, expected):
+            call().backward()
+        for name, parameter in expected.named_parameters():
+            torch.testing.assert_close(
+                actual.get_parameter(name).grad, parameter.grad, msg=lambda m, n=name: f"{n}: {m}"
+            )
+        torch.testing.assert_close(dict(actual.named_buffers()), dict(expected.named_buffers()))
+
+
+def _swap(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    old = x.clone()
+    x.copy_(y)
+    y.copy_(old)
+    return x - y
+
+
+@values("inputs that change places")
+def test_two_inputs_change_places(lanes: Options) -> None:
+    """Compiled code does not take the copy for nothing either."""
+    same_call(_swap, (floats(8, 8), floats(8, 8, seed=1)), lanes)
