@@ -45,9 +45,11 @@ from apollo_compile.inductor import (
     compile_plainly,
     compile_whole,
     compile_with_inductor,
+    compiler_complaint,
     compiler_settings,
     extract_body,
     interpret_bodies,
+    interpret_whole,
     keep_with,
     report_output_strides,
     set_aside,
@@ -586,7 +588,7 @@ class CompiledModel:
             level = logging.INFO if isinstance(error, NothingToGainError) else logging.WARNING
             self.handed_over.append((name, reason))
             _logger.log(level, "%s goes to Inductor whole: %s", name, reason)
-            return compile_whole(graph_module, example_inputs, **kwargs)
+            return self._hand_over(name, graph_module, example_inputs, **kwargs)
         report_output_strides(graph_module)
         return compiled
 
@@ -632,7 +634,13 @@ class CompiledModel:
             written_inputs=written_inputs(graph_module),
             user_outputs=user_outputs(graph_module),
         )
-        bodies = _compile_bodies(graph_module, compilation.partition, config, self.device, **kwargs)
+        try:
+            bodies = _compile_bodies(graph_module, compilation.partition, config, self.device, **kwargs)
+        except Exception as error:
+            self._accept_no_compiler(error)
+            config = replace(config, runtime=replace(config.runtime, bodies="eager"))
+            is_contested = False
+            bodies = _compile_bodies(graph_module, compilation.partition, config, self.device)
         graph = CompiledGraph(
             compilation=compilation,
             bodies=bodies,
@@ -696,6 +704,28 @@ class CompiledModel:
         )
         self.families.append(family)
         return family
+
+    def _hand_over(
+        self, name: str, graph_module: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any
+    ) -> Callable[[list[Any]], Sequence[Any]]:
+        """Let Inductor compile the graph whole, or, without a C++ compiler, run it operator by operator."""
+        original = clone_graph(graph_module)
+        try:
+            compiled: Run = compile_whole(graph_module, example_inputs, **kwargs)
+            return compiled
+        except Exception as error:
+            complaint = self._accept_no_compiler(error)
+            _, reason = self.handed_over.pop()
+            self.handed_over.append((name, f"{reason}; operator by operator, since {complaint}"))
+            return interpret_whole(original)
+
+    def _accept_no_compiler(self, error: Exception) -> str:
+        """Say that the C++ compiler does not work, and return what is wrong, if `error` tells; raise it if not."""
+        complaint = compiler_complaint(error)
+        if complaint is None or self.config.debug.strict or self.device != _CPU:
+            raise error
+        _warn_of_compiler(complaint)
+        return complaint
 
 
 def plan_graph(
@@ -964,6 +994,15 @@ def _gpu_profile(gpu: TorchGpu, config: Config) -> DeviceProfile:
             "name the profile of a GPU, or none"
         )
     return replace(profile, units=gpu.native.num_sms, atom=gpu.native.atom_sms)
+
+
+@functools.cache
+def _warn_of_compiler(complaint: str) -> None:
+    """Say once that nothing can be compiled, however many graphs there are."""
+    _logger.warning(
+        "graphs run operator by operator, since no C++ code can be compiled: %s; 'apollo doctor' looks into it",
+        complaint,
+    )
 
 
 def _log_summary(compilation: Compilation, planning_ns: int, compiling_ns: int) -> None:

@@ -9,9 +9,11 @@
     compiler_settings       all settings that shape what Inductor compiles
     compile_whole           what Inductor would do with a post-AOT graph, untouched
     compile_again           the same, later, for a graph whose outputs others already rely on
+    compiler_complaint      what the C++ compiler failed with, if it was that
     extract_body            cut the nodes of one body out of the graph
     compile_bodies          compile bodies with Inductor: native entry (no GIL) or Python callable
     interpret_bodies        bodies that call one operator after the other
+    interpret_whole         a graph that does
     report_output_strides   tell AOTAutograd the layout of the graph's outputs
     storage_uses            how many tensors refer to the memory of one
     clear_workspaces        let cuBLAS take its workspaces anew
@@ -48,6 +50,7 @@ import torch._functorch.config as functorch_config
 import torch._inductor.config as inductor_config
 from torch import fx
 from torch._guards import TracingContext, detect_fake_mode, tracing
+from torch._inductor import exc, inductor_prims
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner, fake_tensor_prop
 from torch._inductor.fx_passes.post_grad import noop_registry, view_to_reshape
 from torch._inductor.lowering import clone, register_lowering
@@ -423,6 +426,29 @@ def _within_guards(fakes: Sequence[Any], *, is_late: bool = False) -> Iterator[N
         raise UnsupportedGraphError(f"Inductor's code would be for some of the dynamic sizes only: {error}") from error
 
 
+def compiler_complaint(error: BaseException) -> str | None:
+    """Return a line about the C++ compiler if `error` says that there is none, or that it failed; None if not."""
+    seen: BaseException | None = error
+    while seen is not None:
+        match seen:
+            case exc.InvalidCxxCompiler():
+                return str(seen)
+            case exc.CppCompileError():
+                lines = [line.strip() for line in seen.output.splitlines() if line.strip()] or ["no output"]
+                told = next((line for line in lines if "error" in line.lower()), lines[-1])
+                return f"{seen.cmd[0]} failed: {told}"
+            case PermissionError(filename=str(name)) if name in _compilers():
+                return f"{name} is not executable"
+        seen = getattr(seen, "inner_exception", None) or seen.__cause__ or seen.__context__
+    return None
+
+
+def _compilers() -> Sequence[Any]:
+    """Return the names under which Inductor looks for a C++ compiler."""
+    names = inductor_config.cpp.cxx
+    return names if isinstance(names, list | tuple) else [names]
+
+
 # ---------------------------------------------------------------------------------------------------------- bodies
 
 
@@ -490,11 +516,49 @@ def compile_bodies(
 
 def interpret_bodies(pieces: Sequence[tuple[str, fx.GraphModule, Sequence[Any]]]) -> tuple[CompiledBody, ...]:
     """Return bodies that call the operators of pieces one by one, under the GIL; nothing is compiled."""
-    for _, piece, _ in pieces:
-        view_to_reshape(piece)  # type: ignore[no-untyped-call]  # an operator need not lay its result out as traced
-        piece.graph.set_codegen(_BoxedCodeGen())
-        piece.recompile()
-    return tuple(CompiledBody(function=_with_numbers(piece.forward, fakes)) for _, piece, fakes in pieces)
+    return tuple(CompiledBody(function=_with_numbers(_interpret(piece), fakes)) for _, piece, fakes in pieces)
+
+
+def interpret_whole(graph_module: fx.GraphModule) -> Callable[[list[Any]], Sequence[Any]]:
+    """Return what calls the operators of a post-AOT graph one by one, as AOTAutograd calls a compiled graph."""
+    context = TracingContext.try_get()
+    if context is not None and context.output_strides:
+        context.output_strides.clear()  # a compiler that failed may have come so far
+    report_output_strides(graph_module)
+    function = _interpret(graph_module)
+
+    def run(inputs: list[Any]) -> Sequence[Any]:
+        return function(inputs)
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
+
+
+def _interpret(piece: fx.GraphModule) -> Callable[[list[Any]], Sequence[Any]]:
+    view_to_reshape(piece)  # type: ignore[no-untyped-call]  # an operator need not lay its result out as traced
+    for node in piece.graph.nodes:
+        node.target = _SEEDED.get(node.target, node.target)
+    piece.graph.set_codegen(_BoxedCodeGen())
+    piece.recompile()
+    return piece.forward
+
+
+def _draw(size: Sequence[int], seed: torch.Tensor, mode: str, **_: Any) -> torch.Tensor:
+    generator = torch.Generator(seed.device).manual_seed(int(seed))
+    drawn: torch.Tensor = getattr(torch, mode)(size, generator=generator, device=seed.device, dtype=torch.float32)
+    return drawn
+
+
+def _draw_integers(low: int, high: int, size: Sequence[int], seed: torch.Tensor) -> torch.Tensor:
+    generator = torch.Generator(seed.device).manual_seed(int(seed))
+    return torch.randint(low, high, tuple(size), generator=generator, device=seed.device)
+
+
+_SEEDED: Mapping[Any, Callable[..., torch.Tensor]] = {
+    inductor_prims.random: _draw,
+    inductor_prims.randint: _draw_integers,
+}
+"""Inductor's random operators draw the same again from the same seed when compiled, and forget the seed when called."""
 
 
 def _with_numbers(function: Callable[[list[Any]], Sequence[Any]], fakes: Sequence[Any]) -> Callable[..., Any]:

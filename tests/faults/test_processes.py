@@ -97,20 +97,49 @@ def test_without_permission_to_pin_threads_inductor_runs_the_graph_and_a_line_sa
     assert "Operation not permitted" in done.stderr
 
 
-def test_without_a_compiler_the_error_names_it(tmp_path: Path) -> None:
-    """It is Inductor's own, as the user would have without us; one line says that we gave way first."""
+BROKEN_COMPILER = """#!/bin/sh
+[ "$1" = --version ] && echo 'c++ 12' && exit 0
+echo 'fatal error: Python.h: No such file or directory' >&2
+exit 1
+"""
+
+
+@pytest.mark.parametrize(
+    ("script", "complaint"),
+    [
+        (None, "No working C++ compiler"),
+        pytest.param(BROKEN_COMPILER, "failed: fatal error: Python.h", marks=pytest.mark.soak),
+    ],
+    ids=["none", "broken"],
+)
+def test_without_a_compiler_graphs_run_operator_by_operator(tmp_path: Path, script: str | None, complaint: str) -> None:
+    """Forward and backward with one mask of dropout, and a graph that would be Inductor's; one line says so."""
+    compiler = tmp_path / "c++"
+    if script is not None:
+        compiler.write_text(script)
+        compiler.chmod(0o755)
     done = run_python(
         """
-        try:
-            check()
-        except Exception as error:
-            print("No working C++ compiler" in str(error))
+        from torch import nn
+        model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 8))
+        run = torch.compile(model, backend="apollo")
+        x = torch.randn(64, 8, requires_grad=True)
+        torch.manual_seed(1)
+        first = run(x)
+        (gradient,) = torch.autograd.grad(first.sum(), x)
+        torch.manual_seed(1)
+        torch.testing.assert_close((run(x + 1) - first).sum(), gradient.sum(), rtol=1e-3, atol=1e-3)
+        assert not torch.equal(run(x), first), "dropout dropped the same twice"
+        run = torch.compile(lambda x: x.sin().sum(), backend="apollo", dynamic=True)
+        torch.testing.assert_close(run(x), x.sin().sum())
+        print("done")
         """,
-        CXX=str(tmp_path / "nothing"),
+        CXX=str(compiler),
         TORCHINDUCTOR_CACHE_DIR=str(tmp_path),
     )
-    check_end(done, "True\n")
-    assert done.stderr.count("goes to Inductor whole") == 1
+    check_end(done)
+    assert done.stderr.count("graphs run operator by operator") == 1
+    assert complaint in done.stderr
 
 
 @pytest.mark.soak
