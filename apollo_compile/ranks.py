@@ -22,13 +22,15 @@ Note [What ranks agree on]
     a pipeline) settles other topics, and decides alone where nobody else has them. After the verdict nothing is settled
     any more, and so no step talks to the store: with several ranks there is no contest after a drift.
 
-If the store fails, that is one WARNING, and the rank decides alone from then on.
+If the store fails, that is one WARNING, and the rank decides alone from then on. It is still one of several: what it
+measures is measured beside the others, and so is no finding for a process of its own.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
+import weakref
 from collections import Counter
 from typing import Any, Protocol
 
@@ -49,20 +51,18 @@ class Ranks:
     """The ranks of a job, as one of them sees them.
 
     Arguments:
-        store: where they meet; None for a process that is alone.
+        store: where they meet; None if they cannot.
+        is_alone: whether there is one only; by default so without a store.
     """
 
-    def __init__(self, store: Store | None) -> None:
+    def __init__(self, store: Store | None, *, is_alone: bool | None = None) -> None:
+        self.is_alone = store is None if is_alone is None else is_alone
+        """Not so after the store failed: the others are there still."""
         self._store = store
         self._lock = threading.Lock()
         self._num_graphs = 0
         self._times_seen: Counter[str] = Counter()
         self._has_told = False
-
-    @property
-    def is_alone(self) -> bool:
-        """Whether there is nobody to agree with."""
-        return self._store is None
 
     def enroll(self, graph: str, name: str) -> str:
         """Return the topic of one more compiled graph; ranks that compile the same graphs get the same topics.
@@ -104,22 +104,21 @@ class Ranks:
 
 
 _ranks_lock = threading.Lock()
-_ranks: tuple[object, Ranks] | None = None
-"""The default process group and its ranks; guarded by `_ranks_lock`."""
+_ranks: weakref.WeakKeyDictionary[object, Ranks] = weakref.WeakKeyDictionary()
+"""By default process group, of which there is one at a time; guarded by `_ranks_lock`."""
 
 
 def find_ranks() -> Ranks:
     """Return the ranks of the default process group; the same object as long as that group lives."""
-    global _ranks
     import torch.distributed as dist  # reports know the contest, which knows this file, and are read without torch
 
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
         return Ranks(None)
     with _ranks_lock:
         group = dist.group.WORLD
-        if _ranks is None or _ranks[0] is not group:
-            _ranks = (group, Ranks(_open_store(group)))
-        return _ranks[1]
+        if group not in _ranks:
+            _ranks[group] = Ranks(_open_store(group), is_alone=False)
+        return _ranks[group]
 
 
 def _open_store(group: Any) -> Store | None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import threading
+import weakref
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch.distributed as dist
@@ -58,6 +61,48 @@ def test_a_process_alone_decides_alone() -> None:
     assert ranks.settle("topic", "mine") == "mine"
 
 
+@pytest.fixture
+def group() -> Iterator[Callable[[], dist.ProcessGroup]]:
+    """Return a function that makes the default process group anew, of two ranks that never talk to each other."""
+    from torch.testing._internal.distributed.fake_pg import FakeProcessGroup  # noqa: F401  # registers the backend
+
+    def make() -> dist.ProcessGroup:
+        end()
+        dist.init_process_group("fake", rank=0, world_size=2, store=dist.HashStore())
+        assert dist.group.WORLD is not None
+        return dist.group.WORLD
+
+    def end() -> None:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    yield make
+    end()
+
+
+def test_the_ranks_of_a_process_group_live_and_end_with_it(group: Callable[[], dist.ProcessGroup]) -> None:
+    """Nothing of ours keeps the group; the next one has ranks of its own."""
+    first = weakref.ref(group())
+    ranks = find_ranks()
+    assert find_ranks() is ranks and not ranks.is_alone
+    group()
+    assert find_ranks() is not ranks
+    gc.collect()
+    assert first() is None
+
+
+def test_a_group_without_a_store_is_of_several_ranks_all_the_same(
+    group: Callable[[], dist.ProcessGroup], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each decides alone, which one line says."""
+    monkeypatch.setattr(dist.ProcessGroup, "get_group_store", lambda _: None)
+    group()
+    ranks = find_ranks()
+    assert not ranks.is_alone
+    assert ranks.settle("plan", "mine") == "mine" and ranks.settle("plan", "other") == "other"
+    assert len(caplog.records) == 1
+
+
 def test_graphs_have_the_same_topic_on_ranks_that_compile_them(caplog: pytest.LogCaptureFixture) -> None:
     """A rank that compiles one more in between finds the others; that is said once."""
     store = dist.HashStore()
@@ -77,7 +122,7 @@ def test_a_store_that_fails_is_asked_once(caplog: pytest.LogCaptureFixture) -> N
     store = BrokenStore()
     ranks = Ranks(store)
     assert ranks.settle("round 3", "mine") == "mine"
-    assert ranks.is_alone
+    assert not ranks.is_alone, "it would keep for a process of its own what it measured beside others"
     assert ranks.settle("round 4", "mine") == "mine"
     assert store.num_calls == 1
     (line,) = [record.getMessage() for record in caplog.records]
