@@ -28,6 +28,7 @@ from apollo_compile import check, text
 from apollo_compile.breaks import find_break
 from apollo_compile.commons import Commons
 from apollo_compile.config import Config, load_config
+from apollo_compile.cores import lie_of_cores
 from apollo_compile.cuda.execute import Contract, CudaExecutable, ModelMemory
 from apollo_compile.cuda.gpu import Gpu, TorchGpu
 from apollo_compile.device import DeviceProfile, discover_profile, limit_units, load_profile, packaged_profiles
@@ -556,6 +557,7 @@ class CompiledModel:
                 partition,
                 profile=self.profile,
                 config=self.config,
+                cores=lie_of_cores(core_share().order[: self.profile.units]),
                 threads=torch.get_num_threads(),
                 compiler=compiler_settings(),
             )

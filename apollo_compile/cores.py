@@ -10,6 +10,10 @@ tells every process its number among those on the machine and how many there are
 
 Contiguous, since neighbours in number mostly share a cache or a socket. The cores of other ranks come behind the own
 ones, for those who ask for more with `device.units`.
+
+    lie_of_cores(cores) -> one tuple per core
+
+says how cores lie to each other: two threads of one core are worth less than two cores.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from apollo_compile.config import local_rank
 
@@ -68,3 +73,24 @@ def _launchers_cores() -> list[int] | None:
         return sorted(os.sched_getaffinity(os.getppid()))
     except (AttributeError, OSError):  # another system, or the parent has gone
         return None
+
+
+_SHARED = ("topology/core_cpus_list", "cache/index3/shared_cpu_list", "topology/physical_package_id")
+"""What cores may have in common: the physical core, the last cache, the socket."""
+
+
+def lie_of_cores(cores: Sequence[int], root: Path = Path("/sys/devices/system/cpu")) -> tuple[tuple[int, ...], ...]:
+    """Return for every core which physical core, last cache and socket it is on; the same for cores that lie alike.
+
+    They are numbered in the order of `cores`. What the system does not tell counts as shared by all.
+    """
+    told = [[_read(root / f"cpu{core}" / name) for core in cores] for name in _SHARED]
+    numbered = [[list(dict.fromkeys(texts)).index(text) for text in texts] for texts in told]
+    return tuple(zip(*numbered, strict=True))
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:  # another system, or one that hides it
+        return ""

@@ -7,10 +7,10 @@ finding per graph is a file: the plan, the measured durations that the plan was 
 that comes from there is not planned again, and a way that won runs from the first step on; the others are not even
 compiled.
 
-A key holds what shaped a finding: the graph, the machine, the profile, the options, Inductor's settings, the versions
-of torch and of this package. A finding is forgotten after `MAX_AGE_S`, because a machine changes in ways that no key
-shows, and the `MAX_FILES` youngest are kept. Files are data; one that cannot be read, or whose plan is not legal for
-the graph, is as if it were not there.
+A key holds what shaped a finding: the graph, the machine, how its cores lie to each other, the profile, the options,
+Inductor's settings, the versions of torch and of this package. A finding is forgotten after `MAX_AGE_S`, because a
+machine changes in ways that no key shows, and the `MAX_FILES` youngest are kept. Files are data; one that cannot be
+read, or whose plan is not legal for the graph, is as if it were not there.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import hashlib
 import json
 import logging
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -102,13 +103,24 @@ class History:
 
 
 def key_of(
-    capture: Capture, partition: Partition, *, profile: DeviceProfile, config: Config, threads: int, compiler: str
+    capture: Capture,
+    partition: Partition,
+    *,
+    profile: DeviceProfile,
+    config: Config,
+    cores: Sequence[tuple[int, ...]],
+    threads: int,
+    compiler: str,
 ) -> str:
-    """Return the name of a graph's finding; `compiler` is Inductor's settings as a text."""
+    """Return the name of a graph's finding.
+
+    `cores` says how those that lanes use lie to each other, and `compiler` is Inductor's settings as a text.
+    """
     graph = partition.graph
     parts = [
         __version__,
         to_json(machine_fingerprint(profile.units)),
+        cores,
         threads,
         compiler,
         format_profile(profile),

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from apollo_compile.cores import divide_cores, share_cores
+from apollo_compile.cores import divide_cores, lie_of_cores, share_cores
 
 
 @pytest.mark.parametrize("num_cores", [1, 2, 3, 8, 12, 64])
@@ -48,3 +50,21 @@ def test_a_launchers_variables_are_followed(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     share = share_cores([0, 1, 2, 3])
     assert (share.own, share.order, share.rank, share.size) == ((2, 3), (2, 3, 0, 1), 1, 2)
+
+
+def test_cores_that_lie_alike_are_the_same_and_threads_of_one_core_are_not(tmp_path: Path) -> None:
+    """Eight threads of four cores, in two sockets with a cache each; thread n shares its core with thread n + 4."""
+    for core in range(8):
+        socket = core % 4 // 2
+        for name, text in (
+            ("topology/core_cpus_list", f"{core % 4},{core % 4 + 4}"),
+            ("topology/physical_package_id", f"{socket}"),
+            ("cache/index3/shared_cpu_list", f"{2 * socket}-{2 * socket + 1}"),
+        ):
+            file = tmp_path / f"cpu{core}" / name
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(text + "\n")
+    neighbours, siblings, strangers = (lie_of_cores(cores, tmp_path) for cores in ((0, 1), (0, 4), (0, 2)))
+    assert len({neighbours, siblings, strangers}) == 3
+    assert lie_of_cores((2, 3), tmp_path) == lie_of_cores((7, 6), tmp_path) == neighbours
+    assert lie_of_cores((0, 1), tmp_path / "hidden") == ((0, 0, 0), (0, 0, 0))

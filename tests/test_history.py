@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -95,7 +96,7 @@ def test_where_nothing_can_be_written_nothing_is_kept(tmp_path: Path) -> None:
 
 
 def test_a_key_holds_all_that_shapes_a_finding() -> None:
-    """Graph, role, profile, options and threads."""
+    """Graph, role, profile, options, how cores lie to each other, and threads."""
     capture = chain_capture(4)
     config = load_config()
 
@@ -103,11 +104,14 @@ def test_a_key_holds_all_that_shapes_a_finding() -> None:
         capture: Capture = capture,
         config: Config = config,
         profile: DeviceProfile = PROFILE,
+        cores: Sequence[tuple[int, ...]] = ((0, 0), (1, 0)),
         threads: int = 4,
         compiler: str = "",
     ) -> str:
         partition = partition_graph(capture, config=config.partition)
-        return key_of(capture, partition, profile=profile, config=config, threads=threads, compiler=compiler)
+        return key_of(
+            capture, partition, profile=profile, config=config, cores=cores, threads=threads, compiler=compiler
+        )
 
     keys = [
         key(),
@@ -117,6 +121,7 @@ def test_a_key_holds_all_that_shapes_a_finding() -> None:
         key(config=load_config({"partition.granularity": "module"})),
         key(config=load_config({"plan.min_gain": 0.5})),
         key(config=load_config({"runtime.bodies": "python"})),
+        key(cores=((0, 0), (0, 0))),
         key(threads=3),
         key(compiler="freezing"),
     ]
