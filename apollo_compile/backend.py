@@ -295,6 +295,12 @@ class CompiledGraph:
         return self._is_settled
 
     @property
+    def remembered(self) -> Verdict | None:
+        """Return the verdict of an earlier process, with whose plan it runs."""
+        finding = self.compilation.finding
+        return None if finding is None else finding.verdict
+
+    @property
     def topic(self) -> str:
         """Its name among the ranks."""
         return self.commons.topic
@@ -628,7 +634,7 @@ class CompiledModel:
             if compilation.finding is None:
                 self._keep(compilation, INDUCTOR, None)
             raise NothingToGainError(reason)
-        is_contested = _is_contested(compilation.plan, config) and compilation.finding is None
+        is_contested = _is_contested(compilation.plan, config)
         original = clone_graph(graph_module) if is_contested else None
         has_plans_by_size = bool(sizes) and _is_free(compilation.plan, config)
         contract = Contract(

@@ -24,7 +24,9 @@ Procedure   1. The plan against its segments in turn. They are the same code, so
             Where no round could be compared, the plan stays.
 Drift       The winner's steps stay watched: if the medians of `DRIFT_STEPS` steps are off by `DRIFT` from the first
             such median twice in a row, what is compiled competes again. Each time that changes nothing, the next
-            contest is at least twice as far away. A verdict of an earlier process (`history.py`) is not watched.
+            contest is at least twice as far away.
+Earlier     Where an earlier process came to a verdict about every graph that runs (`history.py`), that one holds, and
+            is watched as one of this process. After a drift Inductor's way may be compiled, as in a first contest.
 
 Ranks       With several ranks, the times of a round are those of the first rank to end it, on all ranks. All else
             follows from the rounds and from the number of steps, so all ranks run the same entrant in the same step and
@@ -80,6 +82,10 @@ class Graph(Protocol):
     @property
     def is_settled(self) -> bool:
         """Whether its plan is final."""
+
+    @property
+    def remembered(self) -> Verdict | None:
+        """What an earlier process decided, by which it runs; None if that is to be found out."""
 
     @property
     def topic(self) -> str:
@@ -245,7 +251,8 @@ class Selection:
     @property
     def is_settled(self) -> bool:
         """Whether nothing is being decided: there is a verdict, or there will be none."""
-        return self._is_closed or (self.verdict is not None and self._procedure is None)
+        is_decided = self.verdict is not None or all(graph.remembered is not None for graph in self._all_graphs)
+        return self._is_closed or (is_decided and self._procedure is None)
 
     def enter(self, graph: Graph) -> None:
         """Call this before a graph runs; if a step begins with it, the way of every graph is set for the step.
@@ -291,7 +298,7 @@ class Selection:
 
     def _begin_step(self) -> None:
         if self._procedure is None:
-            if not (self._watch.has_drifted() if self.verdict is not None else self._is_ready()):
+            if not self._is_called_for():
                 return
             self._graphs = tuple(self._all_graphs)
             self._procedure = self._decide()
@@ -302,6 +309,17 @@ class Selection:
                 self._use(choice)
                 return
             self._advance()
+
+    def _is_called_for(self) -> bool:
+        """Whether there is something to decide; if an earlier process did, its verdict is this one's."""
+        if self.verdict is None or self.verdict.is_remembered:
+            if not self._is_ready():
+                return False
+            remembered = [graph.remembered for graph in self._all_graphs if graph.has_run]
+            if None in remembered:
+                return True
+            self.verdict = remembered[0]
+        return self._watch.has_drifted()
 
     def _is_ready(self) -> bool:
         """Whether every plan is final, apart from those of graphs that the user does not run."""
@@ -326,7 +344,8 @@ class Selection:
         entrants = self._entrants((INDUCTOR, SERIAL, STREAMS, PLAN))
         winner = yield from results.hold(entrants)
         is_clear = winner == PLAN and results.ratios.get(SERIAL, 1.0) >= CLEAR
-        if self.verdict is None and INDUCTOR not in entrants and not is_clear:
+        is_first = self.verdict is None or self.verdict.is_remembered
+        if is_first and INDUCTOR not in entrants and not is_clear:
             for graph in self._graphs:
                 graph.prepare()
             winner = yield from results.hold({**self._entrants((INDUCTOR,)), winner: entrants[winner]})

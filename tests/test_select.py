@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch.distributed as dist
 
+from apollo_compile.ir import Standing, Verdict
 from apollo_compile.ranks import Ranks
 from apollo_compile.select import (
     CLEAR,
@@ -24,7 +25,6 @@ from apollo_compile.select import (
     STEPS_PER_TURN,
     Contest,
     Selection,
-    Verdict,
 )
 
 
@@ -38,6 +38,7 @@ class Graph:
     is_settled: bool = True
     has_run: bool = False
     num_prepared: int = 0
+    remembered: Verdict | None = None
     topic: str = "graph"
     used: list[str] = field(default_factory=list)
 
@@ -310,6 +311,38 @@ def test_drift_reopens_the_contest_and_a_repeated_verdict_makes_it_patient() -> 
         machine.run(4 * DRIFT_STEPS)
     assert 1 <= len(machine.verdicts) - before <= 5
     assert graph.used[-1] == SERIAL
+
+
+def earlier(way: str) -> Verdict:
+    """Return a verdict of an earlier process."""
+    standing = Standing(name=way, step_ns=1.0, ratio=1.0, num_rounds=MIN_ROUNDS)
+    return Verdict(winner=way, choice=(way,), standings=(standing,), num_steps=30, is_remembered=True)
+
+
+def test_a_verdict_of_an_earlier_process_holds_until_times_drift() -> None:
+    """Nothing competes before; then everything does, what was not compiled this time included."""
+    graph = Graph({SERIAL: 10, PLAN: 7, INDUCTOR: 8}, remembered=earlier(PLAN))
+    machine = Machine(graph)
+    assert machine.selection.is_settled
+    machine.run(8 * DRIFT_STEPS)
+    assert (machine.verdicts, set(graph.used), graph.num_prepared) == ([], {PLAN}, 0)
+    graph.times = {SERIAL: 10, PLAN: 12, INDUCTOR: 8}
+    machine.run(8 * DRIFT_STEPS)
+    (verdict,) = machine.verdicts
+    assert (verdict.winner, verdict.is_remembered, graph.used[-1]) == (INDUCTOR, False, INDUCTOR)
+    assert {standing.name for standing in verdict.standings} == {SERIAL, PLAN, INDUCTOR}
+
+
+def test_a_graph_that_no_earlier_process_knew_is_decided_about() -> None:
+    """Whenever it runs for the first time, as a backward does that was left out so far."""
+    forward = Graph({SERIAL: 10, PLAN: 7, INDUCTOR: 20}, remembered=earlier(PLAN))
+    backward = Graph({SERIAL: 10, PLAN: 12, INDUCTOR: 20})
+    machine = Machine(forward, backward)
+    for _ in range(4):
+        machine.step(0)
+    assert machine.verdicts == []
+    machine.run(ENOUGH)
+    assert machine.verdicts[0].choice == (PLAN, SERIAL)
 
 
 def test_steady_times_never_reopen_it() -> None:

@@ -293,6 +293,8 @@ def test_a_second_run_begins_where_the_first_one_ended(
     assert [graph.way for graph in second.graphs] == ([] if way == INDUCTOR else [way, way])
     if way != INDUCTOR:
         assert [g.compilation.plan for g in second.graphs] == [g.compilation.plan for g in first.graphs]
+        run(*inputs)
+        assert second.selection.verdict is not None and second.selection.verdict.is_remembered, "it is not watched"
     text = str(apollo_compile.report(run, units=(), profiles=()))
     assert "of an earlier training loop" in text
     assert ("Inductor ran it when the contest was over" in text) == (way == INDUCTOR)
