@@ -56,6 +56,7 @@ from torch._inductor.fx_passes.post_grad import noop_registry, view_to_reshape
 from torch._inductor.lowering import clone, register_lowering
 from torch._library.fake_class_registry import FakeScriptObject
 from torch._logging._internal import trace_structured
+from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.graph import _BoxedCodeGen
 from torch.utils._sympy.printers import PythonPrinter
 
@@ -483,7 +484,7 @@ def extract_body(graph_module: fx.GraphModule, body: Body) -> tuple[fx.GraphModu
         copies[originals[value]] = graph.node_copy(originals[value], lambda node: copies[node])
     output = graph.output(tuple(copies[originals[value]] for value in body.outputs))
     output.meta["user_visible_output_idxs"] = list(range(len(body.outputs)))
-    return fx.GraphModule(graph_module, graph), fakes
+    return _LazyGraphModule(graph_module, graph), fakes
 
 
 def compile_bodies(
@@ -539,8 +540,7 @@ def _interpret(piece: fx.GraphModule) -> Callable[[list[Any]], Sequence[Any]]:
     for node in piece.graph.nodes:
         node.target = _SEEDED.get(node.target, node.target)
     piece.graph.set_codegen(_BoxedCodeGen())
-    piece.recompile()
-    return piece.forward
+    return fx.GraphModule(piece, piece.graph).forward
 
 
 def _draw(size: Sequence[int], seed: torch.Tensor, mode: str, **_: Any) -> torch.Tensor:
@@ -687,7 +687,7 @@ def clone_graph(piece: fx.GraphModule) -> fx.GraphModule:
     copies: dict[fx.Node, fx.Node] = {}
     for node in piece.graph.nodes:
         copies[node] = graph.node_copy(node, lambda original: copies[original])
-    return fx.GraphModule(piece, graph)
+    return _LazyGraphModule(piece, graph)  # its code is made when it is asked for, and stays in `linecache` for ever
 
 
 @contextlib.contextmanager
