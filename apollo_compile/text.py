@@ -61,7 +61,7 @@ def format_capture(capture: Capture) -> str:
     ]
     outputs = " ".join("-" if output is None else f"n{output}" for output in capture.outputs)
     table = _table(rows, ("node", "kind", "name", "target", "reads", "bytes", "flops", "module"), "llllllrl")
-    title = f"capture {capture.name} ({capture.role.value}): {_count(len(capture.nodes), 'node')}"
+    title = f"capture {capture.name} ({capture.role.value}): {format_count(len(capture.nodes), 'node')}"
     unknown = [f"counted by bytes alone: {', '.join(capture.without_formula)}"] if capture.without_formula else []
     sizes = [f"for sizes {', '.join(f'{name}={size}' for name, size in capture.sizes)}"] if capture.sizes else []
     return "\n".join([title, table, f"returns {outputs}", *unknown, *sizes])
@@ -94,8 +94,8 @@ def format_partition(partition: Partition) -> str:
         )
         for body in partition.bodies
     ]
-    title = f"partition {graph.name} ({graph.role.value}): {_count(len(graph.segments), 'segment')}, "
-    title += f"{_count(len(bodies), 'body', 'bodies')}, {_count(len(graph.buffers), 'buffer')}"
+    title = f"partition {graph.name} ({graph.role.value}): {format_count(len(graph.segments), 'segment')}, "
+    title += f"{format_count(len(bodies), 'body', 'bodies')}, {format_count(len(graph.buffers), 'buffer')}"
     headers = ("segment", "name", "body", "takes", "makes", "after", "nodes", "flops", "bytes", "kernels")
     return "\n\n".join(
         [
@@ -128,7 +128,7 @@ def format_costs(costs: CostTable, graph: SegmentGraph) -> str:
         cell = {mode.units: format_ns(mode.duration_ns) + mark_source(mode.source) for mode in modes}
         memory = format_bytes(max(mode.memory_bytes for mode in modes))
         rows.append((f"s{segment.id}", segment.name, *(cell.get(units, "") for units in counts), memory))
-    headers = ("segment", "name", *(_count(units, "unit") for units in counts), "bytes")
+    headers = ("segment", "name", *(format_count(units, "unit") for units in counts), "bytes")
     title = f"costs {graph.name}: hand-over {format_ns(costs.handover_ns)}, * measured, ~ scaled from a measurement"
     return f"{title}\n{_table(rows, headers, 'll' + 'r' * (len(counts) + 1))}"
 
@@ -185,7 +185,9 @@ def format_syncs(syncs: SyncPlan, graph: SegmentGraph, plan: Plan) -> str:
             ]
             cells.insert(3, "for")
             rows.append((kept, *cells))
-    title = f"syncs {graph.name}: {_count(len(syncs.waits), 'wait')} kept, {len(syncs.dropped)} dropped as implied"
+    title = (
+        f"syncs {graph.name}: {format_count(len(syncs.waits), 'wait')} kept, {len(syncs.dropped)} dropped as implied"
+    )
     return f"{title}\n{_table(rows, (), 'llllllll')}".rstrip()
 
 
@@ -207,7 +209,7 @@ def format_memory(memory: MemoryPlan, graph: SegmentGraph) -> str:
 def format_program(program: Program, graph: SegmentGraph) -> str:
     """Return the instructions, one block per lane."""
     recorded = _segment_by_event(program)
-    counts = f"{_count(program.num_buffers, 'buffer')}, {_count(program.num_events, 'event')}"
+    counts = f"{format_count(program.num_buffers, 'buffer')}, {format_count(program.num_events, 'event')}"
     blocks = [
         f"program {program.name} ({counts})\ntakes {_buffers(program.inputs)}\nreturns {_buffers(program.outputs)}",
     ]
@@ -299,7 +301,7 @@ def format_lane(lane: Lane) -> str:
     """Return e.g. `lane 1 (2 units: 0-1)`."""
     contiguous = lane.units == tuple(range(lane.units[0], lane.units[-1] + 1))
     span = f"{lane.units[0]}-{lane.units[-1]}" if contiguous and len(lane.units) > 1 else ",".join(map(str, lane.units))
-    return f"lane {lane.id} ({_count(len(lane.units), 'unit')}: {span})"
+    return f"lane {lane.id} ({format_count(len(lane.units), 'unit')}: {span})"
 
 
 def _buffers(buffers: Iterable[BufferId | None]) -> str:
@@ -333,7 +335,8 @@ def _flops(flops: int) -> str:
     return f"{size:.3g} TF"
 
 
-def _count(number: int, singular: str, plural: str | None = None) -> str:
+def format_count(number: int, singular: str, plural: str | None = None) -> str:
+    """Return e.g. `1 lane` or `2 lanes`."""
     return f"{number} {singular if number == 1 else plural or singular + 's'}"
 
 

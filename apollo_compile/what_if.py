@@ -18,6 +18,7 @@ from apollo_compile.passes.cost import estimate_costs
 from apollo_compile.passes.plan import make_plan
 from apollo_compile.pipeline import Compilation
 from apollo_compile.reports.summary import WhatIf
+from apollo_compile.text import format_count
 
 PROFILES = ("h200",)
 """Devices that every report compares with."""
@@ -40,7 +41,7 @@ def what_if(
     """
     here = compilation.profile
     rows = [
-        _plan(compilation, config, limit_units(here, count), compilation.observations, _count(count))
+        _plan(compilation, config, limit_units(here, count), compilation.observations, format_count(count, "unit"))
         for count in dict.fromkeys(_usual_units(here) if units is None else units)
         if count != here.units
     ]
@@ -70,7 +71,3 @@ def _plan(
         deterministic=config.plan.deterministic,
     )
     return WhatIf(change=change, units=profile.units, serial_ns=plan.serial_ns, predicted_ns=plan.makespan_ns)
-
-
-def _count(units: int) -> str:
-    return "1 unit" if units == 1 else f"{units} units"

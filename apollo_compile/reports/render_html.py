@@ -27,7 +27,7 @@ from apollo_compile.reports.colors import COLORS
 from apollo_compile.reports.render_text import NOTHING_YET, describe_device, describe_search
 from apollo_compile.reports.words import OTHER_BATCHES, describe
 from apollo_compile.select import PLAN
-from apollo_compile.text import format_lane, mark_source
+from apollo_compile.text import format_count, format_lane, mark_source
 from apollo_compile.units import format_bytes, format_ns
 
 if TYPE_CHECKING:
@@ -63,7 +63,9 @@ def _template() -> jinja2.Template:
     environment = jinja2.Environment(
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
     )
-    environment.filters.update(ns=format_ns, bytes=format_bytes, percent=lambda share: f"{share:.0%}")
+    environment.filters.update(
+        ns=format_ns, bytes=format_bytes, count=format_count, percent=lambda share: f"{share:.0%}"
+    )
     environment.globals.update(
         PLAN=PLAN,
         by_id=lambda graph: {segment.id: segment for segment in graph.segments},

@@ -13,7 +13,7 @@ from tabulate import tabulate
 from apollo_compile.ir import Lane, LaneId, Verdict
 from apollo_compile.reports.words import OTHER_BATCHES, describe
 from apollo_compile.select import PLAN
-from apollo_compile.text import draw_lanes, mark_source
+from apollo_compile.text import draw_lanes, format_count, mark_source
 from apollo_compile.units import format_bytes, format_ns
 
 if TYPE_CHECKING:
@@ -34,8 +34,9 @@ def render_text(report: Report) -> str:
 
 def _render_graph(graph: GraphSummary, report: Report) -> str:
     lines = [
-        f"{graph.name}: {len(graph.segments)} segments ({graph.num_bodies} bodies) on {graph.num_lanes} "
-        f"{'lane' if graph.num_lanes == 1 else 'lanes'}, {graph.origin} plan",
+        f"{graph.name}: {format_count(len(graph.segments), 'segment')} "
+        f"({format_count(graph.num_bodies, 'body', 'bodies')}) on {format_count(graph.num_lanes, 'lane')}, "
+        f"{graph.origin} plan",
         f"  predicted {format_ns(graph.predicted_ns)}; on one lane {format_ns(graph.serial_ns)} ({graph.gain:.2f}x); "
         f"no plan is under {format_ns(graph.bound_ns)} (gap {graph.gap:.1%})",
         f"  {describe_search(graph)}",
@@ -54,10 +55,11 @@ def _render_graph(graph: GraphSummary, report: Report) -> str:
         )
     quota = "" if graph.memory_quota is None else f" of {format_bytes(graph.memory_quota)}"
     lines.append(
-        f"  {graph.num_waits} waits between lanes ({graph.num_waits_dropped} more implied); "
+        f"  {format_count(graph.num_waits, 'wait')} between lanes ({graph.num_waits_dropped} more implied); "
         f"planned peak between segments {format_bytes(graph.peak_bytes)}{quota}"
     )
-    lanes = [Lane(id=LaneId(lane.id), units=lane.units) for lane in graph.lanes]
+    used = {bar.lane for bar in graph.latest.bars}
+    lanes = [Lane(id=LaneId(lane.id), units=lane.units) for lane in graph.lanes if lane.id in used]
     spans = [(bar.segment, bar.lane, bar.start_ns, bar.end_ns) for bar in graph.latest.bars]
     timeline = draw_lanes(lanes, spans, graph.latest.duration_ns) if lanes else ""
     words = "\n".join(f"  - {sentence}" for sentence in describe(graph, report)) if graph.segments else ""
@@ -146,7 +148,7 @@ def describe_search(graph: GraphSummary) -> str:
 def describe_device(graph: GraphSummary) -> str:
     """Say what the plan is for, and where the constants come from."""
     device = graph.device
-    units = "1 unit" if device.units == 1 else f"{device.units} units"
+    units = format_count(device.units, "unit")
     return f"for {device.name} ({device.kind}, {units}), profile {device.source}"
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from apollo_compile.reports.summary import Bottleneck, Limit
 from apollo_compile.select import PLAN, SERIAL
+from apollo_compile.text import format_count
 from apollo_compile.units import format_ns
 
 if TYPE_CHECKING:
@@ -26,14 +27,16 @@ MUCH = 0.05
 MANY = 0.25
 """Share of a graph's time from which what its segments spend it on is worth a sentence."""
 
+MOST = 0.5
+"""Share of a graph's time that its segments spend on it mostly."""
+
 SMALL_GAIN = 1.02
 """Gain below which there is nothing to speak of."""
 
 MAX_PAIRS = 4
 
 OTHER_BATCHES = (
-    "Other batch sizes are traced anew, which takes the model's inputs: apollo explain or report --batch 16,32, or "
-    "apollo_compile.plan_model(..., batches=(16, 32))."
+    "other batches take the model's inputs: apollo explain --batch 16,32, or plan_model(..., batches=(16, 32))"
 )
 """Below comparisons that have none: no compiled model keeps its inputs."""
 
@@ -89,6 +92,8 @@ def _why_in_turn(graph: GraphSummary, pair: PairSummary) -> str:
 
 
 def _chain(graph: GraphSummary) -> str:
+    if len(graph.segments) == 1:
+        return "Nothing can overlap: there is one segment."
     names = [branch for branch in graph.branches if branch]
     who = f"{', '.join(names[:-1])} and {names[-1]} depend" if 1 < len(names) <= MAX_PAIRS else "its segments depend"
     if graph.serial_ns > 1.02 * graph.critical_path_ns:
@@ -143,6 +148,13 @@ def _remedies(graph: GraphSummary, report: Report) -> list[str]:
         found.append(
             f"Segments with {share[Bottleneck.MEMORY]:.0%} of the time wait for memory, which more units do not speed "
             "up: a smaller data type helps, or beside them segments that compute."
+        )
+    if graph.possible_gain < SMALL_GAIN and share[Bottleneck.COMPUTE] > MOST:
+        largest = max(graph.modules, key=lambda module: module.predicted_ns)
+        found.append(
+            f"Lanes cannot help here. Try what makes the work itself smaller, such as torch.autocast: segments with "
+            f"{share[Bottleneck.COMPUTE]:.0%} of the time compute, and {largest.name} takes "
+            f"{largest.predicted_ns / total:.0%} of it."
         )
     if report.breaks:
         found.append(
@@ -227,7 +239,7 @@ def _explain_segment(graph: GraphSummary, segment: SegmentSummary) -> str:
 
 
 def _units(count: int) -> str:
-    return "1 unit" if count == 1 else f"{count} units"
+    return format_count(count, "unit")
 
 
 def _bound_by(segment: SegmentSummary) -> str:

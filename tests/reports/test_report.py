@@ -257,15 +257,15 @@ def test_what_a_plan_of_one_unit_says() -> None:
 
 
 @pytest.mark.parametrize(
-    ("workload", "overlapped", "limited", "gain"),
+    ("workload", "overlapped", "limited", "to_try", "gain"),
     [
-        ("clip", True, "No plan is under", 1.05),
-        ("llava", False, "can be more than 1.0", 1.0),
-        ("vit_control", False, "can be more than 1.0", 1.0),
+        ("clip", True, "No plan is under", "With 8 units", 1.05),
+        ("llava", False, "can be more than 1.0", "Lanes cannot help here. Try", 1.0),
+        ("vit_control", False, "can be more than 1.0", "Lanes cannot help here. Try", 1.0),
     ],
 )
 def test_a_user_with_a_slow_model_finds_the_four_answers(
-    workload: str, overlapped: bool, limited: str, gain: float
+    workload: str, overlapped: bool, limited: str, to_try: str, gain: float
 ) -> None:
     """What overlapped, what did not and why, what limits it, what to try: in the text and on the page alike."""
     report = workload_report(workload)
@@ -274,7 +274,8 @@ def test_a_user_with_a_slow_model_finds_the_four_answers(
     assert any("overlapped for" in sentence for sentence in sentences) is overlapped
     assert any("depend on each other" in sentence for sentence in sentences) is not overlapped
     assert any(limited in sentence for sentence in sentences)
+    assert any(sentence.startswith(to_try) for sentence in sentences)
     assert all(f"  - {sentence}\n" in f"{text}\n" for sentence in sentences)
     assert all(f"<li>{escape(sentence)}</li>" in page for sentence in sentences)
-    assert "what if" in text and "8 units" in text  # what to try
+    assert "what if" in text and "8 units" in text
     assert (report.graphs[0].gain >= gain) and (report.graphs[0].gain == 1.0) is not overlapped
