@@ -5,6 +5,7 @@
 const tip = document.getElementById("tip");
 const PADDING = 9; // pixels that a label keeps from the ends of its bar, together
 const MAX_ZOOM = 128;
+const FINE = 4; // from this zoom on the axis has its minor ticks too
 
 document.getElementById("theme").addEventListener("click", () => {
   const root = document.documentElement;
@@ -81,7 +82,7 @@ function makeChart(section, chart) {
     for (const other of panes) other.firstElementChild.style.width = `${100 * zoom}%`;
     for (const other of panes) other.scrollLeft = place * zoom - at;
     output.textContent = `${Number(zoom.toPrecision(2))}x`;
-    chart.classList.toggle("fine", zoom >= 4);
+    chart.classList.toggle("fine", zoom >= FINE);
     fitLabels();
   }
 
@@ -95,6 +96,15 @@ function makeChart(section, chart) {
         const label = [full, full.slice(full.lastIndexOf(".") + 1)].find((name) => widthOf(name, text) <= room) ?? "";
         if (text.textContent !== label) text.textContent = label;
         bar.classList.toggle("tight", !label);
+      }
+      let end = -Infinity; // of the last label on the axis that is shown
+      for (const text of pane.querySelectorAll(".tick text")) {
+        const isShown = zoom >= FINE || !text.closest(".minor");
+        const half = widthOf(text.textContent, text) / 2;
+        const start = (parseFloat(text.parentElement.getAttribute("x")) / 100) * width - (text.matches(".first") ? 0 : half);
+        const fits = isShown && start > end + PADDING && start + 2 * half <= width;
+        text.style.visibility = fits ? "" : "hidden";
+        if (fits) end = start + 2 * half;
       }
     }
   }

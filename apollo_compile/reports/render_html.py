@@ -21,6 +21,7 @@ from importlib import resources
 from typing import TYPE_CHECKING, NamedTuple
 
 import jinja2
+from markupsafe import Markup
 
 from apollo_compile.ir import Lane, LaneId
 from apollo_compile.reports.colors import COLORS
@@ -43,7 +44,7 @@ ROW = 30
 TICKS = 8
 """About so many labels on a time axis."""
 
-COLUMN_WIDTH, NODE_WIDTH, NODE_HEIGHT, NODE_GAP = 250, 200, 46, 16
+COLUMN_WIDTH, NODE_WIDTH, NODE_HEIGHT, NODE_GAP = 280, 230, 46, 16
 
 
 def render_html(report: Report) -> str:
@@ -64,11 +65,17 @@ def _template() -> jinja2.Template:
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
     )
     environment.filters.update(
-        ns=format_ns, bytes=format_bytes, count=format_count, percent=lambda share: f"{share:.0%}"
+        ns=format_ns,
+        bytes=format_bytes,
+        count=format_count,
+        breakable=make_breakable,
+        percent=lambda share: f"{share:.0%}",
     )
     environment.globals.update(
         PLAN=PLAN,
         by_id=lambda graph: {segment.id: segment for segment in graph.segments},
+        NODE_HEIGHT=NODE_HEIGHT,
+        NODE_WIDTH=NODE_WIDTH,
         NOTHING_YET=NOTHING_YET,
         OTHER_BATCHES=OTHER_BATCHES,
         ROW=ROW,
@@ -91,6 +98,11 @@ def _template() -> jinja2.Template:
 
 def _read(name: str) -> str:
     return resources.files("apollo_compile.reports").joinpath(name).read_text(encoding="utf-8")
+
+
+def make_breakable(name: str) -> Markup:
+    """Return the name of a module as text that goes on in a new line behind its dots, if it has to."""
+    return Markup("<wbr>").join(f"{part}." for part in name.split("."))[:-1]
 
 
 def short_name(name: str) -> str:
@@ -251,7 +263,7 @@ def _order_columns(columns: dict[int, list[int]], after: Sequence[Sequence[int]]
 
 def _fit(name: str) -> str:
     """Return the end of a name that fits into a node."""
-    return name if len(name) <= 28 else "…" + name[-27:]
+    return name if len(name) <= 30 else "…" + name[-29:]
 
 
 def _curve(start: Node, end: Node) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from apollo_compile.reports.render_html import place_modules, place_ticks
+from apollo_compile.reports.render_html import NODE_WIDTH, place_modules, place_ticks
 from apollo_compile.reports.report import Report
 from apollo_compile.reports.summary import summarize
 from benchmarks.graphs import WORKLOADS
@@ -23,7 +23,7 @@ from tests.reports.reports import a_break, compile_graph, invent_run, workload_r
 from tests.reports.test_report import VERDICT
 from tests.reports.test_summary import RUN, compilation
 
-VOID = {"meta", "link", "br", "img", "input"}
+VOID = {"meta", "link", "br", "wbr", "img", "input"}
 MAX_PAGE_BYTES = 1_000_000
 PATIENCE_MS = 300_000
 """After which a browser hangs; on a busy machine it takes a minute to start."""
@@ -124,7 +124,7 @@ def test_axes_have_round_times_and_boxes_do_not_overlap(workload: str) -> None:
         spots = {(node.x, node.y) for node in net.nodes}
         assert len(spots) == len(net.nodes)
         for one in net.nodes:
-            assert 0 <= one.x <= net.width - 200 and 0 <= one.y <= net.height - 46
+            assert 0 <= one.x <= net.width - NODE_WIDTH and 0 <= one.y <= net.height - 46
             assert not any(one.x == x and 0 < abs(one.y - y) < 46 for x, y in spots)
 
 
@@ -343,6 +343,21 @@ def test_nothing_sticks_out_or_overlaps(browser: Any, tmp_path: Path, workload: 
              .map(e => e.outerHTML.slice(0, 80))"""
     )
     assert clipped == []
+    ticks = opened.page.evaluate(
+        """() => [...document.querySelectorAll('.lanes .scroll')].flatMap(pane => {
+             const boxes = [...pane.querySelectorAll('.tick text')].map(t => [t, t.getBoundingClientRect()])
+               .filter(([t, box]) => box.width && t.checkVisibility({visibilityProperty: true}));
+             const end = pane.getBoundingClientRect().right + 1;
+             const isBad = ([, box], i) => box.right > end || (i > 0 && box.left < boxes[i - 1][1].right);
+             return boxes.length < 3 ? ['few labels'] : boxes.filter(isBad).map(([t]) => t.textContent);
+           })"""
+    )
+    assert ticks == []
+    nodes = opened.page.evaluate(
+        """() => [...document.querySelectorAll('.net g text')].filter(t => t.getBoundingClientRect().right + 6 >
+             t.parentElement.querySelector('rect').getBoundingClientRect().right).map(t => t.textContent)"""
+    )
+    assert nodes == []
     labels = opened.page.evaluate(
         """() => [...document.querySelectorAll('.bar text')].filter(t => t.textContent && t.getBBox().width + 6 >
              t.parentElement.getBoundingClientRect().width + 1).map(t => t.textContent)"""
