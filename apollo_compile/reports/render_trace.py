@@ -30,7 +30,7 @@ Event = dict[str, Any]
 
 _PROCESSES = {"serial": 1, "predicted": 2, "measured": 3}
 
-_THREADS = 1_000_000
+_THREADS = 1_000
 """More than a program has lanes."""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import shlex
@@ -17,6 +18,7 @@ import torch
 
 from apollo_compile.cli import main
 from apollo_compile.config import Config, known_options
+from apollo_compile.reports.report import Report
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted((ROOT / "docs").glob("*.md"))
@@ -44,11 +46,12 @@ def links_of(page: Path) -> list[str]:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """An empty directory to work in."""
+    """A directory to work in, which has the docs and nothing else."""
     monkeypatch.chdir(tmp_path)
     torch._dynamo.reset()
     torch.manual_seed(0)
     modules = set(sys.modules)
+    (tmp_path / "docs").symlink_to(ROOT / "docs")
     yield tmp_path
     torch._dynamo.reset()
     for name in set(sys.modules) - modules:
@@ -78,6 +81,29 @@ def test_the_code_of_the_docs_runs(page: Path, folder: Path, capsys: pytest.Capt
                 assert main(arguments) == 0, (line, capsys.readouterr().err)
         else:
             assert block.language in ("text", ""), f"nothing runs blocks of {block.language}"
+
+
+def test_reports_in_the_docs_print_what_the_page_shows(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every command that text follows, line by line and in this order; `...` stands for lines left out."""
+    blocks = blocks_of(ROOT / "docs" / "three-reports.md")
+    shown = [(a, b) for a, b in itertools.pairwise(blocks) if (a.language, b.language) == ("console", "text")]
+    assert len(shown) == 4
+    for command, text in shown:
+        assert main(shlex.split(command.code.removeprefix("$ apollo "))) == 0
+        printed = iter(capsys.readouterr().out.splitlines())
+        for line in text.code.splitlines():
+            assert line == "..." or line in printed, f"{command.code.strip()} does not print, or not there: {line}"
+
+
+def test_texts_of_reports_elsewhere_are_those_of_the_same_run() -> None:
+    """README has remarks behind its lines; `...` begins lines that stand for others."""
+    printed = str(Report.load(ROOT / "docs" / "reports" / "clip.json")).splitlines()
+    for page in (README, ROOT / "docs" / "reading-a-report.md"):
+        texts = [block.code for block in blocks_of(page) if block.code.startswith("graph0")]
+        lines = [line for text in texts for line in text.splitlines() if line and not line.startswith("...")]
+        assert len(lines) > 5
+        for line in lines:
+            assert any(line == whole or re.match(rf"{re.escape(whole)} {{2,}}\S", line) for whole in printed), line
 
 
 def _run_torchrun(arguments: list[str], folder: Path) -> str:
