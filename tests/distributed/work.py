@@ -31,7 +31,7 @@ CONTEST_STEPS = 3 * 2 * select.MIN_ROUNDS * select.STEPS_PER_TURN + 10
 """Enough for three contests of two, where none goes on beyond the least number of rounds."""
 WIDTH = 256
 """Of layers that are worth a lane; how long they compile does not depend on it."""
-PATIENCE = datetime.timedelta(seconds=240)
+PATIENCE = datetime.timedelta(seconds=600)
 """After which a rank that waits for another one fails; compiling on a busy machine takes most of it."""
 
 LANES = {
