@@ -41,7 +41,7 @@ def what_if(
     """
     here = compilation.profile
     rows = [
-        _plan(compilation, config, limit_units(here, count), compilation.observations, format_count(count, "unit"))
+        _plan(compilation, config, limit_units(here, count), compilation.observations, _describe(here, count))
         for count in dict.fromkeys(_usual_units(here) if units is None else units)
         if count != here.units
     ]
@@ -71,3 +71,8 @@ def _plan(
         deterministic=config.plan.deterministic,
     )
     return WhatIf(change=change, units=profile.units, serial_ns=plan.serial_ns, predicted_ns=plan.makespan_ns)
+
+
+def _describe(profile: DeviceProfile, units: int) -> str:
+    most = profile.unit_counts[-1]
+    return format_count(units, "unit") + (f", no kernel faster than on {most}" if units > most else "")

@@ -9,13 +9,15 @@ from dataclasses import replace
 import pytest
 from markupsafe import escape
 
+from apollo_compile.config import load_config
 from apollo_compile.errors import ReportFileError
 from apollo_compile.ir import Standing, Verdict
 from apollo_compile.reports.report import Report
 from apollo_compile.reports.summary import Bottleneck, Limit, WhatIf, summarize
 from apollo_compile.reports.words import OTHER_BATCHES, describe, explain_place
 from apollo_compile.select import INDUCTOR, SERIAL
-from benchmarks.graphs import WORKLOADS
+from apollo_compile.what_if import what_if
+from benchmarks.graphs import WORKLOADS, load_graphs
 from tests.reports.reports import a_break, compile_graph, invent_run, workload_report
 from tests.reports.test_summary import NOTHING, RUN, compilation
 
@@ -165,6 +167,16 @@ def test_comparisons_without_batches_say_how_to_get_them() -> None:
         assert (OTHER_BATCHES in str(report)) is (escape(OTHER_BATCHES) in report.to_html()) is is_told
 
 
+def test_a_comparison_beyond_what_a_profile_knows_says_so() -> None:
+    """The packaged profile of CPUs has rates up to 64 units; by default nothing is compared beyond them."""
+    made = compile_graph(load_graphs()["vit_control_forward"], time_limit_s=0.1)
+    rows = what_if(made, load_config({"plan.planner": "serial"}), units=(2, 99), profiles=())
+    assert [row.change for row in rows] == ["2 units", "99 units, no kernel faster than on 64"]
+    known = replace(made, profile=replace(made.profile, units=64))
+    usual = what_if(known, load_config({"plan.planner": "serial"}), profiles=())
+    assert [row.change for row in usual] == ["32 units"]
+
+
 def test_why_names_times_needs_and_neighbours() -> None:
     """Of one segment, and of all segments of a module."""
     text = small().why("image.layers.0")
@@ -248,8 +260,6 @@ def test_dot_has_every_segment_and_dependency_once() -> None:
 
 def test_what_a_plan_of_one_unit_says() -> None:
     """No lanes, no waits; the same forms."""
-    from benchmarks.graphs import load_graphs
-
     made = compile_graph(load_graphs()["clip_forward"], units=1)
     report = Report(graphs=(summarize(made, invent_run(made)),), handed_over=())
     assert "1 lane" in str(report)
