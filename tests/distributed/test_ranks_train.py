@@ -80,7 +80,7 @@ def test_clip_trains_as_in_one_process(seen: Seen, reference: dict[str, Any], na
     assert min(reference["losses"][-1]) < min(reference["losses"][0]), "nothing was learnt, so nothing was compared"
 
 
-@pytest.mark.parametrize("name", ["ddp", "fsdp", "contest", "branches"])
+@pytest.mark.parametrize("name", ["ddp", "buckets", "fsdp", "contest", "branches"])
 def test_ranks_run_the_same_plans(seen: Seen, name: str) -> None:
     """To the nanosecond of what is predicted, though under DDP they believe different things and measure others."""
     first, second = seen(name)
@@ -88,6 +88,17 @@ def test_ranks_run_the_same_plans(seen: Seen, name: str) -> None:
     assert first["replans"] == second["replans"]
     if name == "ddp":
         assert min(first["replans"]) >= 1
+
+
+def test_a_graph_for_every_bucket_trains_as_one_process(seen: Seen) -> None:
+    """Each is cut and planned for itself, forward and backward; gradients are the average over the ranks."""
+    for result in seen("buckets"):
+        assert result["handed_over"] == []
+        assert len(result["plans"]) >= 4
+        for found in result["found"]:
+            assert found.keys() == result["expected"].keys()
+            for key, value in result["expected"].items():
+                torch.testing.assert_close(found[key], value, rtol=1e-3, atol=1e-5, msg=lambda t, k=key: f"{k}: {t}")
 
 
 def test_layers_split_by_dtensor_are_as_before(seen: Seen) -> None:

@@ -7,7 +7,7 @@ import dataclasses
 import datetime
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +114,20 @@ class Pair(nn.Module):
         return left.cos() * right
 
 
+class Chain(nn.Module):
+    """Layers one after the other, each as large as the smallest bucket of DDP: 1 MiB."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(*shape) for shape in 2 * [(WIDTH, 1024), (1024, WIDTH)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return what the last layer makes."""
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return x
+
+
 def inputs(rank: int) -> torch.Tensor:
     """Return the random inputs of a rank."""
     return torch.randn(128, WIDTH, generator=torch.Generator().manual_seed(100 + rank))
@@ -147,6 +161,23 @@ def train_ddp(rank: int, folder: Path) -> Result:
     model = make_clip()
     run = torch.compile(DistributedDataParallel(model), backend="apollo", options={**LANES, "device.profile": file})
     return _train_clip(rank, model, run, lambda: model.state_dict())
+
+
+def train_buckets(rank: int, folder: Path) -> Result:
+    """A model of several buckets, which Dynamo cuts into a graph for each."""
+    torch.manual_seed(0)
+    model = Chain()
+    before = backend.compiled_models()
+    alone = [_gradients(copy.deepcopy(model), inputs(other)) for other in range(SIZE)]
+    expected = {name: sum(result[name] for result in alone) / SIZE for name, _ in model.named_parameters()}
+    wrapped = DistributedDataParallel(model, bucket_cap_mb=1)
+    run = torch.compile(wrapped, backend="apollo", options={**LANES, "runtime.bodies": "eager"})
+    found = []
+    for _ in range(2):
+        model.zero_grad()
+        found.append(_gradients(model, inputs(rank), run))
+    models = [entry for entry in backend.compiled_models() if entry not in before]  # compiled for fake parameters
+    return {"expected": {**expected, "output": alone[rank]["output"]}, "found": found, **_graphs_of(models)}
 
 
 def train_fsdp(rank: int, folder: Path) -> Result:
@@ -214,6 +245,7 @@ def run_absent(rank: int, folder: Path) -> Result:
 
 SCENARIOS: dict[str, Callable[[int, Path], Result]] = {
     "ddp": train_ddp,
+    "buckets": train_buckets,
     "fsdp": train_fsdp,
     "tensor parallel": run_tensor_parallel,
     "branches": run_branches,
@@ -281,7 +313,10 @@ def _gradients(model: nn.Module, x: torch.Tensor, run: Callable[..., Any] | None
 
 def _graphs(model: nn.Module) -> Result:
     """Return what was compiled for a model, as the rank sees it."""
-    models = backend.find_models(model)
+    return _graphs_of(backend.find_models(model))
+
+
+def _graphs_of(models: Sequence[backend.CompiledModel]) -> Result:
     return {
         "plans": [graph.compilation.plan for entry in models for graph in entry.graphs],
         "collectives": [
