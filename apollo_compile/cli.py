@@ -22,7 +22,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -271,7 +271,11 @@ def _bench(args: argparse.Namespace) -> int:
     from apollo_compile.reports.render_bench import format_measurement
     from apollo_compile.targets import load_target
 
-    chosen = _choose(args.variants, {variant.name: variant for variant in VARIANTS})
+    known = {variant.name: variant for variant in VARIANTS}
+    names = list(known) if args.variants is None else args.variants.split(",")
+    if unknown := [name for name in names if name not in known]:
+        args.refuse(f"unknown variant {', '.join(unknown)}; known: {', '.join(known)}")
+    chosen = [known[name] for name in names]
     options = dict(args.option)
     variants = [
         Variant(name=v.name, backend=v.backend, options={**options, **v.options}) if v.backend == "apollo" else v
@@ -304,13 +308,6 @@ def _bench(args: argparse.Namespace) -> int:
             file=sys.stderr,
         )
     return 1 if wrong else 0
-
-
-def _choose(text: str | None, known: Mapping[str, Any]) -> list[Any]:
-    names = list(known) if text is None else text.split(",")
-    if unknown := [name for name in names if name not in known]:
-        raise ValueError(f"unknown variant {', '.join(unknown)}; known: {', '.join(known)}")
-    return [known[name] for name in names]
 
 
 def _calibrate(args: argparse.Namespace) -> int:

@@ -311,7 +311,8 @@ def test_bench_prints_a_table_and_refuses_wrong_numbers(
     printed = capsys.readouterr()
     assert len(json.loads(printed.out)["measurement"]["results"]) == 4
     assert "wrong numbers, more than 1e-03 from eager: eager, inductor" in printed.err
-    assert main(["bench", f"{model_file}:build", "--variants", "magic"]) == 1
+    with pytest.raises(SystemExit, match="2"):
+        main(["bench", f"{model_file}:build", "--variants", "magic"])
     assert "unknown variant magic; known: eager" in capsys.readouterr().err
 
 

@@ -132,6 +132,7 @@ def test_a_container_limit_is_read_from_either_version(tmp_path: Path, monkeypat
 
 def run_doctor(code: str = "", **environment: str) -> tuple[int, dict[str, dict[str, str]], str]:
     """Run `apollo doctor --json` in a process of its own, after `code`; return exit code, findings, errors."""
+    inherited = {name: value for name, value in os.environ.items() if name != "APOLLO_PROFILE"}
     done = subprocess.run(
         [
             sys.executable,
@@ -141,7 +142,7 @@ def run_doctor(code: str = "", **environment: str) -> tuple[int, dict[str, dict[
         capture_output=True,
         text=True,
         cwd=ROOT,
-        env={**os.environ, **environment},
+        env={**inherited, **environment},
         check=False,
     )
     return done.returncode, {f["subject"]: f for f in json.loads(done.stdout)}, done.stderr

@@ -24,6 +24,11 @@ LENGTHS = ((17, 5), (40, 33), (9, 12), (64, 5), (17, 6), (41, 33), (2, 2), (200,
 needs_two_cores = pytest.mark.skipif(torch.get_num_threads() < 2, reason="one core has no lanes")
 
 
+def sizes(subject: str) -> pytest.MarkDecorator:
+    """Mark a line of docs/robustness.md."""
+    return pytest.mark.robustness("Dynamic shapes", subject)
+
+
 class Pair(nn.Module):
     """Two encoders for sequences of different lengths; the loss reads a part that depends on both."""
 
@@ -56,6 +61,7 @@ def train_pair(lengths: Sequence[tuple[int, int]], **compile_options: object) ->
 
 
 @needs_two_cores
+@sizes("lengths that change with every step")
 def test_training_is_as_in_eager_at_every_length(caplog: pytest.LogCaptureFixture) -> None:
     """On lanes, with two graphs from Dynamo: the first shape's, and one for all others."""
     expected = train_pair(LENGTHS)
@@ -75,6 +81,7 @@ def test_training_is_as_in_eager_at_every_length(caplog: pytest.LogCaptureFixtur
 
 
 @needs_two_cores
+@sizes("a plan for every bucket of sizes")
 def test_every_bucket_gets_a_plan_from_its_own_sizes() -> None:
     """The same segments and code; bytes, work and durations are those of the sizes."""
     torch._dynamo.reset()
@@ -99,6 +106,7 @@ def test_every_bucket_gets_a_plan_from_its_own_sizes() -> None:
 
 
 @needs_two_cores
+@sizes("planning again from what is measured")
 def test_a_plan_for_other_sizes_learns_without_a_step_that_waits() -> None:
     """It is measured and planned again, in the background."""
     torch._dynamo.reset()
@@ -117,6 +125,7 @@ def test_a_plan_for_other_sizes_learns_without_a_step_that_waits() -> None:
 
 
 @needs_two_cores
+@sizes("compiled code, and the contest of ways")
 def test_compiled_code_of_every_way_serves_every_size() -> None:
     """The plan, its segments in turn, and Inductor's version, which is compiled after Dynamo has fixed its guards."""
     torch._dynamo.reset()
@@ -149,6 +158,7 @@ def test_compiled_code_of_every_way_serves_every_size() -> None:
 
 
 @needs_two_cores
+@sizes("mark_dynamic")
 def test_sizes_are_marked_by_hand() -> None:
     """`mark_dynamic` makes one dimension a symbol; the others stay as they are."""
     torch._dynamo.reset()
