@@ -52,6 +52,26 @@ def test_leaked_threads_are_seen() -> None:
     assert slices[0].resident_bytes > 2**20
 
 
+def test_a_contest_that_is_held_again_begins_the_watch_anew() -> None:
+    """What is compiled for it is no growth of what runs."""
+    calls: list[int] = []
+
+    def is_settled() -> bool:
+        return not 3 <= len(calls) < 7 and not 50 <= len(calls) < 60
+
+    slices = watch(lambda: calls.append(1), is_settled, SLICES)
+    assert [s.last_step for s in slices] == list(range(1, SLICES + 1))
+    assert len(calls) == 60 + SLICES
+
+
+def test_times_that_drift_for_ever_do_not_keep_the_watch_from_its_end() -> None:
+    """After some restarts every step counts."""
+    calls: list[int] = []
+    asked = iter(range(10**6))
+    slices = watch(lambda: calls.append(1), lambda: next(asked) % 2 == 1, SLICES)
+    assert len(slices) == SLICES
+
+
 def test_the_drawing_is_an_svg_with_both_curves() -> None:
     """It parses, and the curves have a point per slice."""
     root = ElementTree.fromstring(draw([_slice(last_step=n) for n in range(1, 8)], "a model"))

@@ -11,6 +11,17 @@
 #include <string_view>
 #include <thread>
 
+// The barriers at both ends of a region are inside the OpenMP library, where ThreadSanitizer does not look: it has to
+// be told what they order.
+#if defined(__SANITIZE_THREAD__)
+#include <sanitizer/tsan_interface.h>
+#define APOLLO_BEFORE_BARRIER(address) __tsan_release(address)
+#define APOLLO_BEHIND_BARRIER(address) __tsan_acquire(address)
+#else
+#define APOLLO_BEFORE_BARRIER(address) static_cast<void>(address)
+#define APOLLO_BEHIND_BARRIER(address) static_cast<void>(address)
+#endif
+
 namespace apollo {
 
 namespace {
@@ -65,7 +76,11 @@ struct Parking {
   std::thread::id caller;
   std::exception_ptr failure = nullptr;
 
-  static void enter(void* arguments) { static_cast<Parking*>(arguments)->stay(); }
+  static void enter(void* arguments) {
+    APOLLO_BEHIND_BARRIER(arguments);
+    static_cast<Parking*>(arguments)->stay();
+    APOLLO_BEFORE_BARRIER(arguments);
+  }
 
   void stay() {
     if (std::this_thread::get_id() != caller) {
@@ -104,7 +119,9 @@ void OpenMpTeam::park(const std::function<void()>& wait, const std::function<voi
     return;
   }
   Parking parking{wait, sleep, std::this_thread::get_id()};
+  APOLLO_BEFORE_BARRIER(&parking);
   parallel_(&Parking::enter, &parking, static_cast<unsigned>(num_threads), 0);
+  APOLLO_BEHIND_BARRIER(&parking);
   if (parking.failure) {
     std::rethrow_exception(parking.failure);
   }
