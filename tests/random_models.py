@@ -37,11 +37,16 @@ recipes = st.lists(st.builds(Step, st.integers(0, 63), _SMALL, _SMALL, st.intege
 
 
 class RandomModel(nn.Module):
-    """Runs a recipe on its parameters, buffers and two inputs; what the last steps made is returned."""
+    """Runs a recipe on its parameters, buffers and two inputs; what the last steps made is returned.
 
-    def __init__(self, recipe: list[Step]) -> None:
+    With `scales`, every output is a tensor of its own: AOTAutograd makes views that are returned again after every
+    call, and fails at some that have dynamic shapes, with every backend; and Inductor takes two copies for one tensor.
+    """
+
+    def __init__(self, recipe: list[Step], *, scales: bool = False) -> None:
         super().__init__()
         self.recipe = recipe
+        self.scales = scales
         generator = torch.Generator().manual_seed(len(recipe))
         draw = [torch.randn(WIDTH, WIDTH, generator=generator, dtype=torch.float64) for _ in range(3)]
         self.weight, self.other = nn.Parameter(draw[0]), nn.Parameter(draw[1])
@@ -58,7 +63,8 @@ class RandomModel(nn.Module):
                 values.append(made)
         if self.training:
             self.seen.mul_(0.9).add_(values[-1].detach().to(torch.float64).mean())
-        return (*values[5:][-4:], values[-1].detach())
+        outputs = (*values[5:][-4:], values[-1].detach())
+        return tuple(output * (2 + place) for place, output in enumerate(outputs)) if self.scales else outputs
 
 
 def inputs(recipe: list[Step], rows: int = 3) -> tuple[torch.Tensor, torch.Tensor]:
