@@ -438,7 +438,8 @@ def _output_id(ids: dict[fx.Node, NodeId], value: Any) -> NodeId | None:
         return None
     if isinstance(value, fx.Node):
         if isinstance(value.meta.get("val"), _Symbolic):
-            raise UnsupportedGraphError(f"the graph returns {value}, a number that only its shapes say")
+            number = type(value.meta["val"]).__name__
+            raise UnsupportedGraphError(f"the graph returns {value}, a {number}; segments return tensors only")
         return ids[value]
     raise UnsupportedGraphError(f"the graph returns {value!r}, a {type(value).__name__}, not a tensor")
 
