@@ -26,6 +26,7 @@ from torch import fx
 
 from apollo_compile import check, text
 from apollo_compile.breaks import find_break
+from apollo_compile.bundle import SegmentsBundle, WholeBundle, cache_key
 from apollo_compile.commons import Commons
 from apollo_compile.config import Config, load_config
 from apollo_compile.cores import lie_of_cores
@@ -35,11 +36,17 @@ from apollo_compile.device import DeviceProfile, discover_profile, limit_units, 
 from apollo_compile.dynamic import GraphFamily, at_once, in_background
 from apollo_compile.errors import ConfigError, CudaError, NothingToGainError, UnsupportedGraphError
 from apollo_compile.execute import Executable, available_units, core_share, keep_memory, most_units
-from apollo_compile.history import Finding, History, key_of
+from apollo_compile.history import Finding, History, circumstances, key_of
 from apollo_compile.inductor import (
     Boundary,
+    Bundle,
+    Cache,
     CompiledBody,
+    Run,
     adopt_layouts,
+    bundle_body,
+    bundle_code,
+    bundle_graph,
     clone_graph,
     compile_again,
     compile_bodies,
@@ -52,9 +59,14 @@ from apollo_compile.inductor import (
     interpret_bodies,
     interpret_whole,
     keep_with,
+    may_cache,
     report_output_strides,
     set_aside,
+    shared_kwargs,
     trace_artifact,
+    unbundle_body,
+    unbundle_code,
+    unbundle_graph,
     user_outputs,
     writes_inputs,
     written_inputs,
@@ -68,9 +80,11 @@ from apollo_compile.passes.plan import make_plan
 from apollo_compile.pipeline import (
     Compilation,
     compile_capture,
+    compile_finding,
     compile_plan,
     compile_sizes,
     plan_partition,
+    rename,
 )
 from apollo_compile.plan_file import FILE_NAME, save_plan
 from apollo_compile.ranks import Ranks, find_ranks
@@ -147,14 +161,11 @@ def apollo(
         model.compile_graph,
         recompute_masks=config.runtime.recompute_masks,
         eager_randomness=config.runtime.bodies == "eager",
+        cache=model.cache(),
     )
     keep_with(compiled, model)
     _models[next(_ages)] = model
     return compiled
-
-
-Run = Callable[[list[Any]], Sequence[Any]]
-"""Takes the inputs of a graph in a list, which it empties, and returns the outputs."""
 
 
 @dataclass(eq=False)
@@ -464,7 +475,7 @@ class CompiledGraph:
         _log_replan(old, new, time.perf_counter_ns() - self._asked_ns)
 
 
-@dataclass(eq=False, slots=True, weakref_slot=True)
+@dataclass(eq=False)
 class CompiledModel:
     """All graphs that come from one Dynamo graph, and why some of them are Inductor's."""
 
@@ -494,16 +505,32 @@ class CompiledModel:
     """Who decides with this process."""
     selection: Selection = field(init=False)
     _keys: dict[str, str] = field(default_factory=dict)
-    """Of findings, by graph; made while it is compiled, since settings may be others later."""
+    """Of findings, by graph."""
+    _is_outdated: bool = False
+    """Whether AOTAutograd's cache has something else than what is to run."""
 
     def __post_init__(self) -> None:
         """Prepare the contest of the graphs to come."""
         self.selection = Selection(self.contested, self._keep_verdict, self.ranks)
 
+    @functools.cached_property
+    def _circumstances(self) -> str:
+        """What shapes graphs and findings besides the Dynamo graph; settings may be others when a backward compiles."""
+        return circumstances(
+            profile=self.profile,
+            config=self.config,
+            cores=lie_of_cores(core_share().order[: self.profile.units]),
+            threads=torch.get_num_threads(),
+            compiler=compiler_settings(),
+        )
+
     @property
     def name(self) -> str:
         """Name of the Dynamo graph, with which those of its graphs begin."""
         return f"graph{self.number}"
+
+    def _name_of(self, role: Role) -> str:
+        return f"{self.name}_{role}"
 
     @property
     def verdict(self) -> Verdict | None:
@@ -554,55 +581,162 @@ class CompiledModel:
             _logger.info("%s: not kept for the next run: %s: %s", self.name, type(error).__name__, error)
 
     def _recall(self, capture: Capture, partition: Partition) -> Finding | None:
-        history = self._history
+        if self._history is None or capture.sizes:
+            return None
         try:
-            if history is None or capture.sizes:
-                return None
-            key = self._keys[capture.name] = key_of(
-                capture,
-                partition,
-                profile=self.profile,
-                config=self.config,
-                cores=lie_of_cores(core_share().order[: self.profile.units]),
-                threads=torch.get_num_threads(),
-                compiler=compiler_settings(),
-            )
-            finding = history.recall(key)
+            self._keys[capture.name] = key_of(capture, partition, self._circumstances)
         except Exception as error:  # the graph is planned as if it were new
             if self.config.debug.strict:
                 raise
             _logger.info("%s: earlier runs are not recalled: %s: %s", self.name, type(error).__name__, error)
             return None
+        return self._find(self._keys[capture.name])
+
+    def _find(self, key: str | None) -> Finding | None:
+        history = self._history
+        finding = None if history is None or key is None else history.recall(key)
         if finding is None or finding.way not in (PLAN, SERIAL, INDUCTOR):
             return None
         if finding.verdict is None:
             return finding
         return replace(finding, verdict=replace(finding.verdict, is_remembered=True))
 
-    def compile_graph(self, graph_module: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
+    def cache(self) -> Cache | None:
+        """Return how AOTAutograd's cache gives its graphs back; None where it is not to have them.
+
+        It has what runs on CPU lanes of one process, unless stages or operators are to be watched one by one.
+        """
+        config = self.config
+        is_usual = config.runtime.bodies != "eager" and config.plan.file is None and config.debug.dump is None
+        is_own = self.ranks.is_alone and self.device == _CPU
+        if not (config.plan.remember and is_usual and is_own and may_cache()):
+            return None
+        return Cache(key=cache_key(self._circumstances), unbundle=self.unbundle)
+
+    def unbundle(self, bundle: SegmentsBundle | WholeBundle) -> Run:
+        """Make a graph of what an earlier process compiled.
+
+        Raises:
+            Exception: whatever stands against it; all graphs are compiled anew then.
+        """
+        try:
+            return self._unbundle_whole(bundle) if isinstance(bundle, WholeBundle) else self._unbundle_segments(bundle)
+        except Exception as error:
+            self._is_outdated = True  # the next process would find the same
+            _logger.info("%s is compiled anew: %s: %s", self.name, type(error).__name__, error)
+            raise
+
+    def _unbundle_whole(self, bundle: WholeBundle) -> Run:
+        if bundle.left is not None:
+            finding = self._find(bundle.history_key)
+            if bundle.left.finding is not None and (finding is None or finding.way != INDUCTOR):
+                raise UnsupportedGraphError("that Inductor is faster is known no longer")
+            self.left.append(rename(bundle.left, self._name_of(bundle.role)))
+        compiled = unbundle_code(bundle.code)
+        self._log_hand_over(self._name_of(bundle.role), bundle.reason, is_gainless=bundle.left is not None)
+        return compiled
+
+    def _unbundle_segments(self, bundle: SegmentsBundle) -> Run:
+        begin = time.perf_counter_ns()
+        name = self._name_of(bundle.compilation.capture.role)
+        known = rename(bundle.compilation, name)
+        compilation = replace(known, finding=None)
+        finding = self._find(bundle.history_key)
+        if finding is not None:
+            runner = StageRunner()
+            found = compile_finding(known.capture, known.partition, finding, profile=known.profile, runner=runner)
+            compilation = found or compilation
+        original, kwargs = bundle.original, bundle.kwargs
+        compile_whole = None if original is None else partial(_compile_bundled, original, kwargs)
+        if bundle.history_key is not None:
+            self._keys[name] = bundle.history_key
+        reason = reason_to_leave(compilation, self.config)
+        if reason is not None:
+            if compile_whole is None:
+                raise UnsupportedGraphError("there is no graph that Inductor could compile")
+            compiled = compile_whole()
+            self.left.append(compilation)
+            self._log_hand_over(name, reason, is_gainless=True)
+            return compiled
+        planned = time.perf_counter_ns()
+        graph = CompiledGraph(
+            compilation=compilation,
+            bodies=tuple(map(unbundle_body, bundle.bodies)),
+            config=self.config,
+            mutates=bundle.mutates,
+            compile_whole=compile_whole,
+            selection=None if compile_whole is None else self.selection,
+            contract=bundle.contract,
+            commons=Commons(self.ranks),
+        )
+        self._add(graph)
+        _log_summary(compilation, planned - begin, time.perf_counter_ns() - planned, did="loaded")
+        return graph
+
+    def _add(self, graph: CompiledGraph) -> None:
+        self.graphs.append(graph)
+        if graph.selection is not None:
+            self.contested.append(graph)
+
+    def compile_graph(
+        self, graph_module: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any
+    ) -> tuple[Run, Bundle | None]:
         """Compile one graph after AOTAutograd; `kwargs` are those of Inductor's inner compiler."""
         role = role_of(kwargs)
-        name = f"{self.name}_{role}"
+        name = self._name_of(role)
+        if role is not Role.BACKWARD:  # what came from AOTAutograd's cache was not enough
+            for known in (self.graphs, self.contested, self.families, self.left, self.handed_over):
+                known.clear()
         try:
             aside = set_aside(graph_module, example_inputs, kwargs)
             piece, inputs, own, boundary = (graph_module, example_inputs, kwargs, None) if aside is None else aside
             adopt_layouts(piece, inputs)
-            compiled = self._compile_in_segments(piece, boundary, name=name, role=role, **own)
+            compiled, bundle = self._compile_in_segments(piece, boundary, name=name, role=role, **own)
         except Exception as error:  # whatever it is, Inductor still can: training must not stop because of us
             is_refusal = isinstance(error, UnsupportedGraphError | NothingToGainError)
             if self.config.debug.strict and not is_refusal:
                 raise
             reason = str(error) if is_refusal else f"{type(error).__name__}: {error}"
-            level = logging.INFO if isinstance(error, NothingToGainError) else logging.WARNING
-            self.handed_over.append((name, reason))
-            _logger.log(level, "%s goes to Inductor whole: %s", name, reason)
-            return self._hand_over(name, graph_module, example_inputs, **kwargs)
+            is_gainless = isinstance(error, NothingToGainError)
+            self._log_hand_over(name, reason, is_gainless=is_gainless)
+            try:
+                run = self._hand_over(name, graph_module, example_inputs, **kwargs)
+            except Exception as failure:
+                if role is not Role.BACKWARD:
+                    raise
+                run = partial(_fail, failure)  # it compiles with the forward, and may never be called
+                return run, None
+            left = self.left[-1] if is_gainless else None
+            is_kept = is_refusal and not self._is_outdated
+            return run, partial(self._bundle_whole, role, reason, left, run) if is_kept else None
         report_output_strides(graph_module)
-        return compiled
+        return compiled, None if self._is_outdated else bundle
+
+    def _log_hand_over(self, name: str, reason: str, *, is_gainless: bool) -> None:
+        self.handed_over.append((name, reason))
+        level = logging.INFO if is_gainless else logging.WARNING
+        _logger.log(level, "%s goes to Inductor whole: %s", name, reason)
+
+    def _bundle_whole(self, role: Role, reason: str, left: Compilation | None, run: Run) -> WholeBundle:
+        key = self._keys.get(self._name_of(role))
+        return WholeBundle(role=role, reason=reason, left=left, history_key=key, code=bundle_code(run))
+
+    def _bundle_segments(
+        self, graph: CompiledGraph, original: fx.GraphModule | None, kwargs: Mapping[str, Any]
+    ) -> SegmentsBundle:
+        return SegmentsBundle(
+            compilation=graph.compilation,
+            history_key=self._keys.get(graph.compilation.capture.name),
+            bodies=tuple(map(bundle_body, graph.bodies)),
+            mutates=graph.mutates,
+            contract=graph.contract,
+            original=None if original is None else bundle_graph(original),
+            kwargs=shared_kwargs(kwargs),
+        )
 
     def _compile_in_segments(
         self, graph_module: fx.GraphModule, boundary: Boundary | None, *, name: str, role: Role, **kwargs: Any
-    ) -> CompiledGraph | GraphFamily[CompiledGraph]:
+    ) -> tuple[Run, Bundle | None]:
         begin = time.perf_counter_ns()
         config, commons = self.config, Commons(self.ranks)
         sizes, base = {} if boundary is None else boundary.sizes, name
@@ -663,13 +797,11 @@ class CompiledModel:
             commons=commons,
         )
         _log_summary(compilation, planned - begin, time.perf_counter_ns() - planned)
-        self.graphs.append(graph)
+        self._add(graph)
         if boundary is not None and has_plans_by_size:
-            return self._make_family(graph, graph_module, boundary, base)
+            return self._make_family(graph, graph_module, boundary, base), None
         graph.boundary = boundary
-        if graph.selection is not None:
-            self.contested.append(graph)
-        return graph
+        return graph, partial(self._bundle_segments, graph, original, kwargs) if boundary is None else None
 
     def _make_family(
         self, first: CompiledGraph, graph_module: fx.GraphModule, boundary: Boundary, name: str
@@ -888,6 +1020,15 @@ def _may_be_contested(config: Config) -> bool:
     )
 
 
+def _compile_bundled(original: bytes, kwargs: Mapping[str, Any]) -> Run:
+    """Compile a graph of a bundle as Inductor alone would."""
+    return compile_again(unbundle_graph(original), **kwargs)
+
+
+def _fail(error: Exception, inputs: list[Any]) -> Sequence[Any]:
+    raise error
+
+
 def _once(work: Callable[[], Run]) -> Callable[[], Run]:
     """Return a function that does `work` in its first call, and gives its result or its error in every one."""
     lock, done = threading.Lock(), functools.cache(partial(at_once, work))
@@ -1013,13 +1154,13 @@ def _warn_of_compiler(complaint: str) -> None:
     )
 
 
-def _log_summary(compilation: Compilation, planning_ns: int, compiling_ns: int) -> None:
+def _log_summary(compilation: Compilation, planning_ns: int, compiling_ns: int, *, did: str = "compiled") -> None:
     plan = compilation.plan
     lanes = {assignment.lane for assignment in plan.assignments}
     _logger.info(
-        "%s: compiled %d segments (%d bodies) onto %d lanes: predicted %s, serial %s, bound %s; planning took %s, "
-        "compiling %s",
+        "%s: %s %d segments (%d bodies) onto %d lanes: predicted %s, serial %s, bound %s; planning took %s, rest %s",
         compilation.capture.name,
+        did,
         len(plan.assignments),
         len(compilation.partition.bodies),
         len(lanes),

@@ -66,7 +66,8 @@ class PlanConfig:
     With False, a plan file, the planner `serial`, a memory quota or `torch.use_deterministic_algorithms(True)` the plan
     runs."""
     remember: bool = True
-    """Keep what the first steps found out, plan and verdict, in `device.cache`, and begin with it the next time."""
+    """Keep what the first steps found out, plan and verdict, in `device.cache`, and compiled graphs in AOTAutograd's
+    cache; begin with them the next time."""
     file: Path | None = None
     """A plan file, or a directory that `debug.dump` wrote: lanes and order are taken from there."""
 

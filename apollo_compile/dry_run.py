@@ -33,7 +33,7 @@ from apollo_compile.breaks import find_break
 from apollo_compile.config import Config, load_config
 from apollo_compile.device import DeviceProfile
 from apollo_compile.errors import TargetError, UnsupportedGraphError
-from apollo_compile.inductor import adopt_layouts, compile_with_inductor
+from apollo_compile.inductor import Run, adopt_layouts, compile_with_inductor
 from apollo_compile.ir import Role, Trace
 from apollo_compile.pipeline import Compilation
 from apollo_compile.reports.report import BreakSummary, Report
@@ -186,7 +186,7 @@ class _Tracer:
 
     def _plan(
         self, dynamo_name: str, graph_module: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any
-    ) -> Callable[[list[Any]], Sequence[Any]]:
+    ) -> tuple[Run, None]:
         role = role_of(kwargs)
         name = f"{dynamo_name}_{role}"
         try:
@@ -203,7 +203,7 @@ class _Tracer:
             self.planned.append((compilation, reason))
             if reason is not None:
                 self.handed_over.append((name, reason))
-        return _run_in_eager(graph_module)
+        return _run_in_eager(graph_module), None
 
 
 def _trace(
@@ -241,7 +241,7 @@ def _number(compilation: Compilation) -> int:
     return int(compilation.capture.name.removeprefix("graph").partition("_")[0])
 
 
-def _run_in_eager(graph_module: fx.GraphModule) -> Callable[[list[Any]], Sequence[Any]]:
+def _run_in_eager(graph_module: fx.GraphModule) -> Run:
     def run(inputs: list[Any]) -> Sequence[Any]:
         values = list(inputs)
         inputs.clear()

@@ -1,6 +1,6 @@
 """What earlier processes found out about a graph, so that the next one begins where they ended.
 
-    History(directory).recall(key) -> Finding | None;    keep(key, finding);    key_of(...) -> key
+    History(directory).recall(key) -> Finding | None;    keep(key, finding);    key_of(..., circumstances(...)) -> key
 
 A training run that is started again plans the same graphs, measures the same bodies and holds the same contest. Its
 finding per graph is a file: the plan, the measured durations that the plan was made from, and which way won. A plan
@@ -102,21 +102,13 @@ class History:
             path.unlink(missing_ok=True)
 
 
-def key_of(
-    capture: Capture,
-    partition: Partition,
-    *,
-    profile: DeviceProfile,
-    config: Config,
-    cores: Sequence[tuple[int, ...]],
-    threads: int,
-    compiler: str,
+def circumstances(
+    *, profile: DeviceProfile, config: Config, cores: Sequence[tuple[int, ...]], threads: int, compiler: str
 ) -> str:
-    """Return the name of a graph's finding.
+    """Return what shapes findings besides a graph, as a text that is the same for the same ones.
 
     `cores` says how those that lanes use lie to each other, and `compiler` is Inductor's settings as a text.
     """
-    graph = partition.graph
     parts = [
         __version__,
         to_json(machine_fingerprint(profile.units)),
@@ -125,6 +117,15 @@ def key_of(
         compiler,
         format_profile(profile),
         [repr(asdict(options)) for options in (config.partition, config.plan, config.runtime)],
+    ]
+    return json.dumps(parts)
+
+
+def key_of(capture: Capture, partition: Partition, around: str) -> str:
+    """Return the name of a graph's finding; `around` are its circumstances."""
+    graph = partition.graph
+    parts = [
+        around,
         capture.role,
         [repr(node) for node in capture.nodes],
         [repr(segment) for segment in graph.segments],

@@ -62,6 +62,17 @@ class Compilation:
     program: Program
 
 
+def rename(compilation: Compilation, name: str) -> Compilation:
+    """Return the same products for a graph of another name."""
+    partition = compilation.partition
+    return replace(
+        compilation,
+        capture=replace(compilation.capture, name=name),
+        partition=replace(partition, graph=replace(partition.graph, name=name)),
+        program=replace(compilation.program, name=name),
+    )
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Decision:
     """A plan and the durations that it was made from: what one rank needs to run the plan of another."""
@@ -92,32 +103,36 @@ def compile_capture(
         check=partial(check.check_partition, capture=capture),
         text=text.format_partition,
     )
-    lanes = lane_catalogue(profile.units, profile.atom)
     finding = recall(partition)
-    if finding is not None:
-        try:
-            check_fits(finding.plan, partition.graph, lanes, "the plan of an earlier run")
-            return _compile_finding(capture, partition, finding, profile=profile, runner=runner)
-        except (InvariantError, PlanFileError) as error:
-            _logger.info("%s is planned anew: %s", capture.name, error)
-    pinned = _load_pinned_plan(partition.graph, lanes, config)
+    found = None if finding is None else compile_finding(capture, partition, finding, profile=profile, runner=runner)
+    if found is not None:
+        return found
+    pinned = _load_pinned_plan(partition.graph, lane_catalogue(profile.units, profile.atom), config)
     return plan_partition(
         capture, partition, Observations(), profile=profile, config=config, runner=runner, pinned=pinned
     )
 
 
-def _compile_finding(
+def compile_finding(
     capture: Capture, partition: Partition, finding: Finding, *, profile: DeviceProfile, runner: StageRunner
-) -> Compilation:
+) -> Compilation | None:
+    """Take the plan of an earlier process through the stages behind it; None if it is not for these segments."""
     graph = partition.graph
-    costs = _run_cost(graph, profile, finding.observations, runner)
-    plan = runner.run(
-        "plan",
-        lambda: finding.plan,
-        check=partial(check.check_plan, graph=graph, costs=costs),
-        text=partial(text.format_plan, graph=graph),
-    )
-    compilation = compile_plan(capture, partition, finding.observations, costs, plan, profile=profile, runner=runner)
+    try:
+        check_fits(finding.plan, graph, lane_catalogue(profile.units, profile.atom), "the plan of an earlier run")
+        costs = _run_cost(graph, profile, finding.observations, runner)
+        plan = runner.run(
+            "plan",
+            lambda: finding.plan,
+            check=partial(check.check_plan, graph=graph, costs=costs),
+            text=partial(text.format_plan, graph=graph),
+        )
+        compilation = compile_plan(
+            capture, partition, finding.observations, costs, plan, profile=profile, runner=runner
+        )
+    except (InvariantError, PlanFileError) as error:
+        _logger.info("%s is planned anew: %s", capture.name, error)
+        return None
     return replace(compilation, finding=finding)
 
 

@@ -10,6 +10,7 @@ import difflib
 import itertools
 import json
 import os
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -30,16 +31,22 @@ _cache_numbers = itertools.count()
 
 
 @pytest.fixture(autouse=True)
-def _a_machine_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+def _a_machine_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Plan every test for the same device, and let it find nothing that others left behind.
 
     Left to itself, a process measures the machine, on which other tests run meanwhile, and recalls earlier contests
-    from the user's cache.
+    from the user's cache. Compiled graphs of earlier tests would do as well: whatever a test replaces in planning or
+    compiling would not be asked.
     """
     for variable in [name for name in os.environ if name.startswith("APOLLO_") and name != "APOLLO_ACCEPT"]:
         monkeypatch.delenv(variable)
     monkeypatch.setenv("APOLLO_PROFILE", "cpu")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / f"cache{next(_cache_numbers)}"))
+    if "torch" not in sys.modules:
+        yield
+        return
+    with sys.modules["torch._functorch.config"].patch(enable_autograd_cache=False):
+        yield
 
 
 @pytest.fixture

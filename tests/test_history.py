@@ -14,7 +14,7 @@ import pytest
 from apollo_compile import history
 from apollo_compile.config import Config, load_config
 from apollo_compile.device import DeviceProfile, default_profile
-from apollo_compile.history import Finding, History, key_of
+from apollo_compile.history import Finding, History, circumstances, key_of
 from apollo_compile.ir import Capture, Node, NodeId, NodeKind, Observations, Role, Standing, Verdict
 from apollo_compile.lanes import lane_catalogue
 from apollo_compile.passes.partition import partition_graph
@@ -109,9 +109,8 @@ def test_a_key_holds_all_that_shapes_a_finding() -> None:
         compiler: str = "",
     ) -> str:
         partition = partition_graph(capture, config=config.partition)
-        return key_of(
-            capture, partition, profile=profile, config=config, cores=cores, threads=threads, compiler=compiler
-        )
+        around = circumstances(profile=profile, config=config, cores=cores, threads=threads, compiler=compiler)
+        return key_of(capture, partition, around)
 
     keys = [
         key(),

@@ -1,0 +1,348 @@
+"""Graphs that come back from AOTAutograd's cache: neither traced nor compiled again, and no number differs."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch._functorch.config as functorch_config
+from torch import nn
+from torch._dynamo.utils import counters
+
+from apollo_compile import backend
+from apollo_compile.inductor import BundledBody, bundle_body
+from apollo_compile.select import INDUCTOR, PLAN, SERIAL
+from tests.end_to_end.models import STRICT, TwoTowers, assert_same_training, train, two_tower_inputs
+
+needs_two_cores = pytest.mark.skipif(torch.get_num_threads() < 2, reason="one core has no lanes to choose from")
+
+
+@pytest.fixture(autouse=True)
+def _a_cache_of_its_own(tmp_path: Path) -> Iterator[None]:
+    """Let AOTAutograd keep what this test compiles, for this test only; Inductor's code is shared as ever."""
+    with (
+        functorch_config.patch(enable_autograd_cache=True),
+        torch.compiler.config.patch(cache_key_tag=str(tmp_path)),
+    ):
+        counters.clear()
+        yield
+
+
+def hits() -> tuple[int, int]:
+    """Return how many Dynamo graphs came from AOTAutograd's cache, and how many it could not give."""
+    counted = counters["aot_autograd"]
+    return counted["autograd_cache_hit"], counted["autograd_cache_miss"]
+
+
+def training_of(model: nn.Module, *inputs: torch.Tensor, **options: Any) -> tuple[Any, backend.CompiledModel]:
+    """Train a copy of `model`; return losses, gradients and state, and what was compiled for it."""
+    torch.manual_seed(1)
+    training = train(model, lambda run: run(*inputs).square().mean(), backend="apollo", options={**STRICT, **options})
+    return training, backend.compiled_models()[-1]
+
+
+def forbid_tracing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the test fail if a graph is planned or compiled."""
+
+    def fail(*args: object, **kwargs: object) -> None:
+        raise AssertionError("planned or compiled again")
+
+    for name in ("plan_graph", "compile_bodies", "compile_whole"):
+        monkeypatch.setattr(backend, name, fail)
+
+
+class Normalized(nn.Module):
+    """Two branches with dropout, and statistics that every step changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Dropout(0.3), nn.Conv2d(8, 8, 3))
+        self.right = nn.Sequential(
+            nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.GELU(), nn.Dropout(0.3), nn.Conv2d(8, 8, 3)
+        )
+
+    def forward(self, image: torch.Tensor) -> torch.Tensor:
+        """Return the product of both branches."""
+        return self.left(image) * self.right(image)
+
+
+@pytest.mark.parametrize("kind", ["towers", "normalized"])
+def test_a_second_compile_is_the_first_one(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Same losses, gradients and buffers to the bit, dropout included; same segments, plan and report."""
+    torch.manual_seed(0)
+    model = TwoTowers(dropout=0.3) if kind == "towers" else Normalized()
+    inputs = two_tower_inputs() if kind == "towers" else (torch.randn(4, 3, 12, 12),)
+    options = {"plan.min_gain": 0.0, "plan.replan": False}
+    expected, first = training_of(model, *inputs, **options)
+    assert hits() == (0, 1)
+    forbid_tracing(monkeypatch)
+    got, second = training_of(model, *inputs, **options)
+    assert hits() == (1, 1)
+    assert_same_training(expected, got)
+    assert [graph.compilation.program.instructions for graph in second.graphs] == [
+        graph.compilation.program.instructions for graph in first.graphs
+    ]
+    assert [graph.compilation.capture.name for graph in second.graphs] == [
+        f"graph{second.number}_forward",
+        f"graph{second.number}_backward",
+    ]
+    assert all(graph.trace().spans for graph in second.graphs)
+
+
+def test_inference_comes_back_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One graph, without a backward."""
+    model, inputs = TwoTowers().eval(), two_tower_inputs()
+    for expected in ((0, 1), (1, 1)):
+        torch._dynamo.reset()
+        with torch.no_grad():
+            output = torch.compile(model, backend="apollo", options=STRICT)(*inputs)
+            torch.testing.assert_close(output, model(*inputs), rtol=1e-4, atol=1e-5)
+        assert hits() == expected
+        forbid_tracing(monkeypatch)
+
+
+def test_a_graph_that_is_inductors_stays_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its code comes back, and with it the reason and the plan that was not worth it."""
+    model, inputs = nn.Linear(1024, 1024), (torch.randn(512, 1024),)
+    options = {"plan.contest": True}
+    expected, first = training_of(model, *inputs, **options)
+    assert [len(first.graphs), len(first.left)] == [0, 2], first.handed_over
+    forbid_tracing(monkeypatch)
+    got, second = training_of(model, *inputs, **options)
+    assert hits() == (1, 1)
+    assert_same_training(expected, got)
+    reasons = [reason for _, reason in first.handed_over]
+    assert [reason for _, reason in second.handed_over] == reasons
+    assert [found.partition.graph.segments for found in second.left] == [
+        found.partition.graph.segments for found in first.left
+    ]
+
+
+@needs_two_cores
+@pytest.mark.parametrize("way", [INDUCTOR, SERIAL, PLAN])
+def test_every_way_can_be_taken_by_a_graph_that_came_back(way: str) -> None:
+    """Inductor compiles the graph of the bundle, and what its code saves fits the backward's segments."""
+    torch.manual_seed(0)
+    model, inputs = TwoTowers(), two_tower_inputs()
+    options = {"plan.contest": True, "plan.min_gain": 0.0, "plan.replan": False}
+    for _ in range(2):
+        _, found = training_of(model, *inputs, **options)
+    assert hits() == (1, 1)
+    torch._dynamo.reset()
+    run = torch.compile(model, backend="apollo", options={**STRICT, **options})
+    run(*inputs).square().mean().backward()
+    (found,) = backend.find_models(model)
+    assert hits() == (2, 1)
+    forward, backward = found.graphs
+    for graph in (forward, backward):
+        graph.selection = None  # nobody but this test decides
+        graph.prepare()
+    forward.use(way)
+    model.zero_grad()
+    run(*inputs).square().mean().backward()
+    gradients = [parameter.grad for parameter in model.parameters()]
+    model.zero_grad()
+    model(*inputs).square().mean().backward()
+    torch.testing.assert_close(gradients, [p.grad for p in model.parameters()], rtol=1e-3, atol=1e-5)
+
+
+@needs_two_cores
+@pytest.mark.parametrize("way", [INDUCTOR, SERIAL])
+def test_a_verdict_that_came_later_holds(way: str, tmp_path: Path) -> None:
+    """The bundle is of the first step; what the contest said after that stands in the history."""
+    torch.manual_seed(0)
+    model, inputs = TwoTowers(), two_tower_inputs()
+    options = {"plan.contest": True, "plan.min_gain": 0.0, "device.cache": tmp_path}
+    run = torch.compile(model, backend="apollo", options={**STRICT, **options})
+    for _ in range(2000):
+        run(*inputs).square().mean().backward()
+        if backend.is_settled(model):
+            break
+    files = sorted((tmp_path / "history").iterdir())
+    assert len(files) == 2
+    for file in files:
+        content = json.loads(file.read_text())
+        content["finding"]["way"] = way
+        file.write_text(json.dumps(content))
+    training, found = training_of(model, *inputs, **options)
+    assert hits() == (1, 1)
+    assert [graph.way for graph in found.graphs] == ([] if way == INDUCTOR else [way, way])
+    assert found.verdict is not None and found.verdict.is_remembered
+    assert_same_training(train(model, lambda run: run(*inputs).square().mean()), training)
+
+
+@needs_two_cores
+def test_inductors_code_is_not_kept_longer_than_the_verdict(tmp_path: Path) -> None:
+    """Once nobody knows any more that Inductor was faster, that is found out again."""
+    torch.manual_seed(0)
+    model, inputs = TwoTowers(), two_tower_inputs()
+    options = {"plan.contest": True, "plan.min_gain": 0.0, "device.cache": tmp_path}
+    run = torch.compile(model, backend="apollo", options={**STRICT, **options})
+    for _ in range(2000):
+        run(*inputs).square().mean().backward()
+        if backend.is_settled(model):
+            break
+    for file in (tmp_path / "history").iterdir():
+        content = json.loads(file.read_text())
+        content["finding"]["way"] = INDUCTOR
+        file.write_text(json.dumps(content))
+    with torch.compiler.config.patch(cache_key_tag=f"{tmp_path} whole"):
+        _, found = training_of(model, *inputs, **options)
+        assert [len(found.graphs), len(found.left)] == [0, 2]
+        counters.clear()
+        for file in (tmp_path / "history").iterdir():
+            file.unlink()
+        training, found = training_of(model, *inputs, **options)
+    assert hits() == (0, 1)
+    assert [len(found.graphs), len(found.left)] == [2, 0]
+    assert_same_training(train(model, lambda run: run(*inputs).square().mean()), training)
+
+
+def test_what_shapes_a_graph_is_part_of_the_key() -> None:
+    """Other options, other graphs; how much is logged matters to none."""
+    model, inputs = TwoTowers(), two_tower_inputs()
+    training_of(model, *inputs)
+    for number, options in enumerate([{"partition.granularity": "module"}, {"plan.planner": "serial"}], start=2):
+        training_of(model, *inputs, **options)
+        assert hits() == (0, number)
+    training_of(model, *inputs, **{"debug.log": "INFO"})
+    assert hits() == (1, 3)
+
+
+@pytest.mark.parametrize("switch", ["torch", "apollo", "dump", "eager"])
+def test_it_can_be_switched_off(switch: str, tmp_path: Path) -> None:
+    """By torch's own setting, with everything else that is remembered, and where stages are to be looked at."""
+    options: dict[str, Any] = {
+        "torch": {},
+        "apollo": {"plan.remember": False},
+        "dump": {"debug.dump": tmp_path / "dump"},
+        "eager": {"runtime.bodies": "eager"},
+    }[switch]
+    with functorch_config.patch(enable_autograd_cache=switch != "torch"):
+        for _ in range(2):
+            training_of(TwoTowers(), *two_tower_inputs(), **options)
+    assert hits() == (0, 0)
+
+
+def test_changing_shapes_are_compiled_by_every_process() -> None:
+    """A graph with dynamic shapes is not kept, and runs as it would."""
+    model = TwoTowers()
+    for _ in range(2):
+        torch._dynamo.reset()
+        run = torch.compile(model, backend="apollo", options=STRICT, dynamic=True)
+        for batch in (8, 12):
+            inputs = two_tower_inputs(batch)
+            torch.testing.assert_close(run(*inputs), model(*inputs), rtol=1e-4, atol=1e-5)
+    assert hits()[0] == 0
+
+
+def test_a_damaged_bundle_is_compiled_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is wrong with it, the graph runs, and the next process is not told to try again."""
+    model, inputs = TwoTowers(), two_tower_inputs()
+    training_of(model, *inputs)
+
+    def fail(bundled: BundledBody) -> None:
+        raise OSError("damaged")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(backend, "unbundle_body", fail)
+        training, found = training_of(model, *inputs)
+    assert hits() == (0, 2)
+    assert len(found.graphs) == 2
+    assert_same_training(train(model, lambda run: run(*inputs).square().mean()), training)
+
+
+def test_a_body_whose_library_is_gone_is_compiled_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody may have cleaned the cache of compiled code."""
+    model, inputs = TwoTowers(), two_tower_inputs()
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            backend, "bundle_body", lambda body: replace(bundle_body(body), library=str(tmp_path / "gone.so"))
+        )
+        expected, _ = training_of(model, *inputs)
+    forbid_tracing(monkeypatch)
+    training, found = training_of(model, *inputs)
+    assert hits() == (1, 1)
+    assert all(body.entry_address is not None for body in found.graphs[0].bodies)
+    assert_same_training(expected, training)
+
+
+def test_threads_with_python_can_run_a_body_that_came_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lanes cannot write to inference tensors, so this graph runs on the caller's thread."""
+    inputs, results = torch.randn(4, 3, 12, 12), []
+    for expected in ((0, 1), (1, 1)):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        with torch.inference_mode():
+            model = Normalized()
+            torch.manual_seed(1)
+            output = torch.compile(model, backend="apollo", options=STRICT)(inputs)
+        assert hits() == expected
+        forbid_tracing(monkeypatch)
+        results.append({"output": output, **model.state_dict()})
+    torch.testing.assert_close(results[1], results[0])
+    assert int(results[1]["left.1.num_batches_tracked"]) == 1
+
+
+def test_a_backward_that_nothing_can_compile_fails_when_it_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It compiles with the forward now; a model that is never trained must not notice."""
+    compile_whole = backend.compile_whole
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("is_backward"):
+            raise ValueError("no such backward")
+        return compile_whole(*args, **kwargs)
+
+    monkeypatch.setattr(backend, "compile_whole", fail)
+    monkeypatch.setattr(backend, "compile_bodies", fail)
+    torch._dynamo.reset()
+    model, inputs = TwoTowers(), two_tower_inputs()
+    run = torch.compile(model, backend="apollo")
+    output = run(*inputs)
+    torch.testing.assert_close(output, model(*inputs), rtol=1e-4, atol=1e-5)
+    with pytest.raises(ValueError, match="no such backward"):
+        output.sum().backward()
+
+
+_SCRIPT = """
+import json, sys
+import torch
+from torch._dynamo.utils import counters
+from tests.end_to_end.models import TwoTowers, two_tower_inputs
+
+torch.manual_seed(0)
+torch.compiler.config.cache_key_tag = sys.argv[1]
+model = TwoTowers(dropout=0.3)
+run = torch.compile(model, backend="apollo", options={"plan.min_gain": 0.0, "plan.contest": False})
+losses = []
+for _ in range(3):
+    loss = run(*two_tower_inputs()).square().mean()
+    loss.backward()
+    losses.append(loss.item())
+grads = [parameter.grad.abs().sum().item() for parameter in model.parameters()]
+print(json.dumps([counters["aot_autograd"]["autograd_cache_hit"], losses, grads]))
+"""
+
+
+def test_a_second_process_begins_with_what_the_first_one_compiled(tmp_path: Path) -> None:
+    """The same numbers from the same seed."""
+    environment = {name: value for name, value in os.environ.items() if name != "TORCHINDUCTOR_AUTOGRAD_CACHE"}
+    environment["XDG_CACHE_HOME"] = str(tmp_path)
+
+    def run() -> list[Any]:
+        done = subprocess.run(
+            [sys.executable, "-c", _SCRIPT, str(tmp_path)], env=environment, capture_output=True, text=True, check=True
+        )
+        return json.loads(done.stdout.splitlines()[-1])  # type: ignore[no-any-return]
+
+    first, second = run(), run()
+    assert [first[0], second[0]] == [0, 1]
+    assert second[1:] == first[1:]
