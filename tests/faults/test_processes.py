@@ -146,8 +146,9 @@ def test_without_a_compiler_graphs_run_operator_by_operator(tmp_path: Path, scri
 
 
 @pytest.mark.soak
-def test_damaged_compiled_code_in_inductors_cache_is_compiled_anew(tmp_path: Path) -> None:
-    """Libraries that were cut off."""
+@pytest.mark.parametrize("files", ["*.so", "aotautograd/*/*"])
+def test_damaged_compiled_code_is_compiled_anew(files: str, tmp_path: Path) -> None:
+    """Libraries that were cut off, or whole graphs."""
     code = """
         layer = torch.nn.Linear(8, 8)
         with torch.no_grad():
@@ -156,10 +157,10 @@ def test_damaged_compiled_code_in_inductors_cache_is_compiled_anew(tmp_path: Pat
         print("done")
     """
     check_end(run_python(code, TORCHINDUCTOR_CACHE_DIR=str(tmp_path)))
-    libraries = list(tmp_path.rglob("*.so"))
-    assert libraries
-    for library in libraries:
-        os.truncate(library, 100)
+    found = list(tmp_path.rglob(files))
+    assert found
+    for file in found:
+        os.truncate(file, 100)
     check_end(run_python(code, TORCHINDUCTOR_CACHE_DIR=str(tmp_path)))
 
 
