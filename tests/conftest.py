@@ -7,6 +7,7 @@ came of each into `FILE`, beside what earlier runs wrote there.
 from __future__ import annotations
 
 import difflib
+import importlib
 import itertools
 import json
 import os
@@ -45,7 +46,7 @@ def _a_machine_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pyt
     if "torch" not in sys.modules:
         yield
         return
-    with sys.modules["torch._functorch.config"].patch(enable_autograd_cache=False):
+    with importlib.import_module("torch._functorch.config").patch(enable_autograd_cache=False):
         yield
 
 
