@@ -2,9 +2,9 @@
 
 Report -> str
 
-A graph is a cluster, a segment a box in the colour of its branch, a dependency an arrow: bold where a lane waits for
-another lane, dashed where such a wait is implied by others. Where lanes wait for each other only because they share
-units, the line ends in a bar instead of an arrow.
+A graph is a cluster that lists its lanes with their memory, a segment a box in the colour of its branch, a dependency
+an arrow: bold where a lane waits for another lane, dashed where such a wait is implied by others. Where lanes wait for
+each other only because they share units, the line ends in a bar instead of an arrow.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from apollo_compile.reports.colors import COLORS
-from apollo_compile.units import format_ns
+from apollo_compile.text import format_count
+from apollo_compile.units import format_bytes, format_ns
 
 if TYPE_CHECKING:
     from apollo_compile.reports.report import Report
-    from apollo_compile.reports.summary import GraphSummary
+    from apollo_compile.reports.summary import GraphSummary, LaneSummary
 
 
 def render_dot(report: Report) -> str:
@@ -34,13 +35,14 @@ def render_dot(report: Report) -> str:
 def _render_graph(number: int, graph: GraphSummary) -> list[str]:
     color = {branch: COLORS[index % len(COLORS)] for index, branch in enumerate(graph.branches)}
     style = {(wait.producer, wait.consumer): "bold" if wait.kept else "dashed" for wait in graph.waits}
-    lines = [f"  subgraph cluster_{number} {{", f"    label={_quote(graph.name)};"]
+    title = "\n".join([graph.name, *map(_describe_lane, graph.lanes_used)])
+    lines = [f"  subgraph cluster_{number} {{", f"    label={_quote(title)};"]
     for segment in graph.segments:
         measured = "" if segment.measured_ns is None else f", measured {format_ns(segment.measured_ns)}"
         label = "\n".join(
             (
                 segment.name,
-                f"lane {segment.lane}, {segment.units} units",
+                f"lane {segment.lane}, {format_count(segment.units, 'unit')}",
                 f"{format_ns(segment.predicted_ns)}{measured}",
             )
         )
@@ -55,6 +57,13 @@ def _render_graph(number: int, graph: GraphSummary) -> list[str]:
             arrow = f"g{number}s{wait.producer} -> g{number}s{wait.consumer}"
             lines.append(f"    {arrow} [style=bold, arrowhead=tee, constraint=false];")
     return [*lines, "  }"]
+
+
+def _describe_lane(lane: LaneSummary) -> str:
+    limits = (("took", lane.taken_bytes), ("quota", lane.quota_bytes))
+    memory = [f", {name} {format_bytes(value)}" for name, value in limits if value is not None]
+    units = format_count(len(lane.units), "unit")
+    return f"lane {lane.id} ({units}): planned peak {format_bytes(lane.peak_bytes)}{''.join(memory)}"
 
 
 def _quote(text: str) -> str:

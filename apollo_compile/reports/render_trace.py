@@ -2,9 +2,10 @@
 
     Report -> {"traceEvents": [...], ...}
 
-A timeline of a graph is a process, a lane a thread, a segment a complete event (`X`), a kept wait a flow (`s` to `f`),
-and units at work and bytes held are counters (`C`). Times of the format are microseconds; `args` has the whole numbers
-of nanoseconds. Graphs follow one another in time as they do in a step, so that tracks line up.
+A timeline of a graph is a process, a lane a thread, a segment a complete event (`X`), a kept wait a flow (`s` to `f`).
+Units at work, bytes held, and what every lane holds, took and may take of them are counters (`C`). Times of the format
+are microseconds; `args` has the whole numbers of nanoseconds. Graphs follow one another in time as they do in a step,
+so that tracks line up.
 Format: "Trace Event Format", Google, https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
 
 Note [traces for Perfetto]. Beyond the format:
@@ -18,6 +19,7 @@ Note [traces for Perfetto]. Beyond the format:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from apollo_compile.units import NS_PER_US
@@ -96,7 +98,7 @@ def _render_timeline(graph: GraphSummary, line: Timeline, begin_ns: int) -> list
                 },
             }
         )
-    for name, series, steps in (("units", "at work", line.units), ("bytes", "between segments", line.memory)):
+    for name, series, steps in _counters(graph, line):
         events += [
             {
                 "name": name,
@@ -109,6 +111,20 @@ def _render_timeline(graph: GraphSummary, line: Timeline, begin_ns: int) -> list
             for time_ns, value in steps
         ]
     return events
+
+
+def _counters(graph: GraphSummary, line: Timeline) -> list[tuple[str, str, Sequence[tuple[int, int]]]]:
+    """Return name, series and steps of every counter; what a lane took or may take holds from the start."""
+    found: list[tuple[str, str, Sequence[tuple[int, int]]]] = [
+        ("units", "at work", line.units),
+        ("bytes", "between segments", line.memory),
+    ]
+    for lane, steps in zip(graph.lanes, line.memory_by_lane, strict=False):  # empty for the serial plan
+        if lane.num_segments:
+            found.append((f"lane {lane.id} holds", "bytes", steps))
+            limits = (("took", lane.taken_bytes), ("may take", lane.quota_bytes))
+            found += [(f"lane {lane.id} {verb}", "bytes", ((0, value),)) for verb, value in limits if value is not None]
+    return found
 
 
 def _render_waits(graph: GraphSummary, line: Timeline, begin_ns: int, first_id: int) -> list[Event]:

@@ -192,6 +192,8 @@ class Timeline:
     """Units at work over time: (nanoseconds, units) at every change."""
     memory: tuple[tuple[int, int], ...]
     """Bytes of buffers between segments over time, likewise; empty for the serial plan."""
+    memory_by_lane: tuple[tuple[tuple[int, int], ...], ...] = ()
+    """The same of the buffers that segments of one lane make, by lane."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -338,7 +340,10 @@ def check_summary(graph: GraphSummary) -> None:
         ("lanes must have units, ascending", all(_are_units(units) for units in lanes.values())),
         ("segments must be on lanes", {segment.lane for segment in graph.segments} <= set(lanes)),
         ("there must be timelines", bool(graph.timelines)),
-        ("timelines must show segments on lanes", all(_is_legal(line, ids, set(lanes)) for line in graph.timelines)),
+        (
+            "timelines must show segments and memory on lanes",
+            all(_is_legal(line, ids, set(lanes)) for line in graph.timelines),
+        ),
         ("every segment needs a choice for all units", all(_has_choices(s, graph.device) for s in graph.segments)),
         ("branches must be listed", branches | {m.branch for m in graph.modules} <= set(graph.branches)),
         ("pairs must be of branches", all({pair.first, pair.second} <= branches for pair in graph.pairs)),
@@ -356,9 +361,13 @@ def _are_units(units: Sequence[int]) -> bool:
 
 
 def _is_legal(line: Timeline, segments: Set[int], lanes: Set[int]) -> bool:
-    return line.duration_ns >= 0 and all(
-        bar.segment in segments and bar.lane in lanes and 0 <= bar.start_ns <= bar.end_ns <= line.duration_ns
-        for bar in line.bars
+    return (
+        line.duration_ns >= 0
+        and len(line.memory_by_lane) in (0, len(lanes))
+        and all(
+            bar.segment in segments and bar.lane in lanes and 0 <= bar.start_ns <= bar.end_ns <= line.duration_ns
+            for bar in line.bars
+        )
     )
 
 
@@ -639,6 +648,7 @@ def _timeline(
     unit_time = sum((bar.end_ns - bar.start_ns) * width[bar.lane] for bar in bars)
     lanes_at_work = _steps([(bar.start_ns, bar.end_ns, 1) for bar in bars])
     overlap_ns = sum(later.time_ns - now.time_ns for now, later in itertools.pairwise(lanes_at_work) if now.value >= 2)
+    held = {} if name == "serial" else _lifetimes(compilation, bars, duration_ns)
     return Timeline(
         name=name,
         duration_ns=duration_ns,
@@ -646,19 +656,23 @@ def _timeline(
         busy=unit_time / (width[0] * duration_ns) if duration_ns else 0.0,
         bars=tuple(bars),
         units=_plain(_steps([(bar.start_ns, bar.end_ns, width[bar.lane]) for bar in bars])),
-        memory=() if name == "serial" else _plain(_steps(_lifetimes(compilation, bars, duration_ns))),
+        memory=_plain(_steps(itertools.chain.from_iterable(held.values()))),
+        memory_by_lane=tuple(_plain(_steps(held[lane.id])) for lane in lanes) if held else (),
     )
 
 
-def _lifetimes(compilation: Compilation, bars: Sequence[Bar], duration_ns: int) -> list[tuple[int, int, int]]:
-    """Return (start, end, bytes) of every buffer that a segment makes, as the memory plan holds it."""
+def _lifetimes(
+    compilation: Compilation, bars: Sequence[Bar], duration_ns: int
+) -> dict[int, list[tuple[int, int, int]]]:
+    """Return (start, end, bytes) of every buffer that a segment of each lane makes, as the memory plan holds it."""
     times = {bar.segment: bar for bar in bars}
     holder = {hold.buffer: hold.segment for hold in compilation.memory.holds}
-    found = []
+    found: dict[int, list[tuple[int, int, int]]] = {lane.id: [] for lane in compilation.plan.lanes}
     for buffer in compilation.partition.graph.buffers:
         if buffer.producer in times:
-            last = times.get(holder.get(buffer.id, -1))
-            found.append((times[buffer.producer].start_ns, last.end_ns if last else duration_ns, buffer.num_bytes))
+            made, last = times[buffer.producer], times.get(holder.get(buffer.id, -1))
+            end_ns = last.end_ns if last else duration_ns
+            found[made.lane].append((made.start_ns, end_ns, buffer.num_bytes))
     return found
 
 

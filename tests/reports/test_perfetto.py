@@ -108,7 +108,8 @@ def tracks_of(report: Report) -> Tracks:
             for bar in line.bars:
                 begin = begin_ns + bar.start_ns
                 slices[line.name, lanes[bar.lane]].append((begin, bar.end_ns - bar.start_ns, names[bar.segment]))
-            for name, steps in (("units at work", line.units), ("bytes between segments", line.memory)):
+            held = [(f"lane {lane} holds bytes", steps) for lane, steps in enumerate(line.memory_by_lane)]
+            for name, steps in (("units at work", line.units), ("bytes between segments", line.memory), *held):
                 counters[line.name, name] += [(begin_ns + time_ns, value) for time_ns, value in steps]
             if line.name != "serial":
                 flows[line.name] += [(names[w.producer], names[w.consumer]) for w in graph.waits if w.kept]
@@ -150,5 +151,5 @@ def test_perfetto_reads_every_track_slice_flow_and_counter(browser: Any, served:
     assert ask(_SLICES, 2) == expected.slices
     assert ask(_FLOWS, 1) == expected.flows
     assert ask(_COUNTERS, 2) == expected.counters
-    assert [len(part) for part in expected] == [7, 2, 5]
+    assert [len(part) for part in expected] == [7, 2, 11]
     context.close()

@@ -8,6 +8,7 @@ from html.parser import HTMLParser
 
 import pytest
 
+from apollo_compile.text import format_count
 from apollo_compile.units import format_bytes, format_ns
 from benchmarks.graphs import WORKLOADS
 from tests.reports.reports import workload_report
@@ -57,15 +58,18 @@ class Numbers(HTMLParser):
 
 
 @pytest.mark.parametrize("workload", WORKLOADS)
-def test_text_json_page_and_trace_have_the_same_numbers(workload: str) -> None:
+def test_text_json_page_trace_and_dot_have_the_same_numbers(workload: str) -> None:
     """Of every graph, segment, lane and comparison, for all six workloads."""
     report = workload_report(workload)
     text, page = str(report), Numbers(report.to_html())
     blocks = re.split(r"\n\n(?=\S+_(?:forward|backward): )", text)
-    events = [event for event in json.loads(report.to_trace())["traceEvents"] if event["ph"] == "X"]
+    trace = json.loads(report.to_trace())["traceEvents"]
+    events = [event for event in trace if event["ph"] == "X"]
+    clusters = re.findall(r'^    label="(.*)";$', report.to_dot(), re.MULTILINE)
     graphs = json.loads(report.to_json())["report"]["graphs"]
-    assert len(blocks) == len(page.graphs) == len(graphs) == 2
-    for block, tiles, rows, graph in zip(blocks, page.graphs, page.rows, graphs, strict=True):
+    assert len(blocks) == len(page.graphs) == len(graphs) == len(clusters) == 2
+    counters, begin_ns = [], 0
+    for block, tiles, rows, graph, cluster in zip(blocks, page.graphs, page.rows, graphs, clusters, strict=True):
         lines = {line["name"]: line for line in graph["timelines"]}
         ran = lines["measured"]
         for title, value, shown in (
@@ -105,6 +109,10 @@ def test_text_json_page_and_trace_have_the_same_numbers(workload: str) -> None:
                 re.split(r"\s{2,}", line)[1:] for line in block.splitlines() if line.startswith(f"lane {lane['id']}  ")
             ]
             assert found == ([shown[1:]] if len(used) > 1 else [])
+            assert (
+                f"lane {lane['id']} ({format_count(len(lane['units']), 'unit')}): planned peak {shown[-1]}"
+                in (cluster.split(r"\n")[1:])
+            )
         for row in graph["what_if"]:
             gain = row["serial_ns"] / row["predicted_ns"]
             shown = [format_ns(row["serial_ns"]), format_ns(row["predicted_ns"]), f"{gain:.2f}x"]
@@ -124,3 +132,17 @@ def test_text_json_page_and_trace_have_the_same_numbers(workload: str) -> None:
             assert event["dur"] * 1000 == pytest.approx(bar["end_ns"] - bar["start_ns"])
             for key in ("predicted_ns", "measured_ns", "units", "asked_units", "bottleneck", "module"):
                 assert facts[key] == segment[key]
+        for name, line in lines.items():
+            found = [("units at work", line["units"]), ("bytes between segments", line["memory"])]
+            for lane, steps in zip(graph["lanes"], line["memory_by_lane"], strict=name != "serial"):
+                found += [(f"lane {lane['id']} holds bytes", steps)] if lane["num_segments"] else []
+            counters += [(name, key, begin_ns + time_ns, value) for key, steps in found for time_ns, value in steps]
+        begin_ns += max(line["duration_ns"] for line in lines.values())
+    names = {event["pid"]: event["args"]["name"] for event in trace if event["name"] == "process_name"}
+    shown = [
+        (names[event["pid"]], f"{event['name']} {series}", round(event["ts"] * 1000), value)
+        for event in trace
+        if event["ph"] == "C"
+        for series, value in event["args"].items()
+    ]
+    assert shown == counters

@@ -80,6 +80,9 @@ def test_numbers_of_real_plans_agree_with_each_other(workload: str) -> None:
         assert serial.duration_ns == graph.serial_ns == max(bar.end_ns for bar in serial.bars)
         assert predicted.duration_ns == graph.predicted_ns == max(bar.end_ns for bar in predicted.bars)
         assert max(level for _, level in predicted.memory) == graph.peak_bytes
+        assert [max((level for _, level in steps), default=0) for steps in predicted.memory_by_lane] == [
+            lane.peak_bytes for lane in graph.lanes
+        ]
         assert predicted.units[-1][1] == measured.units[-1][1] == 0
         assert sum(lane.predicted_ns for lane in graph.lanes) == sum(s.predicted_ns for s in graph.segments)
         assert sum(module.serial_ns for module in graph.modules) == graph.serial_ns
@@ -115,6 +118,14 @@ def test_what_is_no_report_is_refused(text: str) -> None:
     """With what was expected."""
     with pytest.raises(ReportFileError, match=r"expected what Report\.to_json wrote"):
         Report.from_json(text)
+
+
+def test_a_report_with_memory_of_more_lanes_than_it_has_is_refused() -> None:
+    """Files have other writers than us."""
+    content = json.loads(small().to_json())
+    content["report"]["graphs"][0]["timelines"][1]["memory_by_lane"].append([])
+    with pytest.raises(ReportFileError, match="timelines must show segments and memory on lanes"):
+        Report.from_json(json.dumps(content))
 
 
 # ---------------------------------------------------------------------------------------------------------------- words

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import random
 from dataclasses import replace
 
@@ -256,6 +257,29 @@ def test_lanes_show_their_memory_against_their_quota() -> None:
     assert [*lane_1, "3.0", "KiB", "8.0", "KiB"] in [row.split() for row in rows[on_sms]]
     page = Report(graphs=(on_sms,), handed_over=()).to_html()
     assert '<td class="n" data-v="5120">5.0 KiB</td><td class="n" data-v="8192">8.0 KiB</td></tr>' in page
+    report = Report(graphs=(on_sms,), handed_over=())
+    peak = format_bytes(made.memory.peak_bytes_by_lane[1])
+    assert rf"\nlane 1 (1 unit): planned peak {peak}, took 3.0 KiB, quota 8.0 KiB\n" in report.to_dot()
+    found = {
+        event["name"]: event["args"] for event in json.loads(report.to_trace())["traceEvents"] if event["ph"] == "C"
+    }
+    assert (found["lane 1 took"], found["lane 1 may take"]) == ({"bytes": 3072}, {"bytes": 8192})
+    assert "lane 0 may take" in found and "lane 0 took" not in found
+    on_cores_trace = Report(graphs=(on_cores,), handed_over=()).to_trace()
+    assert "took" not in on_cores_trace and "may take" not in on_cores_trace
+
+
+def test_what_lanes_hold_adds_up_to_what_the_graph_holds() -> None:
+    """At every change, in the plan and in a run; the plan of one lane after the other has no memory plan."""
+    serial, predicted, measured = summarize(compilation(), RUN).timelines
+    assert serial.memory_by_lane == serial.memory == ()
+    assert measured.memory_by_lane[1] == ((70, 2048), (580, 0))
+    assert measured.memory_by_lane[2] == ((80, 4096), (580, 0))
+    for line in (predicted, measured):
+        for time_ns, held in line.memory:
+            assert held == sum(
+                max((step for step in steps if step[0] <= time_ns), default=(0, 0))[1] for steps in line.memory_by_lane
+            )
 
 
 def test_the_text_before_a_run_has_no_measured_line() -> None:
