@@ -23,7 +23,11 @@ on, and its segment takes them as inputs: code for dynamic shapes has to be told
 values for one thing only, bytes and work; nothing else of a capture depends on them, so the same segments serve every
 size.
 
-Guarantees: every value is a strided tensor on one device, or a size; `nodes` is a topological order.
+Note [numbers]: a number that the graph reads from a tensor (`item`, where Dynamo may capture it) is cheap too: each
+segment that needs it takes the tensor and reads for itself. A tensor whose shape depends on it is refused, for its
+readers would have to be told, before the run, how large it is.
+
+Guarantees: every value is a strided tensor on one device, or a number; `nodes` is a topological order.
 Raises `UnsupportedGraphError` for what segments cannot run; the backend then takes plain Inductor.
 """
 
@@ -88,7 +92,7 @@ def capture_graph(graph_module: fx.GraphModule, *, name: str, role: Role, device
 
     The symbols of dynamic shapes are taken to be what they were in the trace.
     """
-    symbols = _Symbols(graph_module)
+    symbols = _Symbols(graph_module, device)
     ids: dict[fx.Node, NodeId] = {}
     nodes: list[Node] = []
     order = _OrderKeeper()
@@ -196,7 +200,10 @@ def module_path(fx_node: fx.Node) -> str:
 class _Symbols:
     """The symbols in the shapes of a graph: which input gives each of them, and what it was in the trace."""
 
-    def __init__(self, graph_module: fx.GraphModule) -> None:
+    def __init__(self, graph_module: fx.GraphModule, device: torch.device) -> None:
+        self._device = device
+        self._read: set[sympy.Symbol] = set()
+        """Symbols of numbers that the graph reads from tensors: Note [numbers]."""
         self.inputs: set[fx.Node] = set()
         """All inputs that are sizes; some are products of symbols and the like."""
         self.hints: dict[sympy.Symbol, int] = {}
@@ -225,12 +232,18 @@ class _Symbols:
         return own.union(direct, *(self._inputs_for[value] for value in fx_node.all_input_nodes))
 
     def _find_inputs(self, fx_node: fx.Node) -> set[fx.Node]:
-        symbols = _free_symbols(fx_node.meta.get("val"))
+        value = fx_node.meta.get("val")
+        symbols = _free_symbols(value)
+        if isinstance(value, _Symbolic) and self._device.type == "cpu":  # a GPU's lane cannot stop to read
+            if fx_node.target is _aten._local_scalar_dense.default:
+                self._read |= symbols
+            symbols -= self._read
         unknown = symbols - self._input_of.keys()
         if unknown:
             names = ", ".join(sorted(map(str, unknown)))
+            subject = "is a number" if isinstance(value, _Symbolic) else "has a dynamic shape"
             raise UnsupportedGraphError(
-                f"{fx_node.name} has a dynamic shape, and no input of the graph says what {names} is: segments take "
+                f"{fx_node.name} {subject}, and no input of the graph says what {names} is: segments take "
                 "sizes that are known when the graph is called"
             )
         return {self._input_of[symbol] for symbol in symbols}
@@ -257,7 +270,7 @@ class _OrderKeeper:
     def __init__(self) -> None:
         self._last_random: NodeId | None = None
         self._last_effect: NodeId | None = None
-        self._base: dict[fx.Node, fx.Node] = {}
+        self._bases: dict[fx.Node, frozenset[fx.Node]] = {}
         self._writer: dict[fx.Node, NodeId] = {}
         self._readers: dict[fx.Node, list[NodeId]] = {}
 
@@ -268,8 +281,10 @@ class _OrderKeeper:
         if kind is NodeKind.INPUT:
             return ()
         if kind in (NodeKind.CHEAP, NodeKind.PROJECTION):
-            if fx_node.all_input_nodes:
-                self._base[fx_node] = self._root(fx_node.all_input_nodes[0])
+            is_number = isinstance(fx_node.meta.get("val"), _Symbolic)  # of several values; all else is a view of one
+            looked_at = fx_node.all_input_nodes if is_number else fx_node.all_input_nodes[:1]
+            if looked_at:
+                self._bases[fx_node] = self._roots(looked_at)
             return ()
         found: set[NodeId] = set()
         if _draws(fx_node):
@@ -278,8 +293,8 @@ class _OrderKeeper:
         if _has_effect(fx_node):
             found.update(() if self._last_effect is None else (self._last_effect,))
             self._last_effect = node_id
-        written = {self._root(value) for value in _written(fx_node)}
-        for root in {self._root(value) for value in fx_node.all_input_nodes}:
+        written = self._roots(_written(fx_node))
+        for root in self._roots(fx_node.all_input_nodes):
             if root in self._writer:
                 found.add(self._writer[root])
             if root in written:
@@ -288,8 +303,8 @@ class _OrderKeeper:
             self._readers.setdefault(root, []).append(node_id)
         return tuple(sorted(found - {node_id} - {ids[value] for value in fx_node.all_input_nodes}))
 
-    def _root(self, fx_node: fx.Node) -> fx.Node:
-        return self._base.get(fx_node, fx_node)
+    def _roots(self, fx_nodes: Iterable[fx.Node]) -> frozenset[fx.Node]:
+        return frozenset().union(*(self._bases.get(value, (value,)) for value in fx_nodes))
 
 
 def _is_collective(fx_node: fx.Node) -> bool:
@@ -366,7 +381,7 @@ def _kind(fx_node: fx.Node, nodes: list[Node], inputs: tuple[NodeId, ...], devic
         raise UnsupportedGraphError(f"node {fx_node.name} is a {fx_node.op}; segments take calls of functions only")
     target = fx_node.target
     if isinstance(fx_node.meta.get("val"), _Symbolic):
-        return NodeKind.CHEAP  # Note [sizes]
+        return NodeKind.CHEAP  # Note [sizes], Note [numbers]
     if target is operator.getitem:
         return NodeKind.CHEAP if nodes[inputs[0]].kind is NodeKind.CHEAP else NodeKind.PROJECTION
     if isinstance(target, torch._ops.HigherOrderOperator) and str(target) == "with_effects":

@@ -6,6 +6,7 @@ import dataclasses
 import gc
 import json
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +115,60 @@ def test_a_shape_that_depends_on_data_goes_to_inductor_with_one_warning(caplog: 
     assert "no input of the graph says what u0 is" in warnings[0]
     (reason,) = apollo_compile.report(layer).handed_over
     assert "has a dynamic shape" in reason[1]
+
+
+class Counted(TwoTowers):
+    """Two towers that count tokens before they go on, as LLaVA counts those of images."""
+
+    def forward(self, image: torch.Tensor, text: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        """Return the logits, larger the more tokens there are."""
+        number = (tokens == 1).sum().item()
+        torch._check(number > 0)
+        return super().forward(image, text) * 0.01 * (number + tokens.shape[0])
+
+
+def test_towers_of_a_model_that_reads_a_number_run_side_by_side() -> None:
+    """Each segment reads it for itself; a check that fails raises what Inductor's code would, in every call."""
+    torch._dynamo.reset()
+    model, inputs, tokens = Counted(), two_tower_inputs(), torch.tensor([0, 1, 2, 1])
+    run = torch.compile(model, backend="apollo", options=STRICT)
+    with torch._dynamo.config.patch(capture_scalar_outputs=True), torch.no_grad():
+        for found in (tokens, torch.ones_like(tokens), tokens):
+            torch.testing.assert_close(run(*inputs, found), model(*inputs, found), rtol=1e-4, atol=1e-5)
+            with pytest.raises(RuntimeError, match="u0 >= 1"):
+                run(*inputs, torch.zeros_like(tokens))
+    report = apollo_compile.report(run)
+    (graph,) = report.graphs
+    assert report.handed_over == report.breaks == ()
+    assert graph.num_lanes > 1
+
+
+def test_a_model_that_checks_a_number_trains_as_in_eager(caplog: pytest.LogCaptureFixture) -> None:
+    """Forward and backward in segments; where the backward needs the number itself, Inductor runs them, in words."""
+
+    class Checked(TwoTowers):
+        def forward(self, image: torch.Tensor, text: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+            torch._check((tokens == 1).sum().item() > 0)
+            return super().forward(image, text)
+
+    inputs = (*two_tower_inputs(), torch.tensor([0, 1, 2, 1]))
+    runs = []
+
+    def loss_of(run: Callable[..., torch.Tensor]) -> torch.Tensor:
+        runs.append(run)
+        return run(*inputs).square().mean()
+
+    for kind, roles in ((Checked, ["forward", "backward"]), (Counted, [])):
+        torch.manual_seed(0)
+        model = kind()
+        eager = train(model, loss_of)
+        with torch._dynamo.config.patch(capture_scalar_outputs=True):
+            assert_same_training(eager, train(model, loss_of, backend="apollo", options=STRICT))
+        report = apollo_compile.report(runs[-1])
+        assert [graph.role.value for graph in report.graphs] == roles
+    reasons = [reason for _, reason in report.handed_over]
+    assert "returns _local_scalar_dense, a SymInt" in reasons[0] and "_local_scalar_dense is a number" in reasons[1]
+    assert len(reasons) == len([record for record in caplog.records if record.levelno == logging.WARNING]) == 2
 
 
 def test_a_defect_of_ours_is_logged_and_the_graph_still_runs(

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+import apollo_compile
 from apollo_compile import backend
 from apollo_compile.ir import Program, Wait
 from benchmarks.workloads import Workload, build
@@ -68,6 +69,26 @@ def test_five_training_steps_and_inference_equal_eager(name: str, bodies: str) -
         assert [defect for _ in range(20) for defect in find_races(program, graph, rng)] == []
         for position in _waits(program):
             assert find_races(_without(program, position), graph, rng) != []
+
+
+def test_llava_is_one_graph_in_segments_where_dynamo_may_capture_numbers() -> None:
+    """It checks a number that it reads from a tensor, which breaks the graph otherwise; it trains as in eager."""
+    workload = build("llava", "tiny")
+    exact = _in_float64(workload)
+    runs = []
+
+    def loss_of(run: Callable[..., Any]) -> torch.Tensor:
+        runs.append(run)
+        return _loss_of(workload, run)
+
+    eager = train(workload.model, loss_of, steps=2)
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        options = {**STRICT, "runtime.bodies": "eager"}
+        apollo = train(workload.model, loss_of, steps=2, backend="apollo", options=options)
+    report = apollo_compile.report(runs[-1])
+    assert [graph.role.value for graph in report.graphs] == ["forward", "backward"]
+    assert report.breaks == report.handed_over == ()
+    assert_as_accurate(train(exact.model, lambda run: _loss_of(exact, run), steps=2), eager, apollo)
 
 
 def _compiled() -> list[backend.CompiledGraph]:

@@ -13,6 +13,7 @@ from torch import fx
 from torch._higher_order_ops.effects import with_effects
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from apollo_compile.check import check_capture
 from apollo_compile.errors import UnsupportedGraphError
@@ -29,7 +30,7 @@ class Hand:
 
     def __init__(self) -> None:
         self.graph = fx.Graph()
-        self._mode = FakeTensorMode()
+        self._mode = FakeTensorMode(shape_env=ShapeEnv(allow_scalar_outputs=True))
 
     def input(self, name: str, *shape: int, dtype: torch.dtype = torch.float32) -> fx.Node:
         """Add a graph input."""
@@ -339,6 +340,25 @@ def test_a_write_through_a_view_is_a_write_into_its_base() -> None:
     assert after(made, later) == {str(write)}
 
 
+def test_a_number_read_from_a_tensor_is_cheap_and_read_before_the_tensor_is_written() -> None:
+    """Each segment reads for itself, so all that use the number, or one made of it, come before the write."""
+    hand = Hand()
+    x, first, second = (
+        hand.input("x", 4),
+        hand.input("first", dtype=torch.int64),
+        hand.input("second", dtype=torch.int64),
+    )
+    numbers = [hand.call(aten._local_scalar_dense.default, tensor) for tensor in (first, second)]
+    total = hand.call(operator.add, *numbers)
+    product = hand.call(aten.mul.Tensor, x, total)
+    write = hand.call(aten.copy_.default, second, first)
+    later = hand.call(aten.mul.Tensor, x, numbers[1])
+    made = hand.capture(product, later)
+    assert {by_name(made, number).kind for number in (*numbers, total)} == {NodeKind.CHEAP}
+    assert after(made, write) == {str(product)}
+    assert after(made, later) == {str(write)}
+
+
 def test_what_is_read_already_is_not_named_again() -> None:
     """`after` is for order without a value."""
     hand = Hand()
@@ -446,6 +466,22 @@ def test_a_value_whose_shape_depends_on_data_is_refused() -> None:
     graph_module = make_fx(function, tracing_mode="symbolic", _allow_non_fake_inputs=True)(torch.ones(3))
     graph_module.graph.find_nodes(op="placeholder")[0].meta["val"] = torch.ones(3)
     with pytest.raises(UnsupportedGraphError, match=r"^nonzero has a dynamic shape, and no input .* says what u0 is"):
+        capture(graph_module)
+
+
+def test_a_number_that_only_another_graph_has_read_is_refused() -> None:
+    """As the forward reads it and the backward takes it; on a GPU no lane could stop to read one."""
+    hand = Hand()
+    count = hand.input("count", dtype=torch.int64)
+    number = hand.call(aten._local_scalar_dense.default, count)
+    product = hand.call(aten.mul.Tensor, hand.input("x", 4), number)
+    graph_module = hand.module([product])
+    assert capture(graph_module).outputs
+    count.meta["val"] = torch.empty((), dtype=torch.int64, device="meta")  # any device that is no CPU
+    with pytest.raises(UnsupportedGraphError, match=r"^_local_scalar_dense_default is a number, and no input .* u0 is"):
+        capture_graph(graph_module, name="g", role=Role.FORWARD, device=torch.device("meta"))
+    count.meta["val"] = number.meta["val"]
+    with pytest.raises(UnsupportedGraphError, match=r"^count is a number, and no input of the graph says what u0 is"):
         capture(graph_module)
 
 
