@@ -1,7 +1,7 @@
 """Segment graphs of the workloads at size `base`, saved so that planning them needs neither torch nor their models.
 
-    python -m benchmarks.graphs [--only clip,llava]      write benchmarks/graphs/<workload>_<role>.json anew
-    load_graphs() -> SegmentGraph by name                read them
+    python -m benchmarks.graphs [--only clip,llava] [--folder DIR]     write <workload>_<role>.json anew
+    load_graphs() -> SegmentGraph by name                              read those of benchmarks/graphs
 
 A training step is traced in bfloat16 on fake tensors, through the stages up to the partition: nothing is executed, and
 weights take no memory. Dynamo's two options for values that depend on data are on, which makes LLaVA one graph instead
@@ -33,10 +33,12 @@ def main(arguments: list[str] | None = None) -> int:
     """Write the graphs; return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.graphs", description="Save segment graphs.")
     parser.add_argument("--only", default=",".join(WORKLOADS), help="workloads, separated by commas")
-    FOLDER.mkdir(exist_ok=True)
-    for name in parser.parse_args(arguments).only.split(","):
+    parser.add_argument("--folder", type=Path, default=FOLDER, help="where files go; default: %(default)s")
+    args = parser.parse_args(arguments)
+    args.folder.mkdir(parents=True, exist_ok=True)
+    for name in args.only.split(","):
         for graph in trace_step(name):
-            file = save_graph(graph)
+            file = save_graph(graph, args.folder)
             print(f"{file.name}: {len(graph.segments)} segments, {file.stat().st_size / 1024:.0f} KiB", flush=True)
     return 0
 
@@ -50,13 +52,13 @@ def load_graphs() -> dict[str, SegmentGraph]:
     }
 
 
-def save_graph(graph: SegmentGraph) -> Path:
-    """Write a graph and the versions that it came from; return the file."""
+def save_graph(graph: SegmentGraph, folder: Path) -> Path:
+    """Write a graph and the versions that it came from to a folder; return the file."""
     import torch
     import transformers
 
     content = {"torch": torch.__version__, "transformers": transformers.__version__, "graph": to_json(graph)}
-    file = FOLDER / f"{graph.name}.json"
+    file = folder / f"{graph.name}.json"
     file.write_text(json.dumps(content, separators=(",", ":")) + "\n", encoding="utf-8")
     return file
 

@@ -23,6 +23,7 @@ from apollo_compile.reports.report import Report
 ROOT = Path(__file__).parents[2]
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 README = ROOT / "README.md"
+BENCHMARKS = ROOT / "benchmarks" / "README.md"
 
 
 class Block(NamedTuple):
@@ -154,13 +155,13 @@ def test_documented_commands_run() -> None:
     command = r"(?:make|apollo|(?:\.venv/bin/)?python -m) [a-z]"
     lines = [
         line.split("#")[0].strip().removeprefix(".venv/bin/")
-        for page in (README, *PAGES)
+        for page in (README, BENCHMARKS, *PAGES)
         for block in blocks_of(page)
         if block.language == ""
         for line in block.code.splitlines()
         if re.match(command, line)
     ]
-    for page in (README, *PAGES):
+    for page in (README, BENCHMARKS, *PAGES):
         found = re.findall(rf"`({command}[^`]*)`", page.read_text())
         lines += [line.removeprefix(".venv/bin/") for line in found]
     assert len(lines) > 20
@@ -187,7 +188,7 @@ def test_documented_commands_run() -> None:
             )
         else:
             assert is_run, line
-        code = (ROOT / f"{module.replace('.', '/')}.py").read_text()
+        code = (ROOT / f"{module.replace('.', '/')}.py").read_text() + '"--help"'
         options = [part.split("=")[0] for part in arguments[2:] if part.startswith("--")]
         assert all(f'"{option}"' in code for option in options), line
 
