@@ -20,12 +20,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from apollo_compile import __version__
 from apollo_compile.config import load_config
 from apollo_compile.errors import ApolloError
 from apollo_compile.json_form import to_json
@@ -42,7 +44,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command in `arguments`, by default those of the process; return the exit code."""
     args = _parser().parse_args(arguments)
     try:
-        return int(args.run(args))
+        status = int(args.run(args))
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # whoever reads, such as `head`, has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python complains when it exits
+        return 141  # what shells report for it
     except (ApolloError, LookupError, OSError, ValueError) as error:
         print(f"apollo {args.command}: {_message(error)}", file=sys.stderr)
         return 1
@@ -52,7 +59,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _message(error: BaseException) -> str:
-    """Return the text of an error; that of a KeyError is only its key."""
+    """Return the text of an error; that of a KeyError is only its key, that of an OSError begins with a number."""
+    if isinstance(error, OSError) and error.strerror and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
     text = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
     return text or type(error).__name__
 
@@ -62,6 +71,7 @@ def _message(error: BaseException) -> str:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="apollo", description="Tools around torch.compile(backend='apollo').")
+    parser.add_argument("--version", action="version", version=f"apollo_compile {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     explain = _command(commands, "explain", _explain, "plan a model without training it")
@@ -201,6 +211,8 @@ def _report(args: argparse.Namespace) -> int:
             args.refuse(
                 f"a saved report is shown as it is; --{', --'.join(ignored)} would need file.py:function instead"
             )
+        if Path(args.target).suffix == ".py":
+            raise ApolloError(f"{args.target} is code, no saved report; name its function: {args.target}:function")
         return _show(Report.load(args.target), args)
     return _show(_run_and_report(args), args)
 
@@ -223,7 +235,7 @@ def _run_and_report(args: argparse.Namespace) -> Report:
         target = load_target(args.target, dict(args.set))
         if not isinstance(target.model, torch.nn.Module):
             raise ApolloError(
-                f"{args.target} returned a {type(target.model).__name__}; a report is of a torch.nn.Module"
+                f"the model of {args.target} has type {type(target.model).__name__}; a report is of a torch.nn.Module"
             )
         model = target.model
         compiled = torch.compile(model, backend="apollo", options=dict(args.option))

@@ -111,10 +111,10 @@ def _read(name: str, built: Any) -> Target:
         model, inputs = built.model, built.inputs
     else:
         raise TargetError(
-            f"{name} returned a {type(built).__name__}; expected (model, inputs), or an object with model and inputs"
+            f"{name} returned {type(built).__name__}; expected (model, inputs), or an object with model and inputs"
         )
     if not callable(model):
-        raise TargetError(f"{name} returned a {type(model).__name__} as the model; expected something to call")
+        raise TargetError(f"{name} returned {type(model).__name__} as the model; expected something to call")
     if isinstance(inputs, Mapping):
         args, kwargs = (), {str(key): value for key, value in inputs.items()}
     else:

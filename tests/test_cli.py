@@ -14,6 +14,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+import apollo_compile  # noqa: E402
 from apollo_compile import bench  # noqa: E402
 from apollo_compile import calibrate as calibration  # noqa: E402
 from apollo_compile.bench import Measurement, Task, Variant, VariantResult  # noqa: E402
@@ -26,6 +27,8 @@ from tests.reports.reports import workload_report  # noqa: E402
 
 MODEL = """
 import torch
+
+import apollo_compile
 from torch import nn
 
 class Towers(nn.Module):
@@ -189,7 +192,7 @@ def test_explain_prints_json_and_answers_why(model_file: str, capsys: pytest.Cap
         ("absent_module:build", "cannot import absent_module: ModuleNotFoundError"),
         ("{file}:absent", "has no function 'absent'; it has: broken, build, by_name, nothing"),
         ("{file}:broken", "failed: RuntimeError: no weights"),
-        ("{file}:nothing", "returned a NoneType; expected (model, inputs)"),
+        ("{file}:nothing", "returned NoneType; expected (model, inputs)"),
     ],
 )
 def test_a_wrong_target_is_one_line(
@@ -219,6 +222,10 @@ def test_a_saved_report_is_shown_again(tmp_path: Path, capsys: pytest.CaptureFix
     (tmp_path / "other.json").write_text("{}")
     assert main(["report", str(tmp_path / "other.json")]) == 1
     assert "this is no report" in capsys.readouterr().err
+    assert main(["report", str(tmp_path / "absent.json")]) == 1
+    assert capsys.readouterr().err.endswith("absent.json: No such file or directory\n")
+    assert main(["report", "model.py"]) == 1
+    assert "name its function: model.py:function" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -326,6 +333,27 @@ def test_doctor_prints_findings(capsys: pytest.CaptureFixture[str]) -> None:
     assert "torch: 2." in capsys.readouterr().out
     assert main(["doctor", "--json"]) == status
     assert {finding["subject"] for finding in json.loads(capsys.readouterr().out)} >= {"torch", "cores", "cache"}
+
+
+def test_a_reader_that_has_read_enough_is_no_error(tmp_path: Path) -> None:
+    """As `head` is."""
+    path = tmp_path / "clip.json"
+    path.write_text(workload_report("clip").to_json())
+    command = [sys.executable, "-m", "apollo_compile.cli", "report", str(path)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.close()
+    with process:
+        errors = process.stderr.read()
+    assert (process.returncode, errors) == (141, "")
+
+
+def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
+    """As other tools tell theirs."""
+    with pytest.raises(SystemExit) as stopped:
+        main(["--version"])
+    assert stopped.value.code == 0
+    assert capsys.readouterr().out == f"apollo_compile {apollo_compile.__version__}\n"
 
 
 def test_every_command_has_json_and_a_description(capsys: pytest.CaptureFixture[str]) -> None:

@@ -88,7 +88,9 @@ class Report:
         """
         try:
             return _to_report(read_file(Path(path), max_bytes=_MAX_BYTES))
-        except (OSError, ValueError) as error:
+        except OSError as error:
+            raise ReportFileError(f"cannot read the report {path}: {error.strerror or error}") from error
+        except ValueError as error:
             raise ReportFileError(f"this is no report: {path}: {error}; expected what Report.to_json wrote") from error
 
     def to_html(self) -> str:
