@@ -9,9 +9,10 @@ each other only because they share units, the line ends in a bar instead of an a
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from apollo_compile.reports.colors import COLORS
+from apollo_compile.reports.colors import COLORS, color_of_branches
 from apollo_compile.text import format_count
 from apollo_compile.units import format_bytes, format_ns
 
@@ -27,13 +28,13 @@ def render_dot(report: Report) -> str:
         "  rankdir=LR;",
         '  node [shape=box, style="filled,rounded", fontname="sans-serif", fontsize=10];',
     ]
+    colors = color_of_branches(report)
     for number, graph in enumerate(report.graphs):
-        lines += _render_graph(number, graph)
+        lines += _render_graph(number, graph, colors)
     return "\n".join([*lines, "}"]) + "\n"
 
 
-def _render_graph(number: int, graph: GraphSummary) -> list[str]:
-    color = {branch: COLORS[index % len(COLORS)] for index, branch in enumerate(graph.branches)}
+def _render_graph(number: int, graph: GraphSummary, colors: Mapping[str, int]) -> list[str]:
     style = {(wait.producer, wait.consumer): "bold" if wait.kept else "dashed" for wait in graph.waits}
     title = "\n".join([graph.name, *map(_describe_lane, graph.lanes_used)])
     lines = [f"  subgraph cluster_{number} {{", f"    label={_quote(title)};"]
@@ -46,7 +47,9 @@ def _render_graph(number: int, graph: GraphSummary) -> list[str]:
                 f"{format_ns(segment.predicted_ns)}{measured}",
             )
         )
-        lines.append(f"    g{number}s{segment.id} [label={_quote(label)}, fillcolor={_quote(color[segment.branch])}];")
+        lines.append(
+            f"    g{number}s{segment.id} [label={_quote(label)}, fillcolor={_quote(COLORS[colors[segment.branch]])}];"
+        )
     for segment in graph.segments:
         for other in segment.after:
             line = style.get((other, segment.id), "solid")

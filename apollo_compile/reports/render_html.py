@@ -24,7 +24,7 @@ import jinja2
 from markupsafe import Markup
 
 from apollo_compile.ir import Lane, LaneId
-from apollo_compile.reports.colors import COLORS
+from apollo_compile.reports.colors import COLORS, color_of_branches
 from apollo_compile.reports.render_text import NOTHING_YET, describe_device, describe_search
 from apollo_compile.reports.words import OTHER_BATCHES, describe
 from apollo_compile.select import PLAN
@@ -79,7 +79,7 @@ def _template() -> jinja2.Template:
         NOTHING_YET=NOTHING_YET,
         OTHER_BATCHES=OTHER_BATCHES,
         ROW=ROW,
-        color=lambda graph, branch: graph.branches.index(branch) % len(COLORS),
+        color_of_branches=color_of_branches,
         colors=COLORS,
         describe_device=describe_device,
         describe_search=describe_search,

@@ -87,8 +87,7 @@ def _render_lanes(graph: GraphSummary) -> str:
         for lane in graph.lanes_used
     ]
     headers = ("", "units", "segments", "predicted at work", "measured", "planned peak", "took", "quota")
-    shown = [i for i in range(len(headers)) if i < 6 or any(row[i] for row in rows)]
-    return _table([[row[i] for i in shown] for row in rows], [headers[i] for i in shown], "l" + "r" * (len(shown) - 1))
+    return _table_of_known(rows, headers, "lrrrrrrr")
 
 
 def _render_segments(graph: GraphSummary) -> str:
@@ -105,7 +104,7 @@ def _render_segments(graph: GraphSummary) -> str:
         for segment in graph.segments
     ]
     headers = ("segment", "lane", "units of asked", "predicted", "measured", "idle before", "bound by")
-    return _table(rows, headers, "lrrrrrl")
+    return _table_of_known(rows, headers, "lrrrrrl")
 
 
 def _render_what_if(graph: GraphSummary) -> str:
@@ -150,6 +149,16 @@ def describe_device(graph: GraphSummary) -> str:
     device = graph.device
     units = format_count(device.units, "unit")
     return f"for {device.name} ({device.kind}, {units}), profile {device.source}"
+
+
+def _table_of_known(rows: Sequence[Sequence[object]], headers: Sequence[str], align: str) -> str:
+    """Return the table without columns in which nothing stands, such as what was measured before a run."""
+    shown = [column for column in range(len(headers)) if any(row[column] != "" for row in rows)]
+    return _table(
+        [[row[column] for column in shown] for row in rows],
+        [headers[column] for column in shown],
+        "".join(align[column] for column in shown),
+    )
 
 
 def _table(rows: Sequence[Sequence[object]], headers: Sequence[str], align: str) -> str:

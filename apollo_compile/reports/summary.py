@@ -195,6 +195,12 @@ class Timeline:
     memory_by_lane: tuple[tuple[tuple[int, int], ...], ...] = ()
     """The same of the buffers that segments of one lane make, by lane."""
 
+    @property
+    def idle_ns(self) -> int:
+        """For how long no lane is at work."""
+        steps = [Step(0, 0), *itertools.starmap(Step, self.units), Step(self.duration_ns, 0)]
+        return sum(later.time_ns - now.time_ns for now, later in itertools.pairwise(steps) if now.value == 0)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WhatIf:
@@ -279,6 +285,11 @@ class GraphSummary:
     def measured(self) -> Timeline | None:
         """The last run; None before the first."""
         return next((line for line in self.timelines if line.name == "measured"), None)
+
+    @property
+    def predicted(self) -> Timeline:
+        """What is predicted of the plan, or of one lane where that is all there is."""
+        return next((line for line in self.timelines if line.name == "predicted"), self.timelines[0])
 
     @property
     def latest(self) -> Timeline:

@@ -122,13 +122,14 @@ def _surprises(graph: GraphSummary) -> list[str]:
     if 1 / WRONG < ratio < WRONG:
         return []
     off = {
-        module.name: module.measured_ns - module.predicted_ns
+        f"in {module.name}": module.measured_ns - module.predicted_ns
         for module in graph.modules
         if module.measured_ns is not None
     }
-    name, most = max(off.items(), key=lambda item: item[1] if ratio > 1 else -item[1], default=("", 0))
+    off["while no lane was at work"] = graph.measured.idle_ns - graph.predicted.idle_ns
+    place, most = max(off.items(), key=lambda item: item[1] if ratio > 1 else -item[1])
     where = (
-        f", the largest part of it in {name} ({format_ns(abs(most))} {'more' if most > 0 else 'less'})" if most else ""
+        f", the largest part of it {place} ({format_ns(abs(most))} {'more' if most > 0 else 'less'})" if most else ""
     )
     return [
         f"The last run took {ratio:.2f}x the predicted time{where}: one run, which other processes may have disturbed."
@@ -211,8 +212,9 @@ def _explain_segment(graph: GraphSummary, segment: SegmentSummary) -> str:
     if last_needed is None:
         lines.append("  It depends on no other segment.")
     else:
+        which = "which" if len(before) == 1 else "the last of which"
         lines.append(
-            f"  It needs {_names([by_id[other].name for other in segment.after])}, the last of which ends at "
+            f"  It needs {_names([by_id[other].name for other in segment.after])}, {which} ends at "
             f"{format_ns(last_needed.end_ns)}."
         )
     if last_on_lane is not None and (last_needed is None or last_on_lane.end_ns > last_needed.end_ns):

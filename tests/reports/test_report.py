@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import defaultdict
 from dataclasses import replace
 
 import pytest
@@ -12,6 +13,7 @@ from markupsafe import escape
 from apollo_compile.config import load_config
 from apollo_compile.errors import ReportFileError
 from apollo_compile.ir import Standing, Verdict
+from apollo_compile.reports.colors import COLORS
 from apollo_compile.reports.report import Report
 from apollo_compile.reports.summary import Bottleneck, Limit, WhatIf, summarize
 from apollo_compile.reports.words import OTHER_BATCHES, describe, explain_place
@@ -159,12 +161,16 @@ def test_independent_branches_that_run_in_turn_get_a_reason() -> None:
     assert "there is one unit" in " ".join(describe(one, report))
 
 
-def test_a_run_that_took_longer_than_predicted_is_told_with_the_module_that_did() -> None:
-    """The diamond took 1000 ns instead of 510; the layer of the text 300 instead of 200."""
+def test_a_run_that_took_longer_than_predicted_is_told_with_what_did() -> None:
+    """The diamond took 1000 ns instead of 510, in 470 of them nothing ran; text.layers took 300 instead of 200."""
     report = small()
-    text = " ".join(describe(report.graphs[0], report))
-    assert "The last run took 1.96x the predicted time, the largest part of it in text.layers (100 ns more)" in text
     graph = report.graphs[0]
+    assert (graph.predicted.idle_ns, graph.latest.idle_ns) == (0, 470)
+    text = " ".join(describe(graph, report))
+    assert "took 1.96x the predicted time, the largest part of it while no lane was at work (470 ns more)" in text
+    short = replace(graph, timelines=(*graph.timelines[:-1], replace(graph.latest, duration_ns=580)))
+    text = " ".join(describe(short, report))
+    assert "took 1.14x the predicted time, the largest part of it in text.layers (100 ns more)" in text
     exact = replace(graph, predicted_ns=1000)
     assert "The last run" not in " ".join(describe(exact, report))
 
@@ -193,7 +199,7 @@ def test_why_names_times_needs_and_neighbours() -> None:
     text = small().why("image.layers.0")
     assert "lane 1, 1 unit granted, 2 units asked; planned from 50 ns to 450 ns" in text
     assert "Alone it takes 400 ns on 1, 300 ns on 2" in text
-    assert "It needs embed, the last of which ends at 50 ns." in text
+    assert "It needs embed, which ends at 50 ns." in text
     assert "Beside it run text.layers.0." in text
     assert "With 2 units it would take 300 ns" in text
     report = workload_report("clip")
@@ -267,6 +273,23 @@ def test_dot_has_every_segment_and_dependency_once() -> None:
         assert {(int(a), int(b)) for a, b, _ in arrows} == flows | waits
         assert sum(style == "bold" for *_, style in arrows) == graph.num_waits > 0
     assert text.count("{") == text.count("}")
+
+
+def test_a_branch_has_one_colour_in_all_graphs() -> None:
+    """In the backward of CLIP its two towers stand the other way round."""
+    report = workload_report("clip")
+    first, second = (graph.branches for graph in report.graphs)
+    assert first[:2] != second[:2] and set(first[:2]) == set(second[:2])
+    found = defaultdict(set)
+    for color, branch in re.findall(r'<li class="c(\d)">([^<]+)</li>', report.to_html()):
+        found[branch].add(COLORS[int(color)])
+    dot = report.to_dot()
+    for number, graph in enumerate(report.graphs):
+        for segment in graph.segments:
+            (color,) = re.findall(rf'^    g{number}s{segment.id} \[.*fillcolor="(.*)"\];$', dot, re.MULTILINE)
+            found[segment.branch].add(color)
+    assert {branch: len(colors) for branch, colors in found.items()} == dict.fromkeys((*first, *second), 1)
+    assert len(set.union(*found.values())) == len(found)
 
 
 def test_what_a_plan_of_one_unit_says() -> None:
