@@ -34,7 +34,7 @@ from apollo_compile.cuda.execute import Contract, CudaExecutable, ModelMemory
 from apollo_compile.cuda.gpu import Gpu, TorchGpu
 from apollo_compile.device import DeviceProfile, discover_profile, limit_units, load_profile, packaged_profiles
 from apollo_compile.dynamic import GraphFamily, at_once, in_background
-from apollo_compile.errors import ConfigError, CudaError, NothingToGainError, UnsupportedGraphError
+from apollo_compile.errors import ConfigError, CudaError, NothingToGainError, TargetError, UnsupportedGraphError
 from apollo_compile.execute import Executable, available_units, core_share, keep_memory, most_units
 from apollo_compile.history import Finding, History, circumstances, key_of
 from apollo_compile.inductor import (
@@ -944,8 +944,14 @@ def report(model: torch.nn.Module, *, units: Sequence[int] | None = None, profil
     Other batch sizes take inputs, which no compiled model keeps: see `apollo_compile.dry_run.compare_batches`.
 
     Raises:
-        ConfigError: a profile cannot be read.
+        TargetError: `model` is no module.
+        ConfigError: a profile cannot be read, or there are to be no units.
     """
+    if not isinstance(model, torch.nn.Module):
+        raise TargetError(
+            f"there is no report of a {type(model).__name__}: expected a torch.nn.Module, whose graphs are found by "
+            "the parameters that they read"
+        )
     found = find_models(model)
     return Report(
         graphs=tuple(graph for entry in found for graph in _summarize(entry, units, profiles)),

@@ -84,9 +84,12 @@ def plan_model(
         progress: called with a line of text now and then.
 
     Raises:
-        TargetError: the model or its inputs cannot be copied, or have no batch dimension though `batches` are given.
-        ConfigError: an option is unknown or has a wrong value, or a profile cannot be read.
+        TargetError: the model cannot be called, it or its inputs cannot be copied, or they have no batch dimension
+            though `batches` are given.
+        ConfigError: an option is unknown or has a wrong value, a profile cannot be read, or there are to be no units.
     """
+    if not callable(model):
+        raise TargetError(f"cannot plan a {type(model).__name__}: expected a module, or a function of tensors")
     tell = progress or _tell_nobody
     config = load_config(options)
     profile = select_profile(config)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from apollo_compile.config import Config
 from apollo_compile.device import DeviceProfile, limit_units, load_profile
+from apollo_compile.errors import ConfigError
 from apollo_compile.ir import Observations
 from apollo_compile.lanes import lane_catalogue
 from apollo_compile.passes.cost import estimate_costs
@@ -37,8 +38,10 @@ def what_if(
         profiles: paths or packaged names.
 
     Raises:
-        ConfigError: a profile cannot be read.
+        ConfigError: a profile cannot be read, or there are to be no units.
     """
+    if units is not None and min(units, default=1) < 1:
+        raise ConfigError(f"cannot compare with {min(units)} units: expected at least 1")
     here = compilation.profile
     rows = [
         _plan(compilation, config, limit_units(here, count), compilation.observations, _describe(here, count))

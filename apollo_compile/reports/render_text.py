@@ -134,7 +134,7 @@ def describe_search(graph: GraphSummary) -> str:
     """Say where the plan comes from."""
     if graph.pinned:
         return "read from a plan file"
-    parts = [f"best of {len(graph.candidates)} candidates"] if graph.candidates else ["no search"]
+    parts = [f"best of {format_count(len(graph.candidates), 'candidate')}"] if graph.candidates else ["no search"]
     if graph.solver:
         parts.append(f"{graph.solver}, seed {graph.seed}")
     if graph.stopped_early:

@@ -15,7 +15,7 @@ from torch import nn
 
 import apollo_compile
 from apollo_compile.dry_run import plan_model
-from apollo_compile.errors import TargetError
+from apollo_compile.errors import ConfigError, TargetError
 from tests.end_to_end.models import TwoTowers, two_tower_inputs
 
 FAST: dict[str, Any] = {"units": (), "profiles": ()}
@@ -212,6 +212,12 @@ def test_what_cannot_be_planned_is_one_error() -> None:
         plan_model(lambda: 3)
     with pytest.raises(TargetError, match="cannot try batch 0"):
         plan_model(nn.Linear(2, 2), (torch.ones(2, 2),), batches=(0,), **FAST)
+    with pytest.raises(ConfigError, match="cannot compare with 0 units: expected at least 1"):
+        plan_model(nn.Linear(2, 2), (torch.ones(2, 2),), units=(4, 0))
+    with pytest.raises(TargetError, match="cannot plan a str: expected a module"):
+        plan_model("model.py:build")  # type: ignore[arg-type]
+    with pytest.raises(TargetError, match=r"no report of a function: expected a torch\.nn\.Module"):
+        apollo_compile.report(torch.compile(torch.sin, backend="apollo"))  # type: ignore[arg-type]
 
 
 def test_explain_has_rows_for_other_devices() -> None:
