@@ -91,6 +91,7 @@ from apollo_compile.ranks import Ranks, find_ranks
 from apollo_compile.reports.report import BreakSummary, Report
 from apollo_compile.reports.summary import GraphSummary, summarize
 from apollo_compile.select import INDUCTOR, PLAN, SERIAL, STREAMS, Selection
+from apollo_compile.text import format_count
 from apollo_compile.units import format_ns
 from apollo_compile.what_if import PROFILES, what_if
 
@@ -1063,8 +1064,9 @@ def _wrapper_share(compilation: Compilation) -> float:
 def _nothing_to_gain(plan: Plan) -> str:
     possible = plan.serial_ns / plan.lower_bound_ns if plan.lower_bound_ns else 1.0
     return (
-        f"nothing to gain: of its {len(plan.assignments)} segments, predicted to take {format_ns(plan.serial_ns)} in "
-        f"turn, no plan was found that is faster by 'plan.min_gain', and none can be more than {possible:.2f}x as fast"
+        f"nothing to gain: of its {format_count(len(plan.assignments), 'segment')}, predicted to take "
+        f"{format_ns(plan.serial_ns)} in turn, no plan was found that is faster by 'plan.min_gain', and none can be "
+        f"more than {possible:.2f}x as fast"
     )
 
 

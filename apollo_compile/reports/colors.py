@@ -8,10 +8,26 @@ if TYPE_CHECKING:
     from apollo_compile.reports.report import Report
 
 COLORS = ("#8fb1f5", "#f3b27f", "#7fd1ae", "#d3a4e6", "#ead06b", "#7ccbe3", "#f19fa8", "#b7cb80")
-"""Used in the order in which a report names branches, and again from the first."""
+"""As many as a graph has branches, as a rule; they are used in this order."""
 
 
-def color_of_branches(report: Report) -> dict[str, int]:
-    """Return the place in `COLORS` of every branch: a branch has the same colour in all graphs."""
-    branches = dict.fromkeys(branch for graph in report.graphs for branch in graph.branches)
-    return {branch: index % len(COLORS) for index, branch in enumerate(branches)}
+def color_of_branches(report: Report) -> tuple[dict[str, int], ...]:
+    """Return, per graph, the place in `COLORS` of every branch.
+
+    Branches of one graph differ, unless there are more than colours; where that allows it, a branch has the colour that
+    it has in earlier graphs.
+    """
+    known: dict[str, int] = {}
+    found = []
+    for graph in report.graphs:
+        own: dict[str, int] = {}
+        for branch in graph.branches:
+            if branch in known and known[branch] not in own.values():
+                own[branch] = known[branch]
+        for branch in graph.branches:
+            if branch not in own:
+                free = [color for color in range(len(COLORS)) if color not in own.values()] or [len(own) % len(COLORS)]
+                own[branch] = min(free, key=lambda color: color in known.values())
+                known.setdefault(branch, own[branch])
+        found.append(own)
+    return tuple(found)

@@ -30,7 +30,7 @@ def render_dot(report: Report) -> str:
     ]
     colors = color_of_branches(report)
     for number, graph in enumerate(report.graphs):
-        lines += _render_graph(number, graph, colors)
+        lines += _render_graph(number, graph, colors[number])
     return "\n".join([*lines, "}"]) + "\n"
 
 

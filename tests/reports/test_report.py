@@ -13,7 +13,7 @@ from markupsafe import escape
 from apollo_compile.config import load_config
 from apollo_compile.errors import ReportFileError
 from apollo_compile.ir import Standing, Verdict
-from apollo_compile.reports.colors import COLORS
+from apollo_compile.reports.colors import COLORS, color_of_branches
 from apollo_compile.reports.report import Report
 from apollo_compile.reports.summary import Bottleneck, Limit, WhatIf, summarize
 from apollo_compile.reports.words import OTHER_BATCHES, describe, explain_place
@@ -290,6 +290,21 @@ def test_a_branch_has_one_colour_in_all_graphs() -> None:
             found[segment.branch].add(color)
     assert {branch: len(colors) for branch, colors in found.items()} == dict.fromkeys((*first, *second), 1)
     assert len(set.union(*found.values())) == len(found)
+
+
+def test_branches_of_one_graph_have_different_colours() -> None:
+    """Also in a report of more branches than there are colours; a branch keeps its own where that is free."""
+    graphs = [tuple(f"{letter}{number}" for number in range(5)) for letter in "abc"]
+    graphs.append(("b0", "c4", "a0"))
+    summary = small().graphs[0]
+    found = color_of_branches(
+        Report(graphs=tuple(replace(summary, branches=names) for names in graphs), handed_over=())
+    )
+    assert [set(colors) for colors in found] == [set(names) for names in graphs]
+    assert [len(set(colors.values())) for colors in found] == [5, 5, 5, 3]
+    assert found[3]["b0"] == found[1]["b0"]
+    (many,) = color_of_branches(Report(graphs=(replace(summary, branches=tuple(map(str, range(20)))),), handed_over=()))
+    assert len(many) == 20 and set(many.values()) == set(range(len(COLORS)))
 
 
 def test_what_a_plan_of_one_unit_says() -> None:
