@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from apollo_compile.select import PLAN
+from apollo_compile.text import format_count
 from apollo_compile.units import format_ns
 
 if TYPE_CHECKING:
@@ -175,7 +176,8 @@ def _compare_graphs(before: Side, after: Side) -> GraphDifference:
 
 
 def _format_graph(graph: GraphDifference) -> str:
-    title = "same plan" if graph.is_same_plan else f"{len(graph.moves)} segments on another lane or quota"
+    moved = format_count(len(graph.moves), "segment")
+    title = "same plan" if graph.is_same_plan else f"{moved} on another lane or quota"
     lines = [
         f"{graph.name}: {title}",
         f"  predicted {_format_pair(graph.predicted_ns)}; on one lane {_format_pair(graph.serial_ns)}",
@@ -185,8 +187,8 @@ def _format_graph(graph: GraphDifference) -> str:
     if graph.ways[0] != graph.ways[1]:
         lines.append(f"  runs {graph.ways[0]}, then {graph.ways[1]}")
     lines += [
-        f"  {move.segment}: lane {move.lanes[0]} ({move.units[0]} units) -> lane {move.lanes[1]} ({move.units[1]} "
-        f"units), {_format_pair(move.predicted_ns)}"
+        f"  {move.segment}: lane {move.lanes[0]} ({format_count(move.units[0], 'unit')}) -> lane {move.lanes[1]} "
+        f"({format_count(move.units[1], 'unit')}), {_format_pair(move.predicted_ns)}"
         for move in graph.moves
     ]
     if graph.order_changed:

@@ -245,7 +245,7 @@ def test_a_difference_names_moves_and_times() -> None:
         ("text.layers.0", (0, 2), (2, 1)),
     ]
     assert graph.predicted_ns == (560, 510)
-    assert "image.layers.0: lane 0 (2 units) -> lane 1 (1 units), 300 ns -> 400 ns" in str(difference)
+    assert "image.layers.0: lane 0 (2 units) -> lane 1 (1 unit), 300 ns -> 400 ns" in str(difference)
 
 
 def test_graphs_that_one_side_lacks_are_named() -> None:
