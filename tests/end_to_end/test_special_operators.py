@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
 
+from apollo_compile import backend
 from tests.end_to_end.test_values import floats, same_call
 
 Options = dict[str, Any]
@@ -74,6 +75,24 @@ def test_custom_operators_that_write_keep_their_order(lanes: Options) -> None:
 
     with torch.no_grad():
         same_call(count, (torch.ones(1), floats(8, 8)), lanes)
+
+
+def test_a_number_is_read_before_its_tensor_is_written(lanes: Options) -> None:
+    """Segments read it for themselves; what is read after the write is another number."""
+
+    def scale(counter: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        before = counter.item()
+        left = (x @ x).tanh() * before
+        counter.add_(1)
+        return left - (x.T @ x).tanh() * counter.item() + before
+
+    torch._dynamo.reset()
+    earlier = backend.compiled_models()
+    with torch._dynamo.config.patch(capture_scalar_outputs=True), torch.no_grad():
+        same_call(scale, (torch.tensor(3), floats(8, 8)), lanes)
+        same_call(scale, (torch.tensor(-2), floats(8, 8)), lanes)
+    made = [model for model in backend.compiled_models() if model not in earlier]
+    assert made and all(model.graphs and not model.handed_over for model in made)
 
 
 @torch.library.custom_op("apollo_tests::announce", mutates_args=())
