@@ -64,7 +64,8 @@ from torch._inductor import exc, inductor_prims
 from torch._inductor.codecache import FxGraphCache
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner, fake_tensor_prop
 from torch._inductor.custom_graph_pass import CustomGraphPass
-from torch._inductor.fx_passes.post_grad import noop_registry, view_to_reshape
+from torch._inductor.fx_passes.post_grad import noop_registry, same_meta, view_to_reshape
+from torch._inductor.fx_utils import get_fake_args_kwargs
 from torch._inductor.lowering import clone, register_lowering
 from torch._inductor.output_code import CompiledFxGraph, CompiledFxGraphConstants, OutputCode
 from torch._inductor.utils import BoxedBool
@@ -79,7 +80,7 @@ from torch.utils._sympy.printers import PythonPrinter
 
 from apollo_compile.errors import UnsupportedGraphError
 from apollo_compile.ir import Body
-from apollo_compile.overwrites import keep_reads
+from apollo_compile.overwrites import keep_copies, keep_reads
 from apollo_compile.passes.capture import TORCH_NAMESPACES
 
 _logger = logging.getLogger(__name__)
@@ -186,11 +187,12 @@ class _FirstPasses(CustomGraphPass):
         self._users = tuple(passes)
 
     def __call__(self, graph: fx.Graph) -> None:
-        """Run the user's own passes, and keep reads before writes: Note [Reads before writes] in `overwrites.py`."""
+        """Run the user's own passes, and keep apart what Inductor's would make one: both notes in `overwrites.py`."""
         for custom in self._users:
             custom(graph)
         _lower_clones()
         keep_reads(graph, _copied_by)
+        keep_copies(graph, _copied_by)
 
     def uuid(self) -> Any:
         """Name the passes for the keys of caches; None is that some of them have no name, so that nothing is cached."""
@@ -199,10 +201,13 @@ class _FirstPasses(CustomGraphPass):
 
 
 def _copied_by(node: fx.Node) -> fx.Node | None:
-    """Return what Inductor may take for the same as `node`."""
-    _, source = noop_registry.get(node.target, (None, None))
+    """Return what Inductor takes for the same as `node`."""
+    is_noop, source = noop_registry.get(node.target, (None, None))
     found = source(node.args) if callable(source) else None if source is None else node.args[source]
-    return found if isinstance(found, fx.Node) else None
+    if not (isinstance(found, fx.Node) and same_meta(node, found)):
+        return None
+    is_known, args, kwargs = get_fake_args_kwargs(node)
+    return found if is_known and is_noop(*args, **kwargs) else None
 
 
 @functools.cache

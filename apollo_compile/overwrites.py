@@ -1,6 +1,7 @@
-"""Inputs that a graph writes to: whatever reads one before the write, reads it in the forward.
+"""Memory of their own for values that somebody may write to: inputs that the graph writes to, and copies it returns.
 
-    keep_reads(graph, copied_by)    in place, on a graph after AOTAutograd and before Inductor's passes
+    keep_reads(graph, copied_by)     in place, on a graph after AOTAutograd and before Inductor's passes
+    keep_copies(graph, copied_by)    the same
 
 Note [Reads before writes]
     A forward may write to a buffer after it has used it: a queue of keys, a codebook, a teacher's weights. AOTAutograd
@@ -16,11 +17,19 @@ Note [Reads before writes]
     tensor per read that the backward needs.
 
     A backward that reads the buffer itself is left alone: eager PyTorch refuses such a program.
+
+Note [Copies that are returned]
+    `return y.clone(), y.detach().clone()` makes two tensors, the first with a gradient, and whoever gets one may write
+    to it. The same pass against operators without effect looks out for a copy of what is returned already, but it drops
+    both copies of what is not, and the caller has one tensor twice, without a gradient. A single copy that it drops is
+    the very tensor that is saved for the backward, which then complains about a write that eager PyTorch allows. So a
+    copy that is returned gets the `prims.clone` too, unless nothing else reads what it copies.
 """
 
 from __future__ import annotations
 
 import operator
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 
 import torch
@@ -33,18 +42,52 @@ def keep_reads(graph: fx.Graph, copied_by: Callable[[fx.Node], fx.Node | None]) 
 
     Arguments:
         graph: forward and backward together, or an inference graph.
-        copied_by: returns the argument that a node may turn out to be nothing but a copy of; None for other nodes.
+        copied_by: returns the argument that a node is nothing but a copy of; None for other nodes.
     """
     overwritten = _overwritten(graph)
     for node in list(_reads(graph, overwritten)):
         source = copied_by(node)
-        if source is not None and source in overwritten and _lie_alike(node, source):
-            with graph.inserting_before(node):
-                copy = graph.call_function(torch.ops.prims.clone.default, (source,))
-            copy.meta = {**node.meta, "val": node.meta["val"]}
-            node.replace_input_with(source, copy)
-            node = copy
-        node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+        kept = _keep_copy(graph, node, source) if source is not None and source in overwritten else node
+        kept.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+
+
+def keep_copies(graph: fx.Graph, copied_by: Callable[[fx.Node], fx.Node | None]) -> None:
+    """Make every output that is a copy a tensor of its own: Note [Copies that are returned].
+
+    Arguments:
+        graph: forward and backward together, or an inference graph.
+        copied_by: as for `keep_reads`.
+    """
+    memories: dict[fx.Node, fx.Node] = {}
+    """What made the memory that a node's value is in."""
+    sources: dict[fx.Node, fx.Node] = {}
+    """By copy, what it is a copy of."""
+    origins: dict[fx.Node, fx.Node] = {}
+    """By memory, the one that has the same value in it and is no copy."""
+    read: dict[fx.Node, set[fx.Node]] = defaultdict(set)
+    """By origin, the memories with its value that something reads; copying it does not count."""
+    for node in graph.nodes:
+        source = node.args[0] if _is_view(node) else None
+        copied = copied_by(node) if source is None else None
+        memories[node] = node if source is None else memories[source]
+        if copied is not None:
+            sources[node] = copied
+        if source is None:
+            origins[node] = node if copied is None else origins[memories[copied]]
+        for argument in node.all_input_nodes if source is None and copied is None else ():
+            read[origins[memories[argument]]].add(memories[argument])
+    for memory in dict.fromkeys(memories[value] for value in graph.output_node().all_input_nodes):
+        if memory in sources and len(read[origins[memory]]) > 1:
+            _keep_copy(graph, memory, sources[memory])
+
+
+def _keep_copy(graph: fx.Graph, node: fx.Node, source: fx.Node) -> fx.Node:
+    """Let `node` copy from a copy of `source` that no pass drops, and return that."""
+    with graph.inserting_before(node):
+        copy = graph.call_function(torch.ops.prims.clone.default, (source,))
+    copy.meta = {**node.meta, "val": node.meta["val"]}
+    node.replace_input_with(source, copy)
+    return copy
 
 
 def _overwritten(graph: fx.Graph) -> frozenset[fx.Node]:
@@ -76,11 +119,3 @@ def _is_view(node: fx.Node) -> bool:
     """Whether the node is a view of its first argument, or one of several such views."""
     target = node.target
     return target is operator.getitem or (isinstance(target, torch._ops.OpOverload) and target.is_view)
-
-
-def _lie_alike(node: fx.Node, source: fx.Node) -> bool:
-    """Whether one could stand for the other."""
-    one, other = node.meta.get("val"), source.meta.get("val")
-    if not (isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)):
-        return False
-    return (one.dtype, one.device, one.shape, one.stride()) == (other.dtype, other.device, other.shape, other.stride())

@@ -40,7 +40,7 @@ class RandomModel(nn.Module):
     """Runs a recipe on its parameters, buffers and two inputs; what the last steps made is returned.
 
     With `scales`, every output is a tensor of its own: AOTAutograd makes views that are returned again after every
-    call, and fails at some that have dynamic shapes, with every backend; and Inductor takes two copies for one tensor.
+    call, and fails at some that have dynamic shapes, with every backend.
     """
 
     def __init__(self, recipe: list[Step], *, scales: bool = False) -> None:

@@ -22,6 +22,12 @@ def lanes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return {"backend": "apollo", "options": {**options, "partition.min_segment_share": 0.2}}
 
 
+@pytest.fixture(scope="session")
+def uncompiled(lanes: dict[str, Any]) -> dict[str, Any]:
+    """The same without a compiler, which takes most of the time, for what the traced graph and the plan decide."""
+    return {**lanes, "options": {**lanes["options"], "runtime.bodies": "eager"}}
+
+
 @pytest.fixture(autouse=True)
 def _how_graphs_ran(request: pytest.FixtureRequest, record_property: Callable[[str, object], None]) -> Iterator[None]:
     """Start from nothing, and note for docs/robustness.md whether segments or Inductor ran the test's graphs."""

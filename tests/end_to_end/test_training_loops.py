@@ -49,12 +49,6 @@ class Pair(nn.Module):
         return one @ (one if right is None else self.right(right)).T
 
 
-@pytest.fixture
-def uncompiled(lanes: Options) -> Options:
-    """The same without a compiler, to which it is nothing what a loop does, and which takes most of the time."""
-    return {**lanes, "options": {**lanes["options"], "runtime.bodies": "eager"}}
-
-
 def same_gradients(
     play: Callable[[Callable[..., torch.Tensor], nn.Module], None], model: nn.Module, options: Options
 ) -> None:

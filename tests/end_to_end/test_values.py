@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -75,6 +76,61 @@ def test_outputs_alias_what_they_alias_in_eager(lanes: Options) -> None:
     assert {tensor.data_ptr() for tensor in (flat, detached)} == {x.data_ptr()} and same.data_ptr() == y.data_ptr()
     z.zero_()
     assert not transposed.any() and not rows.any() and not again.any()
+
+
+def _copies(x: torch.Tensor) -> dict[str, Any]:
+    y, z = x.exp(), x + 1
+    copy = y.clone()
+    return {
+        "copies": [copy, y.detach().clone(), copy.clone()],
+        "views of copies": (y.view(-1).clone()[8:], y.view_as(y).clone().t()),
+        "of an input": [x.clone(), x.clone().clone()],
+        "same": (z, z, copy),
+        "constants": [torch.zeros_like(x) + 0, torch.zeros_like(x)],
+    }
+
+
+def _relations(outputs: dict[str, Any], x: torch.Tensor) -> list[tuple[Any, ...]]:
+    """Return of each output whether it has a gradient, and which are the same tensor, or in the same memory."""
+    tensors = [*itertools.chain.from_iterable(outputs.values()), x]
+    memories = [tensor.untyped_storage().data_ptr() for tensor in tensors]
+    return [
+        (tensor.requires_grad, [tensor is other for other in tensors], [memory == other for other in memories])
+        for tensor, memory in zip(tensors, memories, strict=True)
+    ]
+
+
+@values("outputs that are copies")
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_returned_copies_are_tensors_of_their_own(uncompiled: Options, mode: Callable[..., Any], dynamic: bool) -> None:
+    """What is one tensor in eager is one, what are two are two; who writes to a copy changes nothing else."""
+    run = torch.compile(_copies, dynamic=dynamic, **uncompiled)
+    with mode():
+        x = floats(8, 8).requires_grad_(mode is torch.enable_grad)
+        expected, actual = _copies(x), run(x)
+        torch.testing.assert_close(actual, expected)
+        assert _relations(actual, x) == _relations(expected, x)
+    if mode is not torch.enable_grad:
+        return
+    actual["copies"][1].zero_()
+    actual["copies"][0].detach().zero_()
+    torch.testing.assert_close(actual["copies"][2], expected["copies"][2])
+    gradients = [torch.autograd.grad(outputs["copies"][2].sum(), x)[0] for outputs in (actual, expected)]
+    torch.testing.assert_close(gradients[0], gradients[1])
+
+
+@values("an input that is copied and written to afterwards")
+def test_a_copy_of_an_input_that_is_written_to_is_of_its_time(uncompiled: Options) -> None:
+    """Copies before and after the write, and none of them is the input."""
+
+    def write(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        before = x.clone()
+        x.mul_(2)
+        return before, x.clone(), before.clone()
+
+    _, actual, (x,) = same_call(write, (floats(8, 8),), uncompiled)
+    assert len({tensor.data_ptr() for tensor in (*actual, x)}) == 4
 
 
 def _views_across(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
