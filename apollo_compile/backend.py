@@ -64,6 +64,7 @@ from apollo_compile.inductor import (
     set_aside,
     shared_kwargs,
     trace_artifact,
+    traced_tensors,
     unbundle_body,
     unbundle_code,
     unbundle_graph,
@@ -152,7 +153,7 @@ def apollo(
         profile=select_profile(config) if gpu is None else _gpu_profile(gpu, config),
         device=_CPU if gpu is None else gpu.device,
         gpu=gpu,
-        inputs=tuple(weakref.ref(item) for item in example_inputs if isinstance(item, torch.Tensor)),
+        inputs=tuple(weakref.ref(tensor) for tensor in traced_tensors(graph_module, example_inputs)),
         ranks=find_ranks(),
     )
     model.ended_by = find_break(graph_module, model.name)

@@ -3,6 +3,7 @@
     compile_with_inductor   run a Dynamo graph through AOTAutograd and Inductor's passes, with our inner compiler
     set_aside               leave out of a graph what is no tensor and only passes through; see to its sizes
     adopt_layouts           trace a graph again for the strides that its inputs really have
+    traced_tensors          what a Dynamo graph was traced with, fake inputs or not
     writes_inputs           whether a graph mutates what it is given
     keep_with               tie a value to the lifetime of a compiled function
     trace_artifact          add a text to torch's structured trace
@@ -71,7 +72,7 @@ from torch._inductor.output_code import CompiledFxGraph, CompiledFxGraphConstant
 from torch._inductor.utils import BoxedBool
 from torch._library.fake_class_registry import FakeScriptObject
 from torch._logging._internal import trace_structured
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode, is_fake
 from torch.fx._graph_pickler import GraphPickler, Options
 from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -214,6 +215,21 @@ def _copied_by(node: fx.Node) -> fx.Node | None:
 def _lower_clones() -> None:
     """Let Inductor compile `prims.clone`, which it does not know, as it does `aten.clone`."""
     register_lowering(torch.ops.prims.clone, type_promotion_kind=None)(clone)
+
+
+def traced_tensors(graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> list[torch.Tensor]:
+    """Return the tensors that a Dynamo graph was traced with.
+
+    Where Dynamo cuts a graph for the buckets of DDP, the inputs of the pieces are fake; what was an input of the whole
+    graph still has the tensor that it stands for. What another piece computes is left out.
+    """
+    found = []
+    for node, value in zip(graph_module.graph.find_nodes(op="placeholder"), example_inputs, strict=True):
+        argument = node.meta.get("grapharg")
+        real = argument.example if is_fake(value) and argument is not None else value
+        if isinstance(real, torch.Tensor) and not is_fake(real):
+            found.append(real)
+    return found
 
 
 def compile_plainly(graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from apollo_compile.execute import most_units
-from apollo_compile.ir import Plan
+from apollo_compile.ir import Plan, Role
 from apollo_compile.select import MIN_ROUNDS, PLAN, SERIAL, STEPS_PER_TURN
 from tests.distributed import work
 
@@ -95,6 +95,8 @@ def test_a_graph_for_every_bucket_trains_as_one_process(seen: Seen) -> None:
     for result in seen("buckets"):
         assert result["handed_over"] == []
         assert len(result["plans"]) >= 4
+        assert result["reported"].count(Role.FORWARD) == result["reported"].count(Role.BACKWARD) >= 2
+        assert not result["is_settled"]  # after two steps its plans are still observed
         for found in result["found"]:
             assert found.keys() == result["expected"].keys()
             for key, value in result["expected"].items():

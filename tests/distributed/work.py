@@ -7,7 +7,7 @@ import dataclasses
 import datetime
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -167,7 +167,6 @@ def train_buckets(rank: int, folder: Path) -> Result:
     """A model of several buckets, which Dynamo cuts into a graph for each."""
     torch.manual_seed(0)
     model = Chain()
-    before = backend.compiled_models()
     alone = [_gradients(copy.deepcopy(model), inputs(other)) for other in range(SIZE)]
     expected = {name: sum(result[name] for result in alone) / SIZE for name, _ in model.named_parameters()}
     wrapped = DistributedDataParallel(model, bucket_cap_mb=1)
@@ -176,8 +175,13 @@ def train_buckets(rank: int, folder: Path) -> Result:
     for _ in range(2):
         model.zero_grad()
         found.append(_gradients(model, inputs(rank), run))
-    models = [entry for entry in backend.compiled_models() if entry not in before]  # compiled for fake parameters
-    return {"expected": {**expected, "output": alone[rank]["output"]}, "found": found, **_graphs_of(models)}
+    return {
+        "expected": {**expected, "output": alone[rank]["output"]},
+        "found": found,
+        "is_settled": backend.is_settled(wrapped),
+        "reported": [graph.role for graph in backend.report(wrapped).graphs],
+        **_graphs(model),
+    }
 
 
 def train_fsdp(rank: int, folder: Path) -> Result:
@@ -313,10 +317,7 @@ def _gradients(model: nn.Module, x: torch.Tensor, run: Callable[..., Any] | None
 
 def _graphs(model: nn.Module) -> Result:
     """Return what was compiled for a model, as the rank sees it."""
-    return _graphs_of(backend.find_models(model))
-
-
-def _graphs_of(models: Sequence[backend.CompiledModel]) -> Result:
+    models = backend.find_models(model)
     return {
         "plans": [graph.compilation.plan for entry in models for graph in entry.graphs],
         "collectives": [
