@@ -221,14 +221,15 @@ def traced_tensors(graph_module: fx.GraphModule, example_inputs: Sequence[Any]) 
     """Return the tensors that a Dynamo graph was traced with.
 
     Where Dynamo cuts a graph for the buckets of DDP, the inputs of the pieces are fake; what was an input of the whole
-    graph still has the tensor that it stands for. What another piece computes is left out.
+    graph still has the tensor that it stands for. What another piece computes is left out. The graphs of compiled
+    autograd take their tensors in a list.
     """
     found = []
     for node, value in zip(graph_module.graph.find_nodes(op="placeholder"), example_inputs, strict=True):
         argument = node.meta.get("grapharg")
         real = argument.example if is_fake(value) and argument is not None else value
-        if isinstance(real, torch.Tensor) and not is_fake(real):
-            found.append(real)
+        items = real if isinstance(real, list | tuple) else (real,)
+        found += [item for item in items if isinstance(item, torch.Tensor) and not is_fake(item)]
     return found
 
 

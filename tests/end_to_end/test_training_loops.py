@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from apollo_compile import backend
+from apollo_compile.ir import Role
 from tests.end_to_end.models import assert_same_training, train
 
 Options = dict[str, Any]
@@ -270,3 +271,46 @@ def test_train_eval_and_modes_without_gradients_take_turns(uncompiled: Options) 
         run(LEFT[0], RIGHT[1]).sum().backward()
 
     same_gradients(play, Pair(), uncompiled)
+
+
+def _same_steps(
+    model: nn.Module, options: Options, prepare: Callable[[nn.Module], object] = lambda model: None
+) -> nn.Module:
+    """Accumulate the gradients of three steps, each with its backward inside; return the model that was compiled."""
+
+    def step(model: nn.Module, left: torch.Tensor) -> torch.Tensor:
+        loss = model(left, RIGHT[0]).square().mean()
+        loss.backward()
+        return loss.detach()
+
+    expected, actual = copy.deepcopy(model), copy.deepcopy(model)
+    for each in (expected, actual):
+        prepare(each)
+    run = torch.compile(step, **options)
+    for left in (*LEFT, LEFT[0]):
+        torch.testing.assert_close(run(actual, left), step(expected, left), rtol=1e-4, atol=1e-5)
+    for (name, left), right in zip(expected.named_parameters(), actual.parameters(), strict=True):
+        torch.testing.assert_close(right.grad, left.grad, rtol=1e-4, atol=1e-5, msg=lambda text, n=name: f"{n}: {text}")
+    compiled.append(actual)
+    return actual
+
+
+@loop("compiled autograd")
+def test_the_graph_of_compiled_autograd_runs_in_segments(uncompiled: Options) -> None:
+    """What autograd does is a graph of its own, which accumulates gradients; a hook is in it."""
+
+    def hook(model: nn.Module) -> None:
+        model.left[0].weight.register_hook(lambda gradient: gradient * 3)
+
+    with torch._dynamo.config.patch(compiled_autograd=True):
+        model = _same_steps(Pair(), uncompiled, hook)
+    roles = [graph.compilation.capture.role for entry in backend.find_models(model) for graph in entry.graphs]
+    assert roles[0] is Role.FORWARD and set(roles[1:]) == {Role.INFERENCE}
+
+
+@loop("backward in the traced function")
+@pytest.mark.skipif(not hasattr(torch._dynamo.config, "trace_autograd_ops"), reason="this torch traces no backward()")
+def test_a_traced_backward_gives_eagers_gradients(uncompiled: Options) -> None:
+    """With `trace_autograd_ops`; AOTAutograd leaves hooks out of it, whatever compiles the graph."""
+    with torch._dynamo.config.patch(trace_autograd_ops=True):
+        _same_steps(Pair(), uncompiled)
