@@ -207,8 +207,6 @@ class CompiledGraph:
     """The plan's."""
     way: str = PLAN
     """Which way it runs now."""
-    is_for_any_size: bool = False
-    """Whether its one plan runs for all sizes; what they take says nothing of each other then."""
     is_variant: bool = False
     """Whether it is planned for other sizes than those that it was traced with."""
     num_replans: int = 0
@@ -224,8 +222,10 @@ class CompiledGraph:
         self._proposal: Future[Compilation] | None = None
         self._asked_ns = 0
         finding = self.compilation.finding
-        is_free = self.config.plan.replan and self.config.plan.planner != "serial" and not self.is_for_any_size
-        self._is_settled = not is_free or finding is not None
+        is_free = self.config.plan.replan and self.config.plan.planner != "serial"
+        # One plan for all sizes is not observed: what they take says nothing of each other.
+        is_for_its_sizes = not self.compilation.capture.sizes or _is_free(self.compilation.plan, self.config)
+        self._is_settled = not (is_free and is_for_its_sizes) or finding is not None
         self._others: dict[str, Run] = {}
         self._run: Run
         self.adopt(self.compilation)
@@ -792,7 +792,6 @@ class CompiledModel:
             mutates=writes_inputs(graph_module),
             compile_whole=partial(compile_again, original, **kwargs) if original is not None and is_contested else None,
             selection=self.selection if is_contested and not sizes else None,
-            is_for_any_size=bool(sizes) and not has_plans_by_size,
             gpu=self.gpu,
             contract=contract,
             memories=self.memories,
