@@ -294,11 +294,14 @@ def run_case(case: Case) -> Result:
                 actual = train(workload, batches, case, **shapes, **compile_options)
                 return find_difference(actual, eager, exact, TOLERANCE[case.precision])
             except Exception as error:  # whatever it is, it is the result
-                lines = str(error).strip().splitlines() or [""]
-                return f"{type(error).__name__}: {lines[0]}"[:300]
+                lines = [line for line in str(error).splitlines() if line.strip()] or [""]
+                return f"{type(error).__name__}: {' '.join(lines[:2])}"[:300]  # the first may only name the backend
 
         problem = compare(backend="apollo", options=options)
-        found = _look_at_graphs([model for model in backend.compiled_models() if model not in others])
+        models = [model for model in backend.compiled_models() if model not in others]
+        found = _look_at_graphs(models)
+        if not (models or problem):
+            found["reasons"] = ("Dynamo runs the model in eager: it finds nothing that it compiles",)
     outcome, inductor_problem = "fell back" if found["reasons"] else "passed", ""
     if problem:
         inductor_problem = next(filter(None, (compare(backend=rival) for rival in RIVALS[case.bodies])), "")
@@ -352,8 +355,6 @@ def _look_at_graphs(models: Sequence[CompiledModel]) -> dict[str, Any]:
     graphs = [graph for model in models for graph in model.graphs if graph.has_run]
     lanes = [{span.lane for span in graph.trace().spans} for graph in graphs]
     handed_over = [reason for model in models for _, reason in model.handed_over]
-    if not models:
-        handed_over.append("Dynamo runs the model in eager: it finds nothing that it compiles")
     return {
         "num_graphs": len(graphs) + sum(len(model.handed_over) for model in models),
         "num_in_segments": sum(map(bool, lanes)),
