@@ -16,7 +16,8 @@ from apollo_compile.device import default_profile, save_profile
 from tests.end_to_end.models import STRICT
 from tests.random_models import RandomModel, Step, inputs, loss_of, recipes
 
-Result = tuple[list[torch.Tensor], dict[str, torch.Tensor | None]]
+Result = tuple[list[torch.Tensor], dict[str, torch.Tensor | None], list[Any]]
+"""Tensors that were returned, those that the model has, and what those that were returned share."""
 
 
 @pytest.fixture(scope="module")
@@ -37,20 +38,39 @@ def free_lanes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def _train(model: RandomModel, run: Callable[..., Any], rows: Sequence[int]) -> Result:
     """Return the outputs of a step for each number of rows, with the gradient of the input; gradients and buffers."""
     outputs: list[torch.Tensor] = []
+    relations: list[Any] = []
     for count in rows:
         x, y = inputs(model.recipe, count)
         found = run(x, y)
+        relations += _relations(found, x, y)
         loss = loss_of(found)
         if loss.requires_grad:
             loss.backward()
         outputs += [*(value.detach().clone() for value in found), x if x.grad is None else x.grad]
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
-    return outputs, {**gradients, **dict(model.named_buffers())}
+    return outputs, {**gradients, **dict(model.named_buffers())}, relations
 
 
 @torch.no_grad()
 def _infer(model: RandomModel, run: Callable[..., Any], rows: Sequence[int]) -> Result:
-    return [value for count in rows for value in run(*inputs(model.recipe, count))], {}
+    outputs: list[torch.Tensor] = []
+    relations: list[Any] = []
+    for count in rows:
+        x, y = inputs(model.recipe, count)
+        found = run(x, y)
+        relations += _relations(found, x, y)
+        outputs += found
+    return outputs, {}, relations
+
+
+def _relations(outputs: Sequence[torch.Tensor], *others: torch.Tensor) -> list[tuple[Any, ...]]:
+    """Return of each output whether it has a gradient, and with which tensors it shares memory."""
+    tensors = [*outputs, *others]
+    memories = [tensor.untyped_storage().data_ptr() for tensor in tensors]
+    return [
+        (output.requires_grad, [memory == other for other in memories])
+        for output, memory in zip(outputs, memories, strict=False)
+    ]
 
 
 def _check(options: dict[str, Any], most: int) -> int:
@@ -70,8 +90,9 @@ def _check(options: dict[str, Any], most: int) -> int:
         use = _train if len(recipe) % 3 else _infer
         shapes, rows = ({"dynamic": True}, (3, 5)) if is_dynamic else ({}, (3, 3))
         run = torch.compile(compiled, backend="apollo", options={**STRICT, **options}, **shapes)
-        actual = use(compiled, run, rows)
-        torch.testing.assert_close(actual, use(eager, eager, rows), rtol=1e-9, atol=1e-9, equal_nan=True)
+        actual, expected = use(compiled, run, rows), use(eager, eager, rows)
+        torch.testing.assert_close(actual[:2], expected[:2], rtol=1e-9, atol=1e-9, equal_nan=True)
+        assert actual[2] == expected[2]
         plans = [graph.compilation.plan for model in backend.find_models(compiled) for graph in model.graphs]
         num_lanes.append(max((len({item.lane for item in plan.assignments}) for plan in plans), default=0))
 
