@@ -12,6 +12,7 @@ import itertools
 import logging
 import threading
 import time
+import traceback
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -32,7 +33,16 @@ from apollo_compile.config import Config, load_config
 from apollo_compile.cores import lie_of_cores
 from apollo_compile.cuda.execute import Contract, CudaExecutable, ModelMemory
 from apollo_compile.cuda.gpu import Gpu, TorchGpu
-from apollo_compile.device import DeviceProfile, discover_profile, limit_units, load_profile, packaged_profiles
+from apollo_compile.device import (
+    DeviceProfile,
+    cached_profile_path,
+    discover_profile,
+    inspect_profile,
+    limit_units,
+    load_profile,
+    machine_fingerprint,
+    packaged_profiles,
+)
 from apollo_compile.dynamic import GraphFamily, at_once, in_background
 from apollo_compile.errors import ConfigError, CudaError, NothingToGainError, TargetError, UnsupportedGraphError
 from apollo_compile.execute import Executable, available_units, core_share, keep_memory, most_units
@@ -56,10 +66,12 @@ from apollo_compile.inductor import (
     compiler_complaint,
     compiler_settings,
     extract_body,
+    has_custom_operator,
     interpret_bodies,
     interpret_whole,
     keep_with,
     may_cache,
+    module_paths,
     report_output_strides,
     set_aside,
     shared_kwargs,
@@ -163,7 +175,7 @@ def apollo(
         model.compile_graph,
         recompute_masks=config.runtime.recompute_masks,
         eager_randomness=config.runtime.bodies == "eager",
-        cache=model.cache(),
+        cache=model.cache(graph_module, example_inputs),
     )
     keep_with(compiled, model)
     _models[next(_ages)] = model
@@ -508,8 +520,10 @@ class CompiledModel:
     selection: Selection = field(init=False)
     _keys: dict[str, str] = field(default_factory=dict)
     """Of findings, by graph."""
-    _is_outdated: bool = False
-    """Whether AOTAutograd's cache has something else than what is to run."""
+    _bundles: History | None = None
+    """Says which bundles are right; None where AOTAutograd's cache is not to have its graphs."""
+    _outdated: Exception | None = None
+    """Why what is there cannot be used."""
 
     def __post_init__(self) -> None:
         """Prepare the contest of the graphs to come."""
@@ -587,12 +601,12 @@ class CompiledModel:
             return None
         try:
             self._keys[capture.name] = key_of(capture, partition, self._circumstances)
+            return self._find(self._keys[capture.name])
         except Exception as error:  # the graph is planned as if it were new
             if self.config.debug.strict:
                 raise
             _logger.info("%s: earlier runs are not recalled: %s: %s", self.name, type(error).__name__, error)
             return None
-        return self._find(self._keys[capture.name])
 
     def _find(self, key: str | None) -> Finding | None:
         history = self._history
@@ -603,17 +617,29 @@ class CompiledModel:
             return finding
         return replace(finding, verdict=replace(finding.verdict, is_remembered=True))
 
-    def cache(self) -> Cache | None:
-        """Return how AOTAutograd's cache gives its graphs back; None where it is not to have them.
+    def cache(self, graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> Cache | None:
+        """Return how AOTAutograd's cache gives the graphs of a Dynamo graph back; None where it is not to have them.
 
-        It has what runs on CPU lanes of one process, unless stages or operators are to be watched one by one.
+        It has what runs on CPU lanes of one process, unless stages or operators are to be watched one by one, or what
+        an operator does is the user's to change.
         """
         config = self.config
         is_usual = config.runtime.bodies != "eager" and config.plan.file is None and config.debug.dump is None
-        is_own = self.ranks.is_alone and self.device == _CPU
-        if not (config.plan.remember and is_usual and is_own and may_cache()):
+        is_here = all(item.device == _CPU for item in example_inputs if isinstance(item, torch.Tensor))
+        if not (config.plan.remember and is_usual and is_here and self.ranks.is_alone and may_cache()):
             return None
-        return Cache(key=cache_key(self._circumstances), unbundle=self.unbundle)
+        if has_custom_operator(graph_module) or not self._is_profile_kept() or config.device.cache is None:
+            return None
+        self._bundles = History(config.device.cache / "history")
+        key = cache_key(self._circumstances, module_paths(graph_module), self._bundles.generation())
+        return Cache(key=key, unbundle=self.unbundle)
+
+    def _is_profile_kept(self) -> bool:
+        """Whether the next process plans for the same device: what a busy machine gave is measured every time."""
+        if self.config.device.profile is not None or self.config.device.cache is None:
+            return self.config.device.profile is not None
+        path = cached_profile_path(self.config.device.cache, self.profile.units)
+        return inspect_profile(path, machine_fingerprint(self.profile.units)).profile == self.profile
 
     def unbundle(self, bundle: SegmentsBundle | WholeBundle) -> Run:
         """Make a graph of what an earlier process compiled.
@@ -623,8 +649,10 @@ class CompiledModel:
         """
         try:
             return self._unbundle_whole(bundle) if isinstance(bundle, WholeBundle) else self._unbundle_segments(bundle)
-        except Exception as error:
-            self._is_outdated = True  # the next process would find the same
+        except Exception as error:  # AOTAutograd takes it for a graph that it has not
+            self._outdated = error
+            if self._bundles is not None:
+                self._bundles.begin_generation()  # the next process would find the same one
             _logger.info("%s is compiled anew: %s: %s", self.name, type(error).__name__, error)
             raise
 
@@ -689,6 +717,9 @@ class CompiledModel:
         if role is not Role.BACKWARD:  # what came from AOTAutograd's cache was not enough
             for known in (self.graphs, self.contested, self.families, self.left, self.handed_over):
                 known.clear()
+        if self.config.debug.strict and self._outdated and not isinstance(self._outdated, UnsupportedGraphError):
+            raise self._outdated
+        aside = None
         try:
             aside = set_aside(graph_module, example_inputs, kwargs)
             piece, inputs, own, boundary = (graph_module, example_inputs, kwargs, None) if aside is None else aside
@@ -704,15 +735,14 @@ class CompiledModel:
             try:
                 run = self._hand_over(name, graph_module, example_inputs, **kwargs)
             except Exception as failure:
-                if role is not Role.BACKWARD:
+                if role is not Role.BACKWARD or self._bundles is None:
                     raise
-                run = partial(_fail, failure)  # it compiles with the forward, and may never be called
-                return run, None
+                return _fails(failure), None  # it compiles with the forward, and may never be called
             left = self.left[-1] if is_gainless else None
-            is_kept = is_refusal and not self._is_outdated
+            is_kept = is_refusal and aside is None and self._outdated is None
             return run, partial(self._bundle_whole, role, reason, left, run) if is_kept else None
         report_output_strides(graph_module)
-        return compiled, None if self._is_outdated else bundle
+        return compiled, bundle if self._outdated is None else None
 
     def _log_hand_over(self, name: str, reason: str, *, is_gainless: bool) -> None:
         self.handed_over.append((name, reason))
@@ -1032,8 +1062,14 @@ def _compile_bundled(original: bytes, kwargs: Mapping[str, Any]) -> Run:
     return compile_again(unbundle_graph(original), **kwargs)
 
 
-def _fail(error: Exception, inputs: list[Any]) -> Sequence[Any]:
-    raise error
+def _fails(error: Exception) -> Run:
+    """Return a graph that cannot run; what its error was raised from is not kept."""
+    traceback.clear_frames(error.__traceback__)
+
+    def fail(inputs: list[Any]) -> Sequence[Any]:
+        raise error
+
+    return fail
 
 
 def _once(work: Callable[[], Run]) -> Callable[[], Run]:

@@ -55,12 +55,15 @@ class WholeBundle:
     """Inductor's."""
 
 
-def cache_key(around: str) -> str:
+def cache_key(around: str, paths: str, generation: int) -> str:
     """Return what shapes the bundles of a Dynamo graph besides what AOTAutograd knows.
 
-    `around` are its circumstances: see `history.circumstances`.
+    Arguments:
+        around: its circumstances; see `history.circumstances`.
+        paths: which modules its nodes come from; segments are cut and named after them.
+        generation: of bundles; a new one begins when one was found that is no longer right.
     """
-    return hashlib.sha256(f"{_own_code()} {around}".encode()).hexdigest()
+    return hashlib.sha256(f"{_own_code()} {generation} {around} {paths}".encode()).hexdigest()
 
 
 @functools.cache
@@ -68,6 +71,6 @@ def _own_code() -> str:
     """Return a digest of this package: bundles hold its objects, and are for no other version."""
     digest = hashlib.sha256()
     root = Path(__file__).parent
-    for path in sorted(root.rglob("*.py")):
+    for path in sorted([*root.rglob("*.py"), *root.glob("_native*")]):
         digest.update(f"{path.relative_to(root)} ".encode() + path.read_bytes())
     return digest.hexdigest()

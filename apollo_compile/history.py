@@ -35,6 +35,7 @@ _logger = logging.getLogger(__name__)
 MAX_AGE_S = 7 * 24 * 3600
 MAX_FILES = 512
 _FORMAT = 1
+_GENERATION = "generation"
 _MAX_BYTES = 64 * 2**20
 """A plan of 10,000 segments takes about 2 MB."""
 
@@ -87,6 +88,21 @@ class History:
             self._forget_oldest()
         except OSError as error:
             _logger.info("what was found out about a graph is not kept: %s", error)
+
+    def generation(self) -> int:
+        """Return the number of the bundles that are right: see `bundle.py`."""
+        try:
+            number = read_file(self._directory / _GENERATION, max_bytes=32)
+        except (OSError, ValueError):
+            return 0
+        return number if isinstance(number, int) else 0
+
+    def begin_generation(self) -> None:
+        """Let bundles be made anew by the next process that wants them."""
+        try:
+            write_file(self._directory / _GENERATION, str(self.generation() + 1))
+        except OSError as error:
+            _logger.info("graphs that AOTAutograd's cache has are compiled anew every time: %s", error)
 
     def _path(self, key: str) -> Path:
         return self._directory / f"{key}.json"

@@ -444,9 +444,18 @@ def trace_artifact(name: str, text: Callable[[], str]) -> None:
 
 
 def compiler_settings() -> str:
-    """Return Inductor's settings and torch's precision of products, as one text that is the same for the same ones."""
+    """Return Inductor's settings and torch's that choose kernels, as one text that is the same for the same ones."""
     settings = sorted(inductor_config.save_config_portable().items())
-    return f"{torch.get_float32_matmul_precision()} {settings!r}"
+    cuda, mkldnn = torch.backends.cuda, torch.backends.mkldnn
+    kernels = (
+        torch.get_float32_matmul_precision(),
+        cuda.flash_sdp_enabled(),  # type: ignore[no-untyped-call]
+        cuda.mem_efficient_sdp_enabled(),  # type: ignore[no-untyped-call]
+        cuda.math_sdp_enabled(),  # type: ignore[no-untyped-call]
+        mkldnn.enabled,
+        mkldnn.deterministic,
+    )
+    return f"{kernels!r} {settings!r}"
 
 
 def compile_whole(graph_module: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
@@ -713,7 +722,7 @@ def _is_same(traced: int | torch.SymInt, chosen: Any) -> bool:
 
 def _start_native(name: str, piece: fx.GraphModule, fakes: Sequence[torch.Tensor], shared: dict[str, Any]) -> Any:
     """Lower a copy of `piece` and start its C++ compiler; return None where the C++ wrapper cannot express it."""
-    if _LaneWrapper is None or _has_custom_operator(piece):
+    if _LaneWrapper is None or has_custom_operator(piece):
         return None
     try:
         with _lane_wrapper():
@@ -757,10 +766,25 @@ def _log_python(name: str, error: Exception) -> None:
     _logger.info("segment %s keeps Python: its C++ wrapper failed with %s: %s", name, type(error).__name__, lines[0])
 
 
-def _has_custom_operator(piece: fx.GraphModule) -> bool:
-    """Whether an operator may be written in Python; the Python wrapper passes its exceptions on as themselves."""
-    targets = (node.target for node in piece.graph.nodes if isinstance(node.target, torch._ops.OpOverload))
-    return any(target.namespace not in TORCH_NAMESPACES for target in targets)
+def has_custom_operator(graph_module: fx.GraphModule) -> bool:
+    """Whether an operator, of graphs inside too, may be written in Python.
+
+    The Python wrapper passes its exceptions on as themselves, and no key of a cache holds what it does.
+    """
+    graphs = (module.graph for module in graph_module.modules() if isinstance(module, fx.GraphModule))
+    return any(_is_custom(node.target) for graph in graphs for node in graph.nodes)
+
+
+def _is_custom(target: Any) -> bool:
+    if isinstance(target, torch._ops.OpOverloadPacket):
+        target = getattr(target, target.overloads()[0])  # type: ignore[no-untyped-call]
+    return isinstance(target, torch._ops.OpOverload) and target.namespace not in TORCH_NAMESPACES
+
+
+def module_paths(graph_module: fx.GraphModule) -> str:
+    """Return which modules the nodes of a Dynamo graph come from, as a text that is the same for the same ones."""
+    stacks = (node.meta.get("nn_module_stack") or {} for node in graph_module.graph.nodes)
+    return repr([[path for path, _ in stack.values()] for stack in stacks])
 
 
 def _body_options() -> dict[str, Any]:
@@ -841,8 +865,8 @@ class CachedGraph(OutputCode):
             raise BypassAOTAutogradCache("apollo_compile does not keep a graph of this kind")
         try:
             self.data = self.bundle()
-        except UnsupportedGraphError as error:
-            raise BypassAOTAutogradCache(str(error)) from error
+        except Exception as error:  # the next process compiles as this one did
+            raise BypassAOTAutogradCache(f"{type(error).__name__}: {error}") from error
         self.run = self.bundle = None
 
     def post_compile(self, example_inputs: Sequence[Any], constants: Any, graph_kwargs: Any) -> None:
@@ -920,8 +944,8 @@ def bundle_code(compiled: Any) -> CompiledFxGraph:
     Raises:
         UnsupportedGraphError: it is not code of Inductor.
     """
-    if not isinstance(compiled, CompiledFxGraph):
-        raise UnsupportedGraphError(f"{type(compiled).__name__} is not code of Inductor that a cache can keep")
+    if not isinstance(compiled, CompiledFxGraph) or set(compiled.device_types) - {"cpu"}:
+        raise UnsupportedGraphError(f"{type(compiled).__name__} is not code of Inductor for a CPU")
     code = copy.copy(compiled)
     code.prepare_for_serialization()
     return code

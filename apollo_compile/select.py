@@ -347,7 +347,8 @@ class Selection:
         is_first = self.verdict is None or self.verdict.is_remembered
         if is_first and INDUCTOR not in entrants and not is_clear:
             for graph in self._graphs:
-                graph.prepare()
+                if graph.has_run:
+                    graph.prepare()
             winner = yield from results.hold({**self._entrants((INDUCTOR,)), winner: entrants[winner]})
         mixture = results.mixture(winner)
         if mixture is not None:

@@ -59,6 +59,18 @@ def forbid_tracing(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(backend, name, fail)
 
 
+class Pair(nn.Module):
+    """One module, of two inputs."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        """Return the module of the sum."""
+        return self.inner(left + right)  # type: ignore[no-any-return]
+
+
 class Normalized(nn.Module):
     """Two branches with dropout, and statistics that every step changes."""
 
@@ -217,6 +229,38 @@ def test_what_shapes_a_graph_is_part_of_the_key() -> None:
     assert hits() == (1, 3)
 
 
+def test_settings_of_attention_are_part_of_the_key() -> None:
+    """Which kernel torch takes is decided while it traces."""
+    q, k, v = torch.randn(3, 2, 4, 16, 8).unbind()
+    for expected, flash in [((0, 1), True), ((0, 2), False), ((1, 2), True)]:
+        torch._dynamo.reset()
+        torch.backends.cuda.enable_flash_sdp(flash)
+        try:
+            attention = torch.compile(nn.functional.scaled_dot_product_attention, backend="apollo", options=STRICT)
+            attention(q, k, v)
+        finally:
+            torch.backends.cuda.enable_flash_sdp(True)
+        assert hits() == expected
+
+
+def test_operators_of_the_user_are_compiled_by_every_process() -> None:
+    """Nothing tells what they do now: their code may be another one."""
+    for factor in (3.0, 5.0):
+        torch._dynamo.reset()
+
+        @torch.library.custom_op("apollo_warm::scale", mutates_args=())
+        def scale(x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        scale.register_fake(torch.empty_like)
+        scale.register_autograd(lambda context, gradient, factor=factor: gradient * factor)
+        x = torch.ones(4, requires_grad=True)
+        torch.compile(lambda x: scale(x).sum(), backend="apollo", options=STRICT)(x).backward()
+        assert x.grad is not None
+        torch.testing.assert_close(x.grad, torch.full((4,), factor))
+    assert hits() == (0, 0)
+
+
 @pytest.mark.parametrize("switch", ["torch", "apollo", "dump", "eager"])
 def test_it_can_be_switched_off(switch: str, tmp_path: Path) -> None:
     """By torch's own setting, with everything else that is remembered, and where stages are to be looked at."""
@@ -232,9 +276,9 @@ def test_it_can_be_switched_off(switch: str, tmp_path: Path) -> None:
     assert hits() == (0, 0)
 
 
-def test_changing_shapes_are_compiled_by_every_process() -> None:
+@pytest.mark.parametrize("model", [TwoTowers(), Pair(nn.Linear(64, 64))], ids=["lanes", "nothing to gain"])
+def test_changing_shapes_are_compiled_by_every_process(model: nn.Module) -> None:
     """A graph with dynamic shapes is not kept, and runs as it would."""
-    model = TwoTowers()
     for _ in range(2):
         torch._dynamo.reset()
         run = torch.compile(model, backend="apollo", options=STRICT, dynamic=True)
@@ -245,19 +289,22 @@ def test_changing_shapes_are_compiled_by_every_process() -> None:
 
 
 def test_a_damaged_bundle_is_compiled_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever is wrong with it, the graph runs, and the next process is not told to try again."""
-    model, inputs = TwoTowers(), two_tower_inputs()
-    training_of(model, *inputs)
+    """Whatever is wrong with it, the graph runs; the next process makes a bundle that is right."""
+    model, inputs, options = TwoTowers(), two_tower_inputs(), {"debug.strict": False}
+    training_of(model, *inputs, **options)
 
     def fail(bundled: BundledBody) -> None:
         raise OSError("damaged")
 
     with monkeypatch.context() as patch:
         patch.setattr(backend, "unbundle_body", fail)
-        training, found = training_of(model, *inputs)
+        training, found = training_of(model, *inputs, **options)
     assert hits() == (0, 2)
     assert len(found.graphs) == 2
     assert_same_training(train(model, lambda run: run(*inputs).square().mean()), training)
+    for expected in ((0, 3), (1, 3)):
+        training_of(model, *inputs, **options)
+        assert hits() == expected
 
 
 def test_a_body_whose_library_is_gone_is_compiled_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -292,8 +339,11 @@ def test_threads_with_python_can_run_a_body_that_came_back(monkeypatch: pytest.M
     assert int(results[1]["left.1.num_batches_tracked"]) == 1
 
 
-def test_a_backward_that_nothing_can_compile_fails_when_it_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It compiles with the forward now; a model that is never trained must not notice."""
+@pytest.mark.parametrize("remember", [True, False])
+def test_a_backward_that_nothing_can_compile_fails_when_it_is_called(
+    remember: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With its own error, though it compiles with the forward where that is kept."""
     compile_whole = backend.compile_whole
 
     def fail(*args: Any, **kwargs: Any) -> Any:
@@ -305,7 +355,7 @@ def test_a_backward_that_nothing_can_compile_fails_when_it_is_called(monkeypatch
     monkeypatch.setattr(backend, "compile_bodies", fail)
     torch._dynamo.reset()
     model, inputs = TwoTowers(), two_tower_inputs()
-    run = torch.compile(model, backend="apollo")
+    run = torch.compile(model, backend="apollo", options={"plan.remember": remember})
     output = run(*inputs)
     torch.testing.assert_close(output, model(*inputs), rtol=1e-4, atol=1e-5)
     with pytest.raises(ValueError, match="no such backward"):
