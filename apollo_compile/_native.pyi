@@ -198,12 +198,33 @@ class CudaDevice:
         Raises ValueError for atoms or a priority that the device has not, and CudaError.
         """
 
-    def kernel_nodes(self, graph: int) -> list[tuple[int, str]]:
+    def kernel_nodes(self, graph: int) -> list[tuple[int, int, str]]:
         """
-        Return `(context, name)` of the kernels of a CUgraph and its child graphs.
+        Return `(node, context, name)` of the kernels of a CUgraph and its child graphs.
 
         Raises CudaError.
         """
+
+    def graph_in_capture(self, stream: int) -> int:
+        """
+        Return the CUgraph that work on a CUstream is captured into now; 0 where none is.
+
+        Raises CudaError.
+        """
+
+    def limit_memory(self, stream: int, allowed_bytes: int) -> None:
+        """
+        Allow a lane so many bytes through ALLOCATE, and forget what it was refused.
+        """
+
+    def lane_memory(self, stream: int) -> tuple[int, int, int]:
+        """
+        Return the bytes that a lane may take, has taken, and was last refused (0 for never).
+        """
+
+ALLOCATE: str = 'apollo_allocate'
+
+FREE: str = 'apollo_free'
 
 def cuda_device(ordinal: int = 0, library: str = 'libcuda.so.1') -> CudaDevice:
     """

@@ -22,6 +22,7 @@
 #include "apollo/cuda_lane.h"
 #include "apollo/error.h"
 #include "apollo/executor.h"
+#include "apollo/lane_memory.h"
 #include "apollo/lane_set.h"
 #include "apollo/machine.h"
 #include "apollo/native_body.h"
@@ -416,14 +417,38 @@ NB_MODULE(_native, m) {
       .def(
           "kernel_nodes",
           [](const apollo::CudaDevice& self, std::uintptr_t graph) {
-            std::vector<std::pair<std::uintptr_t, std::string>> kernels;
+            std::vector<std::tuple<std::uintptr_t, std::uintptr_t, std::string>> kernels;
             for (apollo::KernelNode& node : self.kernel_nodes(reinterpret_cast<apollo::cuda::Graph>(graph))) {
-              kernels.emplace_back(node.context, std::move(node.name));
+              kernels.emplace_back(node.node, node.context, std::move(node.name));
             }
             return kernels;
           },
           "graph"_a, nb::call_guard<nb::gil_scoped_release>(),
-          "Return `(context, name)` of the kernels of a CUgraph and its child graphs.\n\nRaises CudaError.");
+          "Return `(node, context, name)` of the kernels of a CUgraph and its child graphs.\n\nRaises CudaError.")
+      .def(
+          "graph_in_capture",
+          [](const apollo::CudaDevice& self, std::uintptr_t stream) {
+            return address_of(self.graph_in_capture(reinterpret_cast<apollo::cuda::Stream>(stream)));
+          },
+          "stream"_a, nb::call_guard<nb::gil_scoped_release>(),
+          "Return the CUgraph that work on a CUstream is captured into now; 0 where none is.\n\nRaises CudaError.")
+      .def(
+          "limit_memory",
+          [](const apollo::CudaDevice& self, std::uintptr_t stream, std::size_t allowed_bytes) {
+            apollo::limit_lane_memory(self.driver(), reinterpret_cast<apollo::cuda::Stream>(stream), allowed_bytes);
+          },
+          "stream"_a, "allowed_bytes"_a, "Allow a lane so many bytes through ALLOCATE, and forget what it was refused.")
+      .def(
+          "lane_memory",
+          [](const apollo::CudaDevice&, std::uintptr_t stream) {
+            const apollo::LaneMemory memory = apollo::lane_memory(reinterpret_cast<apollo::cuda::Stream>(stream));
+            return std::make_tuple(memory.allowed_bytes, memory.taken_bytes, memory.refused_bytes);
+          },
+          "stream"_a, "Return the bytes that a lane may take, has taken, and was last refused (0 for never).");
+
+  // Names in this library for torch.cuda.memory.CUDAPluggableAllocator; taking their addresses keeps them in it.
+  m.attr("ALLOCATE") = reinterpret_cast<std::uintptr_t>(&apollo_allocate) != 0 ? "apollo_allocate" : "";
+  m.attr("FREE") = reinterpret_cast<std::uintptr_t>(&apollo_free) != 0 ? "apollo_free" : "";
 
   m.def("cuda_device", &apollo::CudaDevice::of_process, "ordinal"_a = 0, "library"_a = apollo::CudaDriver::kLibrary,
         nb::rv_policy::reference, nb::call_guard<nb::gil_scoped_release>(),

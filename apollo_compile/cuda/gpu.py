@@ -184,25 +184,22 @@ class TorchGpu:
         with torch.cuda.stream(stream):
             return body(inputs)
 
+    def handle_of(self, stream: Stream) -> int:
+        """Return the CUstream."""
+        handle: int = stream.cuda_stream
+        return handle
+
     def capture(self, work: Callable[[Stream], None], shares: Recording | None) -> TorchRecording:
         """Capture with torch's own class, which takes care of random numbers and of the pool."""
-        return self.capture_nodes(work, shares, keep_graph=False)
-
-    def capture_nodes(
-        self, work: Callable[[Stream], None], shares: Recording | None = None, *, keep_graph: bool = True
-    ) -> TorchRecording:
-        """Capture; `keep_graph` keeps the nodes, so that they can be looked at."""
         if self._capture_stream is None:
             self._capture_stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
-        graph = torch.cuda.CUDAGraph(keep_graph=True) if keep_graph else torch.cuda.CUDAGraph()
+        graph = torch.cuda.CUDAGraph()
         pool = shares.graph.pool() if isinstance(shares, TorchRecording) else torch.cuda.graph_pool_handle()
         with (
             _fresh_workspaces(),
             torch.cuda.graph(graph, pool=pool, stream=self._capture_stream, capture_error_mode="thread_local"),
         ):
             work(self._capture_stream)
-        if keep_graph:
-            graph.instantiate()
         return TorchRecording(graph, pool)
 
     def copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:

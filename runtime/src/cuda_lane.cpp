@@ -169,9 +169,18 @@ void CudaDevice::collect_kernels(cuda::Graph graph, std::vector<KernelNode>& ker
       } else if (params.kernel != nullptr) {
         driver_.check(driver_.cuKernelGetName(&name, params.kernel), "cuKernelGetName", where);
       }
-      kernels.push_back({reinterpret_cast<std::uintptr_t>(params.context), name == nullptr ? "" : name});
+      kernels.push_back({reinterpret_cast<std::uintptr_t>(node), reinterpret_cast<std::uintptr_t>(params.context),
+                         name == nullptr ? "" : name});
     }
   }
+}
+
+cuda::Graph CudaDevice::graph_in_capture(cuda::Stream stream) const {
+  int status = 0;
+  cuda::Graph graph = nullptr;
+  driver_.check(driver_.cuStreamGetCaptureInfo(stream, &status, nullptr, &graph, nullptr, nullptr, nullptr),
+                "cuStreamGetCaptureInfo", "a stream on device " + std::to_string(ordinal_));
+  return status == cuda::kCaptureActive ? graph : nullptr;
 }
 
 std::pair<std::size_t, std::size_t> CudaDevice::memory() const {

@@ -66,6 +66,9 @@ struct State {
   std::map<void*, std::vector<std::unique_ptr<Node>>> graphs;
   std::vector<std::unique_ptr<std::string>> names;
   std::vector<void*> current;
+  std::map<void*, void*> captured;  // graphs by stream
+  std::map<DevicePointer, std::size_t> allocated;
+  int capture_mode = 1;  // what torch's captures set for their thread
   std::uintptr_t next_handle = 0x1000;
   std::string text;
 };
@@ -166,12 +169,6 @@ Result cuGetErrorString(Result result, const char** text) {
   return *text == nullptr ? kInvalidValue : kSuccess;
 }
 
-Result cuDeviceGetCount(int* count) {
-  ENTER(cuDeviceGetCount)
-  *count = state.num_devices;
-  return kSuccess;
-}
-
 Result cuDeviceGet(Device* device, int ordinal) {
   ENTER(cuDeviceGet)
   *device = ordinal;
@@ -230,6 +227,38 @@ Result cuMemGetInfo(std::size_t* free_bytes, std::size_t* total_bytes) {
   *free_bytes = std::size_t{100} << 30;
   *total_bytes = std::size_t{140} << 30;
   return state.current.empty() ? kInvalidContext : kSuccess;
+}
+
+Result cuThreadExchangeStreamCaptureMode(int* mode) {
+  ENTER(cuThreadExchangeStreamCaptureMode)
+  std::swap(*mode, state.capture_mode);
+  return kSuccess;
+}
+
+Result cuMemAlloc(DevicePointer* pointer, std::size_t num_bytes) {
+  ENTER(cuMemAlloc)
+  if (!state.captured.empty() && state.capture_mode != kCaptureModeRelaxed) {
+    return kStreamCaptureUnsupported;
+  }
+  *pointer = reinterpret_cast<DevicePointer>(new_handle());
+  state.allocated[*pointer] = num_bytes;
+  return kSuccess;
+}
+
+Result cuMemFree(DevicePointer pointer) {
+  ENTER(cuMemFree)
+  return state.allocated.erase(pointer) == 1 ? kSuccess : kInvalidValue;
+}
+
+Result cuStreamGetCaptureInfo(Stream stream, int* status, std::uint64_t*, Graph* graph, const GraphNode**,
+                              const GraphEdgeData**, std::size_t*) {
+  ENTER(cuStreamGetCaptureInfo)
+  const auto found = state.captured.find(stream);
+  *status = found == state.captured.end() ? 0 : kCaptureActive;
+  if (found != state.captured.end()) {
+    *graph = static_cast<Graph>(found->second);
+  }
+  return kSuccess;
 }
 
 Result cuDeviceGetDevResource(Device, DevResource* resource, int type) {
@@ -433,7 +462,6 @@ const std::map<std::string, Entry>& entries() {
       ENTRY(cuDriverGetVersion, 2020),
       ENTRY(cuGetErrorName, 6000),
       ENTRY(cuGetErrorString, 6000),
-      ENTRY(cuDeviceGetCount, 2000),
       ENTRY(cuDeviceGet, 2000),
       ENTRY(cuDeviceGetName, 2000),
       ENTRY(cuDeviceGetAttribute, 2000),
@@ -443,6 +471,10 @@ const std::map<std::string, Entry>& entries() {
       ENTRY(cuCtxPopCurrent, 4000),
       ENTRY(cuCtxGetStreamPriorityRange, 5050),
       ENTRY(cuMemGetInfo, 3020),
+      ENTRY(cuMemAlloc, 3020),
+      ENTRY(cuMemFree, 3020),
+      ENTRY(cuThreadExchangeStreamCaptureMode, 10010),
+      ENTRY(cuStreamGetCaptureInfo, 12030),
       ENTRY(cuStreamDestroy, 4000),
       ENTRY(cuDeviceGetDevResource, 12040),
       ENTRY(cuDevSmResourceSplitByCount, 12040),
@@ -554,6 +586,26 @@ EXPORT void stub_add_kernel(void* graph, void* context, const char* name, int ki
   node->kernel = kind == 1 ? state.names.back().get() : nullptr;
   node->context = context;
   state.graphs[graph].push_back(std::move(node));
+}
+
+/// Lets `stream` be captured into `graph`; null ends that.
+EXPORT void stub_capture(void* stream, void* graph) {
+  const std::lock_guard lock(mutex);
+  if (graph == nullptr) {
+    state.captured.erase(stream);
+  } else {
+    state.captured[stream] = graph;
+  }
+}
+
+/// Returns the bytes that are allocated.
+EXPORT std::size_t stub_allocated() {
+  const std::lock_guard lock(mutex);
+  std::size_t total = 0;
+  for (const auto& [pointer, num_bytes] : state.allocated) {
+    total += num_bytes;
+  }
+  return total;
 }
 
 EXPORT void stub_add_child(void* graph, void* child) {

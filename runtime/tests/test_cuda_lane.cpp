@@ -4,6 +4,7 @@
 #include <thread>
 
 #include "apollo/cuda_lane.h"
+#include "apollo/lane_memory.h"
 #include "stub_cuda.h"
 
 namespace {
@@ -269,6 +270,7 @@ TEST(kernels_of_a_graph_and_its_children_are_found_with_their_contexts) {
   CHECK(kernels[1].name == "second");
   CHECK(kernels[1].context == reinterpret_cast<std::uintptr_t>(device.primary_context()));
   CHECK(kernels[2].name.empty() && kernels[2].context == 0);
+  CHECK(kernels[0].node != kernels[1].node && kernels[1].node != kernels[2].node);
   for (const char* function : {"cuGraphGetNodes", "cuGraphNodeGetType", "cuGraphKernelNodeGetParams",
                                "cuGraphChildGraphNodeGetGraph", "cuFuncGetName", "cuKernelGetName"}) {
     stub::fail(function, apollo::cuda::kInvalidValue);
@@ -277,6 +279,110 @@ TEST(kernels_of_a_graph_and_its_children_are_found_with_their_contexts) {
   }
   stub::fail("cuMemGetInfo", apollo::cuda::kInvalidValue);
   CHECK(has(text_of([&] { static_cast<void>(device.memory()); }), "cuMemGetInfo failed for device 0"));
+}
+
+TEST(the_graph_of_a_capture_is_known_while_it_lasts) {
+  stub::reset();
+  auto device = make_device();
+  const apollo::cuda::Stream stream = device.lane({0}).stream();
+  CHECK(device.graph_in_capture(stream) == nullptr);
+  void* graph = stub::function<void*()>("stub_make_graph")();
+  stub::function<void(void*, void*)>("stub_capture")(stream, graph);
+  CHECK(device.graph_in_capture(stream) == graph);
+  CHECK(device.graph_in_capture(device.lane({1}).stream()) == nullptr);
+  stub::fail("cuStreamGetCaptureInfo", apollo::cuda::kInvalidHandle);
+  CHECK(
+      has(text_of([&] { device.graph_in_capture(stream); }), "cuStreamGetCaptureInfo failed for a stream on device 0"));
+}
+
+TEST(a_lane_takes_what_it_is_allowed_and_not_a_byte_more) {
+  stub::reset();
+  auto device = make_device();
+  const apollo::cuda::Stream stream = device.lane({0}).stream();
+  const auto allocated = [] { return stub::function<std::size_t()>("stub_allocated")(); };
+  CHECK(apollo_allocate(1, 0, stream) == nullptr);  // nobody allowed it anything
+  apollo::limit_lane_memory(device.driver(), stream, 100);
+  void* first = apollo_allocate(60, 0, stream);
+  CHECK(first != nullptr && allocated() == 60);
+  CHECK(apollo_allocate(41, 0, stream) == nullptr);
+  CHECK(apollo::lane_memory(stream).taken_bytes == 60 && apollo::lane_memory(stream).refused_bytes == 41);
+  void* second = apollo_allocate(40, 0, stream);
+  CHECK(second != nullptr && allocated() == 100);
+  CHECK(apollo_allocate(-1, 0, stream) == nullptr);
+  apollo::limit_lane_memory(device.driver(), stream, 50);  // less than it has: nothing more
+  CHECK(apollo::lane_memory(stream).refused_bytes == 0);
+  CHECK(apollo_allocate(1, 0, stream) == nullptr);
+  apollo_free(first, 60, 0, nullptr);
+  apollo_free(first, 60, 0, stream);  // not twice
+  CHECK(apollo::lane_memory(stream).taken_bytes == 40 && allocated() == 40);
+  apollo_free(second, 40, 0, stream);
+  CHECK(apollo::lane_memory(stream).allowed_bytes == 50 && apollo::lane_memory(stream).taken_bytes == 0);
+  CHECK(apollo::lane_memory(device.lane({1}).stream()).allowed_bytes == 0);
+}
+
+TEST(memory_is_taken_in_the_midst_of_a_capture_too_and_what_fails_is_not_counted) {
+  stub::reset();
+  auto device = make_device();
+  const apollo::cuda::Stream stream = device.lane({2}).stream();
+  stub::function<void(void*, void*)>("stub_capture")(stream, stub::function<void*()>("stub_make_graph")());
+  apollo::limit_lane_memory(device.driver(), stream, 100);
+  for (const char* function : {"cuThreadExchangeStreamCaptureMode", "cuMemAlloc"}) {
+    stub::fail(function, apollo::cuda::kOutOfMemory);
+    CHECK(apollo_allocate(10, 0, stream) == nullptr);
+    CHECK(apollo::lane_memory(stream).taken_bytes == 0 && apollo::lane_memory(stream).refused_bytes == 10);
+  }
+  void* pointer = apollo_allocate(10, 0, stream);
+  CHECK(pointer != nullptr);
+  int mode = 0;
+  device.driver().cuThreadExchangeStreamCaptureMode(&mode);
+  CHECK(mode == 1);  // as torch had set it
+  stub::fail("cuMemFree", apollo::cuda::kInvalidValue);
+  apollo_free(pointer, 10, 0, stream);
+  CHECK(apollo::lane_memory(stream).taken_bytes == 0);
+}
+
+TEST(what_fails_while_things_are_destroyed_does_not_throw) {
+  for (const char* function :
+       {"cuStreamDestroy", "cuGreenCtxDestroy", "cuDevicePrimaryCtxRelease", "cuCtxPopCurrent"}) {
+    stub::reset();
+    {
+      auto device = make_device();
+      device.lane({0});
+      stub::fail(function, apollo::cuda::kDeinitialized);
+      static_cast<void>(device.memory());
+    }
+    CHECK(stub::num_calls(function) > 0);
+  }
+}
+
+TEST(every_function_that_lanes_need_is_called_by_a_test) {
+  // What fails, and how that is told, is tested above by name; a function that nobody calls needs no declaration.
+  stub::reset();
+  std::vector<std::string> called = {"cuGetErrorName",
+                                     "cuGetErrorString"};  // the stub does not log what is asked of errors
+  {
+    auto device = make_device();
+    const apollo::CudaLane& lane = device.lane({0});
+    static_cast<void>(device.memory());
+    static_cast<void>(device.graph_in_capture(lane.stream()));
+    void* graph = stub::function<void*()>("stub_make_graph")();
+    const auto add = stub::function<void(void*, void*, const char*, int)>("stub_add_kernel");
+    add(graph, lane.context(), "a", 0);
+    add(graph, lane.context(), "b", 1);
+    stub::function<void(void*, void*)>("stub_add_child")(graph, stub::function<void*()>("stub_make_graph")());
+    CHECK(device.kernel_nodes(static_cast<apollo::cuda::Graph>(graph)).size() == 2);
+    apollo::limit_lane_memory(device.driver(), lane.stream(), 100);
+    apollo_free(apollo_allocate(1, 0, lane.stream()), 1, 0, lane.stream());
+  }
+  const std::vector<std::string> calls = stub::log();
+  called.insert(called.end(), calls.begin(), calls.end());
+  const std::vector<std::string> optional = {"cuGreenCtxGetId", "cuDevSmResourceSplit", "cuStreamGetDevResource"};
+  const apollo::CudaDriver driver(stub::kLibrary);
+  for (const auto& [name, is_there] : driver.functions()) {
+    const bool is_optional = std::find(optional.begin(), optional.end(), name) != optional.end();
+    CHECK(is_optional != (std::find(called.begin(), called.end(), name) != called.end()));
+    CHECK(is_optional || is_there);
+  }
 }
 
 TEST(threads_that_ask_for_the_same_lane_get_the_same) {

@@ -89,7 +89,35 @@ def test_kernels_of_a_graph_are_listed_with_their_contexts(stub: ctypes.CDLL) ->
     graph, lane = stub.stub_make_graph(), device.lane([3])
     stub.stub_add_kernel(graph, lane.context, b"matmul", 0)
     stub.stub_add_kernel(graph, device.primary_context, b"escaped", 1)
-    assert device.kernel_nodes(graph) == [(lane.context, "matmul"), (device.primary_context, "escaped")]
+    kernels = device.kernel_nodes(graph)
+    assert [each[1:] for each in kernels] == [(lane.context, "matmul"), (device.primary_context, "escaped")]
+    assert len({node for node, _, _ in kernels}) == 2
+
+
+def test_a_stream_tells_the_graph_that_it_is_captured_into(stub: ctypes.CDLL) -> None:
+    """Only while it is."""
+    device = open_stub(stub)
+    graph, lane = stub.stub_make_graph(), device.lane([5])
+    assert device.graph_in_capture(lane.stream) == 0
+    stub.stub_capture(lane.stream, graph)
+    assert device.graph_in_capture(lane.stream) == graph
+
+
+def test_torch_finds_the_allocator_of_lanes_in_the_extension(stub: ctypes.CDLL) -> None:
+    """By name, as its pluggable allocator looks for it; a lane gets no byte more than it is allowed."""
+    device = open_stub(stub)
+    lane = device.lane([6])
+    library = ctypes.CDLL(_native.__file__)
+    allocate, free = library[_native.ALLOCATE], library[_native.FREE]
+    allocate.restype = ctypes.c_void_p
+    allocate.argtypes = [ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p]
+    free.argtypes = [ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p]
+    device.limit_memory(lane.stream, 100)
+    pointer = allocate(80, 0, lane.stream)
+    assert pointer and not allocate(21, 0, lane.stream)
+    assert device.lane_memory(lane.stream) == (100, 80, 21)
+    free(pointer, 80, 0, lane.stream)
+    assert device.lane_memory(lane.stream) == (100, 0, 21)
 
 
 def test_a_process_that_ends_with_lanes_ends_well(stub: ctypes.CDLL) -> None:

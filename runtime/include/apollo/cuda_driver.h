@@ -1,5 +1,6 @@
 #pragma once
 
+#include <cstdint>
 #include <map>
 #include <stdexcept>
 #include <string>
@@ -28,7 +29,6 @@ class CudaError : public std::runtime_error {
   X(cuDriverGetVersion, 2020, (int* version))                                                                        \
   X(cuGetErrorName, 6000, (cuda::Result result, const char** name))                                                  \
   X(cuGetErrorString, 6000, (cuda::Result result, const char** text))                                                \
-  X(cuDeviceGetCount, 2000, (int* count))                                                                            \
   X(cuDeviceGet, 2000, (cuda::Device * device, int ordinal))                                                         \
   X(cuDeviceGetName, 2000, (char* name, int length, cuda::Device device))                                            \
   X(cuDeviceGetAttribute, 2000, (int* value, int attribute, cuda::Device device))                                    \
@@ -38,6 +38,9 @@ class CudaError : public std::runtime_error {
   X(cuCtxPopCurrent, 4000, (cuda::Context * context))                                                                \
   X(cuCtxGetStreamPriorityRange, 5050, (int* least, int* greatest))                                                  \
   X(cuMemGetInfo, 3020, (std::size_t* free_bytes, std::size_t* total_bytes))                                         \
+  X(cuMemAlloc, 3020, (cuda::DevicePointer * pointer, std::size_t num_bytes))                                        \
+  X(cuMemFree, 3020, (cuda::DevicePointer pointer))                                                                  \
+  X(cuThreadExchangeStreamCaptureMode, 10010, (int* mode))                                                           \
   X(cuStreamDestroy, 4000, (cuda::Stream stream))                                                                    \
   X(cuDeviceGetDevResource, 12040, (cuda::Device device, cuda::DevResource * resource, int type))                    \
   X(cuDevSmResourceSplitByCount, 12040,                                                                              \
@@ -51,6 +54,9 @@ class CudaError : public std::runtime_error {
   X(cuCtxFromGreenCtx, 12040, (cuda::Context * context, cuda::GreenContextHandle green))                             \
   X(cuGreenCtxStreamCreate, 12050,                                                                                   \
     (cuda::Stream * stream, cuda::GreenContextHandle context, unsigned flags, int priority))                         \
+  X(cuStreamGetCaptureInfo, 12030,                                                                                   \
+    (cuda::Stream stream, int* status, std::uint64_t* id, cuda::Graph* graph, const cuda::GraphNode** dependencies,  \
+     const cuda::GraphEdgeData** edges, std::size_t* num_dependencies))                                              \
   X(cuGraphGetNodes, 10000, (cuda::Graph graph, cuda::GraphNode * nodes, std::size_t* count))                        \
   X(cuGraphNodeGetType, 10000, (cuda::GraphNode node, int* type))                                                    \
   X(cuGraphKernelNodeGetParams, 12000, (cuda::GraphNode node, cuda::KernelNodeParams * params))                      \

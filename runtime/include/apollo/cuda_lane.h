@@ -38,6 +38,7 @@ class CudaLane {
 
 /// A node of a captured CUDA graph that runs a kernel.
 struct KernelNode {
+  std::uintptr_t node;     ///< the node itself; no two of a graph have the same
   std::uintptr_t context;  ///< that of a lane, the primary one, or 0 where the driver does not tell
   std::string name;
 };
@@ -84,6 +85,9 @@ class CudaDevice {
 
   /// Returns the kernels of a CUDA graph and of its child graphs, in the driver's order. Throws CudaError.
   std::vector<KernelNode> kernel_nodes(cuda::Graph graph) const;
+
+  /// Returns the CUDA graph that work on `stream` is captured into now; null where none is. Throws CudaError.
+  cuda::Graph graph_in_capture(cuda::Stream stream) const;
 
   /// Returns the free and all bytes of the device. Throws CudaError.
   std::pair<std::size_t, std::size_t> memory() const;
