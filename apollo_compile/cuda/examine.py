@@ -7,7 +7,7 @@ split       the device gives its SMs out in atoms of equal size
 connections the environment does not put all streams through one hardware queue
 lanes ...   for three splits: kernels of a lane run on exactly the SMs that it was granted, lanes of one split share
             none, the sets stay the same over launches, eager and replayed, and lanes run side by side
-nodes ...   every kernel of the captured graph belongs to the context of a lane
+nodes ...   every kernel of the captured graph belongs to the context of the lane that launched it
 overlap     lanes of different splits share exactly the SMs that their atoms say
 
 The judgements are functions of what was seen, and tested without a GPU; what is seen comes from `census_kernel.py`,
@@ -18,13 +18,14 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
 from apollo_compile.config import cuda_connections
-from apollo_compile.cuda.gpu import TorchGpu, atoms_of
+from apollo_compile.cuda.gpu import Recording, Stream, TorchGpu, atoms_of
 from apollo_compile.cuda.launch import Launcher
 from apollo_compile.errors import CudaError
 from apollo_compile.findings import Finding, Level
@@ -38,6 +39,22 @@ SPIN_NS = 200_000
 
 EXTRA_SMS = 2
 """On compute capability 9, the driver may add so many to every green context once a module uses dynamic parallelism."""
+
+
+MOST_STRAYS = 5
+"""Kernels outside their lane that a finding names."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CapturedKernel:
+    """One kernel of a captured CUDA graph."""
+
+    name: str
+    context: int
+    """The CUcontext that decides on which SMs it runs; 0 where the driver does not tell."""
+    lane: LaneId
+    """The lane on which its segment was launched."""
+    segment: SegmentId
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -143,7 +160,7 @@ class CensusProbe:
         self._lanes = lanes
         natives = {lane.id: gpu.native.lane(atoms_of(lane, gpu.native.atom_sms)) for lane in lanes}
         self.granted = {lane: native.num_sms for lane, native in natives.items()}
-        self.contexts = {native.context: lane for lane, native in natives.items()}
+        self.contexts = contexts_of(gpu, lanes)
         self._outs = [
             torch.empty(len(lane.units) * BLOCKS_PER_SM, COLUMNS, dtype=torch.int64, device=gpu.device)
             for lane in lanes
@@ -163,19 +180,15 @@ class CensusProbe:
             found.append(self._read())
         return found[1:]  # the first may wait for the kernel to be compiled
 
-    def take_replayed(self, count: int) -> tuple[list[Census], list[tuple[int, str]]]:
+    def take_replayed(self, count: int) -> tuple[list[Census], list[CapturedKernel]]:
         """Replay that often; return also the kernels of the captured graph."""
         self._launcher.launch(list(self._outs), self._gpu.caller_stream())
-        recording = self._gpu.capture_nodes(self._launch_from)
-        kernels = self._gpu.native.kernel_nodes(recording.graph.raw_cuda_graph())
+        recording, kernels = walk_capture(self._gpu, self._launcher, self._outs)
         found = []
         for _ in range(count):
             recording.replay()
             found.append(self._read())
         return found, kernels
-
-    def _launch_from(self, origin: object) -> None:
-        self._launcher.launch(list(self._outs), origin)
 
     def _read(self) -> Census:
         self._gpu.synchronize()
@@ -187,6 +200,63 @@ class CensusProbe:
             begin_ns={lane: int(table[:, 1].min()) for lane, table in rows.items()},
             end_ns={lane: int(table[:, 2].max()) for lane, table in rows.items()},
         )
+
+
+class WalkedGpu(Protocol):
+    """What a walk over a capture needs of a device; `TorchGpu` is one."""
+
+    @property
+    def native(self) -> DriverWalk:
+        """The driver."""
+
+    def capture(self, work: Callable[[Stream], None], shares: Recording | None) -> Recording:
+        """See `Gpu`."""
+
+    def handle_of(self, stream: Stream) -> int:
+        """Return the CUstream."""
+
+
+class DriverWalk(Protocol):
+    """What the driver tells of a CUDA graph."""
+
+    def graph_in_capture(self, stream: int) -> int:
+        """Return the CUgraph that work on the stream is captured into."""
+
+    def kernel_nodes(self, graph: int) -> list[tuple[int, int, str]]:
+        """Return node, context and name of its kernels."""
+
+
+def walk_capture(
+    gpu: WalkedGpu, launcher: Launcher, inputs: Sequence[torch.Tensor]
+) -> tuple[Recording, list[CapturedKernel]]:
+    """Capture what `launcher` launches, and tell of every kernel which lane launched it and which it belongs to.
+
+    The nodes are looked at behind every launch, while the capture goes on: those that are new are of that launch.
+    """
+    seen: set[int] = set()
+    kernels: list[CapturedKernel] = []
+
+    def look(lane: LaneId, launch: Launch, stream: Stream) -> None:
+        graph = gpu.native.graph_in_capture(gpu.handle_of(stream))
+        for node, context, name in gpu.native.kernel_nodes(graph):
+            if node not in seen:
+                seen.add(node)
+                kernels.append(CapturedKernel(name=name, context=context, lane=lane, segment=launch.segment))
+
+    def work(origin: Stream) -> None:
+        launcher.launch(list(inputs), origin, look)
+
+    return gpu.capture(work, None), kernels
+
+
+def contexts_of(gpu: TorchGpu, lanes: Iterable[Lane]) -> dict[int, LaneId]:
+    """Return the lanes by the context of their kernels; a lane with every SM has the primary one."""
+    found = {}
+    for lane in lanes:
+        is_whole = len(lane.units) == gpu.native.num_sms
+        native = None if is_whole else gpu.native.lane(atoms_of(lane, gpu.native.atom_sms))
+        found[gpu.native.primary_context if native is None else native.context] = lane.id
+    return found
 
 
 def _one_segment_per_lane(lanes: Sequence[Lane]) -> Program:
@@ -265,25 +335,38 @@ def judge_censuses(name: str, granted: Mapping[LaneId, int], censuses: Sequence[
     )
 
 
-def judge_nodes(name: str, kernels: Sequence[tuple[int, str]], contexts: Mapping[int, LaneId]) -> Finding:
-    """Judge the kernels of a captured graph in which every lane has work and nothing else does."""
-    if kernels and all(context == 0 for context, _ in kernels):
+def judge_nodes(name: str, kernels: Sequence[CapturedKernel], contexts: Mapping[int, LaneId]) -> Finding:
+    """Judge the kernels of a captured graph.
+
+    Arguments:
+        name: of the finding.
+        kernels: all of the graph.
+        contexts: lanes by the context that their kernels must have.
+    """
+    launching = {kernel.lane for kernel in kernels}
+    if kernels and len(launching) > 1 and all(kernel.context == 0 for kernel in kernels):
         text = f"the driver does not say to which context the {len(kernels)} kernels belong; see the replayed lanes"
         return Finding(subject=name, level=Level.NOTE, message=text)
-    outside = sorted({kernel for context, kernel in kernels if context not in contexts})
-    if outside:
-        text = f"kernels outside every lane: {', '.join(outside)}; what launches them changes streams"
-        return Finding(subject=name, level=Level.ERROR, message=text)
-    counts = Counter(contexts[context] for context, _ in kernels)
-    idle = sorted(set(contexts.values()) - set(counts))
+    strays = [kernel for kernel in kernels if contexts.get(kernel.context) != kernel.lane]
+    if strays:
+        texts = dict.fromkeys(
+            f"{kernel.name or 'a kernel without a name'} of lane {kernel.lane}, segment {kernel.segment}, runs "
+            + (f"in lane {contexts[kernel.context]}" if kernel.context in contexts else "outside every lane")
+            for kernel in strays
+        )
+        shown = "; ".join(list(texts)[:MOST_STRAYS]) + ("; ..." if len(texts) > MOST_STRAYS else "")
+        text = f"{len(strays)} of {len(kernels)} kernels are not in their lane: {shown}"
+        return Finding(subject=name, level=Level.ERROR, message=f"{text}; what launches them changes streams")
+    idle = sorted(set(contexts.values()) - launching)
     if idle:
         return Finding(
             subject=name,
             level=Level.ERROR,
             message=f"lanes without any kernel: {_list(idle)}; their work went elsewhere",
         )
+    counts = Counter(kernel.lane for kernel in kernels)
     shown = ", ".join(f"{count} of lane {lane}" for lane, count in sorted(counts.items()))
-    return Finding(subject=name, level=Level.OK, message=f"kernels in the captured graph: {shown}; none elsewhere")
+    return Finding(subject=name, level=Level.OK, message=f"kernels in the captured graph: {shown}; each in its lane")
 
 
 def judge_overlap(one: Collection[int], other: Collection[int], *, planned: int, extra: int = 0) -> Finding:

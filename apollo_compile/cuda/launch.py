@@ -16,7 +16,7 @@ All buffers are held until the join but those that the memory plan lets go; see 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -24,6 +24,9 @@ from apollo_compile.cuda.gpu import Body, Event, Gpu, Stream
 from apollo_compile.ir import BufferId, Instruction, LaneId, Launch, Program, Record, Release, Wait
 
 HostOrder = tuple[tuple[LaneId, Instruction], ...]
+
+Launched = Callable[[LaneId, Launch, Stream], None]
+"""Called behind the launch of every body, with its lane and the stream that it was launched on."""
 
 
 def host_order(program: Program) -> HostOrder:
@@ -75,7 +78,9 @@ class Launcher:
         """Streams by lane; lanes on the caller's stream are not among them."""
         return self._streams
 
-    def launch(self, inputs: list[torch.Tensor], origin: Stream) -> list[torch.Tensor | None]:
+    def launch(
+        self, inputs: list[torch.Tensor], origin: Stream, launched: Launched = lambda lane, launch, stream: None
+    ) -> list[torch.Tensor | None]:
         """Launch everything from the stream `origin` and return the outputs; `inputs` is emptied.
 
         Events are new ones: a capture and a run outside must not share any.
@@ -90,6 +95,7 @@ class Launcher:
             match instruction:
                 case Launch():
                     self._launch_body(instruction, values, stream)
+                    launched(lane, instruction, stream)
                 case Record(event=event):
                     gpu.record(events[event], stream)
                 case Wait(event=event):

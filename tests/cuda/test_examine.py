@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from apollo_compile.cuda.examine import (
+    CapturedKernel,
     Census,
     examine_cuda,
     judge_censuses,
@@ -13,9 +14,14 @@ from apollo_compile.cuda.examine import (
     judge_nodes,
     judge_overlap,
     split_lanes,
+    walk_capture,
 )
+from apollo_compile.cuda.launch import Launcher
 from apollo_compile.findings import Level
-from apollo_compile.ir import LaneId
+from apollo_compile.ir import LaneId, SegmentId
+from tests.builders import graph, plan
+from tests.cuda.fake_gpu import FakeGpu
+from tests.cuda.test_launch import bodies_of, program_of
 
 A, B = LaneId(1), LaneId(2)
 GRANTED = {A: 16, B: 8}
@@ -81,20 +87,90 @@ def test_lanes_one_after_the_other_are_a_warning() -> None:
     assert finding.level == Level.WARNING and "ran one after the other in 3 of them" in finding.message
 
 
+def kernel(context: int, name: str, lane: LaneId) -> CapturedKernel:
+    """Return a kernel of segment 7."""
+    return CapturedKernel(name=name, context=context, lane=lane, segment=SegmentId(7))
+
+
 @pytest.mark.parametrize(
     ("kernels", "level", "text"),
     [
-        ([(10, "a"), (20, "b"), (10, "c")], Level.OK, "kernels in the captured graph: 2 of lane 1, 1 of lane 2"),
-        ([(10, "a"), (20, "b"), (99, "gemm")], Level.ERROR, "kernels outside every lane: gemm"),
-        ([(10, "a")], Level.ERROR, "lanes without any kernel: 2"),
-        ([(0, "a"), (0, "b")], Level.NOTE, "the driver does not say to which context the 2 kernels belong"),
+        (
+            [(10, "a", A), (20, "b", B), (10, "c", A)],
+            Level.OK,
+            "kernels in the captured graph: 2 of lane 1, 1 of lane 2; each in its lane",
+        ),
+        (
+            [(10, "a", A), (20, "b", B), (99, "gemm", B)],
+            Level.ERROR,
+            "1 of 3 kernels are not in their lane: gemm of lane 2, segment 7, runs outside every lane; what",
+        ),
+        (
+            [(10, "a", A), (20, "b", B), (20, "norm", A)],
+            Level.ERROR,
+            "1 of 3 kernels are not in their lane: norm of lane 1, segment 7, runs in lane 2; what",
+        ),
+        ([(10, "a", A)], Level.ERROR, "lanes without any kernel: 2"),
+        ([(0, "a", A), (0, "b", B)], Level.NOTE, "the driver does not say to which context the 2 kernels belong"),
         ([], Level.ERROR, "lanes without any kernel: 1 + 2"),
     ],
 )
-def test_kernels_of_a_captured_graph_belong_to_lanes(kernels: list[tuple[int, str]], level: Level, text: str) -> None:
+def test_kernels_of_a_captured_graph_are_in_the_lane_that_launched_them(
+    kernels: list[tuple[int, str, LaneId]], level: Level, text: str
+) -> None:
     """All of them, and every lane has some."""
-    finding = judge_nodes("nodes", kernels, {10: A, 20: B})
+    finding = judge_nodes("nodes", [kernel(*each) for each in kernels], {10: A, 20: B})
     assert finding.level == level and finding.message.startswith(text)
+
+
+def test_a_finding_names_the_first_kernels_outside_their_lanes_only() -> None:
+    """Each once."""
+    strays = [kernel(99, f"k{number % 7}", A) for number in range(20)]
+    text = judge_nodes("nodes", strays, {10: A}).message
+    assert text.startswith("20 of 20 kernels") and text.count("outside every lane") == 5 and "; ...; what" in text
+
+
+class WalkedFake(FakeGpu):
+    """Has a kernel per launch, in the context of its stream, but for bodies that change to another one."""
+
+    def __init__(self, strays: Mapping[int, str]) -> None:
+        """`strays` says which launch, by number, runs its kernel on which stream."""
+        super().__init__(units=2)
+        self.native = self
+        self._strays = strays
+        self._contexts = {"lane 1": 10, "lane 2": 20}
+
+    def handle_of(self, stream: str) -> int:
+        """Return any number."""
+        return 1
+
+    def graph_in_capture(self, stream: int) -> int:
+        """Return that of the only graph."""
+        return 5
+
+    def kernel_nodes(self, graph: int) -> list[tuple[int, int, str]]:
+        """Return them in an order of the driver's own."""
+        launches = [entry[1] for entry in self.log if entry[0] == "launch"]
+        return [
+            (100 + number, self._contexts[self._strays.get(number, stream)], f"kernel{number}")
+            for number, stream in enumerate(launches)
+        ][::-1]
+
+
+@pytest.mark.parametrize("strays", ({}, {2: "lane 2"}))
+def test_a_walk_tells_of_every_kernel_which_lane_launched_it(strays: Mapping[int, str]) -> None:
+    """Wherever it went."""
+    made = graph((), (), (0, 1))
+    program = program_of(made, plan(made, "ABA"))
+    gpu = WalkedFake(strays)
+    _, kernels = walk_capture(gpu, Launcher(program, bodies_of(made), gpu), [torch.ones(2)])
+    assert [(each.lane, each.segment, each.name) for each in kernels] == [
+        (1, 0, "kernel0"),
+        (2, 1, "kernel1"),
+        (1, 2, "kernel2"),
+    ]
+    finding = judge_nodes("nodes", kernels, {10: A, 20: B})
+    assert finding.level == (Level.ERROR if strays else Level.OK)
 
 
 def test_overlapping_lanes_share_what_was_planned() -> None:
