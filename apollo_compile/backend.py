@@ -32,7 +32,8 @@ from apollo_compile.commons import Commons
 from apollo_compile.config import Config, load_config
 from apollo_compile.cores import lie_of_cores
 from apollo_compile.cuda.execute import Contract, CudaExecutable, ModelMemory
-from apollo_compile.cuda.gpu import Gpu, TorchGpu
+from apollo_compile.cuda.gpu import Gpu, Sharing, TorchGpu
+from apollo_compile.cuda.urgency import rank_lanes
 from apollo_compile.device import (
     DeviceProfile,
     cached_profile_path,
@@ -103,7 +104,7 @@ from apollo_compile.plan_file import FILE_NAME, save_plan
 from apollo_compile.ranks import Ranks, find_ranks
 from apollo_compile.reports.report import BreakSummary, Report
 from apollo_compile.reports.summary import GraphSummary, summarize
-from apollo_compile.select import INDUCTOR, PLAN, SERIAL, STREAMS, Selection
+from apollo_compile.select import INDUCTOR, OVERLAPPING, PLAN, PRIORITIES, SERIAL, STREAMS, Selection
 from apollo_compile.text import format_count
 from apollo_compile.units import format_ns
 from apollo_compile.what_if import PROFILES, what_if
@@ -125,6 +126,9 @@ WRAPPER_NS_PER_KERNEL = 8_000
 
 WORTH_NATIVE = 0.05
 """Share of that in a graph's predicted time from which its segments are compiled though no plan has lanes."""
+
+_SHARING_BY_WAY = {STREAMS: Sharing.FREE, PRIORITIES: Sharing.URGENCY, OVERLAPPING: Sharing.OVERLAPPING}
+"""How lanes share a GPU where a graph does not run as planned."""
 
 _graph_numbers: dict[Path | None, itertools.count[int]] = defaultdict(itertools.count)
 """Numbers of Dynamo graphs by dump directory, so that two compiles into two directories dump the same."""
@@ -306,7 +310,7 @@ class CompiledGraph:
         """Ways that it can run now; a plan that is to run in turn is not a way of its own."""
         own = {SERIAL}
         if _uses_lanes(self.compilation.plan):
-            own |= {PLAN} if self.gpu is None else {PLAN, STREAMS}
+            own |= {PLAN} if self.gpu is None else {PLAN, *_SHARING_BY_WAY}
         return (*sorted(own), *sorted(self._others.keys() - own))
 
     @property
@@ -334,10 +338,17 @@ class CompiledGraph:
         """Run this way from the next call on."""
         if way == SERIAL and SERIAL not in self._others:
             self._others[SERIAL] = self._make_serial()
-        if way == STREAMS and STREAMS not in self._others and self.gpu is not None:
-            self._others[STREAMS] = self._make_cuda_executable(STREAMS, self.compilation, self.gpu.without_quotas()).run
+        if way in _SHARING_BY_WAY and way not in self._others and self.gpu is not None:
+            gpu = self.gpu.sharing(_SHARING_BY_WAY[way])
+            self._others[way] = self._make_cuda_executable(way, self.compilation, gpu).run
         self._run = self.executable.run if way == PLAN else self._others[way]
         self.way = way
+
+    def keep_only_this_way(self) -> None:
+        """Let go of what other ways captured on a GPU; a way that is used again captures again."""
+        self._others = {way: run for way, run in self._others.items() if way == self.way}
+        if isinstance(self.executable, CudaExecutable) and self._run != self.executable.run:
+            self.executable.release()
 
     def prepare(self) -> None:
         """Compile the graph as Inductor would; if it cannot, say so and leave that way out."""
@@ -392,6 +403,7 @@ class CompiledGraph:
             gpu=gpu,
             contract=self.contract,
             shared=self.memories[way],
+            urgency=rank_lanes(compilation.partition.graph, compilation.plan, compilation.costs),
             lane_memory_quota=self.config.device.lane_memory_quota,
             strict=self.config.debug.strict,
         )
@@ -583,6 +595,10 @@ class CompiledModel:
         for graph in self.contested:
             if graph.has_run and was_measured:
                 self._keep(graph.compilation, graph.way, verdict)
+            if self.gpu is not None:  # the contest is not held again there
+                graph.keep_only_this_way()
+        for way in self.memories.keys() - {graph.way for graph in self.contested} - {PLAN}:
+            del self.memories[way]
 
     def _keep(self, compilation: Compilation, way: str, verdict: Verdict | None) -> None:
         history = self._history

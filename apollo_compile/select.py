@@ -4,7 +4,7 @@
 
 A plan rests on predictions, and a user switches to us only if the worst case is what they had. So the ways of running
 a model compete: its segments one after the other, its plan, and the whole graphs as Inductor compiles them; on a GPU
-also the plan's order on plain streams, without quotas. Nothing
+also the plan's order on streams without quotas, on streams of different priorities, and on lanes that overlap. Nothing
 runs twice for it: a step of the training loop, forward and backward, belongs to one entrant, the next steps to another.
 
 Contest     Entrants take turns of `STEPS_PER_TURN` steps; the first of a turn is not timed, since it brings the
@@ -64,8 +64,12 @@ ALLOWED_WINS = 8
 SERIAL = "segments in turn"
 PLAN = "plan"
 STREAMS = "plan without quotas"
+PRIORITIES = "plan with priorities"
+OVERLAPPING = "plan with overlapping quotas"
 INDUCTOR = "Inductor"
 MIXTURE = "best of each graph"
+SHARED_WAYS = (STREAMS, PRIORITIES, OVERLAPPING)
+"""Ways that run the plan on lanes which share units, the simplest first."""
 
 
 class Graph(Protocol):
@@ -73,7 +77,7 @@ class Graph(Protocol):
 
     @property
     def ways(self) -> Sequence[str]:
-        """Ways that it can run now, among `SERIAL`, `STREAMS`, `PLAN` and `INDUCTOR`."""
+        """Ways that it can run now, among `SERIAL`, `PLAN` and `INDUCTOR`; on a GPU, those of `SHARED_WAYS` too."""
 
     @property
     def has_run(self) -> bool:
@@ -341,7 +345,7 @@ class Selection:
     def _decide(self) -> Generator[Contest, None, Verdict]:
         """Hold one contest after the other; each yield is a contest that is over when the generator goes on."""
         results = _Results([index for index, graph in enumerate(self._graphs) if graph.has_run], self._settle)
-        entrants = self._entrants((INDUCTOR, SERIAL, STREAMS, PLAN))
+        entrants = self._entrants((INDUCTOR, SERIAL, *SHARED_WAYS, PLAN))
         winner = yield from results.hold(entrants)
         is_clear = winner == PLAN and results.ratios.get(SERIAL, 1.0) >= CLEAR
         is_first = self.verdict is None or self.verdict.is_remembered

@@ -19,7 +19,7 @@ from torch import nn
 from apollo_compile import backend
 from apollo_compile.cuda.examine import examine_cuda, split_lanes
 from apollo_compile.cuda.execute import CudaExecutable
-from apollo_compile.cuda.gpu import TorchGpu
+from apollo_compile.cuda.gpu import Sharing, TorchGpu
 from apollo_compile.cuda.launch import Launcher
 from apollo_compile.findings import Finding, Level
 from apollo_compile.ir import BodyId, BufferId, Lane, LaneId, Launch, Program, SegmentId
@@ -99,7 +99,7 @@ def products_scale_with_their_quota(gpu: TorchGpu) -> Outcome:
 def lanes_run_at_the_same_time(gpu: TorchGpu) -> Outcome:
     """T3: two kernels of one millisecond in one graph take one, not two."""
     times = {}
-    for name, device in (("lanes", gpu), ("plain streams", gpu.without_quotas())):
+    for name, device in (("lanes", gpu), ("plain streams", gpu.sharing(Sharing.FREE))):
         times[name] = _time_graph(device, _spinners(device, 2))
     alone = _time_graph(gpu, _spinners(gpu, 1))
     shown = ", ".join(f"{name} {format_ns(ns)}" for name, ns in times.items())

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -107,6 +107,8 @@ class CudaExecutable:
     gpu: Gpu
     contract: Contract
     shared: ModelMemory
+    urgency: Mapping[LaneId, int] = field(default_factory=dict)
+    """Which lanes go first where they share units."""
     lane_memory_quota: int | None = None
     strict: bool = False
     """Raise what would otherwise be logged."""
@@ -122,7 +124,8 @@ class CudaExecutable:
 
     def __post_init__(self) -> None:
         """Find the streams, and what is in place."""
-        self._launcher = Launcher(self.program, [body.function for body in self.bodies], self.gpu)
+        functions = [body.function for body in self.bodies]
+        self._launcher = Launcher(self.program, functions, self.gpu, self.urgency)
         position = {buffer: index for index, buffer in enumerate(self.program.inputs)}
         self._passed_on = {
             index: position[buffer]
@@ -156,6 +159,13 @@ class CudaExecutable:
                 if self._captured is not None and self._captured.can_replay(inputs):
                     return self._replay(self._captured, inputs)
             return self._launch(inputs)
+
+    def release(self) -> None:
+        """Let the CUDA graph and its memory go; later runs capture it again."""
+        with self._lock:
+            if self.shared.forward is self._captured:
+                self.shared.forward = None
+            self._captured = None
 
     def measure(self, inputs: Sequence[torch.Tensor]) -> Observations:
         """Return how long every body takes on every number of units that a lane has, for these inputs.

@@ -7,6 +7,7 @@ that keeps the rules of streams and CUDA graphs on CPU tensors, so the order of 
 from __future__ import annotations
 
 import contextlib
+import enum
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -21,6 +22,19 @@ from apollo_compile.units import NS_PER_MS
 Stream = Any
 Event = Any
 Body = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
+
+
+class Sharing(enum.Enum):
+    """How lanes share the device."""
+
+    APART = enum.auto()
+    """A lane has the units that the plan gives it, and no others."""
+    OVERLAPPING = enum.auto()
+    """It has half of those beside them as well, so that lanes overlap; more urgent lanes go first."""
+    URGENCY = enum.auto()
+    """It may use every unit; more urgent lanes go first."""
+    FREE = enum.auto()
+    """It may use every unit: only the order of the plan is kept."""
 
 
 class Recording(Protocol):
@@ -39,11 +53,14 @@ class Gpu(Protocol):
     def caller_stream(self) -> Stream:
         """Return the stream that the caller works on."""
 
-    def lane_stream(self, lane: Lane) -> Stream | None:
-        """Return the stream of a lane; None for one with every unit, which is the caller's own stream."""
+    def lane_stream(self, lane: Lane, urgency: int = 0) -> Stream | None:
+        """Return the stream of a lane; None for one with every unit, which is the caller's own stream.
 
-    def without_quotas(self) -> Gpu:
-        """Return the same device with lanes that may use every unit."""
+        `urgency` is 0 or more; it counts where lanes share units.
+        """
+
+    def sharing(self, sharing: Sharing) -> Gpu:
+        """Return the same device with lanes that share it that way; the same at every call."""
 
     def is_capturing(self) -> bool:
         """Whether somebody captures what is launched on the caller's stream."""
@@ -103,11 +120,17 @@ def atoms_of(lane: Lane, atom: int) -> list[int]:
     return atoms
 
 
+def widen(atoms: Sequence[int], num_atoms: int) -> list[int]:
+    """Return the atoms of a lane and, of a device with `num_atoms`, half of those on either side of them."""
+    first, last = min(atoms), max(atoms)
+    return list(range(first - first // 2, last + 1 + (num_atoms - 1 - last) // 2))
+
+
 class TorchGpu:
     """The GPU of that number, as torch and the driver see it."""
 
-    def __init__(self, ordinal: int, *, partitioned: bool = True, priority: int = 0) -> None:
-        """Open the device; `partitioned=False` gives lanes plain streams, so that only their order is kept.
+    def __init__(self, ordinal: int, sharing: Sharing = Sharing.APART) -> None:
+        """Open the device.
 
         Raises:
             CudaError: there is no driver, no such device, or the driver is too old for lanes.
@@ -115,38 +138,47 @@ class TorchGpu:
         self.device = torch.device("cuda", ordinal)
         torch.cuda.init()  # type: ignore[no-untyped-call]
         self.native = open_device(ordinal)
-        self._partitioned = partitioned
-        self._priority = priority
-        self._streams: dict[Lane, Stream] = {}
+        self._sharing = sharing
+        self._streams: dict[tuple[Lane, int], Stream] = {}
         self._capture_stream: Stream | None = None
-        self._plain: TorchGpu | None = None
+        self._others: dict[Sharing, TorchGpu] = {sharing: self}
 
     def caller_stream(self) -> Stream:
         """Return torch's current stream of the device."""
         return torch.cuda.current_stream(self.device)
 
-    def lane_stream(self, lane: Lane) -> Stream | None:
+    def lane_stream(self, lane: Lane, urgency: int = 0) -> Stream | None:
         """Return the stream of the lane's green context, or a plain one."""
         if len(lane.units) == self.native.num_sms:
             return None
-        if lane not in self._streams:
-            if self._partitioned:
-                native = self.native.lane(atoms_of(lane, self.native.atom_sms), self._priority)
-                if native.num_sms != len(lane.units):
-                    raise CudaError(
-                        f"lane {lane.id} was granted {native.num_sms} SMs instead of {len(lane.units)} on "
-                        f"{self.native.name}; turn 'device.cuda_lanes' off and report the output of 'apollo doctor'"
-                    )
-                self._streams[lane] = torch.cuda.ExternalStream(native.stream, device=self.device)  # type: ignore[no-untyped-call]
-            else:
-                self._streams[lane] = torch.cuda.Stream(self.device, priority=self._priority)  # type: ignore[no-untyped-call]
-        return self._streams[lane]
+        is_ordered = self._sharing in (Sharing.OVERLAPPING, Sharing.URGENCY)
+        lowest, highest = self.native.priorities  # a lower number goes first
+        priority = max(highest, lowest - urgency) if is_ordered else lowest
+        if (lane, priority) not in self._streams:
+            self._streams[lane, priority] = self._make_stream(lane, priority)
+        return self._streams[lane, priority]
 
-    def without_quotas(self) -> TorchGpu:
-        """Return the device with plain streams as lanes; the same at every call."""
-        if self._plain is None:
-            self._plain = TorchGpu(self.device.index, partitioned=False, priority=self._priority)
-        return self._plain
+    def sharing(self, sharing: Sharing) -> TorchGpu:
+        """Return the device with other streams as lanes; the same at every call."""
+        if sharing not in self._others:
+            self._others[sharing] = other = TorchGpu(self.device.index, sharing)
+            other._others = self._others
+        return self._others[sharing]
+
+    def _make_stream(self, lane: Lane, priority: int) -> Stream:
+        if self._sharing in (Sharing.FREE, Sharing.URGENCY):
+            return torch.cuda.Stream(self.device, priority=priority)  # type: ignore[no-untyped-call]
+        atoms = atoms_of(lane, self.native.atom_sms)
+        if self._sharing is Sharing.OVERLAPPING:
+            atoms = widen(atoms, self.native.num_atoms)
+        native = self.native.lane(atoms, priority)
+        expected = len(atoms) * self.native.atom_sms
+        if native.num_sms != expected:
+            raise CudaError(
+                f"lane {lane.id} was granted {native.num_sms} SMs instead of {expected} on {self.native.name}; turn "
+                "'device.cuda_lanes' off and report the output of 'apollo doctor'"
+            )
+        return torch.cuda.ExternalStream(native.stream, device=self.device)  # type: ignore[no-untyped-call]
 
     def is_capturing(self) -> bool:
         """Whether torch's current stream is being captured."""

@@ -16,7 +16,7 @@ All buffers are held until the join but those that the memory plan lets go; see 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -61,15 +61,20 @@ def host_order(program: Program) -> HostOrder:
 class Launcher:
     """Launches one program, on lanes or inside a capture."""
 
-    def __init__(self, program: Program, bodies: Sequence[Body], gpu: Gpu) -> None:
-        """Find the streams; those of lanes that the program does not use are not made."""
+    def __init__(
+        self, program: Program, bodies: Sequence[Body], gpu: Gpu, urgency: Mapping[LaneId, int] | None = None
+    ) -> None:
+        """Find the streams; those of lanes that the program does not use are not made.
+
+        `urgency` says which lanes go first where they share units.
+        """
         self._program = program
         self._bodies = tuple(bodies)
         self._gpu = gpu
         self._order = host_order(program)
         self._streams: dict[LaneId, Stream] = {}
         for lane, instructions in zip(program.lanes, program.instructions, strict=True):
-            stream = gpu.lane_stream(lane) if instructions else None
+            stream = gpu.lane_stream(lane, (urgency or {}).get(lane.id, 0)) if instructions else None
             if stream is not None:
                 self._streams[lane.id] = stream
 

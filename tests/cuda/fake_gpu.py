@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from apollo_compile.cuda.gpu import Body, Recording
+from apollo_compile.cuda.gpu import Body, Recording, Sharing
 from apollo_compile.ir import Lane
 
 CALLER = "caller"
@@ -83,7 +83,9 @@ class FakeGpu:
         self.races: list[str] = []
         self.recordings: list[FakeRecording] = []
         self.caller = CALLER
-        self.plain: FakeGpu | None = None
+        self.others: dict[Sharing, FakeGpu] = {}
+        self.urgency: dict[str, int] = {}
+        """By stream, as it was last asked for."""
         self.fail_capture: Exception | None = None
         self._capture: FakeRecording | None = None
         self._clocks: dict[str, Counter[str]] = defaultdict(Counter)
@@ -98,15 +100,16 @@ class FakeGpu:
         """Return the caller's stream."""
         return self.caller
 
-    def lane_stream(self, lane: Lane) -> str | None:
+    def lane_stream(self, lane: Lane, urgency: int = 0) -> str | None:
         """Return a name for the lane."""
-        return None if len(lane.units) == self.units else f"lane {lane.id}"
+        if len(lane.units) == self.units:
+            return None
+        self.urgency[f"lane {lane.id}"] = urgency
+        return f"lane {lane.id}"
 
-    def without_quotas(self) -> FakeGpu:
-        """Return another one."""
-        if self.plain is None:
-            self.plain = FakeGpu(self.units)
-        return self.plain
+    def sharing(self, sharing: Sharing) -> FakeGpu:
+        """Return another one, the same for the same sharing."""
+        return self.others.setdefault(sharing, FakeGpu(self.units))
 
     def is_capturing(self) -> bool:
         """Whether a test says that the user captures."""

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from apollo_compile import _native
-from apollo_compile.cuda.gpu import atoms_of
+from apollo_compile.cuda.gpu import atoms_of, widen
 from apollo_compile.errors import CudaError
 from apollo_compile.lanes import lane_catalogue
 
@@ -49,6 +49,22 @@ def test_the_lanes_of_the_catalogue_have_the_sms_of_their_units(stub: ctypes.CDL
             shared = sms_of(stub, its) & sms_of(stub, others)
             assert len(shared) == len(set(one.units) & set(other.units))
     assert stub.stub_log().decode().split().count("cuDevSmResourceSplitByCount") == 1
+
+
+@pytest.mark.parametrize(("border", "shared"), ((8, 8), (12, 8), (15, 7)))
+def test_wider_lanes_overlap_and_keep_some_sms_to_themselves(stub: ctypes.CDLL, border: int, shared: int) -> None:
+    """Each gets half of what is beside it; the order of priorities is the driver's."""
+    device = open_stub(stub)
+    atoms = [widen(range(border), device.num_atoms), widen(range(border, 16), device.num_atoms)]
+    left, right = (sms_of(stub, device.lane(each, priority)) for each, priority in zip(atoms, (-1, 0), strict=True))
+    assert len(left & right) == shared * 8
+    assert len(left | right) == 128 and left - right and right - left
+
+
+def test_a_lane_with_nothing_beside_it_gets_no_wider() -> None:
+    """It has every atom."""
+    assert widen([0, 1], 2) == [0, 1]
+    assert widen([0], 2) == [0]
 
 
 def test_a_lane_is_made_once_per_priority(stub: ctypes.CDLL) -> None:

@@ -17,10 +17,11 @@ from torch import fx, nn
 from apollo_compile import backend
 from apollo_compile.config import load_config
 from apollo_compile.cuda.execute import CudaExecutable
+from apollo_compile.cuda.gpu import Sharing
 from apollo_compile.device import load_profile
 from apollo_compile.inductor import compile_with_inductor, keep_with
 from apollo_compile.ir import CostSource
-from apollo_compile.select import INDUCTOR, PLAN, SERIAL, STREAMS
+from apollo_compile.select import INDUCTOR, PLAN, SERIAL, SHARED_WAYS
 from tests.cuda.fake_gpu import FakeGpu
 from tests.end_to_end.models import Tower, TwoTowers, assert_same_training, train, two_tower_inputs
 
@@ -253,7 +254,7 @@ def test_other_shapes_get_graphs_of_their_own(compiler: Compiler) -> None:
 
 
 def test_the_ways_on_a_gpu_compete() -> None:
-    """One stream, plain streams, lanes and perhaps Inductor; outputs are those of eager all along."""
+    """One stream, streams, priorities, lanes, overlapping ones, perhaps Inductor; outputs are eager's all along."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     compiler = Compiler(**{"plan.contest": True})
@@ -261,18 +262,24 @@ def test_the_ways_on_a_gpu_compete() -> None:
     run = torch.compile(model, backend=compiler)
     with torch.no_grad():
         expected = model(*inputs)
-        for _ in range(400):
+        for _ in range(600):
             torch.testing.assert_close(run(*inputs), expected, rtol=1e-4, atol=1e-4)
             verdict = compiler.models[0].selection.verdict
             if verdict is not None:
                 break
     assert verdict is not None
     names = {standing.name for standing in verdict.standings}
-    assert {SERIAL, STREAMS, PLAN} <= names <= {SERIAL, STREAMS, PLAN, INDUCTOR, "best of each graph"}
-    assert not compiler.gpu.races and compiler.gpu.plain is not None and not compiler.gpu.plain.races
+    assert {SERIAL, *SHARED_WAYS, PLAN} <= names
+    assert names <= {SERIAL, *SHARED_WAYS, PLAN, INDUCTOR, "best of each graph"}
+    assert set(compiler.gpu.others) == set(Sharing) - {Sharing.APART}
+    assert not any(gpu.races for gpu in (compiler.gpu, *compiler.gpu.others.values()))
+    (graph,) = compiler.models[0].graphs
+    assert set(compiler.models[0].memories) <= {graph.way, PLAN}, "what lost keeps no memory"
+    if graph.way != PLAN:
+        assert graph.lane_bytes() == {}
 
 
-@pytest.mark.parametrize("way", (SERIAL, STREAMS))
+@pytest.mark.parametrize("way", (SERIAL, *SHARED_WAYS))
 def test_every_way_replays_forward_and_backward(compiler: Compiler, way: str) -> None:
     """With memory of its own, so that one way's captures do not stop another's."""
     model = TwoTowers(depth=1)
