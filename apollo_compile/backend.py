@@ -66,6 +66,7 @@ from apollo_compile.inductor import (
     compile_with_inductor,
     compiler_complaint,
     compiler_settings,
+    depends_on_units,
     extract_body,
     has_custom_operator,
     interpret_bodies,
@@ -85,7 +86,7 @@ from apollo_compile.inductor import (
     writes_inputs,
     written_inputs,
 )
-from apollo_compile.ir import Capture, LaneId, Partition, Plan, Role, Trace, Verdict
+from apollo_compile.ir import BodyId, Capture, LaneId, Partition, Plan, Role, Trace, Verdict
 from apollo_compile.monitor import is_same_placement, observe_trace, should_replan
 from apollo_compile.observe import StageRunner, warn_of_files
 from apollo_compile.passes.capture import capture_graph, read_formulas, resize_capture
@@ -210,6 +211,8 @@ class CompiledGraph:
     """The contest of the model; None where the plan runs whatever is measured."""
     gpu: Gpu | None = None
     """Where it runs; None on CPU lanes."""
+    tuned: Mapping[tuple[BodyId, int], CompiledBody] = field(default_factory=dict)
+    """On a GPU, what lanes run instead of a body, by its id and their number of units."""
     contract: Contract = field(default_factory=Contract)
     memories: dict[str, ModelMemory] = field(default_factory=lambda: defaultdict(ModelMemory))
     """By way, what it shares with the model's other graphs; this and the contract have a meaning on a GPU only."""
@@ -404,6 +407,7 @@ class CompiledGraph:
             contract=self.contract,
             shared=self.memories[way],
             urgency=rank_lanes(compilation.partition.graph, compilation.plan, compilation.costs),
+            tuned={} if way in _SHARING_BY_WAY else self.tuned,
             lane_memory_quota=self.config.device.lane_memory_quota,
             strict=self.config.debug.strict,
         )
@@ -839,6 +843,7 @@ class CompiledModel:
             compile_whole=partial(compile_again, original, **kwargs) if original is not None and is_contested else None,
             selection=self.selection if is_contested and not sizes else None,
             gpu=self.gpu,
+            tuned=_tune_bodies(graph_module, compilation, self.gpu, config, **kwargs),
             contract=contract,
             memories=self.memories,
             commons=commons,
@@ -1129,6 +1134,21 @@ def _compile_bodies(
     if config.runtime.bodies == "eager":
         return interpret_bodies(pieces)
     return compile_bodies(pieces, native=config.runtime.bodies == "native" and device.type == "cpu", **kwargs)
+
+
+def _tune_bodies(
+    graph_module: fx.GraphModule, compilation: Compilation, gpu: Gpu | None, config: Config, **kwargs: Any
+) -> dict[tuple[BodyId, int], CompiledBody]:
+    """Return code of all bodies for the lanes of a GPU with fewer units than it has, one of every size."""
+    if gpu is None or config.runtime.bodies == "eager" or not depends_on_units():
+        return {}
+    found = {}
+    for units, lane in {len(lane.units): lane for lane in compilation.plan.lanes[1:]}.items():
+        pieces = [(body.name, *extract_body(graph_module, body)) for body in compilation.partition.bodies]
+        with gpu.held_to(lane):
+            bodies = compile_bodies(pieces, native=False, units=units, **kwargs)
+        found.update({(BodyId(number), units): body for number, body in enumerate(bodies)})
+    return found
 
 
 def role_of(kwargs: Mapping[str, Any]) -> Role:

@@ -19,6 +19,8 @@
     report_output_strides   tell AOTAutograd the layout of the graph's outputs
     storage_uses            how many tensors refer to the memory of one
     clear_workspaces        let cuBLAS take its workspaces anew
+    units_left_out          tell libraries and Inductor of SMs that are not for what they launch
+    depends_on_units        whether Inductor may make other code for another number of SMs
 
 Note [native entry]: Inductor's C++ wrapper exports `inductor_entry_impl(inputs, outputs)`, but it releases the GIL on
 entry and so must be entered with the GIL held. Lanes are threads without Python, so `_LaneWrapper` generates the same
@@ -93,7 +95,7 @@ _CACHE_KEY_TAG = f"apollo-{hashlib.sha256(Path(__file__).read_bytes()).hexdigest
 """Part of Inductor's cache key while a body compiles: other code in this file may generate other code.
 
 The number of threads goes behind it: how deep loops are made parallel depends on it, and with `cpp.dynamic_threads`
-Inductor's own key does not hold it.
+Inductor's own key does not hold it. So does the number of SMs where code is for a part of a GPU.
 """
 
 Run = Callable[[list[Any]], Sequence[Any]]
@@ -274,6 +276,41 @@ def storage_uses(tensor: torch.Tensor) -> int:
 def clear_workspaces() -> None:
     """Give the workspaces of cuBLAS back to the allocator; the next call of it takes new ones."""
     torch._C._cuda_clearCublasWorkspaces()
+
+
+_units_lock = threading.RLock()
+"""Guards the number of SMs left out, which torch keeps for the whole process."""
+
+
+@contextlib.contextmanager
+def units_left_out(count: int) -> Iterator[None]:
+    """Let what is launched and compiled inside leave `count` SMs of the device alone, as far as it asks.
+
+    It is a hint: scaled products of cuBLASLt, FlashAttention 3 and Inductor's persistent grids follow it. Who asks the
+    device is told of all its SMs.
+    """
+    if not count or _set_left_out is None:
+        yield
+        return
+    with _units_lock:
+        before = torch._C._get_sm_carveout_experimental()
+        _set_left_out(count)
+        try:
+            yield
+        finally:
+            _set_left_out(before)
+
+
+_set_left_out: Callable[[int | None], None] | None = getattr(torch._C, "_set_sm_carveout_experimental", None)
+
+
+def depends_on_units() -> bool:
+    """Whether Inductor may make other code for another number of SMs, as the user set it up.
+
+    With max-autotune it does: persistent grids are as large as the device, and the fastest of many kernels is another
+    one on other SMs. Without it, no number of SMs is in its code but that of reductions, which are right on any.
+    """
+    return bool(inductor_config.max_autotune or inductor_config.max_autotune_gemm)
 
 
 @dataclass(frozen=True, slots=True)
@@ -591,7 +628,11 @@ def extract_body(graph_module: fx.GraphModule, body: Body) -> tuple[fx.GraphModu
 
 
 def compile_bodies(
-    pieces: Sequence[tuple[str, fx.GraphModule, Sequence[Any]]], *, native: bool, **kwargs: Any
+    pieces: Sequence[tuple[str, fx.GraphModule, Sequence[Any]]],
+    *,
+    native: bool,
+    units: int | None = None,
+    **kwargs: Any,
 ) -> tuple[CompiledBody, ...]:
     """Compile pieces with Inductor.
 
@@ -600,10 +641,11 @@ def compile_bodies(
     Arguments:
         pieces: name for the log, graph that returns tensors only (consumed), a fake tensor or a size per input.
         native: try the C++ wrapper first; a piece that it cannot express is compiled with the Python wrapper.
+        units: SMs that the code is for, where it is for a part of the device; `units_left_out` tells it to Inductor.
         kwargs: what AOTAutograd passed for the whole graph, such as `is_backward` and `graph_id`.
     """
     shared = shared_kwargs(kwargs)
-    with _within_guards([fake for _, _, fakes in pieces for fake in fakes]), _compile_lock, _as_piece():
+    with _within_guards([fake for _, _, fakes in pieces for fake in fakes]), _compile_lock, _as_piece(units):
         layouts = [_output_layouts(piece) for _, piece, _ in pieces]
         started = [_start_native(name, piece, fakes, shared) if native else None for name, piece, fakes in pieces]
         bodies = [
@@ -811,20 +853,26 @@ def clone_graph(piece: fx.GraphModule) -> fx.GraphModule:
 
 
 @contextlib.contextmanager
-def _as_piece() -> Iterator[None]:
-    """Hide what belongs to the whole graph; see Note [pieces of a graph]."""
+def _as_piece(units: int | None = None) -> Iterator[None]:
+    """Hide what belongs to the whole graph, and keep what is made for a part of the device apart from other code.
+
+    See Note [pieces of a graph]. Inductor keeps the times of kernels that it chose among, and not on how many SMs they
+    were measured; so those of a part of the device are neither looked up nor kept.
+    """
     context = TracingContext.try_get()
     metadata = context.fw_metadata if context is not None else None
     strides = context.output_strides if context is not None else None
     donated = metadata.bw_donated_idxs if metadata is not None else None
+    tag = f"{_CACHE_KEY_TAG}-{torch.get_num_threads()}" + (f"-on-{units}" if units is not None else "")
     try:
         if context is not None:
             context.output_strides = None
         if metadata is not None:
             metadata.bw_donated_idxs = None
         with (
-            torch.compiler.config.patch(cache_key_tag=f"{_CACHE_KEY_TAG}-{torch.get_num_threads()}"),  # type: ignore[attr-defined]
+            torch.compiler.config.patch(cache_key_tag=tag),  # type: ignore[attr-defined]
             functorch_config.patch(bundled_autograd_cache=False),
+            inductor_config.patch({} if units is None else {"autotune_local_cache": False}),
         ):
             yield
     finally:

@@ -36,7 +36,7 @@ from apollo_compile.cuda.measure import measure_bodies
 from apollo_compile.cuda.quota import LaneMemory, account
 from apollo_compile.errors import MemoryQuotaError, UnsupportedGraphError
 from apollo_compile.inductor import CompiledBody, storage_uses
-from apollo_compile.ir import LaneId, Launch, Observations, Program, Role, SegmentGraph, SegmentId, Trace
+from apollo_compile.ir import BodyId, LaneId, Launch, Observations, Program, Role, SegmentGraph, SegmentId, Trace
 
 _logger = logging.getLogger(__name__)
 
@@ -109,6 +109,8 @@ class CudaExecutable:
     shared: ModelMemory
     urgency: Mapping[LaneId, int] = field(default_factory=dict)
     """Which lanes go first where they share units."""
+    tuned: Mapping[tuple[BodyId, int], CompiledBody] = field(default_factory=dict)
+    """What lanes run instead of a body, by its id and their number of units."""
     lane_memory_quota: int | None = None
     strict: bool = False
     """Raise what would otherwise be logged."""
@@ -125,7 +127,8 @@ class CudaExecutable:
     def __post_init__(self) -> None:
         """Find the streams, and what is in place."""
         functions = [body.function for body in self.bodies]
-        self._launcher = Launcher(self.program, functions, self.gpu, self.urgency)
+        self._tuned = {key: body.function for key, body in self.tuned.items()}
+        self._launcher = Launcher(self.program, functions, self.gpu, self.urgency, self._tuned)
         position = {buffer: index for index, buffer in enumerate(self.program.inputs)}
         self._passed_on = {
             index: position[buffer]
@@ -179,7 +182,15 @@ class CudaExecutable:
             raise UnsupportedGraphError(f"{self.graph.name} writes to other tensors than its inputs; it is not timed")
         with self._lock:
             functions = [body.function for body in self.bodies]
-            return measure_bodies(self.graph, functions, self.program.lanes, self.gpu, inputs, written=written)
+            return measure_bodies(
+                self.graph,
+                functions,
+                self.program.lanes,
+                self.gpu,
+                inputs,
+                written=written,
+                tuned=self._tuned,
+            )
 
     def trace(self) -> Trace:
         """Return no spans: a replay does not tell when its segments ran; `measure` says how long bodies take."""

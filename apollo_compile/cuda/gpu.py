@@ -15,7 +15,7 @@ import torch
 
 from apollo_compile import _native
 from apollo_compile.errors import CudaError
-from apollo_compile.inductor import clear_workspaces
+from apollo_compile.inductor import clear_workspaces, units_left_out
 from apollo_compile.ir import Lane
 from apollo_compile.units import NS_PER_MS
 
@@ -84,7 +84,10 @@ class Gpu(Protocol):
         """Let everything launched on `stream` from now on come after `event`."""
 
     def call(self, body: Body, inputs: list[torch.Tensor], stream: Stream) -> Sequence[torch.Tensor]:
-        """Launch a body on `stream`; it empties `inputs`."""
+        """Launch a body on `stream`, with libraries told of the units of its lane; it empties `inputs`."""
+
+    def held_to(self, lane: Lane) -> contextlib.AbstractContextManager[None]:
+        """Work on the stream of a lane in a `with`; libraries and compilers are told of its units."""
 
     def capture(self, work: Callable[[Stream], None], shares: Recording | None) -> Recording:
         """Capture what `work(origin)` launches from the stream `origin`, without running it.
@@ -140,6 +143,8 @@ class TorchGpu:
         self.native = open_device(ordinal)
         self._sharing = sharing
         self._streams: dict[tuple[Lane, int], Stream] = {}
+        self._left_out: dict[int, int] = {}
+        """SMs that are not a lane's, by the handle of its stream."""
         self._capture_stream: Stream | None = None
         self._others: dict[Sharing, TorchGpu] = {sharing: self}
 
@@ -178,6 +183,7 @@ class TorchGpu:
                 f"lane {lane.id} was granted {native.num_sms} SMs instead of {expected} on {self.native.name}; turn "
                 "'device.cuda_lanes' off and report the output of 'apollo doctor'"
             )
+        self._left_out[native.stream] = self.native.num_sms - native.num_sms
         return torch.cuda.ExternalStream(native.stream, device=self.device)  # type: ignore[no-untyped-call]
 
     def is_capturing(self) -> bool:
@@ -213,8 +219,17 @@ class TorchGpu:
 
     def call(self, body: Body, inputs: list[torch.Tensor], stream: Stream) -> Sequence[torch.Tensor]:
         """Call the body with `stream` as torch's current one; the primary context stays current."""
-        with torch.cuda.stream(stream):
+        with self._on(stream):
             return body(inputs)
+
+    def held_to(self, lane: Lane) -> contextlib.AbstractContextManager[None]:
+        """Make the lane's stream torch's current one."""
+        return self._on(self.lane_stream(lane) or self.caller_stream())
+
+    @contextlib.contextmanager
+    def _on(self, stream: Stream) -> Iterator[None]:
+        with torch.cuda.stream(stream), units_left_out(self._left_out.get(stream.cuda_stream, 0)):
+            yield
 
     def handle_of(self, stream: Stream) -> int:
         """Return the CUstream."""

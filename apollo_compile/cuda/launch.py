@@ -21,9 +21,12 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from apollo_compile.cuda.gpu import Body, Event, Gpu, Stream
-from apollo_compile.ir import BufferId, Instruction, LaneId, Launch, Program, Record, Release, Wait
+from apollo_compile.ir import BodyId, BufferId, Instruction, LaneId, Launch, Program, Record, Release, Wait
 
 HostOrder = tuple[tuple[LaneId, Instruction], ...]
+
+Tuned = Mapping[tuple[BodyId, int], Body]
+"""Code of bodies that is for lanes with just so many units, where it is not the same for all."""
 
 Launched = Callable[[LaneId, Launch, Stream], None]
 """Called behind the launch of every body, with its lane and the stream that it was launched on."""
@@ -62,16 +65,23 @@ class Launcher:
     """Launches one program, on lanes or inside a capture."""
 
     def __init__(
-        self, program: Program, bodies: Sequence[Body], gpu: Gpu, urgency: Mapping[LaneId, int] | None = None
+        self,
+        program: Program,
+        bodies: Sequence[Body],
+        gpu: Gpu,
+        urgency: Mapping[LaneId, int] | None = None,
+        tuned: Tuned | None = None,
     ) -> None:
         """Find the streams; those of lanes that the program does not use are not made.
 
-        `urgency` says which lanes go first where they share units.
+        `urgency` says which lanes go first where they share units; `tuned` is used before `bodies`.
         """
         self._program = program
         self._bodies = tuple(bodies)
         self._gpu = gpu
         self._order = host_order(program)
+        self._tuned = tuned or {}
+        self._units = {lane.id: len(lane.units) for lane in program.lanes}
         self._streams: dict[LaneId, Stream] = {}
         for lane, instructions in zip(program.lanes, program.instructions, strict=True):
             stream = gpu.lane_stream(lane, (urgency or {}).get(lane.id, 0)) if instructions else None
@@ -99,7 +109,7 @@ class Launcher:
             stream = self._streams.get(lane, origin)
             match instruction:
                 case Launch():
-                    self._launch_body(instruction, values, stream)
+                    self._launch_body(instruction, values, stream, self._units[lane])
                     launched(lane, instruction, stream)
                 case Record(event=event):
                     gpu.record(events[event], stream)
@@ -110,12 +120,13 @@ class Launcher:
         self._order_after(lanes, [origin])
         return [None if buffer is None else values[buffer] for buffer in self._program.outputs]
 
-    def _launch_body(self, launch: Launch, values: dict[BufferId, torch.Tensor], stream: Stream) -> None:
+    def _launch_body(self, launch: Launch, values: dict[BufferId, torch.Tensor], stream: Stream, units: int) -> None:
         arguments = [values[buffer] for buffer in launch.inputs]
         for buffer, takes in zip(launch.inputs, launch.takes, strict=True):
             if takes:
                 values.pop(buffer, None)  # the body takes one buffer twice where it reads it twice
-        made = self._gpu.call(self._bodies[launch.body], arguments, stream)
+        body = self._tuned.get((launch.body, units), self._bodies[launch.body])
+        made = self._gpu.call(body, arguments, stream)
         values.update(zip(launch.outputs, made, strict=True))
 
     def _order_after(self, earlier: Sequence[Stream], later: Sequence[Stream]) -> None:

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 
 from apollo_compile.cuda.gpu import Body, Event, Gpu, Stream
+from apollo_compile.cuda.launch import Tuned
 from apollo_compile.ir import BodyId, BufferId, Lane, Observation, Observations, Segment, SegmentGraph
 
 UNTIMED_REPLAYS = 2
@@ -30,6 +31,7 @@ def measure_bodies(
     inputs: Sequence[torch.Tensor],
     *,
     written: Iterable[int],
+    tuned: Tuned | None = None,
 ) -> Observations:
     """Return the median time of each body on each number of units that a lane has.
 
@@ -40,11 +42,12 @@ def measure_bodies(
         gpu: their device.
         inputs: of the graph, in order; they are read again at every replay.
         written: positions of the inputs that the graph writes to.
+        tuned: what lanes run instead of a body, by its id and their number of units.
     """
     given = list(inputs)
     for index in written:
         given[index] = given[index].clone()
-    probe = _Probe(graph, bodies, lanes, gpu, given)
+    probe = _Probe(graph, bodies, lanes, gpu, given, tuned or {})
     times: dict[tuple[BodyId, int], list[int]] = {}
     with gpu.random_numbers_kept():
         recording = gpu.capture(probe.launch, None)
@@ -66,11 +69,18 @@ class _Probe:
     """Launches a graph with its bodies on lanes of every size in between."""
 
     def __init__(
-        self, graph: SegmentGraph, bodies: Sequence[Body], lanes: Iterable[Lane], gpu: Gpu, inputs: list[torch.Tensor]
+        self,
+        graph: SegmentGraph,
+        bodies: Sequence[Body],
+        lanes: Iterable[Lane],
+        gpu: Gpu,
+        inputs: list[torch.Tensor],
+        tuned: Tuned,
     ) -> None:
         self.timers: dict[tuple[BodyId, int], tuple[Event, Event]] = {}
         self._graph = graph
         self._bodies = bodies
+        self._tuned = tuned
         self._gpu = gpu
         self._inputs = inputs
         self._lane_by_units: dict[int, Lane] = {}
@@ -102,7 +112,7 @@ class _Probe:
         if lane is not None:
             self._order(origin, lane)
         gpu.record(begin, stream)
-        made = gpu.call(self._bodies[segment.body], arguments, stream)
+        made = gpu.call(self._tuned.get((segment.body, units), self._bodies[segment.body]), arguments, stream)
         gpu.record(end, stream)
         if lane is not None:
             self._order(lane, origin)

@@ -173,6 +173,13 @@ class FakeGpu:
                 weakref.finalize(tensor, self._free, id(tensor))
         return outputs
 
+    @contextlib.contextmanager
+    def held_to(self, lane: Lane) -> Iterator[None]:
+        """Note it."""
+        self.log.append(("held to", str(len(lane.units))))
+        yield
+        self.log.append(("let go", str(len(lane.units))))
+
     def capture(self, work: Callable[[str], None], shares: Recording | None) -> FakeRecording:
         """Capture; every stream has to come back to the origin."""
         if self.fail_capture is not None:

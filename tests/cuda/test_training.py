@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._inductor.config as inductor_config
 from torch import fx, nn
 
 from apollo_compile import backend
@@ -110,6 +111,20 @@ def test_measured_times_change_the_plan() -> None:
         assert {mode.source for modes in graph.compilation.costs.modes for mode in modes} == {CostSource.MEASURED}
         assert all(assignment.lane == 0 for assignment in graph.compilation.plan.assignments)
     assert not compiler.gpu.races
+
+
+def test_code_that_depends_on_the_quota_is_made_for_every_quota(compiler: Compiler) -> None:
+    """With max-autotune: on a lane of each size, told of its units; the numbers stay those of eager."""
+    model, inputs = TwoTowers(depth=1), two_tower_inputs()
+    expected = train(model, loss_of(inputs), steps=4)
+    with inductor_config.patch(max_autotune_gemm=True, max_autotune_gemm_backends="ATEN"):
+        actual = train(model, loss_of(inputs), steps=4, backend=compiler)
+    assert_same_training(expected, actual)
+    for graph in compiler.models[0].graphs:
+        bodies = range(len(graph.bodies))
+        assert graph.tuned.keys() == {(body, units) for body in bodies for units in (64, 96, 32)}
+    held = [entry for entry in compiler.gpu.log if entry[0] in ("held to", "let go")]
+    assert held == 2 * [(what, units) for units in ("64", "96", "32") for what in ("held to", "let go")]
 
 
 def test_masks_under_replay_are_those_of_runs_on_lanes(compiler: Compiler) -> None:
