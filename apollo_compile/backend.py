@@ -37,7 +37,9 @@ from apollo_compile.cuda.urgency import rank_lanes
 from apollo_compile.device import (
     DeviceProfile,
     cached_profile_path,
+    discover_gpu_profile,
     discover_profile,
+    gpu_fingerprint,
     inspect_profile,
     limit_units,
     load_profile,
@@ -1216,13 +1218,18 @@ def _open_gpu(example_inputs: Sequence[Any], config: Config) -> TorchGpu | None:
 
 def _gpu_profile(gpu: TorchGpu, config: Config) -> DeviceProfile:
     """Return the profile for the SMs and atoms that this GPU has."""
-    profile = load_profile(config.device.profile or Path("h200"))
+    native = gpu.native
+    if config.device.profile is None:
+        fingerprint = gpu_fingerprint(native.name, driver=native.driver_version, units=native.num_sms)
+        profile = discover_gpu_profile(fingerprint, cache_dir=config.device.cache)
+    else:
+        profile = load_profile(config.device.profile)
     if profile.kind != "cuda":
         raise ConfigError(
             f"device profile {config.device.profile} is for a {profile.kind} device; this graph is on {gpu.device}: "
             "name the profile of a GPU, or none"
         )
-    return replace(profile, units=gpu.native.num_sms, atom=gpu.native.atom_sms)
+    return replace(profile, units=native.num_sms, atom=native.atom_sms)
 
 
 @functools.cache

@@ -99,6 +99,9 @@ def _parser() -> argparse.ArgumentParser:
 
     calibrate = _command(commands, "calibrate", _calibrate, "measure this machine and keep its device profile")
     calibrate.add_argument("--units", type=int, help="cores to use; default: every core that torch uses")
+    calibrate.add_argument(
+        "--gpu", type=int, nargs="?", const=0, metavar="NUMBER", help="measure this GPU instead, by default the first"
+    )
     calibrate.add_argument("--rounds", type=_positive, help="rounds over everything; default: 100")
     calibrate.add_argument("--output", type=Path, help="file for the profile; default: the user's cache")
 
@@ -323,6 +326,8 @@ def _bench(args: argparse.Namespace) -> int:
 
 
 def _calibrate(args: argparse.Namespace) -> int:
+    if args.gpu is not None:
+        return _calibrate_gpu(args)
     from apollo_compile.calibrate import ROUNDS, calibrate  # torch takes seconds to import: not for --help
     from apollo_compile.device import cached_profile_path, format_profile, machine_fingerprint, save_profile
     from apollo_compile.execute import available_units
@@ -350,6 +355,41 @@ def _calibrate(args: argparse.Namespace) -> int:
             file=sys.stderr,
         )
         return 1
+    return 0
+
+
+def _calibrate_gpu(args: argparse.Namespace) -> int:
+    from dataclasses import replace
+
+    from apollo_compile.cuda.calibrate import calibrate_gpu
+    from apollo_compile.cuda.gpu import TorchGpu, require_cuda
+    from apollo_compile.device import (
+        cached_gpu_profile_path,
+        format_profile,
+        gpu_fingerprint,
+        load_profile,
+        save_profile,
+    )
+
+    if args.units is not None or args.rounds is not None:
+        args.refuse("--units and --rounds are for CPUs: on a GPU lanes of every size are measured")
+    require_cuda()
+    gpu = TorchGpu(args.gpu)
+    native, cache = gpu.native, load_config().device.cache
+    assert cache is not None, "load_config fills it in"
+    fingerprint = gpu_fingerprint(native.name, driver=native.driver_version, units=native.num_sms)
+    path = cached_gpu_profile_path(cache, fingerprint) if args.output is None else args.output
+    sheet = replace(load_profile(Path("h200")), units=native.num_sms, atom=native.atom_sms)
+    begin = time.perf_counter()
+    with _Progress() as progress:
+        profile = calibrate_gpu(
+            gpu, sheet, name=native.name, device=gpu.device, num_atoms=native.num_atoms, progress=progress
+        )
+    save_profile(profile, path, fingerprint=fingerprint)
+    if args.json:
+        print(format_profile(profile, fingerprint=fingerprint), end="")
+    else:
+        print(f"{profile.name}: measured in {format_ns(seconds_to_ns(time.perf_counter() - begin))}, kept in {path}")
     return 0
 
 

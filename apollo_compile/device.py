@@ -1,6 +1,7 @@
 """What the compiler believes about the device: constants of one device, and how fast it is at what.
 
     discover_profile(units, cache_dir=...)  this machine: calibrated if it was, else the default scaled to it
+    discover_gpu_profile(...)               a GPU: calibrated if it was, else what an H200's data sheet says
     load_profile(path), save_profile(...)   the file form; `load_profile` also takes the name of a packaged profile
     default_profile(units)                  the packaged profile of CPUs: the same on every machine
 
@@ -290,6 +291,25 @@ def discover_profile(units: int, *, cache_dir: Path | None = None) -> DeviceProf
 def cached_profile_path(cache_dir: Path, units: int) -> Path:
     """Return the file in which the profile of this machine for `units` units is kept."""
     return cache_dir / f"profile-{units}.json"
+
+
+def discover_gpu_profile(fingerprint: Fingerprint, *, cache_dir: Path | None = None) -> DeviceProfile:
+    """Return the profile of the GPU that `fingerprint` is of; an H200's by the data sheet where it was not measured."""
+    path = None if cache_dir is None else cached_gpu_profile_path(cache_dir, fingerprint)
+    return (path and _read_if_current(path, fingerprint)) or _load_packaged("h200")
+
+
+def cached_gpu_profile_path(cache_dir: Path, fingerprint: Fingerprint) -> Path:
+    """Return the file in which the profile of a GPU is kept."""
+    name = "".join(letter if letter.isalnum() else "-" for letter in fingerprint.device)
+    return cache_dir / f"profile-{name}-{fingerprint.units}.json"
+
+
+def gpu_fingerprint(name: str, *, driver: int, units: int) -> Fingerprint:
+    """Return what a measurement of a GPU depends on; `driver` is its CUDA version as 13000, `units` are all its SMs."""
+    from importlib.metadata import version
+
+    return Fingerprint(device=name, driver=str(driver), torch=version("torch"), cores=units, units=units)
 
 
 @functools.cache

@@ -111,6 +111,17 @@ def open_device(ordinal: int) -> _native.CudaDevice:
     return _native.cuda_device(ordinal)
 
 
+def require_cuda() -> None:
+    """Raise where torch sees no GPU.
+
+    Raises:
+        CudaError: always then, with what to do.
+    """
+    if not torch.cuda.is_available():
+        why = "torch was built without CUDA" if torch.version.cuda is None else "torch sees no CUDA device"
+        raise CudaError(f"no GPU: {why}; lanes on a GPU need an NVIDIA GPU, its driver, and torch built for CUDA")
+
+
 def atoms_of(lane: Lane, atom: int) -> list[int]:
     """Return the atoms whose units the lane has.
 

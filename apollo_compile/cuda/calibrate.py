@@ -1,0 +1,341 @@
+"""Measure a GPU: what lanes of every size achieve, what hand-overs cost, what neighbours cost each other.
+
+    calibrate_gpu(gpu, sheet, ...) -> DeviceProfile
+
+Everything is timed inside the quota that it is about: captured on a lane of so many SMs, between two events that are
+nodes of the CUDA graph, and replayed. So nothing that the host does is in a time.
+
+quotas      Products of matrices, attention, and additions of vectors that fit into the cache and that do not, on lanes
+            of one atom, two atoms and so on up to all, and on the whole device. The additions tell how many SMs
+            saturate the memory. Times go in waves, so no number of SMs is left out.
+fixed       A chain of kernels that do next to nothing: what one kernel takes at least. The same chain back and forth
+            between two lanes: what a hand-over adds. A segment adds no node to a CUDA graph but its kernels, so
+            launching one takes nothing.
+neighbours  A product and an addition on one half of the device, while the other half does the one or the other.
+
+What is not measured (other types of elements, convolutions, scatters) stays what the data sheet says.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+import torch
+import torch.nn.functional as functional
+
+from apollo_compile.cuda.gpu import Event, Gpu, Stream
+from apollo_compile.device import Arithmetic, DeviceProfile, Rate, rate_at
+from apollo_compile.ir import KernelKind, Lane, LaneId
+from apollo_compile.units import NS_PER_S
+
+UNTIMED_REPLAYS = 2
+TIMED_REPLAYS = 7
+
+CHAIN = 64
+"""Kernels of a chain."""
+
+NEIGHBOUR_ROUNDS = 4
+"""Times that a neighbour does its work while the other is timed, so that it is at work from beginning to end."""
+
+Progress: TypeAlias = Callable[[str, int, int], None]
+"""What is being done, how many steps are done, and how many there are."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sizes:
+    """How large the test kernels are; the defaults fill an H200."""
+
+    side: int = 4096
+    """Rows and columns of a matrix."""
+    tokens: int = 2048
+    """Of an attention with 16 sequences, 16 heads and 64 columns a head."""
+    cached_bytes: int = 24 * 2**20
+    """That an addition moves again and again; it stays in the cache."""
+    streamed_bytes: int = 768 * 2**20
+    """That an addition moves and that no cache holds."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Probe:
+    """A kernel that is timed; called like a body."""
+
+    name: str
+    run: Callable[[], object]
+    kind: KernelKind | None = None
+    """Whose arithmetic it measures; None where it measures memory or nothing but itself."""
+    dtype: str = ""
+    amount: int = 0
+    """Flops or bytes."""
+
+    def __call__(self, inputs: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Launch the kernel on the current stream."""
+        self.run()
+        return ()
+
+
+def calibrate_gpu(
+    gpu: Gpu,
+    sheet: DeviceProfile,
+    *,
+    name: str,
+    device: torch.device,
+    num_atoms: int,
+    sizes: Sizes | None = None,
+    progress: Progress = lambda what, done, total: None,
+) -> DeviceProfile:
+    """Return `sheet` with what was measured in the place of what it says.
+
+    Arguments:
+        gpu: the device; no other work should run on it.
+        sheet: its profile by the data sheet, with its numbers of units and of units an atom.
+        name: of the device.
+        device: where its tensors are.
+        num_atoms: how many atoms it has.
+        sizes: of the test kernels.
+        progress: called before every step.
+    """
+    sizes = sizes or Sizes()
+    lanes = _lanes(sheet.units, sheet.atom, num_atoms)
+    steps = iter(range(len(lanes) + 3))
+
+    def begin(what: str) -> None:
+        progress(what, next(steps), len(lanes) + 2)
+
+    with torch.no_grad():
+        probes = _make_probes(sizes, device)
+        begin("kernels and hand-overs")
+        kernel_ns, handover_ns = _fixed_times(gpu, device, sheet, num_atoms)
+        times: dict[int, dict[str, int]] = {}
+        for lane in lanes:
+            begin("kernels on lanes")
+            times[len(lane.units)] = {probe.name: time_on(gpu, lane, probe) for probe in probes}
+        begin("neighbours")
+        slowdown = _slowdown(gpu, _halves(sheet.atom, num_atoms), {probe.name: probe for probe in probes})
+    begin("done")
+    return _make_profile(sheet, name, probes, times, kernel_ns=kernel_ns, handover_ns=handover_ns, slowdown=slowdown)
+
+
+def time_on(gpu: Gpu, lane: Lane, probe: Probe, neighbours: Mapping[Lane, Probe] | None = None, rounds: int = 1) -> int:
+    """Return the median nanoseconds of a probe on a lane, while neighbours do theirs `rounds` times beside it."""
+    timers: list[Event] = []
+
+    def work(origin: Stream) -> None:
+        streams = {each: gpu.lane_stream(each) or origin for each in (lane, *(neighbours or {}))}
+        _order(gpu, [origin], [stream for stream in streams.values() if stream is not origin])
+        for other, its in (neighbours or {}).items():
+            for _ in range(rounds):
+                gpu.call(its, [], streams[other])
+        timers[:] = gpu.new_timer(), gpu.new_timer()
+        gpu.record(timers[0], streams[lane])
+        gpu.call(probe, [], streams[lane])
+        gpu.record(timers[1], streams[lane])
+        _order(gpu, [stream for stream in streams.values() if stream is not origin], [origin])
+
+    return _replayed(gpu, work, timers)
+
+
+def _replayed(gpu: Gpu, work: Callable[[Stream], None], timers: list[Event]) -> int:
+    """Return the median nanoseconds between the two timers that `work` records."""
+    work(gpu.caller_stream())  # loads code, and lets libraries take their workspaces
+    gpu.synchronize()
+    recording = gpu.capture(work, None)
+    times = []
+    for number in range(UNTIMED_REPLAYS + TIMED_REPLAYS):
+        recording.replay()
+        gpu.synchronize()
+        if number >= UNTIMED_REPLAYS:
+            times.append(gpu.elapsed_ns(*timers))
+    return max(1, round(statistics.median(times)))
+
+
+def _order(gpu: Gpu, earlier: Sequence[Stream], later: Sequence[Stream]) -> None:
+    for source, target in itertools.product(earlier, later):
+        event = gpu.new_event()
+        gpu.record(event, source)
+        gpu.wait(event, target)
+
+
+def _lanes(units: int, atom: int, num_atoms: int) -> list[Lane]:
+    """Return a lane of every number of atoms, and one with every unit."""
+    counts = sorted({*(atom * count for count in range(1, num_atoms + 1)), units})
+    return [Lane(id=LaneId(index + 1), units=tuple(range(count))) for index, count in enumerate(counts)]
+
+
+def _halves(atom: int, num_atoms: int) -> tuple[Lane, Lane] | None:
+    """Return two lanes of as many atoms; None of a device with one."""
+    half = num_atoms // 2
+    if half == 0:
+        return None
+    ranges = (range(half * atom), range(half * atom, 2 * half * atom))
+    first, second = (Lane(id=LaneId(1 + index), units=tuple(each)) for index, each in enumerate(ranges))
+    return first, second
+
+
+# ---------------------------------------------------------------------------------------------------------- probes
+
+_PRODUCT = "product"
+_CACHED = "cached bytes"
+_STREAMED = "streamed bytes"
+
+
+def _make_probes(sizes: Sizes, device: torch.device) -> list[Probe]:
+    probes = [_product(sizes.side, dtype, device) for dtype in (torch.bfloat16, torch.float16, torch.float32)]
+    probes += _attention(sizes.tokens, device)
+    return [*probes, _addition(_CACHED, sizes.cached_bytes, device), _addition(_STREAMED, sizes.streamed_bytes, device)]
+
+
+def _product(side: int, dtype: torch.dtype, device: torch.device) -> Probe:
+    left, right = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(2))
+    total, kind = torch.empty_like(left), str(dtype).removeprefix("torch.")
+    return Probe(
+        name=f"{_PRODUCT} {kind}",
+        run=lambda: torch.mm(left, right, out=total),
+        kind=KernelKind.MATMUL,
+        dtype=kind,
+        amount=2 * side**3,
+    )
+
+
+def _attention(tokens: int, device: torch.device) -> list[Probe]:
+    batch, heads, width = 16, 16, 64
+    query, key, value = (
+        torch.randn(batch, heads, tokens, width, device=device, dtype=torch.bfloat16) for _ in range(3)
+    )
+    flops = 4 * batch * heads * tokens**2 * width
+    return [
+        Probe(
+            name="attention",
+            run=lambda: functional.scaled_dot_product_attention(query, key, value),
+            kind=KernelKind.ATTENTION,
+            dtype="bfloat16",
+            amount=flops,
+        ),
+        Probe(
+            name="batched product",
+            run=lambda: torch.matmul(query, key.transpose(2, 3)),
+            kind=KernelKind.BATCHED_MATMUL,
+            dtype="bfloat16",
+            amount=flops // 2,
+        ),
+    ]
+
+
+def _addition(name: str, num_bytes: int, device: torch.device) -> Probe:
+    left, right, total = (torch.ones(num_bytes // 12, device=device) for _ in range(3))
+    return Probe(name=name, run=lambda: torch.add(left, right, out=total), amount=12 * left.numel())
+
+
+def _fixed_times(gpu: Gpu, device: torch.device, sheet: DeviceProfile, num_atoms: int) -> tuple[int, int]:
+    """Return the nanoseconds of a kernel that does next to nothing, and what a hand-over adds."""
+    value = torch.zeros(1, device=device)
+    nothing = Probe(name="nothing", run=lambda: value.add_(1))
+    halves = _halves(sheet.atom, num_atoms)
+    if halves is None:
+        return _chain(gpu, nothing, [None]) // CHAIN, sheet.handover_ns
+    one, other = halves
+    alone, in_turns = _chain(gpu, nothing, [one]), _chain(gpu, nothing, [one, other])
+    return alone // CHAIN, max(0, in_turns - alone) // (CHAIN - 1)
+
+
+def _chain(gpu: Gpu, probe: Probe, lanes: Sequence[Lane | None]) -> int:
+    """Return the nanoseconds of a chain of kernels that goes from lane to lane."""
+    timers: list[Event] = []
+
+    def work(origin: Stream) -> None:
+        streams = [origin if lane is None else gpu.lane_stream(lane) or origin for lane in lanes]
+        timers[:] = gpu.new_timer(), gpu.new_timer()
+        _order(gpu, [origin], [stream for stream in streams if stream is not origin])
+        gpu.record(timers[0], streams[0])
+        for number in range(CHAIN):
+            stream = streams[number % len(streams)]
+            if number and len(streams) > 1:
+                _order(gpu, [streams[(number - 1) % len(streams)]], [stream])
+            gpu.call(probe, [], stream)
+        gpu.record(timers[1], stream)
+        _order(gpu, [stream for stream in streams if stream is not origin], [origin])
+
+    return _replayed(gpu, work, timers)
+
+
+def _slowdown(
+    gpu: Gpu, halves: tuple[Lane, Lane] | None, probes: Mapping[str, Probe]
+) -> tuple[tuple[float, float], tuple[float, float]]:
+    """Return how many times longer (arithmetic, memory) takes beside (arithmetic, memory)."""
+    if halves is None:
+        return ((1.0, 1.0), (1.0, 1.0))
+    own, other = halves
+
+    def factor(mine: Probe, its: Probe) -> float:
+        alone, its_own = time_on(gpu, own, mine), time_on(gpu, other, its)
+        rounds = NEIGHBOUR_ROUNDS * -(-alone // its_own)
+        return round(max(1.0, time_on(gpu, own, mine, {other: its}, rounds) / alone), 3)
+
+    arithmetic, memory = probes[f"{_PRODUCT} bfloat16"], probes[_STREAMED]
+    return (
+        (factor(arithmetic, arithmetic), factor(arithmetic, memory)),
+        (factor(memory, arithmetic), factor(memory, memory)),
+    )
+
+
+# --------------------------------------------------------------------------------------------------------- profile
+
+
+def _make_profile(
+    sheet: DeviceProfile,
+    name: str,
+    probes: Sequence[Probe],
+    times: Mapping[int, Mapping[str, int]],
+    *,
+    kernel_ns: int,
+    handover_ns: int,
+    slowdown: tuple[tuple[float, float], tuple[float, float]],
+) -> DeviceProfile:
+    """Choose rates so that the roofline gives the times that were measured."""
+    counts = sorted(times)
+    unit_counts = tuple(counts if counts[0] == 1 else [1, *counts])
+
+    def rates(probe: Probe) -> tuple[float, ...]:
+        per_s = [probe.amount / max(1, times[count][probe.name] - kernel_ns) * NS_PER_S for count in counts]
+        first = [] if counts[0] == 1 else [per_s[0] / counts[0]]
+        return tuple(float(f"{value:.4g}") for value in [*first, *per_s])
+
+    def at_counts(table: Sequence[Rate]) -> tuple[Rate, ...]:
+        return tuple(
+            Rate(size=each.size, per_s=tuple(rate_at([each], sheet.unit_counts, each.size, n) for n in unit_counts))
+            for each in table
+        )
+
+    by_name = {probe.name: probe for probe in probes}
+    measured = {(probe.kind, probe.dtype): (Rate(size=1, per_s=rates(probe)),) for probe in probes if probe.kind}
+    cached, streamed = by_name[_CACHED], by_name[_STREAMED]
+    return replace(
+        sheet,
+        name=name,
+        source="measured",
+        unit_counts=unit_counts,
+        arithmetic=tuple(
+            Arithmetic(
+                kind=table.kind,
+                dtype=table.dtype,
+                rates=measured.get((table.kind, table.dtype)) or at_counts(table.rates),
+            )
+            for table in sheet.arithmetic
+        ),
+        near_bytes_per_s=(
+            Rate(size=cached.amount, per_s=rates(cached)),
+            Rate(size=streamed.amount, per_s=rates(streamed)),
+        ),
+        far_bytes_per_s=(Rate(size=1, per_s=rates(streamed)),),
+        kernel_ns=kernel_ns,
+        launch_ns=0,
+        handover_ns=handover_ns,
+        slowdown=slowdown,
+        notes=(
+            f"measured on lanes of {', '.join(map(str, counts))} SMs: {', '.join(by_name)}, hand-overs, neighbours",
+            f"as in the profile of {sheet.name}: arithmetic of every other kind and type of elements",
+        ),
+    )
