@@ -411,6 +411,7 @@ class CompiledGraph:
             urgency=rank_lanes(compilation.partition.graph, compilation.plan, compilation.costs),
             tuned={} if way in _SHARING_BY_WAY else self.tuned,
             lane_memory_quota=self.config.device.lane_memory_quota,
+            is_quota_hard=self.config.device.hard_lane_memory_quota,
             strict=self.config.debug.strict,
         )
 

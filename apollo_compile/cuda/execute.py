@@ -33,6 +33,7 @@ import torch
 from apollo_compile.cuda.gpu import Gpu, Recording, Stream
 from apollo_compile.cuda.launch import Launcher
 from apollo_compile.cuda.measure import measure_bodies
+from apollo_compile.cuda.pieces import capture_pieces
 from apollo_compile.cuda.quota import LaneMemory, account
 from apollo_compile.errors import MemoryQuotaError, UnsupportedGraphError
 from apollo_compile.inductor import CompiledBody, storage_uses
@@ -112,6 +113,8 @@ class CudaExecutable:
     tuned: Mapping[tuple[BodyId, int], CompiledBody] = field(default_factory=dict)
     """What lanes run instead of a body, by its id and their number of units."""
     lane_memory_quota: int | None = None
+    is_quota_hard: bool = False
+    """Whether a lane gets no byte beyond its quota even for a moment; every lane is captured alone then."""
     strict: bool = False
     """Raise what would otherwise be logged."""
     num_captures: int = 0
@@ -249,7 +252,23 @@ class CudaExecutable:
             outputs.extend(self._launcher.launch(arguments, origin))
 
         forward = self.shared.forward if self.graph.role is Role.BACKWARD else None
-        recording = self.gpu.capture(work, None if forward is None else forward.recording)
+        shares = None if forward is None else forward.recording
+        recording: Recording
+        if self.is_quota_hard and self.lane_memory_quota is not None:
+            arguments = [slots.get(index, tensor) for index, tensor in enumerate(inputs)]
+            recording, outputs = capture_pieces(
+                self.program,
+                [body.function for body in self.bodies],
+                self.gpu,
+                arguments,
+                graph=self.graph,
+                quota=self.lane_memory_quota,
+                urgency=self.urgency,
+                tuned=self._tuned,
+                shares=shares,
+            )
+        else:
+            recording = self.gpu.capture(work, shares)
         memory = account(
             recording,
             self._launcher.streams,

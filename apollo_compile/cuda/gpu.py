@@ -16,7 +16,7 @@ import torch
 from apollo_compile import _native
 from apollo_compile.errors import CudaError
 from apollo_compile.inductor import clear_workspaces, units_left_out
-from apollo_compile.ir import Lane
+from apollo_compile.ir import Lane, LaneId
 from apollo_compile.units import NS_PER_MS
 
 Stream = Any
@@ -43,8 +43,20 @@ class Recording(Protocol):
     def replay(self) -> None:
         """Run all of it again; what follows on the caller's stream comes after it."""
 
-    def bytes_on(self, stream: Stream) -> int:
-        """Return the bytes of device memory that work on `stream` took while it was captured."""
+    def bytes_of(self, lane: LaneId, stream: Stream) -> int:
+        """Return the bytes of device memory that a lane, with its stream, took while it was captured."""
+
+
+class LanePool(Protocol):
+    """Memory of one lane, which gives no more than the lane's quota."""
+
+    @property
+    def taken_bytes(self) -> int:
+        """What the lane has taken."""
+
+    @property
+    def refused_bytes(self) -> int:
+        """What it last asked for and did not get, since the quota was reached; 0 where that never happened."""
 
 
 class Gpu(Protocol):
@@ -94,6 +106,15 @@ class Gpu(Protocol):
 
         `shares` is an earlier recording whose memory may be used again where it is not held.
         """
+
+    def lane_pool(self, stream: Stream | None, quota: int) -> LanePool:
+        """Return a new pool for the lane of a stream, None being the caller's; it gives `quota` bytes at most."""
+
+    def capture_alone(self, work: Callable[[Stream], None], stream: Stream | None, pool: LanePool) -> Recording:
+        """Capture what `work(stream)` launches on that stream alone, with memory of the pool; None is the caller's."""
+
+    def replay_on(self, recording: Recording, stream: Stream) -> None:
+        """Launch a recording on a stream."""
 
     def copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
         """Copy each source into its target, on the caller's stream."""
@@ -249,15 +270,37 @@ class TorchGpu:
 
     def capture(self, work: Callable[[Stream], None], shares: Recording | None) -> TorchRecording:
         """Capture with torch's own class, which takes care of random numbers and of the pool."""
+        pool = shares.graph.pool() if isinstance(shares, TorchRecording) else torch.cuda.graph_pool_handle()
+        return self._capture(work, self._origin(), pool)
+
+    def lane_pool(self, stream: Stream | None, quota: int) -> TorchLanePool:
+        """Return a pool that asks the native runtime for every segment."""
+        return TorchLanePool(self.native, self.handle_of(stream or self._origin()), quota)
+
+    def capture_alone(self, work: Callable[[Stream], None], stream: Stream | None, pool: LanePool) -> TorchRecording:
+        """Capture into the pool; work of the caller's stream is captured on one that can be."""
+        assert isinstance(pool, TorchLanePool)
+        with pool.limited():
+            return self._capture(work, stream or self._origin(), pool.id)
+
+    def replay_on(self, recording: Recording, stream: Stream) -> None:
+        """Launch with `stream` as torch's current one."""
+        with torch.cuda.stream(stream):
+            recording.replay()
+
+    def _origin(self) -> Stream:
+        """Return the stream on which captures begin and end: not the default one, which cannot be captured."""
         if self._capture_stream is None:
             self._capture_stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        return self._capture_stream
+
+    def _capture(self, work: Callable[[Stream], None], stream: Stream, pool: Any) -> TorchRecording:
         graph = torch.cuda.CUDAGraph()
-        pool = shares.graph.pool() if isinstance(shares, TorchRecording) else torch.cuda.graph_pool_handle()
         with (
             _fresh_workspaces(),
-            torch.cuda.graph(graph, pool=pool, stream=self._capture_stream, capture_error_mode="thread_local"),
+            torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"),
         ):
-            work(self._capture_stream)
+            work(stream)
         return TorchRecording(graph, pool)
 
     def copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
@@ -281,10 +324,60 @@ class TorchRecording:
         """Launch the graph on torch's current stream, random numbers included."""
         self.graph.replay()
 
-    def bytes_on(self, stream: Stream) -> int:
+    def bytes_of(self, lane: LaneId, stream: Stream) -> int:
         """Return the bytes of the pool's segments that belong to the stream."""
         segments = torch.cuda.memory_snapshot(self._pool)  # type: ignore[no-untyped-call]
         return sum(segment["total_size"] for segment in segments if segment["stream"] == stream.cuda_stream)
+
+
+class TorchLanePool:
+    """A pool of torch's allocator whose segments come from the native runtime, which counts them by stream.
+
+    Several pools may belong to one stream, since every graph has its own: while this pool is captured into, the stream
+    is allowed what it has and what this pool may still take.
+    """
+
+    def __init__(self, native: _native.CudaDevice, stream: int, quota: int) -> None:
+        """Make the pool; `stream` is the CUstream of the lane."""
+        self._taken = 0
+        """Up to the last capture into it."""
+        self._before: int | None = None
+        """What the lane had when the capture that goes on began."""
+        self._native = native
+        self._stream = stream
+        self._quota = quota
+        allocator = torch.cuda.memory.CUDAPluggableAllocator(_native.__file__, _native.ALLOCATE, _native.FREE)
+        self._pool = torch.cuda.MemPool(allocator.allocator())  # type: ignore[no-untyped-call]
+        self._allocator = allocator  # the pool calls it until it is gone
+
+    @property
+    def id(self) -> Any:
+        """What torch names it by."""
+        return self._pool.id
+
+    @property
+    def taken_bytes(self) -> int:
+        """What the lane has taken from this pool."""
+        if self._before is None:
+            return self._taken
+        return self._taken + self._native.lane_memory(self._stream)[1] - self._before
+
+    @property
+    def refused_bytes(self) -> int:
+        """What the runtime refused since the pool was last captured into."""
+        _, _, refused = self._native.lane_memory(self._stream)
+        return refused
+
+    @contextlib.contextmanager
+    def limited(self) -> Iterator[None]:
+        """Give the lane what is left of the quota inside, and nothing afterwards."""
+        _, before, _ = self._native.lane_memory(self._stream)
+        self._native.limit_memory(self._stream, before + self._quota - self._taken)
+        self._before = before
+        try:
+            yield
+        finally:
+            self._taken, self._before = self.taken_bytes, None
 
 
 @contextlib.contextmanager
