@@ -1,30 +1,37 @@
 """Checks T0 to T13: what has to hold on a GPU before a step time of lanes means anything. See `gpu_suite.py`.
 
-Each check is a function of the device that returns what it saw; what it cannot do it raises. T8, whether lanes are
-faster, is the second half of the suite.
+Each check is a function of the device that returns what it saw; what it cannot do it raises. Whether whole models are
+faster is the second half of the suite.
 """
 
 from __future__ import annotations
 
 import statistics
+import subprocess
+import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from apollo_compile import backend
-from apollo_compile.cuda.examine import examine_cuda, split_lanes
+from apollo_compile.cuda.calibrate import calibrate_gpu
+from apollo_compile.cuda.examine import contexts_of, examine_cuda, judge_nodes, split_lanes, walk_capture
 from apollo_compile.cuda.execute import CudaExecutable
-from apollo_compile.cuda.gpu import Sharing, TorchGpu
+from apollo_compile.cuda.gpu import Sharing, TorchGpu, TorchRecording
 from apollo_compile.cuda.launch import Launcher
+from apollo_compile.device import load_profile
+from apollo_compile.errors import MemoryQuotaError
 from apollo_compile.findings import Finding, Level
 from apollo_compile.ir import BodyId, BufferId, Lane, LaneId, Launch, Program, SegmentId
+from apollo_compile.json_form import to_json
 from apollo_compile.units import format_bytes, format_ns
-from benchmarks.gpu_workloads import build_gpu_workload
+from benchmarks.gpu_workloads import SHAPES, Encoder, build_gpu_workload
 
 OPTIONS = {
     "debug.strict": True,
@@ -107,15 +114,71 @@ def lanes_run_at_the_same_time(gpu: TorchGpu) -> Outcome:
     return Outcome(is_met=is_met, text=f"{shown}, one alone {format_ns(alone)}", numbers={**times, "alone": alone})
 
 
-def replays_do_not_race(gpu: TorchGpu) -> Outcome:
-    """T4: 200 replays with cross-lane tensors give the same numbers."""
+def many_small_kernels_keep_their_pace(gpu: TorchGpu) -> Outcome:
+    """T3: 300 kernels on each of two lanes take as long as 300 on one; a queue that lanes share would show here."""
+    count = 300
+    values = [torch.zeros(1024, device=gpu.device) for _ in range(2)]
+
+    def body(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        for _ in range(count):
+            inputs[0].add_(1)
+        return [inputs.pop()]
+
+    times = {}
+    for name, device, lanes in (
+        ("one lane", gpu, 1),
+        ("two lanes", gpu, 2),
+        ("two plain streams", gpu.sharing(Sharing.FREE), 2),
+    ):
+        launcher = Launcher(_beside(_split(gpu, 2)[:lanes]), [body], device)
+        times[name] = _time_graph(device, partial(_launch_with, launcher, values[:lanes]))
+    later_ns = (times["two lanes"] - times["one lane"]) // count
+    shown = ", ".join(f"{name} {format_ns(ns // count)}" for name, ns in times.items())
+    return Outcome(is_met=later_ns < 1_000, text=f"a kernel takes {shown}", numbers=times)
+
+
+def kernels_of_a_model_are_in_their_lanes(gpu: TorchGpu) -> Outcome:
+    """T2: every kernel of a model's forward is in the lane that launched it; library kernels too."""
     run, inputs = _compiled(gpu, "flava")
+    taken: list[list[torch.Tensor]] = []
     with torch.no_grad():
-        outputs = [run(inputs) for _ in range(203)]
-    num_wrong = sum(not torch.equal(output, outputs[-1]) for output in outputs[3:])
-    replays = _num_replays()
-    text = f"{num_wrong} of {replays} replays on {_num_lanes()} lanes differ"
-    return Outcome(is_met=num_wrong == 0 and replays >= 200 and _num_lanes() > 1, text=text)
+        run(inputs)
+        compiled = backend.compiled_models()[-1].graphs[-1]
+        own = compiled._run
+
+        def listen(arguments: list[torch.Tensor]) -> Any:
+            taken.append(list(arguments))
+            return own(arguments)
+
+        compiled._run = listen
+        run(inputs)
+        executable = compiled.executable
+        launcher = Launcher(executable.program, [body.function for body in compiled.bodies], gpu)
+        _, kernels = walk_capture(gpu, launcher, taken[0])
+    lanes = zip(executable.program.lanes, executable.program.instructions, strict=True)
+    finding = judge_nodes("model", kernels, contexts_of(gpu, [lane for lane, work in lanes if work]))
+    numbers = {"kernels": [[each.lane, each.segment, each.name] for each in kernels]}
+    return Outcome(is_met=finding.level is not Level.ERROR, text=finding.message, numbers=numbers)
+
+
+def replays_do_not_race(gpu: TorchGpu, names: Sequence[str] = ("flava",), count: int = 200) -> Outcome:
+    """T4: replays with cross-lane tensors give the same numbers, with poison in all memory of the graph before each."""
+    seen, is_met = {}, True
+    for name in names:
+        run, inputs = _compiled(gpu, name)
+        with torch.no_grad():
+            for _ in range(3):
+                expected = run(inputs)
+            num_wrong = 0
+            for _ in range(count):
+                for executable in _executables():
+                    _poison(executable)
+                num_wrong += not torch.equal(run(inputs), expected)
+        replays = _num_replays()
+        has_lanes = _num_lanes() > 1 or len(SHAPES[name].towers) == 1  # of a chain nothing runs side by side
+        is_met = is_met and num_wrong == 0 and replays >= count and has_lanes
+        seen[name] = f"{num_wrong} of {replays} replays on {_num_lanes()} lanes differ"
+    return Outcome(is_met=is_met, text="; ".join(f"{name}: {text}" for name, text in seen.items()), numbers=seen)
 
 
 def masks_are_right_under_replay(gpu: TorchGpu) -> Outcome:
@@ -149,6 +212,36 @@ def training_is_as_in_eager(gpu: TorchGpu) -> Outcome:
     return Outcome(is_met=is_met, text=text, numbers={"worst": worst})
 
 
+def splits_against_streams(gpu: TorchGpu) -> Outcome:
+    """T8: two encoders side by side on every split in two, on overlapping lanes, by priorities, on streams, in turn."""
+    encoders, inputs = [], []
+    for name in ("image", "text"):
+        tower = SHAPES["clip_b32"].towers[name]
+        encoders.append(Encoder(tower, tower.width, 0.0).to(gpu.device, torch.bfloat16))
+        inputs.append(torch.randn(32, tower.tokens, tower.width, device=gpu.device, dtype=torch.bfloat16))
+    bodies = [lambda taken, encoder=encoder: [encoder(taken.pop())] for encoder in encoders]
+
+    def time_of(device: TorchGpu, lanes: Sequence[Lane], urgency: dict[LaneId, int] | None = None) -> int:
+        program = _beside(lanes, bodies=range(len(bodies)))
+        launcher = Launcher(program, bodies, device, urgency)
+        return _time_graph(device, partial(_launch_with, launcher, inputs))
+
+    atoms, halves = gpu.native.num_atoms, _split(gpu, 2)
+    whole = Lane(id=LaneId(0), units=tuple(range(gpu.native.num_sms)))
+    first = {LaneId(0): 1}
+    with torch.no_grad():
+        times = {"one stream": time_of(gpu, [whole, whole])}
+        times["streams"] = time_of(gpu.sharing(Sharing.FREE), halves)
+        times["priorities"] = time_of(gpu.sharing(Sharing.URGENCY), halves, first)
+        times["overlapping halves"] = time_of(gpu.sharing(Sharing.OVERLAPPING), halves, first)
+        for part in range(1, atoms):
+            lanes = split_lanes(atoms, gpu.native.atom_sms, (part, atoms - part))
+            times[" + ".join(str(len(lane.units)) for lane in lanes)] = time_of(gpu, lanes)
+    best = min(list(times)[4:], key=lambda name: times[name])
+    shown = ", ".join(f"{name} {format_ns(times[name])}" for name in (*list(times)[:4], best))
+    return Outcome(is_met=True, text=f"{shown} (the best of {atoms - 1} splits)", numbers=times)
+
+
 def carveout_helps_or_not(gpu: TorchGpu) -> Outcome:
     """T9: products on half the device with and without telling libraries how many SMs are not theirs."""
     tell = getattr(torch._C, "_set_sm_carveout_experimental", None)
@@ -176,6 +269,27 @@ def lanes_account_for_their_memory(gpu: TorchGpu) -> Outcome:
     taken = {each.lane: each.num_bytes for each in (e for made in _executables() for e in made.lane_memory)}
     shown = ", ".join(f"lane {lane} {format_bytes(size)}" for lane, size in taken.items())
     return Outcome(is_met=bool(taken) and all(taken.values()), text=shown or "no lane took memory", numbers=taken)
+
+
+def a_hard_quota_is_kept(gpu: TorchGpu) -> Outcome:
+    """T10: lanes captured alone have the numbers of others; one that asks for too much is refused, with its name."""
+    run, inputs = _compiled(gpu, "flava")
+    capped, _ = _compiled(gpu, "flava", {"device.lane_memory_quota": 2**32, "device.hard_lane_memory_quota": True})
+    with torch.no_grad():
+        expected = run(inputs)
+        outputs = [capped(inputs) for _ in range(6)]
+    is_right = all(torch.equal(output, expected) for output in outputs) and _num_replays() >= 4
+    taken = [each.num_bytes for made in _executables() for each in made.lane_memory]
+    refused, _ = _compiled(gpu, "flava", {"device.lane_memory_quota": 1, "device.hard_lane_memory_quota": True})
+    text = "nobody was refused anything"
+    with torch.no_grad():
+        try:
+            for _ in range(4):
+                refused(inputs)
+        except MemoryQuotaError as error:
+            text = str(error)
+    shown = f"lanes took {', '.join(map(format_bytes, taken))}; {text}"
+    return Outcome(is_met=is_right and all(taken) and "asked for" in text, text=shown, numbers={"taken": taken})
 
 
 def a_longer_lane_can_go_on_with_every_sm(gpu: TorchGpu) -> Outcome:
@@ -244,7 +358,7 @@ def markers_agree(gpu: TorchGpu) -> Outcome:
 
 
 def failures_and_recaptures_leave_no_trace(gpu: TorchGpu) -> Outcome:
-    """T13: a capture that fails, one that succeeds after it, and 30 more in bounded memory."""
+    """T13: a capture that fails, 50 that succeed after it in bounded memory, and a process that ends with lanes."""
 
     def fail(origin: Any) -> None:
         raise RuntimeError("on purpose")
@@ -256,7 +370,7 @@ def failures_and_recaptures_leave_no_trace(gpu: TorchGpu) -> Outcome:
             raise
     value = torch.ones(1024, 1024, device=gpu.device)
     sizes = []
-    for _ in range(30):
+    for _ in range(50):
         recording = gpu.capture(lambda origin: value.add(1), None)
         recording.replay()
         gpu.synchronize()
@@ -264,23 +378,72 @@ def failures_and_recaptures_leave_no_trace(gpu: TorchGpu) -> Outcome:
         torch.cuda.empty_cache()
         sizes.append(torch.cuda.memory_reserved(gpu.device))
     grown = sizes[-1] - sizes[4]
-    return Outcome(is_met=grown <= 2**21, text=f"memory grew by {format_bytes(grown)} over 25 captures")
+    done = subprocess.run([sys.executable, "-c", _ENDS_WITH_LANES], capture_output=True, text=True, check=False)
+    is_met = grown <= 2**21 and done.returncode == 0
+    ended = "ends well" if done.returncode == 0 else f"returns {done.returncode}"
+    text = f"memory grew by {format_bytes(grown)} over 45 captures; a process that ends with lanes {ended}"
+    return Outcome(is_met=is_met, text=text, numbers={"stderr": done.stderr[-2000:]})
+
+
+_ENDS_WITH_LANES = """
+import torch
+from apollo_compile.cuda.examine import split_lanes
+from apollo_compile.cuda.gpu import TorchGpu
+gpu = TorchGpu(0)
+lane = split_lanes(gpu.native.num_atoms, gpu.native.atom_sms, (1, 1))[0]
+value = torch.ones(1024, device=gpu.device)
+def work(origin):
+    stream = gpu.lane_stream(lane)
+    for source, target in ((origin, stream), (stream, origin)):
+        event = gpu.new_event()
+        gpu.record(event, source)
+        gpu.wait(event, target)
+        if target is stream:
+            gpu.call(lambda inputs: value.add_(1), [], stream)
+recording = gpu.capture(work, None)
+recording.replay()
+"""
+
+
+def calibration_is_plausible(gpu: TorchGpu) -> Outcome:
+    """T1: lanes of every size, hand-overs and neighbours are measured, and more SMs are not slower by much."""
+    native = gpu.native
+    sheet = replace(load_profile(Path("h200")), units=native.num_sms, atom=native.atom_sms)
+    profile = calibrate_gpu(gpu, sheet, name=native.name, device=gpu.device, num_atoms=native.num_atoms)
+    far = profile.far_bytes_per_s[0].per_s
+    saturated = next(count for count, rate in zip(profile.unit_counts, far, strict=True) if rate > 0.95 * max(far))
+    text = (
+        f"a kernel takes {format_ns(profile.kernel_ns)}, a hand-over {format_ns(profile.handover_ns)}; {saturated} SMs "
+        f"saturate the memory; neighbours {profile.slowdown}"
+    )
+    return Outcome(is_met=far[-1] > 0.8 * max(far), text=text, numbers={"profile": to_json(profile)})
 
 
 CHECKS: tuple[tuple[str, Check], ...] = (
     ("T0 driver", what_the_driver_gives),
     ("T1 T2 SMs of lanes", lanes_keep_to_their_sms),
+    ("T2 kernels of a model", kernels_of_a_model_are_in_their_lanes),
     ("T1 T6 products", products_scale_with_their_quota),
     ("T3 overlap", lanes_run_at_the_same_time),
+    ("T3 small kernels", many_small_kernels_keep_their_pace),
     ("T4 races", replays_do_not_race),
     ("T5 random numbers", masks_are_right_under_replay),
     ("T7 training", training_is_as_in_eager),
+    ("T8 splits", splits_against_streams),
     ("T9 carveout", carveout_helps_or_not),
     ("T10 memory", lanes_account_for_their_memory),
+    ("T10 hard quota", a_hard_quota_is_kept),
     ("T11 wider tail", a_longer_lane_can_go_on_with_every_sm),
     ("T12 clocks", markers_agree),
     ("T13 failures", failures_and_recaptures_leave_no_trace),
+    ("T1 calibration", calibration_is_plausible),
 )
+
+THOROUGH_CHECKS: tuple[tuple[str, Check], ...] = tuple(
+    (name, partial(replays_do_not_race, names=tuple(SHAPES), count=1000) if check is replays_do_not_race else check)
+    for name, check in CHECKS
+)
+"""The same, with a thousand replays of every workload."""
 
 
 # --------------------------------------------------------------------------------------------------------- helpers
@@ -289,19 +452,21 @@ CHECKS: tuple[tuple[str, Check], ...] = (
 class _Compiled:
     """A compiled tiny model, called with its inputs."""
 
-    def __init__(self, gpu: TorchGpu, name: str, dropout: float) -> None:
+    def __init__(self, gpu: TorchGpu, name: str, dropout: float, options: Mapping[str, Any]) -> None:
         torch._dynamo.reset()
         workload = build_gpu_workload(name, batch=4, scale="tiny", device=str(gpu.device), dropout=dropout)
         self.model: nn.Module = workload.model
         self.inputs = workload.inputs
-        self._run = torch.compile(workload.model, backend="apollo", options=FORMULA_OPTIONS)
+        self._run = torch.compile(workload.model, backend="apollo", options={**FORMULA_OPTIONS, **options})
 
     def __call__(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
         return self._run(inputs)
 
 
-def _compiled(gpu: TorchGpu, name: str, dropout: float = 0.0) -> tuple[_Compiled, dict[str, torch.Tensor]]:
-    made = _Compiled(gpu, name, dropout)
+def _compiled(
+    gpu: TorchGpu, name: str, options: Mapping[str, Any] | None = None, *, dropout: float = 0.0
+) -> tuple[_Compiled, dict[str, torch.Tensor]]:
+    made = _Compiled(gpu, name, dropout, options or {})
     return made, made.inputs
 
 
@@ -330,6 +495,50 @@ def _launch(segment: int, body: int, read: int, made: int) -> Launch:
     )
 
 
+def _split(gpu: TorchGpu, count: int) -> tuple[Lane, ...]:
+    return split_lanes(gpu.native.num_atoms, gpu.native.atom_sms, (1,) * count)
+
+
+def _beside(lanes: Sequence[Lane], bodies: Sequence[int] | None = None) -> Program:
+    """Return a program in which segment `i` reads input `i` on lane `i`, with body `bodies[i]`, by default 0."""
+    count = len(lanes)
+    return Program(
+        name="beside",
+        lanes=tuple(replace(lane, id=LaneId(index)) for index, lane in enumerate(lanes)),
+        instructions=tuple(
+            (_launch(index, bodies[index] if bodies else 0, index, count + index),) for index in range(count)
+        ),
+        num_buffers=2 * count,
+        num_events=0,
+        inputs=tuple(BufferId(index) for index in range(count)),
+        outputs=tuple(BufferId(count + index) for index in range(count)),
+    )
+
+
+def _poison(executable: CudaExecutable) -> None:
+    """Fill all memory of a captured graph with NaNs; nobody may hold anything in it."""
+    captured = executable._captured
+    if captured is None:
+        return
+    assert isinstance(captured.recording, TorchRecording)
+    torch.cuda.synchronize()
+    for segment in captured.recording.segments():
+        torch.as_tensor(_DeviceBytes(segment["address"], segment["total_size"]), device="cuda").fill_(255)
+    torch.cuda.synchronize()
+
+
+class _DeviceBytes:
+    """Device memory at an address, for `torch.as_tensor`."""
+
+    def __init__(self, address: int, num_bytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (num_bytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "version": 2,
+        }
+
+
 def _spinners(gpu: TorchGpu, count: int) -> Callable[[Any], object]:
     """Return work that spins on `count` lanes of one split, side by side."""
     from apollo_compile.cuda.census_kernel import COLUMNS, launch_census
@@ -341,17 +550,13 @@ def _spinners(gpu: TorchGpu, count: int) -> Callable[[Any], object]:
         launch_census(inputs[0], SPIN_NS)
         return [inputs.pop()]
 
-    program = Program(
-        name="spin",
-        lanes=tuple(lanes),
-        instructions=tuple((_launch(index, 0, index, count + index),) for index in range(count)),
-        num_buffers=2 * count,
-        num_events=0,
-        inputs=tuple(BufferId(index) for index in range(count)),
-        outputs=tuple(BufferId(count + index) for index in range(count)),
-    )
+    program = _beside(lanes)
     launcher = Launcher(program, [body], gpu)
     return lambda origin: launcher.launch(list(outs), origin)
+
+
+def _launch_with(launcher: Launcher, inputs: Sequence[torch.Tensor], origin: Any) -> None:
+    launcher.launch(list(inputs), origin)
 
 
 def _time_on(gpu: TorchGpu, lane: Lane, call: Callable[[], object], repeats: int = 20) -> int:

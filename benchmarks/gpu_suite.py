@@ -4,8 +4,9 @@
 
 First the checks T0 to T13 (`gpu_checks.py`), which decide whether lanes work at all on this GPU, driver and torch; then
 training steps of `gpu_workloads.py`, measured in turns: eager, Inductor, Inductor with CUDA graphs (`reduce-overhead`),
-hand-written streams over compiled encoders, the plan, and apollo as a user gets it. A short table comes last; the JSON
-file has every number.
+hand-written streams over compiled encoders, the plan, and apollo as a user gets it. After its times, one step of each
+is profiled: how many SMs it keeps busy, and how much of it runs side by side. A short table comes last; the JSON file
+has every number.
 
 The time is bounded by `--budget`: workloads that do not fit any more are named as skipped. Exit codes: 0, all is well;
 1, a check failed or a variant has wrong numbers; 3, there is no GPU, and nothing was measured.
@@ -22,6 +23,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +33,11 @@ from torch import Tensor, nn
 
 from apollo_compile import backend
 from apollo_compile.bench import machine_facts
+from apollo_compile.cuda.gpu import TorchGpu
+from apollo_compile.lanes import lane_catalogue
 from apollo_compile.units import format_bytes, format_ns
-from benchmarks.gpu_checks import CHECKS, OPTIONS, Outcome
+from benchmarks.gpu_busy import busy_share, profile_step, read_kernels, side_by_side_share
+from benchmarks.gpu_checks import CHECKS, OPTIONS, THOROUGH_CHECKS, Outcome
 from benchmarks.gpu_workloads import SHAPES, GpuWorkload, build_gpu_workload
 from benchmarks.run import batch_sizes, names_of
 
@@ -47,6 +52,8 @@ MOST_WARMUP_STEPS = 400
 """Steps after which apollo is measured whether its contest is over or not."""
 
 STEPS_PER_TURN = 5
+MARK_NS = 20_000
+"""How long a marker runs."""
 BASELINES = ("inductor", "reduce-overhead")
 """The faster of the two is what speed-ups are over."""
 
@@ -76,6 +83,14 @@ class VariantTimes:
     peak_bytes: int
     """Device memory of its first steps, weights and gradients included."""
     note: str = ""
+    busy_share: float | None = None
+    """Of the device's SMs, in one step; None where that was not profiled."""
+    side_by_side_share: float | None = None
+    """Of the time of that step, with kernels of several streams at once."""
+    plan_ns: int | None = None
+    """Makespans of the plans of its graphs, added up; None where it has none, as all that follows."""
+    bound_ns: int | None = None
+    """The least that any plan on these costs takes, by the planner's proof."""
 
     @property
     def median_ns(self) -> float:
@@ -89,13 +104,12 @@ def main(arguments: list[str] | None = None) -> int:
     if not torch.cuda.is_available():
         print("no GPU: torch sees no CUDA device, so nothing was checked or measured")
         return NO_GPU
-    from apollo_compile.cuda.gpu import TorchGpu
-
     deadline = time.monotonic() + args.budget
     gpu = TorchGpu(0)
     torch.set_float32_matmul_precision("high")
     facts = {**machine_facts(), "gpu": gpu.native.name, "driver": gpu.native.driver_version, "cuda": torch.version.cuda}
-    checks = run_checks(CHECKS, gpu, deadline=deadline) if args.checks else []
+    chosen = THOROUGH_CHECKS if args.thorough else CHECKS
+    checks = run_checks(chosen, gpu, deadline=deadline) if args.checks else []
     workloads: dict[str, list[VariantTimes]] = {}
     skipped: list[str] = []
     for name in args.workloads:
@@ -105,7 +119,8 @@ def main(arguments: list[str] | None = None) -> int:
                 skipped.append(title)
                 continue
             _tell(title)
-            workloads[title] = measure_workload(name, batch=batch, dtype=args.dtype, rounds=args.rounds)
+            mark = partial(mark_lanes, gpu) if args.profile else None
+            workloads[title] = measure_workload(name, batch=batch, dtype=args.dtype, rounds=args.rounds, mark=mark)
             _write(args.json, facts, checks, workloads, skipped)
     _write(args.json, facts, checks, workloads, skipped)
     print(f"{facts['gpu']}, driver of CUDA {facts['driver'] / 1000:.1f}, torch {facts['torch']}")
@@ -150,20 +165,33 @@ def run_checks(
 
 
 def measure_workload(
-    name: str, *, batch: int, dtype: str, rounds: int, device: str = "cuda", scale: str = "full"
+    name: str,
+    *,
+    batch: int,
+    dtype: str,
+    rounds: int,
+    device: str = "cuda",
+    scale: str = "full",
+    mark: Callable[[], None] | None = None,
 ) -> list[VariantTimes]:
-    """Measure all variants of a training step in turns; one that cannot run has a note instead of times."""
+    """Measure all variants of a training step in turns; one that cannot run has a note instead of times.
+
+    `mark` launches the markers of `gpu_busy.py`; None is no profile.
+    """
     torch._dynamo.reset()  # not between variants: all of them stay compiled
     workload = build_gpu_workload(name, batch=batch, device=device, scale=scale)
     steps: dict[str, Step] = {}
     firsts: dict[str, tuple[float, float, int]] = {}
     notes: dict[str, str] = {}
+    models: dict[str, nn.Module] = {}
     for variant, compile_variant in VARIANTS.items():
         try:
-            step, is_settled = compile_variant(copied(workload), dtype)
+            own = copied(workload)
+            step, is_settled = compile_variant(own, dtype)
             firsts[variant] = _first_step(step, device)
             _warm_up(step, is_settled, device)
             steps[variant] = step
+            models[variant] = own.model
         except Exception as error:
             lines = str(error).splitlines() or [""]
             notes[variant] = f"{type(error).__name__}: {lines[0][:60]}"
@@ -172,6 +200,8 @@ def measure_workload(
         for variant in list(steps)[:: 1 if number % 2 == 0 else -1]:
             times[variant] += [_time(steps[variant], device) for _ in range(STEPS_PER_TURN + 1)][1:]
     nothing = (float("nan"), float("nan"), 0)
+    shares = {variant: _shares(step, mark) for variant, step in steps.items() if mark is not None}
+    plans = {variant: plan_of(model) for variant, model in models.items()}
     return [
         VariantTimes(
             name=variant,
@@ -180,9 +210,42 @@ def measure_workload(
             loss=firsts.get(variant, nothing)[1],
             peak_bytes=firsts.get(variant, nothing)[2],
             note=notes.get(variant, ""),
+            busy_share=shares.get(variant, (None, None))[0],
+            side_by_side_share=shares.get(variant, (None, None))[1],
+            plan_ns=plans.get(variant, (None, None))[0],
+            bound_ns=plans.get(variant, (None, None))[1],
         )
         for variant in VARIANTS
     ]
+
+
+def mark_lanes(gpu: TorchGpu) -> None:
+    """Launch a marker on every lane of the catalogue: a kernel of as many blocks as the lane has SMs."""
+    from apollo_compile.cuda.census_kernel import COLUMNS, launch_census
+
+    for lane in lane_catalogue(gpu.native.num_sms, gpu.native.atom_sms):
+        stream = gpu.lane_stream(lane) or gpu.caller_stream()
+        with torch.cuda.stream(stream):
+            launch_census(torch.zeros(len(lane.units), COLUMNS, dtype=torch.int64, device=gpu.device), MARK_NS)
+
+
+def _shares(step: Step, mark: Callable[[], None]) -> tuple[float | None, float | None]:
+    """Return the shares of one step in which SMs are busy, and in which streams run side by side."""
+    num_sms = torch.cuda.get_device_properties(0).multi_processor_count
+    try:
+        kernels, sms = read_kernels(profile_step(step, mark))
+    except Exception as error:  # times are worth more than a profile
+        _tell(f"no profile: {type(error).__name__}: {error}")
+        return None, None
+    return busy_share(kernels, num_sms=num_sms, sms=sms), side_by_side_share(kernels)
+
+
+def plan_of(model: nn.Module) -> tuple[int | None, int | None]:
+    """Return the makespans of the plans of a model's graphs, added up, and their bounds; None where it has none."""
+    plans = [graph.compilation.plan for found in backend.find_models(model) for graph in found.graphs if graph.has_run]
+    if not plans:
+        return None, None
+    return sum(plan.makespan_ns for plan in plans), sum(plan.lower_bound_ns for plan in plans)
 
 
 def copied(workload: GpuWorkload) -> GpuWorkload:
@@ -344,16 +407,37 @@ def format_results(
                 each.name,
                 each.note or format_ns(each.median_ns),
                 "" if each.note else f"{baseline.median_ns / each.median_ns:.2f}x",
+                "" if each.busy_share is None else f"{each.busy_share:.0%}",
+                "" if each.side_by_side_share is None else f"{each.side_by_side_share:.0%}",
                 "" if each.note else format_bytes(each.peak_bytes),
                 "" if each.note else f"{each.first_step_s:.0f} s",
             )
             for each in times
         ]
-        headers = (title, "median step", f"over {baseline.name}", "memory", "first step")
-        blocks.append(tabulate(rows, headers=headers, disable_numparse=True))
+        headers = (
+            title,
+            "median step",
+            f"over {baseline.name}",
+            "SMs busy",
+            "overlap",
+            "memory",
+            "first step",
+        )
+        lines = [tabulate(rows, headers=headers, disable_numparse=True)]
+        lines += [_against_bound(each) for each in times if each.plan_ns and each.bound_ns and each.step_ns]
+        blocks.append("\n".join(lines))
     if skipped:
         blocks.append(f"skipped, no time left (raise --budget): {'; '.join(skipped)}")
     return "\n\n".join(blocks)
+
+
+def _against_bound(each: VariantTimes) -> str:
+    """Say what was planned of a variant, and what no plan can beat; the step has the host's time as well."""
+    assert each.plan_ns is not None and each.bound_ns is not None
+    return (
+        f"{each.name}: planned {format_ns(each.plan_ns)}, bound {format_ns(each.bound_ns)}; "
+        f"the step took {each.median_ns / each.bound_ns:.2f} of the bound"
+    )
 
 
 def _tell(line: str) -> None:
@@ -387,6 +471,10 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=8, help=f"turns of {STEPS_PER_TURN} timed steps of every variant")
     parser.add_argument("--budget", type=float, default=560, help="seconds for everything")
     parser.add_argument("--reserve", type=float, default=180, help="seconds that must be left to begin a workload")
+    parser.add_argument("--no-profile", dest="profile", action="store_false", help="times only, no share of busy SMs")
+    parser.add_argument(
+        "--thorough", action="store_true", help="1,000 replays of every workload in T4; takes minutes more"
+    )
     parser.add_argument("--no-checks", dest="checks", action="store_false", help="workloads only")
     parser.add_argument("--json", type=Path, help="write everything there")
     return parser.parse_args(arguments)

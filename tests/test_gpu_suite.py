@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from benchmarks import gpu_suite
-from benchmarks.gpu_checks import CHECKS, Outcome
+from apollo_compile import backend
+from apollo_compile.cuda.gpu import Sharing
+from benchmarks import gpu_checks, gpu_suite, gpu_workloads
+from benchmarks.gpu_busy import KernelRecord, busy_share, read_kernels, side_by_side_share
+from benchmarks.gpu_checks import CHECKS, THOROUGH_CHECKS, Outcome
 from benchmarks.gpu_suite import (
     CheckResult,
     VariantTimes,
@@ -21,6 +26,7 @@ from benchmarks.gpu_suite import (
     wrong_variants,
 )
 from benchmarks.gpu_workloads import SHAPES, build_gpu_workload
+from tests.cuda.fake_gpu import FakeGpu
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tells what happens without a GPU")
@@ -66,7 +72,8 @@ def test_every_check_has_a_name_and_says_what_it_is_for() -> None:
     for name, check in CHECKS:
         assert check.__doc__ is not None and check.__doc__.split(":")[0].replace(",", "") in name
     numbers = {word for name, _ in CHECKS for word in name.split() if word[0] == "T" and word[1:].isdigit()}
-    assert numbers == {f"T{number}" for number in range(14)} - {"T8"}
+    assert numbers == {f"T{number}" for number in range(14)}
+    assert [name for name, _ in THOROUGH_CHECKS] == [name for name, _ in CHECKS]
 
 
 def variant(name: str, ns: int, loss: float = 1.0, note: str = "") -> VariantTimes:
@@ -86,22 +93,110 @@ def test_speed_ups_are_over_the_faster_mode_of_inductor() -> None:
     ]
     assert best_baseline(times).name == "reduce-overhead"
     checks = [CheckResult(name="T0 driver", state="ok", text="132 SMs")]
+    times[-1] = replace(times[-1], busy_share=0.814, side_by_side_share=0.5, plan_ns=1_500_000, bound_ns=1_250_000)
     assert format_results(checks, {"clip, batch 8": times}, ["flava, batch 8"]) == (
         "check          seen\n"
         "---------  --  -------\n"
         "T0 driver  ok  132 SMs\n"
         "\n"
-        "clip, batch 8    median step       over reduce-overhead    memory    first step\n"
-        "---------------  ----------------  ----------------------  --------  ------------\n"
-        "eager            9.00 ms           0.44x                   1.00 GiB  3 s\n"
-        "inductor         6.00 ms           0.67x                   1.00 GiB  3 s\n"
-        "reduce-overhead  4.00 ms           1.00x                   1.00 GiB  3 s\n"
+        "clip, batch 8    median step       over reduce-overhead    SMs busy    overlap    memory    first step\n"
+        "---------------  ----------------  ----------------------  ----------  ---------  --------  ------------\n"
+        "eager            9.00 ms           0.44x                                          1.00 GiB  3 s\n"
+        "inductor         6.00 ms           0.67x                                          1.00 GiB  3 s\n"
+        "reduce-overhead  4.00 ms           1.00x                                          1.00 GiB  3 s\n"
         "streams by hand  RuntimeError: no\n"
-        "apollo           2.00 ms           2.00x                   1.00 GiB  3 s\n"
+        "apollo           2.00 ms           2.00x                   81%         50%        1.00 GiB  3 s\n"
+        "apollo: planned 1.50 ms, bound 1.25 ms; the step took 1.60 of the bound\n"
         "\n"
         "skipped, no time left (raise --budget): flava, batch 8"
     )
     assert format_results([], {"clip": [variant("eager", 0, note="boom")]}, []) == "clip: nothing ran; boom"
+
+
+def kernel(begin: int, end: int, blocks: int, context: int = 1, stream: int = 7) -> KernelRecord:
+    """Return a kernel of a profile."""
+    return KernelRecord(begin_ns=begin, end_ns=end, blocks=blocks, stream=stream, context=context)
+
+
+@pytest.mark.parametrize(
+    ("kernels", "busy", "together"),
+    [
+        ([], 0.0, 0.0),
+        ([kernel(0, 10, 50)], 0.5, 0.0),
+        ([kernel(0, 10, 1000)], 1.0, 0.0),
+        ([kernel(0, 10, 1000, context=2)], 0.2, 0.0),
+        ([kernel(0, 10, 30), kernel(30, 40, 90)], 0.3, 0.0),
+        ([kernel(0, 10, 60, stream=1), kernel(5, 10, 90, stream=2)], 0.8, 0.5),
+        ([kernel(0, 10, 10, context=2, stream=1), kernel(5, 15, 90, context=2, stream=2)], 1 / 6, 1 / 3),
+        ([kernel(0, 10, 10), kernel(10, 20, 30)], 0.2, 0.0),
+    ],
+)
+def test_busy_sms_are_those_of_blocks_within_the_quota(
+    kernels: list[KernelRecord], busy: float, together: float
+) -> None:
+    """Of a device with 100 SMs, of which context 2 has 20; idle time counts, and no SM twice."""
+    assert busy_share(kernels, num_sms=100, sms={2: 20}) == pytest.approx(busy)
+    assert side_by_side_share(kernels) == pytest.approx(together)
+
+
+def test_a_profile_tells_kernels_from_markers_and_all_else() -> None:
+    """By what torch's profiler writes; a marker has a block for every SM of its context."""
+
+    def event(name: str, cat: str, ts: float, context: int, grid: list[int]) -> dict[str, object]:
+        args = {"grid": grid, "stream": 7, "context": context}
+        return {"ph": "X", "name": name, "cat": cat, "ts": ts, "dur": 2.5, "args": args}
+
+    events: list[object] = [
+        event("gemm", "kernel", 20.0, 1, [4, 2, 1]),
+        event("_note_and_spin_0d1d", "kernel", 1.0, 3, [64, 1, 1]),
+        event("norm", "kernel", 10.5, 3, [9, 1, 1]),
+        {"ph": "X", "name": "cudaGraphLaunch", "cat": "cuda_runtime", "ts": 1, "dur": 1, "args": {}},
+        {"ph": "M", "name": "process_name", "args": {}},
+    ]
+    assert read_kernels({"traceEvents": events}) == (
+        [kernel(10_500, 13_000, 9, context=3), kernel(20_000, 22_500, 8)],
+        {3: 64},
+    )
+
+
+class CheckedGpu(FakeGpu):
+    """The stand-in, as checks see a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.device = torch.device("cpu")
+        self.native = SimpleNamespace(num_sms=132, num_atoms=16, atom_sms=8, name="Fake")
+
+    def sharing(self, sharing: Sharing) -> CheckedGpu:
+        """Return another one."""
+        return self.others.setdefault(sharing, CheckedGpu())  # type: ignore[return-value, arg-type]
+
+
+@pytest.mark.parametrize("check", (gpu_checks.splits_against_streams, gpu_checks.many_small_kernels_keep_their_pace))
+def test_checks_that_only_launch_can_do_so(check: gpu_checks.Check, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the stand-in, whose times mean nothing, but which refuses what a GPU would."""
+    tiny = gpu_workloads._tiny(SHAPES["clip_b32"])
+    monkeypatch.setattr(gpu_checks, "SHAPES", {**SHAPES, "clip_b32": tiny})
+    gpu = CheckedGpu()
+    outcome = check(gpu)  # type: ignore[arg-type]
+    assert outcome.text and all(ns > 0 for ns in outcome.numbers.values())
+    assert not gpu.races and not any(other.races for other in gpu.others.values())
+    if check is gpu_checks.splits_against_streams:
+        assert len(outcome.numbers) == 4 + 15 and {"8 + 120", "64 + 64", "120 + 8"} <= set(outcome.numbers)
+
+
+def test_a_plan_is_held_against_its_bound() -> None:
+    """Over all graphs of the model that ran; a model of others has none."""
+    workload = build_gpu_workload("clip_b32", batch=2, scale="tiny", device="cpu")
+    assert gpu_suite.plan_of(workload.model) == (None, None)
+    torch._dynamo.reset()
+    options = {"plan.contest": False, "plan.min_gain": 0.0, "plan.planner": "greedy", "runtime.bodies": "eager"}
+    run = torch.compile(workload.model, backend="apollo", options=options)
+    run(workload.inputs).backward()
+    plan_ns, bound_ns = gpu_suite.plan_of(workload.model)
+    plans = [graph.compilation.plan for made in backend.find_models(workload.model) for graph in made.graphs]
+    assert len(plans) == 2
+    assert (plan_ns, bound_ns) == (sum(p.makespan_ns for p in plans), sum(p.lower_bound_ns for p in plans))
 
 
 def test_another_loss_than_eagers_is_wrong() -> None:

@@ -112,44 +112,58 @@ def calibrate_gpu(
         times: dict[int, dict[str, int]] = {}
         for lane in lanes:
             begin("kernels on lanes")
-            times[len(lane.units)] = {probe.name: time_on(gpu, lane, probe) for probe in probes}
+            times[len(lane.units)] = time_on(gpu, lane, probes)
         begin("neighbours")
         slowdown = _slowdown(gpu, _halves(sheet.atom, num_atoms), {probe.name: probe for probe in probes})
     begin("done")
     return _make_profile(sheet, name, probes, times, kernel_ns=kernel_ns, handover_ns=handover_ns, slowdown=slowdown)
 
 
-def time_on(gpu: Gpu, lane: Lane, probe: Probe, neighbours: Mapping[Lane, Probe] | None = None, rounds: int = 1) -> int:
-    """Return the median nanoseconds of a probe on a lane, while neighbours do theirs `rounds` times beside it."""
-    timers: list[Event] = []
+def time_on(
+    gpu: Gpu, lane: Lane, probes: Sequence[Probe], neighbour: tuple[Lane, Probe] | None = None, rounds: int = 1
+) -> dict[str, int]:
+    """Return the median nanoseconds of probes on a lane, one after the other, by their names.
+
+    Arguments:
+        gpu: the device.
+        lane: where they are timed.
+        probes: what is timed; all of them are in one CUDA graph.
+        neighbour: a probe on another lane that runs `rounds` times beside them.
+        rounds: of the neighbour.
+    """
+    timers: dict[str, tuple[Event, Event]] = {}
 
     def work(origin: Stream) -> None:
-        streams = {each: gpu.lane_stream(each) or origin for each in (lane, *(neighbours or {}))}
-        _order(gpu, [origin], [stream for stream in streams.values() if stream is not origin])
-        for other, its in (neighbours or {}).items():
+        stream = gpu.lane_stream(lane) or origin
+        others = [] if neighbour is None else [gpu.lane_stream(neighbour[0]) or origin]
+        lanes = [each for each in (stream, *others) if each is not origin]
+        _order(gpu, [origin], lanes)
+        for other in others:
             for _ in range(rounds):
-                gpu.call(its, [], streams[other])
-        timers[:] = gpu.new_timer(), gpu.new_timer()
-        gpu.record(timers[0], streams[lane])
-        gpu.call(probe, [], streams[lane])
-        gpu.record(timers[1], streams[lane])
-        _order(gpu, [stream for stream in streams.values() if stream is not origin], [origin])
+                gpu.call(neighbour[1], [], other)  # type: ignore[index]  # there is one
+        for probe in probes:
+            timers[probe.name] = begin, end = gpu.new_timer(), gpu.new_timer()
+            gpu.record(begin, stream)
+            gpu.call(probe, [], stream)
+            gpu.record(end, stream)
+        _order(gpu, lanes, [origin])
 
     return _replayed(gpu, work, timers)
 
 
-def _replayed(gpu: Gpu, work: Callable[[Stream], None], timers: list[Event]) -> int:
-    """Return the median nanoseconds between the two timers that `work` records."""
+def _replayed(gpu: Gpu, work: Callable[[Stream], None], timers: Mapping[str, tuple[Event, Event]]) -> dict[str, int]:
+    """Return the median nanoseconds between the pairs of timers that `work` records."""
     work(gpu.caller_stream())  # loads code, and lets libraries take their workspaces
     gpu.synchronize()
     recording = gpu.capture(work, None)
-    times = []
+    times: dict[str, list[int]] = {name: [] for name in timers}
     for number in range(UNTIMED_REPLAYS + TIMED_REPLAYS):
         recording.replay()
         gpu.synchronize()
         if number >= UNTIMED_REPLAYS:
-            times.append(gpu.elapsed_ns(*timers))
-    return max(1, round(statistics.median(times)))
+            for name, (begin, end) in timers.items():
+                times[name].append(gpu.elapsed_ns(begin, end))
+    return {name: max(1, round(statistics.median(found))) for name, found in times.items()}
 
 
 def _order(gpu: Gpu, earlier: Sequence[Stream], later: Sequence[Stream]) -> None:
@@ -243,22 +257,23 @@ def _fixed_times(gpu: Gpu, device: torch.device, sheet: DeviceProfile, num_atoms
 
 def _chain(gpu: Gpu, probe: Probe, lanes: Sequence[Lane | None]) -> int:
     """Return the nanoseconds of a chain of kernels that goes from lane to lane."""
-    timers: list[Event] = []
+    timers: dict[str, tuple[Event, Event]] = {}
 
     def work(origin: Stream) -> None:
         streams = [origin if lane is None else gpu.lane_stream(lane) or origin for lane in lanes]
-        timers[:] = gpu.new_timer(), gpu.new_timer()
-        _order(gpu, [origin], [stream for stream in streams if stream is not origin])
-        gpu.record(timers[0], streams[0])
+        others = [stream for stream in streams if stream is not origin]
+        timers[probe.name] = begin, end = gpu.new_timer(), gpu.new_timer()
+        _order(gpu, [origin], others)
+        gpu.record(begin, streams[0])
         for number in range(CHAIN):
             stream = streams[number % len(streams)]
             if number and len(streams) > 1:
                 _order(gpu, [streams[(number - 1) % len(streams)]], [stream])
             gpu.call(probe, [], stream)
-        gpu.record(timers[1], stream)
-        _order(gpu, [stream for stream in streams if stream is not origin], [origin])
+        gpu.record(end, stream)
+        _order(gpu, others, [origin])
 
-    return _replayed(gpu, work, timers)
+    return _replayed(gpu, work, timers)[probe.name]
 
 
 def _slowdown(
@@ -270,9 +285,9 @@ def _slowdown(
     own, other = halves
 
     def factor(mine: Probe, its: Probe) -> float:
-        alone, its_own = time_on(gpu, own, mine), time_on(gpu, other, its)
+        alone, its_own = time_on(gpu, own, [mine])[mine.name], time_on(gpu, other, [its])[its.name]
         rounds = NEIGHBOUR_ROUNDS * -(-alone // its_own)
-        return round(max(1.0, time_on(gpu, own, mine, {other: its}, rounds) / alone), 3)
+        return round(max(1.0, time_on(gpu, own, [mine], (other, its), rounds)[mine.name] / alone), 3)
 
     arithmetic, memory = probes[f"{_PRODUCT} bfloat16"], probes[_STREAMED]
     return (

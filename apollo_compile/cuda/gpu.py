@@ -326,8 +326,12 @@ class TorchRecording:
 
     def bytes_of(self, lane: LaneId, stream: Stream) -> int:
         """Return the bytes of the pool's segments that belong to the stream."""
-        segments = torch.cuda.memory_snapshot(self._pool)  # type: ignore[no-untyped-call]
-        return sum(segment["total_size"] for segment in segments if segment["stream"] == stream.cuda_stream)
+        return sum(each["total_size"] for each in self.segments() if each["stream"] == stream.cuda_stream)
+
+    def segments(self) -> list[dict[str, Any]]:
+        """Return the allocator's segments of the pool, as `torch.cuda.memory_snapshot` tells them."""
+        found: list[dict[str, Any]] = torch.cuda.memory_snapshot(self._pool)  # type: ignore[no-untyped-call]
+        return found
 
 
 class TorchLanePool:
