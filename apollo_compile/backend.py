@@ -34,6 +34,7 @@ from apollo_compile.cores import lie_of_cores
 from apollo_compile.cuda.execute import Contract, CudaExecutable, ModelMemory
 from apollo_compile.cuda.gpu import Gpu, Sharing, TorchGpu
 from apollo_compile.cuda.urgency import rank_lanes
+from apollo_compile.cuda.whole import as_one_segment
 from apollo_compile.device import (
     DeviceProfile,
     cached_profile_path,
@@ -363,11 +364,25 @@ class CompiledGraph:
         name = self.compilation.capture.name
         _logger.info("%s: Inductor compiles it whole, to be compared with its segments", name)
         try:
-            self._others[INDUCTOR] = compile_whole()
+            self._others[INDUCTOR] = compile_whole() if self.gpu is None else self._capture_whole(compile_whole())
         except Exception as error:  # the contest is held without it
             if self.config.debug.strict:
                 raise
             _logger.warning("%s: Inductor did not compile it whole: %s: %s", name, type(error).__name__, error)
+
+    def _capture_whole(self, run: Run) -> Run:
+        """Return what Inductor compiled as it runs on a GPU: as one CUDA graph, as plans do."""
+        assert self.gpu is not None
+        graph, program, make_body = as_one_segment(self.compilation.partition.graph, self.compilation.plan.lanes[0])
+        return CudaExecutable(
+            program=program,
+            graph=graph,
+            bodies=[CompiledBody(function=make_body(run))],
+            gpu=self.gpu,
+            contract=self.contract,
+            shared=self.memories[INDUCTOR],
+            strict=self.config.debug.strict,
+        ).run
 
     def _choose(self, selection: Selection) -> None:
         """Let the contest say how this step runs; if that fails, plans run from now on."""

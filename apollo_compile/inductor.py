@@ -523,7 +523,7 @@ def compile_again(graph_module: fx.GraphModule, **kwargs: Any) -> Callable[[list
         try:
             with tracing(TracingContext(detect_fake_mode(fakes))), _compile_lock, _as_piece():
                 layouts = _output_layouts(piece)
-                with _within_guards(fakes, is_late=True):
+                with _within_guards(fakes, is_late=True), inductor_config.patch({"triton.cudagraphs": False}):  # ours
                     compiled = compile_fx_inner(piece, fakes, **shared_kwargs(kwargs))
                 _check_layouts("the whole graph", compiled, layouts)
                 made.append(_with_numbers(compiled, fakes))

@@ -3,6 +3,7 @@
     gpu.py       the one interface to torch.cuda and to the driver; tests put a recording stand-in behind it
     launch.py    a program as the host launches it: one order over all lanes, forks, joins, waits
     execute.py   Program + bodies -> CudaExecutable: lanes at first, one CUDA graph afterwards
+    whole.py     a graph as Inductor compiles it, run the same way
     measure.py   how long every body takes on every quota
     urgency.py   which lanes go first where they share SMs
     calibrate.py what lanes of every size achieve -> DeviceProfile

@@ -311,6 +311,31 @@ def test_every_way_replays_forward_and_backward(compiler: Compiler, way: str) ->
     compiler.check(replays=[3, 3])
 
 
+def test_what_inductor_compiles_whole_replays_as_plans_do() -> None:
+    """Forward and backward, as one CUDA graph each: that is what lanes have to beat."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    compiler = Compiler(**{"plan.contest": True})
+    model, inputs = TwoTowers(depth=1), two_tower_inputs()
+    made = copy.deepcopy(model)
+    run = torch.compile(made, backend=compiler)
+    model(*inputs).square().mean().backward()
+    run(*inputs).square().mean().backward()
+    graphs = compiler.models[0].graphs
+    for graph in graphs:
+        graph.selection = None
+        graph.prepare()
+        graph.use(INDUCTOR)
+    for _ in range(6):
+        made.zero_grad(set_to_none=True)
+        run(*inputs).square().mean().backward()
+        assert_same_gradients(model, made)
+    executables = [graph._others[INDUCTOR].__self__ for graph in graphs]  # type: ignore[attr-defined]
+    assert [each.num_replays for each in executables] == [4, 4]
+    assert [len(each.graph.segments) for each in executables] == [1, 1]
+    assert not compiler.gpu.races
+
+
 def test_a_cpu_tensor_among_those_of_a_gpu_goes_to_inductor_with_the_reason(caplog: pytest.LogCaptureFixture) -> None:
     """The graph names the tensor."""
     torch._dynamo.reset()
