@@ -179,3 +179,16 @@ def test_no_file_mentions_a_place_of_one_machine(path: Path) -> None:
     found = [(n.lineno, match[0]) for n in strings if (match := absolute.search(n.value))]
     assert not found
     assert not re.search(r"/(work|home|root|tmp|opt|Users)/", path.read_text(encoding="utf-8"))
+
+
+def test_tests_that_need_a_gpu_are_collected_and_skipped_with_a_reason() -> None:
+    """Where there is one, they run."""
+    torch = pytest.importorskip("torch")
+    if torch.cuda.is_available():
+        pytest.skip("tells what happens without a GPU")
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", "-rs", "tests/gpu"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=PACKAGE.parent, check=False, timeout=900)
+    assert done.returncode == 0, done.stdout + done.stderr
+    counts = re.findall(r"SKIPPED \[(\d+)\] tests/gpu/\S+ needs a CUDA device; torch sees none here", done.stdout)
+    assert sum(map(int, counts)) > 10
+    assert re.fullmatch(rf"{sum(map(int, counts))} skipped in .*", done.stdout.strip().splitlines()[-1])
