@@ -202,9 +202,7 @@ class FakeGpu:
         if self.fail_capture is not None:
             raise self.fail_capture
         self.log.append(("capture",))
-        self._freed.clear()  # a capture allocates from memory of its own, ...
-        for clock in list(self._clocks.values()):
-            self._clocks[ORIGIN] |= clock  # ... and begins when the device has done everything
+        self._begin_capture(ORIGIN)
         recording = FakeRecording(self, shares=shares)
         recording.joined.add(ORIGIN)
         self._capture = recording
@@ -228,6 +226,7 @@ class FakeGpu:
         assert isinstance(pool, FakePool)
         on = ORIGIN if stream is None else stream
         self.log.append(("capture alone", on))
+        self._begin_capture(on)
         recording = FakeRecording(self)
         recording.joined.add(on)
         self._capture, self._pool = recording, pool
@@ -254,6 +253,11 @@ class FakeGpu:
 
     def synchronize(self) -> None:
         """Everything has happened."""
+
+    def _begin_capture(self, stream: str) -> None:
+        self._freed.clear()  # a capture allocates from memory of its own, ...
+        for clock in list(self._clocks.values()):
+            self._clocks[stream] |= clock  # ... and begins when the device has done everything
 
     def _enter(self, stream: str) -> None:
         assert self._capture is None or stream in self._capture.joined, f"{stream} is not part of the capture"

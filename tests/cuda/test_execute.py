@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from apollo_compile.cuda.execute import MAX_CAPTURES, WARMUP_RUNS, Contract, CudaExecutable, ModelMemory
-from apollo_compile.cuda.pieces import piece_order
+from apollo_compile.cuda.pieces import capture_pieces, piece_order
 from apollo_compile.errors import MemoryQuotaError, UnsupportedGraphError
 from apollo_compile.inductor import CompiledBody
 from apollo_compile.ir import Buffer, BufferId, Record, Role, SegmentGraph, SegmentId, Wait
 from tests.builders import graph, plan
 from tests.cuda.fake_gpu import CALLER, FakeGpu
-from tests.cuda.test_launch import program_of, random_program
+from tests.cuda.test_launch import bodies_of, expected_of, program_of, random_program
 
 Tensors = list[torch.Tensor]
 
@@ -506,6 +506,23 @@ def test_a_backward_takes_from_the_pools_of_its_forward(gpu: FakeGpu) -> None:
         step(tight, weight)
     with pytest.raises(MemoryQuotaError, match="lane 1 of test asked for 16 B more for m0 and got nothing: it has 32"):
         step(tight, weight)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_pieces_of_any_program_compute_what_its_graph_does(seed: int) -> None:
+    """At every replay anew, whatever is let go in between."""
+    made, program = random_program(seed)
+    gpu = FakeGpu(units=len(program.lanes[0].units))
+    slot = torch.zeros(2, dtype=torch.float64)
+    recording, outputs = capture_pieces(
+        program, bodies_of(made), gpu, [slot], graph=made, quota=2**20, urgency={}, tuned={}, shares=None
+    )
+    for value in (1.0, 2.0):
+        slot.fill_(value)
+        recording.replay()
+        assert all(map(torch.equal, outputs, expected_of(made, torch.full_like(slot, value))))
+    launches = [entry for entry in gpu.log if entry[0] == "launch"]
+    assert len(launches) == len(made.segments) and not gpu.races
 
 
 @pytest.mark.parametrize("seed", range(40))
