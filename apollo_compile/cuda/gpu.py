@@ -368,7 +368,7 @@ class TorchLanePool:
 
     @property
     def refused_bytes(self) -> int:
-        """What the runtime refused since the pool was last captured into."""
+        """What the runtime refused in the capture that goes on."""
         _, _, refused = self._native.lane_memory(self._stream)
         return refused
 
@@ -382,6 +382,7 @@ class TorchLanePool:
             yield
         finally:
             self._taken, self._before = self.taken_bytes, None
+            self._native.limit_memory(self._stream, 0)  # what it has it keeps
 
 
 @contextlib.contextmanager

@@ -1,0 +1,160 @@
+"""`TorchGpu` with the stub of libcuda: which streams lanes get, and what libraries and pools are told of them.
+
+What torch needs a device for (streams, pools) is replaced by what records it; the driver is the stub.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from apollo_compile import _native
+from apollo_compile.cuda.gpu import Sharing, TorchGpu, TorchLanePool
+from apollo_compile.errors import CudaError
+from apollo_compile.ir import Lane, LaneId
+
+WHOLE = Lane(id=LaneId(0), units=tuple(range(132)))
+LEFT = Lane(id=LaneId(1), units=tuple(range(96)))
+RIGHT = Lane(id=LaneId(2), units=tuple(range(96, 128)))
+
+
+@pytest.fixture
+def gpu(stub: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> TorchGpu:
+    """Return the stub's device."""
+
+    def plain(device: torch.device, priority: int = 0) -> SimpleNamespace:
+        return SimpleNamespace(kind="plain", cuda_stream=-1, priority=priority)
+
+    def external(handle: int, device: torch.device) -> SimpleNamespace:
+        return SimpleNamespace(kind="lane", cuda_stream=handle)
+
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    monkeypatch.setattr(torch.cuda, "Stream", plain)
+    monkeypatch.setattr(torch.cuda, "ExternalStream", external)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    monkeypatch.setattr("apollo_compile.cuda.gpu.open_device", lambda ordinal: _native.cuda_device(0, stub._name))
+    return TorchGpu(0)
+
+
+def sms_of(stub: ctypes.CDLL, stream: SimpleNamespace) -> set[int]:
+    """Return the SMs of a lane's stream."""
+    sms = (ctypes.c_int * 256)()
+    return set(sms[: stub.stub_sms_of_stream(stream.cuda_stream, sms)])
+
+
+def test_a_lane_has_the_sms_of_its_units(gpu: TorchGpu, stub: ctypes.CDLL) -> None:
+    """The same stream every time, however urgent; with every unit it is the caller's own."""
+    left, right = gpu.lane_stream(LEFT), gpu.lane_stream(RIGHT, 3)
+    assert (len(sms_of(stub, left)), len(sms_of(stub, right))) == (96, 32)
+    assert not sms_of(stub, left) & sms_of(stub, right)
+    assert gpu.lane_stream(RIGHT, 1) is right
+    assert gpu.lane_stream(WHOLE, 5) is None
+
+
+def test_overlapping_lanes_have_half_of_what_is_beside_them(gpu: TorchGpu, stub: ctypes.CDLL) -> None:
+    """And priorities: the more urgent, the lower the number."""
+    overlapping = gpu.sharing(Sharing.OVERLAPPING)
+    left, right = overlapping.lane_stream(LEFT, 1), overlapping.lane_stream(RIGHT, 0)
+    assert (len(sms_of(stub, left)), len(sms_of(stub, right))) == (112, 80)
+    assert len(sms_of(stub, left) & sms_of(stub, right)) == 64
+    native = gpu.native
+    assert native.lane(list(range(14)), -1).stream == left.cuda_stream
+    assert native.lane(list(range(6, 16)), 0).stream == right.cuda_stream
+
+
+def test_plain_streams_have_priorities_only_where_these_are_asked_for(gpu: TorchGpu) -> None:
+    """Within what the device has."""
+    by_urgency = gpu.sharing(Sharing.URGENCY)
+    assert [by_urgency.lane_stream(LEFT, urgency).priority for urgency in (0, 2, 99)] == [0, -2, -5]
+    assert [gpu.sharing(Sharing.FREE).lane_stream(LEFT, urgency).priority for urgency in (0, 2)] == [0, 0]
+    assert gpu.sharing(Sharing.APART) is gpu
+    assert gpu.sharing(Sharing.FREE).sharing(Sharing.URGENCY) is by_urgency
+
+
+def test_a_lane_that_gets_fewer_sms_is_refused(gpu: TorchGpu, stub: ctypes.CDLL) -> None:
+    """Its plan would rest on more."""
+    stub.stub_set_grants(2, 0)
+    with pytest.raises(CudaError, match=r"lane 1 was granted 94 SMs instead of 96 on Stub GPU; turn 'device\.cuda"):
+        gpu.lane_stream(LEFT)
+
+
+@pytest.mark.parametrize(
+    ("sharing", "left_out"),
+    [(Sharing.APART, 36), (Sharing.OVERLAPPING, 20), (Sharing.FREE, None), (Sharing.URGENCY, None)],
+)
+def test_libraries_are_told_of_the_sms_that_are_not_the_lanes(
+    gpu: TorchGpu, sharing: Sharing, left_out: int | None
+) -> None:
+    """While a body is launched or compiled on it, and not afterwards."""
+    device, seen = gpu.sharing(sharing), []
+    stream = device.lane_stream(LEFT)
+    device.call(lambda inputs: seen.append(torch._C._get_sm_carveout_experimental()) or [], [], stream)  # type: ignore[func-returns-value]
+    with device.held_to(LEFT):
+        seen.append(torch._C._get_sm_carveout_experimental())
+    assert seen == [left_out, left_out]
+    assert torch._C._get_sm_carveout_experimental() is None
+
+
+Allocate = Callable[[int], int | None]
+
+
+@pytest.fixture
+def allocate(gpu: TorchGpu, monkeypatch: pytest.MonkeyPatch) -> Iterator[Allocate]:
+    """Return what torch would call for a segment of the left lane, from the library and by the name that it is told."""
+    told: list[tuple[str, str, str]] = []
+
+    def pluggable(path: str, allocate: str, free: str) -> SimpleNamespace:
+        told.append((path, allocate, free))
+        return SimpleNamespace(allocator=lambda: None)
+
+    monkeypatch.setattr(torch.cuda.memory, "CUDAPluggableAllocator", pluggable)
+    monkeypatch.setattr(torch.cuda, "MemPool", lambda allocator: SimpleNamespace(id=(0, len(told))))
+    stream, taken = gpu.lane_stream(LEFT).cuda_stream, []
+
+    def call(num_bytes: int) -> int | None:
+        path, name, _ = told[-1]
+        function = ctypes.CDLL(path)[name]
+        function.restype = ctypes.c_void_p
+        function.argtypes = [ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p]
+        pointer: int | None = function(num_bytes, 0, stream)
+        if pointer:
+            taken.append((pointer, num_bytes))
+        return pointer
+
+    yield call
+    for pointer, num_bytes in taken:
+        free = ctypes.CDLL(told[0][0])[told[0][2]]
+        free.argtypes = [ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p]
+        free(pointer, num_bytes, 0, stream)
+
+
+def test_pools_of_one_lane_have_a_quota_each(gpu: TorchGpu, allocate: Allocate) -> None:
+    """Every graph has pools of its own; outside a capture a pool gives nothing."""
+    stream = gpu.lane_stream(LEFT)
+    first, second = gpu.lane_pool(stream, 100), gpu.lane_pool(stream, 50)
+    assert isinstance(first, TorchLanePool) and first.id != second.id
+    with first.limited():
+        assert allocate(60) and not allocate(41)
+        assert (first.taken_bytes, first.refused_bytes) == (60, 41)
+    with second.limited():
+        assert allocate(50) and not allocate(1)
+    with first.limited():
+        assert first.refused_bytes == 0 and not allocate(41) and allocate(40)
+    assert (first.taken_bytes, second.taken_bytes) == (100, 50)
+    with pytest.raises(ZeroDivisionError), second.limited():
+        raise ZeroDivisionError
+    assert second.taken_bytes == 50
+
+
+def test_nothing_is_taken_between_captures(gpu: TorchGpu, allocate: Allocate) -> None:
+    """Somebody who allocates from the pool then gets nothing."""
+    pool = gpu.lane_pool(gpu.lane_stream(LEFT), 100)
+    with pool.limited():
+        assert allocate(10)
+    assert not allocate(1)
+    assert pool.taken_bytes == 10
