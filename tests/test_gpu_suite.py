@@ -13,6 +13,7 @@ import torch
 
 from apollo_compile import backend
 from apollo_compile.cuda.gpu import Sharing
+from apollo_compile.errors import CudaError
 from benchmarks import gpu_checks, gpu_suite, gpu_workloads
 from benchmarks.gpu_busy import KernelRecord, busy_share, read_kernels, side_by_side_share
 from benchmarks.gpu_checks import CHECKS, THOROUGH_CHECKS, Outcome
@@ -108,9 +109,34 @@ def test_speed_ups_are_over_the_faster_mode_of_inductor() -> None:
         "apollo           2.00 ms           2.00x                   81%         50%        1.00 GiB  3 s\n"
         "apollo: planned 1.50 ms, bound 1.25 ms; the step took 1.60 of the bound\n"
         "\n"
+        "apollo over Inductor's best mode: 2.00x at most (clip, batch 8; 1.31x is wanted), 2.00x at least (clip, batch "
+        "8; 0.98x is wanted)\n"
+        "\n"
         "skipped, no time left (raise --budget): flava, batch 8"
     )
     assert format_results([], {"clip": [variant("eager", 0, note="boom")]}, []) == "clip: nothing ran; boom"
+
+
+def test_gains_are_those_of_apollo_as_users_get_it() -> None:
+    """Not of its plan, and only where there is something to compare it with."""
+    both = [variant("eager", 9), variant("inductor", 6), variant("apollo's plan", 2), variant("apollo", 4)]
+    alone = [variant("eager", 9), variant("inductor", 0, note="no"), variant("apollo", 4)]
+    without = [variant("eager", 9), variant("inductor", 6), variant("apollo", 0, note="no")]
+    assert gpu_suite.speed_ups({"both": both, "alone": alone, "without": without}) == {"both": 1.5}
+
+
+def test_a_driver_that_makes_no_lanes_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Which says what to do."""
+
+    def refuse(ordinal: int) -> None:
+        raise CudaError("it has no cuGreenCtxStreamCreate; lanes need a driver of CUDA 12.5 on: update it")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(gpu_suite, "TorchGpu", refuse)
+    assert gpu_suite.main([]) == 1
+    assert "nothing was checked or measured: it has no cuGreenCtxStreamCreate" in capsys.readouterr().out
 
 
 def kernel(begin: int, end: int, blocks: int, context: int = 1, stream: int = 7) -> KernelRecord:
