@@ -24,6 +24,9 @@ from apollo_compile.errors import MemoryQuotaError
 from apollo_compile.ir import BufferId, Instruction, LaneId, Launch, Program, Record, Release, SegmentGraph, Wait
 from apollo_compile.units import format_bytes
 
+NO_QUOTA = 2**60
+"""Bytes that no device has."""
+
 Piece = tuple[LaneId, tuple[Instruction, ...]]
 """A lane's launches and releases, or one wait, or one record."""
 
@@ -112,7 +115,7 @@ def capture_pieces(
         gpu: whose lanes it runs on.
         inputs: at the addresses that it reads.
         graph: the segments of the program, for the message.
-        quota: bytes that one lane may take.
+        quota: bytes that one lane may take; the lane with every unit, which is the caller's stream, has none.
         urgency: which lanes go first where they share units.
         tuned: what lanes run instead of a body, by its id and their number of units.
         shares: an earlier recording, whose pools are used again.
@@ -130,7 +133,7 @@ def capture_pieces(
             steps.append((streams[lane], piece[0]))
             continue
         if lane not in pools:
-            pools[lane] = gpu.lane_pool(streams[lane], quota)
+            pools[lane] = gpu.lane_pool(streams[lane], NO_QUOTA if streams[lane] is None else quota)
         capture = _PieceCapture(piece, bodies, gpu, values, graph, lane, pools[lane], quota, units[lane], tuned)
         if any(isinstance(instruction, Launch) for instruction in piece):
             steps.append((streams[lane], gpu.capture_alone(capture.work, streams[lane], pools[lane])))

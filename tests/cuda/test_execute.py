@@ -15,7 +15,7 @@ from apollo_compile.cuda.pieces import capture_pieces, piece_order
 from apollo_compile.errors import MemoryQuotaError, UnsupportedGraphError
 from apollo_compile.inductor import CompiledBody
 from apollo_compile.ir import Buffer, BufferId, Record, Role, SegmentGraph, SegmentId, Wait
-from tests.builders import graph, plan
+from tests.builders import LETTERS, graph, plan
 from tests.cuda.fake_gpu import CALLER, FakeGpu
 from tests.cuda.test_launch import bodies_of, expected_of, program_of, random_program
 
@@ -475,6 +475,27 @@ def test_a_lane_that_asks_for_more_than_a_hard_quota_gets_nothing(gpu: FakeGpu) 
     loss, _ = executable.run(list(inputs))
     assert loss is not None and torch.equal(loss, expected(*inputs)[0])
     assert executable.num_captures == 1
+
+
+def test_the_lane_with_every_unit_has_no_quota(gpu: FakeGpu) -> None:
+    """It is the caller's stream, on which segments run in turn: that must stay possible, hard quota or not."""
+    made = graph((), (), (0, 1))
+    for is_hard in (False, True):
+        executable = CudaExecutable(
+            program=program_of(made, plan(made, LETTERS[0] * 3)),
+            graph=made,
+            bodies=[body(torch.cos), body(torch.sin), body(torch.add)],
+            gpu=gpu,
+            contract=Contract(user_outputs=frozenset({0})),
+            shared=ModelMemory(),
+            lane_memory_quota=1,
+            is_quota_hard=is_hard,
+        )
+        for _ in range(4):
+            x = torch.randn(4)
+            (out,) = executable.run([x])
+            assert out is not None and torch.equal(out, x.cos() + x.sin())
+        assert counts(executable) == (2, 1, 2)
 
 
 def test_a_device_without_memory_is_not_called_a_quota(gpu: FakeGpu, caplog: pytest.LogCaptureFixture) -> None:
