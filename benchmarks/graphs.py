@@ -81,10 +81,12 @@ def trace_step(name: str) -> list[SegmentGraph]:
     def trace(graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         return compile_with_inductor(graph_module, example_inputs, partition, recompute_masks=True)
 
-    def partition(graph_module: fx.GraphModule, _: Sequence[Any], *, is_backward: bool = False, **__: Any) -> Any:
+    def partition(
+        graph_module: fx.GraphModule, _: Sequence[Any], *, is_backward: bool = False, **__: Any
+    ) -> tuple[Any, None]:
         role = Role.BACKWARD if is_backward else Role.FORWARD
         found.append(_partition(graph_module, name=f"{name}_{role}", role=role))
-        return _return_empty(graph_module)
+        return _return_empty(graph_module), None
 
     with no_init_weights():  # memory that nobody writes into is never taken
         workload = assemble(name, "base")

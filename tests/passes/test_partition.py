@@ -96,13 +96,13 @@ def record(
     torch._dynamo.reset()
     graphs: dict[Role, Recorded] = {}
 
-    def inner_compile(graph_module: fx.GraphModule, _: Any, **kwargs: Any) -> Recorded:
+    def inner_compile(graph_module: fx.GraphModule, _: Any, **kwargs: Any) -> tuple[Recorded, None]:
         role = Role.BACKWARD if kwargs.get("is_backward") else Role.FORWARD
         role = Role.INFERENCE if kwargs.get("is_inference") else role
         assert role not in graphs, "a graph break: the model does not test what it should"
         graphs[role] = Recorded(graph_module, role)
         report_output_strides(graph_module)
-        return graphs[role]
+        return graphs[role], None
 
     def backend(graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         return compile_with_inductor(graph_module, example_inputs, inner_compile, recompute_masks=recompute_masks)
