@@ -108,6 +108,7 @@ function makeChart(section, chart) {
       }
     }
   }
+  fitLabels(); // the observer would only do so after the first frame
   new ResizeObserver(fitLabels).observe(chart);
 
   let isSyncing = false;
