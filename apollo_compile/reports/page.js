@@ -6,6 +6,8 @@ const tip = document.getElementById("tip");
 const PADDING = 9; // pixels that a label keeps from the ends of its bar, together
 const MAX_ZOOM = 128;
 const FINE = 4; // from this zoom on the axis has its minor ticks too
+const pen = document.createElement("canvas").getContext("2d");
+const widths = new Map(); // of labels, in pixels: every bar has the same font
 
 document.getElementById("theme").addEventListener("click", () => {
   const root = document.documentElement;
@@ -42,9 +44,6 @@ for (const section of document.querySelectorAll("section.graph")) {
   const chart = section.querySelector("[data-chart]");
   if (chart) makeChart(section, chart);
 }
-
-const pen = document.createElement("canvas").getContext("2d");
-const widths = new Map(); // of labels, in pixels: every bar has the same font
 
 function widthOf(label, element) {
   if (!widths.has(label)) {
