@@ -209,13 +209,14 @@ class CensusProbe:
     def _read(self) -> Census:
         self._gpu.synchronize()
         rows = {lane.id: out.cpu() for lane, out in zip(self._lanes, self._outs, strict=True)}
-        for out in self._outs:
-            out.zero_()
-        return Census(
+        found = Census(
             sms={lane: frozenset(table[:, 0].tolist()) for lane, table in rows.items()},
             begin_ns={lane: int(table[:, 1].min()) for lane, table in rows.items()},
             end_ns={lane: int(table[:, 2].max()) for lane, table in rows.items()},
         )
+        for out in self._outs:
+            out.zero_()
+        return found
 
 
 class WalkedGpu(Protocol):

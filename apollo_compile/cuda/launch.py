@@ -39,7 +39,7 @@ def host_order(program: Program) -> HostOrder:
         ValueError: lanes wait for each other in a circle.
     """
     order: list[tuple[LaneId, Instruction]] = []
-    position = [0] * len(program.lanes)
+    position = {lane.id: 0 for lane in program.lanes}
     recorded: set[int] = set()
     total = sum(map(len, program.instructions))
     while len(order) < total:

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,6 +10,7 @@ import torch
 from apollo_compile.cuda.examine import (
     CapturedKernel,
     Census,
+    CensusProbe,
     examine_cuda,
     judge_censuses,
     judge_connections,
@@ -152,7 +155,8 @@ class WalkedFake(FakeGpu):
 
     def kernel_nodes(self, graph: int) -> list[tuple[int, int, str]]:
         """Return them in an order of the driver's own."""
-        launches = [entry[1] for entry in self.log if entry[0] == "launch"]
+        captured = self.log[self.log.index(("capture",)) :]
+        launches = [entry[1] for entry in captured if entry[0] == "launch"]
         return [
             (100 + number, self._contexts[self._strays.get(number, stream)], f"kernel{number}")
             for number, stream in enumerate(launches)
@@ -173,6 +177,44 @@ def test_a_walk_tells_of_every_kernel_which_lane_launched_it(strays: Mapping[int
     ]
     finding = judge_nodes("nodes", kernels, {10: A, 20: B})
     assert finding.level == (Level.ERROR if strays else Level.OK)
+
+
+class CensusGpu(WalkedFake):
+    """Gives a lane every SM of its units, in a context of its own."""
+
+    def __init__(self) -> None:
+        super().__init__({})
+        self.units = self.num_sms = 132
+        self.atom_sms = 8
+        self.primary_context = 1
+        self.device = torch.device("cpu")
+        self._contexts = {"lane 1": 10, "lane 2": 13, "lane 3": 18}
+
+    def lane(self, atoms: list[int]) -> SimpleNamespace:
+        """Return what the driver says of a lane; its context is told by its first atom."""
+        return SimpleNamespace(num_sms=len(atoms) * self.atom_sms, context=10 + atoms[0])
+
+
+def test_censuses_are_taken_of_lanes_of_any_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launched and replayed; lanes of a split are numbered from 1, since lane 0 has every SM."""
+
+    def note(out: torch.Tensor, spin_ns: int) -> None:
+        place = torch.arange(len(out)) // 16
+        out.copy_(torch.stack([1000 * len(out) + place, place + 1, place + spin_ns], dim=1))
+
+    kernel = SimpleNamespace(BLOCKS_PER_SM=16, COLUMNS=3, launch_census=note)
+    monkeypatch.setitem(sys.modules, "apollo_compile.cuda.census_kernel", kernel)  # Triton's, which a CPU cannot run
+    gpu = CensusGpu()
+    lanes = split_lanes(16, 8, (3, 5, 8))
+    probe = CensusProbe(gpu, lanes)  # type: ignore[arg-type]
+    censuses, kernels = probe.take_replayed(2)
+    assert probe.granted == {1: 24, 2: 40, 3: 64}
+    for taken in (*probe.take(2), *censuses):
+        assert {lane: len(sms) for lane, sms in taken.sms.items()} == probe.granted
+    assert judge_censuses("lanes", probe.granted, censuses).level is Level.OK
+    assert judge_nodes("nodes", kernels, probe.contexts).level is Level.OK and not gpu.races
+    (alone,) = CensusProbe(gpu, lanes[2:]).take(1)  # type: ignore[arg-type]
+    assert len(alone.sms[LaneId(3)]) == 64
 
 
 def test_overlapping_lanes_share_what_was_planned() -> None:
