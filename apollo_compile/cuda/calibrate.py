@@ -18,7 +18,6 @@ What is not measured (other types of elements, convolutions, scatters) stays wha
 
 from __future__ import annotations
 
-import itertools
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -28,6 +27,7 @@ import torch
 import torch.nn.functional as functional
 
 from apollo_compile.cuda.gpu import Event, Gpu, Stream
+from apollo_compile.cuda.launch import forked, order_after
 from apollo_compile.device import Arithmetic, DeviceProfile, Rate, rate_at
 from apollo_compile.ir import KernelKind, Lane, LaneId
 from apollo_compile.units import NS_PER_S
@@ -137,16 +137,15 @@ def time_on(
         stream = gpu.lane_stream(lane) or origin
         others = [] if neighbour is None else [gpu.lane_stream(neighbour[0]) or origin]
         lanes = [each for each in (stream, *others) if each is not origin]
-        _order(gpu, [origin], lanes)
-        for other in others:
-            for _ in range(rounds):
-                gpu.call(neighbour[1], [], other)  # type: ignore[index]  # there is one
-        for probe in probes:
-            timers[probe.name] = begin, end = gpu.new_timer(), gpu.new_timer()
-            gpu.record(begin, stream)
-            gpu.call(probe, [], stream)
-            gpu.record(end, stream)
-        _order(gpu, lanes, [origin])
+        with forked(gpu, origin, lanes):
+            for other in others:
+                for _ in range(rounds):
+                    gpu.call(neighbour[1], [], other)  # type: ignore[index]  # there is one
+            for probe in probes:
+                timers[probe.name] = begin, end = gpu.new_timer(), gpu.new_timer()
+                gpu.record(begin, stream)
+                gpu.call(probe, [], stream)
+                gpu.record(end, stream)
 
     return _replayed(gpu, work, timers)
 
@@ -164,13 +163,6 @@ def _replayed(gpu: Gpu, work: Callable[[Stream], None], timers: Mapping[str, tup
             for name, (begin, end) in timers.items():
                 times[name].append(gpu.elapsed_ns(begin, end))
     return {name: max(1, round(statistics.median(found))) for name, found in times.items()}
-
-
-def _order(gpu: Gpu, earlier: Sequence[Stream], later: Sequence[Stream]) -> None:
-    for source, target in itertools.product(earlier, later):
-        event = gpu.new_event()
-        gpu.record(event, source)
-        gpu.wait(event, target)
 
 
 def _lanes(units: int, atom: int, num_atoms: int) -> list[Lane]:
@@ -263,15 +255,14 @@ def _chain(gpu: Gpu, probe: Probe, lanes: Sequence[Lane | None]) -> int:
         streams = [origin if lane is None else gpu.lane_stream(lane) or origin for lane in lanes]
         others = [stream for stream in streams if stream is not origin]
         timers[probe.name] = begin, end = gpu.new_timer(), gpu.new_timer()
-        _order(gpu, [origin], others)
-        gpu.record(begin, streams[0])
-        for number in range(CHAIN):
-            stream = streams[number % len(streams)]
-            if number and len(streams) > 1:
-                _order(gpu, [streams[(number - 1) % len(streams)]], [stream])
-            gpu.call(probe, [], stream)
-        gpu.record(end, stream)
-        _order(gpu, others, [origin])
+        with forked(gpu, origin, others):
+            gpu.record(begin, streams[0])
+            for number in range(CHAIN):
+                stream = streams[number % len(streams)]
+                if number and len(streams) > 1:
+                    order_after(gpu, [streams[(number - 1) % len(streams)]], [stream])
+                gpu.call(probe, [], stream)
+            gpu.record(end, stream)
 
     return _replayed(gpu, work, timers)[probe.name]
 

@@ -16,7 +16,8 @@ All buffers are held until the join but those that the memory plan lets go; see 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
@@ -59,6 +60,32 @@ def host_order(program: Program) -> HostOrder:
         if len(order) == before:
             raise ValueError(f"program {program.name} cannot be launched: its lanes wait for each other in a circle")
     return tuple(order)
+
+
+def order_after(gpu: Gpu, earlier: Sequence[Stream], later: Sequence[Stream]) -> None:
+    """Let what comes on each later stream begin after what was launched on all earlier ones."""
+    for source in earlier if later else ():
+        event: Event = gpu.new_event()
+        gpu.record(event, source)
+        for target in later:
+            gpu.wait(event, target)
+
+
+@contextlib.contextmanager
+def forked(gpu: Gpu, origin: Stream, lanes: Sequence[Stream]) -> Iterator[None]:
+    """Let lanes begin after what is on `origin`, and what comes on `origin` behind the `with` after the lanes.
+
+    So it is where something raises too: the end of a capture with a lane that is not joined is an error of its own,
+    which would hide the first.
+    """
+    order_after(gpu, [origin], lanes)
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(RuntimeError):  # what was raised may have ended the capture
+            order_after(gpu, lanes, [origin])
+        raise
+    order_after(gpu, lanes, [origin])
 
 
 class Launcher:
@@ -104,20 +131,19 @@ class Launcher:
         values: dict[BufferId, torch.Tensor] = dict(zip(self._program.inputs, inputs, strict=True))
         inputs.clear()
         events = [gpu.new_event() for _ in range(self._program.num_events)]
-        self._order_after([origin], lanes)
-        for lane, instruction in self._order:
-            stream = self._streams.get(lane, origin)
-            match instruction:
-                case Launch():
-                    self._launch_body(instruction, values, stream, self._units[lane])
-                    launched(lane, instruction, stream)
-                case Record(event=event):
-                    gpu.record(events[event], stream)
-                case Wait(event=event):
-                    gpu.wait(events[event], stream)
-                case Release(buffer=buffer):
-                    del values[buffer]
-        self._order_after(lanes, [origin])
+        with forked(gpu, origin, lanes):
+            for lane, instruction in self._order:
+                stream = self._streams.get(lane, origin)
+                match instruction:
+                    case Launch():
+                        self._launch_body(instruction, values, stream, self._units[lane])
+                        launched(lane, instruction, stream)
+                    case Record(event=event):
+                        gpu.record(events[event], stream)
+                    case Wait(event=event):
+                        gpu.wait(events[event], stream)
+                    case Release(buffer=buffer):
+                        del values[buffer]
         return [None if buffer is None else values[buffer] for buffer in self._program.outputs]
 
     def _launch_body(self, launch: Launch, values: dict[BufferId, torch.Tensor], stream: Stream, units: int) -> None:
@@ -128,11 +154,3 @@ class Launcher:
         body = self._tuned.get((launch.body, units), self._bodies[launch.body])
         made = self._gpu.call(body, arguments, stream)
         values.update(zip(launch.outputs, made, strict=True))
-
-    def _order_after(self, earlier: Sequence[Stream], later: Sequence[Stream]) -> None:
-        """Let what comes on each later stream begin after what was launched on all earlier ones."""
-        for source in earlier if later else ():
-            event: Event = self._gpu.new_event()
-            self._gpu.record(event, source)
-            for target in later:
-                self._gpu.wait(event, target)

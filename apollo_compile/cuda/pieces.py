@@ -18,8 +18,8 @@ from dataclasses import dataclass
 
 import torch
 
-from apollo_compile.cuda.gpu import Body, Event, Gpu, LanePool, Recording, Stream
-from apollo_compile.cuda.launch import Tuned
+from apollo_compile.cuda.gpu import Body, Gpu, LanePool, Recording, Stream
+from apollo_compile.cuda.launch import Tuned, forked
 from apollo_compile.errors import MemoryQuotaError
 from apollo_compile.ir import BufferId, Instruction, LaneId, Launch, Program, Record, Release, SegmentGraph, Wait
 from apollo_compile.units import format_bytes
@@ -79,16 +79,15 @@ class PieceRecording:
         gpu, caller = self.gpu, self.gpu.caller_stream()
         lanes = list(dict.fromkeys(stream for stream, _ in self.steps if stream is not None))
         events = [gpu.new_event() for _ in range(self.num_events)]
-        _order(gpu, [caller], lanes)
-        for stream, step in self.steps:
-            match step:
-                case Record(event=event):
-                    gpu.record(events[event], stream or caller)
-                case Wait(event=event):
-                    gpu.wait(events[event], stream or caller)
-                case _:
-                    gpu.replay_on(step, stream or caller)
-        _order(gpu, lanes, [caller])
+        with forked(gpu, caller, lanes):
+            for stream, step in self.steps:
+                match step:
+                    case Record(event=event):
+                        gpu.record(events[event], stream or caller)
+                    case Wait(event=event):
+                        gpu.wait(events[event], stream or caller)
+                    case _:
+                        gpu.replay_on(step, stream or caller)
 
     def bytes_of(self, lane: LaneId, stream: Stream) -> int:
         """Return the bytes that the lane took, those of recordings with the same pools included."""
@@ -185,11 +184,3 @@ class _PieceCapture:
                 "graph with 'partition.max_segment_share'"
             ) from error
         self.values.update(zip(launch.outputs, made, strict=True))
-
-
-def _order(gpu: Gpu, earlier: Sequence[Stream], later: Sequence[Stream]) -> None:
-    for source in earlier if later else ():
-        event: Event = gpu.new_event()
-        gpu.record(event, source)
-        for target in later:
-            gpu.wait(event, target)

@@ -198,7 +198,7 @@ class FakeGpu:
         self.log.append(("let go", str(len(lane.units))))
 
     def capture(self, work: Callable[[str], None], shares: Recording | None) -> FakeRecording:
-        """Capture; every stream has to come back to the origin."""
+        """Capture; every stream has to come back to the origin, or that hides what `work` raises."""
         if self.fail_capture is not None:
             raise self.fail_capture
         self.log.append(("capture",))
@@ -211,9 +211,9 @@ class FakeGpu:
         finally:
             self._capture = None
             self._freed.clear()
-        end = self._clocks[ORIGIN]
-        for stream in recording.joined:
-            assert end[stream] >= self._clocks[stream][stream], f"{stream} is not joined at the end of the capture"
+            end = self._clocks[ORIGIN]
+            for stream in recording.joined:
+                assert end[stream] >= self._clocks[stream][stream], f"{stream} is not joined at the end of the capture"
         self.recordings.append(recording)
         return recording
 

@@ -220,6 +220,24 @@ def test_every_lane_forks_from_the_caller_and_joins_it() -> None:
     assert launcher.streams == {LaneId(1): a, LaneId(2): b}
 
 
+def test_lanes_are_joined_where_a_body_fails() -> None:
+    """The end of a capture would hide its error otherwise; the same program can be captured afterwards."""
+    made = graph((), (), (0, 1))
+    bodies = bodies_of(made)
+
+    def fail(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        raise ZeroDivisionError
+
+    gpu = FakeGpu(units=2)
+    for each in range(3):
+        launcher = Launcher(program_of(made, plan(made, "ABA")), [*bodies[:each], fail, *bodies[each + 1 :]], gpu)
+        with pytest.raises(ZeroDivisionError):
+            gpu.capture(lambda origin, launcher=launcher: launcher.launch([torch.ones(1)], origin), None)
+    launcher = Launcher(program_of(made, plan(made, "ABA")), bodies, gpu)
+    gpu.capture(lambda origin: launcher.launch([torch.ones(1)], origin), None)
+    assert len(gpu.recordings) == 1 and not gpu.races
+
+
 def test_a_program_on_the_whole_device_is_launched_on_the_callers_stream() -> None:
     """Without any event."""
     made = graph((), (0,))
