@@ -2,10 +2,11 @@
 
     measure_bodies(...) -> Observations
 
-The graph is captured once, its segments one after the other on the whole device; the first segment of every body runs
-on one lane of each size as well, with nothing beside it, between two events that are part of the CUDA graph. Replays
-fill in the times, without the time that the host takes to launch. Nothing the caller can see changes: inputs that the
-graph writes to are copies, and random numbers go on from where they were.
+The graph is launched once, so that all code is loaded and tuned, and then captured, its segments one after the other on
+the whole device; the first segment of every body runs on one lane of each size as well, with nothing beside it, between
+two events that are part of the CUDA graph. Replays fill in the times, without the time that the host takes to launch.
+Nothing the caller can see changes: inputs that the graph writes to are copies, and random numbers go on from where they
+were.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 
 from apollo_compile.cuda.gpu import Body, Event, Gpu, Stream
-from apollo_compile.cuda.launch import Tuned
+from apollo_compile.cuda.launch import Tuned, forked
 from apollo_compile.ir import BodyId, BufferId, Lane, Observation, Observations, Segment, SegmentGraph
 
 UNTIMED_REPLAYS = 2
@@ -50,6 +51,8 @@ def measure_bodies(
     probe = _Probe(graph, bodies, lanes, gpu, given, tuned or {})
     times: dict[tuple[BodyId, int], list[int]] = {}
     with gpu.random_numbers_kept():
+        probe.launch(gpu.caller_stream())  # a body that is tuned at its first run waits for the device
+        gpu.synchronize()
         recording = gpu.capture(probe.launch, None)
         for number in range(UNTIMED_REPLAYS + TIMED_REPLAYS):
             recording.replay()
@@ -109,20 +112,12 @@ class _Probe:
         gpu = self._gpu
         stream = origin if lane is None else lane
         begin, end = gpu.new_timer(), gpu.new_timer()
-        if lane is not None:
-            self._order(origin, lane)
-        gpu.record(begin, stream)
-        made = gpu.call(self._tuned.get((segment.body, units), self._bodies[segment.body]), arguments, stream)
-        gpu.record(end, stream)
-        if lane is not None:
-            self._order(lane, origin)
+        with forked(gpu, origin, [] if lane is None else [lane]):
+            gpu.record(begin, stream)
+            made = gpu.call(self._tuned.get((segment.body, units), self._bodies[segment.body]), arguments, stream)
+            gpu.record(end, stream)
         del made  # of the lane, which has nothing beside it
         self.timers[segment.body, units] = (begin, end)
-
-    def _order(self, earlier: Stream, later: Stream) -> None:
-        event = self._gpu.new_event()
-        self._gpu.record(event, earlier)
-        self._gpu.wait(event, later)
 
 
 def _forget(values: dict[BufferId, torch.Tensor], last: Mapping[BufferId, int], segment: Segment) -> None:

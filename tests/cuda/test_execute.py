@@ -14,7 +14,7 @@ from apollo_compile.cuda.execute import MAX_CAPTURES, WARMUP_RUNS, Contract, Cud
 from apollo_compile.cuda.pieces import capture_pieces, piece_order
 from apollo_compile.errors import MemoryQuotaError, UnsupportedGraphError
 from apollo_compile.inductor import CompiledBody
-from apollo_compile.ir import Buffer, BufferId, Record, Role, SegmentGraph, SegmentId, Wait
+from apollo_compile.ir import BodyId, Buffer, BufferId, Record, Role, SegmentGraph, SegmentId, Wait
 from tests.builders import LETTERS, graph, plan
 from tests.cuda.fake_gpu import CALLER, FakeGpu
 from tests.cuda.test_launch import bodies_of, expected_of, program_of, random_program
@@ -591,6 +591,23 @@ def test_bodies_are_timed_on_every_quota_without_a_trace(gpu: FakeGpu) -> None:
     assert torch.equal(after, torch.rand(1))
     with pytest.raises(UnsupportedGraphError, match="test writes to other tensors than its inputs; it is not timed"):
         two_towers(gpu, written=None).measure([x, counter])
+
+
+def test_code_has_run_before_it_is_timed(gpu: FakeGpu) -> None:
+    """Tuning at the first run waits for the device, which a capture refuses; so with code for one quota."""
+    seen: dict[str, bool] = {}
+
+    def noting(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
+        def run(x: torch.Tensor) -> torch.Tensor:
+            seen.setdefault(name, ("capture",) in gpu.log)
+            return x.sin()
+
+        return run
+
+    tuned = {(BodyId(1), 1): body(noting("for one unit"))}
+    executable = two_towers(gpu, torch.mul, noting("for all"), torch.add, tuned=tuned)
+    executable.measure([torch.randn(4), torch.randn(4)])
+    assert seen == {"for all": False, "for one unit": False} and ("capture",) in gpu.log
 
 
 def test_replays_from_different_streams_take_turns(gpu: FakeGpu) -> None:
