@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -275,13 +276,17 @@ class TorchGpu:
 
     def lane_pool(self, stream: Stream | None, quota: int) -> TorchLanePool:
         """Return a pool that asks the native runtime for every segment."""
-        return TorchLanePool(self.native, self.handle_of(stream or self._origin()), quota)
+        return TorchLanePool(self.native, self.device, self.handle_of(stream or self._origin()), quota)
 
     def capture_alone(self, work: Callable[[Stream], None], stream: Stream | None, pool: LanePool) -> TorchRecording:
         """Capture into the pool; work of the caller's stream is captured on one that can be."""
         assert isinstance(pool, TorchLanePool)
-        with pool.limited():
-            return self._capture(work, stream or self._origin(), pool.id)
+
+        def limited(stream: Stream) -> None:
+            with pool.limited():
+                work(stream)
+
+        return self._capture(limited, stream or self._origin(), pool.id)
 
     def replay_on(self, recording: Recording, stream: Stream) -> None:
         """Launch with `stream` as torch's current one."""
@@ -341,8 +346,8 @@ class TorchLanePool:
     is allowed what it has and what this pool may still take.
     """
 
-    def __init__(self, native: _native.CudaDevice, stream: int, quota: int) -> None:
-        """Make the pool; `stream` is the CUstream of the lane."""
+    def __init__(self, native: _native.CudaDevice, device: torch.device, stream: int, quota: int) -> None:
+        """Make the pool; `stream` is the CUstream of the lane, on that device."""
         self._taken = 0
         """Up to the last capture into it."""
         self._before: int | None = None
@@ -350,9 +355,8 @@ class TorchLanePool:
         self._native = native
         self._stream = stream
         self._quota = quota
-        allocator = torch.cuda.memory.CUDAPluggableAllocator(_native.__file__, _native.ALLOCATE, _native.FREE)
-        self._pool = torch.cuda.MemPool(allocator.allocator())  # type: ignore[no-untyped-call]
-        self._allocator = allocator  # the pool calls it until it is gone
+        with torch.cuda.device(device):  # a pool belongs to the current one
+            self._pool = torch.cuda.MemPool(_lane_allocator().allocator())  # type: ignore[no-untyped-call]
 
     @property
     def id(self) -> Any:
@@ -374,7 +378,11 @@ class TorchLanePool:
 
     @contextlib.contextmanager
     def limited(self) -> Iterator[None]:
-        """Give the lane what is left of the quota inside, and nothing afterwards."""
+        """Give the lane what is left of the quota inside, and nothing afterwards.
+
+        To be entered when the capture has begun: before it begins, torch may let memory of the stream's other pools go,
+        and what they no longer have would be this pool's beyond its quota.
+        """
         _, before, _ = self._native.lane_memory(self._stream)
         self._native.limit_memory(self._stream, before + self._quota - self._taken)
         self._before = before
@@ -383,6 +391,12 @@ class TorchLanePool:
         finally:
             self._taken, self._before = self.taken_bytes, None
             self._native.limit_memory(self._stream, 0)  # what it has it keeps
+
+
+@functools.cache
+def _lane_allocator() -> torch.cuda.memory.CUDAPluggableAllocator:
+    """Return the native runtime's allocator; one for the process, since pools and their memory point to it."""
+    return torch.cuda.memory.CUDAPluggableAllocator(_native.__file__, _native.ALLOCATE, _native.FREE)
 
 
 @contextlib.contextmanager

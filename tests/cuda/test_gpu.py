@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from apollo_compile import _native
-from apollo_compile.cuda.gpu import Sharing, TorchGpu, TorchLanePool
+from apollo_compile.cuda.gpu import Sharing, TorchGpu, TorchLanePool, _lane_allocator
 from apollo_compile.errors import CudaError
 from apollo_compile.ir import Lane, LaneId
 
@@ -100,37 +100,100 @@ def test_libraries_are_told_of_the_sms_that_are_not_the_lanes(
     assert torch._C._get_sm_carveout_experimental() is None
 
 
+class Allocator:
+    """Calls for segments of a lane as torch would, from the library and by the names that it is told."""
+
+    def __init__(self, path: str, allocate: str, free: str) -> None:
+        library = ctypes.CDLL(path)
+        self._allocate, self._free = library[allocate], library[free]
+        self._allocate.restype = ctypes.c_void_p
+        self._allocate.argtypes = [ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p]
+        self._free.argtypes = [ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p]
+        self._taken: list[tuple[int, int, int]] = []
+
+    def allocator(self) -> Allocator:
+        """Return itself."""
+        return self
+
+    def take(self, num_bytes: int, stream: int) -> int | None:
+        """Return the address of a segment."""
+        pointer: int | None = self._allocate(num_bytes, 0, stream)
+        if pointer:
+            self._taken.append((pointer, num_bytes, stream))
+        return pointer
+
+    def free_all(self) -> None:
+        """Give all segments back."""
+        for pointer, num_bytes, stream in self._taken:
+            self._free(pointer, num_bytes, 0, stream)
+        self._taken.clear()
+
+
+@pytest.fixture
+def allocators(gpu: TorchGpu, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Allocator]]:
+    """Return the allocators that pools were made with, one per pool, in the order of the pools."""
+    found: list[Allocator] = []
+    current: list[torch.device] = [torch.device("cuda", 7)]
+
+    @contextlib.contextmanager
+    def on(device: torch.device) -> Iterator[None]:
+        current.append(device)
+        yield
+        current.pop()
+
+    def pool(allocator: Allocator) -> SimpleNamespace:
+        assert current[-1] == gpu.device, "a pool of another device"
+        found.append(allocator)
+        return SimpleNamespace(id=(0, len(found)))
+
+    monkeypatch.setattr(torch.cuda.memory, "CUDAPluggableAllocator", Allocator)
+    monkeypatch.setattr(torch.cuda, "device", on)
+    monkeypatch.setattr(torch.cuda, "MemPool", pool)
+    _lane_allocator.cache_clear()
+    yield found
+    _lane_allocator.cache_clear()
+    for each in found:
+        each.free_all()
+
+
 Allocate = Callable[[int], int | None]
 
 
 @pytest.fixture
-def allocate(gpu: TorchGpu, monkeypatch: pytest.MonkeyPatch) -> Iterator[Allocate]:
-    """Return what torch would call for a segment of the left lane, from the library and by the name that it is told."""
-    told: list[tuple[str, str, str]] = []
+def allocate(gpu: TorchGpu, allocators: list[Allocator]) -> Allocate:
+    """Return what torch would call for a segment of the left lane."""
+    stream = gpu.lane_stream(LEFT).cuda_stream
+    return lambda num_bytes: allocators[-1].take(num_bytes, stream)
 
-    def pluggable(path: str, allocate: str, free: str) -> SimpleNamespace:
-        told.append((path, allocate, free))
-        return SimpleNamespace(allocator=lambda: None)
 
-    monkeypatch.setattr(torch.cuda.memory, "CUDAPluggableAllocator", pluggable)
-    monkeypatch.setattr(torch.cuda, "MemPool", lambda allocator: SimpleNamespace(id=(0, len(told))))
-    stream, taken = gpu.lane_stream(LEFT).cuda_stream, []
+def test_all_pools_have_one_allocator(gpu: TorchGpu, allocators: list[Allocator]) -> None:
+    """It is there for as long as the process, since torch points to it after a pool is gone."""
+    for lane in (LEFT, RIGHT):
+        gpu.lane_pool(gpu.lane_stream(lane), 100)
+    assert allocators[0] is allocators[1] is _lane_allocator()
 
-    def call(num_bytes: int) -> int | None:
-        path, name, _ = told[-1]
-        function = ctypes.CDLL(path)[name]
-        function.restype = ctypes.c_void_p
-        function.argtypes = [ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p]
-        pointer: int | None = function(num_bytes, 0, stream)
-        if pointer:
-            taken.append((pointer, num_bytes))
-        return pointer
 
-    yield call
-    for pointer, num_bytes in taken:
-        free = ctypes.CDLL(told[0][0])[told[0][2]]
-        free.argtypes = [ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p]
-        free(pointer, num_bytes, 0, stream)
+def test_what_other_pools_let_go_before_a_capture_is_not_this_pools(
+    gpu: TorchGpu, allocate: Allocate, allocators: list[Allocator], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch empties its cache at the beginning; the stream has less then, and the pool no more than its quota."""
+
+    @contextlib.contextmanager
+    def graph(made: object, **options: object) -> Iterator[None]:
+        allocators[0].free_all()
+        yield
+
+    monkeypatch.setattr(torch.cuda, "graph", graph)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", SimpleNamespace)
+    monkeypatch.setattr("apollo_compile.cuda.gpu.clear_workspaces", lambda: None)
+    stream = gpu.lane_stream(LEFT)
+    first, second = gpu.lane_pool(stream, 100), gpu.lane_pool(stream, 50)
+    assert isinstance(first, TorchLanePool)
+    with first.limited():
+        assert allocate(60)
+    given: list[bool] = []
+    gpu.capture_alone(lambda stream: given.extend(bool(allocate(size)) for size in (51, 50)), stream, second)
+    assert given == [False, True] and second.taken_bytes == 50
 
 
 def test_pools_of_one_lane_have_a_quota_each(gpu: TorchGpu, allocate: Allocate) -> None:
