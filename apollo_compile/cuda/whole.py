@@ -43,7 +43,7 @@ def as_one_segment(
         segment=segment.id,
         body=segment.body,
         inputs=segment.inputs,
-        takes=(False,) * len(segment.inputs),
+        takes=tuple(buffer not in graph.outputs for buffer in segment.inputs),
         outputs=segment.outputs,
     )
     program = Program(

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
@@ -11,10 +12,12 @@ import pytest
 import torch
 
 from apollo_compile.cuda.execute import MAX_CAPTURES, WARMUP_RUNS, Contract, CudaExecutable, ModelMemory
+from apollo_compile.cuda.launch import Launcher
 from apollo_compile.cuda.pieces import capture_pieces, piece_order
+from apollo_compile.cuda.whole import as_one_segment
 from apollo_compile.errors import MemoryQuotaError, UnsupportedGraphError
 from apollo_compile.inductor import CompiledBody
-from apollo_compile.ir import BodyId, Buffer, BufferId, Record, Role, SegmentGraph, SegmentId, Wait
+from apollo_compile.ir import BodyId, Buffer, BufferId, Lane, LaneId, Record, Role, SegmentGraph, SegmentId, Wait
 from tests.builders import LETTERS, graph, plan
 from tests.cuda.fake_gpu import CALLER, FakeGpu
 from tests.cuda.test_launch import bodies_of, expected_of, program_of, random_program
@@ -608,6 +611,27 @@ def test_code_has_run_before_it_is_timed(gpu: FakeGpu) -> None:
     executable = two_towers(gpu, torch.mul, noting("for all"), torch.add, tuned=tuned)
     executable.measure([torch.randn(4), torch.randn(4)])
     assert seen == {"for all": False, "for one unit": False} and ("capture",) in gpu.log
+
+
+def test_a_whole_graph_takes_the_inputs_that_it_does_not_return(gpu: FakeGpu) -> None:
+    """So that what a backward has read goes before its end."""
+    made = add_input(graph((), (0,)), 1)
+    made = replace(made, outputs=(*made.outputs, made.inputs[1]))
+    _, program, make_body = as_one_segment(made, Lane(id=LaneId(0), units=(0, 1)))
+    is_gone: list[bool] = []
+
+    def run(arguments: Tensors) -> Tensors:
+        taken, kept = arguments
+        arguments.clear()
+        reference = weakref.ref(taken)
+        outputs = [taken + kept, kept]
+        del taken
+        is_gone.append(reference() is None)
+        return outputs
+
+    kept = torch.ones(2)
+    total, same = Launcher(program, [make_body(run)], gpu).launch([torch.ones(2), kept], CALLER)
+    assert is_gone == [True] and same is kept and torch.equal(total, torch.full((2,), 2.0))
 
 
 def test_replays_from_different_streams_take_turns(gpu: FakeGpu) -> None:
