@@ -13,6 +13,7 @@ import torch
 
 from apollo_compile import backend
 from apollo_compile.cuda.gpu import Sharing
+from apollo_compile.device import Rate, load_profile
 from apollo_compile.errors import CudaError
 from benchmarks import gpu_checks, gpu_suite, gpu_workloads
 from benchmarks.gpu_busy import KernelRecord, busy_share, read_kernels, side_by_side_share
@@ -209,6 +210,18 @@ def test_checks_that_only_launch_can_do_so(check: gpu_checks.Check, monkeypatch:
     assert not gpu.races and not any(other.races for other in gpu.others.values())
     if check is gpu_checks.splits_against_streams:
         assert len(outcome.numbers) == 4 + 15 and {"8 + 120", "64 + 64", "120 + 8"} <= set(outcome.numbers)
+
+
+@pytest.mark.parametrize(("near", "is_met"), [(2.0, True), (1.0, False), (0.9, False)])
+def test_a_cache_that_is_no_faster_than_memory_was_not_measured(
+    near: float, is_met: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """T1 says so of a calibration."""
+    sheet = load_profile(Path("h200"))
+    rates = tuple(near * rate for rate in sheet.far_bytes_per_s[0].per_s)
+    measured = replace(sheet, near_bytes_per_s=(Rate(size=1, per_s=rates), *sheet.near_bytes_per_s))
+    monkeypatch.setattr(gpu_checks, "calibrate_gpu", lambda *arguments, **options: measured)
+    assert gpu_checks.calibration_is_plausible(CheckedGpu()).is_met is is_met  # type: ignore[arg-type]
 
 
 def test_a_plan_is_held_against_its_bound() -> None:
