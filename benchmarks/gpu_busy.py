@@ -1,7 +1,7 @@
 """How much of a GPU a training step keeps busy, read off a profile of its kernels.
 
     profile_step(step, mark) -> trace
-    read_kernels(trace)      -> kernels, and the SMs of every context that was marked
+    read_step(trace)         -> its kernels, and the SMs of every context that was marked
     busy_share(...), side_by_side_share(...)
 
 A kernel is taken to hold as many SMs as it has blocks, but no more than its context has. That is an estimate from
@@ -12,6 +12,7 @@ SM that is launched on every lane before the step.
 from __future__ import annotations
 
 import json
+import math
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -36,6 +37,19 @@ class KernelRecord:
     context: int
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepKernels:
+    """What ran in a step."""
+
+    kernels: tuple[KernelRecord, ...]
+    """In order of time."""
+    sms: Mapping[int, int]
+    """By context: as many as the largest of its markers has blocks."""
+    mixed_contexts: tuple[int, ...] = ()
+    """Those with markers of several sizes: the profile does not tell their lanes apart, so that a lane may be taken to
+    have more SMs than it has."""
+
+
 def profile_step(step: Callable[[], object], mark: Callable[[], None]) -> dict[str, Any]:
     """Return a trace, as torch's profiler writes it, of the markers and of one step after them."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
@@ -50,28 +64,34 @@ def profile_step(step: Callable[[], object], mark: Callable[[], None]) -> dict[s
         return content
 
 
-def read_kernels(trace: Mapping[str, Any]) -> tuple[list[KernelRecord], dict[int, int]]:
-    """Return the kernels of the step in order of time, and SMs by context."""
-    kernels, sms = [], {}
-    for event in trace["traceEvents"]:
-        if event.get("cat") != "kernel":
-            continue
-        args = event["args"]
-        blocks = args["grid"][0] * args["grid"][1] * args["grid"][2]
-        if MARKER in event["name"]:
-            sms[args["context"]] = blocks
-            continue
-        begin_ns = round(event["ts"] * 1000)
-        kernels.append(
-            KernelRecord(
-                begin_ns=begin_ns,
-                end_ns=begin_ns + round(event["dur"] * 1000),
-                blocks=blocks,
-                stream=args["stream"],
-                context=args["context"],
-            )
+def read_step(trace: Mapping[str, Any]) -> StepKernels:
+    """Return the kernels that begin after the last marker ended; what fills the memory of markers is before that."""
+    events = [event for event in trace["traceEvents"] if event.get("cat") == "kernel"]
+    markers = [event for event in events if MARKER in event["name"]]
+    sizes: dict[int, set[int]] = {}
+    for event in markers:
+        sizes.setdefault(event["args"]["context"], set()).add(_blocks(event))
+    begin = max((event["ts"] + event["dur"] for event in markers), default=float("-inf"))
+    kernels = [
+        KernelRecord(
+            begin_ns=round(event["ts"] * 1000),
+            end_ns=round(event["ts"] * 1000) + round(event["dur"] * 1000),
+            blocks=_blocks(event),
+            stream=event["args"]["stream"],
+            context=event["args"]["context"],
         )
-    return sorted(kernels, key=lambda kernel: kernel.begin_ns), sms
+        for event in events
+        if event["ts"] >= begin and MARKER not in event["name"]
+    ]
+    return StepKernels(
+        kernels=tuple(sorted(kernels, key=lambda kernel: kernel.begin_ns)),
+        sms={context: max(found) for context, found in sizes.items()},
+        mixed_contexts=tuple(sorted(context for context, found in sizes.items() if len(found) > 1)),
+    )
+
+
+def _blocks(event: Mapping[str, Any]) -> int:
+    return math.prod(event["args"]["grid"])
 
 
 def busy_share(kernels: Sequence[KernelRecord], *, num_sms: int, sms: Mapping[int, int]) -> float:

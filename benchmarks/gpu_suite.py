@@ -37,7 +37,7 @@ from apollo_compile.cuda.gpu import TorchGpu
 from apollo_compile.errors import CudaError
 from apollo_compile.lanes import lane_catalogue
 from apollo_compile.units import format_bytes, format_ns
-from benchmarks.gpu_busy import busy_share, profile_step, read_kernels, side_by_side_share
+from benchmarks.gpu_busy import busy_share, profile_step, read_step, side_by_side_share
 from benchmarks.gpu_checks import CHECKS, OPTIONS, THOROUGH_CHECKS, Outcome
 from benchmarks.gpu_workloads import SHAPES, GpuWorkload, build_gpu_workload
 from benchmarks.run import batch_sizes, names_of
@@ -244,11 +244,13 @@ def _shares(step: Step, mark: Callable[[], None]) -> tuple[float | None, float |
     """Return the shares of one step in which SMs are busy, and in which streams run side by side."""
     num_sms = torch.cuda.get_device_properties(0).multi_processor_count
     try:
-        kernels, sms = read_kernels(profile_step(step, mark))
+        found = read_step(profile_step(step, mark))
     except Exception as error:  # times are worth more than a profile
         _tell(f"no profile: {type(error).__name__}: {error}")
         return None, None
-    return busy_share(kernels, num_sms=num_sms, sms=sms), side_by_side_share(kernels)
+    if found.mixed_contexts:
+        _tell("the profile does not tell lanes apart: SMs busy are counted as if each had those of the largest")
+    return busy_share(found.kernels, num_sms=num_sms, sms=found.sms), side_by_side_share(found.kernels)
 
 
 def plan_of(model: nn.Module) -> tuple[int | None, int | None]:

@@ -16,7 +16,7 @@ from apollo_compile.cuda.gpu import Sharing
 from apollo_compile.device import Rate, load_profile
 from apollo_compile.errors import CudaError
 from benchmarks import gpu_checks, gpu_suite, gpu_workloads
-from benchmarks.gpu_busy import KernelRecord, busy_share, read_kernels, side_by_side_share
+from benchmarks.gpu_busy import KernelRecord, StepKernels, busy_share, read_step, side_by_side_share
 from benchmarks.gpu_checks import CHECKS, THOROUGH_CHECKS, Outcome
 from benchmarks.gpu_suite import (
     CheckResult,
@@ -167,7 +167,10 @@ def test_busy_sms_are_those_of_blocks_within_the_quota(
 
 
 def test_a_profile_tells_kernels_from_markers_and_all_else() -> None:
-    """By what torch's profiler writes; a marker has a block for every SM of its context."""
+    """By what torch's profiler writes; a marker has a block for every SM of its context.
+
+    Its memory is filled before it; where one context has several markers, the largest counts.
+    """
 
     def event(name: str, cat: str, ts: float, context: int, grid: list[int]) -> dict[str, object]:
         args = {"grid": grid, "stream": 7, "context": context}
@@ -177,13 +180,20 @@ def test_a_profile_tells_kernels_from_markers_and_all_else() -> None:
         event("gemm", "kernel", 20.0, 1, [4, 2, 1]),
         event("_note_and_spin_0d1d", "kernel", 1.0, 3, [64, 1, 1]),
         event("norm", "kernel", 10.5, 3, [9, 1, 1]),
+        event("fill", "kernel", 0.5, 3, [700, 1, 1]),
+        event("_note_and_spin_0d1d", "kernel", 3.5, 1, [96, 1, 1]),
+        event("fill", "kernel", 4.0, 1, [900, 1, 1]),
+        event("_note_and_spin_0d1d", "kernel", 6.5, 1, [32, 1, 1]),
         {"ph": "X", "name": "cudaGraphLaunch", "cat": "cuda_runtime", "ts": 1, "dur": 1, "args": {}},
         {"ph": "M", "name": "process_name", "args": {}},
     ]
-    assert read_kernels({"traceEvents": events}) == (
-        [kernel(10_500, 13_000, 9, context=3), kernel(20_000, 22_500, 8)],
-        {3: 64},
+    assert read_step({"traceEvents": events}) == StepKernels(
+        kernels=(kernel(10_500, 13_000, 9, context=3), kernel(20_000, 22_500, 8)),
+        sms={3: 64, 1: 96},
+        mixed_contexts=(1,),
     )
+    unmarked = [event("gemm", "kernel", 20.0, 1, [4, 2, 1])]
+    assert read_step({"traceEvents": unmarked}) == StepKernels(kernels=(kernel(20_000, 22_500, 8),), sms={})
 
 
 class CheckedGpu(FakeGpu):
