@@ -302,6 +302,7 @@ class TorchGpu:
     def _capture(self, work: Callable[[Stream], None], stream: Stream, pool: Any) -> TorchRecording:
         graph = torch.cuda.CUDAGraph()
         with (
+            torch.cuda.stream(stream),  # left whatever happens; torch.cuda.graph stays on it where its end is an error
             _fresh_workspaces(),
             torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"),
         ):

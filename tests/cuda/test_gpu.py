@@ -196,6 +196,34 @@ def test_what_other_pools_let_go_before_a_capture_is_not_this_pools(
     assert given == [False, True] and second.taken_bytes == 50
 
 
+def test_a_capture_that_ends_in_an_error_leaves_its_stream(gpu: TorchGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch does not; all later work of the caller would be on it."""
+    current = ["the caller's"]
+
+    @contextlib.contextmanager
+    def on(stream: object) -> Iterator[None]:
+        before, current[0] = current[0], "the capture's"
+        try:
+            yield
+        finally:
+            current[0] = before
+
+    @contextlib.contextmanager
+    def graph(made: object, **options: object) -> Iterator[None]:
+        current[0] = "the capture's"
+        yield
+        raise RuntimeError("a lane is not joined")
+
+    monkeypatch.setattr(torch.cuda, "stream", on)
+    monkeypatch.setattr(torch.cuda, "graph", graph)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", SimpleNamespace)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
+    monkeypatch.setattr("apollo_compile.cuda.gpu.clear_workspaces", lambda: None)
+    with pytest.raises(RuntimeError, match="a lane is not joined"):
+        gpu.capture(lambda stream: None, None)
+    assert current == ["the caller's"]
+
+
 def test_pools_of_one_lane_have_a_quota_each(gpu: TorchGpu, allocate: Allocate) -> None:
     """Every graph has pools of its own; outside a capture a pool gives nothing."""
     stream = gpu.lane_stream(LEFT)
