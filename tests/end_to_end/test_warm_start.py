@@ -49,6 +49,21 @@ def training_of(model: nn.Module, *inputs: torch.Tensor, **options: Any) -> tupl
     return training, backend.compiled_models()[-1]
 
 
+def let_win(way: str, model: nn.Module, inputs: tuple[torch.Tensor, ...], options: dict[str, Any]) -> None:
+    """Train until the contest is over, and let its finding say that `way` won, whichever did."""
+    run = torch.compile(model, backend="apollo", options={**STRICT, **options})
+    for _ in range(2000):
+        run(*inputs).square().mean().backward()
+        if backend.is_settled(model):
+            break
+    files = sorted((options["device.cache"] / "history").iterdir())
+    assert len(files) == 2
+    for file in files:
+        content = json.loads(file.read_text())
+        content["finding"]["way"] = way
+        file.write_text(json.dumps(content))
+
+
 def forbid_tracing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the test fail if a graph is planned or compiled."""
 
@@ -173,17 +188,7 @@ def test_a_verdict_that_came_later_holds(way: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     model, inputs = TwoTowers(), two_tower_inputs()
     options = {"plan.contest": True, "plan.min_gain": 0.0, "device.cache": tmp_path}
-    run = torch.compile(model, backend="apollo", options={**STRICT, **options})
-    for _ in range(2000):
-        run(*inputs).square().mean().backward()
-        if backend.is_settled(model):
-            break
-    files = sorted((tmp_path / "history").iterdir())
-    assert len(files) == 2
-    for file in files:
-        content = json.loads(file.read_text())
-        content["finding"]["way"] = way
-        file.write_text(json.dumps(content))
+    let_win(way, model, inputs, options)
     training, found = training_of(model, *inputs, **options)
     assert hits() == (1, 1)
     assert [graph.way for graph in found.graphs] == ([] if way == INDUCTOR else [way, way])
@@ -197,15 +202,7 @@ def test_inductors_code_is_not_kept_longer_than_the_verdict(tmp_path: Path) -> N
     torch.manual_seed(0)
     model, inputs = TwoTowers(), two_tower_inputs()
     options = {"plan.contest": True, "plan.min_gain": 0.0, "device.cache": tmp_path}
-    run = torch.compile(model, backend="apollo", options={**STRICT, **options})
-    for _ in range(2000):
-        run(*inputs).square().mean().backward()
-        if backend.is_settled(model):
-            break
-    for file in (tmp_path / "history").iterdir():
-        content = json.loads(file.read_text())
-        content["finding"]["way"] = INDUCTOR
-        file.write_text(json.dumps(content))
+    let_win(INDUCTOR, model, inputs, options)
     with torch.compiler.config.patch(cache_key_tag=f"{tmp_path} whole"):
         _, found = training_of(model, *inputs, **options)
         assert [len(found.graphs), len(found.left)] == [0, 2]
