@@ -26,6 +26,11 @@ def keep_memory() -> bool:
     faults per training step. The process stays as large as it ever was. Works with glibc only.
     """
 
+def trim_memory() -> bool:
+    """
+    Give free memory back to the system, and return whether there was any. Works with glibc only.
+    """
+
 class Lanes:
     """
     Lanes of CPU cores, shared by executors; they run one program at a time.

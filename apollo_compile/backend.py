@@ -49,7 +49,7 @@ from apollo_compile.device import (
 )
 from apollo_compile.dynamic import GraphFamily, at_once, in_background
 from apollo_compile.errors import ConfigError, CudaError, NothingToGainError, TargetError, UnsupportedGraphError
-from apollo_compile.execute import Executable, available_units, core_share, keep_memory, most_units
+from apollo_compile.execute import Executable, available_units, core_share, keep_memory, most_units, trim_memory
 from apollo_compile.history import Finding, History, circumstances, key_of
 from apollo_compile.inductor import (
     Boundary,
@@ -185,6 +185,8 @@ def apollo(
         eager_randomness=config.runtime.bodies == "eager",
         cache=model.cache(graph_module, example_inputs),
     )
+    if config.runtime.keep_memory:
+        trim_memory()  # compiling left much behind
     keep_with(compiled, model)
     _models[next(_ages)] = model
     return compiled
@@ -621,6 +623,8 @@ class CompiledModel:
                 graph.keep_only_this_way()
         for way in self.memories.keys() - {graph.way for graph in self.contested} - {PLAN}:
             del self.memories[way]
+        if self.config.runtime.keep_memory:
+            trim_memory()  # each way left its own behind
 
     def _keep(self, compilation: Compilation, way: str, verdict: Verdict | None) -> None:
         history = self._history

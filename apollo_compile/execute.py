@@ -207,6 +207,11 @@ def keep_memory() -> bool:
     return _native.keep_memory()
 
 
+def trim_memory() -> None:
+    """Give back what is free now: what was compiled, or ran on other lanes before, left memory that nothing uses."""
+    _native.trim_memory()
+
+
 def _start_lanes(lanes: tuple[Lane, ...], *, park_team: bool) -> _native.Lanes:
     key = (lanes, park_team)
     with _lanes_lock:

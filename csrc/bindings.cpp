@@ -305,6 +305,8 @@ NB_MODULE(_native, m) {
         "Tell the C library to keep freed memory in the process, and return whether it will.\n\n"
         "Freed activations otherwise go back to the system and come back at every step: 3,000 to 5,700 page\n"
         "faults per training step. The process stays as large as it ever was. Works with glibc only.");
+  m.def("trim_memory", &apollo::trim_memory,
+        "Give free memory back to the system, and return whether there was any. Works with glibc only.");
 
   nb::class_<PyLanes>(m, "Lanes",
                       "Lanes of CPU cores, shared by executors; they run one program at a time.\n\n"

@@ -42,4 +42,12 @@ bool keep_memory() {
 #endif
 }
 
+bool trim_memory() {
+#if defined(__GLIBC__)
+  return malloc_trim(0) != 0;
+#else
+  return false;
+#endif
+}
+
 }  // namespace apollo

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import torch
 from torch import nn
 
 import apollo_compile
-from apollo_compile import backend
+from apollo_compile import backend, execute
 from apollo_compile.select import INDUCTOR, MAX_ROUNDS, MIN_ROUNDS, PLAN, SERIAL, STEPS_PER_TURN
 from tests.end_to_end.models import TwoTowers, assert_same_training, train, two_tower_inputs
 
@@ -150,6 +151,23 @@ def test_a_model_without_branches_is_inductors_from_the_start(caplog: pytest.Log
     assert "nothing to gain" in record.getMessage()
     assert "nothing to gain" in str(apollo_compile.report(layer))
     assert backend.find_models(layer)[0].graphs == []
+
+
+@needs_two_cores
+def test_what_is_free_when_the_contest_ends_is_given_back() -> None:
+    """Freed memory stays in the process while it is wanted again at every step; what the losers left is not."""
+    run, inputs, _ = compiled_towers()
+    if not execute.keep_memory():
+        pytest.skip("this C library cannot be told to keep memory")
+    torch.ones(64 * 2**20)
+    kept = resident_bytes()
+    train_until_settled(run, inputs)
+    assert resident_bytes() < kept - 128 * 2**20
+
+
+def resident_bytes() -> int:
+    """Return how much memory the process occupies."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def test_many_small_kernels_are_worth_segments_without_lanes() -> None:

@@ -164,3 +164,21 @@ def test_memory_can_be_kept() -> None:
         print(_native.keep_memory())
     """
     assert run_python(code) in ("True\n", "False\n")
+
+
+def test_free_memory_is_given_back() -> None:
+    """Also where it was to be kept; so the process is as large as what it holds."""
+    code = """
+        from pathlib import Path
+        from apollo_compile import _native
+        def pages():
+            return int(Path("/proc/self/statm").read_text().split()[1])
+        is_kept = _native.keep_memory()
+        block = bytearray(b"1") * 2**28
+        full = pages()
+        del block
+        kept = pages()
+        _native.trim_memory()
+        print(not is_kept or (kept > full / 2 > pages()))
+    """
+    assert run_python(code) == "True\n"

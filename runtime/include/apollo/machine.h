@@ -14,4 +14,10 @@ std::vector<int> available_cores();
 /// price is that the process stays as large as it ever was. Does nothing where the C library is not glibc.
 bool keep_memory();
 
+/// Gives free memory back to the system, that of all threads; returns whether there was any.
+///
+/// Every thread allocates from an arena of its own. What was freed there is lost to the others, so a process that ran
+/// the same work on other threads before is larger than it has to be. Does nothing where the C library is not glibc.
+bool trim_memory();
+
 }  // namespace apollo
