@@ -74,6 +74,8 @@ class Variant:
     backend: str | None
     """None is eager."""
     options: Mapping[str, Any] = field(default_factory=dict)
+    cores: int | None = None
+    """Cores that its process may use; None is all that this one may."""
 
 
 VARIANTS: tuple[Variant, ...] = (
@@ -83,6 +85,13 @@ VARIANTS: tuple[Variant, ...] = (
     Variant(name="apollo", backend="apollo"),
 )
 """Eager, Inductor's default, the bodies of apollo on one lane in graph order, and apollo."""
+
+ONE_CORE: tuple[Variant, ...] = (
+    Variant(name="eager-one-core", backend=None, cores=1),
+    Variant(name="inductor-one-core", backend="inductor", cores=1),
+    Variant(name="apollo-one-core", backend="apollo", cores=1),
+)
+"""The same on one core: what `Measurement.efficiencies` goes by."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -157,6 +166,9 @@ class Measurement:
     baseline: str
     reference: str
     results: tuple[VariantResult, ...]
+    efficiencies: Mapping[str, float]
+    """How well variants use all cores: the fastest step on one core over the number of cores, over their own; 1 is that
+    of work which is spread over the cores without any loss. Empty where nothing was measured on one core."""
 
     def by_variant(self) -> dict[str, VariantResult]:
         """Return the results by the name of their variant."""
@@ -353,7 +365,16 @@ def _collect(
         )
         for name in names
     )
-    return Measurement(task=task, baseline=baseline, reference=reference, results=results)
+    medians = {result.variant: result.summary.median_ns for result in results}
+    alone = [medians.pop(variant.name) for variant in ONE_CORE if variant.name in medians]
+    cores = len(os.sched_getaffinity(0))
+    return Measurement(
+        task=task,
+        baseline=baseline,
+        reference=reference,
+        results=results,
+        efficiencies={name: min(alone) / cores / median for name, median in medians.items()} if alone else {},
+    )
 
 
 def _load_digest(started: Mapping[str, Any]) -> dict[str, npt.NDArray[np.float32]]:
@@ -467,6 +488,8 @@ def _spawn(task: Task, variant: Variant, folder: Path, *, cold: bool) -> Iterato
 
 def serve(order: Mapping[str, Any]) -> None:
     """Be a child: answer requests until the parent closes the socket."""
+    if order["variant"]["cores"] is not None:  # before torch counts them
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: order["variant"]["cores"]])
     pipe = Connection(order["fd"])
     stepper: _Stepper | None = None
     while True:

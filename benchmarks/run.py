@@ -13,9 +13,21 @@ import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from apollo_compile.bench import TOLERANCE, VARIANTS, Measurement, Task, Variant, machine_facts, measure, to_json
+from apollo_compile.bench import (
+    ONE_CORE,
+    TOLERANCE,
+    VARIANTS,
+    Measurement,
+    Task,
+    Variant,
+    machine_facts,
+    measure,
+    to_json,
+)
 from apollo_compile.reports.render_bench import format_measurement
 from benchmarks.workloads_spec import SPECS
+
+_KNOWN = {variant.name: variant for variant in (*VARIANTS, *ONE_CORE)}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -66,7 +78,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--size", choices=("tiny", "small"), default="small")
     parser.add_argument("--batch", type=batch_sizes, default=[None], help="batch sizes, e.g. 1,4; default: the spec's")
     parser.add_argument("--modes", type=names_of(("train", "inference")), default=["train"], help="train, inference")
-    parser.add_argument("--variants", type=_variants, default=list(VARIANTS), help=", ".join(v.name for v in VARIANTS))
+    parser.add_argument("--variants", type=_variants, default=list(VARIANTS), help=", ".join(_KNOWN))
     parser.add_argument("--steps", type=int, default=30, help="timed steps of every variant")
     parser.add_argument("--steps-per-turn", type=int, default=3, help="timed steps before the next variant's turn")
     parser.add_argument(
@@ -90,8 +102,7 @@ def names_of(known: Iterable[str]) -> Callable[[str], list[str]]:
 
 
 def _variants(text: str) -> list[Variant]:
-    by_name = {variant.name: variant for variant in VARIANTS}
-    return [by_name[name] for name in names_of(by_name)(text)]
+    return [_KNOWN[name] for name in names_of(_KNOWN)(text)]
 
 
 def batch_sizes(text: str) -> list[int]:

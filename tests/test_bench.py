@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,6 +29,7 @@ from apollo_compile.bench import (
 )
 from apollo_compile.bench import _save_digest as save_digest
 from apollo_compile.errors import ApolloError
+from apollo_compile.reports.render_bench import format_measurement
 
 EAGER = Variant(name="eager", backend=None)
 
@@ -41,6 +44,15 @@ def build_linear(width: int, *, scale: float = 1.0, fail: str = "") -> Any:
         raise RuntimeError(fail)
     model = torch.nn.Linear(width, 1)
     return SimpleNamespace(model=model, inputs={"input": torch.rand(2, width)}, loss=lambda out: out.sum() * scale)
+
+
+def build_counter() -> Any:
+    """A task whose loss is the number of cores that torch uses."""
+    import torch
+
+    return SimpleNamespace(
+        model=torch.nn.Identity(), inputs={"input": torch.ones(torch.get_num_threads())}, loss=torch.sum
+    )
 
 
 @dataclass
@@ -105,6 +117,23 @@ def test_children_run_one_at_a_time_with_pauses(tmp_path: Path) -> None:
     assert results["eager"].peak_bytes == 2**20
     assert results["eager"].rounds_ns == ((300, 300, 300), (300, 300, 300))
     assert to_json(measurement)["results"][0]["variant"] == "eager"
+
+
+def test_efficiency_goes_by_the_fastest_step_on_one_core(tmp_path: Path) -> None:
+    """The others' share of it; nothing is said where nothing ran on one core."""
+    times = {"eager": 100, "apollo": 50, "eager-one-core": 160, "apollo-one-core": 80}
+    children = {name: _FakeChild(name, step_ns, [], tmp_path) for name, step_ns in times.items()}
+    told = partial(
+        measure_children, Task(builder="x:y"), rounds=2, steps_per_turn=3, warmup=5, pause=lambda seconds: None
+    )
+    measurement = told(children)
+    cores = len(os.sched_getaffinity(0))
+    assert measurement.efficiencies == {"eager": 0.8 / cores, "apollo": 1.6 / cores}
+    assert (
+        f"efficiency: fastest step on one core, over the number of cores, over this median: eager {0.8 / cores:.2f}"
+        in format_measurement(measurement)
+    )
+    assert told({"eager": children["eager"]}).efficiencies == {}
 
 
 def test_a_summary_has_the_statistics_of_all_steps() -> None:
@@ -183,6 +212,15 @@ def test_real_processes_are_measured_and_agree(builder: str) -> None:
     assert any("first step" in line for line in lines)
     if sys.platform == "linux":
         assert all(result.peak_bytes and result.peak_bytes > 2**24 for result in measurement.results)
+
+
+def test_a_variant_runs_on_its_cores(builder: str) -> None:
+    """And is told of no others; the rest have all."""
+    only = Variant(name="only", backend=None, cores=1)
+    task = Task(builder=builder.replace("linear", "counter"), mode="inference")
+    results = measure(task, (EAGER, only), rounds=1, steps_per_turn=1).by_variant()
+    assert results["only"].loss == 1
+    assert results["eager"].loss == len(os.sched_getaffinity(0))
 
 
 @pytest.mark.parametrize(("fail", "message"), (("no such model", "no such model"), ("exit", "exit code 3")))

@@ -33,11 +33,15 @@ def format_measurement(measurement: Measurement) -> str:
     table: str = tabulate(
         [_row(measurement, result) for result in measurement.results], headers=COLUMNS, disable_numparse=True
     )
-    return (
+    told = (
         f"{table}\n"
         f"speed-up: median of {measurement.baseline} over this median, above 1 is faster; "
         f"loss, gradients: largest relative difference from {measurement.reference}"
     )
+    if not measurement.efficiencies:
+        return told
+    shares = ", ".join(f"{name} {share:.2f}" for name, share in measurement.efficiencies.items())
+    return f"{told}\nefficiency: fastest step on one core, over the number of cores, over this median: {shares}"
 
 
 def _row(measurement: Measurement, result: VariantResult) -> tuple[str, ...]:
