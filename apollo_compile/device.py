@@ -41,7 +41,7 @@ from typing import Any, Literal
 
 from apollo_compile.errors import ConfigError
 from apollo_compile.ir import KernelKind
-from apollo_compile.json_form import from_json, parse, read_file, to_json, write_file
+from apollo_compile.json_form import check_format, from_json, parse, read_file, to_json, write_file
 from apollo_compile.units import NS_PER_S
 
 _logger = logging.getLogger(__name__)
@@ -272,9 +272,7 @@ def _load_packaged(name: str) -> DeviceProfile:
 
 
 def _to_file(content: Any) -> _File:
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise ValueError(f"expected a profile of format {FORMAT}")
-    return from_json(_File, content)
+    return from_json(_File, check_format(content, "profile", FORMAT))
 
 
 # ---------------------------------------------------------------------------------------------------------- cache

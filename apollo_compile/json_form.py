@@ -3,6 +3,7 @@
     to_json(product)            -> dicts, lists, numbers and strings, ready for json.dumps
     from_json(cls, value)       -> the product, every field checked against its type
     parse(text), read_file(path, max_bytes=...)  -> dicts, lists, numbers and strings, or `ValueError`
+    check_format(content, ...)  the same content, if it is of the kind and the format that is expected
     write_file(path, text)      a file, at once or not at all
 
 Frozen dataclasses become objects with their fields by name, tuples become lists, enums their value, mappings objects
@@ -44,6 +45,19 @@ def to_json(value: Any) -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         return value
     raise TypeError(f"cannot write a {type(value).__name__} as JSON: {value!r}")
+
+
+def check_format(content: Any, kind: str, number: int) -> dict[str, Any]:
+    """Return `content`, which is a `kind` of thing that says of itself which number its format has.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    if not isinstance(content, dict):
+        raise ValueError(f"expected a {kind} of format {number}, got {type(content).__name__}")
+    if content.get("format") != number:
+        raise ValueError(f"expected a {kind} of format {number}, got format {content.get('format')!r:.40}")
+    return content
 
 
 def read_file(path: Path, *, max_bytes: int) -> Any:

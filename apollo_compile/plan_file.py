@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from apollo_compile.errors import PlanFileError
 from apollo_compile.ir import Lane, Plan, SegmentGraph
-from apollo_compile.json_form import from_json, read_file, to_json, write_file
+from apollo_compile.json_form import check_format, from_json, read_file, to_json, write_file
 
 FILE_NAME = "plan.json"
 
@@ -135,7 +135,5 @@ def fingerprint(graph: SegmentGraph) -> str:
 
 
 def _read(file: Path) -> tuple[_About, Plan]:
-    content = read_file(file, max_bytes=_MAX_BYTES)
-    if not isinstance(content, dict) or content.get("format") != _FORMAT:
-        raise ValueError(f"expected a plan of format {_FORMAT}")
+    content = check_format(read_file(file, max_bytes=_MAX_BYTES), "plan", _FORMAT)
     return from_json(_About, content.get("graph")), from_json(Plan, content.get("plan"))

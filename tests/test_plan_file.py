@@ -94,10 +94,10 @@ def _swap_starts(content: Any) -> None:
     ("damage", "message"),
     [
         (lambda path: path.write_text("{"), "cannot read the plan of test"),
-        (lambda path: path.write_text("[]"), "expected a plan of format 1"),
+        (lambda path: path.write_text("[]"), "expected a plan of format 1, got list"),
         (lambda path: path.unlink(), "No such file"),
         (lambda path: path.write_bytes(b"\xff\xfe"), "cannot read the plan of test"),
-        (_break(lambda content: content.update(format=99)), "expected a plan of format 1"),
+        (_break(lambda content: content.update(format=99)), "expected a plan of format 1, got format 99"),
         (_break(lambda content: content.pop("plan")), "cannot read the plan of test"),
         (_break(lambda content: content["plan"].pop("lanes")), "Plan has no field lanes"),
         (_break(lambda content: content["plan"].update(makespan_ns="soon")), "Plan.makespan_ns is 'soon'"),

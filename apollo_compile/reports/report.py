@@ -15,7 +15,7 @@ from typing import Any
 
 from apollo_compile.errors import ReportFileError
 from apollo_compile.ir import Verdict
-from apollo_compile.json_form import from_json, parse, read_file, to_json
+from apollo_compile.json_form import check_format, from_json, parse, read_file, to_json
 from apollo_compile.reports.diff import Difference, compare, sides_of_report
 from apollo_compile.reports.summary import GraphSummary, check_summary
 
@@ -138,9 +138,7 @@ class Report:
 
 
 def _to_report(content: Any) -> Report:
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise ValueError(f"expected a report of format {FORMAT}")
-    report = from_json(Report, content.get("report"))
+    report = from_json(Report, check_format(content, "report", FORMAT).get("report"))
     for graph in report.graphs:
         check_summary(graph)
     return report
