@@ -13,7 +13,8 @@ than on any other number. What it is granted are the units of its lane.
 
 Two branches are independent as far as their segments are: neither reads, directly or through others, what the other
 makes. `could_overlap_ns` is the time that the one with less such work spends on it, so it is the most that both can run
-side by side.
+side by side. A branch is also a pair with itself, as where gradients of weights are independent of what goes on: then
+it is half of the time of the segments that are independent of others of their branch.
 """
 
 from __future__ import annotations
@@ -125,6 +126,7 @@ class PairSummary:
 
     first: str
     second: str
+    """The same as the first for segments of one branch beside each other."""
     could_overlap_ns: int
     """At most, as dependencies go; 0 where one of them needs what the other makes, from end to start."""
     overlap_ns: int
@@ -601,16 +603,19 @@ def _summarize_pairs(compilation: Compilation, branch_of: Sequence[str], timelin
             if branch == one and members[other] & ~related[segment]
         )
 
+    def side_by_side_ns(one: str, other: str) -> int:
+        beside = itertools.combinations(bars[one], 2) if one == other else itertools.product(bars[one], bars[other])
+        return sum(max(0, min(a.end_ns, b.end_ns) - max(a.start_ns, b.start_ns)) for a, b in beside)
+
     pairs = [
         PairSummary(
             first=first,
             second=second,
-            could_overlap_ns=min(independent_ns(first, second), independent_ns(second, first)),
-            overlap_ns=sum(
-                max(0, min(a.end_ns, b.end_ns) - max(a.start_ns, b.start_ns)) for a in bars[first] for b in bars[second]
-            ),
+            could_overlap_ns=min(independent_ns(first, second), independent_ns(second, first))
+            // (2 if first == second else 1),
+            overlap_ns=side_by_side_ns(first, second),
         )
-        for first, second in itertools.combinations(members, 2)
+        for first, second in itertools.combinations_with_replacement(members, 2)
     ]
     return tuple(sorted(pairs, key=lambda pair: -pair.could_overlap_ns))
 

@@ -55,19 +55,24 @@ def _overlaps(graph: GraphSummary) -> list[str]:
     much = MUCH * graph.serial_ns
     for pair in graph.pairs[:MAX_PAIRS]:
         if pair.overlap_ns >= much:
-            found.append(f"{pair.first} and {pair.second} {did} for {format_ns(pair.overlap_ns)}{_of_at_most(pair)}.")
+            found.append(f"{_who(pair)} {did} for {format_ns(pair.overlap_ns)}{_allowed(pair)}.")
         elif pair.could_overlap_ns >= much:
             found.append(
-                f"{pair.first} and {pair.second} are independent for {format_ns(pair.could_overlap_ns)}, but run one "
-                f"after the other: {_why_in_turn(graph, pair)}."
+                f"{_who(pair)} are independent for {format_ns(pair.could_overlap_ns)}, but run one after the other: "
+                f"{_why_in_turn(graph, pair)}."
             )
-    if not any(pair.could_overlap_ns >= much for pair in graph.pairs):
+    if not any(pair.could_overlap_ns >= much for pair in graph.pairs if pair.first != pair.second):
         found.append(_chain(graph))
     return found
 
 
-def _of_at_most(pair: PairSummary) -> str:
-    return f", of {format_ns(pair.could_overlap_ns)} at most" if pair.could_overlap_ns > pair.overlap_ns else ""
+def _who(pair: PairSummary) -> str:
+    return f"Segments within {pair.first}" if pair.first == pair.second else f"{pair.first} and {pair.second}"
+
+
+def _allowed(pair: PairSummary) -> str:
+    is_less = pair.overlap_ns < pair.could_overlap_ns
+    return f" (dependencies allow {format_ns(pair.could_overlap_ns)})" if is_less else ""
 
 
 def _why_in_turn(graph: GraphSummary, pair: PairSummary) -> str:

@@ -7,7 +7,7 @@ import random
 
 from apollo_compile.check import check_memory, check_program, check_syncs
 from apollo_compile.device import default_profile
-from apollo_compile.ir import Body, Capture, Observations, Partition, SegmentGraph, Span, Trace
+from apollo_compile.ir import Body, Capture, Observations, Partition, SegmentGraph, Span, Standing, Trace, Verdict
 from apollo_compile.lanes import lane_catalogue
 from apollo_compile.passes.cost import estimate_costs
 from apollo_compile.passes.emit import emit_program
@@ -17,9 +17,21 @@ from apollo_compile.passes.sync import eliminate_syncs
 from apollo_compile.pipeline import Compilation
 from apollo_compile.reports.report import BreakSummary, Report
 from apollo_compile.reports.summary import WhatIf, summarize
+from apollo_compile.select import INDUCTOR, SERIAL
 from benchmarks.graphs import WORKLOADS, load_graphs
 
 UNITS = 4
+
+VERDICT = Verdict(
+    winner=INDUCTOR,
+    choice=(INDUCTOR, INDUCTOR),
+    standings=(
+        Standing(name=INDUCTOR, step_ns=2_000_000.0, ratio=1.0, num_rounds=5),
+        Standing(name=SERIAL, step_ns=2_500_000.0, ratio=1.25, num_rounds=7),
+    ),
+    num_steps=36,
+)
+"""Of two ways, the one measured in 5 rounds and the other in 7."""
 
 
 def compile_graph(graph: SegmentGraph, *, units: int = UNITS, time_limit_s: float = 2.0) -> Compilation:

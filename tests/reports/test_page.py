@@ -19,8 +19,7 @@ from apollo_compile.reports.report import Report
 from apollo_compile.reports.summary import summarize
 from benchmarks.graphs import WORKLOADS
 from tests.builders import random_graph
-from tests.reports.reports import a_break, compile_graph, invent_run, workload_report
-from tests.reports.test_report import VERDICT
+from tests.reports.reports import VERDICT, a_break, compile_graph, invent_run, workload_report
 from tests.reports.test_summary import RUN, compilation
 
 VOID = {"meta", "link", "br", "wbr", "img", "input"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
@@ -11,11 +12,16 @@ import pytest
 from apollo_compile.text import format_count
 from apollo_compile.units import format_bytes, format_ns
 from benchmarks.graphs import WORKLOADS
-from tests.reports.reports import workload_report
+from tests.reports.reports import VERDICT, workload_report
+
+ROWS = (
+    "data-s", "data-lane", "data-change", "data-module", "data-candidate", "data-rule", "data-way", "data-line"
+)  # fmt: skip
+"""Attributes that say what the numbers of a row, or of the head of a timeline, belong to."""
 
 
 class Numbers(HTMLParser):
-    """Collects, per graph, the numbers of tiles and of rows of tables, each with its text."""
+    """Collects, per graph, the numbers of tiles, of timelines and of rows of tables, each with its text."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -32,8 +38,8 @@ class Numbers(HTMLParser):
         if tag == "section" and found.get("class") == "graph":
             self.graphs.append({})
             self.rows.append({})
-        if tag == "tr":
-            keys = [(key, found[key] or "") for key in ("data-s", "data-lane", "data-change") if key in found]
+        if tag == "tr" or "data-line" in found:
+            keys = [(key, found[key] or "") for key in ROWS if key in found]
             self._row = keys[0] if keys else None
         self._tag = tag
         self._value = float(found["data-v"] or "") if "data-v" in found else None
@@ -52,7 +58,7 @@ class Numbers(HTMLParser):
     def handle_endtag(self, tag: str) -> None:
         if tag == "dl":
             self._title = ""
-        if tag == "tr":
+        if tag in ("tr", "h4"):
             self._row = None
         self._tag = ""
 
@@ -60,9 +66,9 @@ class Numbers(HTMLParser):
 @pytest.mark.parametrize("workload", WORKLOADS)
 def test_text_json_page_trace_and_dot_have_the_same_numbers(workload: str) -> None:
     """Of every graph, segment, lane and comparison, for all six workloads."""
-    report = workload_report(workload)
+    report = replace(workload_report(workload), verdicts=(("graph0", VERDICT),))
     text, page = str(report), Numbers(report.to_html())
-    blocks = re.split(r"\n\n(?=\S+_(?:forward|backward): )", text)
+    *blocks, verdict = re.split(r"\n\n(?=\S+_(?:forward|backward): |graph0: )", text)
     trace = json.loads(report.to_trace())["traceEvents"]
     events = [event for event in trace if event["ph"] == "X"]
     clusters = re.findall(r'^    label="(.*)";$', report.to_dot(), re.MULTILINE)
@@ -120,6 +126,23 @@ def test_text_json_page_trace_and_dot_have_the_same_numbers(workload: str) -> No
                 zip((row["serial_ns"], row["predicted_ns"], gain), shown, strict=True)
             )
             assert [row["change"], *shown] in [re.split(r"\s{2,}", line) for line in block.splitlines()]
+        for module in graph["modules"]:
+            keys = ("serial_ns", "predicted_ns", "measured_ns")
+            assert rows["data-module", module["name"]] == [
+                (module["num_segments"], str(module["num_segments"])),
+                *((module[key], format_ns(module[key])) for key in keys),
+            ]
+        for candidate in graph["candidates"]:
+            values = (candidate["makespan_ns"], candidate["undisturbed_ns"])
+            assert rows["data-candidate", candidate["name"]] == [(value, format_ns(value)) for value in values]
+        told = ", ".join(re.findall(r"^  by the rules of others: (.*)$", block, re.MULTILINE)).split(", ")
+        for rule, value in graph["baselines"]:
+            assert rows["data-rule", rule] == [(value, format_ns(value))]
+            is_shown = len(used) > 1 and rule != "serial"
+            assert (f"{rule} {format_ns(value)}" in told) is is_shown
+        for name, line in lines.items():
+            percents = [(line[key], f"{line[key]:.0%}") for key in ("overlap", "busy")]
+            assert rows["data-line", name] == [(line["duration_ns"], format_ns(line["duration_ns"])), *percents]
         mine = [event for event in events if event["args"]["graph"] == graph["name"]]
         by_id = {segment["id"]: segment for segment in graph["segments"]}
         bars = [bar for name in ("serial", "predicted", "measured") for bar in lines[name]["bars"]]
@@ -146,3 +169,10 @@ def test_text_json_page_trace_and_dot_have_the_same_numbers(workload: str) -> No
         for series, value in event["args"].items()
     ]
     assert shown == counters
+    standings = json.loads(report.to_json())["report"]["verdicts"][0][1]["standings"]
+    assert len(standings) == 2
+    for standing in standings:
+        shown = [f"{standing['ratio']:.3f}", str(standing["num_rounds"])]
+        values = (standing["ratio"], standing["num_rounds"])
+        assert page.rows[-1]["data-way", standing["name"]] == list(zip(values, shown, strict=True))
+        assert [standing["name"], *shown] in [re.split(r"\s{2,}", line) for line in verdict.splitlines()]

@@ -12,26 +12,15 @@ from markupsafe import escape
 
 from apollo_compile.config import load_config
 from apollo_compile.errors import ReportFileError
-from apollo_compile.ir import Standing, Verdict
 from apollo_compile.reports.colors import COLORS, color_of_branches
 from apollo_compile.reports.report import Report
 from apollo_compile.reports.summary import Bottleneck, Limit, WhatIf, summarize
 from apollo_compile.reports.words import OTHER_BATCHES, describe, explain_place
-from apollo_compile.select import INDUCTOR, SERIAL
+from apollo_compile.select import INDUCTOR
 from apollo_compile.what_if import what_if
 from benchmarks.graphs import WORKLOADS, load_graphs
-from tests.reports.reports import a_break, compile_graph, invent_run, workload_report
+from tests.reports.reports import VERDICT, a_break, compile_graph, invent_run, workload_report
 from tests.reports.test_summary import NOTHING, RUN, compilation
-
-VERDICT = Verdict(
-    winner=INDUCTOR,
-    choice=(INDUCTOR, INDUCTOR),
-    standings=(
-        Standing(name=INDUCTOR, step_ns=2_000_000.0, ratio=1.0, num_rounds=5),
-        Standing(name=SERIAL, step_ns=2_500_000.0, ratio=1.25, num_rounds=7),
-    ),
-    num_steps=36,
-)
 
 
 def small(letters: str = "*AB*") -> Report:
@@ -70,8 +59,26 @@ def test_independent_branches_and_what_they_shared() -> None:
     layers = pairs[frozenset(("image", "text"))]
     assert (layers.could_overlap_ns, layers.overlap_ns) == (150, 300)
     assert {pair.could_overlap_ns for key, pair in pairs.items() if key != {"image", "text"}} == {0}
+    assert len(pairs) == 4 + 6  # a branch is a pair with itself, too
     assert summary.critical_path_ns == 50 + 300 + 60
     assert summary.limit is Limit.DEPENDENCIES  # all units would be at work for (90 + 400 + 200 + 100) / 2
+
+
+def test_what_runs_side_by_side_within_a_branch_is_told() -> None:
+    """The two layers as one branch: half of the 300 and 150 ns can be side by side; 300 were, on slower units."""
+    made = compilation()
+    graph = made.partition.graph
+    one_branch = tuple(
+        replace(segment, module="layers") if segment.name.endswith("layers.0") else segment
+        for segment in graph.segments
+    )
+    partition = replace(made.partition, graph=replace(graph, segments=one_branch))
+    for run, told in ((RUN, "Segments within layers overlapped for 300 ns."), (NOTHING, "layers will overlap for")):
+        summary = summarize(replace(made, partition=partition), run)
+        (pair,) = [pair for pair in summary.pairs if pair.first == pair.second == "layers"]
+        assert (pair.could_overlap_ns, pair.overlap_ns) == (225, 300 if run is RUN else 200)
+        text = " ".join(describe(summary, Report(graphs=(summary,), handed_over=())))
+        assert told in text and "Between modules there is next to nothing to overlap" in text
 
 
 @pytest.mark.parametrize("workload", WORKLOADS)

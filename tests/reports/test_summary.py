@@ -25,9 +25,7 @@ from apollo_compile.ir import (
     SegmentGraph,
     SegmentId,
     Span,
-    Standing,
     Trace,
-    Verdict,
 )
 from apollo_compile.lanes import lane_catalogue
 from apollo_compile.passes.emit import emit_program
@@ -37,9 +35,10 @@ from apollo_compile.pipeline import Compilation
 from apollo_compile.reports.render_text import render_text
 from apollo_compile.reports.report import Report
 from apollo_compile.reports.summary import DeviceSummary, GraphSummary, Limit, Timeline, summarize
-from apollo_compile.select import INDUCTOR, PLAN, SERIAL
+from apollo_compile.select import INDUCTOR, PLAN
 from apollo_compile.units import format_bytes
 from tests.builders import costs, graph, plan
+from tests.reports.reports import VERDICT
 
 NOTHING = Trace(spans=(), duration_ns=0)
 READS = ((), (0,), (0,), (1, 2))
@@ -364,17 +363,8 @@ def test_a_report_says_where_a_plan_comes_from() -> None:
 
 def test_a_report_shows_the_contest_and_what_runs_instead_of_the_plan() -> None:
     """Who was compared, by how much the others are slower, and in how many rounds."""
-    verdict = Verdict(
-        winner=INDUCTOR,
-        choice=(INDUCTOR,),
-        standings=(
-            Standing(name=INDUCTOR, step_ns=2_000_000.0, ratio=1.0, num_rounds=5),
-            Standing(name=SERIAL, step_ns=2_500_000.0, ratio=1.25, num_rounds=7),
-        ),
-        num_steps=36,
-    )
     summary = summarize(compilation(), NOTHING, way=INDUCTOR)
-    text = render_text(Report(graphs=(summary,), handed_over=(), verdicts=(("graph0", verdict),)))
+    text = render_text(Report(graphs=(summary,), handed_over=(), verdicts=(("graph0", VERDICT),)))
     assert "does not run its plan now but Inductor" in text
     assert "graph0: chosen by measuring" in text
     rows = [line.split() for line in text.splitlines()]
