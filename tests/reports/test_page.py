@@ -281,6 +281,24 @@ def test_light_and_dark_follow_the_system_and_the_button(browser: Any, tmp_path:
         opened.close()
 
 
+def test_paper_is_light_and_shows_everything(browser: Any, tmp_path: Path) -> None:
+    """Whatever the page looked like: dark, and zoomed in; nothing stands where a reader would have to scroll."""
+    full_report().save_html(tmp_path / "report.html")
+    opened = Tab(browser, tmp_path / "report.html", color_scheme="dark", viewport={"width": 715, "height": 1000})
+    opened.page.locator("[data-zoom='2']").first.click()
+    opened.page.emulate_media(media="print")
+    contrast, lightness = contrast_and_lightness(opened.page)
+    assert contrast >= 4.5 and lightness == 1
+    assert opened.page.evaluate("document.documentElement.scrollWidth") <= 715
+    hidden = opened.page.evaluate(
+        """() => [...document.querySelectorAll('.scroll')].filter(e => e.checkVisibility())
+             .filter(e => e.scrollWidth > e.clientWidth + 1 || e.scrollHeight > e.clientHeight + 1)
+             .map(e => e.getAttribute('aria-label'))"""
+    )
+    assert hidden == []
+    opened.close()
+
+
 def contrast_and_lightness(page: Any) -> tuple[float, float]:
     """Return the least contrast of texts to what is behind them, by WCAG 2, and how light the page is."""
     found: list[float] = page.evaluate(
