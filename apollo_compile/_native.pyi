@@ -203,20 +203,6 @@ class CudaDevice:
         Raises ValueError for atoms or a priority that the device has not, and CudaError.
         """
 
-    def kernel_nodes(self, graph: int) -> list[tuple[int, int, str]]:
-        """
-        Return `(node, context, name)` of the kernels of a CUgraph and its child graphs.
-
-        Raises CudaError.
-        """
-
-    def graph_in_capture(self, stream: int) -> int:
-        """
-        Return the CUgraph that work on a CUstream is captured into now; 0 where none is.
-
-        Raises CudaError.
-        """
-
     def limit_memory(self, stream: int, allowed_bytes: int) -> None:
         """
         Allow a lane so many bytes through ALLOCATE, and forget what it was refused.
@@ -225,6 +211,19 @@ class CudaDevice:
     def lane_memory(self, stream: int) -> tuple[int, int, int]:
         """
         Return the bytes that a lane may take, has taken, and was last refused (0 for never).
+        """
+
+class CaptureWalk:
+    """Follows the capture of a CUDA graph on a device, while it goes on."""
+
+    def __init__(self, device: CudaDevice) -> None: ...
+
+    def new_kernels(self, stream: int) -> list[tuple[int, str]]:
+        """
+        Return `(context, name)` of the kernels that a CUstream has got since this was last called for any stream.
+
+        That is its own, those of streams that it waited for, and those of child graphs; earlier ones first.
+        Nothing where the stream is not captured. Raises CudaError.
         """
 
 ALLOCATE: str = 'apollo_allocate'

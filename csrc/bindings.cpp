@@ -19,6 +19,7 @@
 #include <utility>
 #include <vector>
 
+#include "apollo/capture_walk.h"
 #include "apollo/cuda_lane.h"
 #include "apollo/error.h"
 #include "apollo/executor.h"
@@ -417,24 +418,6 @@ NB_MODULE(_native, m) {
            "Return the lane of these atoms, ascending, at that priority; the same one at every call.\n\n"
            "Raises ValueError for atoms or a priority that the device has not, and CudaError.")
       .def(
-          "kernel_nodes",
-          [](const apollo::CudaDevice& self, std::uintptr_t graph) {
-            std::vector<std::tuple<std::uintptr_t, std::uintptr_t, std::string>> kernels;
-            for (apollo::KernelNode& node : self.kernel_nodes(reinterpret_cast<apollo::cuda::Graph>(graph))) {
-              kernels.emplace_back(node.node, node.context, std::move(node.name));
-            }
-            return kernels;
-          },
-          "graph"_a, nb::call_guard<nb::gil_scoped_release>(),
-          "Return `(node, context, name)` of the kernels of a CUgraph and its child graphs.\n\nRaises CudaError.")
-      .def(
-          "graph_in_capture",
-          [](const apollo::CudaDevice& self, std::uintptr_t stream) {
-            return address_of(self.graph_in_capture(reinterpret_cast<apollo::cuda::Stream>(stream)));
-          },
-          "stream"_a, nb::call_guard<nb::gil_scoped_release>(),
-          "Return the CUgraph that work on a CUstream is captured into now; 0 where none is.\n\nRaises CudaError.")
-      .def(
           "limit_memory",
           [](const apollo::CudaDevice& self, std::uintptr_t stream, std::size_t allowed_bytes) {
             apollo::limit_lane_memory(self.driver(), reinterpret_cast<apollo::cuda::Stream>(stream), allowed_bytes);
@@ -447,6 +430,24 @@ NB_MODULE(_native, m) {
             return std::make_tuple(memory.allowed_bytes, memory.taken_bytes, memory.refused_bytes);
           },
           "stream"_a, "Return the bytes that a lane may take, has taken, and was last refused (0 for never).");
+
+  nb::class_<apollo::CaptureWalk>(m, "CaptureWalk",
+                                  "Follows the capture of a CUDA graph on a device, while it goes on.")
+      .def(nb::init<const apollo::CudaDevice&>(), "device"_a)
+      .def(
+          "new_kernels",
+          [](apollo::CaptureWalk& self, std::uintptr_t stream) {
+            std::vector<std::pair<std::uintptr_t, std::string>> kernels;
+            for (apollo::CapturedKernel& each : self.new_kernels(reinterpret_cast<apollo::cuda::Stream>(stream))) {
+              kernels.emplace_back(each.context, std::move(each.name));
+            }
+            return kernels;
+          },
+          "stream"_a, nb::call_guard<nb::gil_scoped_release>(),
+          "Return `(context, name)` of the kernels that a CUstream has got since this was last called for any "
+          "stream.\n\n"
+          "That is its own, those of streams that it waited for, and those of child graphs; earlier ones first.\n"
+          "Nothing where the stream is not captured. Raises CudaError.");
 
   // Names in this library for torch.cuda.memory.CUDAPluggableAllocator; taking their addresses keeps them in it.
   m.attr("ALLOCATE") = reinterpret_cast<std::uintptr_t>(&apollo_allocate) != 0 ? "apollo_allocate" : "";

@@ -222,9 +222,8 @@ class CensusProbe:
 class WalkedGpu(Protocol):
     """What a walk over a capture needs of a device; `TorchGpu` is one."""
 
-    @property
-    def native(self) -> DriverWalk:
-        """The driver."""
+    def walk_capture(self) -> CaptureWalk:
+        """Return a new walk."""
 
     def capture(self, work: Callable[[Stream], None], shares: Recording | None) -> Recording:
         """See `Gpu`."""
@@ -233,14 +232,11 @@ class WalkedGpu(Protocol):
         """Return the CUstream."""
 
 
-class DriverWalk(Protocol):
-    """What the driver tells of a CUDA graph."""
+class CaptureWalk(Protocol):
+    """What the driver tells of a capture while it goes on."""
 
-    def graph_in_capture(self, stream: int) -> int:
-        """Return the CUgraph that work on the stream is captured into."""
-
-    def kernel_nodes(self, graph: int) -> list[tuple[int, int, str]]:
-        """Return node, context and name of its kernels."""
+    def new_kernels(self, stream: int) -> list[tuple[int, str]]:
+        """Return context and name of the kernels that a CUstream has got since this was last called for any."""
 
 
 def walk_capture(
@@ -248,17 +244,17 @@ def walk_capture(
 ) -> tuple[Recording, list[CapturedKernel]]:
     """Capture what `launcher` launches, and tell of every kernel which lane launched it and which it belongs to.
 
-    The nodes are looked at behind every launch, while the capture goes on: those that are new are of that launch.
+    The capture is looked at behind every launch, while it goes on: what is new then is of that launch. A kernel on
+    another stream is new when the lane waits for that stream, as it has to before the body ends.
     """
-    seen: set[int] = set()
     kernels: list[CapturedKernel] = []
+    walk = gpu.walk_capture()
 
     def look(lane: LaneId, launch: Launch, stream: Stream) -> None:
-        graph = gpu.native.graph_in_capture(gpu.handle_of(stream))
-        for node, context, name in gpu.native.kernel_nodes(graph):
-            if node not in seen:
-                seen.add(node)
-                kernels.append(CapturedKernel(name=name, context=context, lane=lane, segment=launch.segment))
+        kernels.extend(
+            CapturedKernel(name=name, context=context, lane=lane, segment=launch.segment)
+            for context, name in walk.new_kernels(gpu.handle_of(stream))
+        )
 
     def work(origin: Stream) -> None:
         launcher.launch(list(inputs), origin, look)

@@ -269,6 +269,10 @@ class TorchGpu:
         handle: int = stream.cuda_stream
         return handle
 
+    def walk_capture(self) -> _native.CaptureWalk:
+        """Return what tells of the kernels of a capture while it goes on."""
+        return _native.CaptureWalk(self.native)
+
     def capture(self, work: Callable[[Stream], None], shares: Recording | None) -> TorchRecording:
         """Capture with torch's own class, which takes care of random numbers and of the pool."""
         pool = shares.graph.pool() if isinstance(shares, TorchRecording) else torch.cuda.graph_pool_handle()

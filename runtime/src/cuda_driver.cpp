@@ -85,15 +85,16 @@ CudaDriver::CudaDriver(const std::string& library) {
     check(cuDriverGetVersion(&version_), "cuDriverGetVersion", "library " + library);
   }
   if (!missing.empty()) {
-    throw CudaError(0, "cannot make lanes with the CUDA driver " + library + " of CUDA " +
-                           format_cuda_version(version_) + ": it has no " + missing.front() +
+    const std::string version = version_ == 0 ? "an unknown version" : "CUDA " + format_cuda_version(version_);
+    throw CudaError(0, "cannot make lanes with the CUDA driver " + library + " of " + version + ": it has no " +
+                           missing.front() +
                            (missing.size() > 1 ? " and lacks " + std::to_string(missing.size() - 1) + " more" : "") +
                            "; lanes need a driver of CUDA " + format_cuda_version(kLeastVersion) + " on: update it");
   }
   check(cuInit(0), "cuInit", "library " + library);
 }
 
-void CudaDriver::check(cuda::Result result, const char* function, const std::string& where, const char* advice) const {
+void CudaDriver::check(cuda::Result result, const char* function, const std::string& where) const {
   if (result == cuda::kSuccess) {
     return;
   }
@@ -106,8 +107,7 @@ void CudaDriver::check(cuda::Result result, const char* function, const std::str
     text = "no text";
   }
   throw CudaError(result, std::string(function) + " failed for " + where + ": " + name + " (" + std::to_string(result) +
-                              ", " + text + "), expected success; " +
-                              (advice == nullptr ? advice_for(result) : advice));
+                              ", " + text + "), expected success; " + advice_for(result));
 }
 
 }  // namespace apollo

@@ -141,48 +141,6 @@ const CudaLane& CudaDevice::lane(const std::vector<int>& atoms, int priority) {
   return *lane;
 }
 
-std::vector<KernelNode> CudaDevice::kernel_nodes(cuda::Graph graph) const {
-  std::vector<KernelNode> kernels;
-  collect_kernels(graph, kernels);
-  return kernels;
-}
-
-void CudaDevice::collect_kernels(cuda::Graph graph, std::vector<KernelNode>& kernels) const {
-  const std::string where = "a captured CUDA graph on device " + std::to_string(ordinal_);
-  std::size_t count = 0;
-  driver_.check(driver_.cuGraphGetNodes(graph, nullptr, &count), "cuGraphGetNodes", where);
-  std::vector<cuda::GraphNode> nodes(count);
-  driver_.check(driver_.cuGraphGetNodes(graph, nodes.data(), &count), "cuGraphGetNodes", where);
-  for (cuda::GraphNode node : nodes) {
-    int type = 0;
-    driver_.check(driver_.cuGraphNodeGetType(node, &type), "cuGraphNodeGetType", where);
-    if (type == cuda::kNodeTypeGraph) {
-      cuda::Graph child = nullptr;
-      driver_.check(driver_.cuGraphChildGraphNodeGetGraph(node, &child), "cuGraphChildGraphNodeGetGraph", where);
-      collect_kernels(child, kernels);
-    } else if (type == cuda::kNodeTypeKernel) {
-      cuda::KernelNodeParams params;
-      driver_.check(driver_.cuGraphKernelNodeGetParams(node, &params), "cuGraphKernelNodeGetParams", where);
-      const char* name = nullptr;
-      if (params.function != nullptr) {
-        driver_.check(driver_.cuFuncGetName(&name, params.function), "cuFuncGetName", where);
-      } else if (params.kernel != nullptr) {
-        driver_.check(driver_.cuKernelGetName(&name, params.kernel), "cuKernelGetName", where);
-      }
-      kernels.push_back({reinterpret_cast<std::uintptr_t>(node), reinterpret_cast<std::uintptr_t>(params.context),
-                         name == nullptr ? "" : name});
-    }
-  }
-}
-
-cuda::Graph CudaDevice::graph_in_capture(cuda::Stream stream) const {
-  int status = 0;
-  cuda::Graph graph = nullptr;
-  driver_.check(driver_.cuStreamGetCaptureInfo(stream, &status, nullptr, &graph, nullptr, nullptr, nullptr),
-                "cuStreamGetCaptureInfo", "a stream on device " + std::to_string(ordinal_));
-  return status == cuda::kCaptureActive ? graph : nullptr;
-}
-
 std::pair<std::size_t, std::size_t> CudaDevice::memory() const {
   const std::string where = "device " + std::to_string(ordinal_);
   const Current current(driver_, primary_, where);

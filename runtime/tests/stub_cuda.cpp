@@ -12,6 +12,7 @@
 #include <mutex>
 #include <set>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "apollo/cuda_abi.h"
@@ -44,6 +45,19 @@ struct Node {
   void* kernel = nullptr;
   void* context = nullptr;
   void* child = nullptr;
+  std::vector<Node*> dependencies;
+};
+
+/// A stream that is captured, and the nodes after which its next one comes.
+struct Capture {
+  void* graph = nullptr;
+  std::vector<Node*> last;
+};
+
+/// What a call returns instead of what it should, once, after so many others of the same function.
+struct Failure {
+  Result code = kSuccess;
+  int skip = 0;
 };
 
 struct State {
@@ -51,11 +65,10 @@ struct State {
   int num_sms = 132;
   int num_devices = 1;
   int compute_major = 9;
-  int granted_less = 0;  // SMs that every green context gets fewer than its resources have
-  bool unequal = false;  // whether groups of a split differ in size
-  std::string fail_function;
-  int fail_code = 0;
-  int fail_skip = 0;
+  int granted_less = 0;                     // SMs that every green context gets fewer than its resources have
+  bool unequal = false;                     // whether groups of a split differ in size
+  std::map<std::string, Failure> failures;  // by function
+  std::string hidden;                       // a function that the driver has not got, whatever its version
   std::vector<std::string> log;
   int num_splits = 0;
   int retained = 0;
@@ -66,7 +79,7 @@ struct State {
   std::map<void*, std::vector<std::unique_ptr<Node>>> graphs;
   std::vector<std::unique_ptr<std::string>> names;
   std::vector<void*> current;
-  std::map<void*, void*> captured;  // graphs by stream
+  std::map<void*, Capture> captured;  // by stream
   std::map<DevicePointer, std::size_t> allocated;
   int capture_mode = 1;  // what torch's captures set for their thread
   std::uintptr_t next_handle = 0x1000;
@@ -119,10 +132,8 @@ std::set<int> sms_of(const DevResource& resource) {
 /// Logs a call; returns the failure that a test ordered for it.
 Result enter(const char* function) {
   state.log.emplace_back(function);
-  if (state.fail_function == function && state.fail_skip-- == 0) {
-    return state.fail_code;
-  }
-  return kSuccess;
+  const auto failure = state.failures.find(function);
+  return failure != state.failures.end() && failure->second.skip-- == 0 ? failure->second.code : kSuccess;
 }
 
 #define ENTER(function)                                               \
@@ -142,7 +153,8 @@ Result cuDriverGetVersion(int* version) {
   return kSuccess;
 }
 
-Result cuGetErrorName(Result result, const char** name) {
+/// Returns the name of a code; null for one that is not known.
+const char* name_of(Result result) {
   static const std::map<int, const char*> names = {
       {kInvalidValue, "CUDA_ERROR_INVALID_VALUE"},
       {kOutOfMemory, "CUDA_ERROR_OUT_OF_MEMORY"},
@@ -159,13 +171,18 @@ Result cuGetErrorName(Result result, const char** name) {
       {kInvalidResourceConfiguration, "CUDA_ERROR_INVALID_RESOURCE_CONFIGURATION"},
   };
   const auto found = names.find(result);
-  *name = found == names.end() ? nullptr : found->second;
-  return found == names.end() ? kInvalidValue : kSuccess;
+  return found == names.end() ? nullptr : found->second;
+}
+
+Result cuGetErrorName(Result result, const char** name) {
+  ENTER(cuGetErrorName)
+  *name = name_of(result);
+  return *name == nullptr ? kInvalidValue : kSuccess;
 }
 
 Result cuGetErrorString(Result result, const char** text) {
-  const char* name = nullptr;
-  *text = cuGetErrorName(result, &name) == kSuccess ? "text of the stub" : nullptr;
+  ENTER(cuGetErrorString)
+  *text = name_of(result) == nullptr ? nullptr : "text of the stub";
   return *text == nullptr ? kInvalidValue : kSuccess;
 }
 
@@ -250,13 +267,15 @@ Result cuMemFree(DevicePointer pointer) {
   return state.allocated.erase(pointer) == 1 ? kSuccess : kInvalidValue;
 }
 
-Result cuStreamGetCaptureInfo(Stream stream, int* status, std::uint64_t*, Graph* graph, const GraphNode**,
-                              const GraphEdgeData**, std::size_t*) {
+Result cuStreamGetCaptureInfo(Stream stream, int* status, std::uint64_t*, Graph* graph, const GraphNode** dependencies,
+                              const GraphEdgeData**, std::size_t* count) {
   ENTER(cuStreamGetCaptureInfo)
   const auto found = state.captured.find(stream);
   *status = found == state.captured.end() ? 0 : kCaptureActive;
   if (found != state.captured.end()) {
-    *graph = static_cast<Graph>(found->second);
+    *graph = static_cast<Graph>(found->second.graph);
+    *dependencies = reinterpret_cast<const GraphNode*>(found->second.last.data());
+    *count = found->second.last.size();
   }
   return kSuccess;
 }
@@ -412,6 +431,19 @@ Result cuGraphGetNodes(Graph graph, GraphNode* nodes, std::size_t* count) {
   return kSuccess;
 }
 
+Result cuGraphNodeGetDependencies(GraphNode node, GraphNode* dependencies, GraphEdgeData* edges, std::size_t* count) {
+  ENTER(cuGraphNodeGetDependencies)
+  const std::vector<Node*>& all = reinterpret_cast<Node*>(node)->dependencies;
+  if (dependencies == nullptr) {
+    *count = all.size();
+    return kSuccess;
+  }
+  for (std::size_t index = 0; index < all.size(); ++index) {
+    dependencies[index] = reinterpret_cast<GraphNode>(all[index]);
+  }
+  return edges == nullptr || *count != all.size() ? kInvalidValue : kSuccess;
+}
+
 Result cuGraphNodeGetType(GraphNode node, int* type) {
   ENTER(cuGraphNodeGetType)
   *type = reinterpret_cast<Node*>(node)->type;
@@ -485,6 +517,7 @@ const std::map<std::string, Entry>& entries() {
       ENTRY(cuCtxFromGreenCtx, 12040),
       ENTRY(cuGreenCtxStreamCreate, 12050),
       ENTRY(cuGraphGetNodes, 10000),
+      ENTRY(cuGraphNodeGetDependencies, 12030),
       ENTRY(cuGraphNodeGetType, 10000),
       ENTRY(cuGraphKernelNodeGetParams, 12000),
       ENTRY(cuGraphChildGraphNodeGetGraph, 10000),
@@ -502,7 +535,7 @@ const std::map<std::string, Entry>& entries() {
 
 EXPORT Result cuGetProcAddress_v2(const char* name, void** address, int version, std::uint64_t, int* status) {
   const std::lock_guard lock(mutex);
-  const auto found = entries().find(name);
+  const auto found = state.hidden == name ? entries().end() : entries().find(name);
   *address = nullptr;
   *status = found == entries().end() ? 1 : 2;  // not found, or not in this version
   if (found != entries().end() && found->second.since <= state.version && found->second.since <= version) {
@@ -535,9 +568,13 @@ EXPORT void stub_set_grants(int granted_less, int unequal) {
 /// Makes the call of `function` that follows `skip` others of it return `code`.
 EXPORT void stub_fail(const char* function, int code, int skip) {
   const std::lock_guard lock(mutex);
-  state.fail_function = function;
-  state.fail_code = code;
-  state.fail_skip = skip;
+  state.failures[function] = {code, skip};
+}
+
+/// Makes `function` one that the driver has not got.
+EXPORT void stub_hide(const char* function) {
+  const std::lock_guard lock(mutex);
+  state.hidden = function;
 }
 
 /// Returns the calls so far, one a line; valid until the next call of this function.
@@ -550,12 +587,18 @@ EXPORT const char* stub_log() {
   return state.text.c_str();
 }
 
-/// Returns how many green contexts and streams are alive, and how often the primary context is retained.
-EXPORT void stub_count(int* greens, int* streams, int* retained) {
+/// Returns how many green contexts and streams are alive, how often the primary context is retained, how many contexts
+/// are current one over the other, and how many bytes are allocated.
+EXPORT void stub_count(int* greens, int* streams, int* retained, int* current, int* num_bytes) {
   const std::lock_guard lock(mutex);
   *greens = static_cast<int>(state.greens.size());
   *streams = static_cast<int>(state.streams.size());
   *retained = state.retained;
+  *current = static_cast<int>(state.current.size());
+  *num_bytes = 0;
+  for (const auto& [pointer, size] : state.allocated) {
+    *num_bytes += static_cast<int>(size);
+  }
 }
 
 /// Writes the SMs of a stream's green context, ascending, and returns how many there are; -1 for no stream.
@@ -594,18 +637,24 @@ EXPORT void stub_capture(void* stream, void* graph) {
   if (graph == nullptr) {
     state.captured.erase(stream);
   } else {
-    state.captured[stream] = graph;
+    state.captured[stream] = {graph, {}};
   }
 }
 
-/// Returns the bytes that are allocated.
-EXPORT std::size_t stub_allocated() {
+/// Makes the newest node of its graph the last one of `stream`.
+EXPORT void stub_append(void* stream) {
   const std::lock_guard lock(mutex);
-  std::size_t total = 0;
-  for (const auto& [pointer, num_bytes] : state.allocated) {
-    total += num_bytes;
-  }
-  return total;
+  Capture& capture = state.captured[stream];
+  Node* node = state.graphs[capture.graph].back().get();
+  node->dependencies = std::exchange(capture.last, {node});
+}
+
+/// Lets `stream` wait for what is captured on `other`.
+EXPORT void stub_wait(void* stream, void* other) {
+  const std::lock_guard lock(mutex);
+  const std::vector<Node*> last = state.captured[other].last;
+  std::vector<Node*>& own = state.captured[stream].last;
+  own.insert(own.end(), last.begin(), last.end());
 }
 
 EXPORT void stub_add_child(void* graph, void* child) {

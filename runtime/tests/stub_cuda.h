@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <sstream>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "check.h"
@@ -34,9 +35,11 @@ inline void set_grants(int granted_less, bool unequal) {
   function<void(int, int)>("stub_set_grants")(granted_less, unequal ? 1 : 0);
 }
 
-inline void fail(const char* name, int code, int skip = 0) {
-  function<void(const char*, int, int)>("stub_fail")(name, code, skip);
+inline void fail(const std::string& name, int code, int skip = 0) {
+  function<void(const char*, int, int)>("stub_fail")(name.c_str(), code, skip);
 }
+
+inline void hide(const std::string& name) { function<void(const char*)>("stub_hide")(name.c_str()); }
 
 inline std::vector<std::string> log() {
   std::istringstream text(function<const char*()>("stub_log")());
@@ -52,18 +55,55 @@ inline int num_calls(const std::string& name) {
   return static_cast<int>(std::count(calls.begin(), calls.end(), name));
 }
 
+/// What has not been given back.
 struct Alive {
   int greens = 0;
   int streams = 0;
   int retained = 0;
+  int current = 0;
+  int num_bytes = 0;
   bool operator==(const Alive&) const = default;
 };
 
 inline Alive alive() {
   Alive alive;
-  function<void(int*, int*, int*)>("stub_count")(&alive.greens, &alive.streams, &alive.retained);
+  function<void(int*, int*, int*, int*, int*)>("stub_count")(&alive.greens, &alive.streams, &alive.retained,
+                                                             &alive.current, &alive.num_bytes);
   return alive;
 }
+
+/// A capture of streams into one CUDA graph, which goes on for as long as this lives.
+class Capture {
+ public:
+  explicit Capture(std::vector<void*> streams)
+      : graph_(function<void*()>("stub_make_graph")()), streams_(std::move(streams)) {
+    set(graph_);
+  }
+  Capture(const Capture&) = delete;
+  Capture& operator=(const Capture&) = delete;
+  ~Capture() { set(nullptr); }
+
+  /// `kind` is that of stub_add_kernel.
+  void launch(void* stream, void* context, const char* name, int kind) const {
+    function<void(void*, void*, const char*, int)>("stub_add_kernel")(graph_, context, name, kind);
+    function<void(void*)>("stub_append")(stream);
+  }
+
+  void launch_child(void* stream, void* child) const {
+    function<void(void*, void*)>("stub_add_child")(graph_, child);
+    function<void(void*)>("stub_append")(stream);
+  }
+
+ private:
+  void set(void* graph) const {
+    for (void* stream : streams_) {
+      function<void(void*, void*)>("stub_capture")(stream, graph);
+    }
+  }
+
+  void* const graph_;
+  const std::vector<void*> streams_;
+};
 
 inline std::vector<int> sms_of(void* stream) {
   std::vector<int> sms(1024);

@@ -1,12 +1,34 @@
 // Compares what cuda_abi.h declares by hand with NVIDIA's own header; everything happens while it compiles.
 
 #include <cuda.h>
+#include <cudaTypedefs.h>
 
-#include "apollo/cuda_abi.h"
+#include <array>
+#include <cstddef>
+
+#include "apollo/cuda_driver.h"
 
 namespace {
 
 namespace ours = apollo::cuda;
+
+/// Sizes of what a function returns and takes; both sides name their own types.
+template <class Function>
+struct Sizes;
+template <class Result, class... Arguments>
+struct Sizes<Result (*)(Arguments...)> {
+  static constexpr std::array<std::size_t, 1 + sizeof...(Arguments)> value = {sizeof(Result), sizeof(Arguments)...};
+};
+
+// The form of every function that is asked for is one that NVIDIA has, under that version, with such arguments.
+#define APOLLO_CUDA_COMPARE(name, version, signature) \
+  static_assert(Sizes<PFN_##name##_v##version>::value == Sizes<ours::Result(*) signature>::value, #name);
+namespace cuda = ours;
+APOLLO_CUDA_REQUIRED(APOLLO_CUDA_COMPARE)
+#undef APOLLO_CUDA_COMPARE
+#define APOLLO_CUDA_EXISTS(name, version) static_assert(sizeof(PFN_##name##_v##version) == sizeof(void*));
+APOLLO_CUDA_OPTIONAL(APOLLO_CUDA_EXISTS)
+#undef APOLLO_CUDA_EXISTS
 
 static_assert(CUDA_VERSION >= 13000, "an older header has not got all that is compared here");
 
@@ -24,6 +46,7 @@ static_assert(offsetof(ours::KernelNodeParams, function) == offsetof(CUDA_KERNEL
 static_assert(offsetof(ours::KernelNodeParams, kernel) == offsetof(CUDA_KERNEL_NODE_PARAMS_v2, kern));
 static_assert(offsetof(ours::KernelNodeParams, context) == offsetof(CUDA_KERNEL_NODE_PARAMS_v2, ctx));
 
+static_assert(sizeof(ours::GraphEdgeData) == sizeof(CUgraphEdgeData));
 static_assert(sizeof(ours::Device) == sizeof(CUdevice));
 static_assert(sizeof(ours::DevicePointer) == sizeof(CUdeviceptr));
 static_assert(ours::kSuccess == CUDA_SUCCESS);

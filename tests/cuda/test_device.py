@@ -99,24 +99,18 @@ def test_an_old_driver_is_refused(stub: ctypes.CDLL) -> None:
         open_stub(stub)
 
 
-def test_kernels_of_a_graph_are_listed_with_their_contexts(stub: ctypes.CDLL) -> None:
-    """A lane's by its context."""
+def test_kernels_of_a_capture_are_told_once_with_their_contexts(stub: ctypes.CDLL) -> None:
+    """A lane's by its context; what is not captured has none."""
     device = open_stub(stub)
     graph, lane = stub.stub_make_graph(), device.lane([3])
-    stub.stub_add_kernel(graph, lane.context, b"matmul", 0)
-    stub.stub_add_kernel(graph, device.primary_context, b"escaped", 1)
-    kernels = device.kernel_nodes(graph)
-    assert [each[1:] for each in kernels] == [(lane.context, "matmul"), (device.primary_context, "escaped")]
-    assert len({node for node, _, _ in kernels}) == 2
-
-
-def test_a_stream_tells_the_graph_that_it_is_captured_into(stub: ctypes.CDLL) -> None:
-    """Only while it is."""
-    device = open_stub(stub)
-    graph, lane = stub.stub_make_graph(), device.lane([5])
-    assert device.graph_in_capture(lane.stream) == 0
+    walk = _native.CaptureWalk(device)
+    assert walk.new_kernels(lane.stream) == []
     stub.stub_capture(lane.stream, graph)
-    assert device.graph_in_capture(lane.stream) == graph
+    for context, name in ((lane.context, "matmul"), (device.primary_context, "escaped")):
+        stub.stub_add_kernel(graph, context, name.encode(), 0)
+        stub.stub_append(lane.stream)
+    assert walk.new_kernels(lane.stream) == [(lane.context, "matmul"), (device.primary_context, "escaped")]
+    assert walk.new_kernels(lane.stream) == []
 
 
 def test_torch_finds_the_allocator_of_lanes_in_the_extension(stub: ctypes.CDLL) -> None:

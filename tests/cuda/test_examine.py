@@ -141,26 +141,26 @@ class WalkedFake(FakeGpu):
     def __init__(self, strays: Mapping[int, str]) -> None:
         """`strays` says which launch, by number, runs its kernel on which stream."""
         super().__init__(units=2)
-        self.native = self
         self._strays = strays
         self._contexts = {"lane 1": 10, "lane 2": 20}
+        self._num_told = 0
+
+    def walk_capture(self) -> WalkedFake:
+        """Return itself."""
+        self._num_told = 0
+        return self
 
     def handle_of(self, stream: str) -> int:
         """Return any number."""
         return 1
 
-    def graph_in_capture(self, stream: int) -> int:
-        """Return that of the only graph."""
-        return 5
-
-    def kernel_nodes(self, graph: int) -> list[tuple[int, int, str]]:
-        """Return them in an order of the driver's own."""
+    def new_kernels(self, stream: int) -> list[tuple[int, str]]:
+        """Return those of the launches since this was last called."""
         captured = self.log[self.log.index(("capture",)) :]
         launches = [entry[1] for entry in captured if entry[0] == "launch"]
-        return [
-            (100 + number, self._contexts[self._strays.get(number, stream)], f"kernel{number}")
-            for number, stream in enumerate(launches)
-        ][::-1]
+        new = list(enumerate(launches))[self._num_told :]
+        self._num_told = len(launches)
+        return [(self._contexts[self._strays.get(number, on)], f"kernel{number}") for number, on in new]
 
 
 @pytest.mark.parametrize("strays", ({}, {2: "lane 2"}))
@@ -184,6 +184,7 @@ class CensusGpu(WalkedFake):
 
     def __init__(self) -> None:
         super().__init__({})
+        self.native = self
         self.units = self.num_sms = 132
         self.atom_sms = 8
         self.primary_context = 1

@@ -18,7 +18,6 @@ using GreenContextHandle = struct GreenContextTag*;
 using ResourceDesc = struct ResourceDescTag*;
 using Graph = struct GraphTag*;
 using GraphNode = struct GraphNodeTag*;
-using GraphEdgeData = struct GraphEdgeDataTag;
 using Function = struct FunctionTag*;
 using Kernel = struct KernelTag*;
 
@@ -65,6 +64,11 @@ struct alignas(8) DevResource {
     SmResource sm;
     unsigned char room[48] = {};
   };
+};
+
+/// `CUgraphEdgeData`; the driver refuses to tell dependencies to those who leave no room for it.
+struct GraphEdgeData {
+  unsigned char ports_and_type[8] = {};
 };
 
 /// `CUDA_KERNEL_NODE_PARAMS_v2`.

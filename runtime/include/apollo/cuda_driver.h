@@ -59,6 +59,8 @@ class CudaError : public std::runtime_error {
      const cuda::GraphEdgeData** edges, std::size_t* num_dependencies))                                              \
   X(cuGraphGetNodes, 10000, (cuda::Graph graph, cuda::GraphNode * nodes, std::size_t* count))                        \
   X(cuGraphNodeGetType, 10000, (cuda::GraphNode node, int* type))                                                    \
+  X(cuGraphNodeGetDependencies, 12030,                                                                               \
+    (cuda::GraphNode node, cuda::GraphNode * dependencies, cuda::GraphEdgeData * edges, std::size_t* count))         \
   X(cuGraphKernelNodeGetParams, 12000, (cuda::GraphNode node, cuda::KernelNodeParams * params))                      \
   X(cuGraphChildGraphNodeGetGraph, 10000, (cuda::GraphNode node, cuda::Graph * graph))                               \
   X(cuFuncGetName, 12030, (const char** name, cuda::Function function))                                              \
@@ -92,9 +94,8 @@ class CudaDriver {
   /// Returns whether each function is there, by name.
   const std::map<std::string, bool>& functions() const { return found_; }
 
-  /// Throws CudaError unless `result` is success; `where` says for what the call was made, `advice` what to do, where
-  /// the code alone does not tell.
-  void check(cuda::Result result, const char* function, const std::string& where, const char* advice = nullptr) const;
+  /// Throws CudaError unless `result` is success; `where` says for what the call was made.
+  void check(cuda::Result result, const char* function, const std::string& where) const;
 
 #define APOLLO_CUDA_MEMBER(name, version, signature) cuda::Result(*name) signature = nullptr;
   APOLLO_CUDA_REQUIRED(APOLLO_CUDA_MEMBER)

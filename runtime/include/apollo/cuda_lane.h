@@ -1,6 +1,5 @@
 #pragma once
 
-#include <cstdint>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -36,13 +35,6 @@ class CudaLane {
   const GreenStream stream_;  // last: destroyed before its context
 };
 
-/// A node of a captured CUDA graph that runs a kernel.
-struct KernelNode {
-  std::uintptr_t node;     ///< the node itself; no two of a graph have the same
-  std::uintptr_t context;  ///< that of a lane, the primary one, or 0 where the driver does not tell
-  std::string name;
-};
-
 /// One GPU: its SMs, cut once into atoms, and the lanes made of them.
 ///
 /// Note [one split]: two splits of a device start from the same SMs, so groups of different splits overlap. All lanes
@@ -67,6 +59,7 @@ class CudaDevice {
   static CudaDevice& of_process(int ordinal, const std::string& library);
 
   const CudaDriver& driver() const { return driver_; }
+  int ordinal() const { return ordinal_; }
   const std::string& name() const { return name_; }
   std::pair<int, int> compute_capability() const { return compute_capability_; }
   int num_sms() const { return num_sms_; }
@@ -83,19 +76,12 @@ class CudaDevice {
   /// Throws std::invalid_argument for atoms or a priority that the device has not, and CudaError.
   const CudaLane& lane(const std::vector<int>& atoms, int priority = 0);
 
-  /// Returns the kernels of a CUDA graph and of its child graphs, in the driver's order. Throws CudaError.
-  std::vector<KernelNode> kernel_nodes(cuda::Graph graph) const;
-
-  /// Returns the CUDA graph that work on `stream` is captured into now; null where none is. Throws CudaError.
-  cuda::Graph graph_in_capture(cuda::Stream stream) const;
-
   /// Returns the free and all bytes of the device. Throws CudaError.
   std::pair<std::size_t, std::size_t> memory() const;
 
  private:
   void split(const std::string& where);
   void check_lane(const std::vector<int>& atoms, int priority) const;
-  void collect_kernels(cuda::Graph graph, std::vector<KernelNode>& kernels) const;
 
   const CudaDriver driver_;
   const int ordinal_;
