@@ -1165,10 +1165,12 @@ def _tune_bodies(
     if gpu is None or config.runtime.bodies == "eager" or not depends_on_units():
         return {}
     found = {}
-    for units, lane in {len(lane.units): lane for lane in compilation.plan.lanes[1:]}.items():
+    whole, *lanes = compilation.plan.lanes
+    for units, lane in {len(lane.units): lane for lane in lanes}.items():
         pieces = [(body.name, *extract_body(graph_module, body)) for body in compilation.partition.bodies]
-        with gpu.held_to(lane):
-            bodies = compile_bodies(pieces, native=False, units=units, **kwargs)
+        with gpu.on_lane(lane):  # where kernels are timed that Inductor chooses among
+            left_out = len(whole.units) - units
+            bodies = compile_bodies(pieces, native=False, units=units, left_out=left_out, **kwargs)
         found.update({(BodyId(number), units): body for number, body in enumerate(bodies)})
     return found
 

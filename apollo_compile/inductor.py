@@ -19,7 +19,7 @@
     report_output_strides   tell AOTAutograd the layout of the graph's outputs
     storage_uses            how many tensors refer to the memory of one
     clear_workspaces        let cuBLAS take its workspaces anew
-    units_left_out          tell libraries and Inductor of SMs that are not for what they launch
+    units_left_out          tell libraries of SMs that are not for what they launch
     depends_on_units        whether Inductor may make other code for another number of SMs
 
 Note [native entry]: Inductor's C++ wrapper exports `inductor_entry_impl(inputs, outputs)`, but it releases the GIL on
@@ -278,22 +278,24 @@ def clear_workspaces() -> None:
     torch._C._cuda_clearCublasWorkspaces()
 
 
+_get_left_out: Callable[[], int | None] = getattr(torch._C, "_get_sm_carveout_experimental", lambda: None)
+_set_left_out: Callable[[int | None], None] | None = getattr(torch._C, "_set_sm_carveout_experimental", None)
+
 _units_lock = threading.RLock()
-"""Guards the number of SMs left out, which torch keeps for the whole process."""
+"""Guards the number of SMs left out, which torch keeps for the whole process; held while something is launched."""
 
 
 @contextlib.contextmanager
 def units_left_out(count: int) -> Iterator[None]:
-    """Let what is launched and compiled inside leave `count` SMs of the device alone, as far as it asks.
+    """Let what is launched inside leave `count` SMs of the device alone, as far as it asks.
 
-    It is a hint: scaled products of cuBLASLt, FlashAttention 3 and Inductor's persistent grids follow it. Who asks the
-    device is told of all its SMs.
+    It is a hint: scaled products of cuBLASLt and FlashAttention 3 follow it. Who asks the device is told of all SMs.
     """
     if not count or _set_left_out is None:
         yield
         return
     with _units_lock:
-        before = torch._C._get_sm_carveout_experimental()
+        before = _get_left_out()
         _set_left_out(count)
         try:
             yield
@@ -301,7 +303,23 @@ def units_left_out(count: int) -> Iterator[None]:
             _set_left_out(before)
 
 
-_set_left_out: Callable[[int | None], None] | None = getattr(torch._C, "_set_sm_carveout_experimental", None)
+@contextlib.contextmanager
+def _compiled_without(count: int) -> Iterator[None]:
+    """Let the code that Inductor makes on this thread leave `count` SMs alone: persistent grids fill the others.
+
+    Inductor asks torch for the number that libraries are told. To set that for as long as a compile takes would keep
+    all other threads from launching, so Inductor gets an answer of its own, on this thread alone. `_compile_lock` is
+    held.
+    """
+    if not count:
+        yield
+        return
+    own = threading.get_ident()
+    torch._C._get_sm_carveout_experimental = lambda: count if threading.get_ident() == own else _get_left_out()
+    try:
+        yield
+    finally:
+        torch._C._get_sm_carveout_experimental = _get_left_out
 
 
 def depends_on_units() -> bool:
@@ -632,6 +650,7 @@ def compile_bodies(
     *,
     native: bool,
     units: int | None = None,
+    left_out: int = 0,
     **kwargs: Any,
 ) -> tuple[CompiledBody, ...]:
     """Compile pieces with Inductor.
@@ -641,11 +660,17 @@ def compile_bodies(
     Arguments:
         pieces: name for the log, graph that returns tensors only (consumed), a fake tensor or a size per input.
         native: try the C++ wrapper first; a piece that it cannot express is compiled with the Python wrapper.
-        units: SMs that the code is for, where it is for a part of the device; `units_left_out` tells it to Inductor.
+        units: SMs that the code is for, where it is for a part of the device.
+        left_out: SMs of the device that are not among them.
         kwargs: what AOTAutograd passed for the whole graph, such as `is_backward` and `graph_id`.
     """
     shared = shared_kwargs(kwargs)
-    with _within_guards([fake for _, _, fakes in pieces for fake in fakes]), _compile_lock, _as_piece(units):
+    with (
+        _within_guards([fake for _, _, fakes in pieces for fake in fakes]),
+        _compile_lock,
+        _as_piece(units),
+        _compiled_without(left_out),
+    ):
         layouts = [_output_layouts(piece) for _, piece, _ in pieces]
         started = [_start_native(name, piece, fakes, shared) if native else None for name, piece, fakes in pieces]
         bodies = [

@@ -99,8 +99,8 @@ class Gpu(Protocol):
     def call(self, body: Body, inputs: list[torch.Tensor], stream: Stream) -> Sequence[torch.Tensor]:
         """Launch a body on `stream`, with libraries told of the units of its lane; it empties `inputs`."""
 
-    def held_to(self, lane: Lane) -> contextlib.AbstractContextManager[None]:
-        """Work on the stream of a lane in a `with`; libraries and compilers are told of its units."""
+    def on_lane(self, lane: Lane) -> contextlib.AbstractContextManager[None]:
+        """Work on the stream of a lane in a `with`, for as long as that takes; libraries are not told of its units."""
 
     def capture(self, work: Callable[[Stream], None], shares: Recording | None) -> Recording:
         """Capture what `work(origin)` launches from the stream `origin`, without running it.
@@ -252,16 +252,13 @@ class TorchGpu:
 
     def call(self, body: Body, inputs: list[torch.Tensor], stream: Stream) -> Sequence[torch.Tensor]:
         """Call the body with `stream` as torch's current one; the primary context stays current."""
-        with self._on(stream):
+        with torch.cuda.stream(stream), units_left_out(self._left_out.get(stream.cuda_stream, 0)):
             return body(inputs)
 
-    def held_to(self, lane: Lane) -> contextlib.AbstractContextManager[None]:
-        """Make the lane's stream torch's current one."""
-        return self._on(self.lane_stream(lane) or self.caller_stream())
-
     @contextlib.contextmanager
-    def _on(self, stream: Stream) -> Iterator[None]:
-        with torch.cuda.stream(stream), units_left_out(self._left_out.get(stream.cuda_stream, 0)):
+    def on_lane(self, lane: Lane) -> Iterator[None]:
+        """Make the lane's stream torch's current one."""
+        with torch.cuda.stream(self.lane_stream(lane) or self.caller_stream()):
             yield
 
     def handle_of(self, stream: Stream) -> int:

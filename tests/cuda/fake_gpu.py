@@ -191,11 +191,11 @@ class FakeGpu:
         return outputs
 
     @contextlib.contextmanager
-    def held_to(self, lane: Lane) -> Iterator[None]:
+    def on_lane(self, lane: Lane) -> Iterator[None]:
         """Note it."""
-        self.log.append(("held to", str(len(lane.units))))
+        self.log.append(("enter lane", str(len(lane.units))))
         yield
-        self.log.append(("let go", str(len(lane.units))))
+        self.log.append(("leave lane", str(len(lane.units))))
 
     def capture(self, work: Callable[[str], None], shares: Recording | None) -> FakeRecording:
         """Capture; every stream has to come back to the origin, or that hides what `work` raises."""

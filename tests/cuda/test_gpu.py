@@ -90,13 +90,13 @@ def test_a_lane_that_gets_fewer_sms_is_refused(gpu: TorchGpu, stub: ctypes.CDLL)
 def test_libraries_are_told_of_the_sms_that_are_not_the_lanes(
     gpu: TorchGpu, sharing: Sharing, left_out: int | None
 ) -> None:
-    """While a body is launched or compiled on it, and not afterwards."""
+    """While a body is launched on it, and not afterwards; nor on the lane for longer, where others launch meanwhile."""
     device, seen = gpu.sharing(sharing), []
     stream = device.lane_stream(LEFT)
     device.call(lambda inputs: seen.append(torch._C._get_sm_carveout_experimental()) or [], [], stream)  # type: ignore[func-returns-value]
-    with device.held_to(LEFT):
+    with device.on_lane(LEFT):
         seen.append(torch._C._get_sm_carveout_experimental())
-    assert seen == [left_out, left_out]
+    assert seen == [left_out, None]
     assert torch._C._get_sm_carveout_experimental() is None
 
 

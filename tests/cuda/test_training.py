@@ -128,18 +128,29 @@ def test_measured_times_change_the_plan() -> None:
     assert not compiler.gpu.races
 
 
-def test_code_that_depends_on_the_quota_is_made_for_every_quota(compiler: Compiler) -> None:
+def test_code_that_depends_on_the_quota_is_made_for_every_quota(
+    compiler: Compiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With max-autotune: on a lane of each size, told of its units; the numbers stay those of eager."""
     model, inputs = TwoTowers(depth=1), two_tower_inputs()
     expected = train(model, loss_of(inputs), steps=4)
+    told: list[int] = []
+    own = backend.compile_bodies
+
+    def compile_bodies(*arguments: Any, units: int | None = None, left_out: int = 0, **options: Any) -> Any:
+        told.append((units or 132) + left_out)
+        return own(*arguments, units=units, left_out=left_out, **options)
+
+    monkeypatch.setattr(backend, "compile_bodies", compile_bodies)
     with inductor_config.patch(max_autotune_gemm=True, max_autotune_gemm_backends="ATEN"):
         actual = train(model, loss_of(inputs), steps=4, backend=compiler)
     assert_same_training(expected, actual)
     for graph in compiler.models[0].graphs:
         bodies = range(len(graph.bodies))
         assert graph.tuned.keys() == {(body, units) for body in bodies for units in (64, 96, 32)}
-    held = [entry for entry in compiler.gpu.log if entry[0] in ("held to", "let go")]
-    assert held == 2 * [(what, units) for units in ("64", "96", "32") for what in ("held to", "let go")]
+    assert told == 8 * [132]  # two graphs, for the whole device and three sizes
+    on_lanes = [entry for entry in compiler.gpu.log if entry[0] in ("enter lane", "leave lane")]
+    assert on_lanes == 2 * [(what, units) for units in ("64", "96", "32") for what in ("enter lane", "leave lane")]
 
 
 def test_masks_under_replay_are_those_of_runs_on_lanes(compiler: Compiler) -> None:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch._dynamo.utils import counters
 from torch._guards import TracingContext, detect_fake_mode, tracing
+from torch._inductor import utils as inductor_utils
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from apollo_compile import inductor
 from apollo_compile.inductor import compile_bodies, units_left_out
 
 
@@ -52,6 +55,33 @@ def test_threads_with_different_quotas_do_not_mix_them() -> None:
     for thread in threads:
         thread.join()
     assert wrong == [] and left_out() is None
+
+
+def test_a_compile_is_told_of_its_units_and_keeps_nobody_from_launching(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor asks on the thread that compiles; others are told of theirs meanwhile, whatever these are."""
+    seen: list[tuple[int, int | None]] = []
+    own = inductor._output_layouts
+
+    def launch() -> None:
+        with units_left_out(8):
+            seen.append((inductor_utils.get_num_sms(), left_out()))
+
+    def look(piece: torch.fx.GraphModule) -> Any:
+        seen.append((inductor_utils.get_num_sms(), left_out()))
+        thread = threading.Thread(target=launch, daemon=True)
+        thread.start()
+        thread.join(timeout=600)
+        assert not thread.is_alive(), "a launch waits for the compile"
+        return own(piece)
+
+    monkeypatch.setattr(inductor_utils, "get_max_num_sms", lambda: 132)
+    monkeypatch.setattr(inductor, "_output_layouts", look)
+    piece = make_fx(lambda x: (x.sin() + 1,), tracing_mode="fake")(torch.ones(8))
+    fakes = [node.meta["val"] for node in piece.graph.find_nodes(op="placeholder")]
+    with tracing(TracingContext(detect_fake_mode(fakes))):
+        compile_bodies([("piece", piece, fakes)], native=False, units=64, left_out=68, graph_id=0, is_inference=True)
+    assert seen == [(64, 68), (124, 8)]
+    assert left_out() is None and torch._C._get_sm_carveout_experimental is inductor._get_left_out
 
 
 def test_code_for_one_quota_is_not_used_for_another(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
