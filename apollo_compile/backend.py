@@ -15,7 +15,7 @@ import time
 import traceback
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -251,6 +251,8 @@ class CompiledGraph:
         is_for_its_sizes = not self.compilation.capture.sizes or _is_free(self.compilation.plan, self.config)
         self._is_settled = not (is_free and is_for_its_sizes) or finding is not None
         self._others: dict[str, Run] = {}
+        self._on_gpu: dict[str, CudaExecutable] = {}
+        """All that may have captured something, by way."""
         self._run: Run
         self.adopt(self.compilation)
         if finding is not None:
@@ -310,6 +312,8 @@ class CompiledGraph:
         `executable` is what an earlier call made of it (`graph.executable`), for those who go back and forth.
         """
         self.executable = self._make_executable(compilation) if executable is None else executable
+        if isinstance(self.executable, CudaExecutable):
+            self._on_gpu[PLAN] = self.executable
         self.compilation = compilation
         self.use(self.way)
 
@@ -345,18 +349,30 @@ class CompiledGraph:
     def use(self, way: str) -> None:
         """Run this way from the next call on."""
         if way == SERIAL and SERIAL not in self._others:
-            self._others[SERIAL] = self._make_serial()
+            self._add_way(SERIAL, self._make_serial())
         if way in _SHARING_BY_WAY and way not in self._others and self.gpu is not None:
             gpu = self.gpu.sharing(_SHARING_BY_WAY[way])
-            self._others[way] = self._make_cuda_executable(way, self.compilation, gpu).run
+            self._add_way(way, self._make_cuda_executable(way, self.compilation, gpu))
         self._run = self.executable.run if way == PLAN else self._others[way]
         self.way = way
 
-    def keep_only_this_way(self) -> None:
+    def _add_way(self, way: str, executable: Executable | CudaExecutable) -> None:
+        self._others[way] = executable.run
+        if isinstance(executable, CudaExecutable) and executable is not self.executable:
+            self._on_gpu[way] = executable
+
+    def keep(self, ways: Collection[str]) -> None:
         """Let go of what other ways captured on a GPU; a way that is used again captures again."""
+        kept = [self.executable.run if way == PLAN else self._others.get(way) for way in ways]
+        for executable in self._on_gpu.values():
+            if executable.run not in kept:  # the plan may be to run in turn, and is then two ways
+                executable.release()
+
+    def keep_only_this_way(self) -> None:
+        """Let go of what other ways captured on a GPU, and of all of them but the plan."""
+        self.keep([self.way])
         self._others = {way: run for way, run in self._others.items() if way == self.way}
-        if isinstance(self.executable, CudaExecutable) and self._run != self.executable.run:
-            self.executable.release()
+        self._on_gpu = {way: made for way, made in self._on_gpu.items() if way in (self.way, PLAN)}
 
     def prepare(self) -> None:
         """Compile the graph as Inductor would; if it cannot, say so and leave that way out."""
@@ -366,25 +382,28 @@ class CompiledGraph:
         name = self.compilation.capture.name
         _logger.info("%s: Inductor compiles it whole, to be compared with its segments", name)
         try:
-            self._others[INDUCTOR] = compile_whole() if self.gpu is None else self._capture_whole(compile_whole())
+            run = compile_whole()
+            if self.gpu is None:
+                self._others[INDUCTOR] = run
+            else:
+                self._add_way(INDUCTOR, self._make_whole(run, self.gpu))
         except Exception as error:  # the contest is held without it
             if self.config.debug.strict:
                 raise
             _logger.warning("%s: Inductor did not compile it whole: %s: %s", name, type(error).__name__, error)
 
-    def _capture_whole(self, run: Run) -> Run:
+    def _make_whole(self, run: Run, gpu: Gpu) -> CudaExecutable:
         """Return what Inductor compiled as it runs on a GPU: as one CUDA graph, as plans do."""
-        assert self.gpu is not None
         graph, program, make_body = as_one_segment(self.compilation.partition.graph, self.compilation.plan.lanes[0])
         return CudaExecutable(
             program=program,
             graph=graph,
             bodies=[CompiledBody(function=make_body(run))],
-            gpu=self.gpu,
+            gpu=gpu,
             contract=self.contract,
             shared=self.memories[INDUCTOR],
             strict=self.config.debug.strict,
-        ).run
+        )
 
     def _choose(self, selection: Selection) -> None:
         """Let the contest say how this step runs; if that fails, plans run from now on."""
@@ -396,15 +415,15 @@ class CompiledGraph:
             name = self.compilation.capture.name
             _logger.warning("%s: plans stay, unmeasured: %s: %s", name, type(error).__name__, error)
 
-    def _make_serial(self) -> Run:
+    def _make_serial(self) -> Executable | CudaExecutable:
         old = self.compilation
         if not _uses_lanes(old.plan):
-            return self.executable.run
+            return self.executable
         plan = make_plan(old.partition.graph, old.costs, lanes=old.plan.lanes, planner="serial")
         compilation = compile_plan(
             old.capture, old.partition, old.observations, old.costs, plan, profile=old.profile, runner=StageRunner()
         )
-        return self._make_executable(compilation, SERIAL).run
+        return self._make_executable(compilation, SERIAL)
 
     def _make_executable(self, compilation: Compilation, way: str = PLAN) -> Executable | CudaExecutable:
         if self.gpu is not None:

@@ -14,9 +14,10 @@ Contest     Entrants take turns of `STEPS_PER_TURN` steps; the first of a turn i
             the ratio of their times in the same round, since a disturbed round disturbs both. A step begins when the
             first graph runs and the graph before it was another: forwards in a row belong to one step.
 End         After `MIN_ROUNDS`, an entrant leaves that has lost to the leader (least median ratio) by more than `TIE`,
-            in every round but one in eight: a one-sided sign test at about 5 %. The contest ends when one is left, or
-            after `MAX_ROUNDS`. The winner is the first entrant, in the order given (simplest first), whose median
-            ratio to the leader is within `TIE`: a more complicated way has to be worth it.
+            in every round but one in eight: a one-sided sign test at about 5 %. Its device memory goes at once. The
+            contest ends when one is left, or after `MAX_ROUNDS`. The winner is the first entrant, in the order given
+            (simplest first), whose median ratio to the leader is within `TIE`: a more complicated way has to be worth
+            it.
 Procedure   1. The plan against its segments in turn. They are the same code, so this needs no compiling.
             2. If the plan is not ahead by `CLEAR`, Inductor compiles the whole graphs and meets the winner. If it is,
                Inductor's version would have to beat its own pieces by that much, which is not worth a compile.
@@ -101,6 +102,9 @@ class Graph(Protocol):
     def prepare(self) -> None:
         """Make `INDUCTOR` one of its ways; takes as long as a compile."""
 
+    def keep(self, ways: Collection[str]) -> None:
+        """Let go of the device memory that all other ways keep for their next step; they can still be used."""
+
 
 Round = Mapping[str, Mapping[int, float]]
 """Per entrant and graph, the median nanoseconds of its calls."""
@@ -143,6 +147,11 @@ class Contest:
     def is_over(self) -> bool:
         """Whether the winner is known."""
         return len(self._alive) == 1 or self._num_rounds >= MAX_ROUNDS
+
+    @property
+    def choices_left(self) -> Sequence[Choice]:
+        """What the entrants run that may still win."""
+        return [self.entrants[name] for name in self._alive]
 
     def begin_step(self) -> Choice | None:
         """Return what the step that begins now runs, or None if the contest is over."""
@@ -310,6 +319,8 @@ class Selection:
         while self._contest is not None:
             choice = self._contest.begin_step()
             if choice is not None:
+                for graph, *ways in zip(self._graphs, *self._contest.choices_left, strict=True):
+                    graph.keep(ways)
                 self._use(choice)
                 return
             self._advance()

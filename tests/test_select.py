@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import pytest
@@ -21,8 +21,10 @@ from apollo_compile.select import (
     MIN_ROUNDS,
     MIXTURE,
     PLAN,
+    PRIORITIES,
     SERIAL,
     STEPS_PER_TURN,
+    STREAMS,
     Contest,
     Selection,
 )
@@ -41,6 +43,8 @@ class Graph:
     remembered: Verdict | None = None
     topic: str = "graph"
     used: list[str] = field(default_factory=list)
+    kept: list[list[str]] = field(default_factory=list)
+    """Ways that kept their memory, whenever that changed."""
 
     def use(self, way: str) -> None:
         assert way in self.ways
@@ -49,6 +53,11 @@ class Graph:
     def prepare(self) -> None:
         self.num_prepared += 1
         self.ways.append(INDUCTOR)
+
+    def keep(self, ways: Collection[str]) -> None:
+        found = sorted(set(ways))
+        if not self.kept or self.kept[-1] != found:
+            self.kept.append(found)
 
 
 class Machine:
@@ -102,6 +111,22 @@ def test_a_clearly_faster_plan_stays_and_inductor_is_never_compiled() -> None:
     assert verdict.num_steps == 2 * MIN_ROUNDS * STEPS_PER_TURN
     assert forward.num_prepared == backward.num_prepared == 0
     assert forward.used[-1] == backward.used[-1] == PLAN
+
+
+def test_who_leaves_the_contest_keeps_no_memory() -> None:
+    """At once, while the others go on; what a mixture takes up again has it again."""
+    ways = [SERIAL, STREAMS, PRIORITIES, PLAN]
+    forward = Graph({SERIAL: 30, STREAMS: 20, PRIORITIES: 10, PLAN: 9.95, INDUCTOR: 9.5}, ways=list(ways))
+    backward = Graph({SERIAL: 30, STREAMS: 9, PRIORITIES: 10, PLAN: 9.95, INDUCTOR: 9.5}, ways=list(ways))
+    machine = Machine(forward, backward)
+    machine.run(ENOUGH)
+    assert forward.kept == [
+        sorted(ways),
+        sorted([PRIORITIES, PLAN]),
+        sorted([INDUCTOR, PRIORITIES]),
+        [INDUCTOR],
+    ]
+    assert backward.kept == [*forward.kept[:3], sorted([INDUCTOR, STREAMS])]
 
 
 def test_inductor_wins_where_it_is_the_fastest_and_ties_go_to_it() -> None:

@@ -169,9 +169,12 @@ class CudaExecutable:
     def release(self) -> None:
         """Let the CUDA graph and its memory go; later runs capture it again."""
         with self._lock:
+            if self._captured is None:
+                return
             if self.shared.forward is self._captured:
                 self.shared.forward = None
             self._captured = None
+            self.num_captures -= 1  # no input has moved
 
     def measure(self, inputs: Sequence[torch.Tensor]) -> Observations:
         """Return how long every body takes on every number of units that a lane has, for these inputs.

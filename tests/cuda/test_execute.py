@@ -216,6 +216,20 @@ def test_inputs_that_are_written_are_written_in_place(gpu: FakeGpu) -> None:
     assert executable.num_replays == 3
 
 
+def test_what_was_let_go_is_captured_again_however_often(gpu: FakeGpu) -> None:
+    """No input has moved, so that does not count."""
+    executable = two_towers(gpu)
+    weight = warm_up(executable)
+    for number in range(MAX_CAPTURES + 2):
+        x = torch.randn(4)
+        assert all(map(torch.equal, executable.run([x, weight]), expected(x, weight)))
+        assert executable.lane_memory and len(gpu.recordings) == number + 1
+        executable.release()
+        executable.release()
+        assert executable.lane_memory == () and executable.shared.forward is None
+    assert counts(executable) == (WARMUP_RUNS, 0, MAX_CAPTURES + 2)
+
+
 def test_a_graph_that_writes_to_who_knows_what_is_never_captured(gpu: FakeGpu) -> None:
     """Its addresses cannot be held to."""
     executable = two_towers(gpu, written=None)

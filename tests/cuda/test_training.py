@@ -337,6 +337,35 @@ def test_every_way_replays_forward_and_backward(compiler: Compiler, way: str) ->
     compiler.check(replays=[3, 3])
 
 
+def test_ways_that_are_not_kept_capture_again(compiler: Compiler) -> None:
+    """Their memory is gone in between; that of the others is not touched."""
+    model = TwoTowers(depth=1)
+    run, made, inputs = warmed_up(compiler, model)
+    graphs, (first, second) = compiler.models[0].graphs, SHARED_WAYS[:2]
+
+    def captured(way: str) -> list[bool]:
+        return [bool(graph._on_gpu[way].lane_memory) for graph in graphs]
+
+    def train_as(way: str) -> None:
+        for graph in graphs:
+            graph.use(way)
+        for _ in range(4):
+            made.zero_grad(set_to_none=True)
+            run(*inputs).square().mean().backward()
+            assert_same_gradients(model, made)
+
+    model(*inputs).square().mean().backward()
+    for way in (first, second):
+        train_as(way)
+    for graph in graphs:
+        graph.keep([second])
+    assert (captured(PLAN), captured(first), captured(second)) == ([False] * 2, [False] * 2, [True] * 2)
+    train_as(first)
+    train_as(PLAN)
+    assert captured(PLAN) == captured(first) == captured(second) == [True, True]
+    assert not any(gpu.races for gpu in (compiler.gpu, *compiler.gpu.others.values()))
+
+
 def test_what_inductor_compiles_whole_replays_as_plans_do() -> None:
     """Forward and backward, as one CUDA graph each: that is what lanes have to beat."""
     torch._dynamo.reset()
