@@ -220,6 +220,26 @@ TEST(reading_an_empty_buffer_is_an_error_of_the_run) {
   CHECK(fakes::num_handles == num_handles);
 }
 
+TEST(returning_a_buffer_that_its_writer_left_empty_is_an_error_of_the_run) {
+  struct LeavesNothing final : apollo::Body {
+    void run(std::span<void*> inputs, std::span<void*>) override {
+      for (void* input : inputs) {
+        const apollo::Tensor taken(fakes::kApi, input);
+      }
+    }
+  };
+  const int num_handles = fakes::num_handles;
+  Executor executor(fakes::lanes(0), fakes::kApi, single_program(), {std::make_shared<LeavesNothing>()});
+  std::string text;
+  try {
+    executor.run(fakes::tensors(5));
+  } catch (const apollo::Error& error) {
+    text = error.what();
+  }
+  CHECK(text == "cannot return buffer 1: its writer left it empty");
+  CHECK(fakes::num_handles == num_handles);
+}
+
 TEST(poll_cancels_a_run_while_the_caller_waits) {
   struct Cancelled : std::exception {};
   std::binary_semaphore is_cancelled(0);

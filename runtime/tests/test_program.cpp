@@ -31,7 +31,15 @@ bool is_refused(const Program& program, const std::string& why) {
   return false;
 }
 
-void decode(std::vector<std::int64_t> code) { apollo::decode_instructions(code, 0); }
+/// Returns why code of lane 3 cannot be decoded.
+std::string complaint_about(const std::vector<std::int64_t>& code) {
+  try {
+    apollo::decode_instructions(code, 3);
+  } catch (const InvalidProgramError& error) {
+    return error.what();
+  }
+  return "";
+}
 
 }  // namespace
 
@@ -49,11 +57,13 @@ TEST(instructions_are_decoded_in_order) {
 }
 
 TEST(broken_code_is_refused) {
-  CHECK_THROWS(InvalidProgramError, decode({4, 0}));
-  CHECK_THROWS(InvalidProgramError, decode({1}));
-  CHECK_THROWS(InvalidProgramError, decode({1, -1}));
-  CHECK_THROWS(InvalidProgramError, decode({0, 0, 0, 1000000000000}));
-  CHECK_THROWS(InvalidProgramError, decode({0, 0, 0, 3, 0, 0}));
+  const std::string prefix = "cannot decode the instructions of lane 3: the code ";
+  CHECK(complaint_about({4, 0}) == prefix + "has the unknown opcode 4 (at number 1 of 2)");
+  CHECK(complaint_about({1}) == prefix + "ends where an event should follow (at number 1 of 1)");
+  CHECK(complaint_about({1, -1}) == prefix + "has -1 as an event, which cannot be one (at number 2 of 2)");
+  CHECK(complaint_about({0, 0, 0, 1000000000000}).find("has 1000000000000 as ") != std::string::npos);
+  CHECK(complaint_about({0, 0, 0, 3, 0, 0}).find(", more than the code has room for (at number 4") !=
+        std::string::npos);
 }
 
 TEST(a_good_program_is_accepted) { apollo::check_program(small_program(), 1, 1); }

@@ -17,7 +17,19 @@ from apollo_compile.cuda.pieces import capture_pieces, piece_order
 from apollo_compile.cuda.whole import as_one_segment
 from apollo_compile.errors import MemoryQuotaError, UnsupportedGraphError
 from apollo_compile.inductor import CompiledBody
-from apollo_compile.ir import BodyId, Buffer, BufferId, Lane, LaneId, Record, Role, SegmentGraph, SegmentId, Wait
+from apollo_compile.ir import (
+    BodyId,
+    Buffer,
+    BufferId,
+    EventId,
+    Lane,
+    LaneId,
+    Record,
+    Role,
+    SegmentGraph,
+    SegmentId,
+    Wait,
+)
 from tests.builders import LETTERS, graph, plan
 from tests.cuda.fake_gpu import CALLER, FakeGpu
 from tests.cuda.test_launch import bodies_of, expected_of, program_of, random_program
@@ -561,6 +573,15 @@ def test_pieces_of_any_program_compute_what_its_graph_does(seed: int) -> None:
         assert all(map(torch.equal, outputs, expected_of(made, torch.full_like(slot, value))))
     launches = [entry for entry in gpu.log if entry[0] == "launch"]
     assert len(launches) == len(made.segments) and not gpu.races
+
+
+def test_pieces_of_lanes_that_wait_in_a_circle_are_refused() -> None:
+    """No order of the host could launch them."""
+    made = graph((), ())
+    program = program_of(made, plan(made, "AB"))
+    circle = replace(program, instructions=((), (Wait(event=EventId(0)), Record(event=EventId(0))), ()), num_events=1)
+    with pytest.raises(ValueError, match="program test cannot be launched: its lanes wait for each other in a circle"):
+        piece_order(circle)
 
 
 @pytest.mark.parametrize("seed", range(40))

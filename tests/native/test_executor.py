@@ -219,6 +219,28 @@ def test_inputs_that_are_no_capsules_are_an_error(lanes: _native.Lanes) -> None:
         run()
 
 
+def test_a_body_that_cannot_be_called_or_returns_no_list_is_an_error(lanes: _native.Lanes) -> None:
+    """The message says what it has to be."""
+
+    def executor(body: Any) -> _native.Executor:
+        launch = [_native.LAUNCH, 0, 0, 1, 0, 1, 1, 1]  # segment 0 takes buffer 0 and writes buffer 1
+        return _native.Executor(
+            lanes,
+            instructions=[launch, [], []],
+            num_buffers=2,
+            num_events=0,
+            inputs=[0],
+            outputs=[1],
+            bodies=[body],
+            **tensor_addresses(),
+        )
+
+    with pytest.raises(TypeError, match="a body must be a NativeBody or callable"):
+        executor(5)
+    with pytest.raises(TypeError, match="tensors must come as a list of capsules"):
+        executor(lambda handles: len(take(handles))).run(give([torch.ones(3)]))
+
+
 def test_spans_name_segment_lane_and_core(lanes: _native.Lanes) -> None:
     """Threads stay on their cores, and dependencies show in the spans."""
     run = Runner(lanes, JOIN, [add_one, add_one, add], outputs=[3])
