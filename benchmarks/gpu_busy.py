@@ -66,27 +66,38 @@ def profile_step(step: Callable[[], object], mark: Callable[[], None]) -> dict[s
 
 def read_step(trace: Mapping[str, Any]) -> StepKernels:
     """Return the kernels that begin after the last marker ended; what fills the memory of markers is before that."""
-    events = [event for event in trace["traceEvents"] if event.get("cat") == "kernel"]
+    events = _kernel_events(trace)
     markers = [event for event in events if MARKER in event["name"]]
     sizes: dict[int, set[int]] = {}
     for event in markers:
         sizes.setdefault(event["args"]["context"], set()).add(_blocks(event))
     begin = max((event["ts"] + event["dur"] for event in markers), default=float("-inf"))
-    kernels = [
-        KernelRecord(
-            begin_ns=round(event["ts"] * 1000),
-            end_ns=round(event["ts"] * 1000) + round(event["dur"] * 1000),
-            blocks=_blocks(event),
-            stream=event["args"]["stream"],
-            context=event["args"]["context"],
-        )
-        for event in events
-        if event["ts"] >= begin and MARKER not in event["name"]
-    ]
+    kernels = [_record(event) for event in events if event["ts"] >= begin and MARKER not in event["name"]]
     return StepKernels(
         kernels=tuple(sorted(kernels, key=lambda kernel: kernel.begin_ns)),
         sms={context: max(found) for context, found in sizes.items()},
         mixed_contexts=tuple(sorted(context for context, found in sizes.items() if len(found) > 1)),
+    )
+
+
+def marker_records(trace: Mapping[str, Any]) -> list[KernelRecord]:
+    """Return the markers of a trace, in order of time."""
+    markers = [_record(event) for event in _kernel_events(trace) if MARKER in event["name"]]
+    return sorted(markers, key=lambda kernel: kernel.begin_ns)
+
+
+def _kernel_events(trace: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    return [event for event in trace["traceEvents"] if event.get("cat") == "kernel"]
+
+
+def _record(event: Mapping[str, Any]) -> KernelRecord:
+    begin_ns = round(event["ts"] * 1000)
+    return KernelRecord(
+        begin_ns=begin_ns,
+        end_ns=begin_ns + round(event["dur"] * 1000),
+        blocks=_blocks(event),
+        stream=event["args"]["stream"],
+        context=event["args"]["context"],
     )
 
 

@@ -8,8 +8,9 @@ hand-written streams over compiled encoders, the plan, and apollo as a user gets
 is profiled: how many SMs it keeps busy, and how much of it runs side by side. A short table comes last; the JSON file
 has every number.
 
-The time is bounded by `--budget`: workloads that do not fit any more are named as skipped. Exit codes: 0, all is well;
-1, a check failed or a variant has wrong numbers; 3, there is no GPU, and nothing was measured.
+The time is bounded by `--budget`: a workload, or a variant of one, is begun only if as much time is left as the longest
+so far took, and a check only before the end; what is left out is named. Exit codes: 0, all is well; 1, a check failed,
+a variant has wrong numbers, or apollo did not run; 3, there is no GPU, and nothing was measured.
 """
 
 from __future__ import annotations
@@ -44,6 +45,8 @@ from benchmarks.run import batch_sizes, names_of
 
 NO_GPU = 3
 """Exit code where there is none."""
+
+NO_TIME = "no time left; raise --budget"
 
 TOLERANCES = {"bf16": 3e-2, "fp32": 1e-3}
 """Largest relative difference of the loss from eager's."""
@@ -111,7 +114,8 @@ def main(arguments: list[str] | None = None) -> int:
     if not torch.cuda.is_available():
         print("no GPU: torch sees no CUDA device, so nothing was checked or measured")
         return NO_GPU
-    deadline = time.monotonic() + args.budget
+    clock = time.monotonic
+    deadline = clock() + args.budget
     try:
         gpu = TorchGpu(0)
     except CudaError as error:
@@ -120,44 +124,47 @@ def main(arguments: list[str] | None = None) -> int:
     torch.set_float32_matmul_precision("high")
     facts = {**machine_facts(), "gpu": gpu.native.name, "driver": gpu.native.driver_version, "cuda": torch.version.cuda}
     chosen = THOROUGH_CHECKS if args.thorough else CHECKS
-    checks = run_checks(chosen, gpu, deadline=deadline) if args.checks else []
-    workloads: dict[str, list[VariantTimes]] = {}
-    skipped: list[str] = []
-    for name in args.workloads:
-        for batch in args.batch:
-            title = f"{name}, batch {batch}, {args.dtype}"
-            if time.monotonic() > deadline - args.reserve:
-                skipped.append(title)
-                continue
-            _tell(title)
-            mark = partial(mark_lanes, gpu) if args.profile else None
-            workloads[title] = measure_workload(name, batch=batch, dtype=args.dtype, rounds=args.rounds, mark=mark)
-            _write(args.json, facts, checks, workloads, skipped)
-    _write(args.json, facts, checks, workloads, skipped)
+    checks = run_checks(chosen, gpu, deadline=deadline, clock=clock) if args.checks else []
+    _write(args.json, facts, checks, {}, [])
+
+    def measure(name: str, batch: int) -> list[VariantTimes]:
+        mark = partial(mark_lanes, gpu) if args.profile else None
+        return measure_workload(
+            name, batch=batch, dtype=args.dtype, rounds=args.rounds, mark=mark, deadline=deadline, clock=clock
+        )
+
+    chosen_workloads = {
+        f"{name}, batch {batch}, {args.dtype}": partial(measure, name, batch)
+        for name in args.workloads
+        for batch in args.batch
+    }
+    workloads, skipped = run_workloads(
+        chosen_workloads,
+        deadline=deadline,
+        reserve=args.reserve,
+        clock=clock,
+        keep=partial(_write, args.json, facts, checks),
+    )
     print(f"{facts['gpu']}, driver of CUDA {facts['driver'] / 1000:.1f}, torch {facts['torch']}")
     print(format_results(checks, workloads, skipped))
-    is_wrong = any(check.state == "failed" for check in checks) or any(
-        wrong_variants(times, TOLERANCES[args.dtype]) for times in workloads.values()
-    )
-    return 1 if is_wrong else 0
+    complaints = complaints_about(workloads, TOLERANCES[args.dtype])
+    if complaints:
+        print("\n" + "\n".join(complaints))
+    return 1 if complaints or any(check.state == "failed" for check in checks) else 0
 
 
 # ---------------------------------------------------------------------------------------------------------- checks
 
 
 def run_checks(
-    checks: Sequence[tuple[str, Callable[[Any], Outcome]]],
-    gpu: Any,
-    *,
-    deadline: float,
-    clock: Callable[[], float] = time.monotonic,
+    checks: Sequence[tuple[str, Callable[[Any], Outcome]]], gpu: Any, *, deadline: float, clock: Callable[[], float]
 ) -> list[CheckResult]:
     """Run one check after the other; one that raises has failed, one after the deadline is skipped."""
     results = []
     for name, check in checks:
         begin = clock()
         if begin > deadline:
-            results.append(CheckResult(name=name, state="skipped", text="no time left; raise --budget"))
+            results.append(CheckResult(name=name, state="skipped", text=NO_TIME))
             continue
         _tell(name)
         try:
@@ -166,13 +173,44 @@ def run_checks(
         except Exception as error:
             lines = str(error).splitlines() or [""]
             state, text, numbers = "failed", f"{type(error).__name__}: {lines[0]}", {"error": str(error)}
-        results.append(
-            CheckResult(name=name, state=state, text=text, numbers=numbers, seconds=round(clock() - begin, 1))
-        )
+        seconds = round(clock() - begin, 1)
+        _tell(f"  {state} in {seconds} s: {text}")
+        results.append(CheckResult(name=name, state=state, text=text, numbers=numbers, seconds=seconds))
     return results
 
 
 # ------------------------------------------------------------------------------------------------------- workloads
+
+
+def run_workloads(
+    workloads: Mapping[str, Callable[[], list[VariantTimes]]],
+    *,
+    deadline: float,
+    reserve: float,
+    clock: Callable[[], float],
+    keep: Callable[[Mapping[str, list[VariantTimes]], list[str]], None],
+) -> tuple[dict[str, list[VariantTimes]], list[str]]:
+    """Measure one workload after the other; return their times, and the titles of those for which none was left.
+
+    One is begun only if as many seconds are left as the longest so far took, and `reserve` at least. `keep` is called
+    with all results whenever there are new ones.
+    """
+    results: dict[str, list[VariantTimes]] = {}
+    skipped = []
+    for title, measure in workloads.items():
+        begin = clock()
+        if begin + reserve > deadline:
+            skipped.append(title)
+            continue
+        _tell(title)
+        try:
+            results[title] = measure()
+        except Exception as error:  # what was measured before is worth its table
+            results[title] = [_not_run(variant, _note_of(error)) for variant in VARIANTS]
+        reserve = max(reserve, clock() - begin)
+        keep(results, skipped)
+    keep(results, skipped)
+    return results, skipped
 
 
 def measure_workload(
@@ -181,13 +219,16 @@ def measure_workload(
     batch: int,
     dtype: str,
     rounds: int,
+    deadline: float,
+    clock: Callable[[], float] = time.monotonic,
     device: str = "cuda",
     scale: str = "full",
     mark: Callable[[], None] | None = None,
 ) -> list[VariantTimes]:
     """Measure all variants of a training step in turns; one that cannot run has a note instead of times.
 
-    `mark` launches the markers of `gpu_busy.py`; None is no profile.
+    A variant is compiled only if as many seconds are left as the longest so far took. Rounds end at the deadline, but
+    for the first. `mark` launches the markers of `gpu_busy.py`; None is no profile.
     """
     torch._dynamo.reset()  # not between variants: all of them stay compiled
     workload = build_gpu_workload(name, batch=batch, device=device, scale=scale)
@@ -195,7 +236,12 @@ def measure_workload(
     firsts: dict[str, tuple[float, float, int]] = {}
     notes: dict[str, str] = {}
     models: dict[str, nn.Module] = {}
+    longest = 0.0
     for variant, compile_variant in VARIANTS.items():
+        begin = clock()
+        if begin + longest > deadline:
+            notes[variant] = NO_TIME
+            continue
         try:
             own = copied(workload)
             step, is_settled = compile_variant(own, dtype)
@@ -204,10 +250,12 @@ def measure_workload(
             steps[variant] = step
             models[variant] = own.model
         except Exception as error:
-            lines = str(error).splitlines() or [""]
-            notes[variant] = f"{type(error).__name__}: {lines[0][:60]}"
+            notes[variant] = _note_of(error)
+        longest = max(longest, clock() - begin)
     times: dict[str, list[int]] = {variant: [] for variant in steps}
     for number in range(rounds):
+        if number > 0 and clock() > deadline:
+            break
         for variant in list(steps)[:: 1 if number % 2 == 0 else -1]:
             times[variant] += [_time(steps[variant], device) for _ in range(STEPS_PER_TURN + 1)][1:]
     nothing = (float("nan"), float("nan"), 0)
@@ -228,6 +276,16 @@ def measure_workload(
         )
         for variant in VARIANTS
     ]
+
+
+def _not_run(variant: str, note: str) -> VariantTimes:
+    nan = float("nan")
+    return VariantTimes(name=variant, step_ns=(), first_step_s=nan, loss=nan, peak_bytes=0, note=note)
+
+
+def _note_of(error: Exception) -> str:
+    lines = str(error).splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0][:60]}"
 
 
 def mark_lanes(gpu: TorchGpu) -> None:
@@ -311,11 +369,14 @@ def _streams(workload: GpuWorkload, dtype: str) -> Compiled:
 
 
 def _plan(workload: GpuWorkload, dtype: str) -> Compiled:
-    return _make_step(workload, torch.compile(workload.model, backend="apollo", options=OPTIONS), dtype), lambda: True
+    # The backend itself, here and in the checks: its name is known only where the package is installed.
+    return _make_step(
+        workload, torch.compile(workload.model, backend=backend.apollo, options=OPTIONS), dtype
+    ), lambda: True
 
 
 def _apollo(workload: GpuWorkload, dtype: str) -> Compiled:
-    run = torch.compile(workload.model, backend="apollo", options={"device.cuda_lanes": True})
+    run = torch.compile(workload.model, backend=backend.apollo, options={"device.cuda_lanes": True})
     return _make_step(workload, run, dtype), lambda: backend.is_settled(workload.model)
 
 
@@ -323,10 +384,11 @@ VARIANTS: Mapping[str, Callable[[GpuWorkload, str], Compiled]] = {
     "eager": _eager,
     "inductor": _inductor,
     "reduce-overhead": _reduce_overhead,
-    "streams by hand": _streams,
-    "apollo's plan": _plan,
     "apollo": _apollo,
+    "apollo's plan": _plan,
+    "streams by hand": _streams,
 }
+"""In the order in which they are worth their time."""
 
 
 def _make_step(workload: GpuWorkload, call: Callable[[dict[str, Tensor]], Tensor], dtype: str) -> Step:
@@ -385,13 +447,27 @@ def _synchronize(device: str) -> None:
 # --------------------------------------------------------------------------------------------------------- results
 
 
+def complaints_about(workloads: Mapping[str, Sequence[VariantTimes]], tolerance: float) -> list[str]:
+    """Return what is wrong with the variants: another loss than eager's, or that apollo failed."""
+    complaints = []
+    for title, times in workloads.items():
+        if wrong := wrong_variants(times, tolerance):
+            complaints.append(f"{title}: the loss of {', '.join(wrong)} is not eager's")
+        failed = [each.name for each in times if each.name.startswith("apollo") and each.note not in ("", NO_TIME)]
+        if failed:
+            complaints.append(f"{title}: {', '.join(failed)} did not run")
+    return complaints
+
+
 def wrong_variants(times: Sequence[VariantTimes], tolerance: float) -> list[str]:
     """Return the variants whose first loss is not eager's; those that did not run are not among them."""
-    expected = next(each.loss for each in times if each.name == "eager")
+    eager = next(each for each in times if each.name == "eager")
+    if eager.note:
+        return []
     return [
         each.name
         for each in times
-        if not each.note and not abs(each.loss - expected) <= tolerance * max(abs(expected), 1e-6)
+        if not each.note and not abs(each.loss - eager.loss) <= tolerance * max(abs(eager.loss), 1e-6)
     ]
 
 
@@ -502,7 +578,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--batch", type=batch_sizes, default=[32], help="batch sizes, e.g. 8,32,256")
     parser.add_argument("--dtype", choices=tuple(TOLERANCES), default="bf16", help="bf16 is autocast")
     parser.add_argument("--rounds", type=int, default=8, help=f"turns of {STEPS_PER_TURN} timed steps of every variant")
-    parser.add_argument("--budget", type=float, default=560, help="seconds for everything")
+    parser.add_argument("--budget", type=float, default=540, help="seconds for everything")
     parser.add_argument("--reserve", type=float, default=180, help="seconds that must be left to begin a workload")
     parser.add_argument("--no-profile", dest="profile", action="store_false", help="times only, no share of busy SMs")
     parser.add_argument(

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -71,11 +74,85 @@ def test_checks_that_raise_have_failed_and_late_ones_are_skipped() -> None:
 
 def test_every_check_has_a_name_and_says_what_it_is_for() -> None:
     """By the numbers of the experiments."""
-    for name, check in CHECKS:
+    for name, check in (*CHECKS, THOROUGH_CHECKS[-1]):
         assert check.__doc__ is not None and check.__doc__.split(":")[0].replace(",", "") in name
     numbers = {word for name, _ in CHECKS for word in name.split() if word[0] == "T" and word[1:].isdigit()}
     assert numbers == {f"T{number}" for number in range(14)}
-    assert [name for name, _ in THOROUGH_CHECKS] == [name for name, _ in CHECKS]
+    assert [name for name, _ in THOROUGH_CHECKS] == [*(name for name, _ in CHECKS), "T9 persistent grids"]
+
+
+class Clock:
+    """A clock that goes on when it is told to."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_a_workload_is_begun_only_if_as_much_time_is_left_as_the_longest_took() -> None:
+    """What was measured is kept at once; later ones are named."""
+    clock, kept = Clock(), []
+
+    def workload(seconds: float) -> list[VariantTimes]:
+        clock.now += seconds
+        return [variant("eager", round(seconds))]
+
+    workloads = {f"{seconds} s": partial(workload, seconds) for seconds in (60, 150, 100, 20)}
+    results, skipped = gpu_suite.run_workloads(
+        workloads, deadline=350, reserve=100, clock=clock, keep=lambda found, late: kept.append((list(found), late[:]))
+    )
+    assert list(results) == ["60 s", "150 s"] and skipped == ["100 s", "20 s"]
+    assert kept == [(["60 s"], []), (["60 s", "150 s"], []), (["60 s", "150 s"], ["100 s", "20 s"])]
+
+
+@pytest.mark.parametrize("seconds", [0.5, 8.0, 30.0, 45.0])
+def test_the_whole_suite_ends_within_ten_minutes(seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long checks and compiles take, with the default options; the important variants come first."""
+    clock = Clock()
+    args = gpu_suite._parse([])
+
+    def check(gpu: object) -> Outcome:
+        clock.now += seconds
+        return Outcome(is_met=True, text="well")
+
+    def compile_variant(workload: object, dtype: str) -> gpu_suite.Compiled:
+        clock.now += seconds
+
+        def step() -> torch.Tensor:
+            clock.now += 0.02
+            return torch.tensor(1.0)
+
+        return step, lambda: True
+
+    monkeypatch.setattr(gpu_suite, "VARIANTS", dict.fromkeys(gpu_suite.VARIANTS, compile_variant))
+    checks = run_checks([(name, check) for name, _ in CHECKS], None, deadline=args.budget, clock=clock)
+    measure = partial(
+        measure_workload,
+        batch=2,
+        dtype="fp32",
+        rounds=args.rounds,
+        deadline=args.budget,
+        clock=clock,
+        device="cpu",
+        scale="tiny",
+    )
+    results, skipped = gpu_suite.run_workloads(
+        {name: partial(measure, name) for name in args.workloads},
+        deadline=args.budget,
+        reserve=args.reserve,
+        clock=clock,
+        keep=lambda found, late: None,
+    )
+    assert clock.now <= 600
+    assert len(checks) == len(CHECKS) and [*results, *skipped] == list(SHAPES)
+    for times in results.values():
+        ran = [bool(each.step_ns) for each in times]
+        assert ran == sorted(ran, reverse=True) and ran[0]
+        assert {each.note for each in times if not each.step_ns} <= {gpu_suite.NO_TIME}
+    assert (seconds > 1) is bool(skipped)
+    assert list(gpu_suite.VARIANTS)[:4] == ["eager", "inductor", "reduce-overhead", "apollo"]
 
 
 def variant(name: str, ns: int, loss: float = 1.0, note: str = "") -> VariantTimes:
@@ -202,7 +279,7 @@ class CheckedGpu(FakeGpu):
     def __init__(self) -> None:
         super().__init__()
         self.device = torch.device("cpu")
-        self.native = SimpleNamespace(num_sms=132, num_atoms=16, atom_sms=8, name="Fake")
+        self.native = SimpleNamespace(num_sms=132, num_atoms=16, atom_sms=8, name="Fake", compute_capability=(9, 0))
 
     def sharing(self, sharing: Sharing) -> CheckedGpu:
         """Return another one."""
@@ -220,6 +297,117 @@ def test_checks_that_only_launch_can_do_so(check: gpu_checks.Check, monkeypatch:
     assert not gpu.races and not any(other.races for other in gpu.others.values())
     if check is gpu_checks.splits_against_streams:
         assert len(outcome.numbers) == 4 + 15 and {"8 + 120", "64 + 64", "120 + 8"} <= set(outcome.numbers)
+
+
+@pytest.mark.parametrize(
+    ("late_ns", "is_met", "text"),
+    [
+        (0, True, "with queues 1: 1 lane 2.0 us, 2 lanes 4.0 us; by default: 1 lane 2.0 us, 2 lanes 2.0 us; 32: "),
+        (2_000, False, "by default: 1 lane 2.0 us, 2 lanes 4.0 us; 32: 1 lane 2.0 us, 2 lanes 2.0 us"),
+    ],
+)
+def test_queues_are_tried_in_processes_of_their_own(
+    late_ns: int, is_met: bool, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever this one's environment says."""
+    monkeypatch.setenv(gpu_checks.CONNECTIONS, "4")
+    seen = []
+
+    def run(command: list[str], *, env: dict[str, str], **options: object) -> SimpleNamespace:
+        connections = env.get(gpu_checks.CONNECTIONS)
+        seen.append((connections, command[1:]))
+        late = {"1": 2_000, None: late_ns, "32": 0}[connections]
+        times = {"1 lane": 600_000, "2 lanes": 600_000 + 300 * late, "2 streams": 1}
+        return SimpleNamespace(returncode=0, stdout=f"a warning\n{json.dumps(times)}\n")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    outcome = gpu_checks.queues_of_the_device_are_enough(CheckedGpu())  # type: ignore[arg-type]
+    assert seen == [(each, ["-m", "benchmarks.gpu_pace", "2", "4", "8"]) for each in ("1", None, "32")]
+    assert outcome.is_met is is_met and text in outcome.text
+
+
+def test_a_process_that_fails_is_told_with_its_last_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And by what it was started."""
+    failed = SimpleNamespace(returncode=1, stdout="", stderr="Traceback\nCudaError: no driver\n")
+    monkeypatch.setattr(subprocess, "run", lambda *arguments, **options: failed)
+    outcome = gpu_checks.queues_of_the_device_are_enough(CheckedGpu())  # type: ignore[arg-type]
+    assert (outcome.is_met, outcome.text) == (False, "CUDA_DEVICE_MAX_CONNECTIONS=1: CudaError: no driver")
+
+
+def fake_kernels(monkeypatch: pytest.MonkeyPatch, num_sms: int, *, is_refused: bool = True) -> None:
+    """Put stand-ins in the place of kernels, which note `num_sms` different SMs or spin as long as they were told."""
+
+    def launch_clusters(out: torch.Tensor, size: int) -> None:
+        out.copy_(torch.arange(len(out)) % num_sms)
+
+    launched: list[bool] = []
+
+    def launch_census(out: torch.Tensor, spin_ns: int, *, is_cooperative: bool = False) -> None:
+        launched.append(is_cooperative)
+        if launched.count(True) == 2 and is_refused:
+            raise RuntimeError("Triton Error [CUDA]: too many blocks in cooperative launch")
+        out[:, 2] = out[:, 1] + spin_ns
+
+    kernels = SimpleNamespace(CLUSTERS=(1, 2), launch_clusters=launch_clusters)
+    monkeypatch.setitem(sys.modules, "benchmarks.gpu_kernels", kernels)
+    census = SimpleNamespace(COLUMNS=3, launch_census=launch_census)
+    monkeypatch.setitem(sys.modules, "apollo_compile.cuda.census_kernel", census)
+
+
+@pytest.mark.parametrize(
+    ("num_sms", "is_refused", "is_met", "text"),
+    [
+        (8, True, True, "clusters of 8 SMs of atoms 0: 1 5.0 us, 2 5.0 us; 24 SMs of atoms 0, 1, 2: 1 5.0 us"),
+        (
+            8,
+            True,
+            True,
+            "a cooperative grid of 2112 blocks is refused on one atom: Triton Error [CUDA]: too many",
+        ),
+        (8, False, True, "is not refused on one atom: a barrier in it would hang"),
+        (
+            26,
+            True,
+            False,
+            "clusters of 2 ran on 26 SMs of a lane of 8 SMs of atoms 0; clusters of 1 ran on 26 SMs",
+        ),
+    ],
+)
+def test_clusters_have_to_stay_on_their_lane(
+    num_sms: int, is_refused: bool, is_met: bool, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But for the SMs that the driver may add."""
+    fake_kernels(monkeypatch, num_sms, is_refused=is_refused)
+
+    def time_on(gpu: object, lane: object, call: Callable[[], None], repeats: int) -> int:
+        call()
+        return 5_000
+
+    monkeypatch.setattr(gpu_checks, "time_on", time_on)
+    outcome = gpu_checks.clusters_fit_into_lanes(CheckedGpu())  # type: ignore[arg-type]
+    assert outcome.is_met is is_met and text in outcome.text
+    old = CheckedGpu()
+    old.native.compute_capability = (8, 0)
+    assert gpu_checks.clusters_fit_into_lanes(old).text == "this GPU has no clusters"  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("profiled_ns", "is_met"), [(1_000_000, True), (2_000_000, False)])
+def test_clocks_have_to_agree(profiled_ns: int, is_met: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Events, the profiler and the kernel itself, of the same replay."""
+    fake_kernels(monkeypatch, 8)
+    gpu = CheckedGpu()
+    gpu.ns_by_stream = {"lane 1": 1_000_000, "lane 2": 1_000_000}
+
+    def profile_step(step: Callable[[], object], mark: Callable[[], None]) -> dict[str, object]:
+        step()
+        args = [{"grid": [64, 1, 1], "stream": 7, "context": context} for context in (1, 2)]
+        event = {"cat": "kernel", "name": "_note_and_spin", "ts": 3.0, "dur": profiled_ns / 1000}
+        return {"traceEvents": [{**event, "args": each} for each in args]}
+
+    monkeypatch.setattr(gpu_checks, "profile_step", profile_step)
+    outcome = gpu_checks.markers_agree(gpu)  # type: ignore[arg-type]
+    assert outcome.is_met is is_met
+    assert outcome.text.endswith("the profiler tells lanes apart by context") and not gpu.races
 
 
 @pytest.mark.parametrize(("near", "is_met"), [(2.0, True), (1.0, False), (0.9, False)])
@@ -252,6 +440,39 @@ def test_another_loss_than_eagers_is_wrong() -> None:
     """NaN as well; a variant that did not run has none."""
     times = [variant("eager", 1), variant("a", 1, 1.02), variant("b", 1, 1.2), variant("c", 1, float("nan"))]
     assert wrong_variants([*times, variant("d", 1, 5.0, note="no")], 0.03) == ["b", "c"]
+
+
+def test_complaints_are_about_wrong_numbers_and_about_what_failed() -> None:
+    """Not about what there was no time for, nor about losses where eager has none."""
+    no_time, boom = gpu_suite.NO_TIME, "RuntimeError: boom"
+    workloads = {
+        "clip": [variant("eager", 1), variant("inductor", 1, 2.0), variant("apollo", 0, note=boom)],
+        "flava": [variant("eager", 1), variant("inductor", 0, note=boom), variant("apollo", 0, note=no_time)],
+        "llava": [variant("eager", 0, note=boom), variant("inductor", 1, 2.0), variant("apollo", 1)],
+    }
+    assert gpu_suite.complaints_about(workloads, 0.03) == [
+        "clip: the loss of inductor is not eager's",
+        "clip: apollo did not run",
+    ]
+
+
+def test_a_workload_that_fails_leaves_the_table_of_the_others() -> None:
+    """With a note, and a complaint."""
+
+    def fail() -> list[VariantTimes]:
+        raise RuntimeError("an illegal memory access\nwas encountered")
+
+    results, skipped = gpu_suite.run_workloads(
+        {"clip": lambda: [variant("eager", 9)], "flava": fail},
+        deadline=10,
+        reserve=1,
+        clock=Clock(),
+        keep=lambda found, late: None,
+    )
+    assert skipped == [] and [each.name for each in results["clip"]] == ["eager"]
+    text = format_results([], results, [])
+    assert text.endswith("flava: nothing ran; RuntimeError: an illegal memory access")
+    assert gpu_suite.complaints_about(results, 0.03) == ["flava: apollo, apollo's plan did not run"]
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -293,7 +514,9 @@ def test_variants_are_measured_in_turns(monkeypatch: pytest.MonkeyPatch) -> None
         raise RuntimeError("needs a GPU\nand more")
 
     monkeypatch.setattr(gpu_suite, "VARIANTS", {"eager": gpu_suite._eager, "no": fail})
-    eager, no = measure_workload("clip_b32", batch=2, dtype="fp32", rounds=2, device="cpu", scale="tiny")
+    eager, no = measure_workload(
+        "clip_b32", batch=2, dtype="fp32", rounds=2, deadline=float("inf"), device="cpu", scale="tiny"
+    )
     assert len(eager.step_ns) == 2 * gpu_suite.STEPS_PER_TURN and eager.loss > 0 and not eager.note
     assert no.step_ns == () and no.note == "RuntimeError: needs a GPU"
     assert wrong_variants([eager, no], 1e-6) == []
