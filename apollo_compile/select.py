@@ -319,9 +319,9 @@ class Selection:
         while self._contest is not None:
             choice = self._contest.begin_step()
             if choice is not None:
+                self._use(choice)
                 for graph, *ways in zip(self._graphs, *self._contest.choices_left, strict=True):
                     graph.keep(ways)
-                self._use(choice)
                 return
             self._advance()
 
