@@ -42,7 +42,11 @@ void Join::arrive(std::uint32_t epoch, const std::vector<int>& left) {
 
 void Join::wait(std::uint32_t epoch, const std::function<void()>& poll, std::chrono::nanoseconds interval) {
   Seat* seat = take_seat(epoch);
-  if (seat == nullptr) {
+  if (seat == nullptr) {  // the last one has arrived, and is about to say so
+    if (!complete_.spin(epoch, kPatience)) {
+      while (!complete_.sleep_for(epoch, interval)) {
+      }
+    }
     return;
   }
   const auto restore = [seat] {
