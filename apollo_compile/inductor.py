@@ -696,11 +696,7 @@ def interpret_whole(graph_module: fx.GraphModule) -> Callable[[list[Any]], Seque
     if context is not None and context.output_strides:
         context.output_strides.clear()  # a compiler that failed may have come so far
     report_output_strides(graph_module)
-    function = _interpret(graph_module)
-
-    def run(inputs: list[Any]) -> Sequence[Any]:
-        return function(inputs)
-
+    run = _interpret(graph_module)
     run._boxed_call = True  # type: ignore[attr-defined]
     return run
 
@@ -710,7 +706,14 @@ def _interpret(piece: fx.GraphModule) -> Callable[[list[Any]], Sequence[Any]]:
     for node in piece.graph.nodes:
         node.target = _SEEDED.get(node.target, node.target)
     piece.graph.set_codegen(_BoxedCodeGen())
-    return fx.GraphModule(piece, piece.graph).forward
+    function = fx.GraphModule(piece, piece.graph).forward
+
+    def run(inputs: list[Any]) -> Sequence[Any]:
+        # Operators of `torch.ops.prims` give gradients to what they make of one that has some, under `no_grad` too.
+        inputs[:] = [value.detach() if isinstance(value, torch.Tensor) else value for value in inputs]
+        return function(inputs)  # type: ignore[no-any-return]
+
+    return run
 
 
 def _draw(size: Sequence[int], seed: torch.Tensor, mode: str, **_: Any) -> torch.Tensor:

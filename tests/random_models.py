@@ -97,7 +97,7 @@ def _real(value: torch.Tensor) -> torch.Tensor:
 
 def _matches(left: torch.Tensor, right: torch.Tensor) -> bool:
     pairs = zip(reversed(left.shape), reversed(right.shape), strict=False)
-    return all(a == b or 1 in (a, b) for a, b in pairs)
+    return all(a == b or a == 1 or b == 1 for a, b in pairs)  # Dynamo finds no 1 `in` two sizes that are symbols
 
 
 def _binary(function: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Operator:

@@ -86,6 +86,7 @@ def _copies(x: torch.Tensor) -> dict[str, Any]:
         "views of copies": (y.view(-1).clone()[8:], y.view_as(y).clone().t()),
         "of an input": [x.clone(), x.clone().clone()],
         "same": (z, z, copy),
+        "of another type": [x.double(), x.double().float()],
         "constants": [torch.zeros_like(x) + 0, torch.zeros_like(x)],
     }
 
@@ -107,7 +108,7 @@ def test_returned_copies_are_tensors_of_their_own(uncompiled: Options) -> None:
         torch._dynamo.reset()
         run = torch.compile(_copies, dynamic=dynamic, **uncompiled)
         with mode():
-            x = floats(8, 8).requires_grad_(mode is torch.enable_grad)
+            x = floats(8, 8).requires_grad_()
             expected, actual = _copies(x), run(x)
             torch.testing.assert_close(actual, expected)
             assert _relations(actual, x) == _relations(expected, x), (mode, dynamic)
