@@ -40,7 +40,8 @@ class RandomModel(nn.Module):
     """Runs a recipe on its parameters, buffers and two inputs; what the last steps made is returned.
 
     With `scales`, every output is a tensor of its own: AOTAutograd makes views that are returned again after every
-    call, and fails at some that have dynamic shapes, with every backend.
+    call, and fails at some that have dynamic shapes, with every backend. It also fails where a view of something that
+    the graph computes is returned with its own `detach()`; so one output is detached, of something that is no view.
     """
 
     def __init__(self, recipe: list[Step], *, scales: bool = False) -> None:
@@ -56,14 +57,17 @@ class RandomModel(nn.Module):
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return a few tensors; some may be views of others or of inputs, or integers."""
         values = [x, y, self.weight, self.other, self.scale]
+        computed: torch.Tensor = self.scale
         for step in self.recipe:
             left, right = values[step.left % len(values)], values[-1 - step.right % len(values)]
-            made = _OPERATORS[step.operator % len(_OPERATORS)](left, right, step.number)
+            number = step.operator % len(_OPERATORS)
+            made = _OPERATORS[number](left, right, step.number)
             if made is not None and made.numel() <= 4096:
                 values.append(made)
+                computed = computed if number in _VIEWS else made
         if self.training:
             self.seen.mul_(0.9).add_(values[-1].detach().to(torch.float64).mean())
-        outputs = (*values[5:][-4:], values[-1].detach())
+        outputs = (*values[5:][-4:], computed.detach())
         return tuple(output * (2 + place) for place, output in enumerate(outputs)) if self.scales else outputs
 
 
@@ -219,12 +223,21 @@ def _cross_entropy(left: torch.Tensor, right: torch.Tensor, number: int) -> torc
     return nn.functional.cross_entropy(_real(left), torch.arange(left.shape[0]) % _last(left))
 
 
+_viewing: list[Operator] = []
+
+
+def _may_view(operator: Operator) -> Operator:
+    """Note that what the operator makes may be a view."""
+    _viewing.append(operator)
+    return operator
+
+
 _OPERATORS: tuple[Operator, ...] = (
     _product,
     _product,
     _product,
     _batched_product,
-    _attend,
+    _may_view(_attend),
     _normalize,
     _batch_normalize,
     _binary(torch.add),
@@ -237,7 +250,7 @@ _OPERATORS: tuple[Operator, ...] = (
     _unary(torch.tanh),
     _unary(torch.sigmoid),
     _unary(torch.clone),
-    _unary(torch.detach),
+    _unary(lambda value: value.detach() * 0.5),
     _unary(lambda value: value.to(torch.float32).to(torch.float64)),
     _along(torch.softmax),
     _along(torch.logsumexp),
@@ -247,15 +260,15 @@ _OPERATORS: tuple[Operator, ...] = (
     _along(lambda value, dim: torch.tanh(torch.cumsum(value, dim))),
     _along(lambda value, dim: value.flip(dim)),
     _along(lambda value, dim: value.roll(1, dim)),
-    _along(lambda value, dim: value.transpose(0, dim)),
-    _along(lambda value, dim: value.unsqueeze(dim)),
-    _along(lambda value, dim: value.select(dim, 0)),
-    _along(lambda value, dim: value.narrow(dim, 0, (value.shape[dim] + 1) // 2)),
+    _may_view(_along(lambda value, dim: value.transpose(0, dim))),
+    _may_view(_along(lambda value, dim: value.unsqueeze(dim))),
+    _may_view(_along(lambda value, dim: value.select(dim, 0))),
+    _may_view(_along(lambda value, dim: value.narrow(dim, 0, (value.shape[dim] + 1) // 2))),
     _join,
     _stack,
-    _part,
-    _flat,
-    _stretch,
+    _may_view(_part),
+    _may_view(_flat),
+    _may_view(_stretch),
     _rows,
     _scatter,
     _write,
@@ -265,3 +278,5 @@ _OPERATORS: tuple[Operator, ...] = (
     _largest,
     _cross_entropy,
 )
+
+_VIEWS = tuple(number for number, operator in enumerate(_OPERATORS) if operator in _viewing)
