@@ -416,14 +416,11 @@ def _plan_diff(args: argparse.Namespace) -> int:
 
 
 def _sides(path: Path) -> tuple[Side, ...]:
-    from apollo_compile.plan_file import read_plans
+    from apollo_compile.plan_file import is_plan, read_plans
     from apollo_compile.reports.diff import sides_of_plans, sides_of_report
     from apollo_compile.reports.report import Report
 
-    if path.is_dir():
-        return sides_of_plans(read_plans(path))
-    text = path.read_text(encoding="utf-8")
-    return sides_of_plans(read_plans(path)) if '"fingerprint"' in text else sides_of_report(Report.from_json(text))
+    return sides_of_plans(read_plans(path)) if is_plan(path) else sides_of_report(Report.load(path))
 
 
 class _Progress:

@@ -3,6 +3,7 @@
     save_plan(plan, graph, path)            write one plan
     load_plan(path, graph, lanes) -> Plan   read the plan of a graph: from its file, or from a directory of dumps
     read_plans(path) -> [NamedPlan]         read plans without their graphs, to look at them
+    is_plan(path)                           tell a file of a plan, or a directory, from other files
 
 A file holds the plan and a fingerprint of the graph that it is for: segments, buffers and dependencies, not their work.
 A directory is what `debug.dump` wrote: `<name of the graph>/plan.json` per graph. Files are data: every field is
@@ -122,6 +123,17 @@ def read_plans(path: Path) -> tuple[NamedPlan, ...]:
         except (OSError, ValueError) as error:
             raise PlanFileError(f"cannot read a plan from {file}: {error}") from error
     return tuple(found)
+
+
+def is_plan(path: Path) -> bool:
+    """Return whether this is a directory, or a file that says it holds a plan; that may be wrong in every detail."""
+    if path.is_dir():
+        return True
+    try:
+        content = read_file(path, max_bytes=_MAX_BYTES)
+    except (OSError, ValueError):
+        return False
+    return isinstance(content, dict) and "plan" in content
 
 
 def fingerprint(graph: SegmentGraph) -> str:

@@ -8,7 +8,7 @@ import json
 import os
 import random
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given, settings
 
 from apollo_compile.check import check_plan
+from apollo_compile.cli import main
 from apollo_compile.device import (
     DeviceProfile,
     Fingerprint,
@@ -84,6 +85,7 @@ def _report_content() -> Any:
 
 def use_plan(path: Path) -> None:
     """Load, pin and compare the plan of a file."""
+    assert main(["plan-diff", str(path), str(path)]) in (0, 1)
     try:
         plan = load_plan(path, _graph, _lanes)
     except PlanFileError:
@@ -113,7 +115,8 @@ def use_profile(path: Path) -> None:
 
 
 def use_report(path: Path) -> None:
-    """Load the report of a file and render it in every form."""
+    """Load the report of a file, compare it, and render it in every form."""
+    assert main(["plan-diff", str(path), str(path)]) in (0, 1)
     try:
         report = Report.load(path)
     except ReportFileError:
@@ -157,17 +160,39 @@ def use_finding(path: Path) -> None:
         check_plan(finding.plan, _graph, _costs)
 
 
-def loaders() -> list[tuple[Callable[[Path], None], Callable[[], Any]]]:
-    """Return every use of a file, with a valid content."""
-    return [
-        (use_plan, _plan_content),
-        (use_profile, _profile_content),
-        (use_report, _report_content),
-        (use_finding, _finding_content),
-    ]
+def use_generation(path: Path) -> None:
+    """Read the number of the bundles that are right; after a new beginning it is another one."""
+    folder = path.parent / "history"
+    folder.mkdir(exist_ok=True)
+    link = folder / "generation"
+    link.unlink(missing_ok=True)
+    link.symlink_to(path)
+    history = History(folder)
+    number = history.generation()
+    assert isinstance(number, int)
+    history.begin_generation()
+    assert history.generation() != number
 
 
-each_loader = pytest.mark.parametrize(("use", "content"), loaders(), ids=("plan", "profile", "report", "finding"))
+Loader = tuple[Callable[[Path], None], Callable[[], Any]]
+
+
+def loaders() -> dict[str, Loader]:
+    """Return every use of a file that tells its format, with a valid content."""
+    return {
+        "plan": (use_plan, _plan_content),
+        "profile": (use_profile, _profile_content),
+        "report": (use_report, _report_content),
+        "finding": (use_finding, _finding_content),
+    }
+
+
+def _of_each(kinds: Mapping[str, Loader]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize(("use", "content"), list(kinds.values()), ids=list(kinds))
+
+
+each_loader = _of_each({**loaders(), "generation": (use_generation, lambda: 7)})
+each_format = _of_each(loaders())
 
 
 @each_loader
@@ -211,7 +236,7 @@ def test_what_is_no_file_is_refused(use: Callable[[Path], None], content: Callab
         use(path)
 
 
-@each_loader
+@each_format
 @pytest.mark.parametrize("number", [0, 2, "1", None, 10**30])
 def test_another_format_is_refused(
     use: Callable[[Path], None], content: Callable[[], Any], number: object, tmp_path: Path
@@ -233,7 +258,7 @@ def test_the_files_of_this_test_are_valid(tmp_path: Path) -> None:
         lambda: Report.load(file),
         lambda: History(tmp_path).recall("file") or pytest.fail("nothing was recalled"),
     )
-    for (use, content), load in zip(loaders(), loads, strict=True):
+    for (use, content), load in zip(loaders().values(), loads, strict=True):
         file.write_text(json.dumps(content()))
         load()
         use(file)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -21,8 +22,8 @@ from apollo_compile.planner import apart
 from tests.end_to_end.models import STRICT, Training, assert_same_training, train
 from tests.native.runner import count_threads
 
-_armed: dict[str, type[BaseException]] = {}
-"""What to raise, by place."""
+_armed: dict[str, type[BaseException] | signal.Signals] = {}
+"""What to raise, or which signal to send to the process, by place."""
 
 
 _threads: set[int] = set()
@@ -31,8 +32,11 @@ _threads: set[int] = set()
 
 def _fail_if_armed(place: str) -> None:
     _threads.add(threading.get_ident())
-    if place in _armed:
-        raise _armed.pop(place)(f"injected in {place}")
+    match _armed.pop(place, None):
+        case signal.Signals() as number:
+            os.kill(os.getpid(), number)
+        case type() as error:
+            raise error(f"injected in {place}")
 
 
 @torch.library.custom_op("apollo_faults::trip", mutates_args=())
@@ -116,6 +120,28 @@ def test_an_error_in_a_body_on_any_lane_is_the_users_and_the_next_step_works() -
             assert torch.ones(2**20).sum() == 2**20  # a parallel region: the team has been released
             torch.testing.assert_close(step(), expected)
     assert count_threads(num_threads) <= num_threads
+
+
+def test_ctrl_c_while_any_lane_works_ends_the_step_and_the_next_one_works() -> None:
+    """The signal itself, which the main thread gets while it computes or waits, forward and backward."""
+    model, x = _model_and_input()
+    run = torch.compile(model, backend="apollo", options={**STRICT, "plan.replan": False})
+
+    def step() -> list[torch.Tensor]:
+        return list(torch.autograd.grad(run(x).square().mean(), list(model.parameters())))
+
+    expected, affinity = step(), os.sched_getaffinity(0)
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
+    try:
+        for place in PLACES:
+            _armed[place] = signal.SIGINT
+            with pytest.raises(KeyboardInterrupt):
+                step()
+            assert not _armed
+            assert os.sched_getaffinity(0) == affinity
+            torch.testing.assert_close(step(), expected)
+    finally:
+        signal.signal(signal.SIGINT, previous)
 
 
 def test_an_allocator_that_fails_in_compiled_code_is_the_users_error() -> None:
@@ -207,6 +233,31 @@ def test_a_full_disk_costs_dumps_and_the_kept_profile_nothing_else(
     assert not list((tmp_path / "cache").glob("*"))
     assert {path.name for path in (tmp_path / "dump").rglob("plan.json*")} == set()
     assert backend.find_models(model)[0].graphs
+
+
+def test_a_read_only_disk_costs_what_would_be_kept_nothing_else(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    """Not even folders can be made; the model trains, and one line says what is not dumped."""
+    mkdir = Path.mkdir
+
+    def refuse(path: Path, *args: Any, **kwargs: Any) -> None:
+        if path.is_relative_to(tmp_path):
+            raise OSError(errno.EROFS, "Read-only file system", str(path))
+        mkdir(path, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    model, x = _model_and_input()
+    options = {**STRICT, "debug.dump": tmp_path / "dump", "device.cache": tmp_path / "cache"}
+    with caplog.at_level(logging.WARNING, logger="apollo_compile"):
+        results = [train(model, lambda run: run(x).square().mean(), steps=3, **each) for each in ({}, _apollo(options))]
+    assert_same_training(*results)
+    assert [record.getMessage() for record in caplog.records if "dump" in record.getMessage()]
+    assert list(tmp_path.iterdir()) == []
+
+
+def _apollo(options: dict[str, Any]) -> dict[str, Any]:
+    return {"backend": "apollo", "options": options}
 
 
 def test_threads_may_train_one_compiled_model_at_once() -> None:
