@@ -73,16 +73,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
-    """Keep what came of a marked test; a failure in any of its phases is a failure."""
+    """Keep what came of a marked test; a failure in any of its phases, or with any of its parameters, is a failure."""
     report: Any = yield
     marker, file = item.get_closest_marker("robustness"), item.config.getoption("--robustness")
     if marker is not None and file is not None:
         section, subject = marker.args
         lines = item.config.stash.setdefault(_LINES, {})
-        line = lines.setdefault(item.nodeid, {"section": section, "subject": subject, "outcome": "passed"})
+        function = item.nodeid.partition("[")[0]
+        line = lines.setdefault(function, {"section": section, "subject": subject, "outcome": "passed"})
         line["says"] = (item.obj.__doc__ or "").strip().splitlines()[0]
         line |= dict(item.user_properties)
-        if report.outcome != "passed":
+        if report.outcome != "passed" and line["outcome"] != "failed":
             line["outcome"] = report.outcome
     return report
 

@@ -99,6 +99,7 @@ class Chosen(nn.Module):
         return x[x > 0] * self.weight
 
 
+@pytest.mark.robustness("Values", "shapes that depend on data")
 def test_a_shape_that_depends_on_data_goes_to_inductor_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
     """What segments cannot express still runs, and the log says why."""
     torch._dynamo.reset()
@@ -127,6 +128,7 @@ class Counted(TwoTowers):
         return super().forward(image, text) * 0.01 * (number + tokens.shape[0])
 
 
+@pytest.mark.robustness("Values", "whole numbers read from tensors")
 def test_towers_of_a_model_that_reads_a_number_run_side_by_side() -> None:
     """Each segment reads it for itself; a check that fails raises what Inductor's code would, in every call."""
     torch._dynamo.reset()
@@ -143,14 +145,29 @@ def test_towers_of_a_model_that_reads_a_number_run_side_by_side() -> None:
     assert graph.num_lanes > 1
 
 
+class Checked(TwoTowers):
+    """Two towers of a model that wants tokens."""
+
+    def forward(self, image: torch.Tensor, text: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        """Return the logits."""
+        torch._check((tokens == 1).sum().item() > 0)
+        return super().forward(image, text)
+
+
+class Weighted(nn.Linear):
+    """A layer whose output counts as often as there are tokens: so does its gradient."""
+
+    def __init__(self) -> None:
+        super().__init__(64, 4)
+
+    def forward(self, image: torch.Tensor, text: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        """Return the layer's output, larger the more tokens there are."""
+        return super().forward(image) * (tokens == 1).sum().item()
+
+
+@pytest.mark.robustness("Values", "whole numbers read from tensors, with gradients")
 def test_a_model_that_checks_a_number_trains_as_in_eager(caplog: pytest.LogCaptureFixture) -> None:
     """Forward and backward in segments; where the backward needs the number itself, Inductor runs them, in words."""
-
-    class Checked(TwoTowers):
-        def forward(self, image: torch.Tensor, text: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-            torch._check((tokens == 1).sum().item() > 0)
-            return super().forward(image, text)
-
     inputs = (*two_tower_inputs(), torch.tensor([0, 1, 2, 1]))
     runs = []
 
@@ -158,7 +175,7 @@ def test_a_model_that_checks_a_number_trains_as_in_eager(caplog: pytest.LogCaptu
         runs.append(run)
         return run(*inputs).square().mean()
 
-    for kind, roles in ((Checked, ["forward", "backward"]), (Counted, [])):
+    for kind, roles in ((Checked, ["forward", "backward"]), (Weighted, [])):
         torch.manual_seed(0)
         model = kind()
         eager = train(model, loss_of)

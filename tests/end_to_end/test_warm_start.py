@@ -36,6 +36,11 @@ def _a_cache_of_its_own(tmp_path: Path) -> Iterator[None]:
         yield
 
 
+def warm(subject: str) -> pytest.MarkDecorator:
+    """Mark a line of docs/robustness.md."""
+    return pytest.mark.robustness("Warm start", subject)
+
+
 def hits() -> tuple[int, int]:
     """Return how many Dynamo graphs came from AOTAutograd's cache, and how many it could not give."""
     counted = counters["aot_autograd"]
@@ -87,13 +92,13 @@ class Pair(nn.Module):
 
 
 class Normalized(nn.Module):
-    """Two branches with dropout, and statistics that every step changes."""
+    """Two equal branches with dropout, and statistics that every step changes."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.left = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Dropout(0.3), nn.Conv2d(8, 8, 3))
-        self.right = nn.Sequential(
-            nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.GELU(), nn.Dropout(0.3), nn.Conv2d(8, 8, 3)
+        self.left, self.right = (
+            nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.GELU(), nn.Dropout(0.3), nn.Conv2d(8, 8, 3))
+            for _ in range(2)
         )
 
     def forward(self, image: torch.Tensor) -> torch.Tensor:
@@ -101,6 +106,7 @@ class Normalized(nn.Module):
         return self.left(image) * self.right(image)
 
 
+@warm("training, dropout and BatchNorm included")
 @pytest.mark.parametrize("kind", ["towers", "normalized"])
 def test_a_second_compile_is_the_first_one(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Same losses, gradients and buffers to the bit, dropout included; same segments, plan and report."""
@@ -124,6 +130,7 @@ def test_a_second_compile_is_the_first_one(kind: str, monkeypatch: pytest.Monkey
     assert all(graph.trace().spans for graph in second.graphs)
 
 
+@warm("inference")
 def test_inference_comes_back_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """One graph, without a backward."""
     model, inputs = TwoTowers().eval(), two_tower_inputs()
@@ -136,6 +143,7 @@ def test_inference_comes_back_too(monkeypatch: pytest.MonkeyPatch) -> None:
         forbid_tracing(monkeypatch)
 
 
+@warm("a graph that Inductor compiled whole")
 def test_a_graph_that_is_inductors_stays_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its code comes back, and with it the reason and the plan that was not worth it."""
     model, inputs = nn.Linear(1024, 1024), (torch.randn(512, 1024),)
@@ -215,6 +223,7 @@ def test_inductors_code_is_not_kept_longer_than_the_verdict(tmp_path: Path) -> N
     assert_same_training(train(model, lambda run: run(*inputs).square().mean()), training)
 
 
+@warm("other options")
 def test_what_shapes_a_graph_is_part_of_the_key() -> None:
     """Other options, other graphs; how much is logged matters to none."""
     model, inputs = TwoTowers(), two_tower_inputs()
@@ -240,6 +249,7 @@ def test_settings_of_attention_are_part_of_the_key() -> None:
         assert hits() == expected
 
 
+@warm("custom operators")
 def test_operators_of_the_user_are_compiled_by_every_process() -> None:
     """Nothing tells what they do now: their code may be another one."""
     for factor in (3.0, 5.0):
@@ -273,6 +283,7 @@ def test_it_can_be_switched_off(switch: str, tmp_path: Path) -> None:
     assert hits() == (0, 0)
 
 
+@warm("dynamic shapes")
 @pytest.mark.parametrize("model", [TwoTowers(), Pair(nn.Linear(64, 64))], ids=["lanes", "nothing to gain"])
 def test_changing_shapes_are_compiled_by_every_process(model: nn.Module) -> None:
     """A graph with dynamic shapes is not kept, and runs as it would."""
@@ -285,6 +296,7 @@ def test_changing_shapes_are_compiled_by_every_process(model: nn.Module) -> None
     assert hits()[0] == 0
 
 
+@warm("a damaged bundle")
 def test_a_damaged_bundle_is_compiled_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever is wrong with it, the graph runs; the next process makes a bundle that is right."""
     model, inputs, options = TwoTowers(), two_tower_inputs(), {"debug.strict": False}
@@ -304,6 +316,7 @@ def test_a_damaged_bundle_is_compiled_anew(monkeypatch: pytest.MonkeyPatch) -> N
         assert hits() == expected
 
 
+@warm("a library that is gone")
 def test_a_body_whose_library_is_gone_is_compiled_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Somebody may have cleaned the cache of compiled code."""
     model, inputs = TwoTowers(), two_tower_inputs()
