@@ -66,10 +66,10 @@ def _aliases(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 @values("outputs that alias inputs and each other")
-def test_outputs_alias_what_they_alias_in_eager(lanes: Options) -> None:
+def test_outputs_alias_what_they_alias_in_eager(uncompiled: Options) -> None:
     """Same memory, offsets and strides; writing to one output shows in its aliases."""
     with torch.no_grad():
-        expected, actual, (x, y) = same_call(_aliases, (floats(8, 8), floats(8, 8, seed=1)), lanes)
+        expected, actual, (x, y) = same_call(_aliases, (floats(8, 8), floats(8, 8, seed=1)), uncompiled)
     for left, right in zip(expected, actual, strict=True):
         assert (left.stride(), left.storage_offset()) == (right.stride(), right.storage_offset())
     z, transposed, rows, flat, same, detached, again = actual
@@ -158,10 +158,10 @@ def _odd_outputs(x: torch.Tensor) -> dict[str, Any]:
 
 
 @values("None, numbers and nested outputs")
-def test_outputs_that_are_no_tensors_come_back(lanes: Options) -> None:
+def test_outputs_that_are_no_tensors_come_back(uncompiled: Options) -> None:
     """None and numbers beside a tensor without dimensions, in containers."""
     with torch.no_grad():
-        same_call(_odd_outputs, (floats(8, 8),), lanes)
+        same_call(_odd_outputs, (floats(8, 8),), uncompiled)
 
 
 class _Pictures(nn.Module):
