@@ -26,6 +26,7 @@ from apollo_compile.device import default_profile, save_profile
 from tests.end_to_end.models import NEVER_AS_LONG_NS
 
 SIZE = 2
+"""Ranks of most scenarios."""
 STEPS = 20
 CONTEST_STEPS = 3 * 2 * select.MIN_ROUNDS * select.STEPS_PER_TURN + 10
 """Enough for three contests of two, where none goes on beyond the least number of rounds."""
@@ -210,10 +211,10 @@ def run_tensor_parallel(rank: int, folder: Path) -> Result:
 
 
 def run_branches(rank: int, folder: Path) -> Result:
-    """Collectives that the user wrote into two branches."""
+    """Collectives that the user wrote into two branches; compiled code has those of tensor parallelism."""
     torch.manual_seed(0)
     model = Pair(communicates=True)
-    run = torch.compile(model, backend="apollo", options=LANES)
+    run = torch.compile(model, backend="apollo", options={**LANES, "runtime.bodies": "eager"})
     with torch.no_grad():
         return {"expected": model(inputs(rank)), "found": [run(inputs(rank)) for _ in range(5)], **_graphs(model)}
 
@@ -236,40 +237,42 @@ def run_contest(rank: int, folder: Path) -> Result:
 
 
 def run_absent(rank: int, folder: Path) -> Result:
-    """Only rank 1 has this modality: it compiles and plans without the other, which meets it afterwards."""
+    """Only rank 1 has this modality: it compiles and plans without the others, which meet it afterwards."""
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
     x = torch.ones(2, 8)
     if rank == 1:
-        run = torch.compile(model, backend="apollo", options=LANES)
+        run = torch.compile(model, backend="apollo", options={**LANES, "runtime.bodies": "eager"})
         with torch.no_grad():
             torch.testing.assert_close(run(x), model(x))
     dist.barrier()
     return _graphs(model)
 
 
-SCENARIOS: dict[str, Callable[[int, Path], Result]] = {
-    "ddp": train_ddp,
-    "buckets": train_buckets,
-    "fsdp": train_fsdp,
-    "tensor parallel": run_tensor_parallel,
-    "branches": run_branches,
-    "contest": run_contest,
-    "absent": run_absent,
+SCENARIOS: dict[int, dict[str, Callable[[int, Path], Result]]] = {
+    SIZE: {
+        "ddp": train_ddp,
+        "buckets": train_buckets,
+        "fsdp": train_fsdp,
+        "tensor parallel": run_tensor_parallel,
+        "contest": run_contest,
+    },
+    3: {"branches": run_branches, "absent": run_absent},
 }
+"""By the number of ranks that run them."""
 
 
-def run_rank(rank: int, port: int, folder: Path) -> None:
-    """Run all scenarios one after the other, and write what this rank saw of each."""
-    os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(SIZE))
+def run_rank(rank: int, size: int, port: int, folder: Path) -> None:
+    """Run all scenarios of `size` ranks one after the other, and write what this rank saw of each."""
+    os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size))
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # gloo else looks the machine's name up, which need not have an address
     torch.set_num_threads(2)
     log = _Lines()
     logging.getLogger("apollo_compile").addHandler(log)
     logging.getLogger("apollo_compile").setLevel(logging.INFO)
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=PATIENCE)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=SIZE, timeout=PATIENCE)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=PATIENCE)
     try:
-        for name, scenario in SCENARIOS.items():
+        for name, scenario in SCENARIOS[size].items():
             torch._dynamo.reset()
             log.lines.clear()
             result = scenario(rank, folder)
