@@ -15,8 +15,7 @@ import time
 import traceback
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -29,12 +28,11 @@ from apollo_compile import check, text
 from apollo_compile.breaks import find_break
 from apollo_compile.bundle import SegmentsBundle, WholeBundle, cache_key
 from apollo_compile.commons import Commons
+from apollo_compile.compiled_graph import CompiledGraph, has_free_plans, uses_lanes
 from apollo_compile.config import Config, load_config
 from apollo_compile.cores import lie_of_cores
-from apollo_compile.cuda.execute import Contract, CudaExecutable, ModelMemory
-from apollo_compile.cuda.gpu import Gpu, Sharing, TorchGpu
-from apollo_compile.cuda.urgency import rank_lanes
-from apollo_compile.cuda.whole import as_one_segment
+from apollo_compile.cuda.execute import Contract, ModelMemory
+from apollo_compile.cuda.gpu import Gpu, TorchGpu
 from apollo_compile.device import (
     DeviceProfile,
     cached_profile_path,
@@ -49,7 +47,7 @@ from apollo_compile.device import (
 )
 from apollo_compile.dynamic import GraphFamily, at_once, in_background
 from apollo_compile.errors import ConfigError, CudaError, NothingToGainError, TargetError, UnsupportedGraphError
-from apollo_compile.execute import Executable, available_units, core_share, keep_memory, most_units, trim_memory
+from apollo_compile.execute import available_units, core_share, keep_memory, most_units, trim_memory
 from apollo_compile.history import Finding, History, circumstances, key_of
 from apollo_compile.inductor import (
     Boundary,
@@ -89,26 +87,21 @@ from apollo_compile.inductor import (
     writes_inputs,
     written_inputs,
 )
-from apollo_compile.ir import BodyId, Capture, LaneId, Partition, Plan, Role, Trace, Verdict
-from apollo_compile.monitor import is_same_placement, observe_trace, should_replan
+from apollo_compile.ir import BodyId, Capture, Partition, Plan, Role, Trace, Verdict
 from apollo_compile.observe import StageRunner, warn_of_files
 from apollo_compile.passes.capture import capture_graph, read_formulas, resize_capture
-from apollo_compile.passes.cost import estimate_costs
-from apollo_compile.passes.plan import make_plan
 from apollo_compile.pipeline import (
     Compilation,
     compile_capture,
     compile_finding,
-    compile_plan,
     compile_sizes,
-    plan_partition,
     rename,
 )
 from apollo_compile.plan_file import FILE_NAME, save_plan
 from apollo_compile.ranks import Ranks, find_ranks
 from apollo_compile.reports.report import BreakSummary, Report
 from apollo_compile.reports.summary import GraphSummary, summarize
-from apollo_compile.select import INDUCTOR, OVERLAPPING, PLAN, PRIORITIES, SERIAL, STREAMS, Selection
+from apollo_compile.select import INDUCTOR, PLAN, SERIAL, Selection
 from apollo_compile.text import format_count
 from apollo_compile.units import format_ns
 from apollo_compile.what_if import PROFILES, what_if
@@ -117,22 +110,11 @@ _logger = logging.getLogger(__name__)
 
 _CPU = torch.device("cpu")
 
-SKIPPED_RUNS = 1
-"""Runs of a new plan that are not measured: caches and threads are cold."""
-
-OBSERVED_RUNS = 5
-"""Measured runs before a plan is judged."""
-
-MAX_REPLANS = 3
-
 WRAPPER_NS_PER_KERNEL = 8_000
 """What Inductor's Python wrapper takes per kernel, about; the C++ wrapper of a body takes less than a tenth of it."""
 
 WORTH_NATIVE = 0.05
 """Share of that in a graph's predicted time from which its segments are compiled though no plan has lanes."""
-
-_SHARING_BY_WAY = {STREAMS: Sharing.FREE, PRIORITIES: Sharing.URGENCY, OVERLAPPING: Sharing.OVERLAPPING}
-"""How lanes share a GPU where a graph does not run as planned."""
 
 _graph_numbers: dict[Path | None, itertools.count[int]] = defaultdict(itertools.count)
 """Numbers of Dynamo graphs by dump directory, so that two compiles into two directories dump the same."""
@@ -190,358 +172,6 @@ def apollo(
     keep_with(compiled, model)
     _models[next(_ages)] = model
     return compiled
-
-
-@dataclass(eq=False)
-class CompiledGraph:
-    """One FX graph, compiled in segments: callable as AOTAutograd calls it, with a list that it empties.
-
-    Its first runs are measured. When they say that the plan rests on wrong durations, it is planned again with the
-    measured ones, up to `MAX_REPLANS` times, each time after `OBSERVED_RUNS` runs of the plan at hand. On a GPU, where
-    a run does not tell when its segments ran, the second call times every body on every quota instead. Then its plan is
-    final, and the model's `Selection` may make it run another way. Where an earlier process has found all that out, its
-    plan and its way run from the beginning.
-
-    No slots: AOTAutograd wraps the callable of a backward and finds `_boxed_call` in its `__dict__`.
-    """
-
-    compilation: Compilation
-    bodies: tuple[CompiledBody, ...]
-    config: Config
-    mutates: bool
-    """Whether the graph writes to its inputs."""
-    compile_whole: Callable[[], Run] | None = None
-    """Compiles the graph as Inductor alone would; None where no contest is held."""
-    selection: Selection | None = None
-    """The contest of the model; None where the plan runs whatever is measured."""
-    gpu: Gpu | None = None
-    """Where it runs; None on CPU lanes."""
-    tuned: Mapping[tuple[BodyId, int], CompiledBody] = field(default_factory=dict)
-    """On a GPU, what lanes run instead of a body, by its id and their number of units."""
-    contract: Contract = field(default_factory=Contract)
-    memories: dict[str, ModelMemory] = field(default_factory=lambda: defaultdict(ModelMemory))
-    """By way, what it shares with the model's other graphs; this and the contract have a meaning on a GPU only."""
-    commons: Commons = field(default_factory=lambda: Commons(Ranks(None)))
-    """What its plans are settled with."""
-    boundary: Boundary | None = None
-    """What else than tensors it takes and returns."""
-    submit: Callable[[Callable[[], Compilation]], Future[Compilation]] = at_once
-    """Has it planned again: now, or in the background."""
-    executable: Executable | CudaExecutable = field(init=False)
-    """The plan's."""
-    way: str = PLAN
-    """Which way it runs now."""
-    is_variant: bool = False
-    """Whether it is planned for other sizes than those that it was traced with."""
-    num_replans: int = 0
-    has_run: bool = False
-    """Whether it was ever called."""
-    _boxed_call: bool = True
-
-    def __post_init__(self) -> None:
-        """Start the lanes."""
-        self._observations = self.compilation.observations
-        self._runs = 0
-        self._learning = threading.Lock()
-        self._proposal: Future[Compilation] | None = None
-        self._asked_ns = 0
-        finding = self.compilation.finding
-        is_free = self.config.plan.replan and self.config.plan.planner != "serial"
-        # One plan for all sizes is not observed: what they take says nothing of each other.
-        is_for_its_sizes = not self.compilation.capture.sizes or _is_free(self.compilation.plan, self.config)
-        self._is_settled = not (is_free and is_for_its_sizes) or finding is not None
-        self._others: dict[str, Run] = {}
-        self._on_gpu: dict[str, CudaExecutable] = {}
-        """All that may have captured something, by way."""
-        self._run: Run
-        self.adopt(self.compilation)
-        if finding is not None:
-            self.use(finding.way)
-
-    def __call__(self, inputs: list[Any]) -> Sequence[Any]:
-        """Run the graph once and return its outputs."""
-        if self.boundary is None:
-            return self._call(inputs)
-        taken = self.boundary.take(inputs)
-        return self.boundary.give(self._call(inputs), taken)
-
-    def planned_as(self, compilation: Compilation) -> CompiledGraph:
-        """Return the same graph and code with a plan for other sizes, which has learnt nothing yet."""
-        return replace(
-            self, compilation=compilation, selection=None, way=PLAN, is_variant=True, num_replans=0, has_run=False
-        )
-
-    def run_once(self, inputs: list[Any]) -> Sequence[Any]:
-        """Run it as it runs now; nothing is learnt from that."""
-        return self._run(inputs)
-
-    def _call(self, inputs: list[torch.Tensor]) -> Sequence[Any]:
-        if self.gpu is not None and self.has_run and not self._is_settled and not self.gpu.is_capturing():
-            self._measure_bodies(inputs)
-        if self.selection is None or (self.gpu is not None and (self.selection.is_settled or self.gpu.is_capturing())):
-            outputs = self._run(inputs)
-        else:
-            self._choose(self.selection)
-            begin = self._now_ns()
-            outputs = self._run(inputs)
-            self.selection.leave(self, self._now_ns() - begin)
-        self.has_run = True
-        if not self._is_settled and self.way == PLAN and self.gpu is None:
-            self._learn()
-        return outputs
-
-    def _now_ns(self) -> int:
-        """Return the time at which everything launched so far has ended."""
-        if self.gpu is not None:
-            self.gpu.synchronize()
-        return time.perf_counter_ns()
-
-    def trace(self) -> Trace:
-        """Return the spans of the plan's last run."""
-        return self.executable.trace()
-
-    def lane_bytes(self) -> dict[LaneId, int]:
-        """Return the device memory that every lane took when the plan was captured; on a CPU nothing is."""
-        if not isinstance(self.executable, CudaExecutable):
-            return {}
-        return {each.lane: each.num_bytes for each in self.executable.lane_memory}
-
-    def adopt(self, compilation: Compilation, executable: Executable | CudaExecutable | None = None) -> None:
-        """Run this compilation of the same capture and partition from the next call on.
-
-        `executable` is what an earlier call made of it (`graph.executable`), for those who go back and forth.
-        """
-        self.executable = self._make_executable(compilation) if executable is None else executable
-        if isinstance(self.executable, CudaExecutable):
-            self._on_gpu[PLAN] = self.executable
-        self.compilation = compilation
-        self.use(self.way)
-
-    @property
-    def ways(self) -> Sequence[str]:
-        """Ways that it can run now; a plan that is to run in turn is not a way of its own."""
-        own = {SERIAL}
-        if _uses_lanes(self.compilation.plan):
-            own |= {PLAN} if self.gpu is None else {PLAN, *_SHARING_BY_WAY}
-        return (*sorted(own), *sorted(self._others.keys() - own))
-
-    @property
-    def way_of_plan(self) -> str:
-        """Return how it runs now; `PLAN` too where the plan is to run in turn, and it does."""
-        return PLAN if self.way == SERIAL and not _uses_lanes(self.compilation.plan) else self.way
-
-    @property
-    def is_settled(self) -> bool:
-        """Whether its plan is final."""
-        return self._is_settled
-
-    @property
-    def remembered(self) -> Verdict | None:
-        """Return the verdict of an earlier process, with whose plan it runs."""
-        finding = self.compilation.finding
-        return None if finding is None else finding.verdict
-
-    @property
-    def topic(self) -> str:
-        """Its name among the ranks."""
-        return self.commons.topic
-
-    def use(self, way: str) -> None:
-        """Run this way from the next call on."""
-        if way == SERIAL and SERIAL not in self._others:
-            self._add_way(SERIAL, self._make_serial())
-        if way in _SHARING_BY_WAY and way not in self._others and self.gpu is not None:
-            gpu = self.gpu.sharing(_SHARING_BY_WAY[way])
-            self._add_way(way, self._make_cuda_executable(way, self.compilation, gpu))
-        self._run = self.executable.run if way == PLAN else self._others[way]
-        self.way = way
-
-    def _add_way(self, way: str, executable: Executable | CudaExecutable) -> None:
-        self._others[way] = executable.run
-        if isinstance(executable, CudaExecutable) and executable is not self.executable:
-            self._on_gpu[way] = executable
-
-    def keep(self, ways: Collection[str]) -> None:
-        """Let go of what other ways captured on a GPU; a way that is used again captures again."""
-        kept = [self.executable.run if way == PLAN else self._others.get(way) for way in ways]
-        for executable in self._on_gpu.values():
-            if executable.run not in kept:  # the plan may be to run in turn, and is then two ways
-                executable.release()
-
-    def keep_only_this_way(self) -> None:
-        """Let go of what other ways captured on a GPU, and of all of them but the plan."""
-        self.keep([self.way])
-        self._others = {way: run for way, run in self._others.items() if way == self.way}
-        self._on_gpu = {way: made for way, made in self._on_gpu.items() if way in (self.way, PLAN)}
-
-    def prepare(self) -> None:
-        """Compile the graph as Inductor would; if it cannot, say so and leave that way out."""
-        compile_whole, self.compile_whole = self.compile_whole, None  # once, whether it succeeds or not
-        if compile_whole is None:
-            return
-        name = self.compilation.capture.name
-        _logger.info("%s: Inductor compiles it whole, to be compared with its segments", name)
-        try:
-            run = compile_whole()
-            if self.gpu is None:
-                self._others[INDUCTOR] = run
-            else:
-                self._add_way(INDUCTOR, self._make_whole(run, self.gpu))
-        except Exception as error:  # the contest is held without it
-            if self.config.debug.strict:
-                raise
-            _logger.warning("%s: Inductor did not compile it whole: %s: %s", name, type(error).__name__, error)
-
-    def _make_whole(self, run: Run, gpu: Gpu) -> CudaExecutable:
-        """Return what Inductor compiled as it runs on a GPU: as one CUDA graph, as plans do."""
-        graph, program, make_body = as_one_segment(self.compilation.partition.graph, self.compilation.plan.lanes[0])
-        return CudaExecutable(
-            program=program,
-            graph=graph,
-            bodies=[CompiledBody(function=make_body(run))],
-            gpu=gpu,
-            contract=self.contract,
-            shared=self.memories[INDUCTOR],
-            strict=self.config.debug.strict,
-        )
-
-    def _choose(self, selection: Selection) -> None:
-        """Let the contest say how this step runs; if that fails, plans run from now on."""
-        try:
-            selection.enter(self)
-        except Exception as error:
-            if self.config.debug.strict:
-                raise
-            name = self.compilation.capture.name
-            _logger.warning("%s: plans stay, unmeasured: %s: %s", name, type(error).__name__, error)
-
-    def _make_serial(self) -> Executable | CudaExecutable:
-        old = self.compilation
-        if not _uses_lanes(old.plan):
-            return self.executable
-        plan = make_plan(old.partition.graph, old.costs, lanes=old.plan.lanes, planner="serial")
-        compilation = compile_plan(
-            old.capture, old.partition, old.observations, old.costs, plan, profile=old.profile, runner=StageRunner()
-        )
-        return self._make_executable(compilation, SERIAL)
-
-    def _make_executable(self, compilation: Compilation, way: str = PLAN) -> Executable | CudaExecutable:
-        if self.gpu is not None:
-            return self._make_cuda_executable(way, compilation, self.gpu)
-        return Executable(
-            compilation.program,
-            compilation.partition.graph,
-            self.bodies,
-            mutates=self.mutates,
-            park_team=self.config.runtime.park_team,
-        )
-
-    def _make_cuda_executable(self, way: str, compilation: Compilation, gpu: Gpu) -> CudaExecutable:
-        return CudaExecutable(
-            program=compilation.program,
-            graph=compilation.partition.graph,
-            bodies=self.bodies,
-            gpu=gpu,
-            contract=self.contract,
-            shared=self.memories[way],
-            urgency=rank_lanes(compilation.partition.graph, compilation.plan, compilation.costs),
-            tuned={} if way in _SHARING_BY_WAY else self.tuned,
-            lane_memory_quota=self.config.device.lane_memory_quota,
-            is_quota_hard=self.config.device.hard_lane_memory_quota,
-            strict=self.config.debug.strict,
-        )
-
-    def _learn(self) -> None:
-        """Watch the run that just ended; plan again when enough was seen."""
-        if not self._learning.acquire(blocking=False):
-            return  # another thread runs the same graph and learns
-        try:
-            self._observe_run()
-        except Exception as error:  # training goes on with the plan it has
-            if self.config.debug.strict:
-                raise
-            self._is_settled = True
-            _logger.warning("%s keeps its plan: %s: %s", self.compilation.capture.name, type(error).__name__, error)
-        finally:
-            self._learning.release()
-
-    def _observe_run(self) -> None:
-        if self._proposal is not None:
-            self._take_proposal()
-            return
-        old = self.compilation
-        graph, trace = old.partition.graph, self.trace()
-        self._runs += 1
-        if self._runs <= SKIPPED_RUNS:
-            return
-        if len(trace.spans) < len(graph.segments):  # a run without lanes, as all of them may be
-            self._is_settled = self._runs >= SKIPPED_RUNS + OBSERVED_RUNS
-            return
-        self._observations = observe_trace(trace, old.plan, graph, old.costs, self._observations)
-        if self._runs < SKIPPED_RUNS + OBSERVED_RUNS:
-            return
-        if old.plan.pinned:
-            self._is_settled = True
-            return
-        costs = estimate_costs(graph, old.profile, self._observations)
-        is_wrong = self.num_replans < MAX_REPLANS and should_replan(old.plan, old.costs, costs)
-        self._plan_again(is_needed=is_wrong)
-
-    def _measure_bodies(self, inputs: Sequence[torch.Tensor]) -> None:
-        """On a GPU: time every body on every quota, then plan again; what was planned before came from formulas."""
-        if not self._learning.acquire(blocking=False):
-            return
-        try:
-            if isinstance(self.executable, CudaExecutable) and not self.compilation.plan.pinned:
-                self._observations = self.executable.measure(inputs)
-                self._plan_again()
-        except Exception as error:  # training goes on with the plan it has
-            if self.config.debug.strict:
-                raise
-            _logger.warning("%s keeps its plan: %s: %s", self.compilation.capture.name, type(error).__name__, error)
-        finally:
-            self._is_settled = True
-            self._learning.release()
-
-    def _plan_again(self, *, is_needed: bool = True) -> None:
-        """Go over to a plan from what was measured, if that is needed; with several ranks, as the first one decides."""
-        self._asked_ns = time.perf_counter_ns()
-        if not is_needed:
-            self._go_over_to(None)
-            return
-        old = self.compilation
-        self._proposal = self.submit(
-            partial(
-                plan_partition,
-                old.capture,
-                old.partition,
-                self._observations,
-                profile=old.profile,
-                config=self.config,
-                runner=StageRunner(),
-            )
-        )
-        self._take_proposal()
-
-    def _take_proposal(self) -> None:
-        """Go over to the plan that was asked for, if it is there."""
-        if self._proposal is not None and self._proposal.done():
-            proposal, self._proposal = self._proposal, None
-            self._go_over_to(proposal.result())
-
-    def _go_over_to(self, proposed: Compilation | None) -> None:
-        old = self.compilation
-        new = self.commons.settle(proposed, old, StageRunner())
-        if new is None:
-            self._is_settled = True
-            return
-        if is_same_placement(old.plan, new.plan):
-            self.compilation = new
-        else:
-            self.adopt(new)
-        self.num_replans += 1
-        self._runs = 0
-        _log_replan(old, new, time.perf_counter_ns() - self._asked_ns)
 
 
 @dataclass(eq=False)
@@ -863,7 +493,7 @@ class CompiledModel:
             raise NothingToGainError(reason)
         is_contested = _is_contested(compilation.plan, config)
         original = clone_graph(graph_module) if is_contested else None
-        has_plans_by_size = bool(sizes) and _is_free(compilation.plan, config)
+        has_plans_by_size = bool(sizes) and has_free_plans(compilation.plan, config)
         contract = Contract(
             static_inputs=frozenset(kwargs.get("static_input_idxs") or ()),
             written_inputs=written_inputs(graph_module),
@@ -1009,7 +639,7 @@ def reason_to_leave(compilation: Compilation, config: Config) -> str | None:
     if compilation.finding is not None and compilation.finding.verdict is not None:
         is_left = compilation.finding.way == INDUCTOR
         return f"Inductor ran it when the contest was over: {compilation.finding.verdict}" if is_left else None
-    is_worth_it = _uses_lanes(compilation.plan) or _wrapper_share(compilation) >= WORTH_NATIVE
+    is_worth_it = uses_lanes(compilation.plan) or _wrapper_share(compilation) >= WORTH_NATIVE
     if is_worth_it or not _is_contested(compilation.plan, config):
         return None
     return _nothing_to_gain(compilation.plan)
@@ -1103,12 +733,6 @@ def _is_contested(plan: Plan, config: Config) -> bool:
     return _may_be_contested(config) and not plan.pinned
 
 
-def _is_free(plan: Plan, config: Config) -> bool:
-    """Whether other sizes may get other plans: not if somebody wants this plan, or the same numbers every time."""
-    is_asked_for = plan.pinned or config.plan.planner == "serial"
-    return not is_asked_for and not torch.are_deterministic_algorithms_enabled()
-
-
 def _may_be_contested(config: Config) -> bool:
     return (
         config.plan.contest
@@ -1147,10 +771,6 @@ def _once(work: Callable[[], Run]) -> Callable[[], Run]:
 
 def _with_sizes(name: str, sizes: Mapping[str, int]) -> str:
     return f"{name}[{', '.join(f'{symbol}={size}' for symbol, size in sizes.items())}]"
-
-
-def _uses_lanes(plan: Plan) -> bool:
-    return any(assignment.lane != 0 for assignment in plan.assignments)
 
 
 def _wrapper_share(compilation: Compilation) -> float:
@@ -1297,18 +917,6 @@ def _log_summary(compilation: Compilation, planning_ns: int, compiling_ns: int, 
         format_ns(plan.lower_bound_ns),
         format_ns(planning_ns),
         format_ns(compiling_ns),
-    )
-
-
-def _log_replan(old: Compilation, new: Compilation, planning_ns: int) -> None:
-    _logger.info(
-        "%s: planned again with measured durations: predicted %s, before %s, serial %s, bound %s; took %s",
-        new.capture.name,
-        format_ns(new.plan.makespan_ns),
-        format_ns(old.plan.makespan_ns),
-        format_ns(new.plan.serial_ns),
-        format_ns(new.plan.lower_bound_ns),
-        format_ns(planning_ns),
     )
 
 

@@ -36,8 +36,10 @@ from tqdm import tqdm
 
 from apollo_compile import backend
 from apollo_compile.bench import machine_facts
+from apollo_compile.compiled_graph import CompiledGraph
 from apollo_compile.cost_model.roofline import predict_kernel
 from apollo_compile.device import DeviceProfile
+from apollo_compile.execute import Executable
 from apollo_compile.ir import (
     Assignment,
     LaneId,
@@ -173,7 +175,7 @@ def plan_on_lane(plan: Plan, lane: LaneId) -> Plan:
 
 
 def measure_plans(
-    graphs: Sequence[backend.CompiledGraph],
+    graphs: Sequence[CompiledGraph],
     plans: Mapping[int, Sequence[Plan]],
     step: Callable[[], None],
     *,
@@ -188,7 +190,7 @@ def measure_plans(
         runs: traces per graph and set; at least that many.
     """
     before = [graph.compilation for graph in graphs]
-    ready: dict[int, list[tuple[Compilation, backend.Executable]]] = {}
+    ready: dict[int, list[tuple[Compilation, Executable]]] = {}
     for number, chosen in plans.items():
         for graph, old, plan in zip(graphs, before, chosen, strict=True):
             graph.adopt(
@@ -229,7 +231,7 @@ def durations_by_segment(graph: SegmentGraph, traces: Iterable[Trace]) -> list[l
 
 
 def _compare(
-    workload: str, size: str, compiled: backend.CompiledGraph, units: int, traces: Sequence[Trace]
+    workload: str, size: str, compiled: CompiledGraph, units: int, traces: Sequence[Trace]
 ) -> list[SegmentError]:
     graph, profile = compiled.compilation.partition.graph, compiled.compilation.profile
     half = len(traces) // 2

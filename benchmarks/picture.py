@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from apollo_compile import backend
+from apollo_compile.compiled_graph import CompiledGraph
 from apollo_compile.ir import Trace
 from apollo_compile.units import NS_PER_MS
 from benchmarks.workloads import build
@@ -51,7 +52,7 @@ class _Run:
         self._workload = build("two_tower", size, batch=batch)
         options = {"plan.planner": planner, "plan.contest": False}
         self._compiled = torch.compile(self._workload.model, backend="apollo", options=options)
-        self._steps: list[list[tuple[backend.CompiledGraph, Trace]]] = []
+        self._steps: list[list[tuple[CompiledGraph, Trace]]] = []
 
     def step(self) -> None:
         """Take a training step and keep its traces."""
@@ -59,13 +60,13 @@ class _Run:
         graphs = backend.find_models(self._workload.model)[0].graphs
         self._steps.append([(graph, graph.trace()) for graph in graphs])
 
-    def median(self) -> list[tuple[backend.CompiledGraph, Trace]]:
+    def median(self) -> list[tuple[CompiledGraph, Trace]]:
         """Return the traces of the step of median duration."""
         ordered = sorted(self._steps, key=lambda step: sum(trace.duration_ns for _, trace in step))
         return ordered[len(ordered) // 2]
 
 
-def _draw(title: str, step: list[tuple[backend.CompiledGraph, Trace]], longest: int, top: int) -> str:
+def _draw(title: str, step: list[tuple[CompiledGraph, Trace]], longest: int, top: int) -> str:
     total = sum(trace.duration_ns for _, trace in step)
     parts = [f'<text x="8" y="{top - 8}" font-weight="bold">{title}: {total / NS_PER_MS:.1f} ms</text>']
     parts += [f'<text x="8" y="{top + lane * LANE_HEIGHT + 17}">{name}</text>' for lane, name in ROWS.items()]

@@ -35,6 +35,8 @@ from tqdm import tqdm
 
 from apollo_compile import backend, check
 from apollo_compile.bench import machine_facts
+from apollo_compile.compiled_graph import CompiledGraph
+from apollo_compile.execute import Executable
 from apollo_compile.ir import Assignment, CostTable, LaneId, Observations, Origin, Plan, Quota
 from apollo_compile.monitor import is_same_placement, observe_trace
 from apollo_compile.observe import StageRunner
@@ -58,7 +60,7 @@ class Variation:
 
     name: str
     compilation: Compilation
-    executable: backend.Executable
+    executable: Executable
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -151,7 +153,7 @@ def compare_plans(workload: Workload, *, num_plans: int, rounds: int, seed: int 
     return [*comparisons, _whole_step(comparisons, count)]
 
 
-def learn(graph: backend.CompiledGraph, step: Any) -> Compilation:
+def learn(graph: CompiledGraph, step: Any) -> Compilation:
     """Return the graph's compilation, planned anew after every segment was measured on all units and on one."""
     start = graph.compilation
     segments = start.partition.graph
@@ -167,7 +169,7 @@ def learn(graph: backend.CompiledGraph, step: Any) -> Compilation:
     return _compile(start, costs, make_plan(segments, costs, lanes=start.plan.lanes), observations)
 
 
-def collect_plans(graph: backend.CompiledGraph, num_plans: int, rng: random.Random) -> list[Variation]:
+def collect_plans(graph: CompiledGraph, num_plans: int, rng: random.Random) -> list[Variation]:
     """Return distinct plans of a graph, the planner's choice first."""
     choice = graph.compilation
     found = [Variation(name="choice", compilation=choice, executable=graph.executable)]

@@ -18,6 +18,7 @@ from torch._inductor.utils import fresh_cache
 
 import apollo_compile
 from apollo_compile import backend
+from apollo_compile.compiled_graph import OBSERVED_RUNS, SKIPPED_RUNS
 from apollo_compile.device import default_profile, save_profile
 from apollo_compile.errors import UnsupportedGraphError
 from apollo_compile.execute import available_units
@@ -335,7 +336,7 @@ def test_measured_times_replace_formulas_after_the_first_steps(tmp_path: Path) -
     inputs = two_tower_inputs()
     torch.manual_seed(0)
     model = TwoTowers()
-    steps = 2 * (backend.SKIPPED_RUNS + backend.OBSERVED_RUNS)
+    steps = 2 * (SKIPPED_RUNS + OBSERVED_RUNS)
     eager = train(model, lambda run: run(*inputs).square().mean(), steps=steps)
     options = {**STRICT, "device.profile": tmp_path / "wrong.json"}
     apollo = train(model, lambda run: run(*inputs).square().mean(), steps=steps, backend="apollo", options=options)
@@ -359,7 +360,7 @@ def test_a_plan_is_not_made_anew_where_that_is_switched_off(tmp_path: Path) -> N
         layer, backend="apollo", options={**STRICT, "plan.replan": False, "device.profile": tmp_path / "wrong.json"}
     )
     with torch.no_grad():
-        for _ in range(2 * (backend.SKIPPED_RUNS + backend.OBSERVED_RUNS)):
+        for _ in range(2 * (SKIPPED_RUNS + OBSERVED_RUNS)):
             run(*x)
     (graph,) = backend.find_models(layer)[0].graphs
     assert graph.num_replans == 0

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from apollo_compile import backend
+from apollo_compile.compiled_graph import OBSERVED_RUNS, SKIPPED_RUNS
 from apollo_compile.device import default_profile, save_profile
 from apollo_compile.execute import available_units
 from apollo_compile.ir import Plan
@@ -43,7 +44,7 @@ def compile_as_rank(
     model, inputs = TwoTowers(), two_tower_inputs()
     run = torch.compile(model, backend="apollo", options={**QUICK, "device.profile": file})
     first: list[Plan] = []
-    for _ in range(2 * (backend.SKIPPED_RUNS + backend.OBSERVED_RUNS)):
+    for _ in range(2 * (SKIPPED_RUNS + OBSERVED_RUNS)):
         run(*inputs).square().mean().backward()
         (entry,) = backend.find_models(model)
         first = first or [graph.compilation.plan for graph in entry.graphs]

@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from apollo_compile import backend
+from apollo_compile.compiled_graph import CompiledGraph
 from apollo_compile.ir import Role
 from tests.end_to_end.models import assert_same_training, train
 
@@ -140,7 +141,7 @@ def test_the_backward_of_a_frozen_tower_vanishes(uncompiled: Options) -> None:
     assert not any(name.startswith("left") for name in names["backward"])
 
 
-def _module_names(graph: backend.CompiledGraph) -> set[str]:
+def _module_names(graph: CompiledGraph) -> set[str]:
     return {node.module for node in graph.compilation.capture.nodes if node.kind == "compute"}
 
 

@@ -13,6 +13,7 @@ import torch
 
 import apollo_compile
 from apollo_compile import backend
+from apollo_compile.compiled_graph import CompiledGraph
 from apollo_compile.ir import Program, Wait
 from benchmarks.workloads import Workload, build
 from tests.end_to_end.models import STRICT, assert_as_accurate, train
@@ -91,7 +92,7 @@ def test_llava_is_one_graph_in_segments_where_dynamo_may_capture_numbers() -> No
     assert_as_accurate(train(exact.model, lambda run: _loss_of(exact, run), steps=2), eager, apollo)
 
 
-def _compiled() -> list[backend.CompiledGraph]:
+def _compiled() -> list[CompiledGraph]:
     return [graph for model in backend.compiled_models() for graph in model.graphs]
 
 
