@@ -57,10 +57,12 @@ stub: native
 
 native-test: $(SANITIZERS:%=native-test-%)
 
+# Under `make --jobs`, ninja would look for make's job server, which is not its own.
 native-test-%: $(VENV)/tools
 	$(BIN)/cmake -S . -B build/native-$* -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja \
-	  -DCMAKE_BUILD_TYPE=RelWithDebInfo -DAPOLLO_BUILD_PYTHON=OFF -DAPOLLO_BUILD_TESTS=ON -DAPOLLO_SANITIZE=$*
-	$(BIN)/cmake --build build/native-$*
+	  -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python -DCMAKE_BUILD_TYPE=RelWithDebInfo \
+	  -DAPOLLO_BUILD_PYTHON=OFF -DAPOLLO_BUILD_TESTS=ON -DAPOLLO_SANITIZE=$*
+	MAKEFLAGS= $(BIN)/cmake --build build/native-$*
 	$(BIN)/ctest --test-dir build/native-$* --output-on-failure
 
 # Half an hour of changes in one process, the long tests, 2,000 random models, other ones every time, and the tests of

@@ -30,7 +30,7 @@ APOLLO_CUDA_REQUIRED(APOLLO_CUDA_COMPARE)
 APOLLO_CUDA_OPTIONAL(APOLLO_CUDA_EXISTS)
 #undef APOLLO_CUDA_EXISTS
 
-static_assert(CUDA_VERSION >= 13000, "an older header has not got all that is compared here");
+static_assert(CUDA_VERSION >= 13010, "an older header has not got all that is compared here");
 
 static_assert(sizeof(ours::DevResource) == sizeof(CUdevResource));
 static_assert(alignof(ours::DevResource) >= alignof(CUdevResource));
