@@ -166,7 +166,7 @@ class Measurement:
     baseline: str
     reference: str
     results: tuple[VariantResult, ...]
-    efficiencies: Mapping[str, float]
+    efficiencies: Mapping[str, float] = field(default_factory=dict)
     """How well variants use all cores: the fastest step on one core over the number of cores, over their own; 1 is that
     of work which is spread over the cores without any loss. Empty where nothing was measured on one core."""
 
