@@ -26,21 +26,13 @@ from apollo_compile.cuda.urgency import rank_lanes
 from apollo_compile.cuda.whole import as_one_segment
 from apollo_compile.dynamic import at_once
 from apollo_compile.execute import Executable
-from apollo_compile.inductor import (
-    Boundary,
-    CompiledBody,
-    Run,
-)
+from apollo_compile.inductor import Boundary, CompiledBody, Run
 from apollo_compile.ir import BodyId, LaneId, Plan, Trace, Verdict
 from apollo_compile.monitor import is_same_placement, observe_trace, should_replan
 from apollo_compile.observe import StageRunner
 from apollo_compile.passes.cost import estimate_costs
 from apollo_compile.passes.plan import make_plan
-from apollo_compile.pipeline import (
-    Compilation,
-    compile_plan,
-    plan_partition,
-)
+from apollo_compile.pipeline import Compilation, compile_plan, plan_partition
 from apollo_compile.ranks import Ranks
 from apollo_compile.select import INDUCTOR, OVERLAPPING, PLAN, PRIORITIES, SERIAL, STREAMS, Selection
 from apollo_compile.units import format_ns

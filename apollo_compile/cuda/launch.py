@@ -136,7 +136,8 @@ class Launcher:
                 stream = self._streams.get(lane, origin)
                 match instruction:
                     case Launch():
-                        self._launch_body(instruction, values, stream, self._units[lane])
+                        body = self._tuned.get((instruction.body, self._units[lane]), self._bodies[instruction.body])
+                        launch_body(instruction, body, values, self._gpu, stream)
                         launched(lane, instruction, stream)
                     case Record(event=event):
                         gpu.record(events[event], stream)
@@ -146,11 +147,12 @@ class Launcher:
                         del values[buffer]
         return [None if buffer is None else values[buffer] for buffer in self._program.outputs]
 
-    def _launch_body(self, launch: Launch, values: dict[BufferId, torch.Tensor], stream: Stream, units: int) -> None:
-        arguments = [values[buffer] for buffer in launch.inputs]
-        for buffer, takes in zip(launch.inputs, launch.takes, strict=True):
-            if takes:
-                values.pop(buffer, None)  # the body takes one buffer twice where it reads it twice
-        body = self._tuned.get((launch.body, units), self._bodies[launch.body])
-        made = self._gpu.call(body, arguments, stream)
-        values.update(zip(launch.outputs, made, strict=True))
+
+def launch_body(launch: Launch, body: Body, values: dict[BufferId, torch.Tensor], gpu: Gpu, stream: Stream) -> None:
+    """Launch a body on `stream`; what it takes leaves `values`, and what it makes comes there."""
+    arguments = [values[buffer] for buffer in launch.inputs]
+    for buffer, takes in zip(launch.inputs, launch.takes, strict=True):
+        if takes:
+            values.pop(buffer, None)  # the body takes one buffer twice where it reads it twice
+    made = gpu.call(body, arguments, stream)
+    values.update(zip(launch.outputs, made, strict=True))

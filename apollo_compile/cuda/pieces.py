@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 
 from apollo_compile.cuda.gpu import Body, Gpu, LanePool, Recording, Stream
-from apollo_compile.cuda.launch import Tuned, forked
+from apollo_compile.cuda.launch import Tuned, forked, launch_body
 from apollo_compile.errors import MemoryQuotaError
 from apollo_compile.ir import BufferId, Instruction, LaneId, Launch, Program, Record, Release, SegmentGraph, Wait
 from apollo_compile.units import format_bytes
@@ -166,13 +166,9 @@ class _PieceCapture:
                 self._launch(instruction, stream)
 
     def _launch(self, launch: Launch, stream: Stream) -> None:
-        arguments = [self.values[buffer] for buffer in launch.inputs]
-        for buffer, takes in zip(launch.inputs, launch.takes, strict=True):
-            if takes:
-                self.values.pop(buffer, None)
         body = self.tuned.get((launch.body, self.units), self.bodies[launch.body])
         try:
-            made = self.gpu.call(body, arguments, stream)
+            launch_body(launch, body, self.values, self.gpu, stream)
         except torch.OutOfMemoryError as error:
             asked = self.pool.refused_bytes
             if not asked:  # the device itself has no more
@@ -183,4 +179,3 @@ class _PieceCapture:
                 f"nothing: it has {has} of {format_bytes(self.quota)}; raise 'device.lane_memory_quota', or cut the "
                 "graph with 'partition.max_segment_share'"
             ) from error
-        self.values.update(zip(launch.outputs, made, strict=True))
