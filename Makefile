@@ -17,7 +17,7 @@ SOAK ?= --minutes 30
 # Compiled pieces are kept between test runs.
 export TORCHINDUCTOR_CACHE_DIR := $(CURDIR)/build/inductor
 
-.PHONY: demo test check docs bench native stub native-test soak soak-native format clean
+.PHONY: demo test check docs bench native stub native-test soak soak-native commands format clean
 
 demo: $(VENV)/installed native
 	$(BIN)/python -m benchmarks.demo $(DEMO)
@@ -74,6 +74,33 @@ soak: $(VENV)/installed native
 	$(MAKE) soak-native
 
 soak-native: $(SANITIZERS:%=soak-native-%)
+
+# Commands of README, docs and benchmarks/README.md at their smallest size; what the tests compiled is used again.
+# `make --jobs=2 --output-sync=target commands` runs two at a time: what is looked at is that they work, not how fast.
+COMMANDS := demo bench planner picture lost_time steady first_step model_error plan_error graphs
+commands: export OMP_WAIT_POLICY = passive
+commands: $(COMMANDS:%=commands-%)
+$(COMMANDS:%=commands-%): $(VENV)/installed native
+commands-demo:
+	$(MAKE) demo DEMO="--size tiny --steps 3 --rounds 1 --warm-cache"
+commands-bench:
+	$(MAKE) bench BENCH="--workloads two_tower --size tiny --steps 3 --warm-cache"
+commands-planner:
+	$(BIN)/python -m benchmarks.planner --only "layered 10" --devices cpu16 --time-limits 0.1
+commands-picture:
+	$(BIN)/python -m benchmarks.picture --size tiny --batch 4 --steps 3 --svg build/lanes.svg
+commands-lost_time:
+	$(BIN)/python -m benchmarks.lost_time --workloads two_tower --size tiny --runs 4
+commands-steady:
+	$(BIN)/python -m benchmarks.steady --steps 500 --svg build/steady.svg
+commands-first_step:
+	$(BIN)/python -m benchmarks.first_step --workloads vit_control --size tiny --warm 1
+commands-model_error:
+	$(BIN)/python -m benchmarks.model_error --workloads two_tower --sizes tiny --runs 8
+commands-plan_error:
+	$(BIN)/python -m benchmarks.plan_error --workloads two_tower --size tiny --plans 3 --rounds 2
+commands-graphs:
+	$(BIN)/python -m benchmarks.graphs --only vit_control --folder build/graphs
 
 # A copy of the tree gets the instrumented extension. What Python leaves allocated at its end is not reported, nor what
 # libraries that are not instrumented do among themselves; a race ends the tests with 66. ThreadSanitizer needs addresses
