@@ -26,29 +26,25 @@ from torch import fx
 
 from apollo_compile import check, text
 from apollo_compile.breaks import find_break
-from apollo_compile.bundle import SegmentsBundle, WholeBundle, cache_key
+from apollo_compile.bundle import SegmentsBundle, WholeBundle
 from apollo_compile.commons import Commons
 from apollo_compile.compiled_graph import CompiledGraph, has_free_plans, uses_lanes
 from apollo_compile.config import Config, load_config
-from apollo_compile.cores import lie_of_cores
 from apollo_compile.cuda.execute import Contract, ModelMemory
 from apollo_compile.cuda.gpu import Gpu, TorchGpu
 from apollo_compile.device import (
     DeviceProfile,
-    cached_profile_path,
     discover_gpu_profile,
     discover_profile,
     gpu_fingerprint,
-    inspect_profile,
     limit_units,
     load_profile,
-    machine_fingerprint,
     packaged_profiles,
 )
 from apollo_compile.dynamic import GraphFamily, at_once, in_background
 from apollo_compile.errors import ConfigError, CudaError, NothingToGainError, TargetError, UnsupportedGraphError
 from apollo_compile.execute import available_units, core_share, keep_memory, most_units, trim_memory
-from apollo_compile.history import Finding, History, circumstances, key_of
+from apollo_compile.history import Finding
 from apollo_compile.inductor import (
     Boundary,
     Bundle,
@@ -66,15 +62,11 @@ from apollo_compile.inductor import (
     compile_whole,
     compile_with_inductor,
     compiler_complaint,
-    compiler_settings,
     depends_on_units,
     extract_body,
-    has_custom_operator,
     interpret_bodies,
     interpret_whole,
     keep_with,
-    may_cache,
-    module_paths,
     report_output_strides,
     set_aside,
     shared_kwargs,
@@ -101,9 +93,10 @@ from apollo_compile.plan_file import FILE_NAME, save_plan
 from apollo_compile.ranks import Ranks, find_ranks
 from apollo_compile.reports.report import BreakSummary, Report
 from apollo_compile.reports.summary import GraphSummary, summarize
-from apollo_compile.select import INDUCTOR, PLAN, SERIAL, Selection
+from apollo_compile.select import INDUCTOR, PLAN, Selection
 from apollo_compile.text import format_count
 from apollo_compile.units import format_ns
+from apollo_compile.warm_start import WarmStart, may_be_contested
 from apollo_compile.what_if import PROFILES, what_if
 
 _logger = logging.getLogger(__name__)
@@ -203,26 +196,16 @@ class CompiledModel:
     ranks: Ranks = field(default_factory=lambda: Ranks(None))
     """Who decides with this process."""
     selection: Selection = field(init=False)
-    _keys: dict[str, str] = field(default_factory=dict)
-    """Of findings, by graph."""
-    _bundles: History | None = None
-    """Says which bundles are right; None where AOTAutograd's cache is not to have its graphs."""
-    _outdated: Exception | None = None
-    """Why what is there cannot be used."""
+    warm_start: WarmStart = field(init=False)
 
     def __post_init__(self) -> None:
-        """Prepare the contest of the graphs to come."""
+        """Prepare the contest of the graphs to come, and what they take over from earlier ones."""
         self.selection = Selection(self.contested, self._keep_verdict, self.ranks)
-
-    @functools.cached_property
-    def _circumstances(self) -> str:
-        """What shapes graphs and findings besides the Dynamo graph; settings may be others when a backward compiles."""
-        return circumstances(
-            profile=self.profile,
+        self.warm_start = WarmStart(
+            name=self.name,
             config=self.config,
-            cores=lie_of_cores(core_share().order[: self.profile.units]),
-            threads=torch.get_num_threads(),
-            compiler=compiler_settings(),
+            profile=self.profile,
+            is_for_others=self.ranks.is_alone and self.gpu is None,
         )
 
     @property
@@ -254,20 +237,12 @@ class CompiledModel:
         others = {id(graph) for family in self.families for graph in family.buckets.values()}
         return [graph for graph in self.graphs if id(graph) not in others] + [each.latest for each in self.families]
 
-    @property
-    def _history(self) -> History | None:
-        """Where findings are kept; None where what is found out here is nobody else's business."""
-        config = self.config
-        is_own = self.ranks.is_alone and self.gpu is None and config.plan.file is None
-        is_kept = config.plan.remember and is_own and _may_be_contested(config)
-        return History(config.device.cache / "history") if is_kept and config.device.cache is not None else None
-
     def _keep_verdict(self, verdict: Verdict) -> None:
         _logger.info("%s: chosen by measuring: %s", self.name, verdict)
         was_measured = verdict.standings[0].num_rounds > 0
         for graph in self.contested:
             if graph.has_run and was_measured:
-                self._keep(graph.compilation, graph.way, verdict)
+                self.warm_start.keep(graph.compilation, graph.way, verdict)
             if self.gpu is not None:  # the contest is not held again there
                 graph.keep_only_this_way()
         for way in self.memories.keys() - {graph.way for graph in self.contested} - {PLAN}:
@@ -275,62 +250,10 @@ class CompiledModel:
         if self.config.runtime.keep_memory:
             trim_memory()  # each way left its own behind
 
-    def _keep(self, compilation: Compilation, way: str, verdict: Verdict | None) -> None:
-        history = self._history
-        if history is None or compilation.capture.sizes:  # other sizes are planned in no time, and in the background
-            return
-        finding = Finding(observations=compilation.observations, plan=compilation.plan, way=way, verdict=verdict)
-        try:
-            history.keep(self._keys[compilation.capture.name], finding)
-        except Exception as error:  # this may be in the midst of a user's step
-            if self.config.debug.strict:
-                raise
-            _logger.info("%s: not kept for the next run: %s: %s", self.name, type(error).__name__, error)
-
-    def _recall(self, capture: Capture, partition: Partition) -> Finding | None:
-        if self._history is None or capture.sizes:
-            return None
-        try:
-            self._keys[capture.name] = key_of(capture, partition, self._circumstances)
-            return self._find(self._keys[capture.name])
-        except Exception as error:  # the graph is planned as if it were new
-            if self.config.debug.strict:
-                raise
-            _logger.info("%s: earlier runs are not recalled: %s: %s", self.name, type(error).__name__, error)
-            return None
-
-    def _find(self, key: str | None) -> Finding | None:
-        history = self._history
-        finding = None if history is None or key is None else history.recall(key)
-        if finding is None or finding.way not in (PLAN, SERIAL, INDUCTOR):
-            return None
-        if finding.verdict is None:
-            return finding
-        return replace(finding, verdict=replace(finding.verdict, is_remembered=True))
-
     def cache(self, graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> Cache | None:
-        """Return how AOTAutograd's cache gives the graphs of a Dynamo graph back; None where it is not to have them.
-
-        It has what runs on CPU lanes of one process, unless stages or operators are to be watched one by one, or what
-        an operator does is the user's to change.
-        """
-        config = self.config
-        is_usual = config.runtime.bodies != "eager" and config.plan.file is None and config.debug.dump is None
-        is_here = all(item.device == _CPU for item in example_inputs if isinstance(item, torch.Tensor))
-        if not (config.plan.remember and is_usual and is_here and self.ranks.is_alone and may_cache()):
-            return None
-        if has_custom_operator(graph_module) or not self._is_profile_kept() or config.device.cache is None:
-            return None
-        self._bundles = History(config.device.cache / "history")
-        key = cache_key(self._circumstances, module_paths(graph_module), self._bundles.generation())
-        return Cache(key=key, unbundle=self.unbundle)
-
-    def _is_profile_kept(self) -> bool:
-        """Whether the next process plans for the same device: what a busy machine gave is measured every time."""
-        if self.config.device.profile is not None or self.config.device.cache is None:
-            return self.config.device.profile is not None
-        path = cached_profile_path(self.config.device.cache, self.profile.units)
-        return inspect_profile(path, machine_fingerprint(self.profile.units)).profile == self.profile
+        """Return how AOTAutograd's cache gives the graphs of a Dynamo graph back; None where it is not to have them."""
+        key = self.warm_start.bundle_key(graph_module, example_inputs)
+        return None if key is None else Cache(key=key, unbundle=self.unbundle)
 
     def unbundle(self, bundle: SegmentsBundle | WholeBundle) -> Run:
         """Make a graph of what an earlier process compiled.
@@ -341,15 +264,13 @@ class CompiledModel:
         try:
             return self._unbundle_whole(bundle) if isinstance(bundle, WholeBundle) else self._unbundle_segments(bundle)
         except Exception as error:  # AOTAutograd takes it for a graph that it has not
-            self._outdated = error
-            if self._bundles is not None:
-                self._bundles.begin_generation()  # the next process would find the same one
+            self.warm_start.outdate(error)
             _logger.info("%s is compiled anew: %s: %s", self.name, type(error).__name__, error)
             raise
 
     def _unbundle_whole(self, bundle: WholeBundle) -> Run:
         if bundle.left is not None:
-            finding = self._find(bundle.history_key)
+            finding = self.warm_start.recall_under(self._name_of(bundle.role), bundle.history_key)
             if bundle.left.finding is not None and (finding is None or finding.way != INDUCTOR):
                 raise UnsupportedGraphError("that Inductor is faster is known no longer")
             self.left.append(rename(bundle.left, self._name_of(bundle.role)))
@@ -362,15 +283,13 @@ class CompiledModel:
         name = self._name_of(bundle.compilation.capture.role)
         known = rename(bundle.compilation, name)
         compilation = replace(known, finding=None)
-        finding = self._find(bundle.history_key)
+        finding = self.warm_start.recall_under(name, bundle.history_key)
         if finding is not None:
             runner = StageRunner()
             found = compile_finding(known.capture, known.partition, finding, profile=known.profile, runner=runner)
             compilation = found or compilation
         original, kwargs = bundle.original, bundle.kwargs
         compile_whole = None if original is None else partial(_compile_bundled, original, kwargs)
-        if bundle.history_key is not None:
-            self._keys[name] = bundle.history_key
         reason = reason_to_leave(compilation, self.config)
         if reason is not None:
             if compile_whole is None:
@@ -408,8 +327,9 @@ class CompiledModel:
         if role is not Role.BACKWARD:  # what came from AOTAutograd's cache was not enough
             for known in (self.graphs, self.contested, self.families, self.left, self.handed_over):
                 known.clear()
-        if self.config.debug.strict and self._outdated and not isinstance(self._outdated, UnsupportedGraphError):
-            raise self._outdated
+        outdated = self.warm_start.outdated
+        if self.config.debug.strict and outdated is not None and not isinstance(outdated, UnsupportedGraphError):
+            raise outdated
         aside = None
         try:
             aside = set_aside(graph_module, example_inputs, kwargs)
@@ -426,14 +346,14 @@ class CompiledModel:
             try:
                 run = self._hand_over(name, graph_module, example_inputs, **kwargs)
             except Exception as failure:
-                if role is not Role.BACKWARD or self._bundles is None:
+                if role is not Role.BACKWARD or not self.warm_start.has_bundles:
                     raise
                 return _fails(failure), None  # it compiles with the forward, and may never be called
             left = self.left[-1] if is_gainless else None
-            is_kept = is_refusal and aside is None and self._outdated is None
+            is_kept = is_refusal and aside is None and outdated is None
             return run, partial(self._bundle_whole, role, reason, left, run) if is_kept else None
         report_output_strides(graph_module)
-        return compiled, bundle if self._outdated is None else None
+        return compiled, bundle if outdated is None else None
 
     def _log_hand_over(self, name: str, reason: str, *, is_gainless: bool) -> None:
         self.handed_over.append((name, reason))
@@ -441,7 +361,7 @@ class CompiledModel:
         _logger.log(level, "%s goes to Inductor whole: %s", name, reason)
 
     def _bundle_whole(self, role: Role, reason: str, left: Compilation | None, run: Run) -> WholeBundle:
-        key = self._keys.get(self._name_of(role))
+        key = self.warm_start.key_of(self._name_of(role))
         return WholeBundle(role=role, reason=reason, left=left, history_key=key, code=bundle_code(run))
 
     def _bundle_segments(
@@ -449,7 +369,7 @@ class CompiledModel:
     ) -> SegmentsBundle:
         return SegmentsBundle(
             compilation=graph.compilation,
-            history_key=self._keys.get(graph.compilation.capture.name),
+            history_key=self.warm_start.key_of(graph.compilation.capture.name),
             bodies=tuple(map(bundle_body, graph.bodies)),
             mutates=graph.mutates,
             contract=graph.contract,
@@ -482,14 +402,14 @@ class CompiledModel:
             config=config,
             device=self.device,
             commons=commons,
-            recall=self._recall,
+            recall=self.warm_start.recall,
         )
         planned = time.perf_counter_ns()
         reason = reason_to_leave(compilation, config)
         if reason is not None:
             self.left.append(compilation)
             if compilation.finding is None:
-                self._keep(compilation, INDUCTOR, None)
+                self.warm_start.keep(compilation, INDUCTOR, None)
             raise NothingToGainError(reason)
         is_contested = _is_contested(compilation.plan, config)
         original = clone_graph(graph_module) if is_contested else None
@@ -730,17 +650,7 @@ def find_models(module: torch.nn.Module) -> list[CompiledModel]:
 
 def _is_contested(plan: Plan, config: Config) -> bool:
     """Whether measured times may overrule the plan: not if somebody wants this plan, its limit, or the same numbers."""
-    return _may_be_contested(config) and not plan.pinned
-
-
-def _may_be_contested(config: Config) -> bool:
-    return (
-        config.plan.contest
-        and config.runtime.bodies != "eager"
-        and config.plan.planner != "serial"
-        and config.plan.memory_quota is None
-        and not torch.are_deterministic_algorithms_enabled()
-    )
+    return may_be_contested(config) and not plan.pinned
 
 
 def _compile_bundled(original: bytes, kwargs: Mapping[str, Any]) -> Run:
