@@ -162,6 +162,7 @@ def compile_with_inductor(
             functorch_config.patch(bundled_autograd_cache=False),
         ):
             run, bundle = inner_compile(*args, **kwargs)
+        _donate_nothing()
         if cache is None:
             return run
         graphs.append(CachedGraph(run, bundle))
@@ -180,6 +181,14 @@ def compile_with_inductor(
     for graph in graphs:
         graph.bundle = None
     return compiled  # type: ignore[return-value]
+
+
+def _donate_nothing() -> None:
+    """Say that backwards reuse no memory of inputs: not being told, AOTAutograd refuses backward(retain_graph=True)."""
+    context = TracingContext.try_get()
+    metadata = context.fw_metadata if context is not None else None
+    if metadata is not None and metadata.bw_donated_idxs is None:
+        metadata.bw_donated_idxs = []
 
 
 class _FirstPasses(CustomGraphPass):
@@ -906,8 +915,8 @@ def _as_piece(units: int | None = None) -> Iterator[None]:
     finally:
         if context is not None:
             context.output_strides = strides
-        if metadata is not None:  # None would mean "not known": AOTAutograd then refuses backward(retain_graph=True)
-            metadata.bw_donated_idxs = donated or []
+        if metadata is not None:
+            metadata.bw_donated_idxs = donated
 
 
 # --------------------------------------------------------------------------------------------------------- bundles

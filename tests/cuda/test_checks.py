@@ -12,7 +12,7 @@ from torch import fx
 
 from apollo_compile import backend
 from benchmarks import gpu_checks
-from tests.cuda.test_training import Compiler
+from tests.cuda.test_training import COMPILED, Compiler
 
 DEVICE = SimpleNamespace(device=torch.device("cpu"))
 """All that these checks ask of a GPU themselves."""
@@ -24,14 +24,14 @@ class StandIn:
     def __init__(self) -> None:
         self.compilers: list[Compiler] = []
         self.poisoned: list[Any] = []
-        self.bodies = "eager"
+        self.options: dict[str, Any] = {"runtime.bodies": "eager"}
         self.spoil: Callable[[Sequence[Any]], Sequence[Any]] = lambda outputs: outputs
 
     def compile(
         self, graph_module: fx.GraphModule, example_inputs: Sequence[Any], *, options: dict[str, Any]
     ) -> Callable[..., Any]:
         """Compile with lanes of the stand-in."""
-        self.compilers.append(Compiler(**{**options, "runtime.bodies": self.bodies}))
+        self.compilers.append(Compiler(**{**options, **self.options}))
         run = self.compilers[-1](graph_module, example_inputs)
         return lambda *arguments: self.spoil(run(*arguments))
 
@@ -64,7 +64,7 @@ def test_training_is_as_in_eager(stand_in: StandIn) -> None:
 @pytest.mark.soak
 def test_masks_are_those_of_inductor(stand_in: StandIn) -> None:
     """Fifty steps with dropout, from one seed, in graphs that are replayed; compiled, since eager draws other masks."""
-    stand_in.bodies = "python"
+    stand_in.options = COMPILED
     outcome = gpu_checks.masks_are_those_of_inductor(DEVICE)
     assert outcome.is_met, outcome.text
     assert not stand_in.num_races()

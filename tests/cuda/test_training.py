@@ -36,13 +36,17 @@ OPTIONS = {
 }
 
 
+COMPILED = {"runtime.bodies": "python"}
+"""What a GPU runs. What becomes of bodies is the same if they are not compiled, which takes most of the time."""
+
+
 class Compiler:
     """A backend as `apollo` is, with tensors on the CPU and lanes on the stand-in."""
 
     def __init__(self, **options: Any) -> None:
         self.gpu = FakeGpu()
         self.models: list[backend.CompiledModel] = []
-        self._config = load_config({**OPTIONS, "runtime.bodies": "python", **options})
+        self._config = load_config({**OPTIONS, "runtime.bodies": "eager", **options})
 
     def __call__(self, graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         model = backend.CompiledModel(
@@ -85,8 +89,11 @@ def loss_of(inputs: tuple[torch.Tensor, ...]) -> Callable[[Callable[..., Any]], 
     return lambda run: run(*inputs).square().mean()
 
 
-def test_training_replays_and_is_as_in_eager(compiler: Compiler) -> None:
+def test_training_replays_and_is_as_in_eager() -> None:
     """Losses and gradients of every step, and the parameters at the end; lanes are used."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    compiler = Compiler(**COMPILED)
     model, inputs = TwoTowers(depth=1), two_tower_inputs()
     expected = train(model, loss_of(inputs), steps=7)
     assert_same_training(expected, train(model, loss_of(inputs), steps=7, backend=compiler))
@@ -128,10 +135,11 @@ def test_measured_times_change_the_plan() -> None:
     assert not compiler.gpu.races
 
 
-def test_code_that_depends_on_the_quota_is_made_for_every_quota(
-    compiler: Compiler, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_code_that_depends_on_the_quota_is_made_for_every_quota(monkeypatch: pytest.MonkeyPatch) -> None:
     """With max-autotune: on a lane of each size, told of its units; the numbers stay those of eager."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    compiler = Compiler(**COMPILED)
     model, inputs = TwoTowers(depth=1), two_tower_inputs()
     expected = train(model, loss_of(inputs), steps=4)
     told: list[int] = []
@@ -298,7 +306,7 @@ def test_the_ways_on_a_gpu_compete() -> None:
     """One stream, streams, priorities, lanes, overlapping ones, perhaps Inductor; outputs are eager's all along."""
     torch._dynamo.reset()
     torch.manual_seed(0)
-    compiler = Compiler(**{"plan.contest": True})
+    compiler = Compiler(**COMPILED, **{"plan.contest": True})
     model, inputs = TwoTowers(depth=1), two_tower_inputs()
     run = torch.compile(model, backend=compiler)
     with torch.no_grad():
@@ -370,7 +378,7 @@ def test_what_inductor_compiles_whole_replays_as_plans_do() -> None:
     """Forward and backward, as one CUDA graph each: that is what lanes have to beat."""
     torch._dynamo.reset()
     torch.manual_seed(0)
-    compiler = Compiler(**{"plan.contest": True})
+    compiler = Compiler(**COMPILED, **{"plan.contest": True})
     model, inputs = TwoTowers(depth=1), two_tower_inputs()
     made = copy.deepcopy(model)
     run = torch.compile(made, backend=compiler)

@@ -94,9 +94,13 @@ def test_two_forwards_may_come_before_their_backwards(uncompiled: Options) -> No
 
 @loop("retain_graph")
 def test_a_retained_graph_gives_its_gradients_again(uncompiled: Options) -> None:
-    """Two backwards of one forward double the gradients: nothing that was saved is used up by the first."""
+    """Two backwards of one forward double the gradients: nothing that was saved is used up by the first.
+
+    The step before compiles the backward, for a graph that is used once.
+    """
 
     def play(run: Callable[..., torch.Tensor], model: nn.Module) -> None:
+        run(LEFT[1], RIGHT[1]).square().mean().backward()
         loss = run(LEFT[0], RIGHT[0]).square().mean()
         loss.backward(retain_graph=True)
         torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
