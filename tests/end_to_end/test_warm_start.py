@@ -61,6 +61,9 @@ def let_win(way: str, model: nn.Module, inputs: tuple[torch.Tensor, ...], option
         run(*inputs).square().mean().backward()
         if backend.is_settled(model):
             break
+    (found,) = backend.find_models(model)
+    verdict = found.selection.verdict
+    assert verdict is not None and verdict.standings[0].num_rounds > 0, (found.handed_over, verdict)
     files = sorted((options["device.cache"] / "history").iterdir())
     assert len(files) == 2
     for file in files:
