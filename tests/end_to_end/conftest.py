@@ -30,10 +30,7 @@ def uncompiled(lanes: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.fixture(autouse=True)
 def _how_graphs_ran(request: pytest.FixtureRequest, record_property: Callable[[str, object], None]) -> Iterator[None]:
-    """Start from nothing, and note for docs/robustness.md whether segments or Inductor ran the test's graphs.
-
-    What earlier tests compiled would count: after eight versions of a function, Dynamo leaves it to eager.
-    """
+    """Start without what Dynamo compiled for others, and note for docs/robustness.md who ran the test's graphs."""
     torch._dynamo.reset()
     if request.node.get_closest_marker("robustness") is None:
         yield

@@ -166,7 +166,11 @@ def test_documented_commands_run() -> None:
         lines += [line.removeprefix(".venv/bin/") for line in found]
     assert len(lines) > 20
     recipes = (ROOT / "Makefile").read_text().replace("\t$(BIN)/", "").replace("\t$(MAKE)", "make")
-    script = (ROOT / ".ci" / "run").read_text().replace(".venv/bin/", "") + recipes
+    (commands,) = re.findall(r"^COMMANDS := (.+)$", recipes, re.MULTILINE)
+    assert commands.split() == re.findall(r"^commands-(\w+):", recipes, re.MULTILINE)
+    script = (ROOT / ".ci" / "run").read_text().replace(".venv/bin/", "")
+    assert re.search(r"^make\b.* commands$", script, re.MULTILINE)
+    script += recipes
     documented = {line.split()[2] for page in PAGES for block in blocks_of(page) for line in _console_lines(block)}
     documented.add("calibrate")  # tests/test_calibrate.py runs it: its exit code depends on the machine's neighbours
     for line in lines:
