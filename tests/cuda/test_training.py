@@ -76,12 +76,17 @@ class Compiler:
             assert [each.num_replays for each in self.executables] == list(replays)
 
 
+def new_compiler(**options: Any) -> Compiler:
+    """Return a backend that has compiled nothing."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    return Compiler(**options)
+
+
 @pytest.fixture
 def compiler() -> Compiler:
     """Make a backend that has compiled nothing."""
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    return Compiler()
+    return new_compiler()
 
 
 def loss_of(inputs: tuple[torch.Tensor, ...]) -> Callable[[Callable[..., Any]], torch.Tensor]:
@@ -91,9 +96,7 @@ def loss_of(inputs: tuple[torch.Tensor, ...]) -> Callable[[Callable[..., Any]], 
 
 def test_training_replays_and_is_as_in_eager() -> None:
     """Losses and gradients of every step, and the parameters at the end; lanes are used."""
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    compiler = Compiler(**COMPILED)
+    compiler = new_compiler(**COMPILED)
     model, inputs = TwoTowers(depth=1), two_tower_inputs()
     expected = train(model, loss_of(inputs), steps=7)
     assert_same_training(expected, train(model, loss_of(inputs), steps=7, backend=compiler))
@@ -106,9 +109,7 @@ def test_training_replays_and_is_as_in_eager() -> None:
 
 def test_training_with_hard_quotas_is_as_in_eager() -> None:
     """Every lane captured alone, forward and backward from the same pools; what they took is told."""
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    compiler = Compiler(**{"device.lane_memory_quota": 2**24, "device.hard_lane_memory_quota": True})
+    compiler = new_compiler(**{"device.lane_memory_quota": 2**24, "device.hard_lane_memory_quota": True})
     model, inputs = TwoTowers(depth=1), two_tower_inputs()
     expected = train(model, loss_of(inputs), steps=7)
     assert_same_training(expected, train(model, loss_of(inputs), steps=7, backend=compiler))
@@ -121,9 +122,7 @@ def test_training_with_hard_quotas_is_as_in_eager() -> None:
 
 def test_measured_times_change_the_plan() -> None:
     """Lanes that take a hundred times as long as the whole device are not used; the numbers stay those of eager."""
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    compiler = Compiler(**{"plan.replan": True})
+    compiler = new_compiler(**{"plan.replan": True})
     compiler.gpu.ns_by_stream = {f"lane {lane}": 100_000 for lane in range(1, 5)}
     model, inputs = TwoTowers(depth=1), two_tower_inputs()
     expected = train(model, loss_of(inputs), steps=6)
@@ -137,9 +136,7 @@ def test_measured_times_change_the_plan() -> None:
 
 def test_code_that_depends_on_the_quota_is_made_for_every_quota(monkeypatch: pytest.MonkeyPatch) -> None:
     """With max-autotune: on a lane of each size, told of its units; the numbers stay those of eager."""
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    compiler = Compiler(**COMPILED)
+    compiler = new_compiler(**COMPILED)
     model, inputs = TwoTowers(depth=1), two_tower_inputs()
     expected = train(model, loss_of(inputs), steps=4)
     told: list[int] = []
@@ -304,9 +301,7 @@ def test_other_shapes_get_graphs_of_their_own(compiler: Compiler) -> None:
 
 def test_the_ways_on_a_gpu_compete() -> None:
     """One stream, streams, priorities, lanes, overlapping ones, perhaps Inductor; outputs are eager's all along."""
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    compiler = Compiler(**COMPILED, **{"plan.contest": True})
+    compiler = new_compiler(**COMPILED, **{"plan.contest": True})
     model, inputs = TwoTowers(depth=1), two_tower_inputs()
     run = torch.compile(model, backend=compiler)
     with torch.no_grad():
@@ -376,9 +371,7 @@ def test_ways_that_are_not_kept_capture_again(compiler: Compiler) -> None:
 
 def test_what_inductor_compiles_whole_replays_as_plans_do() -> None:
     """Forward and backward, as one CUDA graph each: that is what lanes have to beat."""
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    compiler = Compiler(**COMPILED, **{"plan.contest": True})
+    compiler = new_compiler(**COMPILED, **{"plan.contest": True})
     model, inputs = TwoTowers(depth=1), two_tower_inputs()
     made = copy.deepcopy(model)
     run = torch.compile(made, backend=compiler)
