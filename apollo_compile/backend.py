@@ -107,7 +107,7 @@ WRAPPER_NS_PER_KERNEL = 8_000
 """What Inductor's Python wrapper takes per kernel, about; the C++ wrapper of a body takes less than a tenth of it."""
 
 WORTH_NATIVE = 0.05
-"""Share of that in a graph's predicted time from which its segments are compiled though no plan has lanes."""
+"""Share of that in a graph's predicted time from which a graph of one segment is compiled."""
 
 _graph_numbers: dict[Path | None, itertools.count[int]] = defaultdict(itertools.count)
 """Numbers of Dynamo graphs by dump directory, so that two compiles into two directories dump the same."""
@@ -559,10 +559,22 @@ def reason_to_leave(compilation: Compilation, config: Config) -> str | None:
     if compilation.finding is not None and compilation.finding.verdict is not None:
         is_left = compilation.finding.way == INDUCTOR
         return f"Inductor ran it when the contest was over: {compilation.finding.verdict}" if is_left else None
-    is_worth_it = uses_lanes(compilation.plan) or _wrapper_share(compilation) >= WORTH_NATIVE
-    if is_worth_it or not _is_contested(compilation.plan, config):
+    if _may_gain(compilation, config) or not _is_contested(compilation.plan, config):
         return None
     return _nothing_to_gain(compilation.plan)
+
+
+def _may_gain(compilation: Compilation, config: Config) -> bool:
+    """Return whether segments could be faster than the graph as Inductor compiles it.
+
+    With lanes, or without: native segments in turn are other code than the whole graph, whose kernels reach across them
+    and are called from Python. No formula says which is faster; on chains of layers it was segments, by up to 1.19x.
+    One segment differs by Python between kernels alone.
+    """
+    if uses_lanes(compilation.plan) or _wrapper_share(compilation) >= WORTH_NATIVE:
+        return True
+    is_native = config.runtime.bodies == "native" and compilation.profile.kind == "cpu"
+    return is_native and len(compilation.partition.graph.segments) > 1
 
 
 _models: weakref.WeakValueDictionary[int, CompiledModel] = weakref.WeakValueDictionary()

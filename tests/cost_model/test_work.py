@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 
 from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
 
-from apollo_compile.cost_model.work import NodeWork, WorkKind, evaluate, node_work, work_of  # noqa: E402
+from apollo_compile.cost_model.work import WorkKind, evaluate, node_work, work_of  # noqa: E402
 from apollo_compile.ir import KernelKind  # noqa: E402
 
 aten = torch.ops.aten
@@ -220,60 +220,3 @@ def test_a_scatter_costs_what_it_writes() -> None:
         assert work.bytes_read == 2 * values + _num_bytes(indices)
     filled = evaluate(node_work(aten.scatter.value, (table, 0, indices, 1.0), {}, table), {})
     assert (filled.flops, filled.bytes_written) == (indices.numel(), 4 * indices.numel())
-
-
-WORKLOADS = ("clip", "flava", "clap", "llava", "whisper", "two_tower")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", WORKLOADS)
-def test_every_operator_of_a_training_graph_is_known(name: str) -> None:
-    """Forward and backward, with dropout, after Inductor's decompositions."""
-    pytest.importorskip("transformers")
-    from benchmarks.workloads import build
-
-    works: list[tuple[str, NodeWork]] = []
-    workload = build(name, "tiny", dropout=0.1)
-    compiled = torch.compile(workload.model, backend=_recording_backend(works))
-    workload.loss(compiled(**workload.inputs)).backward()
-    torch.compiler.reset()
-    assert {target for target, work in works if work.kind is WorkKind.UNKNOWN} == set()
-    kinds = {work.kind for _, work in works}
-    assert {WorkKind.MATMUL, WorkKind.POINTWISE, WorkKind.REDUCTION, WorkKind.VIEW} <= kinds
-    assert sum(evaluate(work, {}).flops for _, work in works) > 0
-
-
-def _recording_backend(works: list[tuple[str, NodeWork]]) -> Any:
-    from functorch.compile import make_boxed_func
-    from torch._dynamo.backends.common import aot_autograd
-    from torch._inductor.decomposition import select_decomp_table
-
-    def record(graph_module: Any, inputs: Any) -> Any:
-        works.extend((str(node.target), work_of(node)) for node in graph_module.graph.nodes)
-        return make_boxed_func(graph_module.forward)
-
-    return aot_autograd(fw_compiler=record, decompositions=select_decomp_table)  # one compiler for both directions
-
-
-def test_an_operator_without_a_formula_is_counted_by_bytes_and_named() -> None:
-    """In the capture and its text; a graph that has formulas for all names none."""
-    from torch.fx.experimental.proxy_tensor import make_fx
-
-    from apollo_compile.ir import Role
-    from apollo_compile.passes.capture import capture_graph
-    from apollo_compile.text import format_capture
-
-    def distances(left: Any, right: Any) -> tuple[Any, ...]:
-        return (torch.ops.aten._cdist_forward(left, right, 2.0, None) + 1,)
-
-    traced = make_fx(distances, tracing_mode="fake")(_rand(4, 6), _rand(5, 6))
-    made = capture_graph(traced, name="distances", role=Role.INFERENCE)
-    assert made.without_formula == ("aten._cdist_forward.default",)
-    assert "counted by bytes alone: aten._cdist_forward.default" in format_capture(made)
-    (work,) = (node.work for node in made.nodes if node.target in made.without_formula)
-    assert (work.flops, work.bytes_read, work.bytes_written, work.kernels) == (0, 4 * (24 + 30), 4 * 20, 1)
-
-    traced = make_fx(lambda left, right: (left + right,), tracing_mode="fake")(_X, _X)
-    made = capture_graph(traced, name="sum", role=Role.INFERENCE)
-    assert made.without_formula == ()
-    assert "counted by bytes alone" not in format_capture(made)

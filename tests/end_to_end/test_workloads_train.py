@@ -44,7 +44,7 @@ def _in_float64(workload: Workload) -> Workload:
     ],
 )
 def test_five_training_steps_and_inference_equal_eager(name: str, bodies: str) -> None:
-    """Loss, every gradient and the state agree; so do outputs under no_grad; and the oracle finds no race.
+    """Loss, gradients, state and outputs under no_grad agree; no program has a race, no operator an unknown cost.
 
     Programs are the same whether bodies are compiled or not, and compiling them takes most of the time, the more the
     finer the cut is; `make demo` compares the gradients of a compiled CLIP.
@@ -65,6 +65,7 @@ def test_five_training_steps_and_inference_equal_eager(name: str, bodies: str) -
     assert {graph.compilation.capture.role for graph in compiled} == {"forward", "backward", "inference"}
     rng = random.Random(0)
     for item in compiled:
+        assert item.compilation.capture.without_formula == ()
         program, graph = item.compilation.program, item.compilation.partition.graph
         assert [defect for _ in range(20) for defect in find_races(program, graph, rng)] == []
         for position in _waits(program):
@@ -137,5 +138,6 @@ def test_dropout_is_reproducible_with_a_fixed_seed(name: str) -> None:
         return found
 
     first, second, other = two_steps(5), two_steps(5), two_steps(6)
+    assert [graph.compilation.capture.without_formula for graph in _compiled()] == [(), ()]
     assert all(torch.equal(left, right) for left, right in zip(first, second, strict=True))
     assert not torch.equal(first[0], other[0])
