@@ -1,7 +1,7 @@
-"""Constraint programming: search for a shortest schedule with CP-SAT, whole or window by window.
+"""Constraint programming: search for a shortest schedule with CP-SAT.
 
     solve_with_cp_sat(problem, hint=..., ...) -> SolverOutcome
-    improve_windows(problem, start, ...) -> SolverOutcome
+    search_part(problem, makespans, limits, ...) -> Answer                  one window of `windows.py`
 
 The model states `problem.py` with the same numbers. on[t, m] is a literal, s[t, m] the start of t in mode m, lane[t, l]
 the sum of on[t, m] over the modes on lane l, C the makespan:
@@ -44,52 +44,33 @@ narrower than the problem, and neither its optimum nor its infeasibility is repo
 Source: Sprecher, Hartmann, Drexl, "An exact algorithm for project scheduling with multiple modes", OR Spektrum 19,
 1997, https://doi.org/10.1007/BF01545587 (modes that go).
 
-Windows, for problems too large for one model. In the order of starts, tasks before a window keep mode and start; those
-behind keep mode and order. For a window task the former are a release per mode, the latter a tail per mode: the longest
-chain of durations and hand-overs behind it, through its successors and through the next users of its atoms. So a model
-has the tasks of a window only, and minimises the makespan of all. Where it cannot be shorter, it minimises how early
-the tasks behind could start, so that the next windows have room. After each window the order is replayed as early as
-possible. Renewable resources are not in the windows; the replay waits for them, and a result that is longer for it, or
-does not fit at all, is rejected.
-Source: Shaw, "Using constraint programming and local search methods to solve vehicle routing problems", CP 1998,
-https://doi.org/10.1007/3-540-49481-2_30
-
 Deterministic with one worker: the same problem, hint, seed and deterministic time give the same schedule, unless the
 time limit struck, which the outcome says.
 """
 
 from __future__ import annotations
 
-import heapq
 import logging
 import math
-import random
 import time
 from collections.abc import Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Literal
 
 from ortools.sat.python import cp_model
 
 from apollo_compile.errors import InvariantError
-from apollo_compile.planner.problem import Hold, Mode, Problem, Schedule, Task
+from apollo_compile.planner.problem import Hold, Mode, Problem, Schedule
+from apollo_compile.planner.replay import left_shifted, makespan_of
 
 logger = logging.getLogger(__name__)
 
 MAX_AMOUNT = 1_000_000
 """Capacities above are rounded: times them, a makespan in nanoseconds must fit into 64 bits."""
 MAX_INTEGER = 1 << 60
-WINDOW_SIZES = (12, 18, 8)
-"""Tasks of a window; the next size is taken when no window of the last one helps."""
-STEPS_TO_BOUND = 50
-"""A window has to close this part of the gap to the lower bound, so that little is spent on little."""
 COMPLETE_SUBSOLVER = "reduced_costs"
 """With several workers, the search beside the neighbourhoods: of those tried the best on published instances."""
-WINDOW_TIME = 0.1
-"""Deterministic time that one window may take."""
-WINDOW_FEE = 0.004
-"""Deterministic time charged for every window besides, for what is not CP-SAT's, so that their number is bounded."""
 
 Status = Literal["optimal", "feasible", "unknown", "infeasible", "invalid"]
 
@@ -138,7 +119,7 @@ def solve_with_cp_sat(
     """
     deadline = time.monotonic() + time_limit_s
     if hint is not None:
-        _check_start(problem, hint, lower_bound)
+        check_start(problem, hint, lower_bound)
         if hint.makespan == lower_bound:
             return SolverOutcome(status="optimal", schedule=hint, bound=lower_bound, reached_time_limit=False)
     if not problem.tasks:
@@ -159,7 +140,32 @@ def solve_with_cp_sat(
     return _judge(problem, answer, is_exact, lower_bound)
 
 
-def _check_start(problem: Problem, start: Schedule, lower_bound: int) -> None:
+def search_part(
+    problem: Problem,
+    makespans: tuple[int, int],
+    limits: Sequence[Sequence[tuple[int, int]]],
+    *,
+    seed: int,
+    deterministic_time: float,
+    time_limit_s: float,
+) -> Answer:
+    """Search for a schedule of some tasks of a larger problem.
+
+    Arguments:
+        problem: those tasks, and what the others leave to them.
+        makespans: the least and the largest one, of all tasks.
+        limits: release and tail of every task and mode; see `_Variant`.
+        seed: of the search.
+        deterministic_time: what CP-SAT may spend, in its own measure of work.
+        time_limit_s: safety net.
+    """
+    model = _Model(problem, _kept_modes(problem), makespans, limits)
+    _post(model)
+    return _search(model, seed=seed, deterministic_time=deterministic_time, time_limit_s=time_limit_s, presolves=1)
+
+
+def check_start(problem: Problem, start: Schedule, lower_bound: int) -> None:
+    """Raise `InvariantError` if a schedule is not valid, or shorter than the bound."""
     violations = problem.violations(start)
     if violations:
         raise InvariantError(f"the schedule that CP-SAT is to improve is not valid: {violations[0]}")
@@ -167,12 +173,12 @@ def _check_start(problem: Problem, start: Schedule, lower_bound: int) -> None:
         raise InvariantError(f"a schedule of {start.makespan} is shorter than the lower bound {lower_bound}")
 
 
-def _judge(problem: Problem, answer: _Answer, is_exact: bool, lower_bound: int) -> SolverOutcome:
+def _judge(problem: Problem, answer: Answer, is_exact: bool, lower_bound: int) -> SolverOutcome:
     """Return what the answer means for the problem, after a check of the schedule."""
     status: Status = answer.status
     bound, schedule = max(lower_bound, answer.bound), None
     if answer.starts:
-        makespan = _makespan(problem, answer.starts, answer.modes)
+        makespan = makespan_of(problem, answer.starts, answer.modes)
         schedule = Schedule(modes=answer.modes, starts=answer.starts, makespan=makespan)
         violations = problem.violations(schedule)
         if violations:
@@ -180,7 +186,7 @@ def _judge(problem: Problem, answer: _Answer, is_exact: bool, lower_bound: int) 
             return SolverOutcome(
                 status="invalid", schedule=None, bound=lower_bound, reached_time_limit=answer.reached_time_limit
             )
-        schedule = _left_shifted(problem, answer.starts, answer.modes)
+        schedule = left_shifted(problem, answer.starts, answer.modes)
     if not is_exact:  # nothing is claimed of the problem
         bound = lower_bound
         status = "feasible" if status == "optimal" else "unknown" if status == "infeasible" else status
@@ -220,10 +226,12 @@ def _possible_modes(problem: Problem, kept: Sequence[Sequence[int]]) -> list[lis
         for task, modes in enumerate(kept)
     ]
     for resource, budget in enumerate(problem.budgets):
-        least = [min(_consumed(problem, task, mode, resource) for mode in modes) for task, modes in enumerate(kept)]
+        least = [
+            min(consumption_of(problem, task, mode, resource) for mode in modes) for task, modes in enumerate(kept)
+        ]
         spare = budget - sum(least)
         possible = [
-            [mode for mode in modes if _consumed(problem, task, mode, resource) <= spare + least[task]]
+            [mode for mode in modes if consumption_of(problem, task, mode, resource) <= spare + least[task]]
             for task, modes in enumerate(possible)
         ]
     return possible
@@ -235,7 +243,7 @@ def _scarce_budgets(problem: Problem, kept: Sequence[Sequence[int]]) -> list[int
         resource
         for resource, budget in enumerate(problem.budgets)
         if budget
-        < sum(max(_consumed(problem, task, mode, resource) for mode in modes) for task, modes in enumerate(kept))
+        < sum(max(consumption_of(problem, task, mode, resource) for mode in modes) for task, modes in enumerate(kept))
     ]
 
 
@@ -260,7 +268,8 @@ def _is_as_good(problem: Problem, task: int, mode: int, other: int, scarce: Sequ
             for resource in range(len(problem.capacities))
         )
         and all(
-            _consumed(problem, task, mode, resource) <= _consumed(problem, task, other, resource) for resource in scarce
+            consumption_of(problem, task, mode, resource) <= consumption_of(problem, task, other, resource)
+            for resource in scarce
         )
     )
 
@@ -270,7 +279,8 @@ def _demand(problem: Problem, task: int, mode: int, resource: int) -> int:
     return demands[resource] if demands else 0
 
 
-def _consumed(problem: Problem, task: int, mode: int, resource: int) -> int:
+def consumption_of(problem: Problem, task: int, mode: int, resource: int) -> int:
+    """Return what a mode takes of a budget."""
     consumption = problem.tasks[task].modes[mode].consumption
     return consumption[resource] if consumption else 0
 
@@ -556,7 +566,7 @@ def _limit_budgets(model: _Model) -> None:
     kept = [[variant.index for variant in variants] for variants in model.variants]
     for resource in _scarce_budgets(model.problem, kept):
         consumed = [
-            _consumed(model.problem, task, variant.index, resource) * variant.on
+            consumption_of(model.problem, task, variant.index, resource) * variant.on
             for task, variants in enumerate(model.variants)
             for variant in variants
         ]
@@ -612,7 +622,7 @@ def _add_hint(model: _Model, schedule: Schedule) -> None:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Answer:
+class Answer:
     """What CP-SAT says of a model."""
 
     status: Literal["optimal", "feasible", "unknown", "infeasible"]
@@ -632,7 +642,7 @@ def _search(
     time_limit_s: float,
     workers: int = 1,
     presolves: int = 3,
-) -> _Answer:
+) -> Answer:
     """Run CP-SAT; a small model is not worth many rounds of presolve."""
     solver = cp_model.CpSolver()
     parameters = solver.parameters
@@ -649,7 +659,7 @@ def _search(
         raise InvariantError(f"CP-SAT refuses the planner's model: {model.cp.validate()}")
     is_found = status in (cp_model.OPTIMAL, cp_model.FEASIBLE)
     bound = solver.best_objective_bound
-    return _Answer(
+    return Answer(
         status=_STATUSES[status],
         starts=tuple(solver.value(start) for start in model.starts) if is_found else (),
         modes=tuple(_chosen(solver, variants) for variants in model.variants) if is_found else (),
@@ -669,270 +679,3 @@ _STATUSES: dict[cp_model.CpSolverStatus, Literal["optimal", "feasible", "unknown
 
 def _chosen(solver: cp_model.CpSolver, variants: Sequence[_Variant]) -> int:
     return next(variant.index for variant in variants if solver.boolean_value(variant.on))
-
-
-# --------------------------------------------------------------------------------------------------------- replay
-
-
-def _left_shifted(problem: Problem, starts: Sequence[int], modes: Sequence[int]) -> Schedule:
-    """Return the valid schedule with everything as early as order and modes allow; it is not longer."""
-    order = sorted(range(len(starts)), key=starts.__getitem__)
-    replayed = _replay(problem, order, modes)
-    assert replayed is not None  # at its given start, a task always fits
-    return Schedule(modes=tuple(modes), starts=tuple(replayed), makespan=_makespan(problem, replayed, modes))
-
-
-def _makespan(problem: Problem, starts: Sequence[int], modes: Sequence[int]) -> int:
-    ends = (start + problem.tasks[task].modes[modes[task]].duration for task, start in enumerate(starts))
-    return max(ends, default=0)
-
-
-def _replay(problem: Problem, order: Sequence[int], modes: Sequence[int]) -> list[int] | None:
-    """Return the start of every task, each as early as those before it in the order allow; None if one never fits.
-
-    With renewable resources no task starts before the one before it in the order, so what is in use only falls after
-    the last start. In the order of starts of a valid schedule no task is later than there: by induction, nothing is in
-    use at its start that is not in use there.
-    """
-    starts, ends = [0] * len(order), [0] * len(order)
-    lanes = [task.modes[mode].lane for task, mode in zip(problem.tasks, modes, strict=True)]
-    users: dict[int, int] = {}
-    """Last task on every atom."""
-    stock = _Stock(problem) if problem.capacities else None
-    floor = 0
-    for task in order:
-        lane, start = lanes[task], floor
-        for other in problem.tasks[task].predecessors:
-            start = max(start, ends[other] + (problem.handover if lanes[other] != lane else 0))
-        for atom in problem.lanes[lane]:
-            if atom in users:
-                start = max(start, ends[users[atom]] + (problem.handover if lanes[users[atom]] != lane else 0))
-            users[atom] = task
-        if stock:
-            fits_at = stock.wait(task, modes[task], start)
-            if fits_at is None:
-                return None
-            start = floor = fits_at
-        starts[task] = start
-        ends[task] = start + problem.tasks[task].modes[modes[task]].duration
-        if stock:
-            stock.take(task, modes[task], ends)
-    return starts
-
-
-class _Stock:
-    """What is left of the renewable resources while tasks are appended in the order of their starts."""
-
-    def __init__(self, problem: Problem) -> None:
-        self.problem = problem
-        self.left = list(problem.capacities)
-        self.due: list[tuple[int, int, int]] = []
-        """Heap of (instant, resource, amount) that will be given back."""
-        self.holds: list[list[Hold]] = [[] for _ in problem.tasks]
-        """Per task, those that it takes."""
-        self.awaits: list[list[int]] = [[] for _ in problem.tasks]
-        """Per task, the holds that end no earlier than it."""
-        self.missing: list[int] = []
-        """Per hold, how many of the tasks that it waits for are not appended yet."""
-        for index, hold in enumerate(problem.holds):
-            awaited = dict.fromkeys((hold.task, *hold.readers))
-            self.holds[hold.task].append(hold)
-            self.missing.append(len(awaited))
-            for task in awaited:
-                self.awaits[task].append(index)
-
-    def wait(self, task: int, mode: int, earliest: int) -> int | None:
-        """Return when there is enough for the task; None if there never is."""
-        needs = self._needs(task, mode)
-        instant = earliest
-        while self.due and (self.due[0][0] <= instant or any(a > b for a, b in zip(needs, self.left, strict=True))):
-            given_back_at, resource, amount = heapq.heappop(self.due)
-            self.left[resource] += amount
-            instant = max(instant, given_back_at)
-        return None if any(a > b for a, b in zip(needs, self.left, strict=True)) else instant
-
-    def take(self, task: int, mode: int, ends: Sequence[int]) -> None:
-        """Take what the task needs until it ends, and its holds until the last of their readers does."""
-        for resource, amount in enumerate(self._needs(task, mode)):
-            self.left[resource] -= amount
-        for resource, demand in enumerate(self.problem.tasks[task].modes[mode].demands):
-            heapq.heappush(self.due, (ends[task], resource, demand))
-        for index in self.awaits[task]:
-            self.missing[index] -= 1
-            if not self.missing[index]:
-                hold = self.problem.holds[index]
-                last = max(ends[other] for other in (hold.task, *hold.readers))
-                heapq.heappush(self.due, (last, hold.resource, hold.amount))
-
-    def _needs(self, task: int, mode: int) -> list[int]:
-        needs = list(self.problem.tasks[task].modes[mode].demands) or [0] * len(self.left)
-        for hold in self.holds[task]:
-            needs[hold.resource] += hold.amount
-        return needs
-
-
-# -------------------------------------------------------------------------------------------------------- windows
-
-
-def improve_windows(
-    problem: Problem,
-    start: Schedule,
-    *,
-    lower_bound: int,
-    seed: int,
-    deterministic_time: float,
-    time_limit_s: float,
-) -> SolverOutcome:
-    """Improve a schedule window by window; for problems with lanes that are too large for one model.
-
-    Arguments:
-        problem: what to schedule.
-        start: a valid schedule; the result is not longer.
-        lower_bound: proven elsewhere; reaching it ends the search, as "optimal".
-        seed: of the search.
-        deterministic_time: what CP-SAT may spend, in its own measure of work; may be infinite.
-        time_limit_s: safety net.
-
-    Raises:
-        InvariantError: `start` is not valid or shorter than the lower bound, or a model is malformed.
-    """
-    _check_start(problem, start, lower_bound)
-    deadline = time.monotonic() + time_limit_s
-    best = _left_shifted(problem, start.starts, start.modes)
-    rng, spent, reached_time_limit = random.Random(seed), 0.0, False
-    untried: list[tuple[int, int]] = _all_windows(len(problem.tasks), rng)
-    while untried and best.makespan > lower_bound and spent + WINDOW_FEE < deterministic_time:
-        left_s = deadline - time.monotonic()
-        if left_s <= 0:
-            reached_time_limit = True
-            break
-        first, size = untried.pop()
-        window = _Window(problem, best, first, size)
-        shorter = best.makespan - max(1, (best.makespan - lower_bound) // STEPS_TO_BOUND)
-        spent += WINDOW_FEE
-        if not window.has_room(shorter):
-            continue
-        answer = window.search(
-            max(window.floor, lower_bound),
-            shorter,
-            seed=rng.randrange(1 << 30),
-            deterministic_time=min(WINDOW_TIME, deterministic_time - spent),
-            time_limit_s=left_s,
-        )
-        spent += answer.deterministic_time
-        reached_time_limit |= answer.reached_time_limit
-        found = window.replayed(answer) if answer.starts else None
-        if found is not None and found.makespan < best.makespan:
-            best = found
-            untried = _all_windows(len(problem.tasks), rng)
-    status: Status = "optimal" if best.makespan == lower_bound else "feasible"
-    return SolverOutcome(status=status, schedule=best, bound=lower_bound, reached_time_limit=reached_time_limit)
-
-
-def _all_windows(num_tasks: int, rng: random.Random) -> list[tuple[int, int]]:
-    """Return first position and size of the windows to try, the last one first: all of a size, then the next size."""
-    found: list[tuple[int, int]] = []
-    for size in dict.fromkeys(min(size, num_tasks) for size in reversed(WINDOW_SIZES)):
-        firsts = list(range(0, num_tasks - size + 1, max(1, size // 3)))
-        rng.shuffle(firsts)
-        found += [(first, size) for first in firsts]
-    return found
-
-
-class _Window:
-    """Consecutive tasks in the order of starts, and what the tasks around them leave to them."""
-
-    def __init__(self, problem: Problem, schedule: Schedule, first: int, size: int) -> None:
-        self.problem = problem
-        self.schedule = schedule
-        self.lanes = [problem.mode(schedule, task).lane for task in range(len(problem.tasks))]
-        order = sorted(range(len(schedule.starts)), key=schedule.starts.__getitem__)
-        self.before, self.tasks, self.after = order[:first], sorted(order[first : first + size]), order[first + size :]
-        self.ends = {task: schedule.starts[task] + problem.mode(schedule, task).duration for task in self.before}
-        """Of the tasks before."""
-        self.last_users: dict[int, int] = {}
-        """Per atom, the last of the tasks before."""
-        for task in self.before:
-            self.last_users.update(dict.fromkeys(problem.lanes[self.lanes[task]], task))
-        self.successors = problem.successors()
-        self.chains: dict[int, int] = {}
-        """Of the tasks behind: least time from the start to the end of all."""
-        self.next_users: dict[int, int] = {}
-        """Per atom, the first of the tasks behind."""
-        for task in reversed(self.after):
-            self.chains[task] = problem.mode(schedule, task).duration + self._tail(task, self.lanes[task])
-            self.next_users.update(dict.fromkeys(problem.lanes[self.lanes[task]], task))
-        through = (self._release(task, self.lanes[task]) + chain for task, chain in self.chains.items())
-        self.floor = max(*self.ends.values(), *through, 0, 0)
-        """Least makespan that the tasks around allow."""
-
-    def has_room(self, makespan: int) -> bool:
-        """Return whether no simple count rules out that the tasks fit, on units x time left by those around them."""
-        sizes, lanes = self.problem.atom_sizes, self.problem.lanes
-        needed = sum(
-            min(
-                mode.duration * sum(sizes[atom] for atom in lanes[mode.lane]) for mode in self.problem.tasks[task].modes
-            )
-            for task in self.tasks
-        )
-        left = 0
-        for atom, size in enumerate(sizes):
-            free_at = self.ends[self.last_users[atom]] if atom in self.last_users else 0
-            behind = self.chains[self.next_users[atom]] if atom in self.next_users else 0
-            left += size * max(0, makespan - free_at - behind)
-        return self.floor <= makespan and needed <= left
-
-    def search(self, least: int, most: int, *, seed: int, deterministic_time: float, time_limit_s: float) -> _Answer:
-        """Ask CP-SAT for a makespan from `least` to `most`."""
-        problem = self.problem
-        place = {task: index for index, task in enumerate(self.tasks)}
-        tasks = tuple(
-            Task(
-                modes=tuple(replace(mode, demands=()) for mode in problem.tasks[task].modes),
-                predecessors=tuple(place[other] for other in problem.tasks[task].predecessors if other in place),
-            )
-            for task in self.tasks
-        )
-        inside = replace(problem, tasks=tasks, budgets=self._budgets_left(), capacities=(), holds=())
-        limits = [
-            [(self._release(task, mode.lane), self._tail(task, mode.lane)) for mode in problem.tasks[task].modes]
-            for task in self.tasks
-        ]
-        model = _Model(inside, _kept_modes(inside), (least, most), limits)
-        _post(model)
-        return _search(model, seed=seed, deterministic_time=deterministic_time, time_limit_s=time_limit_s, presolves=1)
-
-    def replayed(self, answer: _Answer) -> Schedule | None:
-        """Return the whole schedule with the order and the modes of the answer; None if resources do not suffice."""
-        start_of = dict(zip(self.tasks, answer.starts, strict=True))
-        order = [*self.before, *sorted(self.tasks, key=start_of.__getitem__), *self.after]
-        modes = list(self.schedule.modes)
-        for task, mode in zip(self.tasks, answer.modes, strict=True):
-            modes[task] = mode
-        starts = _replay(self.problem, order, modes)
-        if starts is None:
-            return None
-        makespan = _makespan(self.problem, starts, modes)
-        return Schedule(modes=tuple(modes), starts=tuple(starts), makespan=makespan)
-
-    def _release(self, task: int, lane: int) -> int:
-        """Return when the tasks before let the task start on the lane."""
-        earlier = [other for other in self.problem.tasks[task].predecessors if other in self.ends]
-        earlier += [self.last_users[atom] for atom in self.problem.lanes[lane] if atom in self.last_users]
-        return max((self.ends[other] + self._gap(self.lanes[other], lane) for other in earlier), default=0)
-
-    def _tail(self, task: int, lane: int) -> int:
-        """Return the least time from the end of the task on the lane, through the tasks behind, to the end of all."""
-        later = [other for other in self.successors[task] if other in self.chains]
-        later += [self.next_users[atom] for atom in self.problem.lanes[lane] if atom in self.next_users]
-        return max((self._gap(lane, self.lanes[other]) + self.chains[other] for other in later), default=0)
-
-    def _gap(self, lane: int, other: int) -> int:
-        return self.problem.handover if lane != other else 0
-
-    def _budgets_left(self) -> tuple[int, ...]:
-        fixed = [(task, self.schedule.modes[task]) for task in (*self.before, *self.after)]
-        return tuple(
-            budget - sum(_consumed(self.problem, task, mode, resource) for task, mode in fixed)
-            for resource, budget in enumerate(self.problem.budgets)
-        )

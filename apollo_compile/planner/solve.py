@@ -294,7 +294,7 @@ class _Search:
         self, name: str, variant: Problem, best: Schedule | None, bound: int, share: float
     ) -> tuple[Schedule | None, bool]:
         """Return what the solver found, if it is valid, and whether the solver is sure that nothing is shorter."""
-        from apollo_compile.planner import cp_sat
+        from apollo_compile.planner import cp_sat, windows
 
         effort = self.effort
         self.solver = cp_sat.solver_version()
@@ -303,7 +303,7 @@ class _Search:
         deterministic_time = seconds * DETERMINISTIC_TIME_PER_SECOND if effort.deterministic else math.inf
         time_limit_s = left if effort.deterministic else min(left, seconds)
         if best is not None and _solver_scope(variant) == "windows":
-            outcome = cp_sat.improve_windows(
+            outcome = windows.improve_windows(
                 variant,
                 best,
                 lower_bound=bound,

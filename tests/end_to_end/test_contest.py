@@ -139,8 +139,8 @@ def test_ways_can_be_mixed_between_forward_and_backward(ways: tuple[str, str], k
     torch.testing.assert_close(gradients, [p.grad for p in model.parameters()], rtol=1e-3, atol=1e-5)
 
 
-def test_a_model_without_branches_is_inductors_from_the_start(caplog: pytest.LogCaptureFixture) -> None:
-    """Where no plan is worth it, nothing of ours is in the way; that is no warning, and the report says it."""
+def test_a_graph_of_one_segment_is_inductors_from_the_start(caplog: pytest.LogCaptureFixture) -> None:
+    """The segment would be the same code, so nothing of ours is in the way; no warning, and the report says it."""
     torch._dynamo.reset()
     layer, x = nn.Linear(1024, 1024), torch.ones(512, 1024)
     with caplog.at_level(logging.INFO, logger="apollo_compile"), torch.no_grad():
@@ -170,16 +170,20 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def test_many_small_kernels_are_worth_segments_without_lanes() -> None:
-    """Inductor's wrapper spends more time between them than they take; a native body does not."""
+@pytest.mark.parametrize(
+    ("width", "granularity", "num_segments"), [(4, "module", 1), (128, "layer", 4)], ids=["small kernels", "a chain"]
+)
+def test_segments_compete_where_no_plan_has_lanes(width: int, granularity: str, num_segments: int) -> None:
+    """Inductor's wrapper may take longer between small kernels than they take; segments of a chain are other code."""
     torch._dynamo.reset()
-    layer, x = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(8)]), torch.ones(2, 4)
+    layer = nn.Sequential(*[nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(4)])
+    x = torch.ones(2, width)
+    options = {"debug.strict": True, "device.units": 1, "plan.remember": False, "partition.granularity": granularity}
     with torch.no_grad():
-        run = torch.compile(
-            layer, backend="apollo", options={"debug.strict": True, "device.units": 1, "plan.remember": False}
-        )
+        run = torch.compile(layer, backend="apollo", options=options)
         torch.testing.assert_close(run(x), layer(x))
         (graph,) = backend.find_models(layer)[0].graphs
+        assert len(graph.compilation.partition.graph.segments) == num_segments
         for _ in range(ENOUGH):
             torch.testing.assert_close(run(x), layer(x))
             if backend.is_settled(run):
@@ -190,7 +194,6 @@ def test_many_small_kernels_are_worth_segments_without_lanes() -> None:
     assert graph.way == verdict.winner
 
 
-@needs_two_cores
 def test_whoever_asks_for_the_same_numbers_gets_the_plan(deterministic: None) -> None:
     """Ways differ in the last bits, so under deterministic algorithms measured times decide nothing."""
     run, inputs, found = compiled_towers()

@@ -13,9 +13,10 @@ from ortools.sat.python import cp_model
 
 from apollo_compile.errors import InvariantError
 from apollo_compile.planner.bounds import lower_bound
-from apollo_compile.planner.cp_sat import improve_windows, solve_with_cp_sat
+from apollo_compile.planner.cp_sat import solve_with_cp_sat
 from apollo_compile.planner.problem import Mode, Problem, Schedule, Task
 from apollo_compile.planner.simulate import serial_schedule
+from apollo_compile.planner.windows import improve_windows
 from tests.builders import limited, random_problem, realistic_problems, seeds
 from tests.planner.oracle import find_optimum
 
@@ -259,7 +260,8 @@ def test_two_processes_find_the_same_schedules() -> None:
     """Neither the hash seed nor the process matters."""
     script = """
 import random
-from apollo_compile.planner.cp_sat import improve_windows, solve_with_cp_sat
+from apollo_compile.planner.cp_sat import solve_with_cp_sat
+from apollo_compile.planner.windows import improve_windows
 from apollo_compile.planner.simulate import serial_schedule
 from tests.builders import random_problem
 effort = dict(lower_bound=0, seed=3, deterministic_time=0.1, time_limit_s=60.0)
