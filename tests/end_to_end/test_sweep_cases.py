@@ -24,7 +24,7 @@ def test_a_model_with_buffers_that_it_writes_trains_in_every_mode() -> None:
 
 def test_batches_of_several_sizes_run_on_lanes() -> None:
     """One graph for all of them, forward and backward."""
-    result = _run(model="two_tower", shapes="changing", bodies="eager")
+    result = _run(model="recommender", shapes="changing", bodies="eager")
     assert result.outcome == "passed"
     assert result.num_in_segments >= 2
 
