@@ -143,8 +143,17 @@ def compare_batches(
                     predicted_ns=plan.makespan_ns,
                 )
             )
-    graphs = tuple(replace(graph, what_if=(*graph.what_if, *rows[graph.name])) for graph in report.graphs)
+    names = _names_when_traced_alone(report)
+    graphs = tuple(replace(graph, what_if=(*graph.what_if, *rows[names[graph.name]])) for graph in report.graphs)
     return replace(report, graphs=graphs)
+
+
+def _names_when_traced_alone(report: Report) -> dict[str, str]:
+    """Return what its graphs are called where nothing was compiled before them: Dynamo graphs are counted from 0."""
+    found = [graph.name for graph in report.graphs] + [name for name, _ in report.handed_over]
+    parts = {name: name.removeprefix("graph").partition("_") for name in found}
+    numbers = sorted({int(number) for number, _, _ in parts.values()})
+    return {name: f"graph{numbers.index(int(number))}_{role}" for name, (number, _, role) in parts.items()}
 
 
 def _tell_nobody(line: str) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import apollo_compile
-from apollo_compile.dry_run import plan_model
+from apollo_compile.dry_run import compare_batches, plan_model
 from apollo_compile.errors import ConfigError, TargetError
 from tests.end_to_end.models import TwoTowers, two_tower_inputs
 
@@ -197,6 +197,21 @@ def test_other_devices_and_batches_are_compared() -> None:
     assert set(rows) >= {"device profile h200", "batch 16", "batch 1024"}
     assert rows["batch 16"].serial_ns < graph.serial_ns < rows["batch 1024"].serial_ns
     assert rows["device profile h200"].units == 132
+
+
+def test_batches_are_compared_whatever_was_compiled_before() -> None:
+    """Graphs of a process are numbered; those of the comparison belong to the model's all the same."""
+    options = {**GREEDY, "plan.contest": False, "runtime.bodies": "eager"}
+    model, inputs = TwoTowers(), two_tower_inputs()
+    with torch.no_grad():
+        torch.compile(nn.Linear(8, 8), backend="apollo", options=options)(torch.ones(2, 8))
+        run = torch.compile(model, backend="apollo", options=options)
+        run(*inputs)
+        report = apollo_compile.report(run, **FAST)
+        assert report.graphs[0].name != "graph0_inference"
+        compared = compare_batches(report, model, inputs, {}, options=options, batches=(16,))
+    ((row,),) = (graph.what_if for graph in compared.graphs)
+    assert row.batch == 16 and row.serial_ns < report.graphs[0].serial_ns
 
 
 def test_what_cannot_be_planned_is_one_error() -> None:
