@@ -129,12 +129,14 @@ def compare_batches(
     profile = select_profile(config)
     not_dumped = replace(config, debug=replace(config.debug, dump=None))  # the directory has the plans asked for
     rows: dict[str, list[WhatIf]] = defaultdict(list)
+    modules: dict[str, set[str]] = {}
     for batch in batches:
         tell(f"batch {batch}: tracing and planning")
         resized = _with_batch((tuple(args), dict(kwargs or {})), batch)
         for compilation, _ in _trace(model, resized, not_dumped, profile).planned:
-            plan = compilation.plan
-            rows[compilation.partition.graph.name].append(
+            plan, traced = compilation.plan, compilation.partition.graph
+            modules[traced.name] = {segment.module for segment in traced.segments}
+            rows[traced.name].append(
                 WhatIf(
                     change=f"batch {batch}",
                     batch=batch,
@@ -143,17 +145,31 @@ def compare_batches(
                     predicted_ns=plan.makespan_ns,
                 )
             )
-    names = _names_when_traced_alone(report)
-    graphs = tuple(replace(graph, what_if=(*graph.what_if, *rows[names[graph.name]])) for graph in report.graphs)
+    ahead = _num_compiled_before(report, modules)
+    graphs = tuple(
+        replace(graph, what_if=(*graph.what_if, *rows[_renumbered(graph.name, -ahead)])) for graph in report.graphs
+    )
     return replace(report, graphs=graphs)
 
 
-def _names_when_traced_alone(report: Report) -> dict[str, str]:
-    """Return what its graphs are called where nothing was compiled before them: Dynamo graphs are counted from 0."""
-    found = [graph.name for graph in report.graphs] + [name for name, _ in report.handed_over]
-    parts = {name: name.removeprefix("graph").partition("_") for name in found}
-    numbers = sorted({int(number) for number, _, _ in parts.values()})
-    return {name: f"graph{numbers.index(int(number))}_{role}" for name, (number, _, role) in parts.items()}
+def _num_compiled_before(report: Report, modules: Mapping[str, set[str]]) -> int:
+    """Return how many Dynamo graphs the process had compiled before those of the report, as far as modules tell.
+
+    A process numbers its graphs, and a report has those that read the model's parameters; `modules` are by the name
+    that a graph has where the model is traced alone.
+    """
+    own = {graph.name: {segment.module for segment in graph.segments} for graph in report.graphs}
+
+    def num_shared(ahead: int) -> int:
+        return sum(len(names & modules.get(_renumbered(name, -ahead), set())) for name, names in own.items())
+
+    numbers = [int(name.removeprefix("graph").partition("_")[0]) for name in own]
+    return max(range(max(numbers, default=0) + 1), key=num_shared)
+
+
+def _renumbered(name: str, by: int) -> str:
+    number, _, role = name.removeprefix("graph").partition("_")
+    return f"graph{int(number) + by}_{role}"
 
 
 def _tell_nobody(line: str) -> None:

@@ -34,7 +34,8 @@ _logger = logging.getLogger(__name__)
 
 MAX_AGE_S = 7 * 24 * 3600
 MAX_FILES = 512
-_FORMAT = 1
+_FORMAT = 2
+"""Raised when findings of before would be misunderstood: what `way` says without a verdict, for one."""
 _GENERATION = "generation"
 _MAX_BYTES = 64 * 2**20
 """A plan of 10,000 segments takes about 2 MB."""

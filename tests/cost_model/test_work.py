@@ -220,3 +220,27 @@ def test_a_scatter_costs_what_it_writes() -> None:
         assert work.bytes_read == 2 * values + _num_bytes(indices)
     filled = evaluate(node_work(aten.scatter.value, (table, 0, indices, 1.0), {}, table), {})
     assert (filled.flops, filled.bytes_written) == (indices.numel(), 4 * indices.numel())
+
+
+def test_an_operator_without_a_formula_is_counted_by_bytes_and_named() -> None:
+    """In the capture and its text; a graph that has formulas for all names none."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    from apollo_compile.ir import Role
+    from apollo_compile.passes.capture import capture_graph
+    from apollo_compile.text import format_capture
+
+    def distances(left: Any, right: Any) -> tuple[Any, ...]:
+        return (torch.ops.aten._cdist_forward(left, right, 2.0, None) + 1,)
+
+    traced = make_fx(distances, tracing_mode="fake")(_rand(4, 6), _rand(5, 6))
+    made = capture_graph(traced, name="distances", role=Role.INFERENCE)
+    assert made.without_formula == ("aten._cdist_forward.default",)
+    assert "counted by bytes alone: aten._cdist_forward.default" in format_capture(made)
+    (work,) = (node.work for node in made.nodes if node.target in made.without_formula)
+    assert (work.flops, work.bytes_read, work.bytes_written, work.kernels) == (0, 4 * (24 + 30), 4 * 20, 1)
+
+    traced = make_fx(lambda left, right: (left + right,), tracing_mode="fake")(_X, _X)
+    made = capture_graph(traced, name="sum", role=Role.INFERENCE)
+    assert made.without_formula == ()
+    assert "counted by bytes alone" not in format_capture(made)

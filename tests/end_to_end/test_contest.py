@@ -171,13 +171,13 @@ def resident_bytes() -> int:
 
 
 @pytest.mark.parametrize(
-    ("width", "granularity", "num_segments"), [(4, "module", 1), (128, "layer", 4)], ids=["small kernels", "a chain"]
+    ("size", "granularity", "num_segments"), [(4, "module", 1), (512, "layer", 4)], ids=["small kernels", "a chain"]
 )
-def test_segments_compete_where_no_plan_has_lanes(width: int, granularity: str, num_segments: int) -> None:
+def test_segments_compete_where_no_plan_has_lanes(size: int, granularity: str, num_segments: int) -> None:
     """Inductor's wrapper may take longer between small kernels than they take; segments of a chain are other code."""
     torch._dynamo.reset()
-    layer = nn.Sequential(*[nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(4)])
-    x = torch.ones(2, width)
+    layer = nn.Sequential(*[nn.Sequential(nn.Linear(size, size), nn.ReLU()) for _ in range(4)])
+    x = torch.ones(size, size)
     options = {"debug.strict": True, "device.units": 1, "plan.remember": False, "partition.granularity": granularity}
     with torch.no_grad():
         run = torch.compile(layer, backend="apollo", options=options)
@@ -194,6 +194,7 @@ def test_segments_compete_where_no_plan_has_lanes(width: int, granularity: str, 
     assert graph.way == verdict.winner
 
 
+@needs_two_cores
 def test_whoever_asks_for_the_same_numbers_gets_the_plan(deterministic: None) -> None:
     """Ways differ in the last bits, so under deterministic algorithms measured times decide nothing."""
     run, inputs, found = compiled_towers()

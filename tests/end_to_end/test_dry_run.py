@@ -50,6 +50,22 @@ class Busy(nn.Module):
         return y
 
 
+class InParts(nn.Module):
+    """A small layer and a large one, with a graph between them that reads no parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.small = nn.Linear(64, 64)
+        self.large = nn.Linear(64, 2048)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.small(x)
+        torch._dynamo.graph_break()
+        y = y * 2
+        torch._dynamo.graph_break()
+        return self.large(y)
+
+
 class Halves(nn.Module):
     """Two layers that have nothing to do with each other, of operators that need no C++ compiler."""
 
@@ -187,6 +203,16 @@ def test_a_graph_that_is_inductors_has_its_plan_in_the_report() -> None:
         assert "Nothing can overlap" in str(report) and "nothing to gain" in str(report)
 
 
+@pytest.mark.parametrize(("bodies", "way"), [("native", "plan"), ("python", "Inductor")])
+def test_a_chain_runs_in_segments_where_they_are_code_of_their_own(bodies: str, way: str) -> None:
+    """No plan of it has lanes, and its kernels are large; bodies that Python calls are no faster than the graph."""
+    chain, x = nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(4)]), torch.ones(512, 1024)
+    with torch.no_grad():
+        (graph,) = plan_model(chain, (x,), options={**GREEDY, "runtime.bodies": bodies}, **FAST).graphs
+    assert graph.way == way
+    assert {segment.lane for segment in graph.segments} == {0}
+
+
 def test_other_devices_and_batches_are_compared() -> None:
     """One row each; a larger batch takes longer."""
     model, inputs = TwoTowers(), two_tower_inputs()
@@ -202,16 +228,17 @@ def test_other_devices_and_batches_are_compared() -> None:
 def test_batches_are_compared_whatever_was_compiled_before() -> None:
     """Graphs of a process are numbered; those of the comparison belong to the model's all the same."""
     options = {**GREEDY, "plan.contest": False, "runtime.bodies": "eager"}
-    model, inputs = TwoTowers(), two_tower_inputs()
+    model, inputs = InParts(), (torch.ones(64, 64),)
     with torch.no_grad():
         torch.compile(nn.Linear(8, 8), backend="apollo", options=options)(torch.ones(2, 8))
         run = torch.compile(model, backend="apollo", options=options)
         run(*inputs)
         report = apollo_compile.report(run, **FAST)
-        assert report.graphs[0].name != "graph0_inference"
-        compared = compare_batches(report, model, inputs, {}, options=options, batches=(16,))
-    ((row,),) = (graph.what_if for graph in compared.graphs)
-    assert row.batch == 16 and row.serial_ns < report.graphs[0].serial_ns
+        compared = compare_batches(report, model, inputs, {}, options=options, batches=(4096,))
+    small, large = compared.graphs
+    assert small.name != "graph0_inference"
+    ((small_row,), (large_row,)) = (small.what_if, large.what_if)
+    assert small.serial_ns < small_row.serial_ns < large_row.serial_ns
 
 
 def test_what_cannot_be_planned_is_one_error() -> None:

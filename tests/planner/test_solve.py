@@ -153,7 +153,7 @@ def test_the_solution_of_a_real_model_is_near_the_bound(name: str) -> None:
 SCRIPT = """
 import json, random
 from apollo_compile.planner.solve import Effort, solve
-from tests.builders import interfering, limited, random_problem, realistic_problems, seeds
+from tests.builders import interfering, limited, random_problem, realistic_problems
 found = []
 for problem in (
     random_problem(random.Random(5), 12, 4),
