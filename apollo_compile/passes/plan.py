@@ -56,6 +56,7 @@ def make_plan(
     min_gain: float = 0.02,
     seed: int = 0,
     time_limit_s: float = 2.0,
+    work_s: float | None = None,
     deterministic: bool = True,
     memory_quota: int | None = None,
     pinned: Plan | None = None,
@@ -70,6 +71,7 @@ def make_plan(
         min_gain: fraction of the serial makespan that a plan must save.
         seed: of the planner's random moves and of the solver.
         time_limit_s: seconds after which the search stops with what it has.
+        work_s: seconds that the search is made for; None is `time_limit_s`.
         deterministic: spend work, not time, so that every machine finds the same plan.
         memory_quota: bytes that buffers made by the graph may take at any instant; None is no limit.
         pinned: a plan of this graph on these lanes, whose lanes and order to keep.
@@ -84,7 +86,13 @@ def make_plan(
         return _to_plan(graph, costs, lanes, problem, schedule, execute(problem, schedule), serial, pinned=pinned)
     if planner == "serial":
         return _to_plan(graph, costs, lanes, problem, serial, execute(problem, serial), serial)
-    effort = Effort(seed=seed, time_limit_s=time_limit_s, deterministic=deterministic, use_solver=planner == "cp_sat")
+    effort = Effort(
+        seed=seed,
+        time_limit_s=time_limit_s,
+        work_s=work_s,
+        deterministic=deterministic,
+        use_solver=planner == "cp_sat",
+    )
     try:
         solution = solve_apart(problem, effort)
     except InfeasiblePlanError as error:
