@@ -77,7 +77,7 @@ soak-native: $(SANITIZERS:%=soak-native-%)
 
 # Commands of README, docs and benchmarks/README.md at their smallest size; what the tests compiled is used again.
 # `make --jobs=2 --output-sync=target commands` runs two at a time: what is looked at is that they work, not how fast.
-COMMANDS := demo bench planner picture lost_time steady first_step model_error plan_error graphs
+COMMANDS := demo bench planner picture lost_time steady model_error plan_error graphs
 commands: export OMP_WAIT_POLICY = passive
 commands: $(COMMANDS:%=commands-%)
 $(COMMANDS:%=commands-%): $(VENV)/installed native
@@ -92,9 +92,7 @@ commands-picture:
 commands-lost_time:
 	$(BIN)/python -m benchmarks.lost_time --workloads two_tower --size tiny --runs 4
 commands-steady:
-	$(BIN)/python -m benchmarks.steady --steps 500 --svg build/steady.svg
-commands-first_step:
-	$(BIN)/python -m benchmarks.first_step --workloads vit_control --size tiny --warm 1
+	$(BIN)/python -m benchmarks.steady --steps 100 --svg build/steady.svg
 commands-model_error:
 	$(BIN)/python -m benchmarks.model_error --workloads two_tower --sizes tiny --runs 8
 commands-plan_error:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -33,6 +35,18 @@ def test_backends_take_turns_and_the_table_has_medians(
     cells = [cell.strip() for cell in row.split("  ") if cell.strip()]
     assert cells[:7] == ["clip", "40.0 s", "60.0 s", "1.50x", "4.0 s", "2.0 s", "0.50x"]
     assert row in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_process_tells_its_first_step_and_its_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A real one, in whose folders is what other tests compiled."""
+    (tmp_path / "inductor").symlink_to(os.environ.get("TORCHINDUCTOR_CACHE_DIR", tmp_path))
+    (tmp_path / "tmp").symlink_to(tempfile.gettempdir())
+    monkeypatch.setenv("APOLLO_PROFILE", "no such profile")  # settings of the caller are not the process's
+    got = first_step._in_a_process("two_tower", "tiny", "apollo", tmp_path)
+    assert got["first_step_s"] > 0
+    assert got["peak_bytes"] > 100 * 2**20
+    assert list((tmp_path / "cache").iterdir())
 
 
 @pytest.mark.parametrize("value", ["0", "-1", "many"])

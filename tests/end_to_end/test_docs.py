@@ -143,6 +143,7 @@ def test_the_code_of_the_readme_runs(folder: Path, capsys: pytest.CaptureFixture
 
 
 NOT_IN_CI = {
+    "benchmarks.first_step": "compiles everything twice with empty caches; tests/test_first_step.py",
     "benchmarks.gpu_suite": "needs a GPU; tests/test_gpu_suite.py",
     "benchmarks.sweep": "takes an hour; tests/test_sweep.py",
     "benchmarks.robustness": "reads what the sweep wrote; tests/test_sweep.py",
