@@ -43,7 +43,7 @@ from apollo_compile.device import (
 )
 from apollo_compile.dynamic import GraphFamily, at_once, in_background
 from apollo_compile.errors import ConfigError, CudaError, NothingToGainError, TargetError, UnsupportedGraphError
-from apollo_compile.execute import available_units, core_share, keep_memory, most_units, trim_memory
+from apollo_compile.execute import available_units, core_share, keep_memory, most_units, start_lanes, trim_memory
 from apollo_compile.history import Finding
 from apollo_compile.inductor import (
     Boundary,
@@ -419,6 +419,8 @@ class CompiledModel:
             written_inputs=written_inputs(graph_module),
             user_outputs=user_outputs(graph_module),
         )
+        if self.gpu is None:  # where threads may not be pinned, nothing is compiled in vain
+            start_lanes(compilation.plan.lanes, park_team=config.runtime.park_team)
         try:
             bodies = _compile_bodies(graph_module, compilation.partition, config, self.device, **kwargs)
         except Exception as error:

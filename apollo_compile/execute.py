@@ -59,7 +59,7 @@ class Executable:
         self._mutates = mutates
         clone, destroy = tensor_api()
         self._native = _native.Executor(
-            _start_lanes(program.lanes, park_team=park_team),
+            start_lanes(program.lanes, park_team=park_team),
             instructions=[encode(instructions) for instructions in program.instructions],
             num_buffers=program.num_buffers,
             num_events=program.num_events,
@@ -212,7 +212,12 @@ def trim_memory() -> None:
     _native.trim_memory()
 
 
-def _start_lanes(lanes: tuple[Lane, ...], *, park_team: bool) -> _native.Lanes:
+def start_lanes(lanes: tuple[Lane, ...], *, park_team: bool) -> _native.Lanes:
+    """Return the running lanes of a catalogue, made if there are none.
+
+    Raises:
+        RuntimeError: threads may not be pinned.
+    """
     key = (lanes, park_team)
     with _lanes_lock:
         if key not in _lanes_by_key:

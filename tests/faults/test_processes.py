@@ -92,7 +92,8 @@ def test_without_permission_to_pin_threads_inductor_runs_the_graph_and_a_line_sa
     """As in a sandbox that forbids sched_setaffinity."""
     if len(os.sched_getaffinity(0)) < 2:
         pytest.skip("one core has no lanes that need pinning")
-    done = run_python("torch.set_num_threads(2)\ncheck()\nprint('done')", FORBID_AFFINITY)
+    nothing_compiles = "from apollo_compile import backend\nbackend._compile_bodies = None\n"
+    done = run_python(f"{nothing_compiles}torch.set_num_threads(2)\ncheck()\nprint('done')", FORBID_AFFINITY)
     if done.stdout == "no seccomp\n":
         pytest.skip("this kernel installs no filters of system calls")
     check_end(done)
