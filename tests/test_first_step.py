@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
+import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from benchmarks import first_step
+
+CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TMPDIR")
+"""Where compiled code is, and the compiler's precompiled headers."""
 
 
 def test_backends_take_turns_and_the_table_has_medians(
@@ -39,9 +43,15 @@ def test_backends_take_turns_and_the_table_has_medians(
 
 @pytest.mark.slow
 def test_a_process_tells_its_first_step_and_its_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A real one, in whose folders is what other tests compiled."""
-    (tmp_path / "inductor").symlink_to(os.environ.get("TORCHINDUCTOR_CACHE_DIR", tmp_path))
-    (tmp_path / "tmp").symlink_to(tempfile.gettempdir())
+    """A real one, but with what other tests compiled."""
+    run = subprocess.run
+
+    def run_warm(command: list[str], *, env: dict[str, str], **options: Any) -> Any:
+        empty = {env.pop(variable) for variable in CACHES}
+        assert empty == {str(tmp_path / "inductor"), str(tmp_path / "tmp")}
+        return run(command, env={**env, **{name: os.environ[name] for name in CACHES if name in os.environ}}, **options)
+
+    monkeypatch.setattr(first_step.subprocess, "run", run_warm)
     monkeypatch.setenv("APOLLO_PROFILE", "no such profile")  # settings of the caller are not the process's
     got = first_step._in_a_process("two_tower", "tiny", "apollo", tmp_path)
     assert got["first_step_s"] > 0

@@ -93,7 +93,7 @@ def test_every_product_has_a_text(seed: int) -> None:
     made = random_graph(rng, seed)
     lanes = random_lanes(rng)
     table = random_costs(rng, made, lanes)
-    planned = make_plan(made, table, lanes=lanes, planner="greedy")
+    planned = make_plan(made, table, lanes=lanes, planner="greedy", work_s=0.2)
     syncs = eliminate_syncs(made, planned)
     memory = plan_memory(made, planned, syncs)
     forms = [

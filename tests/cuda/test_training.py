@@ -32,6 +32,7 @@ OPTIONS = {
     "plan.min_gain": 0.0,
     "plan.planner": "greedy",
     "plan.replan": False,
+    "plan.time_limit_s": 0.2,
     "partition.granularity": "module",
 }
 

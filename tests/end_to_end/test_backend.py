@@ -206,7 +206,7 @@ def test_a_defect_of_ours_is_logged_and_the_graph_still_runs(
     assert "goes to Inductor whole: RuntimeError: a defect" in caplog.text
 
 
-@pytest.mark.parametrize("first_axis", [1, 2])
+@pytest.mark.parametrize("first_axis", [1, pytest.param(2, marks=pytest.mark.soak)])
 def test_a_backward_in_segments_reads_what_inductors_forward_saved(
     monkeypatch: pytest.MonkeyPatch, first_axis: int
 ) -> None:

@@ -21,7 +21,7 @@ from tests.end_to_end.models import TwoTowers, two_tower_inputs
 FAST: dict[str, Any] = {"units": (), "profiles": ()}
 """Without plans for other devices."""
 
-GREEDY = {"plan.planner": "greedy"}
+GREEDY = {"plan.planner": "greedy", "plan.time_limit_s": 0.2}
 
 
 @pytest.fixture(autouse=True)

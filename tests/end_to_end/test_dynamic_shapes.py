@@ -17,7 +17,13 @@ from apollo_compile.dynamic import in_background
 from apollo_compile.select import INDUCTOR, PLAN, SERIAL
 from tests.end_to_end.models import assert_same_training, train
 
-LANES = {"debug.strict": True, "device.profile": "cpu", "plan.min_gain": 0.0, "plan.remember": False}
+LANES = {
+    "debug.strict": True,
+    "device.profile": "cpu",
+    "plan.min_gain": 0.0,
+    "plan.remember": False,
+    "plan.time_limit_s": 0.5,
+}
 EAGER_BODIES = {**LANES, "runtime.bodies": "eager"}
 LENGTHS = ((17, 5), (40, 33), (9, 12), (64, 5), (17, 6), (41, 33), (2, 2), (200, 3))
 

@@ -165,7 +165,7 @@ def test_a_graph_that_is_inductors_stays_so(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @needs_two_cores
-@pytest.mark.parametrize("way", [INDUCTOR, SERIAL, PLAN])
+@pytest.mark.parametrize("way", [INDUCTOR, pytest.param(SERIAL, marks=pytest.mark.soak), PLAN])
 def test_every_way_can_be_taken_by_a_graph_that_came_back(way: str) -> None:
     """Inductor compiles the graph of the bundle, and what its code saves fits the backward's segments."""
     torch.manual_seed(0)
@@ -193,7 +193,7 @@ def test_every_way_can_be_taken_by_a_graph_that_came_back(way: str) -> None:
 
 
 @needs_two_cores
-@pytest.mark.parametrize("way", [INDUCTOR, SERIAL])
+@pytest.mark.parametrize("way", [INDUCTOR, pytest.param(SERIAL, marks=pytest.mark.soak)])
 def test_a_verdict_that_came_later_holds(way: str, tmp_path: Path) -> None:
     """The bundle is of the first step; what the contest said after that stands in the history."""
     torch.manual_seed(0)
@@ -287,7 +287,13 @@ def test_it_can_be_switched_off(switch: str, tmp_path: Path) -> None:
 
 
 @warm("dynamic shapes")
-@pytest.mark.parametrize("model", [TwoTowers(), Pair(nn.Linear(64, 64))], ids=["lanes", "nothing to gain"])
+@pytest.mark.parametrize(
+    "model",
+    [
+        pytest.param(TwoTowers(), id="lanes"),
+        pytest.param(Pair(nn.Linear(64, 64)), id="nothing to gain", marks=pytest.mark.soak),
+    ],
+)
 def test_changing_shapes_are_compiled_by_every_process(model: nn.Module) -> None:
     """A graph with dynamic shapes is not kept, and runs as it would."""
     for _ in range(2):

@@ -30,7 +30,7 @@ def random_program(rng: random.Random) -> tuple[SegmentGraph, Plan, Program, Syn
     lanes = random_lanes(rng)
     table = random_costs(rng, made, lanes)
     if rng.random() < 0.3:
-        planned = make_plan(made, table, lanes=lanes, planner="greedy")
+        planned = make_plan(made, table, lanes=lanes, planner="greedy", work_s=0.2)
     else:
         planned = random_plan(rng, made, lanes, table)
     return made, planned, *emit(made, planned)
