@@ -2,7 +2,7 @@
 
     what_if(compilation, units=..., profiles=...) -> [WhatIf]
 
-Heuristics with little effort make these plans: they are there to be compared, and a report has eight of them.
+Heuristics with little effort make these plans: they are there to be compared, and a report has several per graph.
 """
 
 from __future__ import annotations
