@@ -94,6 +94,7 @@ def _check(options: dict[str, Any], most: int) -> int:
         run = torch.compile(compiled, backend="apollo", options={**STRICT, **options}, **shapes)
         actual, expected = use(compiled, run, rows), use(eager, eager, rows)
         torch.testing.assert_close(actual[:2], expected[:2], rtol=1e-9, atol=1e-9, equal_nan=True)
+        assert [has_gradient for has_gradient, _ in actual[2]] == [has_gradient for has_gradient, _ in expected[2]]
         plans = [graph.compilation.plan for model in backend.find_models(compiled) for graph in model.graphs]
         num_lanes.append(max((len({item.lane for item in plan.assignments}) for plan in plans), default=0))
         if actual[2] != expected[2]:
