@@ -14,10 +14,12 @@ DEMO ?=
 BENCH ?=
 SOAK ?= --minutes 30
 
-# Compiled pieces are kept between test runs.
+# Compiled pieces are kept between test runs, and so is bytecode: of what is installed, most is never imported, and the
+# rest by many processes.
 export TORCHINDUCTOR_CACHE_DIR := $(CURDIR)/build/inductor
+unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test check docs bench native stub native-test soak soak-native commands format clean
+.PHONY: demo test check docs bench native stub native-test soak soak-native format clean
 
 demo: $(VENV)/installed native
 	$(BIN)/python -m benchmarks.demo $(DEMO)
@@ -57,11 +59,12 @@ stub: native
 
 native-test: $(SANITIZERS:%=native-test-%)
 
-# Under `make --jobs`, ninja would look for make's job server, which is not its own.
+# Compiled fast, and all sources of a target at once. Under `make --jobs`, ninja would look for make's job server, which
+# is not its own.
 native-test-%: $(VENV)/tools
 	$(BIN)/cmake -S . -B build/native-$* -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja \
-	  -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python -DCMAKE_BUILD_TYPE=RelWithDebInfo \
-	  -DAPOLLO_BUILD_PYTHON=OFF -DAPOLLO_BUILD_TESTS=ON -DAPOLLO_SANITIZE=$*
+	  -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python -DCMAKE_BUILD_TYPE=Debug -DCMAKE_CXX_FLAGS_DEBUG="-O1 -g1" \
+	  -DCMAKE_UNITY_BUILD=ON -DAPOLLO_BUILD_PYTHON=OFF -DAPOLLO_BUILD_TESTS=ON -DAPOLLO_SANITIZE=$*
 	MAKEFLAGS= $(BIN)/cmake --build build/native-$*
 	$(BIN)/ctest --test-dir build/native-$* --output-on-failure
 
@@ -74,31 +77,6 @@ soak: $(VENV)/installed native
 	$(MAKE) soak-native
 
 soak-native: $(SANITIZERS:%=soak-native-%)
-
-# Commands of README, docs and benchmarks/README.md at their smallest size; what the tests compiled is used again.
-# `make --jobs=2 --output-sync=target commands` runs two at a time: what is looked at is that they work, not how fast.
-COMMANDS := demo bench planner picture lost_time steady model_error plan_error graphs
-commands: export OMP_WAIT_POLICY = passive
-commands: $(COMMANDS:%=commands-%)
-$(COMMANDS:%=commands-%): $(VENV)/installed native
-commands-demo:
-	$(MAKE) demo DEMO="--size tiny --steps 3 --rounds 1 --warm-cache"
-commands-bench:
-	$(MAKE) bench BENCH="--workloads two_tower --size tiny --steps 3 --warm-cache"
-commands-planner:
-	$(BIN)/python -m benchmarks.planner --only "layered 10" --devices cpu16 --time-limits 0.1
-commands-picture:
-	$(BIN)/python -m benchmarks.picture --size tiny --batch 4 --steps 3 --svg build/lanes.svg
-commands-lost_time:
-	$(BIN)/python -m benchmarks.lost_time --workloads two_tower --size tiny --runs 4
-commands-steady:
-	$(BIN)/python -m benchmarks.steady --steps 100 --svg build/steady.svg
-commands-model_error:
-	$(BIN)/python -m benchmarks.model_error --workloads two_tower --sizes tiny --runs 8
-commands-plan_error:
-	$(BIN)/python -m benchmarks.plan_error --workloads two_tower --size tiny --plans 3 --rounds 2
-commands-graphs:
-	$(BIN)/python -m benchmarks.graphs --only vit_control --folder build/graphs
 
 # A copy of the tree gets the instrumented extension. What Python leaves allocated at its end is not reported, nor what
 # libraries that are not instrumented do among themselves; a race ends the tests with 66. ThreadSanitizer needs addresses
@@ -130,11 +108,11 @@ $(VENV)/created:
 	touch $@
 
 $(VENV)/tools: constraints.txt | $(VENV)/created
-	$(BIN)/python -m pip install -q -c constraints.txt cmake ninja nanobind nvidia-cuda-runtime
+	$(BIN)/python -m pip install -q --no-compile -c constraints.txt cmake ninja nanobind nvidia-cuda-runtime
 	touch $@
 
 # torch first and by exact version: to resolve a range, pip would fetch gigabytes.
 $(VENV)/installed: pyproject.toml constraints.txt $(NATIVE_SOURCES) | $(VENV)/tools
-	$(BIN)/python -m pip install -q -c constraints.txt torch==$(shell sed -n 's/^torch==//p' constraints.txt)
-	$(BIN)/python -m pip install -q -c constraints.txt '.[bench,test,docs,dev]'
+	$(BIN)/python -m pip install -q --no-compile -c constraints.txt torch==$(shell sed -n 's/^torch==//p' constraints.txt)
+	$(BIN)/python -m pip install -q --no-compile -c constraints.txt '.[bench,test,docs,dev]'
 	touch $@

@@ -41,7 +41,7 @@ def test_backends_take_turns_and_the_table_has_medians(
     assert row in capsys.readouterr().out
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_process_tells_its_first_step_and_its_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A real one, but with what other tests compiled."""
     run = subprocess.run

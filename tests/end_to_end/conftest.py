@@ -28,6 +28,12 @@ def uncompiled(lanes: dict[str, Any]) -> dict[str, Any]:
     return {**lanes, "options": {**lanes["options"], "runtime.bodies": "eager"}}
 
 
+@pytest.fixture(scope="session", params=["eager", pytest.param("native", marks=pytest.mark.soak)])
+def either(request: pytest.FixtureRequest, lanes: dict[str, Any]) -> dict[str, Any]:
+    """The same both ways, the one without a compiler in every run: for what should hold whatever runs in a segment."""
+    return {**lanes, "options": {**lanes["options"], "runtime.bodies": request.param}}
+
+
 @pytest.fixture(autouse=True)
 def _how_graphs_ran(request: pytest.FixtureRequest, record_property: Callable[[str, object], None]) -> Iterator[None]:
     """Start without what Dynamo compiled for others, and note for docs/robustness.md who ran the test's graphs."""

@@ -59,13 +59,13 @@ def _(counter: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
 
 @operators("custom operators")
-def test_a_custom_operator_with_a_gradient_of_its_own(lanes: Options) -> None:
+def test_a_custom_operator_with_a_gradient_of_its_own(either: Options) -> None:
     """It runs in a segment, forward and backward."""
-    both_ways(lambda x, y: doubled_rows((x @ y).tanh()) @ y, (floats(8, 8), floats(8, 8, seed=1)), lanes)
+    both_ways(lambda x, y: doubled_rows((x @ y).tanh()) @ y, (floats(8, 8), floats(8, 8, seed=1)), either)
 
 
 @operators("custom operators that write to their arguments")
-def test_custom_operators_that_write_keep_their_order(lanes: Options) -> None:
+def test_custom_operators_that_write_keep_their_order(either: Options) -> None:
     """Each sees what the one before it left; the buffer ends with eager's number."""
 
     def count(counter: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -74,10 +74,10 @@ def test_custom_operators_that_write_keep_their_order(lanes: Options) -> None:
         return left - 3 * right + count_up(counter, x)
 
     with torch.no_grad():
-        same_call(count, (torch.ones(1), floats(8, 8)), lanes)
+        same_call(count, (torch.ones(1), floats(8, 8)), either)
 
 
-def test_a_number_is_read_before_its_tensor_is_written(lanes: Options) -> None:
+def test_a_number_is_read_before_its_tensor_is_written(either: Options) -> None:
     """Segments read it for themselves; what is read after the write is another number."""
 
     def scale(counter: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -89,8 +89,8 @@ def test_a_number_is_read_before_its_tensor_is_written(lanes: Options) -> None:
     torch._dynamo.reset()
     earlier = backend.compiled_models()
     with torch._dynamo.config.patch(capture_scalar_outputs=True), torch.no_grad():
-        same_call(scale, (torch.tensor(3), floats(8, 8)), lanes)
-        same_call(scale, (torch.tensor(-2), floats(8, 8)), lanes)
+        same_call(scale, (torch.tensor(3), floats(8, 8)), either)
+        same_call(scale, (torch.tensor(-2), floats(8, 8)), either)
     made = [model for model in backend.compiled_models() if model not in earlier]
     assert made and all(model.graphs and not model.handed_over for model in made)
 
@@ -159,14 +159,14 @@ def test_a_loop_whose_length_depends_on_a_value(lanes: Options) -> None:
 
 
 @operators("higher-order operators with a graph inside")
-def test_a_region_that_is_compiled_once_and_called_twice(lanes: Options) -> None:
+def test_a_region_that_is_compiled_once_and_called_twice(either: Options) -> None:
     """`nested_compile_region` leaves calls of an inner graph in the outer one, forward and backward."""
 
     @torch.compiler.nested_compile_region
     def layer(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return (x @ weight).tanh()
 
-    both_ways(lambda x, w: layer(layer(x, w), w) @ w, (floats(8, 8), floats(8, 8, seed=1)), lanes)
+    both_ways(lambda x, w: layer(layer(x, w), w) @ w, (floats(8, 8), floats(8, 8, seed=1)), either)
 
 
 @operators("flex_attention")
@@ -200,10 +200,10 @@ class _Recorded(nn.Module):
 
 
 @operators("buffers written several times in a forward")
-def test_a_buffer_that_is_written_and_read_in_turns(lanes: Options) -> None:
+def test_a_buffer_that_is_written_and_read_in_turns(either: Options) -> None:
     """Readers see the value of their place in the program, and the buffer ends with the last one."""
     expected, actual = _Recorded(), _Recorded()
-    run = torch.compile(actual, **lanes)
+    run = torch.compile(actual, **either)
     x, y = floats(8, 8).requires_grad_(), floats(8, 8, seed=1)
     for _ in range(3):
         outputs = run(x, y), expected(x, y)

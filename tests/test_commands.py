@@ -1,0 +1,46 @@
+"""Benchmarks that README and docs name run to their end, at their smallest size."""
+
+from __future__ import annotations
+
+import importlib
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+COMMANDS = (
+    "graphs --only vit_control --folder {folder}",
+    "model_error --workloads two_tower --sizes tiny --runs 8 --json {folder}/written",
+    "plan_error --workloads two_tower --size tiny --plans 3 --rounds 2 --json {folder}/written",
+    "planner --only 'layered 10' --devices cpu16 --time-limits 0.1 --json {folder}/written",
+)
+"""Arguments of `python -m benchmarks.`; the demo runs in .ci/run."""
+
+COMPILED = (
+    "lost_time --workloads two_tower --size tiny --runs 4 --json {folder}/written",
+    "picture --size tiny --batch 4 --steps 3 --svg {folder}/written",
+    "run --workloads two_tower --size tiny --steps 3 --variants eager,apollo --warm-cache --json {folder}/written",
+    "steady --steps 100 --svg {folder}/written",
+)
+"""Those that compile a whole workload, which takes half a minute each: `make soak` runs them."""
+
+
+def _parameters() -> list[Any]:
+    return [
+        pytest.param(command, id=command.split()[0], marks=[pytest.mark.soak] if command in COMPILED else [])
+        for command in COMMANDS + COMPILED
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", _parameters())
+def test_a_command_writes_what_it_is_asked_for(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In this process, which has imported most of it."""
+    monkeypatch.setenv("TRANSFORMERS_DISABLE_TORCH_CHECK", "1")  # to be restored: `graphs` sets it
+    module, *arguments = shlex.split(command.format(folder=tmp_path))
+    assert not importlib.import_module(f"benchmarks.{module}").main(arguments), capsys.readouterr()
+    written = [path for path in tmp_path.iterdir() if path.stat().st_size]
+    assert written and set(written) == set(tmp_path.iterdir())
