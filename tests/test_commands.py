@@ -10,26 +10,26 @@ from typing import Any
 import pytest
 
 COMMANDS = (
-    "graphs --only vit_control --folder {folder}",
-    "model_error --workloads two_tower --sizes tiny --runs 8 --json {folder}/written",
     "plan_error --workloads two_tower --size tiny --plans 3 --rounds 2 --json {folder}/written",
     "planner --only 'layered 10' --devices cpu16 --time-limits 0.1 --json {folder}/written",
 )
 """Arguments of `python -m benchmarks.`; the demo runs in .ci/run."""
 
-COMPILED = (
+LONG = (
+    "graphs --only vit_control --folder {folder}",
     "lost_time --workloads two_tower --size tiny --runs 4 --json {folder}/written",
+    "model_error --workloads two_tower --sizes tiny --runs 8 --json {folder}/written",
     "picture --size tiny --batch 4 --steps 3 --svg {folder}/written",
     "run --workloads two_tower --size tiny --steps 3 --variants eager,apollo --warm-cache --json {folder}/written",
     "steady --steps 100 --svg {folder}/written",
 )
-"""Those that compile a whole workload, which takes half a minute each: `make soak` runs them."""
+"""Those that take half a minute each, because they compile or calibrate: `make soak` runs them."""
 
 
 def _parameters() -> list[Any]:
     return [
-        pytest.param(command, id=command.split()[0], marks=[pytest.mark.soak] if command in COMPILED else [])
-        for command in COMMANDS + COMPILED
+        pytest.param(command, id=command.split()[0], marks=[pytest.mark.soak] if command in LONG else [])
+        for command in COMMANDS + LONG
     ]
 
 
