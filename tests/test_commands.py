@@ -13,7 +13,7 @@ COMMANDS = (
     "plan_error --workloads two_tower --size tiny --plans 3 --rounds 2 --json {folder}/written",
     "planner --only 'layered 10' --devices cpu16 --time-limits 0.1 --json {folder}/written",
 )
-"""Arguments of `python -m benchmarks.`; the demo runs in .ci/run."""
+"""Arguments of `python -m benchmarks.`; tests/test_demo.py runs the demo."""
 
 LONG = (
     "graphs --only vit_control --folder {folder}",

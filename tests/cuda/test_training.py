@@ -95,9 +95,10 @@ def loss_of(inputs: tuple[torch.Tensor, ...]) -> Callable[[Callable[..., Any]], 
     return lambda run: run(*inputs).square().mean()
 
 
-def test_training_replays_and_is_as_in_eager() -> None:
+@pytest.mark.parametrize("options", [{}, pytest.param(COMPILED, marks=pytest.mark.soak)], ids=["eager", "compiled"])
+def test_training_replays_and_is_as_in_eager(options: dict[str, Any]) -> None:
     """Losses and gradients of every step, and the parameters at the end; lanes are used."""
-    compiler = new_compiler(**COMPILED)
+    compiler = new_compiler(**options)
     model, inputs = TwoTowers(depth=1), two_tower_inputs()
     expected = train(model, loss_of(inputs), steps=7)
     assert_same_training(expected, train(model, loss_of(inputs), steps=7, backend=compiler))

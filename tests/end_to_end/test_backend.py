@@ -29,6 +29,7 @@ from tests.end_to_end.models import (
     NEVER_AS_LONG_NS,
     STRICT,
     UNTIL_PROVEN_S,
+    Tower,
     TwoTowers,
     assert_same_training,
     train,
@@ -44,6 +45,23 @@ def test_two_towers_train_as_in_eager_and_use_lanes() -> None:
     eager = train(model, lambda run: run(*inputs).square().mean())
     apollo = train(model, lambda run: run(*inputs).square().mean(), backend="apollo", options=STRICT)
     assert_same_training(eager, apollo)
+
+
+def test_loops_run_on_all_threads_of_a_lane() -> None:
+    """And give the same numbers; compiled by g++, since the compiler of other tests may make loops serial."""
+    compiler = Path(__file__).parents[2] / ".ci" / "g++"
+    x = torch.randn(64, 64)
+    tower = Tower(width=64, depth=1)
+    eager = train(tower, lambda run: run(x).square().mean())
+    with inductor_config.patch({"cpp.cxx": (None, str(compiler))}):
+        options = {**STRICT, "plan.planner": "serial"}
+        apollo = train(tower, lambda run: run(x).square().mean(), backend="apollo", options=options)
+    assert_same_training(eager, apollo)
+    for graph in backend.compiled_models()[-1].graphs:
+        assert {span.lane for span in graph.trace().spans} == {0}
+        assert graph.compilation.plan.lanes[0].units == tuple(range(available_units()))
+        libraries = [Path(body.library._name).read_bytes() for body in graph.bodies if body.library is not None]
+        assert any(b"GOMP_parallel" in library for library in libraries)
 
 
 def test_an_unknown_option_is_an_error_that_lists_the_known_ones() -> None:

@@ -143,17 +143,17 @@ def test_the_code_of_the_readme_runs(folder: Path, capsys: pytest.CaptureFixture
     assert "vision_model.encoder.layers.1" in printed
 
 
-NOT_IN_CI = {
+NEVER_WHOLE = {
     "benchmarks.first_step": "compiles everything twice with empty caches; tests/test_first_step.py",
     "benchmarks.gpu_suite": "needs a GPU; tests/test_gpu_suite.py",
     "benchmarks.sweep": "takes an hour; tests/test_sweep.py",
     "benchmarks.robustness": "reads what the sweep wrote; tests/test_sweep.py",
 }
-"""Modules of documented commands that .ci/run leaves out: why, and the test that runs what they are made of."""
+"""Modules of documented commands that no test runs whole: why, and the test that runs what they are made of."""
 
 
 def test_documented_commands_run() -> None:
-    """Those of apollo in the docs, which a test above runs; others at small sizes, in tests or .ci/run."""
+    """Those of apollo in the docs, which a test above runs; others at small sizes, in .ci/run or in `make soak`."""
     command = r"(?:make|apollo|(?:\.venv/bin/)?python -m) [a-z]"
     lines = [
         line.split("#")[0].strip().removeprefix(".venv/bin/")
@@ -171,6 +171,7 @@ def test_documented_commands_run() -> None:
     script = (ROOT / ".ci" / "run").read_text().replace(".venv/bin/", "")
     script += recipes
     tested = {command.split()[0] for command in COMMANDS + LONG}
+    tested.add("demo")  # tests/test_demo.py
     documented = {line.split()[2] for page in PAGES for block in blocks_of(page) for line in _console_lines(block)}
     documented.add("calibrate")  # tests/test_calibrate.py runs it: its exit code depends on the machine's neighbours
     for line in lines:
@@ -190,8 +191,8 @@ def test_documented_commands_run() -> None:
             assert is_run, line
             continue
         module = arguments[1]
-        if module in NOT_IN_CI:
-            test = ROOT / NOT_IN_CI[module].split("; ")[1]
+        if module in NEVER_WHOLE:
+            test = ROOT / NEVER_WHOLE[module].split("; ")[1]
             assert not is_run and re.search(
                 rf"benchmarks[. ].*\b{module.removeprefix('benchmarks.')}\b", test.read_text()
             )

@@ -110,7 +110,7 @@ class Normalized(nn.Module):
 
 
 @warm("training, dropout and BatchNorm included")
-@pytest.mark.parametrize("kind", ["towers", "normalized"])
+@pytest.mark.parametrize("kind", [pytest.param("towers", marks=pytest.mark.soak), "normalized"])
 def test_a_second_compile_is_the_first_one(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Same losses, gradients and buffers to the bit, dropout included; same segments, plan and report."""
     torch.manual_seed(0)
@@ -290,7 +290,7 @@ def test_it_can_be_switched_off(switch: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "model",
     [
-        pytest.param(TwoTowers(), id="lanes"),
+        pytest.param(TwoTowers(depth=1), id="lanes"),
         pytest.param(Pair(nn.Linear(64, 64)), id="nothing to gain", marks=pytest.mark.soak),
     ],
 )

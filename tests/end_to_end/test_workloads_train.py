@@ -73,6 +73,7 @@ def test_five_training_steps_and_inference_equal_eager(name: str, bodies: str) -
             assert find_races(_without(program, position), graph, rng) != []
 
 
+@pytest.mark.soak
 def test_llava_is_one_graph_in_segments_where_dynamo_may_capture_numbers() -> None:
     """It checks a number that it reads from a tensor, which breaks the graph otherwise; it trains as in eager."""
     workload = build("llava", "tiny")
