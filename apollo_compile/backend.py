@@ -200,7 +200,7 @@ class CompiledModel:
 
     def __post_init__(self) -> None:
         """Prepare the contest of the graphs to come, and what they take over from earlier ones."""
-        self.selection = Selection(self.contested, self._keep_verdict, self.ranks)
+        self.selection = Selection(self.contested, self._keep_verdict, self.ranks, tidy=self._tidy)
         self.warm_start = WarmStart(
             name=self.name,
             config=self.config,
@@ -247,8 +247,10 @@ class CompiledModel:
                 graph.keep_only_this_way()
         for way in self.memories.keys() - {graph.way for graph in self.contested} - {PLAN}:
             del self.memories[way]
-        if self.config.runtime.keep_memory:
-            trim_memory()  # each way left its own behind
+
+    def _tidy(self) -> None:
+        if self.config.runtime.keep_memory and self.gpu is None:
+            trim_memory()
 
     def cache(self, graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> Cache | None:
         """Return how AOTAutograd's cache gives the graphs of a Dynamo graph back; None where it is not to have them."""
@@ -463,7 +465,7 @@ class CompiledModel:
             if compile_whole is not None:
                 label = graph.compilation.capture.name
                 tell = partial(_logger.info, "%s: chosen by measuring: %s", label)
-                graph.selection = Selection([graph], tell, is_watched=False)
+                graph.selection = Selection([graph], tell, tidy=self._tidy, is_watched=False)
 
         def make(sizes: Mapping[str, int]) -> CompiledGraph:
             begin = time.perf_counter_ns()

@@ -13,6 +13,8 @@ Contest     Entrants take turns of `STEPS_PER_TURN` steps; the first of a turn i
             median of its timed calls: forward and backward are judged together. What counts between two entrants is
             the ratio of their times in the same round, since a disturbed round disturbs both. A step begins when the
             first graph runs and the graph before it was another: forwards in a row belong to one step.
+Memory      Before a turn, what is free goes back to the system: glibc keeps the memory that lanes freed apart from that
+            of other threads, so the ways would add up. A turn's first step, which is not timed, gets its own again.
 End         After `MIN_ROUNDS`, an entrant leaves that has lost to the leader (least median ratio) by more than `TIE`,
             in every round but one in eight: a one-sided sign test at about 5 %. Its device memory goes at once. The
             contest ends when one is left, or after `MAX_ROUNDS`. The winner is the first entrant, in the order given
@@ -163,6 +165,11 @@ class Contest:
         self.num_steps += 1
         return self.entrants[self._order[self._turn]]
 
+    @property
+    def is_in_first_step(self) -> bool:
+        """Whether the step that goes on is the first of a turn."""
+        return self._steps_in_turn == 1
+
     def record(self, graph: int, ns: int) -> None:
         """Note the duration of one call in the step that is going on."""
         if self._steps_in_turn > 1:
@@ -234,6 +241,7 @@ class Selection:
             list may grow until the first contest.
         tell: called with every verdict.
         ranks: who must come to the same verdict.
+        tidy: called before another way runs: what the one before freed, and what was left of compiling, is of no use.
         is_watched: whether drift is looked for afterwards; calls that take as long as their sizes make them drift.
     """
 
@@ -243,6 +251,7 @@ class Selection:
         tell: Callable[[Verdict], None],
         ranks: Ranks | None = None,
         *,
+        tidy: Callable[[], None] = lambda: None,
         is_watched: bool = True,
     ) -> None:
         self.verdict: Verdict | None = None
@@ -251,6 +260,7 @@ class Selection:
         """Those that take part in the latest contest."""
         self._tell = tell
         self._ranks = ranks or Ranks(None)
+        self._tidy = tidy
         self._is_watched = is_watched and self._ranks.is_alone
         self._num_rounds = itertools.count()
         self._contest: Contest | None = None
@@ -319,6 +329,8 @@ class Selection:
         while self._contest is not None:
             choice = self._contest.begin_step()
             if choice is not None:
+                if self._contest.is_in_first_step:
+                    self._tidy()
                 self._use(choice)
                 for graph, *ways in zip(self._graphs, *self._contest.choices_left, strict=True):
                     graph.keep(ways)
@@ -334,6 +346,7 @@ class Selection:
             if None in remembered:
                 return True
             self.verdict = remembered[0]
+            self._tidy()
         return self._watch.has_drifted()
 
     def _is_ready(self) -> bool:
@@ -350,6 +363,7 @@ class Selection:
             verdict: Verdict = end.value
             self._watch.restart(is_confirmed=self.verdict is not None and self.verdict.choice == verdict.choice)
             self._procedure, self.verdict = None, verdict
+            self._tidy()
             self._use(verdict.choice)
             self._tell(verdict)
 

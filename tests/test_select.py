@@ -66,7 +66,11 @@ class Machine:
     def __init__(self, *graphs: Graph, seed: int = 0, noise: float = 0.0, ranks: Ranks | None = None) -> None:
         self.graphs, self.noise = graphs, noise
         self.verdicts: list[Verdict] = []
-        self.selection = Selection(graphs, self.verdicts.append, ranks)
+        self.tidied: list[int] = []
+        """Steps that had begun whenever memory was to be given back."""
+        self.selection = Selection(
+            graphs, self.verdicts.append, ranks, tidy=lambda: self.tidied.append(len(graphs[0].used))
+        )
         self.speed = 1.0
         self._random = random.Random(seed)
         self._last: list[str] = []
@@ -127,6 +131,18 @@ def test_who_leaves_the_contest_keeps_no_memory() -> None:
         [INDUCTOR],
     ]
     assert backward.kept == [*forward.kept[:3], sorted([INDUCTOR, STREAMS])]
+
+
+def test_memory_is_given_back_before_every_turn_and_before_the_winner_runs() -> None:
+    """And once where the winner is known: compiling left some behind."""
+    graph = Graph({SERIAL: 10, PLAN: 7})
+    machine = Machine(graph)
+    machine.run(ENOUGH)
+    (verdict,) = machine.verdicts
+    assert machine.tidied == [1 + steps for steps in range(0, verdict.num_steps + 1, STEPS_PER_TURN)]
+    again = Machine(Graph({SERIAL: 10, PLAN: 7}, remembered=verdict))
+    again.run(ENOUGH)
+    assert again.tidied == [1]
 
 
 def test_inductor_wins_where_it_is_the_fastest_and_ties_go_to_it() -> None:

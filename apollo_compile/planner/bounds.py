@@ -22,7 +22,10 @@ for *any* weights (a Lagrangian relaxation). The weights are the dual values of 
 which violated loads are added until none is left or nothing more is won: of all pairs (a, b), with S all that lies
 between, and of all thresholds of head and tail, those through which the longest path is longest. Then the weights are
 rounded and the inequality is evaluated in integers, so the claim rests neither on the solver nor on floating point.
-Hand-overs are ignored.
+
+In the linear program a task may be half on many units and half on few, which is worth a few percent where two towers
+of few large layers share the device. So the longest path and the longest of what is left, without all other tasks, are
+solved exactly besides (`two_chains.py`). The larger of both bounds counts; hand-overs are ignored in both.
 
 Sources: Mingozzi et al., "An exact algorithm for the RCPSP", Management Science 44, 1998,
 https://doi.org/10.1287/mnsc.44.5.714 (relaxation); Carlier, Pinson, "An algorithm for solving the job-shop problem",
@@ -41,6 +44,7 @@ import numpy.typing as npt
 
 from apollo_compile.planner.problem import Mode, Problem
 from apollo_compile.planner.simulate import tail_lengths
+from apollo_compile.planner.two_chains import Chain, shortest_makespan
 
 if TYPE_CHECKING:
     from ortools.linear_solver import pywraplp
@@ -64,7 +68,12 @@ _Array = npt.NDArray[np.float64]
 
 
 def lower_bound(problem: Problem, *, use_program: bool = True) -> int:
-    """Return a number that the makespan of no valid schedule is below; without the linear program, a smaller one."""
+    """Return a number that the makespan of no valid schedule is below.
+
+    Arguments:
+        problem: whatever is to be scheduled.
+        use_program: takes longer; without it the bound is of paths and of all tasks' load only.
+    """
     if not problem.tasks:
         return 0
     network = _Network(problem)
@@ -73,6 +82,7 @@ def lower_bound(problem: Problem, *, use_program: bool = True) -> int:
     claims = [longest_path, *(network.evaluate([load], [1], []) for load in loads)]
     if not use_program:
         return max(claims)
+    claims.append(network.two_chains())
     program = _Program(network, scale=max(claims))
     for cut in (*network.orders(), *loads):
         program.add(cut)
@@ -166,6 +176,36 @@ class _Network:
     def capacity(self, cut: _Cut) -> int:
         """Return what a constraint is multiplied with to make it whole."""
         return 1 if cut.resource is None else self.capacities[cut.resource]
+
+    def two_chains(self) -> int:
+        """Return the shortest makespan of the longest path and the longest of what it leaves; 0 if there are none."""
+        is_before = _closure(self.successors) > 0
+        is_left = np.ones(len(self.modes), dtype=bool)
+        first = self._longest_chain(is_before, is_left)
+        is_left[first] = False
+        second = self._longest_chain(is_before, is_left)
+        if not self.problem.atom_sizes or not second:
+            return 0
+        return shortest_makespan(self._as_chain(first), self._as_chain(second), self.problem.lanes) or 0
+
+    def _longest_chain(self, is_before: npt.NDArray[np.bool_], is_left: npt.NDArray[np.bool_]) -> list[int]:
+        """Return tasks that are left and run one after the other, in this order, for the longest time."""
+        lengths = np.zeros(len(self.modes), dtype=np.int64)
+        for task in np.flatnonzero(is_left):
+            lengths[task] = min(self.durations[task]) + (lengths * is_before[:, task]).max()
+        chain: list[int] = []
+        candidates = is_left
+        while candidates.any():
+            chain.append(int((lengths * candidates).argmax()))
+            candidates = candidates & is_before[:, chain[-1]]
+        return chain[::-1]
+
+    def _as_chain(self, tasks: Sequence[int]) -> Chain:
+        return Chain(
+            modes=tuple(tuple((mode.lane, mode.duration) for mode in self.modes[task]) for task in tasks),
+            heads=tuple(self.heads[task] for task in tasks),
+            tail=self.tails[tasks[-1]],
+        )
 
     def evaluate(self, cuts: Sequence[_Cut], weights: Sequence[int], budget_weights: Sequence[int]) -> int:
         """Return the bound that follows from whole weights >= 0, rounded up because makespans are whole."""
