@@ -62,22 +62,22 @@ class _Search:
     busy: dict[_Place, defaultdict[tuple[int, int], list[tuple[int, int]]]] = field(default_factory=dict)
     """By the chain that runs and its lane: since when the other is free, and until when this one runs."""
 
-    def visit(self, place: _Place) -> Iterator[None]:
-        """Look at all situations of a place, which lead to places with more tasks that have ended."""
+    def visit(self, place: _Place) -> int:
+        """Look at all situations of a place, which lead to places with more tasks that have ended; count them."""
         if place in self.idle:
             now = self.idle.pop(place)
             for chain in (0, 1):
                 for lane, end in self._starts(chain, place, now):
                     self._run(place, chain, lane, now, end)
-            yield
+        num_labels = 0
         for (chain, lane), labels in self.busy.pop(place, {}).items():
             least = None
             for now, end in sorted(labels):
-                if least is not None and end >= least:
-                    continue
-                least = end
-                self._go_on(place, chain, lane, now, end)
-                yield
+                if least is None or end < least:
+                    least = end
+                    num_labels += 1
+                    self._go_on(place, chain, lane, now, end)
+        return num_labels
 
     def _starts(self, chain: int, place: _Place, now: int) -> Iterator[tuple[int, int]]:
         """Yield the lane and the end of the chain's next task, by mode."""
@@ -133,21 +133,20 @@ class _Search:
 def shortest_makespan(
     one: Chain, other: Chain, lanes: Sequence[frozenset[int]], *, max_labels: int = MAX_LABELS
 ) -> int | None:
-    """Return the shortest makespan of two chains that are not empty; None after `max_labels` situations.
+    """Return the shortest makespan of two chains that are not empty; None where that takes `max_labels` situations.
 
     Arguments:
         one: a chain.
         other: another one; neither waits for the other.
         lanes: the atoms of every lane; lanes that share one exclude each other.
-        max_labels: more than a few for every pair of tasks and every lane.
+        max_labels: a few for every pair of tasks and every lane are enough.
     """
     search = _Search((one, other), [[bool(a & b) for b in lanes] for a in lanes])
     search.idle[0, 0] = 0
     num_labels = 0
     for num_ended in range(len(one.modes) + len(other.modes)):
         for first in range(max(0, num_ended - len(other.modes) + 1), min(len(one.modes) - 1, num_ended) + 1):
-            for _ in search.visit((first, num_ended - first)):
-                num_labels += 1
-                if num_labels > max_labels:
-                    return None
+            num_labels += search.visit((first, num_ended - first))
+            if num_labels > max_labels:
+                return None
     return search.best
