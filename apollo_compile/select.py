@@ -13,8 +13,9 @@ Contest     Entrants take turns of `STEPS_PER_TURN` steps; the first of a turn i
             median of its timed calls: forward and backward are judged together. What counts between two entrants is
             the ratio of their times in the same round, since a disturbed round disturbs both. A step begins when the
             first graph runs and the graph before it was another: forwards in a row belong to one step.
-Memory      Before a turn, what is free goes back to the system: glibc keeps the memory that lanes freed apart from that
-            of other threads, so the ways would add up. A turn's first step, which is not timed, gets its own again.
+Memory      Before a turn, and before Inductor compiles, what is free goes back to the system: glibc keeps what lanes freed
+            apart from what other threads did, so the ways would add up. A turn's first step, which is not timed, gets
+            its own again.
 End         After `MIN_ROUNDS`, an entrant leaves that has lost to the leader (least median ratio) by more than `TIE`,
             in every round but one in eight: a one-sided sign test at about 5 %. Its device memory goes at once. The
             contest ends when one is left, or after `MAX_ROUNDS`. The winner is the first entrant, in the order given
@@ -241,7 +242,7 @@ class Selection:
             list may grow until the first contest.
         tell: called with every verdict.
         ranks: who must come to the same verdict.
-        tidy: called before another way runs: what the one before freed, and what was left of compiling, is of no use.
+        tidy: called before another way runs or is compiled: what the one before freed is of no use to it.
         is_watched: whether drift is looked for afterwards; calls that take as long as their sizes make them drift.
     """
 
@@ -375,6 +376,7 @@ class Selection:
         is_clear = winner == PLAN and results.ratios.get(SERIAL, 1.0) >= CLEAR
         is_first = self.verdict is None or self.verdict.is_remembered
         if is_first and INDUCTOR not in entrants and not is_clear:
+            self._tidy()
             for graph in self._graphs:
                 if graph.has_run:
                     graph.prepare()

@@ -140,6 +140,10 @@ def test_memory_is_given_back_before_every_turn_and_before_the_winner_runs() -> 
     machine.run(ENOUGH)
     (verdict,) = machine.verdicts
     assert machine.tidied == [1 + steps for steps in range(0, verdict.num_steps + 1, STEPS_PER_TURN)]
+    slower = Machine(Graph({SERIAL: 10, PLAN: 9.9, INDUCTOR: 8}))
+    slower.run(ENOUGH)
+    num_turns = slower.verdicts[0].num_steps // STEPS_PER_TURN
+    assert len(slower.tidied) == num_turns + 2  # before Inductor compiles, too
     again = Machine(Graph({SERIAL: 10, PLAN: 7}, remembered=verdict))
     again.run(ENOUGH)
     assert again.tidied == [1]
