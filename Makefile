@@ -59,11 +59,12 @@ stub: native
 
 native-test: $(SANITIZERS:%=native-test-%)
 
-# Compiled fast. Under `make --jobs`, ninja would look for make's job server, which is not its own.
+# Compiled fast, and several sources at once; `native` compiles each alone. Under `make --jobs`, ninja would look for make's
+# job server, which is not its own.
 native-test-%: $(VENV)/tools
 	$(BIN)/cmake -S . -B build/native-$* -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja \
 	  -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python -DCMAKE_BUILD_TYPE=Debug -DCMAKE_CXX_FLAGS_DEBUG="-O1 -g1" \
-	  -DAPOLLO_BUILD_PYTHON=OFF -DAPOLLO_BUILD_TESTS=ON -DAPOLLO_SANITIZE=$*
+	  -DCMAKE_UNITY_BUILD=ON -DAPOLLO_BUILD_PYTHON=OFF -DAPOLLO_BUILD_TESTS=ON -DAPOLLO_SANITIZE=$*
 	MAKEFLAGS= $(BIN)/cmake --build build/native-$*
 	$(BIN)/ctest --test-dir build/native-$* --output-on-failure
 

@@ -247,9 +247,13 @@ class CompiledModel:
                 graph.keep_only_this_way()
         for way in self.memories.keys() - {graph.way for graph in self.contested} - {PLAN}:
             del self.memories[way]
+        if self.config.runtime.keep_memory:
+            trim_memory()  # each way left its own behind
 
     def _tidy(self) -> None:
-        if self.config.runtime.keep_memory and self.gpu is None:
+        """Give back free memory, unless that falls into timed steps of another model; lanes of a GPU free nothing."""
+        others = (model.selection.is_settled for model in compiled_models() if model is not self)
+        if self.config.runtime.keep_memory and self.gpu is None and all(others):
             trim_memory()
 
     def cache(self, graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> Cache | None:
@@ -465,7 +469,7 @@ class CompiledModel:
             if compile_whole is not None:
                 label = graph.compilation.capture.name
                 tell = partial(_logger.info, "%s: chosen by measuring: %s", label)
-                graph.selection = Selection([graph], tell, tidy=self._tidy, is_watched=False)
+                graph.selection = Selection([graph], tell, is_watched=False)
 
         def make(sizes: Mapping[str, int]) -> CompiledGraph:
             begin = time.perf_counter_ns()

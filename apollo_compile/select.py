@@ -13,9 +13,10 @@ Contest     Entrants take turns of `STEPS_PER_TURN` steps; the first of a turn i
             median of its timed calls: forward and backward are judged together. What counts between two entrants is
             the ratio of their times in the same round, since a disturbed round disturbs both. A step begins when the
             first graph runs and the graph before it was another: forwards in a row belong to one step.
-Memory      Before a turn, and before Inductor compiles, what is free goes back to the system: glibc keeps what lanes freed
-            apart from what other threads did, so the ways would add up. A turn's first step, which is not timed, gets
-            its own again.
+Memory      Before a turn, and before Inductor compiles, free memory goes back to the system: glibc keeps what lanes
+            freed apart from what other threads did, so the ways would add up. A turn's first step, which is not timed,
+            gets its own again. While several models compete, none does so, for it would fall into another's timed
+            steps.
 End         After `MIN_ROUNDS`, an entrant leaves that has lost to the leader (least median ratio) by more than `TIE`,
             in every round but one in eight: a one-sided sign test at about 5 %. Its device memory goes at once. The
             contest ends when one is left, or after `MAX_ROUNDS`. The winner is the first entrant, in the order given
@@ -242,7 +243,8 @@ class Selection:
             list may grow until the first contest.
         tell: called with every verdict.
         ranks: who must come to the same verdict.
-        tidy: called before another way runs or is compiled: what the one before freed is of no use to it.
+        tidy: called before every turn, before Inductor compiles, and where an earlier verdict begins to count: what is
+            free then is of no use to what follows.
         is_watched: whether drift is looked for afterwards; calls that take as long as their sizes make them drift.
     """
 
@@ -346,8 +348,9 @@ class Selection:
             remembered = [graph.remembered for graph in self._all_graphs if graph.has_run]
             if None in remembered:
                 return True
-            self.verdict = remembered[0]
-            self._tidy()
+            if self.verdict != remembered[0]:
+                self.verdict = remembered[0]
+                self._tidy()
         return self._watch.has_drifted()
 
     def _is_ready(self) -> bool:
@@ -364,7 +367,6 @@ class Selection:
             verdict: Verdict = end.value
             self._watch.restart(is_confirmed=self.verdict is not None and self.verdict.choice == verdict.choice)
             self._procedure, self.verdict = None, verdict
-            self._tidy()
             self._use(verdict.choice)
             self._tell(verdict)
 

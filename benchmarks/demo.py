@@ -21,9 +21,10 @@ import torch
 from tqdm import tqdm
 
 import apollo_compile
-from apollo_compile.bench import TOLERANCE, Measurement, Task, measure
+from apollo_compile.bench import TOLERANCE, VARIANTS, Measurement, Task, measure
 from apollo_compile.reports.render_bench import format_measurement
 from apollo_compile.units import format_ns, seconds_to_ns
+from benchmarks.run import variants
 from benchmarks.workloads import Workload, build
 
 LINES = 10
@@ -49,6 +50,7 @@ def main(arguments: list[str] | None = None) -> int:
     _headline("Interleaved measurement: one process per variant, one at a time")
     measurement = measure(
         Task(builder="benchmarks.workloads:build", arguments={"name": "clip", "size": args.size, "batch": args.batch}),
+        args.variants,
         rounds=args.rounds,
         cold=not args.warm_cache,
         progress=lambda line: print(f"   {line}", file=sys.stderr, flush=True),
@@ -125,6 +127,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--size", choices=("tiny", "small"), default="small")
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--steps", type=int, default=170, help="training steps; the contest needs about 150 to end")
+    parser.add_argument("--variants", type=variants, default=list(VARIANTS), help="eager,apollo for example")
     parser.add_argument("--rounds", type=int, default=10, help="rounds of the measurement, three timed steps each")
     parser.add_argument(
         "--warm-cache", action="store_true", help="use the user's Inductor cache; first steps are not cold"

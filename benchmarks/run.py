@@ -78,7 +78,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--size", choices=("tiny", "small"), default="small")
     parser.add_argument("--batch", type=batch_sizes, default=[None], help="batch sizes, e.g. 1,4; default: the spec's")
     parser.add_argument("--modes", type=names_of(("train", "inference")), default=["train"], help="train, inference")
-    parser.add_argument("--variants", type=_variants, default=list(VARIANTS), help=", ".join(_KNOWN))
+    parser.add_argument("--variants", type=variants, default=list(VARIANTS), help=", ".join(_KNOWN))
     parser.add_argument("--steps", type=int, default=30, help="timed steps of every variant")
     parser.add_argument("--steps-per-turn", type=int, default=3, help="timed steps before the next variant's turn")
     parser.add_argument(
@@ -101,7 +101,8 @@ def names_of(known: Iterable[str]) -> Callable[[str], list[str]]:
     return parse
 
 
-def _variants(text: str) -> list[Variant]:
+def variants(text: str) -> list[Variant]:
+    """Parse comma-separated names of variants."""
     return [_KNOWN[name] for name in names_of(_KNOWN)(text)]
 
 

@@ -24,8 +24,8 @@ between, and of all thresholds of head and tail, those through which the longest
 rounded and the inequality is evaluated in integers, so the claim rests neither on the solver nor on floating point.
 
 In the linear program a task may be half on many units and half on few, which is worth a few percent where two towers
-of few large layers share the device. So the longest path and the longest of what is left, without all other tasks, are
-solved exactly besides (`two_chains.py`). The larger of both bounds counts; hand-overs are ignored in both.
+of few large layers share the device. So the longest path and the longest of what it leaves are also scheduled exactly,
+with all other tasks left out (`two_chains.py`). The largest bound counts; hand-overs are ignored in all.
 
 Sources: Mingozzi et al., "An exact algorithm for the RCPSP", Management Science 44, 1998,
 https://doi.org/10.1287/mnsc.44.5.714 (relaxation); Carlier, Pinson, "An algorithm for solving the job-shop problem",
@@ -72,18 +72,18 @@ def lower_bound(problem: Problem, *, use_program: bool = True) -> int:
 
     Arguments:
         problem: whatever is to be scheduled.
-        use_program: takes longer; without it the bound is of paths and of all tasks' load only.
+        use_program: also solve the linear program, which needs OR-Tools.
     """
     if not problem.tasks:
         return 0
     network = _Network(problem)
     longest_path = max(head + tail for head, tail in zip(network.heads, network.tails_with, strict=True))
     loads = network.first_loads()
-    claims = [longest_path, *(network.evaluate([load], [1], []) for load in loads)]
+    simple = [longest_path, *(network.evaluate([load], [1], []) for load in loads)]
+    claims = [*simple, network.two_chains()]
     if not use_program:
         return max(claims)
-    claims.append(network.two_chains())
-    program = _Program(network, scale=max(claims))
+    program = _Program(network, scale=max(simple))
     for cut in (*network.orders(), *loads):
         program.add(cut)
     values: list[float] = []

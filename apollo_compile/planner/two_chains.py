@@ -3,13 +3,13 @@
     shortest_makespan(one, other, lanes) -> makespan, or None where that would take too long
 
 The towers of a model are chains. What a linear program over them says is loose, because it may run a layer half on many
-units and half on few; here every task has one mode.
+units and half on few; here every task runs wholly in one mode.
 
 Whatever a schedule does is pictured at the instants at which a task ends. Then either nothing runs, or one chain is in
 the midst of a task, until `end`, and the other is free since `now`: it starts its next task on a lane that has no atom
 of the busy one, or waits until `end`. It need not wait for anything else, since shifting a task to the left never makes
-a schedule longer. Of the schedules that have ended the same tasks and are busy on the same lane, only those count that
-no other one beats in both `now` and `end`. Once a chain has ended, the other takes its fastest modes.
+a schedule longer. Of the schedules that have ended the same tasks and are busy on the same lane, only those count whose
+`now` and `end` are not dominated (Pareto). Once a chain has ended, the other takes its fastest modes.
 
 Sources: Akers, "A graphical approach to production scheduling problems", Operations Research 4, 1956,
 https://doi.org/10.1287/opre.4.2.244 (two jobs as a shortest path); Ehrgott, "Multicriteria Optimization", 2005,
@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 MAX_LABELS = 100_000
-"""Situations that are looked at, about 3 us each."""
+"""Situations that are looked at, a few microseconds each."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

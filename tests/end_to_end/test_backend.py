@@ -47,19 +47,25 @@ def test_two_towers_train_as_in_eager_and_use_lanes() -> None:
     assert_same_training(eager, apollo)
 
 
-def test_loops_run_on_all_threads_of_a_lane() -> None:
-    """And give the same numbers; compiled by g++, since the compiler of other tests may make loops serial."""
+@pytest.mark.skipif(available_units() < 2, reason="one core has no parallel loops")
+@pytest.mark.parametrize(
+    "model", [pytest.param(Tower(64, 1), id="one lane"), pytest.param(TwoTowers(), id="lanes", marks=pytest.mark.soak)]
+)
+def test_bodies_with_parallel_loops_train_as_in_eager(model: nn.Module) -> None:
+    """Compiled by g++, since the compiler of other tests may make loops serial; one lane has all cores."""
     compiler = Path(__file__).parents[2] / ".ci" / "g++"
-    x = torch.randn(64, 64)
-    tower = Tower(width=64, depth=1)
-    eager = train(tower, lambda run: run(x).square().mean())
+    inputs = two_tower_inputs()[: 1 if isinstance(model, Tower) else 2]
+    eager = train(model, lambda run: run(*inputs).square().mean())
     with inductor_config.patch({"cpp.cxx": (None, str(compiler))}):
-        options = {**STRICT, "plan.planner": "serial"}
-        apollo = train(tower, lambda run: run(x).square().mean(), backend="apollo", options=options)
+        options = {**STRICT, "plan.planner": "serial"} if isinstance(model, Tower) else STRICT
+        apollo = train(model, lambda run: run(*inputs).square().mean(), backend="apollo", options=options)
     assert_same_training(eager, apollo)
-    for graph in backend.compiled_models()[-1].graphs:
-        assert {span.lane for span in graph.trace().spans} == {0}
-        assert graph.compilation.plan.lanes[0].units == tuple(range(available_units()))
+    graphs = backend.compiled_models()[-1].graphs
+    assert [graph.compilation.capture.role for graph in graphs] == ["forward", "backward"]
+    for graph in graphs:
+        spans = graph.trace().spans
+        units = {graph.compilation.plan.lanes[span.lane].units for span in spans}
+        assert units == {tuple(range(available_units()))} if isinstance(model, Tower) else len(units) > 1
         libraries = [Path(body.library._name).read_bytes() for body in graph.bodies if body.library is not None]
         assert any(b"GOMP_parallel" in library for library in libraries)
 

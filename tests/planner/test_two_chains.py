@@ -1,4 +1,4 @@
-"""Two chains of tasks on lanes: exact, quick, and never above what a whole problem takes."""
+"""Two chains of tasks on lanes, scheduled exactly, and what that adds to the bound."""
 
 from __future__ import annotations
 
