@@ -116,7 +116,7 @@ def test_the_verdict_is_logged_once_and_stands_in_the_report(caplog: pytest.LogC
     ("ways", "kind"),
     [
         ((INDUCTOR, PLAN), "pictures"),
-        ((SERIAL, INDUCTOR), "towers"),
+        pytest.param((SERIAL, INDUCTOR), "towers", marks=pytest.mark.soak),
         pytest.param((INDUCTOR, PLAN), "towers", marks=pytest.mark.soak),
         pytest.param((SERIAL, INDUCTOR), "pictures", marks=pytest.mark.soak),
     ],
@@ -295,7 +295,7 @@ def test_a_memory_quota_is_not_overruled() -> None:
 
 
 @needs_two_cores
-@pytest.mark.parametrize("way", [INDUCTOR, pytest.param(SERIAL, marks=pytest.mark.soak), PLAN])
+@pytest.mark.parametrize("way", [INDUCTOR, *(pytest.param(way, marks=pytest.mark.soak) for way in (SERIAL, PLAN))])
 def test_a_second_run_begins_where_the_first_one_ended(
     way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -331,7 +331,7 @@ def test_a_second_run_begins_where_the_first_one_ended(
 
 
 @needs_two_cores
-@pytest.mark.parametrize("gone", [0, 1])
+@pytest.mark.parametrize("gone", [0, pytest.param(1, marks=pytest.mark.soak)])
 def test_a_graph_that_is_not_remembered_has_its_contest_alone(gone: int, tmp_path: Path) -> None:
     """Forward or backward, whichever file is lost: the other one runs as it did, and everything is decided again."""
     options = {"plan.remember": True, "device.cache": tmp_path}

@@ -130,6 +130,7 @@ def test_a_plan_for_other_sizes_learns_without_a_step_that_waits() -> None:
     assert backend.is_settled(model)  # what ran last is, and nothing else is waited for
 
 
+@pytest.mark.soak
 @needs_two_cores
 @sizes("compiled code, and the contest of ways")
 def test_compiled_code_of_every_way_serves_every_size() -> None:

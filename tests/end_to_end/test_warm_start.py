@@ -165,7 +165,7 @@ def test_a_graph_that_is_inductors_stays_so(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @needs_two_cores
-@pytest.mark.parametrize("way", [INDUCTOR, pytest.param(SERIAL, marks=pytest.mark.soak), PLAN])
+@pytest.mark.parametrize("way", [INDUCTOR, *(pytest.param(way, marks=pytest.mark.soak) for way in (SERIAL, PLAN))])
 def test_every_way_can_be_taken_by_a_graph_that_came_back(way: str) -> None:
     """Inductor compiles the graph of the bundle, and what its code saves fits the backward's segments."""
     torch.manual_seed(0)
@@ -207,6 +207,7 @@ def test_a_verdict_that_came_later_holds(way: str, tmp_path: Path) -> None:
     assert_same_training(train(model, lambda run: run(*inputs).square().mean()), training)
 
 
+@pytest.mark.soak
 @needs_two_cores
 def test_inductors_code_is_not_kept_longer_than_the_verdict(tmp_path: Path) -> None:
     """Once nobody knows any more that Inductor was faster, that is found out again."""

@@ -114,9 +114,8 @@ def _without(program: Program, position: tuple[int, int]) -> Program:
     return replace(program, instructions=tuple(instructions))
 
 
-@pytest.mark.parametrize(
-    "name", [name if name == "clip" else pytest.param(name, marks=pytest.mark.soak) for name in NAMES]
-)
+@pytest.mark.soak
+@pytest.mark.parametrize("name", NAMES)
 def test_dropout_is_reproducible_with_a_fixed_seed(name: str) -> None:
     """Two runs with one seed give the same losses and gradients to the bit, another seed gives others.
 
