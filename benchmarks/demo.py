@@ -127,7 +127,12 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--size", choices=("tiny", "small"), default="small")
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--steps", type=int, default=170, help="training steps; the contest needs about 150 to end")
-    parser.add_argument("--variants", type=variants, default=list(VARIANTS), help="eager,apollo for example")
+    parser.add_argument(
+        "--variants",
+        type=variants,
+        default=list(VARIANTS),
+        help="what to measure, e.g. eager,apollo; all four by default",
+    )
     parser.add_argument("--rounds", type=int, default=10, help="rounds of the measurement, three timed steps each")
     parser.add_argument(
         "--warm-cache", action="store_true", help="use the user's Inductor cache; first steps are not cold"

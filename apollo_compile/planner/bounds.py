@@ -124,6 +124,7 @@ class _Network:
         ]
         """Per resource, task and mode: amount x time."""
         self.successors = problem.successors()
+        self.is_before = _closure(self.successors)
         shortest = [min(durations) for durations in self.durations]
         self.tails = tail_lengths(self.successors, shortest)
         """Least time from the end of a task to the end of all."""
@@ -179,7 +180,7 @@ class _Network:
 
     def two_chains(self) -> int:
         """Return the shortest makespan of the longest path and the longest of what it leaves; 0 if there are none."""
-        is_before = _closure(self.successors) > 0
+        is_before = self.is_before > 0
         is_left = np.ones(len(self.modes), dtype=bool)
         first = self._longest_chain(is_before, is_left)
         is_left[first] = False
@@ -295,7 +296,6 @@ class _Program:
             for variable in variables:
                 row.SetCoefficient(variable, 1)
         self._budget_rows = [self._budget_row(resource) for resource in range(len(network.problem.budgets))]
-        self._is_before = _closure(network.successors)
 
     def _budget_row(self, resource: int) -> pywraplp.Constraint:
         budget = self.network.problem.budgets[resource]
@@ -386,8 +386,8 @@ class _Program:
     def _loads_between(self, resource: int, load: _Array, ends: _Array, tails: _Array) -> Iterator[tuple[float, _Cut]]:
         """Yield, for every task and the begin, the load behind it with the longest path through it."""
         num_tasks = len(load)
-        come_after = np.vstack([self._is_before, np.ones(num_tasks)])
-        come_before = np.hstack([self._is_before, np.ones((num_tasks, 1))])
+        come_after = np.vstack([self.network.is_before, np.ones(num_tasks)])
+        come_before = np.hstack([self.network.is_before, np.ones((num_tasks, 1))])
         between = (come_after * load) @ come_before
         lengths = np.append(ends, 0.0)[:, None] + between + np.append(tails, 0.0)[None, :]
         lengths = np.where(between > 0, lengths, 0.0)

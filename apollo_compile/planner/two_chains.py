@@ -93,12 +93,10 @@ class _Search:
         for other_lane, other_end in self._starts(free, place, now):
             if self.excludes[lane][other_lane]:
                 continue
-            if other_end < end:
+            if other_end <= end:
                 self._finish(place, free, other_end, (busy, lane, end))
-            elif other_end > end:
-                self._finish(place, busy, end, (free, other_lane, other_end))
             else:
-                self._finish_both(place, end)
+                self._finish(place, busy, end, (free, other_lane, other_end))
 
     def _finish(self, place: _Place, chain: int, now: int, running: tuple[int, int, int] | None = None) -> None:
         """A task of `chain` ends at `now`, while one of the other chain is `running`: chain, lane, end."""
@@ -110,16 +108,6 @@ class _Search:
             self._offer(max(now + ended.tail, rest))
         elif running is not None:
             self._run(after, running[0], running[1], now, running[2])
-        else:
-            self.idle[after] = min(now, self.idle.get(after, now))
-
-    def _finish_both(self, place: _Place, now: int) -> None:
-        one, other = self.chains
-        after = (place[0] + 1, place[1] + 1)
-        if after[0] == len(one.modes):
-            self._offer(max(now + one.tail, other.end_alone(now, after[1])))
-        elif after[1] == len(other.modes):
-            self._offer(max(now + other.tail, one.end_alone(now, after[0])))
         else:
             self.idle[after] = min(now, self.idle.get(after, now))
 

@@ -25,6 +25,7 @@ from apollo_compile.execute import available_units
 from apollo_compile.ir import Capture, CostSource
 from apollo_compile.pipeline import Compilation
 from apollo_compile.reports.summary import summarize
+from tests.end_to_end.marks import needs_two_cores
 from tests.end_to_end.models import (
     NEVER_AS_LONG_NS,
     STRICT,
@@ -47,7 +48,7 @@ def test_two_towers_train_as_in_eager_and_use_lanes() -> None:
     assert_same_training(eager, apollo)
 
 
-@pytest.mark.skipif(available_units() < 2, reason="one core has no parallel loops")
+@needs_two_cores
 @pytest.mark.parametrize(
     "model", [pytest.param(Tower(64, 1), id="one lane"), pytest.param(TwoTowers(), id="lanes", marks=pytest.mark.soak)]
 )

@@ -15,6 +15,7 @@ from torch import nn
 import apollo_compile
 from apollo_compile import backend, execute
 from apollo_compile.select import INDUCTOR, MAX_ROUNDS, MIN_ROUNDS, PLAN, SERIAL, STEPS_PER_TURN
+from tests.end_to_end.marks import needs_two_cores
 from tests.end_to_end.models import TwoTowers, assert_same_training, train, two_tower_inputs
 
 CONTESTED = {
@@ -29,8 +30,6 @@ CONTESTED = {
 
 ENOUGH = 30 + 3 * 2 * MAX_ROUNDS * STEPS_PER_TURN
 """Steps after which learning and three contests of two are over."""
-
-needs_two_cores = pytest.mark.skipif(torch.get_num_threads() < 2, reason="one core has no lanes to choose from")
 
 
 class Pictures(nn.Module):

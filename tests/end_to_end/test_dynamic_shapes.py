@@ -15,6 +15,7 @@ import apollo_compile
 from apollo_compile import backend
 from apollo_compile.dynamic import in_background
 from apollo_compile.select import INDUCTOR, PLAN, SERIAL
+from tests.end_to_end.marks import needs_two_cores
 from tests.end_to_end.models import assert_same_training, train
 
 LANES = {
@@ -26,8 +27,6 @@ LANES = {
 }
 EAGER_BODIES = {**LANES, "runtime.bodies": "eager"}
 LENGTHS = ((17, 5), (40, 33), (9, 12), (64, 5), (17, 6), (41, 33), (2, 2), (200, 3))
-
-needs_two_cores = pytest.mark.skipif(torch.get_num_threads() < 2, reason="one core has no lanes")
 
 
 def sizes(subject: str) -> pytest.MarkDecorator:

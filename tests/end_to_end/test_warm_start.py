@@ -20,9 +20,8 @@ from torch._dynamo.utils import counters
 from apollo_compile import backend
 from apollo_compile.inductor import BundledBody, bundle_body
 from apollo_compile.select import INDUCTOR, PLAN, SERIAL
+from tests.end_to_end.marks import needs_two_cores
 from tests.end_to_end.models import STRICT, TwoTowers, assert_same_training, train, two_tower_inputs
-
-needs_two_cores = pytest.mark.skipif(torch.get_num_threads() < 2, reason="one core has no lanes to choose from")
 
 
 @pytest.fixture(autouse=True)
