@@ -7,7 +7,7 @@ SOURCES := $(shell find csrc runtime -name '*.cpp' -o -name '*.h')
 NATIVE_SOURCES := $(filter-out runtime/tests/%,$(SOURCES)) CMakeLists.txt
 SANITIZERS := address thread
 TEST_PROCESSES ?= 2
-LONE_TESTS := tests/distributed tests/native tests/test_calibrate.py tests/test_demo.py
+LONE_TESTS := tests/distributed tests/native tests/test_calibrate.py
 
 # Arguments, e.g. make demo DEMO="--size tiny --steps 3"
 DEMO ?=
@@ -24,9 +24,8 @@ unexport PYTHONDONTWRITEBYTECODE
 demo: $(VENV)/installed native
 	$(BIN)/python -m benchmarks.demo $(DEMO)
 
-# Tests of lanes and ranks have the machine alone, and so has the demo, whose contest takes twice as long beside others. In
-# all other tests time goes into compiling, which shares it well, apart from two OpenMP teams that would spin on the same
-# cores.
+# Tests of lanes and ranks have the machine alone. In all other tests time goes into compiling, which shares it well, apart
+# from two OpenMP teams that would spin on the same cores.
 test: $(VENV)/installed native
 	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist worksteal $(LONE_TESTS:%=--ignore=%)
 	$(BIN)/python -m pytest $(LONE_TESTS)

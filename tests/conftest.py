@@ -7,6 +7,7 @@ came of each into `FILE`, beside what earlier runs wrote there.
 from __future__ import annotations
 
 import difflib
+import gc
 import importlib
 import itertools
 import json
@@ -24,6 +25,9 @@ _ANY_TIME = {"deadline": None, "suppress_health_check": list(HealthCheck)}
 settings.register_profile("soak", max_examples=2000, print_blob=True, **_ANY_TIME)
 settings.register_profile("default", max_examples=100, derandomize=True, database=None, **_ANY_TIME)
 settings.load_profile("default")
+
+# Graphs are many small objects: by Python's own thresholds, looking for cycles takes a twentieth of the tests' time.
+gc.set_threshold(100_000, 50, 100)
 
 EXPECTED = Path(__file__).parent / "expected"
 

@@ -9,10 +9,7 @@ from typing import Any
 
 import pytest
 
-COMMANDS = (
-    "plan_error --workloads two_tower --size tiny --plans 3 --rounds 2 --json {folder}/written",
-    "planner --only 'layered 10' --devices cpu16 --time-limits 0.1 --json {folder}/written",
-)
+COMMANDS = ("planner --only 'layered 10' --devices cpu16 --time-limits 0.1 --json {folder}/written",)
 """Arguments of `python -m benchmarks.`; tests/test_demo.py runs the demo."""
 
 LONG = (
@@ -20,6 +17,7 @@ LONG = (
     "lost_time --workloads two_tower --size tiny --runs 4 --json {folder}/written",
     "model_error --workloads two_tower --sizes tiny --runs 8 --json {folder}/written",
     "picture --size tiny --batch 4 --steps 3 --svg {folder}/written",
+    "plan_error --workloads two_tower --size tiny --plans 3 --rounds 2 --json {folder}/written",
     "run --workloads two_tower --size tiny --steps 3 --variants eager,apollo --warm-cache --json {folder}/written",
     "steady --steps 100 --svg {folder}/written",
 )

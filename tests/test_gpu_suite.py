@@ -35,18 +35,12 @@ from tests.cuda.fake_gpu import FakeGpu
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tells what happens without a GPU")
-def test_without_a_gpu_it_says_so_in_one_line_and_has_an_exit_code_of_its_own(tmp_path: Path) -> None:
+def test_without_a_gpu_it_says_so_in_one_line_and_has_an_exit_code_of_its_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """And writes nothing."""
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.gpu_suite", "--json", str(tmp_path / "gpu.json")],
-        capture_output=True,
-        text=True,
-        cwd=Path(__file__).parents[1],
-        check=False,
-        timeout=900,
-    )
-    assert done.returncode == gpu_suite.NO_GPU
-    assert done.stdout == "no GPU: torch sees no CUDA device, so nothing was checked or measured\n"
+    assert gpu_suite.main(["--json", str(tmp_path / "gpu.json")]) == gpu_suite.NO_GPU
+    assert capsys.readouterr().out == "no GPU: torch sees no CUDA device, so nothing was checked or measured\n"
     assert not list(tmp_path.iterdir())
 
 

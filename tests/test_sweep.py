@@ -87,6 +87,7 @@ def test_results_are_read_back_and_not_run_again(tmp_path: Path, capsys: pytest.
     assert "fell back 1, inductor 0, failed 1" in capsys.readouterr().out
 
 
+@pytest.mark.soak
 def test_a_process_that_dies_costs_its_case_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """The next case has a process of its own."""
     cases = [Case(model="no such model"), Case(model="nor this")]

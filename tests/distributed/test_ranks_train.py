@@ -1,7 +1,8 @@
 """Two or three ranks that train over gloo: same numbers as one process, same plans, same verdict, no hang.
 
-The ranks start once and run everything one after the other, since starting them takes longer than most of it. Each
-writes what it saw; a test reads that. A rank that waits in vain fails after `PATIENCE`, and all are ended then.
+The ranks start once and run everything one after the other, since starting them takes longer than most of it; they are
+forked from a process that has imported torch and nothing more. Each writes what it saw; a test reads that. A rank that
+waits in vain fails after `PATIENCE`, and all are ended then.
 """
 
 from __future__ import annotations
@@ -44,7 +45,10 @@ def seen_by_three(tmp_path_factory: pytest.TempPathFactory) -> Seen:
 def _run(size: int, folder: Path) -> Seen:
     patience = work.PATIENCE.total_seconds()
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # any free port
-    ranks = mp.spawn(work.run_rank, (size, store.port, folder), nprocs=size, join=False)
+    mp.get_context("forkserver").set_forkserver_preload([work.__name__])
+    ranks = mp.start_processes(
+        work.run_rank, (size, store.port, folder), nprocs=size, join=False, start_method="forkserver"
+    )
     deadline = time.monotonic() + 2 * patience
     try:
         while not ranks.join(timeout=5):

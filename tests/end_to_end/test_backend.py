@@ -57,8 +57,12 @@ def test_bodies_with_parallel_loops_train_as_in_eager(model: nn.Module) -> None:
     compiler = Path(__file__).parents[2] / ".ci" / "g++"
     inputs = two_tower_inputs()[: 1 if isinstance(model, Tower) else 2]
     eager = train(model, lambda run: run(*inputs).square().mean())
-    with inductor_config.patch({"cpp.cxx": (None, str(compiler))}):
-        options = {**STRICT, "plan.planner": "serial"} if isinstance(model, Tower) else STRICT
+    # Asking the compiler about vectors and precompiling headers for it would take longer than the few bodies.
+    changes = {"cpp.cxx": (None, str(compiler)), "cpp.vec_isa_ok": True, "cpp_cache_precompile_headers": False}
+    with inductor_config.patch(changes):
+        options = {**STRICT, "partition.granularity": "module"}
+        if isinstance(model, Tower):
+            options["plan.planner"] = "serial"
         apollo = train(model, lambda run: run(*inputs).square().mean(), backend="apollo", options=options)
     assert_same_training(eager, apollo)
     graphs = backend.compiled_models()[-1].graphs

@@ -389,7 +389,7 @@ from tests.end_to_end.models import TwoTowers, two_tower_inputs
 
 torch.manual_seed(0)
 torch.compiler.config.cache_key_tag = sys.argv[1]
-model = TwoTowers(dropout=0.3)
+model = TwoTowers(depth=1, dropout=0.3)
 run = torch.compile(model, backend="apollo", options={"plan.min_gain": 0.0, "plan.contest": False})
 losses = []
 for _ in range(3):

@@ -19,7 +19,7 @@ logging.basicConfig(level=logging.WARNING)
 import torch
 from tests.end_to_end.models import STRICT, TwoTowers, two_tower_inputs
 torch.manual_seed(0)
-model, x = TwoTowers(), two_tower_inputs()
+model, x = TwoTowers(depth=1), two_tower_inputs()
 options = {"plan.contest": False}
 run = torch.compile(model, backend="apollo", options=options)
 def check(run=run):
