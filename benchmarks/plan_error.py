@@ -5,11 +5,13 @@
 Per workload, in one process:
 
 1. learn     every segment runs alone on all units and on one unit, as the first steps of a training run would have it;
-             the observations replace the formulas, and every plan below is predicted from them.
-2. collect   at least `--plans` distinct plans per graph: the planner's own choice, what it ranked behind it, the
-             baselines of `planner/baselines.py`, and random changes of the choice.
+             the observations replace the formulas, and the planner chooses by them.
+2. collect   at least `--plans` distinct plans per graph: the planner's own choice, all segments in turn on all units,
+             and on one unit, the baselines of `planner/baselines.py`, and random changes of the choice.
 3. measure   all plans take turns in training steps, forward and backward with the same number; the median of a plan
              counts, interleaved so that drift falls on all.
+4. predict   every plan from the segments' times in those runs of step 3 in which nothing ran side by side: what is
+             wrong then is the model, and not that the machine has become slower since step 1.
 
 Printed per graph: predicted and measured makespan of the choice, Kendall's tau between predicted and measured order of
 all plans, and the regret: measured time of the choice over the best measured one, minus 1. Plans that run serially on
@@ -133,6 +135,7 @@ def compare_plans(workload: Workload, *, num_plans: int, rounds: int, seed: int 
         graph.adopt(learn(graph, step))
     plans = [collect_plans(graph, num_plans, random.Random(seed)) for graph in graphs]
     times: list[list[list[int]]] = [[[] for _ in variations] for variations in plans]
+    observations = [Observations() for _ in graphs]
     count = max(len(variations) for variations in plans)
     for turn in tqdm(range(rounds), desc=f"   measuring {workload.name}", file=sys.stderr, mininterval=5):
         for index in range(count) if turn % 2 == 0 else reversed(range(count)):
@@ -141,14 +144,22 @@ def compare_plans(workload: Workload, *, num_plans: int, rounds: int, seed: int 
                 graph.adopt(chosen.compilation, chosen.executable)
             step()  # brings code and weights of these plans back into the caches
             step()
-            for graph, variations, samples in zip(graphs, plans, times, strict=True):
-                samples[index % len(variations)].append(graph.trace().duration_ns)
+            for number, (graph, samples) in enumerate(zip(graphs, times, strict=True)):
+                trace, run = graph.trace(), graph.compilation
+                samples[index % len(samples)].append(trace.duration_ns)
+                if len({span.lane for span in trace.spans}) == 1:
+                    observations[number] = observe_trace(
+                        trace, run.plan, run.partition.graph, run.costs, observations[number]
+                    )
     comparisons = [
         Comparison(
             name=graph.compilation.capture.role,
-            results=tuple(_result(v.name, v.compilation, t) for v, t in zip(variations, samples, strict=True)),
+            results=tuple(
+                _result(variation.name, _predict(variation.compilation, observed), samples)
+                for variation, samples in zip(variations, found, strict=True)
+            ),
         )
-        for graph, variations, samples in zip(graphs, plans, times, strict=True)
+        for graph, variations, found, observed in zip(graphs, plans, times, observations, strict=True)
     ]
     return [*comparisons, _whole_step(comparisons, count)]
 
@@ -186,9 +197,10 @@ def collect_plans(graph: CompiledGraph, num_plans: int, rng: random.Random) -> l
 
 
 def _skeletons(choice: Compilation, rng: random.Random) -> Iterable[tuple[str, Plan]]:
-    """Yield plans of which lanes and order count: serial, one core, the baselines', then random changes."""
+    """Yield plans of which lanes and order count: on all units, on fewer, the baselines', then random changes."""
     graph, plan = choice.partition.graph, choice.plan
     yield "serial", plan_on_lane(plan, LaneId(0))
+    yield "serial on fewer", plan_on_lane(plan, LaneId(min(1, len(plan.lanes) - 1)))
     for name, baseline in BASELINES.items():
         problem = to_problem(graph, choice.costs, plan.lanes)
         schedule = baseline(problem)
@@ -233,11 +245,17 @@ def _compile(base: Compilation, costs: CostTable, plan: Plan, observations: Obse
     )
 
 
-def _result(name: str, compilation: Compilation, times: list[int]) -> Result:
+def _predict(compilation: Compilation, observations: Observations) -> int:
+    graph, plan = compilation.partition.graph, compilation.plan
+    costs = estimate_costs(graph, compilation.profile, observations)
+    return make_plan(graph, costs, lanes=plan.lanes, pinned=plan).makespan_ns
+
+
+def _result(name: str, predicted_ns: int, times: list[int]) -> Result:
     deciles = statistics.quantiles(times, n=10)
     return Result(
         name=name,
-        predicted_ns=compilation.plan.makespan_ns,
+        predicted_ns=predicted_ns,
         measured_ns=statistics.median(times),
         p10_ns=deciles[0],
         p90_ns=deciles[-1],

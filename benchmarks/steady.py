@@ -4,15 +4,18 @@
 
 Steps count once the contest is over, since what competes is compiled then; where times drift so far that it is held
 again, they are counted anew, up to `MAX_RESTARTS` times. They are cut into a hundred slices; a slice
-has the median of its step times and what the process had at its end. Printed are the second and the last tenth beside
-each other. Exit code 1: threads or open files grew after the second tenth, or memory by more than `ALLOWED_GROWTH` of
-it. Times are printed and drawn, not judged.
+has the median of its step times and what the process had at its end. After every step a witness runs: a product of two
+matrices, always the same one. Where the machine becomes slower the witness does too, so a step that becomes slower by
+itself shows in the step's time over the witness's. Printed are the second and the last tenth beside each other. Exit
+code 1: threads or open files grew after the second tenth, or memory by more than `ALLOWED_GROWTH` of it. Times are
+printed and drawn, not judged.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import statistics
 import sys
@@ -38,6 +41,9 @@ ALLOWED_GROWTH = 0.02
 MAX_RESTARTS = 5
 """A machine whose other users come and go makes times drift for ever."""
 
+WITNESS_SIDE = 384
+"""Rows and columns of the witness's matrices: about a millisecond on one core."""
+
 WIDTH, HEIGHT, LEFT, TOP = 860, 150, 80, 30
 
 
@@ -47,6 +53,8 @@ class Slice:
 
     last_step: int
     step_ns: float
+    witness_ns: float
+    """nan where there was none."""
     resident_bytes: int
     num_threads: int
     num_files: int
@@ -55,20 +63,22 @@ class Slice:
 def main(arguments: list[str] | None = None) -> int:
     """Run, print, draw; return the exit code."""
     args = _parse(arguments)
-    slices = watch(*make_step(args.workload, args.size), args.steps)
+    slices = watch(*make_step(args.workload, args.size), args.steps, make_witness())
     tenth = max(1, len(slices) // 10)
     parts = {"second tenth": slices[tenth : 2 * tenth], "last tenth": slices[-tenth:]}
     rows = [
         (
             name,
             f"{statistics.median(s.step_ns for s in part) / NS_PER_MS:.3f} ms",
+            f"{statistics.median(s.step_ns / s.witness_ns for s in part):.2f}x",
             format_bytes(max(s.resident_bytes for s in part)),
             max(s.num_threads for s in part),
             max(s.num_files for s in part),
         )
         for name, part in parts.items()
     ]
-    print(tabulate(rows, headers=(f"{args.workload}, {args.size}", "median step", "resident", "threads", "files")))
+    headers = (f"{args.workload}, {args.size}", "median step", "over witness", "resident", "threads", "files")
+    print(tabulate(rows, headers=headers))
     if args.json is not None:
         content = {"machine": machine_facts(), "workload": args.workload, "slices": list(map(asdict, slices))}
         args.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
@@ -94,7 +104,20 @@ def make_step(workload: str, size: str) -> tuple[Callable[[], None], Callable[[]
     return step, lambda: backend.is_settled(built.model)
 
 
-def watch(step: Callable[[], None], is_settled: Callable[[], bool], steps: int) -> list[Slice]:
+def make_witness() -> Callable[[], None]:
+    """Return work for all cores that takes as long whatever ran before."""
+    values = torch.ones(WITNESS_SIDE, WITNESS_SIDE)
+    total = torch.empty_like(values)
+
+    def witness() -> None:
+        torch.mm(values, values, out=total)
+
+    return witness
+
+
+def watch(
+    step: Callable[[], None], is_settled: Callable[[], bool], steps: int, witness: Callable[[], None]
+) -> list[Slice]:
     """Run steps and look at the process now and then, from when all is compiled that competes."""
     step()
     size = max(1, steps // SLICES)
@@ -108,21 +131,25 @@ def watch(step: Callable[[], None], is_settled: Callable[[], bool], steps: int) 
                     step()
                 slices.clear()
                 progress.reset()
-            times = []
-            for _ in range(size):
-                begin = time.perf_counter_ns()
-                step()
-                times.append(time.perf_counter_ns() - begin)
-            slices.append(look(size * (len(slices) + 1), statistics.median(times)))
+            times = [(_time(step), _time(witness)) for _ in range(size)]
+            medians = map(statistics.median, zip(*times, strict=True))
+            slices.append(look(size * (len(slices) + 1), *medians))
             progress.update()
     return slices
 
 
-def look(last_step: int, step_ns: float) -> Slice:
+def _time(call: Callable[[], None]) -> int:
+    begin = time.perf_counter_ns()
+    call()
+    return time.perf_counter_ns() - begin
+
+
+def look(last_step: int, step_ns: float, witness_ns: float = math.nan) -> Slice:
     """Return what the process has now."""
     return Slice(
         last_step=last_step,
         step_ns=step_ns,
+        witness_ns=witness_ns,
         resident_bytes=int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE"),
         num_threads=len(os.listdir("/proc/self/task")),
         num_files=len(os.listdir("/proc/self/fd")),
@@ -143,9 +170,10 @@ def find_growth(early: list[Slice], late: list[Slice]) -> list[str]:
 
 
 def draw(slices: list[Slice], title: str) -> str:
-    """Return step time and memory over steps as SVG."""
+    """Return step time, step over witness, and memory over steps as SVG."""
     rows = (
         (f"median step of {title} [ms]", [s.step_ns / NS_PER_MS for s in slices]),
+        ("median step / median witness", [s.step_ns / s.witness_ns for s in slices]),
         ("resident memory [MiB]", [s.resident_bytes / 2**20 for s in slices]),
     )
     steps = [s.last_step for s in slices]
@@ -165,7 +193,7 @@ def draw(slices: list[Slice], title: str) -> str:
             f'<polyline points="{points}" fill="none" stroke="#4c78a8" stroke-width="1.5"/>'
         )
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH + LEFT + 20} {TOP + 2 * (HEIGHT + 50)}" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH + LEFT + 20} {TOP + len(rows) * (HEIGHT + 50)}" '
         'font-family="sans-serif" font-size="13" role="img" aria-label="Step time and memory over steps">'
         f'<rect width="100%" height="100%" fill="white"/>{"".join(parts)}</svg>\n'
     )

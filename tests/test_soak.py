@@ -14,8 +14,15 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 
 def _round(**changes: float) -> Slice:
-    values = {"last_step": 1, "step_ns": 1e9, "resident_bytes": 1000, "num_threads": 3, "num_files": 5, **changes}
-    return Slice(**values)  # type: ignore[arg-type]
+    values = {
+        "last_step": 1,
+        "step_ns": 1e9,
+        "witness_ns": 1.0,
+        "resident_bytes": 1000,
+        "num_threads": 3,
+        "num_files": 5,
+    }
+    return Slice(**{**values, **changes})  # type: ignore[arg-type]
 
 
 def test_a_soak_without_a_comparison_is_no_success() -> None:

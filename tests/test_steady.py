@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 import xml.etree.ElementTree as ElementTree
 
 import pytest
@@ -14,8 +15,19 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 
 def _slice(**changes: float) -> Slice:
-    values = {"last_step": 1, "step_ns": 1e6, "resident_bytes": 1000, "num_threads": 3, "num_files": 5, **changes}
-    return Slice(**values)  # type: ignore[arg-type]
+    values = {
+        "last_step": 1,
+        "step_ns": 1e6,
+        "witness_ns": 1e5,
+        "resident_bytes": 1000,
+        "num_threads": 3,
+        "num_files": 5,
+    }
+    return Slice(**{**values, **changes})  # type: ignore[arg-type]
+
+
+def _nothing() -> None:
+    pass
 
 
 def test_growth_is_named_and_nothing_else_is() -> None:
@@ -42,7 +54,7 @@ def test_leaked_threads_are_seen() -> None:
             for thread in threads:
                 thread.start()
 
-    slices = watch(step, lambda: True, 3 * SLICES)
+    slices = watch(step, lambda: True, 3 * SLICES, _nothing)
     stop.set()
     for thread in threads:
         thread.join()
@@ -59,7 +71,7 @@ def test_a_contest_that_is_held_again_begins_the_watch_anew() -> None:
     def is_settled() -> bool:
         return not 3 <= len(calls) < 7 and not 50 <= len(calls) < 60
 
-    slices = watch(lambda: calls.append(1), is_settled, SLICES)
+    slices = watch(lambda: calls.append(1), is_settled, SLICES, _nothing)
     assert [s.last_step for s in slices] == list(range(1, SLICES + 1))
     assert len(calls) == 60 + SLICES
 
@@ -68,12 +80,21 @@ def test_times_that_drift_for_ever_do_not_keep_the_watch_from_its_end() -> None:
     """After some restarts every step counts."""
     calls: list[int] = []
     asked = iter(range(10**6))
-    slices = watch(lambda: calls.append(1), lambda: next(asked) % 2 == 1, SLICES)
+    slices = watch(lambda: calls.append(1), lambda: next(asked) % 2 == 1, SLICES, _nothing)
     assert len(slices) == SLICES
 
 
-def test_the_drawing_is_an_svg_with_both_curves() -> None:
+def test_a_witness_runs_after_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slice has the medians of both."""
+    ran: list[str] = []
+    monkeypatch.setattr(time, "perf_counter_ns", lambda: 3 * ran.count("step") + 5 * ran.count("witness"))
+    slices = watch(lambda: ran.append("step"), lambda: True, 2 * SLICES, lambda: ran.append("witness"))
+    assert ran == ["step", *["step", "witness"] * 2 * SLICES]
+    assert {(s.step_ns, s.witness_ns) for s in slices} == {(3, 5)}
+
+
+def test_the_drawing_is_an_svg_with_all_curves() -> None:
     """It parses, and the curves have a point per slice."""
     root = ElementTree.fromstring(draw([_slice(last_step=n) for n in range(1, 8)], "a model"))
     curves = [element for element in root if element.tag.endswith("polyline")]
-    assert [len(curve.attrib["points"].split()) for curve in curves] == [7, 7]
+    assert [len(curve.attrib["points"].split()) for curve in curves] == [7, 7, 7]

@@ -24,9 +24,8 @@ the training graphs of CLIP and of two towers the groups were as many as Inducto
 size of a value from outside is not part of a node: it is what its readers read beyond the values made inside.
 
 How wrong that is, together with the rates of loops, is seen in segments that are mostly loops: on two cores, over the
-workloads of `benchmarks/model_error.py`, the median error of their predicted times was 16 to 18 % for tiny models and
-33 to 44 % for small ones, by too much, since a loop often reads what the segment just before it made, which counts as
-far. Segments that are mostly matrix products were off by 7 % in small models. Torch-free.
+workloads of `benchmarks/model_error.py`, the median error of their predicted times was 20 to 25 %, where segments that
+are mostly matrix products were off by 9 to 16 %. Torch-free.
 """
 
 from __future__ import annotations

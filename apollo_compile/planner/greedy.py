@@ -127,6 +127,8 @@ class _Options:
             for lane in range(len(problem.lanes))
         ]
         self.atoms = [sorted(lane) for lane in problem.lanes]
+        self.meets = [[other for other, atoms in enumerate(problem.lanes) if atoms & own] for own in problem.lanes]
+        """Per lane, the lanes with which it shares atoms; itself is one of them."""
         self.of_task = [
             [
                 (lane, mode, problem.tasks[task].modes[mode].duration, areas[task][mode], lane_tails[lane][task])
@@ -208,9 +210,9 @@ class _ListSchedule:
         self.lanes[task], self.modes[task], self.ends[task] = lane, mode, end
         for atom in self.options.atoms[lane]:
             free[atom], user[atom] = end, lane
-        for other, atoms in enumerate(self.options.atoms):
+        for other in self.options.meets[lane]:
             self.available[other] = max(
-                [free[atom] if user[atom] == other else free[atom] + handover for atom in atoms]
+                [free[atom] if user[atom] == other else free[atom] + handover for atom in self.options.atoms[other]]
             )
         for after in self.simulator.successors[task]:
             self.waits_for[after] -= 1
