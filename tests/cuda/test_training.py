@@ -138,7 +138,7 @@ def test_measured_times_change_the_plan() -> None:
 
 def test_code_that_depends_on_the_quota_is_made_for_every_quota(monkeypatch: pytest.MonkeyPatch) -> None:
     """With max-autotune: on a lane of each size, told of its units; the numbers stay those of eager."""
-    compiler = new_compiler(**COMPILED)
+    compiler = new_compiler(**COMPILED, **{"partition.granularity": "module"})
     model, inputs = TwoTowers(depth=1), two_tower_inputs()
     expected = train(model, loss_of(inputs), steps=4)
     told: list[int] = []
