@@ -1,8 +1,8 @@
 """Two or three ranks that train over gloo: same numbers as one process, same plans, same verdict, no hang.
 
 The ranks start once and run everything one after the other, since starting them takes longer than most of it; they are
-forked from a process that has imported what they need and done nothing else. Each writes what it saw; a test reads that.
-A rank that waits in vain fails after `PATIENCE`, and all are ended then.
+forked from a process that has imported what they need and done nothing else. Each writes what it saw; a test reads
+that. A rank that waits in vain fails after `PATIENCE`, and all are ended then.
 """
 
 from __future__ import annotations
