@@ -312,7 +312,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.model_error", description="Check predicted times.")
     parser.add_argument("--workloads", type=names_of(SPECS), default=list(SPECS), help=", ".join(SPECS))
     parser.add_argument("--sizes", type=names_of(MEASURED), default=list(MEASURED), help=", ".join(MEASURED))
-    parser.add_argument("--runs", type=int, default=40, help="timed steps per number of units, at least 20")
+    parser.add_argument("--runs", type=int, default=40, help="timed steps per number of units; better 20 or more")
     parser.add_argument("--json", type=Path, help="write everything there")
     return parser.parse_args(arguments)
 

@@ -4,10 +4,10 @@
 
 Per workload, in one process:
 
-1. learn     every segment runs alone on all units and on one unit, as the first steps of a training run would have it;
-             the observations replace the formulas, and the planner chooses by them.
+1. learn     every segment runs alone on all units and on half of them, as the first steps of a training run would have
+             it; the observations replace the formulas, and the planner chooses by them.
 2. collect   at least `--plans` distinct plans per graph: the planner's own choice, all segments in turn on all units,
-             and on one unit, the baselines of `planner/baselines.py`, and random changes of the choice.
+             and on half of them, the baselines of `planner/baselines.py`, and random changes of the choice.
 3. measure   all plans take turns in training steps, forward and backward with the same number; the median of a plan
              counts, interleaved so that drift falls on all.
 4. predict   every plan from the segments' times in those runs of step 3 in which nothing ran side by side: what is
@@ -165,12 +165,12 @@ def compare_plans(workload: Workload, *, num_plans: int, rounds: int, seed: int 
 
 
 def learn(graph: CompiledGraph, step: Any) -> Compilation:
-    """Return the graph's compilation, planned anew after every segment was measured on all units and on one."""
+    """Return the compilation, planned anew after every segment was measured on all units and on half of them."""
     start = graph.compilation
     segments = start.partition.graph
     observations = Observations()
-    for lane in (0, min(1, len(start.plan.lanes) - 1)):
-        plan = make_plan(segments, start.costs, lanes=start.plan.lanes, pinned=plan_on_lane(start.plan, LaneId(lane)))
+    for alone in _in_turn(start.plan).values():
+        plan = make_plan(segments, start.costs, lanes=start.plan.lanes, pinned=alone)
         graph.adopt(_compile(start, start.costs, plan, observations))
         for run in range(LEARNING_RUNS):
             step()
@@ -196,11 +196,16 @@ def collect_plans(graph: CompiledGraph, num_plans: int, rng: random.Random) -> l
     return found
 
 
+def _in_turn(plan: Plan) -> dict[str, Plan]:
+    """Return the plans in which nothing runs side by side: on all units, and on half of them."""
+    half = LaneId(min(1, len(plan.lanes) - 1))
+    return {"serial": plan_on_lane(plan, LaneId(0)), "serial on fewer": plan_on_lane(plan, half)}
+
+
 def _skeletons(choice: Compilation, rng: random.Random) -> Iterable[tuple[str, Plan]]:
-    """Yield plans of which lanes and order count: on all units, on fewer, the baselines', then random changes."""
+    """Yield plans of which lanes and order count: in turn, the baselines', then random changes."""
     graph, plan = choice.partition.graph, choice.plan
-    yield "serial", plan_on_lane(plan, LaneId(0))
-    yield "serial on fewer", plan_on_lane(plan, LaneId(min(1, len(plan.lanes) - 1)))
+    yield from _in_turn(plan).items()
     for name, baseline in BASELINES.items():
         problem = to_problem(graph, choice.costs, plan.lanes)
         schedule = baseline(problem)

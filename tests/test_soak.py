@@ -4,42 +4,31 @@ from __future__ import annotations
 
 import itertools
 import sys
+from dataclasses import replace
 
 import pytest
 
 from benchmarks.soak import ALLOWED_PER_EPISODE, EPISODES, WARM_ROUNDS, Episode, judge, soak
-from benchmarks.steady import Slice
+from tests.test_steady import SLICE
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 
-def _round(**changes: float) -> Slice:
-    values = {
-        "last_step": 1,
-        "step_ns": 1e9,
-        "witness_ns": 1.0,
-        "resident_bytes": 1000,
-        "num_threads": 3,
-        "num_files": 5,
-    }
-    return Slice(**{**values, **changes})  # type: ignore[arg-type]
-
-
 def test_a_soak_without_a_comparison_is_no_success() -> None:
     """Nothing grew in a run that was too short to tell."""
-    (problem,) = judge([_round()] * WARM_ROUNDS, 2)
+    (problem,) = judge([SLICE] * WARM_ROUNDS, 2)
     assert "give it more minutes" in problem
-    assert judge([_round()] * (WARM_ROUNDS + 1), 2) == []
+    assert judge([SLICE] * (WARM_ROUNDS + 1), 2) == []
 
 
 def test_what_grew_after_the_warm_rounds_is_named() -> None:
     """What grew before them is not."""
-    assert judge([_round(resident_bytes=10), _round(), _round()], 2) == []
-    (problem,) = judge([_round(), _round(), _round(), _round(num_threads=4)], 2)
+    assert judge([replace(SLICE, resident_bytes=10), SLICE, SLICE], 2) == []
+    (problem,) = judge([SLICE, SLICE, SLICE, replace(SLICE, num_threads=4)], 2)
     assert problem == "GREW: num_threads from 3 to 4"
     for each, num_problems in ((ALLOWED_PER_EPISODE, 0), (ALLOWED_PER_EPISODE + 1, 1)):
-        last = _round(resident_bytes=1000 + 4 * each)  # two rounds of two episodes
-        assert len(judge([_round(), _round(), _round(), last], 2)) == num_problems
+        last = replace(SLICE, resident_bytes=1000 + 4 * each)  # two rounds of two episodes
+        assert len(judge([SLICE, SLICE, SLICE, last], 2)) == num_problems
 
 
 def test_what_raises_or_is_wrong_is_a_problem_and_the_others_go_on() -> None:

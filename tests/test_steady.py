@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
 
 import pytest
 
@@ -14,16 +15,7 @@ from benchmarks.steady import SLICES, Slice, draw, find_growth, watch
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 
-def _slice(**changes: float) -> Slice:
-    values = {
-        "last_step": 1,
-        "step_ns": 1e6,
-        "witness_ns": 1e5,
-        "resident_bytes": 1000,
-        "num_threads": 3,
-        "num_files": 5,
-    }
-    return Slice(**{**values, **changes})  # type: ignore[arg-type]
+SLICE = Slice(last_step=1, step_ns=1e6, witness_ns=1e5, resident_bytes=1000, num_threads=3, num_files=5)
 
 
 def _nothing() -> None:
@@ -32,10 +24,10 @@ def _nothing() -> None:
 
 def test_growth_is_named_and_nothing_else_is() -> None:
     """One more thread or file is a leak; a little memory is not, nor is a slower step."""
-    assert find_growth([_slice()], [_slice(step_ns=9e6, resident_bytes=1010)]) == []
-    assert find_growth([_slice()], [_slice(num_threads=4)]) == ["num_threads from 3 to 4"]
-    assert find_growth([_slice()], [_slice(num_files=6)]) == ["num_files from 5 to 6"]
-    (memory,) = find_growth([_slice()], [_slice(resident_bytes=1100)])
+    assert find_growth([SLICE], [replace(SLICE, step_ns=9e6, resident_bytes=1010)]) == []
+    assert find_growth([SLICE], [replace(SLICE, num_threads=4)]) == ["num_threads from 3 to 4"]
+    assert find_growth([SLICE], [replace(SLICE, num_files=6)]) == ["num_files from 5 to 6"]
+    (memory,) = find_growth([SLICE], [replace(SLICE, resident_bytes=1100)])
     assert "resident memory" in memory
 
 
@@ -95,6 +87,6 @@ def test_a_witness_runs_after_every_step(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_the_drawing_is_an_svg_with_all_curves() -> None:
     """It parses, and the curves have a point per slice."""
-    root = ElementTree.fromstring(draw([_slice(last_step=n) for n in range(1, 8)], "a model"))
+    root = ElementTree.fromstring(draw([replace(SLICE, last_step=n) for n in range(1, 8)], "a model"))
     curves = [element for element in root if element.tag.endswith("polyline")]
     assert [len(curve.attrib["points"].split()) for curve in curves] == [7, 7, 7]
