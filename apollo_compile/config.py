@@ -53,8 +53,8 @@ class PlanConfig:
     time_limit_s: float = 2.0
     """Seconds per graph after which the search ends with what it has."""
     deterministic: bool = True
-    """Count work instead of time, on one core: the same graph and costs give the same plan on every machine. False uses
-    every core until the time limit."""
+    """Count work instead of time, on one core: the same graph and costs give the same plan on every machine. False goes
+    on until the time limit, the solver on every core."""
     seed: int = 0
     """Seed of the random moves and of the solver."""
     memory_quota: int | None = None

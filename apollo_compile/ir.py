@@ -289,9 +289,9 @@ class Origin(enum.StrEnum):
     """Who made a plan, and with what claim."""
 
     OPTIMAL = "optimal"
-    """As short as the bound, or the solver says that nothing is shorter; interference aside."""
+    """As short as the bound, interference aside. That a solver says so is no proof."""
     FEASIBLE = "feasible"
-    """The solver's, without a proof."""
+    """The solver's."""
     GREEDY = "greedy"
     """A heuristic's: list scheduling and local search."""
     SERIAL = "serial"

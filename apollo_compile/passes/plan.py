@@ -220,7 +220,7 @@ def _to_plan(
 def _origin(schedule: planning.Schedule, serial: planning.Schedule, solution: Solution | None) -> Origin:
     if solution is None or (schedule.modes, schedule.starts) == (serial.modes, serial.starts):
         return Origin.SERIAL
-    if solution.proof is not None:
+    if solution.proof == "bound":
         return Origin.OPTIMAL
     return Origin.FEASIBLE if solution.is_from_solver else Origin.GREEDY
 

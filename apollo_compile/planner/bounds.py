@@ -35,6 +35,7 @@ Management Science 35, 1989, https://doi.org/10.1287/mnsc.35.2.164 (heads and ta
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -67,12 +68,13 @@ MAX_SOLVER_TIME = 1.0
 _Array = npt.NDArray[np.float64]
 
 
-def lower_bound(problem: Problem, *, use_program: bool = True) -> int:
+def lower_bound(problem: Problem, *, use_program: bool = True, deadline: float = math.inf) -> int:
     """Return a number that the makespan of no valid schedule is below.
 
     Arguments:
         problem: whatever is to be scheduled.
         use_program: also solve the linear program, which needs OR-Tools.
+        deadline: of `time.monotonic()`; past it, the program gets no more cuts.
     """
     if not problem.tasks:
         return 0
@@ -91,7 +93,7 @@ def lower_bound(problem: Problem, *, use_program: bool = True) -> int:
         values.append(program.value())
         if len(values) > PATIENCE and values[-1] < values[-1 - PATIENCE] * (1 + LEAST_GAIN):
             break
-        if not program.add_violated():
+        if time.monotonic() >= deadline or not program.add_violated():
             break
     if values:
         claims.append(network.evaluate(program.cuts, *program.rounded_weights()))

@@ -25,7 +25,7 @@ warning), what was there stays.
 
 Deterministic by default: budgets are counts of moves and the solver's deterministic time, chosen so that they fit
 within the time limit on a machine half as fast as the one they were measured on. The time limit is then a safety net,
-and the solution says if it struck. Otherwise budgets are seconds.
+and the solution says if it struck. Otherwise budgets are seconds, and a problem that CP-SAT gets whole has all cores.
 
 Guarantees: the schedule is valid; with lanes only, never longer with interference than serial; bound <= makespan; the
 same problem and effort give the same solution unless it says that it stopped early.
@@ -36,6 +36,7 @@ from __future__ import annotations
 import itertools
 import logging
 import math
+import os
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -67,6 +68,8 @@ SECONDS_PER_MOVE_AND_TASK = 0.4e-6
 """What a move of annealing takes at most, measured and doubled."""
 DETERMINISTIC_TIME_PER_SECOND = 0.06
 """CP-SAT's deterministic time that fits into a second."""
+BOUND_SHARE = 0.5
+"""Of the time limit, what the bound may take of a problem so large that it would take more."""
 LEAST_TIME_S = 0.02
 """With less time left, no further stage begins."""
 
@@ -78,14 +81,12 @@ class Effort:
     seed: int = 0
     time_limit_s: float = 2.0
     deterministic: bool = True
-    """Whether budgets are counts, which every machine spends alike, or seconds."""
+    """Whether budgets are counts, which every machine spends alike, or seconds, in which the solver uses all cores."""
     work_s: float | None = None
     """Seconds that budgets are made for; None is the time limit."""
     use_solver: bool = True
     use_ortools: bool = True
     """Whether OR-Tools may be used at all: for the bound, and if `use_solver` says so, for the search."""
-    workers: int = 1
-    """Threads of the solver; with more than 1 it is not deterministic."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -162,20 +163,21 @@ class _Search:
         self.deadline = time.monotonic() + effort.time_limit_s
         self.work_s = effort.time_limit_s if effort.work_s is None else effort.work_s
         self.simulator = Simulator(problem)
-        self.bound = lower_bound(problem, use_program=effort.use_ortools)
+        bound_deadline = self.deadline - (1 - BOUND_SHARE) * effort.time_limit_s
+        self.bound = lower_bound(problem, use_program=effort.use_ortools, deadline=bound_deadline)
         self.found: list[_Found] = []
         self.known: set[tuple[tuple[int, ...], tuple[int, ...]]] = set()
         self.solver_optimum: int | None = None
         """Least makespan of the plain problem, if CP-SAT reports one."""
         self.solver: str | None = None
-        self.stopped_early = False
+        self.stopped_early = time.monotonic() >= bound_deadline
 
     def search(self, name: str, variant: Problem, *, share: float) -> None:
         """Run all stages on a variant of the problem, with a share of the effort."""
         # That of the plain problem holds for longer durations too: large problems have no time for a second one.
         is_small = len(variant.tasks) <= MAX_TASKS_FOR_SECOND_BOUND
         is_new = variant is not self.problem and is_small and self.effort.use_ortools
-        bound = lower_bound(variant) if is_new else self.bound
+        bound = lower_bound(variant, deadline=self.deadline) if is_new else self.bound
         starts = self.offer(f"{name}greedy", variant, greedy_schedules(variant), is_required=False)
         starts = sorted(starts, key=_makespan)[:MAX_STARTS]
         if variant.atom_sizes:
@@ -319,7 +321,7 @@ class _Search:
                 seed=effort.seed,
                 deterministic_time=deterministic_time,
                 time_limit_s=time_limit_s,
-                workers=effort.workers,
+                workers=1 if effort.deterministic else len(os.sched_getaffinity(0)),
             )
         # near the limit, the solver's own clock cannot tell which of its two budgets struck
         self.stopped_early |= outcome.reached_time_limit or not self.has_time()

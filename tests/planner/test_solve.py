@@ -8,12 +8,15 @@ import subprocess
 import sys
 from dataclasses import replace
 from itertools import permutations, product
+from typing import Any
 
 import pytest
 
 from apollo_compile.errors import InfeasiblePlanError
+from apollo_compile.planner import cp_sat, windows
 from apollo_compile.planner.bounds import lower_bound
-from apollo_compile.planner.problem import Hold, Mode, Problem, Task
+from apollo_compile.planner.greedy import greedy_schedules
+from apollo_compile.planner.problem import Hold, Mode, Problem, Schedule, Task
 from apollo_compile.planner.simulate import Simulator, execute, serial_schedule
 from apollo_compile.planner.solve import Effort, Solution, solve
 from tests.builders import interfering, limited, random_problem, realistic_problems, seeds
@@ -190,11 +193,81 @@ def test_two_runs_find_the_same_solution() -> None:
 
 
 def test_a_time_limit_ends_the_search_and_is_reported() -> None:
-    """What was found until then is still a plan."""
+    """What was found until then is still a plan, and what was proven a bound."""
     problem = realistic_problems()["microbatches 8 x 2+4"]
     solution = solve(problem, Effort(time_limit_s=0.0))
-    check(problem, solution)
+    assert problem.violations(solution.schedule) == ()
+    assert 0 < solution.bound <= lower_bound(problem) <= solution.schedule.makespan
     assert solution.stopped_early
+
+
+@pytest.mark.parametrize(
+    ("status", "says"),
+    [
+        ("infeasible", "reports that there is no schedule, but one is known; it stays"),
+        ("feasible", "found nothing as short as the known"),
+        ("unknown", None),
+        ("invalid", None),
+    ],
+)
+def test_a_solver_that_is_wrong_or_silent_leaves_what_is_known(
+    status: cp_sat.Status, says: str | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Claims that contradict a known schedule are logged; the plan is that of list schedules and annealing."""
+    problem = realistic_problems()["microbatches 8 x 2+4"]
+    serial = serial_schedule(problem) if status == "feasible" else None
+
+    def claim(*_args: Any, **_kwargs: Any) -> cp_sat.SolverOutcome:
+        return cp_sat.SolverOutcome(status=status, schedule=serial, bound=0, reached_time_limit=False)
+
+    without = solve(problem, replace(QUICK, use_solver=False))
+    monkeypatch.setattr(cp_sat, "solve_with_cp_sat", claim)
+    monkeypatch.setattr(windows, "improve_windows", claim)
+    solution = solve(problem, QUICK)
+    check(problem, solution)
+    assert solution.schedule.makespan <= without.schedule.makespan
+    assert not solution.is_from_solver and solution.solver is not None
+    assert [says in record.getMessage() for record in caplog.records if says] == [True] * len(caplog.records)
+    assert bool(caplog.records) == bool(says)
+
+
+def test_that_a_solver_is_sure_is_no_certificate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A false proof ends the search, but the gap stays that over our own bound."""
+
+    def claim(problem: Problem, *, hint: Schedule, **_kwargs: Any) -> cp_sat.SolverOutcome:
+        return cp_sat.SolverOutcome(status="optimal", schedule=hint, bound=hint.makespan, reached_time_limit=False)
+
+    monkeypatch.setattr(cp_sat, "solve_with_cp_sat", claim)
+    problem = next(
+        p for p in map(_loose_problem, range(100)) if min(map(_makespan, greedy_schedules(p))) > lower_bound(p)
+    )
+    solution = solve(problem, QUICK)
+    check(problem, solution)
+    assert solution.proof == "solver"
+    assert solution.bound == lower_bound(problem) < solution.schedule.makespan
+
+
+def _makespan(schedule: Schedule) -> int:
+    return schedule.makespan
+
+
+def _loose_problem(seed: int) -> Problem:
+    return random_problem(random.Random(seed), 8, 4)
+
+
+def test_seconds_instead_of_work_give_the_solver_all_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """How far it gets is the machine's affair; the solution is valid."""
+    workers = []
+
+    def solve_with_cp_sat(*args: Any, **kwargs: Any) -> cp_sat.SolverOutcome:
+        workers.append(kwargs["workers"])
+        return original(*args, **kwargs)
+
+    original = cp_sat.solve_with_cp_sat
+    monkeypatch.setattr(cp_sat, "solve_with_cp_sat", solve_with_cp_sat)
+    problem = limited(random.Random(3), random_problem(random.Random(3), 7, 4))
+    check(problem, solve(problem, Effort(deterministic=False, time_limit_s=60.0, work_s=0.5)))
+    assert set(workers) == {len(os.sched_getaffinity(0))}
 
 
 def test_a_plan_that_is_as_short_as_the_bound_ends_the_search() -> None:
