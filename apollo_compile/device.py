@@ -294,7 +294,18 @@ def cached_profile_path(cache_dir: Path, units: int) -> Path:
 def discover_gpu_profile(fingerprint: Fingerprint, *, cache_dir: Path | None = None) -> DeviceProfile:
     """Return the profile of the GPU that `fingerprint` is of; an H200's by the data sheet where it was not measured."""
     path = None if cache_dir is None else cached_gpu_profile_path(cache_dir, fingerprint)
-    return (path and _read_if_current(path, fingerprint)) or _load_packaged("h200")
+    found = path and _read_if_current(path, fingerprint)
+    if not found:
+        found = _load_packaged("h200")
+        _warn_of_substitute(fingerprint.device, found.name)
+    return found
+
+
+@functools.cache
+def _warn_of_substitute(device: str, name: str) -> None:
+    """Say once per GPU that it counts as another one."""
+    if device not in name:
+        _logger.warning("%s was not measured: plans count on an %s; 'apollo calibrate --gpu' measures it", device, name)
 
 
 def cached_gpu_profile_path(cache_dir: Path, fingerprint: Fingerprint) -> Path:

@@ -129,7 +129,8 @@ def main(arguments: list[str] | None = None) -> int:
 def measure(graph: SegmentGraph, device: str, time_limits_s: Iterable[float], *, seed: int = 0) -> Row:
     """Return what every method finds for a graph on a device."""
     profile = DEVICES[device]()
-    problem = to_problem(graph, estimate_costs(graph, profile, Observations()), lane_catalogue(profile.units))
+    lanes = lane_catalogue(profile.units, profile.atom)
+    problem = to_problem(graph, estimate_costs(graph, profile, Observations()), lanes)
     return Row(
         graph=graph.name,
         device=device,

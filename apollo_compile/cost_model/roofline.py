@@ -90,7 +90,7 @@ def predict_kernel(kernel: Kernel, profile: DeviceProfile, units: int, *, footpr
 
 
 def _on_cuda(kernel: Kernel, profile: DeviceProfile, units: int, footprint: int) -> KernelTime:
-    arithmetic_ns = _arithmetic_ns(kernel, profile, units) / _wave_efficiency(kernel.tiles, units)
+    arithmetic_ns = _arithmetic_ns(kernel, profile, units) / wave_efficiency(kernel.tiles, units)
     memory_ns = _memory_ns(kernel, profile, units, footprint)
     bound_ns = max(arithmetic_ns, memory_ns)
     return KernelTime(
@@ -114,7 +114,8 @@ def _memory_ns(kernel: Kernel, profile: DeviceProfile, units: int, footprint: in
     return (near_s + kernel.bytes_from_outside / profile.far_rate(footprint, units)) * NS_PER_S
 
 
-def _wave_efficiency(tiles: int, units: int) -> float:
+def wave_efficiency(tiles: int, units: int) -> float:
+    """Return the share of units at work while so many tiles are done, one per unit at a time."""
     return tiles / (-(-tiles // units) * units) if tiles else 1.0
 
 

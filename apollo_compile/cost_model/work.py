@@ -19,6 +19,7 @@ Conventions, chosen to agree with `torch.utils.flop_counter` where that counts a
 from __future__ import annotations
 
 import enum
+import functools
 import math
 import operator
 from collections.abc import Callable, Iterable, Mapping
@@ -320,11 +321,18 @@ def _matmul_flops(first: int) -> _Formula:
     return count
 
 
+def _any_convolution_flops(call: _Call) -> Expr:
+    return (_transposed_convolution_flops if call.argument(6, "transposed", False) else _convolution_flops)(call)
+
+
 def _convolution_flops(call: _Call) -> Expr:
-    """Every element of the result (of the input, if transposed) meets one filter."""
-    image, weight = call.args[0], call.args[1]
-    transposed = bool(call.argument(6, "transposed", False))
-    return _meet_filters(image if transposed else call.outputs[0], image, weight)
+    """Every element of the result meets one filter."""
+    return _meet_filters(call.outputs[0], call.args[0], call.args[1])
+
+
+def _transposed_convolution_flops(call: _Call) -> Expr:
+    """Every element of the input meets one filter."""
+    return _meet_filters(call.args[0], call.args[0], call.args[1])
 
 
 def _meet_filters(positions: TensorMeta, image: TensorMeta, weight: TensorMeta) -> Expr:
@@ -361,6 +369,13 @@ def _scattered(call: _Call, position: int) -> tuple[Expr, Expr]:
         return values.num_elements, values.num_bytes
     indices = next((tensor for tensor in call.inputs[1:]), call.inputs[0])
     return indices.num_elements, indices.num_elements * call.inputs[0].itemsize
+
+
+def _filled(call: _Call) -> tuple[Expr, Expr]:
+    """Return the elements and bytes that an `index_fill` writes: every row that the indices name."""
+    target, dim, indices = call.args[:3]
+    elements = target.num_elements / target.shape[dim] * indices.num_elements
+    return elements, elements * target.itemsize
 
 
 # ---------------------------------------------------------------------------------------------------------- tiles
@@ -424,19 +439,23 @@ def _rule(
     return _Rule(kind=kind, flops=flops, read=read, written=written, tiles=tiles, kernel=kernel)
 
 
-def _scatter_rule(position: int) -> _Rule:
-    """Values and indices are read, and what the values are added to is read and written: nothing else of the target."""
+def _scatter_rule(values: Callable[[_Call], tuple[Expr, Expr]], *, replaces: bool) -> _Rule:
+    """Values and indices are read, and what the values are added to is read and written: nothing else of the target.
+
+    Arguments:
+        values: the elements and bytes that are written.
+        replaces: whether the first input is what they are written to.
+    """
 
     def read(call: _Call) -> Expr:
-        target = call.inputs[0].num_bytes if position else _ZERO
-        values = _scattered(call, position)[1]
-        return _total_bytes(call.inputs) - target + values
+        target = call.inputs[0].num_bytes if replaces else _ZERO
+        return _total_bytes(call.inputs) - target + values(call)[1]
 
     return _rule(
         WorkKind.SCATTER,
-        lambda call: _scattered(call, position)[0],
+        lambda call: values(call)[0],
         read,
-        lambda call: _scattered(call, position)[1],
+        lambda call: values(call)[1],
         kernel=ir.KernelKind.SCATTER,
     )
 
@@ -515,7 +534,6 @@ _SCATTERED = {
     "scatter_reduce": 3,
     "index_add": 3,
     "index_copy": 3,
-    "index_fill": 2,
     "masked_scatter": 2,
     "masked_scatter_backward": 0,
     "embedding_dense_backward": 0,
@@ -562,7 +580,8 @@ def _make_rules() -> dict[str, _Rule]:
     enter("embedding", _rule(WorkKind.GATHER, read=_embedding_read))
     enter("_embedding_bag", _rule(WorkKind.GATHER, _per_output(1)))
     for name, position in _SCATTERED.items():
-        enter(name, _scatter_rule(position))
+        enter(name, _scatter_rule(functools.partial(_scattered, position=position), replaces=position > 0))
+    enter("index_fill", _scatter_rule(_filled, replaces=True))
     enter(_LOOKUPS, _rule(WorkKind.LOOKUP, _per_input(1), kernel=ir.KernelKind.LIBRARY))
     enter(_RANDOM, _rule(WorkKind.RANDOM, _per_output(40)))  # ten Philox rounds of four instructions a number
     _enter_products(enter)
@@ -591,10 +610,12 @@ def _enter_products(enter: Callable[[str, _Rule], None]) -> None:
     ):
         enter(names, _product_rule(WorkKind.MATMUL, kernel, _matmul_flops(first), _matmul_tiles))
     enter("linear", _product_rule(WorkKind.MATMUL, kernels.MATMUL, _linear_flops, _linear_tiles))
-    enter(
-        "convolution _convolution conv1d conv2d conv3d",
-        _product_rule(WorkKind.CONVOLUTION, kernels.CONVOLUTION, _convolution_flops, _convolution_tiles),
-    )
+    for names, flops in (
+        ("convolution _convolution", _any_convolution_flops),
+        ("conv1d conv2d conv3d", _convolution_flops),
+        ("conv_transpose1d conv_transpose2d conv_transpose3d", _transposed_convolution_flops),
+    ):
+        enter(names, _product_rule(WorkKind.CONVOLUTION, kernels.CONVOLUTION, flops, _convolution_tiles))
     enter(
         "convolution_backward",
         _product_rule(

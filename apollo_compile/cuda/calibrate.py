@@ -7,7 +7,8 @@ nodes of the CUDA graph, and replayed. So nothing that the host does is in a tim
 
 quotas      Products of matrices, attention, and additions of vectors that fit into the cache and that do not, on lanes
             of one atom, two atoms and so on up to all, and on the whole device. The additions tell how many SMs
-            saturate the memory. Times go in waves, so no number of SMs is left out.
+            saturate the memory. Times go in waves, so no number of SMs is left out; a rate is that of full waves, as
+            predictions take it.
 fixed       A chain of kernels that do next to nothing: what one kernel takes at least. The same chain back and forth
             between two lanes: what a hand-over adds. A segment adds no node to a CUDA graph but its kernels, so
             launching one takes nothing.
@@ -26,6 +27,8 @@ from typing import TypeAlias
 import torch
 import torch.nn.functional as functional
 
+from apollo_compile.cost_model.roofline import wave_efficiency
+from apollo_compile.cost_model.work import TILE
 from apollo_compile.cuda.gpu import Event, Gpu, Stream
 from apollo_compile.cuda.launch import forked, order_after
 from apollo_compile.device import Arithmetic, DeviceProfile, Rate, rate_at
@@ -73,6 +76,8 @@ class Probe:
     dtype: str = ""
     amount: int = 0
     """Flops or bytes of one launch."""
+    tiles: int = 0
+    """Of its result, each for one SM; 0 where waves do not matter."""
     launches: int = 1
     """That are timed together; if there are several, as many come before them, which leave their data in the cache."""
 
@@ -213,6 +218,7 @@ def _product(side: int, dtype: torch.dtype, device: torch.device) -> Probe:
         kind=KernelKind.MATMUL,
         dtype=kind,
         amount=2 * side**3,
+        tiles=_num_tiles(side, side),
     )
 
 
@@ -229,6 +235,7 @@ def _attention(tokens: int, device: torch.device) -> list[Probe]:
             kind=KernelKind.ATTENTION,
             dtype="bfloat16",
             amount=flops,
+            tiles=_num_tiles(tokens, 1, batch * heads),
         ),
         Probe(
             name="batched product",
@@ -236,8 +243,13 @@ def _attention(tokens: int, device: torch.device) -> list[Probe]:
             kind=KernelKind.BATCHED_MATMUL,
             dtype="bfloat16",
             amount=flops // 2,
+            tiles=_num_tiles(tokens, tokens, batch * heads),
         ),
     ]
+
+
+def _num_tiles(rows: int, columns: int, batch: int = 1) -> int:
+    return batch * -(-rows // TILE) * -(-columns // TILE)
 
 
 def _addition(name: str, num_bytes: int, device: torch.device, launches: int = 1) -> Probe:
@@ -314,8 +326,12 @@ def _make_profile(
     counts = sorted(times)
     unit_counts = tuple(counts if counts[0] == 1 else [1, *counts])
 
+    def rate(probe: Probe, count: int) -> float:
+        work_ns = max(1, times[count][probe.name] - kernel_ns) * wave_efficiency(probe.tiles, count)
+        return probe.amount / work_ns * NS_PER_S
+
     def rates(probe: Probe) -> tuple[float, ...]:
-        per_s = [probe.amount / max(1, times[count][probe.name] - kernel_ns) * NS_PER_S for count in counts]
+        per_s = [rate(probe, count) for count in counts]
         first = [] if counts[0] == 1 else [per_s[0] / counts[0]]
         return tuple(float(f"{value:.4g}") for value in [*first, *per_s])
 

@@ -47,6 +47,12 @@ COUNTED = [
     (aten.convolution.default, _convolution(stride=2, transposed=True)(_rand(2, 4, 5, 5), _rand(4, 6, 3, 3))),
 ]
 
+NAMED_CONVOLUTIONS = [
+    (aten.conv2d.default, ([1, 1], 2), (False, [0, 0], 2)),
+    (aten.conv_transpose2d.input, ([0, 0], 2, [1, 1]), (True, [0, 0], 2)),
+]
+"""What follows image, weight, bias, stride and padding, and what follows the dilation in `aten.convolution`."""
+
 
 @pytest.mark.parametrize(("target", "args"), COUNTED, ids=lambda value: str(value) if callable(value) else "")
 def test_products_agree_with_the_flop_counter(target: Any, args: tuple[Any, ...]) -> None:
@@ -204,6 +210,20 @@ def test_views_and_constants_are_no_kernels() -> None:
     assert evaluate(node_work(aten.full.default, ([4, 6], 0.0), {}, _X), {}).parts == ()
 
 
+@pytest.mark.parametrize(("target", "named", "general"), NAMED_CONVOLUTIONS, ids=("forward", "transposed"))
+def test_a_named_convolution_costs_what_the_general_one_does(target: Any, named: Any, general: Any) -> None:
+    """Which is what torch counts."""
+    weight = _rand(4, 3, 3, 3) if general[0] else _rand(6, 2, 3, 3)
+    same = (_rand(2, 4, 9, 8), weight, None, [2, 2], [1, 1])
+    args, general = (*same, *named), (*same, [1, 1], *general)
+    out = target(*args)
+    with FlopCounterMode(display=False) as counter:
+        aten.convolution.default(*general)
+    work = evaluate(node_work(target, args, {}, out), {})
+    assert work.flops == counter.get_total_flops()
+    assert work == evaluate(node_work(aten.convolution.default, general, {}, out), {})
+
+
 def test_a_scatter_costs_what_it_writes() -> None:
     """The gradient of an embedding touches the rows that were looked up, not the table."""
     gradient, indices = _rand(4, 7, 16), torch.randint(0, 100, (4, 7))
@@ -220,6 +240,10 @@ def test_a_scatter_costs_what_it_writes() -> None:
         assert work.bytes_read == 2 * values + _num_bytes(indices)
     filled = evaluate(node_work(aten.scatter.value, (table, 0, indices, 1.0), {}, table), {})
     assert (filled.flops, filled.bytes_written) == (indices.numel(), 4 * indices.numel())
+    rows = torch.tensor([3, 5])
+    for target, value in ((aten.index_fill.int_Scalar, 1.0), (aten.index_fill.int_Tensor, torch.tensor(1.0))):
+        work = evaluate(node_work(target, (table, 0, rows, value), {}, table), {})
+        assert (work.flops, work.bytes_written) == (2 * 16, 4 * 2 * 16)
 
 
 def test_an_operator_without_a_formula_is_counted_by_bytes_and_named() -> None:
