@@ -282,6 +282,8 @@ class GraphSummary:
     """Planned peak of buffers between segments."""
     memory_quota: int | None
     what_if: tuple[WhatIf, ...] = ()
+    without_formula: tuple[str, ...] = ()
+    """Operators whose work is counted by their bytes alone."""
 
     @property
     def measured(self) -> Timeline | None:
@@ -433,6 +435,7 @@ def summarize(
         segments=segments,
         modules=_summarize_modules(compilation, {segment.id: segment for segment in segments}),
         branches=tuple(dict.fromkeys(branch_of)),
+        without_formula=compilation.capture.without_formula,
         pairs=_summarize_pairs(compilation, branch_of, latest),
         lanes=tuple(
             LaneSummary(

@@ -46,7 +46,7 @@ WRONG = 1.1
 
 def describe(graph: GraphSummary, report: Report) -> tuple[str, ...]:
     """Return what a reader should know about a graph: what overlaps and what does not, limits, what to try."""
-    return (*_overlaps(graph), *_limits(graph), *_surprises(graph), *_remedies(graph, report))
+    return (*_overlaps(graph), *_limits(graph), *_guesses(graph), *_surprises(graph), *_remedies(graph, report))
 
 
 def _overlaps(graph: GraphSummary) -> list[str]:
@@ -117,6 +117,13 @@ def _limits(graph: GraphSummary) -> list[str]:
         f"No plan is under {format_ns(graph.bound_ns)} ({graph.possible_gain:.2f}x): {limit}; this one is at "
         f"{format_ns(graph.predicted_ns)} ({graph.gain:.2f}x)."
     ]
+
+
+def _guesses(graph: GraphSummary) -> list[str]:
+    if not graph.without_formula:
+        return []
+    names = ", ".join(graph.without_formula)
+    return [f"Counted by their bytes, so that formulas say little of their segments: {names}."]
 
 
 def _surprises(graph: GraphSummary) -> list[str]:
