@@ -3,6 +3,7 @@
 BASE_PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install -q --no-compile -c constraints.txt
 SOURCES := $(shell find csrc runtime -name '*.cpp' -o -name '*.h')
 NATIVE_SOURCES := $(filter-out runtime/tests/%,$(SOURCES)) CMakeLists.txt
 SANITIZERS := address thread
@@ -44,14 +45,11 @@ docs: $(VENV)/installed
 bench: $(VENV)/installed native
 	$(BIN)/python -m benchmarks.run --json build/bench.json $(BENCH)
 
-# The checkout comes first on sys.path, so it needs the extension too: built in place, which is also the fast way to
-# work on it.
-native: build/native/stamp
+# The checkout comes first on sys.path, so it needs the extension too: that of the wheel.
+native: build/native-stamp
 
-build/native/stamp: $(NATIVE_SOURCES) | $(VENV)/tools
-	$(BIN)/cmake -S . -B build/native -G Ninja -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python \
-	  -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja -DCMAKE_LIBRARY_OUTPUT_DIRECTORY=$(CURDIR)/apollo_compile
-	$(BIN)/cmake --build build/native
+build/native-stamp: $(VENV)/installed
+	cp build/wheel/_native*.so apollo_compile/
 	touch $@
 
 stub: native
@@ -59,8 +57,8 @@ stub: native
 
 native-test: $(SANITIZERS:%=native-test-%)
 
-# Compiled fast, and several sources at once; `native` compiles each alone. Under `make --jobs`, ninja would look for make's
-# job server, which is not its own.
+# Compiled fast, and several sources at once; `soak-native` compiles each alone. Under `make --jobs`, ninja would look for
+# make's job server, which is not its own.
 native-test-%: $(VENV)/tools
 	$(BIN)/cmake -S . -B build/native-$* -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja \
 	  -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python -DCMAKE_BUILD_TYPE=Debug -DCMAKE_CXX_FLAGS_DEBUG="-O1 -g1" \
@@ -107,12 +105,14 @@ $(VENV)/created:
 	$(BASE_PYTHON) -m venv $(VENV)
 	touch $@
 
-$(VENV)/tools: constraints.txt | $(VENV)/created
-	$(BIN)/python -m pip install -q --no-compile -c constraints.txt cmake ninja nanobind nvidia-cuda-runtime
+# Build requirements come from pyproject.toml, so that one that is missing there is missing here.
+$(VENV)/tools: pyproject.toml constraints.txt | $(VENV)/created
+	$(PIP) cmake ninja nvidia-cuda-runtime $(shell sed -n 's/^requires = \[\(.*\)\]/\1/p' pyproject.toml | tr ',' ' ')
 	touch $@
 
-# torch first and by exact version: to resolve a range, pip would fetch gigabytes.
+# torch first and by exact version: to resolve a range, pip would fetch gigabytes. The build is not isolated, so that
+# what is in build/wheel serves the next one: after a change, only its sources are compiled again.
 $(VENV)/installed: pyproject.toml constraints.txt $(NATIVE_SOURCES) | $(VENV)/tools
-	$(BIN)/python -m pip install -q --no-compile -c constraints.txt torch==$(shell sed -n 's/^torch==//p' constraints.txt)
-	$(BIN)/python -m pip install -q --no-compile -c constraints.txt '.[bench,test,docs,dev]'
+	$(PIP) torch==$(shell sed -n 's/^torch==//p' constraints.txt)
+	MAKEFLAGS= $(PIP) --no-build-isolation '.[bench,test,docs,dev]'
 	touch $@
