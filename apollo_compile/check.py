@@ -355,8 +355,10 @@ def _check_order_of_collectives(plan: Plan, graph: SegmentGraph) -> None:
 
 
 def _peak_bytes(plan: Plan, graph: SegmentGraph) -> int:
-    """Return the most bytes that buffers made by the graph take at one instant, if all goes as planned."""
+    """Return the most bytes that buffers made by the graph, and what makes them, take if all goes as planned."""
     changes = []
+    for segment, assignment in zip(graph.segments, plan.assignments, strict=True):
+        changes += [(assignment.start_ns, segment.workspace_bytes), (assignment.end_ns, -segment.workspace_bytes)]
     for buffer in graph.buffers:
         if buffer.producer is not None:
             last = max(plan.assignments[user].end_ns for user in (buffer.producer, *buffer.readers))

@@ -192,6 +192,8 @@ class Segment:
     after: tuple[SegmentId, ...]
     """Segments that must end earlier though no buffer flows."""
     work: Work
+    workspace_bytes: int = 0
+    """What it takes while it runs, besides its inputs and outputs."""
     has_collective: bool = False
     """Whether it communicates with other ranks, who must do so in the same order."""
 

@@ -1,6 +1,7 @@
 """What a segment needs from a device when its compiler fuses: bytes that cross fused groups, and kernels.
 
-    nodes of one segment, in graph order -> Work
+    segment_work(nodes, outputs) -> Work
+    segment_workspace(nodes, outputs) -> bytes that it needs while it runs, and nobody sees
 
 Inductor turns chains of pointwise operators, reductions, gathers and copies into one loop; matrix products,
 convolutions, attention, sorts and scatters are calls or loops of their own. So a segment is cut into groups:
@@ -13,6 +14,8 @@ convolutions, attention, sorts and scatters are calls or loops of their own. So 
 3. Views are free and stand for the value they look at. Constants are computed again by every group that reads them.
 4. A value is read once by each group that reads it and does not make it, and written once if another group reads it,
    if the segment returns it, or if nothing here reads it. What stays inside a group moves no bytes.
+5. Groups run one after the other, each when its last node would. A value that is written and not returned takes memory
+   from the group that makes it to the last one that reads it; the most of that at one instant is the workspace.
 
 Work = flops of all nodes, bytes of these reads and writes, and one kernel per group; its parts are the kernels, with
 what each reads from outside the segment apart.
@@ -30,8 +33,10 @@ are mostly matrix products were off by 9 to 16 %. Torch-free.
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
 from apollo_compile.ir import Kernel, KernelKind, Node, NodeId, NodeKind, Work, merge_kernels
 
@@ -89,9 +94,49 @@ def segment_work(nodes: Sequence[Node], *, outputs: Collection[NodeId] = ()) -> 
     `outputs` are nodes that the segment returns besides those that nothing in it reads, for example activations that
     are saved for the backward pass.
     """
+    fused = _fuse(nodes, outputs)
+    kernels = _kernels(nodes, fused)
+    return Work(
+        flops=sum(node.work.flops for node in nodes),
+        bytes_read=sum(fused.reads.values()),
+        bytes_written=sum(fused.values.written_by(node) for node in sorted(fused.written)),
+        kernels=len(kernels),
+        parts=merge_kernels(kernels),
+    )
+
+
+def segment_workspace(nodes: Sequence[Node], *, outputs: Collection[NodeId] = ()) -> int:
+    """Return the most bytes that values between the groups of a segment take at one instant; arguments as above."""
+    fused = _fuse(nodes, outputs)
+    runs: dict[NodeId, NodeId] = {}  # by group, its last node
+    for node in sorted(fused.group_by_node):
+        runs[fused.group_by_node[node]] = node
+    last_run: dict[NodeId, NodeId] = {}
+    for group, value in fused.reads:
+        last_run[value] = max(runs[group], last_run.get(value, runs[group]))
+    changes = []
+    for value in fused.written & last_run.keys() - {fused.values.origin(output) for output in outputs}:
+        num_bytes = fused.values.written_by(value)
+        # what is read last by a group is there until it has run
+        changes += [(runs[fused.group_by_node[value]], 0, num_bytes), (last_run[value], 1, -num_bytes)]
+    return max(itertools.accumulate(change for *_, change in sorted(changes)), default=0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Fused:
+    """The groups of a segment and what crosses them."""
+
+    values: _Values
+    group_by_node: dict[NodeId, NodeId]
+    reads: dict[tuple[NodeId, NodeId], int]
+    """Bytes by group and value."""
+    written: set[NodeId]
+
+
+def _fuse(nodes: Sequence[Node], outputs: Collection[NodeId]) -> _Fused:
     values = _Values(nodes)
     group_by_node = _group(nodes, values)
-    reads: dict[tuple[NodeId, NodeId], int] = {}  # (group, value) -> bytes
+    reads: dict[tuple[NodeId, NodeId], int] = {}
     is_read: set[NodeId] = set()
     crosses: set[NodeId] = {values.origin(output) for output in outputs}
     for node in nodes:
@@ -110,32 +155,20 @@ def segment_work(nodes: Sequence[Node], *, outputs: Collection[NodeId] = ()) -> 
         group_by_node[constant] = constant  # made in memory by a loop of its own
         crosses.add(constant)
     written = {node for node in group_by_node if node in crosses or node not in is_read}
-    kernels = _kernels(nodes, values, group_by_node, reads, written)
-    return Work(
-        flops=sum(node.work.flops for node in nodes),
-        bytes_read=sum(reads.values()),
-        bytes_written=sum(values.written_by(node) for node in sorted(written)),
-        kernels=len(kernels),
-        parts=merge_kernels(kernels),
-    )
+    return _Fused(values=values, group_by_node=group_by_node, reads=reads, written=written)
 
 
-def _kernels(
-    nodes: Sequence[Node],
-    values: _Values,
-    group_by_node: dict[NodeId, NodeId],
-    reads: dict[tuple[NodeId, NodeId], int],
-    written: set[NodeId],
-) -> list[Kernel]:
+def _kernels(nodes: Sequence[Node], fused: _Fused) -> list[Kernel]:
     """Return one kernel per group, in order of their first nodes."""
+    values, group_by_node = fused.values, fused.group_by_node
     flops: dict[NodeId, int] = defaultdict(int)
     moved: dict[NodeId, int] = defaultdict(int)
     from_outside: dict[NodeId, int] = defaultdict(int)
     for node in nodes:
         if node.id in group_by_node:
             flops[group_by_node[node.id]] += node.work.flops
-            moved[group_by_node[node.id]] += values.written_by(node.id) if node.id in written else 0
-    for (group, value), num_bytes in reads.items():
+            moved[group_by_node[node.id]] += values.written_by(node.id) if node.id in fused.written else 0
+    for (group, value), num_bytes in fused.reads.items():
         moved[group] += num_bytes
         if value not in group_by_node:
             from_outside[group] += num_bytes

@@ -62,7 +62,7 @@ def estimate_costs(graph: SegmentGraph, profile: DeviceProfile, observations: Ob
         return Mode(
             units=units,
             duration_ns=duration_ns,
-            memory_bytes=sum(graph.buffers[buffer].num_bytes for buffer in segment.outputs),
+            memory_bytes=segment.workspace_bytes + sum(graph.buffers[buffer].num_bytes for buffer in segment.outputs),
             source=source,
             memory_share=prediction.memory_share,
             launch_share=prediction.launch_share,

@@ -30,7 +30,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from apollo_compile.config import PartitionConfig
-from apollo_compile.cost_model.fusion import segment_work
+from apollo_compile.cost_model.fusion import segment_work, segment_workspace
 from apollo_compile.ir import (
     Body,
     BodyId,
@@ -78,16 +78,17 @@ def resize_partition(partition: Partition, capture: Capture) -> Partition:
     num_bytes = {node.name: node.num_bytes for node in nodes}
     ids = {node.name: node.id for node in nodes}
     graph = partition.graph
-    segments = tuple(
-        replace(
+
+    def resize(segment: Segment) -> Segment:
+        content = [nodes[node] for node in partition.nodes_by_segment[segment.id]]
+        made = [ids[graph.buffers[buffer].name] for buffer in segment.outputs]
+        return replace(
             segment,
-            work=segment_work(
-                [nodes[node] for node in partition.nodes_by_segment[segment.id]],
-                outputs=[ids[graph.buffers[buffer].name] for buffer in segment.outputs],
-            ),
+            work=segment_work(content, outputs=made),
+            workspace_bytes=segment_workspace(content, outputs=made),
         )
-        for segment in graph.segments
-    )
+
+    segments = tuple(map(resize, graph.segments))
     buffers = tuple(replace(buffer, num_bytes=num_bytes[buffer.name]) for buffer in graph.buffers)
     return replace(partition, graph=replace(graph, name=capture.name, segments=segments, buffers=buffers))
 
@@ -427,6 +428,7 @@ def _build(capture: Capture, atoms: _Atoms, pieces: list[list[int]]) -> Partitio
                 outputs=tuple(buffer_by_node[value] for value in made[s]),
                 after=_order_only(nodes, content, segment_by_node, SegmentId(s)),
                 work=segment_work([nodes[node] for node in content], outputs=made[s]),
+                workspace_bytes=segment_workspace([nodes[node] for node in content], outputs=made[s]),
                 has_collective=any(nodes[node].is_collective for node in content),
             )
         )

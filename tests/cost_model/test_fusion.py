@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from apollo_compile.cost_model.fusion import is_fusible, segment_work
+from apollo_compile.cost_model.fusion import is_fusible, segment_work, segment_workspace
 from apollo_compile.ir import Kernel, KernelKind, Node, NodeId, NodeKind, Work
 
 _SIZE = 100
@@ -75,6 +75,21 @@ def test_a_saved_value_is_written_although_it_is_fused() -> None:
     assert segment_work(nodes).bytes_written == 100
     assert segment_work(nodes, outputs=[NodeId(1)]).bytes_written == 200
     assert segment_work(nodes, outputs=[NodeId(2)]).bytes_written == 200
+
+
+def test_the_workspace_is_what_crosses_groups_and_is_not_returned() -> None:
+    """Nothing inside a group, and no result; what the next group reads last is there until it has run."""
+    chain = [_node(2, ADD, (0, 1)), _node(3, EXP, (2,)), _node(4, EXP, (3,))]
+    assert segment_workspace(chain) == 0
+    products = [_node(1, EXP, (0,)), _node(2, MM, (1, 0)), _node(3, MM, (2, 0), size=40), _node(4, MM, (3, 0))]
+    assert segment_workspace(products) == 100 + 100  # while the first product runs
+    assert segment_workspace(products, outputs=[NodeId(1)]) == 100 + 40  # while the second one runs
+    assert segment_workspace(products, outputs=[NodeId(1), NodeId(2), NodeId(3)]) == 0
+    kept = [*products[:3], _node(4, MM, (3, 1))]
+    assert segment_workspace(kept) == 100 + 100 + 40  # the first value waits for the last product
+    viewed = [_node(1, MM, (0, 0)), _node(2, VIEW, (1,)), _node(3, MM, (2, 0))]
+    assert segment_workspace(viewed) == 100
+    assert segment_workspace(viewed, outputs=[NodeId(2)]) == 0  # a view of it is returned
 
 
 def test_constants_belong_to_their_readers() -> None:

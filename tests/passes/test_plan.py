@@ -9,10 +9,12 @@ from dataclasses import replace
 import pytest
 
 from apollo_compile.check import check_plan
+from apollo_compile.device import default_profile
 from apollo_compile.errors import InfeasiblePlanError, InvariantError
-from apollo_compile.ir import BufferId, CostTable, Mode, Origin, Plan, SegmentGraph
+from apollo_compile.ir import BufferId, CostTable, Mode, Observations, Origin, Plan, SegmentGraph
 from apollo_compile.json_form import to_json
 from apollo_compile.lanes import lane_catalogue
+from apollo_compile.passes.cost import estimate_costs
 from apollo_compile.passes.plan import make_plan
 from tests.builders import chains, costs, graph, random_costs, random_graph, random_lanes, seeds
 
@@ -144,6 +146,22 @@ def test_a_memory_quota_keeps_two_large_branches_apart() -> None:
     free, kept = (make_plan(made, table, lanes=lanes, memory_quota=quota) for quota in (None, 150))
     assert (free.makespan_ns, kept.makespan_ns) == (30, 50)
     assert _peak_bytes(free, made) > 150 >= _peak_bytes(kept, made)
+
+
+def test_a_memory_quota_keeps_two_large_workspaces_apart() -> None:
+    """What segments take only while they run; side by side, both would."""
+    made = graph((), (), (0,), (1,), (2, 3), sizes=[1] * 6)
+    segments = tuple(replace(segment, workspace_bytes=100 * (segment.id in (2, 3))) for segment in made.segments)
+    made = replace(made, segments=segments)
+    table = estimate_costs(made, default_profile(2), Observations())
+    equal = tuple(tuple(replace(mode, duration_ns=10, memory_share=0.0) for mode in modes) for modes in table.modes)
+    table = CostTable(modes=equal, handover_ns=0)
+    plans = [make_plan(made, table, lanes=lane_catalogue(2), memory_quota=quota) for quota in (None, 150, 250)]
+    assert [plan.makespan_ns for plan in plans] == [30, 40, 30]
+    for plan in plans:
+        check_plan(plan, made, table)
+    with pytest.raises(InvariantError, match="holds 204 bytes at once"):
+        check_plan(replace(plans[0], memory_quota=150), made, table)
 
 
 def test_a_memory_quota_that_nothing_keeps_is_an_error_that_names_the_largest_segment() -> None:
