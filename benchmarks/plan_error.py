@@ -14,8 +14,9 @@ Per workload, in one process:
              wrong then is the model, and not that the machine has become slower since step 1.
 
 Printed per graph: predicted and measured makespan of the choice, Kendall's tau between predicted and measured order of
-all plans, and the regret: measured time of the choice over the best measured one, minus 1. Plans that run serially on
-lane 0 count as one plan.
+all plans, and the regret: measured time of the choice over the best measured one, minus 1. "planned" is what the
+planner promised in step 1, whatever the machine did since. Plans that run serially on lane 0 count as one plan. Of a
+whole step, the plans with the same number are added up, and so are the best measured ones of all graphs.
 """
 
 from __future__ import annotations
@@ -70,6 +71,8 @@ class Result:
     """One plan: what was predicted and what was measured, in nanoseconds."""
 
     name: str
+    planned_ns: int
+    """Predicted before anything of step 3 ran."""
     predicted_ns: int
     measured_ns: float
     p10_ns: float
@@ -87,6 +90,11 @@ class Comparison:
     def error(self) -> float:
         """Predicted over measured makespan of the choice, minus 1."""
         return self.results[0].predicted_ns / self.results[0].measured_ns - 1
+
+    @property
+    def planned_error(self) -> float:
+        """The same of what was predicted when it was chosen."""
+        return self.results[0].planned_ns / self.results[0].measured_ns - 1
 
     @property
     def tau(self) -> float:
@@ -115,7 +123,8 @@ def main(arguments: list[str] | None = None) -> int:
         content["workloads"][name] = [_to_json(comparison) for comparison in comparisons]
         if args.json is not None:
             args.json.write_text(json.dumps(content, indent=1))
-    headers = ("workload", "graph", "plans", "choice", "predicted ms", "measured ms", "error", "tau", "regret")
+    headers = ["workload", "graph", "plans", "choice", "planned ms", "predicted ms", "measured ms"]
+    headers += ["planned", "predicted", "tau", "regret"]
     print("\n" + tabulate(rows, headers=headers))
     return 0
 
@@ -155,7 +164,7 @@ def compare_plans(workload: Workload, *, num_plans: int, rounds: int, seed: int 
         Comparison(
             name=graph.compilation.capture.role,
             results=tuple(
-                _result(variation.name, _predict(variation.compilation, observed), samples)
+                _result(variation, _predict(variation.compilation, observed), samples)
                 for variation, samples in zip(variations, found, strict=True)
             ),
         )
@@ -256,10 +265,11 @@ def _predict(compilation: Compilation, observations: Observations) -> int:
     return make_plan(graph, costs, lanes=plan.lanes, pinned=plan).makespan_ns
 
 
-def _result(name: str, predicted_ns: int, times: list[int]) -> Result:
+def _result(variation: Variation, predicted_ns: int, times: list[int]) -> Result:
     deciles = statistics.quantiles(times, n=10)
     return Result(
-        name=name,
+        name=variation.name,
+        planned_ns=variation.compilation.plan.makespan_ns,
         predicted_ns=predicted_ns,
         measured_ns=statistics.median(times),
         p10_ns=deciles[0],
@@ -268,29 +278,31 @@ def _result(name: str, predicted_ns: int, times: list[int]) -> Result:
 
 
 def _whole_step(comparisons: Sequence[Comparison], count: int) -> Comparison:
-    def total(index: int) -> Result:
-        parts = [comparison.results[index % len(comparison.results)] for comparison in comparisons]
+    def total(parts: Sequence[Result]) -> Result:
         return Result(
             name=" / ".join(dict.fromkeys(part.name for part in parts)),
+            planned_ns=sum(part.planned_ns for part in parts),
             predicted_ns=sum(part.predicted_ns for part in parts),
             measured_ns=sum(part.measured_ns for part in parts),
             p10_ns=sum(part.p10_ns for part in parts),
             p90_ns=sum(part.p90_ns for part in parts),
         )
 
-    return Comparison(name="step", results=tuple(total(index) for index in range(count)))
+    steps = [[found.results[index % len(found.results)] for found in comparisons] for index in range(count)]
+    best = [min(found.results, key=lambda result: result.measured_ns) for found in comparisons]
+    return Comparison(name="step", results=tuple(map(total, steps if best in steps else [*steps, best])))
 
 
 def _plan_table(comparison: Comparison) -> str:
     rows = [
-        [r.name, *(f"{ns / NS_PER_MS:.2f}" for ns in (r.predicted_ns, r.measured_ns, r.p10_ns, r.p90_ns))]
+        [r.name, *(f"{ns / NS_PER_MS:.2f}" for ns in (r.planned_ns, r.predicted_ns, r.measured_ns, r.p10_ns, r.p90_ns))]
         for r in comparison.results
     ]
     title = (
-        f"{comparison.name}: prediction {comparison.error:+.1%}, tau {comparison.tau:.2f}, "
-        f"regret {comparison.regret:.1%}"
+        f"{comparison.name}: planned {comparison.planned_error:+.1%}, predicted {comparison.error:+.1%}, "
+        f"tau {comparison.tau:.2f}, regret {comparison.regret:.1%}"
     )
-    return f"{title}\n{tabulate(rows, headers=('plan', 'predicted ms', 'measured ms', 'p10', 'p90'))}\n"
+    return f"{title}\n{tabulate(rows, headers=('plan', 'planned ms', 'predicted ms', 'measured ms', 'p10', 'p90'))}\n"
 
 
 def _row(comparison: Comparison) -> list[object]:
@@ -299,8 +311,10 @@ def _row(comparison: Comparison) -> list[object]:
         comparison.name,
         len(comparison.results),
         choice.name,
+        round(choice.planned_ns / NS_PER_MS, 2),
         round(choice.predicted_ns / NS_PER_MS, 2),
         round(choice.measured_ns / NS_PER_MS, 2),
+        f"{comparison.planned_error:+.1%}",
         f"{comparison.error:+.1%}",
         f"{comparison.tau:.2f}",
         f"{comparison.regret:.1%}",
@@ -310,6 +324,7 @@ def _row(comparison: Comparison) -> list[object]:
 def _to_json(comparison: Comparison) -> dict[str, Any]:
     return {
         "graph": comparison.name,
+        "planned_error": comparison.planned_error,
         "error": comparison.error,
         "tau": comparison.tau,
         "regret": comparison.regret,
