@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from benchmarks.sweep import Case, Result, run_case
+from benchmarks.sweep import Case, Result, other_batches, run_case
 
 
 def _run(**setting: str) -> Result:
@@ -22,9 +22,17 @@ def test_a_model_with_buffers_that_it_writes_trains_in_every_mode() -> None:
     assert result.num_graphs == result.num_in_segments > 0
 
 
+def test_an_optimizer_that_is_compiled_trains_a_compiled_model() -> None:
+    """Its step is a graph of its own."""
+    result = _run(model="quantizer", optimizer="adamw_compiled", bodies="eager")
+    assert result.outcome == "passed"
+    assert result.num_graphs > 2
+
+
 def test_batches_of_several_sizes_run_on_lanes() -> None:
     """One graph for all of them, forward and backward."""
-    result = _run(model="recommender", shapes="changing", bodies="eager")
+    assert len({batch["pixel_values"].shape for batch in other_batches("vit_control")}) > 1
+    result = _run(model="vit_control", shapes="changing", bodies="eager")
     assert result.outcome == "passed"
     assert result.num_in_segments >= 2
 

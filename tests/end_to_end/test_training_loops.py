@@ -64,7 +64,7 @@ def same_gradients(
 
 
 @loop("gradient accumulation")
-def test_gradients_accumulate_over_micro_batches(uncompiled: Options) -> None:
+def test_gradients_accumulate_over_micro_batches(either: Options) -> None:
     """Three backwards add up before one optimizer step, which the next round sees."""
 
     def play(run: Callable[..., torch.Tensor], model: nn.Module) -> None:
@@ -75,11 +75,11 @@ def test_gradients_accumulate_over_micro_batches(uncompiled: Options) -> None:
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=False)
 
-    same_gradients(play, Pair(), uncompiled)
+    same_gradients(play, Pair(), either)
 
 
 @loop("several forwards before a backward")
-def test_two_forwards_may_come_before_their_backwards(uncompiled: Options) -> None:
+def test_two_forwards_may_come_before_their_backwards(either: Options) -> None:
     """In one sum, and one after the other in either order: each backward reads what its own forward saved."""
 
     def play(run: Callable[..., torch.Tensor], model: nn.Module) -> None:
@@ -89,11 +89,11 @@ def test_two_forwards_may_come_before_their_backwards(uncompiled: Options) -> No
         second.square().mean().backward()
         first.square().mean().backward()
 
-    same_gradients(play, Pair(), uncompiled)
+    same_gradients(play, Pair(), either)
 
 
 @loop("retain_graph")
-def test_a_retained_graph_gives_its_gradients_again(uncompiled: Options) -> None:
+def test_a_retained_graph_gives_its_gradients_again(either: Options) -> None:
     """Two backwards of one forward double the gradients: nothing that was saved is used up by the first.
 
     The step before compiles the backward, for a graph that is used once.
@@ -108,36 +108,36 @@ def test_a_retained_graph_gives_its_gradients_again(uncompiled: Options) -> None
         with pytest.raises(RuntimeError, match="second time"):
             loss.backward()
 
-    same_gradients(play, Pair(), uncompiled)
+    same_gradients(play, Pair(), either)
 
 
 @loop("double backward")
-def test_a_double_backward_is_refused_in_the_words_of_torch(uncompiled: Options) -> None:
+def test_a_double_backward_is_refused_in_the_words_of_torch(either: Options) -> None:
     """AOTAutograd has no second derivatives, with any backend; the first ones and later steps are right."""
     model = Pair()
-    run = torch.compile(model, **uncompiled)
+    run = torch.compile(model, **either)
     x = LEFT[0].clone().requires_grad_()
     for function in (run, torch.compile(model, backend="aot_eager")):
         (gradient,) = torch.autograd.grad(function(x, RIGHT[0]).sum(), x, create_graph=True)
         with pytest.raises(RuntimeError, match="does not currently support double backward"):
             gradient.sum().backward()
-    same_gradients(lambda run, _: run(LEFT[0], RIGHT[0]).sum().backward(), model, uncompiled)
+    same_gradients(lambda run, _: run(LEFT[0], RIGHT[0]).sum().backward(), model, either)
 
 
 @loop("tied weights")
-def test_a_weight_that_two_towers_share_gets_both_gradients(uncompiled: Options) -> None:
+def test_a_weight_that_two_towers_share_gets_both_gradients(either: Options) -> None:
     """The sum is made once, whichever lane is first."""
     model = Pair()
     model.right[0].weight = model.left[0].weight
-    same_gradients(lambda run, _: run(LEFT[0], RIGHT[0]).square().mean().backward(), model, uncompiled)
+    same_gradients(lambda run, _: run(LEFT[0], RIGHT[0]).square().mean().backward(), model, either)
 
 
 @loop("frozen modules")
-def test_the_backward_of_a_frozen_tower_vanishes(uncompiled: Options) -> None:
+def test_the_backward_of_a_frozen_tower_vanishes(either: Options) -> None:
     """Its parameters keep None, and no segment of the backward is its."""
     model = Pair()
     model.left.requires_grad_(False)
-    same_gradients(lambda run, _: run(LEFT[0], RIGHT[0]).square().mean().backward(), model, uncompiled)
+    same_gradients(lambda run, _: run(LEFT[0], RIGHT[0]).square().mean().backward(), model, either)
     (found,) = [entry for entry in backend.compiled_models() if len(entry.graphs) == 2][-1:]
     names = {graph.compilation.capture.role: _module_names(graph) for graph in found.graphs}
     assert any(name.startswith("left") for name in names["forward"])
@@ -150,7 +150,7 @@ def _module_names(graph: CompiledGraph) -> set[str]:
 
 
 @loop("absent modality")
-def test_a_modality_may_be_absent_in_a_step(uncompiled: Options) -> None:
+def test_a_modality_may_be_absent_in_a_step(either: Options) -> None:
     """Steps with and without the right input alternate; without it, its tower gets no gradient at all."""
 
     def play(run: Callable[..., torch.Tensor], model: nn.Module) -> None:
@@ -159,11 +159,11 @@ def test_a_modality_may_be_absent_in_a_step(uncompiled: Options) -> None:
             run(LEFT[0], right).square().mean().backward()
             assert (model.right[0].weight.grad is None) == (right is None)
 
-    same_gradients(play, Pair(), uncompiled)
+    same_gradients(play, Pair(), either)
 
 
 @loop("hooks")
-def test_hooks_see_and_change_what_they_do_in_eager(uncompiled: Options) -> None:
+def test_hooks_see_and_change_what_they_do_in_eager(either: Options) -> None:
     """Forward hooks, backward hooks of modules and tensors, and hooks behind the accumulation of a gradient."""
     seen: list[list[tuple[str, float]]] = []
 
@@ -187,7 +187,7 @@ def test_hooks_see_and_change_what_they_do_in_eager(uncompiled: Options) -> None
         for handle in handles:
             handle.remove()
 
-    same_gradients(play, Pair(), uncompiled)
+    same_gradients(play, Pair(), either)
     expected, actual = seen
     assert [name for name, _ in actual] == [name for name, _ in expected]
     assert [value for _, value in actual] == pytest.approx([value for _, value in expected], rel=1e-3)
@@ -221,9 +221,9 @@ class _Custom(Pair):
 
 @loop("custom autograd functions")
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # torch's own, while Dynamo traces the function
-def test_the_backward_of_a_custom_function_is_the_users(uncompiled: Options) -> None:
+def test_the_backward_of_a_custom_function_is_the_users(either: Options) -> None:
     """Also where it is not the derivative of its forward."""
-    same_gradients(lambda run, _: run(LEFT[0], RIGHT[0]).square().mean().backward(), _Custom(), uncompiled)
+    same_gradients(lambda run, _: run(LEFT[0], RIGHT[0]).square().mean().backward(), _Custom(), either)
 
 
 class _Checkpointed(Pair):
@@ -254,14 +254,14 @@ class _Broken(Pair):
 
 
 @loop("graph breaks")
-def test_a_broken_graph_trains_in_its_parts(uncompiled: Options) -> None:
+def test_a_broken_graph_trains_in_its_parts(either: Options) -> None:
     """Each part is a model of its own, cut and planned for itself."""
-    same_gradients(lambda run, _: run(LEFT[0], RIGHT[0]).square().mean().backward(), _Broken(), uncompiled)
+    same_gradients(lambda run, _: run(LEFT[0], RIGHT[0]).square().mean().backward(), _Broken(), either)
     assert sum(len(model.graphs) for model in backend.compiled_models()[-2:]) == 4
 
 
 @loop("modes in turns")
-def test_train_eval_and_modes_without_gradients_take_turns(uncompiled: Options) -> None:
+def test_train_eval_and_modes_without_gradients_take_turns(either: Options) -> None:
     """A step after no_grad, inference_mode and eval is as if they had not been."""
 
     def play(run: Callable[..., torch.Tensor], model: nn.Module) -> None:
@@ -275,7 +275,7 @@ def test_train_eval_and_modes_without_gradients_take_turns(uncompiled: Options) 
         model.train()
         run(LEFT[0], RIGHT[1]).sum().backward()
 
-    same_gradients(play, Pair(), uncompiled)
+    same_gradients(play, Pair(), either)
 
 
 def _same_steps(
@@ -301,21 +301,21 @@ def _same_steps(
 
 
 @loop("compiled autograd")
-def test_the_graph_of_compiled_autograd_runs_in_segments(uncompiled: Options) -> None:
+def test_the_graph_of_compiled_autograd_runs_in_segments(either: Options) -> None:
     """What autograd does is a graph of its own, which accumulates gradients; a hook is in it."""
 
     def hook(model: nn.Module) -> None:
         model.left[0].weight.register_hook(lambda gradient: gradient * 3)
 
     with torch._dynamo.config.patch(compiled_autograd=True):
-        model = _same_steps(Pair(), uncompiled, hook)
+        model = _same_steps(Pair(), either, hook)
     roles = [graph.compilation.capture.role for entry in backend.find_models(model) for graph in entry.graphs]
     assert roles[0] is Role.FORWARD and set(roles[1:]) == {Role.INFERENCE}
 
 
 @loop("backward in the traced function")
 @pytest.mark.skipif(not hasattr(torch._dynamo.config, "trace_autograd_ops"), reason="this torch traces no backward()")
-def test_a_traced_backward_gives_eagers_gradients(uncompiled: Options) -> None:
+def test_a_traced_backward_gives_eagers_gradients(either: Options) -> None:
     """With `trace_autograd_ops`; AOTAutograd leaves hooks out of it, whatever compiles the graph."""
     with torch._dynamo.config.patch(trace_autograd_ops=True):
-        _same_steps(Pair(), uncompiled)
+        _same_steps(Pair(), either)

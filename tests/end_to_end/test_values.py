@@ -66,10 +66,10 @@ def _aliases(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 @values("outputs that alias inputs and each other")
-def test_outputs_alias_what_they_alias_in_eager(uncompiled: Options) -> None:
+def test_outputs_alias_what_they_alias_in_eager(either: Options) -> None:
     """Same memory, offsets and strides; writing to one output shows in its aliases."""
     with torch.no_grad():
-        expected, actual, (x, y) = same_call(_aliases, (floats(8, 8), floats(8, 8, seed=1)), uncompiled)
+        expected, actual, (x, y) = same_call(_aliases, (floats(8, 8), floats(8, 8, seed=1)), either)
     for left, right in zip(expected, actual, strict=True):
         assert (left.stride(), left.storage_offset()) == (right.stride(), right.storage_offset())
     z, transposed, rows, flat, same, detached, again = actual
@@ -102,11 +102,11 @@ def _relations(outputs: dict[str, Any], x: torch.Tensor) -> list[tuple[Any, ...]
 
 
 @values("outputs that are copies")
-def test_returned_copies_are_tensors_of_their_own(uncompiled: Options) -> None:
+def test_returned_copies_are_tensors_of_their_own(either: Options) -> None:
     """What is one tensor in eager is one, what are two are two; who writes to a copy changes nothing else."""
     for mode, dynamic in itertools.product((torch.enable_grad, torch.no_grad, torch.inference_mode), (False, True)):
         torch._dynamo.reset()
-        run = torch.compile(_copies, dynamic=dynamic, **uncompiled)
+        run = torch.compile(_copies, dynamic=dynamic, **either)
         with mode():
             x = floats(8, 8).requires_grad_()
             expected, actual = _copies(x), run(x)
@@ -121,7 +121,7 @@ def test_returned_copies_are_tensors_of_their_own(uncompiled: Options) -> None:
 
 
 @values("an input that is copied and written to afterwards")
-def test_a_copy_of_an_input_that_is_written_to_is_of_its_time(uncompiled: Options) -> None:
+def test_a_copy_of_an_input_that_is_written_to_is_of_its_time(either: Options) -> None:
     """Copies before and after the write, and none of them is the input."""
 
     def write(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -129,7 +129,7 @@ def test_a_copy_of_an_input_that_is_written_to_is_of_its_time(uncompiled: Option
         x.mul_(2)
         return before, x.clone(), before.clone()
 
-    _, actual, (x,) = same_call(write, (floats(8, 8),), uncompiled)
+    _, actual, (x,) = same_call(write, (floats(8, 8),), either)
     assert len({tensor.data_ptr() for tensor in (*actual, x)}) == 4
 
 
@@ -158,10 +158,10 @@ def _odd_outputs(x: torch.Tensor) -> dict[str, Any]:
 
 
 @values("None, numbers and nested outputs")
-def test_outputs_that_are_no_tensors_come_back(uncompiled: Options) -> None:
+def test_outputs_that_are_no_tensors_come_back(either: Options) -> None:
     """None and numbers beside a tensor without dimensions, in containers."""
     with torch.no_grad():
-        same_call(_odd_outputs, (floats(8, 8),), uncompiled)
+        same_call(_odd_outputs, (floats(8, 8),), either)
 
 
 class _Pictures(nn.Module):
@@ -328,10 +328,10 @@ class _Users(nn.Module):
 
 
 @values("buffers that are used, then written")
-def test_gradients_are_of_the_values_that_were_used(uncompiled: Options) -> None:
+def test_gradients_are_of_the_values_that_were_used(either: Options) -> None:
     """In each of five ways to use one; Inductor alone reads the buffer again, and its gradients are silently wrong."""
     expected, actual = _Users(), _Users()
-    run = torch.compile(actual, **uncompiled)
+    run = torch.compile(actual, **either)
     for _ in range(2):
         for call in (run, expected):
             call().backward()

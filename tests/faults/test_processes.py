@@ -69,6 +69,31 @@ def test_an_interpreter_that_ends_in_the_midst_of_a_run_ends() -> None:
     assert done.stdout == "done\n", done.stderr
 
 
+@pytest.mark.parametrize("first", ["all", "one"])
+def test_core_masks_that_grow_and_shrink_change_no_result(first: str) -> None:
+    """Where a graph was compiled for other cores than the process may use now, and where it is compiled now."""
+    before = """
+import os
+allowed = os.sched_getaffinity(0)
+masks = {"all": allowed, "one": {max(allowed)}}
+os.sched_setaffinity(0, masks["FIRST"])
+"""
+    done = run_python(
+        """
+        check()
+        for mask in (masks["one"], allowed):
+            os.sched_setaffinity(0, mask)
+            check()
+            torch._dynamo.reset()
+            check(torch.compile(model, backend="apollo", options=options))
+            check()
+        print("done")
+        """,
+        before.replace("FIRST", first),
+    )
+    check_end(done)
+
+
 FORBID_AFFINITY = """
 import ctypes, os, platform, struct, sys
 number = {"x86_64": 203, "aarch64": 122}.get(platform.machine())  # of sched_setaffinity
@@ -166,7 +191,7 @@ def test_damaged_compiled_code_is_compiled_anew(files: str, tmp_path: Path) -> N
 
 
 def test_workers_of_a_data_loader_fork_and_spawn_after_the_model_ran() -> None:
-    """They use torch and the model itself; neither they nor the parent's lanes are disturbed."""
+    """Forked ones use torch and the model, a spawned one trains its own; neither they nor the parent are disturbed."""
     done = run_python(
         """
         from torch.utils.data import DataLoader, Dataset
@@ -185,7 +210,8 @@ def test_workers_of_a_data_loader_fork_and_spawn_after_the_model_ran() -> None:
             assert (batch == index).all()
         check()
         import torch.multiprocessing as processes
-        worker = processes.get_context("spawn").Process(target=os.getpid)
+        from tests.faults import spawned
+        worker = processes.get_context("spawn").Process(target=spawned.train)
         worker.start()
         worker.join()
         assert worker.exitcode == 0
