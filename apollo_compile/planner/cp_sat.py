@@ -692,7 +692,7 @@ def _search_with_restarts(
         if not answer.reached_time_limit or left_s <= 0:
             break
         if answer.starts:
-            model.cp.clear_hints()
+            model.cp.clear_hints()  # type: ignore[no-untyped-call]
             _add_hint(model, Schedule(modes=answer.modes, starts=answer.starts, makespan=_makespan(model, answer)))
         later = _search(
             model,
