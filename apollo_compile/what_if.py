@@ -24,7 +24,7 @@ from apollo_compile.text import format_count
 PROFILES = ("h200",)
 """Devices that every report compares with."""
 EFFORT = 0.1
-"""As a share of the planner's effort for the plan that runs."""
+"""As a share of the time limit of the plan that runs."""
 
 
 def what_if(

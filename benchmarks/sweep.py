@@ -288,23 +288,26 @@ def run_case(case: Case) -> Result:
         options = {**make_options(Path(folder) / "profile.json"), "runtime.bodies": case.bodies}
         shapes = {"dynamic": True} if case.shapes == "changing" else {}
 
-        def compare(**compile_options: Any) -> str:
-            """Return what is wrong with the compiled run; an empty text if nothing is."""
+        def compare(**compile_options: Any) -> tuple[str, bool]:
+            """Return what is wrong with the compiled run, an empty text if nothing is, and whether it is an error."""
             try:
                 actual = train(workload, batches, case, **shapes, **compile_options)
-                return find_difference(actual, eager, exact, TOLERANCE[case.precision])
+                return find_difference(actual, eager, exact, TOLERANCE[case.precision]), False
             except Exception as error:  # whatever it is, it is the result
                 lines = [line for line in str(error).splitlines() if line.strip()] or [""]
-                return f"{type(error).__name__}: {' '.join(lines[:2])}"[:300]  # the first may only name the backend
+                # the first line may only name the backend
+                return f"{type(error).__name__}: {' '.join(lines[:2])}"[:300], True
 
-        problem = compare(backend="apollo", options=options)
+        problem, is_error = compare(backend="apollo", options=options)
         models = [model for model in backend.compiled_models() if model not in others]
         found = _look_at_graphs(models)
         if not (models or problem):
             found["reasons"] = ("Dynamo runs the model in eager: it finds nothing that it compiles",)
     outcome, inductor_problem = "fell back" if found["reasons"] else "passed", ""
     if problem:
-        inductor_problem = next(filter(None, (compare(backend=rival) for rival in RIVALS[case.bodies])), "")
+        rivals = ((rival, *compare(backend=rival)) for rival in RIVALS[case.bodies])
+        alike = (f"{rival}: {text}" for rival, text, is_its_error in rivals if text and is_its_error == is_error)
+        inductor_problem = next(alike, "")
         outcome = "inductor" if inductor_problem else "failed"
     return Result(
         case=case,

@@ -71,7 +71,7 @@ def make_plan(
         min_gain: fraction of the serial makespan that a plan must save.
         seed: of the planner's random moves and of the solver.
         time_limit_s: seconds after which the search stops with what it has.
-        work_s: seconds that the search is made for; None is `time_limit_s`.
+        work_s: seconds that the search is made for; None is half of `time_limit_s`.
         deterministic: spend work, not time, so that every machine finds the same plan.
         memory_quota: bytes that buffers made by the graph may take at any instant; None is no limit.
         pinned: a plan of this graph on these lanes, whose lanes and order to keep.

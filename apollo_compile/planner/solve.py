@@ -24,7 +24,7 @@ if a valid schedule is known (a warning), `InfeasiblePlanError` otherwise; inval
 warning), what was there stays.
 
 Deterministic by default: budgets are counts of moves and the solver's deterministic time, chosen so that they fit
-within the time limit on a machine half as fast as the one they were measured on. The time limit is then a safety net,
+within the time limit on a machine a quarter as fast as the one they were measured on. The limit is then a safety net,
 and the solution says if it struck. Otherwise budgets are seconds, and a problem that CP-SAT gets whole has all cores.
 
 Guarantees: the schedule is valid; with lanes only, never longer with interference than serial; bound <= makespan; the
@@ -68,6 +68,8 @@ SECONDS_PER_MOVE_AND_TASK = 0.4e-6
 """What a move of annealing takes at most, measured and doubled."""
 DETERMINISTIC_TIME_PER_SECOND = 0.06
 """CP-SAT's deterministic time that fits into a second."""
+WORK_SHARE = 0.5
+"""Of the time limit, what counted budgets are made for: the rest is for slower machines."""
 BOUND_SHARE = 0.5
 """Of the time limit, what the bound may take of a problem so large that it would take more."""
 LEAST_TIME_S = 0.02
@@ -83,7 +85,7 @@ class Effort:
     deterministic: bool = True
     """Whether budgets are counts, which every machine spends alike, or seconds, in which the solver uses all cores."""
     work_s: float | None = None
-    """Seconds that budgets are made for; None is the time limit."""
+    """Seconds that budgets are made for; None is a share of the time limit."""
     use_solver: bool = True
     use_ortools: bool = True
     """Whether OR-Tools may be used at all: for the bound, and if `use_solver` says so, for the search."""
@@ -161,7 +163,8 @@ class _Search:
         self.problem = problem
         self.effort = effort
         self.deadline = time.monotonic() + effort.time_limit_s
-        self.work_s = effort.time_limit_s if effort.work_s is None else effort.work_s
+        share = WORK_SHARE if effort.deterministic else 1.0
+        self.work_s = share * effort.time_limit_s if effort.work_s is None else effort.work_s
         self.simulator = Simulator(problem)
         bound_deadline = self.deadline - (1 - BOUND_SHARE) * effort.time_limit_s
         self.bound = lower_bound(problem, use_program=effort.use_ortools, deadline=bound_deadline)
