@@ -5,10 +5,10 @@
 Everything is timed inside the quota that it is about: captured on a lane of so many SMs, between two events that are
 nodes of the CUDA graph, and replayed. So nothing that the host does is in a time.
 
-quotas      Products of matrices, attention, and additions of vectors that fit into the cache and that do not, on lanes
-            of one atom, two atoms and so on up to all, and on the whole device. The additions tell how many SMs
-            saturate the memory. Times go in waves, so no number of SMs is left out; a rate is that of full waves, as
-            predictions take it.
+quotas      Products of matrices of several sizes, attention, and additions of vectors that fit into the cache and that
+            do not, on lanes of one atom, two atoms and so on up to all, and on the whole device. The additions tell how
+            many SMs saturate the memory. Times go in waves, so no number of SMs is left out; a rate is that of full
+            waves, as predictions take it.
 fixed       A chain of kernels that do next to nothing: what one kernel takes at least. The same chain back and forth
             between two lanes: what a hand-over adds. A segment adds no node to a CUDA graph but its kernels, so
             launching one takes nothing.
@@ -41,6 +41,9 @@ TIMED_REPLAYS = 7
 CHAIN = 64
 """Kernels of a chain."""
 
+PRODUCT_LAUNCHES = 4
+"""Products in a row, since a small one takes hardly longer than the clock's step; as many come before them."""
+
 CACHED_LAUNCHES = 4
 """Additions in a row whose vectors are in the cache; as many come before them."""
 
@@ -55,8 +58,8 @@ Progress: TypeAlias = Callable[[str, int, int], None]
 class Sizes:
     """How large the test kernels are; the defaults fill an H200."""
 
-    side: int = 4096
-    """Rows and columns of a matrix."""
+    sides: tuple[int, ...] = (512, 1024, 2048, 4096)
+    """Rows and columns of matrices, ascending."""
     tokens: int = 2048
     """Of an attention with 16 sequences, 16 heads and 64 columns a head."""
     cached_bytes: int = 24 * 2**20
@@ -80,6 +83,11 @@ class Probe:
     """Of its result, each for one SM; 0 where waves do not matter."""
     launches: int = 1
     """That are timed together; if there are several, as many come before them, which leave their data in the cache."""
+
+    @property
+    def all_launches(self) -> int:
+        """With those that come before."""
+        return 2 * self.launches if self.launches > 1 else 1
 
     def __call__(self, inputs: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Launch the kernel on the current stream."""
@@ -124,7 +132,7 @@ def calibrate_gpu(
             begin("kernels on lanes")
             times[len(lane.units)] = time_on(gpu, lane, probes)
         begin("neighbours")
-        slowdown = _slowdown(gpu, _halves(sheet.atom, num_atoms), {probe.name: probe for probe in probes})
+        slowdown = _slowdown(gpu, _halves(sheet.atom, num_atoms), probes)
     begin("done")
     return _make_profile(sheet, name, probes, times, kernel_ns=kernel_ns, handover_ns=handover_ns, slowdown=slowdown)
 
@@ -153,7 +161,7 @@ def time_on(
                     gpu.call(neighbour[1], [], other)  # type: ignore[index]  # there is one
             for probe in probes:
                 timers[probe.name] = begin, end = gpu.new_timer(), gpu.new_timer()
-                for _ in range(probe.launches if probe.launches > 1 else 0):
+                for _ in range(probe.all_launches - probe.launches):
                     gpu.call(probe, [], stream)
                 gpu.record(begin, stream)
                 for _ in range(probe.launches):
@@ -203,7 +211,8 @@ _STREAMED = "streamed bytes"
 
 
 def _make_probes(sizes: Sizes, device: torch.device) -> list[Probe]:
-    probes = [_product(sizes.side, dtype, device) for dtype in (torch.bfloat16, torch.float16, torch.float32)]
+    dtypes = (torch.bfloat16, torch.float16, torch.float32)
+    probes = [_product(side, dtype, device) for dtype in dtypes for side in sizes.sides]
     probes += _attention(sizes.tokens, device)
     cached = _addition(_CACHED, sizes.cached_bytes, device, launches=CACHED_LAUNCHES)
     return [*probes, cached, _addition(_STREAMED, sizes.streamed_bytes, device)]
@@ -213,12 +222,13 @@ def _product(side: int, dtype: torch.dtype, device: torch.device) -> Probe:
     left, right = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(2))
     total, kind = torch.empty_like(left), str(dtype).removeprefix("torch.")
     return Probe(
-        name=f"{_PRODUCT} {kind}",
+        name=f"{_PRODUCT} {kind} {side}",
         run=lambda: torch.mm(left, right, out=total),
         kind=KernelKind.MATMUL,
         dtype=kind,
         amount=2 * side**3,
         tiles=_num_tiles(side, side),
+        launches=PRODUCT_LAUNCHES,
     )
 
 
@@ -290,7 +300,7 @@ def _chain(gpu: Gpu, probe: Probe, lanes: Sequence[Lane | None]) -> int:
 
 
 def _slowdown(
-    gpu: Gpu, halves: tuple[Lane, Lane] | None, probes: Mapping[str, Probe]
+    gpu: Gpu, halves: tuple[Lane, Lane] | None, probes: Sequence[Probe]
 ) -> tuple[tuple[float, float], tuple[float, float]]:
     """Return how many times longer (arithmetic, memory) takes beside (arithmetic, memory)."""
     if halves is None:
@@ -299,10 +309,12 @@ def _slowdown(
 
     def factor(mine: Probe, its: Probe) -> float:
         alone, its_own = time_on(gpu, own, [mine])[mine.name], time_on(gpu, other, [its])[its.name]
-        rounds = NEIGHBOUR_ROUNDS * -(-alone // its_own)
+        rounds = NEIGHBOUR_ROUNDS * -(-mine.all_launches * alone // its_own)
         return round(max(1.0, time_on(gpu, own, [mine], (other, its), rounds)[mine.name] / alone), 3)
 
-    arithmetic, memory = probes[f"{_PRODUCT} bfloat16"], probes[_STREAMED]
+    products = [probe for probe in probes if (probe.kind, probe.dtype) == (KernelKind.MATMUL, "bfloat16")]
+    arithmetic = max(products, key=lambda probe: probe.amount)
+    memory = next(probe for probe in probes if probe.name == _STREAMED)
     return (
         (factor(arithmetic, arithmetic), factor(arithmetic, memory)),
         (factor(memory, arithmetic), factor(memory, memory)),
@@ -342,7 +354,11 @@ def _make_profile(
         )
 
     by_name = {probe.name: probe for probe in probes}
-    measured = {(probe.kind, probe.dtype): (Rate(size=1, per_s=rates(probe)),) for probe in probes if probe.kind}
+    measured: dict[tuple[KernelKind, str], tuple[Rate, ...]] = {}
+    for probe in sorted(probes, key=lambda probe: probe.amount):
+        if probe.kind is not None:
+            table = measured.get((probe.kind, probe.dtype), ())
+            measured[probe.kind, probe.dtype] = (*table, Rate(size=probe.amount, per_s=rates(probe)))
     cached, streamed = by_name[_CACHED], by_name[_STREAMED]
     return replace(
         sheet,

@@ -24,14 +24,16 @@ from apollo_compile.device import (
 from apollo_compile.ir import Kernel, KernelKind, Lane
 from tests.cuda.fake_gpu import CALLER, ORIGIN, FakeEvent, FakeGpu
 
-SIZES = Sizes(side=1280, tokens=64, cached_bytes=1200, streamed_bytes=12000)
-"""A product of 100 tiles: most numbers of SMs are not full in its last wave."""
+SIZES = Sizes(sides=(320, 1280), tokens=64, cached_bytes=1200, streamed_bytes=12000)
+"""Products of 9 and 100 tiles: most numbers of SMs are not full in the last wave."""
 KERNEL_NS = 2_000
 HANDOVER_NS = 3_000
 SATURATING_SMS = 64
 CACHE_FACTOR = 3
 BYTES_PER_S_AND_SM = 1e6
 FLOPS_PER_S_AND_SM = 1e11
+SHARE_OF_SMALL = 0.25
+"""Of that, what products of few tiles reach."""
 
 
 class ClockedGpu(FakeGpu):
@@ -82,7 +84,8 @@ class ClockedGpu(FakeGpu):
     def _ns(self, body: Probe, sms: int, beside: list[str]) -> int:
         if body.kind is not None:
             waves = -(-body.tiles // sms)
-            work_ns = waves * body.amount / body.tiles / FLOPS_PER_S_AND_SM * 1e9
+            rate = FLOPS_PER_S_AND_SM * (SHARE_OF_SMALL if body.kind is KernelKind.MATMUL and body.tiles < 100 else 1)
+            work_ns = waves * body.amount / body.tiles / rate * 1e9
             factor = 1.25 if "streamed bytes" in beside else 1.0
         else:
             work_ns = body.amount / (min(sms, SATURATING_SMS) * BYTES_PER_S_AND_SM) * 1e9
@@ -108,7 +111,7 @@ def test_rates_are_those_of_every_quota(profile: DeviceProfile) -> None:
     assert profile.unit_counts == (1, *range(8, 129, 8), 132)
     for units in (8, 64, 96, 132):
         for kind in (KernelKind.MATMUL, KernelKind.ATTENTION, KernelKind.BATCHED_MATMUL):
-            rate = profile.flops_per_s(kind, "bfloat16", 1, units)
+            rate = profile.flops_per_s(kind, "bfloat16", 2 * SIZES.sides[-1] ** 3, units)
             assert rate == pytest.approx(units * FLOPS_PER_S_AND_SM, rel=0.01)
         rate = profile.far_rate(1, units)
         assert rate == pytest.approx(min(units, SATURATING_SMS) * BYTES_PER_S_AND_SM, rel=0.01)
@@ -117,10 +120,12 @@ def test_rates_are_those_of_every_quota(profile: DeviceProfile) -> None:
 
 def test_what_was_measured_is_predicted(profile: DeviceProfile) -> None:
     """Waves count once, though the last one of most quotas is short."""
-    kernel = Kernel(kind=KernelKind.MATMUL, dtype="bfloat16", flops=2 * SIZES.side**3, bytes_moved=0, tiles=100)
-    for units in (8, 64, 72, 112, 132):
-        measured_ns = KERNEL_NS + -(-100 // units) * kernel.flops / 100 / FLOPS_PER_S_AND_SM * 1e9
-        assert predict_kernel(kernel, profile, units).total_ns == pytest.approx(measured_ns, rel=0.01)
+    for side, tiles in zip(SIZES.sides, (9, 100), strict=True):
+        kernel = Kernel(kind=KernelKind.MATMUL, dtype="bfloat16", flops=2 * side**3, bytes_moved=0, tiles=tiles)
+        for units in (8, 64, 72, 112, 132):
+            rate = FLOPS_PER_S_AND_SM * SHARE_OF_SMALL if tiles < 100 else FLOPS_PER_S_AND_SM
+            measured_ns = KERNEL_NS + -(-tiles // units) * kernel.flops / tiles / rate * 1e9
+            assert predict_kernel(kernel, profile, units).total_ns == pytest.approx(measured_ns, rel=0.01)
 
 
 def test_fixed_times_are_those_of_chains(profile: DeviceProfile) -> None:

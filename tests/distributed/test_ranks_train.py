@@ -159,6 +159,14 @@ def test_all_ranks_switch_in_the_same_step_to_the_same_winner(seen: Seen) -> Non
     assert num_steps >= 2 * MIN_ROUNDS * STEPS_PER_TURN
 
 
+def test_dynamic_shapes_train_in_inductor_on_all_ranks(seen: Seen) -> None:
+    """Each says why; gradients are the average over the ranks, whatever their batches."""
+    for result in seen("dynamic"):
+        assert result["plans"] == []
+        assert result["handed_over"] and all("several ranks do not agree" in why for _, why in result["handed_over"])
+        torch.testing.assert_close(result["found"], result["expected"], rtol=1e-4, atol=1e-6)
+
+
 def test_a_graph_that_only_one_rank_has_blocks_nobody(seen_by_three: Seen) -> None:
     """As when a modality is absent from the batches of the others."""
     assert [len(result["plans"]) for result in seen_by_three("absent")] == [0, 1, 0]

@@ -240,6 +240,23 @@ def run_contest(rank: int, folder: Path) -> Result:
     return {"ways": ways, "verdict": settled, **_graphs(model)}
 
 
+def run_dynamic(rank: int, folder: Path) -> Result:
+    """A model under DDP whose batches are of other sizes in every step, and on every rank."""
+    torch.manual_seed(0)
+    alone, model = Pair(), Pair()
+    model.load_state_dict(alone.state_dict())
+    run = torch.compile(DistributedDataParallel(model), backend="apollo", dynamic=True, options=LANES)
+    expected, found = [], []
+    for size in (96, 128, 64):
+        for other in range(SIZE):
+            (alone(inputs(other)[: size - 8 * other]).square().mean() / SIZE).backward()
+        run(inputs(rank)[: size - 8 * rank]).square().mean().backward()
+        for each, gradients in ((alone, expected), (model, found)):
+            gradients.append([parameter.grad for parameter in each.parameters()])
+            each.zero_grad(set_to_none=True)
+    return {"expected": expected, "found": found, **_graphs(model)}
+
+
 def run_absent(rank: int, folder: Path) -> Result:
     """Only rank 1 has this modality: it compiles and plans without the others, which meet it afterwards."""
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
@@ -259,6 +276,7 @@ SCENARIOS: dict[int, dict[str, Callable[[int, Path], Result]]] = {
         "fsdp": train_fsdp,
         "tensor parallel": run_tensor_parallel,
         "contest": run_contest,
+        "dynamic": run_dynamic,
     },
     3: {"branches": run_branches, "absent": run_absent},
 }
