@@ -49,7 +49,9 @@ bench: $(VENV)/installed native
 native: build/native-stamp
 
 build/native-stamp: $(VENV)/installed
-	cp build/wheel/_native*.so apollo_compile/
+	mkdir -p build
+	rm -f apollo_compile/_native*.so
+	cp $(VENV)/lib/python3*/site-packages/apollo_compile/_native*.so apollo_compile/
 	touch $@
 
 stub: native
@@ -57,12 +59,14 @@ stub: native
 
 native-test: $(SANITIZERS:%=native-test-%)
 
-# Compiled fast, and several sources at once; `soak-native` compiles each alone. Under `make --jobs`, ninja would look for
-# make's job server, which is not its own.
+# Compiled fast: for one sanitizer several sources at once, for the other each alone, which shows missing headers. Under
+# `make --jobs`, ninja would look for make's job server, which is not its own.
+native-test-address: UNITY = ON
+native-test-thread: UNITY = OFF
 native-test-%: $(VENV)/tools
 	$(BIN)/cmake -S . -B build/native-$* -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja \
 	  -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python -DCMAKE_BUILD_TYPE=Debug -DCMAKE_CXX_FLAGS_DEBUG="-O1 -g1" \
-	  -DCMAKE_UNITY_BUILD=ON -DAPOLLO_BUILD_PYTHON=OFF -DAPOLLO_BUILD_TESTS=ON -DAPOLLO_SANITIZE=$*
+	  -DCMAKE_UNITY_BUILD=$(UNITY) -DAPOLLO_BUILD_PYTHON=OFF -DAPOLLO_BUILD_TESTS=ON -DAPOLLO_SANITIZE=$*
 	MAKEFLAGS= $(BIN)/cmake --build build/native-$*
 	$(BIN)/ctest --test-dir build/native-$* --output-on-failure
 
@@ -112,8 +116,9 @@ $(VENV)/tools: pyproject.toml constraints.txt | $(VENV)/created
 	touch $@
 
 # torch first and by exact version: to resolve a range, pip would fetch gigabytes. The build is not isolated, so that
-# what is in build/wheel serves the next one: after a change, only its sources are compiled again.
+# what is in build/wheel serves the next one; but no setting that pyproject.toml has no more.
 $(VENV)/installed: pyproject.toml constraints.txt $(NATIVE_SOURCES) | $(VENV)/tools
 	$(PIP) torch==$(shell sed -n 's/^torch==//p' constraints.txt)
+	rm -f build/wheel/CMakeCache.txt
 	MAKEFLAGS= $(PIP) --no-build-isolation '.[bench,test,docs,dev]'
 	touch $@

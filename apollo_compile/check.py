@@ -355,7 +355,7 @@ def _check_order_of_collectives(plan: Plan, graph: SegmentGraph) -> None:
 
 
 def _peak_bytes(plan: Plan, graph: SegmentGraph) -> int:
-    """Return the most bytes that buffers made by the graph, and what makes them, take if all goes as planned."""
+    """Return the most bytes that buffers made by the graph and workspaces take at once, if all goes as planned."""
     changes = []
     for segment, assignment in zip(graph.segments, plan.assignments, strict=True):
         changes += [(assignment.start_ns, segment.workspace_bytes), (assignment.end_ns, -segment.workspace_bytes)]

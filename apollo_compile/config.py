@@ -53,12 +53,13 @@ class PlanConfig:
     time_limit_s: float = 2.0
     """Seconds per graph after which the search ends with what it has."""
     deterministic: bool = True
-    """Count work instead of time, on one core: the same graph and costs give the same plan on every machine. False goes
-    on until the time limit, the solver on every core."""
+    """Count work instead of time, on one core: the same graph and costs give the same plan on every machine. False
+    spends the time limit, the solver on up to eight cores."""
     seed: int = 0
     """Seed of the random moves and of the solver."""
     memory_quota: int | None = None
-    """Bytes that tensors made by a graph may take at any instant; None is no limit."""
+    """Bytes that tensors made by a graph may take at any instant, those inside compiled segments included as far as
+    fusion is foreseen; None is no limit."""
     replan: bool = True
     """Plan again when the first steps were measured: their times replace the formulas."""
     contest: bool = True

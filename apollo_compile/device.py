@@ -295,16 +295,18 @@ def discover_gpu_profile(fingerprint: Fingerprint, *, cache_dir: Path | None = N
     """Return the profile of the GPU that `fingerprint` is of; an H200's by the data sheet where it was not measured."""
     path = None if cache_dir is None else cached_gpu_profile_path(cache_dir, fingerprint)
     found = path and _read_if_current(path, fingerprint)
-    if not found:
-        found = _load_packaged("h200")
-        _warn_of_substitute(fingerprint.device, found.name)
-    return found
+    if found:
+        return found
+    substitute = _load_packaged("h200")
+    if path is None or not path.exists():  # else it was said what is wrong with the file
+        _warn_of_substitute(fingerprint.device, substitute.name)
+    return substitute
 
 
 @functools.cache
 def _warn_of_substitute(device: str, name: str) -> None:
     """Say once per GPU that it counts as another one."""
-    if device not in name:
+    if not f"{name} ".startswith(f"{device} "):
         _logger.warning("%s was not measured: plans count on an %s; 'apollo calibrate --gpu' measures it", device, name)
 
 

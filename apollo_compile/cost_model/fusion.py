@@ -14,8 +14,9 @@ convolutions, attention, sorts and scatters are calls or loops of their own. So 
 3. Views are free and stand for the value they look at. Constants are computed again by every group that reads them.
 4. A value is read once by each group that reads it and does not make it, and written once if another group reads it,
    if the segment returns it, or if nothing here reads it. What stays inside a group moves no bytes.
-5. Groups run one after the other, each when its last node would. A value that is written and not returned takes memory
-   from the group that makes it to the last one that reads it; the most of that at one instant is the workspace.
+5. Groups run one after the other, in graph order as far as each has what it reads. A value that is written and not
+   returned takes memory from the group that makes it to the last one that reads it; the most of that at one instant is
+   the workspace.
 
 Work = flops of all nodes, bytes of these reads and writes, and one kernel per group; its parts are the kernels, with
 what each reads from outside the segment apart.
@@ -27,12 +28,13 @@ the training graphs of CLIP and of two towers the groups were as many as Inducto
 size of a value from outside is not part of a node: it is what its readers read beyond the values made inside.
 
 How wrong that is, together with the rates of loops, is seen in segments that are mostly loops: on two cores, over the
-workloads of `benchmarks/model_error.py`, the median error of their predicted times was 20 to 25 %, where segments that
-are mostly matrix products were off by 9 to 16 %. Torch-free.
+workloads of `benchmarks/model_error.py`, the median error of their predicted times was 21 to 37 %, where segments that
+are mostly matrix products were off by 10 to 13 %. Torch-free.
 """
 
 from __future__ import annotations
 
+import heapq
 import itertools
 from collections import defaultdict
 from collections.abc import Collection, Sequence
@@ -48,6 +50,7 @@ _EXTERN = (
     "onednn.",
     # convolutions
     "aten.convolution", "aten._convolution", "aten.conv1d.", "aten.conv2d.", "aten.conv3d.",
+    "aten.conv_transpose",
     # attention
     "aten._scaled_dot_product", "aten.scaled_dot_product", "aten._flash_attention", "aten._efficient_attention",
     "flex_attention",
@@ -57,7 +60,7 @@ _EXTERN = (
     "aten.bincount.", "aten.multinomial.",
     # scatters: their target is complete only when the loop has ended
     "aten.index_put", "aten._unsafe_index_put", "aten._unsafe_masked_index_put_accumulate", "aten.scatter",
-    "aten.index_add", "aten.index_copy.", "aten.masked_scatter", "aten.embedding_dense_backward.",
+    "aten.index_add", "aten.index_copy.", "aten.index_fill.", "aten.masked_scatter", "aten.embedding_dense_backward.",
     "aten._embedding_bag",
     # fallbacks without a lowering to loops
     "aten.native_dropout", "aten.randperm.", "aten._fused_", "aten._foreach_", "aten.grid_sampler", "aten._cdist",
@@ -108,17 +111,15 @@ def segment_work(nodes: Sequence[Node], *, outputs: Collection[NodeId] = ()) -> 
 def segment_workspace(nodes: Sequence[Node], *, outputs: Collection[NodeId] = ()) -> int:
     """Return the most bytes that values between the groups of a segment take at one instant; arguments as above."""
     fused = _fuse(nodes, outputs)
-    runs: dict[NodeId, NodeId] = {}  # by group, its last node
-    for node in sorted(fused.group_by_node):
-        runs[fused.group_by_node[node]] = node
-    last_run: dict[NodeId, NodeId] = {}
+    position = {group: number for number, group in enumerate(fused.in_order())}
+    last_read: dict[NodeId, int] = {}
     for group, value in fused.reads:
-        last_run[value] = max(runs[group], last_run.get(value, runs[group]))
+        last_read[value] = max(position[group], last_read.get(value, 0))
     changes = []
-    for value in fused.written & last_run.keys() - {fused.values.origin(output) for output in outputs}:
-        num_bytes = fused.values.written_by(value)
-        # what is read last by a group is there until it has run
-        changes += [(runs[fused.group_by_node[value]], 0, num_bytes), (last_run[value], 1, -num_bytes)]
+    for value in fused.written & last_read.keys() - {fused.values.origin(output) for output in outputs}:
+        num_bytes = fused.values.node(value).num_bytes
+        # what a group reads is there until it has run
+        changes += [(position[fused.group_by_node[value]], 0, num_bytes), (last_read[value], 1, -num_bytes)]
     return max(itertools.accumulate(change for *_, change in sorted(changes)), default=0)
 
 
@@ -131,6 +132,25 @@ class _Fused:
     reads: dict[tuple[NodeId, NodeId], int]
     """Bytes by group and value."""
     written: set[NodeId]
+
+    def in_order(self) -> list[NodeId]:
+        """Return the groups in an order in which each has what it reads; of those that have, the first in the graph."""
+        missing: dict[NodeId, set[NodeId]] = {group: set() for group in self.group_by_node.values()}
+        readers: dict[NodeId, set[NodeId]] = defaultdict(set)
+        for group, value in self.reads:
+            if value in self.group_by_node:
+                missing[group].add(self.group_by_node[value])
+                readers[self.group_by_node[value]].add(group)
+        ready = sorted(group for group, producers in missing.items() if not producers)
+        found: list[NodeId] = []
+        while ready:
+            found.append(heapq.heappop(ready))
+            for reader in readers[found[-1]]:
+                missing[reader].discard(found[-1])
+                if not missing[reader]:
+                    heapq.heappush(ready, reader)
+        assert len(found) == len(missing)  # groups form no cycle
+        return found
 
 
 def _fuse(nodes: Sequence[Node], outputs: Collection[NodeId]) -> _Fused:

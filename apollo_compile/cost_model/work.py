@@ -374,7 +374,8 @@ def _scattered(call: _Call, position: int) -> tuple[Expr, Expr]:
 def _filled(call: _Call) -> tuple[Expr, Expr]:
     """Return the elements and bytes that an `index_fill` writes: every row that the indices name."""
     target, dim, indices = call.args[:3]
-    elements = target.num_elements / target.shape[dim] * indices.num_elements
+    rest = [size for place, size in enumerate(target.shape) if place != dim % len(target.shape)]
+    elements = _product(rest) * indices.num_elements
     return elements, elements * target.itemsize
 
 

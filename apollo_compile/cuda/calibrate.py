@@ -340,7 +340,11 @@ def _make_profile(
 
     def rate(probe: Probe, count: int) -> float:
         work_ns = max(1, times[count][probe.name] - kernel_ns) * wave_efficiency(probe.tiles, count)
-        return probe.amount / work_ns * NS_PER_S
+        measured = probe.amount / work_ns * NS_PER_S
+        if probe.kind is None:
+            return measured
+        # a product that is cut finer than its tiles would promise more to larger ones than there is
+        return min(measured, sheet.flops_per_s(probe.kind, probe.dtype, probe.amount, count))
 
     def rates(probe: Probe) -> tuple[float, ...]:
         per_s = [rate(probe, count) for count in counts]

@@ -43,9 +43,6 @@ from apollo_compile.planner.simulate import Execution, Simulator, execute, seria
 from apollo_compile.planner.solve import Effort, Solution
 from apollo_compile.units import format_bytes
 
-SOLVER_WORKERS = 8
-"""Threads of the solver where it need not be deterministic: its portfolio has about as many distinct searches."""
-
 
 def make_plan(
     graph: SegmentGraph,

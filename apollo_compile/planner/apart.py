@@ -46,7 +46,7 @@ _logger = logging.getLogger(__name__)
 START_LIMIT_S = 60.0
 """For the process to start and import OR-Tools: half a second where nothing else runs."""
 GRACE_S = 30.0
-"""Beyond the time limit of a search, which its bound and the check of its candidates do not count against."""
+"""Beyond the time limit of a search, which the check of its candidates does not count against."""
 IDLE_S = 300.0
 """Without a question for so long, the process ends; the next question starts another. Plans are asked for while a model
 compiles and in its first steps, so that one start serves them all."""

@@ -46,7 +46,8 @@ Source: Sprecher, Hartmann, Drexl, "An exact algorithm for project scheduling wi
 
 Deterministic with one worker: the same problem, hint, seed and deterministic time give the same schedule, unless the
 time limit struck, which the outcome says. With several, the time that a search takes is luck: on one published instance
-half of the seeds end within 2 s, the others not within 10. So every `RESTART_S` another seed continues.
+half of the seeds end within 2 s, the others not within 10. So after `RESTART_S` another seed continues, and others
+again and again, each with as much time as all before it.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ COMPLETE_SUBSOLVER = "reduced_costs"
 """With several workers, the search beside the neighbourhoods: of those tried the best on published instances."""
 
 RESTART_S = 3.0
-"""With several workers, the time after which a search begins again with another seed."""
+"""With several workers, the time after which a search begins again with another seed for the first time."""
 
 Status = Literal["optimal", "feasible", "unknown", "infeasible", "invalid"]
 
@@ -678,42 +679,35 @@ def _search(
 def _search_with_restarts(
     model: _Model, *, seed: int, deterministic_time: float, time_limit_s: float, workers: int
 ) -> Answer:
-    """Run CP-SAT with one seed after the other, each from the best schedule so far, until a run ends by itself."""
-    deadline = time.monotonic() + time_limit_s
-    answer = _search(
-        model,
-        seed=seed,
-        deterministic_time=deterministic_time,
-        time_limit_s=min(RESTART_S, time_limit_s),
-        workers=workers,
-    )
-    for later_seed in itertools.count(seed + 1):
-        left_s = deadline - time.monotonic()
-        if not answer.reached_time_limit or left_s <= 0:
-            break
-        if answer.starts:
-            model.cp.clear_hints()  # type: ignore[no-untyped-call]
-            _add_hint(model, Schedule(modes=answer.modes, starts=answer.starts, makespan=_makespan(model, answer)))
+    """Run CP-SAT with one seed after the other, each from what is known, until one is sure or time is over."""
+    begin = time.monotonic()
+    answer: Answer | None = None
+    spent, bound = 0.0, 0
+    for later_seed in itertools.count(seed):
+        passed_s = time.monotonic() - begin
         later = _search(
             model,
             seed=later_seed,
-            deterministic_time=deterministic_time - answer.deterministic_time,
-            time_limit_s=min(RESTART_S, left_s),
+            deterministic_time=deterministic_time - spent,
+            time_limit_s=min(max(RESTART_S, passed_s), max(0.0, time_limit_s - passed_s)),
             workers=workers,
         )
-        answer = _combined(model, answer, later)
-    return answer
-
-
-def _combined(model: _Model, earlier: Answer, later: Answer) -> Answer:
-    """Return the shorter schedule of two, with what both say of the bound and what both took."""
-    is_shorter = bool(earlier.starts) and (not later.starts or _makespan(model, earlier) < _makespan(model, later))
-    return replace(
-        earlier if is_shorter else later,
-        bound=max(earlier.bound, later.bound),
-        deterministic_time=earlier.deterministic_time + later.deterministic_time,
-        reached_time_limit=later.reached_time_limit,
-    )
+        spent += later.deterministic_time
+        bound = max(bound, later.bound)
+        if (
+            answer is None
+            or not answer.starts
+            or (later.starts and _makespan(model, later) <= _makespan(model, answer))
+        ):
+            answer = later
+        is_over = time.monotonic() - begin >= time_limit_s
+        if later.status in ("optimal", "infeasible") or spent >= deterministic_time or is_over:
+            return replace(answer, bound=bound, deterministic_time=spent, reached_time_limit=is_over)
+        if answer.starts:
+            model.cp.clear_hints()  # type: ignore[no-untyped-call]
+            _add_hint(model, Schedule(modes=answer.modes, starts=answer.starts, makespan=_makespan(model, answer)))
+        model.cp.add(model.makespan >= bound)
+    raise AssertionError  # the count has no end
 
 
 def _makespan(model: _Model, answer: Answer) -> int:

@@ -24,7 +24,8 @@ if a valid schedule is known (a warning), `InfeasiblePlanError` otherwise; inval
 warning), what was there stays.
 
 Deterministic by default: budgets are counts of moves and the solver's deterministic time, chosen so that they fit
-within the time limit on a machine a quarter as fast as the one they were measured on. The limit is then a safety net,
+within the time limit on a machine a quarter as fast as the one they were measured on, if the bound is quick, as it is
+up to 300 tasks. The limit is then a safety net,
 and the solution says if it struck. Otherwise budgets are seconds, and a problem that CP-SAT gets whole has all cores.
 
 Guarantees: the schedule is valid; with lanes only, never longer with interference than serial; bound <= makespan; the
@@ -72,6 +73,8 @@ WORK_SHARE = 0.5
 """Of the time limit, what counted budgets are made for: the rest is for slower machines."""
 BOUND_SHARE = 0.5
 """Of the time limit, what the bound may take of a problem so large that it would take more."""
+MAX_WORKERS = 8
+"""Threads of the solver where it need not be deterministic: its portfolio has about as many distinct searches."""
 LEAST_TIME_S = 0.02
 """With less time left, no further stage begins."""
 
@@ -83,7 +86,7 @@ class Effort:
     seed: int = 0
     time_limit_s: float = 2.0
     deterministic: bool = True
-    """Whether budgets are counts, which every machine spends alike, or seconds, in which the solver uses all cores."""
+    """Whether budgets are counts, which all machines spend alike, or seconds, and up to eight cores of the solver."""
     work_s: float | None = None
     """Seconds that budgets are made for; None is a share of the time limit."""
     use_solver: bool = True
@@ -324,7 +327,7 @@ class _Search:
                 seed=effort.seed,
                 deterministic_time=deterministic_time,
                 time_limit_s=time_limit_s,
-                workers=1 if effort.deterministic else len(os.sched_getaffinity(0)),
+                workers=1 if effort.deterministic else min(MAX_WORKERS, len(os.sched_getaffinity(0))),
             )
         # near the limit, the solver's own clock cannot tell which of its two budgets struck
         self.stopped_early |= outcome.reached_time_limit or not self.has_time()

@@ -90,6 +90,11 @@ def test_the_workspace_is_what_crosses_groups_and_is_not_returned() -> None:
     viewed = [_node(1, MM, (0, 0)), _node(2, VIEW, (1,)), _node(3, MM, (2, 0))]
     assert segment_workspace(viewed) == 100
     assert segment_workspace(viewed, outputs=[NodeId(2)]) == 0  # a view of it is returned
+    shared = [_node(1, EXP, (0,)), _node(2, MM, (1,)), _node(3, EXP, (0,))]
+    assert segment_workspace(shared) == 100  # two readers of one input are one group, which runs before the product
+    table = [_node(1, PUT, (0,), size=500), _node(2, MM, (1,))]
+    table[0] = replace(table[0], work=replace(table[0].work, bytes_written=10))
+    assert segment_workspace(table) == 500  # all of what a scatter writes a few rows of
 
 
 def test_constants_belong_to_their_readers() -> None:

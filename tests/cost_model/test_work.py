@@ -244,6 +244,8 @@ def test_a_scatter_costs_what_it_writes() -> None:
     for target, value in ((aten.index_fill.int_Scalar, 1.0), (aten.index_fill.int_Tensor, torch.tensor(1.0))):
         work = evaluate(node_work(target, (table, 0, rows, value), {}, table), {})
         assert (work.flops, work.bytes_written) == (2 * 16, 4 * 2 * 16)
+        read = [tensor for tensor in (rows, value) if isinstance(tensor, torch.Tensor)]
+        assert work.bytes_read == 4 * 2 * 16 + _num_bytes(*read)  # nothing else of the table
 
 
 def test_an_operator_without_a_formula_is_counted_by_bytes_and_named() -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from apollo_compile import device
 from apollo_compile.cost_model.roofline import predict_kernel
 from apollo_compile.cuda.calibrate import Probe, Sizes, calibrate_gpu
 from apollo_compile.cuda.gpu import Body
@@ -174,6 +175,7 @@ def test_a_measured_profile_is_found_again_on_the_same_gpu_only(
     profile: DeviceProfile, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Another driver makes it stale, which is said; another GPU has none."""
+    device._warn_of_substitute.cache_clear()
     mine = gpu_fingerprint("Fake GPU", driver=13000, units=132)
     path = cached_gpu_profile_path(tmp_path, mine)
     assert discover_gpu_profile(mine, cache_dir=tmp_path) == load_profile(Path("h200"))

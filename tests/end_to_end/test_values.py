@@ -62,22 +62,22 @@ def test_writing_to_one_of_two_inputs_that_share_memory(either: Options) -> None
 
 @values("inputs that alias each other, written to while gradients flow")
 def test_training_writes_to_inputs_that_share_memory(either: Options) -> None:
-    """A state and a row of it, over steps: values, states and gradients are those of eager, also of returned views."""
+    """A state and a row of it, over steps: values, states and gradients are those of eager."""
 
     def advance(x: torch.Tensor, w: torch.Tensor, state: torch.Tensor, row: torch.Tensor) -> tuple[torch.Tensor, ...]:
         y = (x @ w).tanh()
         state.mul_(0.9).add_(y.detach())
         row.add_(1)
         z = (y * state) @ w
-        return z, z.t()[1:], (state * x).sum()
+        return z, (state * x).sum()
 
     def play(run: Callable[..., tuple[torch.Tensor, ...]]) -> list[Any]:
         x, w, state = floats(8, 8).requires_grad_(), floats(8, 8, seed=1).requires_grad_(), floats(8, 8, seed=2)
         seen: list[Any] = []
         for _ in range(3):
-            z, rows, total = run(x, w, state, state[2])
-            gradients = torch.autograd.grad(z.square().sum() + rows.sin().sum() + total, (x, w))
-            seen += [z.detach(), rows.detach(), state.clone(), *gradients]
+            z, total = run(x, w, state, state[2])
+            gradients = torch.autograd.grad(z.square().sum() + total, (x, w))
+            seen += [z.detach(), state.clone(), *gradients]
         return seen
 
     torch.testing.assert_close(play(torch.compile(advance, **either)), play(advance), rtol=1e-4, atol=1e-4)

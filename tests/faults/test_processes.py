@@ -80,7 +80,9 @@ os.sched_setaffinity(0, masks["FIRST"])
 """
     done = run_python(
         """
+        from apollo_compile import backend
         check()
+        assert backend.find_models(model)[0].graphs
         for mask in (masks["one"], allowed):
             os.sched_setaffinity(0, mask)
             check()
