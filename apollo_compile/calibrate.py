@@ -14,8 +14,8 @@ neighbours  The same runtime with one half of the units multiplying matrices or 
             doing the one or the other.
 
 On a shared machine the same code takes up to twice as long from one moment to the next. So rounds go over everything
-in turn instead of repeating one thing, and of the times in all rounds the lower quartile counts: what the machine does
-when it is left alone for a moment. Rounds in which the process got less CPU time than its threads should have had are
+in turn instead of repeating one thing, and of the times in all rounds the median counts, as it does of the steps that
+are predicted. Rounds in which the process got less CPU time than its threads should have had are
 another process's doing; if they are many, the calibration says so.
 
 All regions of OpenMP run on the calling thread: a second team beside the first one slows both down for good.
@@ -156,9 +156,9 @@ def _do_nothing() -> None:
     return None
 
 
-def _undisturbed(times: Sequence[float]) -> float:
-    """Return the lower quartile."""
-    return sorted(times)[len(times) // 4]
+def _typical(times: Sequence[float]) -> float:
+    """Return the median."""
+    return sorted(times)[len(times) // 2]
 
 
 # --------------------------------------------------------------------------------------------------------- kernels
@@ -312,7 +312,7 @@ class _TimedProbe:
             self._times[units].append(elapsed_ns / self._probe.kernels)
 
     def sample(self) -> _Sample:
-        times = {units: _undisturbed(found) for units, found in self._times.items()}
+        times = {units: _typical(found) for units, found in self._times.items()}
         return _Sample(probe=self._probe, times=times)
 
 
@@ -519,12 +519,12 @@ class _RuntimePrograms:
             for probe, place in zip(_LAUNCHED, range(0, len(durations), 4), strict=True):
                 cold[probe].append(durations[place + 1])
                 warm[probe] += durations[place + 2 : place + 4]
-        small, wide, chain = (_undisturbed(warm[probe]) for probe in _LAUNCHED)
+        small, wide, chain = (_typical(warm[probe]) for probe in _LAUNCHED)
         tensor_ns = max(0.0, (wide - small) / (2 * _WIDTH - 2))
         kernel_ns = max(1.0, (chain - small - tensor_ns) / (2 * _CHAIN - 1))
         return _Runtime(
             kernel_ns=kernel_ns,
-            cold_ns=max(0.0, (_undisturbed(cold["chain"]) - chain) / (2 * _CHAIN)),
+            cold_ns=max(0.0, (_typical(cold["chain"]) - chain) / (2 * _CHAIN)),
             launch_ns=max(0.0, small - 2 * tensor_ns - kernel_ns),
             tensor_ns=tensor_ns,
             handover_ns=self._handover_ns(),
@@ -545,7 +545,7 @@ class _RuntimePrograms:
             for count in _unit_counts(self._units):
                 runs = self._kernels[compiled.name, count].runs
                 durations = [span.end_ns - span.start_ns for spans in runs for span in spans[1:]]
-                times[count] = max(1.0, _undisturbed(durations) - call_ns)
+                times[count] = max(1.0, _typical(durations) - call_ns)
             samples.append(_Sample(probe=compiled.probe, times=times))
         return samples
 
@@ -554,14 +554,14 @@ class _RuntimePrograms:
         longest = 0.0
         for program in self._in_turns:
             pairs = [pair for spans in program.runs for pair in zip(spans[::2], spans[1::2], strict=True)]
-            longest = max(longest, _undisturbed([later.start_ns - earlier.end_ns for earlier, later in pairs]))
+            longest = max(longest, _typical([later.start_ns - earlier.end_ns for earlier, later in pairs]))
         return longest
 
     def _slowdown(self) -> tuple[tuple[float, float], tuple[float, float]]:
         if not self._beside:
             return ((1.0, 1.0), (1.0, 1.0))
         times = {
-            pair: _undisturbed([time for spans in program.runs for time in _times_beside(spans) or _times_on(1, spans)])
+            pair: _typical([time for spans in program.runs for time in _times_beside(spans) or _times_on(1, spans)])
             for pair, program in self._beside.items()
         }
 
