@@ -1,7 +1,6 @@
 """What a segment needs from a device when its compiler fuses: bytes that cross fused groups, and kernels.
 
-    segment_work(nodes, outputs) -> Work
-    segment_workspace(nodes, outputs) -> bytes that it needs while it runs, and nobody sees
+    segment_needs(nodes, outputs) -> Work, and the bytes that it needs while it runs and nobody sees
 
 Inductor turns chains of pointwise operators, reductions, gathers and copies into one loop; matrix products,
 convolutions, attention, sorts and scatters are calls or loops of their own. So a segment is cut into groups:
@@ -39,6 +38,7 @@ import itertools
 from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from apollo_compile.ir import Kernel, KernelKind, Node, NodeId, NodeKind, Work, merge_kernels
 
@@ -91,26 +91,33 @@ def is_fusible(target: str) -> bool:
     return not target.startswith(_EXTERN)
 
 
-def segment_work(nodes: Sequence[Node], *, outputs: Collection[NodeId] = ()) -> Work:
-    """Return the work of the segment made of `nodes`, in graph order.
+class Needs(NamedTuple):
+    """What a segment takes to run."""
+
+    work: Work
+    workspace_bytes: int
+    """The most bytes that values between its groups take at one instant."""
+
+
+def segment_needs(nodes: Sequence[Node], *, outputs: Collection[NodeId] = ()) -> Needs:
+    """Return the needs of the segment made of `nodes`, in graph order.
 
     `outputs` are nodes that the segment returns besides those that nothing in it reads, for example activations that
     are saved for the backward pass.
     """
     fused = _fuse(nodes, outputs)
     kernels = _kernels(nodes, fused)
-    return Work(
+    work = Work(
         flops=sum(node.work.flops for node in nodes),
         bytes_read=sum(fused.reads.values()),
         bytes_written=sum(fused.values.written_by(node) for node in sorted(fused.written)),
         kernels=len(kernels),
         parts=merge_kernels(kernels),
     )
+    return Needs(work, _workspace(fused, outputs))
 
 
-def segment_workspace(nodes: Sequence[Node], *, outputs: Collection[NodeId] = ()) -> int:
-    """Return the most bytes that values between the groups of a segment take at one instant; arguments as above."""
-    fused = _fuse(nodes, outputs)
+def _workspace(fused: _Fused, outputs: Collection[NodeId]) -> int:
     position = {group: number for number, group in enumerate(fused.in_order())}
     last_read: dict[NodeId, int] = {}
     for group, value in fused.reads:

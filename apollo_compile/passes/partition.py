@@ -30,7 +30,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from apollo_compile.config import PartitionConfig
-from apollo_compile.cost_model.fusion import segment_work, segment_workspace
+from apollo_compile.cost_model.fusion import segment_needs
 from apollo_compile.ir import (
     Body,
     BodyId,
@@ -82,11 +82,8 @@ def resize_partition(partition: Partition, capture: Capture) -> Partition:
     def resize(segment: Segment) -> Segment:
         content = [nodes[node] for node in partition.nodes_by_segment[segment.id]]
         made = [ids[graph.buffers[buffer].name] for buffer in segment.outputs]
-        return replace(
-            segment,
-            work=segment_work(content, outputs=made),
-            workspace_bytes=segment_workspace(content, outputs=made),
-        )
+        needs = segment_needs(content, outputs=made)
+        return replace(segment, work=needs.work, workspace_bytes=needs.workspace_bytes)
 
     segments = tuple(map(resize, graph.segments))
     buffers = tuple(replace(buffer, num_bytes=num_bytes[buffer.name]) for buffer in graph.buffers)
@@ -413,6 +410,7 @@ def _build(capture: Capture, atoms: _Atoms, pieces: list[list[int]]) -> Partitio
     names = _Names()
     for s, content in enumerate(contents):
         module, name = _name(capture, content, names)
+        needs = segment_needs([nodes[node] for node in content], outputs=made[s])
         key = _body_key(nodes, content, needed[s], made[s])
         body = bodies.setdefault(
             key,
@@ -427,8 +425,8 @@ def _build(capture: Capture, atoms: _Atoms, pieces: list[list[int]]) -> Partitio
                 inputs=tuple(buffer_by_node[value] for value in needed[s]),
                 outputs=tuple(buffer_by_node[value] for value in made[s]),
                 after=_order_only(nodes, content, segment_by_node, SegmentId(s)),
-                work=segment_work([nodes[node] for node in content], outputs=made[s]),
-                workspace_bytes=segment_workspace([nodes[node] for node in content], outputs=made[s]),
+                work=needs.work,
+                workspace_bytes=needs.workspace_bytes,
                 has_collective=any(nodes[node].is_collective for node in content),
             )
         )

@@ -25,8 +25,8 @@ warning), what was there stays.
 
 Deterministic by default: budgets are counts of moves and the solver's deterministic time, chosen so that they fit
 within the time limit on a machine a quarter as fast as the one they were measured on, if the bound is quick, as it is
-up to 300 tasks. The limit is then a safety net,
-and the solution says if it struck. Otherwise budgets are seconds, and a problem that CP-SAT gets whole has all cores.
+up to 300 tasks. The limit is then a safety net, and the solution says if it struck. Otherwise budgets are seconds, and
+a problem that CP-SAT gets whole has up to `MAX_WORKERS` cores.
 
 Guarantees: the schedule is valid; with lanes only, never longer with interference than serial; bound <= makespan; the
 same problem and effort give the same solution unless it says that it stopped early.

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from apollo_compile.cost_model.fusion import is_fusible, segment_work, segment_workspace
+from apollo_compile.cost_model.fusion import is_fusible, segment_needs
 from apollo_compile.ir import Kernel, KernelKind, Node, NodeId, NodeKind, Work
 
 _SIZE = 100
@@ -43,7 +43,7 @@ def _totals(work: Work) -> tuple[int, int, int]:
 def test_a_pointwise_chain_is_one_kernel() -> None:
     """Only its ends move bytes: two inputs from outside, one result."""
     chain = [_node(2, ADD, (0, 1)), _node(3, EXP, (2,)), _node(4, EXP, (3,)), _node(5, SUM, (4,), size=10)]
-    work = segment_work(chain)
+    work = segment_needs(chain).work
     assert _totals(work) == (200, 10, 1)
     assert work.flops == 40
 
@@ -52,75 +52,77 @@ def test_a_product_stands_alone_between_two_groups() -> None:
     """Its operands are written by one group and its result is read by the next."""
     nodes = [_node(1, EXP, (0,)), _node(2, MM, (1, 0)), _node(3, EXP, (2,))]
     # read: exp 100, mm 200, exp 100; written: 100 each
-    assert _totals(segment_work(nodes)) == (400, 300, 3)
+    assert _totals(segment_needs(nodes).work) == (400, 300, 3)
 
 
 def test_a_residual_is_not_fused_around_a_product() -> None:
     """A -> mm -> b and a -> b: fusing a with b would make a cycle."""
     nodes = [_node(1, EXP, (0,)), _node(2, MM, (1,)), _node(3, ADD, (1, 2))]
-    assert _totals(segment_work(nodes)) == (100 + 100 + 200, 300, 3)
+    assert _totals(segment_needs(nodes).work) == (100 + 100 + 200, 300, 3)
 
 
 def test_a_view_stands_for_what_it_looks_at() -> None:
     """Views cost nothing and do not end a group; a slice is read for its own size."""
     nodes = [_node(1, EXP, (0,)), _node(2, VIEW, (1,)), _node(3, EXP, (2,))]
-    assert _totals(segment_work(nodes)) == (100, 100, 1)
+    assert _totals(segment_needs(nodes).work) == (100, 100, 1)
     nodes = [_node(1, MM, (0,)), _node(2, "aten.slice.Tensor", (1,), size=20), _node(3, EXP, (2,), size=20, read=20)]
-    assert _totals(segment_work(nodes)) == (100 + 20, 100 + 20, 2)
+    assert _totals(segment_needs(nodes).work) == (100 + 20, 100 + 20, 2)
 
 
 def test_a_saved_value_is_written_although_it_is_fused() -> None:
     """The caller says what the segment returns, directly or through a view."""
     nodes = [_node(1, EXP, (0,)), _node(2, VIEW, (1,)), _node(3, EXP, (1,))]
-    assert segment_work(nodes).bytes_written == 100
-    assert segment_work(nodes, outputs=[NodeId(1)]).bytes_written == 200
-    assert segment_work(nodes, outputs=[NodeId(2)]).bytes_written == 200
+    assert segment_needs(nodes).work.bytes_written == 100
+    assert segment_needs(nodes, outputs=[NodeId(1)]).work.bytes_written == 200
+    assert segment_needs(nodes, outputs=[NodeId(2)]).work.bytes_written == 200
 
 
 def test_the_workspace_is_what_crosses_groups_and_is_not_returned() -> None:
     """Nothing inside a group, and no result; what the next group reads last is there until it has run."""
     chain = [_node(2, ADD, (0, 1)), _node(3, EXP, (2,)), _node(4, EXP, (3,))]
-    assert segment_workspace(chain) == 0
+    assert segment_needs(chain).workspace_bytes == 0
     products = [_node(1, EXP, (0,)), _node(2, MM, (1, 0)), _node(3, MM, (2, 0), size=40), _node(4, MM, (3, 0))]
-    assert segment_workspace(products) == 100 + 100  # while the first product runs
-    assert segment_workspace(products, outputs=[NodeId(1)]) == 100 + 40  # while the second one runs
-    assert segment_workspace(products, outputs=[NodeId(1), NodeId(2), NodeId(3)]) == 0
+    assert segment_needs(products).workspace_bytes == 100 + 100  # while the first product runs
+    assert segment_needs(products, outputs=[NodeId(1)]).workspace_bytes == 100 + 40  # while the second one runs
+    assert segment_needs(products, outputs=[NodeId(1), NodeId(2), NodeId(3)]).workspace_bytes == 0
     kept = [*products[:3], _node(4, MM, (3, 1))]
-    assert segment_workspace(kept) == 100 + 100 + 40  # the first value waits for the last product
+    assert segment_needs(kept).workspace_bytes == 100 + 100 + 40  # the first value waits for the last product
     viewed = [_node(1, MM, (0, 0)), _node(2, VIEW, (1,)), _node(3, MM, (2, 0))]
-    assert segment_workspace(viewed) == 100
-    assert segment_workspace(viewed, outputs=[NodeId(2)]) == 0  # a view of it is returned
+    assert segment_needs(viewed).workspace_bytes == 100
+    assert segment_needs(viewed, outputs=[NodeId(2)]).workspace_bytes == 0  # a view of it is returned
     shared = [_node(1, EXP, (0,)), _node(2, MM, (1,)), _node(3, EXP, (0,))]
-    assert segment_workspace(shared) == 100  # two readers of one input are one group, which runs before the product
+    assert (
+        segment_needs(shared).workspace_bytes == 100
+    )  # two readers of one input are one group, which runs before the product
     table = [_node(1, PUT, (0,), size=500), _node(2, MM, (1,))]
     table[0] = replace(table[0], work=replace(table[0].work, bytes_written=10))
-    assert segment_workspace(table) == 500  # all of what a scatter writes a few rows of
+    assert segment_needs(table).workspace_bytes == 500  # all of what a scatter writes a few rows of
 
 
 def test_constants_belong_to_their_readers() -> None:
     """A loop computes them for itself; a product or scatter needs them in memory."""
     fused = [_node(1, FULL, (), read=0), _node(2, ADD, (0, 1))]
-    assert _totals(segment_work(fused)) == (100, 100, 1)
+    assert _totals(segment_needs(fused).work) == (100, 100, 1)
     scattered = [_node(1, FULL, (), read=0), _node(2, PUT, (1, 0))]
-    assert _totals(segment_work(scattered)) == (200, 200, 2)
+    assert _totals(segment_needs(scattered).work) == (200, 200, 2)
 
 
 def test_a_recomputed_chain_joins_its_only_reader() -> None:
     """Backward passes recompute activations from what was saved, long before a product's result needs them."""
     nodes = [_node(1, EXP, (0,)), _node(2, EXP, (1,)), _node(3, MM, (9, 8)), _node(4, ADD, (2, 3))]
-    assert segment_work(nodes).kernels == 2
+    assert segment_needs(nodes).work.kernels == 2
 
 
 def test_readers_of_one_value_share_its_read() -> None:
     """Two loops over the same tensor follow each other in one function."""
     nodes = [_node(1, MM, (0,)), _node(2, EXP, (1,)), _node(3, SUM, (1,), size=10)]
-    assert _totals(segment_work(nodes)) == (100 + 100, 100 + 100 + 10, 2)
+    assert _totals(segment_needs(nodes).work) == (100 + 100, 100 + 100 + 10, 2)
 
 
 def test_a_gather_reads_what_it_picks() -> None:
     """The table is larger than the bytes read from it."""
     nodes = [_node(1, MM, (0,), size=1000), _node(2, "aten.index.Tensor", (1,), read=60, size=50)]
-    assert segment_work(nodes).bytes_read == 100 + 60
+    assert segment_needs(nodes).work.bytes_read == 100 + 60
 
 
 def test_several_results_are_read_through_getitem() -> None:
@@ -132,7 +134,7 @@ def test_several_results_are_read_through_getitem() -> None:
         _node(4, "aten.sub.Tensor", (0, 2), read=110),
         _node(5, "aten.mul.Tensor", (3, 4), read=110),
     ]
-    assert segment_work(nodes).kernels == 1
+    assert segment_needs(nodes).work.kernels == 1
 
 
 @pytest.mark.parametrize("target", ("aten.mm.default", "aten.convolution_backward.default", "aten.sort.default"))
@@ -168,7 +170,7 @@ def test_fused_groups_never_form_a_cycle(seed: int) -> None:
     while ready := {group for group in waiting if not any(a in waiting for a, b in edges if b == group)}:
         waiting -= ready
     assert not waiting
-    work, alone = segment_work(nodes), sum((node.work for node in nodes), Work())
+    work, alone = segment_needs(nodes).work, sum((node.work for node in nodes), Work())
     assert work.kernels <= alone.kernels and work.flops == alone.flops
     assert work.bytes_read <= alone.bytes_read and work.bytes_written <= alone.bytes_written
 
@@ -187,7 +189,7 @@ def test_a_segment_knows_its_kernels_one_by_one() -> None:
     )
     nodes = [_node(1, EXP, (0,)), replace(_node(2, MM, (1, 0)), work=product), _node(3, EXP, (2,))]
     loop = Kernel(flops=10, bytes_moved=200, bytes_from_outside=100)
-    assert segment_work(nodes).parts == (
+    assert segment_needs(nodes).work.parts == (
         loop,
         Kernel(kind=KernelKind.MATMUL, dtype="bfloat16", flops=10, bytes_moved=300, bytes_from_outside=100, tiles=3),
         Kernel(flops=10, bytes_moved=200),
@@ -196,7 +198,7 @@ def test_a_segment_knows_its_kernels_one_by_one() -> None:
 
 def test_equal_kernels_are_counted() -> None:
     """Two readers of different values from outside."""
-    (part,) = segment_work([_node(2, EXP, (0,)), _node(3, EXP, (1,))]).parts
+    (part,) = segment_needs([_node(2, EXP, (0,)), _node(3, EXP, (1,))]).work.parts
     assert part == Kernel(flops=10, bytes_moved=200, bytes_from_outside=100, count=2)
 
 
@@ -210,7 +212,7 @@ def test_the_kernels_add_up_to_the_totals(seed: int) -> None:
         inputs = () if target == FULL else tuple(sorted(rng.sample(range(number), 1 if target == VIEW else 2)))
         made = _node(number, target, inputs)
         nodes.append(replace(made, work=replace(made.work, flops=0)) if target == FULL else made)
-    work = segment_work(nodes, outputs=[NodeId(rng.randrange(4, 4 + len(nodes)))])
+    work = segment_needs(nodes, outputs=[NodeId(rng.randrange(4, 4 + len(nodes)))]).work
     for total in (work, work + work):
         assert sum(part.count for part in total.parts) == total.kernels
         assert sum(part.count * part.flops for part in total.parts) == total.flops
