@@ -811,7 +811,7 @@ def _gpu_profile(gpu: TorchGpu, config: Config) -> DeviceProfile:
     """Return the profile for the SMs and atoms that this GPU has."""
     native = gpu.native
     if config.device.profile is None:
-        fingerprint = gpu_fingerprint(native.name, driver=native.driver_version, units=native.num_sms)
+        fingerprint = gpu_fingerprint(native.name, cuda=native.driver_version, units=native.num_sms)
         profile = discover_gpu_profile(fingerprint, cache_dir=config.device.cache)
     else:
         profile = load_profile(config.device.profile)

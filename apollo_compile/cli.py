@@ -377,7 +377,7 @@ def _calibrate_gpu(args: argparse.Namespace) -> int:
     gpu = TorchGpu(args.gpu)
     native, cache = gpu.native, load_config().device.cache
     assert cache is not None, "load_config fills it in"
-    fingerprint = gpu_fingerprint(native.name, driver=native.driver_version, units=native.num_sms)
+    fingerprint = gpu_fingerprint(native.name, cuda=native.driver_version, units=native.num_sms)
     path = cached_gpu_profile_path(cache, fingerprint) if args.output is None else args.output
     sheet = replace(load_profile(Path("h200")), units=native.num_sms, atom=native.atom_sms)
     begin = time.perf_counter()

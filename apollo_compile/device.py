@@ -52,6 +52,9 @@ FORMAT = 4
 _MAX_BYTES = 4 * 2**20
 """A measured profile takes about 20 kB."""
 
+DRIVER_RELEASE = Path("/sys/module/nvidia/version")
+"""Where Linux tells the release of NVIDIA's driver."""
+
 LEAST_CPU_SHARE = 0.8
 """CPU time over wall time and thread below which another process held a core."""
 
@@ -316,11 +319,22 @@ def cached_gpu_profile_path(cache_dir: Path, fingerprint: Fingerprint) -> Path:
     return cache_dir / f"profile-{name}-{fingerprint.units}.json"
 
 
-def gpu_fingerprint(name: str, *, driver: int, units: int) -> Fingerprint:
-    """Return what a measurement of a GPU depends on; `driver` is its CUDA version as 13000, `units` are all its SMs."""
+def gpu_fingerprint(name: str, *, cuda: int, units: int, release_file: Path = DRIVER_RELEASE) -> Fingerprint:
+    """Return what a measurement of a GPU depends on.
+
+    Arguments:
+        name: of the GPU.
+        cuda: version of CUDA that the driver speaks, as 13000; many releases of the driver speak the same.
+        units: all its SMs.
+        release_file: where the kernel tells the release of its driver; the version of CUDA alone counts without one.
+    """
     from importlib.metadata import version
 
-    return Fingerprint(device=name, driver=str(driver), torch=version("torch"), cores=units, units=units)
+    try:
+        driver = f"{release_file.read_text(encoding='utf-8').strip()} (CUDA {cuda})"
+    except OSError:
+        driver = f"CUDA {cuda}"
+    return Fingerprint(device=name, driver=driver, torch=version("torch"), cores=units, units=units)
 
 
 @functools.cache

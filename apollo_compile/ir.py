@@ -63,6 +63,8 @@ class Kernel:
     """Of these, bytes that the segment reads from buffers made before it, which are no longer in a near cache."""
     tiles: int = 0
     """Output tiles of 128 x 128 of a product: what a device of many units divides among them; 0 for a loop."""
+    launches: int = 1
+    """What a library makes of it, one after the other: a convolution's gradients, for example, are a kernel each."""
     count: int = 1
 
 

@@ -2,10 +2,13 @@
 
     python -m benchmarks.soak --minutes 30 --json out.json
 
-An episode compiles one model from nothing, compares it with eager in each of `STEPS` steps, and forgets it.
-A round has every episode once: models, ways to call them and kinds of shapes. The first `WARM_ROUNDS` rounds fill
-caches, of torch's compilers too; after each later one, memory, threads and open files are compared with those of the
-last warm one. Exit code 1: something grew, raised, or differs from eager, or there was time for no comparison.
+An episode compiles one model from nothing, compares it with eager in each of `STEPS` steps, and forgets it. Every
+other episode has the default options, with which such small models are measured and mostly Inductor's in the end; in
+the others plans run on lanes wherever there are any (`sweep.make_options`), and every defect is raised. A round has
+every episode once: models, ways to call them and kinds of shapes. The first `WARM_ROUNDS` rounds fill caches, of the
+compilers of torch too; after each later one, memory, threads and open files are compared with those of the last warm
+one. Exit code 1: something grew, raised, or differs from eager, no graph of a round ran on lanes, or there was time for
+no comparison.
 
 Memory may grow by `steady.ALLOWED_GROWTH` in all, or by `ALLOWED_PER_EPISODE` for each: torch keeps a little of
 every compile, and this is no measure of steps, for which there is `benchmarks.steady`. Inductor keeps the Python
@@ -22,8 +25,9 @@ import functools
 import gc
 import json
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -31,10 +35,15 @@ from typing import Any
 import torch
 from tabulate import tabulate
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
+from apollo_compile import backend
 from apollo_compile.bench import machine_facts
 from apollo_compile.units import NS_PER_S, format_bytes
 from benchmarks.steady import Slice, find_growth, look
+from benchmarks.sweep import make_options
+from benchmarks.workloads import build_spec
+from benchmarks.workloads_spec import SPECS
 
 STEPS = 24
 WARM_ROUNDS = 2
@@ -42,7 +51,7 @@ ALLOWED_PER_EPISODE = 2**20
 """Bytes, about four times what was measured: 0.26 MiB for two towers in four bodies, of which Inductor alone leaves
 0.15 MiB in two graphs."""
 WIDTH = 32
-BATCHES = {"one shape": (16,), "changing shapes": (16, 3, 9, 27), "a plan each": (16, 8)}
+BATCHES = {"one shape": (8,), "changing shapes": (8, 3, 5, 11), "a plan each": (8, 4)}
 TOLERANCE = 1e-3
 
 
@@ -63,12 +72,53 @@ class Towers(nn.Module):
         return left @ right.T / WIDTH
 
 
-MODELS: dict[str, Callable[[], nn.Module]] = {
-    "layer norm": lambda: Towers(nn.LayerNorm, 0.0),
-    "batch norm": lambda: Towers(nn.BatchNorm1d, 0.0),
-    "attention": lambda: nn.TransformerEncoderLayer(WIDTH, 2, 2 * WIDTH, dropout=0.0, batch_first=True),
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Subject:
+    """A model, and how to make its inputs."""
+
+    build: Callable[[], nn.Module]
+    inputs: Callable[[int], Mapping[str, Any]] = lambda batch: {"x": torch.randn(batch, WIDTH)}
+    """By batch size."""
+
+
+def _from_hugging_face(name: str) -> Subject:
+    """Return a workload, the smallest there is of it."""
+    return Subject(
+        build=lambda: build_spec(name, SPECS[name]).model,
+        inputs=functools.cache(lambda batch: build_spec(name, SPECS[name], batch=batch, seed=batch).inputs),
+    )
+
+
+SUBJECTS = {
+    "layer norm": Subject(build=lambda: Towers(nn.LayerNorm, 0.0)),
+    "batch norm": Subject(build=lambda: Towers(nn.BatchNorm1d, 0.0)),
+    "attention": Subject(
+        build=lambda: nn.TransformerEncoderLayer(WIDTH, 2, 2 * WIDTH, dropout=0.0, batch_first=True),
+        inputs=lambda batch: {"src": torch.randn(batch, WIDTH)},
+    ),
+    "clip": _from_hugging_face("clip"),
+    "whisper": _from_hugging_face("whisper"),
 }
 MODES = ("train", "train in bfloat16", "no_grad", "inference_mode")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """What came of an episode."""
+
+    problem: str | None = None
+    num_on_lanes: int = 0
+    """Graphs that ran on more than one lane."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Round:
+    """All episodes, once each."""
+
+    after: Slice
+    """What the process had then; its step is the round."""
+    num_on_lanes: int
+    """Graphs that ran on more than one lane."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,90 +128,114 @@ class Episode:
     model: str
     mode: str
     shapes: str
+    on_lanes: bool
+    """Whether its graphs run on lanes wherever their plan has some; else options are the default."""
 
-    def run(self) -> str | None:
-        """Run it; return what is wrong."""
+    def run(self, lanes: Mapping[str, Any]) -> Outcome:
+        """Run it; `lanes` are the options with which graphs run on lanes."""
         torch._dynamo.reset()
         torch.manual_seed(0)
-        model = MODELS[self.model]()
+        subject = SUBJECTS[self.model]
+        model = subject.build()
         twin = copy.deepcopy(model)
         dynamic = False if self.shapes == "a plan each" else None
-        compiled = torch.compile(model, backend="apollo", dynamic=dynamic)
+        options = dict(lanes) if self.on_lanes else None
+        compiled = torch.compile(model, backend="apollo", dynamic=dynamic, options=options)
         for step in range(STEPS):
             batches = BATCHES[self.shapes]
-            x = torch.randn(batches[step % len(batches)], WIDTH)
-            results = [self._step(run, owner, x) for run, owner in ((compiled, model), (twin, twin))]
+            inputs = subject.inputs(batches[step % len(batches)])
+            results = [self._step(run, owner, inputs) for run, owner in ((compiled, model), (twin, twin))]
             problem = self._compare(*results)
             if problem is not None:
-                return f"{self}, step {step}: {problem}"
-        return None
+                return Outcome(problem=f"{self}, step {step}: {problem}")
+        graphs = [graph for found in backend.find_models(model) for graph in found.graphs if graph.has_run]
+        lanes_used = [{span.lane for span in graph.trace().spans} for graph in graphs]
+        return Outcome(num_on_lanes=sum(len(used) > 1 for used in lanes_used))
 
-    def _step(self, run: Callable[..., torch.Tensor], model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    def _step(self, run: Callable[..., Any], model: nn.Module, inputs: Mapping[str, Any]) -> list[torch.Tensor]:
         with contextlib.ExitStack() as stack:
             if self.mode == "train in bfloat16":
                 stack.enter_context(torch.autocast("cpu", torch.bfloat16))
             elif self.mode != "train":
                 stack.enter_context(getattr(torch, self.mode)())
-            output = run(x)
+            outputs = [leaf for leaf in tree_leaves(run(**inputs)) if isinstance(leaf, torch.Tensor)]
         if not self.mode.startswith("train"):
-            return [output]
-        output.float().square().mean().backward()
+            return outputs
+        sum(output.float().square().mean() for output in outputs if output.requires_grad).backward()
         gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
         model.zero_grad(set_to_none=True)
-        return [output.detach(), *gradients]
+        return [*(output.detach() for output in outputs), *gradients]
 
     def _compare(self, found: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> str | None:
         tolerance = 50 * TOLERANCE if self.mode == "train in bfloat16" else TOLERANCE
-        try:
-            torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance)
-        except AssertionError as error:
-            return str(error).splitlines()[0]
+        if len(found) != len(wanted):
+            return f"{len(found)} tensors instead of {len(wanted)}"
+        for index, (mine, theirs) in enumerate(zip(found, wanted, strict=True)):
+            largest = float(theirs.abs().max())
+            try:
+                torch.testing.assert_close(mine, theirs, rtol=0.0, atol=tolerance * max(1.0, largest))
+            except AssertionError as error:
+                return f"tensor {index} of {len(found)}: {' '.join(str(error).split())}"
         return None
 
 
 EPISODES = tuple(
-    Episode(model=model, mode=mode, shapes=shapes) for shapes in BATCHES for model in MODELS for mode in MODES
+    Episode(model=model, mode=mode, shapes=shapes, on_lanes=(place + turn) % 2 == 0)
+    for turn, shapes in enumerate(BATCHES)
+    for model in SUBJECTS
+    for place, mode in enumerate(MODES)
 )
 
 
 def soak(
     episodes: Sequence[Episode],
     seconds: float,
+    lanes: Mapping[str, Any],
     tell: Callable[[str], object],
     clock: Callable[[], float] = time.monotonic,
-) -> tuple[list[Slice], list[str]]:
-    """Run rounds of episodes; return what the process had after each whole round, and what went wrong."""
+) -> tuple[list[Round], list[str]]:
+    """Run rounds of episodes; return the whole rounds, and what went wrong. `lanes` is as in `Episode.run`."""
     end = clock() + seconds
-    rounds: list[Slice] = []
+    rounds: list[Round] = []
     problems: list[str] = []
     while clock() < end:
         begin = time.perf_counter_ns()
+        num_on_lanes = 0
         for episode in episodes:
             try:
-                problem = episode.run()
+                outcome = episode.run(lanes)
             except Exception as error:  # the others go on: one soak is to find all
-                problem = f"{episode}: {type(error).__name__}: {str(error).splitlines()[:1]}"
-            if problem is not None:
-                problems.append(problem)
-                tell(f"WRONG: {problem}")
+                outcome = Outcome(problem=f"{episode}: {type(error).__name__}: {str(error).splitlines()[:1]}")
+            num_on_lanes += outcome.num_on_lanes
+            if outcome.problem is not None:
+                problems.append(outcome.problem)
+                tell(f"WRONG: {outcome.problem}")
             if clock() >= end:
                 return rounds, problems
         torch._dynamo.reset()
         gc.collect()
-        rounds.append(look(len(rounds) + 1, time.perf_counter_ns() - begin))
-        tell(f"round {len(rounds)}: {rounds[-1].step_ns / NS_PER_S:.0f} s, {format_bytes(rounds[-1].resident_bytes)}")
+        after = look(len(rounds) + 1, time.perf_counter_ns() - begin)
+        rounds.append(Round(after=after, num_on_lanes=num_on_lanes))
+        tell(
+            f"round {len(rounds)}: {after.step_ns / NS_PER_S:.0f} s, {format_bytes(after.resident_bytes)}, "
+            f"{num_on_lanes} graphs on lanes"
+        )
     return rounds, problems
 
 
-def judge(rounds: Sequence[Slice], num_episodes: int) -> list[str]:
-    """Return what the last of the rounds of so many episodes has more of than the last warm one."""
+def judge(rounds: Sequence[Round], num_episodes: int) -> list[str]:
+    """Return what the last of the rounds of so many episodes has more of than the last warm one.
+
+    A round without lanes, and rounds that are too few to compare, are problems too.
+    """
     if len(rounds) <= WARM_ROUNDS:
         return [f"only {len(rounds)} whole rounds, {WARM_ROUNDS + 1} are needed to compare: give it more minutes"]
-    warm, last = rounds[WARM_ROUNDS - 1], rounds[-1]
+    idle = [f"no graph of round {each.after.last_step} ran on lanes" for each in rounds if not each.num_on_lanes]
+    warm, last = rounds[WARM_ROUNDS - 1].after, rounds[-1].after
     allowed = ALLOWED_PER_EPISODE * num_episodes * (len(rounds) - WARM_ROUNDS)
     if warm.resident_bytes < last.resident_bytes <= warm.resident_bytes + allowed:
         last = replace(last, resident_bytes=warm.resident_bytes)
-    return [f"GREW: {line}" for line in find_growth([warm], [last])]
+    return idle + [f"GREW: {line}" for line in find_growth([warm], [last])]
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -172,12 +246,21 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, help="write everything there")
     args = parser.parse_args(arguments)
     chosen = EPISODES[:: args.every]
-    rounds, problems = soak(chosen, 60 * args.minutes, functools.partial(print, file=sys.stderr, flush=True))
+    tell = functools.partial(print, file=sys.stderr, flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        rounds, problems = soak(chosen, 60 * args.minutes, make_options(Path(folder) / "profile.json"), tell)
     rows: list[tuple[Any, ...]] = [
-        (s.last_step, f"{s.step_ns / NS_PER_S:.0f} s", format_bytes(s.resident_bytes), s.num_threads, s.num_files)
-        for s in rounds
+        (
+            each.after.last_step,
+            f"{each.after.step_ns / NS_PER_S:.0f} s",
+            format_bytes(each.after.resident_bytes),
+            each.after.num_threads,
+            each.after.num_files,
+            each.num_on_lanes,
+        )
+        for each in rounds
     ]
-    print(tabulate(rows, headers=("round", "took", "resident", "threads", "files")))
+    print(tabulate(rows, headers=("round", "took", "resident", "threads", "files", "graphs on lanes")))
     problems += judge(rounds, len(chosen))
     if args.json is not None:
         content = {"machine": machine_facts(), "rounds": list(map(asdict, rounds)), "problems": problems}

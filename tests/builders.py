@@ -12,9 +12,6 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
-
-import pytest
 
 from apollo_compile.ir import (
     Assignment,
@@ -40,11 +37,6 @@ from apollo_compile.planner.problem import Mode as TaskMode
 from apollo_compile.planner.simulate import serial_schedule
 
 LETTERS = "*ABCDEFGHIJ"
-
-
-def seeds(count: int, *, always: int) -> list[Any]:
-    """Return arguments of a test: 0 to `count` - 1, those from `always` on for `make soak` alone."""
-    return [*range(always), *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(always, count))]
 
 
 def graph(

@@ -17,8 +17,8 @@ convolutions, attention, sorts and scatters are calls or loops of their own. So 
    returned takes memory from the group that makes it to the last one that reads it; the most of that at one instant is
    the workspace.
 
-Work = flops of all nodes, bytes of these reads and writes, and one kernel per group; its parts are the kernels, with
-what each reads from outside the segment apart.
+Work = flops of all nodes, bytes of these reads and writes, and one kernel per group of fusible nodes; what is not
+fusible launches what its formula says. Its parts are the kernels, with what each reads from outside the segment apart.
 
 The approximation: a group is one kernel. That is what Inductor's C++ backend calls: it puts loops that follow one
 another into one function, and what a second loop reads again is still in the cache. Triton makes a kernel per loop, so
@@ -111,7 +111,7 @@ def segment_needs(nodes: Sequence[Node], *, outputs: Collection[NodeId] = ()) ->
         flops=sum(node.work.flops for node in nodes),
         bytes_read=sum(fused.reads.values()),
         bytes_written=sum(fused.values.written_by(node) for node in sorted(fused.written)),
-        kernels=len(kernels),
+        kernels=sum(kernel.launches for kernel in kernels),
         parts=merge_kernels(kernels),
     )
     return Needs(work, _workspace(fused, outputs))
@@ -211,6 +211,7 @@ def _kernels(nodes: Sequence[Node], fused: _Fused) -> list[Kernel]:
                 bytes_moved=moved[group],
                 bytes_from_outside=from_outside[group],
                 tiles=first[0].tiles if is_alone else 0,
+                launches=first[0].launches if is_alone else 1,
             )
         )
     return kernels

@@ -3,7 +3,8 @@
     predict(work, profile, units, ...) -> (duration_ns, memory_share, launch_share)
 
     duration     launch + tensor * (inputs + outputs) + sum of kernels
-    kernel       kernel + parallel if units > 1 + cold if the body runs for the first time + arithmetic (+) memory
+    kernel       launches * (kernel + parallel if units > 1 + cold if the body runs for the first time)
+                 + arithmetic (+) memory
     arithmetic   flops / rate(kind, dtype, flops, units) / efficiency of the waves
     memory       near bytes / near rate(bytes of the kernel, units) + far bytes / far rate(footprint, units)
     (+)          the larger of both on CUDA, where warps that wait make room for others; the sum on a CPU
@@ -73,9 +74,9 @@ def predict(
     cold_ns = profile.cold_ns if is_first else 0
     for kernel in _kernels(work):
         time = predict_kernel(kernel, profile, units, footprint=footprint)
-        total_ns += kernel.count * (time.total_ns + cold_ns)
+        total_ns += kernel.count * (time.total_ns + kernel.launches * cold_ns)
         memory_ns += kernel.count * time.memory_ns
-        fixed_ns += kernel.count * (time.fixed_ns + cold_ns)
+        fixed_ns += kernel.count * (time.fixed_ns + kernel.launches * cold_ns)
     if not total_ns:
         return Prediction(1, 0.0, 0.0)
     return Prediction(max(1, round(total_ns)), round(memory_ns / total_ns, 3), round(fixed_ns / total_ns, 3))
@@ -93,15 +94,14 @@ def _on_cuda(kernel: Kernel, profile: DeviceProfile, units: int, footprint: int)
     arithmetic_ns = _arithmetic_ns(kernel, profile, units) / wave_efficiency(kernel.tiles, units)
     memory_ns = _memory_ns(kernel, profile, units, footprint)
     bound_ns = max(arithmetic_ns, memory_ns)
-    return KernelTime(
-        profile.kernel_ns + bound_ns, bound_ns if memory_ns > arithmetic_ns else 0.0, float(profile.kernel_ns)
-    )
+    fixed_ns = kernel.launches * float(profile.kernel_ns)
+    return KernelTime(fixed_ns + bound_ns, bound_ns if memory_ns > arithmetic_ns else 0.0, fixed_ns)
 
 
 def _on_cpu(kernel: Kernel, profile: DeviceProfile, units: int, footprint: int) -> KernelTime:
     memory_ns = _memory_ns(kernel, profile, units, footprint)
-    fixed_ns = profile.kernel_ns + (profile.parallel_ns if units > 1 else 0)
-    return KernelTime(fixed_ns + _arithmetic_ns(kernel, profile, units) + memory_ns, memory_ns, float(fixed_ns))
+    fixed_ns = kernel.launches * float(profile.kernel_ns + (profile.parallel_ns if units > 1 else 0))
+    return KernelTime(fixed_ns + _arithmetic_ns(kernel, profile, units) + memory_ns, memory_ns, fixed_ns)
 
 
 def _arithmetic_ns(kernel: Kernel, profile: DeviceProfile, units: int) -> float:

@@ -1,11 +1,13 @@
 """What a node of the FX graph needs from a device, as formulas.
 
-    torch.fx.Node -> NodeWork      flops, bytes read and bytes written as sympy expressions in the graph's shape symbols
+    torch.fx.Node -> NodeWork      flops, bytes read, bytes written and kernels launched as sympy expressions in the
+                                   graph's shape symbols
     NodeWork, hints -> ir.Work     the same as integers
 
-One table, `_RULES`, has an entry per operator: its kind, its flops, and where they are not simply all inputs and all
-outputs, its bytes. What the table does not name is classified by what torch itself says of the operator (a view, a
-pointwise operator); anything else is counted by its bytes and has the kind UNKNOWN, so that capture can report it.
+One table, `_RULES`, has an entry per operator: its kind, its flops, its bytes where they are not simply all inputs and
+all outputs, and its kernels where they are not simply one. What the table does not name is classified by what torch
+itself says of the operator (a view, a pointwise operator); anything else is counted by its bytes and has the kind
+UNKNOWN, so that capture can report it.
 
 Conventions, chosen to agree with `torch.utils.flop_counter` where that counts at all:
 
@@ -88,6 +90,8 @@ class NodeWork:
     bytes_written: Expr
     tiles: Expr = _ZERO
     """Output tiles of a product, `TILE` x `TILE` each."""
+    launches: Expr = _ZERO
+    """Kernels, as many as the operator launches where nothing is fused with it."""
     kernel: ir.KernelKind = ir.KernelKind.LOOP
     dtype: str = "float32"
     """Of the first operand."""
@@ -116,6 +120,7 @@ class _Rule:
     read: _Formula
     written: _Formula
     tiles: _Formula
+    launches: _Formula
     kernel: ir.KernelKind
 
 
@@ -153,6 +158,7 @@ def node_work(target: object, args: Iterable[Any], kwargs: Mapping[str, Any], ou
         bytes_read=rule.read(call),
         bytes_written=rule.written(call),
         tiles=rule.tiles(call),
+        launches=rule.launches(call),
         kernel=rule.kernel,
         dtype=next((tensor.dtype for tensor in (*call.inputs, *call.outputs)), "float32"),
     )
@@ -163,10 +169,9 @@ def evaluate(work: NodeWork, hints: Mapping[sympy.Symbol, int]) -> ir.Work:
 
     Raises `ValueError` where a symbol has no hint.
     """
-    flops, read, written, tiles = (
-        evaluate_formula(formula, hints) for formula in (work.flops, work.bytes_read, work.bytes_written, work.tiles)
-    )
-    if work.kind in (WorkKind.VIEW, WorkKind.CONSTANT):
+    formulas = (work.flops, work.bytes_read, work.bytes_written, work.tiles, work.launches)
+    flops, read, written, tiles, launches = (evaluate_formula(formula, hints) for formula in formulas)
+    if not launches:
         return ir.Work(flops=flops, bytes_read=read, bytes_written=written)
     kernel = ir.Kernel(
         kind=work.kernel,
@@ -175,8 +180,9 @@ def evaluate(work: NodeWork, hints: Mapping[sympy.Symbol, int]) -> ir.Work:
         bytes_moved=read + written,
         bytes_from_outside=read,
         tiles=tiles,
+        launches=launches,
     )
-    return ir.Work(flops=flops, bytes_read=read, bytes_written=written, kernels=1, parts=(kernel,))
+    return ir.Work(flops=flops, bytes_read=read, bytes_written=written, kernels=launches, parts=(kernel,))
 
 
 # ------------------------------------------------------------------------------------------------------- metadata
@@ -425,6 +431,21 @@ def _attention_tiles(first: int) -> _Formula:
     return count
 
 
+# -------------------------------------------------------------------------------------------------------- kernels
+
+
+def _launches(number: int) -> _Formula:
+    return lambda call: sympy.Integer(number)
+
+
+_one = _launches(1)
+
+
+def _convolution_backward_launches(call: _Call) -> Expr:
+    """One for each gradient that is wanted; the bias's is a sum."""
+    return sympy.Integer(sum(map(bool, call.args[10])))
+
+
 # ---------------------------------------------------------------------------------------------------------- rules
 
 
@@ -435,17 +456,19 @@ def _rule(
     written: _Formula = _all_outputs,
     *,
     tiles: _Formula = _nothing,
+    launches: _Formula = _one,
     kernel: ir.KernelKind = ir.KernelKind.LOOP,
 ) -> _Rule:
-    return _Rule(kind=kind, flops=flops, read=read, written=written, tiles=tiles, kernel=kernel)
+    return _Rule(kind=kind, flops=flops, read=read, written=written, tiles=tiles, launches=launches, kernel=kernel)
 
 
-def _scatter_rule(values: Callable[[_Call], tuple[Expr, Expr]], *, replaces: bool) -> _Rule:
+def _scatter_rule(values: Callable[[_Call], tuple[Expr, Expr]], *, replaces: bool, launches: _Formula = _one) -> _Rule:
     """Values and indices are read, and what the values are added to is read and written: nothing else of the target.
 
     Arguments:
         values: the elements and bytes that are written.
         replaces: whether the first input is what they are written to.
+        launches: kernels.
     """
 
     def read(call: _Call) -> Expr:
@@ -457,17 +480,23 @@ def _scatter_rule(values: Callable[[_Call], tuple[Expr, Expr]], *, replaces: boo
         lambda call: values(call)[0],
         read,
         lambda call: values(call)[1],
+        launches=launches,
         kernel=ir.KernelKind.SCATTER,
     )
 
 
 def _product_rule(
-    kind: WorkKind, kernel: ir.KernelKind, flops: _Formula, tiles: _Formula, read: _Formula = _all_inputs
+    kind: WorkKind,
+    kernel: ir.KernelKind,
+    flops: _Formula,
+    tiles: _Formula,
+    read: _Formula = _all_inputs,
+    launches: _Formula = _one,
 ) -> _Rule:
-    return _rule(kind, flops, read, tiles=tiles, kernel=kernel)
+    return _rule(kind, flops, read, tiles=tiles, launches=launches, kernel=kernel)
 
 
-_VIEW_RULE = _rule(WorkKind.VIEW, read=_nothing, written=_nothing)
+_VIEW_RULE = _rule(WorkKind.VIEW, read=_nothing, written=_nothing, launches=_nothing)
 _POINTWISE_RULE = _rule(WorkKind.POINTWISE, _per_output(1))
 _UNKNOWN_RULE = _rule(WorkKind.UNKNOWN, kernel=ir.KernelKind.LIBRARY)
 
@@ -537,7 +566,6 @@ _SCATTERED = {
     "index_copy": 3,
     "masked_scatter": 2,
     "masked_scatter_backward": 0,
-    "embedding_dense_backward": 0,
 }
 """Where a scatter has the values that it writes."""
 
@@ -551,11 +579,13 @@ _ATTENTION = (
     "_scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention "
     "_scaled_dot_product_fused_attention_overrideable scaled_dot_product_attention _scaled_dot_product_attention_math"
 )
-_ATTENTION_BACKWARD = (
-    "_scaled_dot_product_flash_attention_for_cpu_backward _scaled_dot_product_flash_attention_backward "
-    "_scaled_dot_product_efficient_attention_backward _scaled_dot_product_cudnn_attention_backward "
-    "_scaled_dot_product_fused_attention_overrideable_backward"
-)
+_ATTENTION_BACKWARD = {
+    1: "_scaled_dot_product_flash_attention_for_cpu_backward",
+    # First the sums of gradient times output; last, the query's gradient is converted from float32.
+    3: "_scaled_dot_product_flash_attention_backward _scaled_dot_product_efficient_attention_backward "
+    "_scaled_dot_product_cudnn_attention_backward _scaled_dot_product_fused_attention_overrideable_backward",
+}
+"""By the number of kernels."""
 
 
 def _make_rules() -> dict[str, _Rule]:
@@ -570,7 +600,7 @@ def _make_rules() -> dict[str, _Rule]:
         enter(names, _rule(WorkKind.REDUCTION, _per_input(flops)))
     enter(_LOSSES, _rule(WorkKind.REDUCTION, _per_input(4)))
     enter(_VIEWS, _VIEW_RULE)
-    enter(_CONSTANTS, _rule(WorkKind.CONSTANT, read=_nothing))
+    enter(_CONSTANTS, _rule(WorkKind.CONSTANT, read=_nothing, launches=_nothing))
     enter(_COPIES, _rule(WorkKind.COPY))
     enter("copy", _rule(WorkKind.COPY, read=_all_but_first_input))
     enter(_POOLS, _rule(WorkKind.REDUCTION, _per_input(1)))
@@ -582,6 +612,8 @@ def _make_rules() -> dict[str, _Rule]:
     enter("_embedding_bag", _rule(WorkKind.GATHER, _per_output(1)))
     for name, position in _SCATTERED.items():
         enter(name, _scatter_rule(functools.partial(_scattered, position=position), replaces=position > 0))
+    sums_by_row = functools.partial(_scattered, position=0)
+    enter("embedding_dense_backward", _scatter_rule(sums_by_row, replaces=False, launches=_launches(2)))  # zeros first
     enter("index_fill", _scatter_rule(_filled, replaces=True))
     enter(_LOOKUPS, _rule(WorkKind.LOOKUP, _per_input(1), kernel=ir.KernelKind.LIBRARY))
     enter(_RANDOM, _rule(WorkKind.RANDOM, _per_output(40)))  # ten Philox rounds of four instructions a number
@@ -589,7 +621,7 @@ def _make_rules() -> dict[str, _Rule]:
 
     enter("clone convert_element_type device_put", _rule(WorkKind.COPY), "prims")
     enter("fma", _rule(WorkKind.POINTWISE, _per_output(2)), "prims")
-    enter("iota", _rule(WorkKind.CONSTANT, read=_nothing), "prims")
+    enter("iota", _rule(WorkKind.CONSTANT, read=_nothing, launches=_nothing), "prims")
     enter("inductor_seeds inductor_seed", _rule(WorkKind.RANDOM, _per_output(1)), "prims")
     enter("inductor_lookup_seed inductor_force_stride_order", _VIEW_RULE, "prims")
     enter("inductor_random inductor_randint", _rule(WorkKind.RANDOM, _per_output(40)), "prims")
@@ -625,13 +657,21 @@ def _enter_products(enter: Callable[[str, _Rule], None]) -> None:
             _convolution_backward_flops,
             _convolution_backward_tiles,
             _convolution_backward_read,
+            _convolution_backward_launches,
         ),
     )
     enter(_ATTENTION, _product_rule(WorkKind.ATTENTION, kernels.ATTENTION, _attention_flops, _attention_tiles(0)))
-    enter(
-        _ATTENTION_BACKWARD,
-        _product_rule(WorkKind.ATTENTION, kernels.ATTENTION_BACKWARD, _attention_backward_flops, _attention_tiles(1)),
-    )
+    for launches, names in _ATTENTION_BACKWARD.items():
+        enter(
+            names,
+            _product_rule(
+                WorkKind.ATTENTION,
+                kernels.ATTENTION_BACKWARD,
+                _attention_backward_flops,
+                _attention_tiles(1),
+                launches=_launches(launches),
+            ),
+        )
 
 
 def _linear_flops(call: _Call) -> Expr:

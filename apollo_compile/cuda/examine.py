@@ -102,7 +102,7 @@ def examine_cuda(ordinal: int = 0) -> tuple[Finding, ...]:
 def _inspect_profile(gpu: TorchGpu) -> ProfileInspection:
     native, cache = gpu.native, load_config().device.cache
     assert cache is not None, "load_config fills it in"
-    fingerprint = gpu_fingerprint(native.name, driver=native.driver_version, units=native.num_sms)
+    fingerprint = gpu_fingerprint(native.name, cuda=native.driver_version, units=native.num_sms)
     return inspect_profile(cached_gpu_profile_path(cache, fingerprint), fingerprint)
 
 

@@ -196,6 +196,15 @@ def test_a_segment_knows_its_kernels_one_by_one() -> None:
     )
 
 
+def test_a_call_that_launches_several_kernels_counts_as_several() -> None:
+    """A loop before it is one, and stays it."""
+    gradients = Work(flops=10, bytes_read=200, bytes_written=100, kernels=2, parts=(Kernel(flops=10, launches=2),))
+    nodes = [_node(1, EXP, (0,)), replace(_node(2, MM, (1, 0)), work=gradients)]
+    work = segment_needs(nodes).work
+    assert [part.launches for part in work.parts] == [1, 2]
+    assert work.kernels == 3
+
+
 def test_equal_kernels_are_counted() -> None:
     """Two readers of different values from outside."""
     (part,) = segment_needs([_node(2, EXP, (0,)), _node(3, EXP, (1,))]).work.parts

@@ -38,6 +38,14 @@ def test_tensors_and_cold_code_cost_extra() -> None:
     assert predict(work, CPU, 1, is_first=True).duration_ns == warm + 4 * 1
 
 
+def test_fixed_times_are_those_of_every_launch() -> None:
+    """Of a kernel that a library makes in two; its arithmetic and its bytes are not more."""
+    kernel = Kernel(flops=4000, bytes_moved=200, launches=2, count=3)
+    assert predict(Work(parts=(kernel,)), CPU, 1).duration_ns == 100 + 3 * (2 * 10 + 4000 + 200)
+    assert predict(Work(parts=(kernel,)), CPU, 4, is_first=True).duration_ns == 100 + 3 * (2 * (15 + 1) + 1000 + 100)
+    assert predict(Work(parts=(kernel,)), CUDA, 1).duration_ns == 100 + 3 * (2 * 10 + 4000)
+
+
 def test_what_others_made_is_slower_to_read_the_more_was_touched_since() -> None:
     """The rate of far bytes is one of the footprint; that of the segment's own bytes is not."""
     far = Work(parts=(Kernel(bytes_moved=1000, bytes_from_outside=1000),))

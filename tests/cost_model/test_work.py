@@ -80,6 +80,7 @@ def test_convolution_backward_agrees_with_the_flop_counter(wanted: list[bool], t
     assert work.flops == counter.get_total_flops()
     assert work.bytes_read == _num_bytes(gradient) + wanted[0] * _num_bytes(weight) + wanted[1] * _num_bytes(image)
     assert work.bytes_written == _num_bytes(*(tensor for tensor in out if tensor is not None))
+    assert work.kernels == sum(wanted)
 
 
 @pytest.mark.parametrize("shape", ((2, 2, 16, 32), (1, 4, 77, 64), (3, 1, 5, 8)))
@@ -98,6 +99,10 @@ def test_attention_costs_its_products(shape: tuple[int, ...]) -> None:
     assert forward.bytes_read == _num_bytes(query, key, value)
     assert forward.bytes_written == _num_bytes(out, logsumexp)
     assert backward.bytes_written == 3 * _num_bytes(query)
+    assert (forward.kernels, backward.kernels) == (1, 1)
+    for name in ("flash", "efficient", "cudnn"):  # on CUDA there is one before the gradients and one after
+        target = f"aten._scaled_dot_product_{name}_attention_backward.default"
+        assert evaluate(node_work(target, args, {}, (query, key, value)), {}).kernels == 3
 
 
 _TABLE, _IDS = _rand(100, 16), torch.randint(0, 100, (4, 7))
@@ -230,14 +235,15 @@ def test_a_scatter_costs_what_it_writes() -> None:
     table = torch.zeros(100, 16)
     values = _num_bytes(gradient)
     cases = [
-        (aten.embedding_dense_backward.default, (gradient, indices, 100, -1, False)),
-        (aten.index_put.default, (table, [indices], gradient, True)),
+        (aten.embedding_dense_backward.default, (gradient, indices, 100, -1, False), 2),  # zeros first
+        (aten.index_put.default, (table, [indices], gradient, True), 1),
     ]
-    for target, args in cases:
+    for target, args, kernels in cases:
         work = evaluate(node_work(target, args, {}, target(*args)), {})
         (part,) = work.parts
         assert (part.kind, part.flops, work.bytes_written) == (KernelKind.SCATTER, gradient.numel(), values)
         assert work.bytes_read == 2 * values + _num_bytes(indices)
+        assert work.kernels == part.launches == kernels
     filled = evaluate(node_work(aten.scatter.value, (table, 0, indices, 1.0), {}, table), {})
     assert (filled.flops, filled.bytes_written) == (indices.numel(), 4 * indices.numel())
     rows = torch.tensor([3, 5])

@@ -176,7 +176,9 @@ def test_a_measured_profile_is_found_again_on_the_same_gpu_only(
 ) -> None:
     """Another driver makes it stale, which is said; another GPU has none."""
     device._warn_of_substitute.cache_clear()
-    mine = gpu_fingerprint("Fake GPU", driver=13000, units=132)
+    release = tmp_path / "release"
+    release.write_text("580.82.07\n", encoding="utf-8")
+    mine = gpu_fingerprint("Fake GPU", cuda=13000, units=132, release_file=release)
     path = cached_gpu_profile_path(tmp_path, mine)
     assert discover_gpu_profile(mine, cache_dir=tmp_path) == load_profile(Path("h200"))
     assert "Fake GPU was not measured: plans count on an NVIDIA H200 SXM" in caplog.text
@@ -185,8 +187,11 @@ def test_a_measured_profile_is_found_again_on_the_same_gpu_only(
     assert discover_gpu_profile(mine, cache_dir=tmp_path) == profile
     assert discover_gpu_profile(mine) == load_profile(Path("h200"))
     assert not caplog.records
-    newer = gpu_fingerprint("Fake GPU", driver=13010, units=132)
+    release.write_text("590.48.01\n", encoding="utf-8")  # speaks the same CUDA
+    newer = gpu_fingerprint("Fake GPU", cuda=13000, units=132, release_file=release)
     assert discover_gpu_profile(newer, cache_dir=tmp_path) == load_profile(Path("h200"))
-    assert "driver '13000' is now '13010'" in caplog.text
-    other = gpu_fingerprint("Other GPU", driver=13000, units=132)
+    assert "driver '580.82.07 (CUDA 13000)' is now '590.48.01 (CUDA 13000)'" in caplog.text
+    unknown = gpu_fingerprint("Fake GPU", cuda=13000, units=132, release_file=tmp_path / "none")
+    assert unknown.driver == "CUDA 13000"
+    other = gpu_fingerprint("Other GPU", cuda=13000, units=132)
     assert cached_gpu_profile_path(tmp_path, other) != path
