@@ -9,8 +9,8 @@
 A case is a model in a setting: precision, optimizer, mode, shapes, bodies. It takes five optimizer steps from the same
 weights, in eager and compiled; losses, every gradient of every step, and what parameters and buffers are at the end are
 compared. In mode `switches` the model also runs in eval mode under `no_grad` and `inference_mode`, and in training mode
-under `no_grad`, between two steps. With shapes that are `changing`, it is compiled with `dynamic=True`, and models of
-Hugging Face see batches of several sizes. An error counts against a run of eager in float64: what is compiled may be
+under `no_grad`, between two steps. With shapes that are `changing`, it is compiled with `dynamic=True`, and sees batches
+of several sizes. An error counts against a run of eager in float64: what is compiled may be
 five times as far from it as eager in the case's own precision, plus a few bits (`TOLERANCE`).
 
 `make_options` sees to it that it is apollo's own way that runs: no contest, so the plan runs wherever there is one; a
@@ -331,9 +331,12 @@ def build_model(name: str) -> Workload:
 
 
 def other_batches(name: str) -> list[dict[str, Any]]:
-    """Return inputs of other batch sizes for the model `name`; none for a hand-written one."""
+    """Return inputs of other batch sizes for the model `name`."""
+    from benchmarks.sweep_models import OWN_MODELS, build_own
     from benchmarks.workloads import build_spec
 
+    if name in OWN_MODELS:
+        return [build_own(name, batch).inputs for batch in BATCHES]
     specs = [specs[name] for specs in FAMILIES.values() if name in specs]
     return [build_spec(name, spec, batch=batch, seed=batch).inputs for spec in specs for batch in BATCHES]
 

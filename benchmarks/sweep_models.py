@@ -357,64 +357,78 @@ def _floats(*shape: int) -> Tensor:
     return torch.randn(shape)
 
 
-def _inputs_of_recommender() -> dict[str, Tensor]:
+def _inputs_of_recommender(batch: int) -> dict[str, Tensor]:
     return {
-        "dense": _floats(4, 13),
-        "items": torch.randint(50, (12,)),
-        "offsets": torch.tensor([0, 2, 5, 9]),
-        "clicked": torch.tensor([1.0, 0.0, 0.0, 1.0]),
+        "dense": _floats(batch, 13),
+        "items": torch.randint(50, (3 * batch,)),
+        "offsets": (torch.arange(batch) * 5 + 1) // 2,
+        "clicked": (torch.arange(batch) % 3 == 0).float(),
     }
 
 
-_MASKED = torch.tensor([[False] * 8, [False] * 5 + [True] * 3])
+def _padding(batch: int) -> Tensor:
+    """Return a mask of 8 positions, the last three of every other row masked."""
+    return (torch.arange(batch) % 2 == 1).unsqueeze(1) & (torch.arange(8) >= 5)
 
-_OWN: dict[str, tuple[Callable[[], nn.Module], Callable[[], dict[str, Any]]]] = {
-    "adversaries": (Adversaries, lambda: {"noise": _floats(8, 8), "real": _floats(8, WIDTH)}),
-    "attention": (Attention, lambda: {"x": _floats(2, 8, WIDTH), "padding": _MASKED}),
+
+_OWN: dict[str, tuple[Callable[[], nn.Module], int, Callable[[int], dict[str, Any]]]] = {
+    "adversaries": (Adversaries, 8, lambda batch: {"noise": _floats(batch, 8), "real": _floats(batch, WIDTH)}),
+    "attention": (Attention, 2, lambda batch: {"x": _floats(batch, 8, WIDTH), "padding": _padding(batch)}),
     "channels_last": (
         lambda: UNet().to(memory_format=torch.channels_last),
-        lambda: {"image": _floats(2, 3, 32, 32).to(memory_format=torch.channels_last)},
+        2,
+        lambda batch: {"image": _floats(batch, 3, 32, 32).to(memory_format=torch.channels_last)},
     ),
-    "checkpointed": (Checkpointed, lambda: {"x": _floats(8, WIDTH)}),
-    "contrast": (Contrast, lambda: {"one": _floats(4, WIDTH), "other": _floats(4, WIDTH)}),
-    "experts": (Experts, lambda: {"x": _floats(16, WIDTH)}),
-    "graph_breaks": (Broken, lambda: {"x": _floats(8, WIDTH)}),
+    "checkpointed": (Checkpointed, 8, lambda batch: {"x": _floats(batch, WIDTH)}),
+    "contrast": (Contrast, 4, lambda batch: {"one": _floats(batch, WIDTH), "other": _floats(batch, WIDTH)}),
+    "experts": (Experts, 16, lambda batch: {"x": _floats(batch, WIDTH)}),
+    "graph_breaks": (Broken, 8, lambda batch: {"x": _floats(batch, WIDTH)}),
     "message_passing": (
         MessagePassing,
-        lambda: {"nodes": _floats(6, WIDTH), "edges": torch.randint(6, (2, 20))},
+        6,
+        lambda batch: {"nodes": _floats(batch, WIDTH), "edges": torch.randint(batch, (2, 20))},
     ),
-    "normalizations": (Normalizations, lambda: {"image": _floats(4, 3, 16, 16)}),
+    "normalizations": (Normalizations, 4, lambda batch: {"image": _floats(batch, 3, 16, 16)}),
     "objectives": (
         Objectives,
-        lambda: {
-            "x": _floats(4, 12, WIDTH),
-            "text": torch.randint(1, 12, (4, 5)),
-            "lengths": torch.tensor([5, 3, 4, 1]),
+        4,
+        lambda batch: {
+            "x": _floats(batch, 12, WIDTH),
+            "text": torch.randint(1, 12, (batch, 5)),
+            "lengths": torch.tensor([5, 3, 4, 1, 2])[:batch],
         },
     ),
-    "parametrized": (Parametrized, lambda: {"x": _floats(8, WIDTH)}),
-    "quantizer": (Quantizer, lambda: {"x": _floats(16, WIDTH)}),
-    "recommender": (Recommender, _inputs_of_recommender),
-    "recurrent": (Recurrent, lambda: {"words": _floats(2, 4, WIDTH), "frames": _floats(2, 3, WIDTH)}),
+    "parametrized": (Parametrized, 8, lambda batch: {"x": _floats(batch, WIDTH)}),
+    "quantizer": (Quantizer, 16, lambda batch: {"x": _floats(batch, WIDTH)}),
+    "recommender": (Recommender, 4, _inputs_of_recommender),
+    "recurrent": (Recurrent, 2, lambda batch: {"words": _floats(batch, 4, WIDTH), "frames": _floats(batch, 3, WIDTH)}),
     "recursive": (
         Recursive,
-        lambda: {"tokens": torch.randint(50, (2, 8)), "labels": torch.randint(50, (2, 8))},
+        2,
+        lambda batch: {"tokens": torch.randint(50, (batch, 8)), "labels": torch.randint(50, (batch, 8))},
     ),
-    "spectral": (Spectral, lambda: {"x": _floats(2, 16, WIDTH)}),
+    "spectral": (Spectral, 2, lambda batch: {"x": _floats(batch, 16, WIDTH)}),
     "transformer": (
         Transformer,
-        lambda: {"source": _floats(2, 8, WIDTH), "target": _floats(2, 6, WIDTH), "padding": _MASKED},
+        2,
+        lambda batch: {
+            "source": _floats(batch, 8, WIDTH),
+            "target": _floats(batch, 6, WIDTH),
+            "padding": _padding(batch),
+        },
     ),
-    "unet": (UNet, lambda: {"image": _floats(2, 3, 32, 32)}),
-    "warped": (Warped, lambda: {"image": _floats(2, 3, 16, 16)}),
+    "unet": (UNet, 2, lambda batch: {"image": _floats(batch, 3, 32, 32)}),
+    "warped": (Warped, 2, lambda batch: {"image": _floats(batch, 3, 16, 16)}),
 }
+"""Models, the rows that they usually see, and inputs of so many."""
 
 
-def build_own(name: str) -> Workload:
-    """Return a hand-written model and its inputs; equal names give equal weights and inputs."""
+def build_own(name: str, batch: int | None = None) -> Workload:
+    """Return a hand-written model and its inputs; equal names give equal weights, and equal batches equal inputs."""
     torch.manual_seed(0)
-    make_model, make_inputs = _OWN[name]
-    return Workload(name=name, model=make_model().train(), inputs=make_inputs(), loss=weigh_outputs, branches=())
+    make_model, usual, make_inputs = _OWN[name]
+    model, inputs = make_model().train(), make_inputs(batch or usual)
+    return Workload(name=name, model=model, inputs=inputs, loss=weigh_outputs, branches=())
 
 
 OWN_MODELS = tuple(_OWN)
