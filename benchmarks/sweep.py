@@ -9,9 +9,9 @@
 A case is a model in a setting: precision, optimizer, mode, shapes, bodies. It takes five optimizer steps from the same
 weights, in eager and compiled; losses, every gradient of every step, and what parameters and buffers are at the end are
 compared. In mode `switches` the model also runs in eval mode under `no_grad` and `inference_mode`, and in training mode
-under `no_grad`, between two steps. With shapes that are `changing`, it is compiled with `dynamic=True`, and sees batches
-of several sizes. An error counts against a run of eager in float64: what is compiled may be
-five times as far from it as eager in the case's own precision, plus a few bits (`TOLERANCE`).
+under `no_grad`, between two steps. With shapes that are `changing`, it is compiled with `dynamic=True` and sees batches
+of several sizes. An error counts against a run of eager in float64: what is compiled may be five times as far from it
+as eager in the case's own precision, plus a few bits (`TOLERANCE`).
 
 `make_options` sees to it that it is apollo's own way that runs: no contest, so the plan runs wherever there is one; a
 device profile on which hand-overs between lanes are free, so that plans of tiny models use lanes; every defect of ours
