@@ -39,6 +39,7 @@ from torch.utils._pytree import tree_leaves
 
 from apollo_compile import backend
 from apollo_compile.bench import machine_facts
+from apollo_compile.execute import trim_memory
 from apollo_compile.units import NS_PER_S, format_bytes
 from benchmarks.steady import Slice, find_growth, look
 from benchmarks.sweep import make_options
@@ -214,6 +215,7 @@ def soak(
                 return rounds, problems
         torch._dynamo.reset()
         gc.collect()
+        trim_memory()  # what is free counts as much as the last compile happened to leave
         after = look(len(rounds) + 1, time.perf_counter_ns() - begin)
         rounds.append(Round(after=after, num_on_lanes=num_on_lanes))
         tell(

@@ -11,7 +11,8 @@ weights, in eager and compiled; losses, every gradient of every step, and what p
 compared. In mode `switches` the model also runs in eval mode under `no_grad` and `inference_mode`, and in training mode
 under `no_grad`, between two steps. With shapes that are `changing`, it is compiled with `dynamic=True` and sees batches
 of several sizes. An error counts against a run of eager in float64: what is compiled may be five times as far from it
-as eager in the case's own precision, plus a few bits (`TOLERANCE`).
+as eager in the case's own precision, plus a few bits (`TOLERANCE`): of float32 where the loss is, as models of Hugging
+Face have it in every precision.
 
 `make_options` sees to it that it is apollo's own way that runs: no contest, so the plan runs wherever there is one; a
 device profile on which hand-overs between lanes are free, so that plans of tiny models use lanes; every defect of ours
@@ -130,7 +131,7 @@ class Result:
     case: Case
     outcome: str
     num_graphs: int = 0
-    """Graphs that apollo was given."""
+    """Graphs that apollo was given, without those that compute nothing."""
     num_in_segments: int = 0
     """Those that ran in segments."""
     num_on_lanes: int = 0
@@ -284,6 +285,7 @@ def run_case(case: Case) -> Result:
     exact = _train_exactly(workload, batches, case)
     eager = train(workload, batches, case)
     others = backend.compiled_models()
+    tolerance = max(TOLERANCE[case.precision], TOLERANCE[str(eager["loss of step 0"].dtype).removeprefix("torch.")])
     with tempfile.TemporaryDirectory() as folder:
         options = {**make_options(Path(folder) / "profile.json"), "runtime.bodies": case.bodies}
         shapes = {"dynamic": True} if case.shapes == "changing" else {}
@@ -292,7 +294,7 @@ def run_case(case: Case) -> Result:
             """Return what is wrong with the compiled run, an empty text if nothing is, and whether it is an error."""
             try:
                 actual = train(workload, batches, case, **shapes, **compile_options)
-                return find_difference(actual, eager, exact, TOLERANCE[case.precision]), False
+                return find_difference(actual, eager, exact, tolerance), False
             except Exception as error:  # whatever it is, it is the result
                 lines = [line for line in str(error).splitlines() if line.strip()] or [""]
                 # the first line may only name the backend
@@ -359,7 +361,7 @@ def make_options(profile: Path) -> dict[str, Any]:
 
 def _look_at_graphs(models: Sequence[CompiledModel]) -> dict[str, Any]:
     """Return how the graphs of a run were run."""
-    graphs = [graph for model in models for graph in model.graphs if graph.has_run]
+    graphs = [graph for model in models for graph in model.graphs if graph.has_run and graph.bodies]
     lanes = [{span.lane for span in graph.trace().spans} for graph in graphs]
     handed_over = [reason for model in models for _, reason in model.handed_over]
     return {
