@@ -75,7 +75,7 @@ native-test-%: $(VENV)/tools
 soak: $(VENV)/installed native
 	$(BIN)/python -m benchmarks.soak $(SOAK)
 	$(BIN)/python -m pytest -m soak
-	$(BIN)/python -m pytest --hypothesis-profile soak -m "soak or not soak" \
+	$(BIN)/python -m pytest --hypothesis-profile soak -o faulthandler_timeout=0 -m "soak or not soak" \
 	  tests/end_to_end/test_random_models.py tests/faults/test_files.py
 	$(MAKE) soak-native
 
