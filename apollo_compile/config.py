@@ -84,7 +84,7 @@ class RuntimeConfig:
     recompute_masks: bool = True
     """Let the backward recompute boolean masks and other cheap values that the forward would save."""
     keep_memory: bool = True
-    """Keep freed activations in the process (glibc's mallopt), which saves thousands of page faults a step."""
+    """Keep freed activations in the process, for all lanes (glibc's mallopt): saves thousands of page faults a step."""
     park_team: bool = True
     """Put the caller's OpenMP workers to sleep while lanes run, instead of letting them spin."""
 

@@ -13,8 +13,8 @@ Contest     Entrants take turns of `STEPS_PER_TURN` steps; the first of a turn i
             median of its timed calls: forward and backward are judged together. What counts between two entrants is
             the ratio of their times in the same round, since a disturbed round disturbs both. A step begins when the
             first graph runs and the graph before it was another: forwards in a row belong to one step.
-Memory      Before a turn, and before Inductor compiles, free memory goes back to the system: glibc keeps what lanes
-            freed apart from what other threads did, so the ways would add up. A turn's first step, which is not timed,
+Memory      Before a turn, and before Inductor compiles, free memory goes back to the system: what one way left behind
+            is in pieces of other sizes than the next one needs, so the ways would add up. A turn's first step, which is not timed,
             gets its own again. While several models compete, none does so, for it would fall into another's timed
             steps.
 End         After `MIN_ROUNDS`, an entrant leaves that has lost to the leader (least median ratio) by more than `TIE`,

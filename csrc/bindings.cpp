@@ -305,7 +305,8 @@ NB_MODULE(_native, m) {
   m.def("keep_memory", &apollo::keep_memory,
         "Tell the C library to keep freed memory in the process, and return whether it will.\n\n"
         "Freed activations otherwise go back to the system and come back at every step: 3,000 to 5,700 page\n"
-        "faults per training step. The process stays as large as it ever was. Works with glibc only.");
+        "faults per training step. The process stays as large as it ever was. What one thread frees serves the others\n"
+        "too: lanes that are made later have no heap of their own. Works with glibc only.");
   m.def("trim_memory", &apollo::trim_memory,
         "Give free memory back to the system, and return whether there was any. Works with glibc only.");
 

@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "apollo/error.h"
+#include "apollo/machine.h"
 
 namespace apollo {
 
@@ -27,7 +28,7 @@ std::string list(const std::vector<int>& cores) {
 }  // namespace
 
 CpuLane::CpuLane(int id, std::vector<int> cores, const Task& on_start)
-    : id_(id), cores_(std::move(cores)), thread_([this, &on_start] { work(on_start); }) {
+    : id_(id), cores_(std::move(cores)), thread_(start_thread([this, &on_start] { work(on_start); })) {
   finished_.sleep(epoch_);
   if (start_failure_) {
     thread_.join();

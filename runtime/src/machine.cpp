@@ -7,8 +7,15 @@
 #include <malloc.h>
 #endif
 
+#include <atomic>
 #include <cerrno>
+#include <cstdlib>
+#include <functional>
+#include <future>
+#include <memory>
 #include <system_error>
+#include <thread>
+#include <utility>
 
 namespace apollo {
 
@@ -27,6 +34,72 @@ std::vector<int> available_cores() {
   return cores;
 }
 
+namespace {
+
+constexpr int kMaxAttempts = 16;
+
+std::atomic<bool> is_heap_shared{false};
+
+/// Returns whether the calling thread allocates from the first thread's heap, the only one below the program break.
+bool is_on_first_heap() {
+#if defined(__GLIBC__)
+  const std::unique_ptr<void, decltype(&std::free)> block(std::malloc(1), &std::free);
+  return std::less<>()(block.get(), sbrk(0));
+#else
+  return true;
+#endif
+}
+
+/// A thread that looks where its memory is, and waits to be told whether to go on.
+class Applicant {
+ public:
+  explicit Applicant(std::function<void()> work) {
+    std::promise<bool> is_well_placed;
+    is_well_placed_ = is_well_placed.get_future();
+    thread_ = std::thread([work = std::move(work), is_well_placed = std::move(is_well_placed),
+                           is_wanted = is_wanted_.get_future()]() mutable {
+      is_well_placed.set_value(is_on_first_heap());
+      if (is_wanted.get()) {
+        work();
+      }
+    });
+  }
+  Applicant(const Applicant&) = delete;
+  Applicant& operator=(const Applicant&) = delete;
+  ~Applicant() {
+    if (thread_.joinable()) {
+      is_wanted_.set_value(false);
+      thread_.join();
+    }
+  }
+
+  bool is_well_placed() { return is_well_placed_.get(); }
+
+  std::thread take() {
+    is_wanted_.set_value(true);
+    return std::move(thread_);
+  }
+
+ private:
+  std::future<bool> is_well_placed_;
+  std::promise<bool> is_wanted_;
+  std::thread thread_;
+};
+
+}  // namespace
+
+std::thread start_thread(std::function<void()> work) {
+  if (!is_heap_shared.load()) {
+    return std::thread(std::move(work));
+  }
+  // Those that are not taken live until one is: glibc gives the heap of a thread that has ended to the next one.
+  std::vector<std::unique_ptr<Applicant>> applicants;
+  do {
+    applicants.push_back(std::make_unique<Applicant>(work));
+  } while (!applicants.back()->is_well_placed() && applicants.size() < kMaxAttempts);
+  return applicants.back()->take();
+}
+
 bool keep_memory() {
 #if defined(__GLIBC__)
   constexpr int kLargestThreshold = 32 * 1024 * 1024;  // glibc refuses more
@@ -36,7 +109,8 @@ bool keep_memory() {
   const bool is_mapping_off = mallopt(M_MMAP_MAX, 0) != 0;
   const bool is_trimming_off = mallopt(M_TRIM_THRESHOLD, kNever) != 0;
   const bool is_growth_set = mallopt(M_TOP_PAD, kGrowth) != 0;
-  return is_threshold_set && is_mapping_off && is_trimming_off && is_growth_set;
+  is_heap_shared = mallopt(M_ARENA_MAX, 1) != 0;
+  return is_threshold_set && is_mapping_off && is_trimming_off && is_growth_set && is_heap_shared;
 #else
   return false;
 #endif

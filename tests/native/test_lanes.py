@@ -182,3 +182,34 @@ def test_free_memory_is_given_back() -> None:
         print(not is_kept or (kept > full / 2 > pages()))
     """
     assert run_python(code) == "True\n"
+
+
+def test_what_a_lane_frees_serves_the_caller() -> None:
+    """Also where a thread has a heap of its own, which the lane might have got."""
+    code = """
+        import threading
+        from pathlib import Path
+        from apollo_compile import _native
+        def resident_mib():
+            return int(Path("/proc/self/statm").read_text().split()[1]) / 256
+        def use_memory(lane=None):
+            blocks = [bytearray(b"1") * 2**24 for _ in range(16)]
+            sizes.append(resident_mib())
+        def have_a_heap():
+            use_memory()
+            begun.set()
+            end.wait()
+        sizes, begun, end = [], threading.Event(), threading.Event()
+        other = threading.Thread(target=have_a_heap)
+        other.start()
+        begun.wait()
+        is_kept = _native.keep_memory()
+        _native.trim_memory()
+        sizes.clear()
+        core = _native.available_cores()[0]
+        lanes = _native.Lanes([[], [core]], use_memory), _native.Lanes([[], [core]], use_memory)
+        use_memory()
+        end.set()
+        print(not is_kept or max(sizes) - min(sizes) < 64)
+    """
+    assert run_python(code) == "True\n"
