@@ -14,9 +14,9 @@ Contest     Entrants take turns of `STEPS_PER_TURN` steps; the first of a turn i
             the ratio of their times in the same round, since a disturbed round disturbs both. A step begins when the
             first graph runs and the graph before it was another: forwards in a row belong to one step.
 Memory      Before a turn, and before Inductor compiles, free memory goes back to the system: what one way left behind
-            is in pieces of other sizes than the next one needs, so the ways would add up. A turn's first step, which is not timed,
-            gets its own again. While several models compete, none does so, for it would fall into another's timed
-            steps.
+            is in pieces of other sizes than the next one needs, so the ways would add up. A turn's first step, which is
+            not timed, gets its own again. While several models compete, none does so, for it would fall into another's
+            timed steps.
 End         After `MIN_ROUNDS`, an entrant leaves that has lost to the leader (least median ratio) by more than `TIE`,
             in every round but one in eight: a one-sided sign test at about 5 %. Its device memory goes at once. The
             contest ends when one is left, or after `MAX_ROUNDS`. The winner is the first entrant, in the order given
