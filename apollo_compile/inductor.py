@@ -83,6 +83,7 @@ from torch.utils._sympy.printers import PythonPrinter
 
 from apollo_compile.errors import UnsupportedGraphError
 from apollo_compile.ir import Body
+from apollo_compile.miscompiled import write_otherwise
 from apollo_compile.overwrites import keep_copies, keep_reads
 from apollo_compile.passes.capture import TORCH_NAMESPACES
 
@@ -199,12 +200,13 @@ class _FirstPasses(CustomGraphPass):
         self._users = tuple(passes)
 
     def __call__(self, graph: fx.Graph) -> None:
-        """Run the user's own passes, and keep apart what Inductor's would make one: both notes in `overwrites.py`."""
+        """Run the user's own passes, and ours: keep apart what Inductor's would make one, and keep numbers right."""
         for custom in self._users:
             custom(graph)
         _lower_clones()
         keep_reads(graph, _copied_by)
         keep_copies(graph, _copied_by)
+        write_otherwise(graph)
 
     def uuid(self) -> Any:
         """Name the passes for the keys of caches; None is that some of them have no name, so that nothing is cached."""
@@ -523,8 +525,66 @@ def compiler_settings() -> str:
 
 
 def compile_whole(graph_module: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
-    """Compile a post-AOT graph as Inductor alone would."""
-    return compile_fx_inner(graph_module, example_inputs, **kwargs)
+    """Compile a post-AOT graph as Inductor alone would, but for code that is known to be wrong."""
+    tag = torch.compiler.config.cache_key_tag
+    with (
+        _compile_lock,
+        _right_scatters(),
+        torch.compiler.config.patch(  # type: ignore[attr-defined]
+            cache_key_tag=f"{tag} {_CACHE_KEY_TAG}" if _is_mended(graph_module) else tag
+        ),
+    ):
+        return compile_fx_inner(graph_module, example_inputs, **kwargs)
+
+
+def _is_mended(graph_module: fx.GraphModule) -> bool:
+    """Whether Inductor's cache may have wrong code for the graph: its key does not tell."""
+    return any(
+        "should_fallback" in node.meta or str(node.target).startswith(_ADDITIONS) for node in graph_module.graph.nodes
+    )
+
+
+_ADDITIONS = (
+    "aten.index_put.",
+    "aten._unsafe_index_put.",
+    "aten._unsafe_masked_index_put_accumulate.",
+    "aten.index_add.",
+    "aten.scatter_add.",
+    "aten.scatter_reduce.",
+    "aten.embedding_dense_backward.",
+)
+"""Beginnings of the names of operators whose code may add at addresses that it reads."""
+
+
+@contextlib.contextmanager
+def _right_scatters() -> Iterator[None]:
+    """Let C++ code for several threads add transposed values at the right addresses.
+
+    A loop over tiles has its place in the tile added to addresses twice where they depend on what was read: by the
+    store of a tile, and by the atomic addition that it calls. So `x.index_add(0, where, y.T[None])` writes to other
+    rows, or behind the tensor. Here such a store leaves it to the addition.
+    Source: https://github.com/pytorch/pytorch/issues/191837
+    """
+    from torch._inductor.codegen import cpp
+
+    if "index_expr" not in vars(cpp.CppTile2DOverrides):  # then it is added once
+        yield
+        return
+    tiles: Any = cpp.CppTile2DKernel
+    vectors: Any = cpp.CppVecKernel
+    wrong = tiles.store
+
+    def store(kernel: Any, name: Any, index: Any, value: Any, mode: Any = None) -> Any:
+        is_atomic = mode == "atomic_add" and (inductor_config.cpp.dynamic_threads or kernel.num_threads != 1)
+        if is_atomic and not kernel.need_vec_transpose(kernel.rename_indexing(index)):
+            return vectors.store(kernel, name, index, value, mode)
+        return wrong(kernel, name, index, value, mode)
+
+    tiles.store = store
+    try:
+        yield
+    finally:
+        tiles.store = wrong
 
 
 def compile_again(graph_module: fx.GraphModule, **kwargs: Any) -> Callable[[list[Any]], Sequence[Any]]:
@@ -891,7 +951,7 @@ def clone_graph(piece: fx.GraphModule) -> fx.GraphModule:
 
 @contextlib.contextmanager
 def _as_piece(units: int | None = None) -> Iterator[None]:
-    """Hide what belongs to the whole graph, and keep what is made for a part of the device apart from other code.
+    """Hide what belongs to the whole graph, and keep what is made here apart from other code; hold the lock.
 
     See Note [pieces of a graph]. Inductor keeps the times of kernels that it chose among, and not on how many SMs they
     were measured; so those of a part of the device are neither looked up nor kept.
@@ -907,6 +967,7 @@ def _as_piece(units: int | None = None) -> Iterator[None]:
         if metadata is not None:
             metadata.bw_donated_idxs = None
         with (
+            _right_scatters(),
             torch.compiler.config.patch(cache_key_tag=tag),  # type: ignore[attr-defined]
             functorch_config.patch(bundled_autograd_cache=False),
             inductor_config.patch({} if units is None else {"autotune_local_cache": False}),

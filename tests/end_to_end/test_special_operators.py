@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
+from torch.nn import functional
 
 from apollo_compile import backend
 from tests.end_to_end.test_values import floats, same_call
@@ -211,3 +212,27 @@ def test_a_buffer_that_is_written_and_read_in_turns(either: Options) -> None:
         gradients = [torch.autograd.grad(output.square().sum(), x) for output in outputs]
         torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(dict(actual.named_buffers()), dict(expected.named_buffers()))
+
+
+@operators("windows of a pooling that overhang")
+@pytest.mark.parametrize("padding", [0, 1])
+def test_averages_over_the_end_of_an_image_have_their_own_divisor(padding: int, lanes: Options) -> None:
+    """In two and three dimensions; Inductor alone divides gradients by the size of a whole window."""
+
+    def pool(image: torch.Tensor, volume: torch.Tensor) -> torch.Tensor:
+        flat = functional.avg_pool2d(image, 3, 2, padding, ceil_mode=True)
+        return flat.sin().sum() * functional.avg_pool3d(volume, 3, 2, padding, ceil_mode=True).cos()
+
+    both_ways(pool, (floats(2, 2, 6, 6), floats(2, 2, 6, 6, 6)), lanes)
+
+
+@operators("transposed values that are added at an index")
+def test_transposed_values_are_added_where_the_index_says(lanes: Options) -> None:
+    """Inductor alone, on several threads, adds them elsewhere or behind the tensor."""
+    where = torch.tensor([0])
+
+    def add(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+        put = table.index_put((where,), x.t().unsqueeze(0) * 2, accumulate=True)
+        return put + table.index_add(0, where, x.t().unsqueeze(0) * 3)
+
+    both_ways(add, (floats(16, 16), floats(4, 16, 16)), lanes)
