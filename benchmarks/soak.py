@@ -1,6 +1,7 @@
 """Change models, modes and shapes in one process for as long as asked, and watch that nothing grows or goes wrong.
 
     python -m benchmarks.soak --minutes 30 --json out.json
+    python -m benchmarks.soak --minutes 30 --inductor               the same without apollo: what grows then is not ours
 
 An episode compiles one model from nothing, compares it with eager in each of `STEPS` steps, and forgets it. Every
 other episode has the default options, with which such small models are measured and mostly Inductor's in the end; in
@@ -132,16 +133,17 @@ class Episode:
     on_lanes: bool
     """Whether its graphs run on lanes wherever their plan has some; else options are the default."""
 
-    def run(self, lanes: Mapping[str, Any]) -> Outcome:
-        """Run it; `lanes` are the options with which graphs run on lanes."""
+    def run(self, lanes: Mapping[str, Any] | None) -> Outcome:
+        """Run it; `lanes` are the options with which graphs run on lanes. None is Inductor alone."""
         torch._dynamo.reset()
         torch.manual_seed(0)
         subject = SUBJECTS[self.model]
         model = subject.build()
         twin = copy.deepcopy(model)
         dynamic = False if self.shapes == "a plan each" else None
-        options = dict(lanes) if self.on_lanes else None
-        compiled = torch.compile(model, backend="apollo", dynamic=dynamic, options=options)
+        options = dict(lanes) if lanes is not None and self.on_lanes else None
+        name = "inductor" if lanes is None else "apollo"
+        compiled = torch.compile(model, backend=name, dynamic=dynamic, options=options)
         for step in range(STEPS):
             batches = BATCHES[self.shapes]
             inputs = subject.inputs(batches[step % len(batches)])
@@ -191,7 +193,7 @@ EPISODES = tuple(
 def soak(
     episodes: Sequence[Episode],
     seconds: float,
-    lanes: Mapping[str, Any],
+    lanes: Mapping[str, Any] | None,
     tell: Callable[[str], object],
     clock: Callable[[], float] = time.monotonic,
 ) -> tuple[list[Round], list[str]]:
@@ -225,19 +227,20 @@ def soak(
     return rounds, problems
 
 
-def judge(rounds: Sequence[Round], num_episodes: int) -> list[str]:
+def judge(rounds: Sequence[Round], num_episodes: int, *, on_lanes: bool = True) -> list[str]:
     """Return what the last of the rounds of so many episodes has more of than the last warm one.
 
-    A round without lanes, and rounds that are too few to compare, are problems too.
+    Rounds that are too few to compare are a problem too, and one without lanes if there should be some.
     """
     if len(rounds) <= WARM_ROUNDS:
         return [f"only {len(rounds)} whole rounds, {WARM_ROUNDS + 1} are needed to compare: give it more minutes"]
-    idle = [f"no graph of round {each.after.last_step} ran on lanes" for each in rounds if not each.num_on_lanes]
+    idle = [each.after.last_step for each in rounds if on_lanes and not each.num_on_lanes]
     warm, last = rounds[WARM_ROUNDS - 1].after, rounds[-1].after
     allowed = ALLOWED_PER_EPISODE * num_episodes * (len(rounds) - WARM_ROUNDS)
     if warm.resident_bytes < last.resident_bytes <= warm.resident_bytes + allowed:
         last = replace(last, resident_bytes=warm.resident_bytes)
-    return idle + [f"GREW: {line}" for line in find_growth([warm], [last])]
+    growth = find_growth([warm], [last])
+    return [f"no graph of round {number} ran on lanes" for number in idle] + [f"GREW: {line}" for line in growth]
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -245,12 +248,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.soak", description="Change everything, for long.")
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--every", type=int, default=1, help="take every so many-th episode, for shorter rounds")
+    parser.add_argument("--inductor", action="store_true", help="compile with Inductor alone")
     parser.add_argument("--json", type=Path, help="write everything there")
     args = parser.parse_args(arguments)
     chosen = EPISODES[:: args.every]
     tell = functools.partial(print, file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory() as folder:
-        rounds, problems = soak(chosen, 60 * args.minutes, make_options(Path(folder) / "profile.json"), tell)
+        lanes = None if args.inductor else make_options(Path(folder) / "profile.json")
+        rounds, problems = soak(chosen, 60 * args.minutes, lanes, tell)
     rows: list[tuple[Any, ...]] = [
         (
             each.after.last_step,
@@ -263,7 +268,7 @@ def main(arguments: list[str] | None = None) -> int:
         for each in rounds
     ]
     print(tabulate(rows, headers=("round", "took", "resident", "threads", "files", "graphs on lanes")))
-    problems += judge(rounds, len(chosen))
+    problems += judge(rounds, len(chosen), on_lanes=lanes is not None)
     if args.json is not None:
         content = {"machine": machine_facts(), "rounds": list(map(asdict, rounds)), "problems": problems}
         args.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")

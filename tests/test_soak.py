@@ -42,21 +42,22 @@ def test_a_round_without_lanes_is_a_problem() -> None:
     """What a soak is for did not run in it."""
     (problem,) = judge([_round(), _round(), replace(_round(), num_on_lanes=0), _round()], 2)
     assert problem == f"no graph of round {SLICE.last_step} ran on lanes"
+    assert judge([replace(_round(), num_on_lanes=0)] * 3, 2, on_lanes=False) == []
 
 
 def test_what_raises_or_is_wrong_is_a_problem_and_the_others_go_on() -> None:
     """Each is named, and the round still counts."""
 
     class Raising(Episode):
-        def run(self, lanes: Mapping[str, Any]) -> Outcome:
+        def run(self, lanes: Mapping[str, Any] | None) -> Outcome:
             raise LookupError("no")
 
     class Wrong(Episode):
-        def run(self, lanes: Mapping[str, Any]) -> Outcome:
+        def run(self, lanes: Mapping[str, Any] | None) -> Outcome:
             return Outcome(problem="differs")
 
     class Right(Episode):
-        def run(self, lanes: Mapping[str, Any]) -> Outcome:
+        def run(self, lanes: Mapping[str, Any] | None) -> Outcome:
             return Outcome(num_on_lanes=2)
 
     kinds: dict[str, Any] = {"model": "layer norm", "mode": "train", "shapes": "one shape", "on_lanes": True}
