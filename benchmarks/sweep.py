@@ -12,8 +12,8 @@ compared. In mode `switches` the model also runs in eval mode under `no_grad` an
 under `no_grad`, between two steps. With shapes that are `changing`, it is compiled with `dynamic=True` and sees batches
 of several sizes. An error counts against a run of eager in float64: what is compiled may be five times as far from it
 as eager in the case's own precision, plus a few bits (`TOLERANCE`): of float32 where the loss is, as models of Hugging
-Face have it in every precision, and with a compiled AdamW, which counts steps in float32. Compiled code draws eager's random numbers (`fallback_random`), for the models that
-have dropout.
+Face have it in every precision, and with a compiled AdamW, which counts steps in float32. Compiled code draws eager's
+random numbers (`fallback_random`), for the models that have dropout.
 
 `make_options` sees to it that it is apollo's own way that runs: no contest, so the plan runs wherever there is one; a
 device profile on which hand-overs between lanes are free, so that plans of tiny models use lanes; every defect of ours
