@@ -15,8 +15,8 @@ neighbours  The same runtime with one half of the units multiplying matrices or 
 
 On a shared machine the same code takes up to twice as long from one moment to the next. So rounds go over everything
 in turn instead of repeating one thing, and of the times in all rounds the median counts, as it does of the steps that
-are predicted. Rounds in which the process got less CPU time than its threads should have had are
-another process's doing; if they are many, the calibration says so.
+are predicted. Rounds in which the process got less CPU time than its threads should have had are another process's
+doing; if they are many, the calibration says so.
 
 All regions of OpenMP run on the calling thread: a second team beside the first one slows both down for good.
 """
