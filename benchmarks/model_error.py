@@ -5,7 +5,8 @@
 Per workload and size (`small*2` is small with twice the batch), in one process: the model is compiled in segments;
 then training steps run with every segment on lane 0 (all units) and with every segment on a lane of one unit, in turns,
 so that drift falls on both. A segment's measured time is the median of its spans; the profile is this machine's, so run
-`apollo calibrate` before.
+`apollo calibrate` before. `--calibrate` does so anew before every workload and size, 40 seconds each time: how much
+faster or slower the machine becomes over the whole run is then in no error.
 
 formula     what `estimate_costs` says without observations, against all runs
 observed    what it says with the medians of the first half of the runs, against the medians of the second half
@@ -27,6 +28,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -36,10 +38,11 @@ from tqdm import tqdm
 
 from apollo_compile import backend
 from apollo_compile.bench import machine_facts
+from apollo_compile.calibrate import calibrate
 from apollo_compile.compiled_graph import CompiledGraph
 from apollo_compile.cost_model.roofline import predict_kernel
-from apollo_compile.device import DeviceProfile
-from apollo_compile.execute import Executable
+from apollo_compile.device import DeviceProfile, save_profile
+from apollo_compile.execute import Executable, available_units
 from apollo_compile.ir import (
     Assignment,
     LaneId,
@@ -98,7 +101,8 @@ def main(arguments: list[str] | None = None) -> int:
     profiles = set()
     for name in args.workloads:
         for size in args.sizes:
-            found, profile = measure_workload(build_size(name, size), size, runs=args.runs)
+            measured_now = calibrate_now() if args.calibrate else None
+            found, profile = measure_workload(build_size(name, size), size, runs=args.runs, profile=measured_now)
             errors += found
             profiles.add(f"{profile.name} ({profile.source})")
             print(f"\n== {name}, {size}\n{_table(found, lambda e: (e.workload, e.size, e.units))}", flush=True)
@@ -125,9 +129,38 @@ def build_size(name: str, size: str) -> Workload:
     return build(name, size, batch=int(factor) * batch)
 
 
-def measure_workload(workload: Workload, size: str, *, runs: int) -> tuple[list[SegmentError], DeviceProfile]:
-    """Return the errors of all segments of a workload's graphs on all units and on one, and the profile used."""
-    options = {"plan.planner": "serial", "plan.replan": False, "debug.strict": True}
+def calibrate_now() -> DeviceProfile:
+    """Measure this machine."""
+    with tqdm(desc="   calibrating", file=sys.stderr, mininterval=5, leave=False) as bar:
+
+        def progress(what: str, done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+        calibration = calibrate(available_units(), progress=progress)
+    if calibration.is_disturbed:
+        print(f"other processes held a core in {calibration.disturbed_share:.0%} of the rounds", file=sys.stderr)
+    return calibration.profile
+
+
+def measure_workload(
+    workload: Workload, size: str, *, runs: int, profile: DeviceProfile | None = None
+) -> tuple[list[SegmentError], DeviceProfile]:
+    """Return the errors of all segments of a workload's graphs on all units and on one, and the profile used.
+
+    Without `profile` that is the one that users of this machine get.
+    """
+    options: dict[str, Any] = {"plan.planner": "serial", "plan.replan": False, "debug.strict": True}
+    with TemporaryDirectory() as folder:
+        if profile is not None:
+            options["device.profile"] = Path(folder, "profile.json")
+            save_profile(profile, options["device.profile"])
+        return _measure(workload, size, options, runs=runs)
+
+
+def _measure(
+    workload: Workload, size: str, options: dict[str, Any], *, runs: int
+) -> tuple[list[SegmentError], DeviceProfile]:
     compiled = torch.compile(workload.model, backend="apollo", options=options)
 
     def step() -> None:
@@ -313,6 +346,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--workloads", type=names_of(SPECS), default=list(SPECS), help=", ".join(SPECS))
     parser.add_argument("--sizes", type=names_of(MEASURED), default=list(MEASURED), help=", ".join(MEASURED))
     parser.add_argument("--runs", type=int, default=40, help="timed steps per number of units; better 20 or more")
+    parser.add_argument("--calibrate", action="store_true", help="calibrate anew before every workload and size")
     parser.add_argument("--json", type=Path, help="write everything there")
     return parser.parse_args(arguments)
 
