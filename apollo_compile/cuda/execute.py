@@ -24,14 +24,14 @@ if the forward was captured first, so a forward always begins with memory of its
 from __future__ import annotations
 
 import logging
-import threading
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from apollo_compile.cuda.gpu import Gpu, Recording, Stream
-from apollo_compile.cuda.launch import Launcher
+from apollo_compile.cuda.launch import Launcher, order_after
 from apollo_compile.cuda.measure import measure_bodies
 from apollo_compile.cuda.pieces import capture_pieces
 from apollo_compile.cuda.quota import LaneMemory, account
@@ -58,6 +58,8 @@ class Contract:
     """Inputs that the graph writes to; None where that is not known, so that nothing is captured."""
     user_outputs: frozenset[int] = frozenset()
     """Outputs that outlive the next run."""
+    unsafe: str | None = None
+    """An operator that does more than a CUDA graph repeats, so that nothing is captured; None where there is none."""
 
 
 @dataclass(eq=False, slots=True)
@@ -84,6 +86,8 @@ class Captured:
     """Outputs that are kept, one per storage, and how often its memory is referred to while nobody else does."""
     in_place: frozenset[int]
     """Where the memory of inputs in place begins."""
+    copied: tuple[_Copied, ...]
+    """Outputs that are copied out."""
     memory: tuple[LaneMemory, ...]
 
     @property
@@ -100,7 +104,7 @@ class Captured:
 
 @dataclass(eq=False)
 class CudaExecutable:
-    """A program with its bodies, ready to run; one call runs at a time."""
+    """A program with its bodies, ready to run; one call runs at a time, of all on the device."""
 
     program: Program
     graph: SegmentGraph
@@ -125,7 +129,6 @@ class CudaExecutable:
     _addresses: dict[int, int] = field(default_factory=dict)
     """Of the parameters, when a run last could not replay."""
     _is_capturable: bool = True
-    _lock: threading.RLock = field(default_factory=threading.RLock)
 
     def __post_init__(self) -> None:
         """Find the streams, and what is in place."""
@@ -139,7 +142,7 @@ class CudaExecutable:
             if buffer is not None and buffer in position
         }
         """Outputs that are inputs: the caller's own tensors, whatever runs."""
-        if self.contract.written_inputs is None:
+        if self.contract.written_inputs is None or self.contract.unsafe is not None:
             self._is_capturable = False
 
     @property
@@ -154,7 +157,7 @@ class CudaExecutable:
             Exception: whatever a body raised.
             MemoryQuotaError: a lane takes more memory than it may.
         """
-        with self._lock:
+        with self.gpu.turn:
             if self.gpu.is_capturing() or not self._is_capturable:
                 return self._launch(inputs)
             if self._captured is not None and self._captured.can_replay(inputs):
@@ -168,7 +171,7 @@ class CudaExecutable:
 
     def release(self) -> None:
         """Let the CUDA graph and its memory go; later runs capture it again."""
-        with self._lock:
+        with self.gpu.turn:
             if self._captured is None:
                 return
             if self.shared.forward is self._captured:
@@ -186,8 +189,11 @@ class CudaExecutable:
         written = self.contract.written_inputs
         if written is None:
             raise UnsupportedGraphError(f"{self.graph.name} writes to other tensors than its inputs; it is not timed")
-        with self._lock:
+        if self.contract.unsafe is not None:
+            raise UnsupportedGraphError(f"{self.graph.name} has {self.contract.unsafe}, which no CUDA graph may hold")
+        with self.gpu.turn:
             functions = [body.function for body in self.bodies]
+            self.gpu.synchronize()  # nobody uses what lanes made before
             return measure_bodies(
                 self.graph,
                 functions,
@@ -204,7 +210,15 @@ class CudaExecutable:
 
     def _launch(self, inputs: list[torch.Tensor]) -> list[torch.Tensor | None]:
         self.num_launches += 1
-        return self._launcher.launch(inputs, self.gpu.caller_stream())
+        stream = self.gpu.caller_stream()
+        if not self.gpu.is_capturing():
+            self._order_after_other_callers(stream)
+        return self._launcher.launch(inputs, stream)
+
+    def _order_after_other_callers(self, stream: Stream) -> None:
+        """Let the lanes wait for all streams that may use what lanes made before, and that is free by now."""
+        self.gpu.callers.add(stream)
+        order_after(self.gpu, list(self.gpu.callers - {stream}), list(self._launcher.streams.values()))
 
     def _find_in_place(self, inputs: Sequence[torch.Tensor]) -> frozenset[int] | None:
         """Return the inputs that a capture can leave where they are; None if this is not the run for it.
@@ -279,6 +293,7 @@ class CudaExecutable:
             launched=self._segments_by_lane(),
             quota=self.lane_memory_quota,
         )
+        copied = _find_copied(outputs, self.contract.user_outputs - self._passed_on.keys())
         not_ours = frozenset(_memory_of(inputs[index]) for index in in_place)
         kept: dict[int, torch.Tensor] = {}
         for index, output in enumerate(outputs):
@@ -291,6 +306,7 @@ class CudaExecutable:
             outputs=outputs,
             kept_uses=[(output, storage_uses(output)) for place, output in kept.items() if place not in not_ours],
             in_place=not_ours,
+            copied=copied,
             memory=memory,
         )
         if self.graph.role is Role.FORWARD:
@@ -302,14 +318,12 @@ class CudaExecutable:
         self._order_after_last_replay()
         self.gpu.copy(list(captured.slots.values()), [inputs[index] for index in captured.slots])
         captured.recording.replay()
-        returned: list[torch.Tensor | None] = list(captured.outputs)
-        copied = [i for i in sorted(self.contract.user_outputs - self._passed_on.keys()) if returned[i] is not None]
-        sources = [output for index in copied if (output := captured.outputs[index]) is not None]
-        copies = [_slot_for(source) for source in sources]
-        self.gpu.copy(copies, sources)
-        returned = [None if output is None else output.detach() for output in returned]  # views that can be counted
-        for index, copy in zip(copied, copies, strict=True):
-            returned[index] = copy
+        copies = [_slot_for(each.source) for each in captured.copied]
+        self.gpu.copy(copies, [each.source for each in captured.copied])
+        returned = [None if out is None else out.detach() for out in captured.outputs]  # views that can be counted
+        for each, copy in zip(captured.copied, copies, strict=True):
+            for index, output in each.outputs.items():
+                returned[index] = _in_copy(output, each, copy)
         for index, place in self._passed_on.items():
             returned[index] = inputs[place]
         inputs.clear()
@@ -331,6 +345,65 @@ class CudaExecutable:
         }
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Copied:
+    """Outputs that share memory, and the part of it that is copied for them."""
+
+    source: torch.Tensor
+    """The output itself if it is the only one; else bytes, from the first to the last that any of them has."""
+    outputs: Mapping[int, torch.Tensor]
+    """By position."""
+
+
+def _find_copied(outputs: Sequence[torch.Tensor | None], positions: Collection[int]) -> tuple[_Copied, ...]:
+    by_memory: dict[int, dict[int, torch.Tensor]] = defaultdict(dict)
+    for index in sorted(positions):
+        output = outputs[index]
+        if output is not None:
+            by_memory[_memory_of(output) or -index - 1][index] = output  # an empty one has no memory
+    found = []
+    for together in by_memory.values():
+        first, *others = together.values()
+        source = _bytes_of(together.values()) if others or _overlaps_itself(first) else first
+        found.append(_Copied(source=source, outputs=together))
+    return tuple(found)
+
+
+def _bytes_of(tensors: Collection[torch.Tensor]) -> torch.Tensor:
+    """Return the bytes of one memory that hold all the tensors, from where every type of element may begin."""
+    storage = next(iter(tensors)).untyped_storage()
+    begin = min(_first_byte(tensor) for tensor in tensors) // _ALIGNMENT * _ALIGNMENT
+    end = max(_first_byte(tensor) + _num_bytes(tensor) for tensor in tensors)
+    empty = torch.empty(0, dtype=torch.uint8, device=storage.device)
+    return empty.set_(storage, begin, (end - begin,), (1,))
+
+
+_ALIGNMENT = 16
+"""Bytes of the largest element."""
+
+
+def _in_copy(output: torch.Tensor, copied: _Copied, copy: torch.Tensor) -> torch.Tensor:
+    """Return the tensor that lies in the copy as `output` does in what was copied."""
+    if copied.source is output:
+        return copy
+    offset = (_first_byte(output) - copied.source.storage_offset()) // output.element_size()
+    empty = torch.empty(0, dtype=output.dtype, device=output.device)
+    return empty.set_(copy.untyped_storage(), offset, output.shape, output.stride())
+
+
+def _first_byte(tensor: torch.Tensor) -> int:
+    """Return where a tensor begins in its memory."""
+    return int(tensor.storage_offset()) * tensor.element_size()
+
+
+def _num_bytes(tensor: torch.Tensor) -> int:
+    """Return the bytes from the first element of a tensor to its last."""
+    if tensor.numel() == 0:
+        return 0
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    return (1 + sum((size - 1) * stride for size, stride in steps)) * tensor.element_size()
+
+
 def _memory_of(tensor: torch.Tensor) -> int:
     """Return where the memory begins that a tensor is a part of."""
     return tensor.untyped_storage().data_ptr()
@@ -342,9 +415,13 @@ def _slot_for(tensor: torch.Tensor) -> torch.Tensor:
     Raises:
         UnsupportedGraphError: elements of the tensor share memory, so that it cannot be copied into.
     """
-    if any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+    if _overlaps_itself(tensor):
         raise UnsupportedGraphError(
             f"a tensor of shape {tuple(tensor.shape)} and strides {tuple(tensor.stride())} cannot be copied for a CUDA "
             "graph: its elements share memory; make it contiguous"
         )
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+
+
+def _overlaps_itself(tensor: torch.Tensor) -> bool:
+    return any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

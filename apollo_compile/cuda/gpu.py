@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import functools
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -62,6 +63,14 @@ class LanePool(Protocol):
 
 class Gpu(Protocol):
     """What lanes need of a device."""
+
+    @property
+    def turn(self) -> threading.RLock:
+        """Held by who launches: lanes are the same streams for all, and torch captures one CUDA graph at a time."""
+
+    @property
+    def callers(self) -> set[Stream]:
+        """Streams from which something was launched on lanes, and which may use what these made; guarded by `turn`."""
 
     def caller_stream(self) -> Stream:
         """Return the stream that the caller works on."""
@@ -162,6 +171,12 @@ def widen(atoms: Sequence[int], num_atoms: int) -> list[int]:
     return list(range(first - first // 2, last + 1 + (num_atoms - 1 - last) // 2))
 
 
+@functools.cache
+def _common(ordinal: int) -> tuple[threading.RLock, set[Stream]]:
+    """Return what everybody has in common who launches on a device: see `Gpu`."""
+    return threading.RLock(), set()
+
+
 class TorchGpu:
     """The GPU of that number, as torch and the driver see it."""
 
@@ -180,6 +195,7 @@ class TorchGpu:
         """SMs that are not a lane's, by the handle of its stream."""
         self._capture_stream: Stream | None = None
         self._others: dict[Sharing, TorchGpu] = {sharing: self}
+        self.turn, self.callers = _common(ordinal)
 
     def caller_stream(self) -> Stream:
         """Return torch's current stream of the device."""

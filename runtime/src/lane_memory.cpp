@@ -83,7 +83,10 @@ void apollo_free(void* pointer, ssize_t num_bytes, int, apollo::cuda::Stream) {
     return;
   }
   apollo::Account& account = accounts.by_stream[found->second];
+  int mode = apollo::cuda::kCaptureModeRelaxed;  // collecting garbage may free a pool while something is captured
+  account.driver->cuThreadExchangeStreamCaptureMode(&mode);
   account.driver->cuMemFree(reinterpret_cast<apollo::cuda::DevicePointer>(pointer));  // no caller could do anything
+  account.driver->cuThreadExchangeStreamCaptureMode(&mode);
   account.memory.taken_bytes -= static_cast<std::size_t>(num_bytes);
   accounts.stream_by_pointer.erase(found);
 }

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import threading
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -99,6 +100,8 @@ class FakeGpu:
         self.races: list[str] = []
         self.recordings: list[FakeRecording] = []
         self.caller = CALLER
+        self.turn = threading.RLock()
+        self.callers: set[str] = set()
         self.others: dict[Sharing, FakeGpu] = {}
         self.urgency: dict[str, int] = {}
         """By stream, as it was last asked for."""

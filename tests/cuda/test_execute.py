@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import itertools
 import logging
+import threading
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -394,6 +396,107 @@ def test_an_input_whose_elements_share_memory_cannot_be_copied_into(gpu: FakeGpu
     weight = warm_up(executable)
     with pytest.raises(UnsupportedGraphError, match=r"shape \(4,\) and strides \(0,\).*make it contiguous"):
         executable.run([torch.randn(1).expand(4), weight])
+
+
+def test_an_output_whose_elements_share_memory_is_copied_out(gpu: FakeGpu) -> None:
+    """Such as a mask for a whole batch; the memory that its elements share is what is copied."""
+    executable = two_towers(gpu, torch.mul, torch.sin, lambda product, sine: product[:1].expand(3), strict=True)
+    weight, held = torch.randn(4), []
+    for _ in range(6):
+        x = torch.randn(4)
+        held.append((executable.run([x, weight])[0], (x * weight)[:1].expand(3)))
+    assert executable.num_replays == 4
+    for out, wanted in held:
+        assert out is not None and torch.equal(out, wanted) and out.stride() == (0,)
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda made: made.view(2, 2),
+        lambda made: made[1:],
+        lambda made: made[3:].to(torch.float32).view(torch.int32),
+        lambda made: made[:0],
+        lambda made: made.view(torch.complex64),
+    ],
+    ids=["all", "a part", "another type", "nothing", "larger elements"],
+)
+def test_outputs_that_share_memory_share_it_after_a_replay_too(gpu: FakeGpu, view: Callable[..., torch.Tensor]) -> None:
+    """A graph without gradients may return a tensor and a view of it; who writes to one writes to the other."""
+    made = replace(graph((), (0,), outputs=(0, 1)), role=Role.INFERENCE)
+    executable = CudaExecutable(
+        program=program_of(made, plan(made, "AB")),
+        graph=made,
+        bodies=[body(torch.sin), body(view)],
+        gpu=gpu,
+        contract=Contract(user_outputs=frozenset({0, 1})),
+        shared=ModelMemory(),
+        strict=True,
+    )
+    held = []
+    for _ in range(5):
+        x = torch.randn(4)
+        out, part = executable.run([x])
+        assert out is not None and part is not None
+        assert out.untyped_storage().data_ptr() == part.untyped_storage().data_ptr()
+        held.append((out, part, x.sin()))
+    assert executable.num_replays == 3
+    for out, part, wanted in held:
+        assert torch.equal(out, wanted) and torch.equal(part, view(wanted)) and part.stride() == view(wanted).stride()
+
+
+def test_an_operator_that_must_not_be_captured_is_launched_at_every_step(gpu: FakeGpu) -> None:
+    """It counts its calls; nor is it called to time its body."""
+    calls = itertools.count(1)
+    executable = two_towers(gpu, lambda x, weight: torch.full((4,), float(next(calls))), torch.sin, torch.add)
+    executable = replace(executable, contract=replace(executable.contract, unsafe="mine::count"), num_launches=0)
+    weight = torch.randn(4)
+    for number in range(1, 6):
+        x = torch.randn(4)
+        out, _ = executable.run([x, weight])
+        assert out is not None and torch.equal(out, number + x.sin())
+    with pytest.raises(UnsupportedGraphError, match="test has mine::count, which no CUDA graph may hold"):
+        executable.measure([x, weight])
+    assert counts(executable) == (5, 0, 0)
+
+
+def test_lanes_wait_for_every_stream_that_may_read_what_they_made(gpu: FakeGpu) -> None:
+    """The memory of what one caller still reads on its stream is given to a run that another one starts."""
+    executable = two_towers(gpu, written=None)
+    weight = torch.randn(4)
+    for _ in range(2):
+        gpu.caller = CALLER
+        out, _ = executable.run([torch.randn(4), weight])
+        assert out is not None
+        gpu.call(lambda tensors: [tensors[0] + 1], [out], CALLER)
+        del out
+        gpu.caller = "another stream"
+        executable.run([torch.randn(4), weight])
+    assert not gpu.races
+
+
+def test_one_thread_at_a_time_launches_on_a_device(gpu: FakeGpu) -> None:
+    """Lanes are the same streams for all executables, and one may be capturing."""
+    inside, most = [0], [0]
+
+    def slow(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        inside[0] += 1
+        most[0] = max(most[0], inside[0])
+        time.sleep(0.01)
+        inside[0] -= 1
+        return x * weight
+
+    def run() -> None:
+        executable, weight = two_towers(gpu, slow, torch.sin, torch.add), torch.randn(4)
+        for _ in range(3):
+            executable.run([torch.randn(4), weight])
+
+    threads = [threading.Thread(target=run) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert most == [1]
 
 
 def test_inside_a_capture_of_the_user_the_lanes_join_it(gpu: FakeGpu) -> None:
