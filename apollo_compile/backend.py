@@ -15,7 +15,8 @@ import time
 import traceback
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -62,14 +63,17 @@ from apollo_compile.inductor import (
     compile_whole,
     compile_with_inductor,
     compiler_complaint,
+    current_settings,
     depends_on_units,
     extract_body,
+    find_uncapturable,
     interpret_bodies,
     interpret_whole,
     keep_with,
     report_output_strides,
     set_aside,
     shared_kwargs,
+    storages_of,
     trace_artifact,
     traced_tensors,
     unbundle_body,
@@ -148,7 +152,7 @@ def apollo(
         profile=select_profile(config) if gpu is None else _gpu_profile(gpu, config),
         device=_CPU if gpu is None else gpu.device,
         gpu=gpu,
-        inputs=tuple(weakref.ref(tensor) for tensor in traced_tensors(graph_module, example_inputs)),
+        storages=storages_of(traced_tensors(graph_module, example_inputs)),
         ranks=find_ranks(),
     )
     model.ended_by = find_break(graph_module, model.name)
@@ -174,8 +178,8 @@ class CompiledModel:
     number: int
     config: Config
     profile: DeviceProfile
-    inputs: tuple[weakref.ref[torch.Tensor], ...]
-    """Tensors that it was compiled for; a module's parameters are among them, so a report finds its graphs."""
+    storages: frozenset[Hashable]
+    """Of the tensors that it was compiled for; a module's parameters are among them, so a report finds it."""
     graphs: list[CompiledGraph] = field(default_factory=list)
     contested: list[CompiledGraph] = field(default_factory=list)
     """Those of them whose way is decided by measuring, in common."""
@@ -243,6 +247,8 @@ class CompiledModel:
         for graph in self.contested:
             if graph.has_run and was_measured:
                 self.warm_start.keep(graph.compilation, graph.way, verdict)
+            if graph.has_run:
+                graph.compile_whole = None  # it holds a graph; later contests are held among what is compiled now
             if self.gpu is not None:  # the contest is not held again there
                 graph.keep_only_this_way()
         for way in self.memories.keys() - {graph.way for graph in self.contested} - {PLAN}:
@@ -252,8 +258,8 @@ class CompiledModel:
 
     def _tidy(self) -> None:
         """Give back free memory, unless that falls into timed steps of another model; lanes of a GPU free nothing."""
-        others = (model.selection.is_settled for model in compiled_models() if model is not self)
-        if self.config.runtime.keep_memory and self.gpu is None and all(others):
+        others = (model.selection.is_contending for model in compiled_models() if model is not self)
+        if self.config.runtime.keep_memory and self.gpu is None and not any(others):
             trim_memory()
 
     def cache(self, graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> Cache | None:
@@ -295,7 +301,7 @@ class CompiledModel:
             found = compile_finding(known.capture, known.partition, finding, profile=known.profile, runner=runner)
             compilation = found or compilation
         original, kwargs = bundle.original, bundle.kwargs
-        compile_whole = None if original is None else partial(_compile_bundled, original, kwargs)
+        compile_whole = None if original is None else partial(_compile_bundled, original, current_settings(), kwargs)
         reason = reason_to_leave(compilation, self.config)
         if reason is not None:
             if compile_whole is None:
@@ -419,11 +425,13 @@ class CompiledModel:
             raise NothingToGainError(reason)
         is_contested = _is_contested(compilation.plan, config)
         original = clone_graph(graph_module) if is_contested else None
+        compile_whole = None if original is None else partial(compile_again, original, current_settings(), **kwargs)
         has_plans_by_size = bool(sizes) and has_free_plans(compilation.plan, config)
         contract = Contract(
             static_inputs=frozenset(kwargs.get("static_input_idxs") or ()),
             written_inputs=written_inputs(graph_module),
             user_outputs=user_outputs(graph_module),
+            unsafe=find_uncapturable(graph_module),
         )
         if self.gpu is None:  # where threads may not be pinned, nothing is compiled in vain
             start_lanes(compilation.plan.lanes, park_team=config.runtime.park_team)
@@ -439,7 +447,7 @@ class CompiledModel:
             bodies=bodies,
             config=config,
             mutates=writes_inputs(graph_module),
-            compile_whole=partial(compile_again, original, **kwargs) if original is not None and is_contested else None,
+            compile_whole=compile_whole if is_contested else None,
             selection=self.selection if is_contested and not sizes else None,
             gpu=self.gpu,
             tuned=_tune_bodies(graph_module, compilation, self.gpu, config, **kwargs),
@@ -664,8 +672,8 @@ def is_settled(module: torch.nn.Module) -> bool:
 
 def find_models(module: torch.nn.Module) -> list[CompiledModel]:
     """Return what was compiled for `module`: the graphs that read its parameters."""
-    own = {id(tensor) for tensor in itertools.chain(module.parameters(), module.buffers())}
-    return [model for model in compiled_models() if any(id(reference()) in own for reference in model.inputs)]
+    own = storages_of(itertools.chain(module.parameters(), module.buffers()))
+    return [model for model in compiled_models() if model.storages & own]
 
 
 def _is_contested(plan: Plan, config: Config) -> bool:
@@ -673,9 +681,9 @@ def _is_contested(plan: Plan, config: Config) -> bool:
     return may_be_contested(config) and not plan.pinned
 
 
-def _compile_bundled(original: bytes, kwargs: Mapping[str, Any]) -> Run:
+def _compile_bundled(original: bytes, settings: Mapping[str, Any], kwargs: Mapping[str, Any]) -> Run:
     """Compile a graph of a bundle as Inductor alone would."""
-    return compile_again(unbundle_graph(original), **kwargs)
+    return compile_again(unbundle_graph(original), settings, **kwargs)
 
 
 def _fails(error: Exception) -> Run:
@@ -690,11 +698,14 @@ def _fails(error: Exception) -> Run:
 
 def _once(work: Callable[[], Run]) -> Callable[[], Run]:
     """Return a function that does `work` in its first call, and gives its result or its error in every one."""
-    lock, done = threading.Lock(), functools.cache(partial(at_once, work))
+    lock, left = threading.Lock(), [work]
+    done: list[Future[Run]] = []
 
     def give() -> Run:
         with lock:
-            return done().result()
+            if left:
+                done.append(at_once(left.pop()))  # work is let go of: it holds a graph
+            return done[0].result()
 
     return give
 
@@ -769,8 +780,8 @@ def select_profile(config: Config) -> DeviceProfile:
             )
         if str(config.device.profile) in packaged_profiles():
             profile = limit_units(profile, units)  # it is for any number of cores
-        elif core_share().size > 1 and profile.units > units:
-            profile = limit_units(profile, units)  # it was measured for all local ranks together
+        elif profile.units > units and (profile.units <= most or config.device.units or core_share().size > 1):
+            profile = limit_units(profile, units)  # it was measured for more than this process is to use, or ever had
         if profile.units > most:
             raise ConfigError(
                 f"device profile {config.device.profile} is for {profile.units} cores; lanes may use {most} cores "

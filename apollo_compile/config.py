@@ -20,6 +20,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
@@ -202,7 +203,10 @@ def known_options() -> tuple[str, ...]:
 
 def _user_cache() -> Path:
     base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "apollo_compile"
+    try:
+        return (Path(base) if base else Path.home() / ".cache") / "apollo_compile"
+    except RuntimeError:  # a user without a home, as in many containers
+        return Path(tempfile.gettempdir()) / f"apollo_compile-{os.getuid()}"
 
 
 def _names(cls: type, prefix: str) -> Iterator[str]:

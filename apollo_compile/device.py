@@ -242,14 +242,20 @@ def load_profile(path: Path) -> DeviceProfile:
         ConfigError: the file cannot be read or is no profile.
     """
     try:
-        if not path.exists() and str(path) in packaged_profiles():
-            return _load_packaged(str(path))
         return _to_file(read_file(path, max_bytes=_MAX_BYTES)).profile
+    except FileNotFoundError as error:
+        if str(path) in packaged_profiles():
+            return _load_packaged(str(path))
+        raise _unreadable(path, error) from error
     except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"cannot read device profile {path}: {error}; expected a file that 'apollo calibrate' wrote, or one of "
-            f"{', '.join(packaged_profiles())}"
-        ) from error
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: Path, error: Exception) -> ConfigError:
+    return ConfigError(
+        f"cannot read device profile {path}: {error}; expected a file that 'apollo calibrate' wrote, or one of "
+        f"{', '.join(packaged_profiles())}"
+    )
 
 
 def save_profile(profile: DeviceProfile, path: Path, *, fingerprint: Fingerprint | None = None) -> None:
@@ -297,11 +303,11 @@ def cached_profile_path(cache_dir: Path, units: int) -> Path:
 def discover_gpu_profile(fingerprint: Fingerprint, *, cache_dir: Path | None = None) -> DeviceProfile:
     """Return the profile of the GPU that `fingerprint` is of; an H200's by the data sheet where it was not measured."""
     path = None if cache_dir is None else cached_gpu_profile_path(cache_dir, fingerprint)
-    found = path and _read_if_current(path, fingerprint)
-    if found:
-        return found
+    found = None if path is None else _inspect(path, fingerprint)
+    if found is not None and found.profile is not None:
+        return found.profile
     substitute = _load_packaged("h200")
-    if path is None or not path.exists():  # else it was said what is wrong with the file
+    if found is None or found.state is ProfileState.MISSING:  # else it was said what is wrong with the file
         _warn_of_substitute(fingerprint.device, substitute.name)
     return substitute
 
@@ -328,13 +334,11 @@ def gpu_fingerprint(name: str, *, cuda: int, units: int, release_file: Path = DR
         units: all its SMs.
         release_file: where the kernel tells the release of its driver; the version of CUDA alone counts without one.
     """
-    from importlib.metadata import version
-
     try:
         driver = f"{release_file.read_text(encoding='utf-8').strip()} (CUDA {cuda})"
     except OSError:
         driver = f"CUDA {cuda}"
-    return Fingerprint(device=name, driver=driver, torch=version("torch"), cores=units, units=units)
+    return Fingerprint(device=name, driver=driver, torch=_torch_version(), cores=units, units=units)
 
 
 @functools.cache
@@ -342,13 +346,13 @@ def _discover(units: int, cache_dir: Path | None) -> DeviceProfile:
     if cache_dir is None:
         return _scale_default(units)[0]
     path, fingerprint = cached_profile_path(cache_dir, units), machine_fingerprint(units)
-    cached = _read_if_current(path, fingerprint)
-    if cached is not None:
-        return cached
+    found = _inspect(path, fingerprint)
+    if found.profile is not None:
+        return found.profile
     profile, is_disturbed = _scale_default(units)
     if is_disturbed:
         _logger.info("other processes kept this machine busy while it was measured; its device profile is not kept")
-    elif not path.exists():  # a calibrated profile is not replaced, even if it is stale
+    elif found.is_replaceable:
         try:
             save_profile(profile, path, fingerprint=fingerprint)
         except OSError as error:
@@ -358,9 +362,18 @@ def _discover(units: int, cache_dir: Path | None) -> DeviceProfile:
 
 def machine_fingerprint(units: int) -> Fingerprint:
     """Return what a measurement on this machine depends on."""
-    from importlib.metadata import version
+    cores = os.cpu_count() or 1
+    return Fingerprint(device=cpu_model(), driver=None, torch=_torch_version(), cores=cores, units=units)
 
-    return Fingerprint(device=cpu_model(), driver=None, torch=version("torch"), cores=os.cpu_count() or 1, units=units)
+
+def _torch_version() -> str:
+    """Return torch's version, without importing it."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("torch")
+    except PackageNotFoundError:  # in a tree of its sources
+        return "unknown"
 
 
 def cpu_model() -> str:
@@ -373,16 +386,17 @@ def cpu_model() -> str:
     return next(names, platform.processor() or platform.machine())
 
 
-def _read_if_current(path: Path, fingerprint: Fingerprint) -> DeviceProfile | None:
+def _inspect(path: Path, fingerprint: Fingerprint) -> ProfileInspection:
+    """Return what a file holds; say so if it should be measured again."""
     found = inspect_profile(path, fingerprint)
-    if found.state in (ProfileState.STALE, ProfileState.DAMAGED):
+    if found.profile is None and not found.is_replaceable:
         _logger.warning(
             "device profile %s is %s (%s); using the default until you run 'apollo calibrate'",
             path,
             found.state.value,
             found.detail,
         )
-    return found.profile
+    return found
 
 
 class ProfileState(enum.StrEnum):
@@ -406,20 +420,24 @@ class ProfileInspection:
     detail: str
     profile: DeviceProfile | None
     """If it can be used."""
+    is_replaceable: bool = False
+    """Whether a quick measurement may take its place: what a user calibrated is kept, even if it is stale."""
 
 
 def inspect_profile(path: Path, fingerprint: Fingerprint) -> ProfileInspection:
     """Return whether the profile in a file is one of the machine that `fingerprint` is of."""
-    if not path.exists():
-        return ProfileInspection(state=ProfileState.MISSING, detail="there is no such file", profile=None)
     try:
         content = _to_file(read_file(path, max_bytes=_MAX_BYTES))
+    except (FileNotFoundError, NotADirectoryError):
+        missing = "there is no such file"
+        return ProfileInspection(state=ProfileState.MISSING, detail=missing, profile=None, is_replaceable=True)
     except (OSError, ValueError) as error:
         return ProfileInspection(state=ProfileState.DAMAGED, detail=str(error), profile=None)
+    is_scaled = content.profile.source == "scaled"
     if content.fingerprint != fingerprint or content.profile.units != fingerprint.units:
         detail = _difference(content.fingerprint, fingerprint)
-        return ProfileInspection(state=ProfileState.STALE, detail=detail, profile=None)
-    state = ProfileState.SCALED if content.profile.source == "scaled" else ProfileState.CURRENT
+        return ProfileInspection(state=ProfileState.STALE, detail=detail, profile=None, is_replaceable=is_scaled)
+    state = ProfileState.SCALED if is_scaled else ProfileState.CURRENT
     return ProfileInspection(state=state, detail=content.profile.source, profile=content.profile)
 
 

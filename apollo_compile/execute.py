@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -170,6 +171,19 @@ _lanes_lock = threading.Lock()
 _lanes_by_key: dict[tuple[tuple[Lane, ...], bool], _native.Lanes] = {}
 """By catalogue and parking; guarded by `_lanes_lock`. Kept until the process ends."""
 
+_is_forked = False
+"""Whether this process is a fork: its first thread may have lost its OpenMP team, so it is no lane."""
+
+
+def _forget_lanes() -> None:
+    """In a forked child: lanes are threads, which the parent keeps, and so may be the lock."""
+    global _lanes_lock, _is_forked
+    _lanes_lock, _is_forked = threading.Lock(), True
+    _lanes_by_key.clear()
+
+
+os.register_at_fork(after_in_child=_forget_lanes)
+
 
 def available_units() -> int:
     """Return the number of cores for lanes: its own that torch has threads for, as far as control groups grant time."""
@@ -223,11 +237,13 @@ def start_lanes(lanes: tuple[Lane, ...], *, park_team: bool) -> _native.Lanes:
         if key not in _lanes_by_key:
             order = core_share().order
             cores = [sorted(order[unit] for unit in lane.units) for lane in lanes]
-            if len(lanes[0].units) == most_units():
+            if len(lanes[0].units) == most_units() and not _is_forked:
                 cores[0] = []  # the caller lane; with fewer units than torch uses, it must be held to them like any
             num_threads = torch.get_num_threads()
-            _lanes_by_key[key] = _native.Lanes(
-                cores=cores, on_start=lambda lane: prepare_lane_thread(len(cores[lane])), park_team=park_team
-            )
-            torch.set_num_threads(num_threads)  # a lane's quota is not to be the default of new threads
+            try:
+                _lanes_by_key[key] = _native.Lanes(
+                    cores=cores, on_start=lambda lane: prepare_lane_thread(len(cores[lane])), park_team=park_team
+                )
+            finally:
+                torch.set_num_threads(num_threads)  # a lane's quota is not to be the default of new threads
         return _lanes_by_key[key]

@@ -49,8 +49,9 @@ import functools
 import hashlib
 import logging
 import math
+import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -79,6 +80,7 @@ from torch.fx._graph_pickler import GraphPickler, Options
 from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.graph import _BoxedCodeGen
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._sympy.printers import PythonPrinter
 
 from apollo_compile.errors import UnsupportedGraphError
@@ -91,6 +93,15 @@ _logger = logging.getLogger(__name__)
 
 _compile_lock = threading.RLock()
 """Guards Inductor's process-wide configuration and code generator tables while a body compiles."""
+
+
+def _renew_lock() -> None:
+    """In a forked child: a thread of the parent may have held it."""
+    global _compile_lock
+    _compile_lock = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_renew_lock)
 
 _CACHE_KEY_TAG = f"apollo-{hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:16]}"
 """Part of Inductor's cache key while a body compiles: other code in this file may generate other code.
@@ -246,6 +257,19 @@ def traced_tensors(graph_module: fx.GraphModule, example_inputs: Sequence[Any]) 
     return found
 
 
+def storages_of(tensors: Iterable[torch.Tensor]) -> frozenset[StorageWeakRef]:
+    """Return the storages of tensors, to tell whether it is the same ones; a sparse tensor has none.
+
+    Nothing refers to the tensors, not even weakly, since torch swaps no tensor that is referred to: `Module.to` may
+    want to. Nor is their memory kept, only its number.
+    """
+    found = set()
+    for tensor in tensors:
+        with contextlib.suppress(NotImplementedError):
+            found.add(StorageWeakRef(tensor.untyped_storage()))  # type: ignore[no-untyped-call]
+    return frozenset(found)
+
+
 def compile_plainly(graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
     """Compile a Dynamo graph as `backend="inductor"` does."""
     return compile_fx(graph_module, list(example_inputs))  # type: ignore[return-value]
@@ -277,6 +301,12 @@ def user_outputs(graph_module: fx.GraphModule) -> frozenset[int]:
     """Return the positions of the outputs that outlive the next run; all of them where nothing says which."""
     visible = graph_module.graph.output_node().meta.get("user_visible_output_idxs")
     return frozenset(range(len(_outputs(graph_module))) if visible is None else visible)
+
+
+def find_uncapturable(graph_module: fx.GraphModule) -> str | None:
+    """Return the name of an operator that says it must not be in a CUDA graph; None where there is none."""
+    targets = (node.target for node in graph_module.graph.nodes if isinstance(node.target, torch._ops.OpOverload))
+    return next((str(target) for target in targets if torch.Tag.cudagraph_unsafe in target.tags), None)
 
 
 def storage_uses(tensor: torch.Tensor) -> int:
@@ -514,7 +544,8 @@ def compiler_settings() -> str:
     settings = sorted(inductor_config.save_config_portable().items())
     cuda, mkldnn = torch.backends.cuda, torch.backends.mkldnn
     kernels = (
-        torch.get_float32_matmul_precision(),
+        # Each by itself: `get_float32_matmul_precision` raises where one was set that the old setting has no word for.
+        *(place.fp32_precision for place in (cuda.matmul, mkldnn.matmul, mkldnn.conv, mkldnn.rnn)),  # type: ignore[attr-defined]
         cuda.flash_sdp_enabled(),  # type: ignore[no-untyped-call]
         cuda.mem_efficient_sdp_enabled(),  # type: ignore[no-untyped-call]
         cuda.math_sdp_enabled(),  # type: ignore[no-untyped-call]
@@ -587,8 +618,17 @@ def _right_scatters() -> Iterator[None]:
         tiles.store = wrong
 
 
-def compile_again(graph_module: fx.GraphModule, **kwargs: Any) -> Callable[[list[Any]], Sequence[Any]]:
+def current_settings() -> Mapping[str, Any]:
+    """Return Inductor's settings as they are now."""
+    return inductor_config.get_config_copy()
+
+
+def compile_again(
+    graph_module: fx.GraphModule, settings: Mapping[str, Any], **kwargs: Any
+) -> Callable[[list[Any]], Sequence[Any]]:
     """Compile a post-AOT graph as Inductor alone would, after AOTAutograd is done and other code relies on the result.
+
+    `settings` are Inductor's, as they were when the bodies were compiled: the two are to compute the same.
 
     Every output keeps the strides that were traced, as the outputs of bodies do, so that the two can be exchanged. It
     runs on a thread of its own: the caller may be in the midst of a user's step, under autocast or inference mode.
@@ -608,16 +648,18 @@ def compile_again(graph_module: fx.GraphModule, **kwargs: Any) -> Callable[[list
 
     def work() -> None:
         try:
-            with tracing(TracingContext(detect_fake_mode(fakes))), _compile_lock, _as_piece():
+            own = {**settings, "triton.cudagraphs": False}  # those are ours
+            fake_mode = detect_fake_mode(fakes)
+            with tracing(TracingContext(fake_mode)), _compile_lock, inductor_config.patch(own), _as_piece():
                 layouts = _output_layouts(piece)
-                with _within_guards(fakes, is_late=True), inductor_config.patch({"triton.cudagraphs": False}):  # ours
+                with _within_guards(fakes, is_late=True):
                     compiled = compile_fx_inner(piece, fakes, **shared_kwargs(kwargs))
                 _check_layouts("the whole graph", compiled, layouts)
                 made.append(_with_numbers(compiled, fakes))
         except BaseException as error:  # raised again on the caller's thread
             failed.append(error)
 
-    context = contextvars.copy_context()  # Inductor's options, as the user set them
+    context = contextvars.copy_context()  # the settings of other parts of torch, as the user has them
     thread = threading.Thread(target=lambda: context.run(work), name="apollo-compile")
     thread.start()
     thread.join()

@@ -30,6 +30,8 @@ Procedure   1. The plan against its segments in turn. They are the same code, so
 Drift       The winner's steps stay watched: if the medians of `DRIFT_STEPS` steps are off by `DRIFT` from the first
             such median twice in a row, what is compiled competes again. Each time that changes nothing, the next
             contest is at least twice as far away.
+Latecomers  A graph that runs for the first time after the verdict, as the backward of a model that was evaluated before
+            it was trained, learns its plan; then the contest is held again, with Inductor.
 Earlier     Where an earlier process came to a verdict about every graph that runs (`history.py`), that one holds, and
             is watched as one of this process. After a drift Inductor's way may be compiled, as in a first contest.
 
@@ -48,7 +50,7 @@ import json
 import statistics
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -261,6 +263,8 @@ class Selection:
         self._all_graphs = graphs
         self._graphs: tuple[Graph, ...] = ()
         """Those that take part in the latest contest."""
+        self._compared: frozenset[int] = frozenset()
+        """Those of all graphs that had run when it began, by their place."""
         self._tell = tell
         self._ranks = ranks or Ranks(None)
         self._tidy = tidy
@@ -275,10 +279,15 @@ class Selection:
         self._lock = threading.Lock()
 
     @property
+    def is_contending(self) -> bool:
+        """Whether a contest is being held."""
+        return self._procedure is not None
+
+    @property
     def is_settled(self) -> bool:
         """Whether nothing is being decided: there is a verdict, or there will be none."""
         is_decided = self.verdict is not None or all(graph.remembered is not None for graph in self._all_graphs)
-        return self._is_closed or (is_decided and self._procedure is None)
+        return self._is_closed or (is_decided and self._procedure is None and not self._latecomers())
 
     def enter(self, graph: Graph) -> None:
         """Call this before a graph runs; if a step begins with it, the way of every graph is set for the step.
@@ -351,7 +360,18 @@ class Selection:
             if self.verdict != remembered[0]:
                 self.verdict = remembered[0]
                 self._tidy()
+        if latecomers := self._latecomers():
+            for graph in latecomers:
+                if not graph.is_settled:
+                    graph.use(_nearest(graph, PLAN))  # only so it can learn
+            return self._is_ready()
         return self._watch.has_drifted()
+
+    def _latecomers(self) -> Sequence[Graph]:
+        """Return the graphs that the verdict of this process is not about, as they ran for the first time after it."""
+        if self.verdict is None or self.verdict.is_remembered:
+            return ()
+        return [g for place, g in enumerate(self._all_graphs) if g.has_run and place not in self._compared]
 
     def _is_ready(self) -> bool:
         """Whether every plan is final, apart from those of graphs that the user does not run."""
@@ -372,21 +392,27 @@ class Selection:
 
     def _decide(self) -> Generator[Contest, None, Verdict]:
         """Hold one contest after the other; each yield is a contest that is over when the generator goes on."""
-        results = _Results([index for index, graph in enumerate(self._graphs) if graph.has_run], self._settle)
+        running = {index: graph for index, graph in enumerate(self._graphs) if graph.has_run}
+        is_first = self.verdict is None or self.verdict.is_remembered or running.keys() != self._compared
+        self._compared = frozenset(running)
+        results = _Results(list(running), self._settle)
+        if is_first and any(INDUCTOR in graph.ways for graph in running.values()):
+            self._prepare(running.values())  # of the others it is known what Inductor makes of them
         entrants = self._entrants((INDUCTOR, SERIAL, *SHARED_WAYS, PLAN))
         winner = yield from results.hold(entrants)
         is_clear = winner == PLAN and results.ratios.get(SERIAL, 1.0) >= CLEAR
-        is_first = self.verdict is None or self.verdict.is_remembered
         if is_first and INDUCTOR not in entrants and not is_clear:
-            self._tidy()
-            for graph in self._graphs:
-                if graph.has_run:
-                    graph.prepare()
+            self._prepare(running.values())
             winner = yield from results.hold({**self._entrants((INDUCTOR,)), winner: entrants[winner]})
         mixture = results.mixture(winner)
         if mixture is not None:
             winner = yield from results.hold({winner: results.choices[winner], MIXTURE: mixture})
         return results.verdict(winner)
+
+    def _prepare(self, graphs: Iterable[Graph]) -> None:
+        self._tidy()
+        for graph in graphs:
+            graph.prepare()
 
     def _settle(self, measured: Round) -> Round:
         """Return the times of a round that all ranks go by."""

@@ -9,7 +9,8 @@ Per workload, in one process:
 2. collect   at least `--plans` distinct plans per graph: the planner's own choice, all segments in turn on all units,
              and on half of them, the baselines of `planner/baselines.py`, and random changes of the choice.
 3. measure   all plans take turns in training steps, forward and backward with the same number; the median of a plan
-             counts, interleaved so that drift falls on all.
+             counts. Where the machine was slower for a round, its times are divided by how much longer the plans took
+             in it than usual (the median over them).
 4. predict   every plan from the segments' times in those runs of step 3 in which nothing ran side by side: what is
              wrong then is the model, and not that the machine has become slower since step 1.
 
@@ -27,6 +28,7 @@ import json
 import random
 import statistics
 import sys
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -151,7 +153,7 @@ def compare_plans(workload: Workload, *, num_plans: int, rounds: int, seed: int 
     for graph in graphs:
         graph.adopt(learn(graph, step))
     plans = [collect_plans(graph, num_plans, random.Random(seed)) for graph in graphs]
-    times: list[list[list[int]]] = [[[] for _ in variations] for variations in plans]
+    times: list[list[list[tuple[int, int]]]] = [[[] for _ in variations] for variations in plans]
     observations = [Observations() for _ in graphs]
     count = max(len(variations) for variations in plans)
     for turn in tqdm(range(rounds), desc=f"   measuring {workload.name}", file=sys.stderr, mininterval=5):
@@ -163,7 +165,7 @@ def compare_plans(workload: Workload, *, num_plans: int, rounds: int, seed: int 
             step()
             for number, (graph, samples) in enumerate(zip(graphs, times, strict=True)):
                 trace, run = graph.trace(), graph.compilation
-                samples[index % len(samples)].append(trace.duration_ns)
+                samples[index % len(samples)].append((turn, trace.duration_ns))
                 if len({span.lane for span in trace.spans}) == 1:
                     observations[number] = observe_trace(
                         trace, run.plan, run.partition.graph, run.costs, observations[number]
@@ -172,11 +174,22 @@ def compare_plans(workload: Workload, *, num_plans: int, rounds: int, seed: int 
     for graph, variations, found, observed in zip(graphs, plans, times, observations, strict=True):
         results = tuple(
             _result(variation, _predict(variation.compilation, observed), samples)
-            for variation, samples in zip(variations, found, strict=True)
+            for variation, samples in zip(variations, even_rounds(found), strict=True)
         )
         best_ns = min(result.measured_ns for result in results)
         comparisons.append(Comparison(name=graph.compilation.capture.role, results=results, best_ns=best_ns))
     return [*comparisons, _whole_step(comparisons, count)]
+
+
+def even_rounds(times: Sequence[Sequence[tuple[int, int]]]) -> list[list[float]]:
+    """Return the times of all plans as if every round had been as fast as the others; before, with their rounds."""
+    ratios: dict[int, list[float]] = defaultdict(list)
+    for samples in times:
+        usual = statistics.median(ns for _, ns in samples)
+        for number, ns in samples:
+            ratios[number].append(ns / usual)
+    slowness = {number: statistics.median(found) for number, found in ratios.items()}
+    return [[ns / slowness[number] for number, ns in samples] for samples in times]
 
 
 def learn(graph: CompiledGraph, step: Any) -> Compilation:
@@ -271,7 +284,7 @@ def _predict(compilation: Compilation, observations: Observations) -> int:
     return make_plan(graph, costs, lanes=plan.lanes, pinned=plan).makespan_ns
 
 
-def _result(variation: Variation, predicted_ns: int, times: list[int]) -> Result:
+def _result(variation: Variation, predicted_ns: int, times: Sequence[float]) -> Result:
     deciles = statistics.quantiles(times, n=10)
     return Result(
         name=variation.name,

@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import os
 import re
+import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -278,3 +280,14 @@ def test_the_table_of_variables_is_what_is_read() -> None:
     mentioned = {text for text in strings if re.fullmatch(r"[A-Z][A-Z0-9_]*_[A-Z0-9_]+", text)}
     others = {"XDG_CACHE_HOME", "CUDA_DEVICE_MAX_CONNECTIONS", "LOCAL_RANK", "LOCAL_WORLD_SIZE"}
     assert mentioned == {*table, *others}
+
+
+def test_a_user_without_a_home_has_a_cache_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in containers that run as a number that no user has."""
+
+    def fail() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", fail)
+    assert load_config().device.cache == Path(tempfile.gettempdir()) / f"apollo_compile-{os.getuid()}"

@@ -18,6 +18,7 @@ from apollo_compile.device import (
     cached_profile_path,
     default_profile,
     discover_profile,
+    inspect_profile,
     limit_units,
     load_profile,
     machine_fingerprint,
@@ -200,6 +201,31 @@ def test_a_stale_profile_is_one_warning_that_says_what_changed(
     (record,) = caplog.records
     assert says in record.getMessage() and "apollo calibrate" in record.getMessage()
     assert (profile.source, path.read_text()) == ("scaled", before)
+
+
+@pytest.mark.parametrize("field", ["torch", "device", "cores"])
+def test_a_stale_quick_measurement_is_taken_anew_without_a_word(
+    tmp_path: Path, measured: list[str], caplog: pytest.LogCaptureFixture, field: str
+) -> None:
+    """The user has not made it, and what is known by it would be lost in every process."""
+    path = cached_profile_path(tmp_path, 2)
+    old = replace(machine_fingerprint(2), **{field: 7 if field == "cores" else "another"})
+    save_profile(replace(CPU, units=2, source="scaled"), path, fingerprint=old)
+    with caplog.at_level(logging.WARNING):
+        profile = discover_profile(2, cache_dir=tmp_path)
+    assert not caplog.records and measured
+    assert inspect_profile(path, machine_fingerprint(2)).profile == profile
+
+
+def test_a_directory_that_cannot_even_be_asked_about_still_gives_a_profile(
+    tmp_path: Path, measured: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """As where a directory above it may not be entered; here its name is too long for the system."""
+    with caplog.at_level(logging.WARNING):
+        profile = discover_profile(2, cache_dir=tmp_path / ("long" * 100))
+    (record,) = caplog.records
+    assert "too long" in record.getMessage()
+    assert profile.source == "scaled"
 
 
 def test_a_directory_that_cannot_be_written_still_gives_a_profile(tmp_path: Path, measured: list[str]) -> None:

@@ -390,6 +390,25 @@ def test_a_graph_that_no_earlier_process_knew_is_decided_about() -> None:
     assert machine.verdicts[0].choice == (PLAN, SERIAL)
 
 
+def test_a_graph_that_runs_for_the_first_time_after_the_verdict_is_decided_about() -> None:
+    """A model that was evaluated with gradients for long, and then trained; its backward learns its plan first."""
+    forward = Graph({SERIAL: 10, PLAN: 9.9, INDUCTOR: 8})
+    backward = Graph({SERIAL: 20, PLAN: 15, INDUCTOR: 16}, is_settled=False)
+    machine = Machine(forward, backward)
+    for _ in range(ENOUGH):
+        machine.step(0)
+    (first,) = machine.verdicts
+    assert first.choice == (INDUCTOR, SERIAL) and (forward.num_prepared, backward.num_prepared) == (1, 0)
+    assert machine.selection.is_settled
+    machine.run(10)
+    assert backward.used[-1] == PLAN and not machine.selection.is_settled and not machine.selection.is_contending
+    backward.is_settled = True
+    machine.run(ENOUGH)
+    assert [verdict.choice for verdict in machine.verdicts[1:]] == [(INDUCTOR, PLAN)]
+    assert backward.num_prepared == 1 and machine.selection.is_settled
+    assert (forward.used[-1], backward.used[-1]) == (INDUCTOR, PLAN)
+
+
 def test_steady_times_never_reopen_it() -> None:
     """Noise is not drift."""
     graph = Graph({SERIAL: 10, PLAN: 7})

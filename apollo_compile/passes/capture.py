@@ -281,10 +281,8 @@ class _OrderKeeper:
         if kind is NodeKind.INPUT:
             return ()
         if kind in (NodeKind.CHEAP, NodeKind.PROJECTION):
-            is_number = isinstance(fx_node.meta.get("val"), _Symbolic)  # of several values; all else is a view of one
-            looked_at = fx_node.all_input_nodes if is_number else fx_node.all_input_nodes[:1]
-            if looked_at:
-                self._bases[fx_node] = self._roots(looked_at)
+            if fx_node.all_input_nodes:  # of a view: the tensor, and numbers; what is read to make these counts too
+                self._bases[fx_node] = self._roots(fx_node.all_input_nodes)
             return ()
         found: set[NodeId] = set()
         if _draws(fx_node):

@@ -50,6 +50,7 @@ Executor::Executor(std::shared_ptr<LaneSet> lanes, TensorApi api, Program progra
   }
   slots_.resize(index(program_.num_buffers));
   spans_.resize(index(program_.num_segments()), kNoSpan);
+  last_spans_ = spans_;
   for (int lane = 0; lane < lanes_->num_lanes(); ++lane) {
     tasks_.push_back(std::make_shared<CpuLane::Task>([this, lane, joins = joins_] {
       // With the last arrival the run may be over and the executor gone: the joins live as long as the task.
@@ -92,7 +93,11 @@ std::vector<Tensor> Executor::run(std::vector<Tensor> inputs, const Poll& poll) 
   for (Tensor& slot : slots_) {
     slot.reset();
   }
-  duration_ns_ = now_ns();
+  {
+    const std::lock_guard last_lock(last_mutex_);
+    last_spans_ = spans_;
+    last_duration_ns_ = now_ns();
+  }
   failure_.rethrow();
   return outputs;
 }
@@ -254,8 +259,8 @@ std::vector<Tensor> Executor::take_outputs() {
 std::vector<Span> Executor::spans() const {
   std::vector<Span> spans;
   {
-    const std::lock_guard lock(run_mutex_);
-    std::copy_if(spans_.begin(), spans_.end(), std::back_inserter(spans),
+    const std::lock_guard lock(last_mutex_);
+    std::copy_if(last_spans_.begin(), last_spans_.end(), std::back_inserter(spans),
                  [](const Span& span) { return span.lane != kNoLane; });
   }
   std::stable_sort(spans.begin(), spans.end(),
@@ -264,8 +269,8 @@ std::vector<Span> Executor::spans() const {
 }
 
 std::int64_t Executor::duration_ns() const {
-  const std::lock_guard lock(run_mutex_);
-  return duration_ns_;
+  const std::lock_guard lock(last_mutex_);
+  return last_duration_ns_;
 }
 
 std::int64_t Executor::now_ns() const {

@@ -1,5 +1,7 @@
 #include "apollo/join.h"
 
+#include "apollo/machine.h"
+
 namespace apollo {
 
 namespace {
@@ -41,6 +43,7 @@ void Join::arrive(std::uint32_t epoch, const std::vector<int>& left) {
 }
 
 void Join::wait(std::uint32_t epoch, const std::function<void()>& poll, std::chrono::nanoseconds interval) {
+  const KeptCores kept;  // before somebody may give this thread a core
   Seat* seat = take_seat(epoch);
   if (seat == nullptr) {  // the last one has arrived, and is about to say so
     if (!complete_.spin(epoch, kPatience)) {

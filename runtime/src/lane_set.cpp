@@ -87,7 +87,7 @@ int LaneSet::num_threads() const {
 bool LaneSet::is_forked() const { return getpid() != owner_; }
 
 void LaneSet::check_owner() const {
-  if (is_forked()) {
+  if (is_forked() && num_threads() > 0) {
     throw ClosedError("cannot use lanes in process " + std::to_string(getpid()) + ": their threads belong to process " +
                       std::to_string(owner_) +
                       ", which forked it; start worker processes with the 'spawn' method, or compile in the child");

@@ -13,18 +13,54 @@
 #include <functional>
 #include <future>
 #include <memory>
+#include <mutex>
+#include <optional>
 #include <system_error>
 #include <thread>
 #include <utility>
 
 namespace apollo {
 
-std::vector<int> available_cores() {
-  // Of the process, which is its first thread: the calling thread may be a lane.
+namespace {
+
+std::mutex kept_mutex;
+std::optional<cpu_set_t> kept;  // guarded by kept_mutex; those of the first thread, while it is elsewhere
+
+cpu_set_t cores_of_first_thread() {
+  const std::lock_guard lock(kept_mutex);
+  if (kept) {
+    return *kept;
+  }
   cpu_set_t set;
   if (sched_getaffinity(getpid(), sizeof(set), &set) != 0) {
     throw std::system_error(errno, std::generic_category(), "cannot read on which cores the process may run");
   }
+  return set;
+}
+
+}  // namespace
+
+KeptCores::KeptCores() : is_first_thread_(gettid() == getpid()) {
+  if (!is_first_thread_) {
+    return;
+  }
+  cpu_set_t set;
+  const std::lock_guard lock(kept_mutex);
+  outer_ = kept;
+  if (sched_getaffinity(0, sizeof(set), &set) == 0) {
+    kept = set;
+  }
+}
+
+KeptCores::~KeptCores() {
+  if (is_first_thread_) {
+    const std::lock_guard lock(kept_mutex);
+    kept = outer_;
+  }
+}
+
+std::vector<int> available_cores() {
+  const cpu_set_t set = cores_of_first_thread();
   std::vector<int> cores;
   for (int core = 0; core < CPU_SETSIZE; ++core) {
     if (CPU_ISSET(static_cast<std::size_t>(core), &set)) {

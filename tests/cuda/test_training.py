@@ -54,7 +54,7 @@ class Compiler:
             number=len(self.models),
             config=self._config,
             profile=replace(load_profile(Path("h200")), atom=8),
-            tensor_ids=frozenset(),
+            storages=frozenset(),
             gpu=self.gpu,
         )
         self.models.append(model)
@@ -404,7 +404,7 @@ def test_a_cpu_tensor_among_those_of_a_gpu_goes_to_inductor_with_the_reason(capl
             number=next(itertools.count()),
             config=load_config(OPTIONS),
             profile=load_profile(Path("h200")),
-            tensor_ids=frozenset(),
+            storages=frozenset(),
             device=torch.device("cuda", 0),
             gpu=compiler.gpu,
         )

@@ -19,9 +19,11 @@ from torch._inductor.utils import fresh_cache
 import apollo_compile
 from apollo_compile import backend
 from apollo_compile.compiled_graph import OBSERVED_RUNS, SKIPPED_RUNS
+from apollo_compile.config import load_config
 from apollo_compile.device import default_profile, save_profile
 from apollo_compile.errors import UnsupportedGraphError
 from apollo_compile.execute import available_units
+from apollo_compile.inductor import compiler_settings
 from apollo_compile.ir import Capture, CostSource
 from apollo_compile.pipeline import Compilation
 from apollo_compile.reports.summary import summarize
@@ -89,6 +91,52 @@ def test_a_wrong_unit_count_or_profile_is_an_error(tmp_path: Path) -> None:
     for options in ({"device.units": 4096}, {"device.profile": tmp_path / "large.json"}):
         with pytest.raises(Exception, match=r"lanes may use \d+ cores here"):
             torch.compile(nn.Linear(2, 2), backend="apollo", options=options)(torch.ones(1, 2))
+
+
+def test_a_number_of_units_limits_a_measured_profile_too(tmp_path: Path) -> None:
+    """Even one of a machine with more cores than this one has."""
+    torch._dynamo.reset()
+    layer, x = nn.Linear(2, 2), torch.ones(1, 2)
+    for units in (available_units(), 4096):
+        save_profile(dataclasses.replace(default_profile(units), source="measured"), tmp_path / "mine.json")
+        options = {**STRICT, "device.profile": tmp_path / "mine.json", "device.units": 1}
+        assert backend.select_profile(load_config(options)).units == 1
+    with torch.no_grad():
+        torch.testing.assert_close(torch.compile(layer, backend="apollo", options=options)(x), layer(x))
+
+
+def test_parameters_can_be_swapped_after_a_compile() -> None:
+    """As `Module.to` does with those of tensor subclasses; torch refuses where somebody refers to one weakly."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    layer, x = nn.Linear(2, 2), torch.ones(1, 2)
+    run = torch.compile(layer, backend="apollo")
+    run(x).sum().backward()
+    assert backend.find_models(layer) and not backend.find_models(nn.Linear(2, 2))
+    layer.zero_grad(set_to_none=True)
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        layer.double()
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    torch.testing.assert_close(run(x.double()), layer(x.double()))
+
+
+def test_a_precision_that_the_old_setting_has_no_word_for_is_no_error() -> None:
+    """`torch.get_float32_matmul_precision` raises then; the setting is part of what graphs are kept under."""
+    torch._dynamo.reset()
+    layer, x = nn.Linear(2, 2), torch.ones(1, 2)
+    before = torch.backends.mkldnn.matmul.fp32_precision
+    torch.backends.mkldnn.matmul.fp32_precision = "bf16"
+    try:
+        with pytest.raises(RuntimeError, match="mix of the legacy and new APIs"):
+            torch.get_float32_matmul_precision()
+        others = compiler_settings()
+        with torch.no_grad():
+            torch.testing.assert_close(torch.compile(layer, backend="apollo")(x), layer(x))
+    finally:
+        torch.backends.mkldnn.matmul.fp32_precision = before
+    assert compiler_settings() != others
 
 
 def test_a_packaged_profile_is_named_and_one_of_another_device_is_refused() -> None:

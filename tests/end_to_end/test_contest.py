@@ -7,13 +7,15 @@ import logging
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch._inductor.config as inductor_config
 from torch import nn
 
 import apollo_compile
-from apollo_compile import backend, execute
+from apollo_compile import backend, execute, inductor
 from apollo_compile.select import INDUCTOR, MAX_ROUNDS, MIN_ROUNDS, PLAN, SERIAL, STEPS_PER_TURN
 from tests.end_to_end.marks import needs_two_cores
 from tests.end_to_end.models import TwoTowers, assert_same_training, train, two_tower_inputs
@@ -243,6 +245,26 @@ def test_inductors_version_comes_from_its_cache() -> None:
         graph.prepare()
     after = counts["fxgraph_cache_bypass"], counts["fxgraph_cache_hit"] + counts["fxgraph_cache_miss"]
     assert after == (before[0], before[1] + len(found.graphs))
+
+
+@needs_two_cores
+def test_inductors_version_is_compiled_with_the_settings_of_the_bodies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which the user may have changed for the first call alone; the graph is let go of once there is a verdict."""
+    seen = []
+    compile_fx_inner = inductor.compile_fx_inner
+
+    def watch(*args: Any, **kwargs: Any) -> Any:
+        seen.append(inductor_config.emulate_precision_casts)
+        return compile_fx_inner(*args, **kwargs)
+
+    with inductor_config.patch(emulate_precision_casts=True):
+        run, inputs, found = compiled_towers()
+    monkeypatch.setattr(inductor, "compile_fx_inner", watch)
+    for graph in found.graphs:
+        graph.prepare()
+    assert seen == [True, True] and not inductor_config.emulate_precision_casts
+    train_until_settled(run, inputs)
+    assert all(graph.compile_whole is None for graph in found.graphs)
 
 
 @needs_two_cores

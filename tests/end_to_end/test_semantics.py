@@ -299,7 +299,7 @@ def test_inference_tensors_can_be_written_to(either: dict[str, Any]) -> None:
 
 
 def test_a_forked_child_gets_a_clear_error() -> None:
-    """Lanes are threads, and threads stay behind in the parent, which goes on."""
+    """Lanes are threads, and threads stay behind in the parent, which goes on; the child may compile for itself."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = TwoTowers()
@@ -314,7 +314,9 @@ def test_a_forked_child_gets_a_clear_error() -> None:
             try:
                 run(*inputs)
             except RuntimeClosedError:
-                os._exit(17)
+                torch._dynamo.reset()
+                again = torch.compile(model, **APOLLO)(*inputs)
+                os._exit(17 if torch.allclose(again, expected) else 2)
             os._exit(1)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 17
         torch.testing.assert_close(run(*inputs), expected)

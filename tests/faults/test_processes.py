@@ -192,6 +192,26 @@ def test_damaged_compiled_code_is_compiled_anew(files: str, tmp_path: Path) -> N
     check_end(run_python(code, TORCHINDUCTOR_CACHE_DIR=str(tmp_path)))
 
 
+def test_a_forked_child_runs_what_has_no_threads() -> None:
+    """With one thread there is only the lane that is the caller; servers that preload a model fork so."""
+    done = run_python(
+        """
+        from apollo_compile import backend
+        check()
+        assert backend.find_models(model)[0].graphs
+        child = os.fork()
+        if child == 0:
+            check()
+            os._exit(17)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 17
+        check()
+        print("done")
+        """,
+        "import torch\ntorch.set_num_threads(1)\n",
+    )
+    check_end(done)
+
+
 def test_workers_of_a_data_loader_fork_and_spawn_after_the_model_ran() -> None:
     """Forked ones use torch and the model, a spawned one trains its own; neither they nor the parent are disturbed."""
     done = run_python(

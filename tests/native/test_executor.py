@@ -291,3 +291,20 @@ def test_handles_survive_the_way_through_helpers() -> None:
     """The helpers of these tests do not copy tensors."""
     tensor = torch.ones(3)
     assert take(give([tensor]))[0] is tensor
+
+
+def test_spans_can_be_asked_for_inside_a_run() -> None:
+    """By a body, or by a handler of signals: they are those of the run before."""
+    seen: list[list[tuple[int, ...]]] = []
+
+    def ask(tensors: Tensors) -> Tensors:
+        seen.append(run.native.spans())
+        assert (run.native.duration_ns > 0) == (len(seen) > 2)
+        return [tensors[0] + 1]
+
+    cores = [[], [_native.available_cores()[0]]]
+    run = Runner(_native.Lanes(cores), ["0: 0 -> 1; record 0", "wait 0; 1: 1 -> 2"], [ask, ask], outputs=[2])
+    for _ in range(2):
+        run(torch.ones(1))
+    assert [len(spans) for spans in seen] == [0, 0, 2, 2]
+    assert seen[2] == seen[3] != run.native.spans()

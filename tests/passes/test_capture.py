@@ -631,3 +631,17 @@ def test_an_output_that_is_a_number_is_refused() -> None:
     hand.graph.output((hand.input("x", 2), 3))
     with pytest.raises(UnsupportedGraphError, match="the graph returns 3, a int, not a tensor"):
         capture(fx.GraphModule({}, hand.graph))
+
+
+def test_a_tensor_of_a_dynamic_size_counts_as_reading_what_its_number_was_read_from() -> None:
+    """It has a size and a number; what is made of it comes before the tensor of the number is overwritten."""
+    hand = Hand()
+    size, scale = hand.input("size", 3, dtype=torch.int64), hand.input("scale")
+    rows = hand.call(torch.ops.aten.sym_size.int, size, 0)
+    number = hand.call(torch.ops.aten._local_scalar_dense.default, scale)
+    full = hand.call(torch.ops.aten.full.default, [rows], number)
+    reader = hand.call(torch.ops.aten.sin.default, full)
+    doubled = hand.call(torch.ops.aten.mul.Tensor, scale, 2)
+    writer = hand.call(torch.ops.aten.copy_.default, scale, doubled)
+    made = hand.capture(reader, writer)
+    assert after(made, writer) >= {reader.name}

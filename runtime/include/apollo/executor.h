@@ -80,8 +80,11 @@ class Executor {
   std::chrono::steady_clock::time_point start_;
   std::vector<Tensor> slots_;  // one per buffer; lanes touch a slot in the order of the program's events
   std::vector<Span> spans_;    // one per segment, written by its lane
-  std::int64_t duration_ns_ = 0;
   Failure failure_;
+
+  mutable std::mutex last_mutex_;  // held for a moment: who asks may be inside a run, a body or a handler of signals
+  std::vector<Span> last_spans_;   // of the last run that has ended
+  std::int64_t last_duration_ns_ = 0;
 };
 
 }  // namespace apollo

@@ -1,13 +1,31 @@
 #pragma once
 
+#include <sched.h>
+
 #include <functional>
+#include <optional>
 #include <thread>
 #include <vector>
 
 namespace apollo {
 
-/// Returns the cores on which the process may run, ascending.
+/// Returns the cores on which the process may run, ascending: those of its first thread, for the caller may be a lane.
 std::vector<int> available_cores();
+
+/// While it lives, available_cores() returns what it did before, although the calling thread is moved elsewhere.
+///
+/// Of the first thread's cores alone there is anything to keep.
+class KeptCores {
+ public:
+  KeptCores();
+  KeptCores(const KeptCores&) = delete;
+  KeptCores& operator=(const KeptCores&) = delete;
+  ~KeptCores();
+
+ private:
+  const bool is_first_thread_;
+  std::optional<cpu_set_t> outer_;
+};
 
 /// Tells the C library to keep freed memory in the process, for all threads; returns whether it will.
 ///
