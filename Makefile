@@ -81,10 +81,11 @@ soak: $(VENV)/installed native
 
 soak-native: $(SANITIZERS:%=soak-native-%)
 
-# A copy of the tree gets the instrumented extension. What Python leaves allocated at its end is not reported, nor what
-# libraries that are not instrumented do among themselves; a race ends the tests with 66. ThreadSanitizer needs addresses
-# where they always are.
+# A copy of the tree gets the instrumented extension; under AddressSanitizer whole models train too. What Python leaves
+# allocated at its end is not reported, nor what libraries that are not instrumented do among themselves; a race ends the
+# tests with 66. ThreadSanitizer needs addresses where they always are.
 soak-native-address: PRELOAD = libasan.so
+soak-native-address: MODELS = tests/end_to_end/test_training_loops.py
 soak-native-address: export ASAN_OPTIONS = detect_leaks=0
 soak-native-thread: PRELOAD = libtsan.so
 soak-native-thread: export TSAN_OPTIONS = ignore_noninstrumented_modules=1 die_after_fork=0 exitcode=66
@@ -96,7 +97,7 @@ soak-native-%: $(VENV)/installed
 	  -DCMAKE_LIBRARY_OUTPUT_DIRECTORY=$(CURDIR)/build/soak-$*/tree/apollo_compile
 	$(BIN)/cmake --build build/soak-$*
 	cd build/soak-$*/tree && LD_PRELOAD="$$(c++ -print-file-name=$(PRELOAD)) $$(c++ -print-file-name=libstdc++.so)" \
-	  setarch -R $(CURDIR)/$(BIN)/python -m pytest -p no:cacheprovider tests/native
+	  setarch -R $(CURDIR)/$(BIN)/python -m pytest -p no:cacheprovider tests/native $(MODELS)
 
 format: $(VENV)/installed
 	$(BIN)/ruff format .
