@@ -55,15 +55,14 @@ class WholeBundle:
     """Inductor's."""
 
 
-def cache_key(around: str, paths: str, generation: int) -> str:
+def cache_key(around: str, paths: str) -> str:
     """Return what shapes the bundles of a Dynamo graph besides what AOTAutograd knows.
 
     Arguments:
         around: its circumstances; see `history.circumstances`.
         paths: which modules its nodes come from; segments are cut and named after them.
-        generation: of bundles; a new one begins when one was found that is no longer right.
     """
-    return hashlib.sha256(f"{_own_code()} {generation} {around} {paths}".encode()).hexdigest()
+    return hashlib.sha256(f"{_own_code()} {around} {paths}".encode()).hexdigest()
 
 
 @functools.cache

@@ -36,7 +36,7 @@ MAX_AGE_S = 7 * 24 * 3600
 MAX_FILES = 512
 _FORMAT = 2
 """Raised when findings of before would be misunderstood: what `way` says without a verdict, for one."""
-_GENERATION = "generation"
+_GENERATION = ".generation"
 _MAX_BYTES = 64 * 2**20
 """A plan of 10,000 segments takes about 2 MB."""
 
@@ -90,18 +90,18 @@ class History:
         except OSError as error:
             _logger.info("what was found out about a graph is not kept: %s", error)
 
-    def generation(self) -> int:
-        """Return the number of the bundles that are right: see `bundle.py`."""
+    def generation(self, name: str) -> int:
+        """Return the number of the bundles of that name that are right: see `bundle.py`."""
         try:
-            number = read_file(self._directory / _GENERATION, max_bytes=32)
+            number = read_file(self._directory / f"{name}{_GENERATION}", max_bytes=32)
         except (OSError, ValueError):
             return 0
         return number if isinstance(number, int) else 0
 
-    def begin_generation(self) -> None:
-        """Let bundles be made anew by the next process that wants them."""
+    def begin_generation(self, name: str) -> None:
+        """Let bundles of that name be made anew by the next process that wants them."""
         try:
-            write_file(self._directory / _GENERATION, str(self.generation() + 1))
+            write_file(self._directory / f"{name}{_GENERATION}", str(self.generation(name) + 1))
         except OSError as error:
             _logger.info("graphs that AOTAutograd's cache has are compiled anew every time: %s", error)
 
@@ -114,7 +114,7 @@ class History:
             with contextlib.suppress(FileNotFoundError):  # another process forgets too
                 ages.append((path.stat().st_mtime, path))
         left_behind = [path for age, path in ages if path.suffix == ".tmp" and time.time() - age > MAX_AGE_S]
-        findings = sorted((age, path) for age, path in ages if path.suffix == ".json")
+        findings = sorted((age, path) for age, path in ages if path.suffix in (".json", _GENERATION))
         for path in [*left_behind, *(path for _, path in findings[:-MAX_FILES])]:
             path.unlink(missing_ok=True)
 

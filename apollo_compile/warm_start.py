@@ -49,6 +49,8 @@ class WarmStart:
     """Of findings, by graph."""
     _bundles: History | None = None
     """Says which bundles are right; None where AOTAutograd's cache is not to have the graphs."""
+    _bundle_name: str = ""
+    """What all of them have in common; a new generation begins when one was found that is no longer right."""
 
     @property
     def has_bundles(self) -> bool:
@@ -105,13 +107,14 @@ class WarmStart:
         if has_custom_operator(graph_module) or not self._is_profile_kept() or config.device.cache is None:
             return None
         self._bundles = History(config.device.cache / "history")
-        return cache_key(self._circumstances, module_paths(graph_module), self._bundles.generation())
+        self._bundle_name = cache_key(self._circumstances, module_paths(graph_module))
+        return f"{self._bundle_name} {self._bundles.generation(self._bundle_name)}"
 
     def outdate(self, error: Exception) -> None:
         """Note that a bundle cannot be used: the next process would find the same one."""
         self.outdated = error
         if self._bundles is not None:
-            self._bundles.begin_generation()
+            self._bundles.begin_generation(self._bundle_name)
 
     @property
     def _history(self) -> History | None:

@@ -164,14 +164,14 @@ def use_generation(path: Path) -> None:
     """Read the number of the bundles that are right; after a new beginning it is another one."""
     folder = path.parent / "history"
     folder.mkdir(exist_ok=True)
-    link = folder / "generation"
+    link = folder / "mine.generation"
     link.unlink(missing_ok=True)
     link.symlink_to(path)
     history = History(folder)
-    number = history.generation()
+    number = history.generation("mine")
     assert isinstance(number, int)
-    history.begin_generation()
-    assert history.generation() != number
+    history.begin_generation("mine")
+    assert history.generation("mine") != number and history.generation("another") == 0
 
 
 Loader = tuple[Callable[[Path], None], Callable[[], Any]]
