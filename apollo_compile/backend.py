@@ -247,9 +247,9 @@ class CompiledModel:
         for graph in self.contested:
             if graph.has_run and was_measured:
                 self.warm_start.keep(graph.compilation, graph.way, verdict)
-            if graph.has_run:
+            if all(other.has_run for other in self.contested):
                 graph.compile_whole = None  # it holds a graph; later contests are held among what is compiled now
-            if self.gpu is not None:  # the contest is not held again there
+            if self.gpu is not None:  # what lost holds much memory, and no drift is looked for there
                 graph.keep_only_this_way()
         for way in self.memories.keys() - {graph.way for graph in self.contested} - {PLAN}:
             del self.memories[way]
@@ -703,8 +703,9 @@ def _once(work: Callable[[], Run]) -> Callable[[], Run]:
 
     def give() -> Run:
         with lock:
-            if left:
-                done.append(at_once(left.pop()))  # work is let go of: it holds a graph
+            if not done:  # in an interrupt, it is done again
+                done.append(at_once(left[0]))
+                left.clear()  # it holds a graph
             return done[0].result()
 
     return give

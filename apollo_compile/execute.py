@@ -172,7 +172,7 @@ _lanes_by_key: dict[tuple[tuple[Lane, ...], bool], _native.Lanes] = {}
 """By catalogue and parking; guarded by `_lanes_lock`. Kept until the process ends."""
 
 _is_forked = False
-"""Whether this process is a fork: its first thread may have lost its OpenMP team, so it is no lane."""
+"""Whether this process is a fork: its first thread may have lost its OpenMP team, so it is no lane of several units."""
 
 
 def _forget_lanes() -> None:
@@ -237,12 +237,15 @@ def start_lanes(lanes: tuple[Lane, ...], *, park_team: bool) -> _native.Lanes:
         if key not in _lanes_by_key:
             order = core_share().order
             cores = [sorted(order[unit] for unit in lane.units) for lane in lanes]
-            if len(lanes[0].units) == most_units() and not _is_forked:
+            has_lost_team = _is_forked and len(lanes[0].units) > 1
+            if len(lanes[0].units) == most_units() and not has_lost_team:
                 cores[0] = []  # the caller lane; with fewer units than torch uses, it must be held to them like any
             num_threads = torch.get_num_threads()
             try:
                 _lanes_by_key[key] = _native.Lanes(
-                    cores=cores, on_start=lambda lane: prepare_lane_thread(len(cores[lane])), park_team=park_team
+                    cores=cores,
+                    on_start=lambda lane: prepare_lane_thread(len(cores[lane])),
+                    park_team=park_team and not _is_forked,
                 )
             finally:
                 torch.set_num_threads(num_threads)  # a lane's quota is not to be the default of new threads

@@ -207,6 +207,7 @@ class _FirstPasses(CustomGraphPass):
     """Passes over the graph of forward and backward, before those of Inductor."""
 
     def __init__(self, users: Any) -> None:
+        self.users = users
         passes = users if isinstance(users, list | tuple) else [users] if users is not None else []
         self._users = tuple(passes)
 
@@ -258,14 +259,14 @@ def traced_tensors(graph_module: fx.GraphModule, example_inputs: Sequence[Any]) 
 
 
 def storages_of(tensors: Iterable[torch.Tensor]) -> frozenset[StorageWeakRef]:
-    """Return the storages of tensors, to tell whether it is the same ones; a sparse tensor has none.
+    """Return the storages of tensors, to tell whether it is the same ones; sparse and uninitialized tensors have none.
 
     Nothing refers to the tensors, not even weakly, since torch swaps no tensor that is referred to: `Module.to` may
     want to. Nor is their memory kept, only its number.
     """
     found = set()
     for tensor in tensors:
-        with contextlib.suppress(NotImplementedError):
+        with contextlib.suppress(NotImplementedError, ValueError):
             found.add(StorageWeakRef(tensor.untyped_storage()))  # type: ignore[no-untyped-call]
     return frozenset(found)
 
@@ -619,8 +620,11 @@ def _right_scatters() -> Iterator[None]:
 
 
 def current_settings() -> Mapping[str, Any]:
-    """Return Inductor's settings as they are now."""
-    return inductor_config.get_config_copy()
+    """Return Inductor's settings as they are now, or were before `compile_with_inductor` added to the user's passes."""
+    names = (name for name, entry in inductor_config._config.items() if entry.alias is None)  # type: ignore[attr-defined]
+    settings = {name: getattr(inductor_config, name) for name in names}
+    passes = settings["joint_custom_pre_pass"]
+    return {**settings, "joint_custom_pre_pass": passes.users if isinstance(passes, _FirstPasses) else passes}
 
 
 def compile_again(

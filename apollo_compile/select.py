@@ -31,7 +31,7 @@ Drift       The winner's steps stay watched: if the medians of `DRIFT_STEPS` ste
             such median twice in a row, what is compiled competes again. Each time that changes nothing, the next
             contest is at least twice as far away.
 Latecomers  A graph that runs for the first time after the verdict, as the backward of a model that was evaluated before
-            it was trained, learns its plan; then the contest is held again, with Inductor.
+            it was trained, learns its plan; then the contest is held again, with Inductor. Not with several ranks.
 Earlier     Where an earlier process came to a verdict about every graph that runs (`history.py`), that one holds, and
             is watched as one of this process. After a drift Inductor's way may be compiled, as in a first contest.
 
@@ -363,13 +363,13 @@ class Selection:
         if latecomers := self._latecomers():
             for graph in latecomers:
                 if not graph.is_settled:
-                    graph.use(_nearest(graph, PLAN))  # only so it can learn
+                    graph.use(PLAN)  # only so it can learn; even one that is to run in turn
             return self._is_ready()
         return self._watch.has_drifted()
 
     def _latecomers(self) -> Sequence[Graph]:
         """Return the graphs that the verdict of this process is not about, as they ran for the first time after it."""
-        if self.verdict is None or self.verdict.is_remembered:
+        if self.verdict is None or self.verdict.is_remembered or not self._ranks.is_alone:
             return ()
         return [g for place, g in enumerate(self._all_graphs) if g.has_run and place not in self._compared]
 

@@ -1,5 +1,6 @@
 #include "apollo/machine.h"
 
+#include <pthread.h>
 #include <sched.h>
 #include <unistd.h>
 
@@ -14,6 +15,7 @@
 #include <future>
 #include <memory>
 #include <mutex>
+#include <new>
 #include <optional>
 #include <system_error>
 #include <thread>
@@ -40,22 +42,28 @@ cpu_set_t cores_of_first_thread() {
 
 }  // namespace
 
-KeptCores::KeptCores() : is_first_thread_(gettid() == getpid()) {
-  if (!is_first_thread_) {
+KeptCores::KeptCores() {
+  if (gettid() != getpid()) {
     return;
   }
+  // A forked child has only the thread that forked: if it was another one, nobody lets go of these.
+  static const int code = pthread_atfork(nullptr, nullptr, [] {
+    new (&kept_mutex) std::mutex;
+    kept.reset();
+  });
+  static_cast<void>(code);
   cpu_set_t set;
   const std::lock_guard lock(kept_mutex);
-  outer_ = kept;
-  if (sched_getaffinity(0, sizeof(set), &set) == 0) {
+  if (!kept && sched_getaffinity(0, sizeof(set), &set) == 0) {
     kept = set;
+    has_kept_ = true;
   }
 }
 
 KeptCores::~KeptCores() {
-  if (is_first_thread_) {
+  if (has_kept_) {
     const std::lock_guard lock(kept_mutex);
-    kept = outer_;
+    kept.reset();
   }
 }
 

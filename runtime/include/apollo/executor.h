@@ -49,7 +49,7 @@ class Executor {
   int num_inputs() const { return static_cast<int>(program_.inputs.size()); }
   TensorApi tensor_api() const { return api_; }
 
-  /// Returns the spans of the last run by start; waits for a run in flight. A failed run has those that ended.
+  /// Returns the spans of the last run that has ended, by start. A failed run has those that ended.
   std::vector<Span> spans() const;
   std::int64_t duration_ns() const;
 
@@ -75,7 +75,7 @@ class Executor {
   const std::unique_ptr<Event[]> events_;
   const std::shared_ptr<Join[]> joins_;  // one per pause of the caller's lane, and one for the end of all lanes
 
-  mutable std::mutex run_mutex_;  // held for a run; guards what follows, which the run lends to its lanes
+  std::mutex run_mutex_;  // held for a run; guards what follows, which the run lends to its lanes
   std::uint32_t epoch_ = 0;
   std::chrono::steady_clock::time_point start_;
   std::vector<Tensor> slots_;  // one per buffer; lanes touch a slot in the order of the program's events

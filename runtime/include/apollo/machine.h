@@ -1,9 +1,6 @@
 #pragma once
 
-#include <sched.h>
-
 #include <functional>
-#include <optional>
 #include <thread>
 #include <vector>
 
@@ -14,7 +11,7 @@ std::vector<int> available_cores();
 
 /// While it lives, available_cores() returns what it did before, although the calling thread is moved elsewhere.
 ///
-/// Of the first thread's cores alone there is anything to keep.
+/// Only of the first thread there is anything to keep, and where one lives inside another, the outer one keeps it.
 class KeptCores {
  public:
   KeptCores();
@@ -23,8 +20,7 @@ class KeptCores {
   ~KeptCores();
 
  private:
-  const bool is_first_thread_;
-  std::optional<cpu_set_t> outer_;
+  bool has_kept_ = false;
 };
 
 /// Tells the C library to keep freed memory in the process, for all threads; returns whether it will.
