@@ -70,6 +70,7 @@ from apollo_compile.inductor import (
     interpret_bodies,
     interpret_whole,
     keep_with,
+    release_symbols_with,
     report_output_strides,
     set_aside,
     shared_kwargs,
@@ -155,6 +156,7 @@ def apollo(
         storages=storages_of(traced_tensors(graph_module, example_inputs)),
         ranks=find_ranks(),
     )
+    release_symbols_with(model)
     model.ended_by = find_break(graph_module, model.name)
     compiled = compile_with_inductor(
         graph_module,

@@ -6,6 +6,7 @@
     traced_tensors          what a Dynamo graph was traced with, fake inputs or not
     writes_inputs           whether a graph mutates what it is given
     keep_with               tie a value to the lifetime of a compiled function
+    release_symbols_with    tie what torch knows of dynamic sizes to the lifetime of a value
     trace_artifact          add a text to torch's structured trace
     compiler_settings       all settings that shape what Inductor compiles
     compile_whole           what Inductor would do with a post-AOT graph, untouched
@@ -51,6 +52,7 @@ import logging
 import math
 import os
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -65,7 +67,7 @@ from torch._functorch._aot_autograd import aot_autograd_result
 from torch._functorch._aot_autograd.autograd_cache import BypassAOTAutogradCache, FXGraphCacheMiss
 from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch._inductor import exc, inductor_prims
-from torch._inductor.codecache import FxGraphCache
+from torch._inductor.codecache import FxGraphCache, PyCodeCache
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner, fake_tensor_prop
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.fx_passes.post_grad import noop_registry, same_meta, view_to_reshape
@@ -535,6 +537,26 @@ def keep_with(compiled: Callable[..., Any], value: object) -> None:
     innermost.apollo_keeps = value  # type: ignore[attr-defined]
 
 
+def release_symbols_with(value: object) -> None:
+    """Let what torch knows of the dynamic sizes of the graph that is being compiled go when `value` does.
+
+    By itself it never goes. A ShapeEnv keeps the fake tensors that were traced, whose sizes refer to it from C++, where
+    no garbage collector looks; and caches of its methods, which all of them share, keep every one that ever used them.
+    """
+    context = TracingContext.try_get()
+    shape_env = context.fake_mode.shape_env if context is not None and context.fake_mode is not None else None
+    if shape_env is not None:
+        weakref.finalize(value, _release_symbols, shape_env).atexit = False
+
+
+def _release_symbols(shape_env: ShapeEnv) -> None:
+    shape_env.tracked_fakes = None  # Dynamo, which made the list, has it for itself as long as it needs it
+    for method in vars(ShapeEnv).values():
+        clear = getattr(method, "cache_clear", None)
+        if clear is not None:
+            clear()
+
+
 def trace_artifact(name: str, text: Callable[[], str]) -> None:
     """Add a text to torch's structured trace, which `tlparse` shows; it is made only where there is such a trace."""
     trace_structured("artifact", metadata_fn=lambda: {"name": name, "encoding": "string"}, payload_fn=text)
@@ -927,12 +949,20 @@ def _finish_native(name: str, compiled: Any) -> CompiledBody | None:
     lane_body = getattr(function, "lane_body", None)
     if lane_body is None:
         return None
+    _let_go_of_module(lane_body.__globals__["__file__"])
     try:
         path, constants = lane_body()
     except Exception as error:  # the C++ compiler failed, which its caller learns only now
         _log_python(name, error)
         return None
     return _with_entry(path, tuple(constants), compiled)
+
+
+def _let_go_of_module(path: str) -> None:
+    """Keep the Python side of a native body only as long as the body; Inductor keeps every module it has loaded."""
+    PyCodeCache.modules[:] = [module for module in PyCodeCache.modules if module.__file__ != path]
+    PyCodeCache.modules_no_attr.pop(path, None)
+    PyCodeCache.linemaps.pop(path, None)
 
 
 def _with_entry(path: str, constants: tuple[torch.Tensor, ...], function: Callable[..., Any]) -> CompiledBody:

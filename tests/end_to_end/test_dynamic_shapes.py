@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import logging
 import math
@@ -10,6 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 import pytest
 import torch
 from torch import nn
+from torch._inductor.codecache import PyCodeCache
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import apollo_compile
 from apollo_compile import backend
@@ -243,3 +246,28 @@ def test_who_asks_for_one_plan_gets_one(option: str) -> None:
         assert found.handed_over == []
         assert [graph.is_variant for graph in found.graphs] == [False] * len(found.graphs)
         assert all(graph.is_settled for graph in found.graphs)
+
+
+def _num_shape_envs() -> int:
+    torch._dynamo.reset()
+    for _ in range(2):  # models, then what was waiting for them
+        gc.collect()
+    return sum(type(item) is ShapeEnv for item in gc.get_objects())
+
+
+@sizes("models that are forgotten")
+def test_what_torch_knows_of_sizes_is_forgotten_with_the_model() -> None:
+    """By itself torch keeps it for good, with all fake tensors; one is left to what it draws random numbers with."""
+    before = _num_shape_envs()
+    for _ in range(4):
+        train_pair(LENGTHS[:3], backend="apollo", options=EAGER_BODIES)
+    assert _num_shape_envs() <= before + 1
+
+
+def test_the_python_side_of_native_bodies_is_forgotten_with_the_model() -> None:
+    """Inductor keeps every module that it ever loaded."""
+    train_pair(LENGTHS[:2], backend="apollo", options=LANES)
+    graphs = [graph for model in backend.compiled_models()[-2:] for graph in model.graphs]
+    assert any(body.entry_address is not None for graph in graphs for body in graph.bodies)
+    kept = [module.__file__ for module in PyCodeCache.modules if hasattr(getattr(module, "call", None), "lane_body")]
+    assert kept == []
