@@ -51,6 +51,7 @@ import hashlib
 import logging
 import math
 import os
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -538,19 +539,24 @@ def keep_with(compiled: Callable[..., Any], value: object) -> None:
 
 
 def release_symbols_with(value: object) -> None:
-    """Let what torch knows of the dynamic sizes of the graph that is being compiled go when `value` does.
+    """Let what torch knows of the sizes of the graph that is being compiled go when `value` does.
 
-    By itself it never goes. A ShapeEnv keeps the fake tensors that were traced, whose sizes refer to it from C++, where
-    no garbage collector looks; and caches of its methods, which all of them share, keep every one that ever used them.
+    By itself it stays for good where sizes are dynamic. A ShapeEnv keeps the fake tensors that were traced, whose sizes
+    refer to it from C++, where no garbage collector looks; and caches of its methods, which all of them share, keep
+    those that used them last. While Dynamo has not made its guards from it, it is left alone: `value` may be dropped at
+    once.
     """
     context = TracingContext.try_get()
     shape_env = context.fake_mode.shape_env if context is not None and context.fake_mode is not None else None
     if shape_env is not None:
-        weakref.finalize(value, _release_symbols, shape_env).atexit = False
+        weakref.finalize(value, _release_symbols, weakref.ref(shape_env)).atexit = False
 
 
-def _release_symbols(shape_env: ShapeEnv) -> None:
-    shape_env.tracked_fakes = None  # Dynamo, which made the list, has it for itself as long as it needs it
+def _release_symbols(reference: weakref.ref[ShapeEnv]) -> None:
+    shape_env = reference()
+    if shape_env is None or not shape_env.frozen:
+        return
+    shape_env.tracked_fakes = None
     for method in vars(ShapeEnv).values():
         clear = getattr(method, "cache_clear", None)
         if clear is not None:
@@ -933,7 +939,9 @@ def _start_native(name: str, piece: fx.GraphModule, fakes: Sequence[torch.Tensor
         return None
     try:
         with _lane_wrapper():
-            return compile_fx_inner(clone_graph(piece), list(fakes), cpp_wrapper=True, **shared)
+            compiled = compile_fx_inner(clone_graph(piece), list(fakes), cpp_wrapper=True, **shared)
+        _let_go_of_module(compiled)
+        return compiled
     except Exception as error:  # whatever stops the C++ wrapper, the Python wrapper may still do
         _log_python(name, error)
         return None
@@ -949,7 +957,6 @@ def _finish_native(name: str, compiled: Any) -> CompiledBody | None:
     lane_body = getattr(function, "lane_body", None)
     if lane_body is None:
         return None
-    _let_go_of_module(lane_body.__globals__["__file__"])
     try:
         path, constants = lane_body()
     except Exception as error:  # the C++ compiler failed, which its caller learns only now
@@ -958,11 +965,18 @@ def _finish_native(name: str, compiled: Any) -> CompiledBody | None:
     return _with_entry(path, tuple(constants), compiled)
 
 
-def _let_go_of_module(path: str) -> None:
+def _let_go_of_module(compiled: Any) -> None:
     """Keep the Python side of a native body only as long as the body; Inductor keeps every module it has loaded."""
-    PyCodeCache.modules[:] = [module for module in PyCodeCache.modules if module.__file__ != path]
-    PyCodeCache.modules_no_attr.pop(path, None)
-    PyCodeCache.linemaps.pop(path, None)
+    lane_body = getattr(getattr(compiled, "current_callable", None), "lane_body", None)
+    if lane_body is None:
+        return
+    own = lane_body.__globals__  # functions keep it without the module
+    PyCodeCache.modules[:] = [module for module in PyCodeCache.modules if vars(module) is not own]
+    PyCodeCache.modules_no_attr.pop(own["__file__"], None)
+    PyCodeCache.linemaps.pop(own["__file__"], None)
+    named = sys.modules.get(own["__name__"])
+    if named is not None and vars(named) is own:
+        del sys.modules[own["__name__"]]
 
 
 def _with_entry(path: str, constants: tuple[torch.Tensor, ...], function: Callable[..., Any]) -> CompiledBody:
@@ -1186,6 +1200,7 @@ def _load(code: CompiledFxGraph) -> Run:
         raise UnsupportedGraphError("code of an earlier run cannot be loaded")
     kwargs: Any = {"cudagraphs": BoxedBool(False), "is_backward": code.fx_kwargs["is_backward"]}
     loaded.post_compile([], constants, kwargs)
+    _let_go_of_module(loaded)
     return loaded
 
 
