@@ -12,11 +12,12 @@ one. Exit code 1: something grew, raised, or differs from eager, no graph of a r
 no comparison.
 
 Memory may grow by `steady.ALLOWED_GROWTH` in all, or by `ALLOWED_PER_EPISODE` for each: torch keeps a little of
-every compile, and this is no measure of steps, for which there is `benchmarks.steady`. Inductor keeps the Python
-module of every graph that it compiles (`PyCodeCache.modules`, 10 to 15 KiB) and the source of the graph that it made
-for the key of its cache (in `linecache`, 3 KiB); to it, every body is a graph. Over all models in training (`--every
-4`) that makes 1.65 MiB an episode with Inductor alone and 3.1 MiB with apollo, so a soak of them says that memory grew;
-what the difference consists of is not known yet.
+every compile, and this is no measure of steps, for which there is `benchmarks.steady`. Dynamo keeps the call stacks of
+guards on what lives for ever, such as classes; Inductor keeps the Python module of every graph that it compiles
+(`PyCodeCache.modules`, 10 to 15 KiB) and the source of the graph that it made for the key of its cache (in `linecache`,
+3 KiB); and torch keeps what it knows of dynamic sizes. Over all models in training (`--every 4`) that makes 1.65 MiB an
+episode with Inductor alone. With apollo it was 3.1 MiB, until what torch knows of sizes and the modules of bodies went
+with the model; since then it is 1.6 MiB.
 """
 
 from __future__ import annotations
@@ -51,9 +52,8 @@ from benchmarks.workloads_spec import SPECS
 
 STEPS = 24
 WARM_ROUNDS = 2
-ALLOWED_PER_EPISODE = 2**20
-"""Bytes, about four times what was measured: 0.26 MiB for two towers in four bodies, of which Inductor alone leaves
-0.15 MiB in two graphs."""
+ALLOWED_PER_EPISODE = 2**21
+"""Bytes, a fifth more than Inductor alone leaves of an episode in training."""
 WIDTH = 32
 BATCHES = {"one shape": (8,), "changing shapes": (8, 3, 5, 11), "a plan each": (8, 4)}
 TOLERANCE = 1e-3
