@@ -43,6 +43,7 @@ from apollo_compile import backend
 from apollo_compile.bench import machine_facts
 from apollo_compile.compiled_graph import CompiledGraph
 from apollo_compile.units import NS_PER_MS
+from benchmarks.plan_error import find_slowness
 from benchmarks.run import batch_sizes, names_of
 from benchmarks.workloads import Workload, build
 from benchmarks.workloads_spec import SPECS
@@ -98,19 +99,13 @@ class BodyTimes:
 
 def even_out(bodies: Sequence[BodyTimes]) -> list[BodyTimes]:
     """Return the times as if every round had been as fast as the others."""
-    totals = {
-        code: [sum(taken) for taken in zip(*(b.times[code] for b in bodies), strict=True)] for code in _codes(bodies)
-    }
-    usual = {code: statistics.median(found) for code, found in totals.items()}
-    slowness = [
-        statistics.median(found[number] / usual[code] for code, found in totals.items())
-        for number in range(_num_rounds(bodies))
-    ]
+    steps = [[sum(taken) for taken in zip(*(b.times[code] for b in bodies), strict=True)] for code in _codes(bodies)]
+    slowness = find_slowness([list(enumerate(found)) for found in steps])
     return [
         replace(
             body,
             times={
-                code: tuple(taken / slow for taken, slow in zip(found, slowness, strict=True))
+                code: tuple(taken / slowness[number] for number, taken in enumerate(found))
                 for code, found in body.times.items()
             },
         )

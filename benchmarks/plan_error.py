@@ -183,13 +183,18 @@ def compare_plans(workload: Workload, *, num_plans: int, rounds: int, seed: int 
 
 def even_rounds(times: Sequence[Sequence[tuple[int, int]]]) -> list[list[float]]:
     """Return the times of all plans as if every round had been as fast as the others; before, with their rounds."""
+    slowness = find_slowness(times)
+    return [[ns / slowness[number] for number, ns in samples] for samples in times]
+
+
+def find_slowness(times: Sequence[Sequence[tuple[int, float]]]) -> dict[int, float]:
+    """Return by round how much longer than usual things took in it: the median over them; `times` as for plans."""
     ratios: dict[int, list[float]] = defaultdict(list)
     for samples in times:
         usual = statistics.median(ns for _, ns in samples)
         for number, ns in samples:
             ratios[number].append(ns / usual)
-    slowness = {number: statistics.median(found) for number, found in ratios.items()}
-    return [[ns / slowness[number] for number, ns in samples] for samples in times]
+    return {number: statistics.median(found) for number, found in ratios.items()}
 
 
 def learn(graph: CompiledGraph, step: Any) -> Compilation:
