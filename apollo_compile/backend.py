@@ -98,7 +98,7 @@ from apollo_compile.plan_file import FILE_NAME, save_plan
 from apollo_compile.ranks import Ranks, find_ranks
 from apollo_compile.reports.report import BreakSummary, Report
 from apollo_compile.reports.summary import GraphSummary, summarize
-from apollo_compile.select import INDUCTOR, PLAN, Selection
+from apollo_compile.select import INDUCTOR, MIN_ROUNDS, PLAN, Selection
 from apollo_compile.text import format_count
 from apollo_compile.units import format_ns
 from apollo_compile.warm_start import WarmStart, may_be_contested
@@ -206,7 +206,9 @@ class CompiledModel:
 
     def __post_init__(self) -> None:
         """Prepare the contest of the graphs to come, and what they take over from earlier ones."""
-        self.selection = Selection(self.contested, self._keep_verdict, self.ranks, tidy=self._tidy)
+        self.selection = Selection(
+            self.contested, self._keep_verdict, self.ranks, tidy=self._tidy, is_watched=self.gpu is None
+        )
         self.warm_start = WarmStart(
             name=self.name,
             config=self.config,
@@ -245,11 +247,12 @@ class CompiledModel:
 
     def _keep_verdict(self, verdict: Verdict) -> None:
         _logger.info("%s: chosen by measuring: %s", self.name, verdict)
-        was_measured = verdict.standings[0].num_rounds > 0
+        is_worth_keeping = verdict.standings[0].num_rounds >= MIN_ROUNDS
+        is_inductor_known = verdict.has_met(INDUCTOR) or not self.selection.is_watched
         for graph in self.contested:
-            if graph.has_run and was_measured:
+            if graph.has_run and is_worth_keeping:
                 self.warm_start.keep(graph.compilation, graph.way, verdict)
-            if all(other.has_run for other in self.contested):
+            if is_inductor_known and all(other.has_run for other in self.contested):
                 graph.compile_whole = None  # it holds a graph; later contests are held among what is compiled now
             if self.gpu is not None:  # what lost holds much memory, and no drift is looked for there
                 graph.keep_only_this_way()
@@ -458,6 +461,8 @@ class CompiledModel:
             commons=commons,
         )
         _log_summary(compilation, planned - begin, time.perf_counter_ns() - planned)
+        if graph.is_deterministic:
+            _logger.info("%s: the plan stays as predicted: deterministic algorithms are on, so no time decides", name)
         self._add(graph)
         if boundary is not None and has_plans_by_size:
             return self._make_family(graph, graph_module, boundary, base), None
@@ -586,8 +591,8 @@ def _may_gain(compilation: Compilation, config: Config) -> bool:
     """Return whether segments could be faster than the graph as Inductor compiles it.
 
     With lanes, or without: native segments in turn are other code than the whole graph, whose kernels reach across them
-    and are called from Python. No formula says which is faster; on chains of layers it was segments, by 5 to 13 %.
-    One segment differs by Python between kernels alone.
+    and are called from Python. No formula says which is faster; on chains of layers it was segments by up to 13 %, or
+    Inductor by 3 %. One segment differs by Python between kernels alone.
     """
     if uses_lanes(compilation.plan) or _wrapper_share(compilation) >= WORTH_NATIVE:
         return True
@@ -642,6 +647,7 @@ def _summarize(model: CompiledModel, units: Sequence[int] | None, profiles: Sequ
             graph.compilation,
             graph.trace(),
             num_replans=graph.num_replans,
+            is_deterministic=graph.is_deterministic,
             way=graph.way_of_plan,
             what_if=() if graph.is_variant else compare(graph.compilation),
             lane_bytes=graph.lane_bytes(),

@@ -36,6 +36,7 @@ from apollo_compile.pipeline import Compilation, compile_plan, plan_partition
 from apollo_compile.ranks import Ranks
 from apollo_compile.select import INDUCTOR, OVERLAPPING, PLAN, PRIORITIES, SERIAL, STREAMS, Selection
 from apollo_compile.units import format_ns
+from apollo_compile.warm_start import are_numbers_fixed
 
 _logger = logging.getLogger(__name__)
 
@@ -88,6 +89,8 @@ class CompiledGraph:
     """Has it planned again: now, or in the background."""
     executable: Executable | CudaExecutable = field(init=False)
     """The plan's."""
+    is_deterministic: bool = field(init=False)
+    """Whether it was compiled for the same numbers every time, and so keeps its plan."""
     way: str = PLAN
     """Which way it runs now."""
     is_variant: bool = False
@@ -105,7 +108,8 @@ class CompiledGraph:
         self._proposal: Future[Compilation] | None = None
         self._asked_ns = 0
         finding = self.compilation.finding
-        is_free = self.config.plan.replan and self.config.plan.planner != "serial"
+        self.is_deterministic = are_numbers_fixed()
+        is_free = self.config.plan.replan and self.config.plan.planner != "serial" and not self.is_deterministic
         # One plan for all sizes is not observed: what they take says nothing of each other.
         is_for_its_sizes = not self.compilation.capture.sizes or has_free_plans(self.compilation.plan, self.config)
         self._is_settled = not (is_free and is_for_its_sizes) or finding is not None
@@ -235,7 +239,7 @@ class CompiledGraph:
 
     def prepare(self) -> None:
         """Compile the graph as Inductor would; if it cannot, say so and leave that way out."""
-        compile_whole, self.compile_whole = self.compile_whole, None  # once, whether it succeeds or not
+        compile_whole = self.compile_whole
         if compile_whole is None:
             return
         name = self.compilation.capture.name
@@ -250,6 +254,7 @@ class CompiledGraph:
             if self.config.debug.strict:
                 raise
             _logger.warning("%s: Inductor did not compile it whole: %s: %s", name, type(error).__name__, error)
+        self.compile_whole = None  # once, whether it succeeds or not; again if it was interrupted
 
     def _make_whole(self, run: Run, gpu: Gpu) -> CudaExecutable:
         """Return what Inductor compiled as it runs on a GPU: as one CUDA graph, as plans do."""
@@ -411,7 +416,7 @@ def uses_lanes(plan: Plan) -> bool:
 def has_free_plans(plan: Plan, config: Config) -> bool:
     """Whether other sizes may get other plans: not if somebody wants this plan, or the same numbers every time."""
     is_asked_for = plan.pinned or config.plan.planner == "serial"
-    return not is_asked_for and not torch.are_deterministic_algorithms_enabled()
+    return not is_asked_for and not are_numbers_fixed()
 
 
 def _log_replan(old: Compilation, new: Compilation, planning_ns: int) -> None:

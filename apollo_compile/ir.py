@@ -562,13 +562,24 @@ class Verdict:
             raise ValueError(f"a verdict needs standings, the winner {self.winner!r} first")
 
     @property
+    def is_measured(self) -> bool:
+        """Whether the winner was compared with anything."""
+        return self.standings[0].num_rounds > 0
+
+    def has_met(self, name: str) -> bool:
+        """Return whether the way called `name` was among what competed."""
+        return any(standing.name == name for standing in self.standings)
+
+    @property
     def loop(self) -> str:
         """Return whose steps they were, in words."""
         return "an earlier training loop" if self.is_remembered else "the training loop"
 
     def __str__(self) -> str:
         first, *others = self.standings
+        if not self.is_measured:
+            return f"{first.name}; nothing could be compared with it"
         parts = [f"{first.name} {format_ns(round(first.step_ns))} a step"]
-        parts += [f"{other.name} {other.ratio:.2f}x of that" for other in others]
+        parts += [f"{other.name} {format_ns(round(other.step_ns))} ({other.ratio:.2f}x)" for other in others]
         of_whom = f" of {self.loop}" if self.is_remembered else ""
         return f"{', '.join(parts)}; measured in {self.num_steps} steps{of_whom}"

@@ -26,10 +26,11 @@ Procedure   1. The plan against its segments in turn. They are the same code, so
             2. If the plan is not ahead by `CLEAR`, Inductor compiles the whole graphs and meets the winner. If it is,
                Inductor's version would have to beat its own pieces by that much, which is not worth a compile.
             3. If another way was faster for one of the graphs alone, the mixture meets the winner.
-            Where no round could be compared, the plan stays.
+            A verdict takes `MIN_ROUNDS` comparable rounds: with fewer, what was to be beaten stays, at first the plan.
 Drift       The winner's steps stay watched: if the medians of `DRIFT_STEPS` steps are off by `DRIFT` from the first
-            such median twice in a row, what is compiled competes again. Each time that changes nothing, the next
-            contest is at least twice as far away.
+            such median twice in a row, what is compiled competes again; if Inductor never had to, as the plan was ahead
+            by `CLEAR`, step 2 counts anew. Each time that changes nothing, the next contest is at least twice as far
+            away.
 Latecomers  A graph that runs for the first time after the verdict, as the backward of a model that was evaluated before
             it was trained, learns its plan; then the contest is held again, with Inductor. Not with several ranks.
 Earlier     Where an earlier process came to a verdict about every graph that runs (`history.py`), that one holds, and
@@ -40,7 +41,8 @@ Ranks       With several ranks, the times of a round are those of the first rank
             end with the same verdict: Note [What ranks agree on] in `ranks.py`. Drift is not watched then.
 
 Guarantees: the choice only ever changes between steps; a round counts only if all entrants ran the same graphs in it,
-and all that the model ran before; if anything fails, all graphs run their plans and the contest is closed.
+and all that the model ran before; if anything fails, all graphs run their plans and the contest is closed. Whoever
+interrupts it, as one may while Inductor compiles, has it held again from the next step on.
 """
 
 from __future__ import annotations
@@ -279,6 +281,11 @@ class Selection:
         self._lock = threading.Lock()
 
     @property
+    def is_watched(self) -> bool:
+        """Whether drift is looked for after the verdict."""
+        return self._is_watched
+
+    @property
     def is_contending(self) -> bool:
         """Whether a contest is being held."""
         return self._procedure is not None
@@ -294,14 +301,16 @@ class Selection:
 
         Raises:
             Exception: a way could not be made ready; all graphs run their plans from now on.
+            KeyboardInterrupt: as others that are no `Exception`; the contest begins anew with the next step.
         """
         if graph is not self._all_graphs[0] or not self._lock.acquire(blocking=False):
             return  # in the midst of a step, or in another thread's
         try:
             if not self._is_closed and not self._is_unrolled(graph):
                 self._begin_step()
-        except BaseException:  # an interrupt while Inductor compiles included
-            self._close()
+        except BaseException as error:
+            self._abandon()
+            self._is_closed = isinstance(error, Exception) or not self._ranks.is_alone  # others do not begin anew
             raise
         finally:
             self._lock.release()
@@ -325,8 +334,7 @@ class Selection:
         """Whether the graph runs again before the others of its step did: several forwards, then their backwards."""
         return self._last is graph and any(other.has_run for other in self._all_graphs[1:])
 
-    def _close(self) -> None:
-        self._is_closed = True
+    def _abandon(self) -> None:
         self._procedure = self._contest = None
         for graph in self._all_graphs:
             graph.use(_nearest(graph, PLAN))
@@ -393,20 +401,25 @@ class Selection:
     def _decide(self) -> Generator[Contest, None, Verdict]:
         """Hold one contest after the other; each yield is a contest that is over when the generator goes on."""
         running = {index: graph for index, graph in enumerate(self._graphs) if graph.has_run}
-        is_first = self.verdict is None or self.verdict.is_remembered or running.keys() != self._compared
+        last = self.verdict
+        is_first = last is None or last.is_remembered or running.keys() != self._compared
+        is_inductor_known = not is_first and last is not None and last.has_met(INDUCTOR)
         self._compared = frozenset(running)
         results = _Results(list(running), self._settle)
         if is_first and any(INDUCTOR in graph.ways for graph in running.values()):
             self._prepare(running.values())  # of the others it is known what Inductor makes of them
         entrants = self._entrants((INDUCTOR, SERIAL, *SHARED_WAYS, PLAN))
-        winner = yield from results.hold(entrants)
+        stays = next((name for name, each in entrants.items() if last and each == last.choice), list(entrants)[-1])
+        winner = yield from results.hold(entrants, stays)
         is_clear = winner == PLAN and results.ratios.get(SERIAL, 1.0) >= CLEAR
-        if is_first and INDUCTOR not in entrants and not is_clear:
+        if not is_inductor_known and INDUCTOR not in entrants and not is_clear:
             self._prepare(running.values())
-            winner = yield from results.hold({**self._entrants((INDUCTOR,)), winner: entrants[winner]})
+            rival = self._entrants((INDUCTOR,))  # none if it cannot compile the graphs
+            if rival:
+                winner = yield from results.hold({**rival, winner: entrants[winner]}, winner)
         mixture = results.mixture(winner)
         if mixture is not None:
-            winner = yield from results.hold({winner: results.choices[winner], MIXTURE: mixture})
+            winner = yield from results.hold({winner: results.choices[winner], MIXTURE: mixture}, winner)
         return results.verdict(winner)
 
     def _prepare(self, graphs: Iterable[Graph]) -> None:
@@ -470,12 +483,12 @@ class _Results:
         self._contests: list[Contest] = []
         self._standings: dict[str, Standing] = {}
 
-    def hold(self, entrants: Mapping[str, Choice]) -> Generator[Contest, None, str]:
-        """Hold a contest and return the winner: the last entrant if no round could be compared."""
+    def hold(self, entrants: Mapping[str, Choice], stays: str) -> Generator[Contest, None, str]:
+        """Hold a contest and return the winner: `stays`, an entrant, if too few rounds could be compared."""
         contest = Contest(entrants, self._required, self._settle)
         if not contest.is_over:
             yield contest
-        winner = contest.winner() if contest.num_rounds or len(entrants) == 1 else list(entrants)[-1]
+        winner = contest.winner() if contest.num_rounds >= MIN_ROUNDS else stays
         self.choices.update(entrants)
         self._contests.append(contest)
         known = next((name for name in entrants if name in self.ratios), winner)  # the winner before this contest

@@ -158,5 +158,10 @@ def may_be_contested(config: Config) -> bool:
         and config.runtime.bodies != "eager"
         and config.plan.planner != "serial"
         and config.plan.memory_quota is None
-        and not torch.are_deterministic_algorithms_enabled()
+        and not are_numbers_fixed()
     )
+
+
+def are_numbers_fixed() -> bool:
+    """Whether the user wants the same numbers every time: then no time that is measured may change what runs."""
+    return torch.are_deterministic_algorithms_enabled()

@@ -277,19 +277,73 @@ def test_where_nothing_can_be_compared_the_plan_stays() -> None:
     assert machine.verdicts[0].winner == PLAN
 
 
-@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
-def test_after_a_failure_all_graphs_run_their_plans(error: type[BaseException]) -> None:
+def test_a_mixture_that_was_never_compared_does_not_stay() -> None:
+    """It is a guess that has to beat the winner; here its steps have no backward."""
+    forward = Graph({SERIAL: 10, PLAN: 6, INDUCTOR: 9.8})
+    backward = Graph({SERIAL: 20, PLAN: 26, INDUCTOR: 18})
+    machine = Machine(forward, backward)
+    for _ in range(2 * ENOUGH):
+        machine.step(*((0,) if (forward.way, backward.way) == (PLAN, INDUCTOR) else (0, 1)))
+        machine.selection._last = backward  # a step all the same
+    assert machine.verdicts[0].choice == (INDUCTOR, INDUCTOR)
+
+
+def test_a_few_comparable_rounds_are_no_verdict() -> None:
+    """Segments in turn win the only one; that the plan never had a backward in the others says nothing of its time."""
+    forward, backward = Graph({SERIAL: 10, PLAN: 11}), Graph({SERIAL: 20, PLAN: 21})
+    backward.prepare = forward.prepare = lambda: None  # type: ignore[method-assign]
+    machine = Machine(forward, backward)
+    while not machine.verdicts:
+        is_early = len(forward.used) < 4 * STEPS_PER_TURN
+        machine.step(*((0, 1) if is_early or forward.way == SERIAL else (0,)))
+        machine.selection._last = backward
+    (verdict,) = machine.verdicts
+    assert verdict.winner == PLAN
+    assert 0 < verdict.standings[0].num_rounds < MIN_ROUNDS
+
+
+def test_an_interrupted_contest_is_held_again() -> None:
+    """As whoever works in a notebook interrupts a step in which Inductor compiles, and runs it again."""
+    forward, backward = Graph({SERIAL: 10, PLAN: 9.9, INDUCTOR: 7}), Graph({SERIAL: 20, PLAN: 19.9, INDUCTOR: 15})
+    prepare = forward.prepare
+
+    def interrupt() -> None:
+        forward.prepare = prepare  # type: ignore[method-assign]
+        raise KeyboardInterrupt
+
+    forward.prepare = interrupt  # type: ignore[method-assign]
+    machine = Machine(forward, backward)
+    with pytest.raises(KeyboardInterrupt):
+        machine.run(ENOUGH)
+    assert not machine.selection.is_settled and machine.verdicts == []
+    machine.run(ENOUGH)
+    assert [verdict.winner for verdict in machine.verdicts] == [INDUCTOR]
+    assert machine.selection.is_settled
+
+
+def test_one_of_several_ranks_that_is_interrupted_runs_its_plan() -> None:
+    """The others go on, and count its rounds as theirs."""
+    (machine,) = ranks_with(CountingStore(), {SERIAL: 7, PLAN: 6.9})
+    machine.graphs[0].prepare = lambda: (_ for _ in ()).throw(KeyboardInterrupt)  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        machine.run(ENOUGH)
+    machine.run(ENOUGH)
+    assert machine.selection.is_settled and machine.verdicts == []
+    assert [graph.way for graph in machine.graphs] == [PLAN, PLAN]
+
+
+def test_after_a_failure_all_graphs_run_their_plans() -> None:
     """Also if it strikes in the midst of another entrant's turn, or while Inductor compiles."""
     forward, backward = Graph({SERIAL: 10, PLAN: 9.9}), Graph({SERIAL: 20, PLAN: 19.9})
 
     def fail() -> None:
         forward.use(SERIAL)
         backward.use(SERIAL)
-        raise error
+        raise RuntimeError
 
     forward.prepare = fail  # type: ignore[method-assign]
     machine = Machine(forward, backward)
-    with pytest.raises(error):
+    with pytest.raises(RuntimeError):
         machine.run(ENOUGH)
     assert (forward.way, backward.way) == (PLAN, PLAN)
     machine.run(ENOUGH)
@@ -338,7 +392,29 @@ def test_a_rival_that_cannot_be_compiled_does_not_stop_the_contest() -> None:
     graph.prepare = lambda: None  # type: ignore[method-assign]
     machine = Machine(graph)
     machine.run(ENOUGH)
-    assert machine.verdicts[0].winner in (SERIAL, PLAN)
+    (verdict,) = machine.verdicts
+    assert verdict.winner in (SERIAL, PLAN)
+    assert all(standing.num_rounds >= MIN_ROUNDS and standing.step_ns > 9e6 for standing in verdict.standings)
+
+
+def test_where_there_is_nothing_to_compare_the_verdict_says_so() -> None:
+    """A plan in turn whose only rival cannot be compiled."""
+    graph = Graph({SERIAL: 10}, ways=[SERIAL], way=SERIAL)
+    graph.prepare = lambda: None  # type: ignore[method-assign]
+    machine = Machine(graph)
+    machine.run(ENOUGH)
+    assert list(map(str, machine.verdicts)) == ["segments in turn; nothing could be compared with it"]
+
+
+def test_when_a_clear_lead_is_gone_inductor_competes_too() -> None:
+    """It was not compiled at first; then a neighbour took the second core for good."""
+    graph = Graph({SERIAL: 10, PLAN: 7, INDUCTOR: 10})
+    machine = Machine(graph)
+    machine.run(ENOUGH)
+    assert [v.winner for v in machine.verdicts] == [PLAN] and graph.num_prepared == 0
+    graph.times = {SERIAL: 12, PLAN: 14, INDUCTOR: 10}
+    machine.run(8 * DRIFT_STEPS)
+    assert [v.winner for v in machine.verdicts] == [PLAN, INDUCTOR] and graph.num_prepared == 1
 
 
 def test_drift_reopens_the_contest_and_a_repeated_verdict_makes_it_patient() -> None:
@@ -450,7 +526,7 @@ def test_a_verdict_reads_as_one_line() -> None:
     graph = Graph({SERIAL: 10, PLAN: 7})
     machine = Machine(graph)
     machine.run(ENOUGH)
-    assert str(machine.verdicts[0]) == "plan 7.00 ms a step, segments in turn 1.43x of that; measured in 30 steps"
+    assert str(machine.verdicts[0]) == "plan 7.00 ms a step, segments in turn 10.00 ms (1.43x); measured in 30 steps"
 
 
 class CountingStore:

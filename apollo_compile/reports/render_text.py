@@ -116,10 +116,14 @@ def _render_what_if(graph: GraphSummary) -> str:
 
 
 def _render_verdict(verdict: Verdict) -> str:
-    rows = [(standing.name, f"{standing.ratio:.3f}", standing.num_rounds) for standing in verdict.standings]
-    step = format_ns(round(verdict.standings[0].step_ns))
-    table = _table(rows, ("way", "to the winner", "rounds"), "lrr")
-    return f"{table}\n{verdict.winner} takes {step} a step; measured in {verdict.num_steps} steps of {verdict.loop}"
+    if not verdict.is_measured:
+        return str(verdict)
+    rows = [
+        (standing.name, format_ns(round(standing.step_ns)), f"{standing.ratio:.3f}", standing.num_rounds)
+        for standing in verdict.standings
+    ]
+    table = _table(rows, ("way", "a step", "to the winner", "rounds"), "lrrr")
+    return f"{table}\nmeasured in {verdict.num_steps} steps of {verdict.loop}"
 
 
 def _render_break(found: BreakSummary) -> str:
@@ -141,6 +145,8 @@ def describe_search(graph: GraphSummary) -> str:
         parts.append("stopped by the time limit")
     if graph.num_replans:
         parts.append(f"planned again from measured durations ({graph.num_replans}x)")
+    if graph.is_deterministic:
+        parts.append("stays whatever is measured, since deterministic algorithms are on")
     return "; ".join(parts)
 
 

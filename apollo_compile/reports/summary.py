@@ -284,6 +284,8 @@ class GraphSummary:
     what_if: tuple[WhatIf, ...] = ()
     without_formula: tuple[str, ...] = ()
     """Operators whose work is counted by their bytes alone."""
+    is_deterministic: bool = False
+    """Whether the plan stays whatever is measured, since the user wants the same numbers every time."""
 
     @property
     def measured(self) -> Timeline | None:
@@ -395,6 +397,7 @@ def summarize(
     trace: Trace,
     *,
     num_replans: int = 0,
+    is_deterministic: bool = False,
     way: str = PLAN,
     what_if: tuple[WhatIf, ...] = (),
     lane_bytes: Mapping[LaneId, int] = types.MappingProxyType({}),
@@ -406,6 +409,7 @@ def summarize(
         compilation: the graph and its plan.
         trace: of its plan, empty before the first run.
         num_replans: how often it was planned again.
+        is_deterministic: whether it was not to be.
         way: how it runs now.
         what_if: what other devices or batches would give.
         lane_bytes: device memory that lanes took.
@@ -475,6 +479,7 @@ def summarize(
         peak_bytes=compilation.memory.peak_bytes,
         memory_quota=plan.memory_quota,
         what_if=what_if,
+        is_deterministic=is_deterministic,
     )
 
 

@@ -229,16 +229,24 @@ def test_a_backward_that_comes_after_the_verdict_is_decided_about_too() -> None:
 
 
 @needs_two_cores
-def test_whoever_asks_for_the_same_numbers_gets_the_plan(deterministic: None) -> None:
-    """Ways differ in the last bits, so under deterministic algorithms measured times decide nothing."""
-    run, inputs, found = compiled_towers()
+def test_whoever_asks_for_the_same_numbers_gets_the_plan(
+    deterministic: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Ways and plans differ in the last bits, so under deterministic algorithms measured times decide nothing."""
+    monkeypatch.setattr("apollo_compile.compiled_graph.should_replan", lambda *measured: True)
+    with caplog.at_level(logging.INFO, logger="apollo_compile"):
+        run, inputs, found = compiled_towers(**{"plan.replan": True})
+    plans = [graph.compilation.plan for graph in found.graphs]
     first = run(*inputs)
     for _ in range(ENOUGH // 4):
         run(*inputs).square().mean().backward()
     assert torch.equal(run(*inputs), first)
     assert found.selection.verdict is None
     assert [graph.way for graph in found.graphs] == [PLAN, PLAN]
+    assert [graph.compilation.plan for graph in found.graphs] == plans
     assert backend.is_settled(run)
+    assert caplog.text.count("deterministic algorithms are on") == 2
+    assert str(apollo_compile.report(run)).count("stays whatever is measured") == 2
 
 
 @needs_two_cores

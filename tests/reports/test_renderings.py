@@ -172,7 +172,7 @@ def test_text_json_page_trace_and_dot_have_the_same_numbers(workload: str) -> No
     standings = json.loads(report.to_json())["report"]["verdicts"][0][1]["standings"]
     assert len(standings) == 2
     for standing in standings:
-        shown = [f"{standing['ratio']:.3f}", str(standing["num_rounds"])]
-        values = (standing["ratio"], standing["num_rounds"])
+        shown = [format_ns(round(standing["step_ns"])), f"{standing['ratio']:.3f}", str(standing["num_rounds"])]
+        values = (standing["step_ns"], standing["ratio"], standing["num_rounds"])
         assert page.rows[-1]["data-way", standing["name"]] == list(zip(values, shown, strict=True))
         assert [standing["name"], *shown] in [re.split(r"\s{2,}", line) for line in verdict.splitlines()]

@@ -368,9 +368,9 @@ def test_a_report_shows_the_contest_and_what_runs_instead_of_the_plan() -> None:
     assert "does not run its plan now but Inductor" in text
     assert "graph0: chosen by measuring" in text
     rows = [line.split() for line in text.splitlines()]
-    assert ["Inductor", "1.000", "5"] in rows
-    assert ["segments", "in", "turn", "1.250", "7"] in rows
-    assert "Inductor takes 2.00 ms a step; measured in 36 steps of the training loop" in text
+    assert ["Inductor", "2.00", "ms", "1.000", "5"] in rows
+    assert ["segments", "in", "turn", "2.50", "ms", "1.250", "7"] in rows
+    assert "measured in 36 steps of the training loop" in text
     assert "does not run" not in render_text(Report(graphs=(summarize(compilation(), NOTHING),), handed_over=()))
 
 
