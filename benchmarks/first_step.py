@@ -119,7 +119,7 @@ def format_rows(found: list[dict[str, Any]]) -> str:
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.first_step", description="Measure first steps.")
     parser.add_argument("--workloads", type=names_of(SPECS), default=list(SPECS), help=", ".join(SPECS))
-    parser.add_argument("--size", choices=("tiny", "small"), default="small")
+    parser.add_argument("--size", choices=("tiny", "small", "deep"), default="small", help="deep: two_tower's")
     parser.add_argument("--warm", type=_at_least_one, default=3, help="warm processes per backend")
     parser.add_argument("--json", type=Path, help="write everything there, machine and versions included")
     parser.add_argument("--child", choices=BACKENDS, help=argparse.SUPPRESS)

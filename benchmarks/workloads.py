@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from benchmarks.workloads_spec import SPECS, Spec
 
-SIZES = ("tiny", "small", "base")
+SIZES = ("tiny", "small", "deep", "base")
 _NEVER_DROPPED = ("layerdrop", "drop_path_rate", "mask_time_prob", "mask_feature_prob")
 
 
