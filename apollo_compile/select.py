@@ -309,8 +309,8 @@ class Selection:
             if not self._is_closed and not self._is_unrolled(graph):
                 self._begin_step()
         except BaseException as error:
-            self._abandon()
             self._is_closed = isinstance(error, Exception) or not self._ranks.is_alone  # others do not begin anew
+            self._abandon()
             raise
         finally:
             self._lock.release()
@@ -335,9 +335,11 @@ class Selection:
         return self._last is graph and any(other.has_run for other in self._all_graphs[1:])
 
     def _abandon(self) -> None:
+        """Run plans, or, if the contest was only interrupted, what was decided before it."""
         self._procedure = self._contest = None
-        for graph in self._all_graphs:
-            graph.use(_nearest(graph, PLAN))
+        decided = () if self._is_closed or self.verdict is None else self.verdict.choice
+        for graph, way in zip(self._all_graphs, itertools.chain(decided, itertools.repeat(PLAN)), strict=False):
+            graph.use(_nearest(graph, way))
 
     def _begin_step(self) -> None:
         if self._procedure is None:
@@ -404,7 +406,6 @@ class Selection:
         last = self.verdict
         is_first = last is None or last.is_remembered or running.keys() != self._compared
         is_inductor_known = not is_first and last is not None and last.has_met(INDUCTOR)
-        self._compared = frozenset(running)
         results = _Results(list(running), self._settle)
         if is_first and any(INDUCTOR in graph.ways for graph in running.values()):
             self._prepare(running.values())  # of the others it is known what Inductor makes of them
@@ -420,6 +421,7 @@ class Selection:
         mixture = results.mixture(winner)
         if mixture is not None:
             winner = yield from results.hold({winner: results.choices[winner], MIXTURE: mixture}, winner)
+        self._compared = frozenset(running)
         return results.verdict(winner)
 
     def _prepare(self, graphs: Iterable[Graph]) -> None:

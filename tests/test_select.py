@@ -321,6 +321,28 @@ def test_an_interrupted_contest_is_held_again() -> None:
     assert machine.selection.is_settled
 
 
+def test_an_interrupted_contest_leaves_an_earlier_verdict_as_it_was() -> None:
+    """The winner runs on; the graph for which the contest was held is decided about later."""
+    forward, backward = Graph({SERIAL: 10, PLAN: 9.9, INDUCTOR: 7}), Graph({SERIAL: 20, PLAN: 19.9, INDUCTOR: 15})
+    machine = Machine(forward, backward)
+    while not machine.verdicts:
+        machine.step(0)
+    assert machine.verdicts[0].winner == INDUCTOR
+    prepare = backward.prepare
+
+    def interrupt() -> None:
+        backward.prepare = prepare  # type: ignore[method-assign]
+        raise KeyboardInterrupt
+
+    backward.prepare = interrupt  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        machine.run(ENOUGH)
+    assert forward.way == INDUCTOR
+    assert not machine.selection.is_settled
+    machine.run(ENOUGH)
+    assert machine.verdicts[-1].choice == (INDUCTOR, INDUCTOR)
+
+
 def test_one_of_several_ranks_that_is_interrupted_runs_its_plan() -> None:
     """The others go on, and count its rounds as theirs."""
     (machine,) = ranks_with(CountingStore(), {SERIAL: 7, PLAN: 6.9})
