@@ -565,7 +565,12 @@ def plan_graph(
         text=text.format_capture,
     )
     compilation = compile_capture(
-        capture, profile=profile, config=config, runner=runner, recall=partial(recall, capture)
+        capture,
+        profile=profile,
+        config=config,
+        runner=runner,
+        recall=partial(recall, capture),
+        is_alone=commons is None or commons.ranks.is_alone,
     )
     if commons is not None and not compilation.plan.pinned:
         commons.enroll(compilation)

@@ -93,6 +93,12 @@ ONE_CORE: tuple[Variant, ...] = (
 )
 """The same on one core: what `Measurement.efficiencies` goes by."""
 
+PLANS: tuple[Variant, ...] = tuple(
+    Variant(name=f"plan-{way}", backend="apollo", options={"plan.contest": False, "partition.weight_gradients": way})
+    for way in ("together", "apart")
+)
+"""The plan, whatever else would be faster; gradients of weights are in their layers' segments, or in their own."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Task:

@@ -36,6 +36,9 @@ class PartitionConfig:
 
     granularity: Literal["layer", "module"] = "layer"
     """Where segments end: at every layer, or only where branches fork and join."""
+    weight_gradients: Literal["auto", "together", "apart"] = "auto"
+    """Whether the products that give the gradients of a layer's weights are a segment of their own, for which no other
+    segment waits; `auto` makes them one where that shortens the plan, as predicted."""
     min_segment_share: float = 0.005
     """Pieces with a smaller share of the graph's work join a neighbour; between 0 and 1."""
     max_segment_share: float = 0.1

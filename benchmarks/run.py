@@ -15,6 +15,7 @@ from pathlib import Path
 
 from apollo_compile.bench import (
     ONE_CORE,
+    PLANS,
     TOLERANCE,
     VARIANTS,
     Measurement,
@@ -27,7 +28,7 @@ from apollo_compile.bench import (
 from apollo_compile.reports.render_bench import format_measurement
 from benchmarks.workloads_spec import SPECS
 
-_KNOWN = {variant.name: variant for variant in (*VARIANTS, *ONE_CORE)}
+_KNOWN = {variant.name: variant for variant in (*VARIANTS, *ONE_CORE, *PLANS)}
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -18,6 +18,11 @@ Then pieces are contracted along edges u -> v, as long as that costs no parallel
   everywhere when whole modules are wanted;
 * tiny: one side has next to no work, and the other side is where it would have to wait anyway.
 
+In a backward, the gradients of weights are products for which nothing waits. As part of their layer they hold up the
+layers behind it; as a segment of their own (`layers.3:weights`) they fill what the chain of layers leaves free, also
+where a model has one tower only. They cost a border that fusion does not cross, so with `weight_gradients` at "auto"
+both partitions are made, and the caller, who knows the device, says which is better.
+
 Guarantees: every computing node is in one segment, the segment graph is acyclic and numbered in a topological order
 close to graph order, equal segments share one body. Leaves placement in time and on lanes to the planner.
 """
@@ -37,10 +42,12 @@ from apollo_compile.ir import (
     Buffer,
     BufferId,
     Capture,
+    KernelKind,
     Node,
     NodeId,
     NodeKind,
     Partition,
+    Role,
     Segment,
     SegmentGraph,
     SegmentId,
@@ -54,9 +61,33 @@ _NAMED_SHARE = 0.5
 """Share of the work that must carry a module's name for layer names to be trusted."""
 
 
-def partition_graph(capture: Capture, *, config: PartitionConfig | None = None) -> Partition:
-    """Cut `capture` into segments and name the bodies to compile."""
+def partition_graph(
+    capture: Capture,
+    *,
+    config: PartitionConfig | None = None,
+    is_better: Callable[[SegmentGraph, SegmentGraph], bool] | None = None,
+) -> Partition:
+    """Cut `capture` into segments and name the bodies to compile.
+
+    Arguments:
+        capture: the graph.
+        config: how to cut; the defaults if None.
+        is_better: whether the first graph, with weight gradients apart, is better than the second, without; asked if
+            the option is "auto" and they differ. None stands for no.
+    """
     config = config or PartitionConfig()
+    may_part = capture.role is Role.BACKWARD and config.granularity == "layer"
+    if not may_part or config.weight_gradients == "together" or (config.weight_gradients == "auto" and not is_better):
+        return _cut(capture, config, parts_gradients=False)
+    apart = _cut(capture, config, parts_gradients=True)
+    if config.weight_gradients == "apart" or is_better is None:
+        return apart
+    together = _cut(capture, config, parts_gradients=False)
+    is_same = len(together.graph.segments) == len(apart.graph.segments)
+    return apart if not is_same and is_better(apart.graph, together.graph) else together
+
+
+def _cut(capture: Capture, config: PartitionConfig, *, parts_gradients: bool) -> Partition:
     atoms = _find_atoms(capture)
     labels = _label_atoms(capture, atoms)
     weight = [sum(_weight(capture.nodes[node].work) for node in atom) for atom in atoms.members]
@@ -67,9 +98,10 @@ def partition_graph(capture: Capture, *, config: PartitionConfig | None = None) 
     else:
         labels = [""] * len(labels)
         groups = list(range(len(labels)))
-    pieces = _Pieces(atoms, groups, labels, weight)
+    is_apart = _find_last_products(capture, atoms, groups) if parts_gradients and named else [False] * len(groups)
+    pieces = _Pieces(atoms, _number(zip(groups, is_apart, strict=True)), labels, weight)
     _contract(pieces, config, named=named)
-    return _build(capture, atoms, pieces.in_order())
+    return _build(capture, atoms, pieces.in_order(), is_apart)
 
 
 def resize_partition(partition: Partition, capture: Capture) -> Partition:
@@ -228,9 +260,43 @@ def _group_by_level(atoms: _Atoms, labels: list[str]) -> list[int]:
     level: list[int] = []
     for atom, before in enumerate(atoms.predecessors):
         level.append(max((level[other] + (labels[other] != labels[atom]) for other in before), default=0))
-    number_by_first: dict[int, int] = {}
-    pieces = _connect(atoms, list(zip(labels, level, strict=True)))
-    return [number_by_first.setdefault(first, len(number_by_first)) for first in pieces]
+    return _number(_connect(atoms, list(zip(labels, level, strict=True))))
+
+
+# ------------------------------------------------------------------------------------------------ weight gradients
+
+
+def _find_last_products(capture: Capture, atoms: _Atoms, groups: list[int]) -> list[bool]:
+    """Say of every atom whether it belongs to the last products of its group, while other products stay.
+
+    A product is a last one if no other product and no other group waits for it: in a backward, the gradient of a
+    weight. What follows it belongs to it, and what nothing else needs.
+    """
+    successors, order = _successors(atoms.predecessors), range(len(groups))
+    is_product = [_is_product(capture, members) for members in atoms.members]
+    ends_here, ends_products, found = [False] * len(groups), [False] * len(groups), [False] * len(groups)
+    for atom in reversed(order):
+        after = successors[atom]
+        ends_here[atom] = all(ends_here[other] and groups[other] == groups[atom] for other in after)
+        ends_products[atom] = all(ends_products[other] and not is_product[other] for other in after)
+        found[atom] = is_product[atom] and ends_here[atom] and ends_products[atom]
+    for atom in order:
+        found[atom] = found[atom] or any(found[other] for other in atoms.predecessors[atom])
+    for atom in reversed(order):
+        after = successors[atom]
+        found[atom] = found[atom] or (bool(after) and not is_product[atom] and all(found[other] for other in after))
+    keep_products = {groups[atom] for atom in order if is_product[atom] and not found[atom]}
+    return [found[atom] and groups[atom] in keep_products for atom in order]
+
+
+def _is_product(capture: Capture, members: list[NodeId]) -> bool:
+    return any(part.kind is KernelKind.MATMUL for node in members for part in capture.nodes[node].work.parts)
+
+
+def _number(keys: Iterable[Hashable]) -> list[int]:
+    """Return for every key the number of distinct ones before its first occurrence."""
+    number_by_key: dict[Hashable, int] = {}
+    return [number_by_key.setdefault(key, len(number_by_key)) for key in keys]
 
 
 # ---------------------------------------------------------------------------------------------------------- pieces
@@ -372,7 +438,7 @@ def _apply(pieces: _Pieces, rule: Callable[[int, int], bool]) -> bool:
 # -------------------------------------------------------------------------------------------------------- segments
 
 
-def _build(capture: Capture, atoms: _Atoms, pieces: list[list[int]]) -> Partition:
+def _build(capture: Capture, atoms: _Atoms, pieces: list[list[int]], is_apart: list[bool]) -> Partition:
     nodes = capture.nodes
     segment_by_atom = {atom: SegmentId(s) for s, piece in enumerate(pieces) for atom in piece}
     segment_by_node = {node: segment_by_atom[atom] for node, atom in atoms.atom_by_node.items()}
@@ -409,7 +475,7 @@ def _build(capture: Capture, atoms: _Atoms, pieces: list[list[int]]) -> Partitio
     segments = []
     names = _Names()
     for s, content in enumerate(contents):
-        module, name = _name(capture, content, names)
+        module, name = _name(capture, content, names, is_weights=all(is_apart[atom] for atom in pieces[s]))
         needs = segment_needs([nodes[node] for node in content], outputs=made[s])
         key = _body_key(nodes, content, needed[s], made[s])
         body = bodies.setdefault(
@@ -495,7 +561,7 @@ class _Names:
         return name if self._count[name] == 1 else f"{name}#{self._count[name]}"
 
 
-def _name(capture: Capture, content: tuple[NodeId, ...], names: _Names) -> tuple[str, str]:
+def _name(capture: Capture, content: tuple[NodeId, ...], names: _Names, *, is_weights: bool) -> tuple[str, str]:
     """Return the module that most of the segment's work belongs to, and a unique name."""
     weight_by_layer: dict[str, float] = defaultdict(float)
     for node in content:
@@ -504,6 +570,6 @@ def _name(capture: Capture, content: tuple[NodeId, ...], names: _Names) -> tuple
             weight_by_layer[layer] += 1 + _weight(capture.nodes[node].work)
     if weight_by_layer:
         module = max(weight_by_layer, key=lambda layer: weight_by_layer[layer])
-        return module, names.unique(module)
+        return module, names.unique(f"{module}:weights" if is_weights else module)
     first = next((n for n in content if capture.nodes[n].kind is NodeKind.COMPUTE), content[0])
     return "", names.unique(f"~{capture.nodes[first].name}")

@@ -470,6 +470,34 @@ def test_a_dumped_plan_is_run_again(tmp_path: Path) -> None:
     assert "read from a plan file" in str(apollo_compile.report(model, units=(), profiles=()))
 
 
+@needs_two_cores
+def test_one_tower_fills_two_lanes_with_gradients_of_weights(tmp_path: Path) -> None:
+    """They are as in eager; a plan file that has them apart is run, although without it they would stay together."""
+    torch.manual_seed(0)
+    model, inputs = Tower(64, 3), two_tower_inputs()[:1]
+    first = tmp_path / "first"
+    options = {**STRICT, "debug.dump": first, "partition.weight_gradients": "apart"}
+    torch._dynamo.reset()
+    torch.compile(model, backend="apollo", options=options)(*inputs).sum().backward()
+    (file,) = first.glob("*_backward/plan.json")
+    content = json.loads(file.read_text())
+    weights = {index for index, name in enumerate(content["graph"]["segments"]) if name.endswith(":weights")}
+    assert len(weights) == 3
+    for assignment in content["plan"]["assignments"]:
+        assignment.update(lane=1 + (assignment["segment"] in weights), start_ns=assignment["segment"])
+    file.write_text(json.dumps(content))
+
+    eager = train(model, lambda run: run(*inputs).square().mean())
+    options = {**STRICT, "plan.file": first, "debug.dump": tmp_path / "second"}  # so that graphs have the same names
+    apollo = train(model, lambda run: run(*inputs).square().mean(), backend="apollo", options=options)
+    assert_same_training(eager, apollo)
+    graph = backend.compiled_models()[-1].graphs[-1]
+    assert graph.compilation.plan.pinned
+    lane_of = {span.segment: span.lane for span in graph.trace().spans}
+    assert {lane_of[segment] for segment in weights} == {2}
+    assert {lane for segment, lane in lane_of.items() if segment not in weights} == {1}
+
+
 def test_a_plan_for_another_model_is_not_used_and_the_log_says_why(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

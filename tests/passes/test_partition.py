@@ -3,7 +3,7 @@ from __future__ import annotations
 import functools
 import random
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -16,6 +16,8 @@ from apollo_compile.config import PartitionConfig
 from apollo_compile.inductor import compile_with_inductor, extract_body, report_output_strides
 from apollo_compile.ir import (
     Capture,
+    Kernel,
+    KernelKind,
     Node,
     NodeId,
     NodeKind,
@@ -32,6 +34,7 @@ aten = torch.ops.aten
 
 LAYER = PartitionConfig()
 MODULE = PartitionConfig(granularity="module")
+APART = PartitionConfig(weight_gradients="apart", min_segment_share=0.0)
 FINE = PartitionConfig(min_segment_share=0.0, max_segment_share=0.0)
 """Cuts at every border of a layer, however small it is; in graphs without names, one segment per computing node."""
 
@@ -388,7 +391,7 @@ def graphs_of(name: str, *, train: bool, recompute_masks: bool) -> dict[Role, Re
     return record(model, inputs, recompute_masks=recompute_masks, train=False)
 
 
-@pytest.mark.parametrize("config", (LAYER, FINE, MODULE), ids=("layer", "fine", "module"))
+@pytest.mark.parametrize("config", (LAYER, FINE, MODULE, APART), ids=("layer", "fine", "module", "apart"))
 @pytest.mark.parametrize("name", MODELS)
 def test_bodies_replay_training_bit_for_bit(name: str, config: PartitionConfig) -> None:
     """Forward and backward, with recomputed masks and, where it matters, with saved ones."""
@@ -543,7 +546,7 @@ def test_wiring_and_constants_tell_bodies_apart() -> None:
 
 
 @pytest.mark.parametrize("role", (Role.FORWARD, Role.BACKWARD, Role.INFERENCE))
-@pytest.mark.parametrize("config", (LAYER, FINE, MODULE), ids=("layer", "fine", "module"))
+@pytest.mark.parametrize("config", (LAYER, FINE, MODULE, APART), ids=("layer", "fine", "module", "apart"))
 @pytest.mark.parametrize(
     ("name", "first", "second"),
     [
@@ -685,9 +688,9 @@ def random_capture(rng: random.Random) -> Capture:
                 kind = NodeKind.CHEAP
             else:
                 kind = NodeKind.COMPUTE
-                work = Work(
-                    flops=rng.choice((0, 1, 10, 1000)), bytes_read=rng.choice((0, 8)), bytes_written=4, kernels=1
-                )
+                flops = rng.choice((0, 1, 10, 1000))
+                kernel = Kernel(kind=KernelKind.MATMUL if flops == 1000 else KernelKind.LOOP, flops=flops)
+                work = Work(flops=flops, bytes_read=rng.choice((0, 8)), bytes_written=4, kernels=1, parts=(kernel,))
                 if computing and rng.random() < after_share:
                     later = tuple(sorted(set(rng.choices(computing, k=2)) - set(inputs)))
                 computing.append(NodeId(index))
@@ -714,19 +717,97 @@ def random_capture(rng: random.Random) -> Capture:
 
 @pytest.mark.parametrize("seed", range(200))
 def test_every_graph_has_a_legal_partition(seed: int) -> None:
-    """For both granularities and thresholds from nothing to everything; twice the same."""
+    """For all ways to cut and thresholds from nothing to everything; twice the same."""
     rng = random.Random(seed)
     made = random_capture(rng)
     check_capture(made)
     least, most = rng.choice((0.0, 0.005, 0.2, 1.0)), rng.choice((0.0, 0.1, 0.5, 1.0))
     counts = []
-    for granularity in ("module", "layer"):
-        config = PartitionConfig(granularity=granularity, min_segment_share=least, max_segment_share=most)
+    for options in ({"granularity": "module"}, {}, {"weight_gradients": "apart"}):
+        config = PartitionConfig(**options, min_segment_share=least, max_segment_share=most)
         partition = partition_graph(made, config=config)
         check_partition(partition, made)
         assert partition_graph(made, config=config) == partition
         counts.append(len(partition.graph.segments))
     assert counts[0] <= counts[1]
+
+
+# ------------------------------------------------------------------------------------------------ weight gradients
+
+
+def test_weight_gradients_apart_are_waited_for_by_nothing() -> None:
+    """Where inputs need gradients, half of the products are left in a layer, and the other half goes to its weights."""
+    made = graphs_of("stack", train=True, recompute_masks=True)[Role.BACKWARD].captured
+    partition = partition_graph(made, config=APART)
+    graph = partition.graph
+    waited_for = {other for segment in graph.segments for other in graph.predecessors(segment.id)}
+    flops = {
+        segment.name: sum(flops_of_products(made.nodes[node]) for node in partition.nodes_by_segment[segment.id])
+        for segment in graph.segments
+    }
+    for layer in (f"layers.{i}" for i in range(4)):
+        (weights,) = [segment for segment in graph.segments if segment.name == f"{layer}:weights"]
+        assert weights.module == layer
+        assert weights.id not in waited_for
+        assert flops[weights.name] > 0
+        if layer != "layers.0":
+            assert flops[layer] == flops[weights.name]
+    longest = longest_path_of_segments(partition, made, flops_of_products)
+    assert longest < longest_path_of_segments(partition_graph(made, config=LAYER), made, flops_of_products)
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_weight_gradients_apart_make_no_path_longer(seed: int) -> None:
+    """In random graphs with products; every cut that they make is where nothing behind the layer waits."""
+    made = replace(random_capture(random.Random(seed)), role=Role.BACKWARD)
+    names = {"min_segment_share": 0.0, "max_segment_share": 0.0}
+    apart = partition_graph(made, config=PartitionConfig(weight_gradients="apart", **names))
+    together = partition_graph(made, config=PartitionConfig(weight_gradients="together", **names))
+    check_partition(apart, made)
+    longest = [longest_path_of_segments(each, made, flops_and_bytes) for each in (apart, together)]
+    assert longest[0] <= longest[1]
+    waited_for = {other for segment in apart.graph.segments for other in apart.graph.predecessors(segment.id)}
+    assert not any(segment.id in waited_for for segment in apart.graph.segments if ":weights" in segment.name)
+
+
+@pytest.mark.parametrize("answer", (True, False))
+def test_the_caller_says_whether_weight_gradients_are_better_apart(answer: bool) -> None:
+    """It is asked with both graphs, once."""
+    made = graphs_of("stack", train=True, recompute_masks=True)[Role.BACKWARD].captured
+    asked: list[tuple[SegmentGraph, SegmentGraph]] = []
+
+    def is_better(apart: SegmentGraph, together: SegmentGraph) -> bool:
+        asked.append((apart, together))
+        return answer
+
+    auto = PartitionConfig(min_segment_share=0.0)
+    found = partition_graph(made, config=auto, is_better=is_better)
+    ways = [partition_graph(made, config=replace(auto, weight_gradients=way)) for way in ("apart", "together")]
+    assert asked == [(ways[0].graph, ways[1].graph)]
+    assert found == ways[0 if answer else 1]
+    assert partition_graph(made, config=auto) == ways[1], "nobody was there to ask"
+
+
+@pytest.mark.parametrize(
+    ("name", "role", "config"),
+    [
+        ("stack", Role.FORWARD, LAYER),
+        ("stack", Role.BACKWARD, MODULE),
+        ("stack", Role.BACKWARD, PartitionConfig(weight_gradients="together")),
+        ("stack", Role.BACKWARD, PartitionConfig(min_segment_share=1.0)),
+        ("functional", Role.BACKWARD, LAYER),
+    ],
+    ids=("forward", "whole modules", "together", "all is small", "no names"),
+)
+def test_nobody_is_asked_about_weight_gradients(name: str, role: Role, config: PartitionConfig) -> None:
+    """Where there is nothing to choose."""
+
+    def is_better(apart: SegmentGraph, together: SegmentGraph) -> bool:
+        raise AssertionError("asked")
+
+    made = graphs_of(name, train=True, recompute_masks=True)[role].captured
+    names = [segment.name for segment in partition_graph(made, config=config, is_better=is_better).graph.segments]
+    assert not any(":weights" in name for name in names)
 
 
 @pytest.mark.parametrize("seed", range(200))
