@@ -1,11 +1,12 @@
 """Segment graphs of the workloads at size `base`, saved so that planning them needs neither torch nor their models.
 
-    python -m benchmarks.graphs [--only clip,llava] [--folder DIR]     write <workload>_<role>.json anew
+    python -m benchmarks.graphs [--only clip,llava] [--folder DIR]     write <workload>_<part>.json anew
     load_graphs() -> SegmentGraph by name                              read those of benchmarks/graphs
 
 A training step is traced in bfloat16 on fake tensors, through the stages up to the partition: nothing is executed, and
 weights take no memory. Dynamo's two options for values that depend on data are on, which makes LLaVA one graph instead
-of four. A file says which versions of torch and transformers it came from, beside the graph itself.
+of four. The backward is there twice: with the gradients of weights in the segments of their layers, and apart. A file
+says which versions of torch and transformers it came from, beside the graph itself.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
+from apollo_compile.config import PartitionConfig
 from apollo_compile.ir import Role, SegmentGraph
 from apollo_compile.json_form import from_json, to_json
 
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
 FOLDER = Path(__file__).parent / "graphs"
+PARTS = ("forward", "backward", "backward_apart")
 WORKLOADS = ("clip", "flava", "clap", "llava", "whisper", "vit_control")
 
 
@@ -44,8 +47,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def load_graphs() -> dict[str, SegmentGraph]:
-    """Return the saved graphs by name, in the order of `WORKLOADS`, forward before backward."""
-    names = [f"{workload}_{role}" for workload in WORKLOADS for role in (Role.FORWARD, Role.BACKWARD)]
+    """Return the saved graphs by name, in the order of `WORKLOADS` and `PARTS`."""
+    names = [f"{workload}_{part}" for workload in WORKLOADS for part in PARTS]
     return {
         name: from_json(SegmentGraph, json.loads((FOLDER / f"{name}.json").read_text(encoding="utf-8"))["graph"])
         for name in names
@@ -67,7 +70,7 @@ def save_graph(graph: SegmentGraph, folder: Path) -> Path:
 
 
 def trace_step(name: str) -> list[SegmentGraph]:
-    """Return forward and backward of a training step of the workload `name` at size `base`."""
+    """Return the `PARTS` of a training step of the workload `name` at size `base`."""
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -85,7 +88,9 @@ def trace_step(name: str) -> list[SegmentGraph]:
         graph_module: fx.GraphModule, _: Sequence[Any], *, is_backward: bool = False, **__: Any
     ) -> tuple[Any, None]:
         role = Role.BACKWARD if is_backward else Role.FORWARD
-        found.append(_partition(graph_module, name=f"{name}_{role}", role=role))
+        found.append(_partition(graph_module, name=f"{name}_{role}", role=role, weight_gradients="together"))
+        if is_backward:
+            found.append(_partition(graph_module, name=f"{name}_{role}_apart", role=role, weight_gradients="apart"))
         return _return_empty(graph_module), None
 
     with no_init_weights():  # memory that nobody writes into is never taken
@@ -100,18 +105,21 @@ def trace_step(name: str) -> list[SegmentGraph]:
         with torch._dynamo.config.patch(capture_scalar_outputs=True, capture_dynamic_output_shape_ops=True):
             workload.loss(torch.compile(workload.model, backend=trace, dynamic=False)(**inputs)).backward()
     torch._dynamo.reset()
-    if [graph.role for graph in found] != [Role.FORWARD, Role.BACKWARD]:
+    if [graph.name for graph in found] != [f"{name}_{part}" for part in PARTS]:
         raise RuntimeError(
-            f"{name} was traced as {[graph.role for graph in found]}, expected one forward, one backward"
+            f"{name} was traced as {[graph.name for graph in found]}, expected one forward, one backward in two forms"
         )
     return found
 
 
-def _partition(graph_module: fx.GraphModule, *, name: str, role: Role) -> SegmentGraph:
+def _partition(
+    graph_module: fx.GraphModule, *, name: str, role: Role, weight_gradients: Literal["together", "apart"]
+) -> SegmentGraph:
     from apollo_compile.passes.capture import capture_graph
     from apollo_compile.passes.partition import partition_graph
 
-    return partition_graph(capture_graph(graph_module, name=name, role=role)).graph
+    config = PartitionConfig(weight_gradients=weight_gradients)
+    return partition_graph(capture_graph(graph_module, name=name, role=role), config=config).graph
 
 
 def _return_empty(graph_module: fx.GraphModule) -> Callable[[list[Any]], list[Any]]:

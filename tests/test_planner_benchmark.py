@@ -41,6 +41,19 @@ def test_saved_graphs_are_training_steps_of_large_models() -> None:
         assert 1.8 < more / flops < 2.5
 
 
+def test_gradients_of_weights_are_apart_in_graphs_of_the_same_work() -> None:
+    """Every workload has some, with about half of a backward's flops at most, and nothing waits for them."""
+    for name, graph in SAVED.items():
+        weights = {segment.id for segment in graph.segments if segment.name.partition("#")[0].endswith(":weights")}
+        assert bool(weights) == name.endswith("_apart")
+        assert not any(weights & set(graph.predecessors(segment.id)) for segment in graph.segments)
+        if weights:
+            together = SAVED[name.removesuffix("_apart")]
+            flops = [segment.work.flops for segment in graph.segments]
+            assert sum(flops) == pytest.approx(sum(segment.work.flops for segment in together.segments), rel=0.01)
+            assert 0.1 < sum(flops[segment] for segment in weights) / sum(flops) < 0.6
+
+
 def test_synthetic_graphs_have_from_10_to_500_segments_and_equal_calls_equal_graphs() -> None:
     """A name ends in the number of segments."""
     sizes = sorted(len(graph.segments) for graph in SYNTHETIC.values())

@@ -77,14 +77,11 @@ def partition_graph(
     """
     config = config or PartitionConfig()
     may_part = capture.role is Role.BACKWARD and config.granularity == "layer"
-    if not may_part or config.weight_gradients == "together" or (config.weight_gradients == "auto" and not is_better):
-        return _cut(capture, config, parts_gradients=False)
-    apart = _cut(capture, config, parts_gradients=True)
-    if config.weight_gradients == "apart" or is_better is None:
-        return apart
-    together = _cut(capture, config, parts_gradients=False)
-    is_same = len(together.graph.segments) == len(apart.graph.segments)
-    return apart if not is_same and is_better(apart.graph, together.graph) else together
+    way = config.weight_gradients if may_part else "together"
+    if way == "auto" and is_better is not None:
+        apart, together = (_cut(capture, config, parts_gradients=parts) for parts in (True, False))
+        return apart if apart != together and is_better(apart.graph, together.graph) else together
+    return _cut(capture, config, parts_gradients=way == "apart")
 
 
 def _cut(capture: Capture, config: PartitionConfig, *, parts_gradients: bool) -> Partition:
@@ -283,8 +280,8 @@ def _find_last_products(capture: Capture, atoms: _Atoms, groups: list[int]) -> l
     for atom in order:
         found[atom] = found[atom] or any(found[other] for other in atoms.predecessors[atom])
     for atom in reversed(order):
-        after = successors[atom]
-        found[atom] = found[atom] or (bool(after) and not is_product[atom] and all(found[other] for other in after))
+        is_for_them = bool(successors[atom]) and ends_here[atom] and all(found[other] for other in successors[atom])
+        found[atom] = found[atom] or (is_for_them and not is_product[atom])
     keep_products = {groups[atom] for atom in order if is_product[atom] and not found[atom]}
     return [found[atom] and groups[atom] in keep_products for atom in order]
 

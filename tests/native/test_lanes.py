@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 
 import pytest
@@ -67,6 +68,24 @@ def test_what_on_start_raises_comes_out_of_the_constructor() -> None:
         _native.Lanes([[_native.available_cores()[0]]], start)
     assert caught.value is error
     assert count_threads(num_threads) <= num_threads
+
+
+@pytest.mark.parametrize("what", ("between steps", "while another lane works"))
+def test_lanes_that_wait_use_no_cores(what: str, lanes: _native.Lanes) -> None:
+    """They spin for moments, then sleep: the processor time of all threads together is next to none."""
+
+    def sleep(tensors: Tensors) -> Tensors:
+        if what == "while another lane works":
+            time.sleep(0.5)
+        return tensors
+
+    run = Runner(lanes, JOIN, [lambda tensors: tensors, sleep, lambda tensors: tensors[:1]], outputs=[3])
+    run(torch.ones(3))  # the first of all may set up more
+    begin = time.process_time()
+    run(torch.ones(3))
+    if what == "between steps":
+        time.sleep(0.5)
+    assert time.process_time() - begin < 0.25
 
 
 def test_cores_that_the_process_lacks_are_refused() -> None:
