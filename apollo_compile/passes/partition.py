@@ -95,8 +95,13 @@ def _cut(capture: Capture, config: PartitionConfig, *, parts_gradients: bool) ->
     else:
         labels = [""] * len(labels)
         groups = list(range(len(labels)))
-    is_apart = _find_last_products(capture, atoms, groups) if parts_gradients and named else [False] * len(groups)
-    pieces = _Pieces(atoms, _number(zip(groups, is_apart, strict=True)), labels, weight)
+    is_apart = [False] * len(groups)
+    if parts_gradients and named:
+        is_apart = _find_last_products(capture, atoms, labels, groups)
+        groups = _number(
+            label if apart else group for label, group, apart in zip(labels, groups, is_apart, strict=True)
+        )
+    pieces = _Pieces(atoms, groups, labels, weight)
     _contract(pieces, config, named=named)
     return _build(capture, atoms, pieces.in_order(), is_apart)
 
@@ -263,8 +268,8 @@ def _group_by_level(atoms: _Atoms, labels: list[str]) -> list[int]:
 # ------------------------------------------------------------------------------------------------ weight gradients
 
 
-def _find_last_products(capture: Capture, atoms: _Atoms, groups: list[int]) -> list[bool]:
-    """Say of every atom whether it belongs to the last products of its group, while other products stay.
+def _find_last_products(capture: Capture, atoms: _Atoms, labels: list[str], groups: list[int]) -> list[bool]:
+    """Say of every atom whether it belongs to the last products of its layer, while other products stay there.
 
     A product is a last one if no other product and no other group waits for it: in a backward, the gradient of a
     weight. What follows it belongs to it, and what nothing else needs.
@@ -282,8 +287,8 @@ def _find_last_products(capture: Capture, atoms: _Atoms, groups: list[int]) -> l
     for atom in reversed(order):
         is_for_them = bool(successors[atom]) and ends_here[atom] and all(found[other] for other in successors[atom])
         found[atom] = found[atom] or (is_for_them and not is_product[atom])
-    keep_products = {groups[atom] for atom in order if is_product[atom] and not found[atom]}
-    return [found[atom] and groups[atom] in keep_products for atom in order]
+    keep_products = {labels[atom] for atom in order if is_product[atom] and not found[atom]}
+    return [found[atom] and labels[atom] in keep_products for atom in order]
 
 
 def _is_product(capture: Capture, members: list[NodeId]) -> bool:
