@@ -45,9 +45,9 @@ from apollo_compile.plan_file import check_fits, load_plan
 _logger = logging.getLogger(__name__)
 
 WORTH_PARTING = 0.15
-"""Of a plan's predicted time, what segments for weight gradients must save. Less is not to be had in practice: on two
-cores, 10 % predicted for a ViT's backward and 2 % for Whisper's were nothing in their steps, because fusion ends at
-every border and a second core inside a product is used better than the formulas say."""
+"""Of a plan's predicted time, what segments for weight gradients must save. Fusion ends at every border, and a second
+core inside a product is used better than the formulas say: on two cores, backwards predicted to take 2 to 20 % less
+took between 4 % more and 9 % less, with the same fastest steps."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
