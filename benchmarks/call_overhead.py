@@ -107,13 +107,14 @@ def compare(name: str, model: nn.Module, value: Tensor, *, rounds: int) -> list[
 
     for call in (forward, step):
         call("inductor")
-        _settle(partial(call, "apollo"), ours)
+        settle(partial(call, "apollo"), ours)
     found = []
     for mode, call in (("forward", forward), ("step", step)):
         times: dict[str, list[float]] = {side: [] for side in compiled}
         for order in tqdm(
             turn_orders(list(compiled), rounds), total=rounds, desc=f"   {name}, {mode}", file=sys.stderr, mininterval=5
         ):
+            settle(partial(call, "apollo"), ours)  # drift of the machine may have opened the contest again
             for side in order:
                 call(side)  # brings its code back into the caches
                 times[side].append(statistics.median(_time(call, side) for _ in range(CALLS)))
@@ -129,7 +130,8 @@ def compare(name: str, model: nn.Module, value: Tensor, *, rounds: int) -> list[
     return found
 
 
-def _settle(call: Callable[[], None], model: nn.Module) -> None:
+def settle(call: Callable[[], None], model: nn.Module) -> None:
+    """Call until nothing about `model` is being decided any more, at least once and `MOST_CALLS_TO_SETTLE` at most."""
     call()
     for _ in range(MOST_CALLS_TO_SETTLE):
         if backend.is_settled(model):

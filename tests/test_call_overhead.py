@@ -35,7 +35,9 @@ def test_a_model_is_timed_when_its_contest_is_over() -> None:
     model, value = make_models()["scale"]
     found = compare("scale", model, value, rounds=2)
     assert [each.mode for each in found] == ["forward", "step"]
-    assert backend.is_settled(model)
+    # a drift of the machine may have called for another contest since, so that `is_settled` would say more
+    selections = [graph.selection for each in backend.find_models(model) for graph in each.graphs]
+    assert selections and all(each is None or each.verdict is not None for each in selections)
     for each in found:
         assert len(each.differences_ns) == 2 and min(each.inductor_ns) > 0
         assert [graph.split(":")[0].split("_")[1].split()[0] for graph in each.runs.split(", ")] == [
