@@ -139,7 +139,9 @@ def test_dropout_is_reproducible_with_a_fixed_seed(name: str) -> None:
         return found
 
     first, second, other = two_steps(5), two_steps(5), two_steps(6)
-    (found,) = backend.find_models(workload.model)
-    assert [graph.compilation.capture.without_formula for graph in found.graphs] == [(), ()]
+    compiled = backend.find_models(workload.model)  # one for every part of a graph that breaks
+    assert (len(compiled) > 1) == (name == "llava")
+    for part in compiled:
+        assert [graph.compilation.capture.without_formula for graph in part.graphs] == [(), ()]
     assert all(torch.equal(left, right) for left, right in zip(first, second, strict=True))
     assert not torch.equal(first[0], other[0])
