@@ -306,7 +306,8 @@ NB_MODULE(_native, m) {
         "Tell the C library to keep freed memory in the process, and return whether it will.\n\n"
         "Freed activations otherwise go back to the system and come back at every step: 3,000 to 5,700 page\n"
         "faults per training step. The process stays as large as it ever was. What one thread frees serves the others\n"
-        "too: lanes that are made later have no heap of their own. Works with glibc only.");
+        "too: lanes that are made later have no heap of their own. Works with glibc's allocator only, not with one\n"
+        "that was loaded before it, such as jemalloc.");
   m.def("trim_memory", &apollo::trim_memory,
         "Give free memory back to the system, and return whether there was any. Works with glibc only.");
 

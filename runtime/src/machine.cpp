@@ -1,10 +1,12 @@
 #include "apollo/machine.h"
 
+#include <dlfcn.h>
 #include <pthread.h>
 #include <sched.h>
 #include <unistd.h>
 
 #if defined(__GLIBC__)
+#include <gnu/libc-version.h>
 #include <malloc.h>
 #endif
 
@@ -94,6 +96,18 @@ bool is_on_first_heap() {
 #endif
 }
 
+#if defined(__GLIBC__)
+/// Returns where the library begins that has the function.
+template <typename Function>
+const void* library_of(Function* function) {
+  Dl_info info{};
+  return dladdr(reinterpret_cast<const void*>(function), &info) != 0 ? info.dli_fbase : nullptr;
+}
+
+/// Returns whether memory is glibc's: a library loaded before it, as jemalloc or a sanitizer's, may have taken over.
+bool does_glibc_allocate() { return library_of(&std::malloc) == library_of(&gnu_get_libc_version); }
+#endif
+
 /// A thread that looks where its memory is, and waits to be told whether to go on.
 class Applicant {
  public:
@@ -146,6 +160,9 @@ std::thread start_thread(std::function<void()> work) {
 
 bool keep_memory() {
 #if defined(__GLIBC__)
+  if (!does_glibc_allocate()) {
+    return false;
+  }
   constexpr int kLargestThreshold = 32 * 1024 * 1024;  // glibc refuses more
   constexpr int kGrowth = 64 * 1024 * 1024;
   constexpr int kNever = -1;  // becomes the largest size

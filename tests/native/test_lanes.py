@@ -16,11 +16,13 @@ from apollo_compile import _native
 from tests.native.runner import JOIN, Runner, Tensors, count_threads
 
 
-def run_python(code: str) -> str:
-    """Run code in a fresh interpreter, and return what it prints."""
+def run_python(code: str, *preload: Path) -> str:
+    """Run code in a fresh interpreter that first loads these libraries, and return what it prints."""
+    libraries = [os.environ.get("LD_PRELOAD", ""), *map(str, preload)]
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)],
         cwd=Path(__file__).parents[2],
+        env=os.environ | {"LD_PRELOAD": " ".join(libraries)},
         capture_output=True,
         text=True,
         timeout=900,
@@ -183,6 +185,22 @@ def test_memory_can_be_kept() -> None:
         print(_native.keep_memory())
     """
     assert run_python(code) in ("True\n", "False\n")
+
+
+def test_an_allocator_of_others_keeps_memory_its_own_way(tmp_path: Path) -> None:
+    """One that was loaded before glibc, as people do with jemalloc: glibc's settings would be taken and do nothing."""
+    source, library = tmp_path / "allocator.c", tmp_path / "liballocator.so"
+    source.write_text("""
+        extern void* __libc_malloc(unsigned long size);
+        void* malloc(unsigned long size) { return __libc_malloc(size); }
+    """)
+    subprocess.run(["c++", "-x", "c", "-shared", "-fPIC", "-fno-builtin", source, "-o", library], check=True)
+    code = """
+        import os
+        from apollo_compile import _native
+        print(os.confstr("CS_GNU_LIBC_VERSION") is None or not _native.keep_memory())
+    """
+    assert run_python(code, library) == "True\n"
 
 
 def test_free_memory_is_given_back() -> None:

@@ -31,7 +31,8 @@ class KeptCores {
 ///
 /// By default every thread also allocates from a heap of its own, and what was freed there is lost to the others: no
 /// lane could use what another one has left, which made processes up to a sixth larger. So glibc makes no more heaps,
-/// and start_thread() finds a thread that has the first one. Does nothing where the C library is not glibc.
+/// and start_thread() finds a thread that has the first one. Does nothing where the C library is not glibc, or another
+/// library allocates in its place.
 bool keep_memory();
 
 /// Gives free memory back to the system, that of all threads; returns whether there was any.
