@@ -24,7 +24,8 @@ def keep_memory() -> bool:
 
     Freed activations otherwise go back to the system and come back at every step: 3,000 to 5,700 page
     faults per training step. The process stays as large as it ever was. What one thread frees serves the others
-    too: lanes that are made later have no heap of their own. Works with glibc only.
+    too: lanes that are made later have no heap of their own. Works with glibc's allocator only, not with one
+    that was loaded before it, such as jemalloc.
     """
 
 def trim_memory() -> bool:
