@@ -2,8 +2,9 @@
 
     python -m benchmarks.robustness --sweep build/sweep.json --tests build/robustness.json
 
-`--sweep` is what `benchmarks.sweep --json` wrote, `--tests` what `pytest --robustness` wrote; both are kept in
-`RESULTS`, and a run without arguments makes the tables from there. In the page a table stands between two comments,
+`--sweep` is what `benchmarks.sweep --json` wrote: its cases replace those that are kept in `RESULTS`, which keeps all
+others, each with its commit. `--tests` is what `pytest --robustness` wrote; it replaces what is kept. A run without
+arguments makes the tables from what is kept. In the page a table stands between two comments,
 `<!-- sweep -->` and `<!-- end of sweep -->`, and so with each section of marked tests: a new section needs these two
 lines in the page, nothing here.
 """
@@ -15,13 +16,13 @@ import json
 import re
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from tabulate import tabulate
 
-from benchmarks.sweep import OUTCOMES, Result, load, model_names
+from benchmarks.sweep import BODIES, OUTCOMES, Result, load, model_names, save
 
 PAGE = Path(__file__).parents[1] / "docs" / "robustness.md"
 RESULTS = Path(__file__).parent / "results"
@@ -36,9 +37,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--sweep", type=Path, help="results of benchmarks.sweep")
     parser.add_argument("--tests", type=Path, help="results of marked tests")
     args = parser.parse_args(arguments)
-    for given, kept in ((args.sweep, SWEEP), (args.tests, TESTS)):
-        if given is not None:
-            kept.write_text(given.read_text(encoding="utf-8"), encoding="utf-8")
+    if args.sweep is not None:
+        results = {result.case: result for path in (SWEEP, args.sweep) for result in load(path)}
+        save(SWEEP, list(results.values()))
+    if args.tests is not None:
+        TESTS.write_text(args.tests.read_text(encoding="utf-8"), encoding="utf-8")
     PAGE.write_text(render(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
     return 0
 
@@ -63,13 +66,30 @@ def render(page: str) -> str:
 
 
 def format_counts(results: Sequence[Result], lines: Sequence[Mapping[str, Any]]) -> str:
-    """Return how many of each section were tried, and what came of them."""
-    sweep = Counter(result.outcome for result in results)
-    rows = [("Models", len(results), *(sweep[outcome] for outcome in OUTCOMES))]
+    """Return how many of each section were tried, what came of them, and which commits they were tried with."""
+    parts = {
+        f"Models, {'compiled' if bodies == 'native' else f'{bodies} bodies'}": [
+            (result.outcome, result.commit) for result in results if result.case.bodies == bodies
+        ]
+        for bodies in BODIES
+    }
     for section in sorted({line["section"] for line in lines}):
-        outcomes = Counter(_outcome(line) for line in lines if line["section"] == section)
-        rows.append((section, outcomes.total(), *(outcomes[outcome] for outcome in OUTCOMES)))
-    return _table(rows, ("", "tried", "passed", "fell back", "Inductor's own", "failed"))
+        parts[section] = [(_outcome(line), line["commit"]) for line in lines if line["section"] == section]
+    rows = []
+    for name, found in parts.items():
+        outcomes = Counter(outcome for outcome, _ in found)
+        rows.append((name, len(found), *(outcomes[outcome] for outcome in OUTCOMES), _commits(it for _, it in found)))
+    return _table(rows, ("", "tried", "passed", "fell back", "Inductor's own", "failed", "commit"))
+
+
+def _commits(commits: Iterable[str]) -> str:
+    counts = Counter(map(_short, commits))
+    return next(iter(counts)) if len(counts) == 1 else ", ".join(f"{it} ({n})" for it, n in counts.most_common())
+
+
+def _short(commit: str) -> str:
+    name, _, rest = commit.partition("-")
+    return "-".join(filter(None, (name[:7], rest)))
 
 
 def format_sweep(results: Sequence[Result]) -> str:
@@ -84,11 +104,12 @@ def format_sweep(results: Sequence[Result]) -> str:
             f"{result.num_in_segments} of {result.num_graphs}",
             result.num_on_lanes,
             result.outcome if result.outcome != "inductor" else "Inductor's own",
-            "; ".join(filter(None, (*result.reasons, result.problem))),
+            "; ".join(filter(None, (*result.reasons, result.problem, result.inductor_problem))),
+            _short(result.commit),
         )
         for result in sorted(results, key=lambda result: order.index(result.case.model))
     ]
-    return _table(rows, ("family", "model", "setting", "graphs in segments", "on lanes", "outcome", "why"))
+    return _table(rows, ("family", "model", "setting", "graphs in segments", "on lanes", "outcome", "why", "commit"))
 
 
 def format_tests(lines: Sequence[Mapping[str, Any]]) -> str:

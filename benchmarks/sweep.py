@@ -2,6 +2,7 @@
 
     python -m benchmarks.sweep --json build/sweep.json                          every model, float32, SGD
     python -m benchmarks.sweep --json build/sweep.json --settings rotate        every model, each with another setting
+    python -m benchmarks.sweep --json build/sweep.json --settings few            a dozen, compiled, in other settings
     python -m benchmarks.sweep --json build/sweep.json --bodies eager            operator by operator: many times faster
     python -m benchmarks.sweep --json build/sweep.json --shapes changing         every model, batches of several sizes
     python -m benchmarks.sweep --only clip,bert --precision bfloat16 --optimizer adamw_fused --mode switches
@@ -20,13 +21,15 @@ device profile on which hand-overs between lanes are free, so that plans of tiny
 is raised instead of handed to Inductor; and segments are larger than by default, since each of them takes a C++
 compile. A result says how many graphs ran in segments, and how many of these on lanes.
 
-    passed      every graph ran in segments, numbers as in eager
-    fell back   numbers as in eager; a graph went to Inductor whole, or Dynamo left the model in eager
-    inductor    apollo differs or raises, and so does Inductor alone
+    passed      every graph ran in segments, numbers as in eager, and every parameter was trained by such graphs
+    fell back   numbers as in eager; a graph went to Inductor whole, or Dynamo left what trains a parameter in eager
+    inductor    apollo differs or raises, and Inductor alone does the same: the number that is off most in the one is
+                off by at least half as much in the other, or both raise an error of one type
     failed      apollo differs or raises where Inductor does not, or the process died or hung
 
 Cases run in a process of their own, which is replaced when it dies, hangs or has run `CASES_PER_PROCESS` of them. With
-`--json` every result is written at once, and cases that the file has are not run again. Exit code 1: a case failed.
+`--json` every result is written at once, with the commit that it is of, and cases that the file has are not run again.
+Exit code 1: a case failed.
 """
 
 from __future__ import annotations
@@ -101,6 +104,22 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
 }
 OWN = "Hand-written"
 
+FEW = (
+    "experts",
+    "ast",
+    "imagegpt",
+    "two_tower",
+    "lxmert",
+    "vision_text_dual_encoder",
+    "gpt2",
+    "contrast",
+    "quantizer",
+    "adversaries",
+    "attention",
+    "spectral",
+)
+"""Models of every family that are quick to compile; the order gives each precision to each optimizer (`rotate_few`)."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
@@ -144,6 +163,27 @@ class Result:
     inductor_problem: str = ""
     """The same of Inductor, or of its decompositions, where they were asked."""
     seconds: float = 0.0
+    commit: str = ""
+    """Of apollo; with `-dirty` behind it where files had been changed."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Problem:
+    """What is wrong with a run: a difference, or an error."""
+
+    text: str
+    what: str
+    """The number that is off most, measured by what is allowed; of an error its type, with that of its cause."""
+    sizes: Mapping[str, float]
+    """By how much every number is off; infinite where there is nothing to subtract, and for an error."""
+
+    def is_also_in(self, other: Problem | None) -> bool:
+        """Return whether `other` is off there too, by at least half as much."""
+        return other is not None and other.sizes.get(self.what, 0.0) >= self.sizes[self.what] / 2
+
+    def at(self, what: str) -> str:
+        """Return it in words, as seen at `what`."""
+        return self.text if what == self.what else f"{what}: off by {self.sizes[what]:.1e}"
 
 
 Numbers = dict[str, "Tensor | None"]
@@ -159,13 +199,15 @@ def model_names() -> dict[str, str]:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run what is not in the file yet, print a line for each case; return the exit code."""
+    from apollo_compile.bench import machine_facts
+
     args = _parse(arguments)
     results = load(args.json) if args.json is not None and args.json.exists() else []
     known = {result.case for result in results}
     cases = [case for case in _cases(args) if case not in known]
-    begin = time.monotonic()
+    begin, commit = time.monotonic(), str(machine_facts()["commit"])
     for result in run_cases(cases, timeout_s=args.timeout):
-        results.append(result)
+        results.append(replace(result, commit=commit))
         if args.json is not None:
             save(args.json, results)
         tqdm.write(format_result(result))
@@ -186,11 +228,12 @@ def load(path: Path) -> list[Result]:
 
 
 def save(path: Path, results: Sequence[Result]) -> None:
-    """Write results and the versions that they are for."""
+    """Write results and the versions that they are for; each has its own commit."""
     from apollo_compile.bench import machine_facts
 
     path.parent.mkdir(parents=True, exist_ok=True)
-    content = {"machine": machine_facts(), "cases": [asdict(result) for result in results]}
+    machine = {name: fact for name, fact in machine_facts().items() if name != "commit"}
+    content = {"machine": machine, "cases": [asdict(result) for result in results]}
     path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
@@ -278,6 +321,7 @@ def _work(connection: Connection) -> None:
 
 def run_case(case: Case) -> Result:
     """Train the model of `case` in eager and with apollo; ask Inductor only where the two differ."""
+    from torch._dynamo.utils import counters
     from torch._inductor import config as inductor_config
 
     from apollo_compile import backend
@@ -292,40 +336,49 @@ def run_case(case: Case) -> Result:
     if case.optimizer == "adamw_compiled":
         used.add("float32")  # in which it counts steps, and so corrects its moments; not compiled, it does in Python
     tolerance = max(TOLERANCE[precision] for precision in used)
+    found: dict[str, Any] = {}
+
+    def look(model: torch.nn.Module) -> None:
+        found.update(_look_at_graphs([each for each in backend.compiled_models() if each not in others], model))
+
     with tempfile.TemporaryDirectory() as folder:
         options = {**make_options(Path(folder) / "profile.json"), "runtime.bodies": case.bodies}
         shapes = {"dynamic": True} if case.shapes == "changing" else {}
 
-        def compare(**compile_options: Any) -> tuple[str, bool]:
-            """Return what is wrong with the compiled run, an empty text if nothing is, and whether it is an error."""
+        def compare(look: Callable[[torch.nn.Module], object] = bool, **compile_options: Any) -> Problem | None:
+            """Return what is wrong with the compiled run."""
             try:
                 with inductor_config.patch(fallback_random=True):
-                    actual = train(workload, batches, case, **shapes, **compile_options)
-                return find_difference(actual, eager, exact, tolerance), False
+                    actual = train(workload, batches, case, look=look, **shapes, **compile_options)
+                return find_difference(actual, eager, exact, tolerance)
             except Exception as error:  # whatever it is, it is the result
-                lines = [line for line in str(error).splitlines() if line.strip()] or [""]
-                # the first line may only name the backend
-                return f"{type(error).__name__}: {' '.join(lines[:2])}"[:300], True
+                return problem_of(error)
 
-        problem, is_error = compare(backend="apollo", options=options)
-        models = [model for model in backend.compiled_models() if model not in others]
-        found = _look_at_graphs(models)
-        if not (models or problem):
-            found["reasons"] = ("Dynamo runs the model in eager: it finds nothing that it compiles",)
-    outcome, inductor_problem = "fell back" if found["reasons"] else "passed", ""
-    if problem:
-        rivals = ((rival, *compare(backend=rival)) for rival in RIVALS[case.bodies])
-        alike = (f"{rival}: {text}" for rival, text, is_its_error in rivals if text and is_its_error == is_error)
-        inductor_problem = next(alike, "")
-        outcome = "inductor" if inductor_problem else "failed"
+        counters.clear()
+        problem = compare(look, backend="apollo", options=options)
+        outcome, inductor_problem = "fell back" if found.get("reasons") else "passed", ""
+        if problem is not None:
+            rivals = ((rival, compare(backend=rival)) for rival in RIVALS[case.bodies])
+            alike = (f"{rival}: {its.at(problem.what)}" for rival, its in rivals if its and problem.is_also_in(its))
+            inductor_problem = next(alike, "")
+            outcome = "inductor" if inductor_problem else "failed"
     return Result(
         case=case,
         outcome=outcome,
-        problem=problem,
+        problem="" if problem is None else problem.text,
         inductor_problem=inductor_problem,
         seconds=round(time.monotonic() - begin, 1),
         **found,
     )
+
+
+def problem_of(error: Exception) -> Problem:
+    """Return what is wrong with a run that raised `error`."""
+    lines = [line for line in str(error).splitlines() if line.strip()] or [""]
+    inner = getattr(error, "inner_exception", None)  # of Dynamo's, which all backends' have in common
+    what = type(error).__name__ if inner is None else f"{type(error).__name__}: {type(inner).__name__}"
+    text = f"{type(error).__name__}: {' '.join(lines[:2])}"[:300]  # the first line may only name the backend
+    return Problem(text=text, what=what, sizes={what: math.inf})
 
 
 def build_model(name: str) -> Workload:
@@ -366,27 +419,65 @@ def make_options(profile: Path) -> dict[str, Any]:
     }
 
 
-def _look_at_graphs(models: Sequence[CompiledModel]) -> dict[str, Any]:
-    """Return how the graphs of a run were run."""
-    graphs = [graph for model in models for graph in model.graphs if graph.has_run and graph.bodies]
+def _look_at_graphs(compiled: Sequence[CompiledModel], model: torch.nn.Module) -> dict[str, Any]:
+    """Return how the graphs of a run were run, and what Dynamo left in eager."""
+    graphs = [graph for each in compiled for graph in each.graphs if graph.has_run and graph.bodies]
     lanes = [{span.lane for span in graph.trace().spans} for graph in graphs]
-    handed_over = [reason for model in models for _, reason in model.handed_over]
+    reasons = {reason for each in compiled for _, reason in each.handed_over}
+    if left := _left_in_eager(compiled, model):
+        reasons.add(f"Dynamo leaves the training of {left} to eager: {_complaints_of_dynamo()}")
     return {
-        "num_graphs": len(graphs) + sum(len(model.handed_over) for model in models),
+        "num_graphs": len(graphs) + sum(len(each.handed_over) for each in compiled),
         "num_in_segments": sum(map(bool, lanes)),
         "num_on_lanes": sum(len(used) > 1 for used in lanes),
-        "reasons": tuple(sorted(set(handed_over))),
+        "reasons": tuple(sorted(reasons)),
     }
+
+
+def _complaints_of_dynamo() -> str:
+    from torch._dynamo.utils import counters
+
+    complaints = {text.splitlines()[0] for name in ("unimplemented", "graph_break") for text in counters[name]}
+    return "; ".join(sorted(complaints)) or "it says nothing"
+
+
+def _left_in_eager(compiled: Sequence[CompiledModel], model: torch.nn.Module) -> str:
+    """Return, in words, which parameters have a gradient that comes from no graph; an empty text if all do.
+
+    A graph that only runs forward trains nothing, such as that of a mask, or of a compiled optimizer.
+    """
+    from apollo_compile.inductor import storages_of
+    from apollo_compile.ir import Role
+
+    trains = [
+        each
+        for each in compiled
+        if any(graph.compilation.capture.role is Role.BACKWARD for graph in each.graphs)
+        or any(name.endswith(f"_{Role.BACKWARD}") for name, _ in each.handed_over)
+    ]
+    known = frozenset[Any]().union(*(each.storages for each in trains))
+    trained = {name: value for name, value in model.named_parameters() if value.grad is not None}
+    left = [name for name, value in trained.items() if not storages_of([value]) & known]
+    if len(left) == len(trained):
+        return "the whole model" if left else ""
+    return ", ".join(left[:3]) + (f" and {len(left) - 3} more" if len(left) > 3 else "")
 
 
 # -------------------------------------------------------------------------------------------------------- training
 
 
-def train(workload: Workload, batches: Sequence[Mapping[str, Any]], case: Case, **compile_options: Any) -> Numbers:
+def train(
+    workload: Workload,
+    batches: Sequence[Mapping[str, Any]],
+    case: Case,
+    *,
+    look: Callable[[torch.nn.Module], object] = bool,
+    **compile_options: Any,
+) -> Numbers:
     """Train a copy of the model in the setting of `case`, on one batch after the other; return every number.
 
-    `compile_options` go to `torch.compile`, for the model and, in the setting `adamw_compiled`, for the optimizer's
-    step; without any both stay eager.
+    `look` sees the copy after its last step. `compile_options` go to `torch.compile`, for the model and, in the setting
+    `adamw_compiled`, for the optimizer's step; without any both stay eager.
     """
     import torch
 
@@ -417,6 +508,7 @@ def train(workload: Workload, batches: Sequence[Mapping[str, Any]], case: Case, 
             numbers |= _run_in_other_modes(run, partial(loss_of, step))
     for name, value in (*model.named_parameters(), *model.named_buffers()):
         numbers[f"{name} at the end"] = value.detach().clone()
+    look(model)
     return numbers
 
 
@@ -496,8 +588,8 @@ def _train_exactly(workload: Workload, batches: Sequence[Mapping[str, Any]], cas
         return None
 
 
-def find_difference(actual: Numbers, eager: Numbers, exact: Numbers | None, tolerance: float) -> str:
-    """Return the worst difference that is not allowed; an empty text if there is none.
+def find_difference(actual: Numbers, eager: Numbers, exact: Numbers | None, tolerance: float) -> Problem | None:
+    """Return the worst difference that is not allowed; None if there is none.
 
     What eager's own error was in earlier steps is allowed in later ones: in a training that amplifies rounding, errors
     of one step may happen to cancel out.
@@ -506,19 +598,23 @@ def find_difference(actual: Numbers, eager: Numbers, exact: Numbers | None, tole
     not use, with every backend.
     """
     if actual.keys() != eager.keys():
-        return f"other numbers: {sorted(actual.keys() ^ eager.keys())[:3]}"
+        text = f"other numbers: {sorted(actual.keys() ^ eager.keys())[:3]}"
+        return Problem(text=text, what=text, sizes={text: math.inf})
     exact = eager if exact is None else exact
     largest = max((_largest(value) for name, value in eager.items() if name.startswith("gradient")), default=0.0)
-    worst, text = 1.0, ""
+    worst, what, text = 1.0, "", ""
     own: dict[str, float] = defaultdict(float)
+    sizes: dict[str, float] = {}
     for name, expected in eager.items():
         found = actual[name]
         if expected is None or found is None:
             if (found is not None and found.any()) or (expected is not None and expected.any()):
-                return f"{name}: {'None' if found is None else 'a tensor'} instead of the other"
+                text = f"{name}: {'None' if found is None else 'a tensor'} instead of the other"
+                return Problem(text=text, what=name, sizes={**sizes, name: math.inf})
             continue
         if found.dtype != expected.dtype or found.shape != expected.shape:
-            return f"{name}: {found.dtype} {tuple(found.shape)} instead of {expected.dtype} {tuple(expected.shape)}"
+            text = f"{name}: {found.dtype} {tuple(found.shape)} instead of {expected.dtype} {tuple(expected.shape)}"
+            return Problem(text=text, what=name, sizes={**sizes, name: math.inf})
         reference = exact[name]
         if reference is None:
             reference = expected
@@ -526,11 +622,12 @@ def find_difference(actual: Numbers, eager: Numbers, exact: Numbers | None, tole
         quantity = name.partition(" step ")[0]
         own[quantity] = max(own[quantity], _distance(expected, reference))
         allowed = 5 * own[quantity] + tolerance * (_largest(reference) + floor)
-        ratio = _distance(found, reference) / allowed
+        sizes[name] = _distance(found, reference)
+        ratio = sizes[name] / allowed
         if not ratio <= worst:
-            worst = ratio
-            text = f"{name}: off by {_distance(found, reference):.1e}, allowed {allowed:.1e}"
-    return text
+            worst, what = ratio, name
+            text = f"{name}: off by {sizes[name]:.1e}, allowed {allowed:.1e}"
+    return Problem(text=text, what=what, sizes=sizes) if text else None
 
 
 def _largest(tensor: Tensor | None) -> float:
@@ -561,6 +658,8 @@ def _distance(left: Tensor, right: Tensor) -> float:
 
 def _cases(args: argparse.Namespace) -> list[Case]:
     names = [name for name in model_names() if args.only is None or name in args.only]
+    if args.settings == "few":
+        return [case for case in rotate_few() if case.model in names]
     own = {"shapes": args.shapes, "bodies": args.bodies}
     if args.settings == "one":
         return [
@@ -582,10 +681,19 @@ def rotate(names: Sequence[str]) -> list[Case]:
     ]
 
 
+def rotate_few() -> list[Case]:
+    """Give each of `FEW` another setting, compiled: each precision meets each optimizer, each optimizer both modes."""
+    settings = zip(FEW, product(PRECISIONS, OPTIMIZERS), strict=True)
+    return [
+        Case(model=name, precision=precision, optimizer=optimizer, mode=MODES[number % 3 == 0])
+        for number, (name, (precision, optimizer)) in enumerate(settings)
+    ]
+
+
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.sweep", description="Compare many models with eager.")
     parser.add_argument("--only", type=names_of(model_names()), help="models, separated by commas; default: all")
-    parser.add_argument("--settings", choices=("one", "rotate"), default="one", help="one for all, or one for each")
+    parser.add_argument("--settings", choices=("one", "rotate", "few"), default="one", help="one for all, or one each")
     parser.add_argument("--precision", choices=PRECISIONS, default="float32")
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="sgd")
     parser.add_argument("--mode", choices=MODES, default="train")

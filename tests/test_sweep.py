@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
+
+from torch._dynamo.exc import BackendCompilerFailed  # noqa: E402
 
 from benchmarks import robustness, sweep  # noqa: E402
 from benchmarks.sweep import Case, Result, find_difference  # noqa: E402
@@ -32,15 +35,18 @@ EXACT = {name: value.double() + 1e-7 for name, value in EAGER.items()}
 def test_a_difference_beyond_rounding_is_named(name: str, value: torch.Tensor | None, said: str | None) -> None:
     """Rounding as eager's own is allowed; other numbers, types, NaN and missing gradients are not."""
     found = find_difference({**EAGER, name: value}, EAGER, EXACT, 1e-5)
-    assert found == "" if said is None else said in found
+    if said is None:
+        assert found is None
+    else:
+        assert found is not None and found.what == name and said in found.text
 
 
 def test_an_error_of_eager_in_one_step_is_allowed_in_later_ones() -> None:
     """Not in earlier ones."""
     exact = {f"loss of step {step}": torch.tensor(1.0, dtype=torch.float64) for step in range(3)}
     eager = {name: torch.tensor(1.1 if "1" in name else 1.0) for name in exact}
-    assert find_difference({**eager, "loss of step 2": torch.tensor(1.3)}, eager, exact, 1e-5) == ""
-    assert find_difference({**eager, "loss of step 0": torch.tensor(1.3)}, eager, exact, 1e-5) != ""
+    assert find_difference({**eager, "loss of step 2": torch.tensor(1.3)}, eager, exact, 1e-5) is None
+    assert find_difference({**eager, "loss of step 0": torch.tensor(1.3)}, eager, exact, 1e-5) is not None
 
 
 def test_buffers_of_every_type_are_compared() -> None:
@@ -50,17 +56,58 @@ def test_buffers_of_every_type_are_compared() -> None:
         "count at the end": torch.tensor(3),
         "spectrum at the end": torch.tensor([1 + 2j]),
     }
-    assert find_difference(buffers, buffers, None, 1e-5) == ""
+    assert find_difference(buffers, buffers, None, 1e-5) is None
     for name, other in zip(buffers, (torch.tensor([True, True]), torch.tensor(4), torch.tensor([1 + 3j])), strict=True):
-        assert find_difference({**buffers, name: other}, buffers, None, 1e-5).startswith(name)
+        found = find_difference({**buffers, name: other}, buffers, None, 1e-5)
+        assert found is not None and found.what == name
 
 
 def test_a_gradient_of_zeros_is_as_good_as_none() -> None:
     """AOTAutograd gives zeros to what only feeds unused outputs."""
     eager = {**EAGER, "gradient of v in step 0": None}
     zeros, ones = ({**eager, "gradient of v in step 0": value} for value in (torch.zeros(2), torch.ones(2)))
-    assert find_difference(zeros, eager, eager, 1e-5) == ""
-    assert find_difference(ones, eager, eager, 1e-5) != ""
+    assert find_difference(zeros, eager, eager, 1e-5) is None
+    assert find_difference(ones, eager, eager, 1e-5) is not None
+
+
+def _off(**sizes: float) -> dict[str, torch.Tensor]:
+    return {name: value + sizes.get(name[:4], 0.0) for name, value in EAGER.items()}
+
+
+@pytest.mark.parametrize(
+    ("ours", "its", "is_alike"),
+    [
+        ({"loss": 0.4}, {"loss": 0.4}, True),
+        ({"loss": 0.4}, {"loss": 0.3}, True),
+        ({"loss": 0.4}, {"loss": 0.1}, False),
+        ({"loss": 0.4}, {"grad": 0.4}, False),
+        ({"loss": 0.4}, {"loss": 0.3, "grad": 9.0}, True),
+        ({"loss": float("nan")}, {"loss": 0.4}, False),
+        ({"loss": float("nan")}, {"loss": float("nan")}, True),
+        ({"loss": 0.4}, {}, False),
+    ],
+)
+def test_a_difference_is_inductors_where_inductor_alone_is_off_at_the_same_number(
+    ours: dict[str, float], its: dict[str, float], is_alike: bool
+) -> None:
+    """By at least half as much; what it does to other numbers is no excuse."""
+    problem, rival = (find_difference(_off(**sizes), EAGER, EXACT, 1e-5) for sizes in (ours, its))
+    assert problem is not None
+    assert problem.is_also_in(rival) == is_alike
+    if is_alike:
+        assert rival is not None and rival.at(problem.what).startswith("loss of step 0: off by")
+
+
+def test_an_error_is_inductors_where_inductor_alone_raises_one_of_the_same_type() -> None:
+    """Of its cause too, where Dynamo's error only says which backend it was; an error is no difference."""
+    number = find_difference(_off(loss=0.4), EAGER, EXACT, 1e-5)
+    assert number is not None
+    value, other, key = map(sweep.problem_of, (ValueError("one"), ValueError("two"), KeyError("one")))
+    assert value.is_also_in(other) and other.text == "ValueError: two"
+    assert not value.is_also_in(key) and not value.is_also_in(number) and not number.is_also_in(value)
+    failed = [BackendCompilerFailed(torch.compile, error, None) for error in (ValueError("one"), KeyError("two"))]
+    value, key = map(sweep.problem_of, failed)
+    assert value.is_also_in(value) and not value.is_also_in(key)
 
 
 def test_every_setting_but_the_plain_one_takes_part_in_the_rotation() -> None:
@@ -74,11 +121,21 @@ def test_every_setting_but_the_plain_one_takes_part_in_the_rotation() -> None:
     assert Case(model="") not in settings
 
 
+def test_a_dozen_models_are_compiled_in_settings_that_meet() -> None:
+    """Every precision meets every optimizer, which meets both modes; the plain case is another one."""
+    cases = sweep.rotate_few()
+    assert {(case.precision, case.optimizer) for case in cases} == set(product(sweep.PRECISIONS, sweep.OPTIMIZERS))
+    assert {(case.optimizer, case.mode) for case in cases} == set(product(sweep.OPTIMIZERS, sweep.MODES))
+    assert {case.bodies for case in cases} == {"native"}
+    assert {case.model for case in cases} <= set(sweep.model_names())
+    assert Case(model=cases[0].model) not in cases
+
+
 def test_results_are_read_back_and_not_run_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A run that was interrupted goes on where it was; a failed case is the exit code."""
     known = [
         Result(case=Case(model="bert"), outcome="fell back", num_graphs=1, reasons=("a reason",)),
-        Result(case=Case(model="clip"), outcome="failed", problem="the process hung"),
+        Result(case=Case(model="clip"), outcome="failed", problem="the process hung", commit="abc"),
     ]
     file = tmp_path / "sweep.json"
     sweep.save(file, known)
