@@ -108,14 +108,14 @@ FEW = (
     "experts",
     "ast",
     "imagegpt",
-    "two_tower",
+    "adversaries",
     "lxmert",
     "vision_text_dual_encoder",
     "gpt2",
-    "contrast",
-    "quantizer",
-    "adversaries",
     "attention",
+    "contrast",
+    "two_tower",
+    "quantizer",
     "spectral",
 )
 """Models of every family that are quick to compile; the order gives each precision to each optimizer (`rotate_few`)."""
