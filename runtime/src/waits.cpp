@@ -13,6 +13,7 @@ namespace {
 // not.
 constexpr std::chrono::microseconds kPatienceOnSharedCores{20};
 constexpr std::chrono::microseconds kPatienceOnOwnCores{2000};
+constexpr std::chrono::microseconds kNoPatience{0};  // on cores that were just handed to somebody else
 
 using Clock = std::vector<int>;
 
@@ -66,6 +67,9 @@ class Walk {
       if (cores_[lane].empty()) {
         find_pauses(lane, clock);
       }
+    }
+    for (std::size_t lane = 0; lane < program_.lanes.size(); ++lane) {
+      leave_given_cores(lane);
     }
     Clock end(now_.size(), 0);
     for (std::size_t lane = 0; lane < program_.lanes.size(); ++lane) {
@@ -187,6 +191,22 @@ class Walk {
       }
     }
     return {idle.begin(), idle.end()};
+  }
+
+  /// Lets a lane sleep at once where it waits behind a record with which it handed its cores over: who has them now
+  /// would share them with a lane that spins.
+  void leave_given_cores(std::size_t lane) {
+    bool has_given = false;
+    for (std::size_t position = 0; position < program_.lanes[lane].size(); ++position) {
+      const Instruction& instruction = program_.lanes[lane][position];
+      if (const Record* record = std::get_if<Record>(&instruction)) {
+        has_given = has_given || !result_.arrivals[index(record->event)].left.empty();
+      } else if (is_launch(instruction)) {
+        has_given = false;
+      } else if (has_given && is_wait(instruction)) {
+        result_.patience[lane][position] = kNoPatience;
+      }
+    }
   }
 
   /// Returns the end of a lane; `clock` is that of the caller behind its pauses, `end` that of all lanes at their ends.
