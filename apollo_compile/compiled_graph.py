@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from apollo_compile.check import check_plan
 from apollo_compile.commons import Commons
 from apollo_compile.config import Config
 from apollo_compile.cuda.execute import Contract, CudaExecutable, ModelMemory
@@ -31,10 +32,10 @@ from apollo_compile.ir import BodyId, LaneId, Plan, Trace, Verdict
 from apollo_compile.monitor import is_same_placement, observe_trace, should_replan
 from apollo_compile.observe import StageRunner
 from apollo_compile.passes.cost import estimate_costs
-from apollo_compile.passes.plan import make_plan
+from apollo_compile.passes.plan import make_list_plan, make_plan
 from apollo_compile.pipeline import Compilation, compile_plan, plan_partition
 from apollo_compile.ranks import Ranks
-from apollo_compile.select import INDUCTOR, OVERLAPPING, PLAN, PRIORITIES, SERIAL, STREAMS, Selection
+from apollo_compile.select import INDUCTOR, LISTED, OVERLAPPING, PLAN, PRIORITIES, SERIAL, STREAMS, Selection
 from apollo_compile.units import format_ns
 from apollo_compile.warm_start import are_numbers_fixed
 
@@ -47,6 +48,13 @@ OBSERVED_RUNS = 5
 """Measured runs before a plan is judged."""
 
 MAX_REPLANS = 3
+
+CLOSE = 0.05
+"""Of a plan's predicted time, what a list schedule may be behind and compete all the same: predictions are wrong by
+about as much."""
+
+COMPILE_NS_PER_OPERATOR = 50_000_000
+"""What Inductor and the C++ compiler take per operator of a whole graph, about."""
 
 _SHARING_BY_WAY = {STREAMS: Sharing.FREE, PRIORITIES: Sharing.URGENCY, OVERLAPPING: Sharing.OVERLAPPING}
 """How lanes share a GPU where a graph does not run as planned."""
@@ -114,6 +122,10 @@ class CompiledGraph:
         is_for_its_sizes = not self.compilation.capture.sizes or has_free_plans(self.compilation.plan, self.config)
         self._is_settled = not (is_free and is_for_its_sizes) or finding is not None
         self._others: dict[str, Run] = {}
+        self._listed: tuple[Compilation, Executable] | None = None
+        """The best list schedule, if it is to compete."""
+        self._has_looked = False
+        """Whether it was looked for."""
         self._on_gpu: dict[str, CudaExecutable] = {}
         """All that may have captured something, by way."""
         self._run: Run
@@ -141,7 +153,7 @@ class CompiledGraph:
     def _call(self, inputs: list[torch.Tensor]) -> Sequence[Any]:
         if self.gpu is not None and self.has_run and not self._is_settled and not self.gpu.is_capturing():
             self._measure_bodies(inputs)
-        if self.selection is None or (self.gpu is not None and (self.selection.is_settled or self.gpu.is_capturing())):
+        if self.selection is None or self._is_left_alone(self.selection):
             outputs = self._run(inputs)
         else:
             self._choose(self.selection)
@@ -152,6 +164,12 @@ class CompiledGraph:
         if not self._is_settled and self.way == PLAN and self.gpu is None:
             self._learn()
         return outputs
+
+    def _is_left_alone(self, selection: Selection) -> bool:
+        """Whether nothing about this call is to be decided or measured."""
+        if self.gpu is not None:
+            return selection.is_settled or self.gpu.is_capturing()
+        return selection.passes(self)
 
     def _now_ns(self) -> int:
         """Return the time at which everything launched so far has ended."""
@@ -178,7 +196,9 @@ class CompiledGraph:
         if isinstance(self.executable, CudaExecutable):
             self._on_gpu[PLAN] = self.executable
         self.compilation = compilation
-        self.use(self.way)
+        self._listed, self._has_looked = None, False  # it was for other costs
+        self._others.pop(LISTED, None)
+        self.use(PLAN if self.way == LISTED else self.way)
 
     @property
     def ways(self) -> Sequence[str]:
@@ -186,6 +206,7 @@ class CompiledGraph:
         own = {SERIAL}
         if uses_lanes(self.compilation.plan):
             own |= {PLAN} if self.gpu is None else {PLAN, *_SHARING_BY_WAY}
+            own |= {LISTED} if self._has_rival() else set()
         return (*sorted(own), *sorted(self._others.keys() - own))
 
     @property
@@ -213,6 +234,8 @@ class CompiledGraph:
         """Run this way from the next call on."""
         if way == SERIAL and SERIAL not in self._others:
             self._add_way(SERIAL, self._make_serial())
+        if way == LISTED and self._listed is not None:
+            self._others[LISTED] = self._listed[1].run
         if way in _SHARING_BY_WAY and way not in self._others and self.gpu is not None:
             gpu = self.gpu.sharing(_SHARING_BY_WAY[way])
             self._add_way(way, self._make_cuda_executable(way, self.compilation, gpu))
@@ -231,11 +254,22 @@ class CompiledGraph:
             if executable.run not in kept:  # the plan may be to run in turn, and is then two ways
                 executable.release()
 
+    def adopt_way(self) -> str:
+        """Make the list schedule, if that is how it runs, the plan that reports show and later processes begin with."""
+        if self.way == LISTED and self._listed is not None:
+            self.adopt(*self._listed)
+        return self.way
+
     def keep_only_this_way(self) -> None:
         """Let go of what other ways captured on a GPU, and of all of them but the plan."""
         self.keep([self.way])
         self._others = {way: run for way, run in self._others.items() if way == self.way}
         self._on_gpu = {way: made for way, made in self._on_gpu.items() if way in (self.way, PLAN)}
+
+    @property
+    def prepare_ns(self) -> int:
+        """How long Inductor takes to compile the whole graph, about; 0 where it has, or is not to."""
+        return 0 if self.compile_whole is None else COMPILE_NS_PER_OPERATOR * len(self.compilation.capture.nodes)
 
     def prepare(self) -> None:
         """Compile the graph as Inductor would; if it cannot, say so and leave that way out."""
@@ -284,14 +318,35 @@ class CompiledGraph:
         if not uses_lanes(old.plan):
             return self.executable
         plan = make_plan(old.partition.graph, old.costs, lanes=old.plan.lanes, planner="serial")
-        compilation = compile_plan(
+        return self._make_executable(self._planned_so(plan), SERIAL)
+
+    def _has_rival(self) -> bool:
+        """Whether a list schedule may be as fast as the plan; it is made when that is asked for the first time."""
+        old = self.compilation
+        may_have = self.gpu is None and not old.plan.pinned and self.config.plan.memory_quota is None
+        if may_have and not self._has_looked:
+            self._has_looked = True
+            plan = make_list_plan(old.partition.graph, old.costs, old.plan)
+            is_close = plan.makespan_ns <= min(old.plan.serial_ns, (1 + CLOSE) * old.plan.makespan_ns)
+            if is_close and uses_lanes(plan) and not is_same_placement(plan, old.plan):
+                check_plan(plan, old.partition.graph, old.costs)
+                compilation = self._planned_so(plan)
+                self._listed = compilation, self._make_cpu_executable(compilation)
+        return self._listed is not None
+
+    def _planned_so(self, plan: Plan) -> Compilation:
+        """Return the compilation with another plan of the same costs."""
+        old = self.compilation
+        return compile_plan(
             old.capture, old.partition, old.observations, old.costs, plan, profile=old.profile, runner=StageRunner()
         )
-        return self._make_executable(compilation, SERIAL)
 
     def _make_executable(self, compilation: Compilation, way: str = PLAN) -> Executable | CudaExecutable:
         if self.gpu is not None:
             return self._make_cuda_executable(way, compilation, self.gpu)
+        return self._make_cpu_executable(compilation)
+
+    def _make_cpu_executable(self, compilation: Compilation) -> Executable:
         return Executable(
             compilation.program,
             compilation.partition.graph,

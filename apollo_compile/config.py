@@ -67,9 +67,9 @@ class PlanConfig:
     replan: bool = True
     """Plan again when the first steps were measured: their times replace the formulas."""
     contest: bool = True
-    """Let the plan, its segments in turn and Inductor's own code compete in the first steps, and keep the fastest.
-    With False, a plan file, the planner `serial`, a memory quota or `torch.use_deterministic_algorithms(True)` the plan
-    runs; with the last it stays as predicted too, as without `replan`."""
+    """Let the plan, a list schedule, segments in turn and Inductor's own code compete in the first steps, and keep the
+    fastest. With False, a plan file, the planner `serial`, a memory quota or `torch.use_deterministic_algorithms(True)`
+    the plan runs; with the last it stays as predicted too, as without `replan`."""
     remember: bool = True
     """Keep what the first steps found out, plan and verdict, in `device.cache`, and compiled graphs in AOTAutograd's
     cache; begin with them the next time."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NewType
 
 from apollo_compile.units import format_ns
@@ -555,6 +555,8 @@ class Verdict:
     """Steps of the training loop that it took."""
     is_remembered: bool = False
     """Whether those were steps of an earlier process."""
+    prepare_ns: int = field(default=0, compare=False)
+    """How long one of these steps waited in this process for Inductor to compile the whole graphs; 0 where none did."""
 
     def __post_init__(self) -> None:
         """Refuse a verdict that does not say how its winner did, as a file may hold one."""
@@ -575,6 +577,11 @@ class Verdict:
         """Return whose steps they were, in words."""
         return "an earlier training loop" if self.is_remembered else "the training loop"
 
+    @property
+    def pause(self) -> str:
+        """Return how long the loop waited for Inductor's compile, as the end of a sentence; empty if it did not."""
+        return f", one of which waited {format_ns(self.prepare_ns)} for Inductor to compile" if self.prepare_ns else ""
+
     def __str__(self) -> str:
         first, *others = self.standings
         if not self.is_measured:
@@ -582,4 +589,4 @@ class Verdict:
         parts = [f"{first.name} {format_ns(round(first.step_ns))} a step"]
         parts += [f"{other.name} {format_ns(round(other.step_ns))} ({other.ratio:.2f}x)" for other in others]
         of_whom = f" of {self.loop}" if self.is_remembered else ""
-        return f"{', '.join(parts)}; measured in {self.num_steps} steps{of_whom}"
+        return f"{', '.join(parts)}; measured in {self.num_steps} steps{of_whom}{self.pause}"

@@ -3,9 +3,10 @@
     [graphs of one model, each with its ways] -> Verdict
 
 A plan rests on predictions, and a user switches to us only if the worst case is what they had. So the ways of running
-a model compete: its segments one after the other, its plan, and the whole graphs as Inductor compiles them; on a GPU
-also the plan's order on streams without quotas, on streams of different priorities, and on lanes that overlap. Nothing
-runs twice for it: a step of the training loop, forward and backward, belongs to one entrant, the next steps to another.
+a model compete: its segments one after the other, its plan, the plan of the best list schedule, and the whole graphs as
+Inductor compiles them; on a GPU also the plan's order on streams without quotas, on streams of different priorities,
+and on lanes that overlap. Nothing runs twice for it: a step of the training loop, forward and backward, belongs to one
+entrant, the next steps to another.
 
 Contest     Entrants take turns of `STEPS_PER_TURN` steps; the first of a turn is not timed, since it brings the
             entrant's code and data back into the caches. A round is one turn of each, every other round in reverse, so
@@ -22,15 +23,17 @@ End         After `MIN_ROUNDS`, an entrant leaves that has lost to the leader (l
             contest ends when one is left, or after `MAX_ROUNDS`. The winner is the first entrant, in the order given
             (simplest first), whose median ratio to the leader is within `TIE`: a more complicated way has to be worth
             it.
-Procedure   1. The plan against its segments in turn. They are the same code, so this needs no compiling.
-            2. If the plan is not ahead by `CLEAR`, Inductor compiles the whole graphs and meets the winner. If it is,
-               Inductor's version would have to beat its own pieces by that much, which is not worth a compile.
+Procedure   1. The plan against its segments in turn, and against the list schedule where that is predicted to be about
+               as fast. They are the same code, so this needs no compiling.
+            2. Inductor compiles the whole graphs and meets the winner. Where a plan is ahead by `CLEAR`, Inductor's
+               version would have to beat its own pieces by that much, so the compile waits until it can pay: until the
+               training loop has run for so long that the compile takes no more than `COMPILE_SHARE` of that time.
             3. If another way was faster for one of the graphs alone, the mixture meets the winner.
             A verdict takes `MIN_ROUNDS` comparable rounds: with fewer, what was to be beaten stays, at first the plan.
-Drift       The winner's steps stay watched: if the medians of `DRIFT_STEPS` steps are off by `DRIFT` from the first
-            such median twice in a row, what is compiled competes again; if Inductor never had to, as the plan was ahead
-            by `CLEAR`, step 2 counts anew. Each time that changes nothing, the next contest is at least twice as far
-            away.
+Drift       One in `WATCH_EVERY` of the winner's steps stays watched, and the others cost nothing: if the medians of
+            `DRIFT_STEPS` watched steps are off by `DRIFT` from the first such median twice in a row, what is compiled
+            competes again; if Inductor never had to, as a plan was ahead by `CLEAR`, step 2 counts anew. Each time that
+            changes nothing, the next contest is at least twice as far away.
 Latecomers  A graph that runs for the first time after the verdict, as the backward of a model that was evaluated before
             it was trained, learns its plan; then the contest is held again, with Inductor. Not with several ranks.
 Earlier     Where an earlier process came to a verdict about every graph that runs (`history.py`), that one holds, and
@@ -38,7 +41,8 @@ Earlier     Where an earlier process came to a verdict about every graph that ru
 
 Ranks       With several ranks, the times of a round are those of the first rank to end it, on all ranks. All else
             follows from the rounds and from the number of steps, so all ranks run the same entrant in the same step and
-            end with the same verdict: Note [What ranks agree on] in `ranks.py`. Drift is not watched then.
+            end with the same verdict: Note [What ranks agree on] in `ranks.py`. Drift is not watched then, so that a
+            verdict is final, and Inductor competes whatever the lead.
 
 Guarantees: the choice only ever changes between steps; a round counts only if all entrants ran the same graphs in it,
 and all that the model ran before; if anything fails, all graphs run their plans and the contest is closed. Whoever
@@ -49,8 +53,10 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import statistics
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -65,12 +71,16 @@ MIN_ROUNDS = 5
 MAX_ROUNDS = 12
 TIE = 0.01
 CLEAR = 1.20
-DRIFT_STEPS = 32
+COMPILE_SHARE = 0.05
+"""Of the time that the training loop has run, what Inductor's compile may take where a plan is clearly ahead."""
+WATCH_EVERY = 8
+DRIFT_STEPS = 8
 DRIFT = 0.15
 ALLOWED_WINS = 8
 """A loser may have won one round in so many."""
 
 SERIAL = "segments in turn"
+LISTED = "list schedule"
 PLAN = "plan"
 STREAMS = "plan without quotas"
 PRIORITIES = "plan with priorities"
@@ -86,7 +96,7 @@ class Graph(Protocol):
 
     @property
     def ways(self) -> Sequence[str]:
-        """Ways that it can run now, among `SERIAL`, `PLAN` and `INDUCTOR`; on a GPU, those of `SHARED_WAYS` too."""
+        """Ways that it can run now, among `SERIAL`, `LISTED`, `PLAN` and `INDUCTOR`; on a GPU, `SHARED_WAYS` too."""
 
     @property
     def has_run(self) -> bool:
@@ -107,8 +117,15 @@ class Graph(Protocol):
     def use(self, way: str) -> None:
         """Run this way from the next call on."""
 
+    @property
+    def prepare_ns(self) -> int:
+        """How long `prepare` takes, about; 0 if there is nothing left to do."""
+
     def prepare(self) -> None:
         """Make `INDUCTOR` one of its ways; takes as long as a compile."""
+
+    def adopt_way(self) -> str:
+        """Make the list schedule, if that is how it runs, its plan; return how it runs. The contest is over."""
 
     def keep(self, ways: Collection[str]) -> None:
         """Let go of the device memory that all other ways keep for their next step; they can still be used."""
@@ -275,8 +292,12 @@ class Selection:
         self._contest: Contest | None = None
         self._procedure: Generator[Contest, None, Verdict] | None = None
         self._watch = _Watch()
+        self._num_unwatched: float = 0
+        """Steps to come that cost nothing."""
         self._last: Graph | None = None
         """The graph that ran last."""
+        self._prepared_ns = 0
+        """How long Inductor compiled for the latest contest."""
         self._is_closed = False
         self._lock = threading.Lock()
 
@@ -295,6 +316,15 @@ class Selection:
         """Whether nothing is being decided: there is a verdict, or there will be none."""
         is_decided = self.verdict is not None or all(graph.remembered is not None for graph in self._all_graphs)
         return self._is_closed or (is_decided and self._procedure is None and not self._latecomers())
+
+    def passes(self, graph: Graph) -> bool:
+        """Return whether this call of a graph goes by unwatched: then neither `enter` nor `leave` is to be called."""
+        if self._num_unwatched <= 0:
+            return False
+        self._last = graph
+        if graph is self._all_graphs[0]:
+            self._num_unwatched -= 1
+        return True
 
     def enter(self, graph: Graph) -> None:
         """Call this before a graph runs; if a step begins with it, the way of every graph is set for the step.
@@ -325,7 +355,7 @@ class Selection:
                 for index, other in enumerate(self._graphs):
                     if other is graph:
                         self._contest.record(index, ns)
-            elif self.verdict is not None and self._is_watched:
+            elif self.verdict is not None and self._is_watched and self._num_unwatched <= 0:
                 self._watch.record(ns)
         finally:
             self._lock.release()
@@ -375,7 +405,22 @@ class Selection:
                 if not graph.is_settled:
                     graph.use(PLAN)  # only so it can learn; even one that is to run in turn
             return self._is_ready()
-        return self._watch.has_drifted()
+        if not self._is_watched:
+            self._num_unwatched = math.inf
+            return False
+        was_watched = self._watch.is_in_step
+        if self._watch.has_drifted() or self._is_inductor_due():
+            return True
+        if was_watched:
+            self._num_unwatched = WATCH_EVERY - 1
+        return False
+
+    def _is_inductor_due(self) -> bool:
+        """Whether Inductor never competed, and the loop has run for so long that its compile can pay."""
+        if self.verdict is None or self.verdict.has_met(INDUCTOR):
+            return False
+        prepare_ns = sum(graph.prepare_ns for graph in self._all_graphs if graph.has_run)
+        return 0 < prepare_ns <= COMPILE_SHARE * self._watch.total_ns
 
     def _latecomers(self) -> Sequence[Graph]:
         """Return the graphs that the verdict of this process is not about, as they ran for the first time after it."""
@@ -396,8 +441,9 @@ class Selection:
         except StopIteration as end:
             verdict: Verdict = end.value
             self._watch.restart(is_confirmed=self.verdict is not None and self.verdict.choice == verdict.choice)
-            self._procedure, self.verdict = None, verdict
             self._use(verdict.choice)
+            verdict = replace(verdict, choice=tuple(graph.adopt_way() for graph in self._graphs))
+            self._procedure, self.verdict = None, verdict
             self._tell(verdict)
 
     def _decide(self) -> Generator[Contest, None, Verdict]:
@@ -406,14 +452,16 @@ class Selection:
         last = self.verdict
         is_first = last is None or last.is_remembered or running.keys() != self._compared
         is_inductor_known = not is_first and last is not None and last.has_met(INDUCTOR)
+        is_inductor_due = self._is_inductor_due() or not self._is_watched
         results = _Results(list(running), self._settle)
+        self._prepared_ns = 0
         if is_first and any(INDUCTOR in graph.ways for graph in running.values()):
             self._prepare(running.values())  # of the others it is known what Inductor makes of them
-        entrants = self._entrants((INDUCTOR, SERIAL, *SHARED_WAYS, PLAN))
+        entrants = self._entrants((INDUCTOR, SERIAL, *SHARED_WAYS, LISTED, PLAN))
         stays = next((name for name, each in entrants.items() if last and each == last.choice), list(entrants)[-1])
         winner = yield from results.hold(entrants, stays)
-        is_clear = winner == PLAN and results.ratios.get(SERIAL, 1.0) >= CLEAR
-        if not is_inductor_known and INDUCTOR not in entrants and not is_clear:
+        is_clear = winner in (LISTED, PLAN) and results.ratios.get(SERIAL, 1.0) >= CLEAR
+        if not is_inductor_known and INDUCTOR not in entrants and (is_inductor_due or not is_clear):
             self._prepare(running.values())
             rival = self._entrants((INDUCTOR,))  # none if it cannot compile the graphs
             if rival:
@@ -422,12 +470,14 @@ class Selection:
         if mixture is not None:
             winner = yield from results.hold({winner: results.choices[winner], MIXTURE: mixture}, winner)
         self._compared = frozenset(running)
-        return results.verdict(winner)
+        return results.verdict(winner, prepare_ns=self._prepared_ns)
 
     def _prepare(self, graphs: Iterable[Graph]) -> None:
         self._tidy()
+        begin = time.perf_counter_ns()
         for graph in graphs:
             graph.prepare()
+        self._prepared_ns += time.perf_counter_ns() - begin
 
     def _settle(self, measured: Round) -> Round:
         """Return the times of a round that all ranks go by."""
@@ -451,8 +501,12 @@ class Selection:
 
 
 def _nearest(graph: Graph, name: str) -> str:
-    """Return the way called `name`, or the simplest that the graph has: its plan may be to run in turn."""
-    return next(way for way in (name, SERIAL, INDUCTOR, PLAN) if way in graph.ways)
+    """Return the way called `name`, or the simplest that the graph has: its plan may be to run in turn.
+
+    Who has no list schedule of its own runs its plan, which may be that.
+    """
+    names = (name, SERIAL, INDUCTOR, PLAN) if name != LISTED else (LISTED, PLAN, SERIAL, INDUCTOR)
+    return next(way for way in names if way in graph.ways)
 
 
 @dataclass(frozen=True, slots=True)
@@ -517,14 +571,15 @@ class _Results:
                 choice[graph] = self.choices[best][graph]
         return None if tuple(choice) in self.choices.values() else tuple(choice)
 
-    def verdict(self, winner: str) -> Verdict:
-        """Return the verdict, with everybody's ratio to the winner."""
+    def verdict(self, winner: str, *, prepare_ns: int) -> Verdict:
+        """Return the verdict, with everybody's ratio to the winner; Inductor took `prepare_ns` to compile for it."""
         standings = [replace(self._standings[name], ratio=ratio) for name, ratio in self.ratios.items()]
         return Verdict(
             winner=winner,
             choice=self.choices[winner],
             standings=tuple(sorted(standings, key=lambda s: (s.name != winner, s.ratio))),
             num_steps=sum(contest.num_steps for contest in self._contests),
+            prepare_ns=prepare_ns,
         )
 
 
@@ -532,6 +587,8 @@ class _Watch:
     """Notices that the winner's calls take longer or shorter than they did."""
 
     def __init__(self) -> None:
+        self.total_ns = 0
+        """How long the loop has run with a verdict, about."""
         self._patience = 1
         self.restart(is_confirmed=False)
 
@@ -548,11 +605,17 @@ class _Watch:
         """Add a call to the step that is going on."""
         self._step_ns += ns
 
+    @property
+    def is_in_step(self) -> bool:
+        """Whether a step was watched that has not been ended."""
+        return self._step_ns > 0
+
     def has_drifted(self) -> bool:
         """End a step; return whether the contest should be held again."""
         if self._step_ns == 0:
             return False
         self._samples.append(self._step_ns)
+        self.total_ns += WATCH_EVERY * self._step_ns
         self._step_ns = 0
         self._steps += 1
         if len(self._samples) < DRIFT_STEPS:

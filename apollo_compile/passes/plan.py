@@ -21,6 +21,7 @@ Leaves to others: what runs when predictions are wrong (`select.py`), waits (sta
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Literal
 
 from apollo_compile.errors import InfeasiblePlanError, InvariantError
@@ -101,10 +102,28 @@ def make_plan(
     return _to_plan(graph, costs, lanes, problem, chosen, execution, serial, solution=solution)
 
 
+def make_list_plan(graph: SegmentGraph, costs: CostTable, plan: Plan) -> Plan:
+    """Return the best list schedule as a plan, beside the one that the planner made of the same costs."""
+    problem = to_problem(graph, costs, plan.lanes)
+    schedule, execution = _best_list_schedule(problem)
+    return replace(
+        plan,
+        origin=Origin.GREEDY,
+        assignments=_assign(graph, costs, plan.lanes, problem, schedule, execution),
+        makespan_ns=execution.makespan,
+        undisturbed_ns=schedule.makespan,
+        solver=None,
+    )
+
+
 def foresee_makespan(graph: SegmentGraph, costs: CostTable, lanes: tuple[Lane, ...]) -> int:
     """Return the nanoseconds of the best list schedule: about what a plan will take, in a fraction of its search."""
-    problem = to_problem(graph, costs, lanes)
-    return min(execute(problem, schedule).makespan for schedule in greedy_schedules(problem))
+    return _best_list_schedule(to_problem(graph, costs, lanes))[1].makespan
+
+
+def _best_list_schedule(problem: planning.Problem) -> tuple[planning.Schedule, Execution]:
+    found = [(schedule, execute(problem, schedule)) for schedule in greedy_schedules(problem)]
+    return min(found, key=lambda pair: pair[1].makespan)
 
 
 def to_problem(
@@ -186,23 +205,10 @@ def _to_plan(
     solution: Solution | None = None,
     pinned: Plan | None = None,
 ) -> Plan:
-    assignments = []
-    for segment, (start, end) in enumerate(zip(execution.starts, execution.ends, strict=True)):
-        lane = problem.mode(schedule, segment).lane
-        mode = _mode_by_lane(graph, costs, lanes, SegmentId(segment))[lane]
-        assignments.append(
-            Assignment(
-                segment=SegmentId(segment),
-                lane=LaneId(lane),
-                quota=Quota(units=mode.units, memory_bytes=mode.memory_bytes),
-                start_ns=start,
-                duration_ns=end - start,
-            )
-        )
     return Plan(
         origin=pinned.origin if pinned else _origin(schedule, serial, solution),
         lanes=lanes,
-        assignments=tuple(assignments),
+        assignments=_assign(graph, costs, lanes, problem, schedule, execution),
         makespan_ns=execution.makespan,
         undisturbed_ns=schedule.makespan,
         serial_ns=serial.makespan,
@@ -219,6 +225,30 @@ def _to_plan(
         stopped_early=solution.stopped_early if solution else False,
         pinned=pinned is not None,
     )
+
+
+def _assign(
+    graph: SegmentGraph,
+    costs: CostTable,
+    lanes: tuple[Lane, ...],
+    problem: planning.Problem,
+    schedule: planning.Schedule,
+    execution: Execution,
+) -> tuple[Assignment, ...]:
+    assignments = []
+    for segment, (start, end) in enumerate(zip(execution.starts, execution.ends, strict=True)):
+        lane = problem.mode(schedule, segment).lane
+        mode = _mode_by_lane(graph, costs, lanes, SegmentId(segment))[lane]
+        assignments.append(
+            Assignment(
+                segment=SegmentId(segment),
+                lane=LaneId(lane),
+                quota=Quota(units=mode.units, memory_bytes=mode.memory_bytes),
+                start_ns=start,
+                duration_ns=end - start,
+            )
+        )
+    return tuple(assignments)
 
 
 def _origin(schedule: planning.Schedule, serial: planning.Schedule, solution: Solution | None) -> Origin:

@@ -123,7 +123,7 @@ def _render_verdict(verdict: Verdict) -> str:
         for standing in verdict.standings
     ]
     table = _table(rows, ("way", "a step", "to the winner", "rounds"), "lrrr")
-    return f"{table}\nmeasured in {verdict.num_steps} steps of {verdict.loop}"
+    return f"{table}\nmeasured in {verdict.num_steps} steps of {verdict.loop}{verdict.pause}"
 
 
 def _render_break(found: BreakSummary) -> str:

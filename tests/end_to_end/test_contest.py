@@ -6,6 +6,7 @@ import json
 import logging
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ from torch import nn
 
 import apollo_compile
 from apollo_compile import backend, execute, inductor
-from apollo_compile.select import INDUCTOR, MAX_ROUNDS, MIN_ROUNDS, PLAN, SERIAL, STEPS_PER_TURN
+from apollo_compile.ir import CostTable, LaneId, Origin, Plan, SegmentGraph
+from apollo_compile.select import INDUCTOR, LISTED, MAX_ROUNDS, MIN_ROUNDS, PLAN, SERIAL, STEPS_PER_TURN
 from tests.end_to_end.marks import needs_two_cores
 from tests.end_to_end.models import TwoTowers, assert_same_training, train, two_tower_inputs
 
@@ -92,6 +94,39 @@ def test_training_is_as_in_eager_while_the_ways_compete() -> None:
 
     assert_same_training(eager, train(model, loss_of, steps=steps, backend="apollo", options=CONTESTED))
     assert {(SERIAL, SERIAL), (PLAN, PLAN)} <= set(ways)
+
+
+def on_each_others_cores(graph: SegmentGraph, costs: CostTable, plan: Plan) -> Plan:
+    """Stand for a list schedule that is as good as the plan: the towers on each other's cores."""
+    swapped = {LaneId(0): LaneId(0), LaneId(1): LaneId(2), LaneId(2): LaneId(1)}
+    moved = tuple(replace(each, lane=swapped[each.lane]) for each in plan.assignments)
+    return replace(plan, origin=Origin.GREEDY, assignments=moved)
+
+
+@needs_two_cores
+def test_a_list_schedule_competes_and_where_it_wins_it_is_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It computes what eager does, a report shows it, and where a plan is far ahead of it there is none."""
+    monkeypatch.setattr("apollo_compile.compiled_graph.make_list_plan", on_each_others_cores)
+    run, inputs, found = compiled_towers()
+    for graph in found.graphs:
+        graph.selection = None  # nobody but this test decides
+        assert LISTED in graph.ways
+        graph.use(LISTED)
+    output = run(*inputs)
+    output.square().mean().backward()
+    torch.testing.assert_close(output, TwoTowers.forward(run, *inputs), rtol=1e-4, atol=1e-5)
+    monkeypatch.setattr("apollo_compile.compiled_graph.CLOSE", -0.5)
+    for graph in found.graphs:
+        before = graph.compilation.plan
+        assert graph.adopt_way() == PLAN
+        assert graph.compilation.plan == on_each_others_cores(
+            graph.compilation.partition.graph, graph.compilation.costs, before
+        )
+        assert {(span.segment, span.lane) for span in graph.trace().spans} == {
+            (each.segment, each.lane) for each in graph.compilation.plan.assignments
+        }
+        assert LISTED not in graph.ways
+    assert "greedy plan" in str(apollo_compile.report(run))
 
 
 @needs_two_cores

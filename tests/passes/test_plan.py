@@ -15,7 +15,7 @@ from apollo_compile.ir import BufferId, CostTable, Mode, Observations, Origin, P
 from apollo_compile.json_form import to_json
 from apollo_compile.lanes import lane_catalogue
 from apollo_compile.passes.cost import estimate_costs
-from apollo_compile.passes.plan import make_plan
+from apollo_compile.passes.plan import foresee_makespan, make_list_plan, make_plan
 from tests.builders import chains, costs, graph, random_costs, random_graph, random_lanes
 
 
@@ -37,6 +37,35 @@ def test_independent_chains_run_side_by_side() -> None:
     assert plan.makespan_ns == plan.undisturbed_ns == plan.lower_bound_ns == 600
     assert plan.gap == 0
     assert {assignment.lane for assignment in plan.assignments} == {1, 2}
+
+
+def test_what_is_left_of_the_longer_branch_gets_all_units() -> None:
+    """Two towers of which one ends early: layers of the other run on every unit then, since lanes are not for ever."""
+    made, table, lanes = chains([100] * 8, [100] * 4, efficiency=0.8)
+    plan = make_plan(made, table, lanes=lanes)
+    check_plan(plan, made, table)
+    wide = [a for a in plan.assignments if a.lane == 0]
+    assert wide and all(a.segment < 8 for a in wide)
+    narrow_end = max(a.end_ns for a in plan.assignments if a.segment >= 8)
+    assert any(a.start_ns < narrow_end for a in plan.assignments if a.segment < 8 and a.lane != 0)
+    without = [a for a in plan.assignments if a.segment < 8]
+    held = max(a.end_ns for a in without if a.lane != 0) - min(a.start_ns for a in without if a.lane != 0)
+    assert held < 800  # the long tower alone on one unit
+    assert plan.makespan_ns < 800
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_list_schedule_is_a_legal_plan_of_its_own(seed: int) -> None:
+    """It competes with the plan in the user's steps, so it keeps what a plan keeps, and takes what was foreseen."""
+    rng = random.Random(seed)
+    made = random_graph(rng, rng.randrange(2, 20))
+    lanes = random_lanes(rng)
+    table = random_costs(rng, made, lanes)
+    plan = make_plan(made, table, lanes=lanes, work_s=0.2)
+    listed = make_list_plan(made, table, plan)
+    check_plan(replace(listed, serial_ns=max(listed.serial_ns, listed.makespan_ns)), made, table)
+    assert listed.origin is Origin.GREEDY
+    assert listed.makespan_ns == foresee_makespan(made, table, lanes) >= plan.lower_bound_ns
 
 
 def test_a_single_chain_stays_serial() -> None:
