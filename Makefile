@@ -12,7 +12,7 @@ LONE_TESTS := tests/distributed tests/native tests/test_calibrate.py
 
 # Arguments, e.g. make demo DEMO="--size tiny --steps 3"
 DEMO ?=
-BENCH ?=
+BENCH ?= --workloads all --batch all
 SOAK ?= --minutes 30
 
 # Compiled pieces are kept between test runs, and so is bytecode: of what is installed, most is never imported, and the

@@ -5,7 +5,9 @@
 cold    no process before has compiled anything: every cache, the compiler's precompiled headers among them, is empty
 warm    another process took that step before; of `--warm` such processes, in turns with Inductor's, the median
 
-Peak memory is that of a warm process after `STEPS` steps, before which a contest is not over.
+Peak memory is that of a warm process after `STEPS` steps, before which a contest is not over. A cold process of apollo
+trains on until nothing is being decided: `later` is how long one of these steps waited for Inductor to compile the
+whole graphs, for the contest, and 0 where the plan was so far ahead that it did not have to.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from tabulate import tabulate
 from tqdm import tqdm
 
 from apollo_compile.bench import machine_facts
-from apollo_compile.units import format_bytes
+from apollo_compile.units import NS_PER_S, format_bytes
 from benchmarks.run import names_of
 from benchmarks.workloads_spec import SPECS
 
@@ -34,12 +36,15 @@ BACKENDS = ("inductor", "apollo")
 
 STEPS = 5
 
+MAX_STEPS = 400
+"""Of a cold process, after which it is not waited for any longer."""
+
 
 def main(arguments: list[str] | None = None) -> int:
     """Measure, print a table, write JSON; return the exit code."""
     args = _parse(arguments)
     if args.child is not None:
-        print(json.dumps(take_steps(args.workloads[0], args.size, args.child)))
+        print(json.dumps(take_steps(args.workloads[0], args.size, args.child, settle=args.settle)))
         return 0
     found: list[dict[str, Any]] = []
     with tqdm(total=len(args.workloads) * len(BACKENDS) * (1 + args.warm), unit="process") as progress:
@@ -54,13 +59,16 @@ def main(arguments: list[str] | None = None) -> int:
 
 def measure(name: str, size: str, warm: int, progress: Any) -> dict[str, Any]:
     """Return cold and warm seconds, and bytes, by backend."""
-    found: dict[str, Any] = {backend: {"cold_s": 0.0, "warm_s": [], "peak_bytes": []} for backend in BACKENDS}
+    found: dict[str, Any] = {
+        backend: {"cold_s": 0.0, "later_s": 0.0, "warm_s": [], "peak_bytes": []} for backend in BACKENDS
+    }
     with tempfile.TemporaryDirectory() as folder:
         for turn in range(1 + warm):
             for backend in BACKENDS if turn % 2 else reversed(BACKENDS):
-                got = _in_a_process(name, size, backend, Path(folder) / backend)
+                got = _in_a_process(name, size, backend, Path(folder) / backend, settle=turn == 0)
                 if turn == 0:
                     found[backend]["cold_s"] = got["first_step_s"]
+                    found[backend]["later_s"] = got["later_s"]
                 else:
                     found[backend]["warm_s"].append(got["first_step_s"])
                     found[backend]["peak_bytes"].append(got["peak_bytes"])
@@ -68,7 +76,7 @@ def measure(name: str, size: str, warm: int, progress: Any) -> dict[str, Any]:
     return found
 
 
-def _in_a_process(name: str, size: str, backend: str, folder: Path) -> dict[str, Any]:
+def _in_a_process(name: str, size: str, backend: str, folder: Path, *, settle: bool) -> dict[str, Any]:
     folder.mkdir(exist_ok=True)
     environment = {name: value for name, value in os.environ.items() if not name.startswith("APOLLO_")}
     places = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "XDG_CACHE_HOME": "cache", "TMPDIR": "tmp"}
@@ -76,26 +84,36 @@ def _in_a_process(name: str, size: str, backend: str, folder: Path) -> dict[str,
         (folder / place).mkdir(exist_ok=True)
         environment[variable] = str(folder / place)
     command = [sys.executable, "-m", "benchmarks.first_step", "--workloads", name, "--size", size, "--child", backend]
+    command += ["--settle"] if settle else []
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
     got: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return got
 
 
-def take_steps(name: str, size: str, backend: str) -> dict[str, Any]:
-    """Build a workload and train it for some steps; return seconds of the first and the largest resident memory."""
+def take_steps(name: str, size: str, backend: str, *, settle: bool) -> dict[str, Any]:
+    """Build a workload and train it for some steps, or until nothing is being decided.
+
+    Return the seconds of the first step, how long a later one waited for Inductor, and the largest resident memory.
+    """
     import torch
 
+    from apollo_compile.backend import find_models, is_settled
     from benchmarks.workloads import build
 
     workload = build(name, size)
     compiled = torch.compile(workload.model, backend=backend)
-    taken = []
-    for _ in range(STEPS):
+    taken: list[float] = []
+    while len(taken) < STEPS or (settle and len(taken) < MAX_STEPS and not is_settled(workload.model)):
         begin = time.perf_counter()
         workload.loss(compiled(**workload.inputs)).backward()
         taken.append(time.perf_counter() - begin)
         workload.model.zero_grad(set_to_none=True)
-    return {"first_step_s": taken[0], "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
+    verdicts = [verdict for model in find_models(workload.model) for _, verdict in model.verdicts]
+    return {
+        "first_step_s": taken[0],
+        "later_s": sum(verdict.prepare_ns for verdict in verdicts) / NS_PER_S,
+        "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+    }
 
 
 def format_rows(found: list[dict[str, Any]]) -> str:
@@ -108,10 +126,12 @@ def format_rows(found: list[dict[str, Any]]) -> str:
             [statistics.median(entry[backend]["warm_s"]) for backend in BACKENDS],
         ):
             row += [*(f"{value:.1f} s" for value in values), f"{values[1] / values[0]:.2f}x"]
+        row.insert(3, f"{entry['apollo']['later_s']:.1f} s")
         peaks = [statistics.median(entry[backend]["peak_bytes"]) for backend in BACKENDS]
         row += [*(format_bytes(round(peak)) for peak in peaks), f"{peaks[1] / peaks[0]:.2f}x"]
         rows.append(row)
     headers = [f"{what}{who}" for what in ("cold ", "warm ", "peak ") for who in ("Inductor", "apollo", "ratio")]
+    headers.insert(2, "later apollo")
     table: str = tabulate(rows, headers=["", *headers], colalign=("left",), disable_numparse=True)
     return f"\n{table}"
 
@@ -123,6 +143,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--warm", type=_at_least_one, default=3, help="warm processes per backend")
     parser.add_argument("--json", type=Path, help="write everything there, machine and versions included")
     parser.add_argument("--child", choices=BACKENDS, help=argparse.SUPPRESS)
+    parser.add_argument("--settle", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
 
 

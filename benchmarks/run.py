@@ -1,6 +1,10 @@
 """Measure named workloads: eager, Inductor, apollo on one lane, apollo.
 
     python -m benchmarks.run --workloads clip,two_tower --size small --batch 1,4 --modes train,inference --json out.json
+    python -m benchmarks.run --workloads all --batch all --warm-cache --json out.json
+
+`--batch all` is a small, a medium and a large one for every workload. Last comes a table with a row per measurement,
+and geometric means over workloads with parallel branches at their smaller batches.
 
 Exit code 1: a variant's loss or gradients are not those of the reference. How steps are timed: `apollo_compile.bench`.
 """
@@ -9,9 +13,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+
+from tabulate import tabulate
 
 from apollo_compile.bench import (
     ONE_CORE,
@@ -30,6 +37,13 @@ from benchmarks.workloads_spec import SPECS
 
 _KNOWN = {variant.name: variant for variant in (*VARIANTS, *ONE_CORE, *PLANS)}
 
+_BATCHES = {"two_tower": (1, 4, 8), "whisper": (1, 2, 4)}
+_OTHER_BATCHES = (2, 4, 8)
+"""Small, medium and large: a contrastive loss of one sample is constant, and Whisper's samples are long."""
+
+_BRANCHED = ("two_tower", "clip", "flava", "clap")
+"""Workloads whose forward has modules that can run side by side."""
+
 
 def main(arguments: list[str] | None = None) -> int:
     """Measure, print tables, write JSON; return the exit code."""
@@ -37,7 +51,7 @@ def main(arguments: list[str] | None = None) -> int:
     measurements: list[Measurement] = []
     wrong: list[str] = []
     for name in args.workloads:
-        for batch in args.batch:
+        for batch in args.batch or _BATCHES.get(name, _OTHER_BATCHES):
             for mode in args.modes:
                 title = f"{name}, {args.size}, batch {batch or 'of the spec'}, {mode}"
                 print(f"\n== {title}", flush=True)
@@ -61,9 +75,43 @@ def main(arguments: list[str] | None = None) -> int:
                     if not result.difference.is_within(TOLERANCE)
                 ]
                 _write(args.json, measurements)  # after each, so that an interrupted run keeps what it has
+    if len(measurements) > 1:
+        print(f"\n{format_overview(measurements)}", flush=True)
     for line in wrong:
         print(f"WRONG NUMBERS: {line}")
     return 1 if wrong else 0
+
+
+def format_overview(measurements: Sequence[Measurement]) -> str:
+    """Return how apollo did in every measurement, and geometric means of those with branches at smaller batches."""
+    rows, means = [], []
+    for measurement in measurements:
+        found, task = measurement.by_variant(), measurement.task.arguments
+        if not {"eager", "inductor", "apollo"} <= found.keys():
+            continue
+        steps = {name: result.summary.median_ns for name, result in found.items()}
+        over_inductor = steps["inductor"] / steps["apollo"]
+        over_best = min(steps["inductor"], steps["eager"]) / steps["apollo"]
+        over_serial = steps["apollo-serial"] / steps["apollo"] if "apollo-serial" in steps else None
+        peaks = [found[name].peak_bytes for name in ("apollo", "inductor")]
+        memory = peaks[0] / peaks[1] if peaks[0] and peaks[1] else None
+        ratios = (over_inductor, over_best, over_serial, memory)
+        label = f"{task['name']}, batch {task['batch'] or 'of the spec'}, {measurement.task.mode}"
+        rows.append((label, *("-" if ratio is None else f"{ratio:.2f}x" for ratio in ratios)))
+        if task["name"] in _BRANCHED and task["batch"] in _BATCHES.get(task["name"], _OTHER_BATCHES)[:-1]:
+            means.append(ratios[:3] if over_serial is not None else (*ratios[:2], 1.0))
+    if means:
+        averages = [statistics.geometric_mean(column) for column in zip(*means, strict=True)]
+        rows.append((f"geometric mean of {len(means)} with branches", *(f"{mean:.2f}x" for mean in averages), ""))
+    headers = (
+        "",
+        "over Inductor",
+        "over the best of both",
+        "lanes over segments in turn",
+        "peak memory over Inductor's",
+    )
+    table: str = tabulate(rows, headers=headers, colalign=("left", *["right"] * 4), disable_numparse=True)
+    return table
 
 
 def _write(path: Path | None, measurements: list[Measurement]) -> None:
@@ -75,9 +123,13 @@ def _write(path: Path | None, measurements: list[Measurement]) -> None:
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.run", description="Measure workloads, interleaved.")
-    parser.add_argument("--workloads", type=names_of(SPECS), default=["two_tower", "clip"], help=", ".join(SPECS))
+    parser.add_argument(
+        "--workloads", type=workloads, default=["two_tower", "clip"], help=f"all, or some of {', '.join(SPECS)}"
+    )
     parser.add_argument("--size", choices=("tiny", "small"), default="small")
-    parser.add_argument("--batch", type=batch_sizes, default=[None], help="batch sizes, e.g. 1,4; default: the spec's")
+    parser.add_argument(
+        "--batch", type=batches, default=[None], help="batch sizes, e.g. 1,4, or all; default: the spec's"
+    )
     parser.add_argument("--modes", type=names_of(("train", "inference")), default=["train"], help="train, inference")
     parser.add_argument("--variants", type=variants, default=list(VARIANTS), help=", ".join(_KNOWN))
     parser.add_argument("--steps", type=int, default=30, help="timed steps of every variant")
@@ -102,6 +154,11 @@ def names_of(known: Iterable[str]) -> Callable[[str], list[str]]:
     return parse
 
 
+def workloads(text: str) -> list[str]:
+    """Parse comma-separated names of workloads, or `all`."""
+    return list(SPECS) if text == "all" else names_of(SPECS)(text)
+
+
 def variants(text: str) -> list[Variant]:
     """Parse comma-separated names of variants."""
     return [_KNOWN[name] for name in names_of(_KNOWN)(text)]
@@ -113,6 +170,11 @@ def batch_sizes(text: str) -> list[int]:
     if min(sizes) < 1:
         raise argparse.ArgumentTypeError(f"a batch has at least one sample, got {text}")
     return sizes
+
+
+def batches(text: str) -> list[int]:
+    """Parse comma-separated batch sizes, or `all`: none, which stands for those of every workload."""
+    return [] if text == "all" else batch_sizes(text)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ import pytest
 
 from apollo_compile.bench import _LOSS as LOSS
 from apollo_compile.bench import (
+    Measurement,
     Task,
     Variant,
     compare_digests,
@@ -30,6 +31,8 @@ from apollo_compile.bench import (
 from apollo_compile.bench import _save_digest as save_digest
 from apollo_compile.errors import ApolloError
 from apollo_compile.reports.render_bench import format_measurement
+from benchmarks.run import batches, format_overview, workloads
+from benchmarks.workloads_spec import SPECS
 
 EAGER = Variant(name="eager", backend=None)
 
@@ -134,6 +137,32 @@ def test_efficiency_goes_by_the_fastest_step_on_one_core(tmp_path: Path) -> None
         in format_measurement(measurement)
     )
     assert told({"eager": children["eager"]}).efficiencies == {}
+
+
+def test_the_overview_compares_with_the_best_and_means_the_branched_ones(tmp_path: Path) -> None:
+    """Chains and large batches are rows without being part of the mean."""
+    times = {"eager": 300, "inductor": 400, "apollo-serial": 250, "apollo": 200}
+    children = {name: _FakeChild(name, step_ns, [], tmp_path) for name, step_ns in times.items()}
+
+    def told(name: str, batch: int) -> Measurement:
+        task = Task(builder="x:y", arguments={"name": name, "batch": batch})
+        return measure_children(task, children, rounds=2, steps_per_turn=3, warmup=5, pause=lambda seconds: None)
+
+    faster = told("clip", 4)
+    children["apollo"].step_ns = 50
+    text = format_overview([faster, told("two_tower", 1), told("clip", 8), told("whisper", 1)])
+    rows = [[cell for cell in line.split("  ") if cell] for line in text.splitlines()[2:]]
+    assert [cell.strip() for cell in rows[0]] == ["clip, batch 4, train", "2.00x", "1.50x", "1.25x", "1.00x"]
+    assert [cell.strip() for cell in rows[-1]] == ["geometric mean of 2 with branches", "4.00x", "3.00x", "2.50x"]
+    assert len(rows) == 5
+
+
+def test_every_workload_has_batches_of_its_own() -> None:
+    """`--batch all` is none on the command line; anything else is refused."""
+    assert batches("all") == [] and batches("1,4") == [1, 4]
+    with pytest.raises(ValueError, match="many"):
+        batches("many")
+    assert workloads("all") == list(SPECS)
 
 
 def test_a_summary_has_the_statistics_of_all_steps() -> None:
