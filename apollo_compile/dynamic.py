@@ -11,8 +11,8 @@ Bucket      A size up to 8 is its own bucket; above, there are four to each doub
             Symbols on which neither bytes nor work depend, as a number that is only added, do not count.
 New bucket  Its first calls run on the plan of the nearest bucket, by the logarithms of the sizes. When it is called
             again, a plan of its own is made in the background, on one thread for the process, which mostly waits for
-            the planner's process (`planner/apart.py`): no step waits for a plan. One new bucket of a graph is planned
-            at a time; what else is new waits until it is called again.
+            the planner's process (`planner/apart.py`): no step waits for a plan, nor does the end of the program. One
+            new bucket of a graph is planned at a time; what else is new waits until it is called again.
 Bounds      At most `MAX_BUCKETS` plans are kept per graph; the one that was not used for longest makes room. How often
             a bucket must have been called before it is planned doubles with every `MAX_BUCKETS` plans made, so that
             sizes of great variety do not keep the planner busy for ever.
@@ -23,18 +23,21 @@ runs on the plan of its neighbour from then on.
 
 from __future__ import annotations
 
+import atexit
 import functools
 import itertools
 import logging
 import math
 import os
+import queue
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any, Generic, Protocol, TypeVar
 
 from apollo_compile.inductor import Boundary
+from apollo_compile.planner.apart import end_planning
 
 _logger = logging.getLogger(__name__)
 
@@ -199,9 +202,10 @@ def in_background(work: Callable[[], _Result]) -> Future[_Result]:
     Where the program has come to its end, nothing is begun any more, and the future stays as it is.
     """
     try:
-        return _planner().submit(work)
-    except RuntimeError:
+        planner = _planner()
+    except RuntimeError:  # the interpreter starts no thread now
         return Future()
+    return planner.submit(work)
 
 
 def at_once(work: Callable[[], _Result]) -> Future[_Result]:
@@ -214,9 +218,56 @@ def at_once(work: Callable[[], _Result]) -> Future[_Result]:
     return future
 
 
+_END_LIMIT_S = 10.0
+"""For what is being planned when the program ends; list schedules, which take over then, take less."""
+
+
+class _Planner:
+    """A thread that does one thing after the other, and that the end of the program does not wait for.
+
+    That of an executor would not do: Python joins it before it calls anybody, and what it waits for may never come.
+    """
+
+    def __init__(self) -> None:
+        self._left: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._is_ending = False
+        self._thread = threading.Thread(target=self._work, name="apollo-plan", daemon=True)
+        self._thread.start()
+
+    def submit(self, work: Callable[[], _Result]) -> Future[_Result]:
+        """Do something when all that was there before is done."""
+        future: Future[_Result] = Future()
+
+        def do() -> None:
+            try:
+                future.set_result(work())
+            except BaseException as error:
+                future.set_exception(error)
+
+        self._left.put(do)
+        return future
+
+    def end(self) -> None:
+        """Do nothing more; wait for what is being done, since a thread in native code must not outlive Python."""
+        self._is_ending = True
+        self._left.put(lambda: None)
+        self._thread.join(_END_LIMIT_S)
+
+    def _work(self) -> None:
+        while not self._is_ending:
+            self._left.get()()  # without a name, nothing of it is kept until the next one comes
+
+
 @functools.cache
-def _planner() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(1, thread_name_prefix="apollo-plan")
+def _planner() -> _Planner:
+    return _Planner()
+
+
+@atexit.register
+def _end() -> None:
+    end_planning()
+    if _planner.cache_info().currsize:
+        _planner().end()
 
 
 os.register_at_fork(after_in_child=_planner.cache_clear)  # a forked process has no threads but its own

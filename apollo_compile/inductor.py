@@ -11,7 +11,7 @@
     compiler_settings       all settings that shape what Inductor compiles
     compile_whole           what Inductor would do with a post-AOT graph, untouched
     compile_again           the same, later, for a graph whose outputs others already rely on
-    compiler_complaint      what the C++ compiler failed with, if it was that
+    compiler_complaint      what keeps C++ code from being made, if it was that
     extract_body            cut the nodes of one body out of the graph
     compile_bodies          compile bodies with Inductor: native entry (no GIL) or Python callable
     CachedGraph             what AOTAutograd's cache keeps of a compiled graph, and what a bundle of it is made of
@@ -728,8 +728,12 @@ def _within_guards(fakes: Sequence[Any], *, is_late: bool = False) -> Iterator[N
 
 
 def compiler_complaint(error: BaseException) -> str | None:
-    """Return a line about the C++ compiler if `error` says that there is none, or that it failed; None if not."""
+    """Return a line about what keeps C++ code from being made, if `error` says so; None if not.
+
+    There is no compiler, or it failed, or what it reads could not be written, as on a disk that is full or read-only.
+    """
     seen: BaseException | None = error
+    is_cause = True  # else it may have been dealt with before the error came
     while seen is not None:
         match seen:
             case exc.InvalidCxxCompiler():
@@ -740,7 +744,11 @@ def compiler_complaint(error: BaseException) -> str | None:
                 return f"{seen.cmd[0]} failed: {told}"
             case PermissionError(filename=str(name)) if name in _compilers():
                 return f"{name} is not executable"
-        seen = getattr(seen, "inner_exception", None) or seen.__cause__ or seen.__context__
+            case OSError() if is_cause:
+                return f"{type(seen).__name__}: {seen}"
+        cause = getattr(seen, "inner_exception", None) or seen.__cause__
+        is_cause = is_cause and cause is not None
+        seen = cause or seen.__context__
     return None
 
 

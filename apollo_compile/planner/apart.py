@@ -13,7 +13,8 @@ WARNING says why, and the list schedules of this process stand in for it, with a
 row no further one is started.
 
 Processes and threads: one question at a time; Ctrl-C reaches the parent only, which kills the process if it was
-waiting; a forked child starts a process of its own. The parent's main module is not imported, as `spawn` would do.
+waiting; a forked child starts a process of its own. The parent's main module is not imported, as `spawn` would do. A
+program that ends waits for no answer: the process is killed, and threads that still plan do so without it.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ def solve_apart(problem: Problem, effort: Effort | None = None) -> Solution:
             raise InfeasiblePlanError(str(answer["infeasible"]))
         return _believe(problem, answer)
     except _ApartError as error:
-        _logger.warning("the planner's process failed: %s; list schedules stand in for it", error)
+        _warn(error, "list schedules stand in for it")
         return solve(problem, replace(effort, use_solver=False, use_ortools=False))
 
 
@@ -91,8 +92,13 @@ def bound_apart(problem: Problem) -> int:
             raise _ApartError(f"it gave {bound!r} as a bound")
         return bound
     except _ApartError as error:
-        _logger.warning("the planner's process failed: %s; the bound is a weaker one", error)
+        _warn(error, "the bound is a weaker one")
         return lower_bound(problem, use_program=False)
+
+
+def _warn(error: _ApartError, instead: str) -> None:
+    if not _is_ending:  # then it was killed, and no plan matters
+        _logger.warning("the planner's process failed: %s; %s", error, instead)
 
 
 def _believe(problem: Problem, answer: Mapping[str, Any]) -> Solution:
@@ -136,6 +142,7 @@ _lock = threading.Lock()
 """Guards what follows."""
 _process: _Process | None = None
 _num_failures = 0
+_is_ending = False
 
 
 def _ask(request: object, time_limit_s: float) -> Mapping[str, Any]:
@@ -146,6 +153,8 @@ def _ask(request: object, time_limit_s: float) -> Mapping[str, Any]:
     """
     global _num_failures
     with _lock:
+        if _is_ending:
+            raise _ApartError("the program ends")
         if _num_failures >= MAX_FAILURES:
             raise _ApartError(f"it did so {_num_failures} times in a row and is not started again")
         try:
@@ -189,6 +198,8 @@ def _running() -> _Process:
                 ours.close()
                 raise
         _process = _Process(process, ours)
+        if _is_ending:  # since it was last asked; whoever ends the program may not have seen this process
+            raise ConnectionAbortedError("the program ends")
         _receive(ours, time.monotonic() + START_LIMIT_S)
     return _process
 
@@ -198,6 +209,15 @@ def stop_planner(*, patience_s: float = 0.0) -> int | None:
     global _process
     process, _process = _process, None
     return None if process is None else process.stop(patience_s)
+
+
+def end_planning() -> None:
+    """At the end of the program: kill the process, so that nobody waits for its answer, and start no other."""
+    global _is_ending
+    _is_ending = True
+    process = _process  # the channel may be another thread's, which closes it
+    if process is not None:
+        process.process.kill()
 
 
 def _forget() -> None:
@@ -210,6 +230,7 @@ def _forget() -> None:
 
 
 atexit.register(stop_planner)
+atexit.register(end_planning)  # this one is called first
 os.register_at_fork(after_in_child=_forget)
 
 

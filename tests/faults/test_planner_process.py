@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import random
 import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +22,7 @@ from apollo_compile.planner.problem import Hold, Mode, Problem, Task
 from apollo_compile.planner.simulate import serial_schedule
 from apollo_compile.planner.solve import Effort, Solution, solve
 from tests.builders import interfering, limited, random_problem
+from tests.faults.processes import wait_for_end
 
 QUICK = Effort(work_s=0.2, time_limit_s=60.0)
 PROBLEM = interfering(random_problem(random.Random(3), 9, 4))
@@ -218,20 +217,7 @@ def test_no_process_is_left_behind(end: str) -> None:
     """However the parent ends; a forked child starts its own, and leaves the parent's alone."""
     done = subprocess.run([sys.executable, "-c", LEAVE + end], capture_output=True, text=True, timeout=900)
     assert done.returncode == (-signal.SIGKILL if "kill" in end else 0), done.stderr
-    pid = int(done.stdout.split()[0])
-    deadline = time.monotonic() + 300
-    while _is_alive(pid) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not _is_alive(pid)
-
-
-def _is_alive(pid: int) -> bool:
-    """Whether it runs; an orphan that nobody waits for does not."""
-    try:
-        os.kill(pid, 0)
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (ProcessLookupError, FileNotFoundError):
-        return False
+    wait_for_end(int(done.stdout.split()[0]))
 
 
 def test_this_process_imports_no_ortools() -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import textwrap
 from pathlib import Path
 
 import pytest
+
+from tests.faults.processes import wait_for_end
 
 PATIENCE_S = 900
 """After which a process hangs; on a busy machine it compiles for minutes."""
@@ -51,6 +54,45 @@ def test_sys_exit_with_lanes_and_planner_alive_ends_at_once_with_its_code() -> N
     assert done.stderr == ""
 
 
+HANGING_PLANNER = """
+import json, os, socket, sys, time
+channel = socket.socket(fileno=json.loads(sys.argv[1])[0])
+if IS_READY:
+    channel.sendall((2).to_bytes(8, "little") + b"{}")
+    channel.recv(8)
+with open(sys.argv[2], "w") as pipe:
+    pipe.write(str(os.getpid()))
+time.sleep(10**6)
+"""
+
+
+@pytest.mark.parametrize("is_ready", [False, True], ids=["starts", "searches"])
+def test_sys_exit_while_the_planner_hangs_waits_for_no_deadline(is_ready: bool, tmp_path: Path) -> None:
+    """A plan is being made in the background when the program ends; deadlines of a day would be noticed."""
+    pipe = tmp_path / "pid"
+    os.mkfifo(pipe)
+    code = HANGING_PLANNER.replace("IS_READY", str(is_ready)).replace("sys.argv[2]", repr(str(pipe)))
+    done = run_python(
+        f"""
+        from apollo_compile.planner import apart
+        run = torch.compile(model, backend="apollo", dynamic=True, options={{**options, "runtime.bodies": "eager"}})
+        x = tuple(each[:40] for each in x)
+        check(run)
+        apart.stop_planner()
+        apart.COMMAND = (sys.executable, "-c", {code!r})
+        apart.START_LIMIT_S = apart.GRACE_S = 86400.0
+        x = tuple(each[:9] for each in x)
+        for _ in range(2):
+            check(run)
+        with open({str(pipe)!r}) as pipe:
+            print(pipe.read(), flush=True)
+        sys.exit(7)
+        """
+    )
+    assert (done.returncode, done.stderr) == (7, "")
+    wait_for_end(int(done.stdout))
+
+
 def test_an_interpreter_that_ends_in_the_midst_of_a_run_ends() -> None:
     """A daemon thread runs the model for as long as there is a process."""
     done = run_python(
@@ -67,6 +109,10 @@ def test_an_interpreter_that_ends_in_the_midst_of_a_run_ends() -> None:
         """
     )
     assert done.stdout == "done\n", done.stderr
+    if done.returncode == 0:
+        assert done.stderr == ""
+    else:
+        assert done.returncode == -signal.SIGABRT, done.stderr
 
 
 @pytest.mark.parametrize("first", ["all", "one"])
@@ -171,6 +217,44 @@ def test_without_a_compiler_graphs_run_operator_by_operator(tmp_path: Path, scri
     check_end(done)
     assert done.stderr.count("graphs run operator by operator") == 1
     assert complaint in done.stderr
+
+
+TRAIN = """
+from apollo_compile import backend
+from tests.end_to_end.models import assert_same_training, train
+loss = lambda run: run(*x).square().mean()
+expected = train(model, loss, steps=3)
+assert_same_training(expected, train(model, loss, steps=3, backend="apollo", options={"debug.dump": "FOLDER/dump"}))
+(compiled,) = backend.compiled_models()
+assert [graph.has_run for graph in compiled.graphs] == [True, True], compiled.handed_over
+print("done")
+"""
+
+
+def check_training_without_files(folder: Path, error: str, before: str = "") -> None:
+    """Run `before` and train, with all files in `folder`; expect a line about code, one about dumps of each graph."""
+    done = run_python(
+        before + TRAIN.replace("FOLDER", str(folder)), XDG_CACHE_HOME=str(folder), TORCHINDUCTOR_CACHE_DIR=str(folder)
+    )
+    check_end(done)
+    for line, count in (
+        ("graphs run operator by operator, since no", 1),
+        ("nothing more is dumped, capture failed", 2),
+    ):
+        assert done.stderr.count(line) == count, done.stderr
+    assert error in done.stderr
+
+
+@pytest.mark.parametrize("most_bytes", [0, pytest.param(400, marks=pytest.mark.soak)])
+def test_a_disk_that_is_full_for_inductor_too_means_operator_by_operator(most_bytes: int, tmp_path: Path) -> None:
+    """No file takes a byte, or each a few: neither ours nor those of Inductor and of the C++ compiler."""
+    limit = f"import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, ({most_bytes}, {most_bytes}))\n"
+    check_training_without_files(tmp_path, "File too large", before=limit)
+
+
+def test_a_disk_that_is_read_only_for_inductor_too_means_operator_by_operator() -> None:
+    """All files are to be in a folder that is there, and in which not even root can make anything."""
+    check_training_without_files(Path("/proc"), "No such file or directory: '/proc/")
 
 
 @pytest.mark.soak
