@@ -1,7 +1,12 @@
 """Fixtures that all tests share, and the results that docs/robustness.md is made from.
 
 A test with the marker `robustness(section, subject)` is a line of that page: `pytest --robustness FILE` writes what
-came of each into `FILE`, beside what earlier runs wrote there.
+came of each into `FILE`, beside what earlier runs wrote there. A line says
+
+    segments, lanes   how many graphs ran in segments, and how many of these on several lanes; of a test with
+                      parameters, the fewest. There are none where another process ran them, or there were none.
+    reasons           why something ran another way than it would have: what graphs went to Inductor for, and warnings
+    commit            what it was run with
 """
 
 from __future__ import annotations
@@ -11,9 +16,14 @@ import gc
 import importlib
 import itertools
 import json
+import logging
 import os
+import re
+import subprocess
 import sys
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +80,99 @@ def expect() -> Callable[[str, str], None]:
     return compare
 
 
+@dataclass
+class HowGraphsRan(logging.Handler):
+    """Who ran the graphs of a test, seen while they run: most of them are gone when the test is over."""
+
+    lanes: dict[int, int] = field(default_factory=dict)
+    """Of every graph that ran in segments, on how many lanes, by a number of its own."""
+    reasons: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self._numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._next = itertools.count()
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Take a warning of this process."""
+        self.add_reason(record.getMessage())
+
+    def add_reason(self, text: str) -> None:
+        """Take a reason, without the name of the graph, and without folders, which are others in every run."""
+        line = re.sub(r"^\S+ goes to Inductor whole: ", "", text.splitlines()[0])
+        self.reasons.add(re.sub(r"(/[\w.+-]+)+/(?=[\w.+-])", "", line)[:240])
+
+    def see(self, graph: Any) -> None:
+        """Take a graph that has just run."""
+        used = {span.lane for span in graph.trace().spans} if graph.way == "plan" else set()
+        if used:
+            number = self._numbers.setdefault(graph, next(self._next))
+            self.lanes[number] = max(len(used), self.lanes.get(number, 0))
+
+    @property
+    def properties(self) -> dict[str, Any]:
+        """What a line of the page says of it."""
+        found: dict[str, Any] = {"reasons": sorted(self.reasons)} if self.reasons else {}
+        if self.lanes or self.reasons:
+            found |= {"segments": len(self.lanes), "lanes": sum(count > 1 for count in self.lanes.values())}
+        return found
+
+
+@pytest.fixture(autouse=True)
+def how_graphs_ran(
+    request: pytest.FixtureRequest, record_property: Callable[[str, object], None]
+) -> Iterator[HowGraphsRan | None]:
+    """Note for docs/robustness.md who ran the graphs of a marked test, here and in processes that it waits for."""
+    if request.node.get_closest_marker("robustness") is None:
+        yield None
+        return
+    seen = HowGraphsRan()
+    logger = logging.getLogger("apollo_compile")
+    logger.addHandler(seen)
+    with pytest.MonkeyPatch.context() as patch:
+        _watch_processes(patch, seen)
+        if "torch" in sys.modules:
+            _watch_graphs(patch, seen)
+        yield seen
+    logger.removeHandler(seen)
+    for name, value in seen.properties.items():
+        record_property(name, value)
+
+
+def _watch_graphs(patch: pytest.MonkeyPatch, seen: HowGraphsRan) -> None:
+    backend = importlib.import_module("apollo_compile.backend")
+    graphs = importlib.import_module("apollo_compile.compiled_graph")
+    call, log = graphs.CompiledGraph._call, backend.CompiledModel._log_hand_over
+
+    def call_and_see(graph: Any, inputs: list[Any]) -> Sequence[Any]:
+        outputs: Sequence[Any] = call(graph, inputs)
+        seen.see(graph)
+        return outputs
+
+    def log_and_see(model: Any, name: str, reason: str, *, is_gainless: bool) -> None:
+        seen.add_reason(reason)
+        log(model, name, reason, is_gainless=is_gainless)
+
+    patch.setattr(graphs.CompiledGraph, "_call", call_and_see)
+    patch.setattr(backend.CompiledModel, "_log_hand_over", log_and_see)
+
+
+def _watch_processes(patch: pytest.MonkeyPatch, seen: HowGraphsRan) -> None:
+    run = subprocess.run
+
+    def run_and_read(*args: Any, **kwargs: Any) -> subprocess.CompletedProcess[Any]:
+        done = run(*args, **kwargs)
+        for line in done.stderr.splitlines() if isinstance(done.stderr, str) else ():
+            if (warning := re.match(r"WARNING:apollo_compile[.\w]*:(.*)", line)) is not None:
+                seen.add_reason(warning[1])
+        return done
+
+    patch.setattr(subprocess, "run", run_and_read)
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Take the file for the lines of docs/robustness.md."""
     parser.addoption("--robustness", type=Path, metavar="FILE", help="write results of marked tests there, as JSON")
@@ -86,10 +189,20 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
         function = item.nodeid.partition("[")[0]
         line = lines.setdefault(function, {"section": section, "subject": subject, "outcome": "passed"})
         line["says"] = (item.obj.__doc__ or "").strip().splitlines()[0]
-        line |= dict(item.user_properties)
+        if report.when == "teardown":  # the fixture above has ended
+            _add_run(line, dict(item.user_properties))
         if report.outcome != "passed" and line["outcome"] != "failed":
             line["outcome"] = report.outcome
     return report
+
+
+def _add_run(line: dict[str, Any], run: Mapping[str, Any]) -> None:
+    """Add what was seen in a run with one set of parameters."""
+    for name in ("segments", "lanes"):
+        if name in run:
+            line[name] = min(run[name], line.get(name, run[name]))
+    if "reasons" in run:
+        line["reasons"] = sorted({*line.get("reasons", ()), *run["reasons"]})
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
@@ -98,6 +211,9 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     if lines:
         file: Path = session.config.getoption("--robustness")
         known = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+        commit = importlib.import_module("apollo_compile.bench").machine_facts()["commit"]
+        for line in lines.values():
+            line["commit"] = commit
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps({**known, **lines}, indent=1) + "\n", encoding="utf-8")
 

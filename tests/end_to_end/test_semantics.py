@@ -20,6 +20,7 @@ UNCOMPILED = {"backend": "apollo", "options": {**STRICT, "runtime.bodies": "eage
 """Without a compiler, for what the traced graph decides; it takes most of the time."""
 
 
+@pytest.mark.robustness("Values", "dropout, again and as Inductor draws it")
 def test_dropout_is_reproducible_and_equal_to_inductors() -> None:
     """Random numbers are drawn in graph order, whatever the lanes do: the losses are Inductor's to the bit."""
     torch.manual_seed(0)
@@ -46,6 +47,7 @@ def test_dropout_is_reproducible_and_equal_to_inductors() -> None:
     assert body_by_name["image.layers.0"] == body_by_name["text.layers.0"], "the seed's number tells equal layers apart"
 
 
+@pytest.mark.robustness("Values", "dropout with eager bodies")
 def test_eager_bodies_need_no_compiler_and_draw_as_eager_draws(monkeypatch: pytest.MonkeyPatch) -> None:
     """Training with dropout on lanes gives eager's numbers, and nothing is compiled."""
 
@@ -113,6 +115,7 @@ def _many_values(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return left + right, values, indices, torch.sort(y)[0]
 
 
+@pytest.mark.robustness("Values", "inputs written to, aliases, None and constants")
 @pytest.mark.parametrize("function", [_mutate_input, _alias_outputs, _none_and_constants, _many_values])
 def test_functions_with_effects_and_aliases_return_what_eager_returns(
     function: Callable[..., object], either: dict[str, Any]
@@ -133,6 +136,7 @@ def test_functions_with_effects_and_aliases_return_what_eager_returns(
                     assert (left.data_ptr() == source.data_ptr()) == (right.data_ptr() == compiled_source.data_ptr())
 
 
+@pytest.mark.robustness("Training loops", "no_grad and inference_mode")
 def test_no_grad_and_inference_mode_give_eagers_values() -> None:
     """The inference graph is cut and planned as well."""
     torch._dynamo.reset()
@@ -145,6 +149,7 @@ def test_no_grad_and_inference_mode_give_eagers_values() -> None:
             torch.testing.assert_close(run(*inputs), model(*inputs), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.robustness("Training loops", "autocast")
 def test_bf16_autocast_trains_within_its_tolerance() -> None:
     """Autocast is part of the traced graph."""
     torch.manual_seed(0)
@@ -202,6 +207,7 @@ class _Watched(nn.Module):
         return left @ right.T
 
 
+@pytest.mark.robustness("Special operators", "operators that ask where they run")
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="lanes need two cores")
 def test_a_lane_holds_its_cores_and_threads_while_its_segments_run() -> None:
     """Affinity and OpenMP quota, read from inside bodies, are those of the lane that the plan names."""
@@ -244,6 +250,7 @@ class _Fuse(nn.Module):
         return left @ right.T
 
 
+@pytest.mark.robustness("Special operators", "operators that raise")
 def test_an_exception_in_a_body_reaches_the_caller_as_itself_and_training_goes_on() -> None:
     """The type survives, a note names the segment, and the next call works."""
     torch._dynamo.reset()
@@ -274,6 +281,7 @@ def _(x: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(x)
 
 
+@pytest.mark.robustness("Special operators", "operators that call a compiled function")
 def test_a_body_may_call_another_compiled_function() -> None:
     """The inner run takes no lanes, which the outer run has."""
     torch._dynamo.reset()
@@ -282,6 +290,7 @@ def test_a_body_may_call_another_compiled_function() -> None:
         torch.testing.assert_close(torch.compile(lambda x: nested(x) + 1, **APOLLO)(x), (x @ x).relu() + 1)
 
 
+@pytest.mark.robustness("Values", "inference tensors that are written to")
 def test_inference_tensors_can_be_written_to(either: dict[str, Any]) -> None:
     """A cache that was made in inference mode takes new values there."""
     torch._dynamo.reset()
@@ -298,6 +307,7 @@ def test_inference_tensors_can_be_written_to(either: dict[str, Any]) -> None:
         torch.testing.assert_close(cache, expected_cache)
 
 
+@pytest.mark.robustness("Training loops", "a fork after a step")
 def test_a_forked_child_gets_a_clear_error() -> None:
     """Lanes are threads, and threads stay behind in the parent, which goes on; the child may compile for itself."""
     torch._dynamo.reset()
@@ -324,6 +334,7 @@ def test_a_forked_child_gets_a_clear_error() -> None:
         torch.testing.assert_close(run(*inputs), expected)
 
 
+@pytest.mark.robustness("Special operators", "operators that raise in compiled code")
 def test_an_error_in_compiled_code_says_what_torch_says() -> None:
     """A native body fails with the operator's own message, not only with the name of the call."""
     torch._dynamo.reset()

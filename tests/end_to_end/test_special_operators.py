@@ -78,6 +78,7 @@ def test_custom_operators_that_write_keep_their_order(either: Options) -> None:
         same_call(count, (torch.ones(1), floats(8, 8)), either)
 
 
+@operators("numbers read from tensors that are written to")
 def test_a_number_is_read_before_its_tensor_is_written(either: Options) -> None:
     """Segments read it for themselves; what is read after the write is another number."""
 
@@ -140,6 +141,40 @@ def test_a_branch_that_depends_on_a_value_is_taken_both_ways(lanes: Options) -> 
             torch.testing.assert_close(run(positive, y), choose(positive, y), rtol=1e-4, atol=1e-4)
 
 
+@operators("torch.cond, with gradients")
+def test_gradients_are_those_of_the_branch_that_was_taken(either: Options) -> None:
+    """The backward decides as the forward did."""
+
+    def choose(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return torch.cond(x.sum() > 0, lambda x, y: (x @ y).sin(), lambda x, y: (x - y).tanh(), (x, y)) @ y
+
+    for sign in (1, -1):
+        both_ways(choose, (floats(8, 8).abs() * sign, floats(8, 8, seed=1)), either)
+
+
+@operators("scan, with gradients")
+def test_a_scan_carries_its_state_forwards_and_its_gradient_back(uncompiled: Options) -> None:
+    """Operator by operator: Inductor, alone too, refuses the loop, whose graph reads a number."""
+    from torch._higher_order_ops.scan import scan
+
+    def carry(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        last, made = scan(lambda state, row: ((state @ y).tanh() + row, state * 2), x[:1] @ y, x.unsqueeze(1))
+        return last @ y + made.sum(0)
+
+    both_ways(carry, (floats(8, 8), floats(8, 8, seed=1)), uncompiled)
+
+
+@operators("map, with gradients")
+def test_a_mapped_function_has_eagers_gradients(uncompiled: Options) -> None:
+    """Also of what all calls read; operator by operator, as a scan."""
+    from torch._higher_order_ops.map import map as map_rows
+
+    def apply(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return map_rows(lambda row: (row @ y).tanh(), x) @ y
+
+    both_ways(apply, (floats(8, 8), floats(8, 8, seed=1)), uncompiled)
+
+
 @operators("torch.while_loop")
 def test_a_loop_whose_length_depends_on_a_value(lanes: Options) -> None:
     """It ends after as many rounds as in eager."""
@@ -182,6 +217,17 @@ def test_attention_with_a_score_function_of_ones_own(lanes: Options) -> None:
     inputs = tuple(floats(1, 2, 16, 16, seed=seed) for seed in range(3))
     with torch.no_grad():
         torch.testing.assert_close(torch.compile(attend, **lanes)(*inputs), attend(*inputs), rtol=1e-3, atol=1e-4)
+
+
+@operators("flex_attention, with gradients")
+def test_attention_with_a_score_function_refuses_gradients_in_the_words_of_torch(lanes: Options) -> None:
+    """On a CPU it has none, in eager neither."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    inputs = tuple(floats(1, 2, 16, 16, seed=seed).requires_grad_() for seed in range(3))
+    for function in (flex_attention, torch.compile(flex_attention, **lanes)):
+        with pytest.raises(NotImplementedError, match="does not support backward on CPU"):
+            function(*inputs)
 
 
 class _Recorded(nn.Module):

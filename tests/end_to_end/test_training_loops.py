@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from apollo_compile import backend
 from apollo_compile.compiled_graph import CompiledGraph
@@ -244,6 +246,81 @@ def test_checkpointed_towers_train_as_in_eager(lanes: Options, uncompiled: Optio
         return train(model, lambda run: run(LEFT[0], RIGHT[0]).square().mean(), steps=3, **options)
 
     assert_same_training(seeded(backend="inductor"), seeded(**lanes))
+
+
+class _Reentrant(Pair):
+    def forward(self, left: torch.Tensor, right: torch.Tensor | None) -> torch.Tensor:
+        return checkpoint(self.left, left, use_reentrant=True) @ checkpoint(self.right, right, use_reentrant=True).T
+
+
+@loop("activation checkpointing, reentrant")
+def test_towers_with_reentrant_checkpoints_train_as_in_eager(either: Options) -> None:
+    """Their inputs need gradients, for eager to see any."""
+
+    def play(run: Callable[..., torch.Tensor], model: nn.Module) -> None:
+        left, right = (each[0].clone().requires_grad_() for each in (LEFT, RIGHT))
+        run(left, right).square().mean().backward()
+        model.seen = (left.grad, right.grad)  # type: ignore[assignment]
+
+    model = _Reentrant()
+    expected, actual = copy.deepcopy(model), copy.deepcopy(model)
+    play(expected, expected)
+    play(torch.compile(actual, **either), actual)
+    torch.testing.assert_close(actual.seen, expected.seen, rtol=1e-4, atol=1e-5)
+    same_gradients(play, model, either)
+
+
+def _keep_products(ctx: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    is_kept = operator in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+    return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+class _Selective(Pair):
+    def forward(self, left: torch.Tensor, right: torch.Tensor | None) -> torch.Tensor:
+        contexts = partial(create_selective_checkpoint_contexts, _keep_products)
+        towers = ((self.left, left), (self.right, right))
+        one, other = (checkpoint(run, x, use_reentrant=False, context_fn=contexts) for run, x in towers)
+        return one @ other.T
+
+
+@loop("activation checkpointing, selective")
+def test_towers_that_keep_products_alone_train_as_in_eager(either: Options) -> None:
+    """The rest of what the backward reads is computed again."""
+    same_gradients(lambda run, _: run(LEFT[0], RIGHT[0]).square().mean().backward(), _Selective(), either)
+
+
+@loop("threads with inputs of their own")
+def test_threads_get_the_gradients_of_their_own_inputs(either: Options) -> None:
+    """All begin at once, and each runs forward and backward several times between those of others."""
+    model = Pair()
+    run = torch.compile(model, **either)
+    inputs = [(left * scale, right) for scale in (1.0, 2.0) for left in LEFT for right in RIGHT]
+
+    def step(function: Callable[..., torch.Tensor], left: torch.Tensor, right: torch.Tensor) -> tuple[Any, ...]:
+        left = left.clone().requires_grad_()
+        output = function(left, right)
+        return output.detach(), *torch.autograd.grad(output.square().mean(), (left, *model.parameters()))
+
+    wanted = [step(model, *each) for each in inputs]
+    step(run, *inputs[0])
+    begin = threading.Barrier(len(inputs))
+    found: list[list[Any]] = [[] for _ in inputs]
+
+    def work(number: int) -> None:
+        begin.wait()
+        for _ in range(10):
+            found[number].append(step(run, *inputs[number]))
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(len(inputs))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    compiled.append(model)
+    assert [len(results) for results in found] == [10] * len(inputs)
+    for results, expected in zip(found, wanted, strict=True):
+        for result in results:
+            torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-5)
 
 
 class _Broken(Pair):
