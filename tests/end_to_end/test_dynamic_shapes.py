@@ -7,6 +7,7 @@ import itertools
 import logging
 import math
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 
@@ -18,7 +19,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import apollo_compile
 from apollo_compile import backend
-from apollo_compile.dynamic import in_background
+from apollo_compile.dynamic import MAX_BUCKETS, in_background
 from apollo_compile.select import INDUCTOR, PLAN, SERIAL
 from tests.end_to_end.marks import needs_two_cores
 from tests.end_to_end.models import assert_same_training, train
@@ -132,6 +133,55 @@ def test_a_plan_for_other_sizes_learns_without_a_step_that_waits() -> None:
     assert not short.is_settled and short.num_replans == 0
     assert long.is_settled and long.compilation.observations.entries
     assert backend.is_settled(model)  # what ran last is, and nothing else is waited for
+
+
+@pytest.mark.soak
+@needs_two_cores
+@sizes("a storm of batch sizes and lengths")
+def test_a_storm_of_sizes_waits_for_no_plan_and_is_compiled_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batch and lengths change together, no pair comes twice: first while nothing can be planned, then for long."""
+    blocked, free = 20, 4 * (MAX_BUCKETS + 4)
+    shapes = [(2 + step % 5, 33 + step % 8, 17 + step % 4) for step in range(blocked)]
+    shapes += [(2 + step % 2, 48 + 8 * (step // 4) + step % 4, 9 + step) for step in range(free)]
+    assert len(set(shapes)) == len(shapes)
+    compiled: list[int] = []
+    compile_bodies = backend._compile_bodies
+    monkeypatch.setattr(backend, "_compile_bodies", lambda *a, **k: compiled.append(1) or compile_bodies(*a, **k))
+    gate = threading.Event()
+
+    def train_on_shapes(**compile_options: object) -> object:
+        torch.manual_seed(0)
+        generator = torch.Generator().manual_seed(0)
+        step = itertools.count()
+
+        def loss_of(run: Callable[..., torch.Tensor]) -> torch.Tensor:
+            number = next(step)
+            if compile_options and number >= blocked:
+                if number == blocked:
+                    assert not waiting.done()
+                    assert not any(graph.is_variant for graph in backend.compiled_models()[-1].graphs)
+                    gate.set()
+                in_background(lambda: None).result(60)
+            batch, *lengths = shapes[number]
+            inputs = [torch.randint(0, 50, (batch, length), generator=generator) for length in lengths]
+            return run(*inputs).square().mean()
+
+        return train(Pair(), loss_of, steps=len(shapes), **compile_options)
+
+    expected = train_on_shapes()
+    torch._dynamo.utils.counters.clear()
+    waiting = in_background(lambda: gate.wait(600))
+    try:
+        actual = train_on_shapes(backend="apollo", options={**EAGER_BODIES, "plan.planner": "greedy"})
+    finally:
+        gate.set()
+    assert waiting.result(60)
+    assert_same_training(expected, actual)  # type: ignore[arg-type]
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
+    assert len(compiled) == 4  # forward and backward of both graphs
+    families = backend.compiled_models()[-1].families
+    assert [len(family.buckets) for family in families] == [MAX_BUCKETS] * 2
+    assert len(backend.compiled_models()[-1].graphs) <= 2 * MAX_BUCKETS
 
 
 @pytest.mark.soak

@@ -144,6 +144,39 @@ def test_ctrl_c_while_any_lane_works_ends_the_step_and_the_next_one_works() -> N
         signal.signal(signal.SIGINT, previous)
 
 
+@pytest.mark.parametrize("place", ["plan_graph", "_compile_bodies", "CompiledGraph"])
+def test_ctrl_c_while_a_graph_is_compiled_ends_the_call_and_the_next_one_compiles(
+    monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    """Before it is planned, when its bodies are compiled, and when all is there; forward and backward."""
+    model, x = _model_and_input()
+    run = torch.compile(model, backend="apollo", options={**STRICT, "plan.replan": False})
+    original = getattr(backend, place)
+
+    def interrupt(*args: Any, **kwargs: Any) -> Any:
+        if place == "_compile_bodies":
+            original(*args, **kwargs)
+        os.kill(os.getpid(), signal.SIGINT)
+        return original(*args, **kwargs)
+
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(backend, place, interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                run(x)
+        loss = run(x).square().mean()
+        with monkeypatch.context() as patch:
+            patch.setattr(backend, place, interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                loss.backward()
+    finally:
+        signal.signal(signal.SIGINT, previous)
+    results = [torch.autograd.grad(call(x).square().mean(), list(model.parameters())) for call in (model, run)]
+    for gradient, wanted in zip(results[1], results[0], strict=True):
+        torch.testing.assert_close(gradient, wanted, rtol=1e-3, atol=1e-4 * float(wanted.abs().max()))
+
+
 def test_an_allocator_that_fails_in_compiled_code_is_the_users_error() -> None:
     """More bytes than addresses, asked for by a native body."""
     run = torch.compile(lambda x, column: (x @ x, (column @ column.T)[0, 0]), backend="apollo", options=STRICT)
@@ -175,21 +208,35 @@ def test_training_that_skips_failed_steps_ends_as_eager_does_contest_included() 
     assert_same_training(*results)
 
 
-@pytest.mark.parametrize("fault", ["crashes", "is missing"])
+_REPLY = "import json, os, socket, sys, time; channel = socket.socket(fileno=json.loads(sys.argv[1])[0]); "
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        (sys.executable, "-c", "import os; os.abort()"),
+        ("/nothing/here",),
+        (sys.executable, "-c", "import time; time.sleep(600)"),
+        (sys.executable, "-c", f"{_REPLY}channel.sendall((4).to_bytes(8, 'little') + b'nuts'); time.sleep(600)"),
+    ],
+    ids=["crashes", "is missing", "hangs", "talks rubbish"],
+)
 def test_a_model_trains_without_the_planners_process(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fault: str
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, command: tuple[str, ...]
 ) -> None:
-    """Its plan is made by list schedules, and one line says why."""
+    """Its plans are made by list schedules, and lines say why."""
     apart.stop_planner()
-    command = (sys.executable, "-c", "import os; os.abort()") if fault == "crashes" else ("/nothing/here",)
     monkeypatch.setattr(apart, "COMMAND", command)
+    monkeypatch.setattr(apart, "START_LIMIT_S", 1.0 if "sleep(600)" in command[-1] else apart.START_LIMIT_S)
     monkeypatch.setattr(apart, "_num_failures", 0)
     model, x = _model_and_input()
-    run = torch.compile(model, backend="apollo", options=STRICT)
-    with caplog.at_level(logging.WARNING, logger="apollo_compile"), torch.no_grad():
-        torch.testing.assert_close(run(x), model(x), rtol=1e-4, atol=1e-4)
+    options = {**STRICT, "runtime.bodies": "eager"}
+    with caplog.at_level(logging.WARNING, logger="apollo_compile"):
+        results = [train(model, lambda run: run(x).square().mean(), steps=3, **each) for each in ({}, _apollo(options))]
+    assert_same_training(*results)
     assert "the planner's process failed" in caplog.text
-    assert [graph.solver for graph in apollo_compile.report(model, units=(), profiles=()).graphs] == [None]
+    graphs = backend.compiled_models()[-1].graphs
+    assert [graph.compilation.plan.solver for graph in graphs] == [None, None]
 
 
 def test_a_quota_of_the_control_group_means_fewer_units_and_one_line(
@@ -262,26 +309,33 @@ def _apollo(options: dict[str, Any]) -> dict[str, Any]:
     return {"backend": "apollo", "options": options}
 
 
-def test_threads_may_train_one_compiled_model_at_once() -> None:
-    """Every thread gets its own gradients."""
-    model, x = _model_and_input()
+@pytest.mark.parametrize("is_compiled", [True, False], ids=["compiled before", "compiled by one of them"])
+def test_threads_may_train_one_compiled_model_at_once(is_compiled: bool) -> None:
+    """Every thread has its own input, and gets its own gradients."""
+    model, _ = _model_and_input()
     run = torch.compile(model, backend="apollo", options={"debug.strict": True})
+    inputs = [torch.randn(256, 256) * 2.0**number for number in range(3)]
 
-    def step(scale: float) -> list[torch.Tensor]:
-        return list(torch.autograd.grad(scale * run(x).square().mean(), list(model.parameters())))
+    def step(call: Callable[..., torch.Tensor], x: torch.Tensor) -> list[torch.Tensor]:
+        return list(torch.autograd.grad(call(x).square().mean(), list(model.parameters())))
 
-    expected = step(1.0)
+    expected = [step(model, x) for x in inputs]
+    if is_compiled:
+        step(run, inputs[0])
     failures: list[object] = []
+    start = threading.Barrier(len(inputs))
 
-    def work(scale: float) -> None:
+    def work(number: int) -> None:
         try:
+            start.wait(60)
             for _ in range(20):
-                for gradient, wanted in zip(step(scale), expected, strict=True):
-                    torch.testing.assert_close(gradient, scale * wanted)
+                for gradient, wanted in zip(step(run, inputs[number]), expected[number], strict=True):
+                    atol = 1e-4 * float(wanted.abs().max())
+                    torch.testing.assert_close(gradient, wanted, rtol=1e-3, atol=atol)
         except BaseException as error:
             failures.append(error)
 
-    threads = [threading.Thread(target=work, args=(2.0**number,)) for number in range(3)]
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(len(inputs))]
     for thread in threads:
         thread.start()
     for thread in threads:
