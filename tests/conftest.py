@@ -166,7 +166,7 @@ def _watch_processes(patch: pytest.MonkeyPatch, seen: HowGraphsRan) -> None:
     def run_and_read(*args: Any, **kwargs: Any) -> subprocess.CompletedProcess[Any]:
         done = run(*args, **kwargs)
         for line in done.stderr.splitlines() if isinstance(done.stderr, str) else ():
-            if (warning := re.match(r"WARNING:apollo_compile[.\w]*:(.*)", line)) is not None:
+            if (warning := re.match(r"WARNING[: ]apollo_compile[.\w]*: ?(.*)", line)) is not None:
                 seen.add_reason(warning[1])
         return done
 

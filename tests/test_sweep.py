@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -165,3 +166,18 @@ def test_the_page_has_what_the_results_say() -> None:
         assert f"\ndef {test}(" in (robustness.PAGE.parents[1] / file).read_text(encoding="utf-8"), (
             f"there is no {test} in {file} any more"
         )
+
+
+SEMANTICS = ("special_operators", "values", "training_loops")
+
+
+def test_every_test_of_semantics_has_a_line() -> None:
+    """And every line a commit; a test that the page does not know would count nowhere."""
+    root = robustness.PAGE.parents[1]
+    lines = json.loads(robustness.TESTS.read_text())
+    for file in (root / f"tests/end_to_end/test_{name}.py" for name in SEMANTICS):
+        tests = re.findall(r"^def (test_\w+)\(", file.read_text(encoding="utf-8"), re.MULTILINE)
+        wanted = {f"{file.relative_to(root)}::{name}" for name in tests}
+        assert wanted and wanted <= lines.keys(), f"no lines of {sorted(wanted - lines.keys())}: pytest --robustness"
+    assert all(line["commit"] for line in lines.values())
+    assert all(result.commit for result in sweep.load(robustness.SWEEP))

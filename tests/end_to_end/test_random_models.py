@@ -117,7 +117,7 @@ def test_random_models_train_as_in_eager(free_lanes: dict[str, Any]) -> None:
     assert _check({**free_lanes, "runtime.bodies": "eager"}, most) > most // 3
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.robustness("Special operators", "random ones, compiled")
 def test_random_models_that_are_compiled_train_as_in_eager(free_lanes: dict[str, Any]) -> None:
     """Fewer, of larger segments, since each of them goes through a compiler."""

@@ -598,15 +598,16 @@ def test_one_bad_value_of_several_is_refused() -> None:
 
 
 @pytest.mark.robustness("Special operators", "streams of the user's in a graph")
-def test_streams_of_the_users_are_refused() -> None:
+def test_streams_of_the_users_are_refused(record_property: Callable[[str, object], None]) -> None:
     """A plan places all work itself, so a graph with `torch.cuda.stream` in it is Inductor's, which honours them."""
     hand = Hand()
     x = hand.input("x", 2)
     hand.call(torch.ops.streams.fork.default, 0, 1)
     y = hand.call(aten.neg.default, x)
     hand.call(torch.ops.streams.join.default, 1, 0)
-    with pytest.raises(UnsupportedGraphError, match=r"^node fork_default .* stream of the user's"):
+    with pytest.raises(UnsupportedGraphError, match=r"^node fork_default .* stream of the user's") as refusal:
         hand.capture(y)
+    record_property("reasons", [str(refusal.value)])  # as of a graph that runs
 
 
 def test_effect_tokens_are_refused() -> None:
