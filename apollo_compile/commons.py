@@ -33,8 +33,8 @@ class Commons:
     def enroll(self, compilation: Compilation) -> None:
         """Name the graph by its segments and lanes."""
         if not self.ranks.is_alone:
-            graph = f"{fingerprint(compilation.partition.graph)} on {compilation.profile.units}"
-            self.topic = self.ranks.enroll(graph, compilation.capture.name)
+            graph, units = fingerprint(compilation.partition.graph), compilation.profile.units
+            self.topic = self.ranks.enroll(graph, compilation.capture.name, units=units)
 
     def settle(self, proposed: Compilation | None, own: Compilation, runner: StageRunner) -> Compilation | None:
         """Return what all ranks run from now on; None is to keep `own`, which is of the same segments.

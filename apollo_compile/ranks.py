@@ -18,9 +18,10 @@ Note [What ranks agree on]
     (a modality absent from its batch) blocks nobody. A vote or an average would need all ranks to be there. Ranks that
     a collective holds in step measure about the same, so it hardly matters which one is first.
 
-    A topic names the segments of the graph, not its place in the program: a rank with other segments (another stage of
-    a pipeline) settles other topics, and decides alone where nobody else has them. After the verdict nothing is settled
-    any more, and so no step talks to the store: with several ranks there is no contest after a drift.
+    A topic names the segments of the graph, its number of units, and how often the rank has compiled these segments,
+    for whatever units; not its place in the program. A rank with other segments (another stage of a pipeline) settles
+    other topics, and decides alone where nobody else has them. After the verdict nothing is settled any more, and so no
+    step talks to the store: with several ranks there is no contest after a drift.
 
 If the store fails, that is one WARNING, and the rank decides alone from then on. It is still one of several: what it
 measures is measured beside the others, and so is no finding for a process of its own.
@@ -64,22 +65,23 @@ class Ranks:
         self._times_seen: Counter[str] = Counter()
         self._has_told = False
 
-    def enroll(self, graph: str, name: str) -> str:
+    def enroll(self, graph: str, name: str, *, units: int = 1) -> str:
         """Return the topic of one more compiled graph; ranks that compile the same graphs get the same topics.
 
         Arguments:
             graph: fingerprint of its segments.
             name: what to call it in the log.
+            units: for how many it is planned; who has another number cannot run the same plans.
         """
         with self._lock:
             number, self._num_graphs = self._num_graphs, self._num_graphs + 1
             self._times_seen[graph] += 1
-            topic = f"{graph}/{self._times_seen[graph]}"
-        if self.settle(f"graph {number}", graph) != graph and not self._has_told:
+            topic = f"{graph} on {units}/{self._times_seen[graph]}"
+        if self.settle(f"graph {number}", topic) != topic and not self._has_told:
             self._has_told = True
             _logger.info(
                 "%s is not the graph that another rank compiled in its place: ranks decide in common for graphs with "
-                "the same segments only, and each for itself about the others",
+                "the same segments on as many cores only, and each for itself about the others",
                 name,
             )
         return topic

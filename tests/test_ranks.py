@@ -117,6 +117,20 @@ def test_graphs_have_the_same_topic_on_ranks_that_compile_them(caplog: pytest.Lo
     assert line.startswith("only here is not the graph that another rank compiled in its place")
 
 
+def test_a_graph_that_ranks_planned_for_different_numbers_of_cores_is_counted_all_the_same(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """They decide alone about it, which is said, and in common when the same segments come again."""
+    store = dist.HashStore()
+    first, second = Ranks(store), Ranks(store)
+    with caplog.at_level(logging.INFO, logger="apollo_compile"):
+        assert first.enroll("layers", "graph0", units=2) != second.enroll("layers", "graph0", units=1)
+        assert first.enroll("layers", "graph1", units=2) == second.enroll("layers", "graph1", units=2)
+        third = Ranks(store)  # one that could not make the first of them
+        assert third.enroll("layers", "graph0", units=2) != first.enroll("layers", "graph2", units=2)
+    assert [record.getMessage().split()[0] for record in caplog.records] == ["graph0"]
+
+
 def test_a_store_that_fails_is_asked_once(caplog: pytest.LogCaptureFixture) -> None:
     """One line, and the rank decides alone."""
     store = BrokenStore()

@@ -7,9 +7,13 @@ import dataclasses
 import datetime
 import logging
 import os
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -23,13 +27,17 @@ from torch.nn.parallel import DistributedDataParallel
 
 from apollo_compile import backend, select
 from apollo_compile.device import default_profile, save_profile
+from apollo_compile.planner import apart
 from tests.end_to_end.models import NEVER_AS_LONG_NS
 
 SIZE = 2
 """Ranks of most scenarios."""
 STEPS = 20
-CONTEST_STEPS = 3 * 2 * select.MIN_ROUNDS * select.STEPS_PER_TURN + 10
-"""Enough for three contests of two, where none goes on beyond the least number of rounds."""
+CONTEST_STEPS = (3 + 2 + 2) * select.MIN_ROUNDS * select.STEPS_PER_TURN + 10
+"""Enough for a contest of three and two of two, where none goes on beyond the least number of rounds."""
+FEW_STEPS = 3
+LEARNING_RATE = 3.0
+"""For losses as small as those of the models here; a hundred steps do not learn everything."""
 WIDTH = 256
 """Of layers that are worth a lane; how long they compile does not depend on it."""
 PATIENCE = datetime.timedelta(seconds=600)
@@ -99,19 +107,18 @@ class Towers(nn.Module):
 
 
 class Pair(nn.Module):
-    """Two independent layers that meet in a product, summed over all ranks if `communicates`."""
+    """Two independent layers that meet in a product, after a sum over the ranks of `group` if there is one."""
 
-    def __init__(self, communicates: bool = False) -> None:
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         super().__init__()
         self.left, self.right = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.communicates = communicates
+        self.group = group
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the product."""
         left, right = self.left(x).tanh(), self.right(x).tanh()
-        if self.communicates:
-            left = funcol.all_reduce(left, "sum", dist.group.WORLD)
-            right = funcol.all_reduce(right, "sum", dist.group.WORLD)
+        if self.group is not None:
+            left, right = (funcol.all_reduce(branch, "sum", self.group) for branch in (left, right))
         return left.cos() * right
 
 
@@ -156,12 +163,11 @@ def train_reference() -> Result:
 
 
 def train_ddp(rank: int, folder: Path) -> Result:
-    """CLIP under DDP; the ranks believe different things of the machine, that no machine is as slow as."""
-    file = folder / f"profile{rank}.json"
-    save_profile(dataclasses.replace(default_profile(2), name="wrong", launch_ns=(rank + 1) * NEVER_AS_LONG_NS), file)
+    """CLIP under DDP."""
     model = make_clip()
-    run = torch.compile(DistributedDataParallel(model), backend="apollo", options={**LANES, "device.profile": file})
-    return _train_clip(rank, model, run, lambda: model.state_dict())
+    options = {**LANES, "device.profile": _wrong_profile(rank, folder)}
+    run = torch.compile(DistributedDataParallel(model), backend="apollo", options=options)
+    return _train_clip(rank, model, run)
 
 
 def train_buckets(rank: int, folder: Path) -> Result:
@@ -186,58 +192,81 @@ def train_buckets(rank: int, folder: Path) -> Result:
 
 
 def train_fsdp(rank: int, folder: Path) -> Result:
-    """CLIP under FSDP2, its parameters sharded as one group, so that both towers are in one graph.
-
-    Its bodies are not compiled: those of DDP are, which are the same but for what the ranks exchange.
-    """
+    """CLIP under FSDP2, its parameters sharded as one group, so that both towers are in one graph."""
     model = make_clip()
     fully_shard(model, mesh=init_device_mesh("cpu", (SIZE,)))
     options = {**LANES, "plan.replan": False, "runtime.bodies": "eager"}
-    run = torch.compile(model, backend="apollo", options=options)
-    return _train_clip(
-        rank, model, run, lambda: {n: v.full_tensor() if isinstance(v, DTensor) else v for n, v in _state(model)}
-    )
+    return _train_clip(rank, model, torch.compile(model, backend="apollo", options=options))
 
 
-def run_tensor_parallel(rank: int, folder: Path) -> Result:
+def train_fsdp_natively(rank: int, folder: Path) -> Result:
+    """The same with native bodies, which DDP's run has compiled, and plans made anew.
+
+    The memory of parameters goes and comes again behind every forward and every backward.
+    """
+    model = make_clip()
+    fully_shard(model, mesh=init_device_mesh("cpu", (SIZE,)), reshard_after_forward=True)
+    options = {**LANES, "device.profile": _wrong_profile(rank, folder)}
+    result = _train_clip(rank, model, torch.compile(model, backend="apollo", options=options))
+    (entry,) = backend.find_models(model)
+    return {**result, "native": [body.entry_address is not None for graph in entry.graphs for body in graph.bodies]}
+
+
+def train_fsdp_contest(rank: int, folder: Path) -> Result:
+    """A model under FSDP2 whose ways compete; its code is that of DDP's contest."""
+    alone, model = _twice(Pair)
+    fully_shard(model, mesh=init_device_mesh("cpu", (SIZE,)), reshard_after_forward=True)
+    result, _ = _hold_contest(model, model, inputs(rank))
+    _train(alone, CONTEST_STEPS, [inputs(other) for other in range(SIZE)])
+    return {**result, "expected": _whole_state(alone), "found": _whole_state(model)}
+
+
+def train_tensor_parallel(rank: int, folder: Path) -> Result:
     """Layers split over the ranks; DTensor puts the collectives into the graphs.
 
     The ranks have different numbers of lanes, so each runs another plan, in its own time.
     """
-    torch.manual_seed(0)
-    model = Towers()
-    expected = _gradients(copy.deepcopy(model), inputs(0))
-    mesh = init_device_mesh("cpu", (SIZE,))
-    for tower in (model.left, model.right):
-        parallelize_module(tower, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    alone, model = _twice(Towers)
+    _split_layers(model)
     run = torch.compile(model, backend="apollo", options={**LANES, "device.units": 2 - rank})
-    return {"expected": expected, "found": _gradients(model, inputs(0), run), **_graphs(model)}
+    expected, found = _train(alone, FEW_STEPS, [inputs(0)]), _train(model, FEW_STEPS, [inputs(0)], run)
+    return {"expected": expected, "found": found, **_graphs(model)}
+
+
+def train_tensor_parallel_contest(rank: int, folder: Path) -> Result:
+    """The ways of layers that are split compete; afterwards one rank runs its plans, and the other Inductor's code."""
+    alone, model = _twice(Towers)
+    _split_layers(model)
+    result, run = _hold_contest(model, model, inputs(0))
+    replicated = {n: v.to_local().clone() for n, v in model.state_dict().items() if v.placements[0].is_replicate()}
+    (entry,) = backend.find_models(model)
+    for graph in entry.graphs:
+        graph.use((select.PLAN, select.INDUCTOR)[rank])
+    found = _train(model, FEW_STEPS, [inputs(0)], run)
+    return {
+        **result,
+        "replicated": replicated,
+        "last_ways": [graph.way for graph in entry.graphs],
+        "expected": _train(alone, CONTEST_STEPS + FEW_STEPS, [inputs(0)]),
+        "found": found,
+    }
 
 
 def run_branches(rank: int, folder: Path) -> Result:
     """Collectives that the user wrote into two branches; compiled code has those of tensor parallelism."""
     torch.manual_seed(0)
-    model = Pair(communicates=True)
+    model = Pair(dist.group.WORLD)
     run = torch.compile(model, backend="apollo", options={**LANES, "runtime.bodies": "eager"})
     with torch.no_grad():
         return {"expected": model(inputs(rank)), "found": [run(inputs(rank)) for _ in range(5)], **_graphs(model)}
 
 
-def run_contest(rank: int, folder: Path) -> Result:
-    """A model under DDP whose ways compete; notes which way every step ran on every graph."""
-    select.MAX_ROUNDS = select.MIN_ROUNDS
-    torch.manual_seed(0)
-    model = Pair()
-    options = {**LANES, "plan.contest": True, "plan.replan": False}
-    run = torch.compile(DistributedDataParallel(model), backend="apollo", options=options)
-    ways = []
-    for _ in range(CONTEST_STEPS):
-        run(inputs(rank)).square().mean().backward()
-        ways.append([graph.way for entry in backend.find_models(model) for graph in entry.graphs])
-    (entry,) = backend.find_models(model)
-    verdict = entry.selection.verdict
-    settled = None if verdict is None else (verdict.winner, verdict.choice, verdict.num_steps)
-    return {"ways": ways, "verdict": settled, **_graphs(model)}
+def train_contest(rank: int, folder: Path) -> Result:
+    """A model under DDP whose ways compete."""
+    alone, model = _twice(Pair)
+    result, _ = _hold_contest(model, DistributedDataParallel(model), inputs(rank))
+    _train(alone, CONTEST_STEPS, [inputs(other) for other in range(SIZE)])
+    return {**result, "expected": _whole_state(alone), "found": _whole_state(model)}
 
 
 def run_dynamic(rank: int, folder: Path) -> Result:
@@ -269,14 +298,41 @@ def run_absent(rank: int, folder: Path) -> Result:
     return _graphs(model)
 
 
+def run_with_fault(fault: Callable[[], AbstractContextManager[Any]], rank: int, folder: Path) -> Result:
+    """A graph with collectives, of which rank 1 cannot make what rank 0 does."""
+    torch.manual_seed(0)
+    model = Pair(dist.group.WORLD)
+    options = {**LANES, "debug.strict": False, "plan.planner": "cp_sat", "runtime.bodies": "eager"}
+    run = torch.compile(model, backend="apollo", options=options)
+    apart.stop_planner()
+    with torch.no_grad(), fault() if rank == 1 else nullcontext():
+        return {"expected": model(inputs(rank)), "found": [run(inputs(rank)) for _ in range(3)], **_graphs(model)}
+
+
+def _fail(*args: Any, **kwargs: Any) -> Any:
+    raise RuntimeError("out of luck")
+
+
+FAULTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "compile": partial(patch.object, backend, "interpret_bodies", _fail),
+    "planner": partial(patch.multiple, apart, COMMAND=("no such program",), _num_failures=0),
+    "capture": partial(patch.object, backend, "capture_graph", _fail),
+}
+"""What goes wrong on one rank, by the name of its scenario. What keeps a graph from being counted is last."""
+
+
 SCENARIOS: dict[int, dict[str, Callable[[int, Path], Result]]] = {
     SIZE: {
         "ddp": train_ddp,
         "buckets": train_buckets,
         "fsdp": train_fsdp,
-        "tensor parallel": run_tensor_parallel,
-        "contest": run_contest,
+        "fsdp, native": train_fsdp_natively,
+        "contest, tensor parallel": train_tensor_parallel_contest,
+        "tensor parallel": train_tensor_parallel,
+        "contest": train_contest,
+        "contest, fsdp": train_fsdp_contest,
         "dynamic": run_dynamic,
+        **{name: partial(run_with_fault, fault) for name, fault in FAULTS.items()},
     },
     3: {"branches": run_branches, "absent": run_absent},
 }
@@ -297,8 +353,10 @@ def run_rank(rank: int, size: int, port: int, folder: Path) -> None:
         for name, scenario in SCENARIOS[size].items():
             torch._dynamo.reset()
             log.lines.clear()
+            begin = time.monotonic()
             result = scenario(rank, folder)
-            torch.save({**result, "log": list(log.lines)}, folder / f"{name} {rank}.pt")
+            result |= {"log": list(log.lines), "seconds": time.monotonic() - begin}
+            torch.save(result, folder / f"{name} {rank}.pt")
         dist.barrier()
     finally:
         dist.destroy_process_group()
@@ -316,9 +374,31 @@ class _Lines(logging.Handler):
         self.lines.append(f"{record.levelname} {record.getMessage()}")
 
 
-def _train_clip(
-    rank: int, model: nn.Module, run: Callable[..., Any], state: Callable[[], dict[str, torch.Tensor]]
-) -> Result:
+_Model = TypeVar("_Model", bound=nn.Module)
+
+
+def _twice(make: Callable[[], _Model]) -> tuple[_Model, _Model]:
+    """Return two models with the same weights: one that trains alone, and one for the ranks."""
+    torch.manual_seed(0)
+    model = make()
+    return model, copy.deepcopy(model)
+
+
+def _split_layers(model: Towers) -> None:
+    """Split the layers of both towers over the ranks."""
+    mesh = init_device_mesh("cpu", (SIZE,))
+    for tower in (model.left, model.right):
+        parallelize_module(tower, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+
+
+def _wrong_profile(rank: int, folder: Path) -> Path:
+    """Return the file of what this rank believes of the machine: another thing than the others, and all are wrong."""
+    file = folder / f"profile{rank}.json"
+    save_profile(dataclasses.replace(default_profile(2), name="wrong", launch_ns=(rank + 1) * NEVER_AS_LONG_NS), file)
+    return file
+
+
+def _train_clip(rank: int, model: nn.Module, run: Callable[..., Any]) -> Result:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     losses = []
     for batch in clip_batches(rank):
@@ -327,17 +407,50 @@ def _train_clip(
         loss.backward()
         losses.append(float(loss.detach()))
         optimizer.step()
-    return {"losses": losses, "state": {n: v.detach().clone() for n, v in state().items()}, **_graphs(model)}
+    return {"losses": losses, "state": _whole_state(model), **_graphs(model)}
+
+
+def _train(
+    model: nn.Module, steps: int, batches: Sequence[torch.Tensor], run: Callable[..., Any] | None = None
+) -> Result:
+    """Train on the same batches in every step; return the last output and gradients, and what was learnt."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        outputs = [(model if run is None else run)(x) for x in batches]
+        (sum(output.square().mean() for output in outputs) / len(batches)).backward()
+        gradients = {f"gradient of {n}": _whole(p.grad) for n, p in model.named_parameters() if p.grad is not None}
+        optimizer.step()
+    return {"output": outputs[0].detach().clone(), **gradients, **_whole_state(model)}
+
+
+def _hold_contest(model: nn.Module, wrapped: nn.Module, x: torch.Tensor) -> tuple[Result, Callable[..., Any]]:
+    """Train while the ways compete, Inductor's among them; note which one every step ran on every graph."""
+    run = torch.compile(wrapped, backend="apollo", options={**LANES, "plan.contest": True, "plan.replan": False})
+    ways = []
+    with patch.object(select, "MAX_ROUNDS", select.MIN_ROUNDS):
+        for _ in range(CONTEST_STEPS):
+            _train(model, 1, [x], run)
+            ways.append([graph.way for graph in backend.compiled_models()[-1].graphs])
+    verdict = backend.compiled_models()[-1].selection.verdict
+    settled = None if verdict is None else (verdict.winner, verdict.choice, verdict.num_steps)
+    return {"ways": ways, "verdict": settled, **_graphs(model)}, run
 
 
 def _gradients(model: nn.Module, x: torch.Tensor, run: Callable[..., Any] | None = None) -> Result:
     output = (model if run is None else run)(x)
     output.square().mean().backward()
-    found = {name: parameter.grad for name, parameter in model.named_parameters()}
-    return {
-        "output": output.detach().clone(),
-        **{n: (g.full_tensor() if isinstance(g, DTensor) else g).clone() for n, g in found.items() if g is not None},
-    }
+    found = {name: _whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+    return {"output": output.detach().clone(), **found}
+
+
+def _whole_state(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: _whole(value) for name, value in model.state_dict().items()}
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy of a tensor, of all its shards if it has some."""
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
 def _graphs(model: nn.Module) -> Result:
@@ -353,7 +466,3 @@ def _graphs(model: nn.Module) -> Result:
         "replans": [graph.num_replans for entry in models for graph in entry.graphs],
         "handed_over": [reason for entry in models for reason in entry.handed_over],
     }
-
-
-def _state(model: nn.Module) -> list[tuple[str, Any]]:
-    return list(model.state_dict().items())
