@@ -102,7 +102,8 @@ TEST(a_lane_spins_long_only_where_nobody_else_works_on_its_cores) {
 
 TEST(a_lane_that_handed_its_cores_to_the_caller_does_not_spin_on_them) {
   const Waits waits = plan_waits(program({{Wait{0}, launch(1), Record{1}, Wait{2}, launch(3)},
-                                          {launch(0), Record{0}, Wait{1}, launch(2), Record{2}}},
+                                          {launch(0), Record{0}, Wait{1}, launch(2), Record{2}},
+                                          {}},
                                          3),
                                  kCores);
   CHECK(waits.arrivals[0].left == std::vector<int>{4});
