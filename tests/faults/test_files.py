@@ -14,9 +14,11 @@ from typing import Any
 
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from apollo_compile.check import check_plan
 from apollo_compile.cli import main
+from apollo_compile.commons import Commons
 from apollo_compile.device import (
     DeviceProfile,
     Fingerprint,
@@ -29,15 +31,21 @@ from apollo_compile.device import (
 from apollo_compile.errors import ApolloError, ConfigError, InvariantError, PlanFileError, ReportFileError
 from apollo_compile.history import Finding, History
 from apollo_compile.ir import KernelKind, Observations, Standing, Verdict
+from apollo_compile.json_form import to_json
 from apollo_compile.lanes import lane_catalogue
+from apollo_compile.observe import StageRunner
 from apollo_compile.passes.plan import make_plan
+from apollo_compile.pipeline import Compilation, Decision
 from apollo_compile.plan_file import check_fits, load_plan, read_plans, save_plan
+from apollo_compile.ranks import Ranks
 from apollo_compile.reports.diff import compare, sides_of_plans
 from apollo_compile.reports.report import Report
 from apollo_compile.reports.summary import summarize
+from apollo_compile.select import INDUCTOR, PLAN, SERIAL
 from tests.builders import chains, random_costs, random_graph, random_plan
 from tests.faults.mutations import damaged_bytes, damaged_json
 from tests.reports.reports import a_break, compile_graph, invent_run
+from tests.test_select import ENOUGH, Graph, Machine
 
 FUZZ = settings(max_examples=settings.default.max_examples * 3 // 2)
 
@@ -267,3 +275,46 @@ def test_the_files_of_this_test_are_valid(tmp_path: Path) -> None:
         file.write_text(json.dumps(content()))
         load()
         use(file)
+
+
+class _Store:
+    """A store in which another rank has left one text under every key."""
+
+    def __init__(self, text: str) -> None:
+        self._content = text.encode("utf-8", "surrogatepass")
+
+    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes:
+        return self._content
+
+
+@functools.cache
+def _compilation() -> Compilation:
+    return compile_graph(chains([100_000] * 3, [100_000] * 3, efficiency=0.6)[0])
+
+
+@functools.cache
+def _decision_content() -> Any:
+    return to_json(Decision(costs=_compilation().costs, plan=_compilation().plan))
+
+
+@FUZZ
+@given(st.deferred(lambda: damaged_json(_decision_content())))
+def test_a_damaged_plan_of_another_rank_is_legal_or_not_taken(text: str) -> None:
+    """It is checked against the graph as a plan of this rank is; if it is none, the rank's own runs."""
+    own = _compilation()
+    settled = Commons(Ranks(_Store(text)), topic="graph").settle(own, own, StageRunner())
+    if settled is not None:
+        check_plan(settled.plan, settled.partition.graph, settled.costs)
+
+
+@FUZZ
+@given(damaged_json({"times": {way: {"0": 1e6, "1": 2e6} for way in (SERIAL, PLAN)}}))
+def test_damaged_times_of_another_rank_are_compared_or_close_the_contest(text: str) -> None:
+    """Whatever they are, every graph ends with a way that it has."""
+    machine = Machine(*(Graph({SERIAL: 10, PLAN: 9, INDUCTOR: 10}) for _ in range(2)), ranks=Ranks(_Store(text)))
+    try:
+        machine.run(ENOUGH)
+    except Exception:  # which `CompiledGraph` logs; see its tests
+        assert [graph.way for graph in machine.graphs] == [PLAN, PLAN]
+    assert machine.selection.is_settled
+    assert all(graph.way in graph.ways for graph in machine.graphs)

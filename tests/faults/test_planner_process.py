@@ -14,14 +14,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
 
 from apollo_compile.errors import InfeasiblePlanError
 from apollo_compile.planner import apart
 from apollo_compile.planner.bounds import lower_bound
 from apollo_compile.planner.problem import Hold, Mode, Problem, Task
-from apollo_compile.planner.simulate import serial_schedule
+from apollo_compile.planner.simulate import execute, serial_schedule
 from apollo_compile.planner.solve import Effort, Solution, solve
 from tests.builders import interfering, limited, random_problem
+from tests.faults.mutations import damaged_json
 from tests.faults.processes import wait_for_end
 
 QUICK = Effort(work_s=0.2, time_limit_s=60.0)
@@ -135,6 +137,22 @@ def test_a_wrong_solution_is_not_believed(
     answer = json.dumps({"solution": {**right, **change}})
     pretend(monkeypatch, f"say({{}}); channel.recv(8); send({answer!r}.encode()); time.sleep(600)")
     check_stand_in(apart.solve_apart(PROBLEM, QUICK), caplog, reason)
+
+
+@settings(deadline=None)
+@given(damaged_json({"solution": apart.to_json(solve(PROBLEM, QUICK)), "warnings": []}))
+def test_a_damaged_answer_is_a_valid_solution_or_not_believed(text: str) -> None:
+    """Whatever was changed in it; without the process, which would take most of the time."""
+    answer = json.loads(text)
+    if not isinstance(answer, dict):
+        return  # refused where it is received
+    try:
+        solution = apart._believe(PROBLEM, answer)
+    except apart._ApartError:
+        return
+    assert not PROBLEM.violations(solution.schedule)
+    assert solution.execution == execute(PROBLEM, solution.schedule)
+    assert 0 <= solution.bound <= solution.schedule.makespan
 
 
 def test_a_process_that_cannot_start_is_not_tried_for_ever(
