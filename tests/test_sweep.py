@@ -17,6 +17,7 @@ from torch._dynamo.exc import BackendCompilerFailed  # noqa: E402
 
 from benchmarks import robustness, sweep  # noqa: E402
 from benchmarks.sweep import Case, Result, find_difference  # noqa: E402
+from tests.faults.test_table import NO_FAULTS  # noqa: E402
 
 EAGER = {"loss of step 0": torch.tensor(2.0), "gradient of w in step 0": torch.tensor([1.0, -3.0])}
 EXACT = {name: value.double() + 1e-7 for name, value in EAGER.items()}
@@ -168,15 +169,16 @@ def test_the_page_has_what_the_results_say() -> None:
         )
 
 
-SEMANTICS = ("special_operators", "values", "training_loops")
+SEMANTICS = ("special_operators", "values", "training_loops", "semantics")
 
 
-def test_every_test_of_semantics_has_a_line() -> None:
+def test_every_test_of_semantics_and_every_fault_has_a_line() -> None:
     """And every line a commit; a test that the page does not know would count nowhere."""
     root = robustness.PAGE.parents[1]
     lines = json.loads(robustness.TESTS.read_text())
-    for file in (root / f"tests/end_to_end/test_{name}.py" for name in SEMANTICS):
-        tests = re.findall(r"^def (test_\w+)\(", file.read_text(encoding="utf-8"), re.MULTILINE)
+    faults = [path for path in sorted((root / "tests/faults").glob("test_*.py")) if path.name != "test_table.py"]
+    for file in [*(root / f"tests/end_to_end/test_{name}.py" for name in SEMANTICS), *faults]:
+        tests = set(re.findall(r"^def (test_\w+)\(", file.read_text(encoding="utf-8"), re.MULTILINE)) - NO_FAULTS
         wanted = {f"{file.relative_to(root)}::{name}" for name in tests}
         assert wanted and wanted <= lines.keys(), f"no lines of {sorted(wanted - lines.keys())}: pytest --robustness"
     assert all(line["commit"] for line in lines.values())
