@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import random
@@ -15,6 +16,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from apollo_compile.errors import InfeasiblePlanError
 from apollo_compile.planner import apart
@@ -139,8 +141,14 @@ def test_a_wrong_solution_is_not_believed(
     check_stand_in(apart.solve_apart(PROBLEM, QUICK), caplog, reason)
 
 
+@functools.cache
+def _answer_content() -> dict[str, object]:
+    right = solve(PROBLEM, replace(QUICK, use_solver=False, use_ortools=False))  # which belongs in no test process
+    return {"solution": apart.to_json(right), "warnings": []}
+
+
 @settings(deadline=None)
-@given(damaged_json({"solution": apart.to_json(solve(PROBLEM, QUICK)), "warnings": []}))
+@given(st.deferred(lambda: damaged_json(_answer_content())))
 def test_a_damaged_answer_is_a_valid_solution_or_not_believed(text: str) -> None:
     """Whatever was changed in it; without the process, which would take most of the time."""
     answer = json.loads(text)
