@@ -5,9 +5,11 @@ from __future__ import annotations
 import random
 
 import pytest
+import torch
+from torch import nn
 
 from benchmarks.body_codes import NATIVE, BodyTimes, Code, even_out, find_gains, main, measure_codes
-from benchmarks.workloads import build
+from benchmarks.workloads import Workload
 
 NAMES = (NATIVE, "python", "eager", "narrow")
 
@@ -62,11 +64,27 @@ def test_too_few_rounds_are_refused_before_anything_is_compiled(capsys: pytest.C
     assert "at least 4 rounds" in capsys.readouterr().err
 
 
+class Halves(nn.Module):
+    """Two layers with a graph break between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return a tensor of the shape of `x`."""
+        between = self.first(x).sin()
+        torch._dynamo.graph_break()
+        return self.second(between)
+
+
 def test_every_body_of_a_step_is_timed_in_every_round() -> None:
     """With graph breaks, each kind of code has several entries among the few that Dynamo allows of a function."""
     names = [f"eager {number}" for number in range(5)]
     codes = [Code(name=name, options={"runtime.bodies": "eager"}) for name in names]
-    bodies = measure_codes(build("llava"), codes, rounds=2)
+    inputs = {"x": torch.ones(4, 8)}
+    workload = Workload(name="halves", model=Halves(), inputs=inputs, loss=torch.Tensor.sum, branches=())
+    bodies = measure_codes(workload, codes, rounds=2)
     assert len({body.graph for body in bodies}) > 2
     assert len({(body.graph, body.segment) for body in bodies}) == len(bodies)
     for body in bodies:

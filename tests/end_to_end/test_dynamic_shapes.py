@@ -311,10 +311,16 @@ def _num_shape_envs() -> int:
 @sizes("models that are forgotten")
 def test_what_torch_knows_of_sizes_is_forgotten_with_the_model() -> None:
     """By itself torch keeps it for good, with all fake tensors."""
-    train_pair(LENGTHS[:3], backend="apollo", options=EAGER_BODIES)
+
+    def train_layer() -> None:
+        inputs = (torch.ones(rows, 8) for rows in (5, 6))
+        options = {"backend": "apollo", "options": EAGER_BODIES, "dynamic": True}
+        train(nn.Linear(8, 8), lambda run: run(next(inputs)).sum(), steps=2, **options)
+
+    train_layer()
     before = _num_shape_envs()
     for _ in range(3):
-        train_pair(LENGTHS[:3], backend="apollo", options=EAGER_BODIES)
+        train_layer()
     assert _num_shape_envs() <= before
 
 
@@ -348,7 +354,8 @@ def _lane_modules() -> set[ModuleType]:
 def test_the_python_side_of_native_bodies_goes_with_them() -> None:
     """Inductor keeps every module that it ever loaded."""
     before = _lane_modules()
-    train_pair(LENGTHS[:2], backend="apollo", options=LANES)
-    graphs = [graph for model in backend.compiled_models()[-2:] for graph in model.graphs]
+    x = torch.ones(5, 8)
+    train(nn.Linear(8, 8), lambda run: run(x).sum(), steps=1, backend="apollo", options=LANES, dynamic=True)
+    graphs = backend.compiled_models()[-1].graphs
     assert any(body.entry_address is not None for graph in graphs for body in graph.bodies)
     assert _lane_modules() <= before

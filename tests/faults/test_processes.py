@@ -66,7 +66,7 @@ time.sleep(10**6)
 """
 
 
-@pytest.mark.parametrize("is_ready", [False, True], ids=["starts", "searches"])
+@pytest.mark.parametrize("is_ready", [pytest.param(False, marks=pytest.mark.soak), True], ids=["starts", "searches"])
 def test_sys_exit_while_the_planner_hangs_waits_for_no_deadline(is_ready: bool, tmp_path: Path) -> None:
     """A plan is being made in the background when the program ends; deadlines of a day would be noticed."""
     pipe = tmp_path / "pid"
@@ -115,7 +115,7 @@ def test_an_interpreter_that_ends_in_the_midst_of_a_run_ends() -> None:
         assert done.returncode == -signal.SIGABRT, done.stderr
 
 
-@pytest.mark.parametrize("first", ["all", "one"])
+@pytest.mark.parametrize("first", [pytest.param("all", marks=pytest.mark.soak), "one"])
 def test_core_masks_that_grow_and_shrink_change_no_result(first: str) -> None:
     """Where a graph was compiled for other cores than the process may use now, and where it is compiled now."""
     before = """

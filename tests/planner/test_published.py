@@ -34,10 +34,10 @@ def test_the_published_makespan_is_reached(instance: Instance) -> None:
         assert outcome.bound <= instance.best_makespan
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize("name", SHORTFALLS)
 def test_several_workers_reach_what_one_does_not(name: str) -> None:
-    """With ten times the ten seconds, since other tests may have the machine too; it ends as soon as it is sure."""
+    """In about ten seconds where nothing else runs; it ends as soon as it is sure."""
     (instance,) = (instance for instance in published() if instance.name == name)
     outcome = solve_with_cp_sat(
         instance.problem(),
@@ -45,7 +45,7 @@ def test_several_workers_reach_what_one_does_not(name: str) -> None:
         lower_bound=0,
         seed=1,
         deterministic_time=math.inf,
-        time_limit_s=100.0,
+        time_limit_s=600.0,
         workers=2,
     )
     assert outcome.schedule is not None
