@@ -93,6 +93,9 @@ ONE_CORE: tuple[Variant, ...] = (
 )
 """The same on one core: what `Measurement.efficiencies` goes by."""
 
+AGAIN: tuple[Variant, ...] = (Variant(name="inductor-again", backend="inductor"),)
+"""Inductor's default once more: how far two processes that run the same code are apart."""
+
 PLANS: tuple[Variant, ...] = tuple(
     Variant(name=f"plan-{way}", backend="apollo", options={"plan.contest": False, "partition.weight_gradients": way})
     for way in ("together", "apart")

@@ -211,6 +211,17 @@ def test_a_rank_without_a_planner_takes_part(seen: Seen) -> None:
     _assert_one_warning(first, second, "the planner's process failed: ")
 
 
+def test_an_error_on_one_rank_surfaces_there_and_the_others_wait_as_long_as_their_group_does(seen: Seen) -> None:
+    """As in eager, gloo says when it has waited long enough; the next graph runs on the same lanes."""
+    first, second = seen("damaged batch")
+    assert (second["error"]["type"], second["error"]["text"]) == ("ValueError", "this batch is damaged")
+    assert first["error"]["type"] == "RuntimeError" and "imed out" in first["error"]["text"]
+    for result in (first, second):
+        (note,) = result["error"]["notes"]
+        assert note.startswith("raised in segment ")
+        torch.testing.assert_close(result["found"], result["expected"], rtol=1e-4, atol=1e-5)
+
+
 def _assert_one_warning(well: dict[str, Any], hurt: dict[str, Any], text: str) -> None:
     """Expect right numbers on both ranks, and one line on the one where something failed."""
     for result in (well, hurt):

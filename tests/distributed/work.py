@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import datetime
 import logging
+import math
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -20,6 +21,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -120,6 +122,31 @@ class Pair(nn.Module):
         if self.group is not None:
             left, right = (funcol.all_reduce(branch, "sum", self.group) for branch in (left, right))
         return left.cos() * right
+
+
+class Reader(nn.Module):
+    """A pair behind an operator that fails where its input is damaged."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__()
+        self.pair = Pair(group)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the product."""
+        return self.pair(read(x))
+
+
+@torch.library.custom_op("apollo_tests::read", mutates_args=())
+def read(x: torch.Tensor) -> torch.Tensor:
+    """Return what is read, if it is numbers."""
+    if x.isnan().any():
+        raise ValueError("this batch is damaged")
+    return x.clone()
+
+
+@read.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
 
 
 class Chain(nn.Module):
@@ -321,6 +348,25 @@ FAULTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 """What goes wrong on one rank, by the name of its scenario. What keeps a graph from being counted is last."""
 
 
+def run_damaged_batch(rank: int, folder: Path) -> Result:
+    """Rank 1 gets a damaged batch, which raises before the first collective of its graph; rank 0 waits in that."""
+    group = dist.new_group(timeout=PATIENCE)
+    torch.manual_seed(0)
+    model, other = Reader(group), Pair(dist.group.WORLD)
+    options = {**LANES, "runtime.bodies": "eager"}
+    run, run_other = (torch.compile(each, backend="apollo", options=options) for each in (model, other))
+    x, error = inputs(rank), None
+    with torch.no_grad():
+        run(x)
+        _set_pg_timeout(datetime.timedelta(seconds=1), group)
+        try:
+            run(x * math.nan if rank == 1 else x)
+        except Exception as raised:
+            error = {"type": type(raised).__name__, "text": str(raised), "notes": getattr(raised, "__notes__", [])}
+        dist.barrier()
+        return {"error": error, "expected": other(x), "found": run_other(x), **_graphs(model)}
+
+
 SCENARIOS: dict[int, dict[str, Callable[[int, Path], Result]]] = {
     SIZE: {
         "ddp": train_ddp,
@@ -333,6 +379,7 @@ SCENARIOS: dict[int, dict[str, Callable[[int, Path], Result]]] = {
         "contest, fsdp": train_fsdp_contest,
         "dynamic": run_dynamic,
         **{name: partial(run_with_fault, fault) for name, fault in FAULTS.items()},
+        "damaged batch": run_damaged_batch,
     },
     3: {"branches": run_branches, "absent": run_absent},
 }

@@ -39,7 +39,7 @@ def _in_float64(workload: Workload) -> Workload:
 @pytest.mark.parametrize(
     ("name", "bodies"),
     [
-        *((name, "eager") for name in NAMES),
+        *(pytest.param(name, "eager", marks=pytest.mark.soak if name == "clap" else ()) for name in NAMES),
         *(pytest.param(name, "native", marks=pytest.mark.soak) for name in NAMES),
     ],
 )

@@ -245,7 +245,8 @@ def check_training_without_files(folder: Path, error: str, before: str = "") -> 
     assert error in done.stderr
 
 
-@pytest.mark.parametrize("most_bytes", [0, pytest.param(400, marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("most_bytes", [0, 400])
 def test_a_disk_that_is_full_for_inductor_too_means_operator_by_operator(most_bytes: int, tmp_path: Path) -> None:
     """No file takes a byte, or each a few: neither ours nor those of Inductor and of the C++ compiler."""
     limit = f"import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, ({most_bytes}, {most_bytes}))\n"

@@ -108,7 +108,7 @@ def test_alternatives_with_starts_of_their_own_have_the_shorter_optimum(name: st
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(200))
+@pytest.mark.parametrize("seed", [*range(60), *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(60, 200))])
 def test_the_solver_finds_the_optimum_across_hand_overs(seed: int) -> None:
     """Hand-over always costs something; three solver seeds each."""
     rng = random.Random(10_000 + seed)
