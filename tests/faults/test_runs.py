@@ -305,6 +305,41 @@ def test_a_read_only_disk_costs_what_would_be_kept_nothing_else(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.soak
+def test_all_files_that_are_kept_are_damaged_at_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    """Plans, device profile, and what an earlier process found out: the model trains, and a line names the file."""
+    monkeypatch.delenv("APOLLO_PROFILE")
+    monkeypatch.setattr(device, "_scale_default", lambda units: (device.default_profile(units), False))
+    model, x = _model_and_input()
+    units = torch.get_num_threads()
+    profile = device.cached_profile_path(tmp_path / "cache", units)
+    profile.parent.mkdir()
+    device.save_profile(device.default_profile(units), profile, fingerprint=device.machine_fingerprint(units))
+    options = {"device.cache": tmp_path / "cache"}
+    run = torch.compile(model, backend="apollo", options={**options, "debug.dump": tmp_path / "dump"})
+    for _ in range(2000):
+        run(x).square().mean().backward()
+        if backend.is_settled(model):
+            break
+    model.zero_grad()
+    kept = [profile, *(tmp_path / "cache" / "history").iterdir(), *(tmp_path / "dump").rglob("plan.json")]
+    assert len(kept) == 5, "a profile; for each of two graphs a finding and a plan"
+    for file in kept:
+        os.truncate(file, file.stat().st_size // 2)
+    (tmp_path / "cache").rename(tmp_path / "damaged")  # of one place, a process reads the profile once
+    options, profile = {"device.cache": tmp_path / "damaged"}, tmp_path / "damaged" / profile.name
+    expected = train(model, lambda run: run(x).square().mean(), steps=3)
+    for more, file in (({}, profile), ({"plan.file": tmp_path / "dump"}, tmp_path / "dump")):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, logger="apollo_compile"):
+            found = train(model, lambda run: run(x).square().mean(), steps=3, **_apollo({**options, **more}))
+        assert_same_training(expected, found)
+        assert len(backend.compiled_models()[-1].graphs) == 2
+        assert str(file) in caplog.text
+
+
 def _apollo(options: dict[str, Any]) -> dict[str, Any]:
     return {"backend": "apollo", "options": options}
 
