@@ -261,7 +261,7 @@ def test_a_buffer_that_is_written_and_read_in_turns(either: Options) -> None:
 
 
 @operators("windows of a pooling that overhang")
-@pytest.mark.parametrize(("window", "padding"), [(2, 0), (3, 1)])
+@pytest.mark.parametrize(("window", "padding"), [(2, 0), pytest.param(3, 1, marks=pytest.mark.soak)])
 def test_averages_over_the_end_of_an_image_have_their_own_divisor(window: int, padding: int, lanes: Options) -> None:
     """In two and three dimensions; Inductor alone divides gradients by the size of a whole window."""
 
