@@ -81,12 +81,13 @@ soak: $(VENV)/installed native
 
 soak-native: $(SANITIZERS:%=soak-native-%)
 
-# A copy of the tree gets the instrumented extension; under AddressSanitizer whole models train too. What Python leaves
-# allocated at its end is not reported, nor what libraries that are not instrumented do among themselves; a race ends the
-# tests with 66. ThreadSanitizer needs addresses where they always are.
+# A copy of the tree gets the instrumented extension; under AddressSanitizer whole models train too, with faults. What
+# Python leaves allocated at its end is not reported, nor memory that nobody has, which is one of those faults, nor what
+# libraries that are not instrumented do among themselves; a race ends the tests with 66. ThreadSanitizer needs addresses
+# where they always are.
 soak-native-address: PRELOAD = libasan.so
-soak-native-address: MODELS = tests/end_to_end/test_training_loops.py
-soak-native-address: export ASAN_OPTIONS = detect_leaks=0
+soak-native-address: MODELS = tests/end_to_end/test_training_loops.py tests/end_to_end/test_semantics.py tests/faults/test_runs.py
+soak-native-address: export ASAN_OPTIONS = detect_leaks=0 allocator_may_return_null=1
 soak-native-thread: PRELOAD = libtsan.so
 soak-native-thread: export TSAN_OPTIONS = ignore_noninstrumented_modules=1 die_after_fork=0 exitcode=66
 soak-native-%: $(VENV)/installed
