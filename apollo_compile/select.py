@@ -23,7 +23,7 @@ End         After `MIN_ROUNDS`, an entrant leaves that has lost to the leader (l
             contest ends when one is left, or after `MAX_ROUNDS`. The winner is the first entrant, in the order given
             (simplest first), whose median ratio to the leader is within `TIE`: a more complicated way has to be worth
             it. It need not be sure: to take the wrong one of two equals costs nothing, and where times vary by a fifth,
-            a rule that asks for three wins in four misses half of the plans that are a tenth faster.
+            a rule that asks for three wins in four misses more than half of the plans that are a tenth faster.
 Procedure   1. The plan against its segments in turn, and against the list schedule where that is predicted to be about
                as fast. They are the same code, so this needs no compiling.
             2. Inductor compiles the whole graphs and meets the winner. Where a plan is ahead by `CLEAR`, Inductor's

@@ -11,7 +11,7 @@ import torch
 from benchmarks.demo import main
 
 FEW = ["eager"]
-"""What trains before it is apollo as it comes."""
+"""Nothing to compare with, but what trains before it is apollo as it comes; `ALL` compares."""
 
 ALL = ["eager", "inductor", "apollo-serial", "apollo"]
 
@@ -30,7 +30,7 @@ def _as_in_a_process() -> Iterator[None]:
 @pytest.mark.usefixtures("_as_in_a_process")
 @pytest.mark.parametrize("variants", [FEW, pytest.param(ALL, marks=pytest.mark.soak)], ids=["eager", "all variants"])
 def test_the_demo_trains_reports_and_compares(variants: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    """Exit code 0 says that the loss fell and that gradients of all variants are eager's."""
+    """Exit code 0 says that the loss fell and that gradients of the variants are eager's."""
     arguments = ["--size", "tiny", "--steps", "3", "--rounds", "1", "--warm-cache"]
     code = main([*arguments, "--variants", ",".join(variants)])
     printed, errors = capsys.readouterr()
