@@ -616,11 +616,15 @@ def compiled_models() -> list[CompiledModel]:
     return [model for _, model in sorted(_models.items())]
 
 
-def report(model: torch.nn.Module, *, units: Sequence[int] | None = None, profiles: Sequence[str] = PROFILES) -> Report:
+def report(
+    model: torch.nn.Module | None = None, *, units: Sequence[int] | None = None, profiles: Sequence[str] = PROFILES
+) -> Report:
     """Return what was done to a compiled model and what its last step measured; print it to read it.
 
     Arguments:
-        model: the module, compiled or as it was before; its graphs are found by the parameters that they read.
+        model: the module, compiled or as it was before; its graphs are found by the parameters and buffers that they
+            read. None is all that this process compiled and still keeps: graphs of functions, and of what FSDP2
+            gathers, read no parameter of a module.
         units: numbers of units to compare with; None is half, twice and four times as many as there are.
         profiles: device profiles to compare with, paths or packaged names. Every comparison plans all graphs again.
 
@@ -630,12 +634,12 @@ def report(model: torch.nn.Module, *, units: Sequence[int] | None = None, profil
         TargetError: `model` is no module.
         ConfigError: a profile cannot be read, or there are to be no units.
     """
-    if not isinstance(model, torch.nn.Module):
+    if model is not None and not isinstance(model, torch.nn.Module):
         raise TargetError(
             f"there is no report of a {type(model).__name__}: expected a torch.nn.Module, whose graphs are found by "
-            "the parameters that they read"
+            "the parameters that they read; report() without arguments tells of all that was compiled"
         )
-    found = find_models(model)
+    found = compiled_models() if model is None else find_models(model)
     return Report(
         graphs=tuple(graph for entry in found for graph in _summarize(entry, units, profiles)),
         verdicts=tuple(verdict for entry in found for verdict in entry.verdicts),
@@ -684,7 +688,7 @@ def is_settled(module: torch.nn.Module) -> bool:
 
 
 def find_models(module: torch.nn.Module) -> list[CompiledModel]:
-    """Return what was compiled for `module`: the graphs that read its parameters."""
+    """Return what was compiled for `module`: the graphs that read its parameters or buffers."""
     own = storages_of(itertools.chain(module.parameters(), module.buffers()))
     return [model for model in compiled_models() if model.storages & own]
 

@@ -177,6 +177,12 @@ def test_models_train_while_their_ways_compete(seen: Seen, name: str) -> None:
         _assert_close(result["found"], result["expected"])
 
 
+def test_a_report_without_a_model_has_the_graphs_of_fsdp(seen: Seen) -> None:
+    """They read what was gathered, which is no parameter of the model."""
+    for result in seen("contest, fsdp"):
+        assert result["reported"] == [True, True]
+
+
 def test_what_tensor_parallelism_keeps_equal_stays_equal(seen: Seen) -> None:
     """To the last bit, since ranks go the same way in every step of a contest."""
     first, second = seen("contest, tensor parallel")

@@ -356,6 +356,23 @@ def test_the_report_names_segments_lanes_and_times() -> None:
     assert "call the compiled model first" in str(apollo_compile.report(nn.Linear(1, 1)))
 
 
+def test_without_a_model_the_report_is_of_all_that_was_compiled() -> None:
+    """Of a function too, whose graphs read no parameter."""
+    torch._dynamo.reset()
+    gc.collect()
+    layer = nn.Linear(4, 4)
+
+    def cube(x: torch.Tensor) -> torch.Tensor:
+        return x @ x @ x
+
+    with torch.no_grad():
+        torch.compile(layer, backend="apollo", options=STRICT)(torch.ones(2, 4))
+        alone = [graph.name for graph in apollo_compile.report(layer, units=(), profiles=()).graphs]
+        torch.compile(cube, backend="apollo", options=STRICT)(torch.ones(3, 3))
+    both = [graph.name for graph in apollo_compile.report(units=(), profiles=()).graphs]
+    assert len(alone) == 1 and len(set(both)) == 2 and both[0] == alone[0]
+
+
 def test_one_unit_gives_the_serial_plan() -> None:
     """On one core there is one lane, and the same road is taken."""
     torch._dynamo.reset()
