@@ -8,8 +8,8 @@ other episode has the default options, with which such small models are measured
 the others plans run on lanes wherever there are any (`sweep.make_options`), and every defect is raised. A round has
 every episode once: models, ways to call them and kinds of shapes. The first `WARM_ROUNDS` rounds fill caches, of the
 compilers of torch too; after each later one, memory, threads and open files are compared with those of the last warm
-one. Exit code 1: something grew, raised, or differs from eager, no graph of a round ran on lanes, or there was time for
-no comparison.
+one. Where caches are cold, the first rounds alone can take longer than asked: it ends after the first round that can be
+compared. Exit code 1: something grew, raised, or differs from eager, or no graph of a round ran on lanes.
 
 Memory may grow by `steady.ALLOWED_GROWTH` in all, or by `ALLOWED_PER_EPISODE` for each: torch keeps a little of
 every compile, and this is no measure of steps, for which there is `benchmarks.steady`. Dynamo keeps the call stacks of
@@ -199,11 +199,18 @@ def soak(
     tell: Callable[[str], object],
     clock: Callable[[], float] = time.monotonic,
 ) -> tuple[list[Round], list[str]]:
-    """Run rounds of episodes; return the whole rounds, and what went wrong. `lanes` is as in `Episode.run`."""
+    """Run rounds of episodes; return the whole rounds, one after the warm ones at least, and what went wrong.
+
+    `lanes` is as in `Episode.run`.
+    """
     end = clock() + seconds
     rounds: list[Round] = []
     problems: list[str] = []
-    while clock() < end:
+
+    def is_over() -> bool:
+        return clock() >= end and len(rounds) > WARM_ROUNDS
+
+    while not is_over():
         begin = time.perf_counter_ns()
         num_on_lanes = 0
         for episode in episodes:
@@ -215,7 +222,7 @@ def soak(
             if outcome.problem is not None:
                 problems.append(outcome.problem)
                 tell(f"WRONG: {outcome.problem}")
-            if clock() >= end:
+            if is_over():
                 return rounds, problems
         torch._dynamo.reset()
         gc.collect()
@@ -232,10 +239,8 @@ def soak(
 def judge(rounds: Sequence[Round], num_episodes: int, *, on_lanes: bool = True) -> list[str]:
     """Return what the last of the rounds of so many episodes has more of than the last warm one.
 
-    Rounds that are too few to compare are a problem too, and one without lanes if there should be some.
+    A round without lanes is a problem too if there should be some.
     """
-    if len(rounds) <= WARM_ROUNDS:
-        return [f"only {len(rounds)} whole rounds, {WARM_ROUNDS + 1} are needed to compare: give it more minutes"]
     idle = [each.after.last_step for each in rounds if on_lanes and not each.num_on_lanes]
     warm, last = rounds[WARM_ROUNDS - 1].after, rounds[-1].after
     allowed = ALLOWED_PER_EPISODE * num_episodes * (len(rounds) - WARM_ROUNDS)
