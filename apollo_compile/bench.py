@@ -54,8 +54,8 @@ TOLERANCE = 1e-3
 """Relative difference of loss and gradients from the reference that is no error: float32 sums in another order differ
 by about 1e-5 over a whole model."""
 
-MAX_WARMUP = 400
-"""Steps after which a variant is measured whether it has settled or not."""
+MAX_WARMUP = 3000
+"""Steps after which a variant is measured whether it has settled or not: more than a contest of short steps has."""
 
 _START_TIMEOUT_S = 1800.0
 _TURN_TIMEOUT_S = 600.0

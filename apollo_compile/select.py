@@ -9,11 +9,13 @@ and on lanes that overlap. Nothing runs twice for it: a step of the training loo
 entrant, the next steps to another.
 
 Contest     Entrants take turns of `STEPS_PER_TURN` steps; the first of a turn is not timed, since it brings the
-            entrant's code and data back into the caches. A round is one turn of each, every other round in reverse, so
-            that drift of the machine falls on all. An entrant's time in a round is the sum over the graphs of the
-            median of its timed calls: forward and backward are judged together. What counts between two entrants is
-            the ratio of their times in the same round, since a disturbed round disturbs both. A step begins when the
-            first graph runs and the graph before it was another: forwards in a row belong to one step.
+            entrant's code and data back into the caches. Where steps are short, noise is long, so after the first round
+            a turn is as many steps, up to `MAX_STEPS_PER_TURN`, as take `TURN_NS` without the first. A round is one
+            turn of each, every other round in reverse, so that drift of the machine falls on all. An entrant's time in
+            a round is the sum over the graphs of the median of its timed calls: forward and backward are judged
+            together. What counts between two entrants is the ratio of their times in the same round, since a disturbed
+            round disturbs both. A step begins when the first graph runs and the graph before it was another: forwards
+            in a row belong to one step.
 Memory      Before a turn, and before Inductor compiles, free memory goes back to the system: what one way left behind
             is in pieces of other sizes than the next one needs, so the ways would add up. A turn's first step, which is
             not timed, gets its own again. While several models compete, none does so, for it would fall into another's
@@ -68,6 +70,8 @@ from apollo_compile.json_form import from_json, to_json
 from apollo_compile.ranks import Ranks
 
 STEPS_PER_TURN = 3
+MAX_STEPS_PER_TURN = 33
+TURN_NS = 10_000_000
 MIN_ROUNDS = 5
 MAX_ROUNDS = 12
 TIE = 0.01
@@ -158,6 +162,7 @@ class Contest:
         self._alive = list(entrants)
         self._order = list(entrants)
         self._turn = 0
+        self._steps_per_turn = STEPS_PER_TURN
         self._steps_in_turn = 0
         self._samples: dict[int, list[int]] = defaultdict(list)
         self._round: dict[str, dict[int, float]] = {}
@@ -181,7 +186,7 @@ class Contest:
 
     def begin_step(self) -> Choice | None:
         """Return what the step that begins now runs, or None if the contest is over."""
-        if self._steps_in_turn == STEPS_PER_TURN:
+        if self._steps_in_turn == self._steps_per_turn:
             self._end_turn()
         if self.is_over:
             return None
@@ -249,6 +254,7 @@ class Contest:
         first, *others = (set(times) for times in measured.values())
         if measured.keys() == self._round.keys() and first >= self._required and all(o == first for o in others):
             self._rounds.append(measured)
+            self._steps_per_turn = _steps_per_turn(min(sum(times.values()) for times in measured.values()))
         self._num_rounds += 1
         self._round = {}
         self._turn = 0
@@ -499,6 +505,12 @@ class Selection:
     def _use(self, choice: Choice) -> None:
         for graph, way in zip(self._graphs, choice, strict=True):
             graph.use(way)
+
+
+def _steps_per_turn(step_ns: float) -> int:
+    """Return how many steps a turn has, the one that is not timed included."""
+    timed = math.ceil(TURN_NS / max(1.0, step_ns))
+    return min(max(STEPS_PER_TURN, 1 + timed), MAX_STEPS_PER_TURN)
 
 
 def _nearest(graph: Graph, name: str) -> str:

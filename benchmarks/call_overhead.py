@@ -37,7 +37,7 @@ from apollo_compile.units import format_ns
 CALLS = 100
 """Of one side in a round; their median is not that of a timer's tick or of an interrupt."""
 
-MOST_CALLS_TO_SETTLE = 2_000
+MOST_CALLS_TO_SETTLE = 4_000
 RESAMPLES = 2_000
 
 

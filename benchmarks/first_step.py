@@ -27,7 +27,7 @@ from typing import Any
 from tabulate import tabulate
 from tqdm import tqdm
 
-from apollo_compile.bench import machine_facts
+from apollo_compile.bench import MAX_WARMUP, machine_facts
 from apollo_compile.units import NS_PER_S, format_bytes
 from benchmarks.run import names_of
 from benchmarks.workloads_spec import SPECS
@@ -35,9 +35,6 @@ from benchmarks.workloads_spec import SPECS
 BACKENDS = ("inductor", "apollo")
 
 STEPS = 5
-
-MAX_STEPS = 400
-"""Of a cold process, after which it is not waited for any longer."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -103,7 +100,7 @@ def take_steps(name: str, size: str, backend: str, *, settle: bool) -> dict[str,
     workload = build(name, size)
     compiled = torch.compile(workload.model, backend=backend)
     taken: list[float] = []
-    while len(taken) < STEPS or (settle and len(taken) < MAX_STEPS and not is_settled(workload.model)):
+    while len(taken) < STEPS or (settle and len(taken) < MAX_WARMUP and not is_settled(workload.model)):
         begin = time.perf_counter()
         workload.loss(compiled(**workload.inputs)).backward()
         taken.append(time.perf_counter() - begin)

@@ -20,6 +20,7 @@ from apollo_compile.select import (
     INDUCTOR,
     LISTED,
     MAX_ROUNDS,
+    MAX_STEPS_PER_TURN,
     MIN_ROUNDS,
     MIXTURE,
     PLAN,
@@ -288,6 +289,21 @@ def test_noise_hides_no_plan_that_is_a_tenth_faster() -> None:
         machine.run(ENOUGH)
         winners.append(machine.verdicts[0].winner)
     assert winners.count(PLAN) >= 85
+
+
+def test_short_steps_are_timed_more_often() -> None:
+    """So a plan that is a twentieth faster is found, of which turns of three steps miss one in five."""
+    graph = Graph({SERIAL: 1, PLAN: 0.5})
+    machine = Machine(graph)
+    machine.run(ENOUGH)
+    turns = [len(list(steps)) for _, steps in itertools.groupby(graph.used[: machine.verdicts[0].num_steps])]
+    assert max(turns) == 2 * (1 + 20)  # the last of a round, and the first of the next, at 0.5 ms a step
+    num_wins = 0
+    for seed in range(50):
+        machine = Machine(Graph({SERIAL: 0.4, PLAN: 0.38, INDUCTOR: 0.4}, prepare_ns=10**7), seed=seed, noise=0.2)
+        machine.run(ENOUGH * MAX_STEPS_PER_TURN // STEPS_PER_TURN)
+        num_wins += machine.verdicts[0].winner == PLAN
+    assert num_wins >= 45
 
 
 def test_all_graphs_of_a_step_run_the_same_entrant() -> None:
