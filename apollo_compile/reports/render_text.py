@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from apollo_compile.reports.summary import GraphSummary
 
 NOTHING_YET = (
-    "nothing compiled for this model has run yet: call the compiled model first. Without a model, report() is of all that "
-    "was compiled: of functions and under FSDP2 too"
+    "nothing compiled for this model has run yet: call the compiled model first. Without a model, report() is of all "
+    "that was compiled: of functions and under FSDP2 too"
 )
 
 
