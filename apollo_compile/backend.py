@@ -98,7 +98,7 @@ from apollo_compile.plan_file import FILE_NAME, save_plan
 from apollo_compile.ranks import Ranks, find_ranks
 from apollo_compile.reports.report import BreakSummary, Report
 from apollo_compile.reports.summary import GraphSummary, summarize
-from apollo_compile.select import INDUCTOR, MIN_ROUNDS, PLAN, Selection
+from apollo_compile.select import INDUCTOR, MIN_ROUNDS, PLAN, SERIAL, Selection
 from apollo_compile.text import format_count
 from apollo_compile.units import format_ns
 from apollo_compile.warm_start import WarmStart, may_be_contested
@@ -685,6 +685,18 @@ def is_settled(module: torch.nn.Module) -> bool:
         for graph in model.current_graphs()
         if graph.has_run
     )
+
+
+def ways_of(module: torch.nn.Module) -> list[str]:
+    """Return the ways that the graphs of `module` run now, each once; those that went to Inductor whole are `INDUCTOR`."""
+    ways = []
+    for model in find_models(module):
+        for graph in model.current_graphs():
+            if graph.has_run:
+                is_in_turn = graph.way == PLAN and not uses_lanes(graph.compilation.plan)
+                ways.append(SERIAL if is_in_turn else graph.way)
+        ways += [INDUCTOR] * len(model.handed_over)
+    return list(dict.fromkeys(ways))
 
 
 def find_models(module: torch.nn.Module) -> list[CompiledModel]:

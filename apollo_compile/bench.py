@@ -165,6 +165,8 @@ class VariantResult:
     loss: float
     summary: Summary
     difference: Difference
+    ways: tuple[str, ...] = ()
+    """What apollo ran in the end: the ways of `apollo_compile.select`, each once; empty for other backends."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -198,6 +200,9 @@ class Child(Protocol):
 
     def peak_bytes(self) -> int | None:
         """Return the largest resident memory since it was warm."""
+
+    def ways(self) -> Sequence[str]:
+        """Return what apollo runs, each way once; nothing where another backend does."""
 
 
 # ------------------------------------------------------------------------------------------------------ interface
@@ -269,7 +274,8 @@ def measure_children(
             times[name].append(tuple(children[name].run(1, steps_per_turn)))
             pause(PAUSE_S)
     peaks = {name: child.peak_bytes() for name, child in children.items()}
-    return _collect(task, started, times, peaks)
+    ways = {name: tuple(child.ways()) for name, child in children.items()}
+    return _collect(task, started, times, peaks, ways)
 
 
 def turn_orders(names: Sequence[str], rounds: int) -> Iterator[tuple[str, ...]]:
@@ -357,6 +363,7 @@ def _collect(
     started: Mapping[str, Mapping[str, Any]],
     times: Mapping[str, Sequence[tuple[int, ...]]],
     peaks: Mapping[str, int | None],
+    ways: Mapping[str, tuple[str, ...]],
 ) -> Measurement:
     names = tuple(started)
     baseline = "inductor" if "inductor" in names else names[0]
@@ -371,6 +378,7 @@ def _collect(
             loss=float(started[name]["loss"]),
             summary=summarize(times[name], times[baseline]),
             difference=compare_digests(_load_digest(started[name]), expected),
+            ways=ways[name],
         )
         for name in names
     )
@@ -438,6 +446,10 @@ class _Process:
 
     def peak_bytes(self) -> int | None:
         answer: int | None = self._ask(("peak_bytes",), _TURN_TIMEOUT_S)
+        return answer
+
+    def ways(self) -> Sequence[str]:
+        answer: Sequence[str] = self._ask(("ways",), _TURN_TIMEOUT_S)
         return answer
 
     def _ask(self, request: tuple[Any, ...], timeout_s: float) -> Any:
@@ -573,6 +585,11 @@ class _Stepper:
 
     def peak_bytes(self) -> int | None:
         return _peak_bytes() if self._watches_peak else None
+
+    def ways(self) -> list[str]:
+        from apollo_compile.backend import ways_of
+
+        return ways_of(self._built.model)
 
     def run(self, untimed: int, timed: int) -> list[int]:
         times: list[int] = []

@@ -84,6 +84,9 @@ class _FakeChild:
     def peak_bytes(self) -> int | None:
         return 2**20
 
+    def ways(self) -> Sequence[str]:
+        return ["segments in turn", "Inductor"] if self.name == "apollo" else []
+
 
 def test_turns_alternate_their_order() -> None:
     """ABC, CBA, ABC: drift of the machine falls on all variants alike."""
@@ -120,6 +123,17 @@ def test_children_run_one_at_a_time_with_pauses(tmp_path: Path) -> None:
     assert results["eager"].peak_bytes == 2**20
     assert results["eager"].rounds_ns == ((300, 300, 300), (300, 300, 300))
     assert to_json(measurement)["results"][0]["variant"] == "eager"
+
+
+def test_what_apollo_ran_is_told(tmp_path: Path) -> None:
+    """A speed-up says little where nobody knows of what."""
+    children = {name: _FakeChild(name, 100, [], tmp_path) for name in ("inductor", "apollo")}
+    measurement = measure_children(
+        Task(builder="x:y"), children, rounds=1, steps_per_turn=1, warmup=0, pause=lambda seconds: None
+    )
+    (line,) = [line for line in format_measurement(measurement).splitlines() if line.startswith("what ran")]
+    assert line.endswith(": apollo: segments in turn, Inductor")
+    assert [result["ways"] for result in to_json(measurement)["results"]] == [(), ("segments in turn", "Inductor")]
 
 
 def test_efficiency_goes_by_the_fastest_step_on_one_core(tmp_path: Path) -> None:

@@ -38,6 +38,9 @@ def format_measurement(measurement: Measurement) -> str:
         f"speed-up: median of {measurement.baseline} over this median, above 1 is faster; "
         f"loss, gradients: largest relative difference from {measurement.reference}"
     )
+    ran = [f"{result.variant}: {', '.join(result.ways)}" for result in measurement.results if result.ways]
+    if ran:
+        told += f"\nwhat ran in the end, chosen by measuring where there was a choice: {'; '.join(ran)}"
     if not measurement.efficiencies:
         return told
     shares = ", ".join(f"{name} {share:.2f}" for name, share in measurement.efficiencies.items())

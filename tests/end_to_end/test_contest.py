@@ -150,6 +150,7 @@ def test_the_verdict_is_logged_once_and_stands_in_the_report(caplog: pytest.LogC
     verdict = found.selection.verdict
     assert verdict is not None
     assert tuple(graph.way for graph in found.graphs) == verdict.choice
+    assert set(backend.ways_of(run)) == set(verdict.choice)
     for standing in verdict.standings:
         assert standing.name in line
         assert standing.name in text
@@ -203,7 +204,7 @@ def test_a_graph_of_one_segment_is_inductors_from_the_start(caplog: pytest.LogCa
     assert record.levelno == logging.INFO
     assert "nothing to gain" in record.getMessage()
     assert "nothing to gain" in str(apollo_compile.report(layer))
-    assert backend.find_models(layer)[0].graphs == []
+    assert backend.find_models(layer)[0].graphs == [] and backend.ways_of(layer) == [INDUCTOR]
 
 
 @needs_two_cores
