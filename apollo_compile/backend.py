@@ -688,7 +688,7 @@ def is_settled(module: torch.nn.Module) -> bool:
 
 
 def ways_of(module: torch.nn.Module) -> list[str]:
-    """Return the ways that the graphs of `module` run now, each once; those that went to Inductor whole are `INDUCTOR`."""
+    """Return the ways that the graphs of `module` run, each once; of those that went to Inductor whole, `INDUCTOR`."""
     ways = []
     for model in find_models(module):
         for graph in model.current_graphs():
