@@ -682,11 +682,15 @@ def _compiled(
 def _without_tf32() -> Iterator[None]:
     """Multiply matrices of float32 as they are: rounded to TF32, small differences become large ones."""
     before = torch.get_float32_matmul_precision()
+    places = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
+    precisions = [place.fp32_precision for place in places]  # by default "none": another key of caches than "ieee"
     torch.set_float32_matmul_precision("highest")
     try:
         yield
     finally:
         torch.set_float32_matmul_precision(before)
+        for place, precision in zip(places, precisions, strict=True):
+            place.fp32_precision = precision
 
 
 def _step(
