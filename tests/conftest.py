@@ -64,6 +64,14 @@ def _a_machine_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pyt
         yield
 
 
+def pytest_collection_finish() -> None:
+    """Keep pytest from listening to torch's trace: it listens to loggers that hand nothing on to others.
+
+    As long as anybody listens to that one, torch prints every graph for it and notes the time of every stage.
+    """
+    logging.getLogger("torch.__trace").propagate = True
+
+
 @pytest.fixture
 def expect() -> Callable[[str, str], None]:
     """Compare a text with `tests/expected/{name}.txt`; `APOLLO_ACCEPT=1 pytest` writes the file instead."""
