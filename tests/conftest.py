@@ -60,6 +60,9 @@ def _a_machine_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pyt
     if "torch" not in sys.modules:
         yield
         return
+    if "torch._inductor.codecache" in sys.modules:  # for a log that nobody reads, it hashes every setting once more
+        pickler = sys.modules["torch._inductor.codecache"].FxGraphCachePickler
+        monkeypatch.setattr(pickler, "debug_lines", lambda pickler, details: [])
     with importlib.import_module("torch._functorch.config").patch(enable_autograd_cache=False):
         yield
 

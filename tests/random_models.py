@@ -32,8 +32,11 @@ class Step:
 
 _SMALL = st.integers(0, 11)
 
-recipes = st.lists(st.builds(Step, st.integers(0, 63), _SMALL, _SMALL, st.integers(0, 5)), min_size=4, max_size=24)
-"""Recipes of models."""
+
+def recipes(most_steps: int) -> st.SearchStrategy[list[Step]]:
+    """Return the recipes of models of at least 4 steps."""
+    steps = st.builds(Step, st.integers(0, 63), _SMALL, _SMALL, st.integers(0, 5))
+    return st.lists(steps, min_size=4, max_size=most_steps)
 
 
 class RandomModel(nn.Module):

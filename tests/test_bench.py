@@ -257,6 +257,7 @@ def test_real_processes_are_measured_and_agree(builder: str) -> None:
         assert all(result.peak_bytes and result.peak_bytes > 2**24 for result in measurement.results)
 
 
+@pytest.mark.soak
 def test_a_variant_runs_on_its_cores(builder: str) -> None:
     """And is told of no others; the rest have all."""
     only = Variant(name="only", backend=None, cores=1)

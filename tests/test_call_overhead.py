@@ -30,6 +30,7 @@ def test_the_interval_holds_the_difference_and_not_much_more() -> None:
     assert -1_500 < low < 0 < high < 1_500
 
 
+@pytest.mark.soak
 def test_a_model_is_timed_when_its_contest_is_over() -> None:
     """And every graph of it says what runs."""
     model, value = make_models()["scale"]

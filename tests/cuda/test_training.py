@@ -136,6 +136,7 @@ def test_measured_times_change_the_plan() -> None:
     assert not compiler.gpu.races
 
 
+@pytest.mark.soak
 def test_code_that_depends_on_the_quota_is_made_for_every_quota(monkeypatch: pytest.MonkeyPatch) -> None:
     """With max-autotune: on a lane of each size, told of its units; the numbers stay those of eager."""
     compiler = new_compiler(**COMPILED, **{"partition.granularity": "module"})

@@ -427,8 +427,9 @@ def test_a_second_run_begins_where_the_first_one_ended(
     assert ("Inductor ran it when the contest was over" in text) == (way == INDUCTOR)
 
 
+@pytest.mark.soak
 @needs_two_cores
-@pytest.mark.parametrize("gone", [0, pytest.param(1, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("gone", [0, 1])
 def test_a_graph_that_is_not_remembered_has_its_contest_alone(gone: int, tmp_path: Path) -> None:
     """Forward or backward, whichever file is lost: the other one runs as it did, and everything is decided again."""
     options = {"plan.remember": True, "device.cache": tmp_path}

@@ -11,7 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -62,8 +62,14 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     sys.path[:] = [place for place in sys.path if place != str(tmp_path)]
 
 
+def _pages() -> list[Any]:
+    """Of robustness.md, the code shows defects of Inductor's, which takes longest to run."""
+    soak = pytest.mark.soak
+    return [pytest.param(page, id=page.stem, marks=soak if page.stem == "robustness" else ()) for page in PAGES]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", _pages())
 def test_the_code_of_the_docs_runs(page: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """In order: Python in one namespace, files where they have a title, commands with exit code 0."""
     names: dict[str, object] = {"__name__": page.stem}

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 from apollo_compile import backend
 from apollo_compile.device import default_profile, save_profile
@@ -73,23 +74,25 @@ def _relations(outputs: Sequence[torch.Tensor], *others: torch.Tensor) -> list[t
     ]
 
 
-def _check(options: dict[str, Any], most: int) -> int:
-    """Compare up to `most` random models with eager; return how many used two lanes.
+def _check(options: dict[str, Any], most: int, most_steps: int = 24) -> int:
+    """Compare up to `most` random models of up to `most_steps` with eager; return how many used two lanes.
 
-    Every sixth runs without gradients, every fourth has dynamic shapes. AOTAutograd merges equal computations, so where
-    memory is shared otherwise than in eager, it is its choice if it does the same alone.
+    About one in six runs without gradients, one in four has dynamic shapes. AOTAutograd merges equal computations, so
+    where memory is shared otherwise than in eager, it is its choice if it does the same alone.
     """
     num_lanes: list[int] = []
 
     @settings(max_examples=most)
-    @example(recipe=_ATTENDS_TWICE)
-    @given(recipe=recipes)
-    def check(recipe: list[Step]) -> None:
+    @example(recipe=_ATTENDS_TWICE, use=_train, is_dynamic=False)
+    @given(
+        recipe=recipes(most_steps),
+        use=st.sampled_from([_train] * 5 + [_infer]),
+        is_dynamic=st.sampled_from([False] * 3 + [True]),
+    )
+    def check(recipe: list[Step], use: Callable[..., Result], is_dynamic: bool) -> None:
         torch._dynamo.reset()
-        is_dynamic = len(recipe) % 4 == 0
         eager = RandomModel(recipe, scales=is_dynamic)
         compiled, again = copy.deepcopy(eager), copy.deepcopy(eager)
-        use = _train if len(recipe) % 6 else _infer
         shapes, rows = ({"dynamic": True}, (3, 5)) if is_dynamic else ({}, (3, 3))
         run = torch.compile(compiled, backend="apollo", options={**STRICT, **options}, **shapes)
         actual, expected = use(compiled, run, rows), use(eager, eager, rows)
@@ -112,9 +115,13 @@ _ATTENDS_TWICE = [Step(operator=4, left=0, right=4, number=1), Step(operator=4, 
 @pytest.mark.slow
 @pytest.mark.robustness("Special operators", "random ones, operator by operator")
 def test_random_models_train_as_in_eager(free_lanes: dict[str, Any]) -> None:
-    """Segments run operator by operator, so whatever differs is the doing of the partitioner, the plan or the lanes."""
+    """Segments run operator by operator, so whatever differs is the doing of the partitioner, the plan or the lanes.
+
+    Tracing takes most of the time, so models are small in every run, and larger in `make soak`.
+    """
     most = settings.default.max_examples
-    assert _check({**free_lanes, "runtime.bodies": "eager"}, most) > most // 3
+    most_steps = 12 if most == settings.get_profile("default").max_examples else 24
+    assert _check({**free_lanes, "runtime.bodies": "eager"}, most, most_steps) > most // 3
 
 
 @pytest.mark.soak

@@ -346,7 +346,13 @@ def _apollo(options: dict[str, Any]) -> dict[str, Any]:
     return {"backend": "apollo", "options": options}
 
 
-@pytest.mark.parametrize("is_compiled", [True, False], ids=["compiled before", "compiled by one of them"])
+@pytest.mark.parametrize(
+    "is_compiled",
+    [
+        pytest.param(True, id="compiled before", marks=pytest.mark.soak),
+        pytest.param(False, id="compiled by one of them"),
+    ],
+)
 def test_threads_may_train_one_compiled_model_at_once(is_compiled: bool) -> None:
     """Every thread has its own input, and gets its own gradients."""
     model, _ = _model_and_input()
