@@ -54,6 +54,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> StandIn:
     return made
 
 
+@pytest.mark.soak
 def test_training_is_as_in_eager(stand_in: StandIn) -> None:
     """Twelve steps of four encoders."""
     outcome = gpu_checks.training_is_as_in_eager(DEVICE)

@@ -343,6 +343,7 @@ def test_inductors_version_is_compiled_with_the_settings_of_the_bodies(monkeypat
     assert seen == [True, True] and not inductor_config.emulate_precision_casts
 
 
+@pytest.mark.soak
 @needs_two_cores
 def test_inductors_version_is_compiled_under_any_mode_of_the_caller() -> None:
     """The contest may reach it in the midst of a step under autocast or inference mode."""

@@ -261,16 +261,21 @@ def test_a_buffer_that_is_written_and_read_in_turns(either: Options) -> None:
 
 
 @operators("windows of a pooling that overhang")
+@pytest.mark.parametrize("dimensions", [2, pytest.param(3, marks=pytest.mark.soak)])
 @pytest.mark.parametrize(("window", "padding"), [(2, 0), pytest.param(3, 1, marks=pytest.mark.soak)])
-def test_averages_over_the_end_of_an_image_have_their_own_divisor(window: int, padding: int, lanes: Options) -> None:
+def test_averages_over_the_end_of_an_image_have_their_own_divisor(
+    window: int, padding: int, dimensions: int, lanes: Options
+) -> None:
     """In two and three dimensions; Inductor alone divides gradients by the size of a whole window."""
+    average = functional.avg_pool2d if dimensions == 2 else functional.avg_pool3d
 
-    def pool(image: torch.Tensor, volume: torch.Tensor) -> torch.Tensor:
-        flat = functional.avg_pool2d(image, window, 2, padding, ceil_mode=True)
-        return flat.sin().sum() * functional.avg_pool3d(volume, window, 2, padding, ceil_mode=True).cos()
+    def pool(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        pooled = average(left, window, 2, padding, ceil_mode=True)
+        return pooled.sin().sum() * average(right, window, 2, padding, ceil_mode=True).cos()
 
     side = 2 * window + 1 - padding  # the last window overhangs
-    both_ways(pool, (floats(2, 2, side, side), floats(2, 2, side, side, side)), lanes)
+    shape = (2, 2, *[side] * dimensions)
+    both_ways(pool, (floats(*shape), floats(*shape)), lanes)
 
 
 @operators("transposed values that are added at an index")

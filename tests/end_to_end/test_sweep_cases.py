@@ -56,13 +56,8 @@ def test_what_dynamo_leaves_in_eager_is_no_pass_of_ours(model: str, num_graphs: 
     assert reason.startswith(f"Dynamo leaves the training of the whole model to eager: {complaint}")
 
 
-CHEAP = ("experts",)
-
-
-@pytest.mark.parametrize(
-    "case",
-    [pytest.param(case, id=str(case), marks=() if case.model in CHEAP else pytest.mark.soak) for case in rotate_few()],
-)
+@pytest.mark.soak
+@pytest.mark.parametrize("case", rotate_few(), ids=str)
 def test_compiled_segments_train_in_every_precision_with_every_optimizer(case: Case) -> None:
     """Compiled optimizers and switches of the mode included."""
     result = _run(**asdict(case))

@@ -66,7 +66,8 @@ time.sleep(10**6)
 """
 
 
-@pytest.mark.parametrize("is_ready", [pytest.param(False, marks=pytest.mark.soak), True], ids=["starts", "searches"])
+@pytest.mark.soak
+@pytest.mark.parametrize("is_ready", [False, True], ids=["starts", "searches"])
 def test_sys_exit_while_the_planner_hangs_waits_for_no_deadline(is_ready: bool, tmp_path: Path) -> None:
     """A plan is being made in the background when the program ends; deadlines of a day would be noticed."""
     pipe = tmp_path / "pid"
@@ -125,7 +126,8 @@ def test_an_interpreter_that_ends_in_the_midst_of_a_run_ends() -> None:
         assert done.returncode == -signal.SIGABRT, done.stderr
 
 
-@pytest.mark.parametrize("first", [pytest.param("all", marks=pytest.mark.soak), "one"])
+@pytest.mark.soak
+@pytest.mark.parametrize("first", ["all", "one"])
 def test_core_masks_that_grow_and_shrink_change_no_result(first: str) -> None:
     """Where a graph was compiled for other cores than the process may use now, and where it is compiled now."""
     before = """
@@ -263,6 +265,7 @@ def test_a_disk_that_is_full_for_inductor_too_means_operator_by_operator(most_by
     check_training_without_files(tmp_path, "File too large", before=limit)
 
 
+@pytest.mark.soak
 def test_a_disk_that_is_read_only_for_inductor_too_means_operator_by_operator() -> None:
     """All files are to be in a folder that is there, and in which not even root can make anything."""
     check_training_without_files(Path("/proc"), "No such file or directory: '/proc/")
@@ -307,6 +310,7 @@ def test_a_forked_child_runs_what_has_no_threads() -> None:
     check_end(done)
 
 
+@pytest.mark.soak
 def test_workers_of_a_data_loader_fork_and_spawn_after_the_model_ran() -> None:
     """Forked ones use torch and the model, a spawned one trains its own; neither they nor the parent are disturbed."""
     done = run_python(
