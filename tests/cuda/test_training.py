@@ -302,6 +302,7 @@ def test_other_shapes_get_graphs_of_their_own(compiler: Compiler) -> None:
     compiler.check(replays=[1, 1])
 
 
+@pytest.mark.soak
 def test_the_ways_on_a_gpu_compete() -> None:
     """One stream, streams, priorities, lanes, overlapping ones, perhaps Inductor; outputs are eager's all along."""
     compiler = new_compiler(**COMPILED, **{"plan.contest": True})

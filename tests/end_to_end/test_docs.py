@@ -63,9 +63,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def _pages() -> list[Any]:
-    """Of robustness.md, the code shows defects of Inductor's, which takes longest to run."""
-    soak = pytest.mark.soak
-    return [pytest.param(page, id=page.stem, marks=soak if page.stem == "robustness" else ()) for page in PAGES]
+    """Pages that start processes, or show many defects of Inductor's, take half a minute each."""
+    is_long = {"commands", "distributed", "robustness"}
+    return [pytest.param(page, id=page.stem, marks=pytest.mark.soak if page.stem in is_long else ()) for page in PAGES]
 
 
 @pytest.mark.slow

@@ -116,6 +116,7 @@ def test_every_bucket_gets_a_plan_from_its_own_sizes() -> None:
     assert len(names) == 2 and "=16" in names[0] and "=127" in names[1]
 
 
+@pytest.mark.soak
 @needs_two_cores
 @sizes("planning again from what is measured")
 def test_a_plan_for_other_sizes_learns_without_a_step_that_waits() -> None:
