@@ -373,6 +373,7 @@ def test_ways_that_are_not_kept_capture_again(compiler: Compiler) -> None:
     assert not any(gpu.races for gpu in (compiler.gpu, *compiler.gpu.others.values()))
 
 
+@pytest.mark.soak
 def test_what_inductor_compiles_whole_replays_as_plans_do() -> None:
     """Forward and backward, as one CUDA graph each: that is what lanes have to beat."""
     compiler = new_compiler(**COMPILED, **{"plan.contest": True})

@@ -40,6 +40,7 @@ def test_batches_of_several_sizes_run_on_lanes() -> None:
     assert result.num_in_segments >= 2
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("model", "num_graphs", "complaint"),
     [
