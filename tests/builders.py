@@ -12,6 +12,9 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
 
 from apollo_compile.ir import (
     Assignment,
@@ -211,6 +214,11 @@ def random_plan(rng: random.Random, graph: SegmentGraph, lanes: tuple[Lane, ...]
         left.remove(order[-1])
     letters = "".join(rng.choice(LETTERS[: len(lanes)]) for _ in order)
     return plan(graph, letters, lanes=lanes, costs=costs, order=order)
+
+
+def seeds(always: int, num: int) -> list[Any]:
+    """Return `num` seeds as parameters of a test: the first ones for every run, the others for `make soak`."""
+    return [*range(always), *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(always, num))]
 
 
 def random_problem(rng: random.Random, num_tasks: int, num_units: int = 2) -> Problem:

@@ -348,10 +348,8 @@ def _apollo(options: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     "is_compiled",
-    [
-        pytest.param(True, id="compiled before", marks=pytest.mark.soak),
-        pytest.param(False, id="compiled by one of them"),
-    ],
+    [pytest.param(True, marks=pytest.mark.soak), False],
+    ids=["compiled before", "compiled by one of them"],
 )
 def test_threads_may_train_one_compiled_model_at_once(is_compiled: bool) -> None:
     """Every thread has its own input, and gets its own gradients."""

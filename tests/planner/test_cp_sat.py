@@ -17,14 +17,14 @@ from apollo_compile.planner.cp_sat import solve_with_cp_sat
 from apollo_compile.planner.problem import Mode, Problem, Schedule, Task
 from apollo_compile.planner.simulate import serial_schedule
 from apollo_compile.planner.windows import improve_windows
-from tests.builders import limited, random_problem, realistic_problems
+from tests.builders import limited, random_problem, realistic_problems, seeds
 from tests.planner.oracle import find_optimum
 
 MODELS = Path(__file__).parent / "cpsat_repro"
 
 
-@pytest.mark.parametrize("solver_seed", [0, 1, pytest.param(2, marks=pytest.mark.soak)])
-@pytest.mark.parametrize("seed", [*range(30), *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(30, 60))])
+@pytest.mark.parametrize("solver_seed", seeds(2, 3))
+@pytest.mark.parametrize("seed", seeds(30, 60))
 def test_the_solver_finds_what_exhaustive_search_finds(seed: int, solver_seed: int) -> None:
     """On random lanes and hand-overs, every other problem with demands, holds and a budget; with and without a hint."""
     rng = random.Random(seed)
@@ -57,7 +57,7 @@ def test_the_same_seed_gives_the_same_schedule() -> None:
     assert not outcomes[0].reached_time_limit
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.soak) for seed in (1, 2))])
+@pytest.mark.parametrize("seed", seeds(1, 3))
 def test_windows_shorten_a_schedule_and_never_lengthen_it(seed: int) -> None:
     """From the serial schedule of realistic graphs."""
     for name, problem in realistic_problems().items():
@@ -108,7 +108,7 @@ def test_alternatives_with_starts_of_their_own_have_the_shorter_optimum(name: st
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [*range(60), *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(60, 200))])
+@pytest.mark.parametrize("seed", seeds(60, 200))
 def test_the_solver_finds_the_optimum_across_hand_overs(seed: int) -> None:
     """Hand-over always costs something; three solver seeds each."""
     rng = random.Random(10_000 + seed)

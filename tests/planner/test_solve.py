@@ -19,7 +19,7 @@ from apollo_compile.planner.greedy import greedy_schedules
 from apollo_compile.planner.problem import Hold, Mode, Problem, Schedule, Task
 from apollo_compile.planner.simulate import Simulator, execute, serial_schedule
 from apollo_compile.planner.solve import Effort, Solution, solve
-from tests.builders import interfering, limited, random_problem, realistic_problems
+from tests.builders import interfering, limited, random_problem, realistic_problems, seeds
 from tests.planner.oracle import find_optimum
 
 QUICK = Effort(work_s=0.4, time_limit_s=60.0)
@@ -39,8 +39,8 @@ def check(problem: Problem, solution: Solution) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("solver_seed", [0, *(pytest.param(seed, marks=pytest.mark.soak) for seed in (1, 2))])
-@pytest.mark.parametrize("seed", [*range(60), *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(60, 200))])
+@pytest.mark.parametrize("solver_seed", seeds(1, 3))
+@pytest.mark.parametrize("seed", seeds(60, 200))
 def test_the_solution_of_a_small_problem_is_optimal(seed: int, solver_seed: int) -> None:
     """With the work of the default effort: exhaustive search finds nothing shorter, and no bound is above."""
     rng = random.Random(seed)
