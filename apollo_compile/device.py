@@ -40,8 +40,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from apollo_compile.errors import ConfigError
-from apollo_compile.ir import KernelKind
+from apollo_compile.ir import KernelKind, Lane
 from apollo_compile.json_form import check_format, from_json, parse, read_file, to_json, write_file
+from apollo_compile.lanes import lane_catalogue
 from apollo_compile.units import NS_PER_S
 
 _logger = logging.getLogger(__name__)
@@ -114,6 +115,8 @@ class DeviceProfile:
     """Where the numbers come from."""
     atom: int = 1
     """Units are given to lanes in groups of so many."""
+    granted_atoms: int | None = None
+    """Groups that the device gives; None where it is as many as its units fill."""
 
     def __post_init__(self) -> None:
         """Refuse numbers that do not fit each other."""
@@ -136,6 +139,16 @@ class DeviceProfile:
             self._refuse("expected no negative time")
         if min(factor for row in self.slowdown for factor in row) < 1:
             self._refuse(f"expected slowdowns of at least 1, got {self.slowdown}")
+
+    @property
+    def num_atoms(self) -> int:
+        """Groups of units that lanes are made of."""
+        return self.units // self.atom if self.granted_atoms is None else self.granted_atoms
+
+    @property
+    def lanes(self) -> tuple[Lane, ...]:
+        """The lanes that a program may use."""
+        return lane_catalogue(self.units, self.atom, self.num_atoms)
 
     def flops_per_s(self, kind: KernelKind, dtype: str, flops: int, units: int) -> float:
         """Return the rate of a kernel on `units` units.
@@ -204,7 +217,7 @@ def _between(counts: Sequence[int], units: int) -> tuple[int, float]:
 
 def limit_units(profile: DeviceProfile, units: int) -> DeviceProfile:
     """Return the profile of `units` units of the same device."""
-    return replace(profile, name=f"{profile.name} x{units}", units=units)
+    return replace(profile, name=f"{profile.name} x{units}", units=units, granted_atoms=None)
 
 
 # --------------------------------------------------------------------------------------------------------- files

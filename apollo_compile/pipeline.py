@@ -32,7 +32,6 @@ from apollo_compile.ir import (
     SegmentGraph,
     SyncPlan,
 )
-from apollo_compile.lanes import lane_catalogue
 from apollo_compile.observe import StageRunner
 from apollo_compile.passes.cost import estimate_costs
 from apollo_compile.passes.emit import emit_program
@@ -117,7 +116,7 @@ def compile_capture(
     found = None if finding is None else compile_finding(capture, partition, finding, profile=profile, runner=runner)
     if found is not None:
         return found
-    pinned = _load_pinned_plan(partition.graph, lane_catalogue(profile.units, profile.atom), config)
+    pinned = _load_pinned_plan(partition.graph, profile.lanes, config)
     return plan_partition(
         capture, partition, Observations(), profile=profile, config=config, runner=runner, pinned=pinned
     )
@@ -128,7 +127,7 @@ def _is_better(graph: SegmentGraph, other: SegmentGraph, *, profile: DeviceProfi
 
     It is the one with more segments, which may take more memory, so a quota speaks against it.
     """
-    lanes = lane_catalogue(profile.units, profile.atom)
+    lanes = profile.lanes
     if config.plan.file is not None:
         return _fits(config.plan.file, graph, lanes) and not _fits(config.plan.file, other, lanes)
     if config.plan.planner == "serial" or config.plan.memory_quota is not None:
@@ -153,7 +152,7 @@ def compile_finding(
     """Take the plan of an earlier process through the stages behind it; None if it is not for these segments."""
     graph = partition.graph
     try:
-        check_fits(finding.plan, graph, lane_catalogue(profile.units, profile.atom), "the plan of an earlier run")
+        check_fits(finding.plan, graph, profile.lanes, "the plan of an earlier run")
         costs = _run_cost(graph, profile, finding.observations, runner)
         plan = runner.run(
             "plan",
@@ -221,7 +220,7 @@ def plan_partition(
         make_plan,
         graph,
         costs,
-        lanes=lane_catalogue(profile.units, profile.atom),
+        lanes=profile.lanes,
         planner=config.plan.planner,
         min_gain=config.plan.min_gain,
         seed=config.plan.seed,

@@ -14,7 +14,6 @@ from apollo_compile.config import Config
 from apollo_compile.device import DeviceProfile, limit_units, load_profile
 from apollo_compile.errors import ConfigError
 from apollo_compile.ir import Observations
-from apollo_compile.lanes import lane_catalogue
 from apollo_compile.passes.cost import estimate_costs
 from apollo_compile.passes.plan import make_plan
 from apollo_compile.pipeline import Compilation
@@ -68,7 +67,7 @@ def _plan(
     plan = make_plan(
         graph,
         estimate_costs(graph, profile, observations),
-        lanes=lane_catalogue(profile.units, profile.atom),
+        lanes=profile.lanes,
         planner="serial" if config.plan.planner == "serial" else "greedy",
         min_gain=config.plan.min_gain,
         seed=config.plan.seed,

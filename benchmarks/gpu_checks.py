@@ -607,8 +607,10 @@ recording.replay()
 def calibration_is_plausible(gpu: TorchGpu) -> Outcome:
     """T1: lanes of every size, hand-overs and neighbours; more SMs are not much slower, and the cache is faster."""
     native = gpu.native
-    sheet = replace(load_profile(Path("h200")), units=native.num_sms, atom=native.atom_sms)
-    profile = calibrate_gpu(gpu, sheet, name=native.name, device=gpu.device, num_atoms=native.num_atoms)
+    sheet = replace(
+        load_profile(Path("h200")), units=native.num_sms, atom=native.atom_sms, granted_atoms=native.num_atoms
+    )
+    profile = calibrate_gpu(gpu, sheet, name=native.name, device=gpu.device)
     far = profile.far_bytes_per_s[0].per_s
     saturated = next(count for count, rate in zip(profile.unit_counts, far, strict=True) if rate > 0.95 * max(far))
     text = (

@@ -31,7 +31,6 @@ from tqdm import tqdm
 from apollo_compile.bench import machine_facts
 from apollo_compile.device import DeviceProfile, default_profile, load_profile
 from apollo_compile.ir import Observations, SegmentGraph
-from apollo_compile.lanes import lane_catalogue
 from apollo_compile.passes.cost import estimate_costs
 from apollo_compile.passes.plan import to_problem
 from apollo_compile.planner.baselines import BASELINES
@@ -129,7 +128,7 @@ def main(arguments: list[str] | None = None) -> int:
 def measure(graph: SegmentGraph, device: str, time_limits_s: Iterable[float], *, seed: int = 0) -> Row:
     """Return what every method finds for a graph on a device."""
     profile = DEVICES[device]()
-    lanes = lane_catalogue(profile.units, profile.atom)
+    lanes = profile.lanes
     problem = to_problem(graph, estimate_costs(graph, profile, Observations()), lanes)
     return Row(
         graph=graph.name,

@@ -101,7 +101,6 @@ def calibrate_gpu(
     *,
     name: str,
     device: torch.device,
-    num_atoms: int,
     sizes: Sizes | None = None,
     progress: Progress = lambda what, done, total: None,
 ) -> DeviceProfile:
@@ -109,15 +108,14 @@ def calibrate_gpu(
 
     Arguments:
         gpu: the device; no other work should run on it.
-        sheet: its profile by the data sheet, with its numbers of units and of units an atom.
+        sheet: its profile by the data sheet, with its own numbers of units and atoms.
         name: of the device.
         device: where its tensors are.
-        num_atoms: how many atoms it has.
         sizes: of the test kernels.
         progress: called before every step.
     """
     sizes = sizes or Sizes()
-    lanes = _lanes(sheet.units, sheet.atom, num_atoms)
+    lanes = _lanes(sheet.units, sheet.atom, sheet.num_atoms)
     steps = iter(range(len(lanes) + 3))
 
     def begin(what: str) -> None:
@@ -126,13 +124,13 @@ def calibrate_gpu(
     with torch.no_grad():
         probes = _make_probes(sizes, device)
         begin("kernels and hand-overs")
-        kernel_ns, handover_ns = _fixed_times(gpu, device, sheet, num_atoms)
+        kernel_ns, handover_ns = _fixed_times(gpu, device, sheet)
         times: dict[int, dict[str, int]] = {}
         for lane in lanes:
             begin("kernels on lanes")
             times[len(lane.units)] = time_on(gpu, lane, probes)
         begin("neighbours")
-        slowdown = _slowdown(gpu, _halves(sheet.atom, num_atoms), probes)
+        slowdown = _slowdown(gpu, _halves(sheet.atom, sheet.num_atoms), probes)
     begin("done")
     return _make_profile(sheet, name, probes, times, kernel_ns=kernel_ns, handover_ns=handover_ns, slowdown=slowdown)
 
@@ -267,11 +265,11 @@ def _addition(name: str, num_bytes: int, device: torch.device, launches: int = 1
     return Probe(name=name, run=lambda: torch.add(left, right, out=total), amount=12 * left.numel(), launches=launches)
 
 
-def _fixed_times(gpu: Gpu, device: torch.device, sheet: DeviceProfile, num_atoms: int) -> tuple[int, int]:
+def _fixed_times(gpu: Gpu, device: torch.device, sheet: DeviceProfile) -> tuple[int, int]:
     """Return the nanoseconds of a kernel that does next to nothing, and what a hand-over adds."""
     value = torch.zeros(1, device=device)
     nothing = Probe(name="nothing", run=lambda: value.add_(1))
-    halves = _halves(sheet.atom, num_atoms)
+    halves = _halves(sheet.atom, sheet.num_atoms)
     if halves is None:
         return _chain(gpu, nothing, [None]) // CHAIN, sheet.handover_ns
     one, other = halves

@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING
 
 from apollo_compile.cost_model.roofline import Prediction, predict
 from apollo_compile.ir import CostSource, CostTable, Mode, Observations, Segment, SegmentGraph
-from apollo_compile.lanes import lane_catalogue
 
 if TYPE_CHECKING:
     from apollo_compile.device import DeviceProfile
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
 
 def estimate_costs(graph: SegmentGraph, profile: DeviceProfile, observations: Observations) -> CostTable:
     """Return one mode per segment and unit count of the lane catalogue."""
-    unit_counts = sorted({len(lane.units) for lane in lane_catalogue(profile.units, profile.atom)})
+    unit_counts = sorted({len(lane.units) for lane in profile.lanes})
     medians: dict[int, dict[int, int]] = {}
     for entry in observations.entries:
         medians.setdefault(entry.body, {})[entry.units] = max(1, entry.median_ns)

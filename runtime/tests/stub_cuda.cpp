@@ -67,6 +67,7 @@ struct State {
   int compute_major = 9;
   int granted_less = 0;                     // SMs that every green context gets fewer than its resources have
   bool unequal = false;                     // whether groups of a split differ in size
+  unsigned most_groups = 1000;              // of a split: clusters of SMs may have some that fill no group
   std::map<std::string, Failure> failures;  // by function
   std::string hidden;                       // a function that the driver has not got, whatever its version
   std::vector<std::string> log;
@@ -305,7 +306,7 @@ Result cuDevSmResourceSplitByCount(DevResource* groups, unsigned* num_groups, co
   const unsigned step = (flags & kSplitIgnoreCoscheduling) != 0 ? 2 : state.compute_major >= 9 ? 8 : 4;
   const unsigned size = std::max(step, (min_count + step - 1) / step * step);
   std::set<int> left = sms_of(*input);
-  const auto possible = static_cast<unsigned>(left.size()) / size;
+  const auto possible = std::min(static_cast<unsigned>(left.size()) / size, state.most_groups);
   if (groups == nullptr) {
     *num_groups = possible;
     return kSuccess;
@@ -563,6 +564,11 @@ EXPORT void stub_set_grants(int granted_less, int unequal) {
   const std::lock_guard lock(mutex);
   state.granted_less = granted_less;
   state.unequal = unequal != 0;
+}
+
+EXPORT void stub_set_most_groups(int most) {
+  const std::lock_guard lock(mutex);
+  state.most_groups = static_cast<unsigned>(most);
 }
 
 /// Makes the call of `function` that follows `skip` others of it return `code`.

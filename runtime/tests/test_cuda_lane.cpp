@@ -82,6 +82,17 @@ TEST(a_device_of_132_sms_has_16_atoms_and_4_sms_left) {
   CHECK(device.memory().first < device.memory().second);
 }
 
+TEST(a_device_has_the_atoms_that_the_driver_grants_not_those_that_would_fit) {
+  stub::reset();
+  stub::set_most_groups(15);
+  auto device = make_device();
+  CHECK(device.num_sms() == 132);
+  CHECK(device.num_atoms() == 15);
+  CHECK(device.remaining_sms() == 12);
+  CHECK(device.lane(range(8, 15)).num_sms() == 56);
+  CHECK_THROWS(std::invalid_argument, device.lane({15}));
+}
+
 TEST(a_driver_before_13_0_does_not_tell_its_groups_and_gives_the_documented_ones) {
   stub::reset(12080);
   CHECK(make_device().atom_sms() == 8);

@@ -104,7 +104,7 @@ def sheet() -> DeviceProfile:
 @pytest.fixture(scope="module")
 def profile() -> DeviceProfile:
     """Measure the stand-in."""
-    return calibrate_gpu(ClockedGpu(), sheet(), name="Fake", device=torch.device("cpu"), num_atoms=16, sizes=SIZES)
+    return calibrate_gpu(ClockedGpu(), sheet(), name="Fake", device=torch.device("cpu"), sizes=SIZES)
 
 
 def test_rates_are_those_of_every_quota(profile: DeviceProfile) -> None:
@@ -158,7 +158,6 @@ def test_every_step_is_told() -> None:
         replace(sheet(), units=132, atom=132),
         name="Fake",
         device=torch.device("cpu"),
-        num_atoms=1,
         sizes=SIZES,
         progress=lambda *step: seen.append(step),
     )

@@ -5,10 +5,13 @@ from __future__ import annotations
 import ctypes
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
+import torch
 
-from apollo_compile import _native
+from apollo_compile import _native, backend
+from apollo_compile.config import load_config
 from apollo_compile.cuda.gpu import atoms_of, widen
 from apollo_compile.errors import CudaError
 from apollo_compile.lanes import lane_catalogue
@@ -49,6 +52,21 @@ def test_the_lanes_of_the_catalogue_have_the_sms_of_their_units(stub: ctypes.CDL
             shared = sms_of(stub, its) & sms_of(stub, others)
             assert len(shared) == len(set(one.units) & set(other.units))
     assert stub.stub_log().decode().split().count("cuDevSmResourceSplitByCount") == 1
+
+
+@pytest.mark.parametrize("num_atoms", [16, 15, 3, 1])
+def test_lanes_are_made_of_the_atoms_that_the_driver_grants(stub: ctypes.CDLL, num_atoms: int) -> None:
+    """Fewer than its SMs would fill, as where some of them lie in no whole group."""
+    stub.stub_set_most_groups(num_atoms)
+    device = open_stub(stub)
+    assert device.num_atoms == num_atoms
+    gpu = SimpleNamespace(native=device, device=torch.device("cuda", 0))
+    profile = backend._gpu_profile(gpu, load_config({"device.profile": "h200"}))  # type: ignore[arg-type]
+    first, *others = profile.lanes
+    assert (len(first.units), profile.num_atoms) == (132, num_atoms)
+    for left, right in zip(others[::2], others[1::2], strict=True):
+        assert left.units + right.units == first.units[: num_atoms * 8]
+    assert [device.lane(atoms_of(lane, 8)).num_sms for lane in others] == [len(lane.units) for lane in others]
 
 
 @pytest.mark.parametrize(("border", "shared"), ((8, 8), (12, 8), (15, 7)))

@@ -265,17 +265,29 @@ def test_lanes_that_wait_in_a_circle_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("units", "atom", "sizes"),
-    [(132, 8, [132, 64, 64, 96, 32]), (108, 4, [108, 56, 52, 80, 28]), (20, 8, [20, 8, 8]), (7, 8, [7])],
+    ("units", "atom", "granted", "sizes"),
+    [
+        (132, 8, None, [132, 64, 64, 96, 32]),
+        (132, 8, 15, [132, 64, 56, 88, 32]),
+        (108, 4, None, [108, 56, 52, 80, 28]),
+        (20, 8, None, [20, 8, 8]),
+        (7, 8, None, [7]),
+    ],
 )
-def test_lanes_of_a_gpu_are_whole_atoms(units: int, atom: int, sizes: list[int]) -> None:
+def test_lanes_of_a_gpu_are_whole_atoms(units: int, atom: int, granted: int | None, sizes: list[int]) -> None:
     """But for lane 0, which has every unit."""
-    lanes = lane_catalogue(units, atom)
+    lanes = lane_catalogue(units, atom, granted)
     assert [len(lane.units) for lane in lanes] == sizes
     for lane in lanes[1:]:
         assert len(atoms_of(lane, atom)) * atom == len(lane.units)
     for left, right in zip(lanes[1::2], lanes[2::2], strict=True):
-        assert left.units + right.units == lanes[0].units[: units // atom * atom]
+        assert left.units + right.units == lanes[0].units[: (units // atom if granted is None else granted) * atom]
+
+
+def test_more_atoms_than_fit_are_refused() -> None:
+    """A profile that was written by hand."""
+    with pytest.raises(ValueError, match="17 atoms of 8 units are more than the 132 of the device"):
+        lane_catalogue(132, 8, 17)
 
 
 def test_a_lane_of_half_an_atom_is_refused() -> None:
