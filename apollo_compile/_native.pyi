@@ -155,9 +155,7 @@ class CudaLane:
         """The CUcontext that its kernels have in a captured CUDA graph."""
 
 class CudaDevice:
-    """
-    A GPU, its SMs cut once into atoms of equal size; it lives until the process ends.
-    """
+    """A GPU, its SMs cut once into atoms; it lives until the process ends."""
 
     @property
     def name(self) -> str:
@@ -177,15 +175,17 @@ class CudaDevice:
 
     @property
     def num_sms(self) -> int:
-        """All SMs, those that belong to no atom included."""
+        """All SMs."""
 
     @property
     def num_atoms(self) -> int:
         """Groups of SMs that lanes are made of."""
 
     @property
-    def atom_sms(self) -> int:
-        """SMs of every atom."""
+    def atom_sizes(self) -> list[int]:
+        """
+        SMs of every atom: all have as many but the last, which has what is left over as well.
+        """
 
     @property
     def priorities(self) -> tuple[int, int]:

@@ -861,7 +861,7 @@ def _gpu_profile(gpu: TorchGpu, config: Config) -> DeviceProfile:
             f"device profile {config.device.profile} is for a {profile.kind} device; this graph is on {gpu.device}: "
             "name the profile of a GPU, or none"
         )
-    return replace(profile, units=native.num_sms, atom=native.atom_sms, granted_atoms=native.num_atoms)
+    return replace(profile, units=native.num_sms, atoms=tuple(native.atom_sizes))
 
 
 @functools.cache

@@ -379,7 +379,7 @@ def _calibrate_gpu(args: argparse.Namespace) -> int:
     assert cache is not None, "load_config fills it in"
     fingerprint = gpu_fingerprint(native.name, cuda=native.driver_version, units=native.num_sms)
     path = cached_gpu_profile_path(cache, fingerprint) if args.output is None else args.output
-    sheet = replace(load_profile(Path("h200")), units=native.num_sms, atom=native.atom_sms, granted_atoms=native.num_atoms)
+    sheet = replace(load_profile(Path("h200")), units=native.num_sms, atoms=tuple(native.atom_sizes))
     begin = time.perf_counter()
     with _Progress() as progress:
         profile = calibrate_gpu(gpu, sheet, name=native.name, device=gpu.device, progress=progress)

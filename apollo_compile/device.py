@@ -47,7 +47,7 @@ from apollo_compile.units import NS_PER_S
 
 _logger = logging.getLogger(__name__)
 
-FORMAT = 4
+FORMAT = 5
 """Number of the file form; another number means stale."""
 
 _MAX_BYTES = 4 * 2**20
@@ -113,10 +113,8 @@ class DeviceProfile:
     """How many times longer (arithmetic, memory) takes on one half beside (arithmetic, memory) on the other half."""
     notes: tuple[str, ...] = ()
     """Where the numbers come from."""
-    atom: int = 1
-    """Units are given to lanes in groups of so many."""
-    granted_atoms: int | None = None
-    """Groups that the device gives; None where it is as many as its units fill."""
+    atoms: tuple[int, ...] | None = None
+    """Units of every group in which they are given to lanes, in order; None is one each."""
 
     def __post_init__(self) -> None:
         """Refuse numbers that do not fit each other."""
@@ -141,14 +139,9 @@ class DeviceProfile:
             self._refuse(f"expected slowdowns of at least 1, got {self.slowdown}")
 
     @property
-    def num_atoms(self) -> int:
-        """Groups of units that lanes are made of."""
-        return self.units // self.atom if self.granted_atoms is None else self.granted_atoms
-
-    @property
     def lanes(self) -> tuple[Lane, ...]:
         """The lanes that a program may use."""
-        return lane_catalogue(self.units, self.atom, self.num_atoms)
+        return lane_catalogue(self.units, self.atoms)
 
     def flops_per_s(self, kind: KernelKind, dtype: str, flops: int, units: int) -> float:
         """Return the rate of a kernel on `units` units.
@@ -217,7 +210,8 @@ def _between(counts: Sequence[int], units: int) -> tuple[int, float]:
 
 def limit_units(profile: DeviceProfile, units: int) -> DeviceProfile:
     """Return the profile of `units` units of the same device."""
-    return replace(profile, name=f"{profile.name} x{units}", units=units, granted_atoms=None)
+    atoms = None if profile.atoms is None else (profile.atoms[0],) * (units // profile.atoms[0])
+    return replace(profile, name=f"{profile.name} x{units}", units=units, atoms=atoms)
 
 
 # --------------------------------------------------------------------------------------------------------- files

@@ -7,6 +7,7 @@ faster is the second half of the suite.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import subprocess
@@ -26,7 +27,15 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from apollo_compile import backend
 from apollo_compile.cuda.calibrate import calibrate_gpu
-from apollo_compile.cuda.examine import EXTRA_SMS, contexts_of, examine_cuda, judge_nodes, split_lanes, walk_capture
+from apollo_compile.cuda.examine import (
+    EXTRA_SMS,
+    contexts_of,
+    examine_cuda,
+    judge_nodes,
+    lane_of_atoms,
+    split_lanes,
+    walk_capture,
+)
 from apollo_compile.cuda.execute import CudaExecutable
 from apollo_compile.cuda.gpu import Sharing, TorchGpu, TorchRecording
 from apollo_compile.cuda.launch import Launcher, forked
@@ -105,9 +114,11 @@ def what_the_driver_gives(gpu: TorchGpu) -> Outcome:
         native.lane([atom], native.priorities[0])
     made_ns = (time.perf_counter_ns() - begin) // native.num_atoms
     taken = (free - native.memory()[0]) // native.num_atoms
-    text = f"{native.num_sms} SMs, {native.num_atoms} atoms of {native.atom_sms}; a lane takes {format_ns(made_ns)}"
+    first, last = native.atom_sizes[0], native.atom_sizes[-1]
+    text = f"{native.num_sms} SMs, {native.num_atoms} atoms of {first}, the last of {last}; a lane takes"
     numbers = {"functions": native.functions, "lane_ns": made_ns, "lane_bytes": taken}
-    return Outcome(is_met=native.num_atoms >= 2, text=f"{text} and {format_bytes(taken)}", numbers=numbers)
+    text += f" {format_ns(made_ns)} and {format_bytes(taken)}"
+    return Outcome(is_met=native.num_atoms >= 2, text=text, numbers=numbers)
 
 
 def lanes_keep_to_their_sms(gpu: TorchGpu) -> Outcome:
@@ -129,7 +140,7 @@ def products_scale_with_their_quota(gpu: TorchGpu) -> Outcome:
         product = partial(torch.mm, left, right, out=torch.empty_like(left))
         per_lane = {}
         for atoms in (1, 4, 8, gpu.native.num_atoms):
-            lane = Lane(id=LaneId(1), units=tuple(range(atoms * gpu.native.atom_sms)))
+            lane = lane_of_atoms(1, gpu.native.atom_sizes, 0, atoms)
             per_lane[len(lane.units)] = time_on(gpu, lane, product)
         times[str(size)] = per_lane
     largest = times["8192"]
@@ -196,9 +207,10 @@ def clusters_fit_into_lanes(gpu: TorchGpu) -> Outcome:
     times: dict[str, dict[int, int]] = {}
     strays = []
     for atoms in ([0], [0, 1, 2], [0, native.num_atoms - 1]):
-        sms = len(atoms) * native.atom_sms
-        units = tuple(unit for atom in atoms for unit in range(atom * native.atom_sms, (atom + 1) * native.atom_sms))
-        lane, name = Lane(id=LaneId(1), units=units), f"{sms} SMs of atoms {', '.join(map(str, atoms))}"
+        parts = [lane_of_atoms(1, native.atom_sizes, atom, atom + 1).units for atom in atoms]
+        lane = Lane(id=LaneId(1), units=tuple(itertools.chain.from_iterable(parts)))
+        sms = len(lane.units)
+        name = f"{sms} SMs of atoms {', '.join(map(str, atoms))}"
         out = torch.zeros(4 * sms, dtype=torch.int64, device=gpu.device)
         times[name] = {}
         for size in CLUSTERS:
@@ -360,7 +372,7 @@ def splits_against_streams(gpu: TorchGpu) -> Outcome:
         times["priorities"] = time_of(gpu.sharing(Sharing.URGENCY), halves, first)
         times["overlapping halves"] = time_of(gpu.sharing(Sharing.OVERLAPPING), halves, first)
         for part in range(1, atoms):
-            lanes = split_lanes(atoms, gpu.native.atom_sms, (part, atoms - part))
+            lanes = split_lanes(gpu.native.atom_sizes, (part, atoms - part))
             times[" + ".join(str(len(lane.units)) for lane in lanes)] = time_of(gpu, lanes)
     best = min(list(times)[4:], key=lambda name: times[name])
     shown = ", ".join(f"{name} {format_ns(times[name])}" for name in (*list(times)[:4], best))
@@ -375,7 +387,7 @@ def carveout_helps_or_not(gpu: TorchGpu) -> Outcome:
     tell = getattr(torch._C, "_set_sm_carveout_experimental", None)
     if tell is None:
         return Outcome(is_met=True, text="this torch has no carveout")
-    lane = split_lanes(gpu.native.num_atoms, gpu.native.atom_sms, (1, 1))[0]
+    lane = split_lanes(gpu.native.atom_sizes, (1, 1))[0]
     left, right = (torch.randn(4096, 4096, device=gpu.device).to(torch.float8_e4m3fn) for _ in range(2))
     scale = torch.ones((), device=gpu.device)
     product = partial(torch._scaled_mm, left, right.t(), scale, scale, out_dtype=torch.bfloat16)
@@ -466,7 +478,7 @@ def a_hard_quota_is_kept(gpu: TorchGpu) -> Outcome:
 
 def a_longer_lane_can_go_on_with_every_sm(gpu: TorchGpu) -> Outcome:
     """T11: after the shorter lane has ended, the rest of the longer one runs on the whole device."""
-    half, other = split_lanes(gpu.native.num_atoms, gpu.native.atom_sms, (1, 1))
+    half, other = split_lanes(gpu.native.atom_sizes, (1, 1))
     left = torch.randn(4096, 4096, device=gpu.device, dtype=torch.bfloat16)
 
     def body(count: int) -> Callable[[list[torch.Tensor]], list[torch.Tensor]]:
@@ -589,7 +601,7 @@ import torch
 from apollo_compile.cuda.examine import split_lanes
 from apollo_compile.cuda.gpu import TorchGpu
 gpu = TorchGpu(0)
-lane = split_lanes(gpu.native.num_atoms, gpu.native.atom_sms, (1, 1))[0]
+lane = split_lanes(gpu.native.atom_sizes, (1, 1))[0]
 value = torch.ones(1024, device=gpu.device)
 def work(origin):
     stream = gpu.lane_stream(lane)
@@ -607,9 +619,7 @@ recording.replay()
 def calibration_is_plausible(gpu: TorchGpu) -> Outcome:
     """T1: lanes of every size, hand-overs and neighbours; more SMs are not much slower, and the cache is faster."""
     native = gpu.native
-    sheet = replace(
-        load_profile(Path("h200")), units=native.num_sms, atom=native.atom_sms, granted_atoms=native.num_atoms
-    )
+    sheet = replace(load_profile(Path("h200")), units=native.num_sms, atoms=tuple(native.atom_sizes))
     profile = calibrate_gpu(gpu, sheet, name=native.name, device=gpu.device)
     far = profile.far_bytes_per_s[0].per_s
     saturated = next(count for count, rate in zip(profile.unit_counts, far, strict=True) if rate > 0.95 * max(far))

@@ -36,7 +36,7 @@ def launch_of(segment: int, body: int, read: int, made: int) -> Launch:
 
 def split_evenly(gpu: TorchGpu, count: int) -> tuple[Lane, ...]:
     """Return so many lanes of the same size, as far as atoms allow."""
-    return split_lanes(gpu.native.num_atoms, gpu.native.atom_sms, (1,) * count)
+    return split_lanes(gpu.native.atom_sizes, (1,) * count)
 
 
 def beside(lanes: Sequence[Lane], bodies: Sequence[int] | None = None) -> Program:
@@ -59,7 +59,7 @@ def spinners(gpu: TorchGpu, count: int) -> Callable[[Any], object]:
     """Return work that spins on `count` lanes of one split, side by side."""
     from apollo_compile.cuda.census_kernel import COLUMNS, launch_census
 
-    lanes = split_lanes(gpu.native.num_atoms, gpu.native.atom_sms, (1,) * max(2, count))[:count]
+    lanes = split_lanes(gpu.native.atom_sizes, (1,) * max(2, count))[:count]
     outs = [torch.zeros(64, COLUMNS, dtype=torch.int64, device=gpu.device) for _ in lanes]
 
     def body(inputs: list[torch.Tensor]) -> list[torch.Tensor]:

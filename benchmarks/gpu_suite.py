@@ -292,7 +292,7 @@ def mark_lanes(gpu: TorchGpu) -> None:
     """Launch a marker on every lane of the catalogue: a kernel of as many blocks as the lane has SMs."""
     from apollo_compile.cuda.census_kernel import COLUMNS, launch_census
 
-    for lane in lane_catalogue(gpu.native.num_sms, gpu.native.atom_sms, gpu.native.num_atoms):
+    for lane in lane_catalogue(gpu.native.num_sms, gpu.native.atom_sizes):
         stream = gpu.lane_stream(lane) or gpu.caller_stream()
         with torch.cuda.stream(stream):
             launch_census(torch.zeros(len(lane.units), COLUMNS, dtype=torch.int64, device=gpu.device), MARK_NS)

@@ -397,7 +397,7 @@ NB_MODULE(_native, m) {
           "The CUcontext that its kernels have in a captured CUDA graph.");
 
   nb::class_<apollo::CudaDevice>(m, "CudaDevice",
-                                 "A GPU, its SMs cut once into atoms of equal size; it lives until the process ends.")
+                                 "A GPU, its SMs cut once into atoms; it lives until the process ends.")
       .def_prop_ro("name", &apollo::CudaDevice::name, "The name that the driver gives it.")
       .def_prop_ro("compute_capability", &apollo::CudaDevice::compute_capability, "Major and minor number.")
       .def_prop_ro(
@@ -406,9 +406,10 @@ NB_MODULE(_native, m) {
       .def_prop_ro(
           "functions", [](const apollo::CudaDevice& self) { return self.driver().functions(); },
           "Whether the driver has each function that was looked for, by name.")
-      .def_prop_ro("num_sms", &apollo::CudaDevice::num_sms, "All SMs, those that belong to no atom included.")
+      .def_prop_ro("num_sms", &apollo::CudaDevice::num_sms, "All SMs.")
       .def_prop_ro("num_atoms", &apollo::CudaDevice::num_atoms, "Groups of SMs that lanes are made of.")
-      .def_prop_ro("atom_sms", &apollo::CudaDevice::atom_sms, "SMs of every atom.")
+      .def_prop_ro("atom_sizes", &apollo::CudaDevice::atom_sizes,
+                   "SMs of every atom: all have as many but the last, which has what is left over as well.")
       .def_prop_ro("priorities", &apollo::CudaDevice::priorities, "The lowest and the highest priority of streams.")
       .def_prop_ro(
           "primary_context", [](const apollo::CudaDevice& self) { return address_of(self.primary_context()); },

@@ -273,7 +273,9 @@ class CheckedGpu(FakeGpu):
     def __init__(self) -> None:
         super().__init__()
         self.device = torch.device("cpu")
-        self.native = SimpleNamespace(num_sms=132, num_atoms=16, atom_sms=8, name="Fake", compute_capability=(9, 0))
+        self.native = SimpleNamespace(
+            num_sms=132, num_atoms=16, atom_sizes=[*15 * [8], 12], name="Fake", compute_capability=(9, 0)
+        )
 
     def sharing(self, sharing: Sharing) -> CheckedGpu:
         """Return another one."""
@@ -290,7 +292,7 @@ def test_checks_that_only_launch_can_do_so(check: gpu_checks.Check, monkeypatch:
     assert outcome.text and all(ns > 0 for ns in outcome.numbers.values())
     assert not gpu.races and not any(other.races for other in gpu.others.values())
     if check is gpu_checks.splits_against_streams:
-        assert len(outcome.numbers) == 4 + 15 and {"8 + 120", "64 + 64", "120 + 8"} <= set(outcome.numbers)
+        assert len(outcome.numbers) == 4 + 15 and {"8 + 124", "64 + 68", "120 + 12"} <= set(outcome.numbers)
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ What is not measured (other types of elements, convolutions, scatters) stays wha
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -115,7 +116,7 @@ def calibrate_gpu(
         progress: called before every step.
     """
     sizes = sizes or Sizes()
-    lanes = _lanes(sheet.units, sheet.atom, sheet.num_atoms)
+    lanes = _lanes(sheet)
     steps = iter(range(len(lanes) + 3))
 
     def begin(what: str) -> None:
@@ -130,7 +131,7 @@ def calibrate_gpu(
             begin("kernels on lanes")
             times[len(lane.units)] = time_on(gpu, lane, probes)
         begin("neighbours")
-        slowdown = _slowdown(gpu, _halves(sheet.atom, sheet.num_atoms), probes)
+        slowdown = _slowdown(gpu, _halves(sheet), probes)
     begin("done")
     return _make_profile(sheet, name, probes, times, kernel_ns=kernel_ns, handover_ns=handover_ns, slowdown=slowdown)
 
@@ -185,18 +186,24 @@ def _replayed(gpu: Gpu, work: Callable[[Stream], None], timers: Mapping[str, tup
     return {name: max(1, round(statistics.median(found))) for name, found in times.items()}
 
 
-def _lanes(units: int, atom: int, num_atoms: int) -> list[Lane]:
+def _borders(sheet: DeviceProfile) -> list[int]:
+    """Return where atoms begin and end."""
+    return [0, *itertools.accumulate(sheet.atoms or (1,) * sheet.units)]
+
+
+def _lanes(sheet: DeviceProfile) -> list[Lane]:
     """Return a lane of every number of atoms, and one with every unit."""
-    counts = sorted({*(atom * count for count in range(1, num_atoms + 1)), units})
+    counts = sorted({*_borders(sheet)[1:], sheet.units})
     return [Lane(id=LaneId(index + 1), units=tuple(range(count))) for index, count in enumerate(counts)]
 
 
-def _halves(atom: int, num_atoms: int) -> tuple[Lane, Lane] | None:
+def _halves(sheet: DeviceProfile) -> tuple[Lane, Lane] | None:
     """Return two lanes of as many atoms; None of a device with one."""
-    half = num_atoms // 2
+    borders = _borders(sheet)
+    half = (len(borders) - 1) // 2
     if half == 0:
         return None
-    ranges = (range(half * atom), range(half * atom, 2 * half * atom))
+    ranges = (range(borders[half]), range(borders[half], borders[2 * half]))
     first, second = (Lane(id=LaneId(1 + index), units=tuple(each)) for index, each in enumerate(ranges))
     return first, second
 
@@ -269,7 +276,7 @@ def _fixed_times(gpu: Gpu, device: torch.device, sheet: DeviceProfile) -> tuple[
     """Return the nanoseconds of a kernel that does next to nothing, and what a hand-over adds."""
     value = torch.zeros(1, device=device)
     nothing = Probe(name="nothing", run=lambda: value.add_(1))
-    halves = _halves(sheet.atom, sheet.num_atoms)
+    halves = _halves(sheet)
     if halves is None:
         return _chain(gpu, nothing, [None]) // CHAIN, sheet.handover_ns
     one, other = halves

@@ -88,8 +88,9 @@ def examine_cuda(ordinal: int = 0) -> tuple[Finding, ...]:
     text = f"{native.name}, CUDA {native.driver_version / 1000:.1f}, torch {torch.__version__}"
     if missing:
         text += f"; without {', '.join(missing)}, which lanes do not need"
-    left = native.num_sms - native.num_atoms * native.atom_sms
-    split = f"{native.num_sms} SMs in {native.num_atoms} atoms of {native.atom_sms}; {left} belong to no atom"
+    first, last = native.atom_sizes[0], native.atom_sizes[-1]
+    split = f"{native.num_sms} SMs in {native.num_atoms} atoms of {first}"
+    split += "" if last == first else f", the last with {last}: {last - first} fill none"
     return (
         Finding(subject="driver", level=Level.OK, message=text),
         Finding(subject="split", level=Level.OK, message=split),
@@ -108,32 +109,36 @@ def _inspect_profile(gpu: TorchGpu) -> ProfileInspection:
 
 def examine_lanes(gpu: TorchGpu) -> tuple[Finding, ...]:
     """Return what censuses of three splits and of overlapping lanes show."""
-    atoms, extra = gpu.native.num_atoms, EXTRA_SMS if gpu.native.compute_capability[0] == 9 else 0
+    extra = EXTRA_SMS if gpu.native.compute_capability[0] == 9 else 0
     findings: list[Finding] = []
     for shares in ((1, 1), (3, 1), (3, 5, 8)):
-        lanes = split_lanes(atoms, gpu.native.atom_sms, shares)
+        lanes = split_lanes(gpu.native.atom_sizes, shares)
         name = " + ".join(str(len(lane.units)) for lane in lanes)
         findings += _attempt(f"lanes {name}", lambda lanes=lanes, name=name: _examine_split(gpu, lanes, name, extra))  # type: ignore[misc]
     return (*findings, *_attempt("overlap", lambda: _examine_overlap(gpu, extra)))
 
 
-def split_lanes(num_atoms: int, atom: int, shares: Sequence[int]) -> tuple[Lane, ...]:
-    """Return one lane per share of the device, disjoint, in whole atoms; each has at least one.
+def split_lanes(sizes: Sequence[int], shares: Sequence[int]) -> tuple[Lane, ...]:
+    """Return one lane per share of the device, disjoint, in whole atoms of these sizes; each has at least one.
 
     Raises:
         ValueError: there are more shares than atoms.
     """
+    num_atoms = len(sizes)
     if num_atoms < len(shares):
         raise ValueError(f"{num_atoms} atoms are too few for {len(shares)} lanes; use fewer lanes")
     borders = [round(num_atoms * part / sum(shares)) for part in itertools.accumulate(shares, initial=0)]
     for index in range(1, len(borders)):  # nobody goes away empty: neither those before nor those behind
         borders[index] = max(borders[index], borders[index - 1] + 1)
         borders[index] = min(borders[index], num_atoms - (len(borders) - 1 - index))
-    ranges = itertools.pairwise(borders)
     return tuple(
-        Lane(id=LaneId(index + 1), units=tuple(range(first * atom, last * atom)))
-        for index, (first, last) in enumerate(ranges)
+        lane_of_atoms(index + 1, sizes, first, last) for index, (first, last) in enumerate(itertools.pairwise(borders))
     )
+
+
+def lane_of_atoms(number: int, sizes: Sequence[int], first: int, last: int) -> Lane:
+    """Return the lane of atoms `first` up to `last`, which it does not have."""
+    return Lane(id=LaneId(number), units=tuple(range(sum(sizes[:first]), sum(sizes[:last]))))
 
 
 def _attempt(name: str, look: Callable[[], Sequence[Finding]]) -> Sequence[Finding]:
@@ -155,14 +160,11 @@ def _examine_split(gpu: TorchGpu, lanes: Sequence[Lane], name: str, extra: int) 
 
 def _examine_overlap(gpu: TorchGpu, extra: int) -> list[Finding]:
     """Look at two lanes that share the middle half of the device, one after the other."""
-    atoms, atom = gpu.native.num_atoms, gpu.native.atom_sms
-    quarter = atoms // 4
-    ranges = ((0, atoms - quarter), (quarter, atoms))
-    seen = []
-    for index, (first, last) in enumerate(ranges):
-        lane = Lane(id=LaneId(index + 1), units=tuple(range(first * atom, last * atom)))
-        seen.append(CensusProbe(gpu, [lane]).take(1)[0].sms[lane.id])
-    return [judge_overlap(seen[0], seen[1], planned=(atoms - 2 * quarter) * atom, extra=extra)]
+    sizes = gpu.native.atom_sizes
+    quarter, end = len(sizes) // 4, len(sizes)
+    lanes = [lane_of_atoms(1, sizes, 0, end - quarter), lane_of_atoms(2, sizes, quarter, end)]
+    first, second = (CensusProbe(gpu, [lane]).take(1)[0].sms[lane.id] for lane in lanes)
+    return [judge_overlap(first, second, planned=sum(sizes[quarter : end - quarter]), extra=extra)]
 
 
 class CensusProbe:
@@ -174,7 +176,7 @@ class CensusProbe:
 
         self._gpu = gpu
         self._lanes = lanes
-        natives = {lane.id: gpu.native.lane(atoms_of(lane, gpu.native.atom_sms)) for lane in lanes}
+        natives = {lane.id: gpu.native.lane(atoms_of(lane, gpu.native.atom_sizes)) for lane in lanes}
         self.granted = {lane: native.num_sms for lane, native in natives.items()}
         self.contexts = contexts_of(gpu, lanes)
         self._outs = [
@@ -267,7 +269,7 @@ def contexts_of(gpu: TorchGpu, lanes: Iterable[Lane]) -> dict[int, LaneId]:
     found = {}
     for lane in lanes:
         is_whole = len(lane.units) == gpu.native.num_sms
-        native = None if is_whole else gpu.native.lane(atoms_of(lane, gpu.native.atom_sms))
+        native = None if is_whole else gpu.native.lane(atoms_of(lane, gpu.native.atom_sizes))
         found[gpu.native.primary_context if native is None else native.context] = lane.id
     return found
 

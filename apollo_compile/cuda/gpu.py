@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import functools
+import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
@@ -153,15 +154,17 @@ def require_cuda() -> None:
         raise CudaError(f"no GPU: {why}; lanes on a GPU need an NVIDIA GPU, its driver, and torch built for CUDA")
 
 
-def atoms_of(lane: Lane, atom: int) -> list[int]:
-    """Return the atoms whose units the lane has.
+def atoms_of(lane: Lane, sizes: Sequence[int]) -> list[int]:
+    """Return the atoms whose units the lane has, of atoms of these sizes.
 
     Raises:
         ValueError: the lane has a part of an atom.
     """
-    atoms = sorted({unit // atom for unit in lane.units})
-    if [unit for each in atoms for unit in range(each * atom, (each + 1) * atom)] != list(lane.units):
-        raise ValueError(f"lane {lane.id} has units {list(lane.units)}; a lane has whole atoms of {atom} units")
+    units, borders = set(lane.units), [0, *itertools.accumulate(sizes)]
+    ranges = [range(first, last) for first, last in itertools.pairwise(borders)]
+    atoms = [index for index, each in enumerate(ranges) if not units.isdisjoint(each)]
+    if [unit for index in atoms for unit in ranges[index]] != list(lane.units):
+        raise ValueError(f"lane {lane.id} has units {list(lane.units)}; a lane has whole atoms of {list(sizes)} units")
     return atoms
 
 
@@ -222,11 +225,11 @@ class TorchGpu:
     def _make_stream(self, lane: Lane, priority: int) -> Stream:
         if self._sharing in (Sharing.FREE, Sharing.URGENCY):
             return torch.cuda.Stream(self.device, priority=priority)  # type: ignore[no-untyped-call]
-        atoms = atoms_of(lane, self.native.atom_sms)
+        atoms = atoms_of(lane, self.native.atom_sizes)
         if self._sharing is Sharing.OVERLAPPING:
             atoms = widen(atoms, self.native.num_atoms)
         native = self.native.lane(atoms, priority)
-        expected = len(atoms) * self.native.atom_sms
+        expected = sum(self.native.atom_sizes[atom] for atom in atoms)
         if native.num_sms != expected:
             raise CudaError(
                 f"lane {lane.id} was granted {native.num_sms} SMs instead of {expected} on {self.native.name}; turn "

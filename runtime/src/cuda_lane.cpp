@@ -89,25 +89,40 @@ void CudaDevice::split(const std::string& where) {
   const unsigned size = atom_size(all.sm, compute_capability_.first);
   auto count = static_cast<unsigned>(num_sms_) / size;
   cuda::DevResource remaining;
-  atoms_.resize(count);
+  std::vector<cuda::DevResource> groups(count);
   const std::string asked = where + ": " + std::to_string(num_sms_) + " SMs into groups of " + std::to_string(size);
   if (count == 0) {
     throw CudaError(0, "cannot split " + asked +
                            ": expected at least one group; lanes need a larger device, or one that is not cut by MIG");
   }
-  driver_.check(driver_.cuDevSmResourceSplitByCount(atoms_.data(), &count, &all, &remaining, 0, size),
+  driver_.check(driver_.cuDevSmResourceSplitByCount(groups.data(), &count, &all, &remaining, 0, size),
                 "cuDevSmResourceSplitByCount", asked);
-  atoms_.resize(count);  // the driver may make fewer than asked for
-  const bool are_equal = std::all_of(atoms_.begin(), atoms_.end(), [this](const cuda::DevResource& atom) {
-    return atom.sm.sm_count == atoms_.front().sm.sm_count;
+  groups.resize(count);  // the driver may make fewer than asked for
+  const bool are_equal = std::all_of(groups.begin(), groups.end(), [&groups](const cuda::DevResource& group) {
+    return group.sm.sm_count == groups.front().sm.sm_count;
   });
-  if (atoms_.empty() || !are_equal || atoms_.front().sm.sm_count == 0) {
+  if (groups.empty() || !are_equal || groups.front().sm.sm_count == 0) {
     throw CudaError(0, "cuDevSmResourceSplitByCount made no equal groups of " + asked + ": expected " +
                            std::to_string(size) + " each, got " + std::to_string(count) +
                            " groups; report this with the output of 'apollo doctor'");
   }
-  atom_sms_ = static_cast<int>(atoms_.front().sm.sm_count);
-  remaining_sms_ = num_sms_ - atom_sms_ * num_atoms();
+  for (const cuda::DevResource& group : groups) {
+    atoms_.push_back({group});
+  }
+  if (remaining.sm.sm_count > 0) {
+    atoms_.back().push_back(remaining);
+  }
+}
+
+std::vector<int> CudaDevice::atom_sizes() const {
+  std::vector<int> sizes;
+  for (const std::vector<cuda::DevResource>& atom : atoms_) {
+    sizes.push_back(0);
+    for (const cuda::DevResource& part : atom) {
+      sizes.back() += static_cast<int>(part.sm.sm_count);
+    }
+  }
+  return sizes;
 }
 
 void CudaDevice::check_lane(const std::vector<int>& atoms, int priority) const {
@@ -116,7 +131,7 @@ void CudaDevice::check_lane(const std::vector<int>& atoms, int priority) const {
   if (atoms.empty() || !is_ascending || atoms.front() < 0 || atoms.back() >= num_atoms()) {
     throw std::invalid_argument("cannot make a lane of atoms [" + join(atoms) + "]: expected some of 0 to " +
                                 std::to_string(num_atoms() - 1) + ", ascending, on device " + std::to_string(ordinal_) +
-                                " (" + name_ + ", groups of " + std::to_string(atom_sms_) + " SMs)");
+                                " (" + name_ + ", atoms of " + join(atom_sizes()) + " SMs)");
   }
   if (priority > priorities_.first || priority < priorities_.second) {
     throw std::invalid_argument("cannot make a lane of priority " + std::to_string(priority) + ": device " +
@@ -131,11 +146,15 @@ const CudaLane& CudaDevice::lane(const std::vector<int>& atoms, int priority) {
   std::unique_ptr<CudaLane>& lane = lanes_[{atoms, priority}];
   if (lane == nullptr) {
     std::vector<cuda::DevResource> resources;
+    unsigned num_sms = 0;
     for (const int atom : atoms) {
-      resources.push_back(atoms_[static_cast<std::size_t>(atom)]);
+      for (const cuda::DevResource& part : atoms_[static_cast<std::size_t>(atom)]) {
+        resources.push_back(part);
+        num_sms += part.sm.sm_count;
+      }
     }
-    const std::string where = "a lane of " + std::to_string(atom_sms_ * static_cast<int>(atoms.size())) +
-                              " SMs (atoms " + join(atoms) + ") on device " + std::to_string(ordinal_);
+    const std::string where = "a lane of " + std::to_string(num_sms) + " SMs (atoms " + join(atoms) + ") on device " +
+                              std::to_string(ordinal_);
     lane = std::make_unique<CudaLane>(driver_, device_, atoms, priority, resources, where);
   }
   return *lane;

@@ -63,19 +63,25 @@ void use_everything() {
   CHECK(apollo::lane_memory(lane.stream()).refused_bytes == (pointer == nullptr ? 1 : 0));
 }
 
+/// As many atoms, all of one size but the last.
+std::vector<int> sizes(int count, int size, int last) {
+  std::vector<int> all(static_cast<std::size_t>(count), size);
+  all.back() = last;
+  return all;
+}
+
 void require(bool is_met, const std::string& function, const char* what) {
   check::require(is_met, (function + ": " + what).c_str(), __FILE__, __LINE__);
 }
 
 }  // namespace
 
-TEST(a_device_of_132_sms_has_16_atoms_and_4_sms_left) {
+TEST(a_device_of_132_sms_has_16_atoms_the_last_with_those_that_fill_none) {
   stub::reset();
   const auto device = make_device();
   CHECK(device.num_sms() == 132);
   CHECK(device.num_atoms() == 16);
-  CHECK(device.atom_sms() == 8);
-  CHECK(device.remaining_sms() == 4);
+  CHECK(device.atom_sizes() == sizes(16, 8, 12));
   CHECK(device.name() == "Stub GPU");
   CHECK(device.compute_capability() == std::make_pair(9, 0));
   CHECK(device.priorities() == std::make_pair(0, -5));
@@ -87,21 +93,19 @@ TEST(a_device_has_the_atoms_that_the_driver_grants_not_those_that_would_fit) {
   stub::set_most_groups(15);
   auto device = make_device();
   CHECK(device.num_sms() == 132);
-  CHECK(device.num_atoms() == 15);
-  CHECK(device.remaining_sms() == 12);
-  CHECK(device.lane(range(8, 15)).num_sms() == 56);
+  CHECK(device.atom_sizes() == sizes(15, 8, 20));
+  CHECK(device.lane(range(0, 8)).num_sms() == 64);
+  CHECK(device.lane(range(8, 15)).num_sms() == 68);
   CHECK_THROWS(std::invalid_argument, device.lane({15}));
 }
 
 TEST(a_driver_before_13_0_does_not_tell_its_groups_and_gives_the_documented_ones) {
   stub::reset(12080);
-  CHECK(make_device().atom_sms() == 8);
+  CHECK(make_device().atom_sizes() == sizes(16, 8, 12));
   stub::reset(12080);
   stub::set_device(1, 108, 8);
   const auto ampere = make_device();
-  CHECK(ampere.atom_sms() == 4);
-  CHECK(ampere.num_atoms() == 27);
-  CHECK(ampere.remaining_sms() == 0);
+  CHECK(ampere.atom_sizes() == sizes(27, 4, 4));
 }
 
 TEST(lanes_of_disjoint_atoms_share_no_sm) {
@@ -111,13 +115,13 @@ TEST(lanes_of_disjoint_atoms_share_no_sm) {
   for (const auto& atoms : {range(0, 3), range(3, 8), range(8, 16)}) {
     const apollo::CudaLane& lane = device.lane(atoms);
     const std::vector<int> sms = stub::sms_of(lane.stream());
-    CHECK(lane.num_sms() == 8 * static_cast<int>(atoms.size()));
+    CHECK(lane.num_sms() == 8 * static_cast<int>(atoms.size()) + (atoms.back() == 15 ? 4 : 0));
     CHECK(static_cast<int>(sms.size()) == lane.num_sms());
     all.insert(all.end(), sms.begin(), sms.end());
   }
   std::sort(all.begin(), all.end());
   CHECK(std::adjacent_find(all.begin(), all.end()) == all.end());
-  CHECK(all.size() == 128);
+  CHECK(all.size() == 132);
 }
 
 TEST(lanes_that_share_atoms_share_exactly_their_sms) {
@@ -133,7 +137,7 @@ TEST(lanes_that_share_atoms_share_exactly_their_sms) {
 TEST(atoms_need_not_be_neighbours) {
   stub::reset();
   auto device = make_device();
-  CHECK(stub::sms_of(device.lane({0, 5, 15}).stream()).size() == 24);
+  CHECK(stub::sms_of(device.lane({0, 5, 15}).stream()).size() == 28);
 }
 
 TEST(the_device_is_split_once_whatever_lanes_it_has) {
@@ -254,9 +258,9 @@ TEST(lanes_that_the_device_cannot_have_are_refused) {
   for (const std::vector<int>& atoms : {std::vector<int>{}, {16}, {-1}, {1, 1}, {2, 1}}) {
     CHECK_THROWS(std::invalid_argument, device.lane(atoms));
   }
-  CHECK(
-      has(text_of([&] { device.lane({16}); }),
-          "cannot make a lane of atoms [16]: expected some of 0 to 15, ascending, on device 0 (Stub GPU, groups of 8"));
+  CHECK(has(
+      text_of([&] { device.lane({16}); }),
+      "cannot make a lane of atoms [16]: expected some of 0 to 15, ascending, on device 0 (Stub GPU, atoms of 8, 8, "));
   CHECK(has(text_of([&] { device.lane({0}, 1); }), "has priorities from 0, last, to -5, first"));
   CHECK_THROWS(std::invalid_argument, device.lane({0}, -6));
 }

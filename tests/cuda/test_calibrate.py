@@ -98,7 +98,7 @@ class ClockedGpu(FakeGpu):
 
 def sheet() -> DeviceProfile:
     """Return the data sheet's profile, for atoms of 8."""
-    return replace(load_profile(Path("h200")), atom=8)
+    return replace(load_profile(Path("h200")), atoms=(*15 * (8,), 12))
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +109,7 @@ def profile() -> DeviceProfile:
 
 def test_rates_are_those_of_every_quota(profile: DeviceProfile) -> None:
     """One atom to all, and the whole device; arithmetic grows with SMs, and bytes until the memory is saturated."""
-    assert profile.unit_counts == (1, *range(8, 129, 8), 132)
+    assert profile.unit_counts == (1, *range(8, 121, 8), 132)
     for units in (8, 64, 96, 132):
         for kind in (KernelKind.MATMUL, KernelKind.ATTENTION, KernelKind.BATCHED_MATMUL):
             rate = profile.flops_per_s(kind, "bfloat16", 2 * SIZES.sides[-1] ** 3, units)
@@ -145,7 +145,12 @@ def test_what_is_not_measured_is_the_sheets(profile: DeviceProfile) -> None:
         for kind, dtype in ((KernelKind.SCATTER, "float32"), (KernelKind.MATMUL, "float64")):
             expected = sheet().flops_per_s(kind, dtype, 1, units)
             assert profile.flops_per_s(kind, dtype, 1, units) == pytest.approx(expected, rel=0.01)
-    assert (profile.name, profile.source, profile.units, profile.atom) == ("Fake", "measured", 132, 8)
+    assert (profile.name, profile.source, profile.units, profile.atoms) == (
+        "Fake",
+        "measured",
+        132,
+        (*15 * (8,), 12),
+    )
     assert "as in the profile of NVIDIA H200 SXM" in profile.notes[1]
     assert profile.notes[2] == "products of float32 at torch's float32_matmul_precision 'highest'"
 
@@ -155,7 +160,7 @@ def test_every_step_is_told() -> None:
     seen: list[tuple[str, int, int]] = []
     profile = calibrate_gpu(
         ClockedGpu(),
-        replace(sheet(), units=132, atom=132),
+        replace(sheet(), units=132, atoms=(132,)),
         name="Fake",
         device=torch.device("cpu"),
         sizes=SIZES,

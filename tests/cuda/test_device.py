@@ -34,7 +34,8 @@ def test_a_device_says_what_it_is(stub: ctypes.CDLL) -> None:
     """As the driver tells."""
     device = open_stub(stub)
     assert (device.name, device.driver_version, device.compute_capability) == ("Stub GPU", 13000, (9, 0))
-    assert (device.num_sms, device.num_atoms, device.atom_sms, device.priorities) == (132, 16, 8, (0, -5))
+    assert (device.num_sms, device.num_atoms, device.priorities) == (132, 16, (0, -5))
+    assert device.atom_sizes == [*15 * [8], 12]
     assert device.functions["cuGreenCtxStreamCreate"] and not device.functions["cuDevSmResourceSplit"]
     free, total = device.memory()
     assert 0 < free < total
@@ -44,8 +45,8 @@ def test_a_device_says_what_it_is(stub: ctypes.CDLL) -> None:
 def test_the_lanes_of_the_catalogue_have_the_sms_of_their_units(stub: ctypes.CDLL) -> None:
     """Lanes of a split share none; lanes of different splits share as many as units."""
     device = open_stub(stub)
-    lanes = lane_catalogue(device.num_sms, device.atom_sms)[1:]
-    natives = [device.lane(atoms_of(lane, device.atom_sms)) for lane in lanes]
+    lanes = lane_catalogue(device.num_sms, device.atom_sizes)[1:]
+    natives = [device.lane(atoms_of(lane, device.atom_sizes)) for lane in lanes]
     for one, its in zip(lanes, natives, strict=True):
         assert its.num_sms == len(one.units)
         for other, others in zip(lanes, natives, strict=True):
@@ -56,17 +57,19 @@ def test_the_lanes_of_the_catalogue_have_the_sms_of_their_units(stub: ctypes.CDL
 
 @pytest.mark.parametrize("num_atoms", [16, 15, 3, 1])
 def test_lanes_are_made_of_the_atoms_that_the_driver_grants(stub: ctypes.CDLL, num_atoms: int) -> None:
-    """Fewer than its SMs would fill, as where some of them lie in no whole group."""
+    """Fewer than its SMs would fill, as where some of them lie in no whole group: those belong to the last."""
     stub.stub_set_most_groups(num_atoms)
     device = open_stub(stub)
-    assert device.num_atoms == num_atoms
+    assert device.atom_sizes == [*(num_atoms - 1) * [8], 132 - (num_atoms - 1) * 8]
     gpu = SimpleNamespace(native=device, device=torch.device("cuda", 0))
     profile = backend._gpu_profile(gpu, load_config({"device.profile": "h200"}))  # type: ignore[arg-type]
     first, *others = profile.lanes
-    assert (len(first.units), profile.num_atoms) == (132, num_atoms)
+    assert len(first.units) == 132
     for left, right in zip(others[::2], others[1::2], strict=True):
-        assert left.units + right.units == first.units[: num_atoms * 8]
-    assert [device.lane(atoms_of(lane, 8)).num_sms for lane in others] == [len(lane.units) for lane in others]
+        assert left.units + right.units == first.units
+    for lane in others:
+        made = device.lane(atoms_of(lane, device.atom_sizes))
+        assert made.num_sms == len(sms_of(stub, made)) == len(lane.units)
 
 
 @pytest.mark.parametrize(("border", "shared"), ((8, 8), (12, 8), (15, 7)))
@@ -76,7 +79,7 @@ def test_wider_lanes_overlap_and_keep_some_sms_to_themselves(stub: ctypes.CDLL, 
     atoms = [widen(range(border), device.num_atoms), widen(range(border, 16), device.num_atoms)]
     left, right = (sms_of(stub, device.lane(each, priority)) for each, priority in zip(atoms, (-1, 0), strict=True))
     assert len(left & right) == shared * 8
-    assert len(left | right) == 128 and left - right and right - left
+    assert len(left | right) == 132 and left - right and right - left
 
 
 def test_a_lane_with_nothing_beside_it_gets_no_wider() -> None:

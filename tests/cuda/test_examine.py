@@ -186,14 +186,14 @@ class CensusGpu(WalkedFake):
         super().__init__({})
         self.native = self
         self.units = self.num_sms = 132
-        self.atom_sms = 8
+        self.atom_sizes = [*15 * [8], 12]
         self.primary_context = 1
         self.device = torch.device("cpu")
         self._contexts = {"lane 1": 10, "lane 2": 13, "lane 3": 18}
 
     def lane(self, atoms: list[int]) -> SimpleNamespace:
         """Return what the driver says of a lane; its context is told by its first atom."""
-        return SimpleNamespace(num_sms=len(atoms) * self.atom_sms, context=10 + atoms[0])
+        return SimpleNamespace(num_sms=sum(self.atom_sizes[atom] for atom in atoms), context=10 + atoms[0])
 
 
 def test_censuses_are_taken_of_lanes_of_any_number(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,10 +206,10 @@ def test_censuses_are_taken_of_lanes_of_any_number(monkeypatch: pytest.MonkeyPat
     kernel = SimpleNamespace(BLOCKS_PER_SM=16, COLUMNS=3, launch_census=note)
     monkeypatch.setitem(sys.modules, "apollo_compile.cuda.census_kernel", kernel)  # Triton's, which a CPU cannot run
     gpu = CensusGpu()
-    lanes = split_lanes(16, 8, (3, 5, 8))
+    lanes = split_lanes([*15 * [8], 12], (3, 5, 8))
     probe = CensusProbe(gpu, lanes)  # type: ignore[arg-type]
     censuses, kernels = probe.take_replayed(2)
-    assert probe.granted == {1: 24, 2: 40, 3: 64}
+    assert probe.granted == {1: 24, 2: 40, 3: 68}
     for taken in (*probe.take(2), *censuses):
         assert {lane: len(sms) for lane, sms in taken.sms.items()} == probe.granted
     assert judge_censuses("lanes", probe.granted, censuses).level is Level.OK
@@ -251,23 +251,24 @@ def test_one_hardware_queue_is_a_warning() -> None:
 @pytest.mark.parametrize(
     ("atoms", "shares", "sizes"),
     [
-        (16, (1, 1), [64, 64]),
-        (16, (3, 1), [96, 32]),
-        (16, (3, 5, 8), [24, 40, 64]),
-        (3, (9, 1, 1), [8, 8, 8]),
-        (2, (1, 9), [8, 8]),
+        (16 * [8], (1, 1), [64, 64]),
+        ([*14 * [8], 20], (1, 1), [64, 68]),
+        (16 * [8], (3, 1), [96, 32]),
+        ([*15 * [8], 12], (3, 5, 8), [24, 40, 68]),
+        (3 * [8], (9, 1, 1), [8, 8, 8]),
+        (2 * [8], (1, 9), [8, 8]),
     ],
 )
 def test_shares_are_rounded_to_atoms_and_nobody_goes_away_empty(
-    atoms: int, shares: tuple[int, ...], sizes: list[int]
+    atoms: list[int], shares: tuple[int, ...], sizes: list[int]
 ) -> None:
     """Lanes are disjoint and use the whole device."""
-    lanes = split_lanes(atoms, 8, shares)
+    lanes = split_lanes(atoms, shares)
     assert [len(lane.units) for lane in lanes] == sizes
-    assert sorted(unit for lane in lanes for unit in lane.units) == list(range(atoms * 8))
+    assert sorted(unit for lane in lanes for unit in lane.units) == list(range(sum(atoms)))
 
 
 def test_more_lanes_than_atoms_are_refused() -> None:
     """The message says what to do."""
     with pytest.raises(ValueError, match="2 atoms are too few for 3 lanes; use fewer lanes"):
-        split_lanes(2, 8, (1, 1, 1))
+        split_lanes([8, 8], (1, 1, 1))

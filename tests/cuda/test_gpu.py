@@ -20,7 +20,7 @@ from apollo_compile.ir import Lane, LaneId
 
 WHOLE = Lane(id=LaneId(0), units=tuple(range(132)))
 LEFT = Lane(id=LaneId(1), units=tuple(range(96)))
-RIGHT = Lane(id=LaneId(2), units=tuple(range(96, 128)))
+RIGHT = Lane(id=LaneId(2), units=tuple(range(96, 132)))
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def sms_of(stub: ctypes.CDLL, stream: SimpleNamespace) -> set[int]:
 def test_a_lane_has_the_sms_of_its_units(gpu: TorchGpu, stub: ctypes.CDLL) -> None:
     """The same stream every time, however urgent; with every unit it is the caller's own."""
     left, right = gpu.lane_stream(LEFT), gpu.lane_stream(RIGHT, 3)
-    assert (len(sms_of(stub, left)), len(sms_of(stub, right))) == (96, 32)
+    assert (len(sms_of(stub, left)), len(sms_of(stub, right))) == (96, 36)
     assert not sms_of(stub, left) & sms_of(stub, right)
     assert gpu.lane_stream(RIGHT, 1) is right
     assert gpu.lane_stream(WHOLE, 5) is None
@@ -60,7 +60,7 @@ def test_overlapping_lanes_have_half_of_what_is_beside_them(gpu: TorchGpu, stub:
     """And priorities: the more urgent, the lower the number."""
     overlapping = gpu.sharing(Sharing.OVERLAPPING)
     left, right = overlapping.lane_stream(LEFT, 1), overlapping.lane_stream(RIGHT, 0)
-    assert (len(sms_of(stub, left)), len(sms_of(stub, right))) == (112, 80)
+    assert (len(sms_of(stub, left)), len(sms_of(stub, right))) == (112, 84)
     assert len(sms_of(stub, left) & sms_of(stub, right)) == 64
     native = gpu.native
     assert native.lane(list(range(14)), -1).stream == left.cuda_stream

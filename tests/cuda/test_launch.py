@@ -265,32 +265,34 @@ def test_lanes_that_wait_in_a_circle_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("units", "atom", "granted", "sizes"),
+    ("atoms", "units", "sizes"),
     [
-        (132, 8, None, [132, 64, 64, 96, 32]),
-        (132, 8, 15, [132, 64, 56, 88, 32]),
-        (108, 4, None, [108, 56, 52, 80, 28]),
-        (20, 8, None, [20, 8, 8]),
-        (7, 8, None, [7]),
+        (16 * [8], 132, [132, 64, 64, 96, 32]),
+        ([*15 * [8], 12], 132, [132, 64, 68, 96, 36]),
+        ([*14 * [8], 20], 132, [132, 64, 68, 96, 36]),
+        (27 * [4], 108, [108, 56, 52, 80, 28]),
+        ([8, 12], 20, [20, 8, 12]),
+        ([7], 7, [7]),
+        ([], 7, [7]),
     ],
 )
-def test_lanes_of_a_gpu_are_whole_atoms(units: int, atom: int, granted: int | None, sizes: list[int]) -> None:
+def test_lanes_of_a_gpu_are_whole_atoms(atoms: list[int], units: int, sizes: list[int]) -> None:
     """But for lane 0, which has every unit."""
-    lanes = lane_catalogue(units, atom, granted)
+    lanes = lane_catalogue(units, atoms)
     assert [len(lane.units) for lane in lanes] == sizes
     for lane in lanes[1:]:
-        assert len(atoms_of(lane, atom)) * atom == len(lane.units)
+        assert sum(atoms[index] for index in atoms_of(lane, atoms)) == len(lane.units)
     for left, right in zip(lanes[1::2], lanes[2::2], strict=True):
-        assert left.units + right.units == lanes[0].units[: (units // atom if granted is None else granted) * atom]
+        assert left.units + right.units == lanes[0].units[: sum(atoms)]
 
 
 def test_more_atoms_than_fit_are_refused() -> None:
     """A profile that was written by hand."""
-    with pytest.raises(ValueError, match="17 atoms of 8 units are more than the 132 of the device"):
-        lane_catalogue(132, 8, 17)
+    with pytest.raises(ValueError, match=r"a device of 20 units cannot have atoms of \[8, 8, 8\] units"):
+        lane_catalogue(20, [8, 8, 8])
 
 
 def test_a_lane_of_half_an_atom_is_refused() -> None:
     """SMs are given out in groups."""
-    with pytest.raises(ValueError, match=r"lane 3 has units \[0, 1, 2, 3\]; a lane has whole atoms of 8 units"):
-        atoms_of(Lane(id=LaneId(3), units=(0, 1, 2, 3)), 8)
+    with pytest.raises(ValueError, match=r"lane 3 has units \[0, 1, 2, 3\]; a lane has whole atoms of \[8, 8\] units"):
+        atoms_of(Lane(id=LaneId(3), units=(0, 1, 2, 3)), [8, 8])

@@ -6,7 +6,6 @@ import copy
 import itertools
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +52,7 @@ class Compiler:
         model = backend.CompiledModel(
             number=len(self.models),
             config=self._config,
-            profile=replace(load_profile(Path("h200")), atom=8),
+            profile=load_profile(Path("h200")),
             storages=frozenset(),
             gpu=self.gpu,
         )

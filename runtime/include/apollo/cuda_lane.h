@@ -39,8 +39,8 @@ class CudaLane {
 ///
 /// Note [one split]: two splits of a device start from the same SMs, so groups of different splits overlap. All lanes
 /// of a device are therefore unions of groups of the one split made here: whether two lanes share SMs follows from
-/// their atoms alone. What a split leaves over belongs to no atom, since it has no guarantees; only work outside lanes
-/// uses it.
+/// their atoms alone. SMs that fill no group are left over, 12 of the 132 of an H200; the driver lets them join a
+/// group, so they belong to the last atom. Clusters of more than two blocks run on the group's own SMs there.
 ///
 /// Any thread may use it.
 class CudaDevice {
@@ -64,8 +64,9 @@ class CudaDevice {
   std::pair<int, int> compute_capability() const { return compute_capability_; }
   int num_sms() const { return num_sms_; }
   int num_atoms() const { return static_cast<int>(atoms_.size()); }
-  int atom_sms() const { return atom_sms_; }
-  int remaining_sms() const { return remaining_sms_; }
+
+  /// Returns the SMs of every atom; together they are all of the device.
+  std::vector<int> atom_sizes() const;
   cuda::Context primary_context() const { return primary_; }
 
   /// Returns the priorities of streams, lowest first; a lower number goes first.
@@ -91,9 +92,7 @@ class CudaDevice {
   cuda::Context primary_ = nullptr;
   std::pair<int, int> priorities_;
   int num_sms_ = 0;
-  int atom_sms_ = 0;
-  int remaining_sms_ = 0;
-  std::vector<cuda::DevResource> atoms_;
+  std::vector<std::vector<cuda::DevResource>> atoms_;  // each of one group; the last of what is left over as well
   std::mutex mutex_;
   std::map<std::pair<std::vector<int>, int>, std::unique_ptr<CudaLane>> lanes_;  // guarded by mutex_
 };
