@@ -18,7 +18,7 @@
     interpret_bodies        bodies that call one operator after the other
     interpret_whole         a graph that does
     report_output_strides   tell AOTAutograd the layout of the graph's outputs
-    storage_uses            how many tensors refer to the memory of one
+    count_uses              how many tensors refer to the memory of each
     clear_workspaces        let cuBLAS take its workspaces anew
     units_left_out          tell libraries of SMs that are not for what they launch
     depends_on_units        whether Inductor may make other code for another number of SMs
@@ -313,9 +313,14 @@ def find_uncapturable(graph_module: fx.GraphModule) -> str | None:
     return next((str(target) for target in targets if torch.Tag.cudagraph_unsafe in target.tags), None)
 
 
-def storage_uses(tensor: torch.Tensor) -> int:
-    """Return how many tensors refer to the memory of `tensor`, itself included, and the count's own reference."""
-    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+def storage_handles(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """Return what `count_uses` knows the memory of each tensor by, for as long as the tensor lives."""
+    return [tensor.untyped_storage()._cdata for tensor in tensors]
+
+
+def count_uses(handles: Iterable[int]) -> list[int]:
+    """Return for each memory how many tensors refer to it."""
+    return list(map(torch._C._storage_Use_Count, handles))
 
 
 def clear_workspaces() -> None:

@@ -88,6 +88,8 @@ UNCOUNTED_STEPS = 5
 
 STEPS = 50
 DROPOUT = 0.3
+SLOPE_STEP = 1e-3
+"""How far parameters are moved to find the slope of the loss."""
 
 BLOCKS_THAT_FIT = 16
 """Blocks of one warp that an SM holds at once, on any GPU."""
@@ -323,12 +325,16 @@ def training_is_as_in_eager(gpu: TorchGpu) -> Outcome:
 def masks_are_those_of_inductor(gpu: TorchGpu) -> Outcome:
     """T5, T7: losses and gradients of 50 steps with dropout are Inductor's, from the same seed of the generator.
 
-    Inductor draws the seeds of all masks of a graph at once; so does the graph on lanes, in a replay as well.
+    Inductor draws the seeds of all its masks of a graph at once; so does the graph on lanes, in a replay as well.
+    Kernels of attention draw their own, in the order in which they are launched, which lanes change: there is
+    no dropout in attention here.
     """
     torch._dynamo.reset()
     reference = build_gpu_workload("clip_b32", batch=4, scale="tiny", device=str(gpu.device), dropout=DROPOUT)
+    _drop_nothing_of_attention(reference.model)
     expected = _train(reference.model, torch.compile(reference.model), reference.inputs)
     run, inputs = _compiled(gpu, "clip_b32", dropout=DROPOUT)
+    _drop_nothing_of_attention(run.model)
     found = _train(run.model, run, inputs)
     worst = max(
         (one - other).abs().max().item()
@@ -339,6 +345,44 @@ def masks_are_those_of_inductor(gpu: TorchGpu) -> Outcome:
     text = f"largest difference {worst:.1e} over {STEPS} steps, {num_masks} of them with masks of their own"
     is_met = worst < 1e-3 and num_masks == STEPS and _num_replays() >= STEPS and _num_lanes() > 1
     return Outcome(is_met=is_met, text=f"{text}; {_num_replays()} replays", numbers={"worst": worst})
+
+
+def _drop_nothing_of_attention(model: nn.Module) -> None:
+    for module in model.modules():
+        if isinstance(module, nn.MultiheadAttention):
+            module.dropout = 0.0
+
+
+def backwards_have_the_masks_of_their_forwards(gpu: TorchGpu) -> Outcome:
+    """T5: with dropout in attention too, gradients are the slopes of losses from the same seed, in replays."""
+    run, inputs = _compiled(gpu, "clip_b32", dropout=DROPOUT)
+    parameters = list(run.model.parameters())
+    generator = torch.Generator(gpu.device).manual_seed(1)
+    directions = [torch.randn(each.shape, generator=generator, device=gpu.device) for each in parameters]
+
+    def loss_at(place: float) -> float:
+        with torch.no_grad():
+            torch._foreach_add_(parameters, directions, alpha=place)
+        torch.manual_seed(7)
+        with _without_tf32():
+            loss = run(inputs).item()
+        with torch.no_grad():
+            torch._foreach_sub_(parameters, directions, alpha=place)
+        return float(loss)
+
+    for _ in range(UNCOUNTED_STEPS):
+        _step(run.model, run, inputs)
+    before = _num_replays()
+    torch.manual_seed(7)
+    _, *gradients = _step(run.model, run, inputs)
+    slope = sum(float((one * other).sum()) for one, other in zip(gradients, directions, strict=True))
+    found = (loss_at(SLOPE_STEP) - loss_at(-SLOPE_STEP)) / (2 * SLOPE_STEP)
+    difference = abs(found - slope) / max(abs(found), abs(slope), 1e-6)
+    replays = _num_replays() - before
+    text = f"slope {slope:.4f} by gradients, {found:.4f} by losses, {difference:.1%} apart, in {replays} replays"
+    return Outcome(
+        is_met=difference < 0.02 and replays == 4, text=text, numbers={"by gradients": slope, "found": found}
+    )
 
 
 def _train(
@@ -646,6 +690,7 @@ CHECKS: tuple[tuple[str, Check], ...] = (
     ("T5 random numbers", masks_are_right_under_replay),
     ("T7 training", training_is_as_in_eager),
     ("T5 T7 dropout", masks_are_those_of_inductor),
+    ("T5 slopes", backwards_have_the_masks_of_their_forwards),
     ("T8 splits", splits_against_streams),
     ("T9 carveout", carveout_helps_or_not),
     ("T10 memory", lanes_account_for_their_memory),
@@ -713,7 +758,7 @@ def _step(
     with _without_tf32():
         loss = run(inputs)
         loss.backward()
-    return [loss.detach(), *(each.grad for each in model.parameters() if each.grad is not None)]
+    return [loss.detach(), *(each.grad.clone() for each in model.parameters() if each.grad is not None)]
 
 
 def _last_line(text: str) -> str:

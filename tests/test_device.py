@@ -163,7 +163,7 @@ def test_a_calibrated_profile_is_used_as_it_is(tmp_path: Path, measured: list[st
 
 
 @pytest.mark.parametrize(
-    "content", ("", "{", "[]", '{"format": 0}', '{"format": 4, "fingerprint": null, "profile": {"units": 2}}')
+    "content", ("", "{", "[]", '{"format": 0}', '{"format": 5, "fingerprint": null, "profile": {"units": 2}}')
 )
 def test_a_damaged_file_is_one_warning(
     tmp_path: Path, measured: list[str], caplog: pytest.LogCaptureFixture, content: str

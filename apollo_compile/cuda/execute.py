@@ -8,7 +8,10 @@ forks and joins included, as one CUDA graph over all lanes, and later runs repla
 in place    Parameters, inputs that the graph writes to, and in a backward what its captured forward keeps. They are not
             copied; a replay requires that they are where they were.
 copied in   All other inputs.
-copied out  Outputs that the user can see. A gradient may become `parameter.grad` and must not change at the next step.
+copied out  Outputs that the user can see, and may still look at when the next step overwrites them.
+lent        Gradients stay in the graph's memory, and the caller gets views of it: training lets them go before the next
+            backward. One that is not let go (they are added up over steps, or somebody collects them) is found out
+            before a replay overwrites it; then the graph is captured again, and its gradients are copied out.
 kept        What a forward saves for its backward stays in the graph's memory, and the caller gets a view of it. As long
             as such a view lives, a replay would overwrite it.
 
@@ -17,15 +20,16 @@ graph kept by `retain_graph`) is launched on the lanes, in fresh memory, and is 
 moved for good, the graph is captured again, up to `MAX_CAPTURES` times. A capture that fails is one WARNING; lanes
 stay. A backward is captured once its forward was.
 
-A backward shares the memory of its forward: what the forward only needed while it ran is free by then. That is so only
-if the forward was captured first, so a forward always begins with memory of its own.
+A backward that lends nothing shares the memory of its forward: what the forward only needed while it ran is free by
+then. That is so only if the forward was captured first, so a forward always begins with memory of its own; and it would
+write over what is lent, so a backward that lends has memory of its own too.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -36,7 +40,7 @@ from apollo_compile.cuda.measure import measure_bodies
 from apollo_compile.cuda.pieces import capture_pieces
 from apollo_compile.cuda.quota import LaneMemory, account
 from apollo_compile.errors import MemoryQuotaError, UnsupportedGraphError
-from apollo_compile.inductor import CompiledBody, storage_uses
+from apollo_compile.inductor import CompiledBody, count_uses, storage_handles
 from apollo_compile.ir import BodyId, LaneId, Launch, Observations, Program, Role, SegmentGraph, SegmentId, Trace
 
 _logger = logging.getLogger(__name__)
@@ -82,24 +86,24 @@ class Captured:
     slots: dict[int, torch.Tensor]
     """Where the other inputs are copied to."""
     outputs: list[torch.Tensor | None]
-    kept_uses: list[tuple[torch.Tensor, int]]
-    """Outputs that are kept, one per storage, and how often its memory is referred to while nobody else does."""
+    kept: frozenset[int]
+    """Where the memory of what is kept begins."""
+    unused: dict[int, int]
+    """By handle of its memory, how often what is kept or lent is referred to while nobody has use for it."""
     in_place: frozenset[int]
     """Where the memory of inputs in place begins."""
     copied: tuple[_Copied, ...]
     """Outputs that are copied out."""
     memory: tuple[LaneMemory, ...]
 
-    @property
-    def kept(self) -> frozenset[int]:
-        """Where the memory of what is kept begins."""
-        return frozenset(_memory_of(output) for output, _ in self.kept_uses)
-
     def can_replay(self, inputs: Sequence[torch.Tensor]) -> bool:
         """Whether inputs are where they were, and nobody has use for what the last replay made."""
-        return all(inputs[index].data_ptr() == address for index, address in self.addresses.items()) and all(
-            storage_uses(output) == uses for output, uses in self.kept_uses
-        )
+        found = [inputs[index].data_ptr() for index in self.addresses]
+        return found == list(self.addresses.values()) and not self.is_in_use()
+
+    def is_in_use(self) -> bool:
+        """Whether somebody has use for what the last replay made, and would see the next one overwrite it."""
+        return count_uses(self.unused) != list(self.unused.values())
 
 
 @dataclass(eq=False)
@@ -144,6 +148,10 @@ class CudaExecutable:
         """Outputs that are inputs: the caller's own tensors, whatever runs."""
         if self.contract.written_inputs is None or self.contract.unsafe is not None:
             self._is_capturable = False
+        # Communication reads gradients on streams of its own, which a replay would not wait for; and pools with a hard
+        # quota are those of the forward.
+        is_alone = not (torch.distributed.is_available() and torch.distributed.is_initialized())
+        self._lends = self.graph.role is Role.BACKWARD and is_alone and not self.is_quota_hard
 
     @property
     def lane_memory(self) -> tuple[LaneMemory, ...]:
@@ -162,6 +170,9 @@ class CudaExecutable:
                 return self._launch(inputs)
             if self._captured is not None and self._captured.can_replay(inputs):
                 return self._replay(self._captured, inputs)
+            if self._captured is not None and self._lends and self._captured.is_in_use():
+                self._lends = False
+                self.release()
             in_place = self._find_in_place(inputs)
             if in_place is not None and self._should_capture(inputs, in_place):
                 self._capture(inputs, in_place)
@@ -268,7 +279,7 @@ class CudaExecutable:
             arguments = [slots.get(index, tensor) for index, tensor in enumerate(inputs)]
             outputs.extend(self._launcher.launch(arguments, origin))
 
-        forward = self.shared.forward if self.graph.role is Role.BACKWARD else None
+        forward = self.shared.forward if self.graph.role is Role.BACKWARD and not self._lends else None
         shares = None if forward is None else forward.recording
         recording: Recording
         if self.is_quota_hard and self.lane_memory_quota is not None:
@@ -293,18 +304,31 @@ class CudaExecutable:
             launched=self._segments_by_lane(),
             quota=self.lane_memory_quota,
         )
-        copied = _find_copied(outputs, self.contract.user_outputs - self._passed_on.keys())
         not_ours = frozenset(_memory_of(inputs[index]) for index in in_place)
+        inputs_read = not_ours | {_memory_of(slot) for slot in slots.values()}
         kept: dict[int, torch.Tensor] = {}
+        lent: dict[int, torch.Tensor] = {}
+        to_copy: list[torch.Tensor] = []
         for index, output in enumerate(outputs):
-            if output is not None and index not in self.contract.user_outputs and index not in self._passed_on:
-                kept[_memory_of(output)] = output
+            if output is None or index in self._passed_on:
+                continue
+            place = _memory_of(output)
+            if index not in self.contract.user_outputs:
+                kept[place] = output
+            elif self._lends and place and place not in inputs_read:
+                lent[place] = output
+            else:
+                to_copy.append(output)
+        kept = {place: output for place, output in kept.items() if place not in not_ours}
+        copied = _find_copied(to_copy)
+        handles = storage_handles([*kept.values(), *lent.values()])
         captured = Captured(
             recording=recording,
             addresses={index: inputs[index].data_ptr() for index in sorted(in_place)},
             slots=slots,
-            outputs=outputs,
-            kept_uses=[(output, storage_uses(output)) for place, output in kept.items() if place not in not_ours],
+            outputs=[None if index in self._passed_on else output for index, output in enumerate(outputs)],
+            kept=frozenset(kept),
+            unused=dict(zip(handles, count_uses(handles), strict=True)),
             in_place=not_ours,
             copied=copied,
             memory=memory,
@@ -320,10 +344,11 @@ class CudaExecutable:
         captured.recording.replay()
         copies = [_slot_for(each.source) for each in captured.copied]
         self.gpu.copy(copies, [each.source for each in captured.copied])
-        returned = [None if out is None else out.detach() for out in captured.outputs]  # views that can be counted
+        views = {id(out): out.detach() for out in captured.outputs if out is not None}  # which can be counted
         for each, copy in zip(captured.copied, copies, strict=True):
-            for index, output in each.outputs.items():
-                returned[index] = _in_copy(output, each, copy)
+            views |= {id(output): _in_copy(output, each, copy) for output in each.outputs}
+        # One tensor that is returned twice is one again: autograd would else let two parameters have one gradient.
+        returned = [None if out is None else views[id(out)] for out in captured.outputs]
         for index, place in self._passed_on.items():
             returned[index] = inputs[place]
         inputs.clear()
@@ -351,21 +376,18 @@ class _Copied:
 
     source: torch.Tensor
     """The output itself if it is the only one; else bytes, from the first to the last that any of them has."""
-    outputs: Mapping[int, torch.Tensor]
-    """By position."""
+    outputs: tuple[torch.Tensor, ...]
 
 
-def _find_copied(outputs: Sequence[torch.Tensor | None], positions: Collection[int]) -> tuple[_Copied, ...]:
+def _find_copied(outputs: Iterable[torch.Tensor]) -> tuple[_Copied, ...]:
     by_memory: dict[int, dict[int, torch.Tensor]] = defaultdict(dict)
-    for index in sorted(positions):
-        output = outputs[index]
-        if output is not None:
-            by_memory[_memory_of(output) or -index - 1][index] = output  # an empty one has no memory
+    for output in outputs:
+        by_memory[_memory_of(output) or -id(output)][id(output)] = output  # an empty one has no memory
     found = []
     for together in by_memory.values():
         first, *others = together.values()
         source = _bytes_of(together.values()) if others or _overlaps_itself(first) else first
-        found.append(_Copied(source=source, outputs=together))
+        found.append(_Copied(source=source, outputs=tuple(together.values())))
     return tuple(found)
 
 

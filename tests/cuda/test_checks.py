@@ -71,6 +71,13 @@ def test_masks_are_those_of_inductor(stand_in: StandIn) -> None:
     assert not stand_in.num_races()
 
 
+def test_backwards_have_the_masks_of_their_forwards(stand_in: StandIn) -> None:
+    """Gradients are slopes of the loss."""
+    outcome = gpu_checks.backwards_have_the_masks_of_their_forwards(DEVICE)
+    assert outcome.is_met, outcome.text
+    assert not stand_in.num_races()
+
+
 def test_replays_do_not_race(stand_in: StandIn) -> None:
     """A trunk behind two encoders, poisoned before every step, forward and backward."""
     outcome = gpu_checks.replays_do_not_race(DEVICE, count=6)

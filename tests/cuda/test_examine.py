@@ -215,7 +215,7 @@ def test_censuses_are_taken_of_lanes_of_any_number(monkeypatch: pytest.MonkeyPat
     assert judge_censuses("lanes", probe.granted, censuses).level is Level.OK
     assert judge_nodes("nodes", kernels, probe.contexts).level is Level.OK and not gpu.races
     (alone,) = CensusProbe(gpu, lanes[2:]).take(1)  # type: ignore[arg-type]
-    assert len(alone.sms[LaneId(3)]) == 64
+    assert len(alone.sms[LaneId(3)]) == 68
 
 
 def test_overlapping_lanes_share_what_was_planned() -> None:

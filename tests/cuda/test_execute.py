@@ -299,15 +299,20 @@ def test_random_numbers_differ_between_replays_and_follow_the_seed(gpu: FakeGpu)
     assert all(torch.equal(a, b) and torch.equal(a, torch.rand(4)) for a, b in zip(*results, strict=True))
 
 
-def make_pair(gpu: FakeGpu, **options: Any) -> tuple[CudaExecutable, CudaExecutable]:
-    """Return a forward that keeps `x * weight`, and its backward, which reads that, the weight and a tangent."""
+def make_pair(
+    gpu: FakeGpu, *functions: Callable[..., Any], made: Sequence[int] = (0, 1), **options: Any
+) -> tuple[CudaExecutable, CudaExecutable]:
+    """Return a forward that keeps `x * weight`, and its backward, which reads that, the weight and a tangent.
+
+    One function of the backward takes the first two of them, one the other two; it returns what those make.
+    """
     shared = ModelMemory()
     forward = two_towers(gpu, shared=shared, **options)
-    made = add_input(add_input(graph((), ()), 0), 1)  # inputs: kept, weight, tangent
+    backward_graph = replace(add_input(add_input(graph((), (), outputs=made), 0), 1), role=Role.BACKWARD)
     backward = CudaExecutable(
-        program=program_of(made := replace(made, role=Role.BACKWARD), plan(made, "AB")),
-        graph=made,
-        bodies=[body(torch.mul), body(torch.sub)],
+        program=program_of(backward_graph, plan(backward_graph, "AB")),
+        graph=backward_graph,
+        bodies=[body(function) for function in functions or (torch.mul, torch.sub)],
         gpu=gpu,
         contract=Contract(static_inputs=frozenset({0, 1}), user_outputs=frozenset({0, 1})),
         shared=shared,
@@ -327,18 +332,74 @@ def step(pair: tuple[CudaExecutable, CudaExecutable], weight: torch.Tensor) -> N
     assert second is not None and torch.equal(second, x * weight - tangent)
 
 
-def test_a_backward_is_captured_after_its_forward_and_shares_its_memory(gpu: FakeGpu) -> None:
-    """What the forward keeps and the parameters are in place; the tangent is copied."""
+def test_a_backward_is_captured_after_its_forward_and_lends_its_gradients(gpu: FakeGpu) -> None:
+    """What the forward keeps and the parameters are in place; the tangent is copied, and no gradient is."""
     pair = forward, backward = make_pair(gpu)
     weight = torch.randn(4)
     for _ in range(5):
         step(pair, weight)
     assert counts(forward) == counts(backward) == (2, 1, 3)
-    first, second = gpu.recordings
-    assert (first.shares, second.shares) == (None, first)
+    assert [each.shares for each in gpu.recordings] == [None, None]  # the next forward may run while gradients are used
     gpu.log.clear()
     step(pair, weight)
-    assert gpu.log == [("copy", "1"), ("replay",), ("copy", "1"), ("copy", "1"), ("replay",), ("copy", "2")]
+    assert gpu.log == [("copy", "1"), ("replay",), ("copy", "1"), ("copy", "1"), ("replay",)]
+
+
+def test_gradients_that_are_held_are_copied_from_then_on(gpu: FakeGpu) -> None:
+    """Before one is overwritten; the graph is captured anew, and shares the memory of its forward."""
+    forward, backward = make_pair(gpu)
+    weight, held = torch.randn(4), []
+    for number in range(8):
+        x, tangent = torch.randn(4), torch.randn(4)
+        _, kept = forward.run([x, weight])
+        assert kept is not None
+        (first, second), wanted = backward.run([kept, weight, tangent]), (x * weight * weight, x * weight - tangent)
+        held.append((first if number % 2 else second, wanted[0] if number % 2 else wanted[1]))
+        del kept, first, second
+    assert all(found is not None and torch.equal(found, wanted) for found, wanted in held)
+    assert counts(backward) == (2, 1, 6)
+    lending, copying = gpu.recordings[1:]
+    assert (lending.num_replays, copying.num_replays) == (1, 5)
+    assert (lending.shares, copying.shares) == (None, gpu.recordings[0])
+
+
+def test_a_gradient_that_is_returned_twice_is_one_tensor(gpu: FakeGpu) -> None:
+    """Then autograd copies it for one of two parameters; else both would be changed where one is."""
+    forward, backward = make_pair(gpu, made=(1, 1))
+    weight, held = torch.randn(4), []
+    for _ in range(6):
+        _, kept = forward.run([torch.randn(4), weight])
+        assert kept is not None
+        one, other = backward.run([kept, weight, torch.randn(4)])
+        assert one is other and one is not None
+        held.append(one)
+        del kept
+    assert backward.num_replays == 4 and len({each.data_ptr() for each in held}) == 6
+
+
+def test_what_a_backward_only_read_is_not_lent(gpu: FakeGpu) -> None:
+    """A view of a tangent is one of memory that the next tangent is copied into."""
+    forward, backward = make_pair(gpu, lambda kept, weight: kept * weight, lambda weight, tangent: tangent.view(2, 2))
+    weight, held = torch.randn(4), []
+    for _ in range(6):
+        tangent = torch.randn(4)
+        _, kept = forward.run([torch.randn(4), weight])
+        assert kept is not None
+        held.append((backward.run([kept, weight, tangent])[1], tangent.view(2, 2)))
+        del kept
+    assert backward.num_replays == 4
+    assert all(found is not None and torch.equal(found, wanted) for found, wanted in held)
+
+
+def test_with_other_ranks_gradients_are_copied(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Communication reads them on streams of its own."""
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    pair = _, backward = make_pair(gpu)
+    weight = torch.randn(4)
+    for _ in range(5):
+        step(pair, weight)
+    assert counts(backward) == (2, 1, 3)
+    assert [each.shares for each in gpu.recordings] == [None, gpu.recordings[0]]
 
 
 def test_a_backward_follows_its_forward_to_new_addresses(gpu: FakeGpu) -> None:
@@ -349,7 +410,7 @@ def test_a_backward_follows_its_forward_to_new_addresses(gpu: FakeGpu) -> None:
         for _ in range(5):
             step(pair, weight)
     assert (forward.num_captures, backward.num_captures) == (2, 2)
-    assert [each.shares for each in gpu.recordings] == [None, gpu.recordings[0], None, gpu.recordings[2]]
+    assert [each.shares for each in gpu.recordings] == [None] * 4
 
 
 def test_a_backward_of_a_forward_on_lanes_runs_on_lanes(gpu: FakeGpu) -> None:

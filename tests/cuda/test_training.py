@@ -234,6 +234,52 @@ def test_gradients_add_up(compiler: Compiler, set_to_none: bool) -> None:
     compiler.check(replays=[9, 9])
 
 
+class Sum(nn.Module):
+    """Two parameters with one gradient, behind a tower each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = (nn.Parameter(torch.randn(16)) for _ in range(2))
+        self.towers = TwoTowers(depth=1)
+
+    def forward(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return self.towers(a, b) * (self.left + self.right).exp().sum()
+
+
+@pytest.mark.parametrize("zeroed", ("before the forward", "after the forward", "after the step"))
+def test_gradients_that_training_lets_go_are_not_copied(compiler: Compiler, zeroed: str) -> None:
+    """Wherever that is in the loop; clipping them in place changes each parameter's own alone."""
+    eager, inputs = Sum(), two_tower_inputs()
+    made = copy.deepcopy(eager)
+    run = torch.compile(made, backend=compiler)
+    places = set()
+    losses: dict[nn.Module, list[torch.Tensor]] = {eager: [], made: []}
+    for model, call in ((eager, eager), (made, run)):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        for _ in range(8):
+            if zeroed == "before the forward":
+                optimizer.zero_grad()
+            loss = call(*inputs).square().mean()
+            if zeroed == "after the forward":
+                optimizer.zero_grad()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            losses[model].append(loss.detach())
+            assert model.left.grad.data_ptr() != model.right.grad.data_ptr()
+            if model is made:
+                places.add(next(made.towers.parameters()).grad.data_ptr())
+            if zeroed == "after the step":
+                optimizer.zero_grad()
+    torch.testing.assert_close(losses[made], losses[eager], rtol=1e-4, atol=1e-5)
+    for parameter, other in zip(eager.parameters(), made.parameters(), strict=True):
+        torch.testing.assert_close(other, parameter, rtol=1e-3, atol=1e-4)
+    compiler.check(replays=[6, 6])
+    (_, last) = compiler.executables
+    assert last.num_captures == 1 and last._captured is not None and not last._captured.copied
+    assert len(places) <= 1 + 2  # of the first runs, which are launched, and of the graph
+
+
 def test_outputs_of_earlier_steps_stay_as_they_were(compiler: Compiler) -> None:
     """A list of losses or logits is what users keep."""
     model = TwoTowers(depth=1)
