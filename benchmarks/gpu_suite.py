@@ -91,7 +91,7 @@ class VariantTimes:
     first_step_s: float
     loss: float
     peak_bytes: int
-    """Device memory of its first steps, weights and gradients included."""
+    """Device memory that the allocator holds for a warm step: weights, gradients and CUDA graphs too."""
     note: str = ""
     busy_share: float | None = None
     """Of the device's SMs, in one step; None where that was not profiled."""
@@ -233,7 +233,8 @@ def measure_workload(
     torch._dynamo.reset()  # not between variants: all of them stay compiled
     workload = build_gpu_workload(name, batch=batch, device=device, scale=scale)
     steps: dict[str, Step] = {}
-    firsts: dict[str, tuple[float, float, int]] = {}
+    firsts: dict[str, tuple[float, float]] = {}
+    peaks: dict[str, int] = {}
     notes: dict[str, str] = {}
     models: dict[str, nn.Module] = {}
     longest = 0.0
@@ -243,10 +244,12 @@ def measure_workload(
             notes[variant] = NO_TIME
             continue
         try:
+            held = _held_bytes(device)
             own = copied(workload)
             step, is_settled = compile_variant(own, dtype)
-            firsts[variant] = _first_step(step, device)
+            firsts[variant] = _first_step(step)
             _warm_up(step, is_settled, device)
+            peaks[variant] = _peak_bytes(step, device) - held
             steps[variant] = step
             models[variant] = own.model
         except Exception as error:
@@ -258,7 +261,7 @@ def measure_workload(
             break
         for variant in list(steps)[:: 1 if number % 2 == 0 else -1]:
             times[variant] += [_time(steps[variant], device) for _ in range(STEPS_PER_TURN + 1)][1:]
-    nothing = (float("nan"), float("nan"), 0)
+    nothing = (float("nan"), float("nan"))
     shares = {variant: _shares(step, mark) for variant, step in steps.items() if mark is not None}
     plans = {variant: plan_of(model) for variant, model in models.items()}
     return [
@@ -267,7 +270,7 @@ def measure_workload(
             step_ns=tuple(times.get(variant, ())),
             first_step_s=firsts.get(variant, nothing)[0],
             loss=firsts.get(variant, nothing)[1],
-            peak_bytes=firsts.get(variant, nothing)[2],
+            peak_bytes=peaks.get(variant, 0),
             note=notes.get(variant, ""),
             busy_share=shares.get(variant, (None, None))[0],
             side_by_side_share=shares.get(variant, (None, None))[1],
@@ -411,16 +414,28 @@ def _autocast(workload: GpuWorkload, dtype: str) -> Iterator[None]:
         yield
 
 
-def _first_step(step: Step, device: str) -> tuple[float, float, int]:
-    """Return the seconds of the first step, its loss, and the peak of device memory."""
-    if device == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
+def _first_step(step: Step) -> tuple[float, float]:
+    """Return the seconds of the first step, and its loss."""
     begin = time.monotonic()
     loss = step().item()
-    seconds = time.monotonic() - begin
+    return time.monotonic() - begin, loss
+
+
+def _held_bytes(device: str) -> int:
+    """Return what the allocator holds, after it gave back what it does not need."""
+    if device != "cuda":
+        return 0
+    torch.cuda.empty_cache()
+    return torch.cuda.memory_reserved()
+
+
+def _peak_bytes(step: Step, device: str) -> int:
+    """Return the most that the allocator holds during a step."""
+    if _held_bytes(device) == 0:
+        return 0
+    torch.cuda.reset_peak_memory_stats()
     step()
-    return seconds, loss, torch.cuda.max_memory_allocated() - before if device == "cuda" else 0
+    return torch.cuda.max_memory_reserved()
 
 
 def _warm_up(step: Step, is_settled: Callable[[], bool], device: str) -> None:
