@@ -597,12 +597,15 @@ def _may_gain(compilation: Compilation, config: Config) -> bool:
 
     With lanes, or without: native segments in turn are other code than the whole graph, whose kernels reach across them
     and are called from Python. No formula says which is faster; on chains of layers it was segments by up to 13 %, or
-    Inductor by 3 %. One segment differs by Python between kernels alone.
+    Inductor by 3 %. One segment differs by Python between kernels alone. On a GPU whatever runs is a CUDA graph, which
+    plain Inductor is not, and formulas are far off until bodies were timed: a product that just fits the whole device
+    takes twice as long on a lane that is a little smaller.
     """
+    if compilation.profile.kind == "cuda":
+        return True
     if uses_lanes(compilation.plan) or _wrapper_share(compilation) >= WORTH_NATIVE:
         return True
-    is_native = config.runtime.bodies == "native" and compilation.profile.kind == "cpu"
-    return is_native and len(compilation.partition.graph.segments) > 1
+    return config.runtime.bodies == "native" and len(compilation.partition.graph.segments) > 1
 
 
 _models: weakref.WeakValueDictionary[int, CompiledModel] = weakref.WeakValueDictionary()
