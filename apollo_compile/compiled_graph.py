@@ -210,6 +210,11 @@ class CompiledGraph:
         return (*sorted(own), *sorted(self._others.keys() - own))
 
     @property
+    def is_bound(self) -> bool:
+        """Whether all graphs of its model have to run the same way."""
+        return self.gpu is not None
+
+    @property
     def way_of_plan(self) -> str:
         """Return how it runs now; `PLAN` too where the plan is to run in turn, and it does."""
         return PLAN if self.way == SERIAL and not uses_lanes(self.compilation.plan) else self.way
@@ -315,7 +320,7 @@ class CompiledGraph:
 
     def _make_serial(self) -> Executable | CudaExecutable:
         old = self.compilation
-        if not uses_lanes(old.plan):
+        if not uses_lanes(old.plan) and not self.is_bound:
             return self.executable
         plan = make_plan(old.partition.graph, old.costs, lanes=old.plan.lanes, planner="serial")
         return self._make_executable(self._planned_so(plan), SERIAL)

@@ -104,6 +104,14 @@ class Graph(Protocol):
         """Ways that it can run now, among `SERIAL`, `LISTED`, `PLAN` and `INDUCTOR`; on a GPU, `SHARED_WAYS` too."""
 
     @property
+    def is_bound(self) -> bool:
+        """Whether all graphs of its model have to run the same way, `INDUCTOR` too.
+
+        So it is on a GPU, where a backward replays on what its forward left in the memory of a CUDA graph, which every
+        way has of its own. A graph that is bound can run every way, whether that is one of its own or not.
+        """
+
+    @property
     def has_run(self) -> bool:
         """Whether it was ever called."""
 
@@ -473,7 +481,7 @@ class Selection:
             rival = self._entrants((INDUCTOR,))  # none if it cannot compile the graphs
             if rival:
                 winner = yield from results.hold({**rival, winner: entrants[winner]}, winner)
-        mixture = results.mixture(winner)
+        mixture = None if any(graph.is_bound for graph in self._graphs) else results.mixture(winner)
         if mixture is not None:
             winner = yield from results.hold({winner: results.choices[winner], MIXTURE: mixture}, winner)
         self._compared = frozenset(running)
@@ -498,7 +506,9 @@ class Selection:
         """Return the distinct choices among the ways called `names`; the first name of a choice stays."""
         found: dict[Choice, str] = {}
         for name in names:
-            if any(name in graph.ways for graph in self._graphs):
+            has = [name in graph.ways for graph in self._graphs]
+            is_refused = name == INDUCTOR and not all(has) and any(graph.is_bound for graph in self._graphs)
+            if any(has) and not is_refused:
                 found.setdefault(tuple(_nearest(graph, name) for graph in self._graphs), name)
         return {name: choice for choice, name in found.items()}
 
@@ -518,6 +528,8 @@ def _nearest(graph: Graph, name: str) -> str:
 
     Who has no list schedule of its own runs its plan, which may be that.
     """
+    if graph.is_bound:
+        return name
     names = (name, SERIAL, INDUCTOR, PLAN) if name != LISTED else (LISTED, PLAN, SERIAL, INDUCTOR)
     return next(way for way in names if way in graph.ways)
 

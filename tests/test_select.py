@@ -51,15 +51,19 @@ class Graph:
     used: list[str] = field(default_factory=list)
     kept: list[list[str]] = field(default_factory=list)
     """Ways that kept their memory, whenever that changed."""
+    is_bound: bool = False
+    is_compilable: bool = True
+    """Whether Inductor can compile it whole."""
 
     def use(self, way: str) -> None:
-        assert way == PLAN or way in self.ways
+        assert way == PLAN or way in self.ways or (self.is_bound and way != INDUCTOR)
         self.way = way
 
     def prepare(self) -> None:
         self.num_prepared += 1
         self.prepare_ns = 0
-        self.ways.append(INDUCTOR)
+        if self.is_compilable:
+            self.ways.append(INDUCTOR)
 
     def adopt_way(self) -> str:
         if self.way == LISTED:
@@ -214,6 +218,22 @@ def test_who_leaves_the_contest_keeps_no_memory() -> None:
         [INDUCTOR],
     ]
     assert backward.kept == [*forward.kept[:3], sorted([INDUCTOR, STREAMS])]
+
+
+def test_graphs_that_are_bound_to_each_other_run_one_way() -> None:
+    """One that gains nothing by it runs it all the same, and Inductor's only if it compiles all of them."""
+    times = {STREAMS: 20, PRIORITIES: 10, PLAN: 10.5, INDUCTOR: 9.5}
+    forward = Graph({SERIAL: 30, **times}, ways=[SERIAL, STREAMS, PRIORITIES, PLAN], is_bound=True)
+    backward = Graph({SERIAL: 9, **times}, ways=[SERIAL], is_bound=True, is_compilable=False)
+    machine = Machine(forward, backward)
+    machine.run(ENOUGH)
+    (verdict,) = machine.verdicts
+    assert verdict.choice == (PRIORITIES, PRIORITIES)
+    assert {each.name for each in verdict.standings} == {SERIAL, STREAMS, PRIORITIES, PLAN}
+    assert forward.num_prepared == backward.num_prepared == 1
+    chain = Machine(Graph({SERIAL: 10, INDUCTOR: 9}, ways=[SERIAL], way=SERIAL, is_bound=True))
+    chain.run(ENOUGH)
+    assert chain.verdicts[0].choice == (INDUCTOR,) and len(chain.verdicts[0].standings) == 2
 
 
 def test_memory_is_given_back_before_every_turn_and_before_inductor_compiles() -> None:
