@@ -184,7 +184,7 @@ class CudaDevice:
     @property
     def atom_sizes(self) -> list[int]:
         """
-        SMs of every atom: all have as many but the last, which has what is left over as well.
+        SMs of every atom: all have as many but the last, which has what is left over as well, where the driver allows that.
         """
 
     @property

@@ -597,7 +597,7 @@ def _may_gain(compilation: Compilation, config: Config) -> bool:
 
     With lanes, or without: native segments in turn are other code than the whole graph, whose kernels reach across them
     and are called from Python. No formula says which is faster; on chains of layers it was segments by up to 13 %, or
-    Inductor by 3 %. One segment differs by Python between kernels alone. On a GPU whatever runs is a CUDA graph, which
+    Inductor by 3 %. One segment differs by Python between kernels alone. On a GPU what competes are CUDA graphs, which
     plain Inductor is not, and formulas are far off until bodies were timed: a product that just fits the whole device
     takes twice as long on a lane that is a little smaller.
     """

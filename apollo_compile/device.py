@@ -129,6 +129,8 @@ class DeviceProfile:
         counts = list(self.unit_counts)
         if counts != sorted(set(counts)) or counts[:1] != [1] or self.units < 1:
             self._refuse(f"expected unit counts from 1 up and at least 1 unit, got {counts} and {self.units}")
+        if self.atoms is not None and (min(self.atoms, default=0) < 1 or sum(self.atoms) > self.units):
+            self._refuse(f"expected atoms of {self.units} units together at most, got {self.atoms}")
         if not {(KernelKind.LOOP, "float32"), (KernelKind.MATMUL, "float32")} <= {
             (table.kind, table.dtype) for table in self.arithmetic
         }:
@@ -210,7 +212,11 @@ def _between(counts: Sequence[int], units: int) -> tuple[int, float]:
 
 def limit_units(profile: DeviceProfile, units: int) -> DeviceProfile:
     """Return the profile of `units` units of the same device."""
-    atoms = None if profile.atoms is None else (profile.atoms[0],) * (units // profile.atoms[0])
+    atoms = profile.atoms
+    if atoms is not None:
+        size = atoms[0]
+        count = units // size
+        atoms = (*(count - 1) * (size,), units - (count - 1) * size) if count > 0 else (units,)
     return replace(profile, name=f"{profile.name} x{units}", units=units, atoms=atoms)
 
 

@@ -31,7 +31,8 @@ Procedure   1. The plan against its segments in turn, and against the list sched
             2. Inductor compiles the whole graphs and meets the winner. Where a plan is ahead by `CLEAR`, Inductor's
                version would have to beat its own pieces by that much, so the compile waits until it can pay: until the
                training loop has run for so long that the compile takes no more than `COMPILE_SHARE` of that time.
-            3. If another way was faster for one of the graphs alone, the mixture meets the winner.
+            3. If another way was faster for one of the graphs alone, the mixture meets the winner; not on a GPU, where
+               all graphs of a model run the same way.
             A verdict takes `MIN_ROUNDS` comparable rounds: with fewer, what was to be beaten stays, at first the plan.
 Drift       One in `WATCH_EVERY` of the winner's steps stays watched, and the others cost nothing: if the medians of
             `DRIFT_STEPS` watched steps are off by `DRIFT` from the first such median twice in a row, what is compiled
@@ -507,7 +508,7 @@ class Selection:
         found: dict[Choice, str] = {}
         for name in names:
             has = [name in graph.ways for graph in self._graphs]
-            is_refused = name == INDUCTOR and not all(has) and any(graph.is_bound for graph in self._graphs)
+            is_refused = name == INDUCTOR and any(g.is_bound and g.has_run and name not in g.ways for g in self._graphs)
             if any(has) and not is_refused:
                 found.setdefault(tuple(_nearest(graph, name) for graph in self._graphs), name)
         return {name: choice for choice, name in found.items()}
@@ -528,7 +529,7 @@ def _nearest(graph: Graph, name: str) -> str:
 
     Who has no list schedule of its own runs its plan, which may be that.
     """
-    if graph.is_bound:
+    if graph.is_bound and (name != INDUCTOR or INDUCTOR in graph.ways):
         return name
     names = (name, SERIAL, INDUCTOR, PLAN) if name != LISTED else (LISTED, PLAN, SERIAL, INDUCTOR)
     return next(way for way in names if way in graph.ways)

@@ -431,8 +431,9 @@ def _held_bytes(device: str) -> int:
 
 def _peak_bytes(step: Step, device: str) -> int:
     """Return the most that the allocator holds during a step."""
-    if _held_bytes(device) == 0:
+    if device != "cuda":
         return 0
+    torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     step()
     return torch.cuda.max_memory_reserved()

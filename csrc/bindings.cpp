@@ -408,8 +408,10 @@ NB_MODULE(_native, m) {
           "Whether the driver has each function that was looked for, by name.")
       .def_prop_ro("num_sms", &apollo::CudaDevice::num_sms, "All SMs.")
       .def_prop_ro("num_atoms", &apollo::CudaDevice::num_atoms, "Groups of SMs that lanes are made of.")
-      .def_prop_ro("atom_sizes", &apollo::CudaDevice::atom_sizes,
-                   "SMs of every atom: all have as many but the last, which has what is left over as well.")
+      .def_prop_ro(
+          "atom_sizes", &apollo::CudaDevice::atom_sizes,
+          "SMs of every atom: all have as many but the last, which has what is left over as well, where the driver "
+          "allows that.")
       .def_prop_ro("priorities", &apollo::CudaDevice::priorities, "The lowest and the highest priority of streams.")
       .def_prop_ro(
           "primary_context", [](const apollo::CudaDevice& self) { return address_of(self.primary_context()); },

@@ -162,6 +162,20 @@ def test_a_calibrated_profile_is_used_as_it_is(tmp_path: Path, measured: list[st
     assert not measured
 
 
+@pytest.mark.parametrize("atoms", ((), (8, 0), (8,) * 17))
+def test_atoms_that_the_units_cannot_have_are_refused(atoms: tuple[int, ...]) -> None:
+    """They may be fewer together."""
+    with pytest.raises(ValueError, match="expected atoms of 132 units together at most"):
+        replace(load_profile(Path("h200")), atoms=atoms)
+
+
+@pytest.mark.parametrize(("units", "atoms"), ((66, (*7 * (8,), 10)), (264, 33 * (8,)), (12, (12,)), (4, (4,))))
+def test_other_numbers_of_units_come_in_atoms_of_the_same_size(units: int, atoms: tuple[int, ...]) -> None:
+    """The last has what is left over."""
+    limited = limit_units(replace(load_profile(Path("h200")), atoms=(*14 * (8,), 20)), units)
+    assert (limited.units, limited.atoms) == (units, atoms)
+
+
 @pytest.mark.parametrize(
     "content", ("", "{", "[]", '{"format": 0}', '{"format": 5, "fingerprint": null, "profile": {"units": 2}}')
 )

@@ -231,6 +231,12 @@ def test_graphs_that_are_bound_to_each_other_run_one_way() -> None:
     assert verdict.choice == (PRIORITIES, PRIORITIES)
     assert {each.name for each in verdict.standings} == {SERIAL, STREAMS, PRIORITIES, PLAN}
     assert forward.num_prepared == backward.num_prepared == 1
+    evaluated = Graph({SERIAL: 12, **times}, ways=[SERIAL, PLAN], is_bound=True)
+    never = Graph({SERIAL: 30}, ways=[SERIAL, PLAN], is_bound=True, way=SERIAL)
+    alone = Machine(evaluated, never)
+    for _ in range(ENOUGH):
+        alone.step(0)
+    assert alone.verdicts[0].choice[0] == INDUCTOR and never.way in never.ways
     chain = Machine(Graph({SERIAL: 10, INDUCTOR: 9}, ways=[SERIAL], way=SERIAL, is_bound=True))
     chain.run(ENOUGH)
     assert chain.verdicts[0].choice == (INDUCTOR,) and len(chain.verdicts[0].standings) == 2

@@ -91,6 +91,8 @@ def examine_cuda(ordinal: int = 0) -> tuple[Finding, ...]:
     first, last = native.atom_sizes[0], native.atom_sizes[-1]
     split = f"{native.num_sms} SMs in {native.num_atoms} atoms of {first}"
     split += "" if last == first else f", the last with {last}: {last - first} fill none"
+    left = native.num_sms - sum(native.atom_sizes)
+    split += f"; {left} belong to no atom" if left else ""
     return (
         Finding(subject="driver", level=Level.OK, message=text),
         Finding(subject="split", level=Level.OK, message=split),

@@ -93,13 +93,14 @@ class Captured:
     in_place: frozenset[int]
     """Where the memory of inputs in place begins."""
     copied: tuple[_Copied, ...]
-    """Outputs that are copied out."""
+    """What is copied out."""
+    copied_outputs: frozenset[int]
+    """The outputs that are copies, by position; what is copied may also be kept, as another output."""
     memory: tuple[LaneMemory, ...]
 
-    def can_replay(self, inputs: Sequence[torch.Tensor]) -> bool:
-        """Whether inputs are where they were, and nobody has use for what the last replay made."""
-        found = [inputs[index].data_ptr() for index in self.addresses]
-        return found == list(self.addresses.values()) and not self.is_in_use()
+    def reads(self, inputs: Sequence[torch.Tensor]) -> bool:
+        """Whether a replay would read these inputs: those in place are where they were."""
+        return [inputs[index].data_ptr() for index in self.addresses] == list(self.addresses.values())
 
     def is_in_use(self) -> bool:
         """Whether somebody has use for what the last replay made, and would see the next one overwrite it."""
@@ -148,10 +149,8 @@ class CudaExecutable:
         """Outputs that are inputs: the caller's own tensors, whatever runs."""
         if self.contract.written_inputs is None or self.contract.unsafe is not None:
             self._is_capturable = False
-        # Communication reads gradients on streams of its own, which a replay would not wait for; and pools with a hard
-        # quota are those of the forward.
-        is_alone = not (torch.distributed.is_available() and torch.distributed.is_initialized())
-        self._lends = self.graph.role is Role.BACKWARD and is_alone and not self.is_quota_hard
+        # A quota is of a forward and its backward together, which share memory then.
+        self._lends = self.graph.role is Role.BACKWARD and self.lane_memory_quota is None
 
     @property
     def lane_memory(self) -> tuple[LaneMemory, ...]:
@@ -168,16 +167,18 @@ class CudaExecutable:
         with self.gpu.turn:
             if self.gpu.is_capturing() or not self._is_capturable:
                 return self._launch(inputs)
-            if self._captured is not None and self._captured.can_replay(inputs):
-                return self._replay(self._captured, inputs)
-            if self._captured is not None and self._lends and self._captured.is_in_use():
-                self._lends = False
-                self.release()
+            if self._captured is not None and self._captured.reads(inputs):
+                if not self._captured.is_in_use():
+                    return self._replay(self._captured, inputs)
+                if self._lends:
+                    self._lends = False
+                    self.release()
             in_place = self._find_in_place(inputs)
             if in_place is not None and self._should_capture(inputs, in_place):
                 self._capture(inputs, in_place)
-                if self._captured is not None and self._captured.can_replay(inputs):
-                    return self._replay(self._captured, inputs)
+                captured = self._captured
+                if captured is not None and captured.reads(inputs) and not captured.is_in_use():
+                    return self._replay(captured, inputs)
             return self._launch(inputs)
 
     def release(self) -> None:
@@ -279,6 +280,8 @@ class CudaExecutable:
             arguments = [slots.get(index, tensor) for index, tensor in enumerate(inputs)]
             outputs.extend(self._launcher.launch(arguments, origin))
 
+        # Communication reads gradients on streams of its own, which a replay would not wait for.
+        self._lends = self._lends and not (torch.distributed.is_available() and torch.distributed.is_initialized())
         forward = self.shared.forward if self.graph.role is Role.BACKWARD and not self._lends else None
         shares = None if forward is None else forward.recording
         recording: Recording
@@ -308,7 +311,7 @@ class CudaExecutable:
         inputs_read = not_ours | {_memory_of(slot) for slot in slots.values()}
         kept: dict[int, torch.Tensor] = {}
         lent: dict[int, torch.Tensor] = {}
-        to_copy: list[torch.Tensor] = []
+        to_copy: dict[int, torch.Tensor] = {}
         for index, output in enumerate(outputs):
             if output is None or index in self._passed_on:
                 continue
@@ -318,9 +321,9 @@ class CudaExecutable:
             elif self._lends and place and place not in inputs_read:
                 lent[place] = output
             else:
-                to_copy.append(output)
+                to_copy[index] = output
         kept = {place: output for place, output in kept.items() if place not in not_ours}
-        copied = _find_copied(to_copy)
+        copied = _find_copied(to_copy.values())
         handles = storage_handles([*kept.values(), *lent.values()])
         captured = Captured(
             recording=recording,
@@ -331,6 +334,7 @@ class CudaExecutable:
             unused=dict(zip(handles, count_uses(handles), strict=True)),
             in_place=not_ours,
             copied=copied,
+            copied_outputs=frozenset(to_copy),
             memory=memory,
         )
         if self.graph.role is Role.FORWARD:
@@ -344,11 +348,17 @@ class CudaExecutable:
         captured.recording.replay()
         copies = [_slot_for(each.source) for each in captured.copied]
         self.gpu.copy(copies, [each.source for each in captured.copied])
-        views = {id(out): out.detach() for out in captured.outputs if out is not None}  # which can be counted
-        for each, copy in zip(captured.copied, copies, strict=True):
-            views |= {id(output): _in_copy(output, each, copy) for output in each.outputs}
         # One tensor that is returned twice is one again: autograd would else let two parameters have one gradient.
-        returned = [None if out is None else views[id(out)] for out in captured.outputs]
+        views = {id(out): out.detach() for out in captured.outputs if out is not None}  # which can be counted
+        copied = {
+            id(output): _in_copy(output, each, copy)
+            for each, copy in zip(captured.copied, copies, strict=True)
+            for output in each.outputs
+        }
+        returned = [
+            None if out is None else copied[id(out)] if index in captured.copied_outputs else views[id(out)]
+            for index, out in enumerate(captured.outputs)
+        ]
         for index, place in self._passed_on.items():
             returned[index] = inputs[place]
         inputs.clear()

@@ -109,9 +109,21 @@ void CudaDevice::split(const std::string& where) {
   for (const cuda::DevResource& group : groups) {
     atoms_.push_back({group});
   }
-  if (remaining.sm.sm_count > 0) {
+  if (remaining.sm.sm_count > 0 && may_join(groups.back(), remaining, asked)) {
     atoms_.back().push_back(remaining);
   }
+}
+
+bool CudaDevice::may_join(const cuda::DevResource& group, const cuda::DevResource& remaining,
+                          const std::string& where) const {
+  std::array<cuda::DevResource, 2> both{group, remaining};
+  cuda::ResourceDesc desc = nullptr;
+  const cuda::Result result = driver_.cuDevResourceGenerateDesc(&desc, both.data(), static_cast<unsigned>(both.size()));
+  if (result == cuda::kInvalidResourceConfiguration) {
+    return false;
+  }
+  driver_.check(result, "cuDevResourceGenerateDesc", where);
+  return true;
 }
 
 std::vector<int> CudaDevice::atom_sizes() const {

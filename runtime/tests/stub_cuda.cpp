@@ -68,6 +68,7 @@ struct State {
   int granted_less = 0;                     // SMs that every green context gets fewer than its resources have
   bool unequal = false;                     // whether groups of a split differ in size
   unsigned most_groups = 1000;              // of a split: clusters of SMs may have some that fill no group
+  bool leftover_stays_alone = false;        // whether what a split leaves over may join none of its groups
   std::map<std::string, Failure> failures;  // by function
   std::string hidden;                       // a function that the driver has not got, whatever its version
   std::vector<std::string> log;
@@ -320,7 +321,7 @@ Result cuDevSmResourceSplitByCount(DevResource* groups, unsigned* num_groups, co
     left.erase(left.begin(), end);
   }
   if (remaining != nullptr) {
-    *remaining = make(left, split, true);
+    *remaining = make(left, state.leftover_stays_alone ? -split : split, true);
   }
   return kSuccess;
 }
@@ -566,9 +567,10 @@ EXPORT void stub_set_grants(int granted_less, int unequal) {
   state.unequal = unequal != 0;
 }
 
-EXPORT void stub_set_most_groups(int most) {
+EXPORT void stub_set_leftover(int most_groups, int stays_alone) {
   const std::lock_guard lock(mutex);
-  state.most_groups = static_cast<unsigned>(most);
+  state.most_groups = static_cast<unsigned>(most_groups);
+  state.leftover_stays_alone = stays_alone != 0;
 }
 
 /// Makes the call of `function` that follows `skip` others of it return `code`.

@@ -35,7 +35,9 @@ inline void set_grants(int granted_less, bool unequal) {
   function<void(int, int)>("stub_set_grants")(granted_less, unequal ? 1 : 0);
 }
 
-inline void set_most_groups(int most) { function<void(int)>("stub_set_most_groups")(most); }
+inline void set_leftover(int most_groups, bool stays_alone = false) {
+  function<void(int, int)>("stub_set_leftover")(most_groups, stays_alone ? 1 : 0);
+}
 
 inline void fail(const std::string& name, int code, int skip = 0) {
   function<void(const char*, int, int)>("stub_fail")(name.c_str(), code, skip);

@@ -90,13 +90,26 @@ TEST(a_device_of_132_sms_has_16_atoms_the_last_with_those_that_fill_none) {
 
 TEST(a_device_has_the_atoms_that_the_driver_grants_not_those_that_would_fit) {
   stub::reset();
-  stub::set_most_groups(15);
+  stub::set_leftover(15);
   auto device = make_device();
   CHECK(device.num_sms() == 132);
   CHECK(device.atom_sizes() == sizes(15, 8, 20));
   CHECK(device.lane(range(0, 8)).num_sms() == 64);
   CHECK(device.lane(range(8, 15)).num_sms() == 68);
   CHECK_THROWS(std::invalid_argument, device.lane({15}));
+}
+
+TEST(what_may_join_no_group_is_in_no_lane) {
+  stub::reset();
+  stub::set_leftover(15, true);
+  auto device = make_device();
+  CHECK(device.num_sms() == 132);
+  CHECK(device.atom_sizes() == sizes(15, 8, 8));
+  CHECK(device.lane(range(8, 15)).num_sms() == 56);
+  stub::reset();
+  stub::fail("cuDevResourceGenerateDesc", 2);
+  CHECK(has(text_of([] { make_device(); }), "cuDevResourceGenerateDesc failed for device 0: 132 SMs into groups of 8"));
+  CHECK(stub::alive() == stub::Alive{});
 }
 
 TEST(a_driver_before_13_0_does_not_tell_its_groups_and_gives_the_documented_ones) {

@@ -55,18 +55,21 @@ def test_the_lanes_of_the_catalogue_have_the_sms_of_their_units(stub: ctypes.CDL
     assert stub.stub_log().decode().split().count("cuDevSmResourceSplitByCount") == 1
 
 
-@pytest.mark.parametrize("num_atoms", [16, 15, 3, 1])
-def test_lanes_are_made_of_the_atoms_that_the_driver_grants(stub: ctypes.CDLL, num_atoms: int) -> None:
-    """Fewer than its SMs would fill, as where some of them lie in no whole group: those belong to the last."""
-    stub.stub_set_most_groups(num_atoms)
+@pytest.mark.parametrize("stays_alone", (False, True), ids=("joined", "left over"))
+@pytest.mark.parametrize("num_atoms", (16, 15, 3, 1))
+def test_lanes_are_made_of_the_atoms_that_the_driver_grants(
+    stub: ctypes.CDLL, num_atoms: int, stays_alone: bool
+) -> None:
+    """Fewer than its SMs would fill, as where some lie in no whole group: those belong to the last, or to none."""
+    stub.stub_set_leftover(num_atoms, stays_alone)
     device = open_stub(stub)
-    assert device.atom_sizes == [*(num_atoms - 1) * [8], 132 - (num_atoms - 1) * 8]
+    assert device.atom_sizes == [*(num_atoms - 1) * [8], 8 if stays_alone else 132 - (num_atoms - 1) * 8]
     gpu = SimpleNamespace(native=device, device=torch.device("cuda", 0))
     profile = backend._gpu_profile(gpu, load_config({"device.profile": "h200"}))  # type: ignore[arg-type]
     first, *others = profile.lanes
     assert len(first.units) == 132
     for left, right in zip(others[::2], others[1::2], strict=True):
-        assert left.units + right.units == first.units
+        assert left.units + right.units == first.units[: sum(device.atom_sizes)]
     for lane in others:
         made = device.lane(atoms_of(lane, device.atom_sizes))
         assert made.num_sms == len(sms_of(stub, made)) == len(lane.units)

@@ -300,14 +300,19 @@ def test_random_numbers_differ_between_replays_and_follow_the_seed(gpu: FakeGpu)
 
 
 def make_pair(
-    gpu: FakeGpu, *functions: Callable[..., Any], made: Sequence[int] = (0, 1), **options: Any
+    gpu: FakeGpu,
+    *functions: Callable[..., Any],
+    outputs: Sequence[int] = (2, 0),
+    made: Sequence[int] = (0, 1),
+    **options: Any,
 ) -> tuple[CudaExecutable, CudaExecutable]:
     """Return a forward that keeps `x * weight`, and its backward, which reads that, the weight and a tangent.
 
-    One function of the backward takes the first two of them, one the other two; it returns what those make.
+    The forward has `outputs`. One function of the backward takes the first two of its inputs, one the other two; it
+    returns what those make.
     """
     shared = ModelMemory()
-    forward = two_towers(gpu, shared=shared, **options)
+    forward = two_towers(gpu, outputs=outputs, shared=shared, **options)
     backward_graph = replace(add_input(add_input(graph((), (), outputs=made), 0), 1), role=Role.BACKWARD)
     backward = CudaExecutable(
         program=program_of(backward_graph, plan(backward_graph, "AB")),
@@ -375,6 +380,47 @@ def test_a_gradient_that_is_returned_twice_is_one_tensor(gpu: FakeGpu) -> None:
         held.append(one)
         del kept
     assert backward.num_replays == 4 and len({each.data_ptr() for each in held}) == 6
+
+
+def test_an_output_that_is_saved_too_is_copied_for_the_user_alone(gpu: FakeGpu) -> None:
+    """Such as a hyperbolic tangent at the end of a model: its backward reads what the user sees."""
+    pair = forward, backward = make_pair(gpu, outputs=(0, 0))
+    weight, held = torch.randn(4), []
+    for _ in range(6):
+        x, tangent = torch.randn(4), torch.randn(4)
+        seen, kept = forward.run([x, weight])
+        assert kept is not None
+        held.append((seen, x * weight))
+        assert torch.equal(backward.run([kept, weight, tangent])[1], x * weight - tangent)  # type: ignore[arg-type]
+        del kept
+    assert [counts(each) for each in pair] == [(2, 1, 4), (2, 1, 4)]
+    assert all(found is not None and torch.equal(found, wanted) for found, wanted in held)
+
+
+def test_gradients_of_a_forward_that_was_launched_are_no_reason_to_copy(gpu: FakeGpu) -> None:
+    """Two forwards before two backwards: the second of each is launched, into fresh memory, and overwrites nothing."""
+    pair = forward, backward = make_pair(gpu)
+    weight = torch.randn(4)
+    for _ in range(4):
+        step(pair, weight)
+    for _ in range(3):
+        xs, tangent = [torch.randn(4), torch.randn(4)], torch.randn(4)
+        kept = [forward.run([x, weight])[1] for x in xs]
+        gradients = [backward.run([each, weight, tangent])[1] for each in kept]  # type: ignore[list-item]
+        for x, gradient in zip(xs, gradients, strict=True):
+            assert gradient is not None and torch.equal(gradient, x * weight - tangent)
+        del kept, gradients, gradient
+    assert counts(backward) == (2 + 3, 1, 2 + 3) and len(gpu.recordings) == 2
+
+
+def test_a_quota_is_of_a_forward_and_its_backward_together(gpu: FakeGpu) -> None:
+    """So they share memory, and gradients are copied out of it."""
+    pair = forward, backward = make_pair(gpu, lane_memory_quota=2**20)
+    weight = torch.randn(4)
+    for _ in range(4):
+        step(pair, weight)
+    assert counts(forward) == counts(backward) == (2, 1, 2)
+    assert [each.shares for each in gpu.recordings] == [None, gpu.recordings[0]]
 
 
 def test_what_a_backward_only_read_is_not_lent(gpu: FakeGpu) -> None:

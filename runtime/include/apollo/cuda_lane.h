@@ -39,8 +39,9 @@ class CudaLane {
 ///
 /// Note [one split]: two splits of a device start from the same SMs, so groups of different splits overlap. All lanes
 /// of a device are therefore unions of groups of the one split made here: whether two lanes share SMs follows from
-/// their atoms alone. SMs that fill no group are left over, 12 of the 132 of an H200; the driver lets them join a
-/// group, so they belong to the last atom. Clusters of more than two blocks run on the group's own SMs there.
+/// their atoms alone. SMs that fill no group are left over, 12 of the 132 of an H200.
+/// Where the driver lets them join a group, as CUDA 13.0 does, they belong to the last atom, and clusters of more than
+/// two blocks run on the group's own SMs there; else they are in no lane.
 ///
 /// Any thread may use it.
 class CudaDevice {
@@ -65,7 +66,7 @@ class CudaDevice {
   int num_sms() const { return num_sms_; }
   int num_atoms() const { return static_cast<int>(atoms_.size()); }
 
-  /// Returns the SMs of every atom; together they are all of the device.
+  /// Returns the SMs of every atom; together they are those that lanes beside each other may have.
   std::vector<int> atom_sizes() const;
   cuda::Context primary_context() const { return primary_; }
 
@@ -82,6 +83,7 @@ class CudaDevice {
 
  private:
   void split(const std::string& where);
+  bool may_join(const cuda::DevResource& group, const cuda::DevResource& remaining, const std::string& where) const;
   void check_lane(const std::vector<int>& atoms, int priority) const;
 
   const CudaDriver driver_;
