@@ -214,9 +214,8 @@ def limit_units(profile: DeviceProfile, units: int) -> DeviceProfile:
     """Return the profile of `units` units of the same device."""
     atoms = profile.atoms
     if atoms is not None:
-        size = atoms[0]
-        count = units // size
-        atoms = (*(count - 1) * (size,), units - (count - 1) * size) if count > 0 else (units,)
+        num_full = max(0, units // atoms[0] - 1)  # the last has what is left over
+        atoms = (*num_full * atoms[:1], units - num_full * atoms[0])
     return replace(profile, name=f"{profile.name} x{units}", units=units, atoms=atoms)
 
 

@@ -1,6 +1,7 @@
 """The lane catalogue: the few lanes that a program on a device may use.
 
     lane_catalogue(units, atoms) -> lanes
+    atom_borders(atoms)          -> where they begin, and where the last one ends
 
 Lane 0 has every unit. Then come the lanes of the splits: two halves, and three quarters beside one quarter. Lanes of
 different splits overlap; a plan orders the segments on them, so they never run at the same time. A short catalogue
@@ -13,7 +14,7 @@ split is where atoms meet, and atom `i` has the units that follow those of the a
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from apollo_compile.ir import Lane, LaneId
 
@@ -23,9 +24,12 @@ def lane_catalogue(units: int, atoms: Sequence[int] | None = None) -> tuple[Lane
 
     `atoms` are the units of every atom, which may be fewer than all together; None is one each.
     """
-    borders = [0, *itertools.accumulate((1,) * units if atoms is None else atoms)]
+    borders = atom_borders((1,) * units if atoms is None else atoms)
     if units < 1 or min(atoms or (1,)) < 1 or borders[-1] > units:
-        raise ValueError(f"a device of {units} units cannot have atoms of {atoms} units; check the device profile")
+        raise ValueError(
+            f"a device of {units} units cannot have atoms of {atoms} units: expected at least 1 unit, and atoms of at "
+            "least 1 that fit into them; check the device profile"
+        )
     ranges, end = [(0, units)], borders[-1]
     inner = range(1, len(borders) - 1)
     if len(borders) > 2:
@@ -38,3 +42,8 @@ def lane_catalogue(units: int, atoms: Sequence[int] | None = None) -> tuple[Lane
         Lane(id=LaneId(index), units=tuple(range(first, last)))
         for index, (first, last) in enumerate(dict.fromkeys(ranges))
     )
+
+
+def atom_borders(atoms: Iterable[int]) -> list[int]:
+    """Return the first unit of every atom, and the unit behind the last, given the units of each."""
+    return [0, *itertools.accumulate(atoms)]

@@ -19,7 +19,6 @@ What is not measured (other types of elements, convolutions, scatters) stays wha
 
 from __future__ import annotations
 
-import itertools
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -34,6 +33,7 @@ from apollo_compile.cuda.gpu import Event, Gpu, Stream
 from apollo_compile.cuda.launch import forked, order_after
 from apollo_compile.device import Arithmetic, DeviceProfile, Rate, rate_at
 from apollo_compile.ir import KernelKind, Lane, LaneId
+from apollo_compile.lanes import atom_borders
 from apollo_compile.units import NS_PER_S
 
 UNTIMED_REPLAYS = 2
@@ -188,7 +188,7 @@ def _replayed(gpu: Gpu, work: Callable[[Stream], None], timers: Mapping[str, tup
 
 def _borders(sheet: DeviceProfile) -> list[int]:
     """Return where atoms begin and end."""
-    return [0, *itertools.accumulate(sheet.atoms or (1,) * sheet.units)]
+    return atom_borders(sheet.atoms or (1,) * sheet.units)
 
 
 def _lanes(sheet: DeviceProfile) -> list[Lane]:

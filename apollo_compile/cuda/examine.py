@@ -38,6 +38,7 @@ from apollo_compile.device import (
 from apollo_compile.errors import CudaError
 from apollo_compile.findings import Finding, Level
 from apollo_compile.ir import BodyId, BufferId, Lane, LaneId, Launch, Program, SegmentId
+from apollo_compile.lanes import atom_borders
 from apollo_compile.units import format_ns
 
 NUM_LAUNCHES = 20
@@ -140,7 +141,8 @@ def split_lanes(sizes: Sequence[int], shares: Sequence[int]) -> tuple[Lane, ...]
 
 def lane_of_atoms(number: int, sizes: Sequence[int], first: int, last: int) -> Lane:
     """Return the lane of atoms `first` up to `last`, which it does not have."""
-    return Lane(id=LaneId(number), units=tuple(range(sum(sizes[:first]), sum(sizes[:last]))))
+    borders = atom_borders(sizes)
+    return Lane(id=LaneId(number), units=tuple(range(borders[first], borders[last])))
 
 
 def _attempt(name: str, look: Callable[[], Sequence[Finding]]) -> Sequence[Finding]:

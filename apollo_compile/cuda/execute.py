@@ -102,9 +102,9 @@ class Captured:
         """Whether a replay would read these inputs: those in place are where they were."""
         return [inputs[index].data_ptr() for index in self.addresses] == list(self.addresses.values())
 
-    def is_in_use(self) -> bool:
-        """Whether somebody has use for what the last replay made, and would see the next one overwrite it."""
-        return count_uses(self.unused) != list(self.unused.values())
+    def can_replay(self, inputs: Sequence[torch.Tensor]) -> bool:
+        """Whether a replay would read these inputs, and nobody has use for what the last one made."""
+        return self.reads(inputs) and count_uses(self.unused) == list(self.unused.values())
 
 
 @dataclass(eq=False)
@@ -167,18 +167,16 @@ class CudaExecutable:
         with self.gpu.turn:
             if self.gpu.is_capturing() or not self._is_capturable:
                 return self._launch(inputs)
-            if self._captured is not None and self._captured.reads(inputs):
-                if not self._captured.is_in_use():
-                    return self._replay(self._captured, inputs)
-                if self._lends:
-                    self._lends = False
-                    self.release()
+            if self._captured is not None and self._captured.can_replay(inputs):
+                return self._replay(self._captured, inputs)
+            if self._captured is not None and self._lends and self._captured.reads(inputs):
+                self._lends = False  # somebody holds a gradient that a replay would overwrite
+                self.release()
             in_place = self._find_in_place(inputs)
             if in_place is not None and self._should_capture(inputs, in_place):
                 self._capture(inputs, in_place)
-                captured = self._captured
-                if captured is not None and captured.reads(inputs) and not captured.is_in_use():
-                    return self._replay(captured, inputs)
+                if self._captured is not None and self._captured.can_replay(inputs):
+                    return self._replay(self._captured, inputs)
             return self._launch(inputs)
 
     def release(self) -> None:

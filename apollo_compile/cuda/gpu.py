@@ -20,6 +20,7 @@ from apollo_compile import _native
 from apollo_compile.errors import CudaError
 from apollo_compile.inductor import clear_workspaces, units_left_out
 from apollo_compile.ir import Lane, LaneId
+from apollo_compile.lanes import atom_borders
 from apollo_compile.units import NS_PER_MS
 
 Stream = Any
@@ -160,8 +161,8 @@ def atoms_of(lane: Lane, sizes: Sequence[int]) -> list[int]:
     Raises:
         ValueError: the lane has a part of an atom.
     """
-    units, borders = set(lane.units), [0, *itertools.accumulate(sizes)]
-    ranges = [range(first, last) for first, last in itertools.pairwise(borders)]
+    units = set(lane.units)
+    ranges = [range(first, last) for first, last in itertools.pairwise(atom_borders(sizes))]
     atoms = [index for index, each in enumerate(ranges) if not units.isdisjoint(each)]
     if [unit for index in atoms for unit in ranges[index]] != list(lane.units):
         raise ValueError(f"lane {lane.id} has units {list(lane.units)}; a lane has whole atoms of {list(sizes)} units")

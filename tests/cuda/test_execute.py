@@ -391,8 +391,9 @@ def test_an_output_that_is_saved_too_is_copied_for_the_user_alone(gpu: FakeGpu) 
         seen, kept = forward.run([x, weight])
         assert kept is not None
         held.append((seen, x * weight))
-        assert torch.equal(backward.run([kept, weight, tangent])[1], x * weight - tangent)  # type: ignore[arg-type]
-        del kept
+        _, gradient = backward.run([kept, weight, tangent])
+        assert gradient is not None and torch.equal(gradient, x * weight - tangent)
+        del kept, gradient
     assert [counts(each) for each in pair] == [(2, 1, 4), (2, 1, 4)]
     assert all(found is not None and torch.equal(found, wanted) for found, wanted in held)
 
@@ -405,11 +406,12 @@ def test_gradients_of_a_forward_that_was_launched_are_no_reason_to_copy(gpu: Fak
         step(pair, weight)
     for _ in range(3):
         xs, tangent = [torch.randn(4), torch.randn(4)], torch.randn(4)
-        kept = [forward.run([x, weight])[1] for x in xs]
-        gradients = [backward.run([each, weight, tangent])[1] for each in kept]  # type: ignore[list-item]
+        saved = [kept for x in xs for kept in forward.run([x, weight])[1:] if kept is not None]
+        gradients = [backward.run([kept, weight, tangent])[1] for kept in saved]
+        assert len(gradients) == 2
         for x, gradient in zip(xs, gradients, strict=True):
             assert gradient is not None and torch.equal(gradient, x * weight - tangent)
-        del kept, gradients, gradient
+        del saved, gradients, gradient
     assert counts(backward) == (2 + 3, 1, 2 + 3) and len(gpu.recordings) == 2
 
 

@@ -39,9 +39,9 @@ class CudaLane {
 ///
 /// Note [one split]: two splits of a device start from the same SMs, so groups of different splits overlap. All lanes
 /// of a device are therefore unions of groups of the one split made here: whether two lanes share SMs follows from
-/// their atoms alone. SMs that fill no group are left over, 12 of the 132 of an H200.
-/// Where the driver lets them join a group, as CUDA 13.0 does, they belong to the last atom, and clusters of more than
-/// two blocks run on the group's own SMs there; else they are in no lane.
+/// their atoms alone. SMs that fill no group are left over, 12 of the 132 of an H200. Where the driver lets them join a
+/// group, as CUDA 13.0 does, they belong to the last atom, and clusters of more than two blocks run on the group's own
+/// SMs there; else they are in no lane.
 ///
 /// Any thread may use it.
 class CudaDevice {
