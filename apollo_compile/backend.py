@@ -14,7 +14,7 @@ import threading
 import time
 import traceback
 import weakref
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
@@ -70,6 +70,7 @@ from apollo_compile.inductor import (
     interpret_bodies,
     interpret_whole,
     keep_with,
+    real_tensors,
     release_symbols_with,
     report_output_strides,
     set_aside,
@@ -85,6 +86,7 @@ from apollo_compile.inductor import (
     written_inputs,
 )
 from apollo_compile.ir import BodyId, Capture, Partition, Plan, Role, Trace, Verdict
+from apollo_compile.matmul import give_to_onednn, has_choice, libraries_in
 from apollo_compile.observe import StageRunner, warn_of_files
 from apollo_compile.passes.capture import capture_graph, read_formulas, resize_capture
 from apollo_compile.pipeline import (
@@ -441,12 +443,12 @@ class CompiledModel:
         if self.gpu is None:  # where threads may not be pinned, nothing is compiled in vain
             start_lanes(compilation.plan.lanes, park_team=config.runtime.park_team)
         try:
-            bodies = _compile_bodies(graph_module, compilation.partition, config, self.device, **kwargs)
+            bodies = _compile_bodies(graph_module, compilation, config, self.device, **kwargs)
         except Exception as error:
             self._accept_no_compiler(error)
             config = replace(config, runtime=replace(config.runtime, bodies="eager"))
             is_contested = False
-            bodies = _compile_bodies(graph_module, compilation.partition, config, self.device)
+            bodies = _compile_bodies(graph_module, compilation, config, self.device)
         graph = CompiledGraph(
             compilation=compilation,
             bodies=bodies,
@@ -763,12 +765,26 @@ def _nothing_to_gain(plan: Plan) -> str:
 
 
 def _compile_bodies(
-    graph_module: fx.GraphModule, partition: Partition, config: Config, device: torch.device, **kwargs: Any
+    graph_module: fx.GraphModule, compilation: Compilation, config: Config, device: torch.device, **kwargs: Any
 ) -> tuple[CompiledBody, ...]:
-    pieces = [(body.name, *extract_body(graph_module, body)) for body in partition.bodies]
+    pieces = [(body.name, *extract_body(graph_module, body)) for body in compilation.partition.bodies]
     if config.runtime.bodies == "eager":
         return interpret_bodies(pieces)
+    if config.runtime.onednn and device.type == "cpu" and has_choice():
+        libraries = libraries_in(config.device.cache if config.plan.remember else None)
+        with real_tensors():
+            for (_, piece, _), cores in zip(pieces, _cores_of_bodies(compilation), strict=True):
+                give_to_onednn(piece.graph, partial(libraries.is_onednn_faster, cores=cores))
     return compile_bodies(pieces, native=config.runtime.bodies == "native" and device.type == "cpu", **kwargs)
+
+
+def _cores_of_bodies(compilation: Compilation) -> list[int]:
+    """Return on how many cores most segments of each body are planned to run."""
+    counts = [Counter[int]() for _ in compilation.partition.bodies]
+    segments = compilation.partition.graph.segments
+    for assignment in compilation.plan.assignments:
+        counts[segments[assignment.segment].body][assignment.quota.units] += 1
+    return [count.most_common(1)[0][0] for count in counts]
 
 
 def _tune_bodies(

@@ -87,6 +87,8 @@ class RuntimeConfig:
     fault."""
     recompute_masks: bool = True
     """Let the backward recompute boolean masks and other cheap values that the forward would save."""
+    onednn: bool = True
+    """On a CPU, give matrix products of float32 to oneDNN where it was measured to be faster than BLAS."""
     keep_memory: bool = True
     """Keep freed activations in the process, for all lanes (glibc's mallopt): saves thousands of page faults a step."""
     park_team: bool = True

@@ -19,6 +19,7 @@
     interpret_whole         a graph that does
     report_output_strides   tell AOTAutograd the layout of the graph's outputs
     count_uses              how many tensors refer to the memory of each
+    real_tensors            compute in the midst of a compile
     clear_workspaces        let cuBLAS take its workspaces anew
     units_left_out          tell libraries of SMs that are not for what they launch
     depends_on_units        whether Inductor may make other code for another number of SMs
@@ -84,10 +85,12 @@ from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.graph import _BoxedCodeGen
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._sympy.printers import PythonPrinter
 
 from apollo_compile.errors import UnsupportedGraphError
 from apollo_compile.ir import Body
+from apollo_compile.matmul import NAMESPACE, onednn_linear
 from apollo_compile.miscompiled import write_otherwise
 from apollo_compile.overwrites import keep_copies, keep_reads
 from apollo_compile.passes.capture import TORCH_NAMESPACES
@@ -821,6 +824,7 @@ def compile_bodies(
         kwargs: what AOTAutograd passed for the whole graph, such as `is_backward` and `graph_id`.
     """
     shared = shared_kwargs(kwargs)
+    _lower_linear()
     with (
         _within_guards([fake for _, _, fakes in pieces for fake in fakes]),
         _compile_lock,
@@ -841,6 +845,32 @@ def compile_bodies(
     )
 
 
+@functools.cache
+def _lower_linear() -> None:
+    """Let Inductor call oneDNN for the operator of `matmul.py`, as it does for a layer whose weight is frozen.
+
+    Its own way to that call asks for a weight that is a constant, and for one by rows.
+    """
+    from torch._inductor import ir, mkldnn_ir
+
+    class Linear(mkldnn_ir.LinearUnary):
+        """oneDNN's call with a weight by rows or by columns."""
+
+        @classmethod
+        def make(cls, value: Any, weight: Any, bias: Any) -> Any:
+            inputs = [cls.require_contiguous(cls.realize_input(value)), cls.realize_input(weight)]
+            if bias is not None:
+                inputs.append(cls.require_contiguous(cls.realize_input(bias)))
+            size = [value.get_size()[0], weight.get_size()[0]]
+            layout = ir.FixedLayout(device=value.get_device(), dtype=value.get_dtype(), size=size)
+            nothing_behind: list[Any] = ["none", [-1], ""]  # the name of an activation, its numbers, its algorithm
+            constants = nothing_behind if bias is not None else [None, *nothing_behind]
+            call = cls(layout=layout, inputs=inputs, constant_args=constants)
+            return ir.TensorBox.create(mkldnn_ir._create_output_node(call))  # type: ignore[no-untyped-call]
+
+    register_lowering(onednn_linear(), type_promotion_kind=None)(Linear.make)
+
+
 def interpret_bodies(pieces: Sequence[tuple[str, fx.GraphModule, Sequence[Any]]]) -> tuple[CompiledBody, ...]:
     """Return bodies that call the operators of pieces one by one, under the GIL; nothing is compiled."""
     return tuple(CompiledBody(function=_with_numbers(_interpret(piece), fakes)) for _, piece, fakes in pieces)
@@ -855,6 +885,13 @@ def interpret_whole(graph_module: fx.GraphModule) -> Callable[[list[Any]], Seque
     run = _interpret(graph_module)
     run._boxed_call = True  # type: ignore[attr-defined]
     return run
+
+
+@contextlib.contextmanager
+def real_tensors() -> Iterator[None]:
+    """Let what is called inside compute, on tensors that have memory: in the midst of a compile they would not."""
+    with _disable_current_modes(), torch.no_grad(), torch.autocast("cpu", enabled=False):
+        yield
 
 
 def _interpret(piece: fx.GraphModule) -> Callable[[list[Any]], Sequence[Any]]:
@@ -1020,7 +1057,7 @@ def has_custom_operator(graph_module: fx.GraphModule) -> bool:
 def _is_custom(target: Any) -> bool:
     if isinstance(target, torch._ops.OpOverloadPacket):
         target = getattr(target, target.overloads()[0])  # type: ignore[no-untyped-call]
-    return isinstance(target, torch._ops.OpOverload) and target.namespace not in TORCH_NAMESPACES
+    return isinstance(target, torch._ops.OpOverload) and target.namespace not in (*TORCH_NAMESPACES, NAMESPACE)
 
 
 def module_paths(graph_module: fx.GraphModule) -> str:
