@@ -773,8 +773,13 @@ def _compile_bodies(
     if config.runtime.onednn and device.type == "cpu" and has_choice():
         libraries = libraries_in(config.device.cache if config.plan.remember else None)
         with real_tensors():
-            for (_, piece, _), cores in zip(pieces, _cores_of_bodies(compilation), strict=True):
+            counts = [
                 give_to_onednn(piece.graph, partial(libraries.is_onednn_faster, cores=cores))
+                for (_, piece, _), cores in zip(pieces, _cores_of_bodies(compilation), strict=True)
+            ]
+        if any(counts):
+            what = format_count(sum(counts), "matrix product")
+            _logger.info("%s: oneDNN computes %s of its bodies", compilation.capture.name, what)
     return compile_bodies(pieces, native=config.runtime.bodies == "native" and device.type == "cpu", **kwargs)
 
 

@@ -96,6 +96,9 @@ ONE_CORE: tuple[Variant, ...] = (
 AGAIN: tuple[Variant, ...] = (Variant(name="inductor-again", backend="inductor"),)
 """Inductor's default once more: how far two processes that run the same code are apart."""
 
+LIBRARIES: tuple[Variant, ...] = (Variant(name="apollo-blas", backend="apollo", options={"runtime.onednn": False}),)
+"""apollo with all matrix products where eager and Inductor have them."""
+
 PLANS: tuple[Variant, ...] = tuple(
     Variant(name=f"plan-{way}", backend="apollo", options={"plan.contest": False, "partition.weight_gradients": way})
     for way in ("together", "apart")

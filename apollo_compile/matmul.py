@@ -273,6 +273,9 @@ def _measure_gain(matmul: Matmul, cores: int) -> float:
         blas, onednn = _typical_times([_calls(matmul) for _ in range(-(-_FAR_BYTES // matmul.num_bytes))])
         if matmul.is_left_transposed:
             onednn += _writing_time(matmul)
+    except RuntimeError as error:  # not every build of oneDNN computes every product
+        _logger.info("%s stays with BLAS: %s", matmul.name, error)
+        return 0.0
     finally:
         torch.set_num_threads(threads)
     gain = blas / onednn

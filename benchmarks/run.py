@@ -22,6 +22,7 @@ from tabulate import tabulate
 
 from apollo_compile.bench import (
     AGAIN,
+    LIBRARIES,
     ONE_CORE,
     PLANS,
     TOLERANCE,
@@ -36,7 +37,7 @@ from apollo_compile.bench import (
 from apollo_compile.reports.render_bench import format_measurement
 from benchmarks.workloads_spec import SPECS
 
-_KNOWN = {variant.name: variant for variant in (*VARIANTS, *ONE_CORE, *AGAIN, *PLANS)}
+_KNOWN = {variant.name: variant for variant in (*VARIANTS, *ONE_CORE, *AGAIN, *LIBRARIES, *PLANS)}
 
 _BATCHES = {"two_tower": (1, 4, 8), "whisper": (1, 2, 4)}
 _OTHER_BATCHES = (2, 4, 8)
