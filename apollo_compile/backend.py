@@ -70,6 +70,7 @@ from apollo_compile.inductor import (
     interpret_bodies,
     interpret_whole,
     keep_with,
+    may_choose_library,
     real_tensors,
     release_symbols_with,
     report_output_strides,
@@ -86,7 +87,7 @@ from apollo_compile.inductor import (
     written_inputs,
 )
 from apollo_compile.ir import BodyId, Capture, Partition, Plan, Role, Trace, Verdict
-from apollo_compile.matmul import give_to_onednn, has_choice, libraries_in
+from apollo_compile.matmul import Matmul, find_matmuls, give_to_onednn, has_choice, libraries_in
 from apollo_compile.observe import StageRunner, warn_of_files
 from apollo_compile.passes.capture import capture_graph, read_formulas, resize_capture
 from apollo_compile.pipeline import (
@@ -443,12 +444,12 @@ class CompiledModel:
         if self.gpu is None:  # where threads may not be pinned, nothing is compiled in vain
             start_lanes(compilation.plan.lanes, park_team=config.runtime.park_team)
         try:
-            bodies = _compile_bodies(graph_module, compilation, config, self.device, **kwargs)
+            bodies = _compile_bodies(graph_module, compilation, config, self.device, commons, **kwargs)
         except Exception as error:
             self._accept_no_compiler(error)
             config = replace(config, runtime=replace(config.runtime, bodies="eager"))
             is_contested = False
-            bodies = _compile_bodies(graph_module, compilation, config, self.device)
+            bodies = _compile_bodies(graph_module, compilation, config, self.device, commons)
         graph = CompiledGraph(
             compilation=compilation,
             bodies=bodies,
@@ -765,22 +766,36 @@ def _nothing_to_gain(plan: Plan) -> str:
 
 
 def _compile_bodies(
-    graph_module: fx.GraphModule, compilation: Compilation, config: Config, device: torch.device, **kwargs: Any
+    graph_module: fx.GraphModule,
+    compilation: Compilation,
+    config: Config,
+    device: torch.device,
+    commons: Commons,
+    **kwargs: Any,
 ) -> tuple[CompiledBody, ...]:
     pieces = [(body.name, *extract_body(graph_module, body)) for body in compilation.partition.bodies]
     if config.runtime.bodies == "eager":
         return interpret_bodies(pieces)
-    if config.runtime.onednn and device.type == "cpu" and has_choice():
-        libraries = libraries_in(config.device.cache if config.plan.remember else None)
-        with real_tensors():
-            counts = [
-                give_to_onednn(piece.graph, partial(libraries.is_onednn_faster, cores=cores))
-                for (_, piece, _), cores in zip(pieces, _cores_of_bodies(compilation), strict=True)
-            ]
-        if any(counts):
-            what = format_count(sum(counts), "matrix product")
-            _logger.info("%s: oneDNN computes %s of its bodies", compilation.capture.name, what)
+    if config.runtime.onednn and device.type == "cpu" and has_choice() and may_choose_library():
+        _choose_libraries([piece.graph for _, piece, _ in pieces], compilation, config, commons)
     return compile_bodies(pieces, native=config.runtime.bodies == "native" and device.type == "cpu", **kwargs)
+
+
+def _choose_libraries(graphs: Sequence[fx.Graph], compilation: Compilation, config: Config, commons: Commons) -> None:
+    """Give matrix products of the graphs of bodies to oneDNN where it is faster on the cores that they run on."""
+    with_cores = list(zip(graphs, _cores_of_bodies(compilation), strict=True))
+    libraries = libraries_in(config.device.cache if config.plan.remember else None)
+    with real_tensors():
+        faster = libraries.choose((matmul, cores) for graph, cores in with_cores for matmul in find_matmuls(graph))
+    names = commons.settle_names("products for oneDNN", (f"{matmul.name} on {cores}" for matmul, cores in faster))
+
+    def is_for_onednn(matmul: Matmul, *, cores: int) -> bool:
+        return f"{matmul.name} on {cores}" in names
+
+    count = sum(give_to_onednn(graph, partial(is_for_onednn, cores=cores)) for graph, cores in with_cores)
+    if count:
+        name, what = compilation.capture.name, format_count(count, "matrix product")
+        _logger.info("%s: oneDNN computes %s of its bodies", name, what)
 
 
 def _cores_of_bodies(compilation: Compilation) -> list[int]:

@@ -1,6 +1,7 @@
-"""What one graph decides in common with the other ranks: its first plan and every later one.
+"""What one graph decides in common with the other ranks: who multiplies, its first plan and every later one.
 
     Commons(ranks).enroll(compilation);  Commons.settle(proposed, own) -> Compilation | None
+    Commons.settle_names(subject, names) -> names
 
 `ranks.py` knows texts under topics; here a text is a plan with the costs that it was made from. Note [What ranks agree
 on] in `ranks.py` says why.
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from apollo_compile.json_form import from_json, to_json
@@ -57,3 +59,22 @@ class Commons:
                 "%s does not take the plan of another rank: %s: %s", own.capture.name, type(error).__name__, error
             )
             return proposed
+
+    def settle_names(self, subject: str, names: Iterable[str]) -> frozenset[str]:
+        """Return what all ranks take for `names`: none where the graph has no name among the ranks."""
+        own = frozenset(names)
+        if self.ranks.is_alone:
+            return own
+        if not self.topic:
+            return frozenset()
+        settled = self.ranks.settle(f"{self.topic}/{subject}", json.dumps(sorted(own)))
+        try:
+            return frozenset(from_json(_Names, {"names": json.loads(settled)}).names)
+        except ValueError as error:  # whatever another version of us wrote there
+            _logger.warning("%s of another rank are not taken: %s", subject, error)
+            return own
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Names:
+    names: tuple[str, ...]

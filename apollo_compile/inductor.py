@@ -20,6 +20,7 @@
     report_output_strides   tell AOTAutograd the layout of the graph's outputs
     count_uses              how many tensors refer to the memory of each
     real_tensors            compute in the midst of a compile
+    may_choose_library      whether who computes matrix products is left to us
     clear_workspaces        let cuBLAS take its workspaces anew
     units_left_out          tell libraries of SMs that are not for what they launch
     depends_on_units        whether Inductor may make other code for another number of SMs
@@ -90,7 +91,7 @@ from torch.utils._sympy.printers import PythonPrinter
 
 from apollo_compile.errors import UnsupportedGraphError
 from apollo_compile.ir import Body
-from apollo_compile.matmul import NAMESPACE, onednn_linear
+from apollo_compile.matmul import is_linear, onednn_linear
 from apollo_compile.miscompiled import write_otherwise
 from apollo_compile.overwrites import keep_copies, keep_reads
 from apollo_compile.passes.capture import TORCH_NAMESPACES
@@ -824,7 +825,8 @@ def compile_bodies(
         kwargs: what AOTAutograd passed for the whole graph, such as `is_backward` and `graph_id`.
     """
     shared = shared_kwargs(kwargs)
-    _lower_linear()
+    if any(is_linear(node.target) for _, piece, _ in pieces for node in piece.graph.nodes):
+        _lower_linear()
     with (
         _within_guards([fake for _, _, fakes in pieces for fake in fakes]),
         _compile_lock,
@@ -849,7 +851,7 @@ def compile_bodies(
 def _lower_linear() -> None:
     """Let Inductor call oneDNN for the operator of `matmul.py`, as it does for a layer whose weight is frozen.
 
-    Its own way to that call asks for a weight that is a constant, and for one by rows.
+    The lowering that Inductor has for that layer asks for a weight that is a constant, and by rows.
     """
     from torch._inductor import ir, mkldnn_ir
 
@@ -863,8 +865,8 @@ def _lower_linear() -> None:
                 inputs.append(cls.require_contiguous(cls.realize_input(bias)))
             size = [value.get_size()[0], weight.get_size()[0]]
             layout = ir.FixedLayout(device=value.get_device(), dtype=value.get_dtype(), size=size)
-            nothing_behind: list[Any] = ["none", [-1], ""]  # the name of an activation, its numbers, its algorithm
-            constants = nothing_behind if bias is not None else [None, *nothing_behind]
+            no_activation: list[Any] = ["none", [-1], ""]
+            constants = no_activation if bias is not None else [None, *no_activation]
             call = cls(layout=layout, inputs=inputs, constant_args=constants)
             return ir.TensorBox.create(mkldnn_ir._create_output_node(call))  # type: ignore[no-untyped-call]
 
@@ -890,8 +892,19 @@ def interpret_whole(graph_module: fx.GraphModule) -> Callable[[list[Any]], Seque
 @contextlib.contextmanager
 def real_tensors() -> Iterator[None]:
     """Let what is called inside compute, on tensors that have memory: in the midst of a compile they would not."""
-    with _disable_current_modes(), torch.no_grad(), torch.autocast("cpu", enabled=False):
+    with (
+        _disable_current_modes(),
+        torch._C.DisableTorchFunction(),
+        torch.no_grad(),
+        torch.autocast("cpu", enabled=False),
+    ):
         yield
+
+
+def may_choose_library() -> bool:
+    """Whether it is left to us who computes a product: Inductor neither tunes it nor is told to measure nothing."""
+    is_tuned = inductor_config.max_autotune or inductor_config.max_autotune_gemm
+    return not (is_tuned or getattr(inductor_config, "deterministic", False))
 
 
 def _interpret(piece: fx.GraphModule) -> Callable[[list[Any]], Sequence[Any]]:
@@ -1057,7 +1070,8 @@ def has_custom_operator(graph_module: fx.GraphModule) -> bool:
 def _is_custom(target: Any) -> bool:
     if isinstance(target, torch._ops.OpOverloadPacket):
         target = getattr(target, target.overloads()[0])  # type: ignore[no-untyped-call]
-    return isinstance(target, torch._ops.OpOverload) and target.namespace not in (*TORCH_NAMESPACES, NAMESPACE)
+    is_foreign = isinstance(target, torch._ops.OpOverload) and target.namespace not in TORCH_NAMESPACES
+    return is_foreign and not is_linear(target)
 
 
 def module_paths(graph_module: fx.GraphModule) -> str:

@@ -1,20 +1,21 @@
 """Matrix products of bodies: oneDNN computes those that it was measured to be faster at, BLAS the others.
 
-    give_to_onednn(graph, is_faster)     in place, on the graph of a body before it is compiled
-    Libraries(directory).is_onednn_faster(matmul, cores) -> bool           measured once, then remembered
+    find_matmuls(graph) -> list[Matmul]             in the graph of a body, before it is compiled
+    Libraries(directory).choose(cases) -> cases     those for oneDNN; each is measured once, then remembered
+    give_to_onednn(graph, is_for_onednn)            in place
 
-On a CPU, torch and Inductor give every product of float32 matrices to the BLAS that torch was built with. oneDNN, which
-every build for x86 has too, takes longer to call and less time to compute: on an EPYC core with AVX-512, what takes
-MKL 10 us took oneDNN twice as long, and what takes MKL more than 1 ms mostly took oneDNN 5 to 20 % less. Where the
-border is depends on the machine, the shape, how both matrices lie in memory and the number of cores, so each product is
-measured, on matrices of its shape.
+On a CPU, torch and Inductor give every product of float32 matrices to the BLAS that torch was built with, unless
+Inductor is told to tune kernels of its own. oneDNN, which every build for x86 has too, takes longer to call and less
+time to compute: on an EPYC core with AVX-512, what takes MKL 10 us took oneDNN twice as long, and what takes MKL more
+than 1 ms mostly took oneDNN 5 to 20 % less. Where the border is depends on the machine, the shape, how both matrices
+lie in memory and the number of cores, so each product is measured, on matrices of its shape.
 
 Note [transposed left]: the gradient of a weight is the product of a transposed gradient and a layer's input. oneDNN
 wants the left matrix by rows, so a body writes it that way too, which Inductor fuses into what computes the gradient.
-A copy within the caches stands for it.
+A copy within the caches stands for that.
 
-Note [large products]: what decides between libraries does not change any more when a product takes milliseconds. So a
-dimension of a large one is halved until it is no longer large, and many products share one measurement.
+Note [large products]: a product that takes a millisecond tells as much as a larger one. So the longest dimension of a
+large one is halved until it is large no longer, and many products share one measurement.
 
 Numbers differ between the two as between any two orders of a sum. Products stay with BLAS where the user wants the same
 numbers every time, or lets float32 be computed with less precision, which has rules of its own.
@@ -23,11 +24,14 @@ numbers every time, or lets float32 be computed with less precision, which has r
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import logging
+import os
 import statistics
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -42,7 +46,8 @@ _logger = logging.getLogger(__name__)
 LEAST_FLOPS = 2_000_000
 """Of a product that is measured. Smaller ones take less time than it takes to call oneDNN."""
 
-MOST_FLOPS = 1_000_000_000
+MOST_FLOPS = 200_000_000
+MOST_BYTES = 64 * 2**20
 """Of the product that stands for a larger one."""
 
 MARGIN = 0.02
@@ -51,13 +56,13 @@ MARGIN = 0.02
 MAX_AGE_S = 7 * 24 * 3600
 MAX_ENTRIES = 4096
 
-NAMESPACE = "apollo"
-"""Of the operator that stands for a product which oneDNN computes; Inductor's patterns do not know it."""
+LINEAR = "apollo_compile::linear"
+"""The operator that stands for a product which oneDNN computes; Inductor's patterns do not know it."""
 
 _FORMAT = 1
 _MAX_BYTES = 2**20
 _MEASURE_NS = 10_000_000
-_LEAST_ROUNDS = 3
+_LEAST_SAMPLES = 3
 
 _FAR_BYTES = 8 * 2**20
 """More than the caches of one core hold."""
@@ -96,17 +101,22 @@ class Matmul:
 # ------------------------------------------------------------------------------------------------------- the graphs
 
 
-def give_to_onednn(graph: fx.Graph, is_faster: Callable[[Matmul], bool]) -> int:
-    """Let oneDNN compute the products of a graph for which `is_faster` says so; return how many they are.
+def find_matmuls(graph: fx.Graph) -> list[Matmul]:
+    """Return the products in a graph of operators after AOTAutograd that both libraries could compute."""
+    return [matmul for matmul in map(_matmul_of, graph.nodes) if matmul is not None]
+
+
+def give_to_onednn(graph: fx.Graph, is_for_onednn: Callable[[Matmul], bool]) -> int:
+    """Let oneDNN compute those products of a graph for which `is_for_onednn` says so; return how many they are.
 
     Arguments:
         graph: of operators after AOTAutograd, with values; changed in place.
-        is_faster: whether oneDNN is faster than BLAS.
+        is_for_onednn: asked about what `find_matmuls` returns.
     """
     count = 0
     for node in list(graph.nodes):
         matmul = _matmul_of(node)
-        if matmul is None or not is_faster(matmul):
+        if matmul is None or not is_for_onednn(matmul):
             continue
         *bias, left, right = node.args
         with graph.inserting_before(node):
@@ -120,14 +130,20 @@ def give_to_onednn(graph: fx.Graph, is_faster: Callable[[Matmul], bool]) -> int:
     return count
 
 
-@functools.cache
+def is_linear(target: object) -> bool:
+    """Whether it is the operator that oneDNN computes."""
+    return isinstance(target, torch._ops.OpOverload) and target._schema.name == LINEAR
+
+
 def onednn_linear() -> torch._ops.OpOverload:
     """Return the operator `input @ weight.T + bias` of oneDNN: float32, input by rows, weight by rows or columns."""
-    name = f"{NAMESPACE}::linear"
-    torch.library.define(name, "(Tensor input, Tensor weight, Tensor? bias) -> Tensor")
-    torch.library.impl(name, "CPU", _call_onednn)
-    torch.library.register_fake(name, _fake_linear)
-    return torch.ops.apollo.linear.default
+    namespace, _, name = LINEAR.partition("::")
+    with _lock:
+        if not hasattr(getattr(torch.ops, namespace), name):  # what was defined stays when this file is loaded anew
+            torch.library.define(LINEAR, "(Tensor input, Tensor weight, Tensor? bias) -> Tensor")
+            torch.library.impl(LINEAR, "CPU", _call_onednn)
+            torch.library.register_fake(LINEAR, _fake_linear)
+    return torch.ops.apollo_compile.linear.default
 
 
 def _call_onednn(value: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -174,11 +190,12 @@ def _is_transposed(matrix: torch.Tensor) -> bool | None:
 
 
 def has_choice() -> bool:
-    """Whether there is oneDNN and products may be given to it, as no wish of the user for certain numbers forbids."""
+    """Whether there is oneDNN, and torch is not told to compute the same every time or with less precision."""
     if not (torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled):  # type: ignore[no-untyped-call]
         return False
     is_full = torch.backends.mkldnn.matmul.fp32_precision in ("none", "ieee")  # type: ignore[attr-defined]
-    return is_full and not torch.are_deterministic_algorithms_enabled()
+    is_free = not (torch.are_deterministic_algorithms_enabled() or torch.backends.mkldnn.deterministic)
+    return is_full and is_free
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -191,6 +208,19 @@ class _File:
     """How many times as fast oneDNN is as BLAS, by the name of a product."""
 
 
+_lock = threading.RLock()
+"""Held while anything is measured: two measurements at once would disturb each other."""
+
+
+def _renew_lock() -> None:
+    """In a forked child: a thread of the parent may have held it."""
+    global _lock
+    _lock = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_renew_lock)
+
+
 class Libraries:
     """Which library is the faster for which products."""
 
@@ -198,26 +228,39 @@ class Libraries:
         """Keep what is measured in `directory`, which need not exist yet; None keeps it in this process only."""
         self._directory = directory
         self._files: dict[int, _File] = {}
+        self._unable: set[tuple[Matmul, int]] = set()
+        """What could not be measured; another process may be able to."""
 
-    def is_onednn_faster(self, matmul: Matmul, cores: int) -> bool:
-        """Whether oneDNN computes a product on so many cores faster than BLAS does; measured where it is not known."""
-        if matmul.flops < LEAST_FLOPS:
-            return False
-        sample = _sample_of(matmul)
-        gains = self._file(cores).gains
-        if sample.name not in gains:
-            gains[sample.name] = _measure_gain(sample, cores)
-            while len(gains) > MAX_ENTRIES:
-                del gains[next(iter(gains))]
-            self._keep(cores)
-        return gains[sample.name] * (1 - MARGIN) > 1
+    def choose(self, cases: Iterable[tuple[Matmul, int]]) -> set[tuple[Matmul, int]]:
+        """Return for which products and numbers of cores oneDNN is faster; what is not known is measured.
+
+        It may be in the midst of a compile, if `inductor.real_tensors` is around it.
+        """
+        chosen, changed = set(), set()
+        with _lock:
+            for matmul, cores in dict.fromkeys(cases):
+                if matmul.flops < LEAST_FLOPS:
+                    continue
+                sample, gains = _sample_of(matmul), self._file(cores).gains
+                gain = gains.get(sample.name)
+                if gain is None and (sample, cores) not in self._unable:
+                    gain = _measure_gain(sample, cores)
+                    if gain is None:
+                        self._unable.add((sample, cores))
+                    else:
+                        gains[sample.name] = gain
+                        changed.add(cores)
+                if gain is not None and gain * (1 - MARGIN) > 1:
+                    chosen.add((matmul, cores))
+            for cores in changed:
+                self._keep(cores)
+        return chosen
 
     def _file(self, cores: int) -> _File:
         known = self._files.get(cores)
         if known is None:
-            fingerprint = machine_fingerprint(cores)
-            new = _File(format=_FORMAT, fingerprint=fingerprint, made_at=time.time(), gains={})
-            known = self._files[cores] = self._read(cores, fingerprint) or new
+            new = _File(format=_FORMAT, fingerprint=machine_fingerprint(cores), made_at=time.time(), gains={})
+            known = self._files[cores] = self._read(cores, new.fingerprint) or new
         return known
 
     def _read(self, cores: int, fingerprint: Fingerprint) -> _File | None:
@@ -235,10 +278,15 @@ class Libraries:
         return file if is_fresh and file.fingerprint == fingerprint else None
 
     def _keep(self, cores: int) -> None:
+        """Write what is known, with what other processes have found meanwhile; the youngest entries are last."""
+        own = self._files[cores]
+        others = self._read(cores, own.fingerprint) or own
+        gains = list((others.gains | own.gains).items())[-MAX_ENTRIES:]
+        file = self._files[cores] = replace(others, gains=dict(gains))
         if self._directory is None:
             return
         try:
-            write_file(self._path(self._directory, cores), json.dumps(to_json(self._files[cores]), indent=1) + "\n")
+            write_file(self._path(self._directory, cores), json.dumps(to_json(file), indent=1) + "\n")
         except OSError as error:
             _logger.info("the next process measures matrix products again: %s", error)
 
@@ -255,43 +303,41 @@ def libraries_in(directory: Path | None) -> Libraries:
 
 def _sample_of(matmul: Matmul) -> Matmul:
     """Return the product that stands for a large one: Note [large products]."""
-    while matmul.flops > MOST_FLOPS:
+    while matmul.flops > MOST_FLOPS or matmul.num_bytes > MOST_BYTES:
         sizes = {"rows": matmul.rows, "inner": matmul.inner, "columns": matmul.columns}
         longest = max(sizes, key=lambda name: sizes[name])
         matmul = replace(matmul, **{longest: sizes[longest] // 2})  # type: ignore[arg-type]
     return matmul
 
 
-def _measure_gain(matmul: Matmul, cores: int) -> float:
-    """Return how many times as fast oneDNN is as BLAS.
-
-    It is in the midst of a compile: `inductor.real_tensors` is around it.
-    """
+def _measure_gain(matmul: Matmul, cores: int) -> float | None:
+    """Return how many times as fast oneDNN is as BLAS; None where one of them cannot."""
     threads = torch.get_num_threads()
     try:
-        torch.set_num_threads(cores)
+        if cores != threads:
+            torch.set_num_threads(cores)
         blas, onednn = _typical_times([_calls(matmul) for _ in range(-(-_FAR_BYTES // matmul.num_bytes))])
         if matmul.is_left_transposed:
             onednn += _writing_time(matmul)
     except RuntimeError as error:  # not every build of oneDNN computes every product
         _logger.info("%s stays with BLAS: %s", matmul.name, error)
-        return 0.0
+        return None
     finally:
-        torch.set_num_threads(threads)
-    gain = blas / onednn
-    _logger.debug("oneDNN is %.2fx as fast as BLAS on %d cores: %s", gain, cores, matmul.name)
-    return gain
+        if cores != threads:
+            torch.set_num_threads(threads)
+    _logger.debug("oneDNN is %.2fx as fast as BLAS on %d cores: %s", blas / onednn, cores, matmul.name)
+    return blas / onednn
 
 
 def _calls(matmul: Matmul) -> list[Callable[[], object]]:
     """Return the call of BLAS and that of oneDNN, on matrices of their own."""
     left = _ones(matmul.rows, matmul.inner)
-    right = _ones(matmul.inner, matmul.columns)
+    given = _ones(matmul.inner, matmul.rows).t() if matmul.is_left_transposed else left
     if matmul.is_right_transposed:
         right = _ones(matmul.columns, matmul.inner).t()
-    weight = right.t()
-    bias = _ones(matmul.columns) if matmul.has_bias else None
-    given = _ones(matmul.inner, matmul.rows).t() if matmul.is_left_transposed else left
+    else:
+        right = _ones(matmul.inner, matmul.columns)
+    weight, bias = right.t(), _ones(matmul.columns) if matmul.has_bias else None
     return [
         lambda: torch.mm(given, right) if bias is None else torch.addmm(bias, given, right),
         lambda: _call_onednn(left, weight, bias),
@@ -315,16 +361,15 @@ def _typical_times(copies: Sequence[Sequence[Callable[[], object]]]) -> list[flo
     Calls take turns, since the machine changes, and so do the copies: in a step too, other matrices are used before a
     product comes to its own again.
     """
-    for calls in copies:  # the first time makes what is made once
-        for call in calls:
-            call()
+    for call in copies[0]:  # the first time makes what is made once
+        call()
     times: list[list[int]] = [[] for _ in copies[0]]
-    begin, rounds = time.perf_counter_ns(), 0
-    while rounds < _LEAST_ROUNDS or time.perf_counter_ns() - begin < _MEASURE_NS:
-        for number, samples in enumerate(times):
-            for calls in copies:
-                start = time.perf_counter_ns()
-                calls[number]()
-                samples.append(time.perf_counter_ns() - start)
-        rounds += 1
+    begin = time.perf_counter_ns()
+    for calls in itertools.cycle(copies):
+        for call, samples in zip(calls, times, strict=True):
+            start = time.perf_counter_ns()
+            call()
+            samples.append(time.perf_counter_ns() - start)
+        if len(times[0]) >= _LEAST_SAMPLES and time.perf_counter_ns() - begin >= _MEASURE_NS:
+            break
     return [statistics.median(samples) for samples in times]

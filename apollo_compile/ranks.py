@@ -9,9 +9,10 @@ Note [What ranks agree on]
     running a graph differ in the last bits, and parameters that tensor parallelism keeps equal on all ranks would drift
     apart. And a step that one rank runs by its plan and another by Inductor's code measures neither.
 
-    Therefore three things are settled in common: the costs and plan of every graph, every later plan, and the times of
-    every round of a contest. All that follows from them (which entrant leaves, who wins, what the next step runs) is a
-    function of what was settled and of the number of steps, so all ranks switch at the same step.
+    Therefore these things are settled in common: the costs and plan of every graph, which library computes its matrix
+    products, every later plan, and the times of every round of a contest. All that follows from them (which entrant
+    leaves, who wins, what the next step runs) is a function of what was settled and of the number of steps, so all
+    ranks switch at the same step.
 
     The first rank to arrive decides, by one compare-and-set in the store of the default process group; the others take
     what they find there. Nobody ever waits for another rank, so a graph that one rank compiles and another never sees

@@ -3,24 +3,43 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch._inductor.config as inductor_config
+import torch.distributed as dist
 from torch import fx, nn
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
 
-from apollo_compile import matmul
-from apollo_compile.matmul import LEAST_FLOPS, MOST_FLOPS, Libraries, Matmul, give_to_onednn, has_choice
+from apollo_compile import backend, matmul
+from apollo_compile.inductor import may_choose_library, real_tensors
+from apollo_compile.matmul import (
+    LEAST_FLOPS,
+    MARGIN,
+    MOST_BYTES,
+    MOST_FLOPS,
+    Libraries,
+    Matmul,
+    find_matmuls,
+    give_to_onednn,
+    has_choice,
+)
+from apollo_compile.ranks import Ranks, Store
+from tests.end_to_end.marks import needs_two_cores
+from tests.end_to_end.models import TwoTowers, two_tower_inputs
 
 needs_onednn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
 pytestmark = needs_onednn
 
-LINEAR = "apollo.linear.default"
+LINEAR = "apollo_compile.linear.default"
 
 
 def a_matmul(rows: int = 256, **changes: Any) -> Matmul:
@@ -56,16 +75,12 @@ def layer() -> tuple[torch.Tensor, ...]:
 
 def test_all_three_products_of_a_layer_can_go_and_have_the_same_numbers() -> None:
     """They are told as they lie in memory."""
-    inputs, seen = layer(), []
-
-    def is_faster(product: Matmul) -> bool:
-        seen.append(product)
-        return True
-
+    inputs = layer()
     graph_module = trace(step, *inputs)
-    assert give_to_onednn(graph_module.graph, is_faster) == 3
-    assert [product.name for product in seen] == ["20x12 12x16T+bias", "20x16 16x12", "16x20T 20x12"]
-    assert [product.flops for product in seen] == [2 * 20 * 12 * 16] * 3
+    found = find_matmuls(graph_module.graph)
+    assert give_to_onednn(graph_module.graph, lambda product: product in found) == 3
+    assert [product.name for product in found] == ["20x12 12x16T+bias", "20x16 16x12", "16x20T 20x12"]
+    assert [product.flops for product in found] == [2 * 20 * 12 * 16] * 3
     assert targets(graph_module.graph) == [LINEAR] * 3
     graph_module.recompile()
     torch.testing.assert_close(graph_module(*inputs), step(*inputs))
@@ -101,7 +116,11 @@ def test_other_products_stay(function: Callable[..., Any], inputs: list[torch.Te
     """They are not even asked for."""
     graph = trace(function, *inputs, mode=mode).graph
     before = targets(graph)
-    assert before and give_to_onednn(graph, lambda product: pytest.fail(f"asked for {product}")) == 0
+    assert (
+        before
+        and not find_matmuls(graph)
+        and give_to_onednn(graph, lambda product: pytest.fail(f"asked for {product}")) == 0
+    )
     assert targets(graph) == before
 
 
@@ -121,32 +140,72 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Matmul, int]]:
     return found
 
 
+LOSES, WINS = a_matmul(), a_matmul(has_bias=True)
+
+
 def test_a_product_is_measured_once_per_number_of_cores(measured: list[Any], tmp_path: Path) -> None:
     """And in the next process not again."""
+    cases = [(LOSES, 1), (WINS, 1), (WINS, 1), (LOSES, 2)]
     for libraries in (Libraries(tmp_path / "new"), Libraries(tmp_path / "new")):
         for _ in range(2):
-            assert not libraries.is_onednn_faster(a_matmul(), 1)
-            assert libraries.is_onednn_faster(a_matmul(has_bias=True), 1)
-            assert not libraries.is_onednn_faster(a_matmul(), 2)
-    assert measured == [(a_matmul(), 1), (a_matmul(has_bias=True), 1), (a_matmul(), 2)]
+            assert libraries.choose(cases) == {(WINS, 1)}
+    assert measured == [(LOSES, 1), (WINS, 1), (LOSES, 2)]
+
+
+def test_processes_keep_what_others_have_measured(measured: list[Any], tmp_path: Path) -> None:
+    """Although both had looked into the file before."""
+    one, other = Libraries(tmp_path), Libraries(tmp_path)
+    for libraries, rows in ((one, 256), (other, 300), (one, 400)):
+        libraries.choose([(a_matmul(rows), 1)])
+    Libraries(tmp_path).choose([(a_matmul(rows), 1) for rows in (256, 300, 400)])
+    assert len(measured) == 3
+
+
+def test_threads_that_compile_at_once_measure_one_after_the_other(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """And each product once."""
+    inside, seen = threading.Lock(), []
+
+    def measure(product: Matmul, cores: int) -> float:
+        assert inside.acquire(blocking=False)
+        time.sleep(0.001)
+        seen.append(product)
+        inside.release()
+        return 2.0
+
+    monkeypatch.setattr(matmul, "_measure_gain", measure)
+    libraries, cases = Libraries(tmp_path), [(a_matmul(rows), 1) for rows in range(256, 276)]
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(libraries.choose, [cases] * 4)) == [set(cases)] * 4
+    assert len(seen) == 20
 
 
 def test_nothing_is_kept_without_a_directory(measured: list[Any], tmp_path: Path) -> None:
     """It is known in this process only."""
     libraries = Libraries(None)
-    assert [libraries.is_onednn_faster(a_matmul(), 1) for _ in range(2)] == [False, False]
+    assert [libraries.choose([(WINS, 1)]) for _ in range(2)] == [{(WINS, 1)}] * 2
     assert len(measured) == 1 and not list(tmp_path.iterdir())
 
 
-def test_small_products_are_left_and_large_ones_stand_for_larger(measured: list[Any]) -> None:
-    """The border is a number of operations."""
-    libraries = Libraries(None)
-    assert not libraries.is_onednn_faster(a_matmul(rows=4, has_bias=True), 1) and not measured
-    assert a_matmul(rows=4).flops < LEAST_FLOPS
-    for rows in (2**20, 2**21):
-        assert libraries.is_onednn_faster(a_matmul(rows=rows, has_bias=True), 1)
+def test_small_products_are_left_and_smaller_ones_stand_for_large_ones(measured: list[Any]) -> None:
+    """The borders are numbers of operations and of bytes."""
+    libraries, small = Libraries(None), a_matmul(4, has_bias=True)
+    assert small.flops < LEAST_FLOPS and not libraries.choose([(small, 1)]) and not measured
+    large = {(a_matmul(rows, has_bias=True), 1) for rows in (2**20, 2**21)}
+    assert libraries.choose(large) == large
     ((product, _),) = measured
     assert MOST_FLOPS / 2 < product.flops <= MOST_FLOPS and (product.inner, product.columns) == (64, 128)
+    flat = a_matmul(1, inner=2**13, columns=2**14, has_bias=True)
+    assert flat.flops > MOST_FLOPS and libraries.choose([(flat, 1)])
+    assert MOST_BYTES / 2 < measured[-1][0].num_bytes <= MOST_BYTES
+
+
+@pytest.mark.parametrize(("gain", "is_enough"), [(1 + MARGIN / 2, False), (1 + 2 * MARGIN, True)])
+def test_a_gain_within_noise_is_none(monkeypatch: pytest.MonkeyPatch, gain: float, is_enough: bool) -> None:
+    """BLAS is what the user had."""
+    monkeypatch.setattr(matmul, "_measure_gain", lambda product, cores: gain)
+    assert bool(Libraries(None).choose([(LOSES, 1)])) == is_enough
 
 
 def change(path: Path, **changes: Any) -> None:
@@ -173,11 +232,11 @@ def test_what_cannot_be_used_is_measured_anew(
     measured: list[Any], tmp_path: Path, spoil: Callable[[Path], object]
 ) -> None:
     """And is right afterwards."""
-    assert Libraries(tmp_path).is_onednn_faster(a_matmul(has_bias=True), 1)
+    assert Libraries(tmp_path).choose([(WINS, 1)])
     (path,) = tmp_path.iterdir()
     spoil(path)
-    assert Libraries(tmp_path).is_onednn_faster(a_matmul(has_bias=True), 1)
-    assert Libraries(tmp_path).is_onednn_faster(a_matmul(has_bias=True), 1)
+    assert Libraries(tmp_path).choose([(WINS, 1)])
+    assert Libraries(tmp_path).choose([(WINS, 1)])
     assert len(measured) == 2
 
 
@@ -185,7 +244,7 @@ def test_a_directory_that_cannot_be_written_costs_a_measurement_only(measured: l
     """A file is in its place."""
     (tmp_path / "file").write_text("")
     for _ in range(2):
-        assert Libraries(tmp_path / "file").is_onednn_faster(a_matmul(has_bias=True), 1)
+        assert Libraries(tmp_path / "file").choose([(WINS, 1)])
     assert len(measured) == 2
 
 
@@ -194,7 +253,7 @@ def test_old_measurements_make_room(measured: list[Any], tmp_path: Path, monkeyp
     monkeypatch.setattr(matmul, "MAX_ENTRIES", 3)
     libraries = Libraries(tmp_path)
     for rows in range(256, 261):
-        libraries.is_onednn_faster(a_matmul(rows), 1)
+        libraries.choose([(a_matmul(rows), 1)])
     (path,) = tmp_path.iterdir()
     assert list(json.loads(path.read_text())["gains"]) == [a_matmul(rows).name for rows in (258, 259, 260)]
 
@@ -205,11 +264,26 @@ def test_a_measurement_leaves_threads_as_they_were(left: bool, right: bool, tmp_
     """It takes place, and gives a ratio of times."""
     threads = torch.get_num_threads()
     product = a_matmul(is_left_transposed=left, is_right_transposed=right, has_bias=right)
-    Libraries(tmp_path).is_onednn_faster(product, 1)
+    Libraries(tmp_path).choose([(product, threads + 1)])
     assert torch.get_num_threads() == threads
     (path,) = tmp_path.iterdir()
     (gain,) = json.loads(path.read_text())["gains"].values()
     assert 0.01 < gain < 100
+
+
+def test_what_a_library_cannot_compute_stays_with_blas(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """That is asked once by a process, and no other one is told; threads stay as they were."""
+    calls: list[torch.Tensor] = []
+
+    def refuse(value: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        calls.append(value)
+        raise RuntimeError("could not create a primitive descriptor")
+
+    monkeypatch.setattr(matmul, "_call_onednn", refuse)
+    threads, libraries = torch.get_num_threads(), Libraries(tmp_path)
+    for _ in range(2):
+        assert not libraries.choose([(WINS, threads + 1)])
+    assert len(calls) == 1 and torch.get_num_threads() == threads and not list(tmp_path.iterdir())
 
 
 @pytest.mark.filterwarnings("ignore:TF32 acceleration")
@@ -315,15 +389,115 @@ def test_products_stay_with_BLAS_where_the_user_says_so(  # noqa: N802
 def test_in_the_midst_of_a_compile_products_are_measured_on_tensors_with_memory(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Forwards compile while tensors are fake, and under the user's settings."""
-    seen: list[tuple[bool, torch.dtype, bool]] = []
+    """Forwards compile while tensors are fake."""
+    seen: list[tuple[bool, bool]] = []
 
     def look(product: Matmul, cores: int) -> float:
-        result = torch.mm(torch.ones(2, 2), torch.ones(2, 2))
-        seen.append((isinstance(result, FakeTensor), result.dtype, torch.is_grad_enabled()))
+        seen.append((isinstance(torch.mm(torch.ones(2, 2), torch.ones(2, 2)), FakeTensor), torch.is_grad_enabled()))
         return 0.5
 
     monkeypatch.setattr(matmul, "_measure_gain", look)
     train(options)
-    assert set(seen) == {(False, torch.float32, False)}
+    assert set(seen) == {(False, False)}
     assert len(seen) == 9  # one layer is used twice, and its products are alike
+
+
+def test_no_setting_of_the_user_reaches_a_measurement() -> None:
+    """Fake tensors, other types, devices and functions."""
+
+    class Other(TorchFunctionMode):
+        def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            raise AssertionError(f"{function} was seen")
+
+    with FakeTensorMode(), torch.autocast("cpu", dtype=torch.bfloat16), Other(), real_tensors():
+        matrix = torch.ones(2, 2, device="cpu")
+        product = torch.mm(matrix, matrix)
+        assert type(product) is torch.Tensor and product.dtype == torch.float32
+        assert (product.data_ptr() != 0) and not torch.is_grad_enabled()
+
+
+def test_code_that_inductor_tunes_or_keeps_the_same_is_left_to_it(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has more to choose from, or nothing may be measured."""
+    assert may_choose_library()
+    for name in ("max_autotune", "max_autotune_gemm", "deterministic"):
+        with inductor_config.patch({name: True}):
+            assert not may_choose_library()
+    monkeypatch.setattr(matmul, "_measure_gain", lambda product, cores: pytest.fail("measured"))
+    with inductor_config.patch({"max_autotune_gemm": True, "max_autotune_gemm_backends": "ATEN"}):
+        train(options)
+
+
+class ManyForms(nn.Module):
+    """Products whose matrices are slices, views, sums and outputs of others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(24, 24) / 5)
+        self.bias = nn.Parameter(torch.randn(48))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return products and views of them."""
+        y = torch.addmm(self.bias[24:], x, self.weight)
+        z = torch.addmm(x.sum(0), y, (self.weight * 2).t())
+        left, right = (z @ self.weight).chunk(2, dim=1)
+        one = (x[:1] @ self.weight) + (x @ self.weight[:, :1])
+        again = (x.t() @ x) @ self.weight.reshape(8, 72).reshape(24, 24)
+        return y, y.t(), left @ right.t(), one, again, (y @ self.weight).mul_(2)
+
+
+def test_products_of_many_forms_are_those_of_eager(options: dict[str, Any], capfd: pytest.CaptureFixture[str]) -> None:
+    """Outputs and gradients."""
+
+    def run(compiled: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model, x = ManyForms(), torch.randn(20, 24, requires_grad=True)
+        torch._dynamo.reset()
+        outputs = (torch.compile(model, backend="apollo", options=options) if compiled else model)(x)
+        sum(output.square().mean() for output in outputs).backward()  # type: ignore[union-attr]
+        return [*(output.detach() for output in outputs), x.grad, model.weight.grad, model.bias.grad]  # type: ignore[list-item]
+
+    got: list[torch.Tensor] = []
+    assert count_products(capfd, lambda: got.extend(run(compiled=True))) >= 8
+    torch.testing.assert_close(got, run(compiled=False), rtol=1e-4, atol=1e-4)
+
+
+@needs_two_cores
+def test_products_are_measured_on_as_many_cores_as_the_plan_gives_them(
+    options: dict[str, Any], measured: list[Any], lanes: dict[str, Any]
+) -> None:
+    """Two towers on a lane each, and what comes before and behind."""
+    model = TwoTowers()
+    compiled = torch.compile(
+        model, backend="apollo", options={**lanes["options"], "device.cache": options["device.cache"]}
+    )
+    compiled(*two_tower_inputs()).square().mean().backward()
+    (made,) = (made for made in backend.compiled_models() if made.graphs and made is backend.compiled_models()[-1])
+    planned = {a.quota.units for graph in made.graphs for a in graph.compilation.plan.assignments}
+    assert {cores for _, cores in measured} == planned and 1 in planned
+
+
+class Meddler:
+    """A store in which somebody has written something else."""
+
+    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes:
+        return b"{" if "products" in key else desired.encode()
+
+
+def test_ranks_give_the_same_products_to_onednn(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Whatever each of them measured; both are in this process. What is no list of names is not taken."""
+
+    def train_as_rank(store: Store, gain: float) -> int:
+        ranks = Ranks(store)
+        monkeypatch.setattr(backend, "find_ranks", lambda: ranks)
+        monkeypatch.setattr(matmul, "_measure_gain", lambda product, cores: gain)
+        return count_products(capfd, lambda: train({**options, "plan.remember": False}))
+
+    monkeypatch.setattr(backend, "libraries_in", lambda directory: Libraries(directory))
+    for first, second in ((2.0, 0.5), (0.5, 2.0)):
+        store = dist.HashStore()
+        assert [train_as_rank(store, gain) for gain in (first, second)] == [12 if first > 1 else 0] * 2
+    assert [train_as_rank(Meddler(), gain) for gain in (2.0, 0.5)] == [12, 0]
