@@ -61,7 +61,7 @@ LINEAR = "apollo_compile::linear"
 
 _FORMAT = 1
 _MAX_BYTES = 2**20
-_MEASURE_NS = 10_000_000
+_MEASURE_NS = 20_000_000
 _LEAST_SAMPLES = 3
 
 _FAR_BYTES = 8 * 2**20
