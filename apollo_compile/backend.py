@@ -87,7 +87,7 @@ from apollo_compile.inductor import (
     written_inputs,
 )
 from apollo_compile.ir import BodyId, Capture, Partition, Plan, Role, Trace, Verdict
-from apollo_compile.matmul import Matmul, find_matmuls, give_to_onednn, has_choice, libraries_in
+from apollo_compile.matmul import Matmul, find_matmuls, give_to_onednn, libraries_in
 from apollo_compile.observe import StageRunner, warn_of_files
 from apollo_compile.passes.capture import capture_graph, read_formulas, resize_capture
 from apollo_compile.pipeline import (
@@ -776,7 +776,7 @@ def _compile_bodies(
     pieces = [(body.name, *extract_body(graph_module, body)) for body in compilation.partition.bodies]
     if config.runtime.bodies == "eager":
         return interpret_bodies(pieces)
-    if config.runtime.onednn and device.type == "cpu" and has_choice() and may_choose_library():
+    if config.runtime.onednn and device.type == "cpu" and may_choose_library():
         _choose_libraries([piece.graph for _, piece, _ in pieces], compilation, config, commons)
     return compile_bodies(pieces, native=config.runtime.bodies == "native" and device.type == "cpu", **kwargs)
 

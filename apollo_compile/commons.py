@@ -3,8 +3,8 @@
     Commons(ranks).enroll(compilation);  Commons.settle(proposed, own) -> Compilation | None
     Commons.settle_names(subject, names) -> names
 
-`ranks.py` knows texts under topics; here a text is a plan with the costs that it was made from. Note [What ranks agree
-on] in `ranks.py` says why.
+`ranks.py` knows texts under topics; here a text is a list of names, or a plan with the costs that it was made
+from. Note [What ranks agree on] in `ranks.py` says why.
 """
 
 from __future__ import annotations

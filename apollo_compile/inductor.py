@@ -902,9 +902,21 @@ def real_tensors() -> Iterator[None]:
 
 
 def may_choose_library() -> bool:
-    """Whether it is left to us who computes a product: Inductor neither tunes it nor is told to measure nothing."""
-    is_tuned = inductor_config.max_autotune or inductor_config.max_autotune_gemm
-    return not (is_tuned or getattr(inductor_config, "deterministic", False))
+    """Whether it is left to us who computes a matrix product on a CPU.
+
+    There is oneDNN, Inductor does not tune products itself, and nobody wants the same numbers every time, or numbers of
+    less precision.
+    """
+    mkldnn = torch.backends.mkldnn
+    if not (mkldnn.is_available() and mkldnn.enabled):  # type: ignore[no-untyped-call]
+        return False
+    is_fixed = (
+        torch.are_deterministic_algorithms_enabled()
+        or mkldnn.deterministic
+        or getattr(inductor_config, "deterministic", False)
+    )
+    is_full = mkldnn.matmul.fp32_precision in ("none", "ieee")  # type: ignore[attr-defined]
+    return is_full and not (is_fixed or inductor_config.max_autotune or inductor_config.max_autotune_gemm)
 
 
 def _interpret(piece: fx.GraphModule) -> Callable[[list[Any]], Sequence[Any]]:

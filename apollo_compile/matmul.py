@@ -39,6 +39,7 @@ import torch
 from torch import fx
 
 from apollo_compile.device import Fingerprint, machine_fingerprint
+from apollo_compile.history import MAX_AGE_S
 from apollo_compile.json_form import from_json, read_file, to_json, write_file
 
 _logger = logging.getLogger(__name__)
@@ -53,7 +54,6 @@ MOST_BYTES = 64 * 2**20
 MARGIN = 0.02
 """Share of BLAS' time that oneDNN must save."""
 
-MAX_AGE_S = 7 * 24 * 3600
 MAX_ENTRIES = 4096
 
 LINEAR = "apollo_compile::linear"
@@ -187,15 +187,6 @@ def _is_transposed(matrix: torch.Tensor) -> bool | None:
 
 
 # ---------------------------------------------------------------------------------------------------- the libraries
-
-
-def has_choice() -> bool:
-    """Whether there is oneDNN, and torch is not told to compute the same every time or with less precision."""
-    if not (torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled):  # type: ignore[no-untyped-call]
-        return False
-    is_full = torch.backends.mkldnn.matmul.fp32_precision in ("none", "ieee")  # type: ignore[attr-defined]
-    is_free = not (torch.are_deterministic_algorithms_enabled() or torch.backends.mkldnn.deterministic)
-    return is_full and is_free
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

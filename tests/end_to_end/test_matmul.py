@@ -20,6 +20,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 
 from apollo_compile import backend, matmul
+from apollo_compile.history import MAX_AGE_S
 from apollo_compile.inductor import may_choose_library, real_tensors
 from apollo_compile.matmul import (
     LEAST_FLOPS,
@@ -30,7 +31,6 @@ from apollo_compile.matmul import (
     Matmul,
     find_matmuls,
     give_to_onednn,
-    has_choice,
 )
 from apollo_compile.ranks import Ranks, Store
 from tests.end_to_end.marks import needs_two_cores
@@ -220,7 +220,7 @@ def change(path: Path, **changes: Any) -> None:
         pytest.param(lambda path: path.write_text("[]"), id="another kind"),
         pytest.param(lambda path: change(path, format=0), id="another format"),
         pytest.param(lambda path: change(path, gains={"a": "b"}), id="a word"),
-        pytest.param(lambda path: change(path, made_at=time.time() - matmul.MAX_AGE_S - 1), id="too old"),
+        pytest.param(lambda path: change(path, made_at=time.time() - MAX_AGE_S - 1), id="too old"),
         pytest.param(lambda path: change(path, made_at=time.time() + 3600), id="of the future"),
         pytest.param(
             lambda path: change(path, fingerprint={**json.loads(path.read_text())["fingerprint"], "torch": "1.0"}),
@@ -289,21 +289,21 @@ def test_what_a_library_cannot_compute_stays_with_blas(monkeypatch: pytest.Monke
 @pytest.mark.filterwarnings("ignore:TF32 acceleration")
 def test_the_user_may_have_forbidden_it() -> None:
     """Deterministic algorithms, oneDNN switched off, less precision."""
-    assert has_choice()
+    assert may_choose_library()
     torch.use_deterministic_algorithms(True)
     try:
-        assert not has_choice()
+        assert not may_choose_library()
     finally:
         torch.use_deterministic_algorithms(False)
     with torch.backends.mkldnn.flags(enabled=False):
-        assert not has_choice()
+        assert not may_choose_library()
     before = torch.backends.mkldnn.matmul.fp32_precision
     torch.backends.mkldnn.matmul.fp32_precision = "bf16"
     try:
-        assert not has_choice()
+        assert not may_choose_library()
     finally:
         torch.backends.mkldnn.matmul.fp32_precision = before
-    assert has_choice()
+    assert may_choose_library()
 
 
 # ------------------------------------------------------------------------------------------------------- the whole
