@@ -70,7 +70,7 @@ from apollo_compile.inductor import (
     compile_whole,
     compile_with_inductor,
     compiler_complaint,
-    copy_dynamo_graph,
+    copy_of_dynamo_graph,
     current_settings,
     depends_on_units,
     extract_body,
@@ -285,9 +285,9 @@ class CompiledModel:
             self._fall_back(reason, level=logging.INFO)
             return self._compile_plainly(graph_module, example_inputs, settings)
         try:
-            with with_settings(settings):
+            with with_settings(settings), copy_of_dynamo_graph(graph_module) as copied:
                 compiled = compile_with_inductor(
-                    copy_dynamo_graph(graph_module),
+                    copied,
                     example_inputs,
                     self.compile_graph,
                     recompute_masks=self.config.runtime.recompute_masks,
@@ -306,14 +306,14 @@ class CompiledModel:
         self, graph_module: fx.GraphModule, example_inputs: Sequence[Any], settings: Mapping[str, Any]
     ) -> Callable[..., Any]:
         """Compile the Dynamo graph as torch.compile does, or, without a C++ compiler, run it operator by operator."""
-        kept = copy_dynamo_graph(graph_module)
-        try:
-            return compile_plainly(graph_module, example_inputs, settings)
-        except Exception as error:
-            self._note_no_compiler(error)
-            return compile_with_inductor(
-                kept, example_inputs, lambda graph, *_, **__: (interpret_whole(graph), None), recompute_masks=False
-            )
+        with copy_of_dynamo_graph(graph_module) as kept:
+            try:
+                return compile_plainly(graph_module, example_inputs, settings)
+            except Exception as error:
+                self._note_no_compiler(error)
+                return compile_with_inductor(
+                    kept, example_inputs, lambda graph, *_, **__: (interpret_whole(graph), None), recompute_masks=False
+                )
 
     def _fall_back(self, reason: str, *, level: int) -> None:
         self.falls_back = True

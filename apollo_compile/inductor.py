@@ -2,7 +2,7 @@
 
     compile_plainly         what torch.compile alone would do with a Dynamo graph: a fallback
     inductor_settings       Inductor's settings of a mode and options, as torch.compile takes them
-    copy_dynamo_graph       a graph that compiling may change, so that the other can still fall back
+    copy_of_dynamo_graph    a graph that compiling may change, so that the other can still fall back
     compile_with_inductor   run a Dynamo graph through AOTAutograd and Inductor's passes, with our inner compiler
     set_aside               leave out of a graph what is no tensor and only passes through; see to its sizes
     adopt_layouts           trace a graph again for the strides that its inputs really have
@@ -327,17 +327,29 @@ def with_settings(settings: Mapping[str, Any]) -> AbstractContextManager[None]:
     return inductor_config.patch(dict(settings))  # type: ignore[no-any-return]
 
 
-def copy_dynamo_graph(graph_module: fx.GraphModule) -> fx.GraphModule:
-    """Return a copy of a Dynamo graph that may be compiled, which changes a graph and those inside it.
+@contextlib.contextmanager
+def copy_of_dynamo_graph(graph_module: fx.GraphModule) -> Iterator[fx.GraphModule]:
+    """Give a copy of a Dynamo graph that may be compiled, which changes a graph and those inside it.
 
-    Parameters, buffers and modules are shared, and so is what Dynamo notes about the graph.
+    Parameters, buffers and modules are shared, and so is what Dynamo notes about the graph. As Dynamo does with its
+    own, what is noted about nodes is dropped afterwards: it refers to parameters, which nobody could swap then.
     """
+    copied = _copy_dynamo_graph(graph_module)
+    try:
+        yield copied
+    finally:
+        for module in copied.modules():
+            for node in module.graph.nodes if isinstance(module, fx.GraphModule) else ():
+                node.meta.clear()
+
+
+def _copy_dynamo_graph(graph_module: fx.GraphModule) -> fx.GraphModule:
     copied = clone_graph(graph_module)
     for node, original in zip(copied.graph.nodes, graph_module.graph.nodes, strict=True):
         vars(node).update({name: vars(original)[name] for name in vars(original).keys() - vars(node).keys()})
     for name, inner in copied.named_children():
         if isinstance(inner, fx.GraphModule):
-            setattr(copied, name, copy_dynamo_graph(inner))
+            setattr(copied, name, _copy_dynamo_graph(inner))
     noted = vars(graph_module).keys() - vars(copied).keys() - {"_code"}
     vars(copied).update({name: vars(graph_module)[name] for name in noted})
     copied.meta = dict(graph_module.meta)
