@@ -346,12 +346,13 @@ def copy_of_dynamo_graph(graph_module: fx.GraphModule) -> Iterator[fx.GraphModul
 def _copy_dynamo_graph(graph_module: fx.GraphModule) -> fx.GraphModule:
     copied = clone_graph(graph_module)
     for node, original in zip(copied.graph.nodes, graph_module.graph.nodes, strict=True):
-        vars(node).update({name: vars(original)[name] for name in vars(original).keys() - vars(node).keys()})
+        vars(node).update({**vars(original), **vars(node)})
     for name, inner in copied.named_children():
         if isinstance(inner, fx.GraphModule):
             setattr(copied, name, _copy_dynamo_graph(inner))
-    noted = vars(graph_module).keys() - vars(copied).keys() - {"_code"}
-    vars(copied).update({name: vars(graph_module)[name] for name in noted})
+    for name, value in vars(graph_module).items():  # in their order, which is part of the keys of AOTAutograd's cache
+        if name != "_code":
+            vars(copied).setdefault(name, value)
     copied.meta = dict(graph_module.meta)
     return copied
 
