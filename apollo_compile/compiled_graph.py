@@ -32,7 +32,7 @@ from apollo_compile.ir import BodyId, LaneId, Plan, Trace, Verdict
 from apollo_compile.monitor import is_same_placement, observe_trace, should_replan
 from apollo_compile.observe import StageRunner
 from apollo_compile.passes.cost import estimate_costs
-from apollo_compile.passes.plan import make_list_plan, make_plan
+from apollo_compile.passes.plan import make_list_plan, make_serial_plan
 from apollo_compile.pipeline import Compilation, compile_plan, plan_partition
 from apollo_compile.ranks import Ranks
 from apollo_compile.select import INDUCTOR, LISTED, OVERLAPPING, PLAN, PRIORITIES, SERIAL, STREAMS, Selection
@@ -322,7 +322,7 @@ class CompiledGraph:
         old = self.compilation
         if not uses_lanes(old.plan) and not self.is_bound:
             return self.executable
-        plan = make_plan(old.partition.graph, old.costs, lanes=old.plan.lanes, planner="serial")
+        plan = make_serial_plan(old.partition.graph, old.costs, old.plan)
         return self._make_executable(self._planned_so(plan), SERIAL)
 
     def _has_rival(self) -> bool:
