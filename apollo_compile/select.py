@@ -34,10 +34,14 @@ Procedure   1. The plan against its segments in turn, and against the list sched
             3. If another way was faster for one of the graphs alone, the mixture meets the winner; not on a GPU, where
                all graphs of a model run the same way.
             A verdict takes `MIN_ROUNDS` comparable rounds: with fewer, what was to be beaten stays, at first the plan.
-Drift       One in `WATCH_EVERY` of the winner's steps stays watched, and the others cost nothing: if the medians of
-            `DRIFT_STEPS` watched steps are off by `DRIFT` from the first such median twice in a row, what is compiled
-            competes again; if Inductor never had to, as a plan was ahead by `CLEAR`, step 2 counts anew. Each time that
-            changes nothing, the next contest is at least twice as far away.
+Drift       One in `WATCH_EVERY` of the winner's steps stays watched, and the others cost nothing. Which one is decided
+            when a step begins and holds for all its graphs: a sample is a whole step, the sum over the graphs of their
+            mean call, so that it does not depend on how many forwards come before their backwards, or how often the
+            model is evaluated between two steps. A step in which not all graphs ran that have run before, or in which
+            calls of several threads overlapped, is no sample. If the medians of `DRIFT_STEPS` samples are off by
+            `DRIFT` from the first such median twice in a row, what is compiled competes again; if Inductor never had
+            to, as a plan was ahead by `CLEAR`, step 2 counts anew. Each time that changes nothing, the next contest is
+            at least twice as far away.
 Latecomers  A graph that runs for the first time after the verdict, as the backward of a model that was evaluated before
             it was trained, learns its plan; then the contest is held again, with Inductor. Not with several ranks.
 Earlier     Where an earlier process came to a verdict about every graph that runs (`history.py`), that one holds, and
@@ -309,7 +313,9 @@ class Selection:
         self._procedure: Generator[Contest, None, Verdict] | None = None
         self._watch = _Watch()
         self._num_unwatched: float = 0
-        """Steps to come that cost nothing."""
+        """Steps until one begins that is looked at, that one included; until then they cost nothing."""
+        self._callers: set[int] = set()
+        """Threads that are between `enter` and `leave`."""
         self._last: Graph | None = None
         """The graph that ran last."""
         self._prepared_ns = 0
@@ -337,9 +343,11 @@ class Selection:
         """Return whether this call of a graph goes by unwatched: then neither `enter` nor `leave` is to be called."""
         if self._num_unwatched <= 0:
             return False
-        self._last = graph
-        if graph is self._all_graphs[0]:
+        if graph is self._all_graphs[0] and (self._last is not graph or not self._is_unrolled(graph)):
             self._num_unwatched -= 1
+            if self._num_unwatched <= 0:
+                return False
+        self._last = graph
         return True
 
     def enter(self, graph: Graph) -> None:
@@ -349,21 +357,27 @@ class Selection:
             Exception: a way could not be made ready; all graphs run their plans from now on.
             KeyboardInterrupt: as others that are no `Exception`; the contest begins anew with the next step.
         """
+        caller = threading.get_ident()
+        self._callers.add(caller)
+        if len(self._callers) > 1:
+            self._watch.spoil()
         if graph is not self._all_graphs[0] or not self._lock.acquire(blocking=False):
             return  # in the midst of a step, or in another thread's
         try:
             if not self._is_closed and not self._is_unrolled(graph):
                 self._begin_step()
         except BaseException as error:
+            self._callers.discard(caller)
             self._is_closed = isinstance(error, Exception) or not self._ranks.is_alone  # others do not begin anew
             self._abandon()
             raise
         finally:
             self._lock.release()
 
-    def leave(self, graph: Graph, ns: int) -> None:
-        """Call this after a graph ran, with how long it took."""
-        if not self._lock.acquire(blocking=False):
+    def leave(self, graph: Graph, ns: int | None) -> None:
+        """Call this after a graph ran, with how long it took; None if it raised."""
+        self._callers.discard(threading.get_ident())
+        if ns is None or not self._lock.acquire(blocking=False):
             return  # another thread is at it: its time and this one are worth nothing
         try:
             self._last = graph
@@ -371,14 +385,15 @@ class Selection:
                 for index, other in enumerate(self._graphs):
                     if other is graph:
                         self._contest.record(index, ns)
-            elif self.verdict is not None and self._is_watched and self._num_unwatched <= 0:
-                self._watch.record(ns)
+            elif self._watch.is_in_step:
+                self._watch.record(graph, ns)
         finally:
             self._lock.release()
 
     def _is_unrolled(self, graph: Graph) -> bool:
         """Whether the graph runs again before the others of its step did: several forwards, then their backwards."""
-        return self._last is graph and any(other.has_run for other in self._all_graphs[1:])
+        is_again = self._last is graph and len(self._all_graphs) > 1
+        return is_again and any(other.has_run for other in self._all_graphs[1:])
 
     def _abandon(self) -> None:
         """Run plans, or, if the contest was only interrupted, what was decided before it."""
@@ -424,11 +439,12 @@ class Selection:
         if not self._is_watched:
             self._num_unwatched = math.inf
             return False
-        was_watched = self._watch.is_in_step
-        if self._watch.has_drifted() or self._is_inductor_due():
+        if not self._watch.is_in_step:
+            self._watch.begin_step(is_spoilt=len(self._callers) > 1)
+            return False
+        if self._watch.has_drifted([graph for graph in self._all_graphs if graph.has_run]) or self._is_inductor_due():
             return True
-        if was_watched:
-            self._num_unwatched = WATCH_EVERY - 1
+        self._num_unwatched = WATCH_EVERY - 1
         return False
 
     def _is_inductor_due(self) -> bool:
@@ -610,7 +626,7 @@ class _Results:
 
 
 class _Watch:
-    """Notices that the winner's calls take longer or shorter than they did."""
+    """Notices that the winner's steps take longer or shorter than they did."""
 
     def __init__(self) -> None:
         self.total_ns = 0
@@ -621,28 +637,41 @@ class _Watch:
     def restart(self, *, is_confirmed: bool) -> None:
         """Begin anew after a verdict; be more patient if it was the one before."""
         self._patience = 2 * self._patience if is_confirmed else 1
-        self._samples: list[int] = []
-        self._step_ns = 0
+        self._samples: list[float] = []
+        self._calls: dict[int, list[int]] | None = None
+        """Of the step that is watched, per graph: how many, and how long they took together."""
+        self._is_spoilt = False
         self._steps = 0
         self._usual: float | None = None
         self._num_off = 0
 
-    def record(self, ns: int) -> None:
-        """Add a call to the step that is going on."""
-        self._step_ns += ns
-
     @property
     def is_in_step(self) -> bool:
-        """Whether a step was watched that has not been ended."""
-        return self._step_ns > 0
+        """Whether a watched step has begun and was not ended."""
+        return self._calls is not None
 
-    def has_drifted(self) -> bool:
-        """End a step; return whether the contest should be held again."""
-        if self._step_ns == 0:
+    def begin_step(self, *, is_spoilt: bool) -> None:
+        """Watch the step that begins now; no sample is taken from one that is spoilt."""
+        self._calls, self._is_spoilt = {}, is_spoilt
+
+    def record(self, graph: Graph, ns: int) -> None:
+        """Add a call to the step that is going on."""
+        if self._calls is not None:
+            counted = self._calls.setdefault(id(graph), [0, 0])
+            counted[0] += 1
+            counted[1] += ns
+
+    def spoil(self) -> None:
+        """Take no sample from the step that is going on."""
+        self._is_spoilt = True
+
+    def has_drifted(self, graphs: Iterable[Graph]) -> bool:
+        """End a step, in which all of `graphs` should have run; return whether the contest should be held again."""
+        calls, self._calls = self._calls or {}, None
+        self.total_ns += WATCH_EVERY * sum(ns for _, ns in calls.values())
+        if self._is_spoilt or calls.keys() != {id(graph) for graph in graphs}:
             return False
-        self._samples.append(self._step_ns)
-        self.total_ns += WATCH_EVERY * self._step_ns
-        self._step_ns = 0
+        self._samples.append(sum(ns / count for count, ns in calls.values()))
         self._steps += 1
         if len(self._samples) < DRIFT_STEPS:
             return False
