@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from apollo_compile.errors import RankError
 from apollo_compile.ir import Standing, Verdict
 from apollo_compile.ranks import Ranks
 from apollo_compile.select import (
@@ -884,7 +885,7 @@ def test_after_the_verdict_no_step_asks_the_store() -> None:
     for rank in ranks:
         rank.run(ENOUGH)
     asked = store.num_calls
-    assert asked == len(ranks) * 2 * MIN_ROUNDS  # Inductor competes too: a verdict is final
+    assert asked == len(ranks) * 2 * (1 + MIN_ROUNDS)  # Inductor competes too: a verdict is final
     for rank in ranks:
         rank.speed = 3.0
         rank.run(10 * WINDOW)
@@ -893,13 +894,103 @@ def test_after_the_verdict_no_step_asks_the_store() -> None:
     assert store.num_calls == asked
 
 
-def test_rubbish_from_another_rank_closes_the_contest_and_the_plans_run() -> None:
-    """As any failure in a contest does."""
+def run_in_step(ranks: Sequence[Machine], steps: int, seed: int) -> None:
+    """Run all ranks as collectives make them run: nobody begins a step before all have begun the one before."""
+    order = random.Random(seed)
+    for _ in range(steps):
+        for rank in order.sample(ranks, len(ranks)):
+            rank.step()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_where_inductor_fails_on_one_rank_it_competes_on_none(seed: int) -> None:
+    """Whoever is first in the step in which it is compiled; all run the same in every step, and end the same way."""
+    ranks = ranks_with(CountingStore(), *[{SERIAL: 10, PLAN: 9, INDUCTOR: 5}] * 3)
+    ranks[seed % 3].graphs[seed % 2].is_compilable = False
+    run_in_step(ranks, ENOUGH, seed)
+    for rank in ranks:
+        assert [graph.num_prepared for graph in rank.graphs] == [1, 1]
+        assert rank.verdicts == ranks[0].verdicts and rank.verdicts[0].winner == PLAN
+        assert not rank.verdicts[0].has_met(INDUCTOR)
+        assert [graph.used for graph in rank.graphs] == [graph.used for graph in ranks[0].graphs]
+
+
+def test_a_rank_that_cannot_run_what_competes_on_the_others_stops() -> None:
+    """One that nothing held in step with them: they have begun a contest with Inductor when it cannot compile."""
+    ahead, behind = ranks_with(CountingStore(), *[{SERIAL: 10, PLAN: 9, INDUCTOR: 5}] * 2)
+    behind.graphs[0].is_compilable = False
+    ahead.run(ENOUGH)
+    assert ahead.verdicts[0].winner == INDUCTOR
+    for _ in range(3):  # also if somebody catches it
+        with pytest.raises(RankError, match="'Inductor' competes on the other ranks, and this one cannot run 'Ind"):
+            behind.run(ENOUGH)
+    assert behind.verdicts == []
+
+
+def test_a_rank_with_another_plan_takes_part_in_what_the_first_one_compares() -> None:
+    """As one whose backward has run, or that has a list schedule, where the first rank has none."""
+    first, second = ranks_with(CountingStore(), *[{SERIAL: 10, LISTED: 8, PLAN: 9, INDUCTOR: 12}] * 2)
+    second.graphs[0].ways.append(LISTED)
+    first.graphs[1].way = second.graphs[1].way = SERIAL
+    for _ in range(ENOUGH):
+        first.step(0)
+        second.step()
+    assert first.verdicts[0].choice == second.verdicts[0].choice
+    assert first.graphs[0].used[2:] == second.graphs[0].used[2:] and LISTED not in second.graphs[0].used
+
+
+class Breakable(CountingStore):
+    """A store that one rank cannot reach any more from some time on."""
+
+    is_broken = False
+
+    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes:
+        if self.is_broken:
+            raise dist.DistNetworkError("Connection reset by peer")
+        return super().compare_set(key, expected, desired)
+
+
+@pytest.mark.parametrize("steps", [1, 3 * STEPS_PER_TURN])
+def test_a_rank_that_loses_the_store_stops_and_the_others_go_on(steps: int) -> None:
+    """Before its contest or in the midst of it: it cannot know what the others run."""
+    store, lost = CountingStore(), Breakable()
+    lost._store = store._store
+    well, hurt = (ranks_with(each, {SERIAL: 10, PLAN: 9, INDUCTOR: 12})[0] for each in (store, lost))
+    run_in_step([well, hurt], steps, 0)
+    lost.is_broken = True
+    for _ in range(2):
+        with pytest.raises(RankError, match="Connection reset by peer"):
+            hurt.run(ENOUGH)
+    well.run(ENOUGH)
+    assert well.verdicts and not hurt.verdicts
+
+
+def test_a_way_that_cannot_be_run_on_one_rank_stops_it() -> None:
+    """Alone it would close the contest and run its plans; here the others go on with theirs."""
+    (machine,) = ranks_with(CountingStore(), {SERIAL: 7, PLAN: 10, INDUCTOR: 12})
+
+    def fail(way: str) -> None:
+        if way == SERIAL:
+            raise RuntimeError("no thread can be started")
+
+    machine.graphs[1].use = fail  # type: ignore[method-assign]
+    for _ in range(2):
+        with pytest.raises(RankError, match="a contest failed here: RuntimeError: no thread can be started"):
+            machine.run(ENOUGH)
+
+
+@pytest.mark.parametrize(
+    ("times", "reason"),
+    [
+        ('{"times": {"plan": {"0": "fast"}}}', "expected a number"),
+        ('{"times": {"plan": {"0": 1.0, "1": 1.0}}}', "is of .'plan'. on another rank"),
+    ],
+)
+def test_rubbish_from_another_rank_stops_the_rank(times: str, reason: str) -> None:
+    """Whoever wrote it goes by it."""
     store = CountingStore()
-    for number in range(MIN_ROUNDS):
-        store.compare_set(f"graph/round {number}", "", '{"times": {"plan": {"0": "fast"}}}')
+    Ranks(store).settle("graph/round 0", times)
     (machine,) = ranks_with(store, {SERIAL: 7, PLAN: 10})
-    with pytest.raises(ValueError, match="expected a number"):
+    with pytest.raises(RankError, match=reason):
         machine.run(ENOUGH)
-    assert machine.selection.is_settled
     assert [graph.way for graph in machine.graphs] == [PLAN, PLAN]
