@@ -345,12 +345,15 @@ class Selection:
 
     def passes(self, graph: Graph) -> bool:
         """Return whether this call of a graph goes by unwatched: then neither `enter` nor `leave` is to be called."""
-        if self._num_unwatched <= 0:
+        left = self._num_unwatched
+        if left <= 0:
             return False
-        if graph is self._all_graphs[0] and (self._last is not graph or not self._is_unrolled(graph)):
-            self._num_unwatched -= 1
-            if self._num_unwatched <= 0:
+        graphs = self._all_graphs
+        if graph is graphs[0] and (self._last is not graph or len(graphs) == 1 or not self._is_unrolled(graph)):
+            if left <= 1:
+                self._num_unwatched = 0
                 return False
+            self._num_unwatched = left - 1
         self._last = graph
         return True
 
@@ -400,8 +403,7 @@ class Selection:
 
     def _is_unrolled(self, graph: Graph) -> bool:
         """Whether the graph runs again before the others of its step did: several forwards, then their backwards."""
-        is_again = self._last is graph and len(self._all_graphs) > 1
-        return is_again and any(other.has_run for other in self._all_graphs[1:])
+        return self._last is graph and any(other.has_run for other in self._all_graphs[1:])
 
     def _abandon(self) -> None:
         """Run plans, or, if the contest was only interrupted, what was decided before it."""
