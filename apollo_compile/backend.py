@@ -50,7 +50,14 @@ from apollo_compile.device import (
     packaged_profiles,
 )
 from apollo_compile.dynamic import GraphFamily, at_once, in_background
-from apollo_compile.errors import ConfigError, CudaError, NothingToGainError, TargetError, UnsupportedGraphError
+from apollo_compile.errors import (
+    ConfigError,
+    CudaError,
+    NothingToGainError,
+    RankError,
+    TargetError,
+    UnsupportedGraphError,
+)
 from apollo_compile.execute import available_units, core_share, keep_memory, most_units, start_lanes, trim_memory
 from apollo_compile.history import Finding
 from apollo_compile.inductor import (
@@ -425,6 +432,8 @@ class CompiledModel:
             piece, inputs, own, boundary = (graph_module, example_inputs, kwargs, None) if aside is None else aside
             adopt_layouts(piece, inputs)
             compiled, bundle = self._compile_in_segments(piece, boundary, name=name, role=role, **own)
+        except RankError:  # Inductor's code would be another than what the other ranks run
+            raise
         except Exception as error:  # whatever it is, Inductor still can: training must not stop because of us
             is_refusal = isinstance(error, UnsupportedGraphError | NothingToGainError)
             if self.config.debug.strict and not is_refusal:
@@ -491,6 +500,8 @@ class CompiledModel:
         begin = time.perf_counter_ns()
         config, commons = self.config, Commons(self.ranks)
         sizes, base = {} if boundary is None else boundary.sizes, name
+        if not self.ranks.can_agree:
+            raise UnsupportedGraphError("several ranks cannot agree on its plan: their process group has no store")
         if sizes:
             if config.plan.memory_quota is not None:
                 raise UnsupportedGraphError(
@@ -644,7 +655,8 @@ def plan_graph(
     With `commons`, the plan is the one that all ranks run; with `recall`, one that an earlier process found.
 
     Raises:
-        UnsupportedGraphError: the graph has something that segments cannot express.
+        UnsupportedGraphError: the graph has something that segments cannot express, or its plan cannot be settled.
+        RankError: the plan that was settled is not known, or not legal here.
     """
     dump = config.debug.dump / name if config.debug.dump is not None else None
     runner = StageRunner(dump)
@@ -666,9 +678,15 @@ def plan_graph(
         recall=partial(recall, capture),
         is_alone=commons is None or commons.ranks.is_alone,
     )
-    if commons is not None and not compilation.plan.pinned:
+    if commons is not None:
         commons.enroll(compilation)
-        compilation = commons.settle(compilation, compilation, runner) or compilation
+        settled = commons.settle(compilation, compilation, runner)
+        if settled is None:
+            raise UnsupportedGraphError(
+                f"its plan of {format_count(len(compilation.plan.assignments), 'segment')} is too large for the store "
+                "in which ranks agree on it; cut it into fewer by 'partition.granularity'"
+            )
+        compilation = settled
     if dump is not None:
         with warn_of_files("the plan is not dumped"):
             save_plan(compilation.plan, compilation.partition.graph, dump / FILE_NAME)

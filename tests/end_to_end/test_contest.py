@@ -17,7 +17,9 @@ from torch import nn
 
 import apollo_compile
 from apollo_compile import backend, execute, inductor
+from apollo_compile.history import Finding
 from apollo_compile.ir import CostTable, LaneId, Origin, Plan, SegmentGraph
+from apollo_compile.planner import apart
 from apollo_compile.select import (
     INDUCTOR,
     LISTED,
@@ -136,6 +138,25 @@ def test_a_list_schedule_competes_and_where_it_wins_it_is_the_plan(monkeypatch: 
         }
         assert LISTED not in graph.ways
     assert "greedy plan" in str(apollo_compile.report(run))
+
+
+@needs_two_cores
+def test_going_over_to_segments_in_turn_asks_no_planner() -> None:
+    """Whether a step of a contest does it, or an earlier process found it out; the bound is that of the plan."""
+    run, inputs, found = compiled_towers()
+    bounds = [graph.bound_ns for graph in apollo_compile.report(run, units=(), profiles=()).graphs]
+    apart.stop_planner()
+    for graph in found.graphs:
+        assert PLAN in graph.ways, "the plan is the serial one"
+        graph.selection = None  # nobody but this test decides
+        known = graph.compilation
+        finding = Finding(observations=known.observations, plan=known.plan, way=SERIAL, verdict=None)
+        graph.use(SERIAL)
+        assert replace(graph, compilation=replace(known, finding=finding)).way == SERIAL
+    torch.testing.assert_close(run(*inputs), TwoTowers.forward(run, *inputs), rtol=1e-4, atol=1e-5)
+    assert apart.stop_planner() is None, "the planner's process was started"
+    after = apollo_compile.report(run, units=(), profiles=()).graphs
+    assert [graph.bound_ns for graph in after] == bounds and min(bounds) > 0
 
 
 @needs_two_cores
