@@ -303,7 +303,7 @@ class CompiledModel:
                     settings=settings,
                 )
         except Exception as error:  # if torch.compile alone raises it too, then from there
-            if self.config.debug.strict or is_for_dynamo(error):
+            if self.config.debug.strict or isinstance(error, RankError) or is_for_dynamo(error):
                 raise
             self._forget_graphs()
             self._fall_back(f"{type(error).__name__}: {error}", level=logging.WARNING)
