@@ -1397,23 +1397,47 @@ _PRECOMPILED = "torch/csrc/inductor/cpp_wrapper/cpu.h>\n#include <torch/csrc/ind
 """What Inductor puts between `#include <` and `>`: both headers of a body, where it precompiles the first alone."""
 
 
+_is_for_lanes: contextvars.ContextVar[bool] = contextvars.ContextVar("apollo_is_for_lanes", default=False)
+"""Whether what Inductor generates now is for lanes; like Inductor's settings, each thread has its own."""
+
+
 @contextlib.contextmanager
 def _lane_wrapper() -> Iterator[None]:
-    """Let Inductor generate CPU code through `_LaneWrapper`, and precompile the headers of wrapper and kernels."""
+    """Let Inductor generate CPU code through `_LaneWrapper`, and precompile the headers of wrapper and kernels.
+
+    Both are looked up in tables of the process, and another thread may compile meanwhile without asking for our lock:
+    a backward of plain Inductor compiles in its first call. So what stands there for as long asks which thread it is.
+    """
     from torch._inductor.codecache import CppWrapperCodeCache
     from torch._inductor.codegen.common import device_codegens, init_backend_registration
 
     init_backend_registration()
-    saved = device_codegens["cpu"]
-    header = CppWrapperCodeCache.__dict__.get("_get_uncompiled_header")
-    device_codegens["cpu"] = type(saved)(saved.scheduling, saved.wrapper_codegen, _LaneWrapper)
+    usual = device_codegens["cpu"]
+    header: Any = CppWrapperCodeCache.__dict__.get("_get_uncompiled_header")
+
+    class Chosen(usual.cpp_wrapper_codegen):  # type: ignore[name-defined, misc]
+        """What others find there, apart from which code generator a graph gets."""
+
+        @staticmethod
+        def create(*args: Any, **kwargs: Any) -> Any:
+            chosen: Any = _LaneWrapper if _is_for_lanes.get() else usual.cpp_wrapper_codegen
+            return chosen.create(*args, **kwargs)
+
+    def choose_header(cls: type, device: str) -> Any:
+        return _PRECOMPILED if _is_for_lanes.get() else header.__get__(None, cls)(device)
+
+    ours = replace(usual, cpp_wrapper_codegen=Chosen)
+    device_codegens["cpu"] = ours
     if header is not None:
-        CppWrapperCodeCache._get_uncompiled_header = classmethod(lambda cls, device: _PRECOMPILED)  # type: ignore[method-assign, assignment]
+        CppWrapperCodeCache._get_uncompiled_header = classmethod(choose_header)  # type: ignore[method-assign, assignment]
+    token = _is_for_lanes.set(True)
     try:
         with inductor_config.patch({**_body_options(), "cpp_wrapper": True}):
             yield
     finally:
-        device_codegens["cpu"] = saved
+        _is_for_lanes.reset(token)
+        if device_codegens["cpu"] is ours:  # else somebody registered another code generator meanwhile
+            device_codegens["cpu"] = usual
         if header is not None:
             CppWrapperCodeCache._get_uncompiled_header = header  # type: ignore[method-assign]
 
