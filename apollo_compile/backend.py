@@ -466,10 +466,13 @@ class CompiledModel:
         _log_summary(compilation, planned - begin, time.perf_counter_ns() - planned)
         if graph.is_deterministic:
             _logger.info("%s: the plan stays as predicted: deterministic algorithms are on, so no time decides", name)
-        self._add(graph)
         if boundary is not None and has_plans_by_size:
-            return self._make_family(graph, graph_module, boundary, base), None
+            family = self._make_family(graph, graph_module, boundary, base)
+            self.graphs.append(graph)
+            self.families.append(family)
+            return family, None
         graph.boundary = boundary
+        self._add(graph)
         return graph, partial(self._bundle_segments, graph, original, kwargs) if boundary is None else None
 
     def _make_family(
@@ -501,7 +504,7 @@ class CompiledModel:
             return graph
 
         hold_contest(first)
-        family = GraphFamily(
+        return GraphFamily(
             name=name,
             boundary=boundary,
             symbols=formulas.symbols,
@@ -511,8 +514,6 @@ class CompiledModel:
             drop=self.graphs.remove,
             is_strict=config.debug.strict,
         )
-        self.families.append(family)
-        return family
 
     def _hand_over(
         self, name: str, graph_module: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any
