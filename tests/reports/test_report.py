@@ -12,6 +12,8 @@ from markupsafe import escape
 
 from apollo_compile.config import load_config
 from apollo_compile.errors import ReportFileError
+from apollo_compile.passes.plan import to_problem
+from apollo_compile.planner.simulate import serial_schedule
 from apollo_compile.reports.colors import COLORS, color_of_branches
 from apollo_compile.reports.report import Report
 from apollo_compile.reports.summary import Bottleneck, Limit, WhatIf, summarize
@@ -209,6 +211,21 @@ def test_a_comparison_beyond_what_a_profile_knows_says_so() -> None:
     known = replace(made, profile=replace(made.profile, units=64))
     usual = what_if(known, load_config({"plan.planner": "serial"}), profiles=())
     assert [row.change for row in usual] == ["32 units"]
+
+
+def test_comparisons_keep_the_memory_quota() -> None:
+    """What the segments in turn hold leaves no room for two towers side by side; with less there is no plan at all."""
+    made = compile_graph(load_graphs()["clip_backward"], units=2, time_limit_s=0.1)
+    problem = to_problem(made.partition.graph, made.costs, made.plan.lanes, memory_quota=1)
+    in_turn = problem.peak(serial_schedule(problem), 0)
+
+    def gains(**options: int) -> list[float]:
+        config = load_config({"plan.planner": "greedy", **options})
+        return [row.gain for row in what_if(made, config, units=(4,), profiles=())]
+
+    assert gains()[0] > 1.1
+    assert gains(**{"plan.memory_quota": in_turn}) == [1.0]
+    assert gains(**{"plan.memory_quota": in_turn // 2}) == []
 
 
 def test_why_names_times_needs_and_neighbours() -> None:
