@@ -99,7 +99,7 @@ from apollo_compile.pipeline import (
 )
 from apollo_compile.plan_file import FILE_NAME, save_plan
 from apollo_compile.ranks import Ranks, find_ranks
-from apollo_compile.reports.report import BreakSummary, Report
+from apollo_compile.reports.report import BreakSummary, Report, merge_reports
 from apollo_compile.reports.summary import GraphSummary, summarize
 from apollo_compile.select import INDUCTOR, MIN_ROUNDS, PLAN, SERIAL, Selection
 from apollo_compile.text import format_count
@@ -647,11 +647,14 @@ def report(
             "the parameters that they read; report() without arguments tells of all that was compiled"
         )
     found = compiled_models() if model is None else find_models(model)
-    return Report(
-        graphs=tuple(graph for entry in found for graph in _summarize(entry, units, profiles)),
-        verdicts=tuple(verdict for entry in found for verdict in entry.verdicts),
-        handed_over=tuple(reason for entry in found for reason in entry.handed_over),
-        breaks=tuple(entry.ended_by for entry in found if entry.ended_by is not None),
+    return merge_reports(
+        Report(
+            graphs=tuple(_summarize(entry, units, profiles)),
+            handed_over=tuple(entry.handed_over),
+            verdicts=tuple(entry.verdicts),
+            breaks=() if entry.ended_by is None else (entry.ended_by,),
+        )
+        for entry in found
     )
 
 

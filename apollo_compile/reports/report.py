@@ -8,8 +8,10 @@ a report can be read in another process, on another machine, or years later.
 
 from __future__ import annotations
 
+import itertools
 import json
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +137,29 @@ class Report:
     def diff(self, other: Report) -> Difference:
         """Return what changes from this report's plans to those of `other`; print it to read it."""
         return compare(sides_of_report(self), sides_of_report(other))
+
+
+def merge_reports(reports: Iterable[Report]) -> Report:
+    """Return one report of several Dynamo graphs; where two of them have the same name, later ones get a number."""
+    found = Report(graphs=(), handed_over=())
+    taken: set[str] = set()
+    for report in reports:
+        own = _names(report)
+        endings = itertools.chain([""], (f"#{number}" for number in itertools.count(2)))
+        ending = next(ending for ending in endings if not taken & {name + ending for name in own})
+        taken |= {name + ending for name in own}
+        found = Report(
+            graphs=found.graphs + tuple(replace(graph, name=graph.name + ending) for graph in report.graphs),
+            handed_over=found.handed_over + tuple((name + ending, reason) for name, reason in report.handed_over),
+            verdicts=found.verdicts + tuple((name + ending, verdict) for name, verdict in report.verdicts),
+            breaks=found.breaks + tuple(replace(each, graph=each.graph + ending) for each in report.breaks),
+        )
+    return found
+
+
+def _names(report: Report) -> set[str]:
+    names = {graph.name for graph in report.graphs} | {found.graph for found in report.breaks}
+    return names | {name for name, _ in (*report.handed_over, *report.verdicts)}
 
 
 def _to_report(content: Any) -> Report:

@@ -339,6 +339,22 @@ def test_two_compiles_write_identical_dumps(tmp_path: Path) -> None:
     assert {Path(name).parent.name for name in texts[0]} == {"graph0_forward", "graph0_backward"}
 
 
+def test_graphs_of_two_dump_directories_have_names_of_their_own_in_a_report(tmp_path: Path) -> None:
+    """Each directory numbers its graphs from 0; a difference has both."""
+    torch._dynamo.reset()
+    layers, x = nn.ModuleList(nn.Linear(width, width) for width in (8, 4)), torch.ones(2, 8)
+    for number, layer in enumerate(layers):
+        options = {**STRICT, "plan.planner": "serial", "runtime.bodies": "eager", "debug.dump": tmp_path / str(number)}
+        with torch.no_grad():
+            torch.compile(layer, backend="apollo", dynamic=False, options=options)(x[:, : layer.in_features])
+    both = apollo_compile.report(layers, units=(), profiles=())
+    assert [graph.name for graph in both.graphs] == ["graph0_inference", "graph0_inference#2"]
+    assert [graph.name for graph in both.diff(both).graphs] == ["graph0_inference", "graph0_inference#2"]
+    second = apollo_compile.report(layers[1], units=(), profiles=())
+    assert [graph.name for graph in second.graphs] == ["graph0_inference"]
+    assert both.diff(second).only_before == ("graph0_inference#2",)
+
+
 def test_the_report_names_segments_lanes_and_times() -> None:
     """`apollo_compile.report` shows what was planned and what the last step measured."""
     torch._dynamo.reset()

@@ -15,7 +15,7 @@ from apollo_compile.errors import ReportFileError
 from apollo_compile.passes.plan import to_problem
 from apollo_compile.planner.simulate import serial_schedule
 from apollo_compile.reports.colors import COLORS, color_of_branches
-from apollo_compile.reports.report import Report
+from apollo_compile.reports.report import Report, merge_reports
 from apollo_compile.reports.summary import Bottleneck, Limit, WhatIf, summarize
 from apollo_compile.reports.words import OTHER_BATCHES, describe, explain_place
 from apollo_compile.select import INDUCTOR
@@ -288,6 +288,34 @@ def test_graphs_that_one_side_lacks_are_named() -> None:
     assert small().diff(nothing).only_before == ("test",)
     assert str(nothing.diff(small())) == "test: only in the second"
     assert str(nothing.diff(nothing)) == "no graph in either"
+
+
+def test_graphs_of_the_same_name_are_all_compared() -> None:
+    """As files may have them: the first with the first, the second with the second."""
+    one, other = small("*AB*").graphs[0], small("****").graphs[0]
+    before, after = (Report(graphs=graphs, handed_over=()) for graphs in ((one, other), (one, one, other)))
+    difference = before.diff(after)
+    assert [graph.is_same_plan for graph in difference.graphs] == [True, False]
+    assert difference.only_after == ("test",) and difference.only_before == ()
+
+
+def test_reports_of_several_dynamo_graphs_become_one_with_unique_names() -> None:
+    """Whatever tells of a graph gets the same number."""
+    each = replace(
+        small(),
+        handed_over=(("graph0_backward", "x is on device cuda:0"),),
+        verdicts=(("graph0", VERDICT),),
+        breaks=(a_break(),),
+    )
+    merged = merge_reports([each, Report(graphs=(), handed_over=(("graph1_forward", "x"),)), each, each])
+    endings = ["", "#2", "#3"]
+    assert [graph.name for graph in merged.graphs] == [f"test{ending}" for ending in endings]
+    assert [name for name, _ in merged.handed_over] == [
+        "graph0_backward", "graph1_forward", "graph0_backward#2", "graph0_backward#3"
+    ]  # fmt: skip
+    assert [name for name, _ in merged.verdicts] == [f"graph0{ending}" for ending in endings]
+    assert [found.graph for found in merged.breaks] == [f"graph0{ending}" for ending in endings]
+    assert merge_reports([each]) == each
 
 
 # ------------------------------------------------------------------------------------------------------------- Graphviz
