@@ -332,6 +332,14 @@ class GraphSummary:
         """Dependencies between lanes that need no wait."""
         return len(self.waits) - self.num_waits
 
+    def planned_overlap_ns(self, pair: PairSummary) -> int:
+        """Return for how long two branches, or a branch with itself, are side by side as predicted."""
+        first, second = (
+            [bar for bar in self.predicted.bars if bar.segment in members]
+            for members in ({s.id for s in self.segments if s.branch == name} for name in (pair.first, pair.second))
+        )
+        return _side_by_side_ns(first, first if pair.first == pair.second else second)
+
     def time_by_bottleneck(self) -> dict[Bottleneck, int]:
         """Return the predicted time of the segments with each bottleneck."""
         found = dict.fromkeys(Bottleneck, 0)
@@ -611,21 +619,23 @@ def _summarize_pairs(compilation: Compilation, branch_of: Sequence[str], timelin
             if branch == one and members[other] & ~related[segment]
         )
 
-    def side_by_side_ns(one: str, other: str) -> int:
-        beside = itertools.combinations(bars[one], 2) if one == other else itertools.product(bars[one], bars[other])
-        return sum(max(0, min(a.end_ns, b.end_ns) - max(a.start_ns, b.start_ns)) for a, b in beside)
-
     pairs = [
         PairSummary(
             first=first,
             second=second,
             could_overlap_ns=min(independent_ns(first, second), independent_ns(second, first))
             // (2 if first == second else 1),
-            overlap_ns=side_by_side_ns(first, second),
+            overlap_ns=_side_by_side_ns(bars[first], bars[second]),
         )
         for first, second in itertools.combinations_with_replacement(members, 2)
     ]
     return tuple(sorted(pairs, key=lambda pair: -pair.could_overlap_ns))
+
+
+def _side_by_side_ns(one: Sequence[Bar], other: Sequence[Bar]) -> int:
+    """Return for how long bars of one branch are beside those of another; the same bars are a branch with itself."""
+    beside = itertools.combinations(one, 2) if one is other else itertools.product(one, other)
+    return sum(max(0, min(a.end_ns, b.end_ns) - max(a.start_ns, b.start_ns)) for a, b in beside)
 
 
 def _related(graph: SegmentGraph) -> list[int]:

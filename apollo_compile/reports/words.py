@@ -56,6 +56,11 @@ def _overlaps(graph: GraphSummary) -> list[str]:
     for pair in graph.pairs[:MAX_PAIRS]:
         if pair.overlap_ns >= much:
             found.append(f"{_who(pair)} {did} for {format_ns(pair.overlap_ns)}{_allowed(pair)}.")
+        elif graph.way == PLAN and graph.planned_overlap_ns(pair) >= much:
+            found.append(
+                f"{_who(pair)} are planned to overlap for {format_ns(graph.planned_overlap_ns(pair))}, and did for "
+                f"{format_ns(pair.overlap_ns)} in the last run: one run, which other processes may have disturbed."
+            )
         elif pair.could_overlap_ns >= much:
             found.append(
                 f"{_who(pair)} are independent for {format_ns(pair.could_overlap_ns)}, but run one after the other: "

@@ -22,7 +22,7 @@ from apollo_compile.select import INDUCTOR
 from apollo_compile.what_if import what_if
 from benchmarks.graphs import WORKLOADS, load_graphs
 from tests.reports.reports import VERDICT, a_break, compile_graph, invent_run, workload_report
-from tests.reports.test_summary import NOTHING, RUN, compilation
+from tests.reports.test_summary import NOTHING, RUN, compilation, trace
 
 
 def small(letters: str = "*AB*") -> Report:
@@ -168,6 +168,17 @@ def test_independent_branches_that_run_in_turn_get_a_reason() -> None:
     assert "Inductor runs the graph" in " ".join(describe(replace(made, way=INDUCTOR), report))
     one = replace(made, device=replace(made.device, units=1))
     assert "there is one unit" in " ".join(describe(one, report))
+
+
+def test_a_disturbed_run_says_nothing_of_the_plan() -> None:
+    """The two layers are planned side by side for 200 ns; in a run in which they were not, the plan is not to blame."""
+    apart = trace((0, 0, 10, 60), (1, 1, 70, 470), (2, 2, 480, 780), (3, 0, 800, 880), duration_ns=1000)
+    made = summarize(compilation(), apart)
+    text = " ".join(describe(made, Report(graphs=(made,), handed_over=())))
+    assert "image and text are planned to overlap for 200 ns, and did for 0 ns in the last run: one run, which" in text
+    assert "the plan gains more elsewhere" not in text
+    elsewhere = summarize(compilation("*AA*"), apart)
+    assert "run one after the other" in " ".join(describe(elsewhere, Report(graphs=(elsewhere,), handed_over=())))
 
 
 def test_operators_without_a_formula_are_named() -> None:
