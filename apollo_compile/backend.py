@@ -99,7 +99,7 @@ from apollo_compile.pipeline import (
 )
 from apollo_compile.plan_file import FILE_NAME, save_plan
 from apollo_compile.ranks import Ranks, find_ranks
-from apollo_compile.reports.report import BreakSummary, Report, merge_reports
+from apollo_compile.reports.report import BreakSummary, Report, Stage, State, merge_reports
 from apollo_compile.reports.summary import GraphSummary, summarize
 from apollo_compile.select import INDUCTOR, MIN_ROUNDS, PLAN, SERIAL, Selection
 from apollo_compile.text import format_count
@@ -116,6 +116,8 @@ WRAPPER_NS_PER_KERNEL = 8_000
 
 WORTH_NATIVE = 0.05
 """Share of that in a graph's predicted time from which segments are compiled though nothing else speaks for them."""
+
+NOT_RUN = Trace(spans=(), duration_ns=0)
 
 _graph_numbers: dict[Path | None, itertools.count[int]] = defaultdict(itertools.count)
 """Numbers of Dynamo graphs by dump directory, so that two compiles into two directories dump the same."""
@@ -247,6 +249,23 @@ class CompiledModel:
         """Return the graphs, of those with dynamic shapes only what ran last."""
         others = {id(graph) for family in self.families for graph in family.buckets.values()}
         return [graph for graph in self.graphs if id(graph) not in others] + [each.latest for each in self.families]
+
+    def state(self) -> State:
+        """Return whether anything about its graphs is still being decided, and where in that it is."""
+        graphs = self.current_graphs()
+        if not graphs:
+            reasons = dict.fromkeys(reason for _, reason in self.handed_over)
+            return State(graph=self.name, stage=Stage.FALLS_BACK, detail="; ".join(reasons))
+        running = [graph for graph in graphs if graph.has_run]
+        if not running:
+            return State(graph=self.name, stage=Stage.MEASURING, detail="not called yet")
+        waits = [graph.progress for graph in running]
+        waits += [g.selection.progress for g in running if g.selection is not None and not g.selection.is_settled]
+        wait = next((wait for wait in waits if wait is not None), None)
+        if wait is not None:
+            return State(graph=self.name, stage=Stage.MEASURING, detail=wait)
+        rest = ", ".join(name for name, _ in self.handed_over)
+        return State(graph=self.name, stage=Stage.SETTLED, detail=f"Inductor runs {rest}" if rest else "")
 
     def _keep_verdict(self, verdict: Verdict) -> None:
         _logger.info("%s: chosen by measuring: %s", self.name, verdict)
@@ -653,6 +672,7 @@ def report(
             handed_over=tuple(entry.handed_over),
             verdicts=tuple(entry.verdicts),
             breaks=() if entry.ended_by is None else (entry.ended_by,),
+            states=(entry.state(),),
         )
         for entry in found
     )
@@ -664,8 +684,9 @@ def _summarize(model: CompiledModel, units: Sequence[int] | None, profiles: Sequ
     graphs = [
         summarize(
             graph.compilation,
-            graph.trace(),
+            NOT_RUN if graph.is_cold else graph.trace(),
             num_replans=graph.num_replans,
+            is_cold=graph.is_cold and graph.way_of_plan == PLAN,
             is_deterministic=graph.is_deterministic,
             way=graph.way_of_plan,
             what_if=() if graph.is_variant else compare(graph.compilation),
@@ -677,7 +698,7 @@ def _summarize(model: CompiledModel, units: Sequence[int] | None, profiles: Sequ
     graphs += [
         summarize(
             left,
-            Trace(spans=(), duration_ns=0),
+            NOT_RUN,
             way=INDUCTOR,
             what_if=compare(left),
             lane_memory_quota=model.config.device.lane_memory_quota,
@@ -688,13 +709,12 @@ def _summarize(model: CompiledModel, units: Sequence[int] | None, profiles: Sequ
 
 
 def is_settled(module: torch.nn.Module) -> bool:
-    """Return whether nothing about `module` is being decided any more: its plans are final, its contests are over."""
-    return all(
-        (graph.is_settled or graph.way != PLAN) and (graph.selection is None or graph.selection.is_settled)
-        for model in find_models(module)
-        for graph in model.current_graphs()
-        if graph.has_run
-    )
+    """Return whether nothing about `module` is being decided any more: its plans are final, its contests are over.
+
+    What was compiled and never called is not waited for.
+    """
+    models = (model for model in find_models(module) if any(graph.has_run for graph in model.current_graphs()))
+    return all(model.state().stage is not Stage.MEASURING for model in models)
 
 
 def ways_of(module: torch.nn.Module) -> list[str]:

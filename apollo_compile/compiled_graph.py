@@ -181,6 +181,23 @@ class CompiledGraph:
         """Return the spans of the plan's last run."""
         return self.executable.trace()
 
+    @property
+    def is_cold(self) -> bool:
+        """Whether the plan's last run is no measurement: the first ones are not, and a GPU's never are."""
+        return isinstance(self.executable, Executable) and self.executable.num_runs <= SKIPPED_RUNS
+
+    @property
+    def progress(self) -> str | None:
+        """Say what of its plan is being decided; None where it is final, or not what runs."""
+        if self._is_settled or self.way != PLAN:
+            return None
+        if self._proposal is not None:
+            return "planning again with measured durations"
+        if self.gpu is not None:
+            return "its bodies are timed in the second call"
+        again = f", planned again {self.num_replans}x" if self.num_replans else ""
+        return f"{self._runs} of {SKIPPED_RUNS + OBSERVED_RUNS} runs of its plan{again}"
+
     def lane_bytes(self) -> dict[LaneId, int]:
         """Return the device memory that every lane took when the plan was captured; on a CPU nothing is."""
         if not isinstance(self.executable, CudaExecutable):

@@ -1,6 +1,6 @@
 """All that is known about one model, in every form that people and programs read.
 
-    Report(graphs, handed_over, verdicts, breaks)
+    Report(graphs, handed_over, verdicts, breaks, states)
 
 A report is frozen plain data; every method lays it out and computes nothing. `to_json` and `from_json` are inverse, so
 a report can be read in another process, on another machine, or years later.
@@ -8,6 +8,7 @@ a report can be read in another process, on another machine, or years later.
 
 from __future__ import annotations
 
+import enum
 import itertools
 import json
 from collections.abc import Iterable
@@ -44,6 +45,28 @@ class BreakSummary:
     """What removes it, the most promising first."""
 
 
+class Stage(enum.StrEnum):
+    """How far it is with a Dynamo graph."""
+
+    PLANNED = "planned"
+    """It was not to run."""
+    MEASURING = "measuring"
+    """What runs it may still change."""
+    FALLS_BACK = "falls back"
+    """Inductor runs all of it."""
+    SETTLED = "settled"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class State:
+    """How far it is with a Dynamo graph, and where in that."""
+
+    graph: str
+    stage: Stage
+    detail: str = ""
+    """What was measured so far, or why it falls back."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Report:
     """All graphs of one model; prints as text, and in a notebook as a page."""
@@ -54,6 +77,8 @@ class Report:
     verdicts: tuple[tuple[str, Verdict], ...] = ()
     """By name of the Dynamo graph, which way of running it was the fastest."""
     breaks: tuple[BreakSummary, ...] = ()
+    states: tuple[State, ...] = ()
+    """Of every Dynamo graph; empty where nobody knows."""
 
     def __str__(self) -> str:
         from apollo_compile.reports.render_text import render_text
@@ -153,13 +178,16 @@ def merge_reports(reports: Iterable[Report]) -> Report:
             handed_over=found.handed_over + tuple((name + ending, reason) for name, reason in report.handed_over),
             verdicts=found.verdicts + tuple((name + ending, verdict) for name, verdict in report.verdicts),
             breaks=found.breaks + tuple(replace(each, graph=each.graph + ending) for each in report.breaks),
+            states=found.states + tuple(replace(state, graph=state.graph + ending) for state in report.states),
         )
     return found
 
 
 def _names(report: Report) -> set[str]:
-    names = {graph.name for graph in report.graphs} | {found.graph for found in report.breaks}
-    return names | {name for name, _ in (*report.handed_over, *report.verdicts)}
+    names = [graph.name for graph in report.graphs]
+    names += [name for name, _ in (*report.handed_over, *report.verdicts)]
+    names += [found.graph for found in report.breaks] + [state.graph for state in report.states]
+    return set(names)
 
 
 def _to_report(content: Any) -> Report:

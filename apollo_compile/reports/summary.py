@@ -286,10 +286,12 @@ class GraphSummary:
     """Operators whose work is counted by their bytes alone."""
     is_deterministic: bool = False
     """Whether the plan stays whatever is measured, since the user wants the same numbers every time."""
+    is_cold: bool = False
+    """Whether there is no measurement yet though it is to run: the first call of a plan is none."""
 
     @property
     def measured(self) -> Timeline | None:
-        """The last run; None before the first."""
+        """The last run; None before the second, since the first is cold."""
         return next((line for line in self.timelines if line.name == "measured"), None)
 
     @property
@@ -406,6 +408,7 @@ def summarize(
     *,
     num_replans: int = 0,
     is_deterministic: bool = False,
+    is_cold: bool = False,
     way: str = PLAN,
     what_if: tuple[WhatIf, ...] = (),
     lane_bytes: Mapping[LaneId, int] = types.MappingProxyType({}),
@@ -418,6 +421,7 @@ def summarize(
         trace: of its plan, empty before the first run.
         num_replans: how often it was planned again.
         is_deterministic: whether it was not to be.
+        is_cold: whether it is to run, and was not called often enough for a trace.
         way: how it runs now.
         what_if: what other devices or batches would give.
         lane_bytes: device memory that lanes took.
@@ -488,6 +492,7 @@ def summarize(
         memory_quota=plan.memory_quota,
         what_if=what_if,
         is_deterministic=is_deterministic,
+        is_cold=is_cold,
     )
 
 

@@ -18,7 +18,7 @@ from torch._inductor.utils import fresh_cache
 
 import apollo_compile
 from apollo_compile import backend
-from apollo_compile.compiled_graph import OBSERVED_RUNS, SKIPPED_RUNS
+from apollo_compile.compiled_graph import MAX_REPLANS, OBSERVED_RUNS, SKIPPED_RUNS
 from apollo_compile.config import load_config
 from apollo_compile.device import default_profile, save_profile
 from apollo_compile.errors import UnsupportedGraphError
@@ -192,8 +192,10 @@ def test_a_shape_that_depends_on_data_goes_to_inductor_with_one_warning(caplog: 
     warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert len(warnings) == 1
     assert "no input of the graph says what u0 is" in warnings[0]
-    (reason,) = apollo_compile.report(layer).handed_over
+    report = apollo_compile.report(layer)
+    (reason,) = report.handed_over
     assert "has a dynamic shape" in reason[1]
+    assert str(report).splitlines()[0] == f"falls back: {reason[1]}"
 
 
 class Counted(TwoTowers):
@@ -362,6 +364,10 @@ def test_the_report_names_segments_lanes_and_times() -> None:
     model = TwoTowers()
     run = torch.compile(model, backend="apollo", options=STRICT)
     run(*two_tower_inputs()).square().mean().backward()
+    first = apollo_compile.report(run, units=(), profiles=())
+    assert str(first).startswith("measuring: 1 of 6 runs of its plan\n")
+    assert all(graph.measured is None and graph.is_cold for graph in first.graphs)
+    run(*two_tower_inputs()).square().mean().backward()
     for found in (apollo_compile.report(model, units=()), apollo_compile.report(run, units=())):
         assert [graph.role for graph in found.graphs] == ["forward", "backward"]
         assert all(segment.measured_ns for graph in found.graphs for segment in graph.segments)
@@ -369,6 +375,10 @@ def test_the_report_names_segments_lanes_and_times() -> None:
         assert {"image.layers.0", "text.layers.0"} <= names
         assert "image.layers.0" in str(found)
         assert all("device profile h200" in {row.change for row in graph.what_if} for graph in found.graphs)
+        assert str(found).startswith("measuring: 2 of 6 runs of its plan\n")
+    for _ in range((1 + MAX_REPLANS) * (SKIPPED_RUNS + OBSERVED_RUNS)):
+        run(*two_tower_inputs()).square().mean().backward()
+    assert str(apollo_compile.report(run, units=(), profiles=())).startswith("settled\n")
     assert "call the compiled model first" in str(apollo_compile.report(nn.Linear(1, 1)))
 
 

@@ -154,8 +154,9 @@ def test_without_gradients_there_is_no_backward() -> None:
     with torch.no_grad():
         (graph,) = plan_model(torch.compile(model), inputs, options=GREEDY, **FAST).graphs
         assert graph.role == "inference"
-        (graph,) = plan_model(lambda x, y: x @ y.T, inputs, options=GREEDY, **FAST).graphs
-    assert graph.name == "graph0_inference"
+        report = plan_model(lambda x, y: x @ y.T, inputs, options={**GREEDY, "plan.contest": False}, **FAST)
+    assert [graph.name for graph in report.graphs] == ["graph0_inference"]
+    assert str(report).startswith("planned: nothing was run\n")
 
 
 def test_a_break_is_named_with_its_line_and_what_removes_it() -> None:
@@ -201,6 +202,7 @@ def test_a_graph_that_is_inductors_has_its_plan_in_the_report() -> None:
         assert graph.way == "Inductor"
         assert [name for name, _ in report.handed_over] == [graph.name]
         assert "Nothing can overlap" in str(report) and "nothing to gain" in str(report)
+        assert str(report).startswith("falls back: nothing to gain: ")
 
 
 @pytest.mark.parametrize(("bodies", "way"), [("native", "plan"), ("python", "Inductor")])

@@ -15,7 +15,7 @@ from apollo_compile.errors import ReportFileError
 from apollo_compile.passes.plan import to_problem
 from apollo_compile.planner.simulate import serial_schedule
 from apollo_compile.reports.colors import COLORS, color_of_branches
-from apollo_compile.reports.report import Report, merge_reports
+from apollo_compile.reports.report import Report, Stage, State, merge_reports
 from apollo_compile.reports.summary import Bottleneck, Limit, WhatIf, summarize
 from apollo_compile.reports.words import OTHER_BATCHES, describe, explain_place
 from apollo_compile.select import INDUCTOR
@@ -118,6 +118,7 @@ def test_json_is_read_back_as_the_same_report() -> None:
         handed_over=(("graph1_forward", "x is on device cuda:0"),),
         verdicts=(("graph0", VERDICT),),
         breaks=(a_break(),),
+        states=(State(graph="graph0", stage=Stage.MEASURING, detail="round 3 of at least 5"),),
     )
     assert Report.from_json(report.to_json()) == report
 
@@ -140,6 +141,46 @@ def test_a_report_with_memory_of_more_lanes_than_it_has_is_refused() -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------- words
+
+
+SETTLED = State(graph="graph0", stage=Stage.SETTLED)
+MEASURING = State(graph="graph1", stage=Stage.MEASURING, detail="round 3 of at least 5 between segments in turn, plan")
+FALLEN_BACK = State(graph="graph2", stage=Stage.FALLS_BACK, detail="x is on device cuda:0 <&>")
+
+
+@pytest.mark.parametrize(
+    ("states", "told"),
+    [
+        ((SETTLED,), "settled"),
+        ((SETTLED, replace(SETTLED, graph="graph1")), "settled"),
+        ((MEASURING,), "measuring: round 3 of at least 5 between segments in turn, plan"),
+        ((FALLEN_BACK,), "falls back: x is on device cuda:0 <&>"),
+        (
+            (SETTLED, MEASURING, FALLEN_BACK),
+            "measuring: graph1: round 3 of at least 5 between segments in turn, plan; "
+            "falls back: graph2: x is on device cuda:0 <&>; settled: graph0",
+        ),
+    ],
+)
+def test_the_first_line_says_how_far_it_is(states: tuple[State, ...], told: str) -> None:
+    """In the text, above all graphs of the page, and in JSON."""
+    report = replace(small(), states=states)
+    assert str(report).splitlines()[:3] == [told, "", "test: 4 segments (3 bodies) on 3 lanes, greedy plan"]
+    page = report.to_html()
+    assert page.index(f'<p class="state">{escape(told)}</p>') < page.index("<section")
+    found = json.loads(report.to_json())["report"]["states"]
+    assert [(each["graph"], each["stage"]) for each in found] == [(each.graph, each.stage) for each in states]
+    assert str(small()).startswith("test: ") and 'class="state"' not in small().to_html()
+
+
+def test_a_first_call_is_no_measurement() -> None:
+    """Text, page and JSON say that there will be one; a dry run has none to come."""
+    cold = Report(graphs=(summarize(compilation(), NOTHING, is_cold=True),), handed_over=())
+    planned = Report(graphs=(summarize(compilation(), NOTHING),), handed_over=())
+    assert "  not measured yet: the first call of a plan is cold, and left out" in str(cold).splitlines()
+    assert "<dt>Measured</dt><dd>not yet</dd>" in cold.to_html()
+    assert json.loads(cold.to_json())["report"]["graphs"][0]["is_cold"] is True
+    assert "not measured yet" not in str(planned) and "<dt>Measured" not in planned.to_html()
 
 
 def test_clip_is_told_what_overlapped_and_what_limits_it() -> None:
@@ -317,6 +358,7 @@ def test_reports_of_several_dynamo_graphs_become_one_with_unique_names() -> None
         handed_over=(("graph0_backward", "x is on device cuda:0"),),
         verdicts=(("graph0", VERDICT),),
         breaks=(a_break(),),
+        states=(State(graph="graph0", stage=Stage.SETTLED),),
     )
     merged = merge_reports([each, Report(graphs=(), handed_over=(("graph1_forward", "x"),)), each, each])
     endings = ["", "#2", "#3"]
@@ -326,6 +368,7 @@ def test_reports_of_several_dynamo_graphs_become_one_with_unique_names() -> None
     ]  # fmt: skip
     assert [name for name, _ in merged.verdicts] == [f"graph0{ending}" for ending in endings]
     assert [found.graph for found in merged.breaks] == [f"graph0{ending}" for ending in endings]
+    assert [state.graph for state in merged.states] == [f"graph0{ending}" for ending in endings]
     assert merge_reports([each]) == each
 
 
