@@ -151,6 +151,8 @@ def apollo(
     if config.runtime.keep_memory:
         keep_memory()
     _log_share()
+    if config.device.units is None and not any(_is_elsewhere(value) for value in example_inputs):
+        _warn_without_lanes()
     gpu = _open_gpu(example_inputs, config)
     model = CompiledModel(
         number=next(_graph_numbers[config.debug.dump]),
@@ -894,6 +896,31 @@ def _log_share() -> None:
     if units < len(share.own):
         own += f", of which torch has threads for {units} only (OMP_NUM_THREADS is 1 by default under torchrun)"
     _logger.info("local rank %d of %d: its lanes use cores %s", share.rank, share.size, own)
+
+
+def _is_elsewhere(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.device.type != "cpu"
+
+
+def _warn_without_lanes() -> None:
+    """Say where a launcher has given every rank several cores, and torch one thread for them."""
+    share = core_share()
+    if share.size > 1 and share.rank == 0 and len(share.own) > 1 and torch.get_num_threads() == 1:
+        _warn_of_one_thread(share.size, len(share.own))
+
+
+@functools.cache
+def _warn_of_one_thread(num_ranks: int, num_cores: int) -> None:
+    """Say it once, however many graphs there are."""
+    _logger.warning(
+        "there are no lanes on %d local ranks, so nothing overlaps: each has %d cores, and torch has 1 thread "
+        "(torchrun sets OMP_NUM_THREADS=1); start torchrun with OMP_NUM_THREADS=%d, or call "
+        "torch.set_num_threads(%d) before the model is compiled",
+        num_ranks,
+        num_cores,
+        num_cores,
+        num_cores,
+    )
 
 
 def _open_gpu(example_inputs: Sequence[Any], config: Config) -> TorchGpu | None:

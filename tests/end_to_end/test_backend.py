@@ -22,7 +22,7 @@ from apollo_compile.compiled_graph import MAX_REPLANS, OBSERVED_RUNS, SKIPPED_RU
 from apollo_compile.config import load_config
 from apollo_compile.device import default_profile, save_profile
 from apollo_compile.errors import UnsupportedGraphError
-from apollo_compile.execute import available_units
+from apollo_compile.execute import available_units, core_share
 from apollo_compile.inductor import compiler_settings
 from apollo_compile.ir import Capture, CostSource
 from apollo_compile.pipeline import Compilation
@@ -558,6 +558,32 @@ def test_a_plan_for_another_model_is_not_used_and_the_log_says_why(
     assert not graph.compilation.plan.pinned
     assert "whose segments are not those of graph0_inference" in caplog.text
     assert "planning graph0_inference anew" in caplog.text
+
+
+@needs_two_cores
+def test_a_launcher_that_leaves_one_thread_per_rank_is_one_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As torchrun does; one rank tells, once, and says what to set."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setattr("apollo_compile.cores._launchers_cores", list)  # all of this process's cores are its own
+    backend._warn_of_one_thread.cache_clear()
+    num_threads, layer, x = torch.get_num_threads(), nn.Linear(8, 8), torch.ones(4, 8)
+    told = []
+    for rank, threads in (("1", 1), ("0", num_threads), ("0", 1), ("0", 1)):
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        torch.set_num_threads(threads)
+        try:
+            torch._dynamo.reset()
+            with torch.no_grad(), caplog.at_level(logging.WARNING, logger="apollo_compile"):
+                torch.compile(layer, backend="apollo", options={**STRICT, "runtime.bodies": "eager"})(x)
+        finally:
+            torch.set_num_threads(num_threads)
+        told.append([text for text in map(logging.LogRecord.getMessage, caplog.records) if "OMP_NUM_THREADS" in text])
+    assert list(map(len, told)) == [0, 0, 1, 1]
+    count = len(core_share().own)
+    wanted = f"start torchrun with OMP_NUM_THREADS={count}, or call torch.set_num_threads({count})"
+    assert wanted in told[-1][0] and "there are no lanes on 2 local ranks" in told[-1][0]
 
 
 def test_a_memory_quota_that_nothing_keeps_hands_the_graph_to_inductor(caplog: pytest.LogCaptureFixture) -> None:
