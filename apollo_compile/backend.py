@@ -98,6 +98,7 @@ from apollo_compile.pipeline import (
     rename,
 )
 from apollo_compile.plan_file import FILE_NAME, save_plan
+from apollo_compile.progress import Progress
 from apollo_compile.ranks import Ranks, find_ranks
 from apollo_compile.reports.report import BreakSummary, Report, Stage, State, merge_reports
 from apollo_compile.reports.summary import GraphSummary, summarize
@@ -465,7 +466,10 @@ class CompiledModel:
         if self.gpu is None:  # where threads may not be pinned, nothing is compiled in vain
             start_lanes(compilation.plan.lanes, park_team=config.runtime.park_team)
         try:
-            bodies = _compile_bodies(graph_module, compilation, config, self.device, commons, **kwargs)
+            with Progress(f"compiling {name}") as progress:
+                bodies = _compile_bodies(
+                    graph_module, compilation, config, self.device, commons, at=progress.at, **kwargs
+                )
         except Exception as error:
             self._accept_no_compiler(error)
             config = replace(config, runtime=replace(config.runtime, bodies="eager"))
@@ -797,14 +801,16 @@ def _compile_bodies(
     config: Config,
     device: torch.device,
     commons: Commons,
+    at: Callable[[str, int, int], None] = lambda phase, number, count: None,
     **kwargs: Any,
 ) -> tuple[CompiledBody, ...]:
     pieces = [(body.name, *extract_body(graph_module, body)) for body in compilation.partition.bodies]
     if config.runtime.bodies == "eager":
         return interpret_bodies(pieces)
     if config.runtime.onednn and device.type == "cpu" and may_choose_library():
+        at("which library multiplies", 0, 0)
         _choose_libraries([piece.graph for _, piece, _ in pieces], compilation, config, commons)
-    return compile_bodies(pieces, native=config.runtime.bodies == "native" and device.type == "cpu", **kwargs)
+    return compile_bodies(pieces, native=config.runtime.bodies == "native" and device.type == "cpu", at=at, **kwargs)
 
 
 def _choose_libraries(graphs: Sequence[fx.Graph], compilation: Compilation, config: Config, commons: Commons) -> None:

@@ -34,6 +34,7 @@ from apollo_compile.observe import StageRunner
 from apollo_compile.passes.cost import estimate_costs
 from apollo_compile.passes.plan import make_list_plan, make_plan
 from apollo_compile.pipeline import Compilation, compile_plan, plan_partition
+from apollo_compile.progress import Progress
 from apollo_compile.ranks import Ranks
 from apollo_compile.select import INDUCTOR, LISTED, OVERLAPPING, PLAN, PRIORITIES, SERIAL, STREAMS, Selection
 from apollo_compile.units import format_ns
@@ -301,7 +302,9 @@ class CompiledGraph:
         name = self.compilation.capture.name
         _logger.info("%s: Inductor compiles it whole, to be compared with its segments", name)
         try:
-            run = compile_whole()
+            with Progress(f"compiling {name} whole") as progress:
+                progress.at("Inductor, to be compared with its segments,")
+                run = compile_whole()
             if self.gpu is None:
                 self._others[INDUCTOR] = run
             else:

@@ -811,6 +811,7 @@ def compile_bodies(
     native: bool,
     units: int | None = None,
     left_out: int = 0,
+    at: Callable[[str, int, int], None] = lambda phase, number, count: None,
     **kwargs: Any,
 ) -> tuple[CompiledBody, ...]:
     """Compile pieces with Inductor.
@@ -822,6 +823,7 @@ def compile_bodies(
         native: try the C++ wrapper first; a piece that it cannot express is compiled with the Python wrapper.
         units: SMs that the code is for, where it is for a part of the device.
         left_out: SMs of the device that are not among them.
+        at: called with what is being done to which of how many pieces.
         kwargs: what AOTAutograd passed for the whole graph, such as `is_backward` and `graph_id`.
     """
     shared = shared_kwargs(kwargs)
@@ -834,11 +836,15 @@ def compile_bodies(
         _compiled_without(left_out),
     ):
         layouts = [_output_layouts(piece) for _, piece, _ in pieces]
-        started = [_start_native(name, piece, fakes, shared) if native else None for name, piece, fakes in pieces]
-        bodies = [
-            _finish_native(name, compiled) or _compile_for_python(piece, fakes, shared)
-            for (name, piece, fakes), compiled in zip(pieces, started, strict=True)
-        ]
+        started = []
+        for number, (name, piece, fakes) in enumerate(pieces, 1):
+            if native:
+                at("body", number, len(pieces))
+            started.append(_start_native(name, piece, fakes, shared) if native else None)
+        bodies = []
+        for number, ((name, piece, fakes), compiled) in enumerate(zip(pieces, started, strict=True), 1):
+            at("C++ code of body" if native else "body", number, len(pieces))
+            bodies.append(_finish_native(name, compiled) or _compile_for_python(piece, fakes, shared))
     for (name, _, _), body, layout in zip(pieces, bodies, layouts, strict=True):
         _check_layouts(f"segment {name}", body.function, layout)
     return tuple(
