@@ -116,8 +116,9 @@ from apollo_compile.pipeline import (
     rename,
 )
 from apollo_compile.plan_file import FILE_NAME, save_plan
+from apollo_compile.progress import Progress
 from apollo_compile.ranks import Ranks, find_ranks
-from apollo_compile.reports.report import BreakSummary, Report
+from apollo_compile.reports.report import BreakSummary, Report, Stage, State, merge_reports
 from apollo_compile.reports.summary import GraphSummary, summarize
 from apollo_compile.select import INDUCTOR, MIN_ROUNDS, PLAN, SERIAL, Selection
 from apollo_compile.text import format_count
@@ -134,6 +135,8 @@ WRAPPER_NS_PER_KERNEL = 8_000
 
 WORTH_NATIVE = 0.05
 """Share of that in a graph's predicted time from which segments are compiled though nothing else speaks for them."""
+
+NOT_RUN = Trace(spans=(), duration_ns=0)
 
 _graph_numbers: dict[Path | None, itertools.count[int]] = defaultdict(itertools.count)
 """Numbers of Dynamo graphs by dump directory, so that two compiles into two directories dump the same."""
@@ -167,6 +170,8 @@ def apollo(
     if config.runtime.keep_memory:
         keep_memory()
     _log_share()
+    if config.device.units is None and not any(_is_elsewhere(value) for value in example_inputs):
+        _warn_without_lanes()
     gpu = _open_gpu(example_inputs, config)
     model = CompiledModel(
         number=next(_graph_numbers[config.debug.dump]),
@@ -260,6 +265,23 @@ class CompiledModel:
         """Return the graphs, of those with dynamic shapes only what ran last."""
         others = {id(graph) for family in self.families for graph in family.buckets.values()}
         return [graph for graph in self.graphs if id(graph) not in others] + [each.latest for each in self.families]
+
+    def state(self) -> State:
+        """Return whether anything about its graphs is still being decided, and where in that it is."""
+        graphs = self.current_graphs()
+        if not graphs:
+            reasons = dict.fromkeys(reason for _, reason in self.handed_over)
+            return State(graph=self.name, stage=Stage.FALLS_BACK, detail="; ".join(reasons))
+        running = [graph for graph in graphs if graph.has_run]
+        if not running:
+            return State(graph=self.name, stage=Stage.MEASURING, detail="not called yet")
+        waits = [graph.progress for graph in running]
+        waits += [g.selection.progress for g in running if g.selection is not None and not g.selection.is_settled]
+        wait = next((wait for wait in waits if wait is not None), None)
+        if wait is not None:
+            return State(graph=self.name, stage=Stage.MEASURING, detail=wait)
+        rest = ", ".join(name for name, _ in self.handed_over)
+        return State(graph=self.name, stage=Stage.SETTLED, detail=f"Inductor runs {rest}" if rest else "")
 
     def _keep_verdict(self, verdict: Verdict) -> None:
         _logger.info("%s: chosen by measuring: %s", self.name, verdict)
@@ -543,7 +565,10 @@ class CompiledModel:
         if self.gpu is None:  # where threads may not be pinned, nothing is compiled in vain
             start_lanes(compilation.plan.lanes, park_team=config.runtime.park_team)
         try:
-            bodies = _compile_bodies(graph_module, compilation, config, self.device, commons, **kwargs)
+            with Progress(f"compiling {name}") as progress:
+                bodies = _compile_bodies(
+                    graph_module, compilation, config, self.device, commons, at=progress.at, **kwargs
+                )
         except Exception as error:
             self._accept_no_compiler(error)
             config = replace(config, runtime=replace(config.runtime, bodies="eager"))
@@ -565,10 +590,13 @@ class CompiledModel:
         _log_summary(compilation, planned - begin, time.perf_counter_ns() - planned)
         if graph.is_deterministic:
             _logger.info("%s: the plan stays as predicted: deterministic algorithms are on, so no time decides", name)
-        self._add(graph)
         if boundary is not None and has_plans_by_size:
-            return self._make_family(graph, graph_module, boundary, base), None
+            family = self._make_family(graph, graph_module, boundary, base)
+            self.graphs.append(graph)
+            self.families.append(family)
+            return family, None
         graph.boundary = boundary
+        self._add(graph)
         return graph, partial(self._bundle_segments, graph, original, kwargs) if boundary is None else None
 
     def _make_family(
@@ -600,7 +628,7 @@ class CompiledModel:
             return graph
 
         hold_contest(first)
-        family = GraphFamily(
+        return GraphFamily(
             name=name,
             boundary=boundary,
             symbols=formulas.symbols,
@@ -610,8 +638,6 @@ class CompiledModel:
             drop=self.graphs.remove,
             is_strict=config.debug.strict,
         )
-        self.families.append(family)
-        return family
 
     def _compile_whole(
         self, name: str, graph_module: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any
@@ -755,11 +781,15 @@ def report(
             "the parameters that they read; report() without arguments tells of all that was compiled"
         )
     found = compiled_models() if model is None else find_models(model)
-    return Report(
-        graphs=tuple(graph for entry in found for graph in _summarize(entry, units, profiles)),
-        verdicts=tuple(verdict for entry in found for verdict in entry.verdicts),
-        handed_over=tuple(reason for entry in found for reason in entry.handed_over),
-        breaks=tuple(entry.ended_by for entry in found if entry.ended_by is not None),
+    return merge_reports(
+        Report(
+            graphs=tuple(_summarize(entry, units, profiles)),
+            handed_over=tuple(entry.handed_over),
+            verdicts=tuple(entry.verdicts),
+            breaks=() if entry.ended_by is None else (entry.ended_by,),
+            states=(entry.state(),),
+        )
+        for entry in found
     )
 
 
@@ -769,8 +799,9 @@ def _summarize(model: CompiledModel, units: Sequence[int] | None, profiles: Sequ
     graphs = [
         summarize(
             graph.compilation,
-            graph.trace(),
+            NOT_RUN if graph.is_cold else graph.trace(),
             num_replans=graph.num_replans,
+            is_cold=graph.is_cold and graph.way_of_plan == PLAN,
             is_deterministic=graph.is_deterministic,
             way=graph.way_of_plan,
             what_if=() if graph.is_variant else compare(graph.compilation),
@@ -782,7 +813,7 @@ def _summarize(model: CompiledModel, units: Sequence[int] | None, profiles: Sequ
     graphs += [
         summarize(
             left,
-            Trace(spans=(), duration_ns=0),
+            NOT_RUN,
             way=INDUCTOR,
             what_if=compare(left),
             lane_memory_quota=model.config.device.lane_memory_quota,
@@ -793,13 +824,12 @@ def _summarize(model: CompiledModel, units: Sequence[int] | None, profiles: Sequ
 
 
 def is_settled(module: torch.nn.Module) -> bool:
-    """Return whether nothing about `module` is being decided any more: its plans are final, its contests are over."""
-    return all(
-        (graph.is_settled or graph.way != PLAN) and (graph.selection is None or graph.selection.is_settled)
-        for model in find_models(module)
-        for graph in model.current_graphs()
-        if graph.has_run
-    )
+    """Return whether nothing about `module` is being decided any more: its plans are final, its contests are over.
+
+    What was compiled and never called is not waited for.
+    """
+    models = (model for model in find_models(module) if any(graph.has_run for graph in model.current_graphs()))
+    return all(model.state().stage is not Stage.MEASURING for model in models)
 
 
 def ways_of(module: torch.nn.Module) -> list[str]:
@@ -888,14 +918,16 @@ def _compile_bodies(
     config: Config,
     device: torch.device,
     commons: Commons,
+    at: Callable[[str, int, int], None] = lambda phase, number, count: None,
     **kwargs: Any,
 ) -> tuple[CompiledBody, ...]:
     pieces = [(body.name, *extract_body(graph_module, body)) for body in compilation.partition.bodies]
     if config.runtime.bodies == "eager":
         return interpret_bodies(pieces)
     if config.runtime.onednn and device.type == "cpu" and may_choose_library():
+        at("which library multiplies", 0, 0)
         _choose_libraries([piece.graph for _, piece, _ in pieces], compilation, config, commons)
-    return compile_bodies(pieces, native=config.runtime.bodies == "native" and device.type == "cpu", **kwargs)
+    return compile_bodies(pieces, native=config.runtime.bodies == "native" and device.type == "cpu", at=at, **kwargs)
 
 
 def _choose_libraries(graphs: Sequence[fx.Graph], compilation: Compilation, config: Config, commons: Commons) -> None:
@@ -999,6 +1031,31 @@ def _log_share() -> None:
     if units < len(share.own):
         own += f", of which torch has threads for {units} only (OMP_NUM_THREADS is 1 by default under torchrun)"
     _logger.info("local rank %d of %d: its lanes use cores %s", share.rank, share.size, own)
+
+
+def _is_elsewhere(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.device.type != "cpu"
+
+
+def _warn_without_lanes() -> None:
+    """Say where a launcher has given every rank several cores, and torch one thread for them."""
+    share = core_share()
+    if share.size > 1 and share.rank == 0 and len(share.own) > 1 and torch.get_num_threads() == 1:
+        _warn_of_one_thread(share.size, len(share.own))
+
+
+@functools.cache
+def _warn_of_one_thread(num_ranks: int, num_cores: int) -> None:
+    """Say it once, however many graphs there are."""
+    _logger.warning(
+        "there are no lanes on %d local ranks, so nothing overlaps: each has %d cores, and torch has 1 thread "
+        "(torchrun sets OMP_NUM_THREADS=1); start torchrun with OMP_NUM_THREADS=%d, or call "
+        "torch.set_num_threads(%d) before the model is compiled",
+        num_ranks,
+        num_cores,
+        num_cores,
+        num_cores,
+    )
 
 
 def _open_gpu(example_inputs: Sequence[Any], config: Config) -> TorchGpu | None:

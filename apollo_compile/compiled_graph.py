@@ -35,6 +35,7 @@ from apollo_compile.observe import StageRunner
 from apollo_compile.passes.cost import estimate_costs
 from apollo_compile.passes.plan import make_list_plan, make_serial_plan
 from apollo_compile.pipeline import Compilation, compile_plan, plan_partition
+from apollo_compile.progress import Progress
 from apollo_compile.ranks import Ranks
 from apollo_compile.select import INDUCTOR, LISTED, OVERLAPPING, PLAN, PRIORITIES, SERIAL, STREAMS, Selection
 from apollo_compile.units import format_ns
@@ -195,6 +196,23 @@ class CompiledGraph:
         """Return the spans of the plan's last run."""
         return self.executable.trace()
 
+    @property
+    def is_cold(self) -> bool:
+        """Whether the plan's last run is no measurement: the first ones are not, and a GPU's never are."""
+        return isinstance(self.executable, Executable) and self.executable.num_runs <= SKIPPED_RUNS
+
+    @property
+    def progress(self) -> str | None:
+        """Say what of its plan is being decided; None where it is final, or not what runs."""
+        if self._is_settled or self.way != PLAN:
+            return None
+        if self._proposal is not None:
+            return "planning again with measured durations"
+        if self.gpu is not None:
+            return "its bodies are timed in the second call"
+        again = f", planned again {self.num_replans}x" if self.num_replans else ""
+        return f"{self._runs} of {SKIPPED_RUNS + OBSERVED_RUNS} runs of its plan{again}"
+
     def lane_bytes(self) -> dict[LaneId, int]:
         """Return the device memory that every lane took when the plan was captured; on a CPU nothing is."""
         if not isinstance(self.executable, CudaExecutable):
@@ -298,7 +316,9 @@ class CompiledGraph:
         name = self.compilation.capture.name
         _logger.info("%s: Inductor compiles it whole, to be compared with its segments", name)
         try:
-            run = compile_whole()
+            with Progress(f"compiling {name} whole") as progress:
+                progress.at("Inductor, to be compared with its segments,")
+                run = compile_whole()
             if self.gpu is None:
                 self._others[INDUCTOR] = run
             else:

@@ -885,6 +885,7 @@ def compile_bodies(
     native: bool,
     units: int | None = None,
     left_out: int = 0,
+    at: Callable[[str, int, int], None] = lambda phase, number, count: None,
     **kwargs: Any,
 ) -> tuple[CompiledBody, ...]:
     """Compile pieces with Inductor.
@@ -896,6 +897,7 @@ def compile_bodies(
         native: try the C++ wrapper first; a piece that it cannot express is compiled with the Python wrapper.
         units: SMs that the code is for, where it is for a part of the device.
         left_out: SMs of the device that are not among them.
+        at: called with what is being done to which of how many pieces.
         kwargs: what AOTAutograd passed for the whole graph, such as `is_backward` and `graph_id`.
     """
     shared = shared_kwargs(kwargs)
@@ -908,11 +910,15 @@ def compile_bodies(
         _compiled_without(left_out),
     ):
         layouts = [_output_layouts(piece) for _, piece, _ in pieces]
-        started = [_start_native(name, piece, fakes, shared) if native else None for name, piece, fakes in pieces]
-        bodies = [
-            _finish_native(name, compiled) or _compile_for_python(piece, fakes, shared)
-            for (name, piece, fakes), compiled in zip(pieces, started, strict=True)
-        ]
+        started = []
+        for number, (name, piece, fakes) in enumerate(pieces, 1):
+            if native:
+                at("body", number, len(pieces))
+            started.append(_start_native(name, piece, fakes, shared) if native else None)
+        bodies = []
+        for number, ((name, piece, fakes), compiled) in enumerate(zip(pieces, started, strict=True), 1):
+            at("C++ code of body" if native else "body", number, len(pieces))
+            bodies.append(_finish_native(name, compiled) or _compile_for_python(piece, fakes, shared))
     for (name, _, _), body, layout in zip(pieces, bodies, layouts, strict=True):
         _check_layouts(f"segment {name}", body.function, layout)
     return tuple(
@@ -1471,23 +1477,47 @@ _PRECOMPILED = "torch/csrc/inductor/cpp_wrapper/cpu.h>\n#include <torch/csrc/ind
 """What Inductor puts between `#include <` and `>`: both headers of a body, where it precompiles the first alone."""
 
 
+_is_for_lanes: contextvars.ContextVar[bool] = contextvars.ContextVar("apollo_is_for_lanes", default=False)
+"""Whether what Inductor generates now is for lanes; like Inductor's settings, each thread has its own."""
+
+
 @contextlib.contextmanager
 def _lane_wrapper() -> Iterator[None]:
-    """Let Inductor generate CPU code through `_LaneWrapper`, and precompile the headers of wrapper and kernels."""
+    """Let Inductor generate CPU code through `_LaneWrapper`, and precompile the headers of wrapper and kernels.
+
+    Both are looked up in tables of the process, and another thread may compile meanwhile without asking for our lock:
+    a backward of plain Inductor compiles in its first call. So what stands there for as long asks which thread it is.
+    """
     from torch._inductor.codecache import CppWrapperCodeCache
     from torch._inductor.codegen.common import device_codegens, init_backend_registration
 
     init_backend_registration()
-    saved = device_codegens["cpu"]
-    header = CppWrapperCodeCache.__dict__.get("_get_uncompiled_header")
-    device_codegens["cpu"] = type(saved)(saved.scheduling, saved.wrapper_codegen, _LaneWrapper)
+    usual = device_codegens["cpu"]
+    header: Any = CppWrapperCodeCache.__dict__.get("_get_uncompiled_header")
+
+    class Chosen(usual.cpp_wrapper_codegen):  # type: ignore[name-defined, misc]
+        """What others find there, apart from which code generator a graph gets."""
+
+        @staticmethod
+        def create(*args: Any, **kwargs: Any) -> Any:
+            chosen: Any = _LaneWrapper if _is_for_lanes.get() else usual.cpp_wrapper_codegen
+            return chosen.create(*args, **kwargs)
+
+    def choose_header(cls: type, device: str) -> Any:
+        return _PRECOMPILED if _is_for_lanes.get() else header.__get__(None, cls)(device)
+
+    ours = replace(usual, cpp_wrapper_codegen=Chosen)
+    device_codegens["cpu"] = ours
     if header is not None:
-        CppWrapperCodeCache._get_uncompiled_header = classmethod(lambda cls, device: _PRECOMPILED)  # type: ignore[method-assign, assignment]
+        CppWrapperCodeCache._get_uncompiled_header = classmethod(choose_header)  # type: ignore[method-assign, assignment]
+    token = _is_for_lanes.set(True)
     try:
         with inductor_config.patch({**_body_options(), "cpp_wrapper": True}):
             yield
     finally:
-        device_codegens["cpu"] = saved
+        _is_for_lanes.reset(token)
+        if device_codegens["cpu"] is ours:  # else somebody registered another code generator meanwhile
+            device_codegens["cpu"] = usual
         if header is not None:
             CppWrapperCodeCache._get_uncompiled_header = header  # type: ignore[method-assign]
 

@@ -192,6 +192,13 @@ class Contest:
         return len(self._rounds)
 
     @property
+    def progress(self) -> str:
+        """Say which round it is in."""
+        number = self._num_rounds + 1
+        limit = f"at least {MIN_ROUNDS}" if number <= MIN_ROUNDS else f"at most {MAX_ROUNDS}"
+        return f"round {number} of {limit} between {', '.join(self._alive)}"
+
+    @property
     def is_over(self) -> bool:
         """Whether the winner is known."""
         return len(self._alive) == 1 or self._num_rounds >= MAX_ROUNDS
@@ -336,6 +343,12 @@ class Selection:
     def is_contending(self) -> bool:
         """Whether a contest is being held."""
         return self._procedure is not None
+
+    @property
+    def progress(self) -> str:
+        """Say where the contest is that is being held, or will be."""
+        contest = self._contest
+        return f"a contest begins, of at least {MIN_ROUNDS} rounds" if contest is None else contest.progress
 
     @property
     def is_settled(self) -> bool:

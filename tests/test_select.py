@@ -144,6 +144,20 @@ WINDOW = DRIFT_STEPS * WATCH_EVERY
 """Steps between two looks at how long they take."""
 
 
+def test_a_contest_says_in_which_round_it_is() -> None:
+    """And who takes turns; before it and after it there is no round."""
+    machine = Machine(Graph({SERIAL: 10, PLAN: 9.9, INDUCTOR: 10}), noise=0.3)
+    told = []
+    while not machine.verdicts:
+        machine.step()
+        told.append(machine.selection.progress)
+    rounds = list(dict.fromkeys(told))
+    assert rounds[0] == f"a contest begins, of at least {MIN_ROUNDS} rounds"
+    assert rounds[1:4] == [f"round {number} of at least {MIN_ROUNDS} between {SERIAL}, {PLAN}" for number in (1, 2, 3)]
+    assert f"round {MIN_ROUNDS + 1} of at most {MAX_ROUNDS} between {SERIAL}, {PLAN}" in rounds
+    assert machine.selection.is_settled
+
+
 def test_a_clearly_faster_plan_stays_and_inductor_is_not_compiled() -> None:
     """Its pieces in turn are slower by more than Inductor is likely to make up."""
     forward, backward = Graph({SERIAL: 10, PLAN: 7}), Graph({SERIAL: 20, PLAN: 15})

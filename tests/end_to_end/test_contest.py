@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from torch import nn
 
 import apollo_compile
 from apollo_compile import backend, execute, inductor
+from apollo_compile.compiled_graph import MAX_REPLANS, OBSERVED_RUNS, SKIPPED_RUNS
 from apollo_compile.history import Finding
 from apollo_compile.ir import CostTable, LaneId, Origin, Plan, SegmentGraph
 from apollo_compile.planner import apart
@@ -165,9 +167,15 @@ def test_the_verdict_is_logged_once_and_stands_in_the_report(caplog: pytest.LogC
     with caplog.at_level(logging.INFO, logger="apollo_compile"):
         run, inputs, found = compiled_towers()
         assert not backend.is_settled(run)
+        for _ in range((1 + MAX_REPLANS) * (SKIPPED_RUNS + OBSERVED_RUNS)):
+            run(*inputs).square().mean().backward()
+        (state,) = apollo_compile.report(run, units=(), profiles=()).states
+        assert (state.graph, state.stage) == (found.name, "measuring")
+        assert re.fullmatch(rf"round \d+ of at \w+ \d+ between .*{SERIAL}.*", state.detail)
         train_until_settled(run, inputs)
     (line,) = [r.getMessage() for r in caplog.records if "chosen by measuring" in r.getMessage()]
     text = str(apollo_compile.report(run))
+    assert text.startswith("settled\n")
     verdict = found.selection.verdict
     assert verdict is not None
     assert tuple(graph.way for graph in found.graphs) == verdict.choice
