@@ -335,7 +335,8 @@ class CompiledModel:
         self, graph_module: fx.GraphModule, example_inputs: Sequence[Any], settings: Mapping[str, Any]
     ) -> Callable[..., Any]:
         """Compile the Dynamo graph as torch.compile does, or, without a C++ compiler, run it operator by operator."""
-        with copy_of_dynamo_graph(graph_module) as kept:
+        with copy_of_dynamo_graph(graph_module) as kept, Progress(f"compiling {self.name}") as progress:
+            progress.at("as torch.compile does,")
             try:
                 return compile_plainly(graph_module, example_inputs, settings)
             except Exception as error:
