@@ -927,11 +927,16 @@ def _interpret(piece: fx.GraphModule) -> Callable[[list[Any]], Sequence[Any]]:
     function = fx.GraphModule(piece, piece.graph).forward
 
     def run(inputs: list[Any]) -> Sequence[Any]:
-        # Operators of `torch.ops.prims` give gradients to what they make of one that has some, under `no_grad` too.
-        inputs[:] = [value.detach() if isinstance(value, torch.Tensor) else value for value in inputs]
-        return function(inputs)  # type: ignore[no-any-return]
+        # Operators of `torch.ops.prims` give gradients to what they make of one that has some, under `no_grad` too. And
+        # an output that is a view of another one, in which `detach` leaves no trace, would get the gradient of that.
+        inputs[:] = _detached(inputs)
+        return _detached(function(inputs))
 
     return run
+
+
+def _detached(values: Sequence[Any]) -> list[Any]:
+    return [value.detach() if isinstance(value, torch.Tensor) else value for value in values]
 
 
 def _draw(size: Sequence[int], seed: torch.Tensor, mode: str, **_: Any) -> torch.Tensor:
