@@ -195,6 +195,11 @@ def _check_cover(partition: Partition, capture: Capture) -> dict[NodeId, Segment
         if item.kind is NodeKind.PROJECTION and any(segment_of.get(v) != segment_of[item.id] for v in item.inputs):
             found = f"node {item.id} ({item.name}) must be in the segment of what it projects"
             _fail("partition", found, _segment(partition.graph, segment_of[item.id]))
+    alone = {segment_of[item.id] for item in capture.nodes if item.is_alone}
+    for node, segment in segment_of.items():
+        if segment in alone and not capture.nodes[node].is_alone:
+            found = f"node {node} ({capture.nodes[node].name}) is with nodes that must be alone"
+            _fail("partition", found, _segment(partition.graph, segment))
     return segment_of
 
 

@@ -101,6 +101,8 @@ from apollo_compile.matmul import is_linear, onednn_linear
 from apollo_compile.miscompiled import write_otherwise
 from apollo_compile.overwrites import keep_copies, keep_reads
 from apollo_compile.passes.capture import TORCH_NAMESPACES
+from apollo_compile.resizes import settle_resizes
+from apollo_compile.writes import resizes_storage, written_by
 
 _logger = logging.getLogger(__name__)
 
@@ -236,6 +238,7 @@ class _FirstPasses(CustomGraphPass):
         for custom in self._users:
             custom(graph)
         _lower_clones()
+        settle_resizes(graph)
         keep_reads(graph, _copied_by)
         keep_copies(graph, _copied_by)
         write_otherwise(graph)
@@ -359,8 +362,7 @@ def _copy_dynamo_graph(graph_module: fx.GraphModule) -> fx.GraphModule:
 
 def writes_inputs(graph_module: fx.GraphModule) -> bool:
     """Whether the graph writes into its inputs."""
-    targets = (node.target for node in graph_module.graph.nodes if isinstance(node.target, torch._ops.OpOverload))
-    return any(target._schema.is_mutable for target in targets)
+    return any(map(written_by, graph_module.graph.nodes))
 
 
 def written_inputs(graph_module: fx.GraphModule) -> frozenset[int] | None:
@@ -369,14 +371,8 @@ def written_inputs(graph_module: fx.GraphModule) -> frozenset[int] | None:
     After AOTAutograd a graph writes to its inputs themselves, at its end, and to nothing else.
     """
     placeholders = {node: index for index, node in enumerate(graph_module.graph.find_nodes(op="placeholder"))}
-    found: set[int] = set()
-    for node in graph_module.graph.nodes:
-        if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
-            target = node.args[0]
-            if not isinstance(target, fx.Node) or target not in placeholders:
-                return None
-            found.add(placeholders[target])
-    return frozenset(found)
+    written = {value for node in graph_module.graph.nodes for value in written_by(node)}
+    return frozenset(map(placeholders.__getitem__, written)) if written <= placeholders.keys() else None
 
 
 def user_outputs(graph_module: fx.GraphModule) -> frozenset[int]:
@@ -386,9 +382,13 @@ def user_outputs(graph_module: fx.GraphModule) -> frozenset[int]:
 
 
 def find_uncapturable(graph_module: fx.GraphModule) -> str | None:
-    """Return the name of an operator that says it must not be in a CUDA graph; None where there is none."""
-    targets = (node.target for node in graph_module.graph.nodes if isinstance(node.target, torch._ops.OpOverload))
-    return next((str(target) for target in targets if torch.Tag.cudagraph_unsafe in target.tags), None)
+    """Return the name of an operator that must not be in a CUDA graph; None where there is none.
+
+    That is one that says so, and one after which an input has other memory.
+    """
+    calls = [node for node in graph_module.graph.nodes if isinstance(node.target, torch._ops.OpOverload)]
+    unsafe = (n.target for n in calls if torch.Tag.cudagraph_unsafe in n.target.tags or resizes_storage(n))
+    return next(map(str, unsafe), None)
 
 
 def storage_handles(tensors: Iterable[torch.Tensor]) -> list[int]:
@@ -1007,11 +1007,16 @@ def _interpret(piece: fx.GraphModule) -> Callable[[list[Any]], Sequence[Any]]:
     function = fx.GraphModule(piece, piece.graph).forward
 
     def run(inputs: list[Any]) -> Sequence[Any]:
-        # Operators of `torch.ops.prims` give gradients to what they make of one that has some, under `no_grad` too.
-        inputs[:] = [value.detach() if isinstance(value, torch.Tensor) else value for value in inputs]
-        return function(inputs)  # type: ignore[no-any-return]
+        # Operators of `torch.ops.prims` give gradients to what they make of one that has some, under `no_grad` too. And
+        # an output that is a view of another one, in which `detach` leaves no trace, would get the gradient of that.
+        inputs[:] = _detached(inputs)
+        return _detached(function(inputs))
 
     return run
+
+
+def _detached(values: Sequence[Any]) -> list[Any]:
+    return [value.detach() if isinstance(value, torch.Tensor) else value for value in values]
 
 
 def _draw(size: Sequence[int], seed: torch.Tensor, mode: str, **_: Any) -> torch.Tensor:
@@ -1090,7 +1095,7 @@ def _is_same(traced: int | torch.SymInt, chosen: Any) -> bool:
 
 def _start_native(name: str, piece: fx.GraphModule, fakes: Sequence[torch.Tensor], shared: dict[str, Any]) -> Any:
     """Lower a copy of `piece` and start its C++ compiler; return None where the C++ wrapper cannot express it."""
-    if _LaneWrapper is None or has_custom_operator(piece):
+    if _LaneWrapper is None or has_custom_operator(piece) or any(map(resizes_storage, piece.graph.nodes)):
         return None
     try:
         with _lane_wrapper():

@@ -133,6 +133,8 @@ class Node:
     """Nodes that must run earlier though no value flows: random order, mutation, effects."""
     is_collective: bool = False
     """Whether it communicates with other ranks, who must do so in the same order."""
+    is_alone: bool = False
+    """Whether its segment has only nodes that are alone."""
     module: str = ""
     """FQN of the module the node came from; empty where the metadata did not survive."""
     num_bytes: int = 0

@@ -28,13 +28,14 @@ Note [Copies that are returned]
 
 from __future__ import annotations
 
-import operator
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 
 import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
+
+from apollo_compile.writes import frees_storage, is_view, written_by
 
 
 def keep_reads(graph: fx.Graph, copied_by: Callable[[fx.Node], fx.Node | None]) -> None:
@@ -67,7 +68,7 @@ def keep_copies(graph: fx.Graph, copied_by: Callable[[fx.Node], fx.Node | None])
     read: dict[fx.Node, set[fx.Node]] = defaultdict(set)
     """By origin, the memories with its value that something reads; copying it does not count."""
     for node in graph.nodes:
-        source = node.args[0] if _is_view(node) else None
+        source = node.args[0] if is_view(node) else None
         copied = copied_by(node) if source is None else None
         memories[node] = node if source is None else memories[source]
         if copied is not None:
@@ -91,31 +92,35 @@ def _keep_copy(graph: fx.Graph, node: fx.Node, source: fx.Node) -> fx.Node:
 
 
 def _overwritten(graph: fx.Graph) -> frozenset[fx.Node]:
-    """Return the inputs that the graph writes to, and all views of them."""
+    """Return the inputs that the graph writes to or shares freed memory with, and all views of them."""
     views: dict[fx.Node, fx.Node] = {}
     """The input that a node is a view of."""
-    written = set()
+    written: set[fx.Node] = set()
+    freed: set[fx.Node] = set()
     for node in graph.nodes:
         if node.op == "placeholder":
             views[node] = node
-        elif node.target is torch.ops.aten.copy_.default:
-            written.add(views.get(node.args[0]))
-        elif _is_view(node) and node.args[0] in views:
+        memories = {views[value] for value in written_by(node) if value in views}
+        (freed if frees_storage(node) else written).update(memories)
+        if is_view(node) and node.args[0] in views:
             views[node] = views[node.args[0]]
+    storages = set(map(_storage_of, freed))
+    written |= {memory for memory in views.values() if _storage_of(memory) in storages}
     return frozenset(node for node, memory in views.items() if memory in written)
+
+
+def _storage_of(node: fx.Node) -> int | None:
+    """Return a number that inputs have in common which shared memory in the trace; None for what is no tensor."""
+    value = node.meta["val"]
+    has_storage = isinstance(value, torch.Tensor) and value.layout is torch.strided
+    return value.untyped_storage()._cdata if has_storage else None
 
 
 def _reads(graph: fx.Graph, overwritten: frozenset[fx.Node]) -> Iterator[fx.Node]:
     """Yield what is made of overwritten memory, and has memory of its own."""
     for node in graph.nodes:
-        if node.op != "call_function" or node in overwritten or node.target is torch.ops.aten.copy_.default:
+        if node.op != "call_function" or node in overwritten or written_by(node):
             continue
         reads = any(argument in overwritten for argument in node.all_input_nodes)
         if reads and isinstance(node.meta.get("val"), torch.Tensor | tuple | list):
             yield node
-
-
-def _is_view(node: fx.Node) -> bool:
-    """Whether the node is a view of its first argument, or one of several such views."""
-    target = node.target
-    return target is operator.getitem or (isinstance(target, torch._ops.OpOverload) and target.is_view)

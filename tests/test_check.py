@@ -37,7 +37,14 @@ from tests.builders import costs, graph, plan
 LETTERS = "xabcdefgh"
 
 
-def node(index: int, kind: NodeKind, *inputs: int, signature: str = "", after: tuple[int, ...] = ()) -> Node:
+def node(
+    index: int,
+    kind: NodeKind,
+    *inputs: int,
+    signature: str = "",
+    after: tuple[int, ...] = (),
+    is_alone: bool = False,
+) -> Node:
     """Return a node named by a letter."""
     return Node(
         id=NodeId(index),
@@ -46,6 +53,7 @@ def node(index: int, kind: NodeKind, *inputs: int, signature: str = "", after: t
         target=f"aten.{signature}",
         inputs=tuple(NodeId(i) for i in inputs),
         after=tuple(NodeId(i) for i in after),
+        is_alone=is_alone,
         num_bytes=4,
         signature=signature,
     )
@@ -231,6 +239,24 @@ def test_order_without_data_must_reach_the_segments() -> None:
     with pytest.raises(InvariantError, match="b must run after a of segment 0"):
         check.check_partition(cut, taken)
     check.check_partition(replace(cut, graph=graph((), (), after={1: [0]})), taken)
+
+
+def test_a_node_that_is_to_be_alone_shares_no_segment() -> None:
+    """But with its like."""
+
+    def taken(*are_alone: bool) -> Capture:
+        nodes = (
+            node(0, NodeKind.INPUT),
+            *(node(n, NodeKind.COMPUTE, 0, is_alone=alone) for n, alone in enumerate(are_alone, 1)),
+        )
+        return Capture(name="one", role=Role.INFERENCE, nodes=nodes, outputs=(NodeId(2),))
+
+    both = (NodeId(1), NodeId(2))
+    body = Body(id=BodyId(0), name="m0", nodes=both, inputs=(NodeId(0),), outputs=(NodeId(2),))
+    cut = Partition(graph=graph(()), bodies=(body,), nodes_by_segment=(both,))
+    with pytest.raises(InvariantError, match=r"node 1 \(a\) is with nodes that must be alone"):
+        check.check_partition(cut, taken(False, True))
+    check.check_partition(cut, taken(True, True))
 
 
 def test_an_error_has_what_where_and_what_to_do() -> None:

@@ -2,12 +2,13 @@
 
     (GraphModule, role) -> Capture
 
-The graph comes from AOTAutograd after Inductor's joint-graph passes: functional but for `copy_` into inputs at its
+The graph comes from AOTAutograd after Inductor's joint-graph passes: functional but for what it writes to inputs at its
 end. Everything that later stages need to know of torch is read here once: which nodes compute and which are views,
 which module a node came from, what it costs, and what must keep its order although no value flows:
 
 * random draws from the global generator stay in graph order,
-* a mutation comes after all earlier readers of the storage and before all later ones,
+* a mutation comes after all earlier readers of the storage and before all later ones, and what frees a storage after
+  all earlier readers of any input and before all later ones (Note [Resized storages] in `writes.py`),
 * operators with side effects, collectives and whatever is not torch's own (custom and higher-order operators) stay in
   graph order; a custom operator with the tag `pointwise` is taken at its word that it has none.
 
@@ -24,8 +25,8 @@ values for one thing only, bytes and work; nothing else of a capture depends on 
 size.
 
 Note [numbers]: a number that the graph reads from a tensor (`item`, where Dynamo may capture it) is cheap too: each
-segment that needs it takes the tensor and reads for itself. A tensor whose shape depends on it is refused, for its
-readers would have to be told, before the run, how large it is.
+segment that needs it takes the tensor and reads for itself. A graph that writes to the tensor between is refused, and
+so is a tensor whose shape depends on the number: its readers would have to be told, before the run, how large it is.
 
 Guarantees: every value is a strided tensor on one device, or a number; `nodes` is a topological order.
 Raises `UnsupportedGraphError` for what segments cannot run; the backend then takes plain Inductor.
@@ -46,6 +47,7 @@ from torch import fx
 from apollo_compile.cost_model.work import NodeWork, WorkKind, evaluate, evaluate_formula, expression, work_of
 from apollo_compile.errors import UnsupportedGraphError
 from apollo_compile.ir import Capture, Node, NodeId, NodeKind, Role, Work
+from apollo_compile.writes import frees_storage, resizes_storage, written_by
 
 _aten = torch.ops.aten
 _prims = torch.ops.prims
@@ -125,6 +127,7 @@ def capture_graph(graph_module: fx.GraphModule, *, name: str, role: Role, device
                 inputs=inputs,
                 after=order.after(fx_node, node_id, kind, ids),
                 is_collective=is_collective,
+                is_alone=resizes_storage(fx_node),
                 module=module_path(fx_node),
                 sizes=tuple(sorted(ids[value] for value in symbols.needed_by(fx_node))),
                 num_bytes=evaluate_formula(_num_bytes(fx_node), symbols.hints),
@@ -215,6 +218,12 @@ class _Symbols:
                 continue
             self.inputs.add(fx_node)
             symbol = expression(value)
+            if value.node.has_hint() and not isinstance(value.node.hint, int):
+                raise UnsupportedGraphError(
+                    f"graph input {fx_node.name} is the ragged size of a jagged nested tensor, not a whole number; "
+                    "segments take tensors and whole numbers: make nested tensors inside what is compiled, from values "
+                    "and offsets"
+                )
             if symbol.is_Symbol and symbol not in self._input_of and value.node.has_hint():
                 self._input_of[symbol] = fx_node
                 self.hints[symbol] = value.node.hint
@@ -273,17 +282,30 @@ class _OrderKeeper:
         self._bases: dict[fx.Node, frozenset[fx.Node]] = {}
         self._writer: dict[fx.Node, NodeId] = {}
         self._readers: dict[fx.Node, list[NodeId]] = {}
+        self._inputs: set[fx.Node] = set()
+        """Those that are tensors."""
+        self._numbers: dict[fx.Node, dict[fx.Node, NodeId | None]] = {}
+        """By node that depends on numbers: what they are read from, and who wrote to it last, then."""
 
     def after(
         self, fx_node: fx.Node, node_id: NodeId, kind: NodeKind, ids: dict[fx.Node, NodeId]
     ) -> tuple[NodeId, ...]:
-        """Return the extra predecessors of the next node of the walk."""
+        """Return the extra predecessors of the next node of the walk.
+
+        Raises:
+            UnsupportedGraphError: it needs a number that can no longer be read: Note [numbers].
+        """
         if kind is NodeKind.INPUT:
+            self._inputs.update([fx_node] if _tensors_of(fx_node) else [])
             return ()
         if kind in (NodeKind.CHEAP, NodeKind.PROJECTION):
             if fx_node.all_input_nodes:  # of a view: the tensor, and numbers; what is read to make these counts too
                 self._bases[fx_node] = self._roots(fx_node.all_input_nodes)
+            self._keep_numbers(fx_node)
+            if kind is NodeKind.CHEAP and any(user.op == "output" for user in fx_node.users):
+                return self._read(self._roots([fx_node]) & self._inputs, node_id)  # no view can be made of freed memory
             return ()
+        self._check_numbers(fx_node)
         found: set[NodeId] = set()
         if _draws(fx_node):
             found.update(() if self._last_random is None else (self._last_random,))
@@ -291,15 +313,40 @@ class _OrderKeeper:
         if _has_effect(fx_node):
             found.update(() if self._last_effect is None else (self._last_effect,))
             self._last_effect = node_id
-        written = self._roots(_written(fx_node))
-        for root in self._roots(fx_node.all_input_nodes):
-            if root in self._writer:
-                found.add(self._writer[root])
-            if root in written:
-                found.update(self._readers.get(root, ()))
-                self._writer[root] = node_id
-            self._readers.setdefault(root, []).append(node_id)
+        written, read = self._roots(written_by(fx_node)), self._roots(fx_node.all_input_nodes)
+        if frees_storage(fx_node):
+            written, read = written | self._inputs, read | self._inputs
+        for root in written:
+            found.update(self._readers.get(root, ()))
+        found.update(self._read(read, node_id))
+        self._writer.update(dict.fromkeys(written, node_id))
+        if written:  # it may return what it wrote to
+            self._bases[fx_node] = written | {fx_node}
         return tuple(sorted(found - {node_id} - {ids[value] for value in fx_node.all_input_nodes}))
+
+    def _read(self, roots: Iterable[fx.Node], node_id: NodeId) -> tuple[NodeId, ...]:
+        """Note that a node reads `roots`, and return what has written to them."""
+        for root in roots:
+            self._readers.setdefault(root, []).append(node_id)
+        return tuple(sorted({self._writer[root] for root in roots if root in self._writer}))
+
+    def _keep_numbers(self, fx_node: fx.Node) -> None:
+        own: dict[fx.Node, NodeId | None] = {}
+        if fx_node.target is _aten._local_scalar_dense.default:
+            own = {root: self._writer.get(root) for root in self._bases[fx_node]}
+        for value in fx_node.all_input_nodes:
+            own = {**self._numbers.get(value, {}), **own}
+        if own:
+            self._numbers[fx_node] = own
+
+    def _check_numbers(self, fx_node: fx.Node) -> None:
+        for value in fx_node.all_input_nodes:
+            for root, writer in self._numbers.get(value, {}).items():
+                if self._writer.get(root) != writer:
+                    raise UnsupportedGraphError(
+                        f"{fx_node.name} needs a number read from {root.name}, which was written to or freed since; "
+                        "segments read numbers when they need them"
+                    )
 
     def _roots(self, fx_nodes: Iterable[fx.Node]) -> frozenset[fx.Node]:
         return frozenset().union(*(self._bases.get(value, (value,)) for value in fx_nodes))
@@ -333,7 +380,7 @@ def _has_effect(fx_node: fx.Node) -> bool:
     target = fx_node.target
     if _is_opaque(fx_node) or not isinstance(target, torch._ops.OpOverload):
         return True
-    return fx_node.is_impure(impure_random=False) and not target._schema.is_mutable
+    return fx_node.is_impure(impure_random=False) and not written_by(fx_node)
 
 
 def _draws(fx_node: fx.Node) -> bool:
@@ -352,20 +399,6 @@ def _draws(fx_node: fx.Node) -> bool:
             value = fx_node.args[position] if position < len(fx_node.args) else fx_node.kwargs.get(argument.name, 0.0)
             return bool(value != 0.0)
     return True
-
-
-def _written(fx_node: fx.Node) -> Iterable[fx.Node]:
-    """Yield the nodes whose storage `fx_node` writes into."""
-    target = fx_node.target
-    if not isinstance(target, torch._ops.OpOverload) or not target._schema.is_mutable:
-        return
-    for position, argument in enumerate(target._schema.arguments):
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            continue
-        value = fx_node.args[position] if position < len(fx_node.args) else fx_node.kwargs.get(argument.name)
-        for item in value if isinstance(value, list | tuple) else (value,):
-            if isinstance(item, fx.Node):
-                yield item
 
 
 def _kind(fx_node: fx.Node, nodes: list[Node], inputs: tuple[NodeId, ...], device: torch.device) -> NodeKind:
@@ -391,8 +424,9 @@ def _kind(fx_node: fx.Node, nodes: list[Node], inputs: tuple[NodeId, ...], devic
             )
         _check_value(fx_node, device)
         if target in _FACTORIES and not any(_tensors_of(value) for value in fx_node.all_input_nodes):
-            return NodeKind.CHEAP
-        if (target.is_view or target in _VIEWS_BEYOND_SCHEMA) and not target._schema.is_mutable:
+            is_filled_later = any(fx_node in written_by(user) for user in fx_node.users)
+            return NodeKind.COMPUTE if is_filled_later else NodeKind.CHEAP
+        if (target.is_view or target in _VIEWS_BEYOND_SCHEMA) and not written_by(fx_node):
             return NodeKind.CHEAP
         if str(target) == _WAIT:
             if nodes[inputs[0]].kind in (NodeKind.INPUT, NodeKind.CHEAP):

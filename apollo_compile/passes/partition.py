@@ -18,6 +18,8 @@ Then pieces are contracted along edges u -> v, as long as that costs no parallel
   everywhere when whole modules are wanted;
 * tiny: one side has next to no work, and the other side is where it would have to wait anyway.
 
+What is to be alone joins only its like.
+
 In a backward, the gradients of weights are products for which nothing waits. As part of their layer they hold up the
 layers behind it; as a segment of their own (`layers.3:weights`) they fill what the chain of layers leaves free, also
 where a model has one tower only. They cost a border that fusion does not cross, so with `weight_gradients` at "auto"
@@ -57,6 +59,9 @@ from apollo_compile.ir import (
 _FLOPS_PER_BYTE = 2
 """Flops that take about as long as moving a byte, to weigh pieces against each other before any device is known."""
 
+_ALONE = "~"
+"""Label of what is in no layer's segment, wherever it came from; no module has this name."""
+
 _NAMED_SHARE = 0.5
 """Share of the work that must carry a module's name for layer names to be trusted."""
 
@@ -91,6 +96,7 @@ def _cut(capture: Capture, config: PartitionConfig, *, parts_gradients: bool) ->
     named = sum(w for w, label in zip(weight, labels, strict=True) if label) >= _NAMED_SHARE * sum(weight)
     if named:
         labels = _spread_labels(atoms, labels)
+        labels = [_ALONE if alone else label for alone, label in zip(atoms.are_alone, labels, strict=True)]
         groups = _group_by_level(atoms, labels)
     else:
         labels = [""] * len(labels)
@@ -134,6 +140,8 @@ class _Atoms:
     members: list[list[NodeId]]
     atom_by_node: dict[NodeId, int]
     predecessors: list[set[int]]
+    are_alone: list[bool]
+    """Whether an atom shares its segment only with others of which this is true."""
 
 
 def _find_atoms(capture: Capture) -> _Atoms:
@@ -163,7 +171,8 @@ def _find_atoms(capture: Capture) -> _Atoms:
         sources.append({host})
         earlier = {atom_by_node[value] for value in node.after if value in atom_by_node}
         predecessors[host] |= (behind | earlier) - {host}
-    return _Atoms(members, atom_by_node, predecessors)
+    are_alone = [any(nodes[node].is_alone for node in atom) for atom in members]
+    return _Atoms(members, atom_by_node, predecessors, are_alone)
 
 
 def _weight(work: Work) -> float:
@@ -311,12 +320,14 @@ class _Pieces:
         count = max(groups, default=-1) + 1
         self.atoms: list[list[int]] = [[] for _ in range(count)]
         self.label = [""] * count
+        self.is_alone = [False] * count
         self.weight = [0.0] * count
         self.predecessors: list[set[int]] = [set() for _ in range(count)]
         self.successors: list[set[int]] = [set() for _ in range(count)]
         for atom, group in enumerate(groups):
             self.atoms[group].append(atom)
             self.label[group] = labels[atom]
+            self.is_alone[group] = atoms.are_alone[atom]
             self.weight[group] += weight[atom]
             for other in atoms.predecessors[atom]:
                 if groups[other] != group:
@@ -430,7 +441,7 @@ def _apply(pieces: _Pieces, rule: Callable[[int, int], bool]) -> bool:
         candidates = sorted(pieces.successors[u])
         while candidates:
             v = candidates.pop(0)
-            if v in pieces.successors[u] and rule(u, v):
+            if v in pieces.successors[u] and pieces.is_alone[u] == pieces.is_alone[v] and rule(u, v):
                 pieces.merge(u, v)
                 changed = True
                 candidates = sorted(pieces.successors[u])

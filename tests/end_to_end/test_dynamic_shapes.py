@@ -380,3 +380,41 @@ def test_the_python_side_of_native_bodies_goes_with_them() -> None:
     graphs = backend.compiled_models()[-1].graphs
     assert any(body.entry_address is not None for graph in graphs for body in graph.bodies)
     assert _lane_modules() <= before
+
+
+def _jagged(lengths: Sequence[int]) -> torch.Tensor:
+    return torch.nested.nested_tensor([torch.ones(length, 8) for length in lengths], layout=torch.jagged)
+
+
+@sizes("jagged nested tensors as inputs")
+@pytest.mark.filterwarnings("ignore")  # of the cache of torch, which cannot have such tensors in its key
+def test_a_ragged_size_is_refused_in_words() -> None:
+    """Under `debug.strict` too; Inductor computes what eager does."""
+
+    def mix(nested: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return nested.cos() * 2, nested.values() * values
+
+    run = torch.compile(mix, backend="apollo", dynamic=True, options=EAGER_BODIES)
+    inputs = _jagged((3, 4)), torch.rand(7, 8)
+    (nested, product), (expected, expected_product) = run(*inputs), mix(*inputs)
+    torch.testing.assert_close((nested.values(), product), (expected.values(), expected_product))
+    ((_, reason),) = backend.compiled_models()[-1].handed_over
+    assert "is the ragged size of a jagged nested tensor" in reason
+
+
+@sizes("jagged nested tensors, made inside")
+def test_a_nested_tensor_that_the_graph_makes_runs_in_segments() -> None:
+    """From values and offsets, for batches of other lengths."""
+    weight = torch.rand(8, 8)
+
+    def embed(values: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        nested = torch.nested.nested_tensor_from_jagged(values, offsets)
+        return ((nested @ weight).tanh() * nested.cos()).values()
+
+    run = torch.compile(embed, backend="apollo", dynamic=True, options=EAGER_BODIES)
+    for lengths in ((3, 4), (5, 2, 6)):
+        offsets = torch.tensor([0, *itertools.accumulate(lengths)])
+        values = torch.rand(sum(lengths), 8)
+        torch.testing.assert_close(run(values, offsets), embed(values, offsets), rtol=1e-4, atol=1e-5)
+    models = backend.compiled_models()
+    assert any(graph.has_run for graph in models[-1].graphs) and not models[-1].handed_over

@@ -101,6 +101,23 @@ def test_outputs_alias_what_they_alias_in_eager(either: Options) -> None:
     assert not transposed.any() and not rows.any() and not again.any()
 
 
+@values("detached outputs")
+def test_a_detached_output_requires_no_gradient(either: Options) -> None:
+    """Though it is a view of one that does, and in its memory."""
+
+    def detach(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        out = x * 3
+        return out.view(-1), out, out[0].detach(), out.detach()
+
+    x = floats(4, 4).requires_grad_()
+    expected, actual = detach(x), torch.compile(detach, **either)(x)
+    torch.testing.assert_close(actual, expected)
+    assert [value.requires_grad for value in actual] == [True, True, False, False]
+    assert len({value.untyped_storage().data_ptr() for value in actual}) == 1
+    gradients = [torch.autograd.grad(flat.sum() + out.exp().sum(), x)[0] for flat, out, *_ in (actual, expected)]
+    torch.testing.assert_close(*gradients)
+
+
 def _copies(x: torch.Tensor) -> dict[str, Any]:
     y, z = x.exp(), x + 1
     copy = y.clone()

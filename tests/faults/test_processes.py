@@ -202,7 +202,7 @@ exit 1
     ids=["none", "broken"],
 )
 def test_without_a_compiler_graphs_run_operator_by_operator(tmp_path: Path, script: str | None, complaint: str) -> None:
-    """Forward and backward with one mask of dropout, and a graph that would be Inductor's; one line says so."""
+    """Forward and backward with one mask of dropout, and graphs that would be Inductor's; one line says so."""
     compiler = tmp_path / "c++"
     if script is not None:
         compiler.write_text(script)
@@ -221,6 +221,16 @@ def test_without_a_compiler_graphs_run_operator_by_operator(tmp_path: Path, scri
         assert not torch.equal(run(x), first), "dropout dropped the same twice"
         run = torch.compile(lambda x: x.sin().sum(), backend="apollo", dynamic=True)
         torch.testing.assert_close(run(x), x.sin().sum())
+        def detach(x):
+            out = x * 3
+            return out.view(-1), out, out[0].detach()
+        for options in ({}, {"plan.memory_quota": 2**40}):  # plans for dynamic sizes keep no quota
+            torch._dynamo.reset()
+            run = torch.compile(detach, backend="apollo", dynamic=True, options=options)
+            assert [value.requires_grad for value in run(x)] == [True, True, False]
+        from apollo_compile import backend
+        reasons = [reason for _, reason in backend.compiled_models()[-1].handed_over]
+        assert reasons and all("operator by operator" in reason for reason in reasons)
         print("done")
         """,
         CXX=str(compiler),

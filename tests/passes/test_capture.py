@@ -22,6 +22,7 @@ from apollo_compile.passes.capture import capture_graph, module_path, read_formu
 from apollo_compile.passes.partition import partition_graph
 
 aten = torch.ops.aten
+inductor = torch.ops.inductor
 prims = torch.ops.prims
 
 
@@ -352,11 +353,74 @@ def test_a_number_read_from_a_tensor_is_cheap_and_read_before_the_tensor_is_writ
     total = hand.call(operator.add, *numbers)
     product = hand.call(aten.mul.Tensor, x, total)
     write = hand.call(aten.copy_.default, second, first)
-    later = hand.call(aten.mul.Tensor, x, numbers[1])
+    again = hand.call(aten._local_scalar_dense.default, second)
+    later = hand.call(aten.mul.Tensor, x, again)
     made = hand.capture(product, later)
     assert {by_name(made, number).kind for number in (*numbers, total)} == {NodeKind.CHEAP}
     assert after(made, write) == {str(product)}
     assert after(made, later) == {str(write)}
+
+
+@pytest.mark.parametrize("is_freed", [False, True])
+def test_a_number_that_is_used_after_its_tensor_was_written_to_is_refused(is_freed: bool) -> None:
+    """A segment behind the write would read the new number, or freed memory."""
+    hand = Hand()
+    x, counter = hand.input("x", 4), hand.input("counter", dtype=torch.int64)
+    number = hand.call(aten._local_scalar_dense.default, counter)
+    total = hand.call(operator.add, number, 1)
+    if is_freed:
+        hand.call(inductor.resize_storage_bytes_.default, counter, 0)
+    else:
+        hand.call(aten.copy_.default, counter, hand.input("new", dtype=torch.int64))
+    later = hand.call(aten.mul.Tensor, x, total)
+    with pytest.raises(UnsupportedGraphError, match="needs a number read from counter, which was written to or freed"):
+        hand.capture(later)
+
+
+def test_memory_is_freed_after_all_readers_of_inputs_and_before_later_ones() -> None:
+    """An input may share its storage. What the graph made is free of that, and so is memory that is given."""
+    hand = Hand()
+    x, other, third = hand.input("x", 4), hand.input("other", 4), hand.input("third", 4)
+    reader = hand.call(aten.neg.default, hand.call(aten.view.default, x, [2, 2]))
+    sharing = hand.call(aten.exp.default, other)
+    inner = hand.call(aten.sin.default, sharing)
+    returned = hand.call(aten.view.default, third, [4, 1])
+    free = hand.call(inductor.resize_storage_bytes_.default, x, 0)
+    later = hand.call(aten.cos.default, other)
+    allocate = hand.call(inductor.resize_storage_bytes_.default, x, 16)
+    apart = hand.call(aten.cos.default, sharing)
+    fill = hand.call(aten.copy_.default, x, apart)
+    made = hand.capture(reader, inner, returned, later, fill)
+    assert after(made, free) == {str(reader), str(sharing), str(returned)}
+    assert after(made, later) == {str(free)}
+    assert after(made, allocate) == {str(reader), str(free)}
+    assert after(made, apart) == set()
+    assert after(made, fill) >= {str(allocate)}
+    assert [node.name for node in made.nodes if node.is_alone] == [str(free), str(allocate)]
+
+
+def test_memory_that_is_filled_later_is_made_once() -> None:
+    """Of a factory whose memory something writes to, no segment has a copy of its own."""
+    hand = Hand()
+    x, full = hand.input("x", 4), hand.input("full", 4)
+    made, filled = hand.call(aten.full.default, [4], 1.0), hand.call(aten.full.default, [4], 1.0)
+    write = hand.call(aten.copy_.default, filled, full)
+    reader = hand.call(aten.add.Tensor, filled, hand.call(aten.mul.Tensor, x, made))
+    found = hand.capture(write, reader)
+    assert by_name(found, made).kind is NodeKind.CHEAP
+    assert by_name(found, filled).kind is NodeKind.COMPUTE
+    assert after(found, reader) == {str(write)}
+
+
+def test_what_an_operator_returns_of_what_it_wrote_to_is_the_same_memory() -> None:
+    """Readers of its result come before the next write, as readers of its argument do."""
+    hand = Hand()
+    state, new = hand.input("state", 4), hand.input("new", 4)
+    first = hand.call(aten.copy_.default, state, new)
+    reader = hand.call(aten.neg.default, hand.call(aten.view.default, first, [2, 2]))
+    second = hand.call(aten.copy_.default, state, hand.call(aten.exp.default, new))
+    made = hand.capture(reader, second)
+    assert str(reader) in after(made, second)
 
 
 def test_what_is_read_already_is_not_named_again() -> None:

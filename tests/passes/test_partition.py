@@ -505,6 +505,30 @@ def test_mutations_between_readers_replay(config: PartitionConfig) -> None:
         assert any(segment.after for segment in partition.graph.segments)
 
 
+@pytest.mark.parametrize("config", (LAYER, FINE, MODULE), ids=("layer", "fine", "module"))
+@pytest.mark.parametrize("is_named", [False, True])
+def test_what_resizes_a_storage_is_alone(config: PartitionConfig, is_named: bool) -> None:
+    """However small it is, and though it is all that some readers are waited for by; neighbours of its kind join it."""
+
+    def function(x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        made = aten.mm.default(aten.mm.default(x, y), y)
+        torch.ops.inductor.resize_storage_bytes_(x, 0)
+        torch.ops.inductor.resize_storage_bytes_(y, 0)
+        return made, aten.mm.default(z, z)
+
+    graph_module = make_fx(function, tracing_mode="fake")(*(torch.ones(64, 64) for _ in range(3)))
+    for node in graph_module.graph.nodes if is_named else ():
+        node.meta["nn_module_stack"] = {"key": ("L['self'].layers.0", nn.Module)}
+    capture = capture_graph(graph_module, name="resizing", role=Role.INFERENCE)
+    check_capture(capture)
+    partition = partition_graph(capture, config=config)
+    check_partition(partition, capture)
+    contents = [{capture.nodes[node].target for node in nodes} for nodes in partition.nodes_by_segment]
+    resizes = [content for content in contents if "inductor.resize_storage_bytes_.default" in content]
+    assert all(len(content) == 1 for content in resizes)
+    assert len(resizes) == (2 if config is FINE and not is_named else 1)
+
+
 def test_a_projection_stays_with_its_operator() -> None:
     """Both values of `topk` are used in segments of their own."""
 

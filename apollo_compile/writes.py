@@ -1,0 +1,128 @@
+"""Which memory an operator writes to. Everything that asks whether something is mutated asks here.
+
+    written_by(node)        arguments of a node whose memory it writes to
+    resizes_storage(node)   whether the node changes how much memory an argument has
+    is_view(node)           whether the node has the memory of its first argument
+    READ_ONLY               operators without outputs that write to nothing
+
+Note [Undeclared writes]
+    The schema of an operator says which arguments it writes to, and nearly always that is true. But an operator that
+    has no outputs and declares no write would have no reason to be in a graph: `inductor::resize_storage_bytes_` is
+    one, which frees memory. So an operator without outputs is taken to write to all of its tensors, unless it declares
+    which, or is known to read only. Those with outputs that are known to declare too little are listed.
+
+    Higher-order operators are functional after AOTAutograd, but for what their inner graphs do.
+
+Note [Resized storages]
+    What frees a storage frees it for every tensor that shares it, also for inputs of the graph that are other views of
+    the same memory: nothing in the graph says so, and Dynamo does not guard against it. So a storage is freed when all
+    earlier readers of any input have ended. The operator is in a segment of its own: Inductor has no native code for
+    it, and its own order inside a body knows of no shared storage either.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+READ_ONLY: Mapping[str, str] = {
+    "aten::_assert_async": "asserts",
+    "aten::_assert_scalar": "asserts",
+    "aten::_assert_tensor_metadata": "asserts",
+    "aten::_linalg_check_errors": "asserts",
+    "aten::_validate_compressed_sparse_indices": "asserts",
+    "aten::_validate_sparse_bsc_tensor_args": "asserts",
+    "aten::_validate_sparse_bsr_tensor_args": "asserts",
+    "aten::_validate_sparse_compressed_tensor_args": "asserts",
+    "aten::_validate_sparse_coo_tensor_args": "asserts",
+    "aten::_validate_sparse_csc_tensor_args": "asserts",
+    "aten::_validate_sparse_csr_tensor_args": "asserts",
+    "aten::sym_constrain_range": "asserts",
+    "aten::sym_constrain_range_for_size": "asserts",
+    "aten::_print": "prints a text",
+    "aten::_cufft_clear_plan_cache": "changes a cache of the library",
+    "aten::_cufft_set_plan_cache_max_size": "changes a cache of the library",
+    "prims::_sink_tokens": "ends the order of effects, whose tokens are empty",
+}
+"""Operators of torch that have no outputs and write to none of their tensors, with what they do instead."""
+
+_UNDECLARED: Mapping[str, tuple[str, ...]] = {
+    "fsdp::all_gather_copy_in": ("all_gather_output",),
+    "inductor::accumulate_grad_": ("variable", "variable_grad"),
+}
+"""Operators of torch that have outputs and declare too little, with the arguments that they write to."""
+
+_RESIZE = "inductor::resize_storage_bytes_"
+
+
+def written_by(node: fx.Node) -> tuple[fx.Node, ...]:
+    """Return the arguments whose memory a node writes to: Note [Undeclared writes]."""
+    target = node.target
+    if node.op != "call_function":
+        return ()
+    if isinstance(target, torch._ops.OpOverload):
+        return tuple(dict.fromkeys(_nodes_in(value for name, value in _arguments(node) if _writes(target, name))))
+    if isinstance(target, torch._ops.HigherOrderOperator) and any(map(_has_write, _inner_graphs(node))):
+        return tuple(value for value in node.all_input_nodes if value.op != "get_attr")
+    return ()
+
+
+def resizes_storage(node: fx.Node) -> bool:
+    """Whether a node changes how much memory an argument has: Note [Resized storages]."""
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.name == _RESIZE
+
+
+def frees_storage(node: fx.Node) -> bool:
+    """Whether a node may leave an argument without memory; one that gives it some has no earlier readers."""
+    return resizes_storage(node) and (len(node.args) < 2 or not isinstance(node.args[1], int) or node.args[1] == 0)
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether the node is a view of its first argument, or one of several such views."""
+    target = node.target
+    return target is operator.getitem or (isinstance(target, torch._ops.OpOverload) and target.is_view)
+
+
+def writes_undeclared(schema: torch._C.FunctionSchema) -> bool:
+    """Whether an operator is taken to write to all of its tensors though it does not say so."""
+    return not schema.returns and not schema.is_mutable and schema.name not in READ_ONLY
+
+
+def _writes(target: torch._ops.OpOverload, name: str) -> bool:
+    schema = target._schema
+    if writes_undeclared(schema) or name in _UNDECLARED.get(schema.name, ()):
+        return True
+    declared = next(argument.alias_info for argument in schema.arguments if argument.name == name)
+    return declared is not None and declared.is_write
+
+
+def _arguments(node: fx.Node) -> Iterator[tuple[str, Any]]:
+    """Yield the arguments of a call of an operator by name."""
+    declared = node.target._schema.arguments  # type: ignore[union-attr]
+    yield from zip((argument.name for argument in declared), node.args, strict=False)
+    yield from node.kwargs.items()
+
+
+def _nodes_in(values: Iterable[Any]) -> Iterator[fx.Node]:
+    for value in values:
+        for item in value if isinstance(value, list | tuple) else (value,):
+            if isinstance(item, fx.Node):
+                yield item
+
+
+def _inner_graphs(node: fx.Node) -> Iterator[fx.Graph]:
+    """Yield the graphs that a higher-order operator is called with."""
+    owner = node.graph.owning_module
+    for value in node.all_input_nodes:
+        if value.op == "get_attr" and owner is not None:
+            inner = getattr(owner, str(value.target), None)
+            if isinstance(inner, fx.GraphModule):
+                yield inner.graph
+
+
+def _has_write(graph: fx.Graph) -> bool:
+    return any(map(written_by, graph.nodes))
