@@ -1,4 +1,4 @@
-"""The only file that touches private torch APIs: Inductor's entry points, its C++ wrapper, and tensor handles.
+"""The file that touches private torch APIs, with `cpp_wrapper.py`: Inductor's entry points, and tensor handles.
 
     compile_with_inductor   run a Dynamo graph through AOTAutograd and Inductor's passes, with our inner compiler
     set_aside               leave out of a graph what is no tensor and only passes through; see to its sizes
@@ -24,11 +24,6 @@
     clear_workspaces        let cuBLAS take its workspaces anew
     units_left_out          tell libraries of SMs that are not for what they launch
     depends_on_units        whether Inductor may make other code for another number of SMs
-
-Note [native entry]: Inductor's C++ wrapper exports `inductor_entry_impl(inputs, outputs)`, but it releases the GIL on
-entry and so must be entered with the GIL held. Lanes are threads without Python, so `_LaneWrapper` generates the same
-code without that line and with C linkage. Everything else of the generated code is Inductor's. A piece that calls back
-into Python (a custom operator) is compiled with the Python wrapper and runs under the GIL.
 
 Note [pieces of a graph]: three facts of the whole graph must be hidden while a piece compiles, and are put back after:
 `TracingContext.output_strides` (Inductor asserts that it is empty), `fw_metadata.bw_donated_idxs` (names inputs of the
@@ -89,6 +84,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._sympy.printers import PythonPrinter
 
+from apollo_compile import cpp_wrapper
+from apollo_compile.cpp_wrapper import lane_wrapper
 from apollo_compile.errors import UnsupportedGraphError
 from apollo_compile.ir import Body
 from apollo_compile.matmul import is_linear, onednn_linear
@@ -110,8 +107,10 @@ def _renew_lock() -> None:
 
 os.register_at_fork(after_in_child=_renew_lock)
 
-_CACHE_KEY_TAG = f"apollo-{hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:16]}"
-"""Part of Inductor's cache key while a body compiles: other code in this file may generate other code.
+_OWN_CODE = b"".join(Path(file).read_bytes() for file in (__file__, cpp_wrapper.__file__))
+
+_CACHE_KEY_TAG = f"apollo-{hashlib.sha256(_OWN_CODE).hexdigest()[:16]}"
+"""Part of Inductor's cache key while a body compiles: other code in these files may generate other code.
 
 The number of threads goes behind it: how deep loops are made parallel depends on it, and with `cpp.dynamic_threads`
 Inductor's own key does not hold it. So does the number of SMs where code is for a part of a GPU.
@@ -1010,10 +1009,10 @@ def _is_same(traced: int | torch.SymInt, chosen: Any) -> bool:
 
 def _start_native(name: str, piece: fx.GraphModule, fakes: Sequence[torch.Tensor], shared: dict[str, Any]) -> Any:
     """Lower a copy of `piece` and start its C++ compiler; return None where the C++ wrapper cannot express it."""
-    if _LaneWrapper is None or has_custom_operator(piece):
+    if not cpp_wrapper.is_available() or has_custom_operator(piece):
         return None
     try:
-        with _lane_wrapper():
+        with _native_code():
             compiled = compile_fx_inner(clone_graph(piece), list(fakes), cpp_wrapper=True, **shared)
         _let_go_of_module(compiled)
         return compiled
@@ -1090,6 +1089,13 @@ def module_paths(graph_module: fx.GraphModule) -> str:
     """Return which modules the nodes of a Dynamo graph come from, as a text that is the same for the same ones."""
     stacks = (node.meta.get("nn_module_stack") or {} for node in graph_module.graph.nodes)
     return repr([[path for path, _ in stack.values()] for stack in stacks])
+
+
+@contextlib.contextmanager
+def _native_code() -> Iterator[None]:
+    """Let Inductor generate code of bodies that lanes can run without Python."""
+    with inductor_config.patch(_body_options()), lane_wrapper():
+        yield
 
 
 def _body_options() -> dict[str, Any]:
@@ -1227,7 +1233,7 @@ def unbundle_body(bundled: BundledBody) -> CompiledBody:
         return _with_entry(path, bundled.constants, _LoadedLater(bundled.code))
     if path is None:
         return CompiledBody(function=unbundle_code(bundled.code))
-    with _compile_lock, _lane_wrapper():
+    with _compile_lock, _native_code():
         body = _finish_native("of an earlier run", _load(bundled.code))
     if body is None:
         raise UnsupportedGraphError("the code of a segment compiles no longer")
@@ -1245,7 +1251,7 @@ class _LoadedLater:
     def __call__(self, inputs: list[Any]) -> Sequence[Any]:
         with self._lock:
             if self._function is None:
-                with _compile_lock, _lane_wrapper():
+                with _compile_lock, _native_code():
                     self._function = _load(self._code)
         return self._function(inputs)
 
@@ -1314,132 +1320,6 @@ def _hint(size: int | torch.SymInt) -> int:
 
 def _outputs(graph_module: fx.GraphModule) -> Sequence[Any]:
     return graph_module.graph.output_node().args[0]  # type: ignore[return-value]
-
-
-# -------------------------------------------------------------------------------------------------- the C++ wrapper
-
-
-_LOAD_NOW = (
-    "inductor_entry = CppWrapperCodeCache.load_pybinding(",
-    "from torch._inductor.async_compile import AsyncCompile, get_compile_threads\n"
-    "load_inductor_entry = CppWrapperCodeCache.load_pybinding_async("
-    "submit_fn=AsyncCompile.submit if get_compile_threads() > 1 else None, ",
-)
-"""In the generated module: do not wait for the C++ compiler when it is imported, ...
-
-With one compile thread, `submit` would compile at once, under a lock that the compile itself takes again: that would
-wait for itself.
-"""
-
-_CALL_NOW = ("_wrap_func(inductor_entry)", "_wrap_func(lambda handles: load_inductor_entry()(handles))")
-"""... but when it is first called."""
-
-
-def _make_lane_wrapper() -> type | None:
-    """Return the code generator of Note [native entry], or None where this torch has other hooks."""
-    from torch._inductor.codegen.cpp_wrapper_cpu import CppWrapperCpu
-
-    hooks = ("_write_jit_entry_point_signature", "_write_input_preamble", "_generate_end_jit")
-    if not all(hasattr(CppWrapperCpu, hook) for hook in hooks):
-        return None
-
-    class LaneWrapper(CppWrapperCpu):
-        """Inductor's C++ wrapper with an entry that threads without Python can call."""
-
-        @staticmethod
-        def create(
-            is_subgraph: bool, subgraph_name: str | None, parent_wrapper: Any, partition_signatures: Any = None
-        ) -> Any:
-            return LaneWrapper()  # type: ignore[no-untyped-call]
-
-        @staticmethod
-        def _write_jit_entry_point_signature(prefix: Any) -> None:
-            prefix.splice(
-                """
-                extern "C" __attribute__((visibility("default")))
-                void inductor_entry_impl(AtenTensorHandle* input_handles, AtenTensorHandle* output_handles) {
-                """
-            )
-
-        def _write_input_preamble(self) -> None:
-            from torch._inductor.virtualized import V
-
-            count = len(V.graph.graph_inputs) + len(V.graph.constants)
-            self.prefix.splice_jit(f"auto inputs = steal_from_raw_handles_to_raii_handles(input_handles, {count});")
-
-        def generate_scoped_gil_acquire(self, *args: Any) -> Any:
-            self._calls_python = True
-            return super().generate_scoped_gil_acquire(*args)  # type: ignore[no-untyped-call]
-
-        def _generate_end_jit(self, result: Any) -> None:
-            from torch._inductor.virtualized import V
-
-            super()._generate_end_jit(result)  # type: ignore[no-untyped-call]
-            for position, line in enumerate(result._lines):
-                if isinstance(line, str):
-                    result._lines[position] = line.replace(*_LOAD_NOW, 1).replace(*_CALL_NOW, 1)
-            if getattr(self, "_calls_python", False):  # lanes enter Python through the Python wrapper only
-                return
-            constants = ", ".join(V.graph.constants)
-            result.splice(
-                f"""
-                call.lane_body = lambda: (load_inductor_entry().__self__.__file__, [{constants}])
-                """
-            )
-
-    return LaneWrapper
-
-
-_LaneWrapper = _make_lane_wrapper()
-
-
-_PRECOMPILED = "torch/csrc/inductor/cpp_wrapper/cpu.h>\n#include <torch/csrc/inductor/cpp_prefix.h"
-"""What Inductor puts between `#include <` and `>`: both headers of a body, where it precompiles the first alone."""
-
-
-_is_for_lanes: contextvars.ContextVar[bool] = contextvars.ContextVar("apollo_is_for_lanes", default=False)
-"""Whether what Inductor generates now is for lanes; like Inductor's settings, each thread has its own."""
-
-
-@contextlib.contextmanager
-def _lane_wrapper() -> Iterator[None]:
-    """Let Inductor generate CPU code through `_LaneWrapper`, and precompile the headers of wrapper and kernels.
-
-    Both are looked up in tables of the process, and another thread may compile meanwhile without asking for our lock:
-    a backward of plain Inductor compiles in its first call. So what stands there for as long asks which thread it is.
-    """
-    from torch._inductor.codecache import CppWrapperCodeCache
-    from torch._inductor.codegen.common import device_codegens, init_backend_registration
-
-    init_backend_registration()
-    usual = device_codegens["cpu"]
-    header: Any = CppWrapperCodeCache.__dict__.get("_get_uncompiled_header")
-
-    class Chosen(usual.cpp_wrapper_codegen):  # type: ignore[name-defined, misc]
-        """What others find there, apart from which code generator a graph gets."""
-
-        @staticmethod
-        def create(*args: Any, **kwargs: Any) -> Any:
-            chosen: Any = _LaneWrapper if _is_for_lanes.get() else usual.cpp_wrapper_codegen
-            return chosen.create(*args, **kwargs)
-
-    def choose_header(cls: type, device: str) -> Any:
-        return _PRECOMPILED if _is_for_lanes.get() else header.__get__(None, cls)(device)
-
-    ours = replace(usual, cpp_wrapper_codegen=Chosen)
-    device_codegens["cpu"] = ours
-    if header is not None:
-        CppWrapperCodeCache._get_uncompiled_header = classmethod(choose_header)  # type: ignore[method-assign, assignment]
-    token = _is_for_lanes.set(True)
-    try:
-        with inductor_config.patch({**_body_options(), "cpp_wrapper": True}):
-            yield
-    finally:
-        _is_for_lanes.reset(token)
-        if device_codegens["cpu"] is ours:  # else somebody registered another code generator meanwhile
-            device_codegens["cpu"] = usual
-        if header is not None:
-            CppWrapperCodeCache._get_uncompiled_header = header  # type: ignore[method-assign]
 
 
 # -------------------------------------------------------------------------------------------------- tensor handles
