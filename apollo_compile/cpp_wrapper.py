@@ -1,6 +1,5 @@
 """Inductor's C++ code generator, changed so that threads without Python can call what it makes.
 
-    is_available    whether it can be had
     lane_wrapper    let Inductor generate CPU code for lanes
 
 Note [native entry]: Inductor's C++ wrapper exports `inductor_entry_impl(inputs, outputs)`, but it releases the GIL on
@@ -17,85 +16,81 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import torch
 import torch._inductor.config as inductor_config
+from torch._inductor.codecache import CppWrapperCodeCache
+from torch._inductor.codegen.common import device_codegens, init_backend_registration
+from torch._inductor.codegen.cpp_wrapper_cpu import CppWrapperCpu
+from torch._inductor.virtualized import V
 
-_LOAD_NOW = (
-    "inductor_entry = CppWrapperCodeCache.load_pybinding(",
-    "from torch._inductor.async_compile import AsyncCompile, get_compile_threads\n"
-    "load_inductor_entry = CppWrapperCodeCache.load_pybinding_async("
-    "submit_fn=AsyncCompile.submit if get_compile_threads() > 1 else None, ",
+from apollo_compile.errors import UnsupportedGraphError
+from apollo_compile.signatures import ADVICE, Signatures, check_signatures
+
+_CHANGES = (
+    # Lanes look the entry up by its name, ...
+    ("void inductor_entry_impl(", 'extern "C" __attribute__((visibility("default"))) void inductor_entry_impl('),
+    # ... and hold no GIL that it could release.
+    ("py::gil_scoped_release_simple release;", ""),
+    # The C++ compiler is not waited for when the generated module is imported, but when it is first called. With one
+    # compile thread `submit` would compile at once, under a lock that the compile takes again, and wait for itself.
+    (
+        "inductor_entry = CppWrapperCodeCache.load_pybinding(",
+        "from torch._inductor.async_compile import AsyncCompile, get_compile_threads\n"
+        "load_inductor_entry = CppWrapperCodeCache.load_pybinding_async("
+        "submit_fn=AsyncCompile.submit if get_compile_threads() > 1 else None, ",
+    ),
+    ("_wrap_func(inductor_entry)", "_wrap_func(lambda handles: load_inductor_entry()(handles))"),
 )
-"""In the generated module: do not wait for the C++ compiler when it is imported, ...
-
-With one compile thread, `submit` would compile at once, under a lock that the compile itself takes again: that would
-wait for itself.
-"""
-
-_CALL_NOW = ("_wrap_func(inductor_entry)", "_wrap_func(lambda handles: load_inductor_entry()(handles))")
-"""... but when it is first called."""
+"""What is written instead of what. Texts changed less between releases than the methods that write them."""
 
 
-def _make_lane_wrapper() -> type | None:
-    """Return the code generator of Note [native entry], or None where this torch has other hooks."""
-    from torch._inductor.codegen.cpp_wrapper_cpu import CppWrapperCpu
+class _LaneWrapper(CppWrapperCpu):
+    """Inductor's C++ wrapper with an entry that threads without Python can call."""
 
-    hooks = ("_write_jit_entry_point_signature", "_write_input_preamble", "_generate_end_jit")
-    if not all(hasattr(CppWrapperCpu, hook) for hook in hooks):
-        return None
+    _calls_python = False
 
-    class LaneWrapper(CppWrapperCpu):
-        """Inductor's C++ wrapper with an entry that threads without Python can call."""
+    @staticmethod
+    def create(*_: Any) -> Any:
+        return _LaneWrapper()  # type: ignore[no-untyped-call]
 
-        @staticmethod
-        def create(
-            is_subgraph: bool, subgraph_name: str | None, parent_wrapper: Any, partition_signatures: Any = None
-        ) -> Any:
-            return LaneWrapper()  # type: ignore[no-untyped-call]
+    def generate_scoped_gil_acquire(self, *args: Any) -> Any:
+        self._calls_python = True
+        return super().generate_scoped_gil_acquire(*args)  # type: ignore[no-untyped-call]
 
-        @staticmethod
-        def _write_jit_entry_point_signature(prefix: Any) -> None:
-            prefix.splice(
-                """
-                extern "C" __attribute__((visibility("default")))
-                void inductor_entry_impl(AtenTensorHandle* input_handles, AtenTensorHandle* output_handles) {
-                """
-            )
-
-        def _write_input_preamble(self) -> None:
-            from torch._inductor.virtualized import V
-
-            count = len(V.graph.graph_inputs) + len(V.graph.constants)
-            self.prefix.splice_jit(f"auto inputs = steal_from_raw_handles_to_raii_handles(input_handles, {count});")
-
-        def generate_scoped_gil_acquire(self, *args: Any) -> Any:
-            self._calls_python = True
-            return super().generate_scoped_gil_acquire(*args)  # type: ignore[no-untyped-call]
-
-        def _generate_end_jit(self, result: Any) -> None:
-            from torch._inductor.virtualized import V
-
-            super()._generate_end_jit(result)  # type: ignore[no-untyped-call]
-            for position, line in enumerate(result._lines):
-                if isinstance(line, str):
-                    result._lines[position] = line.replace(*_LOAD_NOW, 1).replace(*_CALL_NOW, 1)
-            if getattr(self, "_calls_python", False):  # lanes enter Python through the Python wrapper only
-                return
-            constants = ", ".join(V.graph.constants)
-            result.splice(
-                f"""
-                call.lane_body = lambda: (load_inductor_entry().__self__.__file__, [{constants}])
-                """
-            )
-
-    return LaneWrapper
+    def generate_end(self, result: Any) -> None:
+        super().generate_end(result)  # type: ignore[no-untyped-call]
+        for old, new in _CHANGES:
+            _replace_once(result._lines, old, new)
+        if self._calls_python:  # lanes enter Python through the Python wrapper only
+            return
+        constants = ", ".join(V.graph.constants)
+        result.splice(
+            f"""
+            call.lane_body = lambda: (load_inductor_entry().__self__.__file__, [{constants}])
+            """
+        )
 
 
-_LaneWrapper = _make_lane_wrapper()
+def _replace_once(lines: list[Any], old: str, new: str) -> None:
+    found = [position for position, line in enumerate(lines) if isinstance(line, str) and old in line]
+    if len(found) != 1:
+        raise UnsupportedGraphError(
+            f"torch {torch.__version__} generates other code than expected: {old!r} is in {len(found)} of its lines "
+            f"instead of one; {ADVICE}"
+        )
+    lines[found[0]] = lines[found[0]].replace(old, new)
 
 
-def is_available() -> bool:
-    """Whether this torch has what the code generator overrides."""
-    return _LaneWrapper is not None
+KNOWN_SIGNATURES: Signatures = {
+    (CppWrapperCpu, "create"): ("is_subgraph, subgraph_name, parent_wrapper, partition_signatures",),
+    (CppWrapperCpu, "generate_end"): ("self, result",),
+    (CppWrapperCpu, "generate_scoped_gil_acquire"): (
+        "self, declarations_before_scope, lines_in_scope",
+        "self, declarations_before_scope, lines_in_scope, lines_before_acquire",
+    ),
+    (CppWrapperCodeCache, "_get_uncompiled_header"): ("device",),
+}
+"""Of what is overridden here; an override takes each of them."""
 
 
 _PRECOMPILED = "torch/csrc/inductor/cpp_wrapper/cpu.h>\n#include <torch/csrc/inductor/cpp_prefix.h"
@@ -112,13 +107,14 @@ def lane_wrapper() -> Iterator[None]:
 
     Both are looked up in tables of the process, and another thread may compile meanwhile without asking for our lock:
     a backward of plain Inductor compiles in its first call. So what stands there for as long asks which thread it is.
-    """
-    from torch._inductor.codecache import CppWrapperCodeCache
-    from torch._inductor.codegen.common import device_codegens, init_backend_registration
 
+    Raises:
+        UnsupportedGraphError: this torch is not known to work with it.
+    """
+    check_signatures(KNOWN_SIGNATURES)
     init_backend_registration()
     usual = device_codegens["cpu"]
-    header: Any = CppWrapperCodeCache.__dict__.get("_get_uncompiled_header")
+    header: Any = CppWrapperCodeCache.__dict__["_get_uncompiled_header"]
 
     class Chosen(usual.cpp_wrapper_codegen):  # type: ignore[name-defined, misc]
         """What others find there, apart from which code generator a graph gets."""
@@ -133,8 +129,7 @@ def lane_wrapper() -> Iterator[None]:
 
     ours = replace(usual, cpp_wrapper_codegen=Chosen)
     device_codegens["cpu"] = ours
-    if header is not None:
-        CppWrapperCodeCache._get_uncompiled_header = classmethod(choose_header)  # type: ignore[method-assign, assignment]
+    CppWrapperCodeCache._get_uncompiled_header = classmethod(choose_header)  # type: ignore[method-assign, assignment]
     token = _is_for_lanes.set(True)
     try:
         with inductor_config.patch(cpp_wrapper=True):
@@ -143,5 +138,4 @@ def lane_wrapper() -> Iterator[None]:
         _is_for_lanes.reset(token)
         if device_codegens["cpu"] is ours:  # else somebody registered another code generator meanwhile
             device_codegens["cpu"] = usual
-        if header is not None:
-            CppWrapperCodeCache._get_uncompiled_header = header  # type: ignore[method-assign]
+        CppWrapperCodeCache._get_uncompiled_header = header  # type: ignore[method-assign]

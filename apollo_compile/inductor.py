@@ -20,6 +20,7 @@
     report_output_strides   tell AOTAutograd the layout of the graph's outputs
     count_uses              how many tensors refer to the memory of each
     real_tensors            compute in the midst of a compile
+    check_overrides         whether this torch has the methods that we override
     may_choose_library      whether who computes matrix products is left to us
     clear_workspaces        let cuBLAS take its workspaces anew
     units_left_out          tell libraries of SMs that are not for what they launch
@@ -66,6 +67,7 @@ from torch._functorch._aot_autograd.autograd_cache import BypassAOTAutogradCache
 from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch._inductor import exc, inductor_prims
 from torch._inductor.codecache import FxGraphCache, PyCodeCache
+from torch._inductor.codegen import cpp
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner, fake_tensor_prop
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.fx_passes.post_grad import noop_registry, same_meta, view_to_reshape
@@ -92,6 +94,7 @@ from apollo_compile.matmul import is_linear, onednn_linear
 from apollo_compile.miscompiled import write_otherwise
 from apollo_compile.overwrites import keep_copies, keep_reads
 from apollo_compile.passes.capture import TORCH_NAMESPACES
+from apollo_compile.signatures import Signatures, check_signatures
 
 _logger = logging.getLogger(__name__)
 
@@ -139,7 +142,16 @@ class Cache:
 def may_cache() -> bool:
     """Whether AOTAutograd may keep results, as it does unless the user says no, and can keep those of any kind."""
     is_wanted = functorch_config.enable_autograd_cache and inductor_config.fx_graph_cache
-    return bool(is_wanted) and hasattr(aot_autograd_result, "BundledOutputCodeLoadable")
+    return bool(is_wanted) and hasattr(aot_autograd_result, "BundledOutputCodeLoadable") and _is_known_to_cache()
+
+
+def check_overrides() -> None:
+    """See whether all methods of torch that we override are those that the overrides were written for.
+
+    Raises:
+        UnsupportedGraphError: this torch has others.
+    """
+    check_signatures({**cpp_wrapper.KNOWN_SIGNATURES, **_OUTPUT_CODE, **_STORE})
 
 
 def compile_with_inductor(
@@ -624,6 +636,9 @@ _ADDITIONS = (
 """Beginnings of the names of operators whose code may add at addresses that it reads."""
 
 
+_STORE: Signatures = {(cpp.CppTile2DKernel, "store"): ("self, name, index, value, mode",)}
+
+
 @contextlib.contextmanager
 def _right_scatters() -> Iterator[None]:
     """Let C++ code for several threads add transposed values at the right addresses.
@@ -633,11 +648,10 @@ def _right_scatters() -> Iterator[None]:
     rows, or behind the tensor. Here such a store leaves it to the addition.
     Source: https://github.com/pytorch/pytorch/issues/191837
     """
-    from torch._inductor.codegen import cpp
-
     if "index_expr" not in vars(cpp.CppTile2DOverrides):  # then it is added once
         yield
         return
+    check_signatures(_STORE)
     tiles: Any = cpp.CppTile2DKernel
     vectors: Any = cpp.CppVecKernel
     wrong = tiles.store
@@ -770,6 +784,15 @@ def _compilers() -> Sequence[Any]:
 
 
 @dataclass(frozen=True, slots=True)
+class KeepsPython:
+    """Why lanes need Python for a body that was to do without."""
+
+    reason: str
+    is_lost: bool
+    """Whether it could do without: Inductor's C++ wrapper failed, not that the body calls Python."""
+
+
+@dataclass(frozen=True, slots=True)
 class CompiledBody:
     """What a lane can call.
 
@@ -783,6 +806,8 @@ class CompiledBody:
     constants: tuple[torch.Tensor, ...] = ()
     library: ctypes.CDLL | None = field(default=None, repr=False)
     """Where the entry is."""
+    keeps_python: KeepsPython | None = None
+    """Why there is no entry, where there was to be one."""
 
 
 def extract_body(graph_module: fx.GraphModule, body: Body) -> tuple[fx.GraphModule, list[Any]]:
@@ -833,10 +858,9 @@ def compile_bodies(
         _compiled_without(left_out),
     ):
         layouts = [_output_layouts(piece) for _, piece, _ in pieces]
-        started = [_start_native(name, piece, fakes, shared) if native else None for name, piece, fakes in pieces]
+        started = [_start_native(piece, fakes, shared) if native else None for _, piece, fakes in pieces]
         bodies = [
-            _finish_native(name, compiled) or _compile_for_python(piece, fakes, shared)
-            for (name, piece, fakes), compiled in zip(pieces, started, strict=True)
+            _finish(compiled, piece, fakes, shared) for (_, piece, fakes), compiled in zip(pieces, started, strict=True)
         ]
     for (name, _, _), body, layout in zip(pieces, bodies, layouts, strict=True):
         _check_layouts(f"segment {name}", body.function, layout)
@@ -1007,36 +1031,47 @@ def _is_same(traced: int | torch.SymInt, chosen: Any) -> bool:
     return str(chosen) == str(traced)
 
 
-def _start_native(name: str, piece: fx.GraphModule, fakes: Sequence[torch.Tensor], shared: dict[str, Any]) -> Any:
-    """Lower a copy of `piece` and start its C++ compiler; return None where the C++ wrapper cannot express it."""
-    if not cpp_wrapper.is_available() or has_custom_operator(piece):
-        return None
+_CALLS_PYTHON = KeepsPython("it calls Python, or operators that may be written in Python", is_lost=False)
+
+
+def _start_native(piece: fx.GraphModule, fakes: Sequence[torch.Tensor], shared: dict[str, Any]) -> Any:
+    """Lower a copy of `piece` and start its C++ compiler; return why not where Python has to run it."""
+    if has_custom_operator(piece):
+        return _CALLS_PYTHON
     try:
         with _native_code():
             compiled = compile_fx_inner(clone_graph(piece), list(fakes), cpp_wrapper=True, **shared)
         _let_go_of_module(compiled)
         return compiled
     except Exception as error:  # whatever stops the C++ wrapper, the Python wrapper may still do
-        _log_python(name, error)
-        return None
+        return _loss(error)
 
 
-def _finish_native(name: str, compiled: Any) -> CompiledBody | None:
-    """Wait for the C++ compiler; return None where only Python can run the piece."""
-    if compiled is None:
-        return None
+def _finish(started: Any, piece: fx.GraphModule, fakes: Sequence[torch.Tensor], shared: dict[str, Any]) -> CompiledBody:
+    body = started if started is None or isinstance(started, KeepsPython) else _finish_native(started)
+    if isinstance(body, CompiledBody):
+        return body
+    return replace(_compile_for_python(piece, fakes, shared), keeps_python=body)
+
+
+def _finish_native(compiled: Any) -> CompiledBody | KeepsPython:
+    """Wait for the C++ compiler; return why not where only Python can run the piece."""
     function = getattr(compiled, "current_callable", None)
     if function is None:  # a piece without any call is returned as plain Python
         return CompiledBody(function=compiled)
     lane_body = getattr(function, "lane_body", None)
     if lane_body is None:
-        return None
+        return _CALLS_PYTHON
     try:
         path, constants = lane_body()
     except Exception as error:  # the C++ compiler failed, which its caller learns only now
-        _log_python(name, error)
-        return None
+        return _loss(error)
     return _with_entry(path, tuple(constants), compiled)
+
+
+def _loss(error: Exception) -> KeepsPython:
+    lines = str(error).strip().splitlines() or [""]
+    return KeepsPython(f"{type(error).__name__}: {lines[0]}", is_lost=True)
 
 
 def _let_go_of_module(compiled: Any) -> None:
@@ -1062,11 +1097,6 @@ def _with_entry(path: str, constants: tuple[torch.Tensor, ...], function: Callab
 def _compile_for_python(piece: fx.GraphModule, fakes: Sequence[torch.Tensor], shared: dict[str, Any]) -> CompiledBody:
     with inductor_config.patch(_body_options()):
         return CompiledBody(function=compile_fx_inner(piece, list(fakes), **shared))
-
-
-def _log_python(name: str, error: Exception) -> None:
-    lines = str(error).strip().splitlines() or [""]
-    _logger.info("segment %s keeps Python: its C++ wrapper failed with %s: %s", name, type(error).__name__, lines[0])
 
 
 def has_custom_operator(graph_module: fx.GraphModule) -> bool:
@@ -1159,6 +1189,24 @@ _cache: contextvars.ContextVar[Cache] = contextvars.ContextVar("apollo_cache")
 """Where what AOTAutograd gives back now becomes code."""
 
 
+_OUTPUT_CODE: Signatures = {
+    (OutputCode, "__call__"): ("self, inputs",),
+    (OutputCode, "prepare_for_serialization"): ("self",),
+    (OutputCode, "post_compile"): ("self, example_inputs, constants, graph_kwargs",),
+    (OutputCode, "set_triton_bundle"): ("self, triton_bundle",),
+}
+
+
+@functools.cache
+def _is_known_to_cache() -> bool:
+    try:
+        check_signatures(_OUTPUT_CODE)
+    except UnsupportedGraphError as error:
+        _logger.warning("graphs are not kept for the next process: %s", error)
+        return False
+    return True
+
+
 class CachedGraph(OutputCode):
     """A compiled graph as AOTAutograd's cache knows it: callable, and data while it is there. See Note [bundles]."""
 
@@ -1210,6 +1258,7 @@ class BundledBody:
     library: str | None
     """Path of what lanes run without Python; None where they need Python."""
     constants: tuple[torch.Tensor, ...]
+    keeps_python: KeepsPython | None
 
 
 def bundle_body(body: CompiledBody) -> BundledBody:
@@ -1219,7 +1268,8 @@ def bundle_body(body: CompiledBody) -> BundledBody:
         UnsupportedGraphError: it is not code of Inductor.
     """
     path = None if body.library is None else body.library._name
-    return BundledBody(code=bundle_code(body.function), library=path, constants=body.constants)
+    code = bundle_code(body.function)
+    return BundledBody(code=code, library=path, constants=body.constants, keeps_python=body.keeps_python)
 
 
 def unbundle_body(bundled: BundledBody) -> CompiledBody:
@@ -1232,11 +1282,11 @@ def unbundle_body(bundled: BundledBody) -> CompiledBody:
     if path is not None and Path(path).exists():
         return _with_entry(path, bundled.constants, _LoadedLater(bundled.code))
     if path is None:
-        return CompiledBody(function=unbundle_code(bundled.code))
+        return CompiledBody(function=unbundle_code(bundled.code), keeps_python=bundled.keeps_python)
     with _compile_lock, _native_code():
-        body = _finish_native("of an earlier run", _load(bundled.code))
-    if body is None:
-        raise UnsupportedGraphError("the code of a segment compiles no longer")
+        body = _finish_native(_load(bundled.code))
+    if isinstance(body, KeepsPython):
+        raise UnsupportedGraphError(f"the code of a segment compiles no longer: {body.reason}")
     return body
 
 
