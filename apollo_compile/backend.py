@@ -1,8 +1,15 @@
 """What `torch.compile(model, backend="apollo")` calls.
 
 Dynamo hands over a graph; Inductor's front half turns it into a forward and a backward, or an inference graph; each of
-them becomes a `CompiledGraph`: a Compilation (the products), its compiled bodies and an Executable. A graph that cannot
-run in segments goes to Inductor whole, with one WARNING that says why.
+them becomes a `CompiledGraph`: a Compilation (the products), its compiled bodies and an Executable.
+
+Note [fallback]: a Dynamo graph that segments cannot express, or that would gain nothing from them, gets exactly what
+`torch.compile(mode=..., options=...)` makes of it: same code, same caches, same memory. One INFO line says why.
+Whether it falls back is known when its forward, or inference graph, has been planned. AOTAutograd has traced it by
+then, with settings of ours; so what was made is dropped, and the Dynamo graph, of which AOTAutograd had a copy, is
+compiled again. Where AOTAutograd's cache is in use, the reason is kept there, so that a later process knows it without
+planning. A backward that cannot run in segments though its forward does is compiled whole by Inductor, and so is one of
+the two where measurements said that this is the best for it alone.
 """
 
 from __future__ import annotations
@@ -27,7 +34,7 @@ from torch import fx
 
 from apollo_compile import check, text
 from apollo_compile.breaks import find_break
-from apollo_compile.bundle import SegmentsBundle, WholeBundle
+from apollo_compile.bundle import FallbackBundle, SegmentsBundle, WholeBundle
 from apollo_compile.commons import Commons
 from apollo_compile.compiled_graph import CompiledGraph, has_free_plans, uses_lanes
 from apollo_compile.config import Config, load_config
@@ -63,12 +70,15 @@ from apollo_compile.inductor import (
     compile_whole,
     compile_with_inductor,
     compiler_complaint,
+    copy_dynamo_graph,
     current_settings,
     depends_on_units,
     extract_body,
     find_uncapturable,
+    inductor_settings,
     interpret_bodies,
     interpret_whole,
+    is_for_dynamo,
     keep_with,
     may_choose_library,
     real_tensors,
@@ -83,6 +93,7 @@ from apollo_compile.inductor import (
     unbundle_code,
     unbundle_graph,
     user_outputs,
+    with_settings,
     writes_inputs,
     written_inputs,
 )
@@ -133,19 +144,19 @@ def apollo(
     Arguments:
         graph_module: what Dynamo traced.
         example_inputs: its inputs.
-        options: see `apollo_compile.config`; `torch.compile(..., options={"plan.planner": "serial"})`.
-        mode: accepted for `torch.compile(mode=...)`; only the default has a meaning here.
+        options: see `apollo_compile.config`; `torch.compile(..., options={"plan.planner": "serial"})`. Those of
+            Inductor come behind `inductor.`.
+        mode: one of Inductor's, whose settings hold for bodies of segments and for what falls back.
 
     Raises:
-        ConfigError: an option or environment variable is unknown or has a wrong value.
+        ConfigError: an option, environment variable or mode is unknown or has a wrong value.
     """
     config = load_config(options)
     if config.debug.log is not None:
         _set_log_level(config.debug.log)
-    if mode not in (None, "default"):
-        _logger.warning("mode %r is not honoured by backend 'apollo'; its settings are options, not modes", mode)
+    settings = inductor_settings(config.mode if mode is None else mode, config.inductor)
     if config.disable:
-        return compile_plainly(graph_module, example_inputs)
+        return compile_plainly(graph_module, example_inputs, settings)
     if config.runtime.keep_memory:
         keep_memory()
     _log_share()
@@ -161,14 +172,7 @@ def apollo(
     )
     release_symbols_with(model)
     model.ended_by = find_break(graph_module, model.name)
-    compiled = compile_with_inductor(
-        graph_module,
-        example_inputs,
-        model.compile_graph,
-        recompute_masks=config.runtime.recompute_masks,
-        eager_randomness=config.runtime.bodies == "eager",
-        cache=model.cache(graph_module, example_inputs),
-    )
+    compiled = model.compile(graph_module, example_inputs, settings)
     if config.runtime.keep_memory:
         trim_memory()  # compiling left much behind
     keep_with(compiled, model)
@@ -197,7 +201,9 @@ class CompiledModel:
     memories: dict[str, ModelMemory] = field(default_factory=lambda: defaultdict(ModelMemory))
     """By way, what the graphs share on a GPU."""
     handed_over: list[tuple[str, str]] = field(default_factory=list)
-    """Name and reason of every graph that went to Inductor whole."""
+    """Name and reason of what Inductor runs: the Dynamo graph where that falls back, else a graph of it."""
+    falls_back: bool = False
+    """Whether the Dynamo graph is to be compiled as by torch.compile alone: Note [fallback]."""
     left: list[Compilation] = field(default_factory=list)
     """Those of them that have a plan, but one that is not worth compiling."""
     ended_by: BreakSummary | None = None
@@ -270,33 +276,92 @@ class CompiledModel:
         if self.config.runtime.keep_memory and self.gpu is None and not any(others):
             trim_memory()
 
-    def cache(self, graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> Cache | None:
+    def compile(
+        self, graph_module: fx.GraphModule, example_inputs: Sequence[Any], settings: Mapping[str, Any]
+    ) -> Callable[..., Any]:
+        """Compile the Dynamo graph in segments, or as torch.compile does with these settings of Inductor."""
+        reason = _reason_not_to_trace(example_inputs, self.device)
+        if reason is not None:
+            self._fall_back(reason, level=logging.INFO)
+            return self._compile_plainly(graph_module, example_inputs, settings)
+        try:
+            with with_settings(settings):
+                compiled = compile_with_inductor(
+                    copy_dynamo_graph(graph_module),
+                    example_inputs,
+                    self.compile_graph,
+                    recompute_masks=self.config.runtime.recompute_masks,
+                    eager_randomness=self.config.runtime.bodies == "eager",
+                    cache=self._cache(graph_module, example_inputs),
+                    settings=settings,
+                )
+        except Exception as error:  # if torch.compile alone raises it too, then from there
+            if self.config.debug.strict or is_for_dynamo(error):
+                raise
+            self._forget_graphs()
+            self._fall_back(f"{type(error).__name__}: {error}", level=logging.WARNING)
+        return self._compile_plainly(graph_module, example_inputs, settings) if self.falls_back else compiled
+
+    def _compile_plainly(
+        self, graph_module: fx.GraphModule, example_inputs: Sequence[Any], settings: Mapping[str, Any]
+    ) -> Callable[..., Any]:
+        """Compile the Dynamo graph as torch.compile does, or, without a C++ compiler, run it operator by operator."""
+        kept = copy_dynamo_graph(graph_module)
+        try:
+            return compile_plainly(graph_module, example_inputs, settings)
+        except Exception as error:
+            self._note_no_compiler(error)
+            return compile_with_inductor(
+                kept, example_inputs, lambda graph, *_, **__: (interpret_whole(graph), None), recompute_masks=False
+            )
+
+    def _fall_back(self, reason: str, *, level: int) -> None:
+        self.falls_back = True
+        self._log_fallback(self.name, reason, level=level)
+
+    def _cache(self, graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> Cache | None:
         """Return how AOTAutograd's cache gives the graphs of a Dynamo graph back; None where it is not to have them."""
         key = self.warm_start.bundle_key(graph_module, example_inputs)
         return None if key is None else Cache(key=key, unbundle=self.unbundle)
 
-    def unbundle(self, bundle: SegmentsBundle | WholeBundle) -> Run:
+    def unbundle(self, bundle: SegmentsBundle | WholeBundle | FallbackBundle) -> Run:
         """Make a graph of what an earlier process compiled.
 
         Raises:
             Exception: whatever stands against it; all graphs are compiled anew then.
         """
         try:
-            return self._unbundle_whole(bundle) if isinstance(bundle, WholeBundle) else self._unbundle_segments(bundle)
+            match bundle:
+                case FallbackBundle():
+                    return self._unbundle_fallback(bundle)
+                case WholeBundle():
+                    return self._unbundle_whole(bundle)
+                case SegmentsBundle():
+                    return self._unbundle_segments(bundle)
         except Exception as error:  # AOTAutograd takes it for a graph that it has not
             self.warm_start.outdate(error)
             _logger.info("%s is compiled anew: %s: %s", self.name, type(error).__name__, error)
             raise
 
+    def _unbundle_fallback(self, bundle: FallbackBundle) -> Run:
+        self._take_left(bundle)
+        if not self.falls_back:  # else this is the backward of a forward that does
+            self._fall_back(bundle.reason, level=logging.INFO)
+        return _replaced
+
     def _unbundle_whole(self, bundle: WholeBundle) -> Run:
-        if bundle.left is not None:
-            finding = self.warm_start.recall_under(self._name_of(bundle.role), bundle.history_key)
-            if bundle.left.finding is not None and (finding is None or finding.way != INDUCTOR):
-                raise UnsupportedGraphError("that Inductor is faster is known no longer")
-            self.left.append(rename(bundle.left, self._name_of(bundle.role)))
+        self._take_left(bundle)
         compiled = unbundle_code(bundle.code)
-        self._log_hand_over(self._name_of(bundle.role), bundle.reason, is_gainless=bundle.left is not None)
+        self._log_fallback(self._name_of(bundle.role), bundle.reason, level=logging.INFO)
         return compiled
+
+    def _take_left(self, bundle: WholeBundle | FallbackBundle) -> None:
+        if bundle.left is None:
+            return
+        finding = self.warm_start.recall_under(self._name_of(bundle.role), bundle.history_key)
+        if bundle.left.finding is not None and (finding is None or finding.way != INDUCTOR):
+            raise UnsupportedGraphError("that Inductor is faster is known no longer")
+        self.left.append(rename(bundle.left, self._name_of(bundle.role)))
 
     def _unbundle_segments(self, bundle: SegmentsBundle) -> Run:
         begin = time.perf_counter_ns()
@@ -312,11 +377,14 @@ class CompiledModel:
         compile_whole = None if original is None else partial(_compile_bundled, original, current_settings(), kwargs)
         reason = reason_to_leave(compilation, self.config)
         if reason is not None:
+            self.left.append(compilation)
+            if self._is_for_both(compilation.capture.role, compilation):
+                self._fall_back(reason, level=logging.INFO)
+                return _replaced
             if compile_whole is None:
                 raise UnsupportedGraphError("there is no graph that Inductor could compile")
             compiled = compile_whole()
-            self.left.append(compilation)
-            self._log_hand_over(name, reason, is_gainless=True)
+            self._log_fallback(name, reason, level=logging.INFO)
             return compiled
         planned = time.perf_counter_ns()
         bodies = tuple(map(unbundle_body, bundle.bodies))
@@ -347,8 +415,9 @@ class CompiledModel:
         role = role_of(kwargs)
         name = self._name_of(role)
         if role is not Role.BACKWARD:  # what came from AOTAutograd's cache was not enough
-            for known in (self.graphs, self.contested, self.families, self.left, self.handed_over):
-                known.clear()
+            self._forget_graphs()
+        elif self.falls_back:  # with its forward
+            return _replaced, partial(self._bundle_fallback, role, "", None)
         outdated = self.warm_start.outdated
         if self.config.debug.strict and outdated is not None and not isinstance(outdated, UnsupportedGraphError):
             raise outdated
@@ -363,24 +432,43 @@ class CompiledModel:
             if self.config.debug.strict and not is_refusal:
                 raise
             reason = str(error) if is_refusal else f"{type(error).__name__}: {error}"
-            is_gainless = isinstance(error, NothingToGainError)
-            self._log_hand_over(name, reason, is_gainless=is_gainless)
+            left = self.left[-1] if isinstance(error, NothingToGainError) else None
+            level = logging.INFO if is_refusal else logging.WARNING  # what is no refusal is a defect of ours
+            is_kept = is_refusal and aside is None and outdated is None
+            if self._is_for_both(role, left):
+                self._fall_back(reason, level=level)
+                report_output_strides(graph_module)
+                return _replaced, partial(self._bundle_fallback, role, reason, left) if is_kept else None
+            self._log_fallback(name, reason, level=level)
             try:
-                run = self._hand_over(name, graph_module, example_inputs, **kwargs)
+                run = self._compile_whole(name, graph_module, example_inputs, **kwargs)
             except Exception as failure:
                 if role is not Role.BACKWARD or not self.warm_start.has_bundles:
                     raise
                 return _fails(failure), None  # it compiles with the forward, and may never be called
-            left = self.left[-1] if is_gainless else None
-            is_kept = is_refusal and aside is None and outdated is None
             return run, partial(self._bundle_whole, role, reason, left, run) if is_kept else None
         report_output_strides(graph_module)
         return compiled, bundle if outdated is None else None
 
-    def _log_hand_over(self, name: str, reason: str, *, is_gainless: bool) -> None:
+    def _forget_graphs(self) -> None:
+        self.falls_back = False
+        for known in (self.graphs, self.contested, self.families, self.left, self.handed_over):
+            known.clear()
+
+    def _is_for_both(self, role: Role, left: Compilation | None) -> bool:
+        """Whether the Dynamo graph falls back where this graph does: with a forward, unless the two were mixed."""
+        finding = None if left is None else left.finding
+        verdict = None if finding is None else finding.verdict
+        return role is not Role.BACKWARD and (verdict is None or set(verdict.choice) == {INDUCTOR})
+
+    def _log_fallback(self, name: str, reason: str, *, level: int) -> None:
         self.handed_over.append((name, reason))
-        level = logging.INFO if is_gainless else logging.WARNING
-        _logger.log(level, "%s goes to Inductor whole: %s", name, reason)
+        whose = "torch.compile" if self.falls_back else "Inductor"
+        _logger.log(level, "%s falls back to %s: %s", name, whose, reason)
+
+    def _bundle_fallback(self, role: Role, reason: str, left: Compilation | None) -> FallbackBundle:
+        key = self.warm_start.key_of(self._name_of(role))
+        return FallbackBundle(role=role, reason=reason, left=left, history_key=key)
 
     def _bundle_whole(self, role: Role, reason: str, left: Compilation | None, run: Run) -> WholeBundle:
         key = self.warm_start.key_of(self._name_of(role))
@@ -516,7 +604,7 @@ class CompiledModel:
         self.families.append(family)
         return family
 
-    def _hand_over(
+    def _compile_whole(
         self, name: str, graph_module: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any
     ) -> Callable[[list[Any]], Sequence[Any]]:
         """Let Inductor compile the graph whole, or, without a C++ compiler, run it operator by operator."""
@@ -525,10 +613,13 @@ class CompiledModel:
             compiled: Run = compile_whole(graph_module, example_inputs, **kwargs)
             return compiled
         except Exception as error:
-            complaint = self._accept_no_compiler(error)
-            _, reason = self.handed_over.pop()
-            self.handed_over.append((name, f"{reason}; operator by operator, since {complaint}"))
+            self._note_no_compiler(error)
             return interpret_whole(original)
+
+    def _note_no_compiler(self, error: Exception) -> None:
+        complaint = self._accept_no_compiler(error)
+        name, reason = self.handed_over.pop()
+        self.handed_over.append((name, f"{reason}; operator by operator, since {complaint}"))
 
     def _accept_no_compiler(self, error: Exception) -> str:
         """Say that the C++ compiler does not work, and return what is wrong, if `error` tells; raise it if not."""
@@ -723,6 +814,14 @@ def _compile_bundled(original: bytes, settings: Mapping[str, Any], kwargs: Mappi
     return compile_again(unbundle_graph(original), settings, **kwargs)
 
 
+def _replaced(inputs: list[Any]) -> Sequence[Any]:
+    """Stand for a graph of a Dynamo graph that falls back, until that is compiled by torch.compile alone."""
+    raise AssertionError("a graph that falls back runs what torch.compile makes of it")
+
+
+_replaced._boxed_call = True  # type: ignore[attr-defined]
+
+
 def _fails(error: Exception) -> Run:
     """Return a graph that cannot run; what its error was raised from is not kept."""
     traceback.clear_frames(error.__traceback__)
@@ -863,6 +962,18 @@ def role_of(kwargs: Mapping[str, Any]) -> Role:
     if kwargs.get("is_backward"):
         return Role.BACKWARD
     return Role.INFERENCE if kwargs.get("is_inference") else Role.FORWARD
+
+
+def _reason_not_to_trace(example_inputs: Sequence[Any], device: torch.device) -> str | None:
+    """Return why a Dynamo graph falls back whatever it computes; None where its operators have to be looked at."""
+    elsewhere = {item.device for item in example_inputs if isinstance(item, torch.Tensor)} - {device, _CPU}
+    if not elsewhere:
+        return None
+    where = ", ".join(sorted(map(str, elsewhere)))
+    if device != _CPU:
+        return f"it has tensors on {where}, and all lanes of this graph are on {device}"
+    advice = ", unless option 'device.cuda_lanes' is on" if any(item.type == "cuda" for item in elsewhere) else ""
+    return f"it has tensors on {where}, and lanes run on the CPU only{advice}"
 
 
 def select_profile(config: Config) -> DeviceProfile:

@@ -1,7 +1,8 @@
 """What AOTAutograd's cache keeps of a graph, so that the next process neither traces nor compiles it.
 
     SegmentsBundle    a graph that runs in segments
-    WholeBundle       a graph that is Inductor's
+    WholeBundle       a graph that Inductor compiled whole, while the other one of its model runs in segments
+    FallbackBundle    what is known of a Dynamo graph that falls back
     cache_key         what shaped both, besides what AOTAutograd knows
 
 Inductor keeps the code of every segment by itself; but to ask for it takes a traced graph, and tracing takes most of a
@@ -53,6 +54,17 @@ class WholeBundle:
     history_key: str | None
     code: Any
     """Inductor's."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FallbackBundle:
+    """Why a Dynamo graph falls back to torch.compile, which keeps its code in its own caches."""
+
+    role: Role
+    reason: str
+    left: Compilation | None
+    """Its plan, where it has one that is not worth compiling."""
+    history_key: str | None
 
 
 def cache_key(around: str, paths: str) -> str:

@@ -1,7 +1,8 @@
 """The one configuration tree; the only file that reads the environment.
 
 Three ways in, one merge: `torch.compile(m, backend="apollo", options={...})` over environment over defaults.
-Options are dotted names, `{"plan.planner": "serial"}`, or nested mappings, `{"plan": {"planner": "serial"}}`.
+Options are dotted names, `{"plan.planner": "serial"}`, or nested mappings, `{"plan": {"planner": "serial"}}`. Behind
+`inductor.` come Inductor's own, `{"inductor.max_autotune": True}`, as `torch.compile(..., options=)` has them.
 
 | Variable         | Sets              | Meaning                                                    |
 | ---------------- | ----------------- | ---------------------------------------------------------- |
@@ -107,7 +108,7 @@ class DeviceConfig:
     """Cores to use; None is every core that torch uses, or its part of them beside other local ranks, and no more than
     control groups grant time of."""
     cuda_lanes: bool = False
-    """Run graphs on a GPU on lanes of its SMs, as one CUDA graph; False hands them to Inductor whole. Measured on an
+    """Run graphs on a GPU on lanes of its SMs, as one CUDA graph; with False they fall back. Measured on an
     H200 only, where it takes more memory."""
     lane_memory_quota: int | None = None
     """Bytes of device memory that one lane may take in a CUDA graph; None is no limit."""
@@ -134,11 +135,17 @@ class Config:
 
     disable: bool = False
     """Hand every graph to Inductor."""
+    mode: str | None = None
+    """One of Inductor's modes, such as `max-autotune-no-cudagraphs`, beside other options: `torch.compile` takes a
+    mode or options."""
     partition: PartitionConfig = field(default_factory=PartitionConfig)
     plan: PlanConfig = field(default_factory=PlanConfig)
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
     device: DeviceConfig = field(default_factory=DeviceConfig)
     debug: DebugConfig = field(default_factory=DebugConfig)
+    inductor: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of Inductor by their names in `torch._inductor.config`, as `{"inductor.max_autotune": True}`: for bodies
+    of segments and for what falls back. They come after those of the mode."""
 
 
 _VARIABLES = {
@@ -161,6 +168,9 @@ _RANGES: dict[str, tuple[float, float]] = {
 }
 """Least and largest value, both allowed."""
 
+_INDUCTOR = "inductor"
+"""The option whose names and values are not ours: Inductor checks them."""
+
 _FLAG_OPTIONS = frozenset({"disable"})
 _FLAGS = {"1": True, "true": True, "0": False, "false": False}
 
@@ -179,7 +189,9 @@ def load_config(options: Mapping[str, Any] | None = None) -> Config:
             origin = f"environment variable {variable}"
             config = _set(config, name.split("."), value, origin)
             _check_level(name, value, origin)
-    for name, value in _flatten(options or {}):
+    inductor, own = _take_inductor(options or {})
+    config = replace(config, inductor=inductor)
+    for name, value in _flatten(own):
         config = _set(config, name.split("."), value, f"option {name!r}")
         _check_range(name, value)
         _check_level(name, value, f"option {name!r}")
@@ -220,6 +232,25 @@ def _names(cls: type, prefix: str) -> Iterator[str]:
             yield from _names(hints[item.name], f"{prefix}{item.name}.")
         else:
             yield prefix + item.name
+
+
+def _take_inductor(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the settings of Inductor by their own names, and the other options."""
+    inductor: dict[str, Any] = {}
+    own: dict[str, Any] = {}
+    for name, value in options.items():
+        if name.startswith(f"{_INDUCTOR}."):
+            inductor[name.removeprefix(f"{_INDUCTOR}.")] = value
+        elif name == _INDUCTOR and isinstance(value, Mapping):
+            inductor.update(value)
+        elif name == _INDUCTOR:
+            raise ConfigError(
+                f"option 'inductor' has value {value!r} of type {type(value).__name__}; expected settings of Inductor "
+                "by name, as in {'inductor.max_autotune': True}"
+            )
+        else:
+            own[name] = value
+    return inductor, own
 
 
 def _flatten(options: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -319,7 +319,7 @@ def _cuda(facts: Facts) -> list[Finding]:
             Finding(
                 level=Level.NOTE,
                 subject="CUDA",
-                message=f"torch sees {names}; graphs on it go to Inductor whole",
+                message=f"torch sees {names}; graphs on it fall back to torch.compile",
                 advice="set 'device.cuda_lanes' to run them on lanes, if what follows has no errors",
             ),
             *facts.cuda_findings,

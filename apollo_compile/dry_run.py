@@ -33,7 +33,7 @@ from apollo_compile.breaks import find_break
 from apollo_compile.config import Config, load_config
 from apollo_compile.device import DeviceProfile
 from apollo_compile.errors import TargetError, UnsupportedGraphError
-from apollo_compile.inductor import Run, adopt_layouts, compile_with_inductor
+from apollo_compile.inductor import Run, adopt_layouts, compile_with_inductor, inductor_settings, with_settings
 from apollo_compile.ir import Role, Trace
 from apollo_compile.pipeline import Compilation
 from apollo_compile.reports.report import BreakSummary, Report
@@ -195,13 +195,16 @@ class _Tracer:
         found = find_break(graph_module, name)
         if found is not None:
             self.breaks.append(found)
-        return compile_with_inductor(
-            graph_module,
-            example_inputs,
-            partial(self._plan, name),
-            recompute_masks=self.config.runtime.recompute_masks,
-            backward_at_once=True,
-        )
+        settings = inductor_settings(self.config.mode, self.config.inductor)
+        with with_settings(settings):
+            return compile_with_inductor(
+                graph_module,
+                example_inputs,
+                partial(self._plan, name),
+                recompute_masks=self.config.runtime.recompute_masks,
+                backward_at_once=True,
+                settings=settings,
+            )
 
     def summarize(self, compilation: Compilation, reason: str | None) -> GraphSummary:
         """Return the numbers of one plan."""
@@ -216,21 +219,24 @@ class _Tracer:
         self, dynamo_name: str, graph_module: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any
     ) -> tuple[Run, None]:
         role = role_of(kwargs)
-        name = f"{dynamo_name}_{role}"
+        if role is Role.BACKWARD and dynamo_name in dict(self.handed_over):  # it falls back with its forward
+            return _run_in_eager(graph_module), None
+        graph_name = f"{dynamo_name}_{role}"
+        subject = graph_name if role is Role.BACKWARD else dynamo_name
         try:
             adopt_layouts(graph_module, example_inputs)
-            compilation = plan_graph(graph_module, name=name, role=role, profile=self.profile, config=self.config)
+            compilation = plan_graph(graph_module, name=graph_name, role=role, profile=self.profile, config=self.config)
         except UnsupportedGraphError as error:
-            self.handed_over.append((name, str(error)))
+            self.handed_over.append((subject, str(error)))
         except Exception as error:  # the backend goes on with Inductor then, so this is what would happen
             if self.config.debug.strict:
                 raise
-            self.handed_over.append((name, f"{type(error).__name__}: {error}"))
+            self.handed_over.append((subject, f"{type(error).__name__}: {error}"))
         else:
             reason = reason_to_leave(compilation, self.config)
             self.planned.append((compilation, reason))
             if reason is not None:
-                self.handed_over.append((name, reason))
+                self.handed_over.append((subject, reason))
         return _run_in_eager(graph_module), None
 
 

@@ -1,5 +1,8 @@
 """The file that touches private torch APIs, with `cpp_wrapper.py`: Inductor's entry points, and tensor handles.
 
+    compile_plainly         what torch.compile alone would do with a Dynamo graph: a fallback
+    inductor_settings       Inductor's settings of a mode and options, as torch.compile takes them
+    copy_dynamo_graph       a graph that compiling may change, so that the other can still fall back
     compile_with_inductor   run a Dynamo graph through AOTAutograd and Inductor's passes, with our inner compiler
     set_aside               leave out of a graph what is no tensor and only passes through; see to its sizes
     adopt_layouts           trace a graph again for the strides that its inputs really have
@@ -53,8 +56,10 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import sympy
@@ -62,6 +67,7 @@ import torch
 import torch._functorch.config as functorch_config
 import torch._inductor.config as inductor_config
 from torch import fx
+from torch._dynamo.exc import TorchDynamoException
 from torch._functorch._aot_autograd import aot_autograd_result
 from torch._functorch._aot_autograd.autograd_cache import BypassAOTAutogradCache, FXGraphCacheMiss
 from torch._guards import TracingContext, detect_fake_mode, tracing
@@ -88,7 +94,7 @@ from torch.utils._sympy.printers import PythonPrinter
 
 from apollo_compile import cpp_wrapper
 from apollo_compile.cpp_wrapper import lane_wrapper
-from apollo_compile.errors import UnsupportedGraphError
+from apollo_compile.errors import ConfigError, UnsupportedGraphError
 from apollo_compile.ir import Body
 from apollo_compile.matmul import is_linear, onednn_linear
 from apollo_compile.miscompiled import write_otherwise
@@ -139,6 +145,9 @@ class Cache:
     """Makes code of a bundle."""
 
 
+_NO_SETTINGS: Mapping[str, Any] = MappingProxyType({})
+
+
 def may_cache() -> bool:
     """Whether AOTAutograd may keep results, as it does unless the user says no, and can keep those of any kind."""
     is_wanted = functorch_config.enable_autograd_cache and inductor_config.fx_graph_cache
@@ -163,6 +172,7 @@ def compile_with_inductor(
     eager_randomness: bool = False,
     backward_at_once: bool = False,
     cache: Cache | None = None,
+    settings: Mapping[str, Any] = _NO_SETTINGS,
 ) -> Callable[..., Any]:
     """Run Inductor's front half on a Dynamo graph; `inner_compile` gets the post-AOT graphs.
 
@@ -171,6 +181,7 @@ def compile_with_inductor(
     `eager_randomness` keeps the random operators of eager PyTorch instead of Inductor's, which only compiled code has.
     `backward_at_once` compiles the backward with the forward instead of when it is first called.
     `cache` lets AOTAutograd look for the whole in its cache first, and keep it there.
+    `settings` are those of Inductor that are in force, and are to be when a backward is compiled later.
     """
     users, tag = inductor_config.joint_custom_pre_pass, torch.compiler.config.cache_key_tag
     patches: dict[str, Any] = {
@@ -187,7 +198,9 @@ def compile_with_inductor(
 
     def compile_behind_passes(*args: Any, **kwargs: Any) -> Any:
         with (
-            inductor_config.patch(joint_custom_pre_pass=users),  # these are part of the keys of Inductor's cache
+            inductor_config.patch(
+                {**settings, "joint_custom_pre_pass": users}
+            ),  # parts of the keys of Inductor's cache
             torch.compiler.config.patch(cache_key_tag=tag),  # type: ignore[attr-defined]
             functorch_config.patch(bundled_autograd_cache=False),
         ):
@@ -289,9 +302,57 @@ def storages_of(tensors: Iterable[torch.Tensor]) -> frozenset[StorageWeakRef]:
     return frozenset(found)
 
 
-def compile_plainly(graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-    """Compile a Dynamo graph as `backend="inductor"` does."""
-    return compile_fx(graph_module, list(example_inputs))  # type: ignore[return-value]
+def compile_plainly(
+    graph_module: fx.GraphModule, example_inputs: Sequence[Any], settings: Mapping[str, Any]
+) -> Callable[..., Any]:
+    """Compile a Dynamo graph as `torch.compile(mode=..., options=...)` does: same code, same caches, same memory.
+
+    Arguments:
+        graph_module: what Dynamo traced; compiling changes it.
+        example_inputs: its inputs.
+        settings: Inductor's, from `inductor_settings`.
+    """
+    return compile_fx(graph_module, list(example_inputs), config_patches=dict(settings))  # type: ignore[return-value]
+
+
+def inductor_settings(mode: str | None, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of Inductor that `torch.compile(mode=mode, options=options)` stands for.
+
+    Raises:
+        ConfigError: there is no such mode or setting, or a value has the wrong type.
+    """
+    try:
+        settings: dict[str, Any] = torch._TorchCompileInductorWrapper(mode, dict(options), None).config  # type: ignore[no-untyped-call]
+    except RuntimeError as error:
+        raise ConfigError(f"Inductor does not take the mode or an option 'inductor.<setting>': {error}") from error
+    return settings
+
+
+def is_for_dynamo(error: Exception) -> bool:
+    """Whether an error tells Dynamo what to do, such as to trace again."""
+    return isinstance(error, TorchDynamoException)
+
+
+def with_settings(settings: Mapping[str, Any]) -> AbstractContextManager[None]:
+    """Let these settings of Inductor be in force."""
+    return inductor_config.patch(dict(settings))  # type: ignore[no-any-return]
+
+
+def copy_dynamo_graph(graph_module: fx.GraphModule) -> fx.GraphModule:
+    """Return a copy of a Dynamo graph that may be compiled, which changes a graph and those inside it.
+
+    Parameters, buffers and modules are shared, and so is what Dynamo notes about the graph.
+    """
+    copied = clone_graph(graph_module)
+    for node, original in zip(copied.graph.nodes, graph_module.graph.nodes, strict=True):
+        vars(node).update({name: vars(original)[name] for name in vars(original).keys() - vars(node).keys()})
+    for name, inner in copied.named_children():
+        if isinstance(inner, fx.GraphModule):
+            setattr(copied, name, copy_dynamo_graph(inner))
+    noted = vars(graph_module).keys() - vars(copied).keys() - {"_code"}
+    vars(copied).update({name: vars(graph_module)[name] for name in noted})
+    copied.meta = dict(graph_module.meta)
+    return copied
 
 
 def writes_inputs(graph_module: fx.GraphModule) -> bool:

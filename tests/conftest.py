@@ -156,19 +156,19 @@ def how_graphs_ran(
 def _watch_graphs(patch: pytest.MonkeyPatch, seen: HowGraphsRan) -> None:
     backend = importlib.import_module("apollo_compile.backend")
     graphs = importlib.import_module("apollo_compile.compiled_graph")
-    call, log = graphs.CompiledGraph._call, backend.CompiledModel._log_hand_over
+    call, log = graphs.CompiledGraph._call, backend.CompiledModel._log_fallback
 
     def call_and_see(graph: Any, inputs: list[Any]) -> Sequence[Any]:
         outputs: Sequence[Any] = call(graph, inputs)
         seen.see(graph)
         return outputs
 
-    def log_and_see(model: Any, name: str, reason: str, *, is_gainless: bool) -> None:
+    def log_and_see(model: Any, name: str, reason: str, *, level: int) -> None:
         seen.add_reason(reason)
-        log(model, name, reason, is_gainless=is_gainless)
+        log(model, name, reason, level=level)
 
     patch.setattr(graphs.CompiledGraph, "_call", call_and_see)
-    patch.setattr(backend.CompiledModel, "_log_hand_over", log_and_see)
+    patch.setattr(backend.CompiledModel, "_log_fallback", log_and_see)
 
 
 def _watch_processes(patch: pytest.MonkeyPatch, seen: HowGraphsRan) -> None:

@@ -199,7 +199,7 @@ def test_a_graph_that_is_inductors_has_its_plan_in_the_report() -> None:
     for report in (planned, apollo_compile.report(run)):
         (graph,) = report.graphs
         assert graph.way == "Inductor"
-        assert [name for name, _ in report.handed_over] == [graph.name]
+        assert [f"{name}_inference" for name, _ in report.handed_over] == [graph.name]
         assert "Nothing can overlap" in str(report) and "nothing to gain" in str(report)
 
 
@@ -297,7 +297,7 @@ def test_what_a_forward_writes_is_written_to_a_copy(through_method: bool) -> Non
 
 
 def test_a_plan_that_cannot_be_made_is_a_reason() -> None:
-    """As the backend would hand the graph to Inductor, so does the dry run."""
+    """The backend would fall back, and so does the dry run."""
     report = plan_model(nn.Linear(64, 64), (torch.randn(8, 64),), options={"plan.memory_quota": 1})
     assert all("InfeasiblePlanError" in reason for _, reason in report.handed_over)
     assert report.handed_over

@@ -182,7 +182,7 @@ def test_without_permission_to_pin_threads_inductor_runs_the_graph_and_a_line_sa
     if done.stdout == "no seccomp\n":
         pytest.skip("this kernel installs no filters of system calls")
     check_end(done)
-    assert "goes to Inductor whole: RuntimeError: cannot pin lane" in done.stderr
+    assert "falls back to torch.compile: RuntimeError: cannot pin lane" in done.stderr
     assert "Operation not permitted" in done.stderr
 
 

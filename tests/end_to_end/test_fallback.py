@@ -1,0 +1,242 @@
+"""What falls back is exactly what torch.compile makes of it: code, caches, memory, modes and options."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch._functorch.config as functorch_config
+import torch._inductor.config as inductor_config
+from torch import nn
+from torch._dynamo.exc import BackendCompilerFailed
+from torch._dynamo.utils import counters
+from torch._inductor.utils import run_and_get_code
+
+import apollo_compile
+from apollo_compile import backend, inductor
+from apollo_compile.errors import ConfigError
+from tests.end_to_end.marks import needs_two_cores
+from tests.end_to_end.models import STRICT, TwoTowers, assert_same_training, train, two_tower_inputs
+
+USUAL = {"debug.strict": True, "plan.remember": False, "partition.granularity": "module"}
+
+
+class Chosen(nn.Module):
+    """A size that depends on data; a product that is saved for the backward, and a mask that ours would make again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(256, 256) / 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the sum of the positive elements, added to what depends on all of them."""
+        return x[x > 0].sum() + (x[None] @ self.weight).relu().flip(0).exp()
+
+
+class Product(nn.Linear):
+    """One segment, which takes so long that Python between kernels does not count."""
+
+    def __init__(self) -> None:
+        super().__init__(1024, 1024, bias=False)
+
+
+def a_batch(model: nn.Module) -> torch.Tensor:
+    """Return an input of the model."""
+    return torch.randn(256) if isinstance(model, Chosen) else torch.randn(512, 1024)
+
+
+@pytest.fixture
+def no_caches() -> Iterator[None]:
+    """Let everything be compiled, whatever an earlier test has compiled."""
+    with inductor_config.patch(fx_graph_cache=False), functorch_config.patch(enable_autograd_cache=False):
+        yield
+
+
+@pytest.fixture
+def own_cache(tmp_path: Path) -> Iterator[None]:
+    """Let caches hold what this test compiles, and nothing else."""
+    with (
+        functorch_config.patch(enable_autograd_cache=True),
+        torch.compiler.config.patch(cache_key_tag=str(tmp_path)),
+    ):
+        counters.clear()
+        yield
+
+
+def code_of(model: Callable[..., torch.Tensor], x: torch.Tensor, **options: Any) -> list[str]:
+    """Return what Inductor writes for a training step, but for the number of the graph in this process."""
+    torch._dynamo.reset()
+    run = torch.compile(model, **options)
+
+    def step() -> None:
+        output = run(x)
+        if output.requires_grad:
+            output.square().mean().backward()
+
+    _, code = run_and_get_code(step)
+    return [re.sub(r"AOT ID: \['\d+_", "AOT ID: ['", text) for text in code]
+
+
+@pytest.mark.parametrize("kind", ["nothing to gain", "a shape that depends on data", "a device without lanes"])
+@pytest.mark.parametrize("mode", [None, pytest.param("max-autotune-no-cudagraphs", marks=pytest.mark.soak)])
+def test_the_code_is_that_of_torch_compile(kind: str, mode: str | None, no_caches: None) -> None:
+    """Forward and backward, whatever the reason and the mode."""
+    model: nn.Module = Product() if kind == "nothing to gain" else Chosen()
+    x = a_batch(model)
+    if kind == "a device without lanes":
+        model, x = nn.GELU(), x.to("meta")
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        expected = code_of(model, x, backend="inductor", mode=mode)
+        assert code_of(model, x, backend="apollo", mode=mode, options=USUAL) == expected
+    found = backend.compiled_models()[-1]
+    assert found.graphs == [] and [name for name, _ in found.handed_over] == [found.name]
+
+
+def test_modes_and_options_of_inductor_reach_what_falls_back(no_caches: None) -> None:
+    """As options of ours with a prefix; the mode comes first, as it does in torch."""
+    model = Chosen()
+    x = a_batch(model)
+    options = {"cpp.simdlen": 1, "triton.cudagraphs": False}
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        expected = code_of(model, x, backend="inductor", options=options)
+        assert expected != code_of(model, x, backend="inductor")
+        for own in ({f"inductor.{name}": value for name, value in options.items()}, {"inductor": options}):
+            own |= {"mode": "reduce-overhead"}
+            assert code_of(model, x, backend="apollo", options={**USUAL, **own}) == expected
+
+
+@needs_two_cores
+def test_modes_and_options_of_inductor_reach_the_bodies_of_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a backward that is compiled later as well, when the call that set them is long over."""
+    seen = []
+    compile_fx_inner = inductor.compile_fx_inner
+
+    def watch(*args: Any, **kwargs: Any) -> Any:
+        settings = inductor_config.max_autotune, inductor_config.coordinate_descent_tuning, inductor_config.cpp.simdlen
+        seen.append((kwargs.get("is_backward", False), *settings))
+        return compile_fx_inner(*args, **kwargs)
+
+    monkeypatch.setattr(inductor, "compile_fx_inner", watch)
+    options = {**STRICT, "plan.remember": False, "inductor.cpp.simdlen": 1, "inductor.max_autotune": False}
+    options["mode"] = "max-autotune-no-cudagraphs"
+    model, inputs = TwoTowers(), two_tower_inputs()
+    run = torch.compile(model, backend="apollo", options=options)
+    output = run(*inputs)
+    assert seen and set(seen) == {(False, False, True, 1)}
+    output.square().mean().backward()
+    assert set(seen) == {(False, False, True, 1), (True, False, True, 1)}
+    torch.testing.assert_close(output, model(*inputs), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ({"mode": "fastest"}, "Unrecognized mode=fastest"),
+        ({"options": {"mode": "fastest"}}, "Unrecognized mode=fastest"),
+        ({"options": {"inductor.max_autotun": True}}, "Unexpected optimization option max_autotun"),
+        ({"options": {"inductor.max_autotune": "yes"}}, "Unexpected type of attr max_autotune"),
+    ],
+)
+def test_a_mode_or_option_that_inductor_does_not_have_is_an_error(arguments: dict[str, Any], expected: str) -> None:
+    """In Inductor's words, before anything is compiled."""
+    with pytest.raises(BackendCompilerFailed, match=expected) as caught:
+        torch.compile(torch.sin, backend="apollo", **arguments)(torch.ones(3))
+    assert isinstance(caught.value.inner_exception, ConfigError)
+
+
+def test_a_fallback_comes_from_torchs_own_caches_and_leaves_its_code_there(own_cache: None) -> None:
+    """Whoever goes from one backend to the other compiles nothing again."""
+    model = Product()
+    x = a_batch(model)
+
+    def train_with(name: str, **options: Any) -> tuple[int, int, int]:
+        counters.clear()
+        train(model, lambda run: run(x).square().mean(), steps=1, backend=name, **options)
+        counted = counters["inductor"]
+        return (
+            counters["aot_autograd"]["autograd_cache_hit"],
+            counted["fxgraph_cache_miss"],
+            counted["fxgraph_cache_hit"],
+        )
+
+    assert train_with("apollo", options=USUAL)[:2] == (0, 2)
+    assert train_with("inductor")[:2] == (1, 0)
+    assert train_with("apollo", options=USUAL)[1] == 0
+
+
+def test_that_a_graph_falls_back_is_remembered(
+    own_cache: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The next process plans nothing to find out, and says the same."""
+    model = Product()
+    x = a_batch(model)
+    options = {**USUAL, "plan.remember": True, "device.cache": tmp_path, "device.profile": "cpu"}
+    with caplog.at_level(logging.INFO, logger="apollo_compile"):
+        for _ in range(2):
+            train(model, lambda run: run(x).square().mean(), steps=1, backend="apollo", options=options)
+            first = backend.compiled_models()[-1]
+            monkeypatch.setattr(backend, "plan_graph", lambda *args, **kwargs: pytest.fail("planned again"))
+    lines = [record.getMessage() for record in caplog.records if "falls back" in record.getMessage()]
+    assert len(lines) == 2 and len({line.partition(" ")[2] for line in lines}) == 1
+    assert len(first.left) == 1 and "nothing to gain" in first.handed_over[0][1]
+
+
+@pytest.mark.parametrize("kind", [Product, Chosen])
+def test_one_line_says_why_a_graph_falls_back(kind: type[nn.Module], caplog: pytest.LogCaptureFixture) -> None:
+    """No warning: nothing is wrong. Forward and backward go together, and the report has the reason."""
+    model = kind()
+    x = a_batch(model)
+    with (
+        torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True),
+        caplog.at_level(logging.INFO, logger="apollo_compile"),
+    ):
+        run = torch.compile(model, backend="apollo", options=USUAL)
+        run(x).square().mean().backward()
+    (line,) = [record for record in caplog.records if "fall" in record.getMessage()]
+    assert line.levelno == logging.INFO
+    (found,) = backend.find_models(model)
+    assert line.getMessage() == f"{found.name} falls back to torch.compile: {found.handed_over[0][1]}"
+    assert found.handed_over[0][1] in str(apollo_compile.report(run))
+    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
+
+
+def test_a_backward_of_a_fallback_uses_up_what_was_saved_as_torchs_does() -> None:
+    """It reuses the memory of saved tensors, and so says that it cannot run twice."""
+    model = Chosen()
+    x = a_batch(model)
+
+    def twice(name: str, **options: Any) -> str:
+        torch._dynamo.reset()
+        run = torch.compile(model, backend=name, **options)
+        with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+            run(x).square().mean().backward()
+            with pytest.raises(RuntimeError) as caught:
+                run(x).square().mean().backward(retain_graph=True)
+        return str(caught.value)
+
+    assert "donated" in twice("inductor")
+    assert twice("apollo", options=USUAL) == twice("inductor")
+
+
+def test_an_error_in_tracing_with_our_settings_is_no_end_of_training(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A defect of ours outside of planning, such as in a pass over the graph, is one warning and a fallback."""
+
+    def fail(*args: object) -> None:
+        raise ValueError("a defect")
+
+    monkeypatch.setattr(inductor, "keep_reads", fail)
+    model = Product()
+    x = a_batch(model)
+    loss = lambda run: run(x).square().mean()  # noqa: E731
+    with caplog.at_level(logging.WARNING, logger="apollo_compile"):
+        apollo = train(model, loss, steps=2, backend="apollo", options={"plan.remember": False})
+    assert_same_training(train(model, loss, steps=2), apollo)
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert "falls back to torch.compile" in line and "a defect" in line
