@@ -732,7 +732,9 @@ def _right_scatters() -> Iterator[None]:
 
 def current_settings() -> Mapping[str, Any]:
     """Return Inductor's settings as they are now, or were before `compile_with_inductor` added to the user's passes."""
-    names = (name for name, entry in inductor_config._config.items() if entry.alias is None)  # type: ignore[attr-defined]
+    entries: Mapping[str, Any] = inductor_config._config  # type: ignore[attr-defined]
+    # To read one that is deprecated is a warning, and those that are no other name of one have no effect any more.
+    names = (n for n, e in entries.items() if e.alias is None and not getattr(e, "deprecated", False))
     settings = {name: getattr(inductor_config, name) for name in names}
     passes = settings["joint_custom_pre_pass"]
     return {**settings, "joint_custom_pre_pass": passes.users if isinstance(passes, _FirstPasses) else passes}
