@@ -49,6 +49,7 @@ import copy
 import ctypes
 import functools
 import hashlib
+import inspect
 import logging
 import math
 import os
@@ -260,7 +261,11 @@ class _FirstPasses(CustomGraphPass):
 def _copied_by(node: fx.Node) -> fx.Node | None:
     """Return what Inductor takes for the same as `node`."""
     is_noop, source = noop_registry.get(node.target, (None, None))
-    found = source(node.args) if callable(source) else None if source is None else node.args[source]
+    if callable(source):
+        (takes,) = inspect.signature(source).parameters  # the node from torch 2.15 on, before that its arguments
+        found = source(node if takes == "node" else node.args)
+    else:
+        found = None if source is None else node.args[source]
     if not (isinstance(found, fx.Node) and same_meta(node, found)):
         return None
     is_known, args, kwargs = get_fake_args_kwargs(node)
