@@ -1,14 +1,18 @@
 # Development of apollo_compile. Everything happens in .venv and build; `make test` works from a clean checkout.
 
 BASE_PYTHON ?= $(shell command -v python3.11 || command -v python3)
-VENV := .venv
+# Another release of torch than that of constraints.txt, in an environment of its own, e.g. make test TORCH=2.14.1
+TORCH ?=
+VENV := $(if $(TORCH),build/torch-$(TORCH),.venv)
+CONSTRAINTS := $(if $(TORCH),$(VENV)/constraints.txt,constraints.txt)
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install -q --no-compile -c constraints.txt
+PIP := $(BIN)/python -m pip install -q --no-compile -c $(CONSTRAINTS)
 SOURCES := $(shell find csrc runtime -name '*.cpp' -o -name '*.h')
 NATIVE_SOURCES := $(filter-out runtime/tests/%,$(SOURCES)) CMakeLists.txt
 SANITIZERS := address thread
 TEST_PROCESSES ?= 2
-LONE_TESTS := tests/distributed tests/native tests/test_calibrate.py
+LONE_TESTS := tests/distributed tests/native $(if $(TORCH),,tests/test_calibrate.py)
+OTHER_TESTS := $(if $(TORCH),tests/end_to_end,$(LONE_TESTS:%=--ignore=%))
 
 # Arguments, e.g. make demo DEMO="--size tiny --steps 3"
 DEMO ?=
@@ -26,9 +30,9 @@ demo: $(VENV)/installed native
 	$(BIN)/python -m benchmarks.demo $(DEMO)
 
 # Tests of lanes and ranks have the machine alone. In all other tests time goes into compiling, which shares it well, apart
-# from two OpenMP teams that would spin on the same cores.
+# from two OpenMP teams that would spin on the same cores. With TORCH, those that run compiled models.
 test: $(VENV)/installed native
-	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist worksteal $(LONE_TESTS:%=--ignore=%)
+	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist worksteal $(OTHER_TESTS)
 	$(BIN)/python -m pytest $(LONE_TESTS)
 
 check: $(VENV)/installed docs
@@ -112,15 +116,18 @@ $(VENV)/created:
 	$(BASE_PYTHON) -m venv $(VENV)
 	touch $@
 
+build/torch-%/constraints.txt: constraints.txt | build/torch-%/created
+	sed 's/^torch==.*/torch==$*/' $< > $@
+
 # Build requirements come from pyproject.toml, so that one that is missing there is missing here.
-$(VENV)/tools: pyproject.toml constraints.txt | $(VENV)/created
+$(VENV)/tools: pyproject.toml $(CONSTRAINTS) | $(VENV)/created
 	$(PIP) cmake ninja nvidia-cuda-runtime $(shell sed -n 's/^requires = \[\(.*\)\]/\1/p' pyproject.toml | tr ',' ' ')
 	touch $@
 
 # torch first and by exact version: to resolve a range, pip would fetch gigabytes. The build is not isolated, so that
 # what is in build/wheel serves the next one; but no setting that pyproject.toml has no more.
-$(VENV)/installed: pyproject.toml constraints.txt $(NATIVE_SOURCES) | $(VENV)/tools
-	$(PIP) torch==$(shell sed -n 's/^torch==//p' constraints.txt)
+$(VENV)/installed: pyproject.toml $(CONSTRAINTS) $(NATIVE_SOURCES) | $(VENV)/tools
+	$(PIP) torch==$(or $(TORCH),$(shell sed -n 's/^torch==//p' constraints.txt))
 	rm -f build/wheel/CMakeCache.txt
 	MAKEFLAGS= $(PIP) --no-build-isolation '.[bench,test,docs,dev]'
 	touch $@

@@ -417,9 +417,11 @@ class CompiledModel:
             self._log_fallback(name, reason, level=logging.INFO)
             return compiled
         planned = time.perf_counter_ns()
+        bodies = tuple(map(unbundle_body, bundle.bodies))
+        _tell_of_python(compilation, bodies)
         graph = CompiledGraph(
             compilation=compilation,
-            bodies=tuple(map(unbundle_body, bundle.bodies)),
+            bodies=bodies,
             config=self.config,
             mutates=bundle.mutates,
             compile_whole=compile_whole,
@@ -928,7 +930,39 @@ def _compile_bodies(
     if config.runtime.onednn and device.type == "cpu" and may_choose_library():
         at("which library multiplies", 0, 0)
         _choose_libraries([piece.graph for _, piece, _ in pieces], compilation, config, commons)
-    return compile_bodies(pieces, native=config.runtime.bodies == "native" and device.type == "cpu", at=at, **kwargs)
+    bodies = compile_bodies(pieces, native=config.runtime.bodies == "native" and device.type == "cpu", at=at, **kwargs)
+    _tell_of_python(compilation, bodies)
+    return bodies
+
+
+_losses = itertools.count()
+"""How often it was told that bodies keep Python though they need not."""
+
+
+def _tell_of_python(compilation: Compilation, bodies: Sequence[CompiledBody]) -> None:
+    """Say why bodies keep Python: where they need not, in one warning of the process, for the reason is mostly one."""
+    kept = [
+        (body.name, made.keeps_python)
+        for body, made in zip(compilation.partition.bodies, bodies, strict=True)
+        if made.keeps_python is not None
+    ]
+    callers = [name for name, why in kept if not why.is_lost]
+    if callers:
+        _logger.info(
+            "%s: segments that call Python run under the GIL: %s", compilation.capture.name, ", ".join(callers)
+        )
+    lost = [(name, why.reason) for name, why in kept if why.is_lost]
+    if lost:
+        _logger.log(
+            logging.INFO if next(_losses) else logging.WARNING,
+            "%s: %d of %s could not be compiled to run without Python, so lanes take turns under the GIL and gain "
+            "little or nothing: Inductor's C++ wrapper failed for segment %s: %s; 'apollo doctor' tells whether any "
+            "body can be native here (told once; others of this process in INFO lines)",
+            compilation.capture.name,
+            len(lost),
+            format_count(len(bodies), "body", "bodies"),
+            *lost[0],
+        )
 
 
 def _choose_libraries(graphs: Sequence[fx.Graph], compilation: Compilation, config: Config, commons: Commons) -> None:

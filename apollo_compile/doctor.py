@@ -14,7 +14,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module, metadata
 from pathlib import Path
 
@@ -51,6 +51,8 @@ class Facts:
     compiler: str | None = None
     compiler_problem: str | None = None
     """Why a program with OpenMP cannot be compiled; None where it can."""
+    body_problem: str | None = None
+    """Why lanes need Python for a body that was compiled; None where they do not, or where none could be compiled."""
     cores: int
     """Of the machine."""
     allowed_cores: int
@@ -83,6 +85,7 @@ def diagnose(facts: Facts) -> tuple[Finding, ...]:
         *_native(facts),
         _config(facts),
         _compiler(facts),
+        *_bodies(facts),
         *_cores(facts),
         *_openmp(facts),
         *_profile(facts),
@@ -183,6 +186,28 @@ def _compiler(facts: Facts) -> Finding:
             advice="install the compiler's OpenMP library and headers (libgomp, or libomp for clang)",
         )
     return Finding(level=Level.OK, subject="C++ compiler", message=f"{facts.compiler} compiles programs with OpenMP")
+
+
+def _can_compile(facts: Facts) -> bool:
+    """Whether nothing that was found keeps bodies from being compiled."""
+    return all(finding.level is not Level.ERROR for finding in (_torch(facts), *_native(facts), _compiler(facts)))
+
+
+def _bodies(facts: Facts) -> list[Finding]:
+    if not _can_compile(facts):
+        return []  # that comes first
+    if facts.body_problem is not None:
+        return [
+            Finding(
+                level=Level.WARNING,
+                subject="native bodies",
+                message=f"none: lanes take turns under the GIL and gain little or nothing: {facts.body_problem}",
+                advice="install a release of torch that this package was tested with (docs/versions.md lists them)",
+            )
+        ]
+    return [
+        Finding(level=Level.OK, subject="native bodies", message="a body was compiled that lanes run without the GIL")
+    ]
 
 
 def _cores(facts: Facts) -> list[Finding]:
@@ -323,7 +348,7 @@ def look() -> Facts:
         config_problem = _profile_problem(config) if native_problem is None else None
         if config_problem is None:
             state, path, detail = _look_at_profile(config, _units(allowed, threads))
-    return Facts(
+    facts = Facts(
         python=f"{platform.python_version()} on {platform.system()} {platform.machine()}",
         torch=version,
         torch_problem=torch_problem,
@@ -348,6 +373,7 @@ def look() -> Facts:
         cuda_build=_cuda_build() if is_usable else None,
         cuda_findings=_examine_cuda() if is_usable and native_problem is None else (),
     )
+    return replace(facts, body_problem=_body_problem()) if _can_compile(facts) else facts
 
 
 def _import_torch() -> tuple[str | None, str | None]:
@@ -378,6 +404,26 @@ def _handles_problem() -> str | None:
     except Exception as error:  # whatever torch's private parts raise, it is a finding
         return _format(error)
     return None
+
+
+def _body_problem() -> str | None:
+    """Return why lanes need Python for a small body that is compiled here; None if they do not."""
+    try:
+        import torch
+        from torch.fx.experimental.proxy_tensor import make_fx
+
+        from apollo_compile.inductor import check_overrides, compile_bodies
+
+        check_overrides()
+        graph = make_fx(lambda x: (x.sin() + 1,), tracing_mode="fake")(torch.ones(64))
+        fakes = [node.meta["val"] for node in graph.graph.find_nodes(op="placeholder")]
+        with torch.no_grad():
+            (body,) = compile_bodies(
+                [("doctor", graph, fakes)], native=True, is_inference=True, is_backward=False, graph_id=0
+            )
+    except Exception as error:  # whatever the compiler or torch's private parts raise, it is a finding
+        return _format(error)
+    return None if body.keeps_python is None else body.keeps_python.reason
 
 
 def _look_at_config() -> tuple[Config | None, str | None]:

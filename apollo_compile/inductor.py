@@ -1,4 +1,4 @@
-"""The only file that touches private torch APIs: Inductor's entry points, its C++ wrapper, and tensor handles.
+"""The file that touches private torch APIs, with `cpp_wrapper.py`: Inductor's entry points, and tensor handles.
 
     compile_plainly         what torch.compile alone would do with a Dynamo graph: a fallback
     inductor_settings       Inductor's settings of a mode and options, as torch.compile takes them
@@ -23,15 +23,11 @@
     report_output_strides   tell AOTAutograd the layout of the graph's outputs
     count_uses              how many tensors refer to the memory of each
     real_tensors            compute in the midst of a compile
+    check_overrides         whether this torch has the methods that we override
     may_choose_library      whether who computes matrix products is left to us
     clear_workspaces        let cuBLAS take its workspaces anew
     units_left_out          tell libraries of SMs that are not for what they launch
     depends_on_units        whether Inductor may make other code for another number of SMs
-
-Note [native entry]: Inductor's C++ wrapper exports `inductor_entry_impl(inputs, outputs)`, but it releases the GIL on
-entry and so must be entered with the GIL held. Lanes are threads without Python, so `_LaneWrapper` generates the same
-code without that line and with C linkage. Everything else of the generated code is Inductor's. A piece that calls back
-into Python (a custom operator) is compiled with the Python wrapper and runs under the GIL.
 
 Note [pieces of a graph]: three facts of the whole graph must be hidden while a piece compiles, and are put back after:
 `TracingContext.output_strides` (Inductor asserts that it is empty), `fw_metadata.bw_donated_idxs` (names inputs of the
@@ -53,6 +49,7 @@ import copy
 import ctypes
 import functools
 import hashlib
+import inspect
 import logging
 import math
 import os
@@ -77,6 +74,7 @@ from torch._functorch._aot_autograd.autograd_cache import BypassAOTAutogradCache
 from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch._inductor import exc, inductor_prims
 from torch._inductor.codecache import FxGraphCache, PyCodeCache
+from torch._inductor.codegen import cpp
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner, fake_tensor_prop
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.fx_passes.post_grad import noop_registry, same_meta, view_to_reshape
@@ -95,6 +93,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._sympy.printers import PythonPrinter
 
+from apollo_compile import cpp_wrapper
+from apollo_compile.cpp_wrapper import lane_wrapper
 from apollo_compile.errors import ConfigError, UnsupportedGraphError
 from apollo_compile.ir import Body
 from apollo_compile.matmul import is_linear, onednn_linear
@@ -102,6 +102,7 @@ from apollo_compile.miscompiled import write_otherwise
 from apollo_compile.overwrites import keep_copies, keep_reads
 from apollo_compile.passes.capture import TORCH_NAMESPACES
 from apollo_compile.resizes import settle_resizes
+from apollo_compile.signatures import Signatures, check_signatures
 from apollo_compile.writes import resizes_storage, written_by
 
 _logger = logging.getLogger(__name__)
@@ -118,8 +119,10 @@ def _renew_lock() -> None:
 
 os.register_at_fork(after_in_child=_renew_lock)
 
-_CACHE_KEY_TAG = f"apollo-{hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:16]}"
-"""Part of Inductor's cache key while a body compiles: other code in this file may generate other code.
+_OWN_CODE = b"".join(Path(file).read_bytes() for file in (__file__, cpp_wrapper.__file__))
+
+_CACHE_KEY_TAG = f"apollo-{hashlib.sha256(_OWN_CODE).hexdigest()[:16]}"
+"""Part of Inductor's cache key while a body compiles: other code in these files may generate other code.
 
 The number of threads goes behind it: how deep loops are made parallel depends on it, and with `cpp.dynamic_threads`
 Inductor's own key does not hold it. So does the number of SMs where code is for a part of a GPU.
@@ -151,7 +154,16 @@ _NO_SETTINGS: Mapping[str, Any] = MappingProxyType({})
 def may_cache() -> bool:
     """Whether AOTAutograd may keep results, as it does unless the user says no, and can keep those of any kind."""
     is_wanted = functorch_config.enable_autograd_cache and inductor_config.fx_graph_cache
-    return bool(is_wanted) and hasattr(aot_autograd_result, "BundledOutputCodeLoadable")
+    return bool(is_wanted) and hasattr(aot_autograd_result, "BundledOutputCodeLoadable") and _is_known_to_cache()
+
+
+def check_overrides() -> None:
+    """See whether all methods of torch that we override are those that the overrides were written for.
+
+    Raises:
+        UnsupportedGraphError: this torch has others.
+    """
+    check_signatures({**cpp_wrapper.KNOWN_SIGNATURES, **_OUTPUT_CODE, **_STORE})
 
 
 def compile_with_inductor(
@@ -252,7 +264,11 @@ class _FirstPasses(CustomGraphPass):
 def _copied_by(node: fx.Node) -> fx.Node | None:
     """Return what Inductor takes for the same as `node`."""
     is_noop, source = noop_registry.get(node.target, (None, None))
-    found = source(node.args) if callable(source) else None if source is None else node.args[source]
+    if callable(source):
+        (takes,) = inspect.signature(source).parameters  # the node from torch 2.15 on, before that its arguments
+        found = source(node if takes == "node" else node.args)
+    else:
+        found = None if source is None else node.args[source]
     if not (isinstance(found, fx.Node) and same_meta(node, found)):
         return None
     is_known, args, kwargs = get_fake_args_kwargs(node)
@@ -699,6 +715,9 @@ _ADDITIONS = (
 """Beginnings of the names of operators whose code may add at addresses that it reads."""
 
 
+_STORE: Signatures = {(cpp.CppTile2DKernel, "store"): ("self, name, index, value, mode",)}
+
+
 @contextlib.contextmanager
 def _right_scatters() -> Iterator[None]:
     """Let C++ code for several threads add transposed values at the right addresses.
@@ -708,11 +727,10 @@ def _right_scatters() -> Iterator[None]:
     rows, or behind the tensor. Here such a store leaves it to the addition.
     Source: https://github.com/pytorch/pytorch/issues/191837
     """
-    from torch._inductor.codegen import cpp
-
     if "index_expr" not in vars(cpp.CppTile2DOverrides):  # then it is added once
         yield
         return
+    check_signatures(_STORE)
     tiles: Any = cpp.CppTile2DKernel
     vectors: Any = cpp.CppVecKernel
     wrong = tiles.store
@@ -732,7 +750,9 @@ def _right_scatters() -> Iterator[None]:
 
 def current_settings() -> Mapping[str, Any]:
     """Return Inductor's settings as they are now, or were before `compile_with_inductor` added to the user's passes."""
-    names = (name for name, entry in inductor_config._config.items() if entry.alias is None)  # type: ignore[attr-defined]
+    entries: Mapping[str, Any] = inductor_config._config  # type: ignore[attr-defined]
+    # To read one that is deprecated is a warning, and those that are no other name of one have no effect any more.
+    names = (n for n, e in entries.items() if e.alias is None and not getattr(e, "deprecated", False))
     settings = {name: getattr(inductor_config, name) for name in names}
     passes = settings["joint_custom_pre_pass"]
     return {**settings, "joint_custom_pre_pass": passes.users if isinstance(passes, _FirstPasses) else passes}
@@ -845,6 +865,15 @@ def _compilers() -> Sequence[Any]:
 
 
 @dataclass(frozen=True, slots=True)
+class KeepsPython:
+    """Why lanes need Python for a body that was to do without."""
+
+    reason: str
+    is_lost: bool
+    """Whether it could do without: Inductor's C++ wrapper failed, not that the body calls Python."""
+
+
+@dataclass(frozen=True, slots=True)
 class CompiledBody:
     """What a lane can call.
 
@@ -858,6 +887,8 @@ class CompiledBody:
     constants: tuple[torch.Tensor, ...] = ()
     library: ctypes.CDLL | None = field(default=None, repr=False)
     """Where the entry is."""
+    keeps_python: KeepsPython | None = None
+    """Why there is no entry, where there was to be one."""
 
 
 def extract_body(graph_module: fx.GraphModule, body: Body) -> tuple[fx.GraphModule, list[Any]]:
@@ -911,14 +942,14 @@ def compile_bodies(
     ):
         layouts = [_output_layouts(piece) for _, piece, _ in pieces]
         started = []
-        for number, (name, piece, fakes) in enumerate(pieces, 1):
+        for number, (_, piece, fakes) in enumerate(pieces, 1):
             if native:
                 at("body", number, len(pieces))
-            started.append(_start_native(name, piece, fakes, shared) if native else None)
+            started.append(_start_native(piece, fakes, shared) if native else None)
         bodies = []
-        for number, ((name, piece, fakes), compiled) in enumerate(zip(pieces, started, strict=True), 1):
+        for number, ((_, piece, fakes), compiled) in enumerate(zip(pieces, started, strict=True), 1):
             at("C++ code of body" if native else "body", number, len(pieces))
-            bodies.append(_finish_native(name, compiled) or _compile_for_python(piece, fakes, shared))
+            bodies.append(_finish(compiled, piece, fakes, shared))
     for (name, _, _), body, layout in zip(pieces, bodies, layouts, strict=True):
         _check_layouts(f"segment {name}", body.function, layout)
     return tuple(
@@ -1093,36 +1124,47 @@ def _is_same(traced: int | torch.SymInt, chosen: Any) -> bool:
     return str(chosen) == str(traced)
 
 
-def _start_native(name: str, piece: fx.GraphModule, fakes: Sequence[torch.Tensor], shared: dict[str, Any]) -> Any:
-    """Lower a copy of `piece` and start its C++ compiler; return None where the C++ wrapper cannot express it."""
-    if _LaneWrapper is None or has_custom_operator(piece) or any(map(resizes_storage, piece.graph.nodes)):
-        return None
+_CALLS_PYTHON = KeepsPython("it calls Python, or operators that may be written in Python", is_lost=False)
+
+
+def _start_native(piece: fx.GraphModule, fakes: Sequence[torch.Tensor], shared: dict[str, Any]) -> Any:
+    """Lower a copy of `piece` and start its C++ compiler; return why not where Python has to run it."""
+    if has_custom_operator(piece) or any(map(resizes_storage, piece.graph.nodes)):
+        return _CALLS_PYTHON
     try:
-        with _lane_wrapper():
+        with _native_code():
             compiled = compile_fx_inner(clone_graph(piece), list(fakes), cpp_wrapper=True, **shared)
         _let_go_of_module(compiled)
         return compiled
     except Exception as error:  # whatever stops the C++ wrapper, the Python wrapper may still do
-        _log_python(name, error)
-        return None
+        return _loss(error)
 
 
-def _finish_native(name: str, compiled: Any) -> CompiledBody | None:
-    """Wait for the C++ compiler; return None where only Python can run the piece."""
-    if compiled is None:
-        return None
+def _finish(started: Any, piece: fx.GraphModule, fakes: Sequence[torch.Tensor], shared: dict[str, Any]) -> CompiledBody:
+    body = started if started is None or isinstance(started, KeepsPython) else _finish_native(started)
+    if isinstance(body, CompiledBody):
+        return body
+    return replace(_compile_for_python(piece, fakes, shared), keeps_python=body)
+
+
+def _finish_native(compiled: Any) -> CompiledBody | KeepsPython:
+    """Wait for the C++ compiler; return why not where only Python can run the piece."""
     function = getattr(compiled, "current_callable", None)
     if function is None:  # a piece without any call is returned as plain Python
         return CompiledBody(function=compiled)
     lane_body = getattr(function, "lane_body", None)
     if lane_body is None:
-        return None
+        return _CALLS_PYTHON
     try:
         path, constants = lane_body()
     except Exception as error:  # the C++ compiler failed, which its caller learns only now
-        _log_python(name, error)
-        return None
+        return _loss(error)
     return _with_entry(path, tuple(constants), compiled)
+
+
+def _loss(error: Exception) -> KeepsPython:
+    lines = str(error).strip().splitlines() or [""]
+    return KeepsPython(f"{type(error).__name__}: {lines[0]}", is_lost=True)
 
 
 def _let_go_of_module(compiled: Any) -> None:
@@ -1150,11 +1192,6 @@ def _compile_for_python(piece: fx.GraphModule, fakes: Sequence[torch.Tensor], sh
         return CompiledBody(function=compile_fx_inner(piece, list(fakes), **shared))
 
 
-def _log_python(name: str, error: Exception) -> None:
-    lines = str(error).strip().splitlines() or [""]
-    _logger.info("segment %s keeps Python: its C++ wrapper failed with %s: %s", name, type(error).__name__, lines[0])
-
-
 def has_custom_operator(graph_module: fx.GraphModule) -> bool:
     """Whether an operator, of graphs inside too, may be written in Python.
 
@@ -1175,6 +1212,13 @@ def module_paths(graph_module: fx.GraphModule) -> str:
     """Return which modules the nodes of a Dynamo graph come from, as a text that is the same for the same ones."""
     stacks = (node.meta.get("nn_module_stack") or {} for node in graph_module.graph.nodes)
     return repr([[path for path, _ in stack.values()] for stack in stacks])
+
+
+@contextlib.contextmanager
+def _native_code() -> Iterator[None]:
+    """Let Inductor generate code of bodies that lanes can run without Python."""
+    with inductor_config.patch(_body_options()), lane_wrapper():
+        yield
 
 
 def _body_options() -> dict[str, Any]:
@@ -1238,6 +1282,24 @@ _cache: contextvars.ContextVar[Cache] = contextvars.ContextVar("apollo_cache")
 """Where what AOTAutograd gives back now becomes code."""
 
 
+_OUTPUT_CODE: Signatures = {
+    (OutputCode, "__call__"): ("self, inputs",),
+    (OutputCode, "prepare_for_serialization"): ("self",),
+    (OutputCode, "post_compile"): ("self, example_inputs, constants, graph_kwargs",),
+    (OutputCode, "set_triton_bundle"): ("self, triton_bundle",),
+}
+
+
+@functools.cache
+def _is_known_to_cache() -> bool:
+    try:
+        check_signatures(_OUTPUT_CODE)
+    except UnsupportedGraphError as error:
+        _logger.warning("graphs are not kept for the next process: %s", error)
+        return False
+    return True
+
+
 class CachedGraph(OutputCode):
     """A compiled graph as AOTAutograd's cache knows it: callable, and data while it is there. See Note [bundles]."""
 
@@ -1289,6 +1351,7 @@ class BundledBody:
     library: str | None
     """Path of what lanes run without Python; None where they need Python."""
     constants: tuple[torch.Tensor, ...]
+    keeps_python: KeepsPython | None
 
 
 def bundle_body(body: CompiledBody) -> BundledBody:
@@ -1298,7 +1361,8 @@ def bundle_body(body: CompiledBody) -> BundledBody:
         UnsupportedGraphError: it is not code of Inductor.
     """
     path = None if body.library is None else body.library._name
-    return BundledBody(code=bundle_code(body.function), library=path, constants=body.constants)
+    code = bundle_code(body.function)
+    return BundledBody(code=code, library=path, constants=body.constants, keeps_python=body.keeps_python)
 
 
 def unbundle_body(bundled: BundledBody) -> CompiledBody:
@@ -1311,11 +1375,11 @@ def unbundle_body(bundled: BundledBody) -> CompiledBody:
     if path is not None and Path(path).exists():
         return _with_entry(path, bundled.constants, _LoadedLater(bundled.code))
     if path is None:
-        return CompiledBody(function=unbundle_code(bundled.code))
-    with _compile_lock, _lane_wrapper():
-        body = _finish_native("of an earlier run", _load(bundled.code))
-    if body is None:
-        raise UnsupportedGraphError("the code of a segment compiles no longer")
+        return CompiledBody(function=unbundle_code(bundled.code), keeps_python=bundled.keeps_python)
+    with _compile_lock, _native_code():
+        body = _finish_native(_load(bundled.code))
+    if isinstance(body, KeepsPython):
+        raise UnsupportedGraphError(f"the code of a segment compiles no longer: {body.reason}")
     return body
 
 
@@ -1330,7 +1394,7 @@ class _LoadedLater:
     def __call__(self, inputs: list[Any]) -> Sequence[Any]:
         with self._lock:
             if self._function is None:
-                with _compile_lock, _lane_wrapper():
+                with _compile_lock, _native_code():
                     self._function = _load(self._code)
         return self._function(inputs)
 
@@ -1399,132 +1463,6 @@ def _hint(size: int | torch.SymInt) -> int:
 
 def _outputs(graph_module: fx.GraphModule) -> Sequence[Any]:
     return graph_module.graph.output_node().args[0]  # type: ignore[return-value]
-
-
-# -------------------------------------------------------------------------------------------------- the C++ wrapper
-
-
-_LOAD_NOW = (
-    "inductor_entry = CppWrapperCodeCache.load_pybinding(",
-    "from torch._inductor.async_compile import AsyncCompile, get_compile_threads\n"
-    "load_inductor_entry = CppWrapperCodeCache.load_pybinding_async("
-    "submit_fn=AsyncCompile.submit if get_compile_threads() > 1 else None, ",
-)
-"""In the generated module: do not wait for the C++ compiler when it is imported, ...
-
-With one compile thread, `submit` would compile at once, under a lock that the compile itself takes again: that would
-wait for itself.
-"""
-
-_CALL_NOW = ("_wrap_func(inductor_entry)", "_wrap_func(lambda handles: load_inductor_entry()(handles))")
-"""... but when it is first called."""
-
-
-def _make_lane_wrapper() -> type | None:
-    """Return the code generator of Note [native entry], or None where this torch has other hooks."""
-    from torch._inductor.codegen.cpp_wrapper_cpu import CppWrapperCpu
-
-    hooks = ("_write_jit_entry_point_signature", "_write_input_preamble", "_generate_end_jit")
-    if not all(hasattr(CppWrapperCpu, hook) for hook in hooks):
-        return None
-
-    class LaneWrapper(CppWrapperCpu):
-        """Inductor's C++ wrapper with an entry that threads without Python can call."""
-
-        @staticmethod
-        def create(
-            is_subgraph: bool, subgraph_name: str | None, parent_wrapper: Any, partition_signatures: Any = None
-        ) -> Any:
-            return LaneWrapper()  # type: ignore[no-untyped-call]
-
-        @staticmethod
-        def _write_jit_entry_point_signature(prefix: Any) -> None:
-            prefix.splice(
-                """
-                extern "C" __attribute__((visibility("default")))
-                void inductor_entry_impl(AtenTensorHandle* input_handles, AtenTensorHandle* output_handles) {
-                """
-            )
-
-        def _write_input_preamble(self) -> None:
-            from torch._inductor.virtualized import V
-
-            count = len(V.graph.graph_inputs) + len(V.graph.constants)
-            self.prefix.splice_jit(f"auto inputs = steal_from_raw_handles_to_raii_handles(input_handles, {count});")
-
-        def generate_scoped_gil_acquire(self, *args: Any) -> Any:
-            self._calls_python = True
-            return super().generate_scoped_gil_acquire(*args)  # type: ignore[no-untyped-call]
-
-        def _generate_end_jit(self, result: Any) -> None:
-            from torch._inductor.virtualized import V
-
-            super()._generate_end_jit(result)  # type: ignore[no-untyped-call]
-            for position, line in enumerate(result._lines):
-                if isinstance(line, str):
-                    result._lines[position] = line.replace(*_LOAD_NOW, 1).replace(*_CALL_NOW, 1)
-            if getattr(self, "_calls_python", False):  # lanes enter Python through the Python wrapper only
-                return
-            constants = ", ".join(V.graph.constants)
-            result.splice(
-                f"""
-                call.lane_body = lambda: (load_inductor_entry().__self__.__file__, [{constants}])
-                """
-            )
-
-    return LaneWrapper
-
-
-_LaneWrapper = _make_lane_wrapper()
-
-
-_PRECOMPILED = "torch/csrc/inductor/cpp_wrapper/cpu.h>\n#include <torch/csrc/inductor/cpp_prefix.h"
-"""What Inductor puts between `#include <` and `>`: both headers of a body, where it precompiles the first alone."""
-
-
-_is_for_lanes: contextvars.ContextVar[bool] = contextvars.ContextVar("apollo_is_for_lanes", default=False)
-"""Whether what Inductor generates now is for lanes; like Inductor's settings, each thread has its own."""
-
-
-@contextlib.contextmanager
-def _lane_wrapper() -> Iterator[None]:
-    """Let Inductor generate CPU code through `_LaneWrapper`, and precompile the headers of wrapper and kernels.
-
-    Both are looked up in tables of the process, and another thread may compile meanwhile without asking for our lock:
-    a backward of plain Inductor compiles in its first call. So what stands there for as long asks which thread it is.
-    """
-    from torch._inductor.codecache import CppWrapperCodeCache
-    from torch._inductor.codegen.common import device_codegens, init_backend_registration
-
-    init_backend_registration()
-    usual = device_codegens["cpu"]
-    header: Any = CppWrapperCodeCache.__dict__.get("_get_uncompiled_header")
-
-    class Chosen(usual.cpp_wrapper_codegen):  # type: ignore[name-defined, misc]
-        """What others find there, apart from which code generator a graph gets."""
-
-        @staticmethod
-        def create(*args: Any, **kwargs: Any) -> Any:
-            chosen: Any = _LaneWrapper if _is_for_lanes.get() else usual.cpp_wrapper_codegen
-            return chosen.create(*args, **kwargs)
-
-    def choose_header(cls: type, device: str) -> Any:
-        return _PRECOMPILED if _is_for_lanes.get() else header.__get__(None, cls)(device)
-
-    ours = replace(usual, cpp_wrapper_codegen=Chosen)
-    device_codegens["cpu"] = ours
-    if header is not None:
-        CppWrapperCodeCache._get_uncompiled_header = classmethod(choose_header)  # type: ignore[method-assign, assignment]
-    token = _is_for_lanes.set(True)
-    try:
-        with inductor_config.patch({**_body_options(), "cpp_wrapper": True}):
-            yield
-    finally:
-        _is_for_lanes.reset(token)
-        if device_codegens["cpu"] is ours:  # else somebody registered another code generator meanwhile
-            device_codegens["cpu"] = usual
-        if header is not None:
-            CppWrapperCodeCache._get_uncompiled_header = header  # type: ignore[method-assign]
 
 
 # -------------------------------------------------------------------------------------------------- tensor handles

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from torch._inductor.codegen.cpp_wrapper_cpu import CppWrapperCpu
 
 from apollo_compile import cgroup
 from apollo_compile.cgroup import granted_cores
@@ -77,6 +78,7 @@ def test_a_machine_in_order_has_nothing_to_do() -> None:
         ({"plan_problem": "cannot read a plan from x"}, "settings", "warning", "cannot read a plan", "APOLLO_PLAN"),
         ({"compiler": None}, "C++ compiler", "error", "there is none", "install g++"),
         ({"compiler_problem": "omp.h: No such file"}, "C++ compiler", "error", "omp.h", "libgomp"),
+        ({"body_problem": "TypeError: x"}, "native bodies", "warning", "under the GIL", "release of torch"),
         ({"allowed_cores": 1, "threads": 1}, "cores", "warning", "one core of 8", "more cores"),
         ({"cores": 1, "allowed_cores": 1, "threads": 1}, "cores", "warning", "one core of 1", "more cores"),
         ({"allowed_cores": 4, "threads": 4}, "core mask", "note", "4 of 8", "taskset"),
@@ -106,7 +108,11 @@ def test_every_fault_has_its_finding(
     assert message in found.message
     assert advice in found.advice and bool(found.advice) is bool(advice)
     assert is_fit(diagnose(facts)) is (level != "error")
-    assert {f.subject for f in diagnose(FINE)} - {f.subject for f in diagnose(facts)} <= {"CUDA", "device profile"}
+    assert {f.subject for f in diagnose(FINE)} - {f.subject for f in diagnose(facts)} <= {
+        "CUDA",
+        "device profile",
+        "native bodies",
+    }
 
 
 def test_a_container_limit_is_read_from_either_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,6 +160,17 @@ def test_this_machine_is_looked_at() -> None:
     assert facts.torch and facts.native_problem is None and facts.handles_problem is None
     assert 1 <= facts.allowed_cores <= facts.cores
     assert facts.profile is not None and facts.cache is not None
+    assert find(facts, "native bodies").level is Level.OK
+
+
+def test_a_torch_that_makes_no_native_bodies_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A body is compiled to find out; without a compiler there is none, and that is the finding."""
+    monkeypatch.setattr(CppWrapperCpu, "generate_end", lambda self, result, where: None)
+    found = find(look(), "native bodies")
+    assert found.level is Level.WARNING
+    assert "generate_end(self, result, where)" in found.message and "docs/versions.md" in found.advice
+    subjects = {finding.subject for finding in diagnose(replace(FINE, compiler=None))}
+    assert "C++ compiler" in subjects and "native bodies" not in subjects
 
 
 @pytest.mark.slow

@@ -470,3 +470,12 @@ def test_a_graph_that_is_not_remembered_has_its_contest_alone(gone: int, tmp_pat
         files = sorted((tmp_path / "history").iterdir())
         assert len(files) >= 2
         files[gone].unlink()
+
+
+def test_a_setting_that_torch_gave_up_is_no_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor compiles its variant with all of the user's settings; to read a deprecated one is a FutureWarning."""
+    (entry,) = (e for name, e in inductor_config._config.items() if name == "max_fusion_size")  # type: ignore[attr-defined]
+    monkeypatch.setattr(entry, "deprecated", True, raising=False)
+    settings = inductor.current_settings()
+    with inductor_config.patch(dict(settings)):
+        assert "max_fusion_size" not in settings and "fallback_random" in settings

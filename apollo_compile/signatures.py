@@ -1,0 +1,32 @@
+"""Whether the methods of torch that we override are those that the overrides were written for."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+
+import torch
+
+from apollo_compile.errors import UnsupportedGraphError
+
+Signatures = Mapping[tuple[type, str], tuple[str, ...]]
+"""By class and method, the parameters that it has in any release of torch that was tried."""
+
+ADVICE = "install a release of torch that apollo_compile was tested with (docs/versions.md lists them)"
+
+
+def check_signatures(known: Signatures) -> None:
+    """Compare methods with what this torch has: to override another one would make wrong code.
+
+    Raises:
+        UnsupportedGraphError: a method is gone, or takes other parameters than in all releases that were tried.
+    """
+    for (owner, name), parameters in known.items():
+        method = getattr(owner, name, None)
+        found = None if method is None else ", ".join(inspect.signature(method).parameters)
+        if found not in parameters:
+            has = "has no such method" if found is None else f"has {name}({found})"
+            expected = " or ".join(f"{name}({each})" for each in parameters)
+            raise UnsupportedGraphError(
+                f"Inductor's {owner.__name__} changed: expected {expected}; torch {torch.__version__} {has}; {ADVICE}"
+            )
