@@ -15,7 +15,7 @@ COMMANDS = ("planner --only 'layered 10' --devices cpu16 --time-limits 0.1 --jso
 LONG = (
     "body_codes --workloads two_tower --size tiny --rounds 4 --codes eager --json {folder}/written",
     "call_overhead --rounds 2 --json {folder}/written",
-    "gemm_template --workloads two_tower --size tiny --batch 4 --cores 1 --seconds 0.01 --json {folder}/written",
+    "gemm_template --workloads two_tower --size tiny --batch 64 --products 2 --seconds 0.01 --json {folder}/written",
     "graphs --only vit_control --folder {folder}",
     "lost_time --workloads two_tower --size tiny --runs 4 --json {folder}/written",
     "model_error --workloads two_tower --sizes tiny --runs 8 --calibrate --json {folder}/written",
