@@ -43,16 +43,19 @@ from typing import Any, Literal, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from apollo_compile.device import cpu_model
+from apollo_compile.device import cpu_description, cpu_model
 from apollo_compile.errors import ApolloError
 from apollo_compile.units import NS_PER_S
 
 PAUSE_S = 0.01
 """Longer than the OpenMP workers of a child spin after its last step."""
 
-TOLERANCE = 1e-3
-"""Relative difference of loss and gradients from the reference that is no error: float32 sums in another order differ
-by about 1e-5 over a whole model."""
+DType = Literal["float32", "bfloat16"]
+
+TOLERANCES: Mapping[DType, float] = {"float32": 1e-3, "bfloat16": 5e-2}
+"""Relative difference of loss and gradients from the reference that is no error. float32 sums in another order differ
+by about 1e-5 over a whole model. bfloat16 has 8 bits, and compilers keep intermediate results in float32 that eager
+rounds: gradients of single elements differ by some percent."""
 
 MAX_WARMUP = 3000
 """Steps after which a variant is measured whether it has settled or not: more than a contest of short steps has."""
@@ -76,15 +79,38 @@ class Variant:
     options: Mapping[str, Any] = field(default_factory=dict)
     cores: int | None = None
     """Cores that its process may use; None is all that this one may."""
+    keeps_memory: bool = False
+    """Whether its process gets apollo's allocator settings, which otherwise only `backend="apollo"` has."""
 
+
+INDUCTOR_MODES: tuple[Variant, ...] = (
+    Variant(name="inductor", backend="inductor"),
+    Variant(
+        name="inductor-max-autotune",
+        backend="inductor",
+        options={
+            "max_autotune": True,
+            "coordinate_descent_tuning": True,
+            "max_autotune_gemm_backends": "CPP,ATEN",
+        },
+    ),
+)
+"""Inductor's default, and `mode="max-autotune-no-cudagraphs"` with the backends that multiply matrices on a CPU:
+`torch.compile` takes a mode or options, so these are the options that the mode stands for."""
 
 VARIANTS: tuple[Variant, ...] = (
     Variant(name="eager", backend=None),
-    Variant(name="inductor", backend="inductor"),
+    *INDUCTOR_MODES,
     Variant(name="apollo-serial", backend="apollo", options={"plan.planner": "serial"}),
     Variant(name="apollo", backend="apollo"),
 )
-"""Eager, Inductor's default, the bodies of apollo on one lane in graph order, and apollo."""
+"""Eager, the modes of Inductor, the bodies of apollo on one lane in graph order, and apollo."""
+
+KEPT_MEMORY: tuple[Variant, ...] = (
+    Variant(name="inductor-kept-memory", backend="inductor", keeps_memory=True),
+    Variant(name="eager-kept-memory", backend=None, keeps_memory=True),
+)
+"""The same code with apollo's allocator settings: what of a gain is due to kept memory."""
 
 ONE_CORE: tuple[Variant, ...] = (
     Variant(name="eager-one-core", backend=None, cores=1),
@@ -115,6 +141,13 @@ class Task:
     arguments: Mapping[str, Any] = field(default_factory=dict)
     """Keyword arguments of the builder, representable in JSON."""
     mode: Mode = "train"
+    dtype: DType = "float32"
+    """With `bfloat16`, forward and loss are under `torch.autocast`; parameters and gradients stay float32."""
+
+    @property
+    def tolerance(self) -> float:
+        """Relative difference of loss and gradients from the reference that is no error."""
+        return TOLERANCES[self.dtype]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -179,6 +212,8 @@ class Measurement:
     task: Task
     baseline: str
     reference: str
+    cpu: str
+    """Vendor, model and features of the CPU that it was taken on."""
     results: tuple[VariantResult, ...]
     efficiencies: Mapping[str, float] = field(default_factory=dict)
     """How well variants use all cores: the fastest step on one core over the number of cores, over their own; 1 is that
@@ -392,6 +427,7 @@ def _collect(
         task=task,
         baseline=baseline,
         reference=reference,
+        cpu=cpu_description(),
         results=results,
         efficiencies={name: min(alone) / cores / median for name, median in medians.items()} if alone else {},
     )
@@ -553,19 +589,28 @@ class _Stepper:
     def __init__(self, order: Mapping[str, Any]) -> None:
         import torch
 
+        from apollo_compile.execute import keep_memory
+
         task, variant = order["task"], order["variant"]
         module, _, function = task["builder"].partition(":")
         for seed in (random.seed, np.random.seed, torch.manual_seed):
             seed(0)  # weights and inputs that the builder draws are equal in all variants
         self._built = getattr(importlib.import_module(module), function)(**task["arguments"])
+        self._device = next((parameter.device.type for parameter in self._built.model.parameters()), "cpu")
         self._is_training = task["mode"] == "train"
+        self._is_reduced = task["dtype"] == "bfloat16"
         self._watches_peak = False
+        self._keeps_memory = variant["keeps_memory"]
+        if self._keeps_memory:
+            keep_memory()
         self._call: Callable[..., Any] = self._built.model
         if variant["backend"] is not None:
             options = dict(variant["options"]) or None
             self._call = torch.compile(self._built.model, backend=variant["backend"], options=options)
 
     def start(self, digest: Path) -> dict[str, Any]:
+        from apollo_compile.execute import trim_memory
+
         begin = time.perf_counter_ns()
         loss = self._step()
         cold_ns = time.perf_counter_ns() - begin
@@ -573,6 +618,8 @@ class _Stepper:
         gradients = {name: p.grad.float().numpy() for name, p in parameters if p.grad is not None}
         _save_digest(digest, gradients)
         self._clear()
+        if self._keeps_memory:
+            trim_memory()  # compiling left much behind; apollo does the same
         return {"cold_s": cold_ns / NS_PER_S, "loss": float(loss.detach()), "digest": str(digest)}
 
     def warm_up(self, steps: int) -> int:
@@ -606,7 +653,10 @@ class _Stepper:
     def _step(self) -> Any:
         import torch
 
-        with torch.set_grad_enabled(self._is_training):
+        with (
+            torch.set_grad_enabled(self._is_training),
+            torch.autocast(self._device, torch.bfloat16, enabled=self._is_reduced),
+        ):
             loss = self._built.loss(self._call(**self._built.inputs))
         if self._is_training:
             loss.backward()

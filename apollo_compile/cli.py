@@ -2,7 +2,7 @@
 
     apollo explain TARGET      plan a model without training it
     apollo report SOURCE       train a model for some steps and report, or show a saved report again
-    apollo bench TARGET        measure a model: eager, Inductor, apollo on one lane, apollo
+    apollo bench TARGET        measure a model: eager, Inductor and its best mode, apollo on one lane, apollo
     apollo calibrate           measure this machine, keep its device profile
     apollo doctor              is this machine fit for apollo?
     apollo plan-diff A B       what differs between two reports, or two directories of dumps
@@ -24,6 +24,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -87,11 +88,21 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("--steps", type=_positive, help="training steps; default: until nothing is being decided")
     report.add_argument("--inference", action="store_true", help="run forwards without gradients instead")
 
-    bench = _command(commands, "bench", _bench, "measure a model: eager, Inductor, apollo on one lane, apollo")
+    bench = _command(commands, "bench", _bench, "measure a model: eager, Inductor and its best mode, apollo")
     _add_target(bench)
     bench.add_argument("--rounds", type=_positive, default=10, help="turns of every variant; default: 10")
     bench.add_argument("--steps-per-turn", type=_positive, default=3, help="timed steps of a turn; default: 3")
-    bench.add_argument("--variants", help="comma-separated: eager, inductor, apollo-serial, apollo; default: all")
+    bench.add_argument(
+        "--variants",
+        help="comma-separated: eager, inductor, inductor-max-autotune, apollo-serial, apollo, which are the default, "
+        "inductor-kept-memory, eager-kept-memory",
+    )
+    bench.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        default="float32",
+        help="bfloat16: forward and loss under torch.autocast; default: float32",
+    )
     bench.add_argument("--inference", action="store_true", help="measure forwards without gradients instead of steps")
     bench.add_argument(
         "--warm-cache", action="store_true", help="use the user's Inductor cache; first steps are not cold"
@@ -281,25 +292,26 @@ def _show(report: Report, args: argparse.Namespace) -> int:
 
 
 def _bench(args: argparse.Namespace) -> int:
-    from apollo_compile.bench import TOLERANCE, VARIANTS, Task, Variant, machine_facts, measure
+    from apollo_compile.bench import KEPT_MEMORY, VARIANTS, Task, machine_facts, measure
     from apollo_compile.bench import to_json as measurement_to_json
     from apollo_compile.reports.render_bench import format_measurement
     from apollo_compile.targets import load_target
 
-    known = {variant.name: variant for variant in VARIANTS}
-    names = list(known) if args.variants is None else args.variants.split(",")
+    known = {variant.name: variant for variant in (*VARIANTS, *KEPT_MEMORY)}
+    names = [variant.name for variant in VARIANTS] if args.variants is None else args.variants.split(",")
     if unknown := [name for name in names if name not in known]:
         args.refuse(f"unknown variant {', '.join(unknown)}; known: {', '.join(known)}")
     chosen = [known[name] for name in names]
     options = dict(args.option)
     variants = [
-        Variant(name=v.name, backend=v.backend, options={**options, **v.options}) if v.backend == "apollo" else v
-        for v in chosen
+        replace(variant, options={**options, **variant.options}) if variant.backend == "apollo" else variant
+        for variant in chosen
     ]
     task = Task(
         builder="apollo_compile.targets:build",
         arguments={"target": args.target, "arguments": dict(args.set)},
         mode="inference" if args.inference else "train",
+        dtype=args.dtype,
     )
     with _Progress() as progress:
         inputs = load_target(args.target, dict(args.set)).inputs  # a wrong target is told before any process starts
@@ -316,10 +328,10 @@ def _bench(args: argparse.Namespace) -> int:
         print(json.dumps({"machine": machine_facts(), "measurement": measurement_to_json(measurement)}))
     else:
         print(format_measurement(measurement))
-    wrong = [result.variant for result in measurement.results if not result.difference.is_within(TOLERANCE)]
+    wrong = [result.variant for result in measurement.results if not result.difference.is_within(task.tolerance)]
     if wrong:
         print(
-            f"wrong numbers, more than {TOLERANCE:.0e} from {measurement.reference}: {', '.join(wrong)}",
+            f"wrong numbers, more than {task.tolerance:.0e} from {measurement.reference}: {', '.join(wrong)}",
             file=sys.stderr,
         )
     return 1 if wrong else 0

@@ -32,7 +32,7 @@ import math
 import os
 import platform
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
 from importlib import resources
@@ -55,6 +55,9 @@ _MAX_BYTES = 4 * 2**20
 
 DRIVER_RELEASE = Path("/sys/module/nvidia/version")
 """Where Linux tells the release of NVIDIA's driver."""
+
+CPU_FEATURES = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
+"""Flags of an x86 CPU that decide which kernels libraries of matrix products have for it."""
 
 LEAST_CPU_SHARE = 0.8
 """CPU time over wall time and thread below which another process held a core."""
@@ -390,12 +393,25 @@ def _torch_version() -> str:
 
 def cpu_model() -> str:
     """Return the name of the CPU, as far as the system tells."""
+    return _cpu_facts().get("model name") or platform.processor() or platform.machine()
+
+
+def cpu_description() -> str:
+    """Return vendor and model of the CPU, and which of `CPU_FEATURES` it has: a step's time depends on all of them."""
+    facts = _cpu_facts()
+    flags = facts.get("flags", "").split()
+    told = [facts.get("vendor_id", ""), *(feature for feature in CPU_FEATURES if feature in flags)]
+    return f"{cpu_model()} ({', '.join(filter(None, told))})" if any(told) else cpu_model()
+
+
+def _cpu_facts() -> Mapping[str, str]:
+    """Return what Linux says of the first CPU, by the name of the fact."""
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        first, _, _ = Path("/proc/cpuinfo").read_text().partition("\n\n")
     except OSError:
-        lines = []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.processor() or platform.machine())
+        return {}
+    facts = (line.partition(":") for line in first.splitlines())
+    return {name.strip(): value.strip() for name, _, value in facts}
 
 
 def _inspect(path: Path, fingerprint: Fingerprint) -> ProfileInspection:

@@ -1015,8 +1015,8 @@ def real_tensors() -> Iterator[None]:
 def may_choose_library() -> bool:
     """Whether it is left to us who computes a matrix product on a CPU.
 
-    There is oneDNN, Inductor does not tune products itself, and nobody wants the same numbers every time, or numbers of
-    less precision.
+    There is oneDNN, and nobody wants the same numbers every time, or numbers of less precision. That Inductor is told
+    to tune matrix products (`max_autotune`) does not matter: its C++ template is for constants, and weights are inputs.
     """
     mkldnn = torch.backends.mkldnn
     if not (mkldnn.is_available() and mkldnn.enabled):  # type: ignore[no-untyped-call]
@@ -1027,7 +1027,7 @@ def may_choose_library() -> bool:
         or getattr(inductor_config, "deterministic", False)
     )
     is_full = mkldnn.matmul.fp32_precision in ("none", "ieee")  # type: ignore[attr-defined]
-    return is_full and not (is_fixed or inductor_config.max_autotune or inductor_config.max_autotune_gemm)
+    return is_full and not is_fixed
 
 
 def _interpret(piece: fx.GraphModule) -> Callable[[list[Any]], Sequence[Any]]:

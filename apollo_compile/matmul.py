@@ -4,11 +4,15 @@
     Libraries(directory).choose(cases) -> cases     those for oneDNN; each is measured once, then remembered
     give_to_onednn(graph, is_for_onednn)            in place
 
-On a CPU, torch and Inductor give every product of float32 matrices to the BLAS that torch was built with, unless
-Inductor is told to tune kernels of its own. oneDNN, which every build for x86 has too, takes longer to call and less
-time to compute: on an EPYC core with AVX-512, what takes MKL 10 us took oneDNN twice as long, and what takes MKL more
-than 1 ms mostly took oneDNN 5 to 20 % less. Where the border is depends on the machine, the shape, how both matrices
-lie in memory and the number of cores, so each product is measured, on matrices of its shape.
+On a CPU, torch and Inductor give every product of float32 matrices to the BLAS that torch was built with. oneDNN,
+which every build for x86 has too, takes longer to call and less time to compute: on an EPYC core with AVX-512, what
+takes MKL 10 us took oneDNN twice as long, and what takes MKL more than 1 ms mostly took oneDNN 5 to 20 % less. Where
+the border is depends on the machine, the shape, how both matrices lie in memory and the number of cores, so each
+product is measured, on matrices of its shape.
+
+Note [C++ template]: Inductor's own GEMM (`max_autotune_gemm_backends="CPP"`) is not among the libraries. It is made for
+a right matrix that is packed once, when it is compiled; weights in training are inputs. Called on such matrices it took
+about twice as long as the better library at every shape that was measured (docs/planning.md, section 8).
 
 Note [transposed left]: the gradient of a weight is the product of a transposed gradient and a layer's input. oneDNN
 wants the left matrix by rows, so a body writes it that way too, which Inductor fuses into what computes the gradient.

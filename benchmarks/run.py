@@ -1,7 +1,9 @@
-"""Measure named workloads: eager, Inductor, apollo on one lane, apollo.
+"""Measure named workloads: eager, Inductor and its max-autotune mode, apollo on one lane, apollo.
 
     python -m benchmarks.run --workloads clip,two_tower --size small --batch 1,4 --modes train,inference --json out.json
     python -m benchmarks.run --workloads all --batch all --warm-cache --json out.json
+
+`--dtype float32,bfloat16` also measures steps under autocast, which is how CPUs with AMX are used.
 
 `--batch all` is a small, a medium and a large one for every workload. Last comes a table with a row per measurement,
 and geometric means over workloads with parallel branches at their smaller batches.
@@ -12,6 +14,7 @@ Exit code 1: a variant's loss or gradients are not those of the reference. How s
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import sys
@@ -22,10 +25,12 @@ from tabulate import tabulate
 
 from apollo_compile.bench import (
     AGAIN,
+    INDUCTOR_MODES,
+    KEPT_MEMORY,
     LIBRARIES,
     ONE_CORE,
     PLANS,
-    TOLERANCE,
+    TOLERANCES,
     VARIANTS,
     Measurement,
     Task,
@@ -37,7 +42,7 @@ from apollo_compile.bench import (
 from apollo_compile.reports.render_bench import format_measurement
 from benchmarks.workloads_spec import SPECS
 
-_KNOWN = {variant.name: variant for variant in (*VARIANTS, *ONE_CORE, *AGAIN, *LIBRARIES, *PLANS)}
+_KNOWN = {variant.name: variant for variant in (*VARIANTS, *KEPT_MEMORY, *ONE_CORE, *AGAIN, *LIBRARIES, *PLANS)}
 
 _BATCHES = {"two_tower": (1, 4, 8), "whisper": (1, 2, 4)}
 _OTHER_BATCHES = (2, 4, 8)
@@ -52,31 +57,32 @@ def main(arguments: list[str] | None = None) -> int:
     args = _parse(arguments)
     measurements: list[Measurement] = []
     wrong: list[str] = []
-    for name in args.workloads:
+    for name, mode, dtype in itertools.product(args.workloads, args.modes, args.dtypes):
         for batch in args.batch or _BATCHES.get(name, _OTHER_BATCHES):
-            for mode in args.modes:
-                title = f"{name}, {args.size}, batch {batch or 'of the spec'}, {mode}"
-                print(f"\n== {title}", flush=True)
-                measurement = measure(
-                    Task(
-                        builder="benchmarks.workloads:build",
-                        arguments={"name": name, "size": args.size, "batch": batch},
-                        mode=mode,
-                    ),
-                    args.variants,
-                    rounds=-(-args.steps // args.steps_per_turn),
-                    steps_per_turn=args.steps_per_turn,
-                    cold=not args.warm_cache,
-                    progress=lambda line: print(f"   {line}", file=sys.stderr, flush=True),
-                )
-                print(format_measurement(measurement), flush=True)
-                measurements.append(measurement)
-                wrong += [
-                    f"{title}: {result.variant} differs at {result.difference.worst or 'the loss'}"
-                    for result in measurement.results
-                    if not result.difference.is_within(TOLERANCE)
-                ]
-                _write(args.json, measurements)  # after each, so that an interrupted run keeps what it has
+            task = Task(
+                builder="benchmarks.workloads:build",
+                arguments={"name": name, "size": args.size, "batch": batch},
+                mode=mode,
+                dtype=dtype,
+            )
+            title = f"{name}, {args.size}, batch {batch or 'of the spec'}, {mode}, {dtype}"
+            print(f"\n== {title}", flush=True)
+            measurement = measure(
+                task,
+                args.variants,
+                rounds=-(-args.steps // args.steps_per_turn),
+                steps_per_turn=args.steps_per_turn,
+                cold=not args.warm_cache,
+                progress=lambda line: print(f"   {line}", file=sys.stderr, flush=True),
+            )
+            print(format_measurement(measurement), flush=True)
+            measurements.append(measurement)
+            wrong += [
+                f"{title}: {result.variant} differs at {result.difference.worst or 'the loss'}"
+                for result in measurement.results
+                if not result.difference.is_within(task.tolerance)
+            ]
+            _write(args.json, measurements)  # after each, so that an interrupted run keeps what it has
     if len(measurements) > 1:
         print(f"\n{format_overview(measurements)}", flush=True)
     for line in wrong:
@@ -92,28 +98,39 @@ def format_overview(measurements: Sequence[Measurement]) -> str:
         if not {"eager", "inductor", "apollo"} <= found.keys():
             continue
         steps = {name: result.summary.median_ns for name, result in found.items()}
-        over_inductor = steps["inductor"] / steps["apollo"]
-        over_best = min(steps["inductor"], steps["eager"]) / steps["apollo"]
+        best_inductor = min(steps[mode.name] for mode in INDUCTOR_MODES if mode.name in steps)
+        rivals = (steps["inductor"], best_inductor, min(best_inductor, steps["eager"]))
+        over_rivals = tuple(rival / steps["apollo"] for rival in rivals)
+        over_kept = steps["inductor-kept-memory"] / steps["apollo"] if "inductor-kept-memory" in steps else None
         over_serial = steps["apollo-serial"] / steps["apollo"] if "apollo-serial" in steps else None
         peaks = [found[name].peak_bytes for name in ("apollo", "inductor")]
         memory = peaks[0] / peaks[1] if peaks[0] and peaks[1] else None
-        ratios = (over_inductor, over_best, over_serial, memory)
-        label = f"{task['name']}, batch {task['batch'] or 'of the spec'}, {measurement.task.mode}"
-        rows.append((label, *("-" if ratio is None else f"{ratio:.2f}x" for ratio in ratios)))
+        ratios = (*over_rivals, over_kept, over_serial, memory)
+        kind = f"{measurement.task.mode}, {measurement.task.dtype}"
+        label = f"{task['name']}, batch {task['batch'] or 'of the spec'}, {kind}"
+        rows.append((label, *map(_show_ratio, ratios), measurement.cpu))
         if task["name"] in _BRANCHED and task["batch"] in _BATCHES.get(task["name"], _OTHER_BATCHES)[:-1]:
-            means.append(ratios[:3] if over_serial is not None else (*ratios[:2], 1.0))
+            means.append((*over_rivals, over_serial or 1.0))
     if means:
-        averages = [statistics.geometric_mean(column) for column in zip(*means, strict=True)]
-        rows.append((f"geometric mean of {len(means)} with branches", *(f"{mean:.2f}x" for mean in averages), ""))
+        *averages, of_lanes = (statistics.geometric_mean(column) for column in zip(*means, strict=True))
+        label = f"geometric mean of {len(means)} with branches"
+        rows.append((label, *map(_show_ratio, averages), "", _show_ratio(of_lanes), "", ""))
     headers = (
         "",
         "over Inductor",
-        "over the best of both",
+        "over its best mode",
+        "over the best of all",
+        "over Inductor with kept memory",
         "lanes over segments in turn",
         "peak memory over Inductor's",
+        "CPU",
     )
-    table: str = tabulate(rows, headers=headers, colalign=("left", *["right"] * 4), disable_numparse=True)
+    table: str = tabulate(rows, headers=headers, colalign=("left", *["right"] * 6, "left"), disable_numparse=True)
     return table
+
+
+def _show_ratio(ratio: float | None) -> str:
+    return "-" if ratio is None else f"{ratio:.2f}x"
 
 
 def _write(path: Path | None, measurements: list[Measurement]) -> None:
@@ -133,6 +150,13 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
         "--batch", type=batches, default=[None], help="batch sizes, e.g. 1,4, or all; default: the spec's"
     )
     parser.add_argument("--modes", type=names_of(("train", "inference")), default=["train"], help="train, inference")
+    parser.add_argument(
+        "--dtype",
+        dest="dtypes",
+        type=names_of(TOLERANCES),
+        default=["float32"],
+        help="float32, bfloat16: the latter is forward and loss under torch.autocast",
+    )
     parser.add_argument("--variants", type=variants, default=list(VARIANTS), help=", ".join(_KNOWN))
     parser.add_argument("--steps", type=int, default=30, help="timed steps of every variant")
     parser.add_argument("--steps-per-turn", type=int, default=3, help="timed steps before the next variant's turn")

@@ -17,6 +17,10 @@ import pytest
 
 from apollo_compile.bench import _LOSS as LOSS
 from apollo_compile.bench import (
+    INDUCTOR_MODES,
+    KEPT_MEMORY,
+    TOLERANCES,
+    VARIANTS,
     Measurement,
     Task,
     Variant,
@@ -29,6 +33,7 @@ from apollo_compile.bench import (
     turn_orders,
 )
 from apollo_compile.bench import _save_digest as save_digest
+from apollo_compile.device import CPU_FEATURES, cpu_description, cpu_model
 from apollo_compile.errors import ApolloError
 from apollo_compile.reports.render_bench import format_measurement
 from benchmarks.run import batches, format_overview, workloads
@@ -166,9 +171,62 @@ def test_the_overview_compares_with_the_best_and_means_the_branched_ones(tmp_pat
     children["apollo"].step_ns = 50
     text = format_overview([faster, told("two_tower", 1), told("clip", 8), told("whisper", 1)])
     rows = [[cell for cell in line.split("  ") if cell] for line in text.splitlines()[2:]]
-    assert [cell.strip() for cell in rows[0]] == ["clip, batch 4, train", "2.00x", "1.50x", "1.25x", "1.00x"]
-    assert [cell.strip() for cell in rows[-1]] == ["geometric mean of 2 with branches", "4.00x", "3.00x", "2.50x"]
+    ratios = ["2.00x", "2.00x", "1.50x", "-", "1.25x", "1.00x"]
+    assert [cell.strip() for cell in rows[0]] == ["clip, batch 4, train, float32", *ratios, cpu_description()]
+    means = ["4.00x", "4.00x", "3.00x", "2.50x"]
+    assert [cell.strip() for cell in rows[-1]] == ["geometric mean of 2 with branches", *means]
     assert len(rows) == 5
+
+
+def test_the_overview_has_the_best_mode_of_inductor_and_kept_memory(tmp_path: Path) -> None:
+    """A gain over the default, over the best that torch can do, and over the default's code with kept memory."""
+    times = {"eager": 300, "inductor": 400, "inductor-max-autotune": 240, "inductor-kept-memory": 360, "apollo": 200}
+    children = {name: _FakeChild(name, step_ns, [], tmp_path) for name, step_ns in times.items()}
+    measurement = measure_children(
+        Task(builder="x:y", arguments={"name": "vit_control", "batch": 8}, dtype="bfloat16"),
+        children,
+        rounds=1,
+        steps_per_turn=1,
+        warmup=0,
+        pause=lambda seconds: None,
+    )
+    row = [cell.strip() for cell in format_overview([measurement]).splitlines()[2].split("  ") if cell]
+    ratios = ["2.00x", "1.20x", "1.20x", "1.80x", "-", "1.00x"]
+    assert row == ["vit_control, batch 8, train, bfloat16", *ratios, cpu_description()]
+
+
+def test_a_measurement_says_which_cpu_and_type_it_was_taken_on(tmp_path: Path) -> None:
+    """In the table and in the file: which libraries are fast depends on the vendor."""
+    measurement = measure_children(
+        Task(builder="x:y", dtype="bfloat16"),
+        {"eager": _FakeChild("eager", 100, [], tmp_path)},
+        rounds=1,
+        steps_per_turn=1,
+        warmup=0,
+        pause=lambda seconds: None,
+    )
+    assert to_json(measurement)["cpu"] == cpu_description()
+    assert f"taken in bfloat16 on {cpu_description()}" in format_measurement(measurement).splitlines()
+
+
+@pytest.mark.skipif(not Path("/proc/cpuinfo").exists(), reason="the system does not describe its CPU")
+def test_a_cpu_is_told_with_its_vendor_and_features() -> None:
+    """As the system describes it."""
+    told, described = Path("/proc/cpuinfo").read_text(), cpu_description()
+    assert described.startswith(cpu_model())
+    if "vendor_id" in told:
+        (vendor, *features) = described.removeprefix(cpu_model()).strip(" ()").split(", ")
+        assert vendor in told and set(features) == {name for name in CPU_FEATURES if f" {name} " in told}
+
+
+def test_the_best_mode_of_inductor_is_that_of_torch() -> None:
+    """`torch.compile` takes a mode or options: those here are the mode's, and no more than the backends beside them."""
+    inductor = pytest.importorskip("torch._inductor")
+    default, tuned = INDUCTOR_MODES
+    assert not default.options
+    mode = inductor.list_mode_options("max-autotune-no-cudagraphs")
+    assert tuned.options == {**mode, "max_autotune_gemm_backends": "CPP,ATEN"}
+    assert all(variant in VARIANTS for variant in INDUCTOR_MODES)
 
 
 def test_every_workload_has_batches_of_its_own() -> None:
@@ -255,6 +313,56 @@ def test_real_processes_are_measured_and_agree(builder: str) -> None:
     assert any("first step" in line for line in lines)
     if sys.platform == "linux":
         assert all(result.peak_bytes and result.peak_bytes > 2**24 for result in measurement.results)
+
+
+def build_allocations() -> Any:
+    """A task whose loss is how many pages the kernel has to map for a large tensor that comes again."""
+    import resource
+
+    import torch
+
+    def count(size: torch.Tensor) -> torch.Tensor:
+        for number in range(6):
+            if number == 3:
+                before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+            torch.ones(int(size))
+        return torch.tensor(float(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before))
+
+    model = torch.nn.Module()
+    model.forward = count
+    return SimpleNamespace(model=model, inputs={"size": torch.tensor(PAGES * 1024)}, loss=lambda out: out)
+
+
+PAGES = 16_384
+"""Of 4 KiB; so many are more than the C library ever keeps by itself."""
+
+
+def test_a_variant_may_keep_memory_as_apollo_does(builder: str) -> None:
+    """Then a large tensor takes no page faults when it comes again."""
+    task = Task(builder=builder.replace("linear", "allocations"), mode="inference")
+    (_, kept) = KEPT_MEMORY
+    results = measure(task, (EAGER, kept), rounds=1, steps_per_turn=1).by_variant()
+    assert results["eager"].loss >= 3 * PAGES and results[kept.name].loss < PAGES / 10
+
+
+def build_precision() -> Any:
+    """A task whose loss is how many bits of its number a product keeps."""
+    import torch
+
+    model = torch.nn.Linear(1, 1)
+    torch.nn.init.constant_(model.weight, 1 + 2**-12)
+    torch.nn.init.zeros_(model.bias)
+    return SimpleNamespace(model=model, inputs={"input": torch.ones(2, 1)}, loss=lambda out: out.float().sum())
+
+
+def test_a_task_may_be_under_autocast(builder: str) -> None:
+    """Products are in bfloat16, parameters and gradients are not; differences may be as large as it rounds."""
+    losses = {}
+    for dtype in TOLERANCES:
+        task = Task(builder=builder.replace("linear", "precision"), dtype=dtype)
+        losses[dtype] = measure(task, (EAGER,), rounds=1, steps_per_turn=1).by_variant()["eager"].loss
+    assert losses == {"float32": 2 + 2**-11, "bfloat16": 2.0}
+    assert Task(builder="x:y").tolerance < Task(builder="x:y", dtype="bfloat16").tolerance < 0.1
 
 
 @pytest.mark.soak

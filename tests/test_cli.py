@@ -317,19 +317,21 @@ def test_bench_prints_a_table_and_refuses_wrong_numbers(
             )
             for variant in variants
         )
-        return Measurement(task=task, baseline="eager", reference="eager", results=results)
+        return Measurement(task=task, baseline="eager", reference="eager", cpu="a CPU", results=results)
 
     monkeypatch.setattr(bench, "measure", measure)
-    assert main(["bench", f"{model_file}:build", "--variants", "eager,apollo", "--set", "batch=2", "--inference"]) == 0
-    assert "apollo" in capsys.readouterr().out
+    arguments = ["--variants", "eager,apollo", "--set", "batch=2", "--inference", "--dtype", "bfloat16"]
+    assert main(["bench", f"{model_file}:build", *arguments]) == 0
+    assert "taken in bfloat16 on a CPU" in capsys.readouterr().out
     ((task, names),) = asked
     assert (task.builder, task.mode, names) == ("apollo_compile.targets:build", "inference", ["eager", "apollo"])
+    assert task.dtype == "bfloat16"
     assert build(**task.arguments).inputs["image"].shape == (2, 64)
     difference["loss"] = 1.5
     assert main(["bench", f"{model_file}:build", "--json"]) == 1
     printed = capsys.readouterr()
-    assert len(json.loads(printed.out)["measurement"]["results"]) == 4
-    assert "wrong numbers, more than 1e-03 from eager: eager, inductor" in printed.err
+    assert len(json.loads(printed.out)["measurement"]["results"]) == 5
+    assert "wrong numbers, more than 1e-03 from eager: eager, inductor, inductor-max-autotune, apollo" in printed.err
     with pytest.raises(SystemExit, match="2"):
         main(["bench", f"{model_file}:build", "--variants", "magic"])
     assert "unknown variant magic; known: eager" in capsys.readouterr().err

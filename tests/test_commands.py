@@ -15,12 +15,14 @@ COMMANDS = ("planner --only 'layered 10' --devices cpu16 --time-limits 0.1 --jso
 LONG = (
     "body_codes --workloads two_tower --size tiny --rounds 4 --codes eager --json {folder}/written",
     "call_overhead --rounds 2 --json {folder}/written",
+    "gemm_template --workloads two_tower --size tiny --batch 64 --products 2 --seconds 0.01 --json {folder}/written",
     "graphs --only vit_control --folder {folder}",
     "lost_time --workloads two_tower --size tiny --runs 4 --json {folder}/written",
     "model_error --workloads two_tower --sizes tiny --runs 8 --calibrate --json {folder}/written",
     "picture --size tiny --batch 4 --steps 3 --svg {folder}/written",
     "plan_error --workloads two_tower --size tiny --plans 3 --rounds 2 --json {folder}/written",
-    "run --workloads two_tower --size tiny --steps 3 --variants eager,apollo --warm-cache --json {folder}/written",
+    "run --workloads two_tower --size tiny --steps 3 --dtype float32,bfloat16 --warm-cache --json {folder}/written "
+    "--variants eager,inductor-max-autotune,inductor-kept-memory,apollo",
     "steady --steps 100 --svg {folder}/written",
 )
 """Those that take half a minute each, because they compile or calibrate: `make soak` runs them."""

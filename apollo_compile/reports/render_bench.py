@@ -36,7 +36,8 @@ def format_measurement(measurement: Measurement) -> str:
     told = (
         f"{table}\n"
         f"speed-up: median of {measurement.baseline} over this median, above 1 is faster; "
-        f"loss, gradients: largest relative difference from {measurement.reference}"
+        f"loss, gradients: largest relative difference from {measurement.reference}\n"
+        f"taken in {measurement.task.dtype} on {measurement.cpu}"
     )
     ran = [f"{result.variant}: {', '.join(result.ways)}" for result in measurement.results if result.ways]
     if ran:

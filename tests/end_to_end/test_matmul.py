@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from apollo_compile import backend, matmul
 from apollo_compile.history import MAX_AGE_S
-from apollo_compile.inductor import may_choose_library, real_tensors
+from apollo_compile.inductor import compile_bodies, may_choose_library, real_tensors
 from apollo_compile.matmul import (
     LEAST_FLOPS,
     MARGIN,
@@ -416,17 +416,50 @@ def test_no_setting_of_the_user_reaches_a_measurement() -> None:
         assert (product.data_ptr() != 0) and not torch.is_grad_enabled()
 
 
-def test_code_that_inductor_tunes_or_keeps_the_same_is_left_to_it(
+def test_code_that_inductor_keeps_the_same_is_left_to_it(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It has more to choose from, or nothing may be measured."""
+    """Nothing may be measured then. A backward compiles without it: Dynamo resets the setting after every frame."""
     assert may_choose_library()
-    for name in ("max_autotune", "max_autotune_gemm", "deterministic"):
-        with inductor_config.patch({name: True}):
-            assert not may_choose_library()
     monkeypatch.setattr(matmul, "_measure_gain", lambda product, cores: pytest.fail("measured"))
-    with inductor_config.patch({"max_autotune_gemm": True, "max_autotune_gemm_backends": "ATEN"}):
-        train(options)
+    with inductor_config.patch({"deterministic": True}):
+        assert not may_choose_library()
+        train(options, "inference")
+
+
+TUNED = {"max_autotune": True, "max_autotune_gemm_backends": "CPP,ATEN"}
+
+
+def test_products_go_to_onednn_where_inductor_tunes_too(
+    options: dict[str, Any], capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Of products with weights that are inputs, as in training, Inductor's tuning leaves all to BLAS."""
+    expected = train(None)
+    with inductor_config.patch(TUNED):
+        found: list[list[torch.Tensor]] = []
+        assert count_products(capfd, lambda: found.append(train(options))) == 12
+    torch.testing.assert_close(found, [expected])
+
+
+@needs_two_cores
+@pytest.mark.parametrize("made_for", [1, 2])
+def test_a_body_with_inductors_own_template_is_right_on_other_numbers_of_cores(made_for: int) -> None:
+    """It has blocks for as many threads as there were when it was compiled; lanes have others."""
+    left, right = torch.randn(3, 70, 40), torch.randn(3, 40, 50)
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(made_for)
+        with FakeTensorMode() as mode:
+            piece = make_fx(lambda a, b: (torch.bmm(a, b),))(*map(mode.from_tensor, (left, right)))
+        fakes = [node.meta["val"] for node in piece.graph.find_nodes(op="placeholder")]
+        with inductor_config.patch({**TUNED, "max_autotune_gemm_backends": "CPP"}):
+            (body,) = compile_bodies([("bmm", piece, fakes)], native=True, is_inference=True)
+        assert body.entry_address is not None
+        for cores in (1, 2, 3):
+            torch.set_num_threads(cores)
+            torch.testing.assert_close(body.function([left, right])[0], torch.bmm(left, right))
+    finally:
+        torch.set_num_threads(threads)
 
 
 class ManyForms(nn.Module):
