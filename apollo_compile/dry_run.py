@@ -219,11 +219,11 @@ class _Tracer:
         )
 
     def state(self, number: int) -> State:
-        """Return whether the graphs of a Dynamo graph were planned, or why Inductor would run all of them."""
+        """Return whether the graphs of a Dynamo graph were planned, or why it falls back."""
         name = f"graph{number}"
         if any(_number(compilation) == number and reason is None for compilation, reason in self.planned):
             return State(graph=name, stage=Stage.PLANNED, detail="nothing was run")
-        reasons = dict.fromkeys(reason for graph, reason in self.handed_over if graph.startswith(f"{name}_"))
+        reasons = [reason for graph, reason in self.handed_over if graph == name]
         return State(graph=name, stage=Stage.FALLS_BACK, detail="; ".join(reasons))
 
     def _plan(
