@@ -91,6 +91,7 @@ from apollo_compile.inductor import (
     real_tensors,
     release_symbols_with,
     report_output_strides,
+    reset_cuda_graphs,
     set_aside,
     shared_kwargs,
     storages_of,
@@ -167,8 +168,6 @@ def apollo(
     settings = inductor_settings(config.mode if mode is None else mode, config.inductor)
     if config.disable:
         return compile_plainly(graph_module, example_inputs, settings)
-    if config.runtime.keep_memory:
-        keep_memory()
     _log_share()
     if config.device.units is None and not any(_is_elsewhere(value) for value in example_inputs):
         _warn_without_lanes()
@@ -190,6 +189,9 @@ def apollo(
     keep_with(compiled, model)
     _models[next(_ages)] = model
     return compiled
+
+
+apollo.reset = reset_cuda_graphs  # type: ignore[attr-defined]
 
 
 @dataclass(eq=False)
@@ -268,12 +270,10 @@ class CompiledModel:
 
     def state(self) -> State:
         """Return whether anything about its graphs is still being decided, and where in that it is."""
-        graphs = self.current_graphs()
-        if not graphs:
-            reasons = dict.fromkeys(reason for _, reason in self.handed_over)
-            return State(graph=self.name, stage=Stage.FALLS_BACK, detail="; ".join(reasons))
-        running = [graph for graph in graphs if graph.has_run]
-        if not running:
+        if self.falls_back:
+            return State(graph=self.name, stage=Stage.FALLS_BACK, detail=self.handed_over[0][1])
+        running = [graph for graph in self.current_graphs() if graph.has_run]
+        if not running and not self.handed_over:
             return State(graph=self.name, stage=Stage.MEASURING, detail="not called yet")
         waits = [graph.progress for graph in running]
         waits += [g.selection.progress for g in running if g.selection is not None and not g.selection.is_settled]
@@ -341,9 +341,14 @@ class CompiledModel:
                 return compile_plainly(graph_module, example_inputs, settings)
             except Exception as error:
                 self._note_no_compiler(error)
-                return compile_with_inductor(
-                    kept, example_inputs, lambda graph, *_, **__: (interpret_whole(graph), None), recompute_masks=False
-                )
+                with with_settings(settings):
+                    return compile_with_inductor(
+                        kept,
+                        example_inputs,
+                        lambda graph, *_, **__: (interpret_whole(graph), None),
+                        recompute_masks=False,
+                        settings=settings,
+                    )
 
     def _fall_back(self, reason: str, *, level: int) -> None:
         self.falls_back = True
@@ -360,6 +365,8 @@ class CompiledModel:
         Raises:
             Exception: whatever stands against it; all graphs are compiled anew then.
         """
+        if self.falls_back:  # this is the backward of a forward that does
+            return _replaced
         try:
             match bundle:
                 case FallbackBundle():
@@ -375,8 +382,7 @@ class CompiledModel:
 
     def _unbundle_fallback(self, bundle: FallbackBundle) -> Run:
         self._take_left(bundle)
-        if not self.falls_back:  # else this is the backward of a forward that does
-            self._fall_back(bundle.reason, level=logging.INFO)
+        self._fall_back(bundle.reason, level=logging.INFO)
         return _replaced
 
     def _unbundle_whole(self, bundle: WholeBundle) -> Run:
@@ -416,6 +422,8 @@ class CompiledModel:
             compiled = compile_whole()
             self._log_fallback(name, reason, level=logging.INFO)
             return compiled
+        if self.config.runtime.keep_memory:
+            keep_memory()
         planned = time.perf_counter_ns()
         bodies = tuple(map(unbundle_body, bundle.bodies))
         _tell_of_python(compilation, bodies)
@@ -555,6 +563,8 @@ class CompiledModel:
             if compilation.finding is None:
                 self.warm_start.keep(compilation, INDUCTOR, None)
             raise NothingToGainError(reason)
+        if config.runtime.keep_memory:
+            keep_memory()
         is_contested = _is_contested(compilation.plan, config)
         original = clone_graph(graph_module) if is_contested else None
         compile_whole = None if original is None else partial(compile_again, original, current_settings(), **kwargs)

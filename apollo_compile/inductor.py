@@ -1,5 +1,6 @@
 """The file that touches private torch APIs, with `cpp_wrapper.py`: Inductor's entry points, and tensor handles.
 
+    reset_cuda_graphs       let go of what Inductor captured for fallbacks
     compile_plainly         what torch.compile alone would do with a Dynamo graph: a fallback
     inductor_settings       Inductor's settings of a mode and options, as torch.compile takes them
     copy_of_dynamo_graph    a graph that compiling may change, so that the other can still fall back
@@ -93,7 +94,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._sympy.printers import PythonPrinter
 
-from apollo_compile import cpp_wrapper
+from apollo_compile import cpp_wrapper, miscompiled
 from apollo_compile.cpp_wrapper import lane_wrapper
 from apollo_compile.errors import ConfigError, UnsupportedGraphError
 from apollo_compile.ir import Body
@@ -119,7 +120,7 @@ def _renew_lock() -> None:
 
 os.register_at_fork(after_in_child=_renew_lock)
 
-_OWN_CODE = b"".join(Path(file).read_bytes() for file in (__file__, cpp_wrapper.__file__))
+_OWN_CODE = b"".join(Path(file).read_bytes() for file in (__file__, cpp_wrapper.__file__, miscompiled.__file__))
 
 _CACHE_KEY_TAG = f"apollo-{hashlib.sha256(_OWN_CODE).hexdigest()[:16]}"
 """Part of Inductor's cache key while a body compiles: other code in these files may generate other code.
@@ -339,6 +340,14 @@ def inductor_settings(mode: str | None, options: Mapping[str, Any]) -> dict[str,
 def is_for_dynamo(error: Exception) -> bool:
     """Whether an error tells Dynamo what to do, such as to trace again."""
     return isinstance(error, TorchDynamoException)
+
+
+def reset_cuda_graphs() -> None:
+    """Let go of the CUDA graphs that Inductor keeps for what falls back; `torch._dynamo.reset` asks for it."""
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        from torch._inductor.cudagraph_trees import reset_cudagraph_trees
+
+        reset_cudagraph_trees()
 
 
 def with_settings(settings: Mapping[str, Any]) -> AbstractContextManager[None]:
@@ -686,12 +695,11 @@ def compiler_settings() -> str:
 def compile_whole(graph_module: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
     """Compile a post-AOT graph as Inductor alone would, but for code that is known to be wrong."""
     tag = torch.compiler.config.cache_key_tag
+    is_own = kwargs.get("is_backward") or _is_mended(graph_module)  # the key knows nothing of donated buffers
     with (
         _compile_lock,
         _right_scatters(),
-        torch.compiler.config.patch(  # type: ignore[attr-defined]
-            cache_key_tag=f"{tag} {_CACHE_KEY_TAG}" if _is_mended(graph_module) else tag
-        ),
+        torch.compiler.config.patch(cache_key_tag=f"{tag} {_CACHE_KEY_TAG}" if is_own else tag),  # type: ignore[attr-defined]
     ):
         return compile_fx_inner(graph_module, example_inputs, **kwargs)
 

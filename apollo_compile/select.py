@@ -62,6 +62,7 @@ Inductor compiles, has it held again from the next step on; with several ranks, 
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import math
@@ -565,7 +566,7 @@ class Selection:
         if self._ranks.is_alone:
             return entrants, running
         own = _Field(entrants=entrants, graphs=tuple(sorted(self._places(running))))
-        topic = f"{self._graphs[0].topic}/contest {next(self._num_fields)}"
+        topic = f"{self._topic}/contest {next(self._num_fields)}"
         field = from_json(_Field, json.loads(self._ranks.settle(topic, json.dumps(to_json(own)))))
         for name, choice in field.entrants.items():
             lacking = [way for graph, way in zip(self._graphs, choice, strict=True) if not _can_run(graph, way)]
@@ -577,12 +578,17 @@ class Selection:
         """Return the times of a round that all ranks go by."""
         if self._ranks.is_alone:
             return measured
-        topic = f"{self._graphs[0].topic}/round {next(self._num_rounds)}"
+        topic = f"{self._topic}/round {next(self._num_rounds)}"
         settled = self._ranks.settle(topic, json.dumps({"times": to_json(measured)}))
         found = from_json(_Settled, json.loads(settled)).by_graph()
         if found.keys() != measured.keys():
             raise ValueError(f"{topic} is of {sorted(found)} on another rank, and of {sorted(measured)} on this one")
         return found
+
+    @property
+    def _topic(self) -> str:
+        """Name of the graphs that compete among the ranks: where one of them could not be compiled, they are others."""
+        return hashlib.sha256(" ".join(graph.topic for graph in self._graphs).encode()).hexdigest()
 
     def _places(self, graphs: Iterable[Graph]) -> frozenset[int]:
         """Return the places of some of the graphs."""

@@ -12,14 +12,16 @@ import pytest
 import torch
 import torch._functorch.config as functorch_config
 import torch._inductor.config as inductor_config
-from torch import nn
+from torch import fx, nn
 from torch._dynamo.exc import BackendCompilerFailed
 from torch._dynamo.utils import counters
 from torch._inductor.utils import run_and_get_code
 
 import apollo_compile
 from apollo_compile import backend, inductor
-from apollo_compile.errors import ConfigError
+from apollo_compile.errors import ConfigError, UnsupportedGraphError
+from apollo_compile.ir import Role
+from apollo_compile.pipeline import Compilation
 from tests.end_to_end.marks import needs_two_cores
 from tests.end_to_end.models import STRICT, TwoTowers, assert_same_training, train, two_tower_inputs
 
@@ -240,3 +242,35 @@ def test_an_error_in_tracing_with_our_settings_is_no_end_of_training(
     assert_same_training(train(model, loss, steps=2), apollo)
     (line,) = [record.getMessage() for record in caplog.records]
     assert "falls back to torch.compile" in line and "a defect" in line
+
+
+def test_a_backward_that_inductor_compiles_alone_reuses_no_memory(
+    own_cache: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not even where torch.compile has left code for the same graph that does: then `retain_graph` works."""
+    plan_graph = backend.plan_graph
+
+    def refuse_backward(graph_module: fx.GraphModule, *, role: Role, **kwargs: Any) -> Compilation:
+        if role is Role.BACKWARD:
+            raise UnsupportedGraphError("the backward is Inductor's, for this test")
+        return plan_graph(graph_module, role=role, **kwargs)
+
+    monkeypatch.setattr(backend, "plan_graph", refuse_backward)
+    torch.manual_seed(0)
+    weight, x, gradient = torch.randn(64, 64, requires_grad=True), torch.randn(64, 64), torch.randn(64, 64)
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return (x @ weight).sin()
+
+    def gradients(run: Callable[..., torch.Tensor], count: int) -> list[torch.Tensor]:
+        output = run(x)
+        return [torch.autograd.grad(output, weight, gradient, retain_graph=count > 1)[0] for _ in range(count)]
+
+    (expected,) = gradients(function, 1)
+    gradients(torch.compile(function), 1)
+    torch._dynamo.reset()
+    options = {"runtime.bodies": "eager", "plan.contest": False, "runtime.recompute_masks": False}
+    for found in gradients(torch.compile(function, backend="apollo", options=options), 2):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    found_model = backend.compiled_models()[-1]
+    assert len(found_model.graphs) == 1 and not found_model.falls_back

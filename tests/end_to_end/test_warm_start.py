@@ -204,6 +204,7 @@ def test_a_verdict_that_came_later_holds(way: str, tmp_path: Path) -> None:
     training, found = training_of(model, *inputs, **options)
     assert hits() == (1, 2 if way == INDUCTOR else 1)
     assert [graph.way for graph in found.graphs] == ([] if way == INDUCTOR else [way, way])
+    assert [name for name, _ in found.handed_over] == ([found.name] if way == INDUCTOR else [])
     assert found.verdict is not None and found.verdict.is_remembered
     assert_same_training(train(model, lambda run: run(*inputs).square().mean()), training)
 
