@@ -50,7 +50,14 @@ from apollo_compile.device import (
     packaged_profiles,
 )
 from apollo_compile.dynamic import GraphFamily, at_once, in_background
-from apollo_compile.errors import ConfigError, CudaError, NothingToGainError, TargetError, UnsupportedGraphError
+from apollo_compile.errors import (
+    ConfigError,
+    CudaError,
+    NothingToGainError,
+    RankError,
+    TargetError,
+    UnsupportedGraphError,
+)
 from apollo_compile.execute import available_units, core_share, keep_memory, most_units, start_lanes, trim_memory
 from apollo_compile.history import Finding
 from apollo_compile.inductor import (
@@ -70,7 +77,7 @@ from apollo_compile.inductor import (
     compile_whole,
     compile_with_inductor,
     compiler_complaint,
-    copy_dynamo_graph,
+    copy_of_dynamo_graph,
     current_settings,
     depends_on_units,
     extract_body,
@@ -109,8 +116,9 @@ from apollo_compile.pipeline import (
     rename,
 )
 from apollo_compile.plan_file import FILE_NAME, save_plan
+from apollo_compile.progress import Progress
 from apollo_compile.ranks import Ranks, find_ranks
-from apollo_compile.reports.report import BreakSummary, Report
+from apollo_compile.reports.report import BreakSummary, Report, Stage, State, merge_reports
 from apollo_compile.reports.summary import GraphSummary, summarize
 from apollo_compile.select import INDUCTOR, MIN_ROUNDS, PLAN, SERIAL, Selection
 from apollo_compile.text import format_count
@@ -127,6 +135,8 @@ WRAPPER_NS_PER_KERNEL = 8_000
 
 WORTH_NATIVE = 0.05
 """Share of that in a graph's predicted time from which segments are compiled though nothing else speaks for them."""
+
+NOT_RUN = Trace(spans=(), duration_ns=0)
 
 _graph_numbers: dict[Path | None, itertools.count[int]] = defaultdict(itertools.count)
 """Numbers of Dynamo graphs by dump directory, so that two compiles into two directories dump the same."""
@@ -160,6 +170,8 @@ def apollo(
     if config.runtime.keep_memory:
         keep_memory()
     _log_share()
+    if config.device.units is None and not any(_is_elsewhere(value) for value in example_inputs):
+        _warn_without_lanes()
     gpu = _open_gpu(example_inputs, config)
     model = CompiledModel(
         number=next(_graph_numbers[config.debug.dump]),
@@ -254,6 +266,23 @@ class CompiledModel:
         others = {id(graph) for family in self.families for graph in family.buckets.values()}
         return [graph for graph in self.graphs if id(graph) not in others] + [each.latest for each in self.families]
 
+    def state(self) -> State:
+        """Return whether anything about its graphs is still being decided, and where in that it is."""
+        graphs = self.current_graphs()
+        if not graphs:
+            reasons = dict.fromkeys(reason for _, reason in self.handed_over)
+            return State(graph=self.name, stage=Stage.FALLS_BACK, detail="; ".join(reasons))
+        running = [graph for graph in graphs if graph.has_run]
+        if not running:
+            return State(graph=self.name, stage=Stage.MEASURING, detail="not called yet")
+        waits = [graph.progress for graph in running]
+        waits += [g.selection.progress for g in running if g.selection is not None and not g.selection.is_settled]
+        wait = next((wait for wait in waits if wait is not None), None)
+        if wait is not None:
+            return State(graph=self.name, stage=Stage.MEASURING, detail=wait)
+        rest = ", ".join(name for name, _ in self.handed_over)
+        return State(graph=self.name, stage=Stage.SETTLED, detail=f"Inductor runs {rest}" if rest else "")
+
     def _keep_verdict(self, verdict: Verdict) -> None:
         _logger.info("%s: chosen by measuring: %s", self.name, verdict)
         is_worth_keeping = verdict.standings[0].num_rounds >= MIN_ROUNDS
@@ -285,9 +314,9 @@ class CompiledModel:
             self._fall_back(reason, level=logging.INFO)
             return self._compile_plainly(graph_module, example_inputs, settings)
         try:
-            with with_settings(settings):
+            with with_settings(settings), copy_of_dynamo_graph(graph_module) as copied:
                 compiled = compile_with_inductor(
-                    copy_dynamo_graph(graph_module),
+                    copied,
                     example_inputs,
                     self.compile_graph,
                     recompute_masks=self.config.runtime.recompute_masks,
@@ -296,7 +325,7 @@ class CompiledModel:
                     settings=settings,
                 )
         except Exception as error:  # if torch.compile alone raises it too, then from there
-            if self.config.debug.strict or is_for_dynamo(error):
+            if self.config.debug.strict or isinstance(error, RankError) or is_for_dynamo(error):
                 raise
             self._forget_graphs()
             self._fall_back(f"{type(error).__name__}: {error}", level=logging.WARNING)
@@ -306,14 +335,15 @@ class CompiledModel:
         self, graph_module: fx.GraphModule, example_inputs: Sequence[Any], settings: Mapping[str, Any]
     ) -> Callable[..., Any]:
         """Compile the Dynamo graph as torch.compile does, or, without a C++ compiler, run it operator by operator."""
-        kept = copy_dynamo_graph(graph_module)
-        try:
-            return compile_plainly(graph_module, example_inputs, settings)
-        except Exception as error:
-            self._note_no_compiler(error)
-            return compile_with_inductor(
-                kept, example_inputs, lambda graph, *_, **__: (interpret_whole(graph), None), recompute_masks=False
-            )
+        with copy_of_dynamo_graph(graph_module) as kept, Progress(f"compiling {self.name}") as progress:
+            progress.at("as torch.compile does,")
+            try:
+                return compile_plainly(graph_module, example_inputs, settings)
+            except Exception as error:
+                self._note_no_compiler(error)
+                return compile_with_inductor(
+                    kept, example_inputs, lambda graph, *_, **__: (interpret_whole(graph), None), recompute_masks=False
+                )
 
     def _fall_back(self, reason: str, *, level: int) -> None:
         self.falls_back = True
@@ -427,6 +457,8 @@ class CompiledModel:
             piece, inputs, own, boundary = (graph_module, example_inputs, kwargs, None) if aside is None else aside
             adopt_layouts(piece, inputs)
             compiled, bundle = self._compile_in_segments(piece, boundary, name=name, role=role, **own)
+        except RankError:  # Inductor's code would be another than what the other ranks run
+            raise
         except Exception as error:  # whatever it is, Inductor still can: training must not stop because of us
             is_refusal = isinstance(error, UnsupportedGraphError | NothingToGainError)
             if self.config.debug.strict and not is_refusal:
@@ -493,6 +525,8 @@ class CompiledModel:
         begin = time.perf_counter_ns()
         config, commons = self.config, Commons(self.ranks)
         sizes, base = {} if boundary is None else boundary.sizes, name
+        if not self.ranks.can_agree:
+            raise UnsupportedGraphError("several ranks cannot agree on its plan: their process group has no store")
         if sizes:
             if config.plan.memory_quota is not None:
                 raise UnsupportedGraphError(
@@ -534,7 +568,10 @@ class CompiledModel:
         if self.gpu is None:  # where threads may not be pinned, nothing is compiled in vain
             start_lanes(compilation.plan.lanes, park_team=config.runtime.park_team)
         try:
-            bodies = _compile_bodies(graph_module, compilation, config, self.device, commons, **kwargs)
+            with Progress(f"compiling {name}") as progress:
+                bodies = _compile_bodies(
+                    graph_module, compilation, config, self.device, commons, at=progress.at, **kwargs
+                )
         except Exception as error:
             self._accept_no_compiler(error)
             config = replace(config, runtime=replace(config.runtime, bodies="eager"))
@@ -556,10 +593,13 @@ class CompiledModel:
         _log_summary(compilation, planned - begin, time.perf_counter_ns() - planned)
         if graph.is_deterministic:
             _logger.info("%s: the plan stays as predicted: deterministic algorithms are on, so no time decides", name)
-        self._add(graph)
         if boundary is not None and has_plans_by_size:
-            return self._make_family(graph, graph_module, boundary, base), None
+            family = self._make_family(graph, graph_module, boundary, base)
+            self.graphs.append(graph)
+            self.families.append(family)
+            return family, None
         graph.boundary = boundary
+        self._add(graph)
         return graph, partial(self._bundle_segments, graph, original, kwargs) if boundary is None else None
 
     def _make_family(
@@ -591,7 +631,7 @@ class CompiledModel:
             return graph
 
         hold_contest(first)
-        family = GraphFamily(
+        return GraphFamily(
             name=name,
             boundary=boundary,
             symbols=formulas.symbols,
@@ -601,8 +641,6 @@ class CompiledModel:
             drop=self.graphs.remove,
             is_strict=config.debug.strict,
         )
-        self.families.append(family)
-        return family
 
     def _compile_whole(
         self, name: str, graph_module: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any
@@ -646,7 +684,8 @@ def plan_graph(
     With `commons`, the plan is the one that all ranks run; with `recall`, one that an earlier process found.
 
     Raises:
-        UnsupportedGraphError: the graph has something that segments cannot express.
+        UnsupportedGraphError: the graph has something that segments cannot express, or its plan cannot be settled.
+        RankError: the plan that was settled is not known, or not legal here.
     """
     dump = config.debug.dump / name if config.debug.dump is not None else None
     runner = StageRunner(dump)
@@ -668,9 +707,15 @@ def plan_graph(
         recall=partial(recall, capture),
         is_alone=commons is None or commons.ranks.is_alone,
     )
-    if commons is not None and not compilation.plan.pinned:
+    if commons is not None:
         commons.enroll(compilation)
-        compilation = commons.settle(compilation, compilation, runner) or compilation
+        settled = commons.settle(compilation, compilation, runner)
+        if settled is None:
+            raise UnsupportedGraphError(
+                f"its plan of {format_count(len(compilation.plan.assignments), 'segment')} is too large for the store "
+                "in which ranks agree on it; cut it into fewer by 'partition.granularity'"
+            )
+        compilation = settled
     if dump is not None:
         with warn_of_files("the plan is not dumped"):
             save_plan(compilation.plan, compilation.partition.graph, dump / FILE_NAME)
@@ -739,11 +784,15 @@ def report(
             "the parameters that they read; report() without arguments tells of all that was compiled"
         )
     found = compiled_models() if model is None else find_models(model)
-    return Report(
-        graphs=tuple(graph for entry in found for graph in _summarize(entry, units, profiles)),
-        verdicts=tuple(verdict for entry in found for verdict in entry.verdicts),
-        handed_over=tuple(reason for entry in found for reason in entry.handed_over),
-        breaks=tuple(entry.ended_by for entry in found if entry.ended_by is not None),
+    return merge_reports(
+        Report(
+            graphs=tuple(_summarize(entry, units, profiles)),
+            handed_over=tuple(entry.handed_over),
+            verdicts=tuple(entry.verdicts),
+            breaks=() if entry.ended_by is None else (entry.ended_by,),
+            states=(entry.state(),),
+        )
+        for entry in found
     )
 
 
@@ -753,8 +802,9 @@ def _summarize(model: CompiledModel, units: Sequence[int] | None, profiles: Sequ
     graphs = [
         summarize(
             graph.compilation,
-            graph.trace(),
+            NOT_RUN if graph.is_cold else graph.trace(),
             num_replans=graph.num_replans,
+            is_cold=graph.is_cold and graph.way_of_plan == PLAN,
             is_deterministic=graph.is_deterministic,
             way=graph.way_of_plan,
             what_if=() if graph.is_variant else compare(graph.compilation),
@@ -766,7 +816,7 @@ def _summarize(model: CompiledModel, units: Sequence[int] | None, profiles: Sequ
     graphs += [
         summarize(
             left,
-            Trace(spans=(), duration_ns=0),
+            NOT_RUN,
             way=INDUCTOR,
             what_if=compare(left),
             lane_memory_quota=model.config.device.lane_memory_quota,
@@ -777,13 +827,12 @@ def _summarize(model: CompiledModel, units: Sequence[int] | None, profiles: Sequ
 
 
 def is_settled(module: torch.nn.Module) -> bool:
-    """Return whether nothing about `module` is being decided any more: its plans are final, its contests are over."""
-    return all(
-        (graph.is_settled or graph.way != PLAN) and (graph.selection is None or graph.selection.is_settled)
-        for model in find_models(module)
-        for graph in model.current_graphs()
-        if graph.has_run
-    )
+    """Return whether nothing about `module` is being decided any more: its plans are final, its contests are over.
+
+    What was compiled and never called is not waited for.
+    """
+    models = (model for model in find_models(module) if any(graph.has_run for graph in model.current_graphs()))
+    return all(model.state().stage is not Stage.MEASURING for model in models)
 
 
 def ways_of(module: torch.nn.Module) -> list[str]:
@@ -872,14 +921,17 @@ def _compile_bodies(
     config: Config,
     device: torch.device,
     commons: Commons,
+    at: Callable[[str, int, int], None] = lambda phase, number, count: None,
     **kwargs: Any,
 ) -> tuple[CompiledBody, ...]:
     pieces = [(body.name, *extract_body(graph_module, body)) for body in compilation.partition.bodies]
     if config.runtime.bodies == "eager":
         return interpret_bodies(pieces)
     if config.runtime.onednn and device.type == "cpu" and may_choose_library():
+        at("which library multiplies", 0, 0)
         _choose_libraries([piece.graph for _, piece, _ in pieces], compilation, config, commons)
-    bodies = compile_bodies(pieces, native=config.runtime.bodies == "native" and device.type == "cpu", **kwargs)
+    is_native = config.runtime.bodies == "native" and device.type == "cpu"
+    bodies = compile_bodies(pieces, native=is_native, at=at, **kwargs)
     _tell_of_python(compilation, bodies)
     return bodies
 
@@ -1015,6 +1067,31 @@ def _log_share() -> None:
     if units < len(share.own):
         own += f", of which torch has threads for {units} only (OMP_NUM_THREADS is 1 by default under torchrun)"
     _logger.info("local rank %d of %d: its lanes use cores %s", share.rank, share.size, own)
+
+
+def _is_elsewhere(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.device.type != "cpu"
+
+
+def _warn_without_lanes() -> None:
+    """Say where a launcher has given every rank several cores, and torch one thread for them."""
+    share = core_share()
+    if share.size > 1 and share.rank == 0 and len(share.own) > 1 and torch.get_num_threads() == 1:
+        _warn_of_one_thread(share.size, len(share.own))
+
+
+@functools.cache
+def _warn_of_one_thread(num_ranks: int, num_cores: int) -> None:
+    """Say it once, however many graphs there are."""
+    _logger.warning(
+        "there are no lanes on %d local ranks, so nothing overlaps: each has %d cores, and torch has 1 thread "
+        "(torchrun sets OMP_NUM_THREADS=1); start torchrun with OMP_NUM_THREADS=%d, or call "
+        "torch.set_num_threads(%d) before the model is compiled",
+        num_ranks,
+        num_cores,
+        num_cores,
+        num_cores,
+    )
 
 
 def _open_gpu(example_inputs: Sequence[Any], config: Config) -> TorchGpu | None:

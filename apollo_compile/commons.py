@@ -10,7 +10,6 @@ from. Note [What ranks agree on] in `ranks.py` says why.
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -18,9 +17,7 @@ from apollo_compile.json_form import from_json, to_json
 from apollo_compile.observe import StageRunner
 from apollo_compile.pipeline import Compilation, Decision, adopt_decision
 from apollo_compile.plan_file import fingerprint
-from apollo_compile.ranks import Ranks
-
-_logger = logging.getLogger(__name__)
+from apollo_compile.ranks import MAX_BYTES, Ranks
 
 
 @dataclass(eq=False, slots=True)
@@ -39,14 +36,19 @@ class Commons:
             self.topic = self.ranks.enroll(graph, compilation.capture.name, units=units)
 
     def settle(self, proposed: Compilation | None, own: Compilation, runner: StageRunner) -> Compilation | None:
-        """Return what all ranks run from now on; None is to keep `own`, which is of the same segments.
+        """Return what all ranks run from now on; `own`, which is of the same segments, is what this one would run.
 
-        A plan that is not legal here is a WARNING, and the proposal stands.
+        None is nobody's plan: to keep the one that runs, or, if none does yet, to leave the graph to Inductor. That is
+        also what a plan is that the store cannot take.
+
+        Raises:
+            RankError: what was settled is unknown, or not legal here.
         """
         if self.ranks.is_alone:
             return proposed
-        decision = None if proposed is None else Decision(costs=proposed.costs, plan=proposed.plan)
-        proposal = json.dumps(to_json(decision))
+        proposal = json.dumps(to_json(None if proposed is None else Decision(costs=proposed.costs, plan=proposed.plan)))
+        if len(proposal) > MAX_BYTES:
+            proposed, proposal = None, json.dumps(None)
         settled = self.ranks.settle(f"{self.topic}/plan {self.num_settled}", proposal)
         self.num_settled += 1
         if settled == proposal:
@@ -54,25 +56,25 @@ class Commons:
         try:
             content = json.loads(settled)
             return None if content is None else adopt_decision(own, from_json(Decision, content), runner=runner)
-        except Exception as error:  # whatever another version of us wrote there
-            _logger.warning(
-                "%s does not take the plan of another rank: %s: %s", own.capture.name, type(error).__name__, error
-            )
-            return proposed
+        except Exception as error:
+            name = own.capture.name
+            why = f"{name} cannot run the plan that ranks agreed on: {type(error).__name__}: {error}"
+            raise self.ranks.fail(why) from error
 
     def settle_names(self, subject: str, names: Iterable[str]) -> frozenset[str]:
-        """Return what all ranks take for `names`: none where the graph has no name among the ranks."""
+        """Return what all ranks take for `names`.
+
+        Raises:
+            RankError: what was settled is unknown, or no list of names.
+        """
         own = frozenset(names)
         if self.ranks.is_alone:
             return own
-        if not self.topic:
-            return frozenset()
         settled = self.ranks.settle(f"{self.topic}/{subject}", json.dumps(sorted(own)))
         try:
             return frozenset(from_json(_Names, {"names": json.loads(settled)}).names)
-        except ValueError as error:  # whatever another version of us wrote there
-            _logger.warning("%s of another rank are not taken: %s", subject, error)
-            return own
+        except Exception as error:
+            raise self.ranks.fail(f"the {subject} that ranks agreed on cannot be read: {error}") from error
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

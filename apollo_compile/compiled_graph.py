@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -26,20 +26,24 @@ from apollo_compile.cuda.gpu import Gpu, Sharing
 from apollo_compile.cuda.urgency import rank_lanes
 from apollo_compile.cuda.whole import as_one_segment
 from apollo_compile.dynamic import at_once
+from apollo_compile.errors import RankError
 from apollo_compile.execute import Executable
 from apollo_compile.inductor import Boundary, CompiledBody, Run
 from apollo_compile.ir import BodyId, LaneId, Plan, Trace, Verdict
 from apollo_compile.monitor import is_same_placement, observe_trace, should_replan
 from apollo_compile.observe import StageRunner
 from apollo_compile.passes.cost import estimate_costs
-from apollo_compile.passes.plan import make_list_plan, make_plan
+from apollo_compile.passes.plan import make_list_plan, make_serial_plan
 from apollo_compile.pipeline import Compilation, compile_plan, plan_partition
+from apollo_compile.progress import Progress
 from apollo_compile.ranks import Ranks
 from apollo_compile.select import INDUCTOR, LISTED, OVERLAPPING, PLAN, PRIORITIES, SERIAL, STREAMS, Selection
 from apollo_compile.units import format_ns
 from apollo_compile.warm_start import are_numbers_fixed
 
 _logger = logging.getLogger(__name__)
+
+_Found = TypeVar("_Found")
 
 SKIPPED_RUNS = 1
 """Runs of a new plan that are not measured: caches and threads are cold."""
@@ -111,7 +115,10 @@ class CompiledGraph:
     def __post_init__(self) -> None:
         """Start the lanes."""
         self._observations = self.compilation.observations
-        self._runs = 0
+        self._runs = self._num_observed = 0
+        """Runs of this plan, and those of them that say how long its segments take."""
+        self._has_failed = False
+        """Whether a part of learning failed; it is not tried again."""
         self._learning = threading.Lock()
         self._proposal: Future[Compilation] | None = None
         self._asked_ns = 0
@@ -156,13 +163,21 @@ class CompiledGraph:
         if self.selection is None or self._is_left_alone(self.selection):
             outputs = self._run(inputs)
         else:
-            self._choose(self.selection)
-            begin = self._now_ns()
-            outputs = self._run(inputs)
-            self.selection.leave(self, self._now_ns() - begin)
+            outputs = self._run_watched(inputs, self.selection)
         self.has_run = True
         if not self._is_settled and self.way == PLAN and self.gpu is None:
             self._learn()
+        return outputs
+
+    def _run_watched(self, inputs: list[torch.Tensor], selection: Selection) -> Sequence[Any]:
+        """Run as the contest wants it, and tell it how long that took."""
+        self._choose(selection)
+        taken_ns, begin = None, self._now_ns()
+        try:
+            outputs = self._run(inputs)
+            taken_ns = self._now_ns() - begin
+        finally:
+            selection.leave(self, taken_ns)
         return outputs
 
     def _is_left_alone(self, selection: Selection) -> bool:
@@ -180,6 +195,23 @@ class CompiledGraph:
     def trace(self) -> Trace:
         """Return the spans of the plan's last run."""
         return self.executable.trace()
+
+    @property
+    def is_cold(self) -> bool:
+        """Whether the plan's last run is no measurement: the first ones are not, and a GPU's never are."""
+        return isinstance(self.executable, Executable) and self.executable.num_runs <= SKIPPED_RUNS
+
+    @property
+    def progress(self) -> str | None:
+        """Say what of its plan is being decided; None where it is final, or not what runs."""
+        if self._is_settled or self.way != PLAN:
+            return None
+        if self._proposal is not None:
+            return "planning again with measured durations"
+        if self.gpu is not None:
+            return "its bodies are timed in the second call"
+        again = f", planned again {self.num_replans}x" if self.num_replans else ""
+        return f"{self._runs} of {SKIPPED_RUNS + OBSERVED_RUNS} runs of its plan{again}"
 
     def lane_bytes(self) -> dict[LaneId, int]:
         """Return the device memory that every lane took when the plan was captured; on a CPU nothing is."""
@@ -284,7 +316,9 @@ class CompiledGraph:
         name = self.compilation.capture.name
         _logger.info("%s: Inductor compiles it whole, to be compared with its segments", name)
         try:
-            run = compile_whole()
+            with Progress(f"compiling {name} whole") as progress:
+                progress.at("Inductor, to be compared with its segments,")
+                run = compile_whole()
             if self.gpu is None:
                 self._others[INDUCTOR] = run
             else:
@@ -309,9 +343,11 @@ class CompiledGraph:
         )
 
     def _choose(self, selection: Selection) -> None:
-        """Let the contest say how this step runs; if that fails, plans run from now on."""
+        """Let the contest say how this step runs; if that fails, plans run from now on, unless other ranks go on."""
         try:
             selection.enter(self)
+        except RankError:
+            raise
         except Exception as error:
             if self.config.debug.strict:
                 raise
@@ -322,7 +358,7 @@ class CompiledGraph:
         old = self.compilation
         if not uses_lanes(old.plan) and not self.is_bound:
             return self.executable
-        plan = make_plan(old.partition.graph, old.costs, lanes=old.plan.lanes, planner="serial")
+        plan = make_serial_plan(old.partition.graph, old.costs, old.plan)
         return self._make_executable(self._planned_so(plan), SERIAL)
 
     def _has_rival(self) -> bool:
@@ -376,63 +412,68 @@ class CompiledGraph:
         )
 
     def _learn(self) -> None:
-        """Watch the run that just ended; plan again when enough was seen."""
+        """Watch the run that just ended; plan again when enough was seen, or say so where that is settled in common."""
         if not self._learning.acquire(blocking=False):
             return  # another thread runs the same graph and learns
         try:
-            self._observe_run()
-        except Exception as error:  # training goes on with the plan it has
-            if self.config.debug.strict:
-                raise
-            self._is_settled = True
-            _logger.warning("%s keeps its plan: %s: %s", self.compilation.capture.name, type(error).__name__, error)
+            if self._proposal is None:
+                self._runs += 1
+                if self._runs > SKIPPED_RUNS:
+                    self._try(self._observe_run)
+                if self._runs < SKIPPED_RUNS + OBSERVED_RUNS:
+                    return
+                self._try(self._plan_again)
+            self._take_proposal()
         finally:
             self._learning.release()
-
-    def _observe_run(self) -> None:
-        if self._proposal is not None:
-            self._take_proposal()
-            return
-        old = self.compilation
-        graph, trace = old.partition.graph, self.trace()
-        self._runs += 1
-        if self._runs <= SKIPPED_RUNS:
-            return
-        if len(trace.spans) < len(graph.segments):  # a run without lanes, as all of them may be
-            self._is_settled = self._runs >= SKIPPED_RUNS + OBSERVED_RUNS
-            return
-        self._observations = observe_trace(trace, old.plan, graph, old.costs, self._observations)
-        if self._runs < SKIPPED_RUNS + OBSERVED_RUNS:
-            return
-        if old.plan.pinned:
-            self._is_settled = True
-            return
-        costs = estimate_costs(graph, old.profile, self._observations)
-        is_wrong = self.num_replans < MAX_REPLANS and should_replan(old.plan, old.costs, costs)
-        self._plan_again(is_needed=is_wrong)
 
     def _measure_bodies(self, inputs: Sequence[torch.Tensor]) -> None:
         """On a GPU: time every body on every quota, then plan again; what was planned before came from formulas."""
         if not self._learning.acquire(blocking=False):
             return
         try:
-            if isinstance(self.executable, CudaExecutable) and not self.compilation.plan.pinned:
-                self._observations = self.executable.measure(inputs)
-                self._plan_again()
+            executable = self.executable
+            if isinstance(executable, CudaExecutable) and not self.compilation.plan.pinned:
+                self._observations = self._try(partial(executable.measure, inputs)) or self._observations
+                self._try(self._ask_for_plan)
+                self._take_proposal()
+            self._is_settled = True
+        finally:
+            self._learning.release()
+
+    def _try(self, work: Callable[[], _Found]) -> _Found | None:
+        """Do a part of learning and return what it finds; once one has failed, nothing is done, and the plan is kept.
+
+        Other ranks may decide otherwise, in a step that all of them count to: until then, this one counts with them.
+        """
+        if self._has_failed:
+            return None
+        try:
+            return work()
         except Exception as error:  # training goes on with the plan it has
             if self.config.debug.strict:
                 raise
+            self._has_failed = True
             _logger.warning("%s keeps its plan: %s: %s", self.compilation.capture.name, type(error).__name__, error)
-        finally:
-            self._is_settled = True
-            self._learning.release()
+            return None
 
-    def _plan_again(self, *, is_needed: bool = True) -> None:
-        """Go over to a plan from what was measured, if that is needed; with several ranks, as the first one decides."""
-        self._asked_ns = time.perf_counter_ns()
-        if not is_needed:
-            self._go_over_to(None)
+    def _observe_run(self) -> None:
+        old = self.compilation
+        graph, trace = old.partition.graph, self.trace()
+        if len(trace.spans) == len(graph.segments):  # not in a run without lanes, as all of them may be
+            self._observations = observe_trace(trace, old.plan, graph, old.costs, self._observations)
+            self._num_observed += 1
+
+    def _plan_again(self) -> None:
+        """Ask for a plan from what was measured, if there is reason to."""
+        old = self.compilation
+        if old.plan.pinned or self._num_observed == 0 or self.num_replans >= MAX_REPLANS:
             return
+        if should_replan(old.plan, old.costs, estimate_costs(old.partition.graph, old.profile, self._observations)):
+            self._ask_for_plan()
+
+    def _ask_for_plan(self) -> None:
+        self._asked_ns = time.perf_counter_ns()
         old = self.compilation
         self._proposal = self.submit(
             partial(
@@ -445,26 +486,43 @@ class CompiledGraph:
                 runner=StageRunner(),
             )
         )
-        self._take_proposal()
 
     def _take_proposal(self) -> None:
-        """Go over to the plan that was asked for, if it is there."""
-        if self._proposal is not None and self._proposal.done():
-            proposal, self._proposal = self._proposal, None
-            self._go_over_to(proposal.result())
+        """Go over to the plan that was asked for, if it is there; with several ranks, to what the first one proposes.
 
-    def _go_over_to(self, proposed: Compilation | None) -> None:
-        old = self.compilation
-        new = self.commons.settle(proposed, old, StageRunner())
+        Raises:
+            RankError: that is not known, or cannot be run here.
+        """
+        if self._proposal is not None and not self._proposal.done():
+            return
+        proposal, self._proposal = self._proposal, None
+        if proposal is None:
+            self._asked_ns = time.perf_counter_ns()
+        proposed = None if proposal is None else self._try(proposal.result)
+        new = self.commons.settle(proposed, self.compilation, StageRunner())
         if new is None:
             self._is_settled = True
             return
+        try:
+            self._go_over_to(new)
+        except Exception as error:  # there is a plan, but it cannot be made
+            if self.config.debug.strict:
+                raise
+            name = self.compilation.capture.name
+            if not self.commons.ranks.is_alone:
+                why = f"{name} cannot go over to the plan that ranks agreed on: {type(error).__name__}: {error}"
+                raise self.commons.ranks.fail(why) from error
+            self._is_settled = True
+            _logger.warning("%s keeps its plan: %s: %s", name, type(error).__name__, error)
+
+    def _go_over_to(self, new: Compilation) -> None:
+        old = self.compilation
         if is_same_placement(old.plan, new.plan):
             self.compilation = new
         else:
             self.adopt(new)
         self.num_replans += 1
-        self._runs = 0
+        self._runs = self._num_observed = 0
         _log_replan(old, new, time.perf_counter_ns() - self._asked_ns)
 
 

@@ -28,21 +28,19 @@ import numpy as np
 import torch
 from torch import fx, nn
 
-from apollo_compile.backend import plan_graph, reason_to_leave, role_of, select_profile
+from apollo_compile.backend import NOT_RUN, plan_graph, reason_to_leave, role_of, select_profile
 from apollo_compile.breaks import find_break
 from apollo_compile.config import Config, load_config
 from apollo_compile.device import DeviceProfile
 from apollo_compile.errors import TargetError, UnsupportedGraphError
 from apollo_compile.inductor import Run, adopt_layouts, compile_with_inductor, inductor_settings, with_settings
-from apollo_compile.ir import Role, Trace
+from apollo_compile.ir import Role
 from apollo_compile.pipeline import Compilation
-from apollo_compile.reports.report import BreakSummary, Report
+from apollo_compile.reports.report import BreakSummary, Report, Stage, State
 from apollo_compile.reports.summary import GraphSummary, WhatIf, summarize
 from apollo_compile.select import INDUCTOR, PLAN
 from apollo_compile.targets import tensors_of
 from apollo_compile.what_if import PROFILES, what_if
-
-NOT_RUN = Trace(spans=(), duration_ns=0)
 
 Progress = Callable[[str], None]
 
@@ -101,7 +99,12 @@ def plan_model(
         tell(f"{compilation.partition.graph.name}: planning on other devices")
         rows = what_if(compilation, config, units=units, profiles=profiles)
         graphs.append(replace(tracer.summarize(compilation, reason), what_if=rows))
-    report = Report(graphs=tuple(graphs), handed_over=tuple(tracer.handed_over), breaks=tuple(tracer.breaks))
+    report = Report(
+        graphs=tuple(graphs),
+        handed_over=tuple(tracer.handed_over),
+        breaks=tuple(tracer.breaks),
+        states=tuple(map(tracer.state, range(tracer.num_graphs))),
+    )
     return compare_batches(report, model, args, kwargs, options=options, batches=batches, progress=progress)
 
 
@@ -214,6 +217,14 @@ class _Tracer:
             way=PLAN if reason is None else INDUCTOR,
             lane_memory_quota=self.config.device.lane_memory_quota,
         )
+
+    def state(self, number: int) -> State:
+        """Return whether the graphs of a Dynamo graph were planned, or why Inductor would run all of them."""
+        name = f"graph{number}"
+        if any(_number(compilation) == number and reason is None for compilation, reason in self.planned):
+            return State(graph=name, stage=Stage.PLANNED, detail="nothing was run")
+        reasons = dict.fromkeys(reason for graph, reason in self.handed_over if graph.startswith(f"{name}_"))
+        return State(graph=name, stage=Stage.FALLS_BACK, detail="; ".join(reasons))
 
     def _plan(
         self, dynamo_name: str, graph_module: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any

@@ -8,6 +8,7 @@ ApolloError
 |-- ReportFileError        a file is no report
 |-- InfeasiblePlanError    no plan keeps the memory quota
 |-- CudaError              the CUDA driver refused a call, or cannot do what lanes need
+|-- RankError              this rank cannot do what the ranks of its job decided, so it stops
 |-- MemoryQuotaError       a lane took more memory than its quota
 |-- TargetError            a model or its inputs cannot be built or traced
 |-- InvariantError         a product is not legal: a defect of ours, found by the check behind a stage
@@ -49,6 +50,10 @@ class InfeasiblePlanError(ApolloError):
 
 class CudaError(ApolloError, RuntimeError):
     """The CUDA driver refused a call, or is missing or too old; the message says which call and what to do."""
+
+
+class RankError(ApolloError, RuntimeError):
+    """This rank cannot learn or run what the ranks of its job decided in common; the message says what differs."""
 
 
 class MemoryQuotaError(ApolloError):

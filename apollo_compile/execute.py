@@ -58,6 +58,8 @@ class Executable:
         self._graph = graph
         self._bodies = tuple(bodies)
         self._mutates = mutates
+        self.num_runs = 0
+        """On lanes."""
         clone, destroy = tensor_api()
         self._native = _native.Executor(
             start_lanes(program.lanes, park_team=park_team),
@@ -82,6 +84,7 @@ class Executable:
             return self._run_here(inputs)
         handles = to_handles(inputs)
         inputs.clear()
+        self.num_runs += 1
         try:
             outputs = self._native.run(handles)
         except RuntimeClosedError:

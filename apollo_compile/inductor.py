@@ -2,7 +2,7 @@
 
     compile_plainly         what torch.compile alone would do with a Dynamo graph: a fallback
     inductor_settings       Inductor's settings of a mode and options, as torch.compile takes them
-    copy_dynamo_graph       a graph that compiling may change, so that the other can still fall back
+    copy_of_dynamo_graph    a graph that compiling may change, so that the other can still fall back
     compile_with_inductor   run a Dynamo graph through AOTAutograd and Inductor's passes, with our inner compiler
     set_aside               leave out of a graph what is no tensor and only passes through; see to its sizes
     adopt_layouts           trace a graph again for the strides that its inputs really have
@@ -343,19 +343,32 @@ def with_settings(settings: Mapping[str, Any]) -> AbstractContextManager[None]:
     return inductor_config.patch(dict(settings))  # type: ignore[no-any-return]
 
 
-def copy_dynamo_graph(graph_module: fx.GraphModule) -> fx.GraphModule:
-    """Return a copy of a Dynamo graph that may be compiled, which changes a graph and those inside it.
+@contextlib.contextmanager
+def copy_of_dynamo_graph(graph_module: fx.GraphModule) -> Iterator[fx.GraphModule]:
+    """Give a copy of a Dynamo graph that may be compiled, which changes a graph and those inside it.
 
-    Parameters, buffers and modules are shared, and so is what Dynamo notes about the graph.
+    Parameters, buffers and modules are shared, and so is what Dynamo notes about the graph. As Dynamo does with its
+    own, what is noted about nodes is dropped afterwards: it refers to parameters, which nobody could swap then.
     """
+    copied = _copy_dynamo_graph(graph_module)
+    try:
+        yield copied
+    finally:
+        for module in copied.modules():
+            for node in module.graph.nodes if isinstance(module, fx.GraphModule) else ():
+                node.meta.clear()
+
+
+def _copy_dynamo_graph(graph_module: fx.GraphModule) -> fx.GraphModule:
     copied = clone_graph(graph_module)
     for node, original in zip(copied.graph.nodes, graph_module.graph.nodes, strict=True):
-        vars(node).update({name: vars(original)[name] for name in vars(original).keys() - vars(node).keys()})
+        vars(node).update({**vars(original), **vars(node)})
     for name, inner in copied.named_children():
         if isinstance(inner, fx.GraphModule):
-            setattr(copied, name, copy_dynamo_graph(inner))
-    noted = vars(graph_module).keys() - vars(copied).keys() - {"_code"}
-    vars(copied).update({name: vars(graph_module)[name] for name in noted})
+            setattr(copied, name, _copy_dynamo_graph(inner))
+    for name, value in vars(graph_module).items():  # in their order, which is part of the keys of AOTAutograd's cache
+        if name != "_code":
+            vars(copied).setdefault(name, value)
     copied.meta = dict(graph_module.meta)
     return copied
 
@@ -903,6 +916,7 @@ def compile_bodies(
     native: bool,
     units: int | None = None,
     left_out: int = 0,
+    at: Callable[[str, int, int], None] = lambda phase, number, count: None,
     **kwargs: Any,
 ) -> tuple[CompiledBody, ...]:
     """Compile pieces with Inductor.
@@ -914,6 +928,7 @@ def compile_bodies(
         native: try the C++ wrapper first; a piece that it cannot express is compiled with the Python wrapper.
         units: SMs that the code is for, where it is for a part of the device.
         left_out: SMs of the device that are not among them.
+        at: called with what is being done to which of how many pieces.
         kwargs: what AOTAutograd passed for the whole graph, such as `is_backward` and `graph_id`.
     """
     shared = shared_kwargs(kwargs)
@@ -926,10 +941,15 @@ def compile_bodies(
         _compiled_without(left_out),
     ):
         layouts = [_output_layouts(piece) for _, piece, _ in pieces]
-        started = [_start_native(piece, fakes, shared) if native else None for _, piece, fakes in pieces]
-        bodies = [
-            _finish(compiled, piece, fakes, shared) for (_, piece, fakes), compiled in zip(pieces, started, strict=True)
-        ]
+        started = []
+        for number, (_, piece, fakes) in enumerate(pieces, 1):
+            if native:
+                at("body", number, len(pieces))
+            started.append(_start_native(piece, fakes, shared) if native else None)
+        bodies = []
+        for number, ((_, piece, fakes), compiled) in enumerate(zip(pieces, started, strict=True), 1):
+            at("C++ code of body" if native else "body", number, len(pieces))
+            bodies.append(_finish(compiled, piece, fakes, shared))
     for (name, _, _), body, layout in zip(pieces, bodies, layouts, strict=True):
         _check_layouts(f"segment {name}", body.function, layout)
     return tuple(

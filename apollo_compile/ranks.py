@@ -10,9 +10,9 @@ Note [What ranks agree on]
     apart. And a step that one rank runs by its plan and another by Inductor's code measures neither.
 
     Therefore these things are settled in common: the costs and plan of every graph, which library computes its matrix
-    products, every later plan, and the times of every round of a contest. All that follows from them (which entrant
-    leaves, who wins, what the next step runs) is a function of what was settled and of the number of steps, so all
-    ranks switch at the same step.
+    products, every later plan, who competes in a contest, and the times of every round of it. All that follows from
+    them (which entrant leaves, who wins, what the next step runs) is a function of what was settled and of the number
+    of steps, so all ranks switch at the same step.
 
     The first rank to arrive decides, by one compare-and-set in the store of the default process group; the others take
     what they find there. Nobody ever waits for another rank, so a graph that one rank compiles and another never sees
@@ -24,8 +24,23 @@ Note [What ranks agree on]
     other topics, and decides alone where nobody else has them. After the verdict nothing is settled any more, and so no
     step talks to the store: with several ranks there is no contest after a drift.
 
-If the store fails, that is one WARNING, and the rank decides alone from then on. It is still one of several: what it
-measures is measured beside the others, and so is no finding for a process of its own.
+    What fails on one rank must not make it run another way than the others. There are two answers. (1) It takes part
+    without a proposal of its own, in the same step as it would have had one. A rank whose measurements or planning fail
+    proposes to keep the plan, and takes another one if that was settled. A rank on which Inductor cannot compile a
+    graph proposes a contest without Inductor: at once, while the others wait for one step before they propose one with
+    it. Where every step has a collective, no rank begins the next step before all have begun this one, so the failure
+    is known to all. A graph whose plan is too large for the store is proposed to be left to Inductor.
+    (2) It stops with a `RankError`, now and in whatever it is asked to decide later, also if somebody catches the first
+    one: when the store does not answer, since nobody can tell what the others decided; when what was settled is of
+    another version, is damaged, is not legal for its segments, or cannot be run here; and when anything unforeseen
+    fails in a contest. The others notice when a collective misses it, as for any error on one rank.
+
+    Where the process group has no store (which is a property of its kind, and so the same on all ranks) nothing can be
+    settled, and Inductor runs every graph on every rank. Before a graph has a topic, when it cannot be captured, or its
+    segments cannot be compiled, it is Inductor's on that rank alone, with a WARNING; its collectives keep their order.
+
+A process is one of several ranks as long as its group lives: what it measures is measured beside the others, and so is
+no finding for a process of its own.
 """
 
 from __future__ import annotations
@@ -36,10 +51,15 @@ import weakref
 from collections import Counter
 from typing import Any, Protocol
 
+from apollo_compile import __version__
+from apollo_compile.errors import RankError
+
 _logger = logging.getLogger(__name__)
 
 MAX_BYTES = 4 * 2**20
 """Of a proposal. A TCPStore closes the connection that sends more than 8 MiB."""
+
+SAME_EVERYWHERE = "give every rank the same versions of apollo_compile and torch, the same options, and as many cores"
 
 
 class Store(Protocol):
@@ -59,12 +79,32 @@ class Ranks:
 
     def __init__(self, store: Store | None, *, is_alone: bool | None = None) -> None:
         self.is_alone = store is None if is_alone is None else is_alone
-        """Not so after the store failed: the others are there still."""
+        self.can_agree = self.is_alone or store is not None
+        """Whether anything can be settled: not among several ranks without a store."""
         self._store = store
         self._lock = threading.Lock()
         self._num_graphs = 0
         self._times_seen: Counter[str] = Counter()
         self._has_told = False
+        self._failure: str | None = None
+
+    def fail(self, why: str, remedy: str = SAME_EVERYWHERE) -> RankError:
+        """Return the error with which this rank stops; whatever it is asked to settle later raises it again."""
+        if self._failure is None:
+            self._failure = (
+                f"this rank stops, since it cannot run what the other ranks run: {why}; {remedy}, or set "
+                "APOLLO_DISABLE=1 on all ranks"
+            )
+        return RankError(self._failure)
+
+    def check(self) -> None:
+        """Raise the error of `fail` again, if there was one.
+
+        Raises:
+            RankError: this rank has failed.
+        """
+        if self._failure is not None:
+            raise RankError(self._failure)
 
     def enroll(self, graph: str, name: str, *, units: int = 1) -> str:
         """Return the topic of one more compiled graph; ranks that compile the same graphs get the same topics.
@@ -88,22 +128,29 @@ class Ranks:
         return topic
 
     def settle(self, topic: str, proposal: str) -> str:
-        """Return what the first rank proposed under this topic: `proposal`, if it is this one. Waits for no rank."""
-        if self._store is None:
+        """Return what the first rank proposed under this topic: `proposal`, if it is this one. Waits for no rank.
+
+        Raises:
+            RankError: what was settled cannot be known: the store failed, now or earlier, or another version of this
+                package has written to it.
+        """
+        self.check()
+        if self.is_alone:
             return proposal
         try:
+            if self._store is None:
+                raise ValueError("the process group has no store")
             if len(proposal) > MAX_BYTES:
                 raise ValueError(f"a proposal of {len(proposal)} bytes is too large for the store")
-            return self._store.compare_set(topic, "", proposal).decode()
-        except Exception as error:  # whatever the store's kind raises; training goes on
-            self._store = None
-            _logger.warning(
-                "this rank decides alone from now on: %s was not settled with the others: %s: %s",
-                topic,
-                type(error).__name__,
-                str(error).partition("\n")[0],
-            )
-            return proposal
+            settled = self._store.compare_set(topic, "", f"{__version__}\n{proposal}").decode()
+        except Exception as error:  # whatever the store's kind raises
+            reason = str(error).partition("\n")[0]
+            why = f"{topic!r} was not settled with them: {type(error).__name__}: {reason}"
+            raise self.fail(why, "start the job again from its last checkpoint") from error
+        version, _, text = settled.partition("\n")
+        if version != __version__:
+            raise self.fail(f"{topic!r} was settled by apollo_compile {version[:20]!r}, and this is {__version__!r}")
+        return text
 
 
 _ranks_lock = threading.Lock()
@@ -130,6 +177,12 @@ def _open_store(group: Any) -> Store | None:
     try:  # a connection of its own: what goes wrong with it is not the process group's trouble
         store: Store = dist.PrefixStore("apollo_compile", group.get_group_store().clone())  # type: ignore[attr-defined]
         return store
+    except dist.DistError as error:  # the others may have reached it
+        raise RankError(f"this rank stops, since it cannot reach the store of its process group: {error}") from error
     except Exception as error:  # a group without a store, or one of a kind that cannot be shared
-        _logger.warning("this rank decides alone: its process group has no store: %s: %s", type(error).__name__, error)
+        _logger.warning(
+            "Inductor runs all graphs, since ranks cannot agree on plans: their process group has no store: %s: %s",
+            type(error).__name__,
+            str(error).partition("\n")[0],
+        )
         return None

@@ -34,23 +34,30 @@ Procedure   1. The plan against its segments in turn, and against the list sched
             3. If another way was faster for one of the graphs alone, the mixture meets the winner; not on a GPU, where
                all graphs of a model run the same way.
             A verdict takes `MIN_ROUNDS` comparable rounds: with fewer, what was to be beaten stays, at first the plan.
-Drift       One in `WATCH_EVERY` of the winner's steps stays watched, and the others cost nothing: if the medians of
-            `DRIFT_STEPS` watched steps are off by `DRIFT` from the first such median twice in a row, what is compiled
-            competes again; if Inductor never had to, as a plan was ahead by `CLEAR`, step 2 counts anew. Each time that
-            changes nothing, the next contest is at least twice as far away.
+Drift       One in `WATCH_EVERY` of the winner's steps stays watched, and the others cost nothing. Which one is decided
+            when a step begins and holds for all its graphs: a sample is a whole step, the sum over the graphs of their
+            mean call, so that it does not depend on how many forwards come before their backwards, or how often the
+            model is evaluated between two steps. A step in which not all graphs ran that have run before, or in which
+            calls of several threads overlapped, is no sample. If the medians of `DRIFT_STEPS` samples are off by
+            `DRIFT` from the first such median twice in a row, what is compiled competes again; if Inductor never had
+            to, as a plan was ahead by `CLEAR`, step 2 counts anew. Each time that changes nothing, the next contest is
+            at least twice as far away.
 Latecomers  A graph that runs for the first time after the verdict, as the backward of a model that was evaluated before
             it was trained, learns its plan; then the contest is held again, with Inductor. Not with several ranks.
 Earlier     Where an earlier process came to a verdict about every graph that runs (`history.py`), that one holds, and
             is watched as one of this process. After a drift Inductor's way may be compiled, as in a first contest.
 
-Ranks       With several ranks, the times of a round are those of the first rank to end it, on all ranks. All else
-            follows from the rounds and from the number of steps, so all ranks run the same entrant in the same step and
-            end with the same verdict: Note [What ranks agree on] in `ranks.py`. Drift is not watched then, so that a
-            verdict is final, and Inductor competes whatever the lead.
+Ranks       With several ranks, the entrants of a contest are those of the first rank to begin it, and the times of a
+            round those of the first rank to end it, on all ranks. All else follows from them and from the number of
+            steps, so all ranks run the same entrant in the same step and end with the same verdict: Note [What ranks
+            agree on] in `ranks.py`. Inductor competes whatever the lead, if it compiles every graph on every rank: a
+            rank where it does not says so at once, and the others begin the contest one step after they compiled.
+            Drift is not watched then, so that a verdict is final.
 
 Guarantees: the choice only ever changes between steps; a round counts only if all entrants ran the same graphs in it,
-and all that the model ran before; if anything fails, all graphs run their plans and the contest is closed. Whoever
-interrupts it, as one may while Inductor compiles, has it held again from the next step on.
+and all that the model ran before; if anything fails, all graphs run their plans and the contest is closed, or, with
+several ranks, of which the others go on with it, the step raises a `RankError`. Whoever interrupts it, as one may while
+Inductor compiles, has it held again from the next step on; with several ranks, plans run from then on.
 """
 
 from __future__ import annotations
@@ -66,6 +73,7 @@ from collections.abc import Callable, Collection, Generator, Iterable, Mapping, 
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from apollo_compile.errors import RankError
 from apollo_compile.ir import Choice, Standing, Verdict
 from apollo_compile.json_form import from_json, to_json
 from apollo_compile.ranks import Ranks
@@ -182,6 +190,13 @@ class Contest:
     def num_rounds(self) -> int:
         """Rounds that count."""
         return len(self._rounds)
+
+    @property
+    def progress(self) -> str:
+        """Say which round it is in."""
+        number = self._num_rounds + 1
+        limit = f"at least {MIN_ROUNDS}" if number <= MIN_ROUNDS else f"at most {MAX_ROUNDS}"
+        return f"round {number} of {limit} between {', '.join(self._alive)}"
 
     @property
     def is_over(self) -> bool:
@@ -304,12 +319,14 @@ class Selection:
         self._ranks = ranks or Ranks(None)
         self._tidy = tidy
         self._is_watched = is_watched and self._ranks.is_alone
-        self._num_rounds = itertools.count()
+        self._num_rounds, self._num_fields = itertools.count(), itertools.count()
         self._contest: Contest | None = None
-        self._procedure: Generator[Contest, None, Verdict] | None = None
+        self._procedure: Generator[Contest | None, None, Verdict] | None = None
         self._watch = _Watch()
         self._num_unwatched: float = 0
-        """Steps to come that cost nothing."""
+        """Steps until one begins that is looked at, that one included; until then they cost nothing."""
+        self._callers: set[int] = set()
+        """Threads that are between `enter` and `leave`."""
         self._last: Graph | None = None
         """The graph that ran last."""
         self._prepared_ns = 0
@@ -328,6 +345,12 @@ class Selection:
         return self._procedure is not None
 
     @property
+    def progress(self) -> str:
+        """Say where the contest is that is being held, or will be."""
+        contest = self._contest
+        return f"a contest begins, of at least {MIN_ROUNDS} rounds" if contest is None else contest.progress
+
+    @property
     def is_settled(self) -> bool:
         """Whether nothing is being decided: there is a verdict, or there will be none."""
         is_decided = self.verdict is not None or all(graph.remembered is not None for graph in self._all_graphs)
@@ -335,35 +358,50 @@ class Selection:
 
     def passes(self, graph: Graph) -> bool:
         """Return whether this call of a graph goes by unwatched: then neither `enter` nor `leave` is to be called."""
-        if self._num_unwatched <= 0:
+        left = self._num_unwatched
+        if left <= 0:
             return False
+        graphs = self._all_graphs
+        if graph is graphs[0] and (self._last is not graph or len(graphs) == 1 or not self._is_unrolled(graph)):
+            if left <= 1:
+                self._num_unwatched = 0
+                return False
+            self._num_unwatched = left - 1
         self._last = graph
-        if graph is self._all_graphs[0]:
-            self._num_unwatched -= 1
         return True
 
     def enter(self, graph: Graph) -> None:
         """Call this before a graph runs; if a step begins with it, the way of every graph is set for the step.
 
         Raises:
+            RankError: with several ranks, this one cannot do as the others; it does not run on.
             Exception: a way could not be made ready; all graphs run their plans from now on.
             KeyboardInterrupt: as others that are no `Exception`; the contest begins anew with the next step.
         """
+        caller = threading.get_ident()
+        self._callers.add(caller)
+        if len(self._callers) > 1:
+            self._watch.spoil()
         if graph is not self._all_graphs[0] or not self._lock.acquire(blocking=False):
             return  # in the midst of a step, or in another thread's
         try:
+            self._ranks.check()
             if not self._is_closed and not self._is_unrolled(graph):
                 self._begin_step()
         except BaseException as error:
+            self._callers.discard(caller)
             self._is_closed = isinstance(error, Exception) or not self._ranks.is_alone  # others do not begin anew
             self._abandon()
-            raise
+            if self._ranks.is_alone or isinstance(error, RankError) or not isinstance(error, Exception):
+                raise
+            raise self._ranks.fail(f"a contest failed here: {type(error).__name__}: {error}") from error
         finally:
             self._lock.release()
 
-    def leave(self, graph: Graph, ns: int) -> None:
-        """Call this after a graph ran, with how long it took."""
-        if not self._lock.acquire(blocking=False):
+    def leave(self, graph: Graph, ns: int | None) -> None:
+        """Call this after a graph ran, with how long it took; None if it raised."""
+        self._callers.discard(threading.get_ident())
+        if ns is None or not self._lock.acquire(blocking=False):
             return  # another thread is at it: its time and this one are worth nothing
         try:
             self._last = graph
@@ -371,8 +409,8 @@ class Selection:
                 for index, other in enumerate(self._graphs):
                     if other is graph:
                         self._contest.record(index, ns)
-            elif self.verdict is not None and self._is_watched and self._num_unwatched <= 0:
-                self._watch.record(ns)
+            elif self._watch.is_in_step:
+                self._watch.record(graph, ns)
         finally:
             self._lock.release()
 
@@ -393,6 +431,7 @@ class Selection:
                 return
             self._graphs = tuple(self._all_graphs)
             self._procedure = self._decide()
+        if self._contest is None:
             self._advance()
         while self._contest is not None:
             choice = self._contest.begin_step()
@@ -424,11 +463,12 @@ class Selection:
         if not self._is_watched:
             self._num_unwatched = math.inf
             return False
-        was_watched = self._watch.is_in_step
-        if self._watch.has_drifted() or self._is_inductor_due():
+        if not self._watch.is_in_step:
+            self._watch.begin_step(is_spoilt=len(self._callers) > 1)
+            return False
+        if self._watch.has_drifted([graph for graph in self._all_graphs if graph.has_run]) or self._is_inductor_due():
             return True
-        if was_watched:
-            self._num_unwatched = WATCH_EVERY - 1
+        self._num_unwatched = WATCH_EVERY - 1
         return False
 
     def _is_inductor_due(self) -> bool:
@@ -462,30 +502,33 @@ class Selection:
             self._procedure, self.verdict = None, verdict
             self._tell(verdict)
 
-    def _decide(self) -> Generator[Contest, None, Verdict]:
-        """Hold one contest after the other; each yield is a contest that is over when the generator goes on."""
-        running = {index: graph for index, graph in enumerate(self._graphs) if graph.has_run}
+    def _decide(self) -> Generator[Contest | None, None, Verdict]:
+        """Hold one contest after the other.
+
+        Each yield is a contest that is over when the generator goes on, or None for one step in which none is held.
+        """
+        running: Sequence[Graph] = [graph for graph in self._graphs if graph.has_run]
         last = self.verdict
-        is_first = last is None or last.is_remembered or running.keys() != self._compared
+        is_first = last is None or last.is_remembered or self._places(running) != self._compared
         is_inductor_known = not is_first and last is not None and last.has_met(INDUCTOR)
         is_inductor_due = self._is_inductor_due() or not self._is_watched
-        results = _Results(list(running), self._settle)
         self._prepared_ns = 0
-        if is_first and any(INDUCTOR in graph.ways for graph in running.values()):
-            self._prepare(running.values())  # of the others it is known what Inductor makes of them
-        entrants = self._entrants((INDUCTOR, SERIAL, *SHARED_WAYS, LISTED, PLAN))
+        if is_first and any(INDUCTOR in graph.ways for graph in running):
+            self._prepare(running)  # of the others it is known what Inductor makes of them
+        entrants, running = self._agree(self._entrants((INDUCTOR, SERIAL, *SHARED_WAYS, LISTED, PLAN)), running)
+        results = _Results(sorted(self._places(running)), self._settle)
         stays = next((name for name, each in entrants.items() if last and each == last.choice), list(entrants)[-1])
         winner = yield from results.hold(entrants, stays)
         is_clear = winner in (LISTED, PLAN) and results.ratios.get(SERIAL, 1.0) >= CLEAR
         if not is_inductor_known and INDUCTOR not in entrants and (is_inductor_due or not is_clear):
-            self._prepare(running.values())
-            rival = self._entrants((INDUCTOR,))  # none if it cannot compile the graphs
-            if rival:
-                winner = yield from results.hold({**rival, winner: entrants[winner]}, winner)
+            self._prepare(running)
+            rivals = yield from self._meet_inductor(winner, entrants[winner], running)
+            if len(rivals) > 1:
+                winner = yield from results.hold(rivals, winner)
         mixture = None if any(graph.is_bound for graph in self._graphs) else results.mixture(winner)
         if mixture is not None:
             winner = yield from results.hold({winner: results.choices[winner], MIXTURE: mixture}, winner)
-        self._compared = frozenset(running)
+        self._compared = self._places(running)
         return results.verdict(winner, prepare_ns=self._prepared_ns)
 
     def _prepare(self, graphs: Iterable[Graph]) -> None:
@@ -495,13 +538,55 @@ class Selection:
             graph.prepare()
         self._prepared_ns += time.perf_counter_ns() - begin
 
+    def _meet_inductor(
+        self, winner: str, choice: Choice, running: Sequence[Graph]
+    ) -> Generator[None, None, Mapping[str, Choice]]:
+        """Return who competes after Inductor compiled: `winner` alone if it could not, on whichever rank that was."""
+        rivals: Mapping[str, Choice] = {**self._entrants((INDUCTOR,)), winner: choice}
+        if self._ranks.is_alone:
+            return rivals
+        self._use(choice)
+        if all(INDUCTOR in graph.ways for graph in running):
+            yield None  # a step, in which a rank where that is not so can say it
+            rivals, _ = self._agree(rivals, running)
+        else:
+            rivals, _ = self._agree({winner: choice}, running)
+            yield None
+        return rivals
+
+    def _agree(
+        self, entrants: Mapping[str, Choice], running: Sequence[Graph]
+    ) -> tuple[Mapping[str, Choice], Sequence[Graph]]:
+        """Return who competes on all ranks, and the graphs whose times count, given what this rank would take.
+
+        Raises:
+            RankError: one of them cannot be run here.
+        """
+        if self._ranks.is_alone:
+            return entrants, running
+        own = _Field(entrants=entrants, graphs=tuple(sorted(self._places(running))))
+        topic = f"{self._graphs[0].topic}/contest {next(self._num_fields)}"
+        field = from_json(_Field, json.loads(self._ranks.settle(topic, json.dumps(to_json(own)))))
+        for name, choice in field.entrants.items():
+            lacking = [way for graph, way in zip(self._graphs, choice, strict=True) if not _can_run(graph, way)]
+            if lacking:
+                raise self._ranks.fail(f"{name!r} competes on the other ranks, and this one cannot run {lacking[0]!r}")
+        return field.entrants, [self._graphs[place] for place in field.graphs]
+
     def _settle(self, measured: Round) -> Round:
         """Return the times of a round that all ranks go by."""
         if self._ranks.is_alone:
             return measured
         topic = f"{self._graphs[0].topic}/round {next(self._num_rounds)}"
         settled = self._ranks.settle(topic, json.dumps({"times": to_json(measured)}))
-        return from_json(_Settled, json.loads(settled)).by_graph()
+        found = from_json(_Settled, json.loads(settled)).by_graph()
+        if found.keys() != measured.keys():
+            raise ValueError(f"{topic} is of {sorted(found)} on another rank, and of {sorted(measured)} on this one")
+        return found
+
+    def _places(self, graphs: Iterable[Graph]) -> frozenset[int]:
+        """Return the places of some of the graphs."""
+        return frozenset(place for place, graph in enumerate(self._graphs) if any(graph is each for each in graphs))
 
     def _entrants(self, names: Sequence[str]) -> dict[str, Choice]:
         """Return the distinct choices among the ways called `names`; the first name of a choice stays."""
@@ -533,6 +618,19 @@ def _nearest(graph: Graph, name: str) -> str:
         return name
     names = (name, SERIAL, INDUCTOR, PLAN) if name != LISTED else (LISTED, PLAN, SERIAL, INDUCTOR)
     return next(way for way in names if way in graph.ways)
+
+
+def _can_run(graph: Graph, way: str) -> bool:
+    return way in graph.ways or (graph.is_bound and way != INDUCTOR)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Field:
+    """Who competes, as it goes through the store."""
+
+    entrants: Mapping[str, Choice]
+    graphs: tuple[int, ...]
+    """Places of those that have run: a round without one of them does not count."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -610,7 +708,7 @@ class _Results:
 
 
 class _Watch:
-    """Notices that the winner's calls take longer or shorter than they did."""
+    """Notices that the winner's steps take longer or shorter than they did."""
 
     def __init__(self) -> None:
         self.total_ns = 0
@@ -621,28 +719,41 @@ class _Watch:
     def restart(self, *, is_confirmed: bool) -> None:
         """Begin anew after a verdict; be more patient if it was the one before."""
         self._patience = 2 * self._patience if is_confirmed else 1
-        self._samples: list[int] = []
-        self._step_ns = 0
+        self._samples: list[float] = []
+        self._calls: dict[int, list[int]] | None = None
+        """Of the step that is watched, per graph: how many, and how long they took together."""
+        self._is_spoilt = False
         self._steps = 0
         self._usual: float | None = None
         self._num_off = 0
 
-    def record(self, ns: int) -> None:
-        """Add a call to the step that is going on."""
-        self._step_ns += ns
-
     @property
     def is_in_step(self) -> bool:
-        """Whether a step was watched that has not been ended."""
-        return self._step_ns > 0
+        """Whether a watched step has begun and was not ended."""
+        return self._calls is not None
 
-    def has_drifted(self) -> bool:
-        """End a step; return whether the contest should be held again."""
-        if self._step_ns == 0:
+    def begin_step(self, *, is_spoilt: bool) -> None:
+        """Watch the step that begins now; no sample is taken from one that is spoilt."""
+        self._calls, self._is_spoilt = {}, is_spoilt
+
+    def record(self, graph: Graph, ns: int) -> None:
+        """Add a call to the step that is going on."""
+        if self._calls is not None:
+            counted = self._calls.setdefault(id(graph), [0, 0])
+            counted[0] += 1
+            counted[1] += ns
+
+    def spoil(self) -> None:
+        """Take no sample from the step that is going on."""
+        self._is_spoilt = True
+
+    def has_drifted(self, graphs: Iterable[Graph]) -> bool:
+        """End a step, in which all of `graphs` should have run; return whether the contest should be held again."""
+        calls, self._calls = self._calls or {}, None
+        self.total_ns += WATCH_EVERY * sum(ns for _, ns in calls.values())
+        if self._is_spoilt or calls.keys() != {id(graph) for graph in graphs}:
             return False
-        self._samples.append(self._step_ns)
-        self.total_ns += WATCH_EVERY * self._step_ns
-        self._step_ns = 0
+        self._samples.append(sum(ns / count for count, ns in calls.values()))
         self._steps += 1
         if len(self._samples) < DRIFT_STEPS:
             return False

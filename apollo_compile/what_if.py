@@ -2,23 +2,27 @@
 
     what_if(compilation, units=..., profiles=...) -> [WhatIf]
 
-Heuristics with little effort make these plans: they are there to be compared, and a report has several per graph.
+Heuristics with little effort make these plans: they are there to be compared, and a report has several per graph. They
+keep the memory quota of the plan that runs; a device on which no plan keeps it has no row.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from apollo_compile.config import Config
 from apollo_compile.device import DeviceProfile, limit_units, load_profile
-from apollo_compile.errors import ConfigError
+from apollo_compile.errors import ConfigError, InfeasiblePlanError
 from apollo_compile.ir import Observations
 from apollo_compile.passes.cost import estimate_costs
 from apollo_compile.passes.plan import make_plan
 from apollo_compile.pipeline import Compilation
 from apollo_compile.reports.summary import WhatIf
 from apollo_compile.text import format_count
+
+_logger = logging.getLogger(__name__)
 
 PROFILES = ("h200",)
 """Devices that every report compares with."""
@@ -44,15 +48,13 @@ def what_if(
     if units is not None and min(units, default=1) < 1:
         raise ConfigError(f"cannot compare with {min(units)} units: expected at least 1")
     here = compilation.profile
-    rows = [
-        _plan(compilation, config, limit_units(here, count), compilation.observations, _describe(here, count))
+    devices = [
+        (_describe(here, count), limit_units(here, count), compilation.observations)
         for count in dict.fromkeys(_usual_units(here) if units is None else units)
         if count != here.units
     ]
-    for name in profiles:
-        profile = load_profile(Path(name))
-        rows.append(_plan(compilation, config, profile, Observations(), f"device profile {name}"))
-    return tuple(rows)
+    devices += [(f"device profile {name}", load_profile(Path(name)), Observations()) for name in profiles]
+    return tuple(_plan_each(compilation, config, devices))
 
 
 def _usual_units(profile: DeviceProfile) -> tuple[int, ...]:
@@ -60,22 +62,28 @@ def _usual_units(profile: DeviceProfile) -> tuple[int, ...]:
     return tuple(count for count in candidates if 1 <= count <= profile.unit_counts[-1])
 
 
-def _plan(
-    compilation: Compilation, config: Config, profile: DeviceProfile, observations: Observations, change: str
-) -> WhatIf:
+def _plan_each(
+    compilation: Compilation, config: Config, devices: Iterable[tuple[str, DeviceProfile, Observations]]
+) -> Iterator[WhatIf]:
     graph = compilation.partition.graph
-    plan = make_plan(
-        graph,
-        estimate_costs(graph, profile, observations),
-        lanes=profile.lanes,
-        planner="serial" if config.plan.planner == "serial" else "greedy",
-        min_gain=config.plan.min_gain,
-        seed=config.plan.seed,
-        time_limit_s=config.plan.time_limit_s,
-        work_s=config.plan.time_limit_s * EFFORT,
-        deterministic=config.plan.deterministic,
-    )
-    return WhatIf(change=change, units=profile.units, serial_ns=plan.serial_ns, predicted_ns=plan.makespan_ns)
+    for change, profile, observations in devices:
+        try:
+            plan = make_plan(
+                graph,
+                estimate_costs(graph, profile, observations),
+                lanes=profile.lanes,
+                planner="serial" if config.plan.planner == "serial" else "greedy",
+                min_gain=config.plan.min_gain,
+                seed=config.plan.seed,
+                time_limit_s=config.plan.time_limit_s,
+                work_s=config.plan.time_limit_s * EFFORT,
+                deterministic=config.plan.deterministic,
+                memory_quota=config.plan.memory_quota,
+            )
+        except InfeasiblePlanError as error:
+            _logger.info("%s is not compared with %s: %s", graph.name, change, error)
+            continue
+        yield WhatIf(change=change, units=profile.units, serial_ns=plan.serial_ns, predicted_ns=plan.makespan_ns)
 
 
 def _describe(profile: DeviceProfile, units: int) -> str:

@@ -56,6 +56,7 @@ def _a_machine_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pyt
     for variable in [name for name in os.environ if name.startswith("APOLLO_") and name != "APOLLO_ACCEPT"]:
         monkeypatch.delenv(variable)
     monkeypatch.setenv("APOLLO_PROFILE", "cpu")
+    monkeypatch.setattr(logging.getLogger("apollo_compile.progress"), "level", logging.WARNING)  # how long: no matter
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / f"cache{next(_cache_numbers)}"))
     if "torch" not in sys.modules:
         yield

@@ -9,8 +9,11 @@ import weakref
 from collections.abc import Callable, Iterator
 
 import pytest
+import torch
 import torch.distributed as dist
 
+from apollo_compile import __version__, backend
+from apollo_compile.errors import RankError
 from apollo_compile.ranks import MAX_BYTES, Ranks, find_ranks
 
 
@@ -91,16 +94,39 @@ def test_the_ranks_of_a_process_group_live_and_end_with_it(group: Callable[[], d
     assert first() is None
 
 
-def test_a_group_without_a_store_is_of_several_ranks_all_the_same(
+def test_without_a_store_nothing_is_settled(
     group: Callable[[], dist.ProcessGroup], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Each decides alone, which one line says."""
+    """It is a property of the group's kind, so that Inductor runs all graphs on all ranks; one line says why."""
     monkeypatch.setattr(dist.ProcessGroup, "get_group_store", lambda _: None)
     group()
     ranks = find_ranks()
-    assert not ranks.is_alone
-    assert ranks.settle("plan", "mine") == "mine" and ranks.settle("plan", "other") == "other"
-    assert len(caplog.records) == 1
+    assert not ranks.is_alone and not ranks.can_agree
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line.startswith("Inductor runs all graphs, since ranks cannot agree on plans: their process group has no")
+    with pytest.raises(RankError, match="'plan' was not settled with them: ValueError: the process group has no store"):
+        ranks.settle("plan", "mine")
+    torch._dynamo.reset()
+    model, x = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh()), torch.ones(2, 8)
+    with torch.no_grad():
+        run = torch.compile(model, backend="apollo", options={"debug.strict": True})
+        torch.testing.assert_close(run(x), model(x))
+    ((_, reason),) = backend.find_models(model)[0].handed_over
+    assert reason == "several ranks cannot agree on its plan: their process group has no store"
+
+
+def test_a_store_that_cannot_be_reached_stops_the_rank(
+    group: Callable[[], dist.ProcessGroup], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others may have reached it, and then they run lanes."""
+
+    def refuse(_: dist.ProcessGroup) -> None:
+        raise dist.DistNetworkError("Connection refused")
+
+    monkeypatch.setattr(dist.ProcessGroup, "get_group_store", refuse)
+    group()
+    with pytest.raises(RankError, match="cannot reach the store of its process group: Connection refused"):
+        find_ranks()
 
 
 def test_graphs_have_the_same_topic_on_ranks_that_compile_them(caplog: pytest.LogCaptureFixture) -> None:
@@ -131,26 +157,37 @@ def test_a_graph_that_ranks_planned_for_different_numbers_of_cores_is_counted_al
     assert [record.getMessage().split()[0] for record in caplog.records] == ["graph0"]
 
 
-def test_a_store_that_fails_is_asked_once(caplog: pytest.LogCaptureFixture) -> None:
-    """One line, and the rank decides alone."""
+def test_a_store_that_fails_stops_the_rank() -> None:
+    """It cannot know what the others decided; asked again, it says the same, and the store is left in peace."""
     store = BrokenStore()
     ranks = Ranks(store)
-    assert ranks.settle("round 3", "mine") == "mine"
-    assert not ranks.is_alone, "it would keep for a process of its own what it measured beside others"
-    assert ranks.settle("round 4", "mine") == "mine"
+    for topic in ("round 3", "round 4"):
+        with pytest.raises(RankError) as raised:
+            ranks.settle(topic, "mine")
+        assert str(raised.value) == (
+            "this rank stops, since it cannot run what the other ranks run: 'round 3' was not settled with them: "
+            "DistNetworkError: Connection reset by peer; start the job again from its last checkpoint, or set "
+            "APOLLO_DISABLE=1 on all ranks"
+        )
+    with pytest.raises(RankError):
+        ranks.enroll("layers", "graph0")
     assert store.num_calls == 1
-    (line,) = [record.getMessage() for record in caplog.records]
-    assert line == (
-        "this rank decides alone from now on: round 3 was not settled with the others: DistNetworkError: Connection "
-        "reset by peer"
-    )
+    assert not ranks.is_alone, "it would keep for a process of its own what it measured beside others"
 
 
-def test_a_proposal_too_large_for_a_store_is_not_sent(caplog: pytest.LogCaptureFixture) -> None:
-    """It would cost the connection."""
+def test_what_another_version_settled_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may mean something else by the same words; the error names both versions."""
     store = dist.HashStore()
-    ranks = Ranks(store)
-    large = "x" * (MAX_BYTES + 1)
-    assert ranks.settle("plan", large) == large
-    assert "too large" in caplog.text
+    with monkeypatch.context() as patched:
+        patched.setattr("apollo_compile.ranks.__version__", "0.0.9")
+        assert Ranks(store).settle("plan", "mine") == "mine"
+    with pytest.raises(RankError, match=f"'plan' was settled by apollo_compile '0.0.9', and this is '{__version__}'"):
+        Ranks(store).settle("plan", "mine")
+
+
+def test_a_proposal_too_large_for_a_store_is_not_sent() -> None:
+    """It would cost the connection; who has such a one proposes something else."""
+    store = dist.HashStore()
+    with pytest.raises(RankError, match="too large"):
+        Ranks(store).settle("plan", "x" * (MAX_BYTES + 1))
     assert Ranks(store).settle("plan", "small") == "small"

@@ -5,12 +5,15 @@ from __future__ import annotations
 import itertools
 import random
 import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import torch.distributed as dist
 
+from apollo_compile.errors import RankError
 from apollo_compile.ir import Standing, Verdict
 from apollo_compile.ranks import Ranks
 from apollo_compile.select import (
@@ -122,10 +125,37 @@ class Machine:
             self.step()
 
 
+def halves(times: Mapping[str, float], **rest: Any) -> tuple[Graph, Graph]:
+    """Return a forward and a backward that take these times together."""
+    forward, backward = Graph({}, **rest), Graph({}, **rest)
+    slow_down(times, forward, backward)
+    return forward, backward
+
+
+def slow_down(times: Mapping[str, float], forward: Graph, backward: Graph) -> None:
+    """Let a forward and a backward take these times together from now on."""
+    forward.times = {way: time / 3 for way, time in times.items()}
+    backward.times = {way: time - time / 3 for way, time in times.items()}
+
+
 ENOUGH = 5 * MAX_ROUNDS * STEPS_PER_TURN * 3
 
 WINDOW = DRIFT_STEPS * WATCH_EVERY
 """Steps between two looks at how long they take."""
+
+
+def test_a_contest_says_in_which_round_it_is() -> None:
+    """And who takes turns; before it and after it there is no round."""
+    machine = Machine(Graph({SERIAL: 10, PLAN: 9.9, INDUCTOR: 10}), noise=0.3)
+    told = []
+    while not machine.verdicts:
+        machine.step()
+        told.append(machine.selection.progress)
+    rounds = list(dict.fromkeys(told))
+    assert rounds[0] == f"a contest begins, of at least {MIN_ROUNDS} rounds"
+    assert rounds[1:4] == [f"round {number} of at least {MIN_ROUNDS} between {SERIAL}, {PLAN}" for number in (1, 2, 3)]
+    assert f"round {MIN_ROUNDS + 1} of at most {MAX_ROUNDS} between {SERIAL}, {PLAN}" in rounds
+    assert machine.selection.is_settled
 
 
 def test_a_clearly_faster_plan_stays_and_inductor_is_not_compiled() -> None:
@@ -145,8 +175,8 @@ def test_a_clearly_faster_plan_stays_and_inductor_is_not_compiled() -> None:
 
 def test_a_clearly_faster_plan_meets_inductor_once_the_compile_can_pay() -> None:
     """Then the loop has run for so long that the compile is a small part of it; here Inductor is faster after all."""
-    graph = Graph({SERIAL: 10, PLAN: 7, INDUCTOR: 5}, prepare_ns=10**9)
-    machine = Machine(graph)
+    graph, backward = halves({SERIAL: 10, PLAN: 7, INDUCTOR: 5}, prepare_ns=10**9 // 2)
+    machine = Machine(graph, backward)
     machine.run(ENOUGH)
     assert [v.winner for v in machine.verdicts] == [PLAN] and graph.num_prepared == 0
     steps = 0
@@ -157,7 +187,7 @@ def test_a_clearly_faster_plan_meets_inductor_once_the_compile_can_pay() -> None
     assert (ENOUGH + steps) * 7e6 >= 1e9 / COMPILE_SHARE
     machine.run(ENOUGH)
     assert [v.winner for v in machine.verdicts] == [PLAN, INDUCTOR]
-    assert (graph.num_prepared, graph.used[-1]) == (1, INDUCTOR)
+    assert (graph.num_prepared, graph.used[-1]) == (backward.num_prepared, backward.used[-1]) == (1, INDUCTOR)
 
 
 def test_a_rival_that_cannot_be_compiled_is_tried_once() -> None:
@@ -563,27 +593,27 @@ def test_where_there_is_nothing_to_compare_the_verdict_says_so() -> None:
 
 def test_when_a_clear_lead_is_gone_inductor_competes_too() -> None:
     """It was not compiled at first; then a neighbour took the second core for good."""
-    graph = Graph({SERIAL: 10, PLAN: 7, INDUCTOR: 10})
-    machine = Machine(graph)
+    graph, backward = halves({SERIAL: 10, PLAN: 7, INDUCTOR: 10})
+    machine = Machine(graph, backward)
     machine.run(ENOUGH)
     assert [v.winner for v in machine.verdicts] == [PLAN] and graph.num_prepared == 0
-    graph.times = {SERIAL: 12, PLAN: 14, INDUCTOR: 10}
+    slow_down({SERIAL: 12, PLAN: 14, INDUCTOR: 10}, graph, backward)
     machine.run(8 * WINDOW)
     assert [v.winner for v in machine.verdicts] == [PLAN, INDUCTOR] and graph.num_prepared == 1
 
 
 def test_drift_reopens_the_contest_and_a_repeated_verdict_makes_it_patient() -> None:
     """Times that change for good change the verdict; one that goes up and down does not cost a contest each."""
-    graph = Graph({SERIAL: 10, PLAN: 7, INDUCTOR: 10})
-    machine = Machine(graph)
+    graph, backward = halves({SERIAL: 10, PLAN: 7, INDUCTOR: 10})
+    machine = Machine(graph, backward)
     machine.run(ENOUGH)
     assert [v.winner for v in machine.verdicts] == [PLAN]
-    graph.times = {SERIAL: 8, PLAN: 14, INDUCTOR: 10}  # the second core is gone
+    slow_down({SERIAL: 8, PLAN: 14, INDUCTOR: 10}, graph, backward)  # the second core is gone
     machine.run(8 * WINDOW)
     assert [v.winner for v in machine.verdicts] == [PLAN, SERIAL]
     before = len(machine.verdicts)
     for turn in range(16):
-        graph.times = {SERIAL: 8 * (1 + turn % 2), PLAN: 14 * (1 + turn % 2), INDUCTOR: 20}
+        slow_down({SERIAL: 8 * (1 + turn % 2), PLAN: 14 * (1 + turn % 2), INDUCTOR: 20}, graph, backward)
         machine.run(4 * WINDOW)
     assert 1 <= len(machine.verdicts) - before <= 5
     assert graph.used[-1] == SERIAL
@@ -597,12 +627,12 @@ def earlier(way: str) -> Verdict:
 
 def test_a_verdict_of_an_earlier_process_holds_until_times_drift() -> None:
     """Nothing competes before; then everything does, what was not compiled this time included."""
-    graph = Graph({SERIAL: 10, PLAN: 7, INDUCTOR: 8}, remembered=earlier(PLAN))
-    machine = Machine(graph)
+    graph, backward = halves({SERIAL: 10, PLAN: 7, INDUCTOR: 8}, remembered=earlier(PLAN))
+    machine = Machine(graph, backward)
     assert machine.selection.is_settled
     machine.run(8 * WINDOW)
     assert (machine.verdicts, set(graph.used), graph.num_prepared) == ([], {PLAN}, 0)
-    graph.times = {SERIAL: 10, PLAN: 12, INDUCTOR: 8}
+    slow_down({SERIAL: 10, PLAN: 12, INDUCTOR: 8}, graph, backward)
     machine.run(8 * WINDOW)
     (verdict,) = machine.verdicts
     assert (verdict.winner, verdict.is_remembered, graph.used[-1]) == (INDUCTOR, False, INDUCTOR)
@@ -642,14 +672,133 @@ def test_a_graph_that_runs_for_the_first_time_after_the_verdict_is_decided_about
 
 def test_steady_times_never_reopen_it() -> None:
     """Noise is not drift."""
-    graph = Graph({SERIAL: 10, PLAN: 7})
-    machine = Machine(graph, noise=0.05)
+    machine = Machine(*halves({SERIAL: 10, PLAN: 7}), noise=0.05)
     machine.run(20)
     machine._random = random.Random(1)
     for _ in range(3000):
         machine.speed = 1.0
         machine.step()
     assert len(machine.verdicts) == 1
+
+
+def settled_machine(forward: float, backward: float) -> Machine:
+    """Return a machine whose plan won, and was watched for long; its graphs take these times."""
+    graphs = [Graph({SERIAL: 2 * time, PLAN: time, INDUCTOR: 2 * time}) for time in (forward, backward)]
+    machine = Machine(*graphs)
+    machine.run(ENOUGH)
+    assert [verdict.winner for verdict in machine.verdicts] == [PLAN]
+    return machine
+
+
+def multiply(graph: Graph, factor: float) -> None:
+    """Let all ways of a graph take so many times as long."""
+    graph.times = {way: factor * time for way, time in graph.times.items()}
+
+
+@pytest.mark.parametrize("slower", [0, 1])
+def test_drift_of_any_graph_of_a_step_reopens_the_contest(slower: int) -> None:
+    """A forward that takes 30 times as long is seen as a backward is, though it took a tenth of the step."""
+    machine = settled_machine(5, 50)
+    multiply(machine.graphs[slower], 30)
+    machine.run(5 * WINDOW)
+    assert len(machine.verdicts) == 2
+
+
+@pytest.mark.parametrize(("forward", "backward"), [(100, 1), (1, 100)])
+def test_drift_is_that_of_whole_steps(forward: float, backward: float) -> None:
+    """A graph that takes ten times as long is no drift where that is a tenth of the step."""
+    machine = settled_machine(forward, backward)
+    multiply(machine.graphs[forward > backward], 10)
+    machine.run(10 * WINDOW)
+    assert len(machine.verdicts) == 1
+
+
+def run_unrolled(machine: Machine, num_steps: int, sizes: Sequence[int]) -> None:
+    """Take steps of several forwards and then their backwards; `sizes` says of how many, step by step."""
+    for size in itertools.islice(itertools.cycle(sizes), num_steps):
+        for graph, _ in itertools.product((0, 1), range(size)):
+            machine.step(graph)
+
+
+def test_how_many_forwards_come_before_their_backwards_is_no_drift() -> None:
+    """Nor is it a new step that nobody looks at; what then takes longer is drift as ever."""
+    machine = settled_machine(5, 50)
+    before = machine.num_watched
+    run_unrolled(machine, 10 * WINDOW, (4,))
+    assert len(machine.verdicts) == 1
+    assert machine.num_watched - before <= (2 * 4 + 1) * (10 * DRIFT_STEPS + 1)
+    run_unrolled(machine, 10 * WINDOW, (1, 2, 1, 1, 6, 1, 3, 1, 1))
+    assert len(machine.verdicts) == 1
+    multiply(machine.graphs[0], 30)
+    run_unrolled(machine, 6 * WINDOW, (4,))
+    assert len(machine.verdicts) == 2
+
+
+def test_gradients_that_are_accumulated_are_no_drift() -> None:
+    """Each of its micro-batches is a forward and a backward, as a step without."""
+    machine = settled_machine(5, 50)
+    for _ in range(4 * WINDOW):
+        for _ in range(3):
+            machine.step()
+    assert len(machine.verdicts) == 1
+
+
+def test_evaluation_between_steps_is_no_drift() -> None:
+    """Its forwards have no backward, and may be many."""
+    machine = settled_machine(5, 50)
+    chance = random.Random(0)
+    for _ in range(10 * WINDOW):
+        for _ in range(chance.choice((0, 0, 1, 20))):
+            machine.step(0)
+        machine.step()
+    assert len(machine.verdicts) == 1
+    multiply(machine.graphs[0], 30)
+    machine.run(5 * WINDOW)
+    assert len(machine.verdicts) == 2
+
+
+def test_a_step_that_raises_is_no_sample() -> None:
+    """Half of the backwards, and then half of the forwards, end early: what ran of these steps says nothing."""
+    machine = settled_machine(5, 50)
+    forward, backward = machine.graphs
+    for failing, number in itertools.product((backward, forward), range(5 * WINDOW)):
+        for graph in (forward, backward):
+            fails = graph is failing and number % 2 == 0
+            is_watched = not machine.selection.passes(graph)
+            if is_watched:
+                machine.selection.enter(graph)
+                machine.selection.leave(graph, None if fails else round(1e6 * graph.times[graph.way]))
+            if fails:
+                break
+    assert len(machine.verdicts) == 1
+
+
+def test_steps_of_another_thread_at_the_same_time_are_no_drift() -> None:
+    """Calls that wait for each other take longer than the step does; alone again, a slower forward is drift."""
+    machine = settled_machine(5, 50)
+    forward, backward = machine.graphs
+    machine.run(4 * WINDOW)  # how long a step takes is known
+
+    def call(graph: Graph, *, begin: Callable[[], object], end: Callable[[], object]) -> None:
+        is_watched = not machine.selection.passes(graph)
+        if is_watched:
+            machine.selection.enter(graph)
+        begin()
+        end()
+        if is_watched:
+            machine.selection.leave(graph, round(3e6 * graph.times[graph.way]))
+
+    with ThreadPoolExecutor(1) as pool:
+        for _ in range(8 * WINDOW):
+            for graph in (forward, backward):
+                has_begun, has_ended = threading.Event(), threading.Event()
+                other = pool.submit(call, graph, begin=has_begun.set, end=lambda e=has_ended: e.wait(60))
+                assert has_begun.wait(60)
+                call(graph, begin=has_ended.set, end=lambda o=other: o.result(60) and None)
+    assert len(machine.verdicts) == 1
+    multiply(forward, 30)
+    machine.run(5 * WINDOW)
+    assert len(machine.verdicts) == 2
 
 
 def test_a_contest_ends_after_its_last_round_even_without_a_comparable_one() -> None:
@@ -750,7 +899,7 @@ def test_after_the_verdict_no_step_asks_the_store() -> None:
     for rank in ranks:
         rank.run(ENOUGH)
     asked = store.num_calls
-    assert asked == len(ranks) * 2 * MIN_ROUNDS  # Inductor competes too: a verdict is final
+    assert asked == len(ranks) * 2 * (1 + MIN_ROUNDS)  # Inductor competes too: a verdict is final
     for rank in ranks:
         rank.speed = 3.0
         rank.run(10 * WINDOW)
@@ -759,13 +908,103 @@ def test_after_the_verdict_no_step_asks_the_store() -> None:
     assert store.num_calls == asked
 
 
-def test_rubbish_from_another_rank_closes_the_contest_and_the_plans_run() -> None:
-    """As any failure in a contest does."""
+def run_in_step(ranks: Sequence[Machine], steps: int, seed: int) -> None:
+    """Run all ranks as collectives make them run: nobody begins a step before all have begun the one before."""
+    order = random.Random(seed)
+    for _ in range(steps):
+        for rank in order.sample(ranks, len(ranks)):
+            rank.step()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_where_inductor_fails_on_one_rank_it_competes_on_none(seed: int) -> None:
+    """Whoever is first in the step in which it is compiled; all run the same in every step, and end the same way."""
+    ranks = ranks_with(CountingStore(), *[{SERIAL: 10, PLAN: 9, INDUCTOR: 5}] * 3)
+    ranks[seed % 3].graphs[seed % 2].is_compilable = False
+    run_in_step(ranks, ENOUGH, seed)
+    for rank in ranks:
+        assert [graph.num_prepared for graph in rank.graphs] == [1, 1]
+        assert rank.verdicts == ranks[0].verdicts and rank.verdicts[0].winner == PLAN
+        assert not rank.verdicts[0].has_met(INDUCTOR)
+        assert [graph.used for graph in rank.graphs] == [graph.used for graph in ranks[0].graphs]
+
+
+def test_a_rank_that_cannot_run_what_competes_on_the_others_stops() -> None:
+    """One that nothing held in step with them: they have begun a contest with Inductor when it cannot compile."""
+    ahead, behind = ranks_with(CountingStore(), *[{SERIAL: 10, PLAN: 9, INDUCTOR: 5}] * 2)
+    behind.graphs[0].is_compilable = False
+    ahead.run(ENOUGH)
+    assert ahead.verdicts[0].winner == INDUCTOR
+    for _ in range(3):  # also if somebody catches it
+        with pytest.raises(RankError, match="'Inductor' competes on the other ranks, and this one cannot run 'Ind"):
+            behind.run(ENOUGH)
+    assert behind.verdicts == []
+
+
+def test_a_rank_with_another_plan_takes_part_in_what_the_first_one_compares() -> None:
+    """As one whose backward has run, or that has a list schedule, where the first rank has none."""
+    first, second = ranks_with(CountingStore(), *[{SERIAL: 10, LISTED: 8, PLAN: 9, INDUCTOR: 12}] * 2)
+    second.graphs[0].ways.append(LISTED)
+    first.graphs[1].way = second.graphs[1].way = SERIAL
+    for _ in range(ENOUGH):
+        first.step(0)
+        second.step()
+    assert first.verdicts[0].choice == second.verdicts[0].choice
+    assert first.graphs[0].used[2:] == second.graphs[0].used[2:] and LISTED not in second.graphs[0].used
+
+
+class Breakable(CountingStore):
+    """A store that one rank cannot reach any more from some time on."""
+
+    is_broken = False
+
+    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes:
+        if self.is_broken:
+            raise dist.DistNetworkError("Connection reset by peer")
+        return super().compare_set(key, expected, desired)
+
+
+@pytest.mark.parametrize("steps", [1, 3 * STEPS_PER_TURN])
+def test_a_rank_that_loses_the_store_stops_and_the_others_go_on(steps: int) -> None:
+    """Before its contest or in the midst of it: it cannot know what the others run."""
+    store, lost = CountingStore(), Breakable()
+    lost._store = store._store
+    well, hurt = (ranks_with(each, {SERIAL: 10, PLAN: 9, INDUCTOR: 12})[0] for each in (store, lost))
+    run_in_step([well, hurt], steps, 0)
+    lost.is_broken = True
+    for _ in range(2):
+        with pytest.raises(RankError, match="Connection reset by peer"):
+            hurt.run(ENOUGH)
+    well.run(ENOUGH)
+    assert well.verdicts and not hurt.verdicts
+
+
+def test_a_way_that_cannot_be_run_on_one_rank_stops_it() -> None:
+    """Alone it would close the contest and run its plans; here the others go on with theirs."""
+    (machine,) = ranks_with(CountingStore(), {SERIAL: 7, PLAN: 10, INDUCTOR: 12})
+
+    def fail(way: str) -> None:
+        if way == SERIAL:
+            raise RuntimeError("no thread can be started")
+
+    machine.graphs[1].use = fail  # type: ignore[method-assign]
+    for _ in range(2):
+        with pytest.raises(RankError, match="a contest failed here: RuntimeError: no thread can be started"):
+            machine.run(ENOUGH)
+
+
+@pytest.mark.parametrize(
+    ("times", "reason"),
+    [
+        ('{"times": {"plan": {"0": "fast"}}}', "expected a number"),
+        ('{"times": {"plan": {"0": 1.0, "1": 1.0}}}', "is of .'plan'. on another rank"),
+    ],
+)
+def test_rubbish_from_another_rank_stops_the_rank(times: str, reason: str) -> None:
+    """Whoever wrote it goes by it."""
     store = CountingStore()
-    for number in range(MIN_ROUNDS):
-        store.compare_set(f"graph/round {number}", "", '{"times": {"plan": {"0": "fast"}}}')
+    Ranks(store).settle("graph/round 0", times)
     (machine,) = ranks_with(store, {SERIAL: 7, PLAN: 10})
-    with pytest.raises(ValueError, match="expected a number"):
+    with pytest.raises(RankError, match=reason):
         machine.run(ENOUGH)
-    assert machine.selection.is_settled
     assert [graph.way for graph in machine.graphs] == [PLAN, PLAN]

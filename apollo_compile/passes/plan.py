@@ -116,6 +116,24 @@ def make_list_plan(graph: SegmentGraph, costs: CostTable, plan: Plan) -> Plan:
     )
 
 
+def make_serial_plan(graph: SegmentGraph, costs: CostTable, plan: Plan) -> Plan:
+    """Return the serial plan, beside the one that the planner made of the same costs; the bound is the same too."""
+    problem = to_problem(graph, costs, plan.lanes)
+    schedule = serial_schedule(problem)
+    execution = execute(problem, schedule)
+    return replace(
+        plan,
+        origin=Origin.SERIAL,
+        assignments=_assign(graph, costs, plan.lanes, problem, schedule, execution),
+        makespan_ns=execution.makespan,
+        undisturbed_ns=schedule.makespan,
+        solver=None,
+        memory_quota=None,
+        stopped_early=False,
+        pinned=False,
+    )
+
+
 def foresee_makespan(graph: SegmentGraph, costs: CostTable, lanes: tuple[Lane, ...]) -> int:
     """Return the nanoseconds of the best list schedule: about what a plan will take, in a fraction of its search."""
     return _best_list_schedule(to_problem(graph, costs, lanes))[1].makespan

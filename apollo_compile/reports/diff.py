@@ -3,12 +3,13 @@
     compare(before, after) -> Difference
 
 Either side is a report, or plans as `APOLLO_DUMP` wrote them, which know nothing of runs and waits. Graphs are matched
-by name, segments by name within a graph. Numbers of both sides stand side by side; which of them is better is for the
-reader to say.
+by name, those of one name in their order, and segments by name within a graph. Numbers of both sides stand side by
+side; which of them is better is for the reader to say.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
@@ -139,13 +140,22 @@ def sides_of_plans(plans: Iterable[NamedPlan]) -> tuple[Side, ...]:
 
 def compare(before: Iterable[Side], after: Iterable[Side]) -> Difference:
     """Return what changes from `before` to `after`."""
-    old = {graph.name: graph for graph in before}
-    new = {graph.name: graph for graph in after}
+    old, new = _by_name(before), _by_name(after)
     return Difference(
-        graphs=tuple(_compare_graphs(old[name], new[name]) for name in old if name in new),
-        only_before=tuple(name for name in old if name not in new),
-        only_after=tuple(name for name in new if name not in old),
+        graphs=tuple(_compare_graphs(old[key], new[key]) for key in old if key in new),
+        only_before=tuple(graph.name for key, graph in old.items() if key not in new),
+        only_after=tuple(graph.name for key, graph in new.items() if key not in old),
     )
+
+
+def _by_name(graphs: Iterable[Side]) -> dict[tuple[str, int], Side]:
+    """Return graphs by their name, and by a number among those of the same name, as files may have them."""
+    seen: Counter[str] = Counter()
+    found = {}
+    for graph in graphs:
+        found[graph.name, seen[graph.name]] = graph
+        seen[graph.name] += 1
+    return found
 
 
 def _compare_graphs(before: Side, after: Side) -> GraphDifference:

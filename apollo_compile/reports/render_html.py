@@ -26,7 +26,7 @@ from markupsafe import Markup
 from apollo_compile.ir import Lane, LaneId
 from apollo_compile.reports.colors import COLORS, color_of_branches
 from apollo_compile.reports.render_text import NOTHING_YET, describe_device, describe_search
-from apollo_compile.reports.words import OTHER_BATCHES, describe
+from apollo_compile.reports.words import NOT_MEASURED_YET, OTHER_BATCHES, describe, describe_state
 from apollo_compile.select import PLAN
 from apollo_compile.text import format_count, format_lane, mark_source
 from apollo_compile.units import format_bytes, format_ns
@@ -49,7 +49,9 @@ COLUMN_WIDTH, NODE_WIDTH, NODE_HEIGHT, NODE_GAP = 280, 230, 46, 16
 
 def render_html(report: Report) -> str:
     """Return the page."""
-    return _template().render(report=report, describe=describe, css=_read("page.css"), js=_read("page.js"))
+    return _template().render(
+        report=report, state=describe_state(report), describe=describe, css=_read("page.css"), js=_read("page.js")
+    )
 
 
 def render_frame(report: Report) -> str:
@@ -77,6 +79,7 @@ def _template() -> jinja2.Template:
         NODE_HEIGHT=NODE_HEIGHT,
         NODE_WIDTH=NODE_WIDTH,
         NOTHING_YET=NOTHING_YET,
+        NOT_MEASURED_YET=NOT_MEASURED_YET,
         OTHER_BATCHES=OTHER_BATCHES,
         ROW=ROW,
         color_of_branches=color_of_branches,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from tabulate import tabulate
 
 from apollo_compile.ir import Lane, LaneId, Verdict
-from apollo_compile.reports.words import OTHER_BATCHES, describe
+from apollo_compile.reports.words import NOT_MEASURED_YET, OTHER_BATCHES, describe, describe_state
 from apollo_compile.select import PLAN
 from apollo_compile.text import draw_lanes, format_count, mark_source
 from apollo_compile.units import format_bytes, format_ns
@@ -27,8 +27,9 @@ NOTHING_YET = (
 
 
 def render_text(report: Report) -> str:
-    """Return one block per graph, then why graphs went to Inductor, who won the contest, and where graphs break."""
-    blocks = [_render_graph(graph, report) for graph in report.graphs]
+    """Return how far it is, a block per graph, what Inductor runs and why, who won the contest, and graph breaks."""
+    blocks = [describe_state(report)] if report.states else []
+    blocks += [_render_graph(graph, report) for graph in report.graphs]
     blocks += [f"{name}: runs in Inductor, whole\n  because {reason}" for name, reason in report.handed_over]
     blocks += [f"{name}: chosen by measuring\n{_render_verdict(verdict)}" for name, verdict in report.verdicts]
     blocks += [_render_break(found) for found in report.breaks]
@@ -56,6 +57,8 @@ def _render_graph(graph: GraphSummary, report: Report) -> str:
             f"  measured  {format_ns(graph.measured.duration_ns)}; two lanes or more at work "
             f"{graph.measured.overlap:.0%} of the time; units busy {graph.measured.busy:.0%}"
         )
+    elif graph.is_cold:
+        lines.append(f"  {NOT_MEASURED_YET}")
     quota = "" if graph.memory_quota is None else f" of {format_bytes(graph.memory_quota)}"
     lines.append(
         f"  {format_count(graph.num_waits, 'wait')} between lanes ({graph.num_waits_dropped} more implied); "

@@ -1,6 +1,6 @@
 """All that is known about one model, in every form that people and programs read.
 
-    Report(graphs, handed_over, verdicts, breaks)
+    Report(graphs, handed_over, verdicts, breaks, states)
 
 A report is frozen plain data; every method lays it out and computes nothing. `to_json` and `from_json` are inverse, so
 a report can be read in another process, on another machine, or years later.
@@ -8,8 +8,11 @@ a report can be read in another process, on another machine, or years later.
 
 from __future__ import annotations
 
+import enum
+import itertools
 import json
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +45,28 @@ class BreakSummary:
     """What removes it, the most promising first."""
 
 
+class Stage(enum.StrEnum):
+    """How far it is with a Dynamo graph."""
+
+    PLANNED = "planned"
+    """It was not to run."""
+    MEASURING = "measuring"
+    """What runs it may still change."""
+    FALLS_BACK = "falls back"
+    """Inductor runs all of it."""
+    SETTLED = "settled"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class State:
+    """How far it is with a Dynamo graph, and where in that."""
+
+    graph: str
+    stage: Stage
+    detail: str = ""
+    """What was measured so far, or why it falls back."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Report:
     """All graphs of one model; prints as text, and in a notebook as a page."""
@@ -52,6 +77,8 @@ class Report:
     verdicts: tuple[tuple[str, Verdict], ...] = ()
     """By name of the Dynamo graph, which way of running it was the fastest."""
     breaks: tuple[BreakSummary, ...] = ()
+    states: tuple[State, ...] = ()
+    """Of every Dynamo graph; empty where nobody knows."""
 
     def __str__(self) -> str:
         from apollo_compile.reports.render_text import render_text
@@ -135,6 +162,32 @@ class Report:
     def diff(self, other: Report) -> Difference:
         """Return what changes from this report's plans to those of `other`; print it to read it."""
         return compare(sides_of_report(self), sides_of_report(other))
+
+
+def merge_reports(reports: Iterable[Report]) -> Report:
+    """Return one report of several Dynamo graphs; where two of them have the same name, later ones get a number."""
+    found = Report(graphs=(), handed_over=())
+    taken: set[str] = set()
+    for report in reports:
+        own = _names(report)
+        endings = itertools.chain([""], (f"#{number}" for number in itertools.count(2)))
+        ending = next(ending for ending in endings if not taken & {name + ending for name in own})
+        taken |= {name + ending for name in own}
+        found = Report(
+            graphs=found.graphs + tuple(replace(graph, name=graph.name + ending) for graph in report.graphs),
+            handed_over=found.handed_over + tuple((name + ending, reason) for name, reason in report.handed_over),
+            verdicts=found.verdicts + tuple((name + ending, verdict) for name, verdict in report.verdicts),
+            breaks=found.breaks + tuple(replace(each, graph=each.graph + ending) for each in report.breaks),
+            states=found.states + tuple(replace(state, graph=state.graph + ending) for state in report.states),
+        )
+    return found
+
+
+def _names(report: Report) -> set[str]:
+    names = [graph.name for graph in report.graphs]
+    names += [name for name, _ in (*report.handed_over, *report.verdicts)]
+    names += [found.graph for found in report.breaks] + [state.graph for state in report.states]
+    return set(names)
 
 
 def _to_report(content: Any) -> Report:

@@ -286,10 +286,12 @@ class GraphSummary:
     """Operators whose work is counted by their bytes alone."""
     is_deterministic: bool = False
     """Whether the plan stays whatever is measured, since the user wants the same numbers every time."""
+    is_cold: bool = False
+    """Whether there is no measurement yet though it is to run: the first call of a plan is none."""
 
     @property
     def measured(self) -> Timeline | None:
-        """The last run; None before the first."""
+        """The last run; None before the second, since the first is cold."""
         return next((line for line in self.timelines if line.name == "measured"), None)
 
     @property
@@ -331,6 +333,14 @@ class GraphSummary:
     def num_waits_dropped(self) -> int:
         """Dependencies between lanes that need no wait."""
         return len(self.waits) - self.num_waits
+
+    def planned_overlap_ns(self, pair: PairSummary) -> int:
+        """Return for how long two branches, or a branch with itself, are side by side as predicted."""
+        first, second = (
+            [bar for bar in self.predicted.bars if bar.segment in members]
+            for members in ({s.id for s in self.segments if s.branch == name} for name in (pair.first, pair.second))
+        )
+        return _side_by_side_ns(first, first if pair.first == pair.second else second)
 
     def time_by_bottleneck(self) -> dict[Bottleneck, int]:
         """Return the predicted time of the segments with each bottleneck."""
@@ -398,6 +408,7 @@ def summarize(
     *,
     num_replans: int = 0,
     is_deterministic: bool = False,
+    is_cold: bool = False,
     way: str = PLAN,
     what_if: tuple[WhatIf, ...] = (),
     lane_bytes: Mapping[LaneId, int] = types.MappingProxyType({}),
@@ -410,6 +421,7 @@ def summarize(
         trace: of its plan, empty before the first run.
         num_replans: how often it was planned again.
         is_deterministic: whether it was not to be.
+        is_cold: whether it is to run, and was not called often enough for a trace.
         way: how it runs now.
         what_if: what other devices or batches would give.
         lane_bytes: device memory that lanes took.
@@ -480,6 +492,7 @@ def summarize(
         memory_quota=plan.memory_quota,
         what_if=what_if,
         is_deterministic=is_deterministic,
+        is_cold=is_cold,
     )
 
 
@@ -611,21 +624,23 @@ def _summarize_pairs(compilation: Compilation, branch_of: Sequence[str], timelin
             if branch == one and members[other] & ~related[segment]
         )
 
-    def side_by_side_ns(one: str, other: str) -> int:
-        beside = itertools.combinations(bars[one], 2) if one == other else itertools.product(bars[one], bars[other])
-        return sum(max(0, min(a.end_ns, b.end_ns) - max(a.start_ns, b.start_ns)) for a, b in beside)
-
     pairs = [
         PairSummary(
             first=first,
             second=second,
             could_overlap_ns=min(independent_ns(first, second), independent_ns(second, first))
             // (2 if first == second else 1),
-            overlap_ns=side_by_side_ns(first, second),
+            overlap_ns=_side_by_side_ns(bars[first], bars[second]),
         )
         for first, second in itertools.combinations_with_replacement(members, 2)
     ]
     return tuple(sorted(pairs, key=lambda pair: -pair.could_overlap_ns))
+
+
+def _side_by_side_ns(one: Sequence[Bar], other: Sequence[Bar]) -> int:
+    """Return for how long bars of one branch are beside those of another; the same bars are a branch with itself."""
+    beside = itertools.combinations(one, 2) if one is other else itertools.product(one, other)
+    return sum(max(0, min(a.end_ns, b.end_ns) - max(a.start_ns, b.start_ns)) for a, b in beside)
 
 
 def _related(graph: SegmentGraph) -> list[int]:

@@ -1,5 +1,6 @@
 """What a report says in sentences: what overlapped, what did not and why, what limits it, what to try.
 
+    describe_state(report) -> whether anything is still being decided, the first line of a report
     describe(graph, report) -> sentences about one graph
     explain_place(report, name) -> why a segment or a module runs where and when it does
 
@@ -12,6 +13,7 @@ from __future__ import annotations
 import difflib
 from typing import TYPE_CHECKING
 
+from apollo_compile.reports.report import Stage
 from apollo_compile.reports.summary import Bottleneck, Limit
 from apollo_compile.select import PLAN, SERIAL
 from apollo_compile.text import format_count
@@ -44,6 +46,25 @@ WRONG = 1.1
 """Measured over predicted time from which the difference is worth a sentence."""
 
 
+NOT_MEASURED_YET = "not measured yet: the first call of a plan is cold, and left out"
+
+
+def describe_state(report: Report) -> str:
+    """Return whether anything about the report is still being decided, and where in that it is; empty if unknown."""
+    if len({(state.stage, state.detail) for state in report.states}) == 1:
+        return _with_detail(report.states[0].stage, report.states[0].detail)
+    by_stage = {stage: [state for state in report.states if state.stage is stage] for stage in Stage}
+    return "; ".join(
+        f"{stage}: {', '.join(_with_detail(state.graph, state.detail) for state in states)}"
+        for stage, states in by_stage.items()
+        if states
+    )
+
+
+def _with_detail(what: str, detail: str) -> str:
+    return f"{what}: {detail}" if detail else what
+
+
 def describe(graph: GraphSummary, report: Report) -> tuple[str, ...]:
     """Return what a reader should know about a graph: what overlaps and what does not, limits, what to try."""
     return (*_overlaps(graph), *_limits(graph), *_guesses(graph), *_surprises(graph), *_remedies(graph, report))
@@ -56,6 +77,11 @@ def _overlaps(graph: GraphSummary) -> list[str]:
     for pair in graph.pairs[:MAX_PAIRS]:
         if pair.overlap_ns >= much:
             found.append(f"{_who(pair)} {did} for {format_ns(pair.overlap_ns)}{_allowed(pair)}.")
+        elif graph.way == PLAN and graph.planned_overlap_ns(pair) >= much:
+            found.append(
+                f"{_who(pair)} are planned to overlap for {format_ns(graph.planned_overlap_ns(pair))}, and did for "
+                f"{format_ns(pair.overlap_ns)} in the last run: one run, which other processes may have disturbed."
+            )
         elif pair.could_overlap_ns >= much:
             found.append(
                 f"{_who(pair)} are independent for {format_ns(pair.could_overlap_ns)}, but run one after the other: "

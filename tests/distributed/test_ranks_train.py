@@ -177,6 +177,38 @@ def test_models_train_while_their_ways_compete(seen: Seen, name: str) -> None:
         _assert_close(result["found"], result["expected"])
 
 
+def test_where_inductor_fails_on_one_rank_it_competes_on_none(seen: Seen) -> None:
+    """That rank has one line for each graph; both run the same way in every step, and come to the same verdict."""
+    first, second = seen("contest, fault")
+    assert first["verdict"] is not None and first["verdict"] == second["verdict"]
+    assert first["ways"] == second["ways"]
+    assert {way for ways in first["ways"] for way in ways} == {SERIAL, PLAN}
+    for key, value in first["found"].items():
+        assert torch.equal(value, second["found"][key]), key
+    lines = [[line for line in result["log"] if not line.startswith("INFO")] for result in (first, second)]
+    assert lines[0] == [] and len(lines[1]) == 2
+    assert all("Inductor did not compile it whole: RuntimeError: out of luck" in line for line in lines[1])
+
+
+def test_a_rank_that_loses_the_store_stops_and_the_other_goes_on(seen: Seen) -> None:
+    """In the step in which it would have to know what the other decided, and in every one after that."""
+    first, second = seen("contest, lost store")
+    assert first["verdict"] is not None and set(first["errors"]) == {None}
+    assert second["verdict"] is None
+    begin = second["errors"].index(next(filter(None, second["errors"])))
+    assert begin > STEPS_PER_TURN and None not in second["errors"][begin:]
+    assert all("was not settled with them: DistNetworkError" in error for error in second["errors"][begin:])
+
+
+def test_ranks_run_the_same_in_every_step_if_one_of_them_cannot_learn(seen: Seen) -> None:
+    """It says so where the others propose a plan, and takes theirs if they were first."""
+    first, second = seen("learning, fault")
+    assert first["ran"] == second["ran"]
+    assert [is_settled for _, is_settled in first["ran"]].count(False) >= 5
+    _assert_one_warning(first, second, "graph")
+    assert "keeps its plan: RuntimeError: out of luck" in "".join(second["log"])
+
+
 def test_a_report_without_a_model_has_the_graphs_of_fsdp(seen: Seen) -> None:
     """They read what was gathered, which is no parameter of the model."""
     for result in seen("contest, fsdp"):

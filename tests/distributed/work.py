@@ -9,7 +9,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -27,9 +27,11 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from apollo_compile import backend, select
+from apollo_compile import backend, compiled_graph, select
 from apollo_compile.device import default_profile, save_profile
+from apollo_compile.errors import RankError
 from apollo_compile.planner import apart
+from apollo_compile.ranks import Ranks
 from tests.end_to_end.models import NEVER_AS_LONG_NS
 
 SIZE = 2
@@ -351,6 +353,67 @@ FAULTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 """What goes wrong on one rank, by the name of its scenario. What keeps a graph from being counted is last."""
 
 
+def learn_with_fault(rank: int, folder: Path) -> Result:
+    """A graph with collectives that is planned again; rank 1 cannot learn from what it measures."""
+    torch.manual_seed(0)
+    model, x = Pair(dist.group.WORLD), inputs(rank)
+    options = {"debug.strict": False, "device.profile": _wrong_profile(rank, folder), "runtime.bodies": "eager"}
+    run = torch.compile(model, backend="apollo", options={**LANES, **options})
+    found, ran = [], []
+    with torch.no_grad(), _failing(compiled_graph, "observe_trace") if rank == 1 else nullcontext():
+        for _ in range(2 * (compiled_graph.SKIPPED_RUNS + compiled_graph.OBSERVED_RUNS) + 2):
+            found.append(run(x))
+            ((graph,),) = (entry.graphs for entry in backend.find_models(model))
+            ran.append((graph.compilation.plan, graph.is_settled))
+        return {"expected": model(x), "found": found, "ran": ran, **_graphs(model)}
+
+
+def hold_contest_with_fault(rank: int, folder: Path) -> Result:
+    """A model under DDP whose ways compete; Inductor can compile it on rank 0 only."""
+    _, model = _twice(Pair)
+    with _failing(backend, "compile_again") if rank == 1 else nullcontext():
+        result, _ = _hold_contest(model, DistributedDataParallel(model), inputs(rank), {"debug.strict": False})
+    return {**result, "found": _whole_state(model)}
+
+
+class _Cut:
+    """A store that cannot be reached any more from some time on."""
+
+    def __init__(self, store: dist.Store) -> None:
+        self._store, self.is_cut = store, False
+
+    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes:
+        """Set a key, if it has no value, and return what it has then."""
+        if self.is_cut:
+            raise dist.DistNetworkError("Connection reset by peer")
+        return self._store.compare_set(key, expected, desired)
+
+
+def lose_store(rank: int, folder: Path) -> Result:
+    """Rank 1 loses the store while the ways of a model compete; no collective holds the ranks in step."""
+    assert dist.group.WORLD is not None
+    store = _Cut(dist.PrefixStore("lose_store", dist.group.WORLD.get_group_store().clone()))
+    ranks = Ranks(store)
+    _, model = _twice(Pair)
+    options = {**LANES, "debug.strict": False, "plan.contest": True, "plan.replan": False}
+    run = torch.compile(model, backend="apollo", options=options)
+    errors: list[str | None] = []
+    with patch.object(backend, "find_ranks", lambda: ranks), _short_contests():
+        for step in range(CONTEST_STEPS):
+            store.is_cut = rank == 1 and step > select.STEPS_PER_TURN
+            try:
+                run(inputs(rank)).square().mean().backward()
+                errors.append(None)
+            except RankError as error:
+                errors.append(str(error))
+    return {"errors": errors, "verdict": _verdict()}
+
+
+def _failing(owner: Any, name: str) -> AbstractContextManager[Any]:
+    """Let a function fail."""
+    return patch.object(owner, name, _fail)
+
+
 def run_damaged_batch(rank: int, folder: Path) -> Result:
     """Rank 1 gets a damaged batch, which raises before the first collective of its graph; rank 0 waits in that."""
     group = dist.new_group(timeout=PATIENCE)
@@ -380,6 +443,9 @@ SCENARIOS: dict[int, dict[str, Callable[[int, Path], Result]]] = {
         "tensor parallel": train_tensor_parallel,
         "contest": train_contest,
         "contest, fsdp": train_fsdp_contest,
+        "contest, fault": hold_contest_with_fault,
+        "contest, lost store": lose_store,
+        "learning, fault": learn_with_fault,
         "dynamic": run_dynamic,
         **{name: partial(run_with_fault, fault) for name, fault in FAULTS.items()},
         "damaged batch": run_damaged_batch,
@@ -474,17 +540,29 @@ def _train(
     return {"output": outputs[0].detach().clone(), **gradients, **_whole_state(model)}
 
 
-def _hold_contest(model: nn.Module, wrapped: nn.Module, x: torch.Tensor) -> tuple[Result, Callable[..., Any]]:
+def _hold_contest(
+    model: nn.Module, wrapped: nn.Module, x: torch.Tensor, options: Mapping[str, object] | None = None
+) -> tuple[Result, Callable[..., Any]]:
     """Train while the ways compete, Inductor's among them; note which one every step ran on every graph."""
-    run = torch.compile(wrapped, backend="apollo", options={**LANES, "plan.contest": True, "plan.replan": False})
+    usual = {**LANES, "plan.contest": True, "plan.replan": False}
+    run = torch.compile(wrapped, backend="apollo", options={**usual, **(options or {})})
     ways = []
-    with patch.object(select, "MAX_ROUNDS", select.MIN_ROUNDS), patch.object(select, "TURN_NS", 0):
+    with _short_contests():
         for _ in range(CONTEST_STEPS):
             _train(model, 1, [x], run)
             ways.append([graph.way for graph in backend.compiled_models()[-1].graphs])
+    return {"ways": ways, "verdict": _verdict(), **_graphs(model)}, run
+
+
+def _short_contests() -> AbstractContextManager[Any]:
+    """Let no contest go on beyond the least number of rounds, of short turns."""
+    return patch.multiple(select, MAX_ROUNDS=select.MIN_ROUNDS, TURN_NS=0)
+
+
+def _verdict() -> tuple[str, select.Choice, int] | None:
+    """Return what the contest of the newest model said."""
     verdict = backend.compiled_models()[-1].selection.verdict
-    settled = None if verdict is None else (verdict.winner, verdict.choice, verdict.num_steps)
-    return {"ways": ways, "verdict": settled, **_graphs(model)}, run
+    return None if verdict is None else (verdict.winner, verdict.choice, verdict.num_steps)
 
 
 def _gradients(model: nn.Module, x: torch.Tensor, run: Callable[..., Any] | None = None) -> Result:

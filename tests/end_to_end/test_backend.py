@@ -17,10 +17,10 @@ from torch._inductor.utils import fresh_cache
 
 import apollo_compile
 from apollo_compile import backend
-from apollo_compile.compiled_graph import OBSERVED_RUNS, SKIPPED_RUNS
+from apollo_compile.compiled_graph import MAX_REPLANS, OBSERVED_RUNS, SKIPPED_RUNS
 from apollo_compile.config import load_config
 from apollo_compile.device import default_profile, save_profile
-from apollo_compile.execute import available_units
+from apollo_compile.execute import available_units, core_share
 from apollo_compile.inductor import compiler_settings
 from apollo_compile.ir import CostSource
 from apollo_compile.reports.summary import summarize
@@ -189,8 +189,10 @@ def test_a_shape_that_depends_on_data_falls_back_in_one_line(caplog: pytest.LogC
         torch.testing.assert_close(run(x), layer(x))
     (line,) = [record.getMessage() for record in caplog.records if "falls back" in record.getMessage()]
     assert "no input of the graph says what u0 is" in line
-    (reason,) = apollo_compile.report(layer).handed_over
+    report = apollo_compile.report(layer)
+    (reason,) = report.handed_over
     assert "has a dynamic shape" in reason[1]
+    assert str(report).splitlines()[0] == f"falls back: {reason[1]}"
 
 
 class Counted(TwoTowers):
@@ -344,12 +346,32 @@ def test_two_compiles_write_identical_dumps(tmp_path: Path) -> None:
     assert {Path(name).parent.name for name in texts[0]} == {"graph0_forward", "graph0_backward"}
 
 
+def test_graphs_of_two_dump_directories_have_names_of_their_own_in_a_report(tmp_path: Path) -> None:
+    """Each directory numbers its graphs from 0; a difference has both."""
+    torch._dynamo.reset()
+    layers, x = nn.ModuleList(nn.Linear(width, width) for width in (8, 4)), torch.ones(2, 8)
+    for number, layer in enumerate(layers):
+        options = {**STRICT, "plan.planner": "serial", "runtime.bodies": "eager", "debug.dump": tmp_path / str(number)}
+        with torch.no_grad():
+            torch.compile(layer, backend="apollo", dynamic=False, options=options)(x[:, : layer.in_features])
+    both = apollo_compile.report(layers, units=(), profiles=())
+    assert [graph.name for graph in both.graphs] == ["graph0_inference", "graph0_inference#2"]
+    assert [graph.name for graph in both.diff(both).graphs] == ["graph0_inference", "graph0_inference#2"]
+    second = apollo_compile.report(layers[1], units=(), profiles=())
+    assert [graph.name for graph in second.graphs] == ["graph0_inference"]
+    assert both.diff(second).only_before == ("graph0_inference#2",)
+
+
 def test_the_report_names_segments_lanes_and_times() -> None:
     """`apollo_compile.report` shows what was planned and what the last step measured."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = TwoTowers()
     run = torch.compile(model, backend="apollo", options=STRICT)
+    run(*two_tower_inputs()).square().mean().backward()
+    first = apollo_compile.report(run, units=(), profiles=())
+    assert str(first).startswith("measuring: 1 of 6 runs of its plan\n")
+    assert all(graph.measured is None and graph.is_cold for graph in first.graphs)
     run(*two_tower_inputs()).square().mean().backward()
     for found in (apollo_compile.report(model, units=()), apollo_compile.report(run, units=())):
         assert [graph.role for graph in found.graphs] == ["forward", "backward"]
@@ -358,6 +380,10 @@ def test_the_report_names_segments_lanes_and_times() -> None:
         assert {"image.layers.0", "text.layers.0"} <= names
         assert "image.layers.0" in str(found)
         assert all("device profile h200" in {row.change for row in graph.what_if} for graph in found.graphs)
+        assert str(found).startswith("measuring: 2 of 6 runs of its plan\n")
+    for _ in range((1 + MAX_REPLANS) * (SKIPPED_RUNS + OBSERVED_RUNS)):
+        run(*two_tower_inputs()).square().mean().backward()
+    assert str(apollo_compile.report(run, units=(), profiles=())).startswith("settled\n")
     assert "call the compiled model first" in str(apollo_compile.report(nn.Linear(1, 1)))
 
 
@@ -537,6 +563,32 @@ def test_a_plan_for_another_model_is_not_used_and_the_log_says_why(
     assert not graph.compilation.plan.pinned
     assert "whose segments are not those of graph0_inference" in caplog.text
     assert "planning graph0_inference anew" in caplog.text
+
+
+@needs_two_cores
+def test_a_launcher_that_leaves_one_thread_per_rank_is_one_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As torchrun does; one rank tells, once, and says what to set."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setattr("apollo_compile.cores._launchers_cores", list)  # all of this process's cores are its own
+    backend._warn_of_one_thread.cache_clear()
+    num_threads, layer, x = torch.get_num_threads(), nn.Linear(8, 8), torch.ones(4, 8)
+    told = []
+    for rank, threads in (("1", 1), ("0", num_threads), ("0", 1), ("0", 1)):
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        torch.set_num_threads(threads)
+        try:
+            torch._dynamo.reset()
+            with torch.no_grad(), caplog.at_level(logging.WARNING, logger="apollo_compile"):
+                torch.compile(layer, backend="apollo", options={**STRICT, "runtime.bodies": "eager"})(x)
+        finally:
+            torch.set_num_threads(num_threads)
+        told.append([text for text in map(logging.LogRecord.getMessage, caplog.records) if "OMP_NUM_THREADS" in text])
+    assert list(map(len, told)) == [0, 0, 1, 1]
+    count = len(core_share().own)
+    wanted = f"start torchrun with OMP_NUM_THREADS={count}, or call torch.set_num_threads({count})"
+    assert wanted in told[-1][0] and "there are no lanes on 2 local ranks" in told[-1][0]
 
 
 def test_a_memory_quota_that_nothing_keeps_hands_the_graph_to_inductor(caplog: pytest.LogCaptureFixture) -> None:

@@ -52,7 +52,7 @@ def test_plain_inductor_on_another_thread_keeps_its_own_code_generator(monkeypat
     model, x = nn.Linear(8, 8), torch.randn(4, 8)
     # A pass that has no name keeps bodies out of Inductor's cache, where nothing would be lowered.
     changes: dict[str, Any] = {"post_grad_custom_pre_pass": compile_beside, "cpp.vec_isa_ok": True}
-    compiled: Callable[..., Any] = torch.compile(model, backend="apollo", options=STRICT)
+    compiled: Callable[..., Any] = torch.compile(model, backend="apollo", options={**STRICT, "plan.planner": "serial"})
     with (
         fresh_cache(),
         inductor_config.patch(changes),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,10 @@ from torch import nn
 
 import apollo_compile
 from apollo_compile import backend, execute, inductor
+from apollo_compile.compiled_graph import MAX_REPLANS, OBSERVED_RUNS, SKIPPED_RUNS
+from apollo_compile.history import Finding
 from apollo_compile.ir import CostTable, LaneId, Origin, Plan, SegmentGraph
+from apollo_compile.planner import apart
 from apollo_compile.select import (
     INDUCTOR,
     LISTED,
@@ -139,14 +143,39 @@ def test_a_list_schedule_competes_and_where_it_wins_it_is_the_plan(monkeypatch: 
 
 
 @needs_two_cores
+def test_going_over_to_segments_in_turn_asks_no_planner() -> None:
+    """Whether a step of a contest does it, or an earlier process found it out; the bound is that of the plan."""
+    run, inputs, found = compiled_towers()
+    bounds = [graph.bound_ns for graph in apollo_compile.report(run, units=(), profiles=()).graphs]
+    apart.stop_planner()
+    for graph in found.graphs:
+        assert PLAN in graph.ways, "the plan is the serial one"
+        graph.selection = None  # nobody but this test decides
+        known = graph.compilation
+        finding = Finding(observations=known.observations, plan=known.plan, way=SERIAL, verdict=None)
+        graph.use(SERIAL)
+        assert replace(graph, compilation=replace(known, finding=finding)).way == SERIAL
+    torch.testing.assert_close(run(*inputs), TwoTowers.forward(run, *inputs), rtol=1e-4, atol=1e-5)
+    assert apart.stop_planner() is None, "the planner's process was started"
+    after = apollo_compile.report(run, units=(), profiles=()).graphs
+    assert [graph.bound_ns for graph in after] == bounds and min(bounds) > 0
+
+
+@needs_two_cores
 def test_the_verdict_is_logged_once_and_stands_in_the_report(caplog: pytest.LogCaptureFixture) -> None:
     """With the time of every way, and how many steps it took."""
     with caplog.at_level(logging.INFO, logger="apollo_compile"):
         run, inputs, found = compiled_towers()
         assert not backend.is_settled(run)
+        for _ in range((1 + MAX_REPLANS) * (SKIPPED_RUNS + OBSERVED_RUNS)):
+            run(*inputs).square().mean().backward()
+        (state,) = apollo_compile.report(run, units=(), profiles=()).states
+        assert (state.graph, state.stage) == (found.name, "measuring")
+        assert re.fullmatch(rf"round \d+ of at \w+ \d+ between .*{SERIAL}.*", state.detail)
         train_until_settled(run, inputs)
     (line,) = [r.getMessage() for r in caplog.records if "chosen by measuring" in r.getMessage()]
     text = str(apollo_compile.report(run))
+    assert text.startswith("settled\n")
     verdict = found.selection.verdict
     assert verdict is not None
     assert tuple(graph.way for graph in found.graphs) == verdict.choice

@@ -145,6 +145,7 @@ def test_the_code_of_the_readme_runs(folder: Path, capsys: pytest.CaptureFixture
         if block.language == "python":
             exec(block.code, names)
     printed = capsys.readouterr().out
+    assert printed.startswith("measuring: 1 of 6 runs of its plan\n")
     assert "text_model.encoder.layers.1" in printed
     assert "vision_model.encoder.layers.1" in printed
 

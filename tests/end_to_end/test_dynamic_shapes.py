@@ -20,6 +20,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 import apollo_compile
 from apollo_compile import backend
 from apollo_compile.dynamic import MAX_BUCKETS, in_background
+from apollo_compile.errors import UnsupportedGraphError
 from apollo_compile.select import INDUCTOR, PLAN, SERIAL
 from tests.end_to_end.marks import needs_two_cores
 from tests.end_to_end.models import assert_same_training, train
@@ -307,6 +308,25 @@ def _num_shape_envs() -> int:
     for _ in range(2):  # models, then what was waiting for them
         gc.collect()
     return sum(type(item) is ShapeEnv for item in gc.get_objects())
+
+
+def test_a_graph_that_gets_no_plans_by_size_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor runs it, so it is in no report as one with segments, and in no contest."""
+
+    def refuse(*args: object) -> None:
+        raise UnsupportedGraphError("no formulas for this graph")
+
+    monkeypatch.setattr(backend, "read_formulas", refuse)
+    layer, x = nn.Linear(8, 8), torch.ones(5, 8)
+    run = torch.compile(layer, backend="apollo", options=EAGER_BODIES, dynamic=True)
+    with torch.no_grad():
+        torch.testing.assert_close(run(x), layer(x))
+    report = apollo_compile.report(layer, units=(), profiles=())
+    assert [reason for _, reason in report.handed_over] == ["no formulas for this graph"]
+    assert report.graphs == ()
+    (model,) = backend.find_models(layer)
+    assert model.graphs == model.contested == model.families == []
+    assert backend.ways_of(layer) == [INDUCTOR]
 
 
 @sizes("models that are forgotten")

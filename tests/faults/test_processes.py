@@ -35,7 +35,7 @@ def run_python(code: str, before: str = "", **environment: str) -> subprocess.Co
     """Run `before`, the setup and `code` in a fresh interpreter, which must end."""
     return subprocess.run(
         [sys.executable, "-c", before + SETUP + textwrap.dedent(code)],
-        env={**os.environ, **environment},
+        env={**os.environ, "APOLLO_LOG": "WARNING", **environment},  # however long a compile takes
         capture_output=True,
         text=True,
         timeout=PATIENCE_S,

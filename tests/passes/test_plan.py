@@ -15,7 +15,8 @@ from apollo_compile.ir import BufferId, CostTable, Mode, Observations, Origin, P
 from apollo_compile.json_form import to_json
 from apollo_compile.lanes import lane_catalogue
 from apollo_compile.passes.cost import estimate_costs
-from apollo_compile.passes.plan import foresee_makespan, make_list_plan, make_plan
+from apollo_compile.passes.plan import foresee_makespan, make_list_plan, make_plan, make_serial_plan
+from apollo_compile.planner import apart
 from tests.builders import chains, costs, graph, random_costs, random_graph, random_lanes
 
 
@@ -66,6 +67,28 @@ def test_the_list_schedule_is_a_legal_plan_of_its_own(seed: int) -> None:
     check_plan(replace(listed, serial_ns=max(listed.serial_ns, listed.makespan_ns)), made, table)
     assert listed.origin is Origin.GREEDY
     assert listed.makespan_ns == foresee_makespan(made, table, lanes) >= plan.lower_bound_ns
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_serial_plan_beside_another_has_its_bound(seed: int) -> None:
+    """It is what the planner makes when it is asked for nothing else, but nobody computes the bound again."""
+    rng = random.Random(seed)
+    made = random_graph(rng, rng.randrange(2, 20))
+    lanes = random_lanes(rng)
+    table = random_costs(rng, made, lanes)
+    plan = make_plan(made, table, lanes=lanes, planner="greedy", work_s=0.05)
+    apart.stop_planner()
+    serial = make_serial_plan(made, table, plan)
+    assert apart.stop_planner() is None, "the planner's process was started"
+    check_plan(serial, made, table)
+    assert serial.lower_bound_ns == plan.lower_bound_ns
+    expected = make_plan(made, table, lanes=lanes, planner="serial")
+    assert (serial.origin, serial.assignments, serial.makespan_ns, serial.serial_ns) == (
+        Origin.SERIAL,
+        expected.assignments,
+        expected.makespan_ns,
+        expected.serial_ns,
+    )
 
 
 def test_a_single_chain_stays_serial() -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from apollo_compile.reports.render_html import NODE_WIDTH, place_modules, place_ticks
-from apollo_compile.reports.report import Report
+from apollo_compile.reports.report import Report, Stage, State
 from apollo_compile.reports.summary import summarize
 from benchmarks.graphs import WORKLOADS
 from tests.builders import random_graph
@@ -35,7 +35,11 @@ def full_report(workload: str = "clip") -> Report:
         handed_over=(("graph1_forward", "x is on device cuda:0 <script>alert(1)</script>"),),
         verdicts=(("graph0", VERDICT),),
         breaks=(a_break(),),
+        states=(STATE,),
     )
+
+
+STATE = State(graph="graph0", stage=Stage.MEASURING, detail="round 3 of at least 5")
 
 
 class Page(HTMLParser):
@@ -156,7 +160,7 @@ class Tab:
 @pytest.fixture
 def tab(browser: Any, tmp_path: Path) -> Iterator[Any]:
     """The page of the small report with a run, on a laptop."""
-    report = Report(graphs=(summarize(compilation(), RUN),), handed_over=(), breaks=(a_break(),))
+    report = Report(graphs=(summarize(compilation(), RUN),), handed_over=(), breaks=(a_break(),), states=(STATE,))
     report.save_html(tmp_path / "report.html")
     opened = Tab(browser, tmp_path / "report.html", viewport={"width": 1280, "height": 900})
     yield opened.page
@@ -192,6 +196,14 @@ def test_numbers_of_the_page_are_those_of_the_json(browser: Any, tmp_path: Path)
         for graph in graphs
     ]
     opened.close()
+
+
+def test_how_far_it_is_stands_above_all_graphs(tab: Any) -> None:
+    """In view when the page opens."""
+    line = tab.locator(".state")
+    assert line.inner_text() == "measuring: round 3 of at least 5"
+    box, first = line.bounding_box(), tab.locator("section").first.bounding_box()
+    assert tab.locator("header").bounding_box()["height"] <= box["y"] < box["y"] + box["height"] <= first["y"] < 900
 
 
 def test_pointing_at_a_segment_shows_its_numbers(tab: Any) -> None:

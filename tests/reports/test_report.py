@@ -12,15 +12,17 @@ from markupsafe import escape
 
 from apollo_compile.config import load_config
 from apollo_compile.errors import ReportFileError
+from apollo_compile.passes.plan import to_problem
+from apollo_compile.planner.simulate import serial_schedule
 from apollo_compile.reports.colors import COLORS, color_of_branches
-from apollo_compile.reports.report import Report
+from apollo_compile.reports.report import Report, Stage, State, merge_reports
 from apollo_compile.reports.summary import Bottleneck, Limit, WhatIf, summarize
 from apollo_compile.reports.words import OTHER_BATCHES, describe, explain_place
 from apollo_compile.select import INDUCTOR
 from apollo_compile.what_if import what_if
 from benchmarks.graphs import WORKLOADS, load_graphs
 from tests.reports.reports import VERDICT, a_break, compile_graph, invent_run, workload_report
-from tests.reports.test_summary import NOTHING, RUN, compilation
+from tests.reports.test_summary import NOTHING, RUN, compilation, trace
 
 
 def small(letters: str = "*AB*") -> Report:
@@ -116,6 +118,7 @@ def test_json_is_read_back_as_the_same_report() -> None:
         handed_over=(("graph1_forward", "x is on device cuda:0"),),
         verdicts=(("graph0", VERDICT),),
         breaks=(a_break(),),
+        states=(State(graph="graph0", stage=Stage.MEASURING, detail="round 3 of at least 5"),),
     )
     assert Report.from_json(report.to_json()) == report
 
@@ -138,6 +141,46 @@ def test_a_report_with_memory_of_more_lanes_than_it_has_is_refused() -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------- words
+
+
+SETTLED = State(graph="graph0", stage=Stage.SETTLED)
+MEASURING = State(graph="graph1", stage=Stage.MEASURING, detail="round 3 of at least 5 between segments in turn, plan")
+FALLEN_BACK = State(graph="graph2", stage=Stage.FALLS_BACK, detail="x is on device cuda:0 <&>")
+
+
+@pytest.mark.parametrize(
+    ("states", "told"),
+    [
+        ((SETTLED,), "settled"),
+        ((SETTLED, replace(SETTLED, graph="graph1")), "settled"),
+        ((MEASURING,), "measuring: round 3 of at least 5 between segments in turn, plan"),
+        ((FALLEN_BACK,), "falls back: x is on device cuda:0 <&>"),
+        (
+            (SETTLED, MEASURING, FALLEN_BACK),
+            "measuring: graph1: round 3 of at least 5 between segments in turn, plan; "
+            "falls back: graph2: x is on device cuda:0 <&>; settled: graph0",
+        ),
+    ],
+)
+def test_the_first_line_says_how_far_it_is(states: tuple[State, ...], told: str) -> None:
+    """In the text, above all graphs of the page, and in JSON."""
+    report = replace(small(), states=states)
+    assert str(report).splitlines()[:3] == [told, "", "test: 4 segments (3 bodies) on 3 lanes, greedy plan"]
+    page = report.to_html()
+    assert page.index(f'<p class="state">{escape(told)}</p>') < page.index("<section")
+    found = json.loads(report.to_json())["report"]["states"]
+    assert [(each["graph"], each["stage"]) for each in found] == [(each.graph, each.stage) for each in states]
+    assert str(small()).startswith("test: ") and 'class="state"' not in small().to_html()
+
+
+def test_a_first_call_is_no_measurement() -> None:
+    """Text, page and JSON say that there will be one; a dry run has none to come."""
+    cold = Report(graphs=(summarize(compilation(), NOTHING, is_cold=True),), handed_over=())
+    planned = Report(graphs=(summarize(compilation(), NOTHING),), handed_over=())
+    assert "  not measured yet: the first call of a plan is cold, and left out" in str(cold).splitlines()
+    assert "<dt>Measured</dt><dd>not yet</dd>" in cold.to_html()
+    assert json.loads(cold.to_json())["report"]["graphs"][0]["is_cold"] is True
+    assert "not measured yet" not in str(planned) and "<dt>Measured" not in planned.to_html()
 
 
 def test_clip_is_told_what_overlapped_and_what_limits_it() -> None:
@@ -166,6 +209,17 @@ def test_independent_branches_that_run_in_turn_get_a_reason() -> None:
     assert "Inductor runs the graph" in " ".join(describe(replace(made, way=INDUCTOR), report))
     one = replace(made, device=replace(made.device, units=1))
     assert "there is one unit" in " ".join(describe(one, report))
+
+
+def test_a_disturbed_run_says_nothing_of_the_plan() -> None:
+    """The two layers are planned side by side for 200 ns; in a run in which they were not, the plan is not to blame."""
+    apart = trace((0, 0, 10, 60), (1, 1, 70, 470), (2, 2, 480, 780), (3, 0, 800, 880), duration_ns=1000)
+    made = summarize(compilation(), apart)
+    text = " ".join(describe(made, Report(graphs=(made,), handed_over=())))
+    assert "image and text are planned to overlap for 200 ns, and did for 0 ns in the last run: one run, which" in text
+    assert "the plan gains more elsewhere" not in text
+    elsewhere = summarize(compilation("*AA*"), apart)
+    assert "run one after the other" in " ".join(describe(elsewhere, Report(graphs=(elsewhere,), handed_over=())))
 
 
 def test_operators_without_a_formula_are_named() -> None:
@@ -209,6 +263,21 @@ def test_a_comparison_beyond_what_a_profile_knows_says_so() -> None:
     known = replace(made, profile=replace(made.profile, units=64))
     usual = what_if(known, load_config({"plan.planner": "serial"}), profiles=())
     assert [row.change for row in usual] == ["32 units"]
+
+
+def test_comparisons_keep_the_memory_quota() -> None:
+    """What the segments in turn hold leaves no room for two towers side by side; with less there is no plan at all."""
+    made = compile_graph(load_graphs()["clip_backward"], units=2, time_limit_s=0.1)
+    problem = to_problem(made.partition.graph, made.costs, made.plan.lanes, memory_quota=1)
+    in_turn = problem.peak(serial_schedule(problem), 0)
+
+    def gains(**options: int) -> list[float]:
+        config = load_config({"plan.planner": "greedy", **options})
+        return [row.gain for row in what_if(made, config, units=(4,), profiles=())]
+
+    assert gains()[0] > 1.1
+    assert gains(**{"plan.memory_quota": in_turn}) == [1.0]
+    assert gains(**{"plan.memory_quota": in_turn // 2}) == []
 
 
 def test_why_names_times_needs_and_neighbours() -> None:
@@ -271,6 +340,36 @@ def test_graphs_that_one_side_lacks_are_named() -> None:
     assert small().diff(nothing).only_before == ("test",)
     assert str(nothing.diff(small())) == "test: only in the second"
     assert str(nothing.diff(nothing)) == "no graph in either"
+
+
+def test_graphs_of_the_same_name_are_all_compared() -> None:
+    """As files may have them: the first with the first, the second with the second."""
+    one, other = small("*AB*").graphs[0], small("****").graphs[0]
+    before, after = (Report(graphs=graphs, handed_over=()) for graphs in ((one, other), (one, one, other)))
+    difference = before.diff(after)
+    assert [graph.is_same_plan for graph in difference.graphs] == [True, False]
+    assert difference.only_after == ("test",) and difference.only_before == ()
+
+
+def test_reports_of_several_dynamo_graphs_become_one_with_unique_names() -> None:
+    """Whatever tells of a graph gets the same number."""
+    each = replace(
+        small(),
+        handed_over=(("graph0_backward", "x is on device cuda:0"),),
+        verdicts=(("graph0", VERDICT),),
+        breaks=(a_break(),),
+        states=(State(graph="graph0", stage=Stage.SETTLED),),
+    )
+    merged = merge_reports([each, Report(graphs=(), handed_over=(("graph1_forward", "x"),)), each, each])
+    endings = ["", "#2", "#3"]
+    assert [graph.name for graph in merged.graphs] == [f"test{ending}" for ending in endings]
+    assert [name for name, _ in merged.handed_over] == [
+        "graph0_backward", "graph1_forward", "graph0_backward#2", "graph0_backward#3"
+    ]  # fmt: skip
+    assert [name for name, _ in merged.verdicts] == [f"graph0{ending}" for ending in endings]
+    assert [found.graph for found in merged.breaks] == [f"graph0{ending}" for ending in endings]
+    assert [state.graph for state in merged.states] == [f"graph0{ending}" for ending in endings]
+    assert merge_reports([each]) == each
 
 
 # ------------------------------------------------------------------------------------------------------------- Graphviz

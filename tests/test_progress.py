@@ -1,0 +1,116 @@
+"""What a user hears of a compile that takes long, on a clock that the test moves."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import partial
+
+import pytest
+
+from apollo_compile.progress import PATIENCE_S, Progress
+
+
+class Clock:
+    """Says what it was set to."""
+
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def told(caplog: pytest.LogCaptureFixture) -> Iterator[list[str]]:
+    """What is said, in a process that set logging up, and whose tests are otherwise not told."""
+    logger = logging.getLogger("apollo_compile.progress")
+    logger.setLevel(logging.NOTSET)
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(f"{record.levelname} {record.getMessage()}")  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    yield lines
+    logger.removeHandler(handler)
+
+
+def test_a_compile_that_takes_long_says_once_per_phase_what_it_is_at(told: list[str]) -> None:
+    """And nothing before; a step in which it becomes long is told while it goes on."""
+    clock = Clock()
+    with Progress("compiling graph0_forward", clock=clock) as progress:
+        progress.look()
+        for number in range(1, 15):
+            progress.at("body", number, 14)
+            if number == 5:
+                clock.now_s += PATIENCE_S - 0.1
+                progress.look()
+                clock.now_s += 0.1
+                assert told == []
+                progress.look()  # as the thread does that looks
+        clock.now_s += 5
+        progress.at("C++ code of body", 1, 14)
+        progress.at("C++ code of body", 2, 14)
+        progress.at("Inductor")
+    assert told == [
+        "INFO compiling graph0_forward: body 5 of 14 after 10 s",
+        "INFO compiling graph0_forward: C++ code of body 1 of 14 after 15 s",
+        "INFO compiling graph0_forward: Inductor after 15 s",
+    ]
+
+
+def test_a_compile_that_is_over_in_time_says_nothing(told: list[str]) -> None:
+    """However many steps it has."""
+    clock = Clock()
+    with Progress("compiling", clock=clock) as progress:
+        for number in range(1, 10):
+            clock.now_s += PATIENCE_S / 10
+            progress.at("body", number, 9)
+    assert told == []
+
+
+@pytest.mark.parametrize("quiet", ["package", "file", "rank"])
+def test_it_can_be_switched_off(told: list[str], monkeypatch: pytest.MonkeyPatch, quiet: str) -> None:
+    """By a level, and of several ranks on a machine one speaks."""
+    if quiet == "rank":
+        monkeypatch.setenv("LOCAL_RANK", "1")
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    else:
+        name = {"package": "apollo_compile", "file": "apollo_compile.progress"}[quiet]
+        monkeypatch.setattr(logging.getLogger(name), "level", logging.WARNING)
+    clock = Clock()
+    progress = Progress("compiling", clock=clock)
+    clock.now_s += PATIENCE_S
+    progress.at("body", 1, 2)
+    assert told == []
+
+
+def test_who_set_no_logging_up_reads_it_on_standard_error() -> None:
+    """An INFO of any other logger nobody would see."""
+    code = (
+        "import itertools, logging\n"
+        "from apollo_compile.progress import Progress\n"
+        "Progress('compiling graph0_forward', clock=itertools.count(0, 11).__next__).at('body', 5, 14)\n"
+        "logging.getLogger('apollo_compile.backend').info('not seen')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ("", "compiling graph0_forward: body 5 of 14 after 11 s\n")
+
+
+def test_a_compile_tells_which_body_it_is_at(told: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the backend: Inductor lowers it, then the C++ compiler is waited for."""
+    torch = pytest.importorskip("torch")
+    from apollo_compile import backend
+
+    times = itertools.chain([0.0], itertools.repeat(12.0))
+    monkeypatch.setattr(backend, "Progress", partial(Progress, clock=times.__next__))
+    torch._dynamo.reset()
+    options = {"plan.planner": "serial", "plan.contest": False}
+    with torch.no_grad():
+        torch.compile(torch.nn.Linear(8, 8), backend="apollo", options=options)(torch.ones(2, 8))
+    assert told[-2:] == [
+        "INFO compiling graph0_inference: body 1 of 1 after 12 s",
+        "INFO compiling graph0_inference: C++ code of body 1 of 1 after 12 s",
+    ]
