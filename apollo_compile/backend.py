@@ -940,7 +940,8 @@ def _compile_bodies(
     if config.runtime.onednn and device.type == "cpu" and may_choose_library():
         at("which library multiplies", 0, 0)
         _choose_libraries([piece.graph for _, piece, _ in pieces], compilation, config, commons)
-    bodies = compile_bodies(pieces, native=config.runtime.bodies == "native" and device.type == "cpu", at=at, **kwargs)
+    is_native = config.runtime.bodies == "native" and device.type == "cpu"
+    bodies = compile_bodies(pieces, native=is_native, at=at, **kwargs)
     _tell_of_python(compilation, bodies)
     return bodies
 

@@ -61,7 +61,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import sympy
@@ -82,7 +82,7 @@ from torch._inductor.fx_passes.post_grad import noop_registry, same_meta, view_t
 from torch._inductor.fx_utils import get_fake_args_kwargs
 from torch._inductor.lowering import clone, register_lowering
 from torch._inductor.output_code import CompiledFxGraph, CompiledFxGraphConstants, OutputCode
-from torch._inductor.utils import BoxedBool
+from torch._inductor.utils import BoxedBool, set_tracing_context_output_strides
 from torch._library.fake_class_registry import FakeScriptObject
 from torch._logging._internal import trace_structured
 from torch._subclasses.fake_tensor import FakeTensorMode, is_fake
@@ -1455,18 +1455,17 @@ def unbundle_graph(data: bytes) -> fx.GraphModule:
 
 
 def report_output_strides(graph_module: fx.GraphModule) -> None:
-    """Fill the tracing context with the strides of the graph's outputs, which every body keeps as traced."""
-    context = TracingContext.try_get()
-    if context is None or context.output_strides is None:
-        return
+    """Fill the tracing context with the strides of the graph's outputs, which every body keeps as traced.
+
+    Inductor does it, as for code of its own: whether strides of dynamic sizes are told as expressions or as numbers
+    depends on the release of torch, and the wrong ones make the backward one for these sizes only.
+    """
     values = [node.meta.get("val") if isinstance(node, fx.Node) else None for node in _outputs(graph_module)]
-    for value in values:
-        strides = tuple(map(_hint, value.stride())) if isinstance(value, torch.Tensor) else None
-        context.output_strides.append(strides)
-
-
-def _hint(size: int | torch.SymInt) -> int:
-    return size.node.hint if isinstance(size, torch.SymInt) else size
+    write = PythonPrinter().doprint
+    strides = [tuple(map(write, _exprs(v.stride()))) if isinstance(v, torch.Tensor) else None for v in values]
+    inputs = [node.meta.get("val") for node in graph_module.graph.find_nodes(op="placeholder")]
+    compiled: Any = SimpleNamespace(output_strides=strides)
+    set_tracing_context_output_strides(inputs, compiled)
 
 
 def _outputs(graph_module: fx.GraphModule) -> Sequence[Any]:
