@@ -38,26 +38,23 @@ import argparse
 import copy
 import gc
 import json
-import logging
 import math
-import multiprocessing
 import sys
 import tempfile
 import time
-import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import product
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
 from benchmarks import sweep_spec
+from benchmarks.apart import run_apart
 from benchmarks.run import names_of
 from benchmarks.workloads_spec import SPECS
 
@@ -244,76 +241,13 @@ def format_result(result: Result) -> str:
     return f"{result.outcome:9} {result.case}: {'; '.join(details)} [{result.seconds:.0f} s]"
 
 
-# ------------------------------------------------------------------------------------------------------- processes
-
-
 def run_cases(cases: Sequence[Case], *, timeout_s: float) -> Iterator[Result]:
     """Yield the result of every case; a process that dies or hangs costs its case alone."""
-    process: _Worker | None = None
-    try:
-        for case in tqdm(cases, desc="cases", file=sys.stderr):
-            if process is not None and process.num_cases == CASES_PER_PROCESS:
-                process.stop()
-                process = None
-            process = process or _Worker()
-            result = process.run(case, timeout_s)
-            if result is None:
-                yield Result(case=case, outcome="failed", problem=f"the process {process.stop()}")
-                process = None
-            else:
-                yield result
-    finally:
-        if process is not None:
-            process.stop()
-
-
-END_LIMIT_S = 120.0
-"""For a process to end that has nothing more to do; on a busy machine an interpreter takes long for that."""
-
-
-class _Worker:
-    """A process that runs one case after the other."""
-
-    def __init__(self) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._connection, theirs = context.Pipe()
-        self._process = context.Process(target=_work, args=(theirs,), daemon=False)
-        self._process.start()
-        theirs.close()
-        self.num_cases = 0
-
-    def run(self, case: Case, timeout_s: float) -> Result | None:
-        """Return the result; None if the process died or took too long."""
-        self.num_cases += 1
-        try:
-            self._connection.send(case)
-            if not self._connection.poll(timeout_s):
-                return None
-            result: Result = self._connection.recv()
-        except (EOFError, OSError):
-            return None
-        return result
-
-    def stop(self) -> str:
-        """End the process; return how it ended."""
-        self._connection.close()
-        self._process.join(timeout=END_LIMIT_S)
-        if self._process.exitcode is None:
-            self._process.kill()
-            self._process.join()
-            return "hung"
-        return f"died with exit code {self._process.exitcode}"
-
-
-def _work(connection: Connection) -> None:
-    warnings.simplefilter("ignore")
-    logging.getLogger("apollo_compile").setLevel(logging.ERROR)  # reasons are in the results
-    while True:
-        try:
-            case: Case = connection.recv()
-        except EOFError:
-            return
-        connection.send(run_case(case))
+    for case, result in run_apart(run_case, cases, timeout_s=timeout_s, cases_per_process=CASES_PER_PROCESS):
+        if isinstance(result, str):
+            yield Result(case=case, outcome="failed", problem=f"the process {result}")
+        else:
+            yield result
 
 
 # -------------------------------------------------------------------------------------------------------- one case
