@@ -38,26 +38,23 @@ import argparse
 import copy
 import gc
 import json
-import logging
 import math
-import multiprocessing
 import sys
 import tempfile
 import time
-import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import product
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
 from benchmarks import sweep_spec
+from benchmarks.apart import run_apart
 from benchmarks.run import names_of
 from benchmarks.workloads_spec import SPECS
 
@@ -244,76 +241,13 @@ def format_result(result: Result) -> str:
     return f"{result.outcome:9} {result.case}: {'; '.join(details)} [{result.seconds:.0f} s]"
 
 
-# ------------------------------------------------------------------------------------------------------- processes
-
-
 def run_cases(cases: Sequence[Case], *, timeout_s: float) -> Iterator[Result]:
     """Yield the result of every case; a process that dies or hangs costs its case alone."""
-    process: _Worker | None = None
-    try:
-        for case in tqdm(cases, desc="cases", file=sys.stderr):
-            if process is not None and process.num_cases == CASES_PER_PROCESS:
-                process.stop()
-                process = None
-            process = process or _Worker()
-            result = process.run(case, timeout_s)
-            if result is None:
-                yield Result(case=case, outcome="failed", problem=f"the process {process.stop()}")
-                process = None
-            else:
-                yield result
-    finally:
-        if process is not None:
-            process.stop()
-
-
-END_LIMIT_S = 120.0
-"""For a process to end that has nothing more to do; on a busy machine an interpreter takes long for that."""
-
-
-class _Worker:
-    """A process that runs one case after the other."""
-
-    def __init__(self) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._connection, theirs = context.Pipe()
-        self._process = context.Process(target=_work, args=(theirs,), daemon=False)
-        self._process.start()
-        theirs.close()
-        self.num_cases = 0
-
-    def run(self, case: Case, timeout_s: float) -> Result | None:
-        """Return the result; None if the process died or took too long."""
-        self.num_cases += 1
-        try:
-            self._connection.send(case)
-            if not self._connection.poll(timeout_s):
-                return None
-            result: Result = self._connection.recv()
-        except (EOFError, OSError):
-            return None
-        return result
-
-    def stop(self) -> str:
-        """End the process; return how it ended."""
-        self._connection.close()
-        self._process.join(timeout=END_LIMIT_S)
-        if self._process.exitcode is None:
-            self._process.kill()
-            self._process.join()
-            return "hung"
-        return f"died with exit code {self._process.exitcode}"
-
-
-def _work(connection: Connection) -> None:
-    warnings.simplefilter("ignore")
-    logging.getLogger("apollo_compile").setLevel(logging.ERROR)  # reasons are in the results
-    while True:
-        try:
-            case: Case = connection.recv()
-        except EOFError:
-            return
-        connection.send(run_case(case))
+    for case, result in run_apart(run_case, cases, timeout_s=timeout_s, cases_per_process=CASES_PER_PROCESS):
+        if isinstance(result, str):
+            yield Result(case=case, outcome="failed", problem=f"the process {result}")
+        else:
+            yield result
 
 
 # -------------------------------------------------------------------------------------------------------- one case
@@ -339,7 +273,11 @@ def run_case(case: Case) -> Result:
     found: dict[str, Any] = {}
 
     def look(model: torch.nn.Module) -> None:
-        found.update(_look_at_graphs([each for each in backend.compiled_models() if each not in others], model))
+        own = [each for each in backend.compiled_models() if each not in others]
+        found.update(how_graphs_ran(own))
+        if left := _left_in_eager(own, model):
+            reason = f"Dynamo leaves the training of {left} to eager: {complaints_of_dynamo()}"
+            found["reasons"] = tuple(sorted({*found["reasons"], reason}))
 
     with tempfile.TemporaryDirectory() as folder:
         options = {**make_options(Path(folder) / "profile.json"), "runtime.bodies": case.bodies}
@@ -419,22 +357,20 @@ def make_options(profile: Path) -> dict[str, Any]:
     }
 
 
-def _look_at_graphs(compiled: Sequence[CompiledModel], model: torch.nn.Module) -> dict[str, Any]:
-    """Return how the graphs of a run were run, and what Dynamo left in eager."""
+def how_graphs_ran(compiled: Sequence[CompiledModel]) -> dict[str, Any]:
+    """Return who ran the graphs of a run, as fields of a `Result`."""
     graphs = [graph for each in compiled for graph in each.graphs if graph.has_run and graph.bodies]
     lanes = [{span.lane for span in graph.trace().spans} for graph in graphs]
-    reasons = {reason for each in compiled for _, reason in each.handed_over}
-    if left := _left_in_eager(compiled, model):
-        reasons.add(f"Dynamo leaves the training of {left} to eager: {_complaints_of_dynamo()}")
     return {
         "num_graphs": len(graphs) + sum(len(each.handed_over) for each in compiled),
         "num_in_segments": sum(map(bool, lanes)),
         "num_on_lanes": sum(len(used) > 1 for used in lanes),
-        "reasons": tuple(sorted(reasons)),
+        "reasons": tuple(sorted({reason for each in compiled for _, reason in each.handed_over})),
     }
 
 
-def _complaints_of_dynamo() -> str:
+def complaints_of_dynamo() -> str:
+    """Return why Dynamo broke graphs, or left something in eager, since its counters were cleared."""
     from torch._dynamo.utils import counters
 
     complaints = {text.splitlines()[0] for name in ("unimplemented", "graph_break") for text in counters[name]}
@@ -618,7 +554,7 @@ def find_difference(actual: Numbers, eager: Numbers, exact: Numbers | None, tole
         reference = exact[name]
         if reference is None:
             reference = expected
-        floor = 0.01 * largest if name.startswith("gradient") else 1e-2
+        floor = 0.01 * largest if name.startswith("gradient") and largest else 1e-2
         quantity = name.partition(" step ")[0]
         own[quantity] = max(own[quantity], _distance(expected, reference))
         allowed = 5 * own[quantity] + tolerance * (_largest(reference) + floor)
@@ -637,7 +573,9 @@ def _largest(tensor: Tensor | None) -> float:
         return 0.0
     if tensor.is_floating_point():
         tensor = tensor.nan_to_num(0.0, 0.0, 0.0)
-    return float((tensor.to(torch.float64) if tensor.dtype == torch.bool else tensor).abs().max())
+    elif not tensor.is_complex():
+        tensor = tensor.to(torch.float64)
+    return float(tensor.abs().max())
 
 
 def _distance(left: Tensor, right: Tensor) -> float:
