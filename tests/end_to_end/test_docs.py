@@ -154,7 +154,6 @@ NEVER_WHOLE = {
     "benchmarks.first_step": "compiles everything twice with empty caches; tests/test_first_step.py",
     "benchmarks.gpu_suite": "needs a GPU; tests/test_gpu_suite.py",
     "benchmarks.sweep": "takes an hour; tests/test_sweep.py",
-    "benchmarks.op_infos": "takes half an hour; tests/end_to_end/test_op_infos.py",
     "benchmarks.robustness": "reads what the sweep wrote; tests/test_sweep.py",
 }
 """Modules of documented commands that no test runs whole: why, and the test that runs what they are made of."""
