@@ -70,13 +70,15 @@ native-test-%: $(VENV)/tools
 	MAKEFLAGS= $(BIN)/cmake --build build/native-$*
 	$(BIN)/ctest --test-dir build/native-$* --output-on-failure
 
-# Half an hour of changes in one process, the long tests, 2,000 random models, other ones every time, and the tests of
-# the extension with an instrumented one.
+# Half an hour of changes in one process, the long tests, 2,000 random models, other ones every time, all operators and
+# modules that torch's own tests describe, one of ten compiled, and the tests of the extension with an instrumented one.
 soak: $(VENV)/installed native
 	$(BIN)/python -m benchmarks.soak $(SOAK)
 	$(BIN)/python -m pytest -m soak
 	$(BIN)/python -m pytest --hypothesis-profile soak -o faulthandler_timeout=0 -m "soak or not soak" \
 	  tests/end_to_end/test_random_models.py tests/faults/test_files.py
+	$(BIN)/python -m benchmarks.op_infos --json build/op_infos.json
+	$(BIN)/python -m benchmarks.op_infos --json build/op_infos.json --bodies native --every 10
 	$(MAKE) soak-native
 
 soak-native: $(SANITIZERS:%=soak-native-%)
