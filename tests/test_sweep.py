@@ -15,7 +15,7 @@ pytest.importorskip("transformers")
 
 from torch._dynamo.exc import BackendCompilerFailed  # noqa: E402
 
-from benchmarks import robustness, sweep  # noqa: E402
+from benchmarks import op_infos, robustness, sweep  # noqa: E402
 from benchmarks.sweep import Case, Result, find_difference  # noqa: E402
 from tests.faults.test_table import NO_FAULTS  # noqa: E402
 
@@ -57,9 +57,14 @@ def test_buffers_of_every_type_are_compared() -> None:
         "mask at the end": torch.tensor([True, False]),
         "count at the end": torch.tensor(3),
         "spectrum at the end": torch.tensor([1 + 2j]),
+        "hash at the end": torch.tensor([7], dtype=torch.uint64),
     }
     assert find_difference(buffers, buffers, None, 1e-5) is None
-    for name, other in zip(buffers, (torch.tensor([True, True]), torch.tensor(4), torch.tensor([1 + 3j])), strict=True):
+    for name, other in zip(
+        buffers,
+        (torch.tensor([True, True]), torch.tensor(4), torch.tensor([1 + 3j]), torch.tensor([8], dtype=torch.uint64)),
+        strict=True,
+    ):
         found = find_difference({**buffers, name: other}, buffers, None, 1e-5)
         assert found is not None and found.what == name
 
@@ -160,7 +165,8 @@ def test_the_page_has_what_the_results_say() -> None:
     """The tables of docs/robustness.md are made by `python -m benchmarks.robustness`, and nothing in them failed."""
     page = robustness.PAGE.read_text(encoding="utf-8")
     assert robustness.render(page) == page
-    assert all(result.outcome != "failed" for result in sweep.load(robustness.SWEEP))
+    results = [*sweep.load(robustness.SWEEP), *op_infos.load(robustness.OP_INFOS)]
+    assert all(result.outcome != "failed" and result.commit for result in results)
     lines = json.loads(robustness.TESTS.read_text())
     assert all(line["outcome"] == "passed" for line in lines.values())
     for file, _, test in (line.partition("::") for line in lines):
@@ -182,4 +188,3 @@ def test_every_test_of_semantics_and_every_fault_has_a_line() -> None:
         wanted = {f"{file.relative_to(root)}::{name}" for name in tests}
         assert wanted and wanted <= lines.keys(), f"no lines of {sorted(wanted - lines.keys())}: pytest --robustness"
     assert all(line["commit"] for line in lines.values())
-    assert all(result.commit for result in sweep.load(robustness.SWEEP))
