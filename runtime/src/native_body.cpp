@@ -1,6 +1,7 @@
 #include "apollo/native_body.h"
 
 #include <exception>
+#include <string>
 #include <string_view>
 #include <utility>
 
@@ -42,10 +43,11 @@ void NativeBody::call(void** inputs, void** outputs) const {
   } catch (const std::exception& error) {
     // Generated code says which function of the library failed; the reason stays behind in the library.
     const bool is_library_error = std::string_view(error.what()).find("API call failed") != std::string_view::npos;
-    if (error_text_ == nullptr || !is_library_error) {
+    const std::string_view reason = error_text_ != nullptr && is_library_error ? error_text_() : "";
+    if (reason.empty()) {  // not every failure leaves one: oneDNN's first does not
       throw;
     }
-    throw Error(error_text_());
+    throw Error(std::string(reason));
   }
 }
 

@@ -178,13 +178,17 @@ def test_ctrl_c_while_a_graph_is_compiled_ends_the_call_and_the_next_one_compile
 
 
 def test_an_allocator_that_fails_in_compiled_code_is_the_users_error() -> None:
-    """More bytes than addresses, asked for by a native body."""
+    """More bytes than addresses, asked for by a native body.
+
+    The first time, oneDNN leaves no reason in the library, so that the error names the function that failed.
+    """
     run = torch.compile(lambda x, column: (x @ x, (column @ column.T)[0, 0]), backend="apollo", options=STRICT)
     x, column = torch.ones(8, 8), torch.ones(2**23, 1)
     with torch.no_grad():
-        for _ in range(2):
-            with pytest.raises(RuntimeError, match=r"allocate|memory"):
-                run(x, column)
+        with pytest.raises(RuntimeError, match=r"allocate|memory|API call failed"):
+            run(x, column)
+        with pytest.raises(RuntimeError, match=r"allocate|memory"):
+            run(x, column)
     assert torch.ones(2**20).sum() == 2**20
 
 
