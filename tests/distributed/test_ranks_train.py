@@ -239,7 +239,7 @@ def test_a_rank_that_cannot_compile_alone_meets_the_lanes_of_another(seen: Seen,
     assert _num_lanes(plan) > 1 and len(first["collectives"][0]) == 2 and first["handed_over"] == []
     ((name, reason),) = second["handed_over"]
     assert second["plans"] == [] and reason == "RuntimeError: out of luck"
-    _assert_one_warning(first, second, f"{name} goes to Inductor whole: RuntimeError: out of luck")
+    _assert_one_warning(first, second, f"{name} falls back to torch.compile: RuntimeError: out of luck")
 
 
 def test_a_rank_without_a_planner_takes_part(seen: Seen) -> None:
