@@ -32,15 +32,18 @@ from typing import Any
 import torch
 from torch import fx
 
-from apollo_compile import check, text
-from apollo_compile.breaks import find_break
-from apollo_compile.bundle import FallbackBundle, SegmentsBundle, WholeBundle
-from apollo_compile.commons import Commons
-from apollo_compile.compiled_graph import CompiledGraph, has_free_plans, uses_lanes
 from apollo_compile.config import Config, load_config
-from apollo_compile.cuda.execute import Contract, ModelMemory
-from apollo_compile.cuda.gpu import Gpu, TorchGpu
-from apollo_compile.device import (
+from apollo_compile.device.cpu.execute import (
+    available_units,
+    core_share,
+    keep_memory,
+    most_units,
+    start_lanes,
+    trim_memory,
+)
+from apollo_compile.device.gpu.execute import Contract, ModelMemory
+from apollo_compile.device.gpu.gpu import Gpu, TorchGpu
+from apollo_compile.device.profile import (
     DeviceProfile,
     discover_gpu_profile,
     discover_profile,
@@ -49,7 +52,8 @@ from apollo_compile.device import (
     load_profile,
     packaged_profiles,
 )
-from apollo_compile.dynamic import GraphFamily, at_once, in_background
+from apollo_compile.distributed.agreement import Commons
+from apollo_compile.distributed.ranks import Ranks, find_ranks
 from apollo_compile.errors import (
     ConfigError,
     CudaError,
@@ -58,9 +62,30 @@ from apollo_compile.errors import (
     TargetError,
     UnsupportedGraphError,
 )
-from apollo_compile.execute import available_units, core_share, keep_memory, most_units, start_lanes, trim_memory
-from apollo_compile.history import Finding
-from apollo_compile.inductor import (
+from apollo_compile.ir import BodyId, Capture, GraphBreak, Partition, Plan, Role, Trace, Variant, Verdict, check, text
+from apollo_compile.ir.text import format_count
+from apollo_compile.observe import StageRunner, warn_of_files
+from apollo_compile.passes.capture import capture_graph, read_formulas, resize_capture
+from apollo_compile.pipeline import (
+    Compilation,
+    compile_capture,
+    compile_finding,
+    compile_sizes,
+    rename,
+)
+from apollo_compile.progress import Progress
+from apollo_compile.reports.report import Report, Stage, State, merge_reports
+from apollo_compile.reports.summary import GraphSummary, summarize
+from apollo_compile.session.autotune import MIN_ROUNDS, Selection
+from apollo_compile.session.buckets import GraphFamily, at_once, in_background
+from apollo_compile.session.bundle import FallbackBundle, SegmentsBundle, WholeBundle
+from apollo_compile.session.graph import CompiledGraph, has_free_plans, uses_lanes
+from apollo_compile.session.warm_start import WarmStart, may_be_contested
+from apollo_compile.store.history import Finding
+from apollo_compile.store.plan_file import FILE_NAME, save_plan
+from apollo_compile.tools.what_if import PROFILES, what_if
+from apollo_compile.torch_bridge.graph_breaks import find_break
+from apollo_compile.torch_bridge.inductor import (
     Boundary,
     Bundle,
     Cache,
@@ -105,27 +130,8 @@ from apollo_compile.inductor import (
     writes_inputs,
     written_inputs,
 )
-from apollo_compile.ir import BodyId, Capture, Partition, Plan, Role, Trace, Verdict
-from apollo_compile.matmul import Matmul, find_matmuls, give_to_onednn, libraries_in
-from apollo_compile.observe import StageRunner, warn_of_files
-from apollo_compile.passes.capture import capture_graph, read_formulas, resize_capture
-from apollo_compile.pipeline import (
-    Compilation,
-    compile_capture,
-    compile_finding,
-    compile_sizes,
-    rename,
-)
-from apollo_compile.plan_file import FILE_NAME, save_plan
-from apollo_compile.progress import Progress
-from apollo_compile.ranks import Ranks, find_ranks
-from apollo_compile.reports.report import BreakSummary, Report, Stage, State, merge_reports
-from apollo_compile.reports.summary import GraphSummary, summarize
-from apollo_compile.select import INDUCTOR, MIN_ROUNDS, PLAN, SERIAL, Selection
-from apollo_compile.text import format_count
+from apollo_compile.torch_bridge.onednn import Matmul, find_matmuls, give_to_onednn, libraries_in
 from apollo_compile.units import format_ns
-from apollo_compile.warm_start import WarmStart, may_be_contested
-from apollo_compile.what_if import PROFILES, what_if
 
 _logger = logging.getLogger(__name__)
 
@@ -220,7 +226,7 @@ class CompiledModel:
     """Whether the Dynamo graph is to be compiled as by torch.compile alone: Note [fallback]."""
     left: list[Compilation] = field(default_factory=list)
     """Those of them that have a plan, but one that is not worth compiling."""
-    ended_by: BreakSummary | None = None
+    ended_by: GraphBreak | None = None
     """What broke the Dynamo graph off; None where it ended with the function."""
     ranks: Ranks = field(default_factory=lambda: Ranks(None))
     """Who decides with this process."""
@@ -286,7 +292,7 @@ class CompiledModel:
     def _keep_verdict(self, verdict: Verdict) -> None:
         _logger.info("%s: chosen by measuring: %s", self.name, verdict)
         is_worth_keeping = verdict.standings[0].num_rounds >= MIN_ROUNDS
-        is_inductor_known = verdict.has_met(INDUCTOR) or not self.selection.is_watched
+        is_inductor_known = verdict.has_met(Variant.INDUCTOR) or not self.selection.is_watched
         for graph in self.contested:
             if graph.has_run and is_worth_keeping:
                 self.warm_start.keep(graph.compilation, graph.way, verdict)
@@ -294,7 +300,7 @@ class CompiledModel:
                 graph.compile_whole = None  # it holds a graph; later contests are held among what is compiled now
             if self.gpu is not None:  # what lost holds much memory, and no drift is looked for there
                 graph.keep_only_this_way()
-        for way in self.memories.keys() - {graph.way for graph in self.contested} - {PLAN}:
+        for way in self.memories.keys() - {graph.way for graph in self.contested} - {Variant.PLAN}:
             del self.memories[way]
         if self.config.runtime.keep_memory:
             trim_memory()  # each way left its own behind
@@ -395,7 +401,7 @@ class CompiledModel:
         if bundle.left is None:
             return
         finding = self.warm_start.recall_under(self._name_of(bundle.role), bundle.history_key)
-        if bundle.left.finding is not None and (finding is None or finding.way != INDUCTOR):
+        if bundle.left.finding is not None and (finding is None or finding.way != Variant.INDUCTOR):
             raise UnsupportedGraphError("that Inductor is faster is known no longer")
         self.left.append(rename(bundle.left, self._name_of(bundle.role)))
 
@@ -499,7 +505,7 @@ class CompiledModel:
         """Whether the Dynamo graph falls back where this graph does: with a forward, unless the two were mixed."""
         finding = None if left is None else left.finding
         verdict = None if finding is None else finding.verdict
-        return role is not Role.BACKWARD and (verdict is None or set(verdict.choice) == {INDUCTOR})
+        return role is not Role.BACKWARD and (verdict is None or set(verdict.choice) == {Variant.INDUCTOR})
 
     def _log_fallback(self, name: str, reason: str, *, level: int) -> None:
         self.handed_over.append((name, reason))
@@ -561,7 +567,7 @@ class CompiledModel:
         if reason is not None:
             self.left.append(compilation)
             if compilation.finding is None:
-                self.warm_start.keep(compilation, INDUCTOR, None)
+                self.warm_start.keep(compilation, Variant.INDUCTOR, None)
             raise NothingToGainError(reason)
         if config.runtime.keep_memory:
             keep_memory()
@@ -736,7 +742,7 @@ def plan_graph(
 def reason_to_leave(compilation: Compilation, config: Config) -> str | None:
     """Return why a graph is better left to Inductor from the start; None where its plan is worth compiling."""
     if compilation.finding is not None and compilation.finding.verdict is not None:
-        is_left = compilation.finding.way == INDUCTOR
+        is_left = compilation.finding.way == Variant.INDUCTOR
         return f"Inductor ran it when the contest was over: {compilation.finding.verdict}" if is_left else None
     if _may_gain(compilation, config) or not _is_contested(compilation.plan, config):
         return None
@@ -782,7 +788,7 @@ def report(
         units: numbers of units to compare with; None is half, twice and four times as many as there are.
         profiles: device profiles to compare with, paths or packaged names. Every comparison plans all graphs again.
 
-    Other batch sizes take inputs, which no compiled model keeps: see `apollo_compile.dry_run.compare_batches`.
+    Other batch sizes take inputs, which no compiled model keeps: see `apollo_compile.tools.explain.compare_batches`.
 
     Raises:
         TargetError: `model` is no module.
@@ -814,7 +820,7 @@ def _summarize(model: CompiledModel, units: Sequence[int] | None, profiles: Sequ
             graph.compilation,
             NOT_RUN if graph.is_cold else graph.trace(),
             num_replans=graph.num_replans,
-            is_cold=graph.is_cold and graph.way_of_plan == PLAN,
+            is_cold=graph.is_cold and graph.way_of_plan == Variant.PLAN,
             is_deterministic=graph.is_deterministic,
             way=graph.way_of_plan,
             what_if=() if graph.is_variant else compare(graph.compilation),
@@ -827,7 +833,7 @@ def _summarize(model: CompiledModel, units: Sequence[int] | None, profiles: Sequ
         summarize(
             left,
             NOT_RUN,
-            way=INDUCTOR,
+            way=Variant.INDUCTOR,
             what_if=compare(left),
             lane_memory_quota=model.config.device.lane_memory_quota,
         )
@@ -851,9 +857,9 @@ def ways_of(module: torch.nn.Module) -> list[str]:
     for model in find_models(module):
         for graph in model.current_graphs():
             if graph.has_run:
-                is_in_turn = graph.way == PLAN and not uses_lanes(graph.compilation.plan)
-                ways.append(SERIAL if is_in_turn else graph.way)
-        ways += [INDUCTOR] * len(model.handed_over)
+                is_in_turn = graph.way == Variant.PLAN and not uses_lanes(graph.compilation.plan)
+                ways.append(Variant.SERIAL if is_in_turn else graph.way)
+        ways += [Variant.INDUCTOR] * len(model.handed_over)
     return list(dict.fromkeys(ways))
 
 

@@ -15,11 +15,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from apollo_compile import check, text
 from apollo_compile.config import Config
-from apollo_compile.device import DeviceProfile
+from apollo_compile.device.profile import DeviceProfile
 from apollo_compile.errors import InvariantError, PlanFileError
-from apollo_compile.history import Finding
 from apollo_compile.ir import (
     Capture,
     CostTable,
@@ -31,6 +29,8 @@ from apollo_compile.ir import (
     Program,
     SegmentGraph,
     SyncPlan,
+    check,
+    text,
 )
 from apollo_compile.observe import StageRunner
 from apollo_compile.passes.cost import estimate_costs
@@ -39,7 +39,8 @@ from apollo_compile.passes.memory import plan_memory
 from apollo_compile.passes.partition import partition_graph, resize_partition
 from apollo_compile.passes.plan import foresee_makespan, make_plan
 from apollo_compile.passes.sync import eliminate_syncs
-from apollo_compile.plan_file import check_fits, load_plan
+from apollo_compile.store.history import Finding
+from apollo_compile.store.plan_file import check_fits, load_plan
 
 _logger = logging.getLogger(__name__)
 

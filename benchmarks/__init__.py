@@ -1,1 +1,1 @@
-"""Workloads, measurements and the demo; the harness itself is `apollo_compile.bench`."""
+"""Workloads, measurements and the demo; the harness itself is `apollo_compile.tools.bench`."""

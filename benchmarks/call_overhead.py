@@ -29,9 +29,9 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from apollo_compile import backend
-from apollo_compile.bench import machine_facts, turn_orders
-from apollo_compile.select import INDUCTOR
-from apollo_compile.text import format_count
+from apollo_compile.ir import Variant
+from apollo_compile.ir.text import format_count
+from apollo_compile.tools.bench import machine_facts, turn_orders
 from apollo_compile.units import format_ns
 
 CALLS = 100
@@ -148,7 +148,7 @@ def _time(call: Callable[[str], None], side: str) -> int:
 def _what_runs(model: nn.Module) -> str:
     found = []
     for compiled in backend.find_models(model):
-        found += [f"{name}: {INDUCTOR}" for name, _ in compiled.handed_over]
+        found += [f"{name}: {Variant.INDUCTOR}" for name, _ in compiled.handed_over]
         for graph in compiled.graphs:
             segments = format_count(len(graph.compilation.partition.graph.segments), "segment")
             found.append(f"{graph.compilation.capture.name} ({segments}): {graph.way}")

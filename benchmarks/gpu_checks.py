@@ -26,8 +26,9 @@ from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from apollo_compile import backend
-from apollo_compile.cuda.calibrate import calibrate_gpu
-from apollo_compile.cuda.examine import (
+from apollo_compile.device.findings import Finding, Level
+from apollo_compile.device.gpu.calibrate import calibrate_gpu
+from apollo_compile.device.gpu.examine import (
     EXTRA_SMS,
     contexts_of,
     examine_cuda,
@@ -36,15 +37,14 @@ from apollo_compile.cuda.examine import (
     split_lanes,
     walk_capture,
 )
-from apollo_compile.cuda.execute import CudaExecutable
-from apollo_compile.cuda.gpu import Sharing, TorchGpu, TorchRecording
-from apollo_compile.cuda.launch import Launcher, forked
-from apollo_compile.device import load_profile
+from apollo_compile.device.gpu.execute import CudaExecutable
+from apollo_compile.device.gpu.gpu import Sharing, TorchGpu, TorchRecording
+from apollo_compile.device.gpu.launch import Launcher, forked
+from apollo_compile.device.profile import load_profile
 from apollo_compile.errors import MemoryQuotaError
-from apollo_compile.findings import Finding, Level
-from apollo_compile.inductor import compile_bodies
 from apollo_compile.ir import BufferId, Lane, LaneId, Launch, Program
 from apollo_compile.json_form import to_json
+from apollo_compile.torch_bridge.inductor import compile_bodies
 from apollo_compile.units import format_bytes, format_ns
 from benchmarks.gpu_busy import marker_records, profile_step
 from benchmarks.gpu_lanes import (
@@ -230,7 +230,7 @@ def clusters_fit_into_lanes(gpu: TorchGpu) -> Outcome:
 
 def _cooperative_on_a_lane(gpu: TorchGpu) -> str:
     """Say what comes of a cooperative kernel with as many blocks as the device can hold, on one atom of it."""
-    from apollo_compile.cuda.census_kernel import COLUMNS, launch_census
+    from apollo_compile.device.gpu.census_kernel import COLUMNS, launch_census
 
     blocks = gpu.native.num_sms * BLOCKS_THAT_FIT
     out = torch.zeros(blocks, COLUMNS, dtype=torch.int64, device=gpu.device)
@@ -564,7 +564,7 @@ def a_longer_lane_can_go_on_with_every_sm(gpu: TorchGpu) -> Outcome:
 
 def markers_agree(gpu: TorchGpu) -> Outcome:
     """T12: events in a graph, the profiler, and the clock that a kernel reads tell the same of kernels on two lanes."""
-    from apollo_compile.cuda.census_kernel import COLUMNS, launch_census
+    from apollo_compile.device.gpu.census_kernel import COLUMNS, launch_census
 
     lanes = split_evenly(gpu, 2)
     outs = [torch.zeros(64, COLUMNS, dtype=torch.int64, device=gpu.device) for _ in lanes]
@@ -642,8 +642,8 @@ def failures_and_recaptures_leave_no_trace(gpu: TorchGpu) -> Outcome:
 
 _ENDS_WITH_LANES = """
 import torch
-from apollo_compile.cuda.examine import split_lanes
-from apollo_compile.cuda.gpu import TorchGpu
+from apollo_compile.device.gpu.examine import split_lanes
+from apollo_compile.device.gpu.gpu import TorchGpu
 gpu = TorchGpu(0)
 lane = split_lanes(gpu.native.atom_sizes, (1, 1))[0]
 value = torch.ones(1024, device=gpu.device)

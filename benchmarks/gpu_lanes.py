@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from apollo_compile.cuda.examine import split_lanes
-from apollo_compile.cuda.gpu import Sharing, TorchGpu
-from apollo_compile.cuda.launch import Launcher
+from apollo_compile.device.gpu.examine import split_lanes
+from apollo_compile.device.gpu.gpu import Sharing, TorchGpu
+from apollo_compile.device.gpu.launch import Launcher
 from apollo_compile.ir import BodyId, BufferId, Lane, LaneId, Launch, Program, SegmentId
 
 SPIN_NS = 1_000_000
@@ -57,7 +57,7 @@ def beside(lanes: Sequence[Lane], bodies: Sequence[int] | None = None) -> Progra
 
 def spinners(gpu: TorchGpu, count: int) -> Callable[[Any], object]:
     """Return work that spins on `count` lanes of one split, side by side."""
-    from apollo_compile.cuda.census_kernel import COLUMNS, launch_census
+    from apollo_compile.device.gpu.census_kernel import COLUMNS, launch_census
 
     lanes = split_lanes(gpu.native.atom_sizes, (1,) * max(2, count))[:count]
     outs = [torch.zeros(64, COLUMNS, dtype=torch.int64, device=gpu.device) for _ in lanes]

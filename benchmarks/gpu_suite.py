@@ -33,10 +33,10 @@ from tabulate import tabulate
 from torch import Tensor, nn
 
 from apollo_compile import backend
-from apollo_compile.bench import machine_facts
-from apollo_compile.cuda.gpu import TorchGpu
+from apollo_compile.device.gpu.gpu import TorchGpu
+from apollo_compile.device.lanes import lane_catalogue
 from apollo_compile.errors import CudaError
-from apollo_compile.lanes import lane_catalogue
+from apollo_compile.tools.bench import machine_facts
 from apollo_compile.units import format_bytes, format_ns
 from benchmarks.gpu_busy import busy_share, profile_step, read_step, side_by_side_share
 from benchmarks.gpu_checks import CHECKS, OPTIONS, THOROUGH_CHECKS, Outcome
@@ -293,7 +293,7 @@ def _note_of(error: Exception) -> str:
 
 def mark_lanes(gpu: TorchGpu) -> None:
     """Launch a marker on every lane of the catalogue: a kernel of as many blocks as the lane has SMs."""
-    from apollo_compile.cuda.census_kernel import COLUMNS, launch_census
+    from apollo_compile.device.gpu.census_kernel import COLUMNS, launch_census
 
     for lane in lane_catalogue(gpu.native.num_sms, gpu.native.atom_sizes):
         stream = gpu.lane_stream(lane) or gpu.caller_stream()

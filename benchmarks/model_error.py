@@ -37,12 +37,10 @@ from tabulate import tabulate
 from tqdm import tqdm
 
 from apollo_compile import backend
-from apollo_compile.bench import machine_facts
-from apollo_compile.calibrate import calibrate
-from apollo_compile.compiled_graph import CompiledGraph
 from apollo_compile.cost_model.roofline import predict_kernel
-from apollo_compile.device import DeviceProfile, save_profile
-from apollo_compile.execute import Executable, available_units
+from apollo_compile.device.cpu.calibrate import calibrate
+from apollo_compile.device.cpu.execute import Executable, available_units
+from apollo_compile.device.profile import DeviceProfile, save_profile
 from apollo_compile.ir import (
     Assignment,
     LaneId,
@@ -58,6 +56,8 @@ from apollo_compile.ir import (
 from apollo_compile.observe import StageRunner
 from apollo_compile.passes.cost import estimate_costs
 from apollo_compile.pipeline import Compilation, compile_plan
+from apollo_compile.session.graph import CompiledGraph
+from apollo_compile.tools.bench import machine_facts
 from benchmarks.run import names_of
 from benchmarks.workloads import Workload, build
 from benchmarks.workloads_spec import SPECS

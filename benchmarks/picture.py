@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 
 from apollo_compile import backend
-from apollo_compile.compiled_graph import CompiledGraph
 from apollo_compile.ir import Trace
+from apollo_compile.session.graph import CompiledGraph
 from apollo_compile.units import NS_PER_MS
 from benchmarks.workloads import build
 

@@ -39,17 +39,17 @@ from scipy.stats import kendalltau
 from tabulate import tabulate
 from tqdm import tqdm
 
-from apollo_compile import backend, check
-from apollo_compile.bench import machine_facts
-from apollo_compile.compiled_graph import CompiledGraph
-from apollo_compile.execute import Executable
-from apollo_compile.ir import Assignment, CostTable, LaneId, Observations, Origin, Plan, Quota
-from apollo_compile.monitor import is_same_placement, observe_trace
+from apollo_compile import backend
+from apollo_compile.device.cpu.execute import Executable
+from apollo_compile.ir import Assignment, CostTable, LaneId, Observations, Origin, Plan, Quota, check
 from apollo_compile.observe import StageRunner
 from apollo_compile.passes.cost import estimate_costs
 from apollo_compile.passes.plan import make_plan, to_problem
 from apollo_compile.pipeline import Compilation, compile_plan
 from apollo_compile.planner.baselines import BASELINES
+from apollo_compile.session.graph import CompiledGraph
+from apollo_compile.session.monitor import is_same_placement, observe_trace
+from apollo_compile.tools.bench import machine_facts
 from apollo_compile.units import NS_PER_MS
 from benchmarks.model_error import plan_on_lane
 from benchmarks.run import names_of

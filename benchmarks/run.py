@@ -8,7 +8,8 @@
 `--batch all` is a small, a medium and a large one for every workload. Last comes a table with a row per measurement,
 and geometric means over workloads with parallel branches at their smaller batches.
 
-Exit code 1: a variant's loss or gradients are not those of the reference. How steps are timed: `apollo_compile.bench`.
+Exit code 1: a variant's loss or gradients are not those of the reference. How steps are timed:
+`apollo_compile.tools.bench`.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from pathlib import Path
 
 from tabulate import tabulate
 
-from apollo_compile.bench import (
+from apollo_compile.reports.render_bench import format_measurement
+from apollo_compile.tools.bench import (
     AGAIN,
     INDUCTOR_MODES,
     KEPT_MEMORY,
@@ -39,7 +41,6 @@ from apollo_compile.bench import (
     measure,
     to_json,
 )
-from apollo_compile.reports.render_bench import format_measurement
 from benchmarks.workloads_spec import SPECS
 
 _KNOWN = {variant.name: variant for variant in (*VARIANTS, *KEPT_MEMORY, *ONE_CORE, *AGAIN, *LIBRARIES, *PLANS)}

@@ -196,7 +196,7 @@ def model_names() -> dict[str, str]:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run what is not in the file yet, print a line for each case; return the exit code."""
-    from apollo_compile.bench import machine_facts
+    from apollo_compile.tools.bench import machine_facts
 
     args = _parse(arguments)
     results = load(args.json) if args.json is not None and args.json.exists() else []
@@ -226,7 +226,7 @@ def load(path: Path) -> list[Result]:
 
 def save(path: Path, results: Sequence[Result]) -> None:
     """Write results and the versions that they are for; each has its own commit."""
-    from apollo_compile.bench import machine_facts
+    from apollo_compile.tools.bench import machine_facts
 
     path.parent.mkdir(parents=True, exist_ok=True)
     machine = {name: fact for name, fact in machine_facts().items() if name != "commit"}
@@ -343,8 +343,8 @@ def other_batches(name: str) -> list[dict[str, Any]]:
 
 def make_options(profile: Path) -> dict[str, Any]:
     """Return the options of the sweep; `profile` is where the device profile is written that they name."""
-    from apollo_compile.device import default_profile, save_profile
-    from apollo_compile.execute import available_units
+    from apollo_compile.device.cpu.execute import available_units
+    from apollo_compile.device.profile import default_profile, save_profile
 
     save_profile(replace(default_profile(available_units()), handover_ns=0), profile)
     return {
@@ -382,8 +382,8 @@ def _left_in_eager(compiled: Sequence[CompiledModel], model: torch.nn.Module) ->
 
     A graph that only runs forward trains nothing, such as that of a mask, or of a compiled optimizer.
     """
-    from apollo_compile.inductor import storages_of
     from apollo_compile.ir import Role
+    from apollo_compile.torch_bridge.inductor import storages_of
 
     trains = [
         each

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from apollo_compile.device.lanes import lane_catalogue
 from apollo_compile.ir import (
     Assignment,
     BodyId,
@@ -34,7 +35,6 @@ from apollo_compile.ir import (
     SegmentId,
     Work,
 )
-from apollo_compile.lanes import lane_catalogue
 from apollo_compile.planner.problem import Hold, Interference, Problem, Task
 from apollo_compile.planner.problem import Mode as TaskMode
 from apollo_compile.planner.simulate import serial_schedule

@@ -156,7 +156,7 @@ def how_graphs_ran(
 
 def _watch_graphs(patch: pytest.MonkeyPatch, seen: HowGraphsRan) -> None:
     backend = importlib.import_module("apollo_compile.backend")
-    graphs = importlib.import_module("apollo_compile.compiled_graph")
+    graphs = importlib.import_module("apollo_compile.session.graph")
     call, log = graphs.CompiledGraph._call, backend.CompiledModel._log_fallback
 
     def call_and_see(graph: Any, inputs: list[Any]) -> Sequence[Any]:
@@ -223,7 +223,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     if lines:
         file: Path = session.config.getoption("--robustness")
         known = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-        commit = importlib.import_module("apollo_compile.bench").machine_facts()["commit"]
+        commit = importlib.import_module("apollo_compile.tools.bench").machine_facts()["commit"]
         for line in lines.values():
             line["commit"] = commit
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from apollo_compile.device import Arithmetic, DeviceProfile, Rate
+from apollo_compile.device.profile import Arithmetic, DeviceProfile, Rate
 from apollo_compile.ir import KernelKind
 
 CPU = DeviceProfile(

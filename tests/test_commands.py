@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 COMMANDS = ("planner --only 'layered 10' --devices cpu16 --time-limits 0.1 --json {folder}/written",)
-"""Arguments of `python -m benchmarks.`; tests/test_demo.py runs the demo."""
+"""Arguments of `python -m benchmarks.`; tests/benchmarks/test_demo.py runs the demo."""
 
 LONG = (
     "body_codes --workloads two_tower --size tiny --rounds 4 --codes eager --json {folder}/written",

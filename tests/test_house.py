@@ -113,7 +113,10 @@ def test_ortools_is_imported_by_the_solver_and_the_bound_only(path: Path) -> Non
 @parametrize_files()
 def test_pickles_are_for_the_planners_process_only(path: Path) -> None:
     """They run what is in them: files are JSON, and of graphs torch's own cache keeps its own kind."""
-    allowed = {"apollo_compile.planner.apart": {"pickle"}, "apollo_compile.inductor": {"torch.fx._graph_pickler"}}
+    allowed = {
+        "apollo_compile.planner.apart": {"pickle"},
+        "apollo_compile.torch_bridge.inductor": {"torch.fx._graph_pickler"},
+    }
     found = {
         name
         for name in imported(tree_of(path))

@@ -44,10 +44,10 @@ import sympy
 import torch
 from torch import fx
 
-from apollo_compile.cost_model.work import NodeWork, WorkKind, evaluate, evaluate_formula, expression, work_of
 from apollo_compile.errors import UnsupportedGraphError
 from apollo_compile.ir import Capture, Node, NodeId, NodeKind, Role, Work
-from apollo_compile.writes import frees_storage, resizes_storage, written_by
+from apollo_compile.operators.work import NodeWork, WorkKind, evaluate, evaluate_formula, expression, work_of
+from apollo_compile.operators.writes import frees_storage, resizes_storage, written_by
 
 _aten = torch.ops.aten
 _prims = torch.ops.prims

@@ -27,7 +27,7 @@ from apollo_compile.cost_model.roofline import Prediction, predict
 from apollo_compile.ir import CostSource, CostTable, Mode, Observations, Segment, SegmentGraph
 
 if TYPE_CHECKING:
-    from apollo_compile.device import DeviceProfile
+    from apollo_compile.device.profile import DeviceProfile
 
 
 def estimate_costs(graph: SegmentGraph, profile: DeviceProfile, observations: Observations) -> CostTable:

@@ -14,13 +14,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from apollo_compile.select import PLAN
-from apollo_compile.text import format_count
+from apollo_compile.ir import Variant
+from apollo_compile.ir.text import format_count
 from apollo_compile.units import format_ns
 
 if TYPE_CHECKING:
-    from apollo_compile.plan_file import NamedPlan
     from apollo_compile.reports.report import Report
+    from apollo_compile.store.plan_file import NamedPlan
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -126,7 +126,7 @@ def sides_of_plans(plans: Iterable[NamedPlan]) -> tuple[Side, ...]:
     return tuple(
         Side(
             name=name,
-            way=PLAN,
+            way=Variant.PLAN,
             predicted_ns=plan.makespan_ns,
             serial_ns=plan.serial_ns,
             measured_ns=None,

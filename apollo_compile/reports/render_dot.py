@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from apollo_compile.ir.text import format_count
 from apollo_compile.reports.colors import COLORS, color_of_branches
-from apollo_compile.text import format_count
 from apollo_compile.units import format_bytes, format_ns
 
 if TYPE_CHECKING:

@@ -23,12 +23,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import jinja2
 from markupsafe import Markup
 
-from apollo_compile.ir import Lane, LaneId
+from apollo_compile.ir import Lane, LaneId, Variant
+from apollo_compile.ir.text import format_count, format_lane, mark_source
 from apollo_compile.reports.colors import COLORS, color_of_branches
 from apollo_compile.reports.render_text import NOTHING_YET, describe_device, describe_search
 from apollo_compile.reports.words import NOT_MEASURED_YET, OTHER_BATCHES, describe, describe_state
-from apollo_compile.select import PLAN
-from apollo_compile.text import format_count, format_lane, mark_source
 from apollo_compile.units import format_bytes, format_ns
 
 if TYPE_CHECKING:
@@ -74,7 +73,7 @@ def _template() -> jinja2.Template:
         percent=lambda share: f"{share:.0%}",
     )
     environment.globals.update(
-        PLAN=PLAN,
+        PLAN=Variant.PLAN,
         by_id=lambda graph: {segment.id: segment for segment in graph.segments},
         NODE_HEIGHT=NODE_HEIGHT,
         NODE_WIDTH=NODE_WIDTH,

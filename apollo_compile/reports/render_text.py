@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING
 
 from tabulate import tabulate
 
-from apollo_compile.ir import Lane, LaneId, Verdict
+from apollo_compile.ir import GraphBreak, Lane, LaneId, Variant, Verdict
+from apollo_compile.ir.text import draw_lanes, format_count, mark_source
 from apollo_compile.reports.words import NOT_MEASURED_YET, OTHER_BATCHES, describe, describe_state
-from apollo_compile.select import PLAN
-from apollo_compile.text import draw_lanes, format_count, mark_source
 from apollo_compile.units import format_bytes, format_ns
 
 if TYPE_CHECKING:
-    from apollo_compile.reports.report import BreakSummary, Report
+    from apollo_compile.reports.report import Report
     from apollo_compile.reports.summary import GraphSummary
 
 NOTHING_YET = (
@@ -46,7 +45,7 @@ def _render_graph(graph: GraphSummary, report: Report) -> str:
         f"  {describe_search(graph)}",
         f"  {describe_device(graph)}",
     ]
-    if graph.way != PLAN:
+    if graph.way != Variant.PLAN:
         last = "; measured below is the plan's last run" if graph.measured else ""
         lines.append(f"  does not run its plan now but {graph.way}{last}")
     if graph.num_lanes > 1:
@@ -132,7 +131,7 @@ def _render_verdict(verdict: Verdict) -> str:
     return f"{table}\nmeasured in {verdict.num_steps} steps of {verdict.loop}{verdict.pause}"
 
 
-def _render_break(found: BreakSummary) -> str:
+def _render_break(found: GraphBreak) -> str:
     lines = [
         f"graph break behind {found.graph}: {found.problem}",
         f"  {found.file}:{found.line} in {found.function}: {found.code}",

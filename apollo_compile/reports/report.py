@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from apollo_compile.errors import ReportFileError
-from apollo_compile.ir import Verdict
+from apollo_compile.ir import GraphBreak, Verdict
 from apollo_compile.json_form import check_format, from_json, parse, read_file, to_json
 from apollo_compile.reports.diff import Difference, compare, sides_of_report
 from apollo_compile.reports.summary import GraphSummary, check_summary
@@ -27,22 +27,6 @@ FORMAT = 1
 
 _MAX_BYTES = 256 * 2**20
 """A report of 1,000 segments takes about 3 MB."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BreakSummary:
-    """A place where Dynamo had to end a graph, so that nothing before it can overlap with anything behind it."""
-
-    graph: str
-    """The Dynamo graph that ends here."""
-    problem: str
-    explanation: str
-    file: str
-    line: int
-    function: str
-    code: str
-    remedies: tuple[str, ...]
-    """What removes it, the most promising first."""
 
 
 class Stage(enum.StrEnum):
@@ -76,7 +60,7 @@ class Report:
     """Graphs that Inductor runs whole, and why."""
     verdicts: tuple[tuple[str, Verdict], ...] = ()
     """By name of the Dynamo graph, which way of running it was the fastest."""
-    breaks: tuple[BreakSummary, ...] = ()
+    breaks: tuple[GraphBreak, ...] = ()
     states: tuple[State, ...] = ()
     """Of every Dynamo graph; empty where nobody knows."""
 

@@ -28,12 +28,11 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from apollo_compile.ir import Candidate, CostSource, Lane, LaneId, Mode, Origin, Role, SegmentGraph, Trace
+from apollo_compile.ir import Candidate, CostSource, Lane, LaneId, Mode, Origin, Role, SegmentGraph, Trace, Variant
 from apollo_compile.passes.plan import to_problem
 from apollo_compile.pipeline import Compilation
 from apollo_compile.planner.baselines import BASELINES
 from apollo_compile.planner.simulate import execute
-from apollo_compile.select import PLAN
 
 ASKED_TOLERANCE = 0.02
 
@@ -229,7 +228,7 @@ class DeviceSummary:
     kind: str
     name: str
     source: str
-    """How its profile came about: see `apollo_compile.device`."""
+    """How its profile came about: see `apollo_compile.device.profile`."""
     units: int
 
 
@@ -275,7 +274,7 @@ class GraphSummary:
     pinned: bool
     """Whether the plan was read from a file."""
     way: str
-    """How it runs now: see `apollo_compile.select`."""
+    """How it runs now: see `apollo_compile.session.autotune`."""
     num_replans: int
     """How often it was planned again from measured durations."""
     peak_bytes: int
@@ -409,7 +408,7 @@ def summarize(
     num_replans: int = 0,
     is_deterministic: bool = False,
     is_cold: bool = False,
-    way: str = PLAN,
+    way: str = Variant.PLAN,
     what_if: tuple[WhatIf, ...] = (),
     lane_bytes: Mapping[LaneId, int] = types.MappingProxyType({}),
     lane_memory_quota: int | None = None,

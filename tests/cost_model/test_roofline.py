@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from apollo_compile.cost_model.roofline import predict, predict_kernel
-from apollo_compile.device import Arithmetic, Rate
+from apollo_compile.device.profile import Arithmetic, Rate
 from apollo_compile.ir import Kernel, KernelKind, Work
 from tests.profiles import CPU, CUDA
 

@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from apollo_compile.execute import most_units
-from apollo_compile.ir import Plan, Role
-from apollo_compile.select import INDUCTOR, MIN_ROUNDS, PLAN, SERIAL, STEPS_PER_TURN
+from apollo_compile.device.cpu.execute import most_units
+from apollo_compile.ir import Plan, Role, Variant
+from apollo_compile.session.autotune import MIN_ROUNDS, STEPS_PER_TURN
 from tests.distributed import work
 from tests.distributed.conftest import DURATIONS
 
@@ -165,7 +165,7 @@ def test_all_ranks_switch_in_the_same_step_to_the_same_winner(seen: Seen, name: 
     assert first["verdict"] == second["verdict"]
     assert first["ways"] == second["ways"]
     tried = {way for ways in first["ways"] for way in ways}
-    assert {SERIAL, PLAN, INDUCTOR} <= tried
+    assert {Variant.SERIAL, Variant.PLAN, Variant.INDUCTOR} <= tried
     _, _, num_steps = first["verdict"]
     assert num_steps >= 2 * MIN_ROUNDS * STEPS_PER_TURN
 
@@ -182,7 +182,7 @@ def test_where_inductor_fails_on_one_rank_it_competes_on_none(seen: Seen) -> Non
     first, second = seen("contest, fault")
     assert first["verdict"] is not None and first["verdict"] == second["verdict"]
     assert first["ways"] == second["ways"]
-    assert {way for ways in first["ways"] for way in ways} == {SERIAL, PLAN}
+    assert {way for ways in first["ways"] for way in ways} == {Variant.SERIAL, Variant.PLAN}
     for key, value in first["found"].items():
         assert torch.equal(value, second["found"][key]), key
     lines = [[line for line in result["log"] if not line.startswith("INFO")] for result in (first, second)]
@@ -226,7 +226,10 @@ def test_what_tensor_parallelism_keeps_equal_stays_equal(seen: Seen) -> None:
 def test_a_plan_and_inductors_code_meet_in_collectives(seen: Seen) -> None:
     """One rank runs lanes and the other what Inductor made of the whole: one order, right sums."""
     first, second = seen("contest, tensor parallel")
-    assert first["last_ways"] == [PLAN, PLAN] and second["last_ways"] == [INDUCTOR, INDUCTOR]
+    assert first["last_ways"] == [Variant.PLAN, Variant.PLAN] and second["last_ways"] == [
+        Variant.INDUCTOR,
+        Variant.INDUCTOR,
+    ]
     assert _num_lanes(first["plans"][0]) > 1
     assert max(map(len, first["collectives"])) >= 2, "there is none in the graphs"
 

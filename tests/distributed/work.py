@@ -27,17 +27,20 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from apollo_compile import backend, compiled_graph, select
-from apollo_compile.device import default_profile, save_profile
+from apollo_compile import backend
+from apollo_compile.device.profile import default_profile, save_profile
+from apollo_compile.distributed.ranks import Ranks
 from apollo_compile.errors import RankError
+from apollo_compile.ir import Variant
 from apollo_compile.planner import apart
-from apollo_compile.ranks import Ranks
+from apollo_compile.session import autotune
+from apollo_compile.session import graph as session_graph
 from tests.end_to_end.models import NEVER_AS_LONG_NS
 
 SIZE = 2
 """Ranks of most scenarios."""
 STEPS = 20
-CONTEST_STEPS = (3 + 2 + 2) * select.MIN_ROUNDS * select.STEPS_PER_TURN + 10
+CONTEST_STEPS = (3 + 2 + 2) * autotune.MIN_ROUNDS * autotune.STEPS_PER_TURN + 10
 """Enough for a contest of three and two of two, where none goes on beyond the least number of rounds."""
 FEW_STEPS = 3
 LEARNING_RATE = 3.0
@@ -273,7 +276,7 @@ def train_tensor_parallel_contest(rank: int, folder: Path) -> Result:
     replicated = {n: v.to_local().clone() for n, v in model.state_dict().items() if v.placements[0].is_replicate()}
     (entry,) = backend.find_models(model)
     for graph in entry.graphs:
-        graph.use((select.PLAN, select.INDUCTOR)[rank])
+        graph.use((Variant.PLAN, Variant.INDUCTOR)[rank])
     found = _train(model, FEW_STEPS, [inputs(0)], run)
     return {
         **result,
@@ -360,8 +363,8 @@ def learn_with_fault(rank: int, folder: Path) -> Result:
     options = {"debug.strict": False, "device.profile": _wrong_profile(rank, folder), "runtime.bodies": "eager"}
     run = torch.compile(model, backend="apollo", options={**LANES, **options})
     found, ran = [], []
-    with torch.no_grad(), _failing(compiled_graph, "observe_trace") if rank == 1 else nullcontext():
-        for _ in range(2 * (compiled_graph.SKIPPED_RUNS + compiled_graph.OBSERVED_RUNS) + 2):
+    with torch.no_grad(), _failing(session_graph, "observe_trace") if rank == 1 else nullcontext():
+        for _ in range(2 * (session_graph.SKIPPED_RUNS + session_graph.OBSERVED_RUNS) + 2):
             found.append(run(x))
             ((graph,),) = (entry.graphs for entry in backend.find_models(model))
             ran.append((graph.compilation.plan, graph.is_settled))
@@ -400,7 +403,7 @@ def lose_store(rank: int, folder: Path) -> Result:
     errors: list[str | None] = []
     with patch.object(backend, "find_ranks", lambda: ranks), _short_contests():
         for step in range(CONTEST_STEPS):
-            store.is_cut = rank == 1 and step > select.STEPS_PER_TURN
+            store.is_cut = rank == 1 and step > autotune.STEPS_PER_TURN
             try:
                 run(inputs(rank)).square().mean().backward()
                 errors.append(None)
@@ -556,10 +559,10 @@ def _hold_contest(
 
 def _short_contests() -> AbstractContextManager[Any]:
     """Let no contest go on beyond the least number of rounds, of short turns."""
-    return patch.multiple(select, MAX_ROUNDS=select.MIN_ROUNDS, TURN_NS=0)
+    return patch.multiple(autotune, MAX_ROUNDS=autotune.MIN_ROUNDS, TURN_NS=0)
 
 
-def _verdict() -> tuple[str, select.Choice, int] | None:
+def _verdict() -> tuple[str, autotune.Choice, int] | None:
     """Return what the contest of the newest model said."""
     verdict = backend.compiled_models()[-1].selection.verdict
     return None if verdict is None else (verdict.winner, verdict.choice, verdict.num_steps)

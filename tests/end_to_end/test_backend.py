@@ -17,14 +17,13 @@ from torch._inductor.utils import fresh_cache
 
 import apollo_compile
 from apollo_compile import backend
-from apollo_compile.compiled_graph import MAX_REPLANS, OBSERVED_RUNS, SKIPPED_RUNS
 from apollo_compile.config import load_config
-from apollo_compile.device import default_profile, save_profile
-from apollo_compile.execute import available_units, core_share
-from apollo_compile.inductor import compiler_settings
-from apollo_compile.ir import CostSource
+from apollo_compile.device.cpu.execute import available_units, core_share
+from apollo_compile.device.profile import default_profile, save_profile
+from apollo_compile.ir import CostSource, Variant
 from apollo_compile.reports.summary import summarize
-from apollo_compile.select import INDUCTOR, SERIAL
+from apollo_compile.session.graph import MAX_REPLANS, OBSERVED_RUNS, SKIPPED_RUNS
+from apollo_compile.torch_bridge.inductor import compiler_settings
 from tests.end_to_end.marks import needs_two_cores
 from tests.end_to_end.models import (
     NEVER_AS_LONG_NS,
@@ -303,7 +302,7 @@ def test_a_backward_in_segments_reads_what_inductors_forward_saved(first_axis: i
         if backend.is_settled(model):
             break
     (found,) = backend.find_models(model)
-    choice = [INDUCTOR, SERIAL]
+    choice = [Variant.INDUCTOR, Variant.SERIAL]
     for graph, way in zip(found.graphs, choice, strict=True):
         file = tmp_path / "history" / f"{found.warm_start.key_of(graph.compilation.capture.name)}.json"
         content = json.loads(file.read_text())
@@ -571,7 +570,8 @@ def test_a_launcher_that_leaves_one_thread_per_rank_is_one_warning(
 ) -> None:
     """As torchrun does; one rank tells, once, and says what to set."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    monkeypatch.setattr("apollo_compile.cores._launchers_cores", list)  # all of this process's cores are its own
+    # All of this process's cores are its own.
+    monkeypatch.setattr("apollo_compile.device.cpu.cores._launchers_cores", list)
     backend._warn_of_one_thread.cache_clear()
     num_threads, layer, x = torch.get_num_threads(), nn.Linear(8, 8), torch.ones(4, 8)
     told = []

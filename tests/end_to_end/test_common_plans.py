@@ -15,13 +15,13 @@ import torch.distributed as dist
 from torch._dynamo.exc import BackendCompilerFailed
 
 from apollo_compile import __version__, backend
-from apollo_compile.commons import Commons
-from apollo_compile.compiled_graph import OBSERVED_RUNS, SKIPPED_RUNS
-from apollo_compile.device import default_profile, save_profile
+from apollo_compile.device.cpu.execute import available_units
+from apollo_compile.device.profile import default_profile, save_profile
+from apollo_compile.distributed.agreement import Commons
+from apollo_compile.distributed.ranks import Ranks, Store
 from apollo_compile.errors import RankError
-from apollo_compile.execute import available_units
 from apollo_compile.ir import Plan
-from apollo_compile.ranks import Ranks, Store
+from apollo_compile.session.graph import OBSERVED_RUNS, SKIPPED_RUNS
 from tests.end_to_end.models import NEVER_AS_LONG_NS, STRICT, TwoTowers, two_tower_inputs
 
 QUICK = {**STRICT, "plan.planner": "greedy", "plan.time_limit_s": 0.1}
@@ -115,7 +115,7 @@ def follow(
         run(*inputs).square().mean().backward()
         (entry,) = backend.find_models(model)
         for name, stand_in in (fault or {}).items():
-            patched.setattr(f"apollo_compile.compiled_graph.{name}", stand_in)
+            patched.setattr(f"apollo_compile.session.graph.{name}", stand_in)
         for _ in range(steps):
             run(*inputs).square().mean().backward()
             seen.append([(graph.compilation.plan, graph.is_settled) for graph in entry.graphs])
@@ -135,7 +135,7 @@ def test_ranks_run_the_same_in_every_step_if_one_of_them_cannot_learn(
     part: str, is_first: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It proposes to keep the plan where the others propose another one; whoever comes first decides, for all."""
-    monkeypatch.setattr("apollo_compile.compiled_graph.should_replan", lambda *measured: True)
+    monkeypatch.setattr("apollo_compile.session.graph.should_replan", lambda *measured: True)
     store = dist.HashStore()
     faults = {part: fail}, None
     first, second = (follow(store, monkeypatch, fault) for fault in (faults if is_first else faults[::-1]))
@@ -149,8 +149,8 @@ def test_ranks_run_the_same_in_every_step_if_one_of_them_cannot_learn(
 
 def test_a_rank_that_cannot_go_over_to_the_plan_of_all_stops(monkeypatch: pytest.MonkeyPatch) -> None:
     """The others run it already; it says so in every step."""
-    monkeypatch.setattr("apollo_compile.compiled_graph.should_replan", lambda *measured: True)
-    monkeypatch.setattr("apollo_compile.compiled_graph.is_same_placement", lambda first, second: False)
+    monkeypatch.setattr("apollo_compile.session.graph.should_replan", lambda *measured: True)
+    monkeypatch.setattr("apollo_compile.session.graph.is_same_placement", lambda first, second: False)
     store = dist.HashStore()
     follow(store, monkeypatch)
     with pytest.raises(RankError, match="cannot go over to the plan that ranks agreed on: RuntimeError: out of luck"):
@@ -163,7 +163,7 @@ def test_a_plan_that_is_too_large_for_the_store_leaves_the_graph_to_inductor_on_
     """Also on those whose own would just have been small enough."""
     store = dist.HashStore()
     with monkeypatch.context() as patched:
-        patched.setattr("apollo_compile.commons.MAX_BYTES", 100)
+        patched.setattr("apollo_compile.distributed.agreement.MAX_BYTES", 100)
         first = follow(store, monkeypatch, steps=0)
     second = follow(store, monkeypatch, steps=0)
     assert first.handed_over == second.handed_over != []

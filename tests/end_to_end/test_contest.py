@@ -17,21 +17,14 @@ import torch._inductor.config as inductor_config
 from torch import nn
 
 import apollo_compile
-from apollo_compile import backend, execute, inductor
-from apollo_compile.compiled_graph import MAX_REPLANS, OBSERVED_RUNS, SKIPPED_RUNS
-from apollo_compile.history import Finding
-from apollo_compile.ir import CostTable, LaneId, Origin, Plan, SegmentGraph
+from apollo_compile import backend
+from apollo_compile.device.cpu import execute
+from apollo_compile.ir import CostTable, LaneId, Origin, Plan, SegmentGraph, Variant
 from apollo_compile.planner import apart
-from apollo_compile.select import (
-    INDUCTOR,
-    LISTED,
-    MAX_ROUNDS,
-    MAX_STEPS_PER_TURN,
-    MIN_ROUNDS,
-    PLAN,
-    SERIAL,
-    STEPS_PER_TURN,
-)
+from apollo_compile.session.autotune import MAX_ROUNDS, MAX_STEPS_PER_TURN, MIN_ROUNDS, STEPS_PER_TURN
+from apollo_compile.session.graph import MAX_REPLANS, OBSERVED_RUNS, SKIPPED_RUNS
+from apollo_compile.store.history import Finding
+from apollo_compile.torch_bridge import inductor
 from tests.end_to_end.marks import needs_two_cores
 from tests.end_to_end.models import TwoTowers, assert_same_training, train, two_tower_inputs
 
@@ -106,7 +99,7 @@ def test_training_is_as_in_eager_while_the_ways_compete() -> None:
         return loss
 
     assert_same_training(eager, train(model, loss_of, steps=steps, backend="apollo", options=CONTESTED))
-    assert {(SERIAL, SERIAL), (PLAN, PLAN)} <= set(ways)
+    assert {(Variant.SERIAL, Variant.SERIAL), (Variant.PLAN, Variant.PLAN)} <= set(ways)
 
 
 def on_each_others_cores(graph: SegmentGraph, costs: CostTable, plan: Plan) -> Plan:
@@ -119,26 +112,26 @@ def on_each_others_cores(graph: SegmentGraph, costs: CostTable, plan: Plan) -> P
 @needs_two_cores
 def test_a_list_schedule_competes_and_where_it_wins_it_is_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     """It computes what eager does, a report shows it, and where a plan is far ahead of it there is none."""
-    monkeypatch.setattr("apollo_compile.compiled_graph.make_list_plan", on_each_others_cores)
+    monkeypatch.setattr("apollo_compile.session.graph.make_list_plan", on_each_others_cores)
     run, inputs, found = compiled_towers()
     for graph in found.graphs:
         graph.selection = None  # nobody but this test decides
-        assert LISTED in graph.ways
-        graph.use(LISTED)
+        assert Variant.LISTED in graph.ways
+        graph.use(Variant.LISTED)
     output = run(*inputs)
     output.square().mean().backward()
     torch.testing.assert_close(output, TwoTowers.forward(run, *inputs), rtol=1e-4, atol=1e-5)
-    monkeypatch.setattr("apollo_compile.compiled_graph.CLOSE", -0.5)
+    monkeypatch.setattr("apollo_compile.session.graph.CLOSE", -0.5)
     for graph in found.graphs:
         before = graph.compilation.plan
-        assert graph.adopt_way() == PLAN
+        assert graph.adopt_way() == Variant.PLAN
         assert graph.compilation.plan == on_each_others_cores(
             graph.compilation.partition.graph, graph.compilation.costs, before
         )
         assert {(span.segment, span.lane) for span in graph.trace().spans} == {
             (each.segment, each.lane) for each in graph.compilation.plan.assignments
         }
-        assert LISTED not in graph.ways
+        assert Variant.LISTED not in graph.ways
     assert "greedy plan" in str(apollo_compile.report(run))
 
 
@@ -149,12 +142,12 @@ def test_going_over_to_segments_in_turn_asks_no_planner() -> None:
     bounds = [graph.bound_ns for graph in apollo_compile.report(run, units=(), profiles=()).graphs]
     apart.stop_planner()
     for graph in found.graphs:
-        assert PLAN in graph.ways, "the plan is the serial one"
+        assert Variant.PLAN in graph.ways, "the plan is the serial one"
         graph.selection = None  # nobody but this test decides
         known = graph.compilation
-        finding = Finding(observations=known.observations, plan=known.plan, way=SERIAL, verdict=None)
-        graph.use(SERIAL)
-        assert replace(graph, compilation=replace(known, finding=finding)).way == SERIAL
+        finding = Finding(observations=known.observations, plan=known.plan, way=Variant.SERIAL, verdict=None)
+        graph.use(Variant.SERIAL)
+        assert replace(graph, compilation=replace(known, finding=finding)).way == Variant.SERIAL
     torch.testing.assert_close(run(*inputs), TwoTowers.forward(run, *inputs), rtol=1e-4, atol=1e-5)
     assert apart.stop_planner() is None, "the planner's process was started"
     after = apollo_compile.report(run, units=(), profiles=()).graphs
@@ -171,7 +164,7 @@ def test_the_verdict_is_logged_once_and_stands_in_the_report(caplog: pytest.LogC
             run(*inputs).square().mean().backward()
         (state,) = apollo_compile.report(run, units=(), profiles=()).states
         assert (state.graph, state.stage) == (found.name, "measuring")
-        assert re.fullmatch(rf"round \d+ of at \w+ \d+ between .*{SERIAL}.*", state.detail)
+        assert re.fullmatch(rf"round \d+ of at \w+ \d+ between .*{Variant.SERIAL}.*", state.detail)
         train_until_settled(run, inputs)
     (line,) = [r.getMessage() for r in caplog.records if "chosen by measuring" in r.getMessage()]
     text = str(apollo_compile.report(run))
@@ -190,10 +183,10 @@ def test_the_verdict_is_logged_once_and_stands_in_the_report(caplog: pytest.LogC
 @pytest.mark.parametrize(
     ("ways", "kind"),
     [
-        ((INDUCTOR, PLAN), "pictures"),
-        pytest.param((SERIAL, INDUCTOR), "towers", marks=pytest.mark.soak),
-        pytest.param((INDUCTOR, PLAN), "towers", marks=pytest.mark.soak),
-        pytest.param((SERIAL, INDUCTOR), "pictures", marks=pytest.mark.soak),
+        ((Variant.INDUCTOR, Variant.PLAN), "pictures"),
+        pytest.param((Variant.SERIAL, Variant.INDUCTOR), "towers", marks=pytest.mark.soak),
+        pytest.param((Variant.INDUCTOR, Variant.PLAN), "towers", marks=pytest.mark.soak),
+        pytest.param((Variant.SERIAL, Variant.INDUCTOR), "pictures", marks=pytest.mark.soak),
     ],
 )
 def test_ways_can_be_mixed_between_forward_and_backward(ways: tuple[str, str], kind: str) -> None:
@@ -233,7 +226,7 @@ def test_a_graph_of_one_segment_is_inductors_from_the_start(caplog: pytest.LogCa
     assert record.levelno == logging.INFO
     assert "nothing to gain" in record.getMessage()
     assert "nothing to gain" in str(apollo_compile.report(layer))
-    assert backend.find_models(layer)[0].graphs == [] and backend.ways_of(layer) == [INDUCTOR]
+    assert backend.find_models(layer)[0].graphs == [] and backend.ways_of(layer) == [Variant.INDUCTOR]
 
 
 @needs_two_cores
@@ -273,7 +266,7 @@ def test_segments_compete_where_no_plan_has_lanes(size: int, granularity: str, n
                 break
     verdict = backend.find_models(layer)[0].selection.verdict
     assert verdict is not None
-    assert {standing.name for standing in verdict.standings} == {SERIAL, INDUCTOR}
+    assert {standing.name for standing in verdict.standings} == {Variant.SERIAL, Variant.INDUCTOR}
     assert graph.way == verdict.winner
 
 
@@ -307,7 +300,7 @@ def test_whoever_asks_for_the_same_numbers_gets_the_plan(
     deterministic: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Ways and plans differ in the last bits, so under deterministic algorithms measured times decide nothing."""
-    monkeypatch.setattr("apollo_compile.compiled_graph.should_replan", lambda *measured: True)
+    monkeypatch.setattr("apollo_compile.session.graph.should_replan", lambda *measured: True)
     with caplog.at_level(logging.INFO, logger="apollo_compile"):
         run, inputs, found = compiled_towers(**{"plan.replan": True})
     plans = [graph.compilation.plan for graph in found.graphs]
@@ -316,7 +309,7 @@ def test_whoever_asks_for_the_same_numbers_gets_the_plan(
         run(*inputs).square().mean().backward()
     assert torch.equal(run(*inputs), first)
     assert found.selection.verdict is None
-    assert [graph.way for graph in found.graphs] == [PLAN, PLAN]
+    assert [graph.way for graph in found.graphs] == [Variant.PLAN, Variant.PLAN]
     assert [graph.compilation.plan for graph in found.graphs] == plans
     assert backend.is_settled(run)
     assert caplog.text.count("deterministic algorithms are on") == 2
@@ -338,7 +331,7 @@ def test_a_rival_that_does_not_compile_is_left_out(
         for graph in found.graphs:
             graph.prepare()
         run(*inputs).square().mean().backward()
-    assert all(INDUCTOR not in graph.ways for graph in found.graphs)
+    assert all(Variant.INDUCTOR not in graph.ways for graph in found.graphs)
     assert caplog.text.count("did not compile it whole: RuntimeError: no compiler") == len(found.graphs)
 
 
@@ -385,7 +378,7 @@ def test_inductors_version_is_compiled_under_any_mode_of_the_caller() -> None:
         (graph,) = backend.find_models(model)[0].graphs
         graph.selection = None
         graph.prepare()
-        graph.use(INDUCTOR)
+        graph.use(Variant.INDUCTOR)
         actual = run(*inputs)
     assert actual.dtype == expected.dtype == torch.bfloat16
     torch.testing.assert_close(actual, expected, rtol=2e-2, atol=2e-2)
@@ -400,7 +393,7 @@ def test_a_contest_that_fails_leaves_the_plan_running(
     for _ in range(2):
         run(*inputs).square().mean().backward()
     forward, backward = found.graphs
-    assert forward.way == backward.way != PLAN  # the turn of the segments
+    assert forward.way == backward.way != Variant.PLAN  # the turn of the segments
 
     def fail() -> None:
         raise RuntimeError("a defect")
@@ -410,7 +403,7 @@ def test_a_contest_that_fails_leaves_the_plan_running(
         for _ in range(3):
             run(*inputs).square().mean().backward()
     assert caplog.text.count("plans stay, unmeasured: RuntimeError: a defect") == 1
-    assert [graph.way for graph in found.graphs] == [PLAN, PLAN]
+    assert [graph.way for graph in found.graphs] == [Variant.PLAN, Variant.PLAN]
     assert backend.is_settled(run)
 
 
@@ -422,7 +415,9 @@ def test_a_memory_quota_is_not_overruled() -> None:
 
 
 @needs_two_cores
-@pytest.mark.parametrize("way", [INDUCTOR, *(pytest.param(way, marks=pytest.mark.soak) for way in (SERIAL, PLAN))])
+@pytest.mark.parametrize(
+    "way", [Variant.INDUCTOR, *(pytest.param(way, marks=pytest.mark.soak) for way in (Variant.SERIAL, Variant.PLAN))]
+)
 def test_a_second_run_begins_where_the_first_one_ended(
     way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -447,14 +442,14 @@ def test_a_second_run_begins_where_the_first_one_ended(
     run, inputs, second = compiled_towers(**options)
     torch.testing.assert_close(run(*inputs), TwoTowers.forward(run, *inputs), rtol=1e-4, atol=1e-5)
     assert backend.is_settled(run)
-    assert [graph.way for graph in second.graphs] == ([] if way == INDUCTOR else [way, way])
-    if way != INDUCTOR:
+    assert [graph.way for graph in second.graphs] == ([] if way == Variant.INDUCTOR else [way, way])
+    if way != Variant.INDUCTOR:
         assert [g.compilation.plan for g in second.graphs] == [g.compilation.plan for g in first.graphs]
         run(*inputs)
         assert second.selection.verdict is not None and second.selection.verdict.is_remembered, "it is not watched"
     text = str(apollo_compile.report(run, units=(), profiles=()))
     assert "of an earlier training loop" in text
-    assert ("Inductor ran it when the contest was over" in text) == (way == INDUCTOR)
+    assert ("Inductor ran it when the contest was over" in text) == (way == Variant.INDUCTOR)
 
 
 @pytest.mark.soak

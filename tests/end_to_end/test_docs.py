@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from apollo_compile.cli import main
 from apollo_compile.config import Config, known_options
 from apollo_compile.reports.report import Report
+from apollo_compile.tools.cli import main
 from tests.test_commands import COMMANDS, LONG
 
 ROOT = Path(__file__).parents[2]
@@ -151,10 +151,10 @@ def test_the_code_of_the_readme_runs(folder: Path, capsys: pytest.CaptureFixture
 
 
 NEVER_WHOLE = {
-    "benchmarks.first_step": "compiles everything twice with empty caches; tests/test_first_step.py",
-    "benchmarks.gpu_suite": "needs a GPU; tests/test_gpu_suite.py",
-    "benchmarks.sweep": "takes an hour; tests/test_sweep.py",
-    "benchmarks.robustness": "reads what the sweep wrote; tests/test_sweep.py",
+    "benchmarks.first_step": "compiles everything twice with empty caches; tests/benchmarks/test_first_step.py",
+    "benchmarks.gpu_suite": "needs a GPU; tests/benchmarks/test_gpu_suite.py",
+    "benchmarks.sweep": "takes an hour; tests/benchmarks/test_sweep.py",
+    "benchmarks.robustness": "reads what the sweep wrote; tests/benchmarks/test_sweep.py",
 }
 """Modules of documented commands that no test runs whole: why, and the test that runs what they are made of."""
 
@@ -178,9 +178,9 @@ def test_documented_commands_run() -> None:
     script = (ROOT / ".ci" / "run").read_text().replace(".venv/bin/", "")
     script += recipes
     tested = {command.split()[0] for command in COMMANDS + LONG}
-    tested.add("demo")  # tests/test_demo.py
+    tested.add("demo")  # tests/benchmarks/test_demo.py
     documented = {line.split()[2] for page in PAGES for block in blocks_of(page) for line in _console_lines(block)}
-    documented.add("calibrate")  # tests/test_calibrate.py runs it: its exit code depends on the machine's neighbours
+    documented.add("calibrate")  # test_calibrate.py runs it: its exit code depends on neighbours
     for line in lines:
         program, *arguments = shlex.split(line)
         if program == "apollo":
@@ -257,7 +257,7 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
 def test_torchs_own_switches_show_what_apollo_did(tmp_path: Path) -> None:
     """`TORCH_LOGS` by the package's name; `TORCH_TRACE` with an artifact per plan, which tlparse lists in its page."""
     code = (
-        "import torch; from apollo_compile.dry_run import plan_model\n"
+        "import torch; from apollo_compile.tools.explain import plan_model\n"
         "model = torch.nn.Linear(8, 8)\n"
         "plan_model(model, (torch.ones(2, 8),), options={'device.units': 1}, units=(), profiles=())\n"
         "import logging; logging.getLogger('apollo_compile.backend').debug('heard')\n"

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 import apollo_compile
-from apollo_compile.dry_run import compare_batches, plan_model
 from apollo_compile.errors import ConfigError, TargetError
+from apollo_compile.tools.explain import compare_batches, plan_model
 from tests.end_to_end.models import TwoTowers, two_tower_inputs
 
 FAST: dict[str, Any] = {"units": (), "profiles": ()}

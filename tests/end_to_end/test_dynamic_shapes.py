@@ -19,9 +19,9 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import apollo_compile
 from apollo_compile import backend
-from apollo_compile.dynamic import MAX_BUCKETS, in_background
 from apollo_compile.errors import UnsupportedGraphError
-from apollo_compile.select import INDUCTOR, PLAN, SERIAL
+from apollo_compile.ir import Variant
+from apollo_compile.session.buckets import MAX_BUCKETS, in_background
 from tests.end_to_end.marks import needs_two_cores
 from tests.end_to_end.models import assert_same_training, train
 
@@ -203,12 +203,12 @@ def test_compiled_code_of_every_way_serves_every_size() -> None:
     (found,) = backend.find_models(model)
     assert [graph.compilation.capture.role for graph in found.graphs] == ["forward", "backward"]
     assert all(body.entry_address is not None for graph in found.graphs for body in graph.bodies)
-    for way, rows in itertools.product((PLAN, SERIAL, INDUCTOR), (400, 31, 100, 2)):
+    for way, rows in itertools.product((Variant.PLAN, Variant.SERIAL, Variant.INDUCTOR), (400, 31, 100, 2)):
         in_background(lambda: None).result(60)
         for graph in found.graphs:
             graph.selection = None  # nobody but this test decides
             graph.prepare()
-            assert {INDUCTOR, SERIAL} <= set(graph.ways)
+            assert {Variant.INDUCTOR, Variant.SERIAL} <= set(graph.ways)
             graph.use(way)
         x, y = torch.randn(rows, 64), torch.randn(rows + 5, 64)
         results = []
@@ -326,7 +326,7 @@ def test_a_graph_that_gets_no_plans_by_size_leaves_nothing_behind(monkeypatch: p
     assert report.graphs == ()
     (model,) = backend.find_models(layer)
     assert model.graphs == model.contested == model.families == []
-    assert backend.ways_of(layer) == [INDUCTOR]
+    assert backend.ways_of(layer) == [Variant.INDUCTOR]
 
 
 @sizes("models that are forgotten")

@@ -18,10 +18,11 @@ from torch._dynamo.utils import counters
 from torch._inductor.utils import run_and_get_code
 
 import apollo_compile
-from apollo_compile import backend, inductor
+from apollo_compile import backend
 from apollo_compile.errors import ConfigError, UnsupportedGraphError
 from apollo_compile.ir import Role
 from apollo_compile.pipeline import Compilation
+from apollo_compile.torch_bridge import inductor
 from tests.end_to_end.marks import needs_two_cores
 from tests.end_to_end.models import STRICT, TwoTowers, assert_same_training, train, two_tower_inputs
 

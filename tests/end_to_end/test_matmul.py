@@ -20,10 +20,12 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 
-from apollo_compile import backend, matmul
-from apollo_compile.history import MAX_AGE_S
-from apollo_compile.inductor import compile_bodies, may_choose_library, real_tensors
-from apollo_compile.matmul import (
+from apollo_compile import backend
+from apollo_compile.distributed.ranks import Ranks, Store
+from apollo_compile.store.history import MAX_AGE_S
+from apollo_compile.torch_bridge import onednn
+from apollo_compile.torch_bridge.inductor import compile_bodies, may_choose_library, real_tensors
+from apollo_compile.torch_bridge.onednn import (
     LEAST_FLOPS,
     MARGIN,
     MOST_BYTES,
@@ -33,7 +35,6 @@ from apollo_compile.matmul import (
     find_matmuls,
     give_to_onednn,
 )
-from apollo_compile.ranks import Ranks, Store
 from tests.end_to_end.marks import needs_two_cores
 from tests.end_to_end.models import TwoTowers, two_tower_inputs
 
@@ -137,7 +138,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Matmul, int]]:
         found.append((product, cores))
         return 2.0 if product.has_bias else 0.5
 
-    monkeypatch.setattr(matmul, "_measure_gain", measure)
+    monkeypatch.setattr(onednn, "_measure_gain", measure)
     return found
 
 
@@ -175,7 +176,7 @@ def test_threads_that_compile_at_once_measure_one_after_the_other(
         inside.release()
         return 2.0
 
-    monkeypatch.setattr(matmul, "_measure_gain", measure)
+    monkeypatch.setattr(onednn, "_measure_gain", measure)
     libraries, cases = Libraries(tmp_path), [(a_matmul(rows), 1) for rows in range(256, 276)]
     with ThreadPoolExecutor(4) as pool:
         assert list(pool.map(libraries.choose, [cases] * 4)) == [set(cases)] * 4
@@ -205,7 +206,7 @@ def test_small_products_are_left_and_smaller_ones_stand_for_large_ones(measured:
 @pytest.mark.parametrize(("gain", "is_enough"), [(1 + MARGIN / 2, False), (1 + 2 * MARGIN, True)])
 def test_a_gain_within_noise_is_none(monkeypatch: pytest.MonkeyPatch, gain: float, is_enough: bool) -> None:
     """BLAS is what the user had."""
-    monkeypatch.setattr(matmul, "_measure_gain", lambda product, cores: gain)
+    monkeypatch.setattr(onednn, "_measure_gain", lambda product, cores: gain)
     assert bool(Libraries(None).choose([(LOSES, 1)])) == is_enough
 
 
@@ -251,7 +252,7 @@ def test_a_directory_that_cannot_be_written_costs_a_measurement_only(measured: l
 
 def test_old_measurements_make_room(measured: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """So the file does not grow for ever."""
-    monkeypatch.setattr(matmul, "MAX_ENTRIES", 3)
+    monkeypatch.setattr(onednn, "MAX_ENTRIES", 3)
     libraries = Libraries(tmp_path)
     for rows in range(256, 261):
         libraries.choose([(a_matmul(rows), 1)])
@@ -280,7 +281,7 @@ def test_what_a_library_cannot_compute_stays_with_blas(monkeypatch: pytest.Monke
         calls.append(value)
         raise RuntimeError("could not create a primitive descriptor")
 
-    monkeypatch.setattr(matmul, "_call_onednn", refuse)
+    monkeypatch.setattr(onednn, "_call_onednn", refuse)
     threads, libraries = torch.get_num_threads(), Libraries(tmp_path)
     for _ in range(2):
         assert not libraries.choose([(WINS, threads + 1)])
@@ -342,8 +343,8 @@ def train(options: dict[str, Any] | None, mode: str = "train") -> list[torch.Ten
 @pytest.fixture
 def options(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
     """Compile in segments whatever would be gained, and give every product of at least one operation to oneDNN."""
-    monkeypatch.setattr(matmul, "LEAST_FLOPS", 1)
-    monkeypatch.setattr(matmul, "_measure_gain", lambda product, cores: 2.0)
+    monkeypatch.setattr(onednn, "LEAST_FLOPS", 1)
+    monkeypatch.setattr(onednn, "_measure_gain", lambda product, cores: 2.0)
     return {"debug.strict": True, "plan.planner": "serial", "device.cache": tmp_path}
 
 
@@ -397,7 +398,7 @@ def test_in_the_midst_of_a_compile_products_are_measured_on_tensors_with_memory(
         seen.append((isinstance(torch.mm(torch.ones(2, 2), torch.ones(2, 2)), FakeTensor), torch.is_grad_enabled()))
         return 0.5
 
-    monkeypatch.setattr(matmul, "_measure_gain", look)
+    monkeypatch.setattr(onednn, "_measure_gain", look)
     train(options)
     assert set(seen) == {(False, False)}
     assert len(seen) == 9  # one layer is used twice, and its products are alike
@@ -422,7 +423,7 @@ def test_code_that_inductor_keeps_the_same_is_left_to_it(
 ) -> None:
     """Nothing may be measured then. A backward compiles without it: Dynamo resets the setting after every frame."""
     assert may_choose_library()
-    monkeypatch.setattr(matmul, "_measure_gain", lambda product, cores: pytest.fail("measured"))
+    monkeypatch.setattr(onednn, "_measure_gain", lambda product, cores: pytest.fail("measured"))
     with inductor_config.patch({"deterministic": True}):
         assert not may_choose_library()
         train(options, "inference")
@@ -528,7 +529,7 @@ def test_ranks_give_the_same_products_to_onednn(
     def train_as_rank(store: Store, gain: float) -> int:
         ranks = Ranks(store)
         monkeypatch.setattr(backend, "find_ranks", lambda: ranks)
-        monkeypatch.setattr(matmul, "_measure_gain", lambda product, cores: gain)
+        monkeypatch.setattr(onednn, "_measure_gain", lambda product, cores: gain)
         return count_products(capfd, lambda: train({**options, "plan.remember": False}))
 
     monkeypatch.setattr(backend, "libraries_in", lambda directory: Libraries(directory))

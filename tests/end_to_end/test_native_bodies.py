@@ -20,7 +20,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from apollo_compile import backend
 from apollo_compile.errors import UnsupportedGraphError
-from apollo_compile.inductor import CompiledBody, check_overrides, compile_bodies
+from apollo_compile.torch_bridge.inductor import CompiledBody, check_overrides, compile_bodies
 from tests.end_to_end.models import STRICT, TwoTowers, assert_same_training, train, two_tower_inputs
 
 OVERRIDDEN: list[tuple[type, str]] = [

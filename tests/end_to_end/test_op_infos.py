@@ -81,7 +81,7 @@ def test_results_of_this_commit_are_not_run_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Those of other commits are; a failed case is the exit code."""
-    from apollo_compile import bench
+    from apollo_compile.tools import bench
 
     file, facts = tmp_path / "op_infos.json", bench.machine_facts()
     monkeypatch.setattr(bench, "machine_facts", lambda: {**facts, "commit": "abc"})

@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from apollo_compile import backend, inductor
+from apollo_compile import backend
 from apollo_compile.errors import RuntimeClosedError
+from apollo_compile.torch_bridge import inductor
 from tests.end_to_end.models import STRICT, Training, TwoTowers, assert_same_training, train, two_tower_inputs
 
 APOLLO = {"backend": "apollo", "options": STRICT}

@@ -14,8 +14,8 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from apollo_compile import backend
-from apollo_compile.compiled_graph import CompiledGraph
 from apollo_compile.ir import Role
+from apollo_compile.session.graph import CompiledGraph
 from tests.end_to_end.models import assert_same_training, train
 
 Options = dict[str, Any]

@@ -19,8 +19,8 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from apollo_compile import backend
-from apollo_compile.inductor import BundledBody, bundle_body
-from apollo_compile.select import INDUCTOR, PLAN, SERIAL
+from apollo_compile.ir import Variant
+from apollo_compile.torch_bridge.inductor import BundledBody, bundle_body
 from tests.end_to_end.marks import needs_two_cores
 from tests.end_to_end.models import STRICT, TwoTowers, assert_same_training, train, two_tower_inputs
 
@@ -166,7 +166,9 @@ def test_a_graph_that_falls_back_does_so_again(monkeypatch: pytest.MonkeyPatch) 
 
 
 @needs_two_cores
-@pytest.mark.parametrize("way", [INDUCTOR, *(pytest.param(way, marks=pytest.mark.soak) for way in (SERIAL, PLAN))])
+@pytest.mark.parametrize(
+    "way", [Variant.INDUCTOR, *(pytest.param(way, marks=pytest.mark.soak) for way in (Variant.SERIAL, Variant.PLAN))]
+)
 def test_every_way_can_be_taken_by_a_graph_that_came_back(way: str) -> None:
     """Inductor compiles the graph of the bundle, and what its code saves fits the backward's segments."""
     torch.manual_seed(0)
@@ -194,7 +196,7 @@ def test_every_way_can_be_taken_by_a_graph_that_came_back(way: str) -> None:
 
 
 @needs_two_cores
-@pytest.mark.parametrize("way", [INDUCTOR, pytest.param(SERIAL, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("way", [Variant.INDUCTOR, pytest.param(Variant.SERIAL, marks=pytest.mark.soak)])
 def test_a_verdict_that_came_later_holds(way: str, tmp_path: Path) -> None:
     """The bundle is of the first step; what the contest said after that stands in the history."""
     torch.manual_seed(0)
@@ -202,9 +204,9 @@ def test_a_verdict_that_came_later_holds(way: str, tmp_path: Path) -> None:
     options = {"plan.contest": True, "plan.min_gain": 0.0, "device.cache": tmp_path}
     let_win(way, model, inputs, options)
     training, found = training_of(model, *inputs, **options)
-    assert hits() == (1, 2 if way == INDUCTOR else 1)
-    assert [graph.way for graph in found.graphs] == ([] if way == INDUCTOR else [way, way])
-    assert [name for name, _ in found.handed_over] == ([found.name] if way == INDUCTOR else [])
+    assert hits() == (1, 2 if way == Variant.INDUCTOR else 1)
+    assert [graph.way for graph in found.graphs] == ([] if way == Variant.INDUCTOR else [way, way])
+    assert [name for name, _ in found.handed_over] == ([found.name] if way == Variant.INDUCTOR else [])
     assert found.verdict is not None and found.verdict.is_remembered
     assert_same_training(train(model, lambda run: run(*inputs).square().mean()), training)
 
@@ -216,7 +218,7 @@ def test_inductors_code_is_not_kept_longer_than_the_verdict(tmp_path: Path) -> N
     torch.manual_seed(0)
     model, inputs = TwoTowers(), two_tower_inputs()
     options = {"plan.contest": True, "plan.min_gain": 0.0, "device.cache": tmp_path}
-    let_win(INDUCTOR, model, inputs, options)
+    let_win(Variant.INDUCTOR, model, inputs, options)
     with torch.compiler.config.patch(cache_key_tag=f"{tmp_path} whole"):
         _, found = training_of(model, *inputs, **options)
         assert [len(found.graphs), len(found.left)] == [0, 1]

@@ -13,8 +13,8 @@ import torch
 
 import apollo_compile
 from apollo_compile import backend
-from apollo_compile.compiled_graph import CompiledGraph
 from apollo_compile.ir import Program, Wait
+from apollo_compile.session.graph import CompiledGraph
 from benchmarks.workloads import Workload, build
 from tests.end_to_end.models import STRICT, assert_as_accurate, train
 from tests.races import find_races

@@ -17,10 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from apollo_compile import __version__
-from apollo_compile.check import check_plan
-from apollo_compile.cli import main
-from apollo_compile.commons import Commons
-from apollo_compile.device import (
+from apollo_compile.device.lanes import lane_catalogue
+from apollo_compile.device.profile import (
     DeviceProfile,
     Fingerprint,
     ProfileState,
@@ -29,24 +27,25 @@ from apollo_compile.device import (
     inspect_profile,
     load_profile,
 )
+from apollo_compile.distributed.agreement import Commons
+from apollo_compile.distributed.ranks import Ranks
 from apollo_compile.errors import ApolloError, ConfigError, InvariantError, PlanFileError, RankError, ReportFileError
-from apollo_compile.history import Finding, History
-from apollo_compile.ir import KernelKind, Observations, Standing, Verdict
+from apollo_compile.ir import KernelKind, Observations, Standing, Variant, Verdict
+from apollo_compile.ir.check import check_plan
 from apollo_compile.json_form import to_json
-from apollo_compile.lanes import lane_catalogue
 from apollo_compile.observe import StageRunner
 from apollo_compile.passes.plan import make_plan
 from apollo_compile.pipeline import Compilation, Decision
-from apollo_compile.plan_file import check_fits, load_plan, read_plans, save_plan
-from apollo_compile.ranks import Ranks
 from apollo_compile.reports.diff import compare, sides_of_plans
 from apollo_compile.reports.report import Report
 from apollo_compile.reports.summary import summarize
-from apollo_compile.select import INDUCTOR, PLAN, SERIAL
+from apollo_compile.store.history import Finding, History
+from apollo_compile.store.plan_file import check_fits, load_plan, read_plans, save_plan
+from apollo_compile.tools.cli import main
 from tests.builders import chains, random_costs, random_graph, random_plan
 from tests.faults.mutations import damaged_bytes, damaged_json
 from tests.reports.reports import a_break, compile_graph, invent_run
-from tests.test_select import ENOUGH, Graph, Machine
+from tests.session.test_autotune import ENOUGH, Graph, Machine
 
 FUZZ = settings(max_examples=settings.default.max_examples * 3 // 2)
 
@@ -312,14 +311,14 @@ def test_a_damaged_plan_of_another_rank_is_legal_or_stops_the_rank(text: str) ->
 
 
 @FUZZ
-@given(damaged_json({"times": {way: {"0": 1e6, "1": 2e6} for way in (SERIAL, PLAN)}}))
+@given(damaged_json({"times": {way: {"0": 1e6, "1": 2e6} for way in (Variant.SERIAL, Variant.PLAN)}}))
 def test_damaged_times_of_another_rank_are_compared_or_stop_the_rank(text: str) -> None:
     """Whatever they are, every graph ends with a way that it has."""
-    graphs = [Graph({SERIAL: 10, PLAN: 9, INDUCTOR: 10}) for _ in range(2)]
+    graphs = [Graph({Variant.SERIAL: 10, Variant.PLAN: 9, Variant.INDUCTOR: 10}) for _ in range(2)]
     machine = Machine(*graphs, ranks=Ranks(_Store("round", text)))
     try:
         machine.run(ENOUGH)
     except RankError:
-        assert [graph.way for graph in machine.graphs] == [PLAN, PLAN]
+        assert [graph.way for graph in machine.graphs] == [Variant.PLAN, Variant.PLAN]
     assert machine.selection.is_settled
     assert all(graph.way in graph.ways for graph in machine.graphs)

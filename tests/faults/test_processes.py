@@ -101,7 +101,7 @@ def test_an_interpreter_that_ends_in_the_midst_of_a_run_ends() -> None:
     """
     done = run_python(
         """
-        from apollo_compile.compiled_graph import CompiledGraph
+        from apollo_compile.session.graph import CompiledGraph
         run_graph, calls = CompiledGraph.__call__, []
         def note(graph, inputs):
             calls.append((graph, tuple(inputs)))

@@ -17,7 +17,9 @@ import torch
 from torch import nn
 
 import apollo_compile
-from apollo_compile import backend, cgroup, device
+from apollo_compile import backend
+from apollo_compile.device import profile as device_profile
+from apollo_compile.device.cpu import cgroup
 from apollo_compile.planner import apart
 from tests.end_to_end.models import STRICT, Training, assert_same_training, train
 from tests.native.runner import count_threads
@@ -267,7 +269,7 @@ def test_a_full_disk_costs_dumps_and_the_kept_profile_nothing_else(
 ) -> None:
     """Nothing is left behind half written; each line says what once."""
     monkeypatch.delenv("APOLLO_PROFILE")
-    monkeypatch.setattr(device, "_scale_default", lambda units: (device.default_profile(units), False))
+    monkeypatch.setattr(device_profile, "_scale_default", lambda units: (device_profile.default_profile(units), False))
     write_text = Path.write_text
 
     def fill(path: Path, *args: object, **kwargs: object) -> int:
@@ -315,12 +317,14 @@ def test_all_files_that_are_kept_are_damaged_at_once(
 ) -> None:
     """Plans, device profile, and what an earlier process found out: the model trains, and a line names the file."""
     monkeypatch.delenv("APOLLO_PROFILE")
-    monkeypatch.setattr(device, "_scale_default", lambda units: (device.default_profile(units), False))
+    monkeypatch.setattr(device_profile, "_scale_default", lambda units: (device_profile.default_profile(units), False))
     model, x = _model_and_input()
     units = torch.get_num_threads()
-    profile = device.cached_profile_path(tmp_path / "cache", units)
+    profile = device_profile.cached_profile_path(tmp_path / "cache", units)
     profile.parent.mkdir()
-    device.save_profile(device.default_profile(units), profile, fingerprint=device.machine_fingerprint(units))
+    device_profile.save_profile(
+        device_profile.default_profile(units), profile, fingerprint=device_profile.machine_fingerprint(units)
+    )
     options = {"device.cache": tmp_path / "cache"}
     run = torch.compile(model, backend="apollo", options={**options, "debug.dump": tmp_path / "dump"})
     for _ in range(2000):

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from apollo_compile import backend
-from apollo_compile.cuda.examine import examine_cuda
-from apollo_compile.cuda.execute import CudaExecutable
-from apollo_compile.findings import Level
+from apollo_compile.device.findings import Level
+from apollo_compile.device.gpu.examine import examine_cuda
+from apollo_compile.device.gpu.execute import CudaExecutable
 from tests.end_to_end.models import TwoTowers, assert_same_training, train, two_tower_inputs
 
 OPTIONS = {

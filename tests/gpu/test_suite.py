@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from apollo_compile.cuda.gpu import TorchGpu
+from apollo_compile.device.gpu.gpu import TorchGpu
 from benchmarks.gpu_checks import CHECKS, Check
 
 

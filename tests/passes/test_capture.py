@@ -15,9 +15,9 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from apollo_compile.check import check_capture
 from apollo_compile.errors import UnsupportedGraphError
 from apollo_compile.ir import Capture, Node, NodeKind, Role, Work
+from apollo_compile.ir.check import check_capture
 from apollo_compile.passes.capture import capture_graph, module_path, read_formulas, resize_capture
 from apollo_compile.passes.partition import partition_graph
 

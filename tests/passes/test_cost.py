@@ -2,10 +2,10 @@ from __future__ import annotations
 
 import pytest
 
-from apollo_compile.check import check_costs
 from apollo_compile.cost_model.roofline import predict
+from apollo_compile.device.lanes import lane_catalogue
 from apollo_compile.ir import BodyId, CostSource, Observation, Observations
-from apollo_compile.lanes import lane_catalogue
+from apollo_compile.ir.check import check_costs
 from apollo_compile.passes.cost import estimate_costs
 from tests.builders import graph
 from tests.profiles import CPU

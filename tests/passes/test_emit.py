@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from apollo_compile.check import check_program
 from apollo_compile.errors import InvariantError
 from apollo_compile.ir import Launch, MemoryPlan, Plan, Program, Record, Release, SegmentGraph, SyncPlan, Wait
+from apollo_compile.ir.check import check_program
 from apollo_compile.passes.emit import emit_program
 from apollo_compile.passes.memory import plan_memory
 from apollo_compile.passes.plan import make_plan

@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from apollo_compile.check import check_memory
 from apollo_compile.ir import MemoryPlan, Plan, SegmentGraph
+from apollo_compile.ir.check import check_memory
 from apollo_compile.passes.memory import plan_memory
 from apollo_compile.passes.sync import eliminate_syncs
 from tests.builders import graph, plan, random_costs, random_graph, random_lanes, random_plan

@@ -11,9 +11,7 @@ import torch
 from torch import fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from apollo_compile.check import check_capture, check_partition
 from apollo_compile.config import PartitionConfig
-from apollo_compile.inductor import compile_with_inductor, extract_body, report_output_strides
 from apollo_compile.ir import (
     Capture,
     Kernel,
@@ -26,8 +24,10 @@ from apollo_compile.ir import (
     SegmentGraph,
     Work,
 )
+from apollo_compile.ir.check import check_capture, check_partition
 from apollo_compile.passes.capture import capture_graph
 from apollo_compile.passes.partition import layer_of, partition_graph
+from apollo_compile.torch_bridge.inductor import compile_with_inductor, extract_body, report_output_strides
 from tests.end_to_end.models import Tower, TwoTowers
 
 aten = torch.ops.aten

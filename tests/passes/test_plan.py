@@ -8,12 +8,12 @@ from dataclasses import replace
 
 import pytest
 
-from apollo_compile.check import check_plan
-from apollo_compile.device import default_profile
+from apollo_compile.device.lanes import lane_catalogue
+from apollo_compile.device.profile import default_profile
 from apollo_compile.errors import InfeasiblePlanError, InvariantError
 from apollo_compile.ir import BufferId, CostTable, Mode, Observations, Origin, Plan, SegmentGraph
+from apollo_compile.ir.check import check_plan
 from apollo_compile.json_form import to_json
-from apollo_compile.lanes import lane_catalogue
 from apollo_compile.passes.cost import estimate_costs
 from apollo_compile.passes.plan import foresee_makespan, make_list_plan, make_plan, make_serial_plan
 from apollo_compile.planner import apart
@@ -230,7 +230,7 @@ def test_a_memory_quota_that_nothing_keeps_is_an_error_that_names_the_largest_se
 _PLAN_IN_A_PROCESS = """
 import json, random, sys
 from apollo_compile.json_form import to_json
-from apollo_compile.lanes import lane_catalogue
+from apollo_compile.device.lanes import lane_catalogue
 from apollo_compile.passes.plan import to_problem
 from apollo_compile.planner.solve import Effort, solve
 from tests.builders import random_costs, random_graph

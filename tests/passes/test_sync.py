@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from apollo_compile.check import check_syncs
 from apollo_compile.ir import Dependency, Plan, SegmentGraph, SyncPlan
+from apollo_compile.ir.check import check_syncs
 from apollo_compile.passes.sync import eliminate_syncs
 from tests.builders import graph, plan, random_costs, random_graph, random_lanes, random_plan
 

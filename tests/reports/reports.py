@@ -5,29 +5,40 @@ from __future__ import annotations
 import functools
 import random
 
-from apollo_compile.check import check_memory, check_program, check_syncs
-from apollo_compile.device import default_profile
-from apollo_compile.ir import Body, Capture, Observations, Partition, SegmentGraph, Span, Standing, Trace, Verdict
-from apollo_compile.lanes import lane_catalogue
+from apollo_compile.device.lanes import lane_catalogue
+from apollo_compile.device.profile import default_profile
+from apollo_compile.ir import (
+    Body,
+    Capture,
+    GraphBreak,
+    Observations,
+    Partition,
+    SegmentGraph,
+    Span,
+    Standing,
+    Trace,
+    Variant,
+    Verdict,
+)
+from apollo_compile.ir.check import check_memory, check_program, check_syncs
 from apollo_compile.passes.cost import estimate_costs
 from apollo_compile.passes.emit import emit_program
 from apollo_compile.passes.memory import plan_memory
 from apollo_compile.passes.plan import make_plan
 from apollo_compile.passes.sync import eliminate_syncs
 from apollo_compile.pipeline import Compilation
-from apollo_compile.reports.report import BreakSummary, Report
+from apollo_compile.reports.report import Report
 from apollo_compile.reports.summary import WhatIf, summarize
-from apollo_compile.select import INDUCTOR, SERIAL
 from benchmarks.graphs import WORKLOADS, load_graphs
 
 UNITS = 4
 
 VERDICT = Verdict(
-    winner=INDUCTOR,
-    choice=(INDUCTOR, INDUCTOR),
+    winner=Variant.INDUCTOR,
+    choice=(Variant.INDUCTOR, Variant.INDUCTOR),
     standings=(
-        Standing(name=INDUCTOR, step_ns=2_000_000.0, ratio=1.0, num_rounds=5),
-        Standing(name=SERIAL, step_ns=2_500_000.0, ratio=1.25, num_rounds=7),
+        Standing(name=Variant.INDUCTOR, step_ns=2_000_000.0, ratio=1.0, num_rounds=5),
+        Standing(name=Variant.SERIAL, step_ns=2_500_000.0, ratio=1.25, num_rounds=7),
     ),
     num_steps=36,
 )
@@ -101,9 +112,9 @@ def workload_report(name: str) -> Report:
     return Report(graphs=tuple(summaries), handed_over=())
 
 
-def a_break(**changes: object) -> BreakSummary:
+def a_break(**changes: object) -> GraphBreak:
     """Return a graph break in a line that needs care in HTML."""
-    return BreakSummary(
+    return GraphBreak(
         **{
             "graph": "graph0",
             "problem": "Unsupported Tensor.item() call",

@@ -9,7 +9,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from apollo_compile.text import format_count
+from apollo_compile.ir.text import format_count
 from apollo_compile.units import format_bytes, format_ns
 from benchmarks.graphs import WORKLOADS
 from tests.reports.reports import VERDICT, workload_report

@@ -12,14 +12,14 @@ from markupsafe import escape
 
 from apollo_compile.config import load_config
 from apollo_compile.errors import ReportFileError
+from apollo_compile.ir import Variant
 from apollo_compile.passes.plan import to_problem
 from apollo_compile.planner.simulate import serial_schedule
 from apollo_compile.reports.colors import COLORS, color_of_branches
 from apollo_compile.reports.report import Report, Stage, State, merge_reports
 from apollo_compile.reports.summary import Bottleneck, Limit, WhatIf, summarize
 from apollo_compile.reports.words import OTHER_BATCHES, describe, explain_place
-from apollo_compile.select import INDUCTOR
-from apollo_compile.what_if import what_if
+from apollo_compile.tools.what_if import what_if
 from benchmarks.graphs import WORKLOADS, load_graphs
 from tests.reports.reports import VERDICT, a_break, compile_graph, invent_run, workload_report
 from tests.reports.test_summary import NOTHING, RUN, compilation, trace
@@ -206,7 +206,7 @@ def test_independent_branches_that_run_in_turn_get_a_reason() -> None:
     made = summarize(compilation("****"), NOTHING)
     report = Report(graphs=(made,), handed_over=())
     assert "on 1 of the 2 units they take 1.33x as long as on all" in " ".join(describe(made, report))
-    assert "Inductor runs the graph" in " ".join(describe(replace(made, way=INDUCTOR), report))
+    assert "Inductor runs the graph" in " ".join(describe(replace(made, way=Variant.INDUCTOR), report))
     one = replace(made, device=replace(made.device, units=1))
     assert "there is one unit" in " ".join(describe(one, report))
 
@@ -291,7 +291,7 @@ def test_why_names_times_needs_and_neighbours() -> None:
     report = workload_report("clip")
     assert report.why("text_model").count("granted") > 20
     assert "does not run its plan now but Inductor" in explain_place(
-        Report(graphs=(replace(small().graphs[0], way=INDUCTOR),), handed_over=()), "embed"
+        Report(graphs=(replace(small().graphs[0], way=Variant.INDUCTOR),), handed_over=()), "embed"
     )
 
 

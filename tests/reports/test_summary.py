@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from apollo_compile.check import check_memory, check_partition, check_program, check_syncs
-from apollo_compile.device import default_profile
+from apollo_compile.device.lanes import lane_catalogue
+from apollo_compile.device.profile import default_profile
 from apollo_compile.ir import (
     Body,
     BodyId,
@@ -26,8 +26,9 @@ from apollo_compile.ir import (
     SegmentId,
     Span,
     Trace,
+    Variant,
 )
-from apollo_compile.lanes import lane_catalogue
+from apollo_compile.ir.check import check_memory, check_partition, check_program, check_syncs
 from apollo_compile.passes.emit import emit_program
 from apollo_compile.passes.memory import plan_memory
 from apollo_compile.passes.sync import eliminate_syncs
@@ -35,7 +36,6 @@ from apollo_compile.pipeline import Compilation
 from apollo_compile.reports.render_text import render_text
 from apollo_compile.reports.report import Report
 from apollo_compile.reports.summary import DeviceSummary, GraphSummary, Limit, Timeline, summarize
-from apollo_compile.select import INDUCTOR, PLAN
 from apollo_compile.units import format_bytes
 from tests.builders import costs, graph, plan
 from tests.reports.reports import VERDICT
@@ -338,7 +338,7 @@ def test_a_graph_without_segments_has_a_text() -> None:
         seed=0,
         stopped_early=False,
         pinned=False,
-        way=PLAN,
+        way=Variant.PLAN,
         num_replans=0,
         peak_bytes=0,
         memory_quota=None,
@@ -364,7 +364,7 @@ def test_a_report_says_where_a_plan_comes_from() -> None:
 
 def test_a_report_shows_the_contest_and_what_runs_instead_of_the_plan() -> None:
     """Who was compared, by how much the others are slower, and in how many rounds."""
-    summary = summarize(compilation(), NOTHING, way=INDUCTOR)
+    summary = summarize(compilation(), NOTHING, way=Variant.INDUCTOR)
     text = render_text(Report(graphs=(summary,), handed_over=(), verdicts=(("graph0", VERDICT),)))
     assert "does not run its plan now but Inductor" in text
     assert "graph0: chosen by measuring" in text

@@ -1,0 +1,255 @@
+"""Run a program on native lanes.
+
+    (Program, bodies) -> Executable;  Executable.run(inputs) -> outputs;  Executable.trace() -> Trace
+
+The lanes of a catalogue are threads of the process, made on first use and shared by all executables. Lane 0 has every
+unit and therefore is the thread that calls: it has the OpenMP team that the rest of the user's program uses too, and
+a second team would only slow both down. The other lanes are pinned threads.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from apollo_compile import _native
+from apollo_compile.device.cpu.cgroup import granted_cores
+from apollo_compile.device.cpu.cores import CoreShare, share_cores
+from apollo_compile.errors import RuntimeClosedError
+from apollo_compile.ir import (
+    Instruction,
+    Lane,
+    LaneId,
+    Launch,
+    Program,
+    Record,
+    Release,
+    SegmentGraph,
+    SegmentId,
+    Span,
+    Trace,
+    Wait,
+)
+from apollo_compile.torch_bridge.inductor import (
+    CompiledBody,
+    error_text_address,
+    from_handles,
+    prepare_lane_thread,
+    tensor_api,
+    to_handles,
+)
+
+_logger = logging.getLogger(__name__)
+
+
+class Executable:
+    """A program with its bodies, ready to run; `run` may be called from any thread, one call runs at a time."""
+
+    def __init__(
+        self, program: Program, graph: SegmentGraph, bodies: Sequence[CompiledBody], *, mutates: bool, park_team: bool
+    ) -> None:
+        """Start the lanes of the program, unless another executable has; `mutates`: whether inputs are written to."""
+        self._graph = graph
+        self._bodies = tuple(bodies)
+        self._mutates = mutates
+        self.num_runs = 0
+        """On lanes."""
+        clone, destroy = tensor_api()
+        self._native = _native.Executor(
+            start_lanes(program.lanes, park_team=park_team),
+            instructions=[encode(instructions) for instructions in program.instructions],
+            num_buffers=program.num_buffers,
+            num_events=program.num_events,
+            inputs=list(program.inputs),
+            outputs=[-1 if buffer is None else buffer for buffer in program.outputs],
+            clone_address=clone,
+            destroy_address=destroy,
+            bodies=[_to_native(body) for body in bodies],
+        )
+
+    def run(self, inputs: list[torch.Tensor]) -> list[torch.Tensor | None]:
+        """Run once; `inputs` is emptied, so that the lanes can let go of each tensor after its last reader.
+
+        Raises:
+            Exception: whatever a body raised, as itself, with the name of its segment added as a note.
+            RuntimeClosedError: the process was forked from the one that owns the lanes.
+        """
+        if getattr(_inside, "a_body", False) or (self._mutates and torch.is_inference_mode_enabled()):
+            return self._run_here(inputs)
+        handles = to_handles(inputs)
+        inputs.clear()
+        self.num_runs += 1
+        try:
+            outputs = self._native.run(handles)
+        except RuntimeClosedError:
+            raise
+        except Exception as error:
+            failed = self._native.last_failure
+            if failed is not None:
+                error.add_note(f"raised in segment {self._graph.segments[failed].name} of {self._graph.name}")
+            raise
+        if None not in outputs:
+            return from_handles(outputs)  # type: ignore[return-value]
+        made = iter(from_handles([handle for handle in outputs if handle is not None]))
+        return [None if handle is None else next(made) for handle in outputs]
+
+    def trace(self) -> Trace:
+        """Return the spans of the last run; empty before the first."""
+        spans = sorted(self._native.spans(), key=lambda span: (span[2], span[0]))
+        return Trace(
+            spans=tuple(
+                Span(segment=SegmentId(segment), lane=LaneId(lane), start_ns=start, end_ns=end, core=core)
+                for segment, lane, start, end, core in spans
+            ),
+            duration_ns=self._native.duration_ns,
+        )
+
+    def _run_here(self, inputs: list[torch.Tensor]) -> list[torch.Tensor | None]:
+        """Run on this thread, in graph order.
+
+        For two cases that lanes cannot serve: a body that itself calls a compiled function, whose lanes are taken; and
+        inference tensors that are written to, since inference mode belongs to the thread that entered it.
+        """
+        values = dict(zip(self._graph.inputs, inputs, strict=True))
+        inputs.clear()
+        for segment in self._graph.segments:
+            made = self._bodies[segment.body].function([values[buffer] for buffer in segment.inputs])
+            values.update(zip(segment.outputs, made, strict=True))
+        return [None if buffer is None else values[buffer] for buffer in self._graph.outputs]
+
+
+def encode(instructions: Sequence[Instruction]) -> list[int]:
+    """Return the instructions of one lane as the runtime reads them."""
+    code: list[int] = []
+    for instruction in instructions:
+        match instruction:
+            case Launch(segment=segment, body=body, inputs=inputs, takes=takes, outputs=outputs):
+                code += [_native.LAUNCH, segment, body, len(inputs)]
+                for buffer, take in zip(inputs, takes, strict=True):
+                    code += [buffer, int(take)]
+                code += [len(outputs), *outputs]
+            case Record(event=event):
+                code += [_native.RECORD, event]
+            case Wait(event=event):
+                code += [_native.WAIT, event]
+            case Release(buffer=buffer):
+                code += [_native.RELEASE, buffer]
+    return code
+
+
+def _to_native(body: CompiledBody) -> _native.NativeBody | Callable[[list[Any]], list[Any]]:
+    if body.entry_address is not None:
+        clone, destroy = tensor_api()
+        return _native.NativeBody(
+            body.entry_address,
+            to_handles(list(body.constants)),
+            clone_address=clone,
+            destroy_address=destroy,
+            error_text_address=error_text_address(),
+        )
+    function = body.function
+
+    def run(handles: list[Any]) -> list[Any]:
+        tensors = from_handles(handles)
+        _inside.a_body = True
+        try:
+            return to_handles(list(function(tensors)))
+        finally:
+            _inside.a_body = False
+
+    return run
+
+
+_inside = threading.local()
+"""`a_body` is true on a thread while it runs the body of a segment under the GIL."""
+
+
+_lanes_lock = threading.Lock()
+_lanes_by_key: dict[tuple[tuple[Lane, ...], bool], _native.Lanes] = {}
+"""By catalogue and parking; guarded by `_lanes_lock`. Kept until the process ends."""
+
+_is_forked = False
+"""Whether this process is a fork: its first thread may have lost its OpenMP team, so it is no lane of several units."""
+
+
+def _forget_lanes() -> None:
+    """In a forked child: lanes are threads, which the parent keeps, and so may be the lock."""
+    global _lanes_lock, _is_forked
+    _lanes_lock, _is_forked = threading.Lock(), True
+    _lanes_by_key.clear()
+
+
+os.register_at_fork(after_in_child=_forget_lanes)
+
+
+def available_units() -> int:
+    """Return the number of cores for lanes: its own that torch has threads for, as far as control groups grant time."""
+    share, granted = core_share(), granted_cores()
+    units = min(len(share.own), torch.get_num_threads())
+    if granted is None or granted / share.size >= units:
+        return units
+    _tell_of_quota(units, granted / share.size)
+    return max(1, int(granted / share.size))
+
+
+def most_units() -> int:
+    """Return the number of cores that torch uses: with those of other local ranks, and whatever time is granted."""
+    return min(len(_native.available_cores()), torch.get_num_threads())
+
+
+def core_share() -> CoreShare:
+    """Return the cores that this process may run on, its own ones first."""
+    return share_cores(_native.available_cores())
+
+
+@functools.cache
+def _tell_of_quota(units: int, granted: float) -> None:
+    _logger.warning(
+        "the process may run on %d cores, but its control group grants %.3g cores' worth of time: lanes use %d; "
+        "torch.set_num_threads does the same for the rest of the program",
+        units,
+        granted,
+        max(1, int(granted)),
+    )
+
+
+def keep_memory() -> bool:
+    """Keep freed memory in the process; return whether the C library will."""
+    return _native.keep_memory()
+
+
+def trim_memory() -> None:
+    """Give back what is free now: what was compiled, or ran on other lanes before, left memory that nothing uses."""
+    _native.trim_memory()
+
+
+def start_lanes(lanes: tuple[Lane, ...], *, park_team: bool) -> _native.Lanes:
+    """Return the running lanes of a catalogue, made if there are none.
+
+    Raises:
+        RuntimeError: threads may not be pinned.
+    """
+    key = (lanes, park_team)
+    with _lanes_lock:
+        if key not in _lanes_by_key:
+            order = core_share().order
+            cores = [sorted(order[unit] for unit in lane.units) for lane in lanes]
+            has_lost_team = _is_forked and len(lanes[0].units) > 1
+            if len(lanes[0].units) == most_units() and not has_lost_team:
+                cores[0] = []  # the caller lane; with fewer units than torch uses, it must be held to them like any
+            num_threads = torch.get_num_threads()
+            try:
+                _lanes_by_key[key] = _native.Lanes(
+                    cores=cores,
+                    on_start=lambda lane: prepare_lane_thread(len(cores[lane])),
+                    park_team=park_team and not _is_forked,
+                )
+            finally:
+                torch.set_num_threads(num_threads)  # a lane's quota is not to be the default of new threads
+        return _lanes_by_key[key]

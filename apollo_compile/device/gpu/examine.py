@@ -1,0 +1,415 @@
+"""What this GPU, driver and torch can do for lanes, shown by running it.
+
+    examine_cuda() -> findings, in the order in which one rests on the other
+
+driver      libcuda opens and has what lanes need
+split       the device gives its SMs out in atoms of equal size
+connections the environment does not put all streams through one hardware queue
+profile     the times that plans rest on were measured on this GPU
+lanes ...   for three splits: kernels of a lane run on exactly the SMs that it was granted, lanes of one split share
+            none, the sets stay the same over launches, eager and replayed, and lanes run side by side
+nodes ...   every kernel of the captured graph belongs to the context of the lane that launched it
+overlap     lanes of different splits share exactly the SMs that their atoms say
+
+The judgements are functions of what was seen, and tested without a GPU; what is seen comes from `census_kernel.py`,
+launched by the same code that launches segments.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from apollo_compile.config import cuda_connections, load_config
+from apollo_compile.device.findings import Finding, Level
+from apollo_compile.device.gpu.gpu import Recording, Stream, TorchGpu, atoms_of
+from apollo_compile.device.gpu.launch import Launcher
+from apollo_compile.device.lanes import atom_borders
+from apollo_compile.device.profile import (
+    ProfileInspection,
+    ProfileState,
+    cached_gpu_profile_path,
+    gpu_fingerprint,
+    inspect_profile,
+)
+from apollo_compile.errors import CudaError
+from apollo_compile.ir import BodyId, BufferId, Lane, LaneId, Launch, Program, SegmentId
+from apollo_compile.units import format_ns
+
+NUM_LAUNCHES = 20
+"""Launches over which the SMs of a lane must stay the same."""
+
+SPIN_NS = 200_000
+
+EXTRA_SMS = 2
+"""On compute capability 9, the driver may add so many to every green context once a module uses dynamic parallelism."""
+
+
+MOST_STRAYS = 5
+"""Kernels outside their lane that a finding names."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CapturedKernel:
+    """One kernel of a captured CUDA graph."""
+
+    name: str
+    context: int
+    """The CUcontext that decides on which SMs it runs; 0 where the driver does not tell."""
+    lane: LaneId
+    """The lane on which its segment was launched."""
+    segment: SegmentId
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Census:
+    """Where the blocks of one launch ran, by lane."""
+
+    sms: Mapping[LaneId, frozenset[int]]
+    begin_ns: Mapping[LaneId, int]
+    end_ns: Mapping[LaneId, int]
+
+
+def examine_cuda(ordinal: int = 0) -> tuple[Finding, ...]:
+    """Return what was found out about the GPU of that number; one note where there is none."""
+    if not torch.cuda.is_available():
+        text = "torch sees no CUDA device; lanes on a GPU need an NVIDIA GPU, its driver, and torch built for CUDA"
+        return (Finding(subject="GPU", level=Level.NOTE, message=text),)
+    try:
+        gpu = TorchGpu(ordinal)
+    except CudaError as error:
+        return (Finding(subject="driver", level=Level.ERROR, message=str(error)),)
+    native = gpu.native
+    missing = [name for name, is_there in native.functions.items() if not is_there]
+    text = f"{native.name}, CUDA {native.driver_version / 1000:.1f}, torch {torch.__version__}"
+    if missing:
+        text += f"; without {', '.join(missing)}, which lanes do not need"
+    first, last = native.atom_sizes[0], native.atom_sizes[-1]
+    split = f"{native.num_sms} SMs in {native.num_atoms} atoms of {first}"
+    split += "" if last == first else f", the last with {last}: {last - first} fill none"
+    left = native.num_sms - sum(native.atom_sizes)
+    split += f"; {left} belong to no atom" if left else ""
+    return (
+        Finding(subject="driver", level=Level.OK, message=text),
+        Finding(subject="split", level=Level.OK, message=split),
+        judge_connections(cuda_connections()),
+        judge_profile(_inspect_profile(gpu)),
+        *examine_lanes(gpu),
+    )
+
+
+def _inspect_profile(gpu: TorchGpu) -> ProfileInspection:
+    native, cache = gpu.native, load_config().device.cache
+    assert cache is not None, "load_config fills it in"
+    fingerprint = gpu_fingerprint(native.name, cuda=native.driver_version, units=native.num_sms)
+    return inspect_profile(cached_gpu_profile_path(cache, fingerprint), fingerprint)
+
+
+def examine_lanes(gpu: TorchGpu) -> tuple[Finding, ...]:
+    """Return what censuses of three splits and of overlapping lanes show."""
+    extra = EXTRA_SMS if gpu.native.compute_capability[0] == 9 else 0
+    findings: list[Finding] = []
+    for shares in ((1, 1), (3, 1), (3, 5, 8)):
+        lanes = split_lanes(gpu.native.atom_sizes, shares)
+        name = " + ".join(str(len(lane.units)) for lane in lanes)
+        findings += _attempt(f"lanes {name}", lambda lanes=lanes, name=name: _examine_split(gpu, lanes, name, extra))  # type: ignore[misc]
+    return (*findings, *_attempt("overlap", lambda: _examine_overlap(gpu, extra)))
+
+
+def split_lanes(sizes: Sequence[int], shares: Sequence[int]) -> tuple[Lane, ...]:
+    """Return one lane per share of the device, disjoint, in whole atoms of these sizes; each has at least one.
+
+    Raises:
+        ValueError: there are more shares than atoms.
+    """
+    num_atoms = len(sizes)
+    if num_atoms < len(shares):
+        raise ValueError(f"{num_atoms} atoms are too few for {len(shares)} lanes; use fewer lanes")
+    borders = [round(num_atoms * part / sum(shares)) for part in itertools.accumulate(shares, initial=0)]
+    for index in range(1, len(borders)):  # nobody goes away empty: neither those before nor those behind
+        borders[index] = max(borders[index], borders[index - 1] + 1)
+        borders[index] = min(borders[index], num_atoms - (len(borders) - 1 - index))
+    return tuple(
+        lane_of_atoms(index + 1, sizes, first, last) for index, (first, last) in enumerate(itertools.pairwise(borders))
+    )
+
+
+def lane_of_atoms(number: int, sizes: Sequence[int], first: int, last: int) -> Lane:
+    """Return the lane of atoms `first` up to `last`, which it does not have."""
+    borders = atom_borders(sizes)
+    return Lane(id=LaneId(number), units=tuple(range(borders[first], borders[last])))
+
+
+def _attempt(name: str, look: Callable[[], Sequence[Finding]]) -> Sequence[Finding]:
+    """Return what `look` finds; what it raises is a finding too, and the next examination goes on."""
+    try:
+        return look()
+    except Exception as error:
+        return (Finding(subject=name, level=Level.ERROR, message=f"{type(error).__name__}: {error}"),)
+
+
+def _examine_split(gpu: TorchGpu, lanes: Sequence[Lane], name: str, extra: int) -> list[Finding]:
+    probe = CensusProbe(gpu, lanes)
+    findings = [judge_censuses(f"lanes {name}, eager", probe.granted, probe.take(NUM_LAUNCHES), extra=extra)]
+    censuses, kernels = probe.take_replayed(NUM_LAUNCHES)
+    findings.append(judge_censuses(f"lanes {name}, replayed", probe.granted, censuses, extra=extra))
+    findings.append(judge_nodes(f"nodes {name}", kernels, probe.contexts))
+    return findings
+
+
+def _examine_overlap(gpu: TorchGpu, extra: int) -> list[Finding]:
+    """Look at two lanes that share the middle half of the device, one after the other."""
+    sizes = gpu.native.atom_sizes
+    quarter, end = len(sizes) // 4, len(sizes)
+    lanes = [lane_of_atoms(1, sizes, 0, end - quarter), lane_of_atoms(2, sizes, quarter, end)]
+    first, second = (CensusProbe(gpu, [lane]).take(1)[0].sms[lane.id] for lane in lanes)
+    return [judge_overlap(first, second, planned=sum(sizes[quarter : end - quarter]), extra=extra)]
+
+
+class CensusProbe:
+    """Lanes with one census kernel on each, launched as a program is."""
+
+    def __init__(self, gpu: TorchGpu, lanes: Sequence[Lane]) -> None:
+        """Make the lanes."""
+        from apollo_compile.device.gpu.census_kernel import BLOCKS_PER_SM, COLUMNS, launch_census
+
+        self._gpu = gpu
+        self._lanes = lanes
+        natives = {lane.id: gpu.native.lane(atoms_of(lane, gpu.native.atom_sizes)) for lane in lanes}
+        self.granted = {lane: native.num_sms for lane, native in natives.items()}
+        self.contexts = contexts_of(gpu, lanes)
+        self._outs = [
+            torch.empty(len(lane.units) * BLOCKS_PER_SM, COLUMNS, dtype=torch.int64, device=gpu.device)
+            for lane in lanes
+        ]
+
+        def body(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+            launch_census(inputs[0], SPIN_NS)
+            return [inputs.pop()]
+
+        self._launcher = Launcher(_one_segment_per_lane(lanes), [body], gpu)
+
+    def take(self, count: int) -> list[Census]:
+        """Launch that often."""
+        found = []
+        for _ in range(count + 1):
+            self._launcher.launch(list(self._outs), self._gpu.caller_stream())
+            found.append(self._read())
+        return found[1:]  # the first may wait for the kernel to be compiled
+
+    def take_replayed(self, count: int) -> tuple[list[Census], list[CapturedKernel]]:
+        """Replay that often; return also the kernels of the captured graph."""
+        self._launcher.launch(list(self._outs), self._gpu.caller_stream())
+        recording, kernels = walk_capture(self._gpu, self._launcher, self._outs)
+        found = []
+        for _ in range(count):
+            recording.replay()
+            found.append(self._read())
+        return found, kernels
+
+    def _read(self) -> Census:
+        self._gpu.synchronize()
+        rows = {lane.id: out.cpu() for lane, out in zip(self._lanes, self._outs, strict=True)}
+        found = Census(
+            sms={lane: frozenset(table[:, 0].tolist()) for lane, table in rows.items()},
+            begin_ns={lane: int(table[:, 1].min()) for lane, table in rows.items()},
+            end_ns={lane: int(table[:, 2].max()) for lane, table in rows.items()},
+        )
+        for out in self._outs:
+            out.zero_()
+        return found
+
+
+class WalkedGpu(Protocol):
+    """What a walk over a capture needs of a device; `TorchGpu` is one."""
+
+    def walk_capture(self) -> CaptureWalk:
+        """Return a new walk."""
+
+    def capture(self, work: Callable[[Stream], None], shares: Recording | None) -> Recording:
+        """See `Gpu`."""
+
+    def handle_of(self, stream: Stream) -> int:
+        """Return the CUstream."""
+
+
+class CaptureWalk(Protocol):
+    """What the driver tells of a capture while it goes on."""
+
+    def new_kernels(self, stream: int) -> list[tuple[int, str]]:
+        """Return context and name of the kernels that a CUstream has got since this was last called for any."""
+
+
+def walk_capture(
+    gpu: WalkedGpu, launcher: Launcher, inputs: Sequence[torch.Tensor]
+) -> tuple[Recording, list[CapturedKernel]]:
+    """Capture what `launcher` launches, and tell of every kernel which lane launched it and which it belongs to.
+
+    The capture is looked at behind every launch, while it goes on: what is new then is of that launch. A kernel on
+    another stream is new when the lane waits for that stream, as it has to before the body ends.
+    """
+    kernels: list[CapturedKernel] = []
+    walk = gpu.walk_capture()
+
+    def look(lane: LaneId, launch: Launch, stream: Stream) -> None:
+        kernels.extend(
+            CapturedKernel(name=name, context=context, lane=lane, segment=launch.segment)
+            for context, name in walk.new_kernels(gpu.handle_of(stream))
+        )
+
+    def work(origin: Stream) -> None:
+        launcher.launch(list(inputs), origin, look)
+
+    return gpu.capture(work, None), kernels
+
+
+def contexts_of(gpu: TorchGpu, lanes: Iterable[Lane]) -> dict[int, LaneId]:
+    """Return the lanes by the context of their kernels; a lane with every SM has the primary one."""
+    found = {}
+    for lane in lanes:
+        is_whole = len(lane.units) == gpu.native.num_sms
+        native = None if is_whole else gpu.native.lane(atoms_of(lane, gpu.native.atom_sizes))
+        found[gpu.native.primary_context if native is None else native.context] = lane.id
+    return found
+
+
+def _one_segment_per_lane(lanes: Sequence[Lane]) -> Program:
+    """Return a program in which segment `i` reads and returns input `i` on lane `i`."""
+    count = len(lanes)
+    return Program(
+        name="census",
+        lanes=tuple(lanes),
+        instructions=tuple(
+            (
+                Launch(
+                    segment=SegmentId(index),
+                    body=BodyId(0),
+                    inputs=(BufferId(index),),
+                    takes=(False,),
+                    outputs=(BufferId(count + index),),
+                ),
+            )
+            for index in range(count)
+        ),
+        num_buffers=2 * count,
+        num_events=0,
+        inputs=tuple(BufferId(index) for index in range(count)),
+        outputs=tuple(BufferId(count + index) for index in range(count)),
+    )
+
+
+# ------------------------------------------------------------------------------------------------------- judgements
+
+
+def judge_connections(connections: str | None) -> Finding:
+    """Judge CUDA_DEVICE_MAX_CONNECTIONS: the number of hardware queues that streams are spread over."""
+    name = "connections"
+    if connections == "1":
+        text = "CUDA_DEVICE_MAX_CONNECTIONS is 1, so lanes wait for each other; unset it, or set it to 32"
+        return Finding(subject=name, level=Level.WARNING, message=text)
+    shown = "not set" if connections is None else connections
+    return Finding(subject=name, level=Level.OK, message=f"CUDA_DEVICE_MAX_CONNECTIONS is {shown}")
+
+
+def judge_profile(found: ProfileInspection) -> Finding:
+    """Judge the file in which the profile of this GPU is kept."""
+    name, advice = "GPU profile", "run 'apollo calibrate --gpu'"
+    if found.state is ProfileState.CURRENT:
+        return Finding(subject=name, level=Level.OK, message="measured on this GPU, with this driver and torch")
+    sheet = "plans rest on the data sheet of an H200 until bodies are timed"
+    if found.state is ProfileState.MISSING:
+        return Finding(subject=name, level=Level.NOTE, message=f"this GPU was not measured: {sheet}", advice=advice)
+    text = f"the profile is {found.state.value} ({found.detail}): {sheet}"
+    return Finding(subject=name, level=Level.WARNING, message=text, advice=advice)
+
+
+def judge_censuses(name: str, granted: Mapping[LaneId, int], censuses: Sequence[Census], *, extra: int = 0) -> Finding:
+    """Judge where the kernels of disjoint lanes ran.
+
+    Arguments:
+        name: of the finding.
+        granted: SMs that the driver says each lane has.
+        censuses: one per launch.
+        extra: SMs that the driver may add to every lane; then lanes may share as many.
+    """
+    for number, census in enumerate(censuses):
+        for lane, count in granted.items():
+            seen = len(census.sms[lane])
+            if not count <= seen <= count + extra:
+                text = f"launch {number}: lane {lane} ran on {seen} SMs, granted were {count}; lanes are not kept apart"
+                return Finding(subject=name, level=Level.ERROR, message=text)
+            if census.sms[lane] != censuses[0].sms[lane]:
+                text = f"launch {number}: lane {lane} ran on other SMs than before; lanes are not kept apart"
+                return Finding(subject=name, level=Level.ERROR, message=text)
+        for one, other in itertools.combinations(granted, 2):
+            shared = census.sms[one] & census.sms[other]
+            if len(shared) > extra:
+                text = f"launch {number}: lanes {one} and {other} share SMs {sorted(shared)}; they should share none"
+                return Finding(subject=name, level=Level.ERROR, message=text)
+    sizes = {lane: len(censuses[0].sms[lane]) for lane in granted}
+    if sizes != dict(granted):
+        text = f"lanes ran on {_list(sizes.values())} SMs, granted were {_list(granted.values())}: dynamic parallelism"
+        return Finding(subject=name, level=Level.WARNING, message=f"{text} adds up to {extra} to every lane")
+    apart = [census for census in censuses if max(census.begin_ns.values()) >= min(census.end_ns.values())]
+    shown = f"{_list(sizes.values())} SMs, disjoint and the same in {len(censuses)} launches"
+    if len(apart) > len(censuses) // 2:
+        text = f"{shown}; but lanes ran one after the other in {len(apart)} of them: quotas hold, nothing overlaps"
+        return Finding(subject=name, level=Level.WARNING, message=text)
+    late = max(max(census.begin_ns.values()) - min(census.begin_ns.values()) for census in censuses)
+    return Finding(
+        subject=name, level=Level.OK, message=f"{shown}; the last lane started at most {format_ns(late)} late"
+    )
+
+
+def judge_nodes(name: str, kernels: Sequence[CapturedKernel], contexts: Mapping[int, LaneId]) -> Finding:
+    """Judge the kernels of a captured graph.
+
+    Arguments:
+        name: of the finding.
+        kernels: all of the graph.
+        contexts: lanes by the context that their kernels must have.
+    """
+    launching = {kernel.lane for kernel in kernels}
+    if kernels and len(launching) > 1 and all(kernel.context == 0 for kernel in kernels):
+        text = f"the driver does not say to which context the {len(kernels)} kernels belong; see the replayed lanes"
+        return Finding(subject=name, level=Level.NOTE, message=text)
+    strays = [kernel for kernel in kernels if contexts.get(kernel.context) != kernel.lane]
+    if strays:
+        texts = dict.fromkeys(
+            f"{kernel.name or 'a kernel without a name'} of lane {kernel.lane}, segment {kernel.segment}, runs "
+            + (f"in lane {contexts[kernel.context]}" if kernel.context in contexts else "outside every lane")
+            for kernel in strays
+        )
+        shown = "; ".join(list(texts)[:MOST_STRAYS]) + ("; ..." if len(texts) > MOST_STRAYS else "")
+        text = f"{len(strays)} of {len(kernels)} kernels are not in their lane: {shown}"
+        return Finding(subject=name, level=Level.ERROR, message=f"{text}; what launches them changes streams")
+    idle = sorted(set(contexts.values()) - launching)
+    if idle:
+        return Finding(
+            subject=name,
+            level=Level.ERROR,
+            message=f"lanes without any kernel: {_list(idle)}; their work went elsewhere",
+        )
+    counts = Counter(kernel.lane for kernel in kernels)
+    shown = ", ".join(f"{count} of lane {lane}" for lane, count in sorted(counts.items()))
+    return Finding(subject=name, level=Level.OK, message=f"kernels in the captured graph: {shown}; each in its lane")
+
+
+def judge_overlap(one: Collection[int], other: Collection[int], *, planned: int, extra: int = 0) -> Finding:
+    """Judge two lanes that were planned to share SMs."""
+    shared = len(set(one) & set(other))
+    if planned <= shared <= planned + 2 * extra:
+        return Finding(
+            subject="overlap", level=Level.OK, message=f"lanes of different splits share {shared} SMs, as planned"
+        )
+    text = f"lanes of different splits share {shared} SMs instead of {planned}; atoms are not what the driver uses"
+    return Finding(subject="overlap", level=Level.ERROR, message=text)
+
+
+def _list(numbers: Collection[int]) -> str:
+    return " + ".join(map(str, numbers))

@@ -1,0 +1,431 @@
+"""The one interface to the device: streams, events, captures. Everything else of lanes on a GPU is ordinary Python.
+
+`Gpu` is what the executor needs, `TorchGpu` is torch.cuda with lanes of the native runtime. Tests hand in a stand-in
+that keeps the rules of streams and CUDA graphs on CPU tensors, so the order of all operations is tested without a GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import functools
+import itertools
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from apollo_compile import _native
+from apollo_compile.device.lanes import atom_borders
+from apollo_compile.errors import CudaError
+from apollo_compile.ir import Lane, LaneId
+from apollo_compile.torch_bridge.inductor import clear_workspaces, units_left_out
+from apollo_compile.units import NS_PER_MS
+
+Stream = Any
+Event = Any
+Body = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
+
+
+class Sharing(enum.Enum):
+    """How lanes share the device."""
+
+    APART = enum.auto()
+    """A lane has the units that the plan gives it, and no others."""
+    OVERLAPPING = enum.auto()
+    """It has half of those beside them as well, so that lanes overlap; more urgent lanes go first."""
+    URGENCY = enum.auto()
+    """It may use every unit; more urgent lanes go first."""
+    FREE = enum.auto()
+    """It may use every unit: only the order of the plan is kept."""
+
+
+class Recording(Protocol):
+    """A captured CUDA graph; its memory stays where it is until the recording is gone."""
+
+    def replay(self) -> None:
+        """Run all of it again; what follows on the caller's stream comes after it."""
+
+    def bytes_of(self, lane: LaneId, stream: Stream) -> int:
+        """Return the bytes of device memory that a lane, with its stream, took while it was captured."""
+
+
+class LanePool(Protocol):
+    """Memory of one lane, which gives no more than the lane's quota."""
+
+    @property
+    def taken_bytes(self) -> int:
+        """What the lane has taken."""
+
+    @property
+    def refused_bytes(self) -> int:
+        """What it last asked for and did not get, since the quota was reached; 0 where that never happened."""
+
+
+class Gpu(Protocol):
+    """What lanes need of a device."""
+
+    @property
+    def turn(self) -> threading.RLock:
+        """Held by who launches: lanes are the same streams for all, and torch captures one CUDA graph at a time."""
+
+    @property
+    def callers(self) -> set[Stream]:
+        """Streams from which something was launched on lanes, and which may use what these made; guarded by `turn`."""
+
+    def caller_stream(self) -> Stream:
+        """Return the stream that the caller works on."""
+
+    def lane_stream(self, lane: Lane, urgency: int = 0) -> Stream | None:
+        """Return the stream of a lane; None for one with every unit, which is the caller's own stream.
+
+        `urgency` is 0 or more; it counts where lanes share units.
+        """
+
+    def sharing(self, sharing: Sharing) -> Gpu:
+        """Return the same device with lanes that share it that way; the same at every call."""
+
+    def is_capturing(self) -> bool:
+        """Whether somebody captures what is launched on the caller's stream."""
+
+    def new_event(self) -> Event:
+        """Return an event that nothing has recorded yet."""
+
+    def new_timer(self) -> Event:
+        """Return an event that tells the time, at every replay if it is recorded in a capture."""
+
+    def elapsed_ns(self, begin: Event, end: Event) -> int:
+        """Return the nanoseconds between two timers that were passed."""
+
+    def random_numbers_kept(self) -> contextlib.AbstractContextManager[None]:
+        """Put the generators of random numbers back at the end of a `with`."""
+
+    def record(self, event: Event, stream: Stream) -> None:
+        """Let `event` stand for everything launched on `stream` so far."""
+
+    def wait(self, event: Event, stream: Stream) -> None:
+        """Let everything launched on `stream` from now on come after `event`."""
+
+    def call(self, body: Body, inputs: list[torch.Tensor], stream: Stream) -> Sequence[torch.Tensor]:
+        """Launch a body on `stream`, with libraries told of the units of its lane; it empties `inputs`."""
+
+    def on_lane(self, lane: Lane) -> contextlib.AbstractContextManager[None]:
+        """Work on the stream of a lane in a `with`, for as long as that takes; libraries are not told of its units."""
+
+    def capture(self, work: Callable[[Stream], None], shares: Recording | None) -> Recording:
+        """Capture what `work(origin)` launches from the stream `origin`, without running it.
+
+        `shares` is an earlier recording whose memory may be used again where it is not held.
+        """
+
+    def lane_pool(self, stream: Stream | None, quota: int) -> LanePool:
+        """Return a new pool for the lane of a stream, None being the caller's; it gives `quota` bytes at most."""
+
+    def capture_alone(self, work: Callable[[Stream], None], stream: Stream | None, pool: LanePool) -> Recording:
+        """Capture what `work(stream)` launches on that stream alone, with memory of the pool; None is the caller's."""
+
+    def replay_on(self, recording: Recording, stream: Stream) -> None:
+        """Launch a recording on a stream."""
+
+    def copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+        """Copy each source into its target, on the caller's stream."""
+
+    def synchronize(self) -> None:
+        """Wait until the device has done everything."""
+
+
+def open_device(ordinal: int) -> _native.CudaDevice:
+    """Return the device with its atoms.
+
+    Raises:
+        CudaError: there is no driver, no such device, or the driver is too old for lanes.
+    """
+    return _native.cuda_device(ordinal)
+
+
+def require_cuda() -> None:
+    """Raise where torch sees no GPU.
+
+    Raises:
+        CudaError: always then, with what to do.
+    """
+    if not torch.cuda.is_available():
+        why = "torch was built without CUDA" if torch.version.cuda is None else "torch sees no CUDA device"
+        raise CudaError(f"no GPU: {why}; lanes on a GPU need an NVIDIA GPU, its driver, and torch built for CUDA")
+
+
+def atoms_of(lane: Lane, sizes: Sequence[int]) -> list[int]:
+    """Return the atoms whose units the lane has, of atoms of these sizes.
+
+    Raises:
+        ValueError: the lane has a part of an atom.
+    """
+    units = set(lane.units)
+    ranges = [range(first, last) for first, last in itertools.pairwise(atom_borders(sizes))]
+    atoms = [index for index, each in enumerate(ranges) if not units.isdisjoint(each)]
+    if [unit for index in atoms for unit in ranges[index]] != list(lane.units):
+        raise ValueError(f"lane {lane.id} has units {list(lane.units)}; a lane has whole atoms of {list(sizes)} units")
+    return atoms
+
+
+def widen(atoms: Sequence[int], num_atoms: int) -> list[int]:
+    """Return the atoms of a lane and, of a device with `num_atoms`, half of those on either side of them."""
+    first, last = min(atoms), max(atoms)
+    return list(range(first - first // 2, last + 1 + (num_atoms - 1 - last) // 2))
+
+
+@functools.cache
+def _common(ordinal: int) -> tuple[threading.RLock, set[Stream]]:
+    """Return what everybody has in common who launches on a device: see `Gpu`."""
+    return threading.RLock(), set()
+
+
+class TorchGpu:
+    """The GPU of that number, as torch and the driver see it."""
+
+    def __init__(self, ordinal: int, sharing: Sharing = Sharing.APART) -> None:
+        """Open the device.
+
+        Raises:
+            CudaError: there is no driver, no such device, or the driver is too old for lanes.
+        """
+        self.device = torch.device("cuda", ordinal)
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+        self.native = open_device(ordinal)
+        self._sharing = sharing
+        self._streams: dict[tuple[Lane, int], Stream] = {}
+        self._left_out: dict[int, int] = {}
+        """SMs that are not a lane's, by the handle of its stream."""
+        self._capture_stream: Stream | None = None
+        self._others: dict[Sharing, TorchGpu] = {sharing: self}
+        self.turn, self.callers = _common(ordinal)
+
+    def caller_stream(self) -> Stream:
+        """Return torch's current stream of the device."""
+        return torch.cuda.current_stream(self.device)
+
+    def lane_stream(self, lane: Lane, urgency: int = 0) -> Stream | None:
+        """Return the stream of the lane's green context, or a plain one."""
+        if len(lane.units) == self.native.num_sms:
+            return None
+        is_ordered = self._sharing in (Sharing.OVERLAPPING, Sharing.URGENCY)
+        lowest, highest = self.native.priorities  # a lower number goes first
+        priority = max(highest, lowest - urgency) if is_ordered else lowest
+        if (lane, priority) not in self._streams:
+            self._streams[lane, priority] = self._make_stream(lane, priority)
+        return self._streams[lane, priority]
+
+    def sharing(self, sharing: Sharing) -> TorchGpu:
+        """Return the device with other streams as lanes; the same at every call."""
+        if sharing not in self._others:
+            self._others[sharing] = other = TorchGpu(self.device.index, sharing)
+            other._others = self._others
+        return self._others[sharing]
+
+    def _make_stream(self, lane: Lane, priority: int) -> Stream:
+        if self._sharing in (Sharing.FREE, Sharing.URGENCY):
+            return torch.cuda.Stream(self.device, priority=priority)  # type: ignore[no-untyped-call]
+        atoms = atoms_of(lane, self.native.atom_sizes)
+        if self._sharing is Sharing.OVERLAPPING:
+            atoms = widen(atoms, self.native.num_atoms)
+        native = self.native.lane(atoms, priority)
+        expected = sum(self.native.atom_sizes[atom] for atom in atoms)
+        if native.num_sms != expected:
+            raise CudaError(
+                f"lane {lane.id} was granted {native.num_sms} SMs instead of {expected} on {self.native.name}; turn "
+                "'device.cuda_lanes' off and report the output of 'apollo doctor'"
+            )
+        self._left_out[native.stream] = self.native.num_sms - native.num_sms
+        return torch.cuda.ExternalStream(native.stream, device=self.device)  # type: ignore[no-untyped-call]
+
+    def is_capturing(self) -> bool:
+        """Whether torch's current stream is being captured."""
+        return torch.cuda.is_current_stream_capturing()
+
+    def new_event(self) -> Event:
+        """Return an event without timing, which is the cheap kind."""
+        return torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+    def new_timer(self) -> Event:
+        """Return an event that becomes a node of a captured graph."""
+        return torch.cuda.Event(enable_timing=True, external=True)  # type: ignore[no-untyped-call]
+
+    def elapsed_ns(self, begin: Event, end: Event) -> int:
+        """Return the time between them, which the device resolves to half a microsecond."""
+        elapsed_ms: float = begin.elapsed_time(end)
+        return round(elapsed_ms * NS_PER_MS)
+
+    @contextlib.contextmanager
+    def random_numbers_kept(self) -> Iterator[None]:
+        """Keep the generators of the CPU and of this device."""
+        with torch.random.fork_rng(devices=[self.device]):
+            yield
+
+    def record(self, event: Event, stream: Stream) -> None:
+        """Record the event."""
+        event.record(stream)
+
+    def wait(self, event: Event, stream: Stream) -> None:
+        """Make the stream wait."""
+        stream.wait_event(event)
+
+    def call(self, body: Body, inputs: list[torch.Tensor], stream: Stream) -> Sequence[torch.Tensor]:
+        """Call the body with `stream` as torch's current one; the primary context stays current."""
+        with torch.cuda.stream(stream), units_left_out(self._left_out.get(stream.cuda_stream, 0)):
+            return body(inputs)
+
+    @contextlib.contextmanager
+    def on_lane(self, lane: Lane) -> Iterator[None]:
+        """Make the lane's stream torch's current one."""
+        with torch.cuda.stream(self.lane_stream(lane) or self.caller_stream()):
+            yield
+
+    def handle_of(self, stream: Stream) -> int:
+        """Return the CUstream."""
+        handle: int = stream.cuda_stream
+        return handle
+
+    def walk_capture(self) -> _native.CaptureWalk:
+        """Return what tells of the kernels of a capture while it goes on."""
+        return _native.CaptureWalk(self.native)
+
+    def capture(self, work: Callable[[Stream], None], shares: Recording | None) -> TorchRecording:
+        """Capture with torch's own class, which takes care of random numbers and of the pool."""
+        pool = shares.graph.pool() if isinstance(shares, TorchRecording) else torch.cuda.graph_pool_handle()
+        return self._capture(work, self._origin(), pool)
+
+    def lane_pool(self, stream: Stream | None, quota: int) -> TorchLanePool:
+        """Return a pool that asks the native runtime for every segment."""
+        return TorchLanePool(self.native, self.device, self.handle_of(stream or self._origin()), quota)
+
+    def capture_alone(self, work: Callable[[Stream], None], stream: Stream | None, pool: LanePool) -> TorchRecording:
+        """Capture into the pool; work of the caller's stream is captured on one that can be."""
+        assert isinstance(pool, TorchLanePool)
+
+        def limited(stream: Stream) -> None:
+            with pool.limited():
+                work(stream)
+
+        return self._capture(limited, stream or self._origin(), pool.id)
+
+    def replay_on(self, recording: Recording, stream: Stream) -> None:
+        """Launch with `stream` as torch's current one."""
+        with torch.cuda.stream(stream):
+            recording.replay()
+
+    def _origin(self) -> Stream:
+        """Return the stream on which captures begin and end: not the default one, which cannot be captured."""
+        if self._capture_stream is None:
+            self._capture_stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        return self._capture_stream
+
+    def _capture(self, work: Callable[[Stream], None], stream: Stream, pool: Any) -> TorchRecording:
+        graph = torch.cuda.CUDAGraph()
+        with (
+            torch.cuda.stream(stream),  # left whatever happens; torch.cuda.graph stays on it where its end is an error
+            _fresh_workspaces(),
+            torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"),
+        ):
+            work(stream)
+        return TorchRecording(graph, pool)
+
+    def copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+        """Copy in as few launches as torch can."""
+        if targets:
+            torch._foreach_copy_(list(targets), list(sources))
+
+    def synchronize(self) -> None:
+        """Wait for the device."""
+        torch.cuda.synchronize(self.device)
+
+
+class TorchRecording:
+    """A CUDA graph of torch."""
+
+    def __init__(self, graph: torch.cuda.CUDAGraph, pool: Any) -> None:
+        self.graph = graph
+        self._pool = pool
+
+    def replay(self) -> None:
+        """Launch the graph on torch's current stream, random numbers included."""
+        self.graph.replay()
+
+    def bytes_of(self, lane: LaneId, stream: Stream) -> int:
+        """Return the bytes of the pool's segments that belong to the stream."""
+        return sum(each["total_size"] for each in self.segments() if each["stream"] == stream.cuda_stream)
+
+    def segments(self) -> list[dict[str, Any]]:
+        """Return the allocator's segments of the pool, as `torch.cuda.memory_snapshot` tells them."""
+        found: list[dict[str, Any]] = torch.cuda.memory_snapshot(self._pool)  # type: ignore[no-untyped-call]
+        return found
+
+
+class TorchLanePool:
+    """A pool of torch's allocator whose segments come from the native runtime, which counts them by stream.
+
+    Several pools may belong to one stream, since every graph has its own: while this pool is captured into, the stream
+    is allowed what it has and what this pool may still take.
+    """
+
+    def __init__(self, native: _native.CudaDevice, device: torch.device, stream: int, quota: int) -> None:
+        """Make the pool; `stream` is the CUstream of the lane, on that device."""
+        self._taken = 0
+        """Up to the last capture into it."""
+        self._before: int | None = None
+        """What the lane had when the capture that goes on began."""
+        self._native = native
+        self._stream = stream
+        self._quota = quota
+        with torch.cuda.device(device):  # a pool belongs to the current one
+            self._pool = torch.cuda.MemPool(_lane_allocator().allocator())  # type: ignore[no-untyped-call]
+
+    @property
+    def id(self) -> Any:
+        """What torch names it by."""
+        return self._pool.id
+
+    @property
+    def taken_bytes(self) -> int:
+        """What the lane has taken from this pool."""
+        if self._before is None:
+            return self._taken
+        return self._taken + self._native.lane_memory(self._stream)[1] - self._before
+
+    @property
+    def refused_bytes(self) -> int:
+        """What the runtime refused in the capture that goes on."""
+        _, _, refused = self._native.lane_memory(self._stream)
+        return refused
+
+    @contextlib.contextmanager
+    def limited(self) -> Iterator[None]:
+        """Give the lane what is left of the quota inside, and nothing afterwards.
+
+        To be entered when the capture has begun: before it begins, torch may let memory of the stream's other pools go,
+        and what they no longer have would be this pool's beyond its quota.
+        """
+        _, before, _ = self._native.lane_memory(self._stream)
+        self._native.limit_memory(self._stream, before + self._quota - self._taken)
+        self._before = before
+        try:
+            yield
+        finally:
+            self._taken, self._before = self.taken_bytes, None
+            self._native.limit_memory(self._stream, 0)  # what it has it keeps
+
+
+@functools.cache
+def _lane_allocator() -> torch.cuda.memory.CUDAPluggableAllocator:
+    """Return the native runtime's allocator; one for the process, since pools and their memory point to it."""
+    return torch.cuda.memory.CUDAPluggableAllocator(_native.__file__, _native.ALLOCATE, _native.FREE)
+
+
+@contextlib.contextmanager
+def _fresh_workspaces() -> Iterator[None]:
+    """Let cuBLAS take its workspaces from the pool of the capture, and give them back to it."""
+    clear_workspaces()
+    try:
+        yield
+    finally:
+        clear_workspaces()

@@ -1,0 +1,158 @@
+"""A program as the host launches it.
+
+    host_order(program)  -> one order of all instructions that keeps every lane's, with each record before its waits
+    launch(...)          -> the outputs, once everything is launched
+
+The host launches all lanes from one thread; the device keeps them apart. A wait for an event that is not recorded yet
+would be no wait at all, so the order puts records first; among what may come next, lanes take turns, one launch each,
+so that no lane starts late because the host is busy with another.
+
+    fork    every lane that the program uses waits for the caller's stream
+    ...     launches, and the records and waits that the sync plan kept
+    join    the caller's stream waits for every lane
+
+All buffers are held until the join but those that the memory plan lets go; see Note [who owns a buffer].
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import torch
+
+from apollo_compile.device.gpu.gpu import Body, Event, Gpu, Stream
+from apollo_compile.ir import BodyId, BufferId, Instruction, LaneId, Launch, Program, Record, Release, Wait
+
+HostOrder = tuple[tuple[LaneId, Instruction], ...]
+
+Tuned = Mapping[tuple[BodyId, int], Body]
+"""Code of bodies that is for lanes with just so many units, where it is not the same for all."""
+
+Launched = Callable[[LaneId, Launch, Stream], None]
+"""Called behind the launch of every body, with its lane and the stream that it was launched on."""
+
+
+def host_order(program: Program) -> HostOrder:
+    """Return the order in which one thread can launch the program.
+
+    Raises:
+        ValueError: lanes wait for each other in a circle.
+    """
+    order: list[tuple[LaneId, Instruction]] = []
+    position = {lane.id: 0 for lane in program.lanes}
+    recorded: set[int] = set()
+    total = sum(map(len, program.instructions))
+    while len(order) < total:
+        before = len(order)
+        for lane, instructions in zip(program.lanes, program.instructions, strict=True):
+            has_launched = False
+            while position[lane.id] < len(instructions):
+                instruction = instructions[position[lane.id]]
+                is_early = isinstance(instruction, Wait) and instruction.event not in recorded
+                if is_early or (has_launched and isinstance(instruction, Launch | Wait)):
+                    break
+                if isinstance(instruction, Record):
+                    recorded.add(instruction.event)
+                has_launched = has_launched or isinstance(instruction, Launch)
+                order.append((lane.id, instruction))
+                position[lane.id] += 1
+        if len(order) == before:
+            raise ValueError(f"program {program.name} cannot be launched: its lanes wait for each other in a circle")
+    return tuple(order)
+
+
+def order_after(gpu: Gpu, earlier: Sequence[Stream], later: Sequence[Stream]) -> None:
+    """Let what comes on each later stream begin after what was launched on all earlier ones."""
+    for source in earlier if later else ():
+        event: Event = gpu.new_event()
+        gpu.record(event, source)
+        for target in later:
+            gpu.wait(event, target)
+
+
+@contextlib.contextmanager
+def forked(gpu: Gpu, origin: Stream, lanes: Sequence[Stream]) -> Iterator[None]:
+    """Let lanes begin after what is on `origin`, and what comes on `origin` behind the `with` after the lanes.
+
+    So it is where something raises too: the end of a capture with a lane that is not joined is an error of its own,
+    which would hide the first.
+    """
+    order_after(gpu, [origin], lanes)
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(RuntimeError):  # what was raised may have ended the capture
+            order_after(gpu, lanes, [origin])
+        raise
+    order_after(gpu, lanes, [origin])
+
+
+class Launcher:
+    """Launches one program, on lanes or inside a capture."""
+
+    def __init__(
+        self,
+        program: Program,
+        bodies: Sequence[Body],
+        gpu: Gpu,
+        urgency: Mapping[LaneId, int] | None = None,
+        tuned: Tuned | None = None,
+    ) -> None:
+        """Find the streams; those of lanes that the program does not use are not made.
+
+        `urgency` says which lanes go first where they share units; `tuned` is used before `bodies`.
+        """
+        self._program = program
+        self._bodies = tuple(bodies)
+        self._gpu = gpu
+        self._order = host_order(program)
+        self._tuned = tuned or {}
+        self._units = {lane.id: len(lane.units) for lane in program.lanes}
+        self._streams: dict[LaneId, Stream] = {}
+        for lane, instructions in zip(program.lanes, program.instructions, strict=True):
+            stream = gpu.lane_stream(lane, (urgency or {}).get(lane.id, 0)) if instructions else None
+            if stream is not None:
+                self._streams[lane.id] = stream
+
+    @property
+    def streams(self) -> dict[LaneId, Stream]:
+        """Streams by lane; lanes on the caller's stream are not among them."""
+        return self._streams
+
+    def launch(
+        self, inputs: list[torch.Tensor], origin: Stream, launched: Launched = lambda lane, launch, stream: None
+    ) -> list[torch.Tensor | None]:
+        """Launch everything from the stream `origin` and return the outputs; `inputs` is emptied.
+
+        Events are new ones: a capture and a run outside must not share any.
+        """
+        gpu, lanes = self._gpu, list(self._streams.values())
+        values: dict[BufferId, torch.Tensor] = dict(zip(self._program.inputs, inputs, strict=True))
+        inputs.clear()
+        events = [gpu.new_event() for _ in range(self._program.num_events)]
+        with forked(gpu, origin, lanes):
+            for lane, instruction in self._order:
+                stream = self._streams.get(lane, origin)
+                match instruction:
+                    case Launch():
+                        body = self._tuned.get((instruction.body, self._units[lane]), self._bodies[instruction.body])
+                        launch_body(instruction, body, values, self._gpu, stream)
+                        launched(lane, instruction, stream)
+                    case Record(event=event):
+                        gpu.record(events[event], stream)
+                    case Wait(event=event):
+                        gpu.wait(events[event], stream)
+                    case Release(buffer=buffer):
+                        del values[buffer]
+        return [None if buffer is None else values[buffer] for buffer in self._program.outputs]
+
+
+def launch_body(launch: Launch, body: Body, values: dict[BufferId, torch.Tensor], gpu: Gpu, stream: Stream) -> None:
+    """Launch a body on `stream`; what it takes leaves `values`, and what it makes comes there."""
+    arguments = [values[buffer] for buffer in launch.inputs]
+    for buffer, takes in zip(launch.inputs, launch.takes, strict=True):
+        if takes:
+            values.pop(buffer, None)  # the body takes one buffer twice where it reads it twice
+    made = gpu.call(body, arguments, stream)
+    values.update(zip(launch.outputs, made, strict=True))

@@ -1,0 +1,126 @@
+"""How long every body takes on every quota, measured inside the quota.
+
+    measure_bodies(...) -> Observations
+
+The graph is launched once, so that all code is loaded and tuned, and then captured, its segments one after the other on
+the whole device; the first segment of every body runs on one lane of each size as well, with nothing beside it, between
+two events that are part of the CUDA graph. Replays fill in the times, without the time that the host takes to launch.
+Nothing the caller can see changes: inputs that the graph writes to are copies, and random numbers go on from where they
+were.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+
+from apollo_compile.device.gpu.gpu import Body, Event, Gpu, Stream
+from apollo_compile.device.gpu.launch import Tuned, forked
+from apollo_compile.ir import BodyId, BufferId, Lane, Observation, Observations, Segment, SegmentGraph
+
+UNTIMED_REPLAYS = 2
+TIMED_REPLAYS = 5
+
+
+def measure_bodies(
+    graph: SegmentGraph,
+    bodies: Sequence[Body],
+    lanes: Iterable[Lane],
+    gpu: Gpu,
+    inputs: Sequence[torch.Tensor],
+    *,
+    written: Iterable[int],
+    tuned: Tuned | None = None,
+) -> Observations:
+    """Return the median time of each body on each number of units that a lane has.
+
+    Arguments:
+        graph: segments in a topological order.
+        bodies: by id.
+        lanes: the catalogue; of lanes with as many units, the first is measured.
+        gpu: their device.
+        inputs: of the graph, in order; they are read again at every replay.
+        written: positions of the inputs that the graph writes to.
+        tuned: what lanes run instead of a body, by its id and their number of units.
+    """
+    given = list(inputs)
+    for index in written:
+        given[index] = given[index].clone()
+    probe = _Probe(graph, bodies, lanes, gpu, given, tuned or {})
+    times: dict[tuple[BodyId, int], list[int]] = {}
+    with gpu.random_numbers_kept():
+        probe.launch(gpu.caller_stream())  # a body that is tuned at its first run waits for the device
+        gpu.synchronize()
+        recording = gpu.capture(probe.launch, None)
+        for number in range(UNTIMED_REPLAYS + TIMED_REPLAYS):
+            recording.replay()
+            gpu.synchronize()
+            if number >= UNTIMED_REPLAYS:
+                for mode, (begin, end) in probe.timers.items():
+                    times.setdefault(mode, []).append(gpu.elapsed_ns(begin, end))
+    return Observations(
+        entries=tuple(
+            Observation(body=body, units=units, count=len(samples), median_ns=round(statistics.median(samples)))
+            for (body, units), samples in sorted(times.items())
+        )
+    )
+
+
+class _Probe:
+    """Launches a graph with its bodies on lanes of every size in between."""
+
+    def __init__(
+        self,
+        graph: SegmentGraph,
+        bodies: Sequence[Body],
+        lanes: Iterable[Lane],
+        gpu: Gpu,
+        inputs: list[torch.Tensor],
+        tuned: Tuned,
+    ) -> None:
+        self.timers: dict[tuple[BodyId, int], tuple[Event, Event]] = {}
+        self._graph = graph
+        self._bodies = bodies
+        self._tuned = tuned
+        self._gpu = gpu
+        self._inputs = inputs
+        self._lane_by_units: dict[int, Lane] = {}
+        for lane in lanes:
+            self._lane_by_units.setdefault(len(lane.units), lane)
+        self._first = {segment.body: segment.id for segment in reversed(graph.segments)}
+
+    def launch(self, origin: Stream) -> None:
+        """Launch everything from `origin`; a buffer goes with its last reader, which all others come before."""
+        values = dict(zip(self._graph.inputs, self._inputs, strict=True))
+        last = {
+            buffer: segment.id for segment in self._graph.segments for buffer in (*segment.inputs, *segment.outputs)
+        }
+        for segment in self._graph.segments:
+            arguments = [values[buffer] for buffer in segment.inputs]
+            if self._first[segment.body] == segment.id:
+                for units, lane in self._lane_by_units.items():
+                    self._time(segment, units, list(arguments), origin, self._gpu.lane_stream(lane))
+            made = self._gpu.call(self._bodies[segment.body], arguments, origin)
+            values.update(zip(segment.outputs, made, strict=True))
+            _forget(values, last, segment)
+
+    def _time(
+        self, segment: Segment, units: int, arguments: list[torch.Tensor], origin: Stream, lane: Stream | None
+    ) -> None:
+        gpu = self._gpu
+        stream = origin if lane is None else lane
+        begin, end = gpu.new_timer(), gpu.new_timer()
+        with forked(gpu, origin, [] if lane is None else [lane]):
+            gpu.record(begin, stream)
+            made = gpu.call(self._tuned.get((segment.body, units), self._bodies[segment.body]), arguments, stream)
+            gpu.record(end, stream)
+        del made  # of the lane, which has nothing beside it
+        self.timers[segment.body, units] = (begin, end)
+
+
+def _forget(values: dict[BufferId, torch.Tensor], last: Mapping[BufferId, int], segment: Segment) -> None:
+    for buffer in {*segment.inputs, *segment.outputs}:
+        if last[buffer] == segment.id:
+            del values[buffer]

@@ -1,0 +1,66 @@
+"""A whole graph as Inductor compiles it, as a program of one segment on the whole device.
+
+    as_one_segment(graph, lane) -> SegmentGraph, Program, and what makes a body of the compiled graph
+
+So it runs as plans do: on the caller's stream at first, then as one CUDA graph. That is what lanes have to beat;
+without it they would win by the launches that a CUDA graph saves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from apollo_compile.device.gpu.gpu import Body
+from apollo_compile.ir import BodyId, BufferId, Lane, LaneId, Launch, Program, Segment, SegmentGraph, SegmentId, Work
+
+
+def as_one_segment(
+    graph: SegmentGraph, lane: Lane
+) -> tuple[SegmentGraph, Program, Callable[[Callable[[list[Any]], Sequence[Any]]], Body]]:
+    """Return `graph` with one segment that does all of it, and its program on `lane`, which has every unit.
+
+    The function that is returned with them makes the body: of a callable that takes the inputs of the graph in a list
+    and returns its outputs, nothing and its own inputs among them.
+    """
+    inputs = set(graph.inputs)
+    places: dict[BufferId, int] = {}
+    for place, buffer in enumerate(graph.outputs):
+        if buffer is not None and buffer not in inputs:
+            places.setdefault(buffer, place)
+    segment = Segment(
+        id=SegmentId(0),
+        name="the whole graph",
+        module="",
+        body=BodyId(0),
+        inputs=graph.inputs,
+        outputs=tuple(places),
+        after=(),
+        work=Work(),
+    )
+    launch = Launch(
+        segment=segment.id,
+        body=segment.body,
+        inputs=segment.inputs,
+        takes=tuple(buffer not in graph.outputs for buffer in segment.inputs),
+        outputs=segment.outputs,
+    )
+    program = Program(
+        name=graph.name,
+        lanes=(replace(lane, id=LaneId(0)),),
+        instructions=((launch,),),
+        num_buffers=len(graph.buffers),
+        num_events=0,
+        inputs=graph.inputs,
+        outputs=graph.outputs,
+    )
+
+    def make_body(run: Callable[[list[Any]], Sequence[Any]]) -> Body:
+        def body(arguments: list[Any]) -> Sequence[Any]:
+            made = run(arguments)
+            return [made[place] for place in places.values()]
+
+        return body
+
+    return replace(graph, segments=(segment,)), program, make_body

@@ -1,0 +1,82 @@
+"""What one graph decides in common with the other ranks: who multiplies, its first plan and every later one.
+
+    Commons(ranks).enroll(compilation);  Commons.settle(proposed, own) -> Compilation | None
+    Commons.settle_names(subject, names) -> names
+
+`ranks.py` knows texts under topics; here a text is a list of names, or a plan with the costs that it was made
+from. Note [What ranks agree on] in `ranks.py` says why.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from apollo_compile.distributed.ranks import MAX_BYTES, Ranks
+from apollo_compile.json_form import from_json, to_json
+from apollo_compile.observe import StageRunner
+from apollo_compile.pipeline import Compilation, Decision, adopt_decision
+from apollo_compile.store.plan_file import fingerprint
+
+
+@dataclass(eq=False, slots=True)
+class Commons:
+    """What one graph and the other ranks settle."""
+
+    ranks: Ranks
+    topic: str = ""
+    """Name of the graph among the ranks."""
+    num_settled: int = 0
+
+    def enroll(self, compilation: Compilation) -> None:
+        """Name the graph by its segments and lanes."""
+        if not self.ranks.is_alone:
+            graph, units = fingerprint(compilation.partition.graph), compilation.profile.units
+            self.topic = self.ranks.enroll(graph, compilation.capture.name, units=units)
+
+    def settle(self, proposed: Compilation | None, own: Compilation, runner: StageRunner) -> Compilation | None:
+        """Return what all ranks run from now on; `own`, which is of the same segments, is what this one would run.
+
+        None is nobody's plan: to keep the one that runs, or, if none does yet, to leave the graph to Inductor. That is
+        also what a plan is that the store cannot take.
+
+        Raises:
+            RankError: what was settled is unknown, or not legal here.
+        """
+        if self.ranks.is_alone:
+            return proposed
+        proposal = json.dumps(to_json(None if proposed is None else Decision(costs=proposed.costs, plan=proposed.plan)))
+        if len(proposal) > MAX_BYTES:
+            proposed, proposal = None, json.dumps(None)
+        settled = self.ranks.settle(f"{self.topic}/plan {self.num_settled}", proposal)
+        self.num_settled += 1
+        if settled == proposal:
+            return proposed
+        try:
+            content = json.loads(settled)
+            return None if content is None else adopt_decision(own, from_json(Decision, content), runner=runner)
+        except Exception as error:
+            name = own.capture.name
+            why = f"{name} cannot run the plan that ranks agreed on: {type(error).__name__}: {error}"
+            raise self.ranks.fail(why) from error
+
+    def settle_names(self, subject: str, names: Iterable[str]) -> frozenset[str]:
+        """Return what all ranks take for `names`.
+
+        Raises:
+            RankError: what was settled is unknown, or no list of names.
+        """
+        own = frozenset(names)
+        if self.ranks.is_alone:
+            return own
+        settled = self.ranks.settle(f"{self.topic}/{subject}", json.dumps(sorted(own)))
+        try:
+            return frozenset(from_json(_Names, {"names": json.loads(settled)}).names)
+        except Exception as error:
+            raise self.ranks.fail(f"the {subject} that ranks agreed on cannot be read: {error}") from error
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Names:
+    names: tuple[str, ...]

@@ -1,0 +1,610 @@
+"""Every product of the compiler: frozen values that one stage makes and later stages read.
+
+    Capture -> Partition (SegmentGraph + bodies) -> CostTable -> Plan -> SyncPlan -> MemoryPlan -> Program
+    running a Program gives a Trace; traces give Observations, which feed the next CostTable
+
+No product refers to torch. Times are integers of nanoseconds (`_ns`), sizes integers of bytes (`_bytes`).
+Ids are positions: `graph.segments[s].id == s`, `graph.buffers[b].id == b`, `plan.lanes[l].id == l`.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import NewType
+
+from apollo_compile.units import format_ns
+
+NodeId = NewType("NodeId", int)
+SegmentId = NewType("SegmentId", int)
+BodyId = NewType("BodyId", int)
+BufferId = NewType("BufferId", int)
+LaneId = NewType("LaneId", int)
+EventId = NewType("EventId", int)
+
+
+class Role(enum.StrEnum):
+    """Which of the graphs of one model this is."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    INFERENCE = "inference"
+
+
+class KernelKind(enum.StrEnum):
+    """What a kernel does, as far as its speed depends on it."""
+
+    LOOP = "loop"
+    """A fused loop: pointwise operators, reductions, copies, gathers."""
+    MATMUL = "matmul"
+    BATCHED_MATMUL = "batched matmul"
+    ATTENTION = "attention"
+    ATTENTION_BACKWARD = "attention backward"
+    CONVOLUTION = "convolution"
+    CONVOLUTION_BACKWARD = "convolution backward"
+    SCATTER = "scatter"
+    """A loop that adds to addresses it reads: without vectors, with atomic additions."""
+    LIBRARY = "library"
+    """Sorts, scans, searches, and whatever else is a call of its own."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Kernel:
+    """One kernel of a segment, or several equal ones; numbers are of one."""
+
+    kind: KernelKind = KernelKind.LOOP
+    dtype: str = "float32"
+    """Of the operands."""
+    flops: int = 0
+    bytes_moved: int = 0
+    """Read and written."""
+    bytes_from_outside: int = 0
+    """Of these, bytes that the segment reads from buffers made before it, which are no longer in a near cache."""
+    tiles: int = 0
+    """Output tiles of 128 x 128 of a product: what a device of many units divides among them; 0 for a loop."""
+    launches: int = 1
+    """What a library makes of it, one after the other: a convolution's gradients, for example, are a kernel each."""
+    count: int = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Work:
+    """What a node or segment needs from the device, independent of how fast the device is."""
+
+    flops: int = 0
+    """Floating point operations; a multiply-add counts as two."""
+    bytes_read: int = 0
+    bytes_written: int = 0
+    kernels: int = 0
+    """Kernels launched, after fusion as far as it can be foreseen."""
+    parts: tuple[Kernel, ...] = ()
+    """The kernels, equal ones together, in order of first use; empty where only the totals are known."""
+
+    def __add__(self, other: Work) -> Work:
+        return Work(
+            flops=self.flops + other.flops,
+            bytes_read=self.bytes_read + other.bytes_read,
+            bytes_written=self.bytes_written + other.bytes_written,
+            kernels=self.kernels + other.kernels,
+            parts=merge_kernels((*self.parts, *other.parts)),
+        )
+
+
+def merge_kernels(kernels: Iterable[Kernel]) -> tuple[Kernel, ...]:
+    """Return the kernels with equal ones counted, in order of first use."""
+    counts: dict[Kernel, int] = {}
+    for kernel in kernels:
+        one = replace(kernel, count=1)
+        counts[one] = counts.get(one, 0) + kernel.count
+    return tuple(replace(kernel, count=count) for kernel, count in counts.items())
+
+
+# ---------------------------------------------------------------------------------------------- stage 0: capture
+
+
+class NodeKind(enum.StrEnum):
+    """What a node of the FX graph means for the partition."""
+
+    INPUT = "input"
+    """A graph input; belongs to no segment."""
+    COMPUTE = "compute"
+    """Work worth placing; belongs to exactly one segment."""
+    PROJECTION = "projection"
+    """One value out of a node that makes several; always stays in that node's segment."""
+    CHEAP = "cheap"
+    """A view, a constant factory or index arithmetic: may be cloned into every segment that uses it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Node:
+    """One node of the FX graph, as far as later stages need it."""
+
+    id: NodeId
+    name: str
+    kind: NodeKind
+    target: str
+    """The operator, e.g. `aten.mm.default`; the placeholder's name for inputs."""
+    inputs: tuple[NodeId, ...]
+    """Nodes whose values this one reads, without repeats, ascending; sizes apart."""
+    sizes: tuple[NodeId, ...] = ()
+    """Graph inputs that are sizes and that this node, its shape or the shape of what it reads depends on, ascending."""
+    after: tuple[NodeId, ...] = ()
+    """Nodes that must run earlier though no value flows: random order, mutation, effects."""
+    is_collective: bool = False
+    """Whether it communicates with other ranks, who must do so in the same order."""
+    is_alone: bool = False
+    """Whether its segment has only nodes that are alone."""
+    module: str = ""
+    """FQN of the module the node came from; empty where the metadata did not survive."""
+    num_bytes: int = 0
+    """Size of the value."""
+    work: Work = Work()
+    signature: str = ""
+    """Operator and constant arguments, with `%i` for `inputs[i]`."""
+    value: str = ""
+    """Shape, strides, dtype and device of the value; nodes with equal signature and inputs have equal values."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Capture:
+    """An FX graph after AOTAutograd, as plain data; `nodes` is in graph order and `nodes[i].id == i`."""
+
+    name: str
+    role: Role
+    nodes: tuple[Node, ...]
+    outputs: tuple[NodeId | None, ...]
+    """What the graph returns, in order; None where it returns None."""
+    without_formula: tuple[str, ...] = ()
+    """Operators whose work is counted by their bytes alone, sorted."""
+    sizes: tuple[tuple[str, int], ...] = ()
+    """What the symbols in dynamic shapes are taken to be, by name; bytes and work are for these sizes."""
+
+
+# -------------------------------------------------------------------------------------------- stage 1: partition
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Buffer:
+    """A tensor that crosses a segment boundary, or a graph input or output."""
+
+    id: BufferId
+    name: str
+    producer: SegmentId | None
+    """The segment that makes it; None for a graph input."""
+    readers: tuple[SegmentId, ...]
+    """Segments that read it, ascending."""
+    num_bytes: int
+    is_output: bool
+    """Whether the graph returns it, so that it outlives the run."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Segment:
+    """A piece of the FX graph that runs on one lane without interruption."""
+
+    id: SegmentId
+    name: str
+    """Unique and readable, e.g. `vision_model.encoder.layers.0`, with `#2` behind it where a name recurs."""
+    module: str
+    """FQN of the module that most of its work belongs to; empty where there is none."""
+    body: BodyId
+    inputs: tuple[BufferId, ...]
+    """In the order in which the body takes them."""
+    outputs: tuple[BufferId, ...]
+    """In the order in which the body returns them."""
+    after: tuple[SegmentId, ...]
+    """Segments that must end earlier though no buffer flows."""
+    work: Work
+    workspace_bytes: int = 0
+    """What it takes while it runs, besides its inputs and outputs."""
+    has_collective: bool = False
+    """Whether it communicates with other ranks, who must do so in the same order."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SegmentGraph:
+    """Segments in a topological order, and the buffers between them."""
+
+    name: str
+    role: Role
+    segments: tuple[Segment, ...]
+    buffers: tuple[Buffer, ...]
+    inputs: tuple[BufferId, ...]
+    """Graph inputs, in the order of the call."""
+    outputs: tuple[BufferId | None, ...]
+    """Graph outputs, in the order of the return; None where the graph returns None."""
+
+    def predecessors(self, segment: SegmentId) -> tuple[SegmentId, ...]:
+        """Return the segments that `segment` depends on, by buffer or by order, ascending."""
+        found = set(self.segments[segment].after)
+        for buffer in self.segments[segment].inputs:
+            producer = self.buffers[buffer].producer
+            if producer is not None:
+                found.add(producer)
+        return tuple(sorted(found))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Body:
+    """The code of one or more equal segments, before it is compiled."""
+
+    id: BodyId
+    name: str
+    """Name of the first segment that has it."""
+    nodes: tuple[NodeId, ...]
+    """Nodes of that segment in graph order, clones of cheap nodes included."""
+    inputs: tuple[NodeId, ...]
+    """Values it takes, in order."""
+    outputs: tuple[NodeId, ...]
+    """Values it returns, in order."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Partition:
+    """The segment graph and the bodies to compile for it."""
+
+    graph: SegmentGraph
+    bodies: tuple[Body, ...]
+    nodes_by_segment: tuple[tuple[NodeId, ...], ...]
+    """Nodes of every segment in graph order; cheap nodes may occur in several."""
+
+
+# ------------------------------------------------------------------------------------------------- stage 2: cost
+
+
+class CostSource(enum.StrEnum):
+    """Where a duration comes from."""
+
+    FORMULA = "formula"
+    SCALED = "scaled"
+    """The formula, times measured over formula at the nearest number of units where the body was measured."""
+    MEASURED = "measured"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mode:
+    """One way to run a segment."""
+
+    units: int
+    duration_ns: int
+    memory_bytes: int
+    """Bytes it allocates: outputs and workspace."""
+    source: CostSource = CostSource.FORMULA
+    memory_share: float = 0.0
+    """Share of the duration in which it waits for memory, 0 to 1."""
+    launch_share: float = 0.0
+    """Share of it that launching the segment and its kernels takes, 0 to 1; the rest is arithmetic."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CostTable:
+    """Modes per segment, ascending in units, one per unit count of the lane catalogue."""
+
+    modes: tuple[tuple[Mode, ...], ...]
+    handover_ns: int
+    """Time from the end of a segment to the start of its reader on another lane."""
+    slowdown: tuple[tuple[float, float], tuple[float, float]] = ((1.0, 1.0), (1.0, 1.0))
+    """How many times longer (arithmetic, memory) takes beside (arithmetic, memory) on the rest of the device."""
+
+
+# ------------------------------------------------------------------------------------------------- stage 3: plan
+
+
+class Origin(enum.StrEnum):
+    """Who made a plan, and with what claim."""
+
+    OPTIMAL = "optimal"
+    """As short as the bound, interference aside. That a solver says so is no proof."""
+    FEASIBLE = "feasible"
+    """The solver's."""
+    GREEDY = "greedy"
+    """A heuristic's: list scheduling and local search."""
+    SERIAL = "serial"
+    """All segments on lane 0 in graph order."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Quota:
+    """Units and bytes that one segment may hold while it runs."""
+
+    units: int
+    memory_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Lane:
+    """An ordered executor with fixed units; two lanes conflict where they share a unit."""
+
+    id: LaneId
+    units: tuple[int, ...]
+    """Indices of the device's units, ascending."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Assignment:
+    """Where and when one segment runs."""
+
+    segment: SegmentId
+    lane: LaneId
+    quota: Quota
+    start_ns: int
+    duration_ns: int
+
+    @property
+    def end_ns(self) -> int:
+        """When the segment is predicted to end."""
+        return self.start_ns + self.duration_ns
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Candidate:
+    """A schedule that the planner considered."""
+
+    name: str
+    """Which method made it."""
+    undisturbed_ns: int
+    """Makespan if segments that run side by side did not slow each other."""
+    makespan_ns: int
+    """Makespan with interference: what candidates are ranked by."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """Per segment: lane, quota and start. `assignments[s].segment == s`."""
+
+    origin: Origin
+    lanes: tuple[Lane, ...]
+    """The lane catalogue; lane 0 has every unit of the device."""
+    assignments: tuple[Assignment, ...]
+    """Durations include what neighbours cost."""
+    makespan_ns: int
+    undisturbed_ns: int
+    """Makespan if segments that run side by side did not slow each other: what the bound is compared with."""
+    serial_ns: int
+    """Predicted makespan of the serial plan."""
+    lower_bound_ns: int
+    candidates: tuple[Candidate, ...] = ()
+    """What was tried, in that order."""
+    seed: int = 0
+    solver: str | None = None
+    """Name and version of the solver that took part; None where heuristics alone did."""
+    memory_quota: int | None = None
+    """Bytes that buffers made by the graph may take at any instant. It rests on the order of the plan: what has ended
+    before a segment starts must have ended then, whatever durations turn out to be."""
+    stopped_early: bool = False
+    """Whether a time limit cut the search short, so that a faster machine could find another plan."""
+    pinned: bool = False
+    """Whether lanes and order were read from a file instead of planned."""
+
+    @property
+    def gap(self) -> float:
+        """How far the undisturbed makespan can be from the best possible one: 0.02 is at most 2 % above it."""
+        return self.undisturbed_ns / self.lower_bound_ns - 1 if self.lower_bound_ns else 0.0
+
+    def in_start_order(self) -> tuple[Assignment, ...]:
+        """Return the assignments by start, ties by segment id: the one order that later stages use."""
+        return tuple(sorted(self.assignments, key=lambda a: (a.start_ns, a.segment)))
+
+
+# ------------------------------------------------------------------------------------------------- stage 4: sync
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Dependency:
+    """`consumer` starts after `producer` has ended."""
+
+    producer: SegmentId
+    consumer: SegmentId
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SyncPlan:
+    """Cross-lane dependencies that need a wait, and those that are implied by lane order and other waits."""
+
+    waits: tuple[Dependency, ...]
+    dropped: tuple[Dependency, ...]
+
+
+# ----------------------------------------------------------------------------------------------- stage 5: memory
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Hold:
+    """`buffer` stays alive until `segment` has ended; the lane of `segment` then lets it go.
+
+    If `segment` is itself a reader, its body takes the buffer over and may free it while it runs.
+    """
+
+    buffer: BufferId
+    segment: SegmentId
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryPlan:
+    """When every buffer that is not returned is let go, and the planned peak of bytes."""
+
+    holds: tuple[Hold, ...]
+    at_end: tuple[BufferId, ...]
+    """Buffers that no segment may let go: they are dropped when the run is over."""
+    peak_bytes_by_lane: tuple[int, ...]
+    """Peak of planned bytes (buffers produced there, still held) per lane of the plan."""
+    peak_bytes: int
+    """Peak over the device, as if segments ran at their planned times."""
+
+
+# ------------------------------------------------------------------------------------------------- stage 6: emit
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Launch:
+    """Run `body` for `segment`; inputs marked in `takes` are handed over, the others are lent."""
+
+    segment: SegmentId
+    body: BodyId
+    inputs: tuple[BufferId, ...]
+    takes: tuple[bool, ...]
+    outputs: tuple[BufferId, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Record:
+    """Mark that everything before it on this lane has ended."""
+
+    event: EventId
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Wait:
+    """Continue only after `event` was recorded in this run."""
+
+    event: EventId
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Release:
+    """Let the buffer go."""
+
+    buffer: BufferId
+
+
+Instruction = Launch | Record | Wait | Release
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Program:
+    """What the runtime executes: one list of instructions per lane of the plan."""
+
+    name: str
+    lanes: tuple[Lane, ...]
+    instructions: tuple[tuple[Instruction, ...], ...]
+    """Per lane, in order."""
+    num_buffers: int
+    num_events: int
+    inputs: tuple[BufferId, ...]
+    outputs: tuple[BufferId | None, ...]
+
+
+# ------------------------------------------------------------------------------------------------ running and after
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Span:
+    """Measured start and end of one segment, in nanoseconds since the run began."""
+
+    segment: SegmentId
+    lane: LaneId
+    start_ns: int
+    end_ns: int
+    core: int
+    """The core on which the lane's thread was when the segment ended; -1 where the device has none."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trace:
+    """All spans of one run, by start."""
+
+    spans: tuple[Span, ...]
+    duration_ns: int
+    """From the call of the runtime to its return."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Observation:
+    """Measured durations of one body on one number of units."""
+
+    body: BodyId
+    units: int
+    count: int
+    median_ns: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Observations:
+    """What was measured so far, by body and units, ascending."""
+
+    entries: tuple[Observation, ...] = ()
+
+
+# ------------------------------------------------------------------------------------------------ the contest of ways
+
+
+Choice = tuple[str, ...]
+"""Per graph of the model, the way that it runs."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Standing:
+    """One entrant, after the contest."""
+
+    name: str
+    step_ns: float
+    """Median over rounds of the time of its graphs in one step."""
+    ratio: float
+    """Median over rounds of its time over the winner's in the same round; 1 for the winner."""
+    num_rounds: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verdict:
+    """Which way stays, and what it was compared with."""
+
+    winner: str
+    choice: Choice
+    standings: tuple[Standing, ...]
+    """The winner first, the others by ratio."""
+    num_steps: int
+    """Steps of the training loop that it took."""
+    is_remembered: bool = False
+    """Whether those were steps of an earlier process."""
+    prepare_ns: int = field(default=0, compare=False)
+    """How long one of these steps waited in this process for Inductor to compile the whole graphs; 0 where none did."""
+
+    def __post_init__(self) -> None:
+        """Refuse a verdict that does not say how its winner did, as a file may hold one."""
+        if not self.standings or self.winner != self.standings[0].name:
+            raise ValueError(f"a verdict needs standings, the winner {self.winner!r} first")
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether the winner was compared with anything."""
+        return self.standings[0].num_rounds > 0
+
+    def has_met(self, name: str) -> bool:
+        """Return whether the way called `name` was among what competed."""
+        return any(standing.name == name for standing in self.standings)
+
+    @property
+    def loop(self) -> str:
+        """Return whose steps they were, in words."""
+        return "an earlier training loop" if self.is_remembered else "the training loop"
+
+    @property
+    def pause(self) -> str:
+        """Return how long the loop waited for Inductor's compile, as the end of a sentence; empty if it did not."""
+        return f", one of which waited {format_ns(self.prepare_ns)} for Inductor to compile" if self.prepare_ns else ""
+
+    def __str__(self) -> str:
+        first, *others = self.standings
+        if not self.is_measured:
+            return f"{first.name}; nothing could be compared with it"
+        parts = [f"{first.name} {format_ns(round(first.step_ns))} a step"]
+        parts += [f"{other.name} {format_ns(round(other.step_ns))} ({other.ratio:.2f}x)" for other in others]
+        of_whom = f" of {self.loop}" if self.is_remembered else ""
+        return f"{', '.join(parts)}; measured in {self.num_steps} steps{of_whom}{self.pause}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GraphBreak:
+    """A place where Dynamo had to end a graph, so that nothing before it can overlap with anything behind it."""
+
+    graph: str
+    """The Dynamo graph that ends here."""
+    problem: str
+    explanation: str
+    file: str
+    line: int
+    function: str
+    code: str
+    remedies: tuple[str, ...]
+    """What removes it, the most promising first."""

@@ -1,0 +1,23 @@
+"""The ways to run a graph, between which autotuning decides."""
+
+from __future__ import annotations
+
+import enum
+
+
+class Variant(enum.StrEnum):
+    """One way to run a graph; its value is its name in reports and in files."""
+
+    SERIAL = "segments in turn"
+    """Its segments one after the other on the whole device."""
+    LISTED = "list schedule"
+    """The plan of the best list schedule."""
+    PLAN = "plan"
+    STREAMS = "plan without quotas"
+    """On a GPU: the order of the plan, on streams that may use every unit."""
+    PRIORITIES = "plan with priorities"
+    """The same, with streams of different priorities."""
+    OVERLAPPING = "plan with overlapping quotas"
+    """On a GPU: the plan, on lanes that share units with their neighbours."""
+    INDUCTOR = "Inductor"
+    """The whole graph as Inductor compiles it."""

@@ -1,0 +1,273 @@
+"""Graphs with dynamic shapes: one set of bodies, and a plan for every bucket of sizes.
+
+    sizes of a call -> bucket -> the graph that is planned for it
+
+Segments, their order and their code are the same for every size, so any plan is right for all of them; what changes
+with the sizes is how long segments take, and with it which plan is best. So each bucket has a plan of its own, which
+learns from its own runs and has its own contest, as the graph of a static shape.
+
+Bucket      A size up to 8 is its own bucket; above, there are four to each doubling. What is in one bucket differs by
+            less than a quarter in every size.
+            Symbols on which neither bytes nor work depend, as a number that is only added, do not count.
+New bucket  Its first calls run on the plan of the nearest bucket, by the logarithms of the sizes. When it is called
+            again, a plan of its own is made in the background, on one thread for the process, which mostly waits for
+            the planner's process (`planner/apart.py`): no step waits for a plan, nor does the end of the program. One
+            new bucket of a graph is planned at a time; what else is new waits until it is called again.
+Bounds      At most `MAX_BUCKETS` plans are kept per graph; the one that was not used for longest makes room. How often
+            a bucket must have been called before it is planned doubles with every `MAX_BUCKETS` plans made, so that
+            sizes of great variety do not keep the planner busy for ever.
+
+Guarantees: no plan is made twice for a bucket that is kept; a plan that cannot be made is one WARNING, and its bucket
+runs on the plan of its neighbour from then on.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import itertools
+import logging
+import math
+import os
+import queue
+import threading
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any, Generic, Protocol, TypeVar
+
+from apollo_compile.planner.apart import end_planning
+from apollo_compile.torch_bridge.inductor import Boundary
+
+_logger = logging.getLogger(__name__)
+
+MAX_BUCKETS = 16
+
+FIRST_PATIENCE = 2
+"""Calls of a new bucket before it is planned, while few have been."""
+
+_MOST_COUNTED = 1024
+"""New buckets whose calls are counted; beyond, counting begins anew."""
+
+Bucket = tuple[int, ...]
+"""Per symbol, the largest size of its range."""
+
+_Result = TypeVar("_Result")
+
+
+class Planned(Protocol):
+    """A graph that is planned for the sizes of one bucket."""
+
+    def __call__(self, inputs: list[Any]) -> Sequence[Any]:
+        """Run it, and learn from that."""
+
+    def run_once(self, inputs: list[Any]) -> Sequence[Any]:
+        """Run it as it runs now, for sizes of another bucket, which say nothing of this one."""
+
+
+_Graph = TypeVar("_Graph", bound=Planned)
+
+
+def bucket_of(size: int) -> int:
+    """Return the largest size of the bucket that `size` is in.
+
+    A number below zero is in the bucket of its opposite.
+
+    >>> [bucket_of(size) for size in (1, 8, 9, 10, 11, 64, 65, 80, 81)]
+    [1, 8, 10, 10, 12, 64, 80, 80, 96]
+    """
+    size = abs(size)
+    if size <= 8:
+        return size
+    step = 1 << ((size - 1).bit_length() - 3)
+    return -(-size // step) * step
+
+
+class GraphFamily(Generic[_Graph]):
+    """The plans of one graph, by bucket: callable as AOTAutograd calls the graph.
+
+    Arguments:
+        name: of the graph, for messages.
+        boundary: says where the sizes are among the inputs.
+        symbols: those of the boundary's on which plans depend.
+        sizes: what all symbols were when `first` was planned.
+        make: plans the graph for other sizes; called in the background.
+        drop: called with a graph that is no longer kept.
+        is_strict: raise what `make` raises, in the call after it.
+    """
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        boundary: Boundary,
+        symbols: Collection[str],
+        sizes: Mapping[str, int],
+        first: _Graph,
+        make: Callable[[Mapping[str, int]], _Graph],
+        drop: Callable[[_Graph], None],
+        is_strict: bool,
+    ) -> None:
+        self._boxed_call = True
+        self._name = name
+        self._boundary = boundary
+        self._symbols = tuple(name for name, _ in boundary.symbols if name in symbols)
+        self._make = make
+        self._drop = drop
+        self._is_strict = is_strict
+        self._graphs: dict[Bucket, _Graph] = {self._bucket(sizes): first}
+        """One graph may serve several buckets."""
+        self._used: dict[Bucket, int] = dict.fromkeys(self._graphs, 0)
+        self._clock = itertools.count(1)
+        self._num_planned = 0
+        self._missed: Counter[Bucket] = Counter()
+        """Calls of buckets without a plan."""
+        self.latest = first
+        """The graph that ran last on a plan for its sizes."""
+        self._planning: Future[None] | None = None
+        self._lock = threading.Lock()
+        """Guards all of these while they change."""
+
+    @property
+    def buckets(self) -> Mapping[Bucket, _Graph]:
+        """What there is a plan for."""
+        return dict(self._graphs)
+
+    def __call__(self, inputs: list[Any]) -> Sequence[Any]:
+        """Run the graph on the plan of its sizes, or on the nearest one while that is made."""
+        sizes = {name: inputs[position] for name, position in self._boundary.symbols}
+        bucket = self._bucket(sizes)
+        taken = self._boundary.take(inputs)
+        graph = self._graphs.get(bucket)
+        if graph is None:
+            outputs = self._stand_in(bucket, sizes).run_once(inputs)
+        else:
+            self._used[bucket] = next(self._clock)
+            self.latest = graph
+            outputs = graph(inputs)
+        return self._boundary.give(outputs, taken)
+
+    def _bucket(self, sizes: Mapping[str, int]) -> Bucket:
+        return tuple(bucket_of(sizes[name]) for name in self._symbols)
+
+    def _stand_in(self, bucket: Bucket, sizes: Mapping[str, int]) -> _Graph:
+        """Return the graph of the nearest bucket, and see to it that this one gets its own."""
+        with self._lock:
+            nearest = min(self._graphs, key=lambda other: _distance(bucket, other))
+            if bucket in self._graphs:  # it has been planned since the caller looked
+                return self._graphs[bucket]
+            if len(self._missed) >= _MOST_COUNTED:
+                self._missed.clear()
+            self._missed[bucket] += 1
+            if self._missed[bucket] < FIRST_PATIENCE * 2 ** (self._num_planned // MAX_BUCKETS):
+                return self._graphs[nearest]
+            if self._planning is None or self._planning.done():
+                failed = None if self._planning is None else self._planning.exception()
+                self._planning = None
+                if failed is not None and self._is_strict:
+                    raise failed
+                self._planning = in_background(functools.partial(self._plan, bucket, dict(sizes), nearest))
+            return self._graphs[nearest]
+
+    def _plan(self, bucket: Bucket, sizes: Mapping[str, int], nearest: Bucket) -> None:
+        try:
+            graph = self._make(sizes)
+        except Exception as error:
+            if self._is_strict:
+                raise
+            shown = ", ".join(f"{name}={size}" for name, size in sizes.items())
+            _logger.warning("%s has no plan of its own for %s: %s: %s", self._name, shown, type(error).__name__, error)
+            graph = self._graphs[nearest]
+        with self._lock:
+            self._num_planned += 1
+            del self._missed[bucket]
+            kept = {**self._graphs, bucket: graph}
+            self._used = {other: self._used.get(other, 0) for other in self._graphs} | {bucket: next(self._clock)}
+            if len(kept) > MAX_BUCKETS:
+                oldest = min(kept, key=lambda other: self._used[other])
+                dropped = kept.pop(oldest)
+                del self._used[oldest]
+                if dropped not in kept.values():
+                    self._drop(dropped)
+            self._graphs = kept
+
+
+def _distance(first: Bucket, second: Bucket) -> float:
+    return sum(abs(math.log2(max(a, 1) / max(b, 1))) for a, b in zip(first, second, strict=True))
+
+
+def in_background(work: Callable[[], _Result]) -> Future[_Result]:
+    """Do something on the thread that plans, after all that it was given before.
+
+    Where the program has come to its end, nothing is begun any more, and the future stays as it is.
+    """
+    try:
+        planner = _planner()
+    except RuntimeError:  # the interpreter starts no thread now
+        return Future()
+    return planner.submit(work)
+
+
+def at_once(work: Callable[[], _Result]) -> Future[_Result]:
+    """Do something now; the future is done."""
+    future: Future[_Result] = Future()
+    try:
+        future.set_result(work())
+    except Exception as error:  # raised again where the result is asked for
+        future.set_exception(error)
+    return future
+
+
+_END_LIMIT_S = 10.0
+"""For what is being planned when the program ends; list schedules, which take over then, take less."""
+
+
+class _Planner:
+    """A thread that does one thing after the other, and that the end of the program does not wait for.
+
+    That of an executor would not do: Python joins it before it calls anybody, and what it waits for may never come.
+    """
+
+    def __init__(self) -> None:
+        self._left: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._is_ending = False
+        self._thread = threading.Thread(target=self._work, name="apollo-plan", daemon=True)
+        self._thread.start()
+
+    def submit(self, work: Callable[[], _Result]) -> Future[_Result]:
+        """Do something when all that was there before is done."""
+        future: Future[_Result] = Future()
+
+        def do() -> None:
+            try:
+                future.set_result(work())
+            except BaseException as error:
+                future.set_exception(error)
+
+        self._left.put(do)
+        return future
+
+    def end(self) -> None:
+        """Do nothing more; wait for what is being done, since a thread in native code must not outlive Python."""
+        self._is_ending = True
+        self._left.put(lambda: None)
+        self._thread.join(_END_LIMIT_S)
+
+    def _work(self) -> None:
+        while not self._is_ending:
+            self._left.get()()  # without a name, nothing of it is kept until the next one comes
+
+
+@functools.cache
+def _planner() -> _Planner:
+    return _Planner()
+
+
+@atexit.register
+def _end() -> None:
+    end_planning()
+    if _planner.cache_info().currsize:
+        _planner().end()
+
+
+os.register_at_fork(after_in_child=_planner.cache_clear)  # a forked process has no threads but its own

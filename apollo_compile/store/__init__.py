@@ -1,0 +1,1 @@
+"""What outlives the process: plans, and what was found out by measuring."""

@@ -1,0 +1,475 @@
+"""The `apollo` command.
+
+    apollo explain TARGET      plan a model without training it
+    apollo report SOURCE       train a model for some steps and report, or show a saved report again
+    apollo bench TARGET        measure a model: eager, Inductor and its best mode, apollo on one lane, apollo
+    apollo calibrate           measure this machine, keep its device profile
+    apollo doctor              is this machine fit for apollo?
+    apollo plan-diff A B       what differs between two reports, or two directories of dumps
+
+A TARGET is `path/to/file.py:function` or `package.module:function`; the function returns a model and its inputs
+(see `apollo_compile.tools.targets`). Every command has `--json`.
+
+The exit code is 0, 1 if the command could not do what it is for or found what it looks for (wrong numbers in bench,
+errors in doctor), 2 if it was called wrongly. Results go to standard output, progress to standard error: a bar on a
+terminal, plain lines elsewhere. A command is a function that takes the parsed arguments and returns the exit code;
+`_parser` says which there are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from apollo_compile import __version__
+from apollo_compile.config import load_config
+from apollo_compile.errors import ApolloError
+from apollo_compile.json_form import to_json
+from apollo_compile.units import format_ns, seconds_to_ns
+
+if TYPE_CHECKING:
+    from apollo_compile.reports.diff import Side
+    from apollo_compile.reports.report import Report
+
+TARGET_HELP = "path/to/file.py:function or package.module:function that returns (model, inputs)"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command in `arguments`, by default those of the process; return the exit code."""
+    args = _parser().parse_args(arguments)
+    try:
+        status = int(args.run(args))
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # whoever reads, such as `head`, has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python complains when it exits
+        return 141  # what shells report for it
+    except (ApolloError, LookupError, OSError, ValueError) as error:
+        print(f"apollo {args.command}: {_message(error)}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print(f"apollo {args.command}: interrupted", file=sys.stderr)
+        return 130  # what shells report for it
+
+
+def _message(error: BaseException) -> str:
+    """Return the text of an error; that of a KeyError is only its key, that of an OSError begins with a number."""
+    if isinstance(error, OSError) and error.strerror and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
+    text = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
+    return text or type(error).__name__
+
+
+# --------------------------------------------------------------------------------------------------------- arguments
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="apollo", description="Tools around torch.compile(backend='apollo').")
+    parser.add_argument("--version", action="version", version=f"apollo_compile {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    explain = _command(commands, "explain", _explain, "plan a model without training it")
+    _add_target(explain)
+    _add_renderings(explain)
+    _add_comparisons(explain)
+
+    report = _command(commands, "report", _report, "train a model for some steps and report, or show a saved report")
+    report.add_argument("target", metavar="SOURCE", help=f"a saved report (.json), or {TARGET_HELP}")
+    _add_build_options(report)
+    _add_renderings(report)
+    _add_comparisons(report)
+    report.add_argument("--steps", type=_positive, help="training steps; default: until nothing is being decided")
+    report.add_argument("--inference", action="store_true", help="run forwards without gradients instead")
+
+    bench = _command(commands, "bench", _bench, "measure a model: eager, Inductor and its best mode, apollo")
+    _add_target(bench)
+    bench.add_argument("--rounds", type=_positive, default=10, help="turns of every variant; default: 10")
+    bench.add_argument("--steps-per-turn", type=_positive, default=3, help="timed steps of a turn; default: 3")
+    bench.add_argument(
+        "--variants",
+        help="comma-separated: eager, inductor, inductor-max-autotune, apollo-serial, apollo, which are the default, "
+        "inductor-kept-memory, eager-kept-memory",
+    )
+    bench.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        default="float32",
+        help="bfloat16: forward and loss under torch.autocast; default: float32",
+    )
+    bench.add_argument("--inference", action="store_true", help="measure forwards without gradients instead of steps")
+    bench.add_argument(
+        "--warm-cache", action="store_true", help="use the user's Inductor cache; first steps are not cold"
+    )
+
+    calibrate = _command(commands, "calibrate", _calibrate, "measure this machine and keep its device profile")
+    calibrate.add_argument("--units", type=int, help="cores to use; default: every core that torch uses")
+    calibrate.add_argument(
+        "--gpu", type=int, nargs="?", const=0, metavar="NUMBER", help="measure this GPU instead, by default the first"
+    )
+    calibrate.add_argument("--rounds", type=_positive, help="rounds over everything; default: 100")
+    calibrate.add_argument("--output", type=Path, help="file for the profile; default: the user's cache")
+
+    _command(commands, "doctor", _doctor, "is this machine fit for apollo, and what to do if not?")
+
+    difference = _command(commands, "plan-diff", _plan_diff, "what differs between two plans")
+    for name in ("before", "after"):
+        difference.add_argument(
+            name, type=Path, help="a saved report (.json), a plan.json, or an APOLLO_DUMP directory"
+        )
+    difference.add_argument("--exit-code", action="store_true", help="exit with 1 if the plans differ")
+    return parser
+
+
+def _command(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser],
+    name: str,
+    run: Callable[[argparse.Namespace], int],
+    text: str,
+) -> argparse.ArgumentParser:
+    command = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
+    command.add_argument("--json", action="store_true", help="print the result as JSON")
+    command.set_defaults(run=run, refuse=command.error)
+    return command
+
+
+def _add_target(command: argparse.ArgumentParser) -> None:
+    command.add_argument("target", metavar="TARGET", help=TARGET_HELP)
+    _add_build_options(command)
+
+
+def _add_build_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--set", action="append", default=[], type=_setting, metavar="NAME=VALUE", help="argument of the function; JSON"
+    )
+    command.add_argument(
+        "--option",
+        action="append",
+        default=[],
+        type=_setting,
+        metavar="NAME=VALUE",
+        help="option of the backend, e.g. plan.planner=greedy",
+    )
+
+
+def _add_comparisons(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--units", type=_counts, metavar="N,N", help="numbers of units to compare with")
+    command.add_argument("--profile", action="append", metavar="NAME", help="device profile to compare with")
+    command.add_argument("--batch", type=_counts, default=(), metavar="N,N", help="batch sizes to compare with")
+
+
+def _add_renderings(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--html", type=Path, metavar="FILE", help="write the report as a page")
+    command.add_argument("--trace", type=Path, metavar="FILE", help="write the timelines for Perfetto")
+    command.add_argument("--dot", type=Path, metavar="FILE", help="write the graph of segments for Graphviz")
+    command.add_argument("--save", type=Path, metavar="FILE", help="write the report as JSON")
+    command.add_argument("--why", metavar="NAME", help="say why this segment or module runs where it does")
+
+
+def _setting(text: str) -> tuple[str, Any]:
+    name, equals, value = text.partition("=")
+    if not equals or not name:
+        raise argparse.ArgumentTypeError(f"expected NAME=VALUE, got {text!r}")
+    try:
+        return name, json.loads(value)
+    except json.JSONDecodeError:
+        return name, value  # a word that needs no quotes
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a number of at least 1, got {text!r}")
+    return int(text)
+
+
+def _counts(text: str) -> tuple[int, ...]:
+    return tuple(_positive(part) for part in text.split(","))
+
+
+# ---------------------------------------------------------------------------------------------------------- commands
+
+
+def _explain(args: argparse.Namespace) -> int:
+    from apollo_compile.tools.explain import plan_model
+    from apollo_compile.tools.targets import load_target
+    from apollo_compile.tools.what_if import PROFILES
+
+    with _Progress() as progress:
+        progress.tell("building the model")
+        target = load_target(args.target, dict(args.set))
+        report = plan_model(
+            target.model,
+            target.args,
+            target.kwargs,
+            options=dict(args.option),
+            units=args.units,
+            profiles=PROFILES if args.profile is None else args.profile,
+            batches=args.batch,
+            progress=progress.tell,
+        )
+    return _show(report, args)
+
+
+def _report(args: argparse.Namespace) -> int:
+    from apollo_compile.reports.report import Report
+
+    if ":" not in args.target:
+        ignored = [name for name in _FOR_A_MODEL if getattr(args, name)]
+        if ignored:
+            args.refuse(
+                f"a saved report is shown as it is; --{', --'.join(ignored)} would need file.py:function instead"
+            )
+        if Path(args.target).suffix == ".py":
+            raise ApolloError(f"{args.target} is code, no saved report; name its function: {args.target}:function")
+        return _show(Report.load(args.target), args)
+    return _show(_run_and_report(args), args)
+
+
+_FOR_A_MODEL = ("set", "option", "units", "profile", "batch", "steps", "inference")
+"""Arguments of `apollo report` that say how a model is run or planned."""
+
+
+def _run_and_report(args: argparse.Namespace) -> Report:
+    import torch
+
+    from apollo_compile.backend import is_settled, report
+    from apollo_compile.tools.bench import MAX_WARMUP
+    from apollo_compile.tools.explain import compare_batches
+    from apollo_compile.tools.targets import load_target
+    from apollo_compile.tools.what_if import PROFILES
+
+    with _Progress() as progress:
+        progress.tell("building the model")
+        target = load_target(args.target, dict(args.set))
+        if not isinstance(target.model, torch.nn.Module):
+            raise ApolloError(
+                f"the model of {args.target} has type {type(target.model).__name__}; a report is of a torch.nn.Module"
+            )
+        model = target.model
+        compiled = torch.compile(model, backend="apollo", options=dict(args.option))
+        limit = args.steps or MAX_WARMUP
+        for step in range(limit):
+            progress("compiling" if step == 0 else "running steps", step, limit)
+            with torch.set_grad_enabled(not args.inference):
+                output = compiled(*target.args, **target.kwargs)
+                if not args.inference:
+                    target.loss(output).backward()  # type: ignore[no-untyped-call]
+            model.zero_grad(set_to_none=True)
+            if args.steps is None and step >= 1 and is_settled(model):
+                break
+        found = report(model, units=args.units, profiles=PROFILES if args.profile is None else args.profile)
+        with torch.set_grad_enabled(not args.inference):
+            return compare_batches(
+                found,
+                model,
+                target.args,
+                target.kwargs,
+                options=dict(args.option),
+                batches=args.batch,
+                progress=progress.tell,
+            )
+
+
+def _show(report: Report, args: argparse.Namespace) -> int:
+    """Write and print a report as the arguments ask."""
+    answer = report.why(args.why) if args.why else None  # first, for a wrong name should write nothing
+    for path, render in ((args.html, report.to_html), (args.trace, report.to_trace), (args.dot, report.to_dot)):
+        if path is not None:
+            path.write_text(render(), encoding="utf-8")
+    if args.save is not None:
+        args.save.write_text(report.to_json(), encoding="utf-8")
+    if args.json:
+        print(json.dumps({"why": answer}) if answer is not None else report.to_json())
+    else:
+        print(answer if answer is not None else report)
+    return 0
+
+
+def _bench(args: argparse.Namespace) -> int:
+    from apollo_compile.reports.render_bench import format_measurement
+    from apollo_compile.tools.bench import KEPT_MEMORY, VARIANTS, Task, machine_facts, measure
+    from apollo_compile.tools.bench import to_json as measurement_to_json
+    from apollo_compile.tools.targets import load_target
+
+    known = {variant.name: variant for variant in (*VARIANTS, *KEPT_MEMORY)}
+    names = [variant.name for variant in VARIANTS] if args.variants is None else args.variants.split(",")
+    if unknown := [name for name in names if name not in known]:
+        args.refuse(f"unknown variant {', '.join(unknown)}; known: {', '.join(known)}")
+    chosen = [known[name] for name in names]
+    options = dict(args.option)
+    variants = [
+        replace(variant, options={**options, **variant.options}) if variant.backend == "apollo" else variant
+        for variant in chosen
+    ]
+    task = Task(
+        builder="apollo_compile.tools.targets:build",
+        arguments={"target": args.target, "arguments": dict(args.set)},
+        mode="inference" if args.inference else "train",
+        dtype=args.dtype,
+    )
+    with _Progress() as progress:
+        inputs = load_target(args.target, dict(args.set)).inputs  # a wrong target is told before any process starts
+        progress.tell(f"inputs: {', '.join(inputs)}")
+        measurement = measure(
+            task,
+            variants,
+            rounds=args.rounds,
+            steps_per_turn=args.steps_per_turn,
+            cold=not args.warm_cache,
+            progress=progress.tell,
+        )
+    if args.json:
+        print(json.dumps({"machine": machine_facts(), "measurement": measurement_to_json(measurement)}))
+    else:
+        print(format_measurement(measurement))
+    wrong = [result.variant for result in measurement.results if not result.difference.is_within(task.tolerance)]
+    if wrong:
+        print(
+            f"wrong numbers, more than {task.tolerance:.0e} from {measurement.reference}: {', '.join(wrong)}",
+            file=sys.stderr,
+        )
+    return 1 if wrong else 0
+
+
+def _calibrate(args: argparse.Namespace) -> int:
+    if args.gpu is not None:
+        return _calibrate_gpu(args)
+    from apollo_compile.device.cpu.calibrate import ROUNDS, calibrate  # torch takes seconds to import: not for --help
+    from apollo_compile.device.cpu.execute import available_units
+    from apollo_compile.device.profile import cached_profile_path, format_profile, machine_fingerprint, save_profile
+
+    units = available_units() if args.units is None else args.units
+    cache = load_config().device.cache
+    assert cache is not None, "load_config fills it in"
+    path = cached_profile_path(cache, units) if args.output is None else args.output
+    fingerprint = machine_fingerprint(units)
+    begin = time.perf_counter()
+    with _Progress() as progress:
+        calibration = calibrate(units, rounds=args.rounds or ROUNDS, progress=progress)
+    is_kept = args.output is not None or not calibration.is_disturbed
+    if is_kept:
+        save_profile(calibration.profile, path, fingerprint=fingerprint)
+    if args.json:
+        print(format_profile(calibration.profile, fingerprint=fingerprint), end="")
+    else:
+        took = format_ns(seconds_to_ns(time.perf_counter() - begin))
+        print(f"{calibration.profile.name}: measured in {took}" + (f", kept in {path}" if is_kept else ""))
+    if calibration.is_disturbed:
+        print(
+            f"other processes held a core in {calibration.disturbed_share:.0%} of the rounds, so the numbers are "
+            f"{'doubtful' if is_kept else 'not kept'}; stop them and run 'apollo calibrate' again",
+            file=sys.stderr,
+        )
+        return 1
+    return 0
+
+
+def _calibrate_gpu(args: argparse.Namespace) -> int:
+    from dataclasses import replace
+
+    from apollo_compile.device.gpu.calibrate import calibrate_gpu
+    from apollo_compile.device.gpu.gpu import TorchGpu, require_cuda
+    from apollo_compile.device.profile import (
+        cached_gpu_profile_path,
+        format_profile,
+        gpu_fingerprint,
+        load_profile,
+        save_profile,
+    )
+
+    if args.units is not None or args.rounds is not None:
+        args.refuse("--units and --rounds are for CPUs: on a GPU lanes of every size are measured")
+    require_cuda()
+    gpu = TorchGpu(args.gpu)
+    native, cache = gpu.native, load_config().device.cache
+    assert cache is not None, "load_config fills it in"
+    fingerprint = gpu_fingerprint(native.name, cuda=native.driver_version, units=native.num_sms)
+    path = cached_gpu_profile_path(cache, fingerprint) if args.output is None else args.output
+    sheet = replace(load_profile(Path("h200")), units=native.num_sms, atoms=tuple(native.atom_sizes))
+    begin = time.perf_counter()
+    with _Progress() as progress:
+        profile = calibrate_gpu(gpu, sheet, name=native.name, device=gpu.device, progress=progress)
+    save_profile(profile, path, fingerprint=fingerprint)
+    if args.json:
+        print(format_profile(profile, fingerprint=fingerprint), end="")
+    else:
+        print(f"{profile.name}: measured in {format_ns(seconds_to_ns(time.perf_counter() - begin))}, kept in {path}")
+    return 0
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    from apollo_compile.tools.doctor import diagnose, is_fit, look
+
+    findings = diagnose(look())
+    if args.json:
+        print(json.dumps([to_json(finding) for finding in findings], indent=1))
+    else:
+        for finding in findings:
+            print(f"{finding.level.value:8s} {finding.subject}: {finding.message}")
+            if finding.advice:
+                print(f"{'':8s} -> {finding.advice}")
+    return 0 if is_fit(findings) else 1
+
+
+def _plan_diff(args: argparse.Namespace) -> int:
+    from apollo_compile.reports.diff import compare
+
+    difference = compare(_sides(args.before), _sides(args.after))
+    print(json.dumps({**to_json(difference), "is_same_plan": difference.is_same_plan}) if args.json else difference)
+    return 1 if args.exit_code and not difference.is_same_plan else 0
+
+
+def _sides(path: Path) -> tuple[Side, ...]:
+    from apollo_compile.reports.diff import sides_of_plans, sides_of_report
+    from apollo_compile.reports.report import Report
+    from apollo_compile.store.plan_file import is_plan, read_plans
+
+    return sides_of_plans(read_plans(path)) if is_plan(path) else sides_of_report(Report.load(path))
+
+
+class _Progress:
+    """Shows steps on standard error: a bar on a terminal, a line per kind of step elsewhere."""
+
+    def __init__(self) -> None:
+        self._bar: Any = None
+        self._shown = ""
+
+    def __enter__(self) -> _Progress:
+        if sys.stderr.isatty():
+            from tqdm import tqdm
+
+            self._bar = tqdm(unit="step", file=sys.stderr, leave=False)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+    def __call__(self, what: str, done: int, total: int) -> None:
+        """Show the step that begins, where their number is known."""
+        if self._bar is not None:
+            self._bar.total = total
+        self._show(what, done)
+
+    def tell(self, what: str) -> None:
+        """Show the step that begins, where nobody knows how many there are."""
+        self._show(what, 0 if self._bar is None else self._bar.n + 1)
+
+    def _show(self, what: str, done: int) -> None:
+        if self._bar is None:
+            if what != self._shown:
+                print(what, file=sys.stderr, flush=True)
+        else:
+            self._bar.set_description(what, refresh=False)
+            self._bar.update(done - self._bar.n)
+        self._shown = what
+
+
+if __name__ == "__main__":
+    sys.exit(main())

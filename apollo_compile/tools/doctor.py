@@ -1,0 +1,554 @@
+"""Is this machine fit for apollo? What is wrong, and what to do about it.
+
+    look() -> Facts -> diagnose(facts) -> [Finding]
+
+`look` asks the machine and never raises: what it cannot find out is a fact as well. `diagnose` judges facts and asks
+nobody, so every case can be tested on any machine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from dataclasses import dataclass, replace
+from importlib import import_module, metadata
+from pathlib import Path
+
+from apollo_compile.config import Config, load_config
+from apollo_compile.device.cpu.cgroup import granted_cores
+from apollo_compile.device.findings import Finding, Level
+from apollo_compile.device.profile import ProfileState, cached_profile_path, inspect_profile, machine_fingerprint
+from apollo_compile.errors import ConfigError, PlanFileError
+from apollo_compile.store.plan_file import read_plans
+
+LEAST_TORCH = (2, 11)
+
+_COMPILERS = ("g++", "clang++", "c++")
+_PROGRAM = "#include <omp.h>\nint main() { return omp_get_max_threads() < 1; }\n"
+_COMPILE_TIMEOUT_S = 60
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Facts:
+    """What a machine and its software are, as far as they tell."""
+
+    python: str
+    torch: str | None
+    """Version; None where it cannot be imported."""
+    torch_problem: str | None = None
+    native_problem: str | None = None
+    """Why the native runtime does not load; None where it does."""
+    handles_problem: str | None = None
+    """Why torch's tensor handles cannot be used; None where they can."""
+    config_problem: str | None = None
+    """Why the environment's settings are refused; None where they are not."""
+    plan_problem: str | None = None
+    """Why the plans that it names cannot be read; None where they can."""
+    compiler: str | None = None
+    compiler_problem: str | None = None
+    """Why a program with OpenMP cannot be compiled; None where it can."""
+    body_problem: str | None = None
+    """Why lanes need Python for a body that was compiled; None where they do not, or where none could be compiled."""
+    cores: int
+    """Of the machine."""
+    allowed_cores: int
+    """That this process may run on."""
+    core_limit: float | None = None
+    """Cores' worth of time that the container grants; None where there is no limit."""
+    threads: int | None = None
+    """That torch uses."""
+    has_openmp: bool | None = None
+    """Whether torch was built with it."""
+    profile: ProfileState | None = None
+    profile_path: Path | None = None
+    profile_detail: str = ""
+    cache: Path | None = None
+    cache_problem: str | None = None
+    """Why the cache directory cannot be written; None where it can."""
+    ortools: str | None = None
+    cuda_devices: tuple[str, ...] = ()
+    cuda_build: str | None = None
+    """Version of CUDA that torch was built with; None for a build without."""
+    cuda_findings: tuple[Finding, ...] = ()
+    """What running something on lanes of the first of them showed."""
+
+
+def diagnose(facts: Facts) -> tuple[Finding, ...]:
+    """Return what was found, in the order in which one would repair it."""
+    return (
+        Finding(level=Level.OK, subject="python", message=facts.python),
+        _torch(facts),
+        *_native(facts),
+        _config(facts),
+        _compiler(facts),
+        *_bodies(facts),
+        *_cores(facts),
+        *_openmp(facts),
+        *_profile(facts),
+        _cache(facts),
+        _ortools(facts),
+        *_cuda(facts),
+    )
+
+
+def is_fit(findings: tuple[Finding, ...]) -> bool:
+    """Tell whether apollo works here."""
+    return all(finding.level is not Level.ERROR for finding in findings)
+
+
+# ------------------------------------------------------------------------------------------------------- judgements
+
+
+def _torch(facts: Facts) -> Finding:
+    least = ".".join(map(str, LEAST_TORCH))
+    advice = f"install torch {least} or later"
+    if facts.torch is None:
+        return Finding(
+            level=Level.ERROR, subject="torch", message=f"cannot be imported: {facts.torch_problem}", advice=advice
+        )
+    version = _version(facts.torch)
+    if version is None or version < LEAST_TORCH:
+        return Finding(level=Level.ERROR, subject="torch", message=f"{facts.torch} is too old", advice=advice)
+    if facts.torch_problem is not None:
+        return Finding(
+            level=Level.ERROR,
+            subject="torch",
+            message=f"{facts.torch} does not work: {facts.torch_problem}",
+            advice="install torch again",
+        )
+    return Finding(level=Level.OK, subject="torch", message=facts.torch)
+
+
+def _version(text: str) -> tuple[int, int] | None:
+    parts = text.split("+")[0].split(".")
+    with contextlib.suppress(ValueError, IndexError):
+        return int(parts[0]), int(parts[1])
+    return None
+
+
+def _native(facts: Facts) -> list[Finding]:
+    if facts.native_problem is not None:
+        return [
+            Finding(
+                level=Level.ERROR,
+                subject="native runtime",
+                message=f"does not load: {facts.native_problem}",
+                advice="install apollo_compile for this Python: 'pip install .', or 'make native' in a checkout",
+            )
+        ]
+    if facts.handles_problem is not None:
+        return [
+            Finding(
+                level=Level.ERROR,
+                subject="native runtime",
+                message=f"loads, but cannot use the tensors of torch: {facts.handles_problem}",
+                advice="install a release of torch that this package was tested with",
+            )
+        ]
+    return [Finding(level=Level.OK, subject="native runtime", message="loads")]
+
+
+def _config(facts: Facts) -> Finding:
+    if facts.config_problem is not None:
+        return Finding(
+            level=Level.ERROR,
+            subject="settings",
+            message=facts.config_problem,
+            advice="correct the environment variable, or unset it",
+        )
+    if facts.plan_problem is not None:
+        return Finding(
+            level=Level.WARNING,
+            subject="settings",
+            message=facts.plan_problem,
+            advice="correct APOLLO_PLAN, or unset it; until then graphs are planned anew",
+        )
+    return Finding(level=Level.OK, subject="settings", message="the environment's are valid")
+
+
+def _compiler(facts: Facts) -> Finding:
+    if facts.compiler is None:
+        return Finding(
+            level=Level.ERROR,
+            subject="C++ compiler",
+            message=f"there is none: looked for {', '.join(_COMPILERS)}",
+            advice="install g++: Inductor compiles every body with it",
+        )
+    if facts.compiler_problem is not None:
+        return Finding(
+            level=Level.ERROR,
+            subject="C++ compiler",
+            message=f"{facts.compiler} cannot compile a program with OpenMP: {facts.compiler_problem}",
+            advice="install the compiler's OpenMP library and headers (libgomp, or libomp for clang)",
+        )
+    return Finding(level=Level.OK, subject="C++ compiler", message=f"{facts.compiler} compiles programs with OpenMP")
+
+
+def _can_compile(facts: Facts) -> bool:
+    """Whether nothing that was found keeps bodies from being compiled."""
+    return all(finding.level is not Level.ERROR for finding in (_torch(facts), *_native(facts), _compiler(facts)))
+
+
+def _bodies(facts: Facts) -> list[Finding]:
+    if not _can_compile(facts):
+        return []  # that comes first
+    if facts.body_problem is not None:
+        return [
+            Finding(
+                level=Level.WARNING,
+                subject="native bodies",
+                message=f"none: lanes take turns under the GIL and gain little or nothing: {facts.body_problem}",
+                advice="install a release of torch that this package was tested with (docs/versions.md lists them)",
+            )
+        ]
+    return [
+        Finding(level=Level.OK, subject="native bodies", message="a body was compiled that lanes run without the GIL")
+    ]
+
+
+def _cores(facts: Facts) -> list[Finding]:
+    found = []
+    seen = min(facts.allowed_cores, facts.threads or facts.allowed_cores)
+    usable = seen if facts.core_limit is None else min(seen, max(1, int(facts.core_limit)))
+    if usable == 1:
+        found.append(
+            Finding(
+                level=Level.WARNING,
+                subject="cores",
+                message=f"one core of {facts.cores}: there is nothing that modules could share",
+                advice="allow the process more cores (taskset, the container's limits, OMP_NUM_THREADS)",
+            )
+        )
+    else:
+        found.append(Finding(level=Level.OK, subject="cores", message=f"{usable} of {facts.cores} are used"))
+    if facts.allowed_cores < facts.cores:
+        found.append(
+            Finding(
+                level=Level.NOTE,
+                subject="core mask",
+                message=f"the process may run on {facts.allowed_cores} of {facts.cores} cores",
+                advice="if that is not wanted, look at taskset, cpuset or the job's allocation",
+            )
+        )
+    if facts.threads is not None and facts.threads < facts.allowed_cores:
+        found.append(
+            Finding(
+                level=Level.NOTE,
+                subject="threads",
+                message=f"torch uses {facts.threads} of {facts.allowed_cores} cores, and so does apollo",
+                advice="torch.set_num_threads or OMP_NUM_THREADS changes that",
+            )
+        )
+    if facts.core_limit is not None and facts.core_limit < seen:
+        found.append(
+            Finding(
+                level=Level.WARNING,
+                subject="container",
+                message=f"the container grants time for {facts.core_limit:g} of {seen} cores that are seen: "
+                f"apollo uses {usable}, and torch's threads may stop in the midst of a step",
+                advice="pin the container to whole cores (--cpuset-cpus) instead of limiting its time (--cpus)",
+            )
+        )
+    return found
+
+
+def _openmp(facts: Facts) -> list[Finding]:
+    if facts.has_openmp is False:
+        return [
+            Finding(
+                level=Level.WARNING,
+                subject="OpenMP",
+                message="torch was built without it: a kernel uses one core whatever its lane has",
+                advice="install a build of torch with OpenMP",
+            )
+        ]
+    return []
+
+
+def _profile(facts: Facts) -> list[Finding]:
+    advice = "run 'apollo calibrate': it takes about a minute"
+    where = str(facts.profile_path)
+    match facts.profile:
+        case None:
+            return []
+        case ProfileState.CURRENT:
+            return [Finding(level=Level.OK, subject="device profile", message=f"{where}, {facts.profile_detail}")]
+        case ProfileState.SCALED:
+            message = f"{where} is the packaged profile, scaled by a quick measurement"
+            return [Finding(level=Level.NOTE, subject="device profile", message=message, advice=advice)]
+        case ProfileState.MISSING:
+            message = "this machine was not measured yet: the packaged profile will be scaled"
+            return [Finding(level=Level.NOTE, subject="device profile", message=message, advice=advice)]
+        case ProfileState.STALE | ProfileState.DAMAGED:
+            message = f"{where} is {facts.profile.value} ({facts.profile_detail})"
+            return [Finding(level=Level.WARNING, subject="device profile", message=message, advice=advice)]
+
+
+def _cache(facts: Facts) -> Finding:
+    if facts.cache_problem is not None:
+        return Finding(
+            level=Level.WARNING,
+            subject="cache",
+            message=f"{facts.cache} cannot be written: {facts.cache_problem}",
+            advice="every process measures the machine anew; set XDG_CACHE_HOME, or 'device.cache'",
+        )
+    return Finding(level=Level.OK, subject="cache", message=f"{facts.cache} can be written")
+
+
+def _ortools(facts: Facts) -> Finding:
+    if facts.ortools is None:
+        return Finding(
+            level=Level.WARNING,
+            subject="OR-Tools",
+            message="cannot be imported: plans come from heuristics alone, and bounds are weaker",
+            advice="pip install ortools",
+        )
+    return Finding(level=Level.OK, subject="OR-Tools", message=facts.ortools)
+
+
+def _cuda(facts: Facts) -> list[Finding]:
+    if _torch(facts).level is Level.ERROR:
+        return []  # nobody could ask it
+    if facts.cuda_devices:
+        names = ", ".join(facts.cuda_devices)
+        return [
+            Finding(
+                level=Level.NOTE,
+                subject="CUDA",
+                message=f"torch sees {names}; graphs on it fall back to torch.compile",
+                advice="set 'device.cuda_lanes' to run them on lanes, if what follows has no errors",
+            ),
+            *facts.cuda_findings,
+        ]
+    why = "torch was built without it" if facts.cuda_build is None else "torch sees no device"
+    return [Finding(level=Level.OK, subject="CUDA", message=f"not used: {why}")]
+
+
+# ------------------------------------------------------------------------------------------------------------ looking
+
+
+def look() -> Facts:
+    """Return what this machine is."""
+    version, torch_problem = _import_torch()
+    parsed = _version(version) if version else None
+    is_usable = parsed is not None and parsed >= LEAST_TORCH and torch_problem is None
+    native_problem = _problem_of("apollo_compile._native")
+    config, config_problem = _look_at_config()
+    cache = None if config is None else config.device.cache
+    compiler = next((found for name in _COMPILERS if (found := shutil.which(name))), None)
+    threads = _threads() if is_usable else None
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    state: ProfileState | None = None
+    path, detail = None, ""
+    if config is not None and is_usable:
+        config_problem = _profile_problem(config) if native_problem is None else None
+        if config_problem is None:
+            state, path, detail = _look_at_profile(config, _units(allowed, threads))
+    facts = Facts(
+        python=f"{platform.python_version()} on {platform.system()} {platform.machine()}",
+        torch=version,
+        torch_problem=torch_problem,
+        native_problem=native_problem,
+        handles_problem=_handles_problem() if is_usable and native_problem is None else None,
+        config_problem=config_problem,
+        plan_problem=None if config is None else _plan_problem(config),
+        compiler=compiler,
+        compiler_problem=None if compiler is None else _try_compiler(compiler),
+        cores=os.cpu_count() or 1,
+        allowed_cores=allowed,
+        core_limit=granted_cores(),
+        threads=threads,
+        has_openmp=_has_openmp() if is_usable else None,
+        profile=state,
+        profile_path=path,
+        profile_detail=detail,
+        cache=cache,
+        cache_problem=None if cache is None else _try_to_write(cache),
+        ortools=_ortools_version(),
+        cuda_devices=_cuda_devices() if is_usable else (),
+        cuda_build=_cuda_build() if is_usable else None,
+        cuda_findings=_examine_cuda() if is_usable and native_problem is None else (),
+    )
+    return replace(facts, body_problem=_body_problem()) if _can_compile(facts) else facts
+
+
+def _import_torch() -> tuple[str | None, str | None]:
+    """Return the version of torch, and what is wrong with it."""
+    try:
+        import torch
+    except Exception as error:  # a broken installation may raise anything
+        return None, _format(error)
+    version = getattr(torch, "__version__", None)
+    if version is None:
+        return None, "it has no version: another module of that name is in the way"
+    return str(version), None if hasattr(torch, "compile") else "it has no torch.compile"
+
+
+def _problem_of(module: str) -> str | None:
+    try:
+        import_module(module)
+    except Exception as error:  # an extension for another Python or another machine may raise anything
+        return _format(error)
+    return None
+
+
+def _handles_problem() -> str | None:
+    try:
+        from apollo_compile.torch_bridge.inductor import tensor_api
+
+        tensor_api()
+    except Exception as error:  # whatever torch's private parts raise, it is a finding
+        return _format(error)
+    return None
+
+
+def _body_problem() -> str | None:
+    """Return why lanes need Python for a small body that is compiled here; None if they do not."""
+    try:
+        import torch
+        from torch.fx.experimental.proxy_tensor import make_fx
+
+        from apollo_compile.torch_bridge.inductor import check_overrides, compile_bodies
+
+        check_overrides()
+        graph = make_fx(lambda x: (x.sin() + 1,), tracing_mode="fake")(torch.ones(64))
+        fakes = [node.meta["val"] for node in graph.graph.find_nodes(op="placeholder")]
+        with torch.no_grad():
+            (body,) = compile_bodies(
+                [("doctor", graph, fakes)], native=True, is_inference=True, is_backward=False, graph_id=0
+            )
+    except Exception as error:  # whatever the compiler or torch's private parts raise, it is a finding
+        return _format(error)
+    return None if body.keeps_python is None else body.keeps_python.reason
+
+
+def _look_at_config() -> tuple[Config | None, str | None]:
+    try:
+        return load_config(), None
+    except ConfigError as error:
+        return None, str(error)
+
+
+def _profile_problem(config: Config) -> str | None:
+    """Return why the profile that was named cannot be used; None if it can, or if none was."""
+    if config.device.profile is None:
+        return None
+    try:
+        from apollo_compile.backend import select_profile
+
+        select_profile(config)
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+def _plan_problem(config: Config) -> str | None:
+    """Return why the plans that were named cannot be read; None if they can, or if none were."""
+    if config.plan.file is None:
+        return None
+    try:
+        read_plans(config.plan.file)
+    except PlanFileError as error:
+        return str(error)
+    return None
+
+
+def _threads() -> int:
+    import torch
+
+    return torch.get_num_threads()
+
+
+def _has_openmp() -> bool:
+    import torch
+
+    return bool(torch.backends.openmp.is_available())  # type: ignore[no-untyped-call]
+
+
+def _cuda_devices() -> tuple[str, ...]:
+    import torch
+
+    if not torch.cuda.is_available():
+        return ()
+    return tuple(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))
+
+
+def _cuda_build() -> str | None:
+    import torch
+
+    return torch.version.cuda
+
+
+def _examine_cuda() -> tuple[Finding, ...]:
+    import torch
+
+    if not torch.cuda.is_available():
+        return ()
+    try:
+        from apollo_compile.device.gpu.examine import examine_cuda
+
+        return examine_cuda()
+    except Exception as error:  # a broken driver may raise anything
+        return (Finding(level=Level.ERROR, subject="GPU", message=f"cannot be examined: {_format(error)}"),)
+
+
+def _units(allowed: int, threads: int | None) -> int:
+    """Return for how many cores graphs are planned here, also where the native runtime does not load."""
+    try:
+        from apollo_compile.device.cpu.execute import available_units
+
+        return available_units()
+    except ImportError:
+        return min(allowed, threads or allowed)
+
+
+def _look_at_profile(config: Config, units: int) -> tuple[ProfileState, Path, str]:
+    if config.device.profile is not None:
+        return ProfileState.CURRENT, config.device.profile, "named by APOLLO_PROFILE"
+    assert config.device.cache is not None, "load_config fills it in"
+    path = cached_profile_path(config.device.cache, units)
+    found = inspect_profile(path, machine_fingerprint(units))
+    return found.state, path, found.detail
+
+
+def _try_compiler(compiler: str) -> str | None:
+    """Return why a program with OpenMP cannot be compiled and run; None if it can."""
+    with tempfile.TemporaryDirectory(prefix="apollo-doctor-") as folder:
+        source, program = Path(folder) / "program.cpp", Path(folder) / "program"
+        source.write_text(_PROGRAM)
+        try:
+            for command in ([compiler, "-fopenmp", str(source), "-o", str(program)], [str(program)]):
+                done = subprocess.run(command, capture_output=True, text=True, timeout=_COMPILE_TIMEOUT_S, check=False)
+                if done.returncode != 0:
+                    lines = [line for line in done.stderr.splitlines() if line.strip()]
+                    return lines[0] if lines else f"exit code {done.returncode}"
+        except (OSError, subprocess.TimeoutExpired) as error:
+            return _format(error)
+    return None
+
+
+def _try_to_write(folder: Path) -> str | None:
+    """Return why nothing can be written into `folder`, which need not exist yet; None if it can."""
+    existing = next(place for place in (folder, *folder.parents) if place.exists())
+    try:
+        with tempfile.TemporaryFile(dir=existing):
+            return None
+    except OSError as error:
+        return _format(error)
+
+
+def _ortools_version() -> str | None:
+    try:
+        import_module("ortools.sat.python.cp_model")
+        return metadata.version("ortools")
+    except Exception:  # a broken installation may raise anything, and is as good as none
+        return None
+
+
+def _format(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

@@ -1,0 +1,151 @@
+"""What a command is to look at: a function of the user that returns a model and its inputs.
+
+    load_target("train.py:build", {"batch": 8}) -> Target
+
+The function returns `(model, inputs)`, where inputs are a tuple (positional), a dictionary (by name) or one tensor; or
+an object with `model`, `inputs` and, if it likes, `loss`, a function of the model's output. Without one, the loss is
+the output's `loss`, or the sum of all floating point numbers in it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from apollo_compile.errors import TargetError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Target:
+    """A model and one call of it."""
+
+    name: str
+    model: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    loss: Callable[[Any], torch.Tensor]
+
+    @property
+    def inputs(self) -> Mapping[str, Any]:
+        """All inputs by name, as `apollo_compile.tools.bench` wants them.
+
+        Raises:
+            TargetError: a positional input has no name.
+        """
+        forward = self.model.forward if isinstance(self.model, torch.nn.Module) else self.model
+        signature = inspect.signature(forward)
+        named = signature.bind(*self.args, **self.kwargs).arguments
+        if any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD, p.POSITIONAL_ONLY) for p in signature.parameters.values()):
+            if self.args:
+                raise TargetError(
+                    f"{self.name} gives its inputs by position, but {type(self.model).__name__}.forward does not name "
+                    "them: return a dictionary of inputs"
+                )
+            return self.kwargs
+        return named
+
+
+def load_target(text: str, arguments: Mapping[str, Any] | None = None) -> Target:
+    """Return what the function named `text` builds: `path/to/file.py:function` or `package.module:function`.
+
+    Raises:
+        TargetError: there is no such file or function, it fails, or it returns something else.
+    """
+    place, _, name = text.rpartition(":")
+    if not place or not name.isidentifier():
+        raise TargetError(f"{text!r} names no function; expected path/to/file.py:function or package.module:function")
+    module = _import(place)
+    function = getattr(module, name, None)
+    if not callable(function):
+        known = ", ".join(sorted(key for key, value in vars(module).items() if inspect.isfunction(value)))
+        raise TargetError(f"{place} has no function {name!r}; it has: {known or 'none'}")
+    try:
+        built = function(**(arguments or {}))
+    except Exception as error:
+        raise TargetError(f"{text} failed: {type(error).__name__}: {error}") from error
+    return _read(text, built)
+
+
+def build(target: str, arguments: Mapping[str, Any] | None = None) -> Target:
+    """Return a target by name: the builder that `apollo_compile.tools.bench` calls in its children."""
+    return load_target(target, arguments)
+
+
+def _import(place: str) -> ModuleType:
+    path = Path(place)
+    try:
+        if path.suffix != ".py":
+            return importlib.import_module(place)
+        if not path.exists():
+            raise TargetError(f"there is no file {place}")
+        folder = str(path.resolve().parent)
+        if folder not in sys.path:
+            sys.path.insert(0, folder)  # as python does for a script: the file may import its neighbours
+        spec = importlib.util.spec_from_file_location(path.stem, path)
+        assert spec is not None and spec.loader is not None, "a file that ends in .py has a loader"
+        module = importlib.util.module_from_spec(spec)
+        sys.modules.setdefault(path.stem, module)  # dataclasses of the file look themselves up there
+        spec.loader.exec_module(module)
+    except TargetError:
+        raise
+    except Exception as error:
+        raise TargetError(f"cannot import {place}: {type(error).__name__}: {error}") from error
+    return module
+
+
+def _read(name: str, built: Any) -> Target:
+    loss = getattr(built, "loss", None)
+    if isinstance(built, tuple) and len(built) == 2:
+        model, inputs = built
+        loss = None
+    elif hasattr(built, "model") and hasattr(built, "inputs"):
+        model, inputs = built.model, built.inputs
+    else:
+        raise TargetError(
+            f"{name} returned {type(built).__name__}; expected (model, inputs), or an object with model and inputs"
+        )
+    if not callable(model):
+        raise TargetError(f"{name} returned {type(model).__name__} as the model; expected something to call")
+    if isinstance(inputs, Mapping):
+        args, kwargs = (), {str(key): value for key, value in inputs.items()}
+    else:
+        args, kwargs = tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,), {}
+    return Target(name=name, model=model, args=args, kwargs=kwargs, loss=loss if callable(loss) else default_loss)
+
+
+def default_loss(output: Any) -> torch.Tensor:
+    """Return the output's own loss, or the sum of all floating point numbers in it.
+
+    Raises:
+        TargetError: there are none.
+    """
+    own = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if isinstance(own, torch.Tensor):
+        return own
+    sums = [tensor.float().sum() for tensor in tensors_of(output) if tensor.is_floating_point()]
+    if not sums:
+        raise TargetError(
+            f"a {type(output).__name__} has no floating point tensor to make a loss of; return a loss too"
+        )
+    return torch.stack(sums).sum()
+
+
+def tensors_of(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in `value`, inside mappings, tuples and lists as well."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_of(item)
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from tensors_of(item)

@@ -1,0 +1,69 @@
+"""Where Dynamo had to end a graph, and what removes that.
+
+    find_break(graph_module, name) -> GraphBreak | None
+
+Dynamo keeps, on every graph that it hands over, why the graph ended: in its words, with hints, and with the lines of
+code that it was at. A model of several encoders and a language model can share the device only where they are one
+graph, so this is the first thing to look at when nothing overlaps.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from apollo_compile.ir import GraphBreak
+
+if TYPE_CHECKING:
+    from torch import fx
+
+_FLAGS = {
+    "capture_scalar_outputs": "torch._dynamo.config.capture_scalar_outputs = True",
+    "capture_dynamic_output_shape_ops": "torch._dynamo.config.capture_dynamic_output_shape_ops = True",
+}
+"""Dynamo's flags that make it go on, by the name that its messages mention."""
+
+_BY_SYMPTOM = {
+    "item(": _FLAGS["capture_scalar_outputs"],
+    "nonzero": _FLAGS["capture_dynamic_output_shape_ops"],
+    "masked_select": _FLAGS["capture_dynamic_output_shape_ops"],
+    "dynamic shape operator": _FLAGS["capture_dynamic_output_shape_ops"],
+}
+"""The same, by what its messages say of an operator."""
+
+FIRST_FORWARD = "run one forward of the model in eager before torch.compile: it installs its hooks in the first one"
+_HOOKS = ("hook", "_maybe_install", "install_", "maybe_install")
+
+
+def find_break(graph_module: fx.GraphModule, name: str) -> GraphBreak | None:
+    """Return the break that ended the Dynamo graph `name`; None where it ended with the function."""
+    reason = getattr(graph_module, "compile_subgraph_reason", None)
+    if reason is None or not reason.graph_break:
+        return None
+    lines = [line.strip() for line in str(reason.reason).splitlines() if line.strip()]
+    frames = list(reason.user_stack)
+    last = frames[-1] if frames else None
+    return GraphBreak(
+        graph=name,
+        problem=lines[0] if lines else "Dynamo gives no reason",
+        explanation=_after(lines, "Explanation:")[0] if _after(lines, "Explanation:") else "",
+        file=last.filename if last else "",
+        line=(last.lineno or 0) if last else 0,
+        function=last.name if last else "",
+        code=(last.line or "") if last else "",
+        remedies=_remedies(lines, [f"{frame.name} {frame.line}" for frame in frames]),
+    )
+
+
+def _remedies(lines: list[str], frames: list[str]) -> tuple[str, ...]:
+    text = "\n".join(lines).lower()
+    found = [setting for flag, setting in _FLAGS.items() if flag in text]
+    found += [setting for symptom, setting in _BY_SYMPTOM.items() if symptom in text]
+    if any(word in frame.lower() for frame in frames for word in _HOOKS):
+        found.append(FIRST_FORWARD)
+    hints = [hint for hint in _after(lines, "Hint:") if not any(flag in hint for flag in _FLAGS)]
+    found += [hint for hint in hints if not hint.startswith("File an issue")]  # that helps the next release only
+    return tuple(dict.fromkeys(found))
+
+
+def _after(lines: list[str], label: str) -> list[str]:
+    return [line.removeprefix(label).strip() for line in lines if line.startswith(label)]

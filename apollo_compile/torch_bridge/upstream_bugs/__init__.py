@@ -1,0 +1,1 @@
+"""Defects of torch that we work around."""

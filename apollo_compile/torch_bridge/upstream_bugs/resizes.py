@@ -1,0 +1,66 @@
+"""Resizes of storages in the graph of a program that frees and allocates memory by itself.
+
+    settle_resizes(graph)    in place, on a graph after AOTAutograd and before Inductor's passes
+
+`x.untyped_storage().resize_(0)` frees the memory of a tensor in the midst of a program, and with another size it gets
+some again; FSDP does so around every layer. AOTAutograd makes everything else functional and leaves the resize where it
+is. So it names whatever stands for the tensor at that place, and if the tensor was written to before, that is the value
+written: `resize_storage_bytes_(value, 0)` frees memory that is copied into the tensor at the end of the graph, which
+crashes, with Inductor alone too.
+
+Here a resize is of an input, or it is dropped: memory that the graph made goes when nothing reads it, and is there as
+long as something does. An input that ends without memory is not written to.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from apollo_compile.operators.writes import frees_storage, is_view, resizes_storage
+
+_copy = torch.ops.aten.copy_.default
+
+
+def settle_resizes(graph: fx.Graph) -> None:
+    """Let every resize be of an input's storage."""
+    memories: dict[fx.Node, fx.Node] = {}
+    """What made the memory that a node's value is in."""
+    resizes: dict[fx.Node, list[fx.Node]] = defaultdict(list)
+    """By memory, in order."""
+    copies: dict[fx.Node, list[fx.Node]] = defaultdict(list)
+    """By memory, where it is copied into an input."""
+    for node in graph.nodes:
+        first: Any = node.args[0] if node.args else None
+        memories[node] = memories[first] if _has_memory_of_first(node) else node
+        if resizes_storage(node):
+            resizes[memories[first]].append(node)
+        elif node.target is _copy and isinstance(node.args[1], fx.Node):
+            copies[memories[node.args[1]]].append(node)
+    for memory, found in resizes.items():
+        if memory.op != "placeholder" and frees_storage(found[-1]):
+            for copy in copies[memory]:
+                _free_instead(copy, memories, found[-1])
+        for node in found:
+            if memory.op == "placeholder":
+                node.update_arg(0, memory)
+            else:
+                graph.erase_node(node)
+
+
+def _free_instead(copy: Any, memories: Mapping[fx.Node, fx.Node], resize: fx.Node) -> None:
+    """Free the input that `copy` writes to, at the place of `resize`."""
+    with copy.graph.inserting_before(resize):
+        copy.graph.create_node("call_function", resize.target, (memories[copy.args[0]], *resize.args[1:]))
+    copy.replace_all_uses_with(copy.args[0])
+    copy.graph.erase_node(copy)
+
+
+def _has_memory_of_first(node: Any) -> bool:
+    """Whether it is a view; of several outputs that are no views each has its own memory."""
+    return is_view(node) and (node.target is not operator.getitem or is_view(node.args[0]))

@@ -1,0 +1,99 @@
+"""The checks of whole models that decide about a GPU, run on its stand-in: is their own code right?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import fx
+
+from apollo_compile import backend
+from benchmarks import gpu_checks
+from tests.device.gpu.test_training import COMPILED, Compiler
+
+DEVICE = SimpleNamespace(device=torch.device("cpu"))
+"""All that these checks ask of a GPU themselves."""
+
+
+class StandIn:
+    """Takes the place of the backend, and of the list of what it compiled."""
+
+    def __init__(self) -> None:
+        self.compilers: list[Compiler] = []
+        self.poisoned: list[Any] = []
+        self.options: dict[str, Any] = {"runtime.bodies": "eager"}
+        self.spoil: Callable[[Sequence[Any]], Sequence[Any]] = lambda outputs: outputs
+
+    def compile(
+        self, graph_module: fx.GraphModule, example_inputs: Sequence[Any], *, options: dict[str, Any]
+    ) -> Callable[..., Any]:
+        """Compile with lanes of the stand-in."""
+        self.compilers.append(Compiler(**{**options, **self.options}))
+        run = self.compilers[-1](graph_module, example_inputs)
+        return lambda *arguments: self.spoil(run(*arguments))
+
+    def models(self) -> list[backend.CompiledModel]:
+        """Return what was compiled."""
+        return [model for compiler in self.compilers for model in compiler.models]
+
+    def num_races(self) -> int:
+        """Count uses of memory that another lane may read still."""
+        return sum(len(compiler.gpu.races) for compiler in self.compilers)
+
+
+@pytest.fixture
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> StandIn:
+    """Let the checks compile for the stand-in, whose replays poison what they write by themselves."""
+    made = StandIn()
+    monkeypatch.setattr(backend, "apollo", made.compile)
+    monkeypatch.setattr(backend, "compiled_models", made.models)
+    monkeypatch.setattr(gpu_checks, "_poison", made.poisoned.append)
+    return made
+
+
+@pytest.mark.soak
+def test_training_is_as_in_eager(stand_in: StandIn) -> None:
+    """Twelve steps of four encoders."""
+    outcome = gpu_checks.training_is_as_in_eager(DEVICE)
+    assert outcome.is_met, outcome.text
+    assert not stand_in.num_races()
+
+
+@pytest.mark.soak
+def test_masks_are_those_of_inductor(stand_in: StandIn) -> None:
+    """Fifty steps with dropout, from one seed, in graphs that are replayed; compiled, since eager draws other masks."""
+    stand_in.options = COMPILED
+    outcome = gpu_checks.masks_are_those_of_inductor(DEVICE)
+    assert outcome.is_met, outcome.text
+    assert not stand_in.num_races()
+
+
+def test_backwards_have_the_masks_of_their_forwards(stand_in: StandIn) -> None:
+    """Gradients are slopes of the loss."""
+    outcome = gpu_checks.backwards_have_the_masks_of_their_forwards(DEVICE)
+    assert outcome.is_met, outcome.text
+    assert not stand_in.num_races()
+
+
+def test_replays_do_not_race(stand_in: StandIn) -> None:
+    """A trunk behind two encoders, poisoned before every step, forward and backward."""
+    outcome = gpu_checks.replays_do_not_race(DEVICE, count=6)
+    assert outcome.is_met, outcome.text
+    assert len(stand_in.poisoned) == 2 * 6
+    assert not stand_in.num_races()
+
+
+def test_a_wrong_number_is_found(stand_in: StandIn) -> None:
+    """One loss of many is off."""
+    calls: list[None] = []
+
+    def spoil(outputs: Sequence[Any]) -> Sequence[Any]:
+        calls.append(None)
+        return [output * 1.5 for output in outputs] if len(calls) == 9 else outputs
+
+    stand_in.spoil = spoil
+    outcome = gpu_checks.replays_do_not_race(DEVICE, count=6)
+    assert not outcome.is_met, outcome.text

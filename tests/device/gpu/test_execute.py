@@ -1,0 +1,900 @@
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from apollo_compile.device.gpu.execute import MAX_CAPTURES, WARMUP_RUNS, Contract, CudaExecutable, ModelMemory
+from apollo_compile.device.gpu.launch import Launcher
+from apollo_compile.device.gpu.pieces import capture_pieces, piece_order
+from apollo_compile.device.gpu.whole import as_one_segment
+from apollo_compile.errors import MemoryQuotaError, UnsupportedGraphError
+from apollo_compile.ir import (
+    BodyId,
+    Buffer,
+    BufferId,
+    EventId,
+    Lane,
+    LaneId,
+    Record,
+    Role,
+    SegmentGraph,
+    SegmentId,
+    Wait,
+)
+from apollo_compile.torch_bridge.inductor import CompiledBody
+from tests.builders import LETTERS, graph, plan
+from tests.device.gpu.fake_gpu import CALLER, FakeGpu
+from tests.device.gpu.test_launch import bodies_of, expected_of, program_of, random_program
+
+Tensors = list[torch.Tensor]
+
+
+def add_input(made: SegmentGraph, reader: int) -> SegmentGraph:
+    """Return the graph with one more input, which `reader` reads behind its others."""
+    new = BufferId(len(made.buffers))
+    buffer = Buffer(id=new, name=f"x{new}", producer=None, readers=(SegmentId(reader),), num_bytes=8, is_output=False)
+    segments = tuple(
+        replace(segment, inputs=(*segment.inputs, new)) if segment.id == reader else segment
+        for segment in made.segments
+    )
+    return replace(made, segments=segments, buffers=(*made.buffers, buffer), inputs=(*made.inputs, new))
+
+
+def body(function: Callable[..., Any]) -> CompiledBody:
+    """Make a body of a function of tensors that returns one."""
+
+    def run(inputs: Tensors) -> Sequence[torch.Tensor]:
+        arguments = list(inputs)
+        inputs.clear()
+        return [function(*arguments)]
+
+    return CompiledBody(function=run)
+
+
+def two_towers(
+    gpu: FakeGpu,
+    *functions: Callable[..., Any],
+    role: Role = Role.FORWARD,
+    static: Sequence[int] = (1,),
+    written: Sequence[int] | None = (),
+    user: Sequence[int] = (0,),
+    outputs: Sequence[int] = (2, 0),
+    shared: ModelMemory | None = None,
+    **options: Any,
+) -> CudaExecutable:
+    """Return segments 0 and 1 on two lanes, which segment 2 joins; input 1 is read by segment 0 too.
+
+    By default output 0, of segment 2, is the user's, and output 1, of segment 0, is kept for a backward.
+    """
+    made = replace(add_input(graph((), (), (0, 1), outputs=outputs), 0), role=role)
+    bodies = [body(f) for f in functions or (torch.mul, torch.sin, torch.add)]
+    return CudaExecutable(
+        program=program_of(made, plan(made, "ABA")),
+        graph=made,
+        bodies=bodies,
+        gpu=gpu,
+        contract=Contract(
+            static_inputs=frozenset(static),
+            written_inputs=None if written is None else frozenset(written),
+            user_outputs=frozenset(user),
+        ),
+        shared=shared or ModelMemory(),
+        **options,
+    )
+
+
+@pytest.fixture
+def gpu() -> FakeGpu:
+    """Make a device of two units."""
+    return FakeGpu(units=2)
+
+
+def warm_up(executable: CudaExecutable) -> torch.Tensor:
+    """Run up to the first capture; return the parameter."""
+    weight = torch.randn(4)
+    for _ in range(WARMUP_RUNS):
+        executable.run([torch.randn(4), weight])
+    return weight
+
+
+def expected(x: torch.Tensor, weight: torch.Tensor) -> Tensors:
+    """Return what `two_towers` computes."""
+    return [x * weight + x.sin(), x * weight]
+
+
+def counts(executable: CudaExecutable) -> tuple[int, int, int]:
+    """Return launches on lanes, captures, replays."""
+    return executable.num_launches, executable.num_captures, executable.num_replays
+
+
+def test_the_first_runs_are_on_lanes_and_later_ones_replay(gpu: FakeGpu) -> None:
+    """Other inputs at every run; the outputs of a run live as long as that of an eager model."""
+    executable = two_towers(gpu)
+    weight = torch.randn(4)
+    results = []
+    for step in range(6):
+        x = torch.randn(4)
+        loss, kept = executable.run([x, weight])
+        assert loss is not None and kept is not None
+        assert all(map(torch.equal, (loss, kept), expected(x, weight)))
+        results.append((loss, x))
+        del kept
+        assert counts(executable) == (
+            min(step + 1, WARMUP_RUNS),
+            int(step >= WARMUP_RUNS),
+            max(0, step + 1 - WARMUP_RUNS),
+        )
+    for loss, x in results:
+        assert torch.equal(loss, expected(x, weight)[0])
+    assert not gpu.races
+
+
+def test_a_replay_copies_in_launches_once_and_copies_out(gpu: FakeGpu) -> None:
+    """What is static is not copied; no lane is touched by the host."""
+    executable = two_towers(gpu)
+    weight = torch.randn(4)
+    for _ in range(3):
+        executable.run([torch.randn(4), weight])
+    gpu.log.clear()
+    executable.run([torch.randn(4), weight])
+    assert gpu.log == [("copy", "1"), ("replay",), ("copy", "1")]
+
+
+def test_a_capture_forks_all_lanes_from_its_origin_and_joins_them(gpu: FakeGpu) -> None:
+    """The stand-in refuses anything else; here is the order itself."""
+    executable = two_towers(gpu)
+    weight = torch.randn(4)
+    for _ in range(2):
+        executable.run([torch.randn(4), weight])
+    gpu.log.clear()
+    executable.run([torch.randn(4), weight])
+    origin, a, b = "origin of the capture", "lane 1", "lane 2"
+    begin = gpu.log.index(("capture",))
+    end = gpu.log.index(("copy", "1"))
+    assert gpu.log[begin + 1 : end] == [
+        ("record", origin),
+        ("wait", a),
+        ("wait", b),
+        ("launch", a),
+        ("launch", b),
+        ("record", b),
+        ("wait", a),
+        ("launch", a),
+        ("record", a),
+        ("wait", origin),
+        ("record", b),
+        ("wait", origin),
+    ]
+
+
+def test_a_second_forward_before_the_backward_does_not_touch_what_is_kept(gpu: FakeGpu) -> None:
+    """It runs on lanes; once the first is let go, replays go on."""
+    executable = two_towers(gpu)
+    weight = torch.randn(4)
+    for _ in range(3):
+        executable.run([torch.randn(4), weight])
+    first = torch.randn(4)
+    _, kept = executable.run([first, weight])
+    second = torch.randn(4)
+    _, also_kept = executable.run([second, weight])
+    assert counts(executable) == (3, 1, 2)
+    assert kept is not None and also_kept is not None
+    assert torch.equal(kept, first * weight) and torch.equal(also_kept, second * weight)
+    view = kept[:2]
+    del kept
+    executable.run([torch.randn(4), weight])
+    assert counts(executable) == (4, 1, 2)
+    assert torch.equal(view, (first * weight)[:2])
+    del view
+    executable.run([torch.randn(4), weight])
+    assert counts(executable) == (4, 1, 3)
+
+
+def test_a_parameter_that_moves_is_read_where_it_is(gpu: FakeGpu) -> None:
+    """First on lanes; captured again when it stays there, up to a bound."""
+    executable = two_towers(gpu)
+    for captures in range(1, MAX_CAPTURES + 3):
+        weight = torch.randn(4)
+        for _ in range(4):
+            x = torch.randn(4)
+            loss, _ = executable.run([x, weight])
+            assert loss is not None and torch.equal(loss, expected(x, weight)[0])
+        assert executable.num_captures == min(captures, MAX_CAPTURES)
+    assert executable.num_replays == (2 + 3 * (MAX_CAPTURES - 1))
+
+
+def test_inputs_that_are_written_are_written_in_place(gpu: FakeGpu) -> None:
+    """As statistics of a normalization: a capture must not write, and every run once."""
+
+    def count(x: torch.Tensor, counter: torch.Tensor) -> torch.Tensor:
+        counter.add_(1)
+        return x * 2
+
+    executable = two_towers(gpu, count, torch.sin, torch.add, static=(), written=(1,))
+    counter = torch.zeros(4)
+    for step in range(1, 6):
+        x = torch.randn(4)
+        loss = executable.run([x, counter])[0]
+        assert loss is not None and torch.equal(loss, x * 2 + x.sin())
+        assert torch.equal(counter, torch.full((4,), float(step)))
+    assert executable.num_replays == 3
+
+
+def test_what_was_let_go_is_captured_again_however_often(gpu: FakeGpu) -> None:
+    """No input has moved, so that does not count."""
+    executable = two_towers(gpu)
+    weight = warm_up(executable)
+    for number in range(MAX_CAPTURES + 2):
+        x = torch.randn(4)
+        assert all(map(torch.equal, executable.run([x, weight]), expected(x, weight)))
+        assert executable.lane_memory and len(gpu.recordings) == number + 1
+        executable.release()
+        executable.release()
+        assert executable.lane_memory == () and executable.shared.forward is None
+    assert counts(executable) == (WARMUP_RUNS, 0, MAX_CAPTURES + 2)
+
+
+def test_a_graph_that_writes_to_who_knows_what_is_never_captured(gpu: FakeGpu) -> None:
+    """Its addresses cannot be held to."""
+    executable = two_towers(gpu, written=None)
+    for _ in range(5):
+        executable.run([torch.randn(4), torch.randn(4)])
+    assert counts(executable) == (5, 0, 0)
+
+
+def test_an_output_that_is_an_input_is_the_callers_own_tensor(gpu: FakeGpu) -> None:
+    """A forward saves inputs for its backward; the copy that a replay reads is not what it returns."""
+    made = add_input(graph((), (0,)), 0)
+    made = replace(
+        made, outputs=(BufferId(0), BufferId(2)), buffers=(replace(made.buffers[0], is_output=True), *made.buffers[1:])
+    )
+    executable = CudaExecutable(
+        program=program_of(made, plan(made, "AB")),
+        graph=made,
+        bodies=[body(torch.mul), body(torch.sin)],
+        gpu=gpu,
+        contract=Contract(static_inputs=frozenset({1}), user_outputs=frozenset({1})),
+        shared=ModelMemory(),
+    )
+    weight = torch.randn(4)
+    held = []
+    for _ in range(5):
+        x = torch.randn(4)
+        saved, out = executable.run([x, weight])
+        held.append(saved)
+        assert saved is x
+        assert out is not None and torch.equal(out, (x * weight).sin())
+    assert executable.num_replays == 3
+
+
+def test_a_kept_view_of_a_parameter_is_no_reason_to_wait(gpu: FakeGpu) -> None:
+    """Others hold the parameter all the time."""
+    executable = two_towers(gpu, lambda x, weight: weight.view(2, 2), torch.sin, lambda w, s: w.reshape(4) + s)
+    weight = torch.randn(4)
+    held = []
+    for _ in range(5):
+        held.append(executable.run([torch.randn(4), weight]))
+    assert executable.num_replays == 3
+    assert all(kept is not None and torch.equal(kept, weight.view(2, 2)) for _, kept in held)
+
+
+def test_random_numbers_differ_between_replays_and_follow_the_seed(gpu: FakeGpu) -> None:
+    """A capture draws nothing."""
+    results = []
+    for _ in range(2):
+        torch.manual_seed(3)
+        executable = two_towers(gpu, lambda x, w: torch.rand(4), torch.sin, torch.add)
+        results.append([executable.run([torch.zeros(4), torch.zeros(4)])[0] for _ in range(5)])
+    torch.manual_seed(3)
+    assert all(torch.equal(a, b) and torch.equal(a, torch.rand(4)) for a, b in zip(*results, strict=True))
+
+
+def make_pair(
+    gpu: FakeGpu,
+    *functions: Callable[..., Any],
+    outputs: Sequence[int] = (2, 0),
+    made: Sequence[int] = (0, 1),
+    **options: Any,
+) -> tuple[CudaExecutable, CudaExecutable]:
+    """Return a forward that keeps `x * weight`, and its backward, which reads that, the weight and a tangent.
+
+    The forward has `outputs`. One function of the backward takes the first two of its inputs, one the other two; it
+    returns what those make.
+    """
+    shared = ModelMemory()
+    forward = two_towers(gpu, outputs=outputs, shared=shared, **options)
+    backward_graph = replace(add_input(add_input(graph((), (), outputs=made), 0), 1), role=Role.BACKWARD)
+    backward = CudaExecutable(
+        program=program_of(backward_graph, plan(backward_graph, "AB")),
+        graph=backward_graph,
+        bodies=[body(function) for function in functions or (torch.mul, torch.sub)],
+        gpu=gpu,
+        contract=Contract(static_inputs=frozenset({0, 1}), user_outputs=frozenset({0, 1})),
+        shared=shared,
+        **options,
+    )
+    return forward, backward
+
+
+def step(pair: tuple[CudaExecutable, CudaExecutable], weight: torch.Tensor) -> None:
+    """Run forward and backward, and check the gradients."""
+    forward, backward = pair
+    x, tangent = torch.randn(4), torch.randn(4)
+    _, kept = forward.run([x, weight])
+    assert kept is not None
+    first, second = backward.run([kept, weight, tangent])
+    assert first is not None and torch.equal(first, x * weight * weight)
+    assert second is not None and torch.equal(second, x * weight - tangent)
+
+
+def test_a_backward_is_captured_after_its_forward_and_lends_its_gradients(gpu: FakeGpu) -> None:
+    """What the forward keeps and the parameters are in place; the tangent is copied, and no gradient is."""
+    pair = forward, backward = make_pair(gpu)
+    weight = torch.randn(4)
+    for _ in range(5):
+        step(pair, weight)
+    assert counts(forward) == counts(backward) == (2, 1, 3)
+    assert [each.shares for each in gpu.recordings] == [None, None]  # the next forward may run while gradients are used
+    gpu.log.clear()
+    step(pair, weight)
+    assert gpu.log == [("copy", "1"), ("replay",), ("copy", "1"), ("copy", "1"), ("replay",)]
+
+
+def test_gradients_that_are_held_are_copied_from_then_on(gpu: FakeGpu) -> None:
+    """Before one is overwritten; the graph is captured anew, and shares the memory of its forward."""
+    forward, backward = make_pair(gpu)
+    weight, held = torch.randn(4), []
+    for number in range(8):
+        x, tangent = torch.randn(4), torch.randn(4)
+        _, kept = forward.run([x, weight])
+        assert kept is not None
+        (first, second), wanted = backward.run([kept, weight, tangent]), (x * weight * weight, x * weight - tangent)
+        held.append((first if number % 2 else second, wanted[0] if number % 2 else wanted[1]))
+        del kept, first, second
+    assert all(found is not None and torch.equal(found, wanted) for found, wanted in held)
+    assert counts(backward) == (2, 1, 6)
+    lending, copying = gpu.recordings[1:]
+    assert (lending.num_replays, copying.num_replays) == (1, 5)
+    assert (lending.shares, copying.shares) == (None, gpu.recordings[0])
+
+
+def test_a_gradient_that_is_returned_twice_is_one_tensor(gpu: FakeGpu) -> None:
+    """Then autograd copies it for one of two parameters; else both would be changed where one is."""
+    forward, backward = make_pair(gpu, made=(1, 1))
+    weight, held = torch.randn(4), []
+    for _ in range(6):
+        _, kept = forward.run([torch.randn(4), weight])
+        assert kept is not None
+        one, other = backward.run([kept, weight, torch.randn(4)])
+        assert one is other and one is not None
+        held.append(one)
+        del kept
+    assert backward.num_replays == 4 and len({each.data_ptr() for each in held}) == 6
+
+
+def test_an_output_that_is_saved_too_is_copied_for_the_user_alone(gpu: FakeGpu) -> None:
+    """Such as a hyperbolic tangent at the end of a model: its backward reads what the user sees."""
+    pair = forward, backward = make_pair(gpu, outputs=(0, 0))
+    weight, held = torch.randn(4), []
+    for _ in range(6):
+        x, tangent = torch.randn(4), torch.randn(4)
+        seen, kept = forward.run([x, weight])
+        assert kept is not None
+        held.append((seen, x * weight))
+        _, gradient = backward.run([kept, weight, tangent])
+        assert gradient is not None and torch.equal(gradient, x * weight - tangent)
+        del kept, gradient
+    assert [counts(each) for each in pair] == [(2, 1, 4), (2, 1, 4)]
+    assert all(found is not None and torch.equal(found, wanted) for found, wanted in held)
+
+
+def test_gradients_of_a_forward_that_was_launched_are_no_reason_to_copy(gpu: FakeGpu) -> None:
+    """Two forwards before two backwards: the second of each is launched, into fresh memory, and overwrites nothing."""
+    pair = forward, backward = make_pair(gpu)
+    weight = torch.randn(4)
+    for _ in range(4):
+        step(pair, weight)
+    for _ in range(3):
+        xs, tangent = [torch.randn(4), torch.randn(4)], torch.randn(4)
+        saved = [kept for x in xs for kept in forward.run([x, weight])[1:] if kept is not None]
+        gradients = [backward.run([kept, weight, tangent])[1] for kept in saved]
+        assert len(gradients) == 2
+        for x, gradient in zip(xs, gradients, strict=True):
+            assert gradient is not None and torch.equal(gradient, x * weight - tangent)
+        del saved, gradients, gradient
+    assert counts(backward) == (2 + 3, 1, 2 + 3) and len(gpu.recordings) == 2
+
+
+def test_a_quota_is_of_a_forward_and_its_backward_together(gpu: FakeGpu) -> None:
+    """So they share memory, and gradients are copied out of it."""
+    pair = forward, backward = make_pair(gpu, lane_memory_quota=2**20)
+    weight = torch.randn(4)
+    for _ in range(4):
+        step(pair, weight)
+    assert counts(forward) == counts(backward) == (2, 1, 2)
+    assert [each.shares for each in gpu.recordings] == [None, gpu.recordings[0]]
+
+
+def test_what_a_backward_only_read_is_not_lent(gpu: FakeGpu) -> None:
+    """A view of a tangent is one of memory that the next tangent is copied into."""
+    forward, backward = make_pair(gpu, lambda kept, weight: kept * weight, lambda weight, tangent: tangent.view(2, 2))
+    weight, held = torch.randn(4), []
+    for _ in range(6):
+        tangent = torch.randn(4)
+        _, kept = forward.run([torch.randn(4), weight])
+        assert kept is not None
+        held.append((backward.run([kept, weight, tangent])[1], tangent.view(2, 2)))
+        del kept
+    assert backward.num_replays == 4
+    assert all(found is not None and torch.equal(found, wanted) for found, wanted in held)
+
+
+def test_with_other_ranks_gradients_are_copied(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Communication reads them on streams of its own."""
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    pair = _, backward = make_pair(gpu)
+    weight = torch.randn(4)
+    for _ in range(5):
+        step(pair, weight)
+    assert counts(backward) == (2, 1, 3)
+    assert [each.shares for each in gpu.recordings] == [None, gpu.recordings[0]]
+
+
+def test_a_backward_follows_its_forward_to_new_addresses(gpu: FakeGpu) -> None:
+    """The forward gets memory of its own again; the backward is right all along."""
+    pair = forward, backward = make_pair(gpu)
+    for _ in range(2):
+        weight = torch.randn(4)
+        for _ in range(5):
+            step(pair, weight)
+    assert (forward.num_captures, backward.num_captures) == (2, 2)
+    assert [each.shares for each in gpu.recordings] == [None] * 4
+
+
+def test_a_backward_of_a_forward_on_lanes_runs_on_lanes(gpu: FakeGpu) -> None:
+    """Its saved tensors are in memory that will be used for something else."""
+    forward, backward = make_pair(gpu)
+    weight = torch.randn(4)
+    for _ in range(3):
+        step((forward, backward), weight)
+    _, first = forward.run([torch.randn(4), weight])
+    _, second = forward.run([torch.randn(4), weight])
+    assert first is not None and second is not None
+    replays = backward.num_replays
+    expected = second.clone()
+    assert torch.equal(backward.run([second, weight, torch.zeros(4)])[1], expected)  # type: ignore[arg-type]
+    assert backward.num_replays == replays
+    expected = first.clone()
+    assert torch.equal(backward.run([first, weight, torch.zeros(4)])[1], expected)  # type: ignore[arg-type]
+    assert backward.num_replays == replays + 1
+
+
+def test_a_failed_capture_is_one_warning_and_lanes_stay(gpu: FakeGpu, caplog: pytest.LogCaptureFixture) -> None:
+    """With `strict`, it is raised."""
+    gpu.fail_capture = RuntimeError("operation not permitted when stream is capturing")
+    executable = two_towers(gpu)
+    weight = torch.randn(4)
+    with caplog.at_level(logging.WARNING, logger="apollo_compile"):
+        for _ in range(6):
+            x = torch.randn(4)
+            loss, _ = executable.run([x, weight])
+            assert loss is not None and torch.equal(loss, expected(x, weight)[0])
+    assert [record.message for record in caplog.records] == [
+        "test runs on lanes without a CUDA graph: RuntimeError: operation not permitted when stream is capturing"
+    ]
+    assert counts(executable) == (6, 1, 0)
+    strict = two_towers(gpu, strict=True)
+    weight = warm_up(strict)
+    with pytest.raises(RuntimeError, match="not permitted"):
+        strict.run([torch.randn(4), weight])
+
+
+def test_an_input_whose_elements_share_memory_cannot_be_copied_into(gpu: FakeGpu) -> None:
+    """The message says what to do."""
+    executable = two_towers(gpu, strict=True)
+    weight = warm_up(executable)
+    with pytest.raises(UnsupportedGraphError, match=r"shape \(4,\) and strides \(0,\).*make it contiguous"):
+        executable.run([torch.randn(1).expand(4), weight])
+
+
+def test_an_output_whose_elements_share_memory_is_copied_out(gpu: FakeGpu) -> None:
+    """Such as a mask for a whole batch; the memory that its elements share is what is copied."""
+    executable = two_towers(gpu, torch.mul, torch.sin, lambda product, sine: product[:1].expand(3), strict=True)
+    weight, held = torch.randn(4), []
+    for _ in range(6):
+        x = torch.randn(4)
+        held.append((executable.run([x, weight])[0], (x * weight)[:1].expand(3)))
+    assert executable.num_replays == 4
+    for out, wanted in held:
+        assert out is not None and torch.equal(out, wanted) and out.stride() == (0,)
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda made: made.view(2, 2),
+        lambda made: made[1:],
+        lambda made: made[3:].to(torch.float32).view(torch.int32),
+        lambda made: made[:0],
+        lambda made: made.view(torch.complex64),
+    ],
+    ids=["all", "a part", "another type", "nothing", "larger elements"],
+)
+def test_outputs_that_share_memory_share_it_after_a_replay_too(gpu: FakeGpu, view: Callable[..., torch.Tensor]) -> None:
+    """A graph without gradients may return a tensor and a view of it; who writes to one writes to the other."""
+    made = replace(graph((), (0,), outputs=(0, 1)), role=Role.INFERENCE)
+    executable = CudaExecutable(
+        program=program_of(made, plan(made, "AB")),
+        graph=made,
+        bodies=[body(torch.sin), body(view)],
+        gpu=gpu,
+        contract=Contract(user_outputs=frozenset({0, 1})),
+        shared=ModelMemory(),
+        strict=True,
+    )
+    held = []
+    for _ in range(5):
+        x = torch.randn(4)
+        out, part = executable.run([x])
+        assert out is not None and part is not None
+        assert out.untyped_storage().data_ptr() == part.untyped_storage().data_ptr()
+        held.append((out, part, x.sin()))
+    assert executable.num_replays == 3
+    for out, part, wanted in held:
+        assert torch.equal(out, wanted) and torch.equal(part, view(wanted)) and part.stride() == view(wanted).stride()
+
+
+def test_an_operator_that_must_not_be_captured_is_launched_at_every_step(gpu: FakeGpu) -> None:
+    """It counts its calls; nor is it called to time its body."""
+    calls = itertools.count(1)
+    executable = two_towers(gpu, lambda x, weight: torch.full((4,), float(next(calls))), torch.sin, torch.add)
+    executable = replace(executable, contract=replace(executable.contract, unsafe="mine::count"), num_launches=0)
+    weight = torch.randn(4)
+    for number in range(1, 6):
+        x = torch.randn(4)
+        out, _ = executable.run([x, weight])
+        assert out is not None and torch.equal(out, number + x.sin())
+    with pytest.raises(UnsupportedGraphError, match="test has mine::count, which no CUDA graph may hold"):
+        executable.measure([x, weight])
+    assert counts(executable) == (5, 0, 0)
+
+
+def test_lanes_wait_for_every_stream_that_may_read_what_they_made(gpu: FakeGpu) -> None:
+    """The memory of what one caller still reads on its stream is given to a run that another one starts."""
+    executable = two_towers(gpu, written=None)
+    weight = torch.randn(4)
+    for _ in range(2):
+        gpu.caller = CALLER
+        out, _ = executable.run([torch.randn(4), weight])
+        assert out is not None
+        gpu.call(lambda tensors: [tensors[0] + 1], [out], CALLER)
+        del out
+        gpu.caller = "another stream"
+        executable.run([torch.randn(4), weight])
+    assert not gpu.races
+
+
+def test_one_thread_at_a_time_launches_on_a_device(gpu: FakeGpu) -> None:
+    """Lanes are the same streams for all executables, and one may be capturing."""
+    inside, most = [0], [0]
+
+    def slow(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        inside[0] += 1
+        most[0] = max(most[0], inside[0])
+        time.sleep(0.01)
+        inside[0] -= 1
+        return x * weight
+
+    def run() -> None:
+        executable, weight = two_towers(gpu, slow, torch.sin, torch.add), torch.randn(4)
+        for _ in range(3):
+            executable.run([torch.randn(4), weight])
+
+    threads = [threading.Thread(target=run) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert most == [1]
+
+
+def test_inside_a_capture_of_the_user_the_lanes_join_it(gpu: FakeGpu) -> None:
+    """They are launched as ever, and nothing of ours is captured or replayed."""
+    executable = two_towers(gpu)
+    weight = torch.randn(4)
+    gpu.is_captured_by_user = True
+    for _ in range(5):
+        executable.run([torch.randn(4), weight])
+    assert counts(executable) == (5, 0, 0)
+
+
+def test_an_exception_of_a_body_comes_out_and_the_next_run_is_right(gpu: FakeGpu) -> None:
+    """On lanes and in a capture."""
+    state = SimpleNamespace(fails=True)
+
+    def fail(x: torch.Tensor) -> torch.Tensor:
+        if state.fails:
+            raise ZeroDivisionError("a body's own")
+        return x.sin()
+
+    executable = two_towers(gpu, torch.mul, fail, torch.add)
+    weight = torch.randn(4)
+    with pytest.raises(ZeroDivisionError, match="a body's own"):
+        executable.run([torch.randn(4), weight])
+    state.fails = False
+    for _ in range(4):
+        x = torch.randn(4)
+        loss, _ = executable.run([x, weight])
+        assert loss is not None and torch.equal(loss, expected(x, weight)[0])
+
+
+def test_a_lane_over_its_memory_quota_is_refused_by_name_before_it_is_replayed(gpu: FakeGpu) -> None:
+    """One that fits is accounted for."""
+    weight = torch.randn(4)
+    fitting = two_towers(gpu, lane_memory_quota=32)
+    for _ in range(3):
+        fitting.run([torch.randn(4), weight])
+    assert [(each.lane, each.num_bytes) for each in fitting.lane_memory] == [(1, 32), (2, 16)]
+    over = two_towers(gpu, lane_memory_quota=31)
+    weight = warm_up(over)
+    with pytest.raises(MemoryQuotaError) as caught:
+        over.run([torch.randn(4), weight])
+    assert str(caught.value) == (
+        "lane 1 of test took 32 B for 2 segments; it may take 31 B; most of it is kept for m0: raise "
+        "'device.lane_memory_quota', or cut the graph with 'partition.max_segment_share'"
+    )
+    assert over.num_replays == 0 and over.lane_memory == ()
+
+
+def hard(gpu: FakeGpu, quota: int, **options: Any) -> CudaExecutable:
+    """Return `two_towers` whose lanes get no byte beyond the quota."""
+    return two_towers(gpu, lane_memory_quota=quota, is_quota_hard=True, **options)
+
+
+def test_lanes_with_hard_quotas_are_captured_alone_and_are_right(gpu: FakeGpu) -> None:
+    """Pieces between waits and records, launched on their lanes in an order that keeps those."""
+    executable = hard(gpu, 32)
+    weight = warm_up(executable)
+    gpu.log.clear()
+    x = torch.randn(4)
+    loss, kept = executable.run([x, weight])
+    a, b = "lane 1", "lane 2"
+    captures = [entry for entry in gpu.log if entry[0] == "capture alone"]
+    assert captures == [("capture alone", a), ("capture alone", b), ("capture alone", a)]
+    assert [(each.lane, each.num_bytes) for each in executable.lane_memory] == [(1, 32), (2, 16)]
+    replay = gpu.log[gpu.log.index(("copy", "1")) :]
+    assert replay == [
+        ("copy", "1"),
+        ("record", CALLER),
+        ("wait", a),
+        ("wait", b),
+        ("on", a),
+        ("replay",),
+        ("on", b),
+        ("replay",),
+        ("record", b),
+        ("wait", a),
+        ("on", a),
+        ("replay",),
+        ("record", a),
+        ("wait", CALLER),
+        ("record", b),
+        ("wait", CALLER),
+        ("copy", "1"),
+    ]
+    for _ in range(3):
+        assert loss is not None and kept is not None
+        assert all(map(torch.equal, (loss, kept), expected(x, weight)))
+        del kept
+        x = torch.randn(4)
+        loss, kept = executable.run([x, weight])
+    assert kept is not None and counts(executable) == (2, 1, 4) and not gpu.races
+
+
+def test_a_lane_that_asks_for_more_than_a_hard_quota_gets_nothing(gpu: FakeGpu) -> None:
+    """The error says who asked for what, and the step can be run again another way: its inputs are untouched."""
+    executable = hard(gpu, 31)
+    weight = warm_up(executable)
+    inputs = [torch.randn(4), weight]
+    with pytest.raises(MemoryQuotaError) as caught:
+        executable.run(inputs)
+    assert str(caught.value) == (
+        "lane 1 of test asked for 16 B more for m2 and got nothing: it has 16 B of 31 B; raise "
+        "'device.lane_memory_quota', or cut the graph with 'partition.max_segment_share'"
+    )
+    assert len(inputs) == 2 and executable.num_replays == 0
+    loss, _ = executable.run(list(inputs))
+    assert loss is not None and torch.equal(loss, expected(*inputs)[0])
+    assert executable.num_captures == 1
+
+
+def test_the_lane_with_every_unit_has_no_quota(gpu: FakeGpu) -> None:
+    """It is the caller's stream, on which segments run in turn: that must stay possible, hard quota or not."""
+    made = graph((), (), (0, 1))
+    for is_hard in (False, True):
+        executable = CudaExecutable(
+            program=program_of(made, plan(made, LETTERS[0] * 3)),
+            graph=made,
+            bodies=[body(torch.cos), body(torch.sin), body(torch.add)],
+            gpu=gpu,
+            contract=Contract(user_outputs=frozenset({0})),
+            shared=ModelMemory(),
+            lane_memory_quota=1,
+            is_quota_hard=is_hard,
+        )
+        for _ in range(4):
+            x = torch.randn(4)
+            (out,) = executable.run([x])
+            assert out is not None and torch.equal(out, x.cos() + x.sin())
+        assert counts(executable) == (2, 1, 2)
+
+
+def test_a_device_without_memory_is_not_called_a_quota(gpu: FakeGpu, caplog: pytest.LogCaptureFixture) -> None:
+    """It is a capture that failed."""
+
+    def fail(x: torch.Tensor) -> torch.Tensor:
+        if gpu.log[-2:] == [("capture alone", "lane 2"), ("launch", "lane 2")]:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return x.sin()
+
+    executable = two_towers(gpu, torch.mul, fail, torch.add, lane_memory_quota=1000, is_quota_hard=True)
+    weight = warm_up(executable)
+    executable.run([torch.randn(4), weight])
+    assert "runs on lanes without a CUDA graph: OutOfMemoryError: CUDA out of memory" in caplog.text
+
+
+def test_a_backward_takes_from_the_pools_of_its_forward(gpu: FakeGpu) -> None:
+    """A lane's quota is for both together."""
+    pair = make_pair(gpu, lane_memory_quota=48, is_quota_hard=True)
+    weight = torch.randn(4)
+    for _ in range(5):
+        step(pair, weight)
+    forward, backward = pair
+    assert counts(forward) == counts(backward) == (2, 1, 3)
+    assert [(each.lane, each.num_bytes) for each in backward.lane_memory] == [(1, 48), (2, 32)]
+    tight = make_pair(gpu, lane_memory_quota=47, is_quota_hard=True)
+    weight = torch.randn(4)
+    for _ in range(WARMUP_RUNS):
+        step(tight, weight)
+    with pytest.raises(MemoryQuotaError, match="lane 1 of test asked for 16 B more for m0 and got nothing: it has 32"):
+        step(tight, weight)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_pieces_of_any_program_compute_what_its_graph_does(seed: int) -> None:
+    """At every replay anew, whatever is let go in between."""
+    made, program = random_program(seed)
+    gpu = FakeGpu(units=len(program.lanes[0].units))
+    slot = torch.zeros(2, dtype=torch.float64)
+    recording, outputs = capture_pieces(
+        program, bodies_of(made), gpu, [slot], graph=made, quota=2**20, urgency={}, tuned={}, shares=None
+    )
+    for value in (1.0, 2.0):
+        slot.fill_(value)
+        recording.replay()
+        assert all(map(torch.equal, outputs, expected_of(made, torch.full_like(slot, value))))
+    launches = [entry for entry in gpu.log if entry[0] == "launch"]
+    assert len(launches) == len(made.segments) and not gpu.races
+
+
+def test_pieces_of_lanes_that_wait_in_a_circle_are_refused() -> None:
+    """No order of the host could launch them."""
+    made = graph((), ())
+    program = program_of(made, plan(made, "AB"))
+    circle = replace(program, instructions=((), (Wait(event=EventId(0)), Record(event=EventId(0))), ()), num_events=1)
+    with pytest.raises(ValueError, match="program test cannot be launched: its lanes wait for each other in a circle"):
+        piece_order(circle)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_pieces_come_in_an_order_that_can_be_launched(seed: int) -> None:
+    """Every lane's own, each record before its waits; pieces are as long as they can be."""
+    _, program = random_program(seed)
+    order = piece_order(program)
+    for lane, instructions in zip(program.lanes, program.instructions, strict=True):
+        own = [piece for on, piece in order if on == lane.id]
+        assert tuple(each for piece in own for each in piece) == instructions
+        for one, other in itertools.pairwise(own):
+            assert isinstance(one[0], Record | Wait) or isinstance(other[0], Record | Wait)
+    recorded = set()
+    for _, (first, *rest) in order:
+        if isinstance(first, Record):
+            recorded.add(first.event)
+        if isinstance(first, Wait):
+            assert first.event in recorded
+        assert not rest or not any(isinstance(each, Record | Wait) for each in (first, *rest))
+
+
+def test_bodies_are_timed_on_every_quota_without_a_trace(gpu: FakeGpu) -> None:
+    """On the whole device and on the first lane of every other size; nothing is written, no random number drawn."""
+
+    def count(x: torch.Tensor, counter: torch.Tensor) -> torch.Tensor:
+        counter.add_(1)
+        return x * torch.rand(4)
+
+    gpu.ns_by_stream = {"origin of the capture": 500, "lane 1": 900}
+    executable = two_towers(gpu, count, torch.sin, torch.add, static=(), written=(1,))
+    counter, x = torch.zeros(4), torch.randn(4)
+    torch.manual_seed(1)
+    observations = executable.measure([x, counter])
+    assert [(each.body, each.units, each.median_ns, each.count) for each in observations.entries] == [
+        (0, 1, 900, 5),
+        (0, 2, 500, 5),
+        (1, 1, 900, 5),
+        (1, 2, 500, 5),
+        (2, 1, 900, 5),
+        (2, 2, 500, 5),
+    ]
+    assert torch.equal(counter, torch.zeros(4)) and not gpu.races
+    after = torch.rand(1)
+    torch.manual_seed(1)
+    assert torch.equal(after, torch.rand(1))
+    with pytest.raises(UnsupportedGraphError, match="test writes to other tensors than its inputs; it is not timed"):
+        two_towers(gpu, written=None).measure([x, counter])
+
+
+def test_code_has_run_before_it_is_timed(gpu: FakeGpu) -> None:
+    """Tuning at the first run waits for the device, which a capture refuses; so with code for one quota."""
+    seen: dict[str, bool] = {}
+
+    def noting(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
+        def run(x: torch.Tensor) -> torch.Tensor:
+            seen.setdefault(name, ("capture",) in gpu.log)
+            return x.sin()
+
+        return run
+
+    tuned = {(BodyId(1), 1): body(noting("for one unit"))}
+    executable = two_towers(gpu, torch.mul, noting("for all"), torch.add, tuned=tuned)
+    executable.measure([torch.randn(4), torch.randn(4)])
+    assert seen == {"for all": False, "for one unit": False} and ("capture",) in gpu.log
+
+
+def test_a_whole_graph_takes_the_inputs_that_it_does_not_return(gpu: FakeGpu) -> None:
+    """So that what a backward has read goes before its end."""
+    made = add_input(graph((), (0,)), 1)
+    made = replace(made, outputs=(*made.outputs, made.inputs[1]))
+    _, program, make_body = as_one_segment(made, Lane(id=LaneId(0), units=(0, 1)))
+    is_gone: list[bool] = []
+
+    def run(arguments: Tensors) -> Tensors:
+        taken, kept = arguments
+        arguments.clear()
+        reference = weakref.ref(taken)
+        outputs = [taken + kept, kept]
+        del taken
+        is_gone.append(reference() is None)
+        return outputs
+
+    kept = torch.ones(2)
+    total, same = Launcher(program, [make_body(run)], gpu).launch([torch.ones(2), kept], CALLER)
+    assert is_gone == [True] and same is kept and torch.equal(total, torch.full((2,), 2.0))
+
+
+def test_replays_from_different_streams_take_turns(gpu: FakeGpu) -> None:
+    """They work in the same memory: the second waits for the first before it copies anything in."""
+    executable = two_towers(gpu)
+    weight = warm_up(executable)
+    executable.run([torch.randn(4), weight])
+    gpu.log.clear()
+    gpu.caller = "another stream"
+    executable.run([torch.randn(4), weight])
+    assert gpu.log == [("record", CALLER), ("wait", "another stream"), ("copy", "1"), ("replay",), ("copy", "1")]
+
+
+def test_streams_of_the_caller_may_change(gpu: FakeGpu) -> None:
+    """Lanes fork from whatever it is."""
+    executable = two_towers(gpu)
+    gpu.caller = "another stream"
+    executable.run([torch.randn(4), torch.randn(4)])
+    assert ("record", "another stream") in gpu.log and ("record", CALLER) not in gpu.log

@@ -1,0 +1,251 @@
+"""`TorchGpu` with the stub of libcuda: which streams lanes get, and what libraries and pools are told of them.
+
+What torch needs a device for (streams, pools) is replaced by what records it; the driver is the stub.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from apollo_compile import _native
+from apollo_compile.device.gpu.gpu import Sharing, TorchGpu, TorchLanePool, _lane_allocator
+from apollo_compile.errors import CudaError
+from apollo_compile.ir import Lane, LaneId
+
+WHOLE = Lane(id=LaneId(0), units=tuple(range(132)))
+LEFT = Lane(id=LaneId(1), units=tuple(range(96)))
+RIGHT = Lane(id=LaneId(2), units=tuple(range(96, 132)))
+
+
+@pytest.fixture
+def gpu(stub: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> TorchGpu:
+    """Return the stub's device."""
+
+    def plain(device: torch.device, priority: int = 0) -> SimpleNamespace:
+        return SimpleNamespace(kind="plain", cuda_stream=-1, priority=priority)
+
+    def external(handle: int, device: torch.device) -> SimpleNamespace:
+        return SimpleNamespace(kind="lane", cuda_stream=handle)
+
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    monkeypatch.setattr(torch.cuda, "Stream", plain)
+    monkeypatch.setattr(torch.cuda, "ExternalStream", external)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    monkeypatch.setattr("apollo_compile.device.gpu.gpu.open_device", lambda ordinal: _native.cuda_device(0, stub._name))
+    return TorchGpu(0)
+
+
+def sms_of(stub: ctypes.CDLL, stream: SimpleNamespace) -> set[int]:
+    """Return the SMs of a lane's stream."""
+    sms = (ctypes.c_int * 256)()
+    return set(sms[: stub.stub_sms_of_stream(stream.cuda_stream, sms)])
+
+
+def test_a_lane_has_the_sms_of_its_units(gpu: TorchGpu, stub: ctypes.CDLL) -> None:
+    """The same stream every time, however urgent; with every unit it is the caller's own."""
+    left, right = gpu.lane_stream(LEFT), gpu.lane_stream(RIGHT, 3)
+    assert (len(sms_of(stub, left)), len(sms_of(stub, right))) == (96, 36)
+    assert not sms_of(stub, left) & sms_of(stub, right)
+    assert gpu.lane_stream(RIGHT, 1) is right
+    assert gpu.lane_stream(WHOLE, 5) is None
+
+
+def test_overlapping_lanes_have_half_of_what_is_beside_them(gpu: TorchGpu, stub: ctypes.CDLL) -> None:
+    """And priorities: the more urgent, the lower the number."""
+    overlapping = gpu.sharing(Sharing.OVERLAPPING)
+    left, right = overlapping.lane_stream(LEFT, 1), overlapping.lane_stream(RIGHT, 0)
+    assert (len(sms_of(stub, left)), len(sms_of(stub, right))) == (112, 84)
+    assert len(sms_of(stub, left) & sms_of(stub, right)) == 64
+    native = gpu.native
+    assert native.lane(list(range(14)), -1).stream == left.cuda_stream
+    assert native.lane(list(range(6, 16)), 0).stream == right.cuda_stream
+
+
+def test_plain_streams_have_priorities_only_where_these_are_asked_for(gpu: TorchGpu) -> None:
+    """Within what the device has."""
+    by_urgency = gpu.sharing(Sharing.URGENCY)
+    assert [by_urgency.lane_stream(LEFT, urgency).priority for urgency in (0, 2, 99)] == [0, -2, -5]
+    assert [gpu.sharing(Sharing.FREE).lane_stream(LEFT, urgency).priority for urgency in (0, 2)] == [0, 0]
+    assert gpu.sharing(Sharing.APART) is gpu
+    assert gpu.sharing(Sharing.FREE).sharing(Sharing.URGENCY) is by_urgency
+
+
+def test_a_lane_that_gets_fewer_sms_is_refused(gpu: TorchGpu, stub: ctypes.CDLL) -> None:
+    """Its plan would rest on more."""
+    stub.stub_set_grants(2, 0)
+    with pytest.raises(CudaError, match=r"lane 1 was granted 94 SMs instead of 96 on Stub GPU; turn 'device\.cuda"):
+        gpu.lane_stream(LEFT)
+
+
+@pytest.mark.parametrize(
+    ("sharing", "left_out"),
+    [(Sharing.APART, 36), (Sharing.OVERLAPPING, 20), (Sharing.FREE, None), (Sharing.URGENCY, None)],
+)
+def test_libraries_are_told_of_the_sms_that_are_not_the_lanes(
+    gpu: TorchGpu, sharing: Sharing, left_out: int | None
+) -> None:
+    """While a body is launched on it, and not afterwards; nor on the lane for longer, where others launch meanwhile."""
+    device, seen = gpu.sharing(sharing), []
+    stream = device.lane_stream(LEFT)
+    device.call(lambda inputs: seen.append(torch._C._get_sm_carveout_experimental()) or [], [], stream)  # type: ignore[func-returns-value]
+    with device.on_lane(LEFT):
+        seen.append(torch._C._get_sm_carveout_experimental())
+    assert seen == [left_out, None]
+    assert torch._C._get_sm_carveout_experimental() is None
+
+
+class Allocator:
+    """Calls for segments of a lane as torch would, from the library and by the names that it is told."""
+
+    def __init__(self, path: str, allocate: str, free: str) -> None:
+        library = ctypes.CDLL(path)
+        self._allocate, self._free = library[allocate], library[free]
+        self._allocate.restype = ctypes.c_void_p
+        self._allocate.argtypes = [ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p]
+        self._free.argtypes = [ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p]
+        self._taken: list[tuple[int, int, int]] = []
+
+    def allocator(self) -> Allocator:
+        """Return itself."""
+        return self
+
+    def take(self, num_bytes: int, stream: int) -> int | None:
+        """Return the address of a segment."""
+        pointer: int | None = self._allocate(num_bytes, 0, stream)
+        if pointer:
+            self._taken.append((pointer, num_bytes, stream))
+        return pointer
+
+    def free_all(self) -> None:
+        """Give all segments back."""
+        for pointer, num_bytes, stream in self._taken:
+            self._free(pointer, num_bytes, 0, stream)
+        self._taken.clear()
+
+
+@pytest.fixture
+def allocators(gpu: TorchGpu, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Allocator]]:
+    """Return the allocators that pools were made with, one per pool, in the order of the pools."""
+    found: list[Allocator] = []
+    current: list[torch.device] = [torch.device("cuda", 7)]
+
+    @contextlib.contextmanager
+    def on(device: torch.device) -> Iterator[None]:
+        current.append(device)
+        yield
+        current.pop()
+
+    def pool(allocator: Allocator) -> SimpleNamespace:
+        assert current[-1] == gpu.device, "a pool of another device"
+        found.append(allocator)
+        return SimpleNamespace(id=(0, len(found)))
+
+    monkeypatch.setattr(torch.cuda.memory, "CUDAPluggableAllocator", Allocator)
+    monkeypatch.setattr(torch.cuda, "device", on)
+    monkeypatch.setattr(torch.cuda, "MemPool", pool)
+    _lane_allocator.cache_clear()
+    yield found
+    _lane_allocator.cache_clear()
+    for each in found:
+        each.free_all()
+
+
+Allocate = Callable[[int], int | None]
+
+
+@pytest.fixture
+def allocate(gpu: TorchGpu, allocators: list[Allocator]) -> Allocate:
+    """Return what torch would call for a segment of the left lane."""
+    stream = gpu.lane_stream(LEFT).cuda_stream
+    return lambda num_bytes: allocators[-1].take(num_bytes, stream)
+
+
+def test_all_pools_have_one_allocator(gpu: TorchGpu, allocators: list[Allocator]) -> None:
+    """It is there for as long as the process, since torch points to it after a pool is gone."""
+    for lane in (LEFT, RIGHT):
+        gpu.lane_pool(gpu.lane_stream(lane), 100)
+    assert allocators[0] is allocators[1] is _lane_allocator()
+
+
+def test_what_other_pools_let_go_before_a_capture_is_not_this_pools(
+    gpu: TorchGpu, allocate: Allocate, allocators: list[Allocator], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch empties its cache at the beginning; the stream has less then, and the pool no more than its quota."""
+
+    @contextlib.contextmanager
+    def graph(made: object, **options: object) -> Iterator[None]:
+        allocators[0].free_all()
+        yield
+
+    monkeypatch.setattr(torch.cuda, "graph", graph)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", SimpleNamespace)
+    monkeypatch.setattr("apollo_compile.device.gpu.gpu.clear_workspaces", lambda: None)
+    stream = gpu.lane_stream(LEFT)
+    first, second = gpu.lane_pool(stream, 100), gpu.lane_pool(stream, 50)
+    assert isinstance(first, TorchLanePool)
+    with first.limited():
+        assert allocate(60)
+    given: list[bool] = []
+    gpu.capture_alone(lambda stream: given.extend(bool(allocate(size)) for size in (51, 50)), stream, second)
+    assert given == [False, True] and second.taken_bytes == 50
+
+
+def test_a_capture_that_ends_in_an_error_leaves_its_stream(gpu: TorchGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch does not; all later work of the caller would be on it."""
+    current = ["the caller's"]
+
+    @contextlib.contextmanager
+    def on(stream: object) -> Iterator[None]:
+        before, current[0] = current[0], "the capture's"
+        try:
+            yield
+        finally:
+            current[0] = before
+
+    @contextlib.contextmanager
+    def graph(made: object, **options: object) -> Iterator[None]:
+        current[0] = "the capture's"
+        yield
+        raise RuntimeError("a lane is not joined")
+
+    monkeypatch.setattr(torch.cuda, "stream", on)
+    monkeypatch.setattr(torch.cuda, "graph", graph)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", SimpleNamespace)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
+    monkeypatch.setattr("apollo_compile.device.gpu.gpu.clear_workspaces", lambda: None)
+    with pytest.raises(RuntimeError, match="a lane is not joined"):
+        gpu.capture(lambda stream: None, None)
+    assert current == ["the caller's"]
+
+
+def test_pools_of_one_lane_have_a_quota_each(gpu: TorchGpu, allocate: Allocate) -> None:
+    """Every graph has pools of its own; outside a capture a pool gives nothing."""
+    stream = gpu.lane_stream(LEFT)
+    first, second = gpu.lane_pool(stream, 100), gpu.lane_pool(stream, 50)
+    assert isinstance(first, TorchLanePool) and first.id != second.id
+    with first.limited():
+        assert allocate(60) and not allocate(41)
+        assert (first.taken_bytes, first.refused_bytes) == (60, 41)
+    with second.limited():
+        assert allocate(50) and not allocate(1)
+    with first.limited():
+        assert first.refused_bytes == 0 and not allocate(41) and allocate(40)
+    assert (first.taken_bytes, second.taken_bytes) == (100, 50)
+    with pytest.raises(ZeroDivisionError), second.limited():
+        raise ZeroDivisionError
+    assert second.taken_bytes == 50
+
+
+def test_nothing_is_taken_between_captures(gpu: TorchGpu, allocate: Allocate) -> None:
+    """Somebody who allocates from the pool then gets nothing."""
+    pool = gpu.lane_pool(gpu.lane_stream(LEFT), 100)
+    with pool.limited():
+        assert allocate(10)
+    assert not allocate(1)
+    assert pool.taken_bytes == 10

@@ -1,0 +1,298 @@
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from apollo_compile.device.gpu.gpu import atoms_of
+from apollo_compile.device.gpu.launch import Launcher, host_order
+from apollo_compile.device.gpu.urgency import rank_lanes
+from apollo_compile.device.lanes import lane_catalogue
+from apollo_compile.errors import InvariantError
+from apollo_compile.ir import (
+    BodyId,
+    CostSource,
+    CostTable,
+    EventId,
+    Lane,
+    LaneId,
+    Launch,
+    Mode,
+    Plan,
+    Program,
+    Record,
+    SegmentGraph,
+    Wait,
+)
+from apollo_compile.ir.check import check_memory, check_program
+from apollo_compile.passes.emit import emit_program
+from apollo_compile.passes.memory import plan_memory
+from apollo_compile.passes.sync import eliminate_syncs
+from tests.builders import graph, plan, random_costs, random_graph, random_lanes, random_plan
+from tests.device.gpu.fake_gpu import CALLER, FakeGpu
+
+
+def program_of(made: SegmentGraph, planned: Plan, *, owners_release: bool = True) -> Program:
+    """Return the checked program."""
+    syncs = eliminate_syncs(made, planned)
+    memory = plan_memory(made, planned, syncs, owners_release=owners_release)
+    check_memory(memory, made, planned, syncs, owners_release=owners_release)
+    program = emit_program(made, planned, syncs, memory)
+    check_program(program, made, planned, syncs, memory)
+    return program
+
+
+def random_program(seed: int, *, owners_release: bool = True) -> tuple[SegmentGraph, Program]:
+    """Return a random program over random lanes."""
+    rng = random.Random(seed)
+    made = random_graph(rng, rng.randrange(1, 14))
+    lanes = random_lanes(rng)
+    planned = random_plan(rng, made, lanes, random_costs(rng, made, lanes))
+    return made, program_of(made, planned, owners_release=owners_release)
+
+
+def bodies_of(made: SegmentGraph) -> list:  # type: ignore[type-arg]
+    """Return, per body, a function whose outputs depend on all of its inputs; it empties its list."""
+    outputs_by_body = {segment.body: len(segment.outputs) for segment in made.segments}
+
+    def body(number: int):  # type: ignore[no-untyped-def]
+        def run(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+            total = sum(tensor * (place + 2) for place, tensor in enumerate(inputs)) + number
+            inputs.clear()
+            return [total * (index + 1) for index in range(outputs_by_body.get(number, 1))]
+
+        return run
+
+    return [body(number) for number in range(max(outputs_by_body) + 1)]
+
+
+def expected_of(made: SegmentGraph, value: torch.Tensor) -> list[torch.Tensor]:
+    """Return the outputs by running segments in order of their ids."""
+    bodies, values = bodies_of(made), {made.inputs[0]: value}
+    for segment in made.segments:
+        out = bodies[segment.body]([values[buffer] for buffer in segment.inputs])
+        values.update(zip(segment.outputs, out, strict=True))
+    return [values[buffer] for buffer in made.outputs if buffer is not None]
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_any_program_is_launched_in_a_legal_order_and_frees_memory_safely(seed: int) -> None:
+    """Twice in a row, so that memory freed between runs is used again too; numbers are those of the graph."""
+    made, program = random_program(seed)
+    gpu = FakeGpu(units=len(program.lanes[0].units))
+    launcher = Launcher(program, bodies_of(made), gpu)
+    for value in (1.0, 2.0):
+        outputs = launcher.launch([torch.full((2,), value, dtype=torch.float64)], CALLER)
+        expected = expected_of(made, torch.full((2,), value, dtype=torch.float64))
+        assert all(map(torch.equal, outputs, expected))
+    assert not gpu.races
+
+
+def test_lanes_run_what_was_made_for_their_number_of_units() -> None:
+    """And what was made for every number, where there is nothing else."""
+    made = replace(graph((), ()), segments=tuple(replace(each, body=BodyId(0)) for each in graph((), ()).segments))
+    whole, half, other = replace(plan(made, "AB"), lanes=lanes_of(4)).lanes
+    program = replace(program_of(made, plan(made, "AB")), lanes=(whole, half, other))
+    seen: list[str] = []
+
+    def body(name: str):  # type: ignore[no-untyped-def]
+        def run(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+            seen.append(name)
+            return [inputs.pop() + 1]
+
+        return run
+
+    gpu = FakeGpu(units=4)
+    Launcher(program, [body("any")], gpu, tuned={(BodyId(0), 3): body("three")}).launch([torch.ones(1)], CALLER)
+    assert (len(half.units), len(other.units), seen) == (3, 1, ["three", "any"])
+
+
+def lanes_of(units: int) -> tuple[Lane, ...]:
+    """Return a lane with all units, one with all but one, and one with that."""
+    ranges = (range(units), range(units - 1), range(units - 1, units))
+    return tuple(Lane(id=LaneId(index), units=tuple(each)) for index, each in enumerate(ranges))
+
+
+def test_the_lane_with_the_longest_way_to_the_end_is_the_most_urgent() -> None:
+    """By durations on the whole device; each lane's stream is asked for with its urgency."""
+    made = graph((), (), (0,), (1,), (2, 3))
+    planned = plan(made, "ABABA")
+    costs = CostTable(
+        modes=tuple(
+            tuple(
+                Mode(units=units, duration_ns=ns // units, memory_bytes=0, source=CostSource.FORMULA, memory_share=0.0)
+                for units in (1, 2)
+            )
+            for ns in (10, 40, 10, 20, 10)
+        ),
+        handover_ns=0,
+    )
+    urgency = rank_lanes(made, planned, costs)
+    assert urgency == {1: 0, 2: 1}
+    gpu = FakeGpu(units=2)
+    Launcher(program_of(made, planned), bodies_of(made), gpu, urgency)
+    assert gpu.urgency == {"lane 1": 0, "lane 2": 1}
+
+
+def test_of_lanes_with_equal_ways_to_the_end_the_first_is_more_urgent() -> None:
+    """So that the order is the same every time."""
+    made = graph((), ())
+    planned = plan(made, "AB")
+    modes = (Mode(units=2, duration_ns=5, memory_bytes=0, source=CostSource.FORMULA, memory_share=0.0),)
+    assert rank_lanes(made, planned, CostTable(modes=(modes, modes), handover_ns=0)) == {2: 0, 1: 1}
+
+
+def test_holds_for_threads_would_be_races_on_a_gpu() -> None:
+    """Lane B would let a buffer of lane A go while it reads it, and A's next segment would write there."""
+    made = graph((), (0,), ())
+    for owners_release, expected in ((False, ["memory of lane 1 is used again while lane 2 reads it"]), (True, [])):
+        gpu = FakeGpu(units=2)
+        program = program_of(made, plan(made, "ABA"), owners_release=owners_release)
+        Launcher(program, bodies_of(made), gpu).launch([torch.ones(1)], CALLER)
+        assert gpu.races == expected
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_buffers_go_on_their_owners_lane_as_early_as_it_knows_the_readers_ended(seed: int) -> None:
+    """Every other hold is refused, and graph inputs stay to the end."""
+    rng = random.Random(seed)
+    made = random_graph(rng, rng.randrange(2, 12))
+    lanes = random_lanes(rng)
+    planned = random_plan(rng, made, lanes, random_costs(rng, made, lanes))
+    syncs = eliminate_syncs(made, planned)
+    memory = plan_memory(made, planned, syncs, owners_release=True)
+    check_memory(memory, made, planned, syncs, owners_release=True)
+    assert set(made.inputs) <= set(memory.at_end) or made.buffers[0].is_output
+    free = plan_memory(made, planned, syncs)
+    order = {assignment.segment: rank for rank, assignment in enumerate(planned.in_start_order())}
+    early = {hold.buffer: order[hold.segment] for hold in free.holds}
+    for hold in memory.holds:
+        assert order[hold.segment] >= early[hold.buffer]
+    foreign = [hold for hold in free.holds if hold not in memory.holds]
+    if foreign:
+        with pytest.raises(InvariantError, match="on another lane than its owner's"):
+            check_memory(free, made, planned, syncs, owners_release=True)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_host_order_has_every_instruction_once_and_records_before_waits(seed: int) -> None:
+    """And every lane's own order."""
+    _, program = random_program(seed)
+    order = host_order(program)
+    for lane, instructions in zip(program.lanes, program.instructions, strict=True):
+        assert tuple(each for on, each in order if on == lane.id) == instructions
+    recorded = set()
+    for _, instruction in order:
+        if isinstance(instruction, Record):
+            recorded.add(instruction.event)
+        assert not isinstance(instruction, Wait) or instruction.event in recorded
+
+
+def test_lanes_take_turns_so_that_none_starts_late() -> None:
+    """Three independent segments on each of two lanes."""
+    made = graph((), (), (0,), (1,), (2,), (3,))
+    order = host_order(program_of(made, plan(made, "ABABAB")))
+    assert [lane for lane, each in order if isinstance(each, Launch)] == [1, 2, 1, 2, 1, 2]
+
+
+def test_every_lane_forks_from_the_caller_and_joins_it() -> None:
+    """Only the kept wait lies between; a lane that is not used is left alone."""
+    made = graph((), (0,), (0,), (1, 2))
+    gpu = FakeGpu(units=2)
+    launcher = Launcher(program_of(made, plan(made, "AABA")), bodies_of(made), gpu)
+    launcher.launch([torch.ones(1)], CALLER)
+    a, b = "lane 1", "lane 2"
+    fork = [("record", CALLER), ("wait", a), ("wait", b)]
+    middle = [
+        ("launch", a),
+        ("record", a),
+        ("wait", b),
+        ("launch", b),
+        ("record", b),
+        ("launch", a),
+        ("wait", a),
+        ("launch", a),
+    ]
+    join = [("record", a), ("wait", CALLER), ("record", b), ("wait", CALLER)]
+    assert gpu.log == fork + middle + join
+    assert launcher.streams == {LaneId(1): a, LaneId(2): b}
+
+
+def test_lanes_are_joined_where_a_body_fails() -> None:
+    """The end of a capture would hide its error otherwise; the same program can be captured afterwards."""
+    made = graph((), (), (0, 1))
+    bodies = bodies_of(made)
+
+    def fail(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        raise ZeroDivisionError
+
+    gpu = FakeGpu(units=2)
+    for each in range(3):
+        launcher = Launcher(program_of(made, plan(made, "ABA")), [*bodies[:each], fail, *bodies[each + 1 :]], gpu)
+        with pytest.raises(ZeroDivisionError):
+            gpu.capture(lambda origin, launcher=launcher: launcher.launch([torch.ones(1)], origin), None)
+    launcher = Launcher(program_of(made, plan(made, "ABA")), bodies, gpu)
+    gpu.capture(lambda origin: launcher.launch([torch.ones(1)], origin), None)
+    assert len(gpu.recordings) == 1 and not gpu.races
+
+
+def test_a_program_on_the_whole_device_is_launched_on_the_callers_stream() -> None:
+    """Without any event."""
+    made = graph((), (0,))
+    gpu = FakeGpu(units=2)
+    Launcher(program_of(made, plan(made, "**")), bodies_of(made), gpu).launch([torch.ones(1)], CALLER)
+    assert gpu.log == [("launch", CALLER), ("launch", CALLER)]
+
+
+def test_lanes_that_wait_in_a_circle_are_refused() -> None:
+    """No order of the host could launch them."""
+    made = graph((), ())
+    program = program_of(made, plan(made, "AB"))
+    first, second = ([each for each in lane if isinstance(each, Launch)] for lane in program.instructions[1:3])
+    circle = replace(
+        program,
+        num_events=2,
+        instructions=(
+            (),
+            (Wait(event=EventId(1)), *first, Record(event=EventId(0))),
+            (Wait(event=EventId(0)), *second, Record(event=EventId(1))),
+        ),
+    )
+    with pytest.raises(ValueError, match="program test cannot be launched: its lanes wait for each other in a circle"):
+        host_order(circle)
+
+
+@pytest.mark.parametrize(
+    ("atoms", "units", "sizes"),
+    [
+        (16 * [8], 132, [132, 64, 64, 96, 32]),
+        ([*15 * [8], 12], 132, [132, 64, 68, 96, 36]),
+        ([*14 * [8], 20], 132, [132, 64, 68, 96, 36]),
+        (27 * [4], 108, [108, 56, 52, 80, 28]),
+        ([8, 12], 20, [20, 8, 12]),
+        ([7], 7, [7]),
+        ([], 7, [7]),
+    ],
+)
+def test_lanes_of_a_gpu_are_whole_atoms(atoms: list[int], units: int, sizes: list[int]) -> None:
+    """But for lane 0, which has every unit."""
+    lanes = lane_catalogue(units, atoms)
+    assert [len(lane.units) for lane in lanes] == sizes
+    for lane in lanes[1:]:
+        assert sum(atoms[index] for index in atoms_of(lane, atoms)) == len(lane.units)
+    for left, right in zip(lanes[1::2], lanes[2::2], strict=True):
+        assert left.units + right.units == lanes[0].units[: sum(atoms)]
+
+
+def test_more_atoms_than_fit_are_refused() -> None:
+    """A profile that was written by hand."""
+    with pytest.raises(ValueError, match=r"a device of 20 units cannot have atoms of \[8, 8, 8\] units"):
+        lane_catalogue(20, [8, 8, 8])
+
+
+def test_a_lane_of_half_an_atom_is_refused() -> None:
+    """SMs are given out in groups."""
+    with pytest.raises(ValueError, match=r"lane 3 has units \[0, 1, 2, 3\]; a lane has whole atoms of \[8, 8\] units"):
+        atoms_of(Lane(id=LaneId(3), units=(0, 1, 2, 3)), [8, 8])

@@ -1,0 +1,475 @@
+"""Whole models through the backend, with the stand-in for the GPU: what a user does between forward and backward."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch._inductor.config as inductor_config
+from torch import fx, nn
+
+from apollo_compile import backend
+from apollo_compile.config import load_config
+from apollo_compile.device.gpu.execute import CudaExecutable
+from apollo_compile.device.gpu.gpu import Sharing
+from apollo_compile.device.profile import load_profile
+from apollo_compile.ir import CostSource, Variant
+from apollo_compile.passes.plan import make_plan
+from apollo_compile.session.autotune import SHARED_WAYS
+from apollo_compile.torch_bridge.inductor import compile_with_inductor, keep_with
+from tests.device.gpu.fake_gpu import FakeGpu
+from tests.end_to_end.models import Tower, TwoTowers, assert_same_training, train, two_tower_inputs
+
+OPTIONS = {
+    "debug.strict": True,
+    "plan.contest": False,
+    "plan.min_gain": 0.0,
+    "plan.planner": "greedy",
+    "plan.replan": False,
+    "plan.time_limit_s": 0.2,
+    "partition.granularity": "module",
+}
+
+
+COMPILED = {"runtime.bodies": "python"}
+"""What a GPU runs. What becomes of bodies is the same if they are not compiled, which takes most of the time."""
+
+
+class Compiler:
+    """A backend as `apollo` is, with tensors on the CPU and lanes on the stand-in."""
+
+    def __init__(self, **options: Any) -> None:
+        self.gpu = FakeGpu()
+        self.models: list[backend.CompiledModel] = []
+        self._config = load_config({**OPTIONS, "runtime.bodies": "eager", **options})
+
+    def __call__(self, graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        model = backend.CompiledModel(
+            number=len(self.models),
+            config=self._config,
+            profile=load_profile(Path("h200")),
+            storages=frozenset(),
+            gpu=self.gpu,
+        )
+        self.models.append(model)
+        compiled = compile_with_inductor(graph_module, example_inputs, model.compile_graph, recompute_masks=False)
+        keep_with(compiled, model)
+        return compiled
+
+    @property
+    def executables(self) -> list[CudaExecutable]:
+        """All plans' executables, forwards before their backwards."""
+        found = [graph.executable for model in self.models for graph in model.graphs]
+        assert all(isinstance(each, CudaExecutable) for each in found)
+        return found  # type: ignore[return-value]
+
+    def check(self, *, replays: Sequence[int] | None = None) -> None:
+        """Expect no race, more than one lane, and as many replays of each executable."""
+        assert not self.gpu.races
+        assert all(len(each.program.instructions) > 1 for each in self.executables)
+        if replays is not None:
+            assert [each.num_replays for each in self.executables] == list(replays)
+
+
+def new_compiler(**options: Any) -> Compiler:
+    """Return a backend that has compiled nothing."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    return Compiler(**options)
+
+
+@pytest.fixture
+def compiler() -> Compiler:
+    """Make a backend that has compiled nothing."""
+    return new_compiler()
+
+
+def loss_of(inputs: tuple[torch.Tensor, ...]) -> Callable[[Callable[..., Any]], torch.Tensor]:
+    """Return the loss of a model on these inputs."""
+    return lambda run: run(*inputs).square().mean()
+
+
+@pytest.mark.parametrize("options", [{}, pytest.param(COMPILED, marks=pytest.mark.soak)], ids=["eager", "compiled"])
+def test_training_replays_and_is_as_in_eager(options: dict[str, Any]) -> None:
+    """Losses and gradients of every step, and the parameters at the end; lanes are used."""
+    compiler = new_compiler(**options)
+    model, inputs = TwoTowers(depth=1), two_tower_inputs()
+    expected = train(model, loss_of(inputs), steps=7)
+    assert_same_training(expected, train(model, loss_of(inputs), steps=7, backend=compiler))
+    forward, backward = compiler.executables
+    compiler.check(replays=[5, 5])
+    assert len({lane for each in (forward, backward) for lane in each._launcher.streams}) >= 2
+    for graph, each in zip(compiler.models[0].graphs, (forward, backward), strict=True):
+        assert list(graph.lane_bytes().items()) == [(lane.lane, lane.num_bytes) for lane in each.lane_memory] != []
+
+
+def test_training_with_hard_quotas_is_as_in_eager() -> None:
+    """Every lane captured alone, forward and backward from the same pools; what they took is told."""
+    compiler = new_compiler(**{"device.lane_memory_quota": 2**24, "device.hard_lane_memory_quota": True})
+    model, inputs = TwoTowers(depth=1), two_tower_inputs()
+    expected = train(model, loss_of(inputs), steps=7)
+    assert_same_training(expected, train(model, loss_of(inputs), steps=7, backend=compiler))
+    compiler.check(replays=[5, 5])
+    assert [entry for entry in compiler.gpu.log if entry[0] == "capture"] == []
+    for graph in compiler.models[0].graphs:
+        taken = graph.lane_bytes()
+        assert len(taken) > 1 and all(0 < num_bytes <= 2**24 for num_bytes in taken.values())
+
+
+def test_measured_times_change_the_plan() -> None:
+    """Lanes that take a hundred times as long as the whole device are not used; the numbers stay those of eager."""
+    compiler = new_compiler(**{"plan.replan": True})
+    compiler.gpu.ns_by_stream = {f"lane {lane}": 100_000 for lane in range(1, 5)}
+    model, inputs = TwoTowers(depth=1), two_tower_inputs()
+    expected = train(model, loss_of(inputs), steps=6)
+    assert_same_training(expected, train(model, loss_of(inputs), steps=6, backend=compiler))
+    for graph in compiler.models[0].graphs:
+        assert graph.num_replans == 1 and graph.is_settled
+        assert {mode.source for modes in graph.compilation.costs.modes for mode in modes} == {CostSource.MEASURED}
+        assert all(assignment.lane == 0 for assignment in graph.compilation.plan.assignments)
+    assert not compiler.gpu.races
+
+
+@pytest.mark.soak
+def test_code_that_depends_on_the_quota_is_made_for_every_quota(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With max-autotune: on a lane of each size, told of its units; the numbers stay those of eager."""
+    compiler = new_compiler(**COMPILED, **{"partition.granularity": "module"})
+    model, inputs = TwoTowers(depth=1), two_tower_inputs()
+    expected = train(model, loss_of(inputs), steps=4)
+    told: list[int] = []
+    own = backend.compile_bodies
+
+    def compile_bodies(*arguments: Any, units: int | None = None, left_out: int = 0, **options: Any) -> Any:
+        told.append((units or 132) + left_out)
+        return own(*arguments, units=units, left_out=left_out, **options)
+
+    monkeypatch.setattr(backend, "compile_bodies", compile_bodies)
+    with inductor_config.patch(max_autotune_gemm=True, max_autotune_gemm_backends="ATEN"):
+        actual = train(model, loss_of(inputs), steps=4, backend=compiler)
+    assert_same_training(expected, actual)
+    for graph in compiler.models[0].graphs:
+        bodies = range(len(graph.bodies))
+        assert graph.tuned.keys() == {(body, units) for body in bodies for units in (64, 96, 32)}
+    assert told == 8 * [132]  # two graphs, for the whole device and three sizes
+    on_lanes = [entry for entry in compiler.gpu.log if entry[0] in ("enter lane", "leave lane")]
+    assert on_lanes == 2 * [(what, units) for units in ("64", "96", "32") for what in ("enter lane", "leave lane")]
+
+
+def test_masks_under_replay_are_those_of_runs_on_lanes(compiler: Compiler) -> None:
+    """Dropout: other masks at every step, the same in a forward and its backward."""
+    model, inputs = TwoTowers(depth=1, dropout=0.3), two_tower_inputs()
+    torch.manual_seed(5)
+    replayed = train(model, loss_of(inputs), steps=7, backend=compiler)
+    compiler.check(replays=[5, 5])
+    on_lanes = Compiler(**{"debug.strict": False})
+    on_lanes.gpu.fail_capture = RuntimeError("not here")
+    torch.manual_seed(5)
+    assert_same_training(train(model, loss_of(inputs), steps=7, backend=on_lanes), replayed)
+    assert len({loss.item() for loss in replayed[0]}) == 7
+
+
+def warmed_up(compiler: Compiler, model: nn.Module) -> tuple[Callable[..., Any], nn.Module, tuple[torch.Tensor, ...]]:
+    """Return a compiled copy of the model that replays, its module, and inputs."""
+    made, inputs = copy.deepcopy(model), two_tower_inputs()
+    run: Callable[..., Any] = torch.compile(made, backend=compiler)
+    for _ in range(5):
+        run(*inputs).square().mean().backward()
+        made.zero_grad(set_to_none=True)
+    compiler.check(replays=[3, 3])
+    return run, made, inputs
+
+
+def assert_same_gradients(expected: nn.Module, actual: nn.Module) -> None:
+    """Compare gradients by name."""
+    others = dict(actual.named_parameters())
+    for name, parameter in expected.named_parameters():
+        assert parameter.grad is not None
+        torch.testing.assert_close(others[name].grad, parameter.grad, rtol=1e-4, atol=1e-5)
+
+
+def test_two_forwards_before_their_backwards(compiler: Compiler) -> None:
+    """In either order of the backwards."""
+    model = TwoTowers(depth=1)
+    run, made, (image, text) = warmed_up(compiler, model)
+    for reverse in (False, True):
+        for module, call in ((model, model), (made, run)):
+            module.zero_grad(set_to_none=True)
+            losses = [call(image, text).square().mean(), call(text, image).square().mean()]
+            for loss in losses[:: -1 if reverse else 1]:
+                loss.backward()
+        assert_same_gradients(model, made)
+    compiler.check()
+    assert [each.num_replays for each in compiler.executables] == [5, 5]
+
+
+def test_a_graph_that_is_kept_can_be_gone_through_again(compiler: Compiler) -> None:
+    """`retain_graph`: the second backward reads what the first did."""
+    model = TwoTowers(depth=1)
+    run, made, inputs = warmed_up(compiler, model)
+    for call in (model, run):
+        loss = call(*inputs).square().mean()
+        loss.backward(retain_graph=True)
+        call(*inputs)
+        loss.backward()
+    assert_same_gradients(model, made)
+    compiler.check()
+
+
+@pytest.mark.parametrize("set_to_none", (True, False))
+def test_gradients_add_up(compiler: Compiler, set_to_none: bool) -> None:
+    """Over micro-batches, into new tensors and into old ones; a replay overwrites no gradient."""
+    model = TwoTowers(depth=1)
+    run, made, inputs = warmed_up(compiler, model)
+    for _ in range(2):
+        for module, call in ((model, model), (made, run)):
+            module.zero_grad(set_to_none=set_to_none)
+            for scale in (1.0, 2.0, 3.0):
+                call(*(scale * each for each in inputs)).square().mean().backward()
+        assert_same_gradients(model, made)
+    compiler.check(replays=[9, 9])
+
+
+class Sum(nn.Module):
+    """Two towers, scaled by two parameters that have one gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = (nn.Parameter(torch.randn(16)) for _ in range(2))
+        self.towers = TwoTowers(depth=1)
+
+    def forward(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return self.towers(a, b) * (self.left + self.right).exp().sum()
+
+
+@pytest.mark.parametrize("zeroed", ("before the forward", "after the forward", "after the step"))
+def test_gradients_that_training_lets_go_are_not_copied(compiler: Compiler, zeroed: str) -> None:
+    """Wherever that is in the loop; clipping them in place changes each parameter's own alone."""
+    eager, inputs = Sum(), two_tower_inputs()
+    made = copy.deepcopy(eager)
+    run = torch.compile(made, backend=compiler)
+    places = set()
+    losses: dict[nn.Module, list[torch.Tensor]] = {eager: [], made: []}
+    for model, call in ((eager, eager), (made, run)):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        for _ in range(8):
+            if zeroed == "before the forward":
+                optimizer.zero_grad()
+            loss = call(*inputs).square().mean()
+            if zeroed == "after the forward":
+                optimizer.zero_grad()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            losses[model].append(loss.detach())
+            assert model.left.grad.data_ptr() != model.right.grad.data_ptr()
+            if model is made:
+                places.add(next(made.towers.parameters()).grad.data_ptr())
+            if zeroed == "after the step":
+                optimizer.zero_grad()
+    torch.testing.assert_close(losses[made], losses[eager], rtol=1e-4, atol=1e-5)
+    for parameter, other in zip(eager.parameters(), made.parameters(), strict=True):
+        torch.testing.assert_close(other, parameter, rtol=1e-3, atol=1e-4)
+    compiler.check(replays=[6, 6])
+    (_, last) = compiler.executables
+    assert last.num_captures == 1 and last._captured is not None and not last._captured.copied
+    assert len(places) <= 1 + 2  # of the first runs, which are launched, and of the graph
+
+
+def test_outputs_of_earlier_steps_stay_as_they_were(compiler: Compiler) -> None:
+    """A list of losses or logits is what users keep."""
+    model = TwoTowers(depth=1)
+    run, made, inputs = warmed_up(compiler, model)
+    outputs = []
+    for scale in (1.0, 2.0, 3.0):
+        output = run(*(scale * each for each in inputs))
+        output.square().mean().backward()
+        made.zero_grad(set_to_none=True)
+        outputs.append((output, model(*(scale * each for each in inputs))))
+    for output, expected in outputs:
+        torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-4)
+    compiler.check(replays=[6, 6])
+
+
+def test_a_validation_step_between_forward_and_backward_changes_nothing(compiler: Compiler) -> None:
+    """The graph without gradients replays beside what the forward keeps."""
+    model = TwoTowers(depth=1)
+    run, made, inputs = warmed_up(compiler, model)
+    others = [0.5 * each for each in inputs]
+    for _ in range(4):
+        with torch.no_grad():
+            run(*others)
+    for module, call in ((model, model), (made, run)):
+        module.zero_grad(set_to_none=True)
+        loss = call(*inputs).square().mean()
+        with torch.no_grad():
+            seen = call(*others)
+        loss.backward()
+        torch.testing.assert_close(seen, model(*others))
+    assert_same_gradients(model, made)
+    compiler.check(replays=[4, 4, 3])
+
+
+class Normalized(nn.Module):
+    """Two towers behind batch normalizations, which write to their statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.BatchNorm1d(64) for _ in range(2))
+        self.towers = nn.ModuleList(Tower(64, 1) for _ in range(2))
+
+    def forward(self, image: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+        """Return the similarities of all pairs."""
+        left, right = (tower(norm(x)) for tower, norm, x in zip(self.towers, self.norms, (image, text), strict=True))
+        return left @ right.T
+
+
+def test_statistics_are_written_once_a_step(compiler: Compiler) -> None:
+    """In the module's own buffers."""
+    model, inputs = Normalized(), two_tower_inputs()
+    expected = train(model, loss_of(inputs), steps=6)
+    assert_same_training(expected, train(model, loss_of(inputs), steps=6, backend=compiler))
+    compiler.check(replays=[4, 4])
+
+
+def test_other_shapes_get_graphs_of_their_own(compiler: Compiler) -> None:
+    """Each with lanes at first and a CUDA graph afterwards."""
+    model = TwoTowers(depth=1)
+    run = torch.compile(model, backend=compiler, dynamic=False)
+    with torch.no_grad():
+        for batch in (4, 6, 4, 6, 4, 6):
+            x = torch.randn(batch, 64)
+            torch.testing.assert_close(run(x, x + 1), model(x, x + 1))
+    compiler.check(replays=[1, 1])
+
+
+@pytest.mark.soak
+def test_the_ways_on_a_gpu_compete() -> None:
+    """One stream, streams, priorities, lanes, overlapping ones, perhaps Inductor; outputs are eager's all along."""
+    compiler = new_compiler(**COMPILED, **{"plan.contest": True})
+    model, inputs = TwoTowers(depth=1), two_tower_inputs()
+    run = torch.compile(model, backend=compiler)
+    with torch.no_grad():
+        expected = model(*inputs)
+        for _ in range(4000):
+            torch.testing.assert_close(run(*inputs), expected, rtol=1e-4, atol=1e-4)
+            verdict = compiler.models[0].selection.verdict
+            if verdict is not None:
+                break
+    assert verdict is not None
+    names = {standing.name for standing in verdict.standings}
+    assert (
+        {Variant.SERIAL, *SHARED_WAYS, Variant.PLAN}
+        <= names
+        <= {Variant.SERIAL, *SHARED_WAYS, Variant.PLAN, Variant.INDUCTOR}
+    )
+    assert set(compiler.gpu.others) == set(Sharing) - {Sharing.APART}
+    assert not any(gpu.races for gpu in (compiler.gpu, *compiler.gpu.others.values()))
+    (graph,) = compiler.models[0].graphs
+    assert set(compiler.models[0].memories) <= {graph.way, Variant.PLAN}, "what lost keeps no memory"
+    if graph.way != Variant.PLAN:
+        assert graph.lane_bytes() == {}
+
+
+@pytest.mark.parametrize("is_lopsided", (False, True), ids=("lanes", "a backward in turn"))
+@pytest.mark.parametrize("way", (Variant.SERIAL, *SHARED_WAYS))
+def test_every_way_replays_forward_and_backward(compiler: Compiler, way: str, is_lopsided: bool) -> None:
+    """With memory of its own, so that captures of one way do not stop another; also where one of both has no lanes."""
+    model = TwoTowers(depth=1)
+    run, made, inputs = warmed_up(compiler, model)
+    if is_lopsided:
+        _, last = compiler.models[0].graphs
+        old = last.compilation
+        in_turn = make_plan(old.partition.graph, old.costs, lanes=old.plan.lanes, planner="serial")
+        last.adopt(last._planned_so(in_turn))
+        assert last.ways == (Variant.SERIAL,)
+    for graph in compiler.models[0].graphs:
+        graph.use(way)
+    model(*inputs).square().mean().backward()
+    for _ in range(4):
+        made.zero_grad(set_to_none=True)
+        run(*inputs).square().mean().backward()
+        assert_same_gradients(model, made)
+    executables = [graph._others[way].__self__ for graph in compiler.models[0].graphs]  # type: ignore[attr-defined]
+    assert [each.num_replays for each in executables] == [2, 2]
+    compiler.check(replays=[3, 0 if is_lopsided else 3])
+
+
+def test_ways_that_are_not_kept_capture_again(compiler: Compiler) -> None:
+    """Their memory is gone in between; that of the others is not touched."""
+    model = TwoTowers(depth=1)
+    run, made, inputs = warmed_up(compiler, model)
+    graphs, (first, second) = compiler.models[0].graphs, SHARED_WAYS[:2]
+
+    def captured(way: str) -> list[bool]:
+        return [bool(graph._on_gpu[way].lane_memory) for graph in graphs]
+
+    def train_as(way: str) -> None:
+        for graph in graphs:
+            graph.use(way)
+        for _ in range(4):
+            made.zero_grad(set_to_none=True)
+            run(*inputs).square().mean().backward()
+            assert_same_gradients(model, made)
+
+    model(*inputs).square().mean().backward()
+    for way in (first, second):
+        train_as(way)
+    for graph in graphs:
+        graph.keep([second])
+    assert (captured(Variant.PLAN), captured(first), captured(second)) == ([False] * 2, [False] * 2, [True] * 2)
+    train_as(first)
+    train_as(Variant.PLAN)
+    assert captured(Variant.PLAN) == captured(first) == captured(second) == [True, True]
+    assert not any(gpu.races for gpu in (compiler.gpu, *compiler.gpu.others.values()))
+
+
+@pytest.mark.soak
+def test_what_inductor_compiles_whole_replays_as_plans_do() -> None:
+    """Forward and backward, as one CUDA graph each: that is what lanes have to beat."""
+    compiler = new_compiler(**COMPILED, **{"plan.contest": True})
+    model, inputs = TwoTowers(depth=1), two_tower_inputs()
+    made = copy.deepcopy(model)
+    run = torch.compile(made, backend=compiler)
+    model(*inputs).square().mean().backward()
+    run(*inputs).square().mean().backward()
+    graphs = compiler.models[0].graphs
+    for graph in graphs:
+        graph.selection = None
+        graph.prepare()
+        graph.use(Variant.INDUCTOR)
+    for _ in range(6):
+        made.zero_grad(set_to_none=True)
+        run(*inputs).square().mean().backward()
+        assert_same_gradients(model, made)
+    executables = [graph._others[Variant.INDUCTOR].__self__ for graph in graphs]  # type: ignore[attr-defined]
+    assert [each.num_replays for each in executables] == [4, 4]
+    assert [len(each.graph.segments) for each in executables] == [1, 1]
+    assert not compiler.gpu.races
+
+
+def test_a_cpu_tensor_among_those_of_a_gpu_falls_back_with_the_reason(caplog: pytest.LogCaptureFixture) -> None:
+    """The graph names the tensor."""
+    torch._dynamo.reset()
+    compiler = Compiler()
+
+    def with_device(graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        model = backend.CompiledModel(
+            number=next(itertools.count()),
+            config=load_config(OPTIONS),
+            profile=load_profile(Path("h200")),
+            storages=frozenset(),
+            device=torch.device("cuda", 0),
+            gpu=compiler.gpu,
+        )
+        return model.compile(graph_module, example_inputs, {})
+
+    layer, x = nn.Linear(2, 2), torch.ones(1, 2)
+    with caplog.at_level(logging.INFO, logger="apollo_compile"), torch.no_grad():
+        torch.testing.assert_close(torch.compile(layer, backend=with_device)(x), layer(x))
+    assert "is on device cpu; all lanes of this graph are on cuda:0" in caplog.text

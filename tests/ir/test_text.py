@@ -1,0 +1,108 @@
+"""Golden text of our own short forms; `APOLLO_ACCEPT=1 pytest tests/ir/test_text.py` accepts a change."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+
+from apollo_compile.device.lanes import lane_catalogue
+from apollo_compile.ir import LaneId, SegmentId, Span, Trace, text
+from apollo_compile.passes.emit import emit_program
+from apollo_compile.passes.memory import plan_memory
+from apollo_compile.passes.plan import make_plan
+from apollo_compile.passes.sync import eliminate_syncs
+from tests.builders import costs, graph, plan, random_costs, random_graph, random_lanes
+from tests.ir.test_check import capture, partition
+
+Expect = Callable[[str, str], None]
+
+NAMES = ("embed", "vision.layers.0", "vision.layers.1", "text.layers.0", "text.layers.1", "head")
+GRAPH = graph((), (0,), (1,), (0,), (3,), (2, 4), names=NAMES, bodies=(0, 1, 1, 2, 2, 3), after={5: [1]})
+LANES = lane_catalogue(4)
+COSTS = costs(
+    GRAPH,
+    LANES,
+    [4_000, 3_000, 2_500, 2_200],
+    *[[90_000, 60_000, 50_000, 45_000]] * 2,
+    *[[70_000, 45_000, 38_000, 34_000]] * 2,
+    [9_000, 6_000, 5_000, 4_500],
+    handover_ns=1_500,
+)
+PLAN = plan(GRAPH, "*AABB*", lanes=LANES, costs=COSTS, order=(0, 1, 3, 2, 4, 5))
+SYNCS = eliminate_syncs(GRAPH, PLAN)
+MEMORY = plan_memory(GRAPH, PLAN, SYNCS)
+
+
+def test_a_capture_lists_its_nodes(expect: Expect) -> None:
+    """With what every node reads and comes after."""
+    expect("capture", text.format_capture(capture()))
+
+
+def test_a_partition_lists_segments_bodies_and_buffers(expect: Expect) -> None:
+    """With graph inputs and outputs."""
+    expect("partition", text.format_partition(partition()))
+
+
+def test_costs_are_a_column_per_unit_count(expect: Expect) -> None:
+    """Measured ones would have a star."""
+    expect("costs", text.format_costs(COSTS, GRAPH))
+
+
+def test_a_plan_has_a_timeline_and_a_table(expect: Expect) -> None:
+    """The mark of the timeline is the first column of the table."""
+    expect("plan", text.format_plan(PLAN, GRAPH))
+
+
+def test_syncs_list_waits_and_what_was_dropped(expect: Expect) -> None:
+    """In start order of the consumer."""
+    expect("syncs", text.format_syncs(SYNCS, GRAPH, PLAN))
+
+
+def test_memory_says_who_lets_go_of_every_buffer(expect: Expect) -> None:
+    """And the peaks."""
+    expect("memory", text.format_memory(MEMORY, GRAPH))
+
+
+def test_a_program_reads_like_code(expect: Expect) -> None:
+    """One block per lane."""
+    expect("program", text.format_program(emit_program(GRAPH, PLAN, SYNCS, MEMORY), GRAPH))
+
+
+def test_a_trace_shows_measured_beside_planned(expect: Expect) -> None:
+    """Here every segment took a tenth longer."""
+    spans = tuple(
+        Span(
+            segment=SegmentId(a.segment),
+            lane=LaneId(a.lane),
+            start_ns=a.start_ns * 11 // 10,
+            end_ns=a.end_ns * 11 // 10,
+            core=a.lane if a.lane else -1,
+        )
+        for a in PLAN.in_start_order()
+    )
+    expect("trace", text.format_trace(Trace(spans=spans, duration_ns=spans[-1].end_ns + 500), GRAPH, PLAN))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_every_product_has_a_text(seed: int) -> None:
+    """Also the empty graph, tables without rows, and durations far apart."""
+    rng = random.Random(seed)
+    made = random_graph(rng, seed)
+    lanes = random_lanes(rng)
+    table = random_costs(rng, made, lanes)
+    planned = make_plan(made, table, lanes=lanes, planner="greedy", work_s=0.2)
+    syncs = eliminate_syncs(made, planned)
+    memory = plan_memory(made, planned, syncs)
+    forms = [
+        text.format_costs(table, made),
+        text.format_plan(planned, made),
+        text.format_syncs(syncs, made, planned),
+        text.format_memory(memory, made),
+        text.format_program(emit_program(made, planned, syncs, memory), made),
+        text.format_trace(Trace(spans=(), duration_ns=0), made, planned),
+    ]
+    for form in forms:
+        assert form
+        assert all(line == line.rstrip() for line in form.splitlines())

@@ -1,0 +1,126 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from apollo_compile.device.lanes import lane_catalogue
+from apollo_compile.errors import PlanFileError
+from apollo_compile.ir import CostTable, Lane, Plan, SegmentGraph
+from apollo_compile.ir.check import check_plan
+from apollo_compile.passes.plan import make_plan
+from apollo_compile.store.plan_file import FILE_NAME, fingerprint, load_plan, save_plan
+from tests.builders import chains, graph, random_costs, random_graph, random_plan
+
+
+def _two_chains() -> tuple[SegmentGraph, CostTable, tuple[Lane, ...], Plan]:
+    made, table, lanes = chains([100] * 4, [100] * 4, efficiency=0.6)
+    return made, table, lanes, make_plan(made, table, lanes=lanes)
+
+
+def test_a_plan_comes_back_as_it_was(tmp_path: Path) -> None:
+    """By the path of the file, and by the directory of all graphs."""
+    made, _, lanes, plan = _two_chains()
+    file = tmp_path / made.name / FILE_NAME
+    save_plan(plan, made, file)
+    assert load_plan(file, made, lanes) == plan
+    assert load_plan(tmp_path, made, lanes) == plan
+
+
+def test_the_same_plan_gives_the_same_bytes(tmp_path: Path) -> None:
+    """Two searches, two files."""
+    for name in ("a", "b"):
+        made, _, _, plan = _two_chains()
+        save_plan(plan, made, tmp_path / name)
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_pinned_plan_keeps_lanes_and_order_and_takes_todays_times(seed: int) -> None:
+    """Also where it is slower than the serial plan."""
+    rng = random.Random(seed)
+    made = random_graph(rng, 12)
+    lanes = lane_catalogue(4)
+    costs = random_costs(rng, made, lanes)
+    pinned = random_plan(rng, made, lanes, costs)
+    today = random_costs(rng, made, lanes)
+    plan = make_plan(made, today, lanes=lanes, pinned=pinned)
+    check_plan(plan, made, today)
+    assert plan.pinned
+    assert [a.lane for a in plan.assignments] == [a.lane for a in pinned.assignments]
+    for lane in lanes:
+        order = [[a.segment for a in p.in_start_order() if a.lane == lane.id] for p in (plan, pinned)]
+        assert order[0] == order[1]
+
+
+def test_a_pinned_plan_under_the_same_costs_has_the_same_times() -> None:
+    """Nothing is lost on the way through a file."""
+    made, table, lanes, plan = _two_chains()
+    again = make_plan(made, table, lanes=lanes, pinned=plan)
+    assert again.assignments == plan.assignments
+    assert (again.makespan_ns, again.origin, again.seed) == (plan.makespan_ns, plan.origin, plan.seed)
+
+
+def test_the_fingerprint_is_that_of_the_structure() -> None:
+    """Another dependency or size is another graph; other work is not."""
+    first = graph((), (), (0, 1))
+    assert fingerprint(first) == fingerprint(graph((), (), (0, 1)))
+    assert fingerprint(first) != fingerprint(graph((), (), (1,)))
+    assert fingerprint(first) != fingerprint(graph((), (), (0, 1), sizes=[1, 2, 3, 4]))
+    heavier = dataclasses.replace(first.segments[0], work=dataclasses.replace(first.segments[0].work, flops=5))
+    assert fingerprint(first) == fingerprint(dataclasses.replace(first, segments=(heavier, *first.segments[1:])))
+
+
+def _break(change: Callable[[Any], None]) -> Callable[[Path], None]:
+    def apply(path: Path) -> None:
+        content = json.loads(path.read_text())
+        change(content)
+        path.write_text(json.dumps(content))
+
+    return apply
+
+
+def _swap_starts(content: Any) -> None:
+    first, second = content["plan"]["assignments"][:2]
+    first["start_ns"], second["start_ns"] = second["start_ns"], first["start_ns"]
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda path: path.write_text("{"), "cannot read the plan of test"),
+        (lambda path: path.write_text("[]"), "expected a plan of format 1, got list"),
+        (lambda path: path.unlink(), "No such file"),
+        (lambda path: path.write_bytes(b"\xff\xfe"), "cannot read the plan of test"),
+        (_break(lambda content: content.update(format=99)), "expected a plan of format 1, got format 99"),
+        (_break(lambda content: content.pop("plan")), "cannot read the plan of test"),
+        (_break(lambda content: content["plan"].pop("lanes")), "Plan has no field lanes"),
+        (_break(lambda content: content["plan"].update(makespan_ns="soon")), "Plan.makespan_ns is 'soon'"),
+        (_break(lambda content: content["graph"].update(fingerprint="0")), "segments are not those of test"),
+        (_break(lambda content: content["plan"]["lanes"].pop()), "is for lanes with .* units"),
+        (_break(lambda content: content["plan"]["assignments"].pop()), "does not give each of the 8 segments a lane"),
+        (_break(lambda content: content["plan"]["assignments"][0].update(lane=7)), "does not give each of the 8"),
+        (_break(_swap_starts), "before segment 0, which it depends on"),
+    ],
+)
+def test_a_damaged_or_foreign_plan_is_refused(tmp_path: Path, damage: Callable[[Path], None], message: str) -> None:
+    """The message names the file and what is wrong with it."""
+    made, _, lanes, plan = _two_chains()
+    file = tmp_path / FILE_NAME
+    save_plan(plan, made, file)
+    damage(file)
+    with pytest.raises(PlanFileError, match=message) as raised:
+        load_plan(file, made, lanes)
+    assert str(file) in str(raised.value)
+
+
+def test_a_directory_without_the_graph_is_named(tmp_path: Path) -> None:
+    """The message shows which file was looked for."""
+    made, _, lanes, _ = _two_chains()
+    with pytest.raises(PlanFileError, match=f"{made.name}/{FILE_NAME}"):
+        load_plan(tmp_path, made, lanes)

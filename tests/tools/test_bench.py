@@ -1,0 +1,389 @@
+"""The harness takes turns fairly, reckons rightly, and keeps variants in processes of their own."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from apollo_compile.device.profile import CPU_FEATURES, cpu_description, cpu_model
+from apollo_compile.errors import ApolloError
+from apollo_compile.reports.render_bench import format_measurement
+from apollo_compile.tools.bench import _LOSS as LOSS
+from apollo_compile.tools.bench import (
+    INDUCTOR_MODES,
+    KEPT_MEMORY,
+    TOLERANCES,
+    VARIANTS,
+    Measurement,
+    Task,
+    Variant,
+    compare_digests,
+    machine_facts,
+    measure,
+    measure_children,
+    summarize,
+    to_json,
+    turn_orders,
+)
+from apollo_compile.tools.bench import _save_digest as save_digest
+from benchmarks.run import batches, format_overview, workloads
+from benchmarks.workloads_spec import SPECS
+
+EAGER = Variant(name="eager", backend=None)
+
+
+def build_linear(width: int, *, scale: float = 1.0, fail: str = "") -> Any:
+    """A task for the children of these tests."""
+    import torch
+
+    if fail == "exit":
+        raise SystemExit(3)
+    if fail:
+        raise RuntimeError(fail)
+    model = torch.nn.Linear(width, 1)
+    return SimpleNamespace(model=model, inputs={"input": torch.rand(2, width)}, loss=lambda out: out.sum() * scale)
+
+
+def build_counter() -> Any:
+    """A task whose loss is the number of cores that torch uses."""
+    import torch
+
+    return SimpleNamespace(
+        model=torch.nn.Identity(), inputs={"input": torch.ones(torch.get_num_threads())}, loss=torch.sum
+    )
+
+
+@dataclass
+class _FakeChild:
+    """Writes what it was asked for into a log that all children share."""
+
+    name: str
+    step_ns: int
+    log: list[str]
+    folder: Path
+    loss: float = 1.0
+
+    def start(self) -> Mapping[str, Any]:
+        self.log.append(f"start {self.name}")
+        save_digest(self.folder / f"{self.name}.npz", {"file": np.full(3, self.loss, dtype=np.float32)})
+        return {"cold_s": 1.0, "loss": self.loss, "digest": str(self.folder / f"{self.name}.npz")}
+
+    def warm_up(self, steps: int) -> int:
+        self.log.append(f"{self.name} warms up {steps}")
+        return steps
+
+    def run(self, untimed: int, timed: int) -> Sequence[int]:
+        self.log.append(f"{self.name} {untimed}+{timed}")
+        return [self.step_ns] * timed
+
+    def peak_bytes(self) -> int | None:
+        return 2**20
+
+    def ways(self) -> Sequence[str]:
+        return ["segments in turn", "Inductor"] if self.name == "apollo" else []
+
+
+def test_turns_alternate_their_order() -> None:
+    """ABC, CBA, ABC: drift of the machine falls on all variants alike."""
+    assert list(turn_orders("abc", 3)) == [("a", "b", "c"), ("c", "b", "a"), ("a", "b", "c")]
+
+
+def test_children_run_one_at_a_time_with_pauses(tmp_path: Path) -> None:
+    """First every child starts, then all warm up, then rounds begin; a pause follows every turn."""
+    log: list[str] = []
+    children = {name: _FakeChild(name, step_ns, log, tmp_path) for name, step_ns in (("eager", 300), ("inductor", 200))}
+    measurement = measure_children(
+        Task(builder="x:y"),
+        children,
+        rounds=2,
+        steps_per_turn=3,
+        warmup=5,
+        pause=lambda seconds: log.append("pause"),
+    )
+    assert [line for line in log if line != "pause"] == [
+        "start eager",
+        "start inductor",
+        "eager warms up 5",
+        "inductor warms up 5",
+        "eager 1+3",
+        "inductor 1+3",
+        "inductor 1+3",
+        "eager 1+3",
+    ]
+    assert log.count("pause") == 6
+    results = measurement.by_variant()
+    assert (measurement.baseline, measurement.reference) == ("inductor", "eager")
+    assert results["eager"].summary.speedup == pytest.approx(200 / 300)
+    assert results["inductor"].summary.speedup == 1.0
+    assert results["eager"].peak_bytes == 2**20
+    assert results["eager"].rounds_ns == ((300, 300, 300), (300, 300, 300))
+    assert to_json(measurement)["results"][0]["variant"] == "eager"
+
+
+def test_what_apollo_ran_is_told(tmp_path: Path) -> None:
+    """A speed-up says little where nobody knows of what."""
+    children = {name: _FakeChild(name, 100, [], tmp_path) for name in ("inductor", "apollo")}
+    measurement = measure_children(
+        Task(builder="x:y"), children, rounds=1, steps_per_turn=1, warmup=0, pause=lambda seconds: None
+    )
+    (line,) = [line for line in format_measurement(measurement).splitlines() if line.startswith("what ran")]
+    assert line.endswith(": apollo: segments in turn, Inductor")
+    assert [result["ways"] for result in to_json(measurement)["results"]] == [(), ("segments in turn", "Inductor")]
+
+
+def test_efficiency_goes_by_the_fastest_step_on_one_core(tmp_path: Path) -> None:
+    """The others' share of it; nothing is said where nothing ran on one core."""
+    times = {"eager": 100, "apollo": 50, "eager-one-core": 160, "apollo-one-core": 80}
+    children = {name: _FakeChild(name, step_ns, [], tmp_path) for name, step_ns in times.items()}
+    told = partial(
+        measure_children, Task(builder="x:y"), rounds=2, steps_per_turn=3, warmup=5, pause=lambda seconds: None
+    )
+    measurement = told(children)
+    cores = len(os.sched_getaffinity(0))
+    assert measurement.efficiencies == {"eager": 0.8 / cores, "apollo": 1.6 / cores}
+    assert (
+        f"efficiency: fastest step on one core, over the number of cores, over this median: eager {0.8 / cores:.2f}"
+        in format_measurement(measurement)
+    )
+    assert told({"eager": children["eager"]}).efficiencies == {}
+
+
+def test_the_overview_compares_with_the_best_and_means_the_branched_ones(tmp_path: Path) -> None:
+    """Chains and large batches are rows without being part of the mean."""
+    times = {"eager": 300, "inductor": 400, "apollo-serial": 250, "apollo": 200}
+    children = {name: _FakeChild(name, step_ns, [], tmp_path) for name, step_ns in times.items()}
+
+    def told(name: str, batch: int) -> Measurement:
+        task = Task(builder="x:y", arguments={"name": name, "batch": batch})
+        return measure_children(task, children, rounds=2, steps_per_turn=3, warmup=5, pause=lambda seconds: None)
+
+    faster = told("clip", 4)
+    children["apollo"].step_ns = 50
+    text = format_overview([faster, told("two_tower", 1), told("clip", 8), told("whisper", 1)])
+    rows = [[cell for cell in line.split("  ") if cell] for line in text.splitlines()[2:]]
+    ratios = ["2.00x", "2.00x", "1.50x", "-", "1.25x", "1.00x"]
+    assert [cell.strip() for cell in rows[0]] == ["clip, batch 4, train, float32", *ratios, cpu_description()]
+    means = ["4.00x", "4.00x", "3.00x", "2.50x"]
+    assert [cell.strip() for cell in rows[-1]] == ["geometric mean of 2 with branches", *means]
+    assert len(rows) == 5
+
+
+def test_the_overview_has_the_best_mode_of_inductor_and_kept_memory(tmp_path: Path) -> None:
+    """A gain over the default, over the best that torch can do, and over the default's code with kept memory."""
+    times = {"eager": 300, "inductor": 400, "inductor-max-autotune": 240, "inductor-kept-memory": 360, "apollo": 200}
+    children = {name: _FakeChild(name, step_ns, [], tmp_path) for name, step_ns in times.items()}
+    measurement = measure_children(
+        Task(builder="x:y", arguments={"name": "vit_control", "batch": 8}, dtype="bfloat16"),
+        children,
+        rounds=1,
+        steps_per_turn=1,
+        warmup=0,
+        pause=lambda seconds: None,
+    )
+    row = [cell.strip() for cell in format_overview([measurement]).splitlines()[2].split("  ") if cell]
+    ratios = ["2.00x", "1.20x", "1.20x", "1.80x", "-", "1.00x"]
+    assert row == ["vit_control, batch 8, train, bfloat16", *ratios, cpu_description()]
+
+
+def test_a_measurement_says_which_cpu_and_type_it_was_taken_on(tmp_path: Path) -> None:
+    """In the table and in the file: which libraries are fast depends on the vendor."""
+    measurement = measure_children(
+        Task(builder="x:y", dtype="bfloat16"),
+        {"eager": _FakeChild("eager", 100, [], tmp_path)},
+        rounds=1,
+        steps_per_turn=1,
+        warmup=0,
+        pause=lambda seconds: None,
+    )
+    assert to_json(measurement)["cpu"] == cpu_description()
+    assert f"taken in bfloat16 on {cpu_description()}" in format_measurement(measurement).splitlines()
+
+
+@pytest.mark.skipif(not Path("/proc/cpuinfo").exists(), reason="the system does not describe its CPU")
+def test_a_cpu_is_told_with_its_vendor_and_features() -> None:
+    """As the system describes it."""
+    told, described = Path("/proc/cpuinfo").read_text(), cpu_description()
+    assert described.startswith(cpu_model())
+    if "vendor_id" in told:
+        (vendor, *features) = described.removeprefix(cpu_model()).strip(" ()").split(", ")
+        assert vendor in told and set(features) == {name for name in CPU_FEATURES if f" {name} " in told}
+
+
+def test_the_best_mode_of_inductor_is_that_of_torch() -> None:
+    """`torch.compile` takes a mode or options: those here are the mode's, and no more than the backends beside them."""
+    inductor = pytest.importorskip("torch._inductor")
+    default, tuned = INDUCTOR_MODES
+    assert not default.options
+    mode = inductor.list_mode_options("max-autotune-no-cudagraphs")
+    assert tuned.options == {**mode, "max_autotune_gemm_backends": "CPP,ATEN"}
+    assert all(variant in VARIANTS for variant in INDUCTOR_MODES)
+
+
+def test_every_workload_has_batches_of_its_own() -> None:
+    """`--batch all` is none on the command line; anything else is refused."""
+    assert batches("all") == [] and batches("1,4") == [1, 4]
+    with pytest.raises(ValueError, match="many"):
+        batches("many")
+    assert workloads("all") == list(SPECS)
+
+
+def test_a_summary_has_the_statistics_of_all_steps() -> None:
+    """Median, minimum and the spread between the tenth and the ninetieth percentile."""
+    own = [[10, 20, 30], [40, 50, 60]]
+    summary = summarize(own, [[70, 70, 70], [70, 70, 70]])
+    assert (summary.median_ns, summary.min_ns, summary.p10_ns, summary.p90_ns) == (35, 10, 15, 55)
+    assert summary.speedup == 2.0
+    assert summary == summarize(own, [[70, 70, 70], [70, 70, 70]])
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_interval_of_a_speedup_holds_the_true_value(seed: int) -> None:
+    """Thirty noisy rounds of a variant that is a quarter faster; slow rounds hit both."""
+    rng = np.random.default_rng(seed)
+    disturbed = 1 + (rng.random((30, 1)) < 0.2) * 3
+    base = np.rint(1_250_000 * disturbed * rng.normal(1, 0.03, (30, 3))).astype(int).tolist()
+    own = np.rint(1_000_000 * disturbed * rng.normal(1, 0.03, (30, 3))).astype(int).tolist()
+    summary = summarize(own, base)
+    assert 1.2 < summary.speedup_low <= summary.speedup <= summary.speedup_high < 1.3
+
+
+def _digest(loss: float, **gradients: list[float]) -> dict[str, Any]:
+    return {
+        LOSS: np.asarray(loss),
+        **{name: np.asarray(values, dtype=np.float32) for name, values in gradients.items()},
+    }
+
+
+def test_differences_name_the_worst_parameter() -> None:
+    """Relative to the largest element of each parameter."""
+    difference = compare_digests(_digest(2.0, a=[1, 2], b=[0.5]), _digest(2.5, a=[1, 2], b=[0.4]))
+    assert difference.loss_abs == pytest.approx(0.5) and difference.loss_rel == pytest.approx(0.2)
+    assert difference.worst == "b" and difference.gradient_rel == pytest.approx(0.25, rel=1e-4)
+    assert difference.gradient_scale == 2.0
+    assert difference.is_within(0.3) and not difference.is_within(0.1)
+
+
+def test_gradients_that_are_only_noise_do_not_count() -> None:
+    """Their scale is the model's, not their own."""
+    noise = compare_digests(_digest(1.0, a=[1.0], key_bias=[1e-9]), _digest(1.0, a=[1.0], key_bias=[-1e-9]))
+    assert noise.is_within(1e-5)
+
+
+def test_a_missing_gradient_and_a_nan_are_never_right() -> None:
+    """A gradient of one side only is an error unless it is zero, and NaN equals nothing."""
+    missing = compare_digests(_digest(1.0, a=[1.0]), _digest(1.0, a=[1.0], b=[0.5]))
+    assert missing.unmatched == ("b",) and not missing.is_within(1.0)
+    assert compare_digests(_digest(1.0, a=[1.0], b=[0.0]), _digest(1.0, a=[1.0])).is_within(1e-6)
+    wrong = compare_digests(_digest(1.0, a=[math.nan], b=[2.0]), _digest(1.0, a=[1.0], b=[1.0]))
+    assert wrong.worst == "a" and not wrong.is_within(10.0)
+    assert not compare_digests(_digest(math.nan), _digest(1.0)).is_within(1.0)
+
+
+@pytest.fixture
+def builder(monkeypatch: pytest.MonkeyPatch) -> str:
+    """The name by which children import this file."""
+    pytest.importorskip("torch")
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2]))
+    return "tests.tools.test_bench:build_linear"
+
+
+def test_real_processes_are_measured_and_agree(builder: str) -> None:
+    """Two eager children of a task that draws its weights: equal numbers, positive times, lines of progress."""
+    lines: list[str] = []
+    measurement = measure(
+        Task(builder=builder, arguments={"width": 8}),
+        (EAGER, Variant(name="again", backend=None)),
+        rounds=2,
+        steps_per_turn=2,
+        progress=lines.append,
+    )
+    results = measurement.by_variant()
+    assert all(len(result.rounds_ns) == 2 and min(map(min, result.rounds_ns)) > 0 for result in measurement.results)
+    assert results["again"].difference.gradient_abs == 0.0 and results["again"].loss == results["eager"].loss
+    assert any("first step" in line for line in lines)
+    if sys.platform == "linux":
+        assert all(result.peak_bytes and result.peak_bytes > 2**24 for result in measurement.results)
+
+
+def build_allocations() -> Any:
+    """A task whose loss is how many pages the kernel has to map for a large tensor that comes again."""
+    import resource
+
+    import torch
+
+    def count(size: torch.Tensor) -> torch.Tensor:
+        for number in range(6):
+            if number == 3:
+                before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+            torch.ones(int(size))
+        return torch.tensor(float(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before))
+
+    model = torch.nn.Module()
+    model.forward = count
+    return SimpleNamespace(model=model, inputs={"size": torch.tensor(PAGES * 1024)}, loss=lambda out: out)
+
+
+PAGES = 16_384
+"""Of 4 KiB; so many are more than the C library ever keeps by itself."""
+
+
+def test_a_variant_may_keep_memory_as_apollo_does(builder: str) -> None:
+    """Then a large tensor takes no page faults when it comes again."""
+    task = Task(builder=builder.replace("linear", "allocations"), mode="inference")
+    (_, kept) = KEPT_MEMORY
+    results = measure(task, (EAGER, kept), rounds=1, steps_per_turn=1).by_variant()
+    assert results["eager"].loss >= 3 * PAGES and results[kept.name].loss < PAGES / 10
+
+
+def build_precision() -> Any:
+    """A task whose loss is how many bits of its number a product keeps."""
+    import torch
+
+    model = torch.nn.Linear(1, 1)
+    torch.nn.init.constant_(model.weight, 1 + 2**-12)
+    torch.nn.init.zeros_(model.bias)
+    return SimpleNamespace(model=model, inputs={"input": torch.ones(2, 1)}, loss=lambda out: out.float().sum())
+
+
+def test_a_task_may_be_under_autocast(builder: str) -> None:
+    """Products are in bfloat16, parameters and gradients are not; differences may be as large as it rounds."""
+    losses = {}
+    for dtype in TOLERANCES:
+        task = Task(builder=builder.replace("linear", "precision"), dtype=dtype)
+        losses[dtype] = measure(task, (EAGER,), rounds=1, steps_per_turn=1).by_variant()["eager"].loss
+    assert losses == {"float32": 2 + 2**-11, "bfloat16": 2.0}
+    assert Task(builder="x:y").tolerance < Task(builder="x:y", dtype="bfloat16").tolerance < 0.1
+
+
+@pytest.mark.soak
+def test_a_variant_runs_on_its_cores(builder: str) -> None:
+    """And is told of no others; the rest have all."""
+    only = Variant(name="only", backend=None, cores=1)
+    task = Task(builder=builder.replace("linear", "counter"), mode="inference")
+    results = measure(task, (EAGER, only), rounds=1, steps_per_turn=1).by_variant()
+    assert results["only"].loss == 1
+    assert results["eager"].loss == len(os.sched_getaffinity(0))
+
+
+@pytest.mark.parametrize(("fail", "message"), (("no such model", "no such model"), ("exit", "exit code 3")))
+def test_a_failing_child_is_named_with_its_reason(builder: str, fail: str, message: str) -> None:
+    """Whether it raises or dies."""
+    with pytest.raises(ApolloError, match=f"(?s)'eager'.*{message}"):
+        measure(Task(builder=builder, arguments={"width": 8, "fail": fail}), (EAGER,))
+
+
+def test_machine_facts_say_what_is_needed_to_repeat() -> None:
+    """Versions and the machine."""
+    pytest.importorskip("torch")
+    facts = machine_facts()
+    assert {"torch", "python", "commit", "cpu", "cores", "threads"} <= set(facts) and facts["cores"] >= 1

@@ -1,0 +1,380 @@
+"""The command line: what it prints, what it writes, and its exit codes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import apollo_compile  # noqa: E402
+from apollo_compile import bench  # noqa: E402
+from apollo_compile import calibrate as calibration  # noqa: E402
+from apollo_compile.device.cpu.calibrate import Calibration, Progress  # noqa: E402
+from apollo_compile.device.profile import cached_profile_path, default_profile, discover_profile, load_profile  # noqa: E402
+from apollo_compile.reports.report import Report  # noqa: E402
+from apollo_compile.tools.bench import Measurement, Task, Variant, VariantResult  # noqa: E402
+from apollo_compile.tools.cli import main  # noqa: E402
+from apollo_compile.tools.targets import build  # noqa: E402
+from tests.reports.reports import workload_report  # noqa: E402
+
+MODEL = """
+import torch
+
+import apollo_compile
+from torch import nn
+
+class Towers(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.image = nn.Linear(width, width)
+        self.text = nn.Linear(width, width)
+
+    def forward(self, image, text):
+        return self.image(image) @ self.text(text).T
+
+def build(width=64, batch=32):
+    return Towers(width), (torch.ones(batch, width), torch.ones(batch, width))
+
+def by_name():
+    model, (image, text) = build()
+    return model, {"image": image, "text": text}
+
+def broken():
+    raise RuntimeError("no weights")
+
+def nothing():
+    return None
+"""
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The user's cache directory."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "apollo_compile"
+
+
+def _measure(monkeypatch: pytest.MonkeyPatch, disturbed_share: float = 0.0) -> None:
+    """Replace the measurement, which takes a minute, by the default profile."""
+
+    def calibrate(units: int, *, rounds: int, progress: Progress) -> Calibration:
+        if units > 8:
+            raise ValueError(f"cannot calibrate {units} units")
+        for done, what in enumerate(("compiling", "measuring", "measuring", "done")):
+            progress(what, done, 4)
+        return Calibration(profile=default_profile(units), disturbed_share=disturbed_share)
+
+    monkeypatch.setattr(calibration, "calibrate", calibrate)
+
+
+def test_a_calibration_is_kept_where_compiles_look(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With its fingerprint, so that discovery takes it as it is; progress is a line per kind of step."""
+    _measure(monkeypatch)
+    assert main(["calibrate", "--units", "2"]) == 0
+    path = cached_profile_path(cache, 2)
+    printed = capsys.readouterr()
+    assert str(path) in printed.out
+    assert printed.err.splitlines() == ["compiling", "measuring", "done"]
+    assert discover_profile(2, cache_dir=cache) == load_profile(path) == default_profile(2)
+
+
+def test_a_profile_goes_where_it_is_asked_for(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And nowhere else; `--json` prints what the file holds."""
+    _measure(monkeypatch)
+    path = tmp_path / "mine.json"
+    assert main(["calibrate", "--units", "3", "--output", str(path), "--json"]) == 0
+    assert capsys.readouterr().out == path.read_text()
+    assert load_profile(path) == default_profile(3)
+    assert not cache.exists()
+
+
+def test_a_gpu_that_is_not_there_is_one_line(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With what is needed; options of CPUs are refused."""
+    if torch.cuda.is_available():
+        pytest.skip("tells what happens without a GPU")
+    assert main(["calibrate", "--gpu"]) == 1
+    assert "lanes on a GPU need an NVIDIA GPU, its driver, and torch built for CUDA" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        main(["calibrate", "--gpu", "0", "--units", "2"])
+    assert "--units and --rounds are for CPUs" in capsys.readouterr().err
+    assert not cache.exists()
+
+
+def test_a_disturbed_calibration_is_not_kept(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The exit code says so, and the message what to do; a file that was asked for is written all the same."""
+    _measure(monkeypatch, disturbed_share=0.75)
+    assert main(["calibrate", "--units", "2"]) == 1
+    assert "75%" in (error := capsys.readouterr().err) and "not kept" in error
+    assert not cache.exists()
+    assert main(["calibrate", "--units", "2", "--output", str(tmp_path / "p.json")]) == 1
+    assert load_profile(tmp_path / "p.json") == default_profile(2)
+
+
+def test_what_cannot_be_done_is_one_line(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No traceback: too many units, and a file where none can be written."""
+    _measure(monkeypatch)
+    assert main(["calibrate", "--units", "9"]) == 1
+    assert capsys.readouterr().err == "apollo calibrate: cannot calibrate 9 units\n"
+    (tmp_path / "file").write_text("")
+    assert main(["calibrate", "--units", "2", "--output", str(tmp_path / "file" / "p.json")]) == 1
+    assert capsys.readouterr().err.splitlines()[-1].startswith("apollo calibrate: ")
+
+
+@pytest.mark.parametrize("arguments", ([], ["unknown"], ["calibrate", "--units", "two"]))
+def test_a_wrong_call_shows_the_usage(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """Exit code 2."""
+    with pytest.raises(SystemExit) as stopped:
+        main(arguments)
+    assert stopped.value.code == 2
+    assert "usage: apollo" in capsys.readouterr().err
+
+
+def test_help_does_not_import_torch() -> None:
+    """It should be there at once."""
+    code = (
+        "import sys; from apollo_compile.tools.cli import _parser; _parser().format_help(); "
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+# ------------------------------------------------------------------------------------------------- explain and report
+
+
+@pytest.fixture
+def model_file(tmp_path: Path) -> Iterator[str]:
+    """A file of a user, with several functions that build."""
+    path = tmp_path / "towers_of_a_user.py"
+    path.write_text(MODEL)
+    yield str(path)
+    sys.modules.pop("towers_of_a_user", None)
+    sys.path[:] = [place for place in sys.path if place != str(tmp_path)]
+    torch._dynamo.reset()
+
+
+def test_explain_writes_every_form_and_prints_a_report(
+    model_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """From a file and a function, with arguments, options and other batches."""
+    files = {name: tmp_path / f"report.{name}" for name in ("html", "trace", "dot", "save")}
+    written = [part for name, path in files.items() for part in (f"--{name}", str(path))]
+    compared = ["--batch", "8", "--units", "1", "--profile", "h200"]
+    target = [f"{model_file}:build", "--set", "batch=16", "--option", "plan.planner=greedy"]
+    assert main(["explain", *target, *compared, *written]) == 0
+    printed = capsys.readouterr()
+    assert "graph0_forward" in printed.out and "graph0_backward" in printed.out and "batch 8" in printed.out
+    assert "building the model" in printed.err.splitlines()
+    report = Report.from_json(files["save"].read_text())
+    assert files["html"].read_text() == report.to_html()
+    assert files["trace"].read_text() == report.to_trace()
+    assert files["dot"].read_text() == report.to_dot()
+    assert printed.out == f"{report}\n"
+
+
+def test_explain_prints_json_and_answers_why(model_file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nothing else goes to standard output."""
+    quick = ["--option", "device.units=1", "--units", "1", "--profile", "cpu"]
+    assert main(["explain", f"{model_file}:by_name", "--json", *quick]) == 0
+    report = Report.from_json(capsys.readouterr().out)
+    assert [graph.role for graph in report.graphs] == ["forward", "backward"]
+    assert main(["explain", f"{model_file}:by_name", "--why", "vision", *quick]) == 1
+    assert "no segment or module is called 'vision'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        ("towers", "names no function"),
+        ("absent.py:build", "there is no file absent.py"),
+        ("absent_module:build", "cannot import absent_module: ModuleNotFoundError"),
+        ("{file}:absent", "has no function 'absent'; it has: broken, build, by_name, nothing"),
+        ("{file}:broken", "failed: RuntimeError: no weights"),
+        ("{file}:nothing", "returned NoneType; expected (model, inputs)"),
+    ],
+)
+def test_a_wrong_target_is_one_line(
+    target: str, message: str, model_file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """That names the fault."""
+    assert main(["explain", target.format(file=model_file)]) == 1
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("apollo explain: ") and message in last
+
+
+def test_a_saved_report_is_shown_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In any form, without the model, and without torch's help."""
+    report, path = workload_report("clip"), tmp_path / "clip.json"
+    path.write_text(report.to_json())
+    assert main(["report", str(path), "--html", str(tmp_path / "clip.html")]) == 0
+    assert capsys.readouterr().out == f"{report}\n"
+    assert (tmp_path / "clip.html").read_text() == report.to_html()
+    assert main(["report", str(path), "--json"]) == 0
+    assert Report.from_json(capsys.readouterr().out) == report
+    with pytest.raises(SystemExit) as stopped:
+        main(["report", str(path), "--batch", "8", "--steps", "2"])
+    assert stopped.value.code == 2
+    assert "shown as it is; --batch, --steps would need file.py:function" in capsys.readouterr().err
+    assert main(["report", str(path), "--why", "text_model", "--json"]) == 0
+    assert "granted" in json.loads(capsys.readouterr().out)["why"]
+    (tmp_path / "other.json").write_text("{}")
+    assert main(["report", str(tmp_path / "other.json")]) == 1
+    assert "this is no report" in capsys.readouterr().err
+    assert main(["report", str(tmp_path / "absent.json")]) == 1
+    assert capsys.readouterr().err.endswith("absent.json: No such file or directory\n")
+    assert main(["report", "model.py"]) == 1
+    assert "name its function: model.py:function" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_report_trains_a_model_and_measures(model_file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """For so many steps."""
+    settings = ("plan.contest=false", "plan.planner=serial", "debug.strict=true", "runtime.bodies=python")
+    options = [part for setting in settings for part in ("--option", setting)]
+    compared = ["--units", "1", "--profile", "h200", "--batch", "16"]
+    assert main(["report", f"{model_file}:build", "--steps", "2", "--json", *compared, *options]) == 0
+    printed = capsys.readouterr()
+    report = Report.from_json(printed.out)
+    assert all(graph.measured is not None for graph in report.graphs) and len(report.graphs) == 2
+    others = [row for graph in report.graphs for row in graph.what_if if row.change == "device profile h200"]
+    assert len(others) == 2 and all(0 < row.predicted_ns <= row.serial_ns for row in others)
+    smaller = [next(row for row in graph.what_if if row.batch == 16) for graph in report.graphs]
+    assert all(row.serial_ns < graph.serial_ns for row, graph in zip(smaller, report.graphs, strict=True))
+    lines = ["building the model", "compiling", "running steps", "batch 16: tracing and planning"]
+    assert printed.err.splitlines() == lines
+
+
+# ------------------------------------------------------------------------------------------------------ the other ones
+
+
+def test_plan_diff_compares_reports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The exit code says whether they differ, if that is asked for."""
+    for name in ("clip", "clap"):
+        (tmp_path / f"{name}.json").write_text(workload_report(name).to_json())
+    clip, clap = str(tmp_path / "clip.json"), str(tmp_path / "clap.json")
+    assert main(["plan-diff", clip, clip, "--exit-code"]) == 0
+    assert "same plan" in capsys.readouterr().out
+    assert main(["plan-diff", clip, clap]) == 0
+    assert "clap_forward: only in the second" in capsys.readouterr().out
+    assert main(["plan-diff", clip, clap, "--exit-code", "--json"]) == 1
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    assert found["is_same_plan"] is False and found["only_before"] == ["clip_forward", "clip_backward"]
+    assert main(["plan-diff", clip, str(tmp_path / "absent.json")]) == 1
+    assert main(["plan-diff", clip, str(tmp_path)]) == 1
+    assert "there is no plan in" in capsys.readouterr().err
+
+
+def test_plan_diff_compares_dumps(
+    model_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Directories of `APOLLO_DUMP`, and single plans in them."""
+    quick = ["--units", "1", "--profile", "cpu", "--option", "device.units=1"]
+    for name in ("first", "second"):
+        monkeypatch.setenv("APOLLO_DUMP", str(tmp_path / name))
+        assert main(["explain", f"{model_file}:build", *quick]) == 0
+    capsys.readouterr()
+    assert main(["plan-diff", str(tmp_path / "first"), str(tmp_path / "second"), "--exit-code"]) == 0
+    assert capsys.readouterr().out.count("same plan") == 2
+    plan = str(tmp_path / "first" / "graph0_forward" / "plan.json")
+    assert main(["plan-diff", plan, plan, "--json"]) == 0
+    (graph,) = json.loads(capsys.readouterr().out)["graphs"]
+    assert graph["name"] == "graph0_forward" and graph["num_waits"] == [None, None]
+
+
+def test_bench_prints_a_table_and_refuses_wrong_numbers(
+    model_file: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What is measured is the harness's business; children find the target by its name."""
+    asked: list[tuple[Task, list[str]]] = []
+    difference = {"loss": 1.0}
+
+    def measure(task: Task, variants: Sequence[Variant], **_: Any) -> Measurement:
+        asked.append((task, [variant.name for variant in variants]))
+        times = ((1_000_000, 1_000_000),) * 5
+        results = tuple(
+            VariantResult(
+                variant=variant.name,
+                cold_s=1.0,
+                rounds_ns=times,
+                peak_bytes=None,
+                loss=1.0,
+                summary=bench.summarize(times, times),
+                difference=bench.compare_digests(_digest(difference["loss"]), _digest(1.0)),
+            )
+            for variant in variants
+        )
+        return Measurement(task=task, baseline="eager", reference="eager", cpu="a CPU", results=results)
+
+    monkeypatch.setattr(bench, "measure", measure)
+    arguments = ["--variants", "eager,apollo", "--set", "batch=2", "--inference", "--dtype", "bfloat16"]
+    assert main(["bench", f"{model_file}:build", *arguments]) == 0
+    assert "taken in bfloat16 on a CPU" in capsys.readouterr().out
+    ((task, names),) = asked
+    assert (task.builder, task.mode, names) == ("apollo_compile.tools.targets:build", "inference", ["eager", "apollo"])
+    assert task.dtype == "bfloat16"
+    assert build(**task.arguments).inputs["image"].shape == (2, 64)
+    difference["loss"] = 1.5
+    assert main(["bench", f"{model_file}:build", "--json"]) == 1
+    printed = capsys.readouterr()
+    assert len(json.loads(printed.out)["measurement"]["results"]) == 5
+    assert "wrong numbers, more than 1e-03 from eager: eager, inductor, inductor-max-autotune, apollo" in printed.err
+    with pytest.raises(SystemExit, match="2"):
+        main(["bench", f"{model_file}:build", "--variants", "magic"])
+    assert "unknown variant magic; known: eager" in capsys.readouterr().err
+
+
+def _digest(loss: float) -> dict[str, Any]:
+    return {bench._LOSS: np.asarray(loss), "weight": np.ones(2, dtype=np.float32)}
+
+
+def test_doctor_prints_findings(capsys: pytest.CaptureFixture[str]) -> None:
+    """As lines, or as JSON."""
+    status = main(["doctor"])
+    assert "torch: 2." in capsys.readouterr().out
+    assert main(["doctor", "--json"]) == status
+    assert {finding["subject"] for finding in json.loads(capsys.readouterr().out)} >= {"torch", "cores", "cache"}
+
+
+def test_a_reader_that_has_read_enough_is_no_error(tmp_path: Path) -> None:
+    """As `head` is."""
+    path = tmp_path / "clip.json"
+    path.write_text(workload_report("clip").to_json())
+    command = [sys.executable, "-m", "apollo_compile.tools.cli", "report", str(path)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.close()
+    with process:
+        errors = process.stderr.read()
+    assert (process.returncode, errors) == (141, "")
+
+
+def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
+    """As other tools tell theirs."""
+    with pytest.raises(SystemExit) as stopped:
+        main(["--version"])
+    assert stopped.value.code == 0
+    assert capsys.readouterr().out == f"apollo_compile {apollo_compile.__version__}\n"
+
+
+def test_every_command_has_json_and_a_description(capsys: pytest.CaptureFixture[str]) -> None:
+    """As the top of the file says."""
+    for command in ("explain", "report", "bench", "calibrate", "doctor", "plan-diff"):
+        with pytest.raises(SystemExit) as stopped:
+            main([command, "--help"])
+        assert stopped.value.code == 0
+        assert "--json" in capsys.readouterr().out
