@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import apollo_compile
 from apollo_compile.device.gpu.execute import Contract
 from apollo_compile.ir import Role
 from apollo_compile.pipeline import Compilation
@@ -81,7 +82,7 @@ def cache_key(around: str, paths: str) -> str:
 def _own_code() -> str:
     """Return a digest of this package: bundles hold its objects, and are for no other version."""
     digest = hashlib.sha256()
-    root = Path(__file__).parent
+    root = Path(apollo_compile.__file__).parent
     for path in sorted([*root.rglob("*.py"), *root.glob("_native*")]):
         digest.update(f"{path.relative_to(root)} ".encode() + path.read_bytes())
     return digest.hexdigest()

@@ -60,7 +60,7 @@ about as much."""
 COMPILE_NS_PER_OPERATOR = 50_000_000
 """What Inductor and the C++ compiler take per operator of a whole graph, about."""
 
-_SHARING_BY_WAY = {
+_SHARING_BY_WAY: Mapping[str, Sharing] = {
     Variant.STREAMS: Sharing.FREE,
     Variant.PRIORITIES: Sharing.URGENCY,
     Variant.OVERLAPPING: Sharing.OVERLAPPING,
@@ -247,7 +247,7 @@ class CompiledGraph:
         """Ways that it can run now; a plan that is to run in turn is not a way of its own."""
         own = {Variant.SERIAL}
         if uses_lanes(self.compilation.plan):
-            own |= {Variant.PLAN} if self.gpu is None else {Variant.PLAN, *_SHARING_BY_WAY}
+            own |= {Variant.PLAN} if self.gpu is None else {Variant.PLAN, *map(Variant, _SHARING_BY_WAY)}
             own |= {Variant.LISTED} if self._has_rival() else set()
         return (*sorted(own), *sorted(self._others.keys() - own))
 
