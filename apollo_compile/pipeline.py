@@ -247,7 +247,7 @@ def compile_plan(
 ) -> Compilation:
     """Take a plan through the stages from sync to program."""
     graph = partition.graph
-    owners_release = profile.kind == "cuda"
+    owners_release = profile.owners_release
     syncs = runner.run(
         "sync",
         eliminate_syncs,

@@ -40,6 +40,7 @@ from tabulate import tabulate
 from tqdm import tqdm
 
 from apollo_compile import backend
+from apollo_compile.session import registry
 from apollo_compile.session.graph import CompiledGraph
 from apollo_compile.tools.bench import machine_facts
 from apollo_compile.units import NS_PER_MS
@@ -201,11 +202,11 @@ def _compile(workload: Workload, code: Code) -> _Compiled:
 
     begin = time.perf_counter()
     compiled = torch.compile(workload.model, backend=own)
-    known = backend.compiled_models()
+    known = registry.compiled_models()
     with torch._dynamo.config.patch(recompile_limit=MOST_KINDS), inductor_config.patch(dict(code.settings)):
         step()
     print(f"   {workload.name}: {code.name} code compiled in {time.perf_counter() - begin:.0f} s", file=sys.stderr)
-    models = [model for model in backend.compiled_models() if model not in known]
+    models = [model for model in registry.compiled_models() if model not in known]
     for name, reason in (handed_over for model in models for handed_over in model.handed_over):
         print(f"   {workload.name}: {name} is left out: {reason}", file=sys.stderr)
     return _Compiled(graphs=[graph for model in models for graph in model.graphs], step=step)

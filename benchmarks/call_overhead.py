@@ -28,9 +28,9 @@ from tabulate import tabulate
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from apollo_compile import backend
 from apollo_compile.ir import Variant
 from apollo_compile.ir.text import format_count
+from apollo_compile.session import registry
 from apollo_compile.tools.bench import machine_facts, turn_orders
 from apollo_compile.units import format_ns
 
@@ -134,7 +134,7 @@ def settle(call: Callable[[], None], model: nn.Module) -> None:
     """Call until nothing about `model` is being decided any more, at least once and `MOST_CALLS_TO_SETTLE` at most."""
     call()
     for _ in range(MOST_CALLS_TO_SETTLE):
-        if backend.is_settled(model):
+        if registry.is_settled(model):
             return
         call()
 
@@ -147,7 +147,7 @@ def _time(call: Callable[[str], None], side: str) -> int:
 
 def _what_runs(model: nn.Module) -> str:
     found = []
-    for compiled in backend.find_models(model):
+    for compiled in registry.find_models(model):
         found += [f"{name}: {Variant.INDUCTOR}" for name, _ in compiled.handed_over]
         for graph in compiled.graphs:
             segments = format_count(len(graph.compilation.partition.graph.segments), "segment")

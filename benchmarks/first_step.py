@@ -94,7 +94,7 @@ def take_steps(name: str, size: str, backend: str, *, settle: bool) -> dict[str,
     """
     import torch
 
-    from apollo_compile.backend import find_models, is_settled
+    from apollo_compile.session.registry import find_models, is_settled
     from benchmarks.workloads import build
 
     workload = build(name, size)

@@ -44,6 +44,7 @@ from apollo_compile.device.profile import load_profile
 from apollo_compile.errors import MemoryQuotaError
 from apollo_compile.ir import BufferId, Lane, LaneId, Launch, Program
 from apollo_compile.json_form import to_json
+from apollo_compile.session import registry
 from apollo_compile.torch_bridge.inductor import compile_bodies
 from apollo_compile.units import format_bytes, format_ns
 from benchmarks.gpu_busy import marker_records, profile_step
@@ -251,14 +252,14 @@ def kernels_of_a_model_are_in_their_lanes(gpu: TorchGpu) -> Outcome:
     taken: list[list[torch.Tensor]] = []
     with torch.no_grad():
         run(inputs)
-        compiled = backend.compiled_models()[-1].graphs[-1]
-        own = compiled._run
+        compiled = registry.compiled_models()[-1].graphs[-1]
+        own = compiled.variants.run
 
         def listen(arguments: list[torch.Tensor]) -> Any:
             taken.append(list(arguments))
             return own(arguments)
 
-        compiled._run = listen
+        compiled.variants.run = listen
         run(inputs)
         executable = compiled.executable
         launcher = Launcher(executable.program, [body.function for body in compiled.bodies], gpu)
@@ -767,7 +768,7 @@ def _last_line(text: str) -> str:
 
 def _executables() -> list[CudaExecutable]:
     """Return those of the model that was compiled last."""
-    graphs = backend.compiled_models()[-1].graphs
+    graphs = registry.compiled_models()[-1].graphs
     return [graph.executable for graph in graphs if isinstance(graph.executable, CudaExecutable)]
 
 

@@ -36,6 +36,7 @@ from apollo_compile import backend
 from apollo_compile.device.gpu.gpu import TorchGpu
 from apollo_compile.device.lanes import lane_catalogue
 from apollo_compile.errors import CudaError
+from apollo_compile.session import registry
 from apollo_compile.tools.bench import machine_facts
 from apollo_compile.units import format_bytes, format_ns
 from benchmarks.gpu_busy import busy_share, profile_step, read_step, side_by_side_share
@@ -316,7 +317,7 @@ def _shares(step: Step, mark: Callable[[], None]) -> tuple[float | None, float |
 
 def plan_of(model: nn.Module) -> tuple[int | None, int | None]:
     """Return the makespans of the plans of a model's graphs, added up, and their bounds; None where it has none."""
-    plans = [graph.compilation.plan for found in backend.find_models(model) for graph in found.graphs if graph.has_run]
+    plans = [graph.compilation.plan for found in registry.find_models(model) for graph in found.graphs if graph.has_run]
     if not plans:
         return None, None
     return sum(plan.makespan_ns for plan in plans), sum(plan.lower_bound_ns for plan in plans)
@@ -380,7 +381,7 @@ def _plan(workload: GpuWorkload, dtype: str) -> Compiled:
 
 def _apollo(workload: GpuWorkload, dtype: str) -> Compiled:
     run = torch.compile(workload.model, backend=backend.apollo, options={"device.cuda_lanes": True})
-    return _make_step(workload, run, dtype), lambda: backend.is_settled(workload.model)
+    return _make_step(workload, run, dtype), lambda: registry.is_settled(workload.model)
 
 
 VARIANTS: Mapping[str, Callable[[GpuWorkload, str], Compiled]] = {

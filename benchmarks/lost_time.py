@@ -30,8 +30,8 @@ from pathlib import Path
 import torch
 from tabulate import tabulate
 
-from apollo_compile import backend
 from apollo_compile.ir import Lane, Plan, SegmentGraph, Trace
+from apollo_compile.session import registry
 from apollo_compile.tools.bench import machine_facts
 from benchmarks.model_error import durations_by_segment, measure_plans, plan_on_lane
 from benchmarks.run import names_of
@@ -87,7 +87,7 @@ def measure_workload(workload: Workload, *, runs: int) -> tuple[LostTime, int, f
 
     for _ in range(WARM_UP_STEPS):
         step()
-    graphs = [graph for model in backend.find_models(workload.model) for graph in model.graphs]
+    graphs = [graph for model in registry.find_models(workload.model) for graph in model.graphs]
     plans = [graph.compilation.plan for graph in graphs]
     lanes = plans[0].lanes
     single = min(lanes, key=lambda lane: len(lane.units))

@@ -36,7 +36,6 @@ import torch
 from tabulate import tabulate
 from tqdm import tqdm
 
-from apollo_compile import backend
 from apollo_compile.cost_model.roofline import predict_kernel
 from apollo_compile.device.cpu.calibrate import calibrate
 from apollo_compile.device.cpu.execute import Executable, available_units
@@ -56,6 +55,7 @@ from apollo_compile.ir import (
 from apollo_compile.observe import StageRunner
 from apollo_compile.passes.cost import estimate_costs
 from apollo_compile.pipeline import Compilation, compile_plan
+from apollo_compile.session import registry
 from apollo_compile.session.graph import CompiledGraph
 from apollo_compile.tools.bench import machine_facts
 from benchmarks.run import names_of
@@ -168,7 +168,7 @@ def _measure(
         workload.loss(compiled(**workload.inputs)).backward()
 
     step()
-    graphs = [graph for model in backend.find_models(workload.model) for graph in model.graphs]
+    graphs = [graph for model in registry.find_models(workload.model) for graph in model.graphs]
     lanes = graphs[0].compilation.plan.lanes
     chosen = {len(lane.units): lane.id for lane in lanes}  # the last lane of a size; one of each is enough
     chosen = {units: chosen[units] for units in {len(lanes[0].units), min(chosen)}}
@@ -226,7 +226,7 @@ def measure_plans(
     ready: dict[int, list[tuple[Compilation, Executable]]] = {}
     for number, chosen in plans.items():
         for graph, old, plan in zip(graphs, before, chosen, strict=True):
-            graph.adopt(
+            graph.variants.adopt(
                 compile_plan(
                     old.capture,
                     old.partition,
@@ -243,14 +243,14 @@ def measure_plans(
     for turn in tqdm(range(turns), desc="   measuring", file=sys.stderr, mininterval=5, leave=False):
         for number in plans if turn % 2 == 0 else reversed(plans):
             for graph, made in zip(graphs, ready[number], strict=True):
-                graph.adopt(*made)
+                graph.variants.adopt(*made)
             step()
             for _ in range(STEPS_PER_TURN):
                 step()
                 for graph, found in zip(graphs, traces[number], strict=True):
                     found.append(graph.trace())
     for graph, old in zip(graphs, before, strict=True):
-        graph.adopt(old)
+        graph.variants.adopt(old)
     return traces
 
 

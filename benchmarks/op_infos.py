@@ -341,7 +341,7 @@ def _run_case(case: Case) -> Result:
     from torch._dynamo.utils import counters
     from torch._inductor import config as inductor_config
 
-    from apollo_compile import backend
+    from apollo_compile.session import registry
 
     samples = _samples_of(case)
     if not samples:
@@ -352,7 +352,7 @@ def _run_case(case: Case) -> Result:
     eager = run(subject)
     is_random = find_difference(run(subject, seed=1), eager, None, TOLERANCE["float32"]) is not None
     exact = None if is_random else _run_exactly(subject)
-    others = backend.compiled_models()
+    others = registry.compiled_models()
     found: dict[str, Any] = {}
 
     def try_with(look: Callable[[], object] = bool, **compile_options: Any) -> tuple[Numbers, Problem | None]:
@@ -367,7 +367,7 @@ def _run_case(case: Case) -> Result:
             return actual, problem_of(error)
 
     def look() -> None:
-        found.update(how_graphs_ran([each for each in backend.compiled_models() if each not in others]))
+        found.update(how_graphs_ran([each for each in registry.compiled_models() if each not in others]))
         if counters["graph_break"] or counters["unimplemented"]:
             left = "a part" if found["num_graphs"] else "all of it"
             found["reasons"] = (*found["reasons"], f"Dynamo leaves {left} to eager: {complaints_of_dynamo()}")

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import torch
 
-from apollo_compile import backend
 from apollo_compile.ir import Trace
+from apollo_compile.session import registry
 from apollo_compile.session.graph import CompiledGraph
 from apollo_compile.units import NS_PER_MS
 from benchmarks.workloads import build
@@ -57,7 +57,7 @@ class _Run:
     def step(self) -> None:
         """Take a training step and keep its traces."""
         self._workload.loss(self._compiled(**self._workload.inputs)).backward()
-        graphs = backend.find_models(self._workload.model)[0].graphs
+        graphs = registry.find_models(self._workload.model)[0].graphs
         self._steps.append([(graph, graph.trace()) for graph in graphs])
 
     def median(self) -> list[tuple[CompiledGraph, Trace]]:

@@ -39,7 +39,6 @@ from scipy.stats import kendalltau
 from tabulate import tabulate
 from tqdm import tqdm
 
-from apollo_compile import backend
 from apollo_compile.device.cpu.execute import Executable
 from apollo_compile.ir import Assignment, CostTable, LaneId, Observations, Origin, Plan, Quota, check
 from apollo_compile.observe import StageRunner
@@ -47,6 +46,7 @@ from apollo_compile.passes.cost import estimate_costs
 from apollo_compile.passes.plan import make_plan, to_problem
 from apollo_compile.pipeline import Compilation, compile_plan
 from apollo_compile.planner.baselines import BASELINES
+from apollo_compile.session import registry
 from apollo_compile.session.graph import CompiledGraph
 from apollo_compile.session.monitor import is_same_placement, observe_trace
 from apollo_compile.tools.bench import machine_facts
@@ -149,9 +149,9 @@ def compare_plans(workload: Workload, *, num_plans: int, rounds: int, seed: int 
         workload.loss(compiled(**workload.inputs)).backward()
 
     step()
-    graphs = [graph for model in backend.find_models(workload.model) for graph in model.graphs]
+    graphs = [graph for model in registry.find_models(workload.model) for graph in model.graphs]
     for graph in graphs:
-        graph.adopt(learn(graph, step))
+        graph.variants.adopt(learn(graph, step))
     plans = [collect_plans(graph, num_plans, random.Random(seed)) for graph in graphs]
     times: list[list[list[tuple[int, int]]]] = [[[] for _ in variations] for variations in plans]
     observations = [Observations() for _ in graphs]
@@ -160,7 +160,7 @@ def compare_plans(workload: Workload, *, num_plans: int, rounds: int, seed: int 
         for index in range(count) if turn % 2 == 0 else reversed(range(count)):
             for graph, variations in zip(graphs, plans, strict=True):
                 chosen = variations[index % len(variations)]
-                graph.adopt(chosen.compilation, chosen.executable)
+                graph.variants.adopt(chosen.compilation, chosen.executable)
             step()  # brings code and weights of these plans back into the caches
             step()
             for number, (graph, samples) in enumerate(zip(graphs, times, strict=True)):
@@ -204,7 +204,7 @@ def learn(graph: CompiledGraph, step: Any) -> Compilation:
     observations = Observations()
     for alone in _in_turn(start.plan).values():
         plan = make_plan(segments, start.costs, lanes=start.plan.lanes, pinned=alone)
-        graph.adopt(_compile(start, start.costs, plan, observations))
+        graph.variants.adopt(_compile(start, start.costs, plan, observations))
         for run in range(LEARNING_RUNS):
             step()
             if run:
@@ -224,7 +224,7 @@ def collect_plans(graph: CompiledGraph, num_plans: int, rng: random.Random) -> l
         if any(is_same_placement(plan, other.compilation.plan) for other in found):
             continue
         compilation = _compile(choice, choice.costs, plan, choice.observations)
-        graph.adopt(compilation)
+        graph.variants.adopt(compilation)
         found.append(Variation(name=name, compilation=compilation, executable=graph.executable))
     return found
 

@@ -41,8 +41,8 @@ from tabulate import tabulate
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from apollo_compile import backend
 from apollo_compile.device.cpu.execute import trim_memory
+from apollo_compile.session import registry
 from apollo_compile.tools.bench import machine_facts
 from apollo_compile.units import NS_PER_S, format_bytes
 from benchmarks.steady import Slice, find_growth, look
@@ -153,7 +153,7 @@ class Episode:
             problem = self._compare(*results)
             if problem is not None:
                 return Outcome(problem=f"{self}, step {step}: {problem}")
-        graphs = [graph for found in backend.find_models(model) for graph in found.graphs if graph.has_run]
+        graphs = [graph for found in registry.find_models(model) for graph in found.graphs if graph.has_run]
         lanes_used = [{span.lane for span in graph.trace().spans} for graph in graphs]
         return Outcome(num_on_lanes=sum(len(used) > 1 for used in lanes_used))
 

@@ -28,7 +28,7 @@ import torch
 from tabulate import tabulate
 from tqdm import tqdm
 
-from apollo_compile import backend
+from apollo_compile.session import registry
 from apollo_compile.tools.bench import machine_facts
 from apollo_compile.units import NS_PER_MS, format_bytes
 from benchmarks.workloads import build
@@ -101,7 +101,7 @@ def make_step(workload: str, size: str) -> tuple[Callable[[], None], Callable[[]
         built.loss(compiled(**built.inputs)).backward()
         optimizer.step()
 
-    return step, lambda: backend.is_settled(built.model)
+    return step, lambda: registry.is_settled(built.model)
 
 
 def make_witness() -> Callable[[], None]:

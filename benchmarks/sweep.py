@@ -62,7 +62,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from apollo_compile.backend import CompiledModel
+    from apollo_compile.session.model import CompiledModel
     from benchmarks.workloads import Workload
 
 PRECISIONS = ("float32", "bfloat16", "float64")
@@ -258,14 +258,14 @@ def run_case(case: Case) -> Result:
     from torch._dynamo.utils import counters
     from torch._inductor import config as inductor_config
 
-    from apollo_compile import backend
+    from apollo_compile.session import registry
 
     begin = time.monotonic()
     workload = build_model(case.model)
     batches = [workload.inputs] if case.shapes == "static" else [workload.inputs, *other_batches(case.model)]
     exact = _train_exactly(workload, batches, case)
     eager = train(workload, batches, case)
-    others = backend.compiled_models()
+    others = registry.compiled_models()
     used = {case.precision, str(eager["loss of step 0"].dtype).removeprefix("torch.")}
     if case.optimizer == "adamw_compiled":
         used.add("float32")  # in which it counts steps, and so corrects its moments; not compiled, it does in Python
@@ -273,7 +273,7 @@ def run_case(case: Case) -> Result:
     found: dict[str, Any] = {}
 
     def look(model: torch.nn.Module) -> None:
-        own = [each for each in backend.compiled_models() if each not in others]
+        own = [each for each in registry.compiled_models() if each not in others]
         found.update(how_graphs_ran(own))
         if left := _left_in_eager(own, model):
             reason = f"Dynamo leaves the training of {left} to eager: {complaints_of_dynamo()}"

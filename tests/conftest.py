@@ -155,9 +155,9 @@ def how_graphs_ran(
 
 
 def _watch_graphs(patch: pytest.MonkeyPatch, seen: HowGraphsRan) -> None:
-    backend = importlib.import_module("apollo_compile.backend")
+    models = importlib.import_module("apollo_compile.session.model")
     graphs = importlib.import_module("apollo_compile.session.graph")
-    call, log = graphs.CompiledGraph._call, backend.CompiledModel._log_fallback
+    call, log = graphs.CompiledGraph._call, models.CompiledModel.log_fallback
 
     def call_and_see(graph: Any, inputs: list[Any]) -> Sequence[Any]:
         outputs: Sequence[Any] = call(graph, inputs)
@@ -169,7 +169,7 @@ def _watch_graphs(patch: pytest.MonkeyPatch, seen: HowGraphsRan) -> None:
         log(model, name, reason, level=level)
 
     patch.setattr(graphs.CompiledGraph, "_call", call_and_see)
-    patch.setattr(backend.CompiledModel, "_log_fallback", log_and_see)
+    patch.setattr(models.CompiledModel, "log_fallback", log_and_see)
 
 
 def _watch_processes(patch: pytest.MonkeyPatch, seen: HowGraphsRan) -> None:

@@ -12,6 +12,7 @@ from functools import partial
 import pytest
 
 from apollo_compile.progress import PATIENCE_S, Progress
+from apollo_compile.session import registry
 
 
 class Clock:
@@ -102,15 +103,15 @@ def test_who_set_no_logging_up_reads_it_on_standard_error() -> None:
 def test_a_compile_tells_which_body_it_is_at(told: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """From the backend: Inductor lowers it, then the C++ compiler is waited for."""
     torch = pytest.importorskip("torch")
-    from apollo_compile import backend
+    from apollo_compile.session import compile as session_compile
 
     times = itertools.chain([0.0], itertools.repeat(12.0))
-    monkeypatch.setattr(backend, "Progress", partial(Progress, clock=times.__next__))
+    monkeypatch.setattr(session_compile, "Progress", partial(Progress, clock=times.__next__))
     torch._dynamo.reset()
     options = {"plan.planner": "serial", "plan.contest": False}
     with torch.no_grad():
         torch.compile(torch.nn.Linear(8, 8), backend="apollo", options=options)(torch.ones(2, 8))
-    name = f"{backend.compiled_models()[-1].name}_inference"
+    name = f"{registry.compiled_models()[-1].name}_inference"
     assert told[-2:] == [
         f"INFO compiling {name}: body 1 of 1 after 12 s",
         f"INFO compiling {name}: C++ code of body 1 of 1 after 12 s",

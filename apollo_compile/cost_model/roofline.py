@@ -84,13 +84,13 @@ def predict(
 
 def predict_kernel(kernel: Kernel, profile: DeviceProfile, units: int, *, footprint: int = 0) -> KernelTime:
     """Return the expected time of one `kernel`, whatever its count, without the launch of its segment."""
-    if profile.kind == "cuda":
-        return _on_cuda(kernel, profile, units, footprint)
-    alone = _on_cpu(kernel, profile, 1, footprint)
-    return alone if units == 1 else min(alone, _on_cpu(kernel, profile, units, footprint))
+    if profile.overlap == "max":
+        return _overlapped(kernel, profile, units, footprint)
+    alone = _in_turn(kernel, profile, 1, footprint)
+    return alone if units == 1 else min(alone, _in_turn(kernel, profile, units, footprint))
 
 
-def _on_cuda(kernel: Kernel, profile: DeviceProfile, units: int, footprint: int) -> KernelTime:
+def _overlapped(kernel: Kernel, profile: DeviceProfile, units: int, footprint: int) -> KernelTime:
     arithmetic_ns = _arithmetic_ns(kernel, profile, units) / wave_efficiency(kernel.tiles, units)
     memory_ns = _memory_ns(kernel, profile, units, footprint)
     bound_ns = max(arithmetic_ns, memory_ns)
@@ -98,7 +98,7 @@ def _on_cuda(kernel: Kernel, profile: DeviceProfile, units: int, footprint: int)
     return KernelTime(fixed_ns + bound_ns, bound_ns if memory_ns > arithmetic_ns else 0.0, fixed_ns)
 
 
-def _on_cpu(kernel: Kernel, profile: DeviceProfile, units: int, footprint: int) -> KernelTime:
+def _in_turn(kernel: Kernel, profile: DeviceProfile, units: int, footprint: int) -> KernelTime:
     memory_ns = _memory_ns(kernel, profile, units, footprint)
     fixed_ns = kernel.launches * float(profile.kernel_ns + (profile.parallel_ns if units > 1 else 0))
     return KernelTime(fixed_ns + _arithmetic_ns(kernel, profile, units) + memory_ns, memory_ns, fixed_ns)

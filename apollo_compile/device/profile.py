@@ -148,6 +148,25 @@ class DeviceProfile:
         """The lanes that a program may use."""
         return lane_catalogue(self.units, self.atoms)
 
+    @property
+    def overlap(self) -> Literal["sum", "max"]:
+        """How arithmetic and memory of one kernel combine: one after the other, or the longer of the two."""
+        return "max" if self.kind == "cuda" else "sum"
+
+    @property
+    def is_predictable(self) -> bool:
+        """Whether formulas are near enough to tell, before anything has run, that a plan gains nothing.
+
+        On a GPU they are far off until bodies were timed: a matmul that just fits the whole device takes twice as long
+        on a lane that is a little smaller.
+        """
+        return self.kind == "cpu"
+
+    @property
+    def owners_release(self) -> bool:
+        """Whether memory goes back to the lane that made it, so that only that lane may release it."""
+        return self.kind == "cuda"
+
     def flops_per_s(self, kind: KernelKind, dtype: str, flops: int, units: int) -> float:
         """Return the rate of a kernel on `units` units.
 

@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import NewType
 
+from apollo_compile.ir.variants import Variant
 from apollo_compile.units import format_ns
 
 NodeId = NewType("NodeId", int)
@@ -382,6 +383,11 @@ class Plan:
         """How far the undisturbed makespan can be from the best possible one: 0.02 is at most 2 % above it."""
         return self.undisturbed_ns / self.lower_bound_ns - 1 if self.lower_bound_ns else 0.0
 
+    @property
+    def uses_lanes(self) -> bool:
+        """Whether anything runs elsewhere than on the lane of all units."""
+        return any(assignment.lane != 0 for assignment in self.assignments)
+
     def in_start_order(self) -> tuple[Assignment, ...]:
         """Return the assignments by start, ties by segment id: the one order that later stages use."""
         return tuple(sorted(self.assignments, key=lambda a: (a.start_ns, a.segment)))
@@ -502,10 +508,10 @@ class Span:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trace:
-    """All spans of one run, by start."""
+    """All spans of one run, by start; none of a graph that has not run."""
 
-    spans: tuple[Span, ...]
-    duration_ns: int
+    spans: tuple[Span, ...] = ()
+    duration_ns: int = 0
     """From the call of the runtime to its return."""
 
 
@@ -529,7 +535,7 @@ class Observations:
 # ------------------------------------------------------------------------------------------------ the contest of ways
 
 
-Choice = tuple[str, ...]
+Choice = tuple[Variant, ...]
 """Per graph of the model, the way that it runs."""
 
 

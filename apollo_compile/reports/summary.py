@@ -424,7 +424,7 @@ def summarize(
         way: how it runs now.
         what_if: what other devices or batches would give.
         lane_bytes: device memory that lanes took.
-        lane_memory_quota: bytes of device memory that a lane may take, which a lane of cores does not.
+        lane_memory_quota: bytes of device memory that a lane may take; None where there is no limit.
     """
     graph, plan = compilation.partition.graph, compilation.plan
     branch_of = _branches(compilation)
@@ -463,7 +463,7 @@ def summarize(
                 else None,
                 peak_bytes=compilation.memory.peak_bytes_by_lane[lane.id],
                 taken_bytes=lane_bytes.get(lane.id),
-                quota_bytes=lane_memory_quota if profile.kind == "cuda" else None,
+                quota_bytes=lane_memory_quota,
             )
             for lane in plan.lanes
         ),

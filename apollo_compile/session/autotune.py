@@ -69,6 +69,7 @@ import math
 import statistics
 import threading
 import time
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -103,7 +104,7 @@ class Graph(Protocol):
     """One graph of the model, as the contest sees it."""
 
     @property
-    def ways(self) -> Sequence[str]:
+    def ways(self) -> Sequence[Variant]:
         """Ways that it can run now, among `SERIAL`, `LISTED`, `PLAN` and `INDUCTOR`; on a GPU, `SHARED_WAYS` too."""
 
     @property
@@ -130,7 +131,7 @@ class Graph(Protocol):
     def topic(self) -> str:
         """Its name among the ranks."""
 
-    def use(self, way: str) -> None:
+    def use(self, variant: Variant) -> None:
         """Run this way from the next call on."""
 
     @property
@@ -140,10 +141,10 @@ class Graph(Protocol):
     def prepare(self) -> None:
         """Make `INDUCTOR` one of its ways; takes as long as a compile."""
 
-    def adopt_way(self) -> str:
+    def adopt_way(self) -> Variant:
         """Make the list schedule, if that is how it runs, its plan; return how it runs. The contest is over."""
 
-    def keep(self, ways: Collection[str]) -> None:
+    def keep(self, variants: Collection[Variant]) -> None:
         """Let go of the device memory that all other ways keep for their next step; they can still be used."""
 
 
@@ -281,6 +282,10 @@ class Contest:
         self._order = self._alive[:: 1 if self._num_rounds % 2 == 0 else -1]
 
 
+_selections: weakref.WeakSet[Selection] = weakref.WeakSet()
+"""Those of this process."""
+
+
 class Selection:
     """Holds the contests of one model, and watches the winner afterwards.
 
@@ -311,7 +316,8 @@ class Selection:
         """Those of all graphs that had run when it began, by their place."""
         self._tell = tell
         self._ranks = ranks or Ranks(None)
-        self._tidy = tidy
+        self._give_back = tidy
+        _selections.add(self)
         self._is_watched = is_watched and self._ranks.is_alone
         self._num_rounds, self._num_fields = itertools.count(), itertools.count()
         self._contest: Contest | None = None
@@ -327,6 +333,11 @@ class Selection:
         """How long Inductor compiled for the latest contest."""
         self._is_closed = False
         self._lock = threading.Lock()
+
+    def _tidy(self) -> None:
+        """Give back free memory, unless that falls into timed steps of another model."""
+        if not any(other.is_contending for other in _selections if other is not self):
+            self._give_back()
 
     @property
     def is_watched(self) -> bool:
@@ -589,7 +600,7 @@ class Selection:
         """Return the places of some of the graphs."""
         return frozenset(place for place, graph in enumerate(self._graphs) if any(graph is each for each in graphs))
 
-    def _entrants(self, names: Sequence[str]) -> dict[str, Choice]:
+    def _entrants(self, names: Sequence[Variant]) -> dict[str, Choice]:
         """Return the distinct choices among the ways called `names`; the first name of a choice stays."""
         found: dict[Choice, str] = {}
         for name in names:
@@ -612,7 +623,7 @@ def _steps_per_turn(step_ns: float) -> int:
     return min(max(STEPS_PER_TURN, 1 + timed), MAX_STEPS_PER_TURN)
 
 
-def _nearest(graph: Graph, name: str) -> str:
+def _nearest(graph: Graph, name: Variant) -> Variant:
     """Return the way called `name`, or the simplest that the graph has: its plan may be to run in turn.
 
     Who has no list schedule of its own runs its plan, which may be that.
@@ -627,7 +638,7 @@ def _nearest(graph: Graph, name: str) -> str:
     return next(way for way in names if way in graph.ways)
 
 
-def _can_run(graph: Graph, way: str) -> bool:
+def _can_run(graph: Graph, way: Variant) -> bool:
     return way in graph.ways or (graph.is_bound and way != Variant.INDUCTOR)
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import apollo_compile
-from apollo_compile.device.gpu.execute import Contract
+from apollo_compile.device.target import Contract
 from apollo_compile.ir import Role
 from apollo_compile.pipeline import Compilation
 from apollo_compile.torch_bridge.inductor import BundledBody
@@ -35,7 +35,6 @@ class SegmentsBundle:
     history_key: str | None
     """Where what later runs found out about it is kept; None where nothing is."""
     bodies: tuple[BundledBody, ...]
-    mutates: bool
     contract: Contract
     original: bytes | None
     """The graph that Inductor would compile whole; None where no contest is held."""

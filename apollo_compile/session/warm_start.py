@@ -20,9 +20,8 @@ import torch
 from torch import fx
 
 from apollo_compile.config import Config
-from apollo_compile.device.cpu.cores import lie_of_cores
-from apollo_compile.device.cpu.execute import core_share
-from apollo_compile.device.profile import DeviceProfile, cached_profile_path, inspect_profile, machine_fingerprint
+from apollo_compile.device.profile import cached_profile_path, inspect_profile, machine_fingerprint
+from apollo_compile.device.target import Target
 from apollo_compile.ir import Capture, Partition, Variant, Verdict
 from apollo_compile.pipeline import Compilation
 from apollo_compile.session.bundle import cache_key
@@ -39,7 +38,7 @@ class WarmStart:
     name: str
     """Of the Dynamo graph."""
     config: Config
-    profile: DeviceProfile
+    target: Target
     is_for_others: bool
     """Whether another process would find the same: one rank alone, on lanes of a CPU."""
     outdated: Exception | None = None
@@ -100,7 +99,7 @@ class WarmStart:
         """
         config = self.config
         is_usual = config.runtime.bodies != "eager" and config.plan.file is None and config.debug.dump is None
-        is_here = all(item.device.type == "cpu" for item in example_inputs if isinstance(item, torch.Tensor))
+        is_here = all(item.device == self.target.device for item in example_inputs if isinstance(item, torch.Tensor))
         if not (config.plan.remember and is_usual and is_here and self.is_for_others and may_cache()):
             return None
         if has_custom_operator(graph_module) or not self._is_profile_kept() or config.device.cache is None:
@@ -126,10 +125,9 @@ class WarmStart:
     def _circumstances(self) -> str:
         """What shapes graphs and findings besides the Dynamo graph; settings may be others when a backward compiles."""
         return circumstances(
-            profile=self.profile,
+            profile=self.target.profile,
             config=self.config,
-            cores=lie_of_cores(core_share().order[: self.profile.units]),
-            threads=torch.get_num_threads(),
+            machine=self.target.circumstances(),
             compiler=compiler_settings(),
         )
 
@@ -137,8 +135,8 @@ class WarmStart:
         """Whether the next process plans for the same device: what a busy machine gave is measured every time."""
         if self.config.device.profile is not None or self.config.device.cache is None:
             return self.config.device.profile is not None
-        path = cached_profile_path(self.config.device.cache, self.profile.units)
-        return inspect_profile(path, machine_fingerprint(self.profile.units)).profile == self.profile
+        path = cached_profile_path(self.config.device.cache, self.target.profile.units)
+        return inspect_profile(path, machine_fingerprint(self.target.profile.units)).profile == self.target.profile
 
     def _find(self, key: str | None) -> Finding | None:
         history = self._history

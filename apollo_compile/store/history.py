@@ -119,18 +119,16 @@ class History:
             path.unlink(missing_ok=True)
 
 
-def circumstances(
-    *, profile: DeviceProfile, config: Config, cores: Sequence[tuple[int, ...]], threads: int, compiler: str
-) -> str:
+def circumstances(*, profile: DeviceProfile, config: Config, machine: Sequence[object], compiler: str) -> str:
     """Return what shapes findings besides a graph, as a text that is the same for the same ones.
 
-    `cores` says how those that lanes use lie to each other, and `compiler` is Inductor's settings as a text.
+    `machine` is what of the machine shapes them besides the profile, in terms of JSON, and `compiler` is Inductor's
+    settings as a text.
     """
     parts = [
         __version__,
         to_json(machine_fingerprint(profile.units)),
-        cores,
-        threads,
+        machine,
         compiler,
         format_profile(profile),
         [repr(asdict(options)) for options in (config.partition, config.plan, config.runtime)],

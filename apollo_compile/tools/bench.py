@@ -623,7 +623,7 @@ class _Stepper:
         return {"cold_s": cold_ns / NS_PER_S, "loss": float(loss.detach()), "digest": str(digest)}
 
     def warm_up(self, steps: int) -> int:
-        from apollo_compile.backend import is_settled
+        from apollo_compile.session.registry import is_settled
 
         taken = 0
         while taken < steps or (taken < MAX_WARMUP and not is_settled(self._built.model)):
@@ -637,7 +637,7 @@ class _Stepper:
         return _peak_bytes() if self._watches_peak else None
 
     def ways(self) -> list[str]:
-        from apollo_compile.backend import ways_of
+        from apollo_compile.session.registry import ways_of
 
         return ways_of(self._built.model)
 

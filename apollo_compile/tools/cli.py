@@ -238,9 +238,10 @@ _FOR_A_MODEL = ("set", "option", "units", "profile", "batch", "steps", "inferenc
 def _run_and_report(args: argparse.Namespace) -> Report:
     import torch
 
-    from apollo_compile.backend import is_settled, report
+    from apollo_compile.session.registry import is_settled
     from apollo_compile.tools.bench import MAX_WARMUP
     from apollo_compile.tools.explain import compare_batches
+    from apollo_compile.tools.report import report
     from apollo_compile.tools.targets import load_target
     from apollo_compile.tools.what_if import PROFILES
 

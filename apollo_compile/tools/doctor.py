@@ -438,7 +438,7 @@ def _profile_problem(config: Config) -> str | None:
     if config.device.profile is None:
         return None
     try:
-        from apollo_compile.backend import select_profile
+        from apollo_compile.device.open import select_profile
 
         select_profile(config)
     except ConfigError as error:

@@ -28,19 +28,20 @@ import numpy as np
 import torch
 from torch import fx, nn
 
-from apollo_compile.backend import NOT_RUN, plan_graph, reason_to_leave, role_of, select_profile
 from apollo_compile.config import Config, load_config
+from apollo_compile.device.open import select_profile
 from apollo_compile.device.profile import DeviceProfile
+from apollo_compile.device.target import Run
 from apollo_compile.errors import TargetError, UnsupportedGraphError
-from apollo_compile.ir import GraphBreak, Role, Variant
+from apollo_compile.ir import GraphBreak, Role, Trace, Variant
 from apollo_compile.pipeline import Compilation
 from apollo_compile.reports.report import Report, Stage, State
 from apollo_compile.reports.summary import GraphSummary, WhatIf, summarize
+from apollo_compile.session.planning import plan_graph, reason_to_fall_back, role_of
 from apollo_compile.tools.targets import tensors_of
 from apollo_compile.tools.what_if import PROFILES, what_if
 from apollo_compile.torch_bridge.graph_breaks import find_break
 from apollo_compile.torch_bridge.inductor import (
-    Run,
     adopt_layouts,
     compile_with_inductor,
     inductor_settings,
@@ -218,9 +219,8 @@ class _Tracer:
         """Return the numbers of one plan."""
         return summarize(
             compilation,
-            NOT_RUN,
+            Trace(),
             way=Variant.PLAN if reason is None else Variant.INDUCTOR,
-            lane_memory_quota=self.config.device.lane_memory_quota,
         )
 
     def state(self, number: int) -> State:
@@ -249,7 +249,7 @@ class _Tracer:
                 raise
             self.handed_over.append((subject, f"{type(error).__name__}: {error}"))
         else:
-            reason = reason_to_leave(compilation, self.config)
+            reason = reason_to_fall_back(compilation, self.config)
             self.planned.append((compilation, reason))
             if reason is not None:
                 self.handed_over.append((subject, reason))

@@ -59,7 +59,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
@@ -94,6 +94,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._sympy.printers import PythonPrinter
 
+from apollo_compile.device.target import CompiledBody, KeepsPython, Run
 from apollo_compile.errors import ConfigError, UnsupportedGraphError
 from apollo_compile.ir import Body
 from apollo_compile.operators.writes import resizes_storage, written_by
@@ -129,9 +130,6 @@ _CACHE_KEY_TAG = f"apollo-{hashlib.sha256(_OWN_CODE).hexdigest()[:16]}"
 The number of threads goes behind it: how deep loops are made parallel depends on it, and with `cpp.dynamic_threads`
 Inductor's own key does not hold it. So does the number of SMs where code is for a part of a GPU.
 """
-
-Run = Callable[[list[Any]], Sequence[Any]]
-"""Takes the inputs of a graph in a list, which it empties, and returns the outputs."""
 
 Bundle = Callable[[], Any]
 """Returns a graph as data; raises `UnsupportedGraphError` if it cannot be."""
@@ -871,33 +869,6 @@ def _compilers() -> Sequence[Any]:
 
 
 # ---------------------------------------------------------------------------------------------------------- bodies
-
-
-@dataclass(frozen=True, slots=True)
-class KeepsPython:
-    """Why lanes need Python for a body that was to do without."""
-
-    reason: str
-    is_lost: bool
-    """Whether it could do without: Inductor's C++ wrapper failed, not that the body calls Python."""
-
-
-@dataclass(frozen=True, slots=True)
-class CompiledBody:
-    """What a lane can call.
-
-    With `entry_address`, a C function `void entry(AtenTensorHandle* inputs, AtenTensorHandle* outputs)` that owns its
-    inputs, takes `constants` behind them, and never touches Python; else `function(list) -> sequence` under the GIL.
-    Sizes come to both as tensors without dimensions.
-    """
-
-    function: Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
-    entry_address: int | None = None
-    constants: tuple[torch.Tensor, ...] = ()
-    library: ctypes.CDLL | None = field(default=None, repr=False)
-    """Where the entry is."""
-    keeps_python: KeepsPython | None = None
-    """Why there is no entry, where there was to be one."""
 
 
 def extract_body(graph_module: fx.GraphModule, body: Body) -> tuple[fx.GraphModule, list[Any]]:

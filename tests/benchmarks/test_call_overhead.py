@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from apollo_compile import backend
+from apollo_compile.session import registry
 from benchmarks.call_overhead import Comparison, compare, make_models
 
 
@@ -37,7 +37,7 @@ def test_a_model_is_timed_when_its_contest_is_over() -> None:
     found = compare("scale", model, value, rounds=2)
     assert [each.mode for each in found] == ["forward", "step"]
     # a drift of the machine may have called for another contest since, so that `is_settled` would say more
-    selections = [graph.selection for each in backend.find_models(model) for graph in each.graphs]
+    selections = [graph.selection for each in registry.find_models(model) for graph in each.graphs]
     assert selections and all(each is None or each.verdict is not None for each in selections)
     for each in found:
         assert len(each.differences_ns) == 2 and min(each.inductor_ns) > 0

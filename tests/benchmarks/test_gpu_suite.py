@@ -14,10 +14,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from apollo_compile import backend
 from apollo_compile.device.gpu.gpu import Sharing
 from apollo_compile.device.profile import Rate, load_profile
 from apollo_compile.errors import CudaError
+from apollo_compile.session import registry
 from benchmarks import gpu_checks, gpu_suite, gpu_workloads
 from benchmarks.gpu_busy import KernelRecord, StepKernels, busy_share, read_step, side_by_side_share
 from benchmarks.gpu_checks import CHECKS, THOROUGH_CHECKS, Outcome
@@ -427,7 +427,7 @@ def test_a_plan_is_held_against_its_bound() -> None:
     run = torch.compile(workload.model, backend="apollo", options=options)
     run(workload.inputs).backward()
     plan_ns, bound_ns = gpu_suite.plan_of(workload.model)
-    plans = [graph.compilation.plan for made in backend.find_models(workload.model) for graph in made.graphs]
+    plans = [graph.compilation.plan for made in registry.find_models(workload.model) for graph in made.graphs]
     assert len(plans) == 2
     assert (plan_ns, bound_ns) == (sum(p.makespan_ns for p in plans), sum(p.lower_bound_ns for p in plans))
 

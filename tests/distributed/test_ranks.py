@@ -12,9 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from apollo_compile import __version__, backend
+from apollo_compile import __version__
 from apollo_compile.distributed.ranks import MAX_BYTES, Ranks, find_ranks
 from apollo_compile.errors import RankError
+from apollo_compile.session import registry
 
 
 class BrokenStore:
@@ -111,7 +112,7 @@ def test_without_a_store_nothing_is_settled(
     with torch.no_grad():
         run = torch.compile(model, backend="apollo", options={"debug.strict": True})
         torch.testing.assert_close(run(x), model(x))
-    ((_, reason),) = backend.find_models(model)[0].handed_over
+    ((_, reason),) = registry.find_models(model)[0].handed_over
     assert reason == "several ranks cannot agree on its plan: their process group has no store"
 
 

@@ -27,14 +27,15 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
+import apollo_compile
 from apollo_compile import backend
 from apollo_compile.device.profile import default_profile, save_profile
 from apollo_compile.distributed.ranks import Ranks
 from apollo_compile.errors import RankError
 from apollo_compile.ir import Variant
 from apollo_compile.planner import apart
-from apollo_compile.session import autotune
-from apollo_compile.session import graph as session_graph
+from apollo_compile.session import autotune, bodies, learner, planning, registry
+from apollo_compile.session import compile as session_compile
 from tests.end_to_end.models import NEVER_AS_LONG_NS
 
 SIZE = 2
@@ -217,8 +218,8 @@ def train_buckets(rank: int, folder: Path) -> Result:
     return {
         "expected": {**expected, "output": alone[rank]["output"]},
         "found": found,
-        "is_settled": backend.is_settled(wrapped),
-        "reported": [graph.role for graph in backend.report(wrapped).graphs],
+        "is_settled": registry.is_settled(wrapped),
+        "reported": [graph.role for graph in apollo_compile.report(wrapped).graphs],
         **_graphs(model),
     }
 
@@ -240,7 +241,7 @@ def train_fsdp_natively(rank: int, folder: Path) -> Result:
     fully_shard(model, mesh=init_device_mesh("cpu", (SIZE,)), reshard_after_forward=True)
     options = {**LANES, "device.profile": _wrong_profile(rank, folder)}
     result = _train_clip(rank, model, torch.compile(model, backend="apollo", options=options))
-    (entry,) = backend.find_models(model)
+    (entry,) = registry.find_models(model)
     return {**result, "native": [body.entry_address is not None for graph in entry.graphs for body in graph.bodies]}
 
 
@@ -250,8 +251,10 @@ def train_fsdp_contest(rank: int, folder: Path) -> Result:
     fully_shard(model, mesh=init_device_mesh("cpu", (SIZE,)), reshard_after_forward=True)
     result, _ = _hold_contest(model, model, inputs(rank))
     _train(alone, CONTEST_STEPS, [inputs(other) for other in range(SIZE)])
-    reported = {graph.name for graph in backend.report(units=(), profiles=()).graphs}  # by a parameter it finds none
-    names = [graph.compilation.capture.name for graph in backend.compiled_models()[-1].graphs]
+    reported = {
+        graph.name for graph in apollo_compile.report(units=(), profiles=()).graphs
+    }  # by a parameter it finds none
+    names = [graph.compilation.capture.name for graph in registry.compiled_models()[-1].graphs]
     states = {"expected": _whole_state(alone), "found": _whole_state(model)}
     return {**result, **states, "reported": [name in reported for name in names]}
 
@@ -274,7 +277,7 @@ def train_tensor_parallel_contest(rank: int, folder: Path) -> Result:
     _split_layers(model)
     result, run = _hold_contest(model, model, inputs(0))
     replicated = {n: v.to_local().clone() for n, v in model.state_dict().items() if v.placements[0].is_replicate()}
-    (entry,) = backend.find_models(model)
+    (entry,) = registry.find_models(model)
     for graph in entry.graphs:
         graph.use((Variant.PLAN, Variant.INDUCTOR)[rank])
     found = _train(model, FEW_STEPS, [inputs(0)], run)
@@ -349,9 +352,9 @@ def _fail(*args: Any, **kwargs: Any) -> Any:
 
 
 FAULTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
-    "compile": partial(patch.object, backend, "interpret_bodies", _fail),
+    "compile": partial(patch.object, bodies, "interpret_bodies", _fail),
     "planner": partial(patch.multiple, apart, COMMAND=("no such program",), _num_failures=0),
-    "capture": partial(patch.object, backend, "capture_graph", _fail),
+    "capture": partial(patch.object, planning, "capture_graph", _fail),
 }
 """What goes wrong on one rank, by the name of its scenario. What keeps a graph from being counted is last."""
 
@@ -363,10 +366,10 @@ def learn_with_fault(rank: int, folder: Path) -> Result:
     options = {"debug.strict": False, "device.profile": _wrong_profile(rank, folder), "runtime.bodies": "eager"}
     run = torch.compile(model, backend="apollo", options={**LANES, **options})
     found, ran = [], []
-    with torch.no_grad(), _failing(session_graph, "observe_trace") if rank == 1 else nullcontext():
-        for _ in range(2 * (session_graph.SKIPPED_RUNS + session_graph.OBSERVED_RUNS) + 2):
+    with torch.no_grad(), _failing(learner, "observe_trace") if rank == 1 else nullcontext():
+        for _ in range(2 * (learner.SKIPPED_RUNS + learner.OBSERVED_RUNS) + 2):
             found.append(run(x))
-            ((graph,),) = (entry.graphs for entry in backend.find_models(model))
+            ((graph,),) = (entry.graphs for entry in registry.find_models(model))
             ran.append((graph.compilation.plan, graph.is_settled))
         return {"expected": model(x), "found": found, "ran": ran, **_graphs(model)}
 
@@ -374,7 +377,7 @@ def learn_with_fault(rank: int, folder: Path) -> Result:
 def hold_contest_with_fault(rank: int, folder: Path) -> Result:
     """A model under DDP whose ways compete; Inductor can compile it on rank 0 only."""
     _, model = _twice(Pair)
-    with _failing(backend, "compile_again") if rank == 1 else nullcontext():
+    with _failing(session_compile, "compile_again") if rank == 1 else nullcontext():
         result, _ = _hold_contest(model, DistributedDataParallel(model), inputs(rank), {"debug.strict": False})
     return {**result, "found": _whole_state(model)}
 
@@ -553,7 +556,7 @@ def _hold_contest(
     with _short_contests():
         for _ in range(CONTEST_STEPS):
             _train(model, 1, [x], run)
-            ways.append([graph.way for graph in backend.compiled_models()[-1].graphs])
+            ways.append([graph.way for graph in registry.compiled_models()[-1].graphs])
     return {"ways": ways, "verdict": _verdict(), **_graphs(model)}, run
 
 
@@ -564,7 +567,7 @@ def _short_contests() -> AbstractContextManager[Any]:
 
 def _verdict() -> tuple[str, autotune.Choice, int] | None:
     """Return what the contest of the newest model said."""
-    verdict = backend.compiled_models()[-1].selection.verdict
+    verdict = registry.compiled_models()[-1].selection.verdict
     return None if verdict is None else (verdict.winner, verdict.choice, verdict.num_steps)
 
 
@@ -586,7 +589,7 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
 
 def _graphs(model: nn.Module) -> Result:
     """Return what was compiled for a model, as the rank sees it."""
-    models = backend.find_models(model)
+    models = registry.find_models(model)
     return {
         "plans": [graph.compilation.plan for entry in models for graph in entry.graphs],
         "collectives": [

@@ -16,13 +16,15 @@ from torch import nn
 from torch._inductor.utils import fresh_cache
 
 import apollo_compile
-from apollo_compile import backend
 from apollo_compile.config import load_config
+from apollo_compile.device import open as device_open
 from apollo_compile.device.cpu.execute import available_units, core_share
+from apollo_compile.device.open import select_profile
 from apollo_compile.device.profile import default_profile, save_profile
 from apollo_compile.ir import CostSource, Variant
 from apollo_compile.reports.summary import summarize
-from apollo_compile.session.graph import MAX_REPLANS, OBSERVED_RUNS, SKIPPED_RUNS
+from apollo_compile.session import planning, registry
+from apollo_compile.session.learner import MAX_REPLANS, OBSERVED_RUNS, SKIPPED_RUNS
 from apollo_compile.torch_bridge.inductor import compiler_settings
 from tests.end_to_end.marks import needs_two_cores
 from tests.end_to_end.models import (
@@ -64,7 +66,7 @@ def test_bodies_with_parallel_loops_train_as_in_eager(model: nn.Module) -> None:
             options["plan.planner"] = "serial"
         apollo = train(model, lambda run: run(*inputs).square().mean(), backend="apollo", options=options)
     assert_same_training(eager, apollo)
-    graphs = backend.compiled_models()[-1].graphs
+    graphs = registry.compiled_models()[-1].graphs
     assert [graph.compilation.capture.role for graph in graphs] == ["forward", "backward"]
     for graph in graphs:
         spans = graph.trace().spans
@@ -97,7 +99,7 @@ def test_a_number_of_units_limits_a_measured_profile_too(tmp_path: Path) -> None
     for units in (available_units(), 4096):
         save_profile(dataclasses.replace(default_profile(units), source="measured"), tmp_path / "mine.json")
         options = {**STRICT, "device.profile": tmp_path / "mine.json", "device.units": 1}
-        assert backend.select_profile(load_config(options)).units == 1
+        assert select_profile(load_config(options)).units == 1
     with torch.no_grad():
         torch.testing.assert_close(torch.compile(layer, backend="apollo", options=options)(x), layer(x))
 
@@ -109,7 +111,7 @@ def test_parameters_can_be_swapped_after_a_compile() -> None:
     layer, x = nn.Linear(2, 2), torch.ones(1, 2)
     run = torch.compile(layer, backend="apollo")
     run(x).sum().backward()
-    assert backend.find_models(layer) and not backend.find_models(nn.Linear(2, 2))
+    assert registry.find_models(layer) and not registry.find_models(nn.Linear(2, 2))
     layer.zero_grad(set_to_none=True)
     torch.__future__.set_swap_module_params_on_conversion(True)
     try:
@@ -143,7 +145,7 @@ def test_a_packaged_profile_is_named_and_one_of_another_device_is_refused() -> N
     with torch.no_grad():
         run = torch.compile(layer, backend="apollo", options={**STRICT, "device.profile": "cpu"})
         torch.testing.assert_close(run(x), layer(x))
-    (model,) = backend.find_models(layer)
+    (model,) = registry.find_models(layer)
     assert (model.profile.source, model.profile.units) == ("default", available_units())
     torch._dynamo.reset()
     with pytest.raises(Exception, match="is for a cuda device"):
@@ -155,11 +157,11 @@ def test_the_environment_switch_turns_apollo_off(monkeypatch: pytest.MonkeyPatch
     torch._dynamo.reset()
     monkeypatch.setenv("APOLLO_DISABLE", "1")
     gc.collect()  # what earlier tests compiled goes now, not in between
-    before = len(backend.compiled_models())
+    before = len(registry.compiled_models())
     layer = nn.Linear(4, 4)
     x = torch.ones(2, 4)
     torch.testing.assert_close(torch.compile(layer, backend="apollo")(x), layer(x))
-    assert len(backend.compiled_models()) == before
+    assert len(registry.compiled_models()) == before
 
 
 class Chosen(nn.Module):
@@ -273,7 +275,7 @@ def test_a_defect_of_ours_is_logged_and_the_graph_still_runs(
     def fail(*args: object, **kwargs: object) -> None:
         raise RuntimeError("a defect")
 
-    monkeypatch.setattr(backend, "compile_capture", fail)
+    monkeypatch.setattr(planning, "compile_capture", fail)
     layer = nn.Linear(4, 4)
     x = torch.ones(2, 4)
     with caplog.at_level(logging.WARNING, logger="apollo_compile"), torch.no_grad():
@@ -299,9 +301,9 @@ def test_a_backward_in_segments_reads_what_inductors_forward_saved(first_axis: i
     run = torch.compile(model, backend="apollo", options=options)
     for _ in range(2000):
         loss_of(run).backward()
-        if backend.is_settled(model):
+        if registry.is_settled(model):
             break
-    (found,) = backend.find_models(model)
+    (found,) = registry.find_models(model)
     choice = [Variant.INDUCTOR, Variant.SERIAL]
     for graph, way in zip(found.graphs, choice, strict=True):
         file = tmp_path / "history" / f"{found.warm_start.key_of(graph.compilation.capture.name)}.json"
@@ -311,7 +313,7 @@ def test_a_backward_in_segments_reads_what_inductors_forward_saved(first_axis: i
     model.zero_grad()
     eager = train(model, loss_of)
     assert_same_training(eager, train(model, loss_of, backend="apollo", options=options))
-    (found,) = backend.compiled_models()[-1:]
+    (found,) = registry.compiled_models()[-1:]
     assert [graph.compilation.capture.role for graph in found.graphs] == ["backward"]
     assert [name for name, _ in found.handed_over] == [f"{found.name}_forward"]
 
@@ -322,7 +324,7 @@ def test_one_compile_thread_compiles_when_a_body_is_needed() -> None:
     layer, x = nn.Linear(3, 5), torch.ones(7, 3)
     with fresh_cache(), inductor_config.patch(compile_threads=1), torch.no_grad():
         torch.testing.assert_close(torch.compile(layer, backend="apollo", options=STRICT)(x), layer(x))
-    (graph,) = backend.find_models(layer)[0].graphs
+    (graph,) = registry.find_models(layer)[0].graphs
     assert all(body.entry_address is not None for body in graph.bodies)
 
 
@@ -421,16 +423,16 @@ def test_what_was_compiled_goes_when_dynamo_lets_it_go() -> None:
     gc.collect()
     torch._dynamo.reset()
     gc.collect()
-    before = len(backend.compiled_models())
+    before = len(registry.compiled_models())
     layer = nn.Linear(4, 4)
     run = torch.compile(layer, backend="apollo", options=STRICT)
     with torch.no_grad():
         run(torch.ones(2, 4))
-    assert len(backend.compiled_models()) == before + 1
+    assert len(registry.compiled_models()) == before + 1
     del run
     torch._dynamo.reset()
     gc.collect()
-    assert len(backend.compiled_models()) == before
+    assert len(registry.compiled_models()) == before
 
 
 @pytest.mark.parametrize("is_first", (True, False))
@@ -465,7 +467,7 @@ def test_measured_times_replace_formulas_after_the_first_steps(tmp_path: Path) -
     options = {**STRICT, "device.profile": tmp_path / "wrong.json"}
     apollo = train(model, lambda run: run(*inputs).square().mean(), steps=steps, backend="apollo", options=options)
     assert_same_training(eager, apollo)
-    graphs = backend.compiled_models()[-1].graphs
+    graphs = registry.compiled_models()[-1].graphs
     assert [graph.compilation.capture.role for graph in graphs] == ["forward", "backward"]
     for graph in graphs:
         assert graph.num_replans >= 1
@@ -486,7 +488,7 @@ def test_a_plan_is_not_made_anew_where_that_is_switched_off(tmp_path: Path) -> N
     with torch.no_grad():
         for _ in range(2 * (SKIPPED_RUNS + OBSERVED_RUNS)):
             run(*x)
-    (graph,) = backend.find_models(layer)[0].graphs
+    (graph,) = registry.find_models(layer)[0].graphs
     assert graph.num_replans == 0
     assert graph.compilation.observations.entries == ()
 
@@ -509,7 +511,7 @@ def test_a_dumped_plan_is_run_again(tmp_path: Path) -> None:
     run = torch.compile(model, backend="apollo", options=options)
     torch.testing.assert_close(run(*inputs), model(*inputs), rtol=1e-4, atol=1e-4)
     run(*inputs).sum().backward()
-    graphs = backend.find_models(model)[-1].graphs
+    graphs = registry.find_models(model)[-1].graphs
     for graph in graphs:
         lanes = graph.compilation.plan.lanes
         assert graph.compilation.plan.pinned
@@ -538,7 +540,7 @@ def test_one_tower_fills_two_lanes_with_gradients_of_weights(tmp_path: Path) -> 
     options = {**STRICT, "plan.file": first, "debug.dump": tmp_path / "second"}  # so that graphs have the same names
     apollo = train(model, lambda run: run(*inputs).square().mean(), backend="apollo", options=options)
     assert_same_training(eager, apollo)
-    graph = backend.compiled_models()[-1].graphs[-1]
+    graph = registry.compiled_models()[-1].graphs[-1]
     assert graph.compilation.plan.pinned
     lane_of = {span.segment: span.lane for span in graph.trace().spans}
     assert {lane_of[segment] for segment in weights} == {2}
@@ -558,7 +560,7 @@ def test_a_plan_for_another_model_is_not_used_and_the_log_says_why(
         with caplog.at_level(logging.WARNING, logger="apollo_compile"), torch.no_grad():
             run = torch.compile(model, backend="apollo", options={"debug.dump": tmp_path / name, **plans})
             torch.testing.assert_close(run(*inputs), model(*inputs), rtol=1e-4, atol=1e-4)
-    (graph,) = backend.find_models(model)[-1].graphs
+    (graph,) = registry.find_models(model)[-1].graphs
     assert not graph.compilation.plan.pinned
     assert "whose segments are not those of graph0_inference" in caplog.text
     assert "planning graph0_inference anew" in caplog.text
@@ -572,7 +574,7 @@ def test_a_launcher_that_leaves_one_thread_per_rank_is_one_warning(
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     # All of this process's cores are its own.
     monkeypatch.setattr("apollo_compile.device.cpu.cores._launchers_cores", list)
-    backend._warn_of_one_thread.cache_clear()
+    device_open._warn_of_one_thread.cache_clear()
     num_threads, layer, x = torch.get_num_threads(), nn.Linear(8, 8), torch.ones(4, 8)
     told = []
     for rank, threads in (("1", 1), ("0", num_threads), ("0", 1), ("0", 1)):

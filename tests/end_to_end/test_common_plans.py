@@ -21,7 +21,8 @@ from apollo_compile.distributed.agreement import Commons
 from apollo_compile.distributed.ranks import Ranks, Store
 from apollo_compile.errors import RankError
 from apollo_compile.ir import Plan
-from apollo_compile.session.graph import OBSERVED_RUNS, SKIPPED_RUNS
+from apollo_compile.session import registry
+from apollo_compile.session.learner import OBSERVED_RUNS, SKIPPED_RUNS
 from tests.end_to_end.models import NEVER_AS_LONG_NS, STRICT, TwoTowers, two_tower_inputs
 
 QUICK = {**STRICT, "plan.planner": "greedy", "plan.time_limit_s": 0.1}
@@ -61,7 +62,7 @@ def compile_as_rank(
     first: list[Plan] = []
     for _ in range(2 * (SKIPPED_RUNS + OBSERVED_RUNS)):
         run(*inputs).square().mean().backward()
-        (entry,) = backend.find_models(model)
+        (entry,) = registry.find_models(model)
         first = first or [graph.compilation.plan for graph in entry.graphs]
     model.zero_grad()
     run(*inputs).square().mean().backward()
@@ -113,7 +114,7 @@ def follow(
         patched.setattr(backend, "find_ranks", lambda: ranks)
         run = torch.compile(model, backend="apollo", options={**LENIENT, **options})
         run(*inputs).square().mean().backward()
-        (entry,) = backend.find_models(model)
+        (entry,) = registry.find_models(model)
         for name, stand_in in (fault or {}).items():
             patched.setattr(f"apollo_compile.session.graph.{name}", stand_in)
         for _ in range(steps):
@@ -135,7 +136,7 @@ def test_ranks_run_the_same_in_every_step_if_one_of_them_cannot_learn(
     part: str, is_first: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It proposes to keep the plan where the others propose another one; whoever comes first decides, for all."""
-    monkeypatch.setattr("apollo_compile.session.graph.should_replan", lambda *measured: True)
+    monkeypatch.setattr("apollo_compile.session.learner.should_replan", lambda *measured: True)
     store = dist.HashStore()
     faults = {part: fail}, None
     first, second = (follow(store, monkeypatch, fault) for fault in (faults if is_first else faults[::-1]))
@@ -149,8 +150,8 @@ def test_ranks_run_the_same_in_every_step_if_one_of_them_cannot_learn(
 
 def test_a_rank_that_cannot_go_over_to_the_plan_of_all_stops(monkeypatch: pytest.MonkeyPatch) -> None:
     """The others run it already; it says so in every step."""
-    monkeypatch.setattr("apollo_compile.session.graph.should_replan", lambda *measured: True)
-    monkeypatch.setattr("apollo_compile.session.graph.is_same_placement", lambda first, second: False)
+    monkeypatch.setattr("apollo_compile.session.learner.should_replan", lambda *measured: True)
+    monkeypatch.setattr("apollo_compile.session.learner.is_same_placement", lambda first, second: False)
     store = dist.HashStore()
     follow(store, monkeypatch)
     with pytest.raises(RankError, match="cannot go over to the plan that ranks agreed on: RuntimeError: out of luck"):

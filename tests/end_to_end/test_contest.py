@@ -17,12 +17,14 @@ import torch._inductor.config as inductor_config
 from torch import nn
 
 import apollo_compile
-from apollo_compile import backend
 from apollo_compile.device.cpu import execute
 from apollo_compile.ir import CostTable, LaneId, Origin, Plan, SegmentGraph, Variant
 from apollo_compile.planner import apart
+from apollo_compile.session import compile as session_compile
+from apollo_compile.session import registry
 from apollo_compile.session.autotune import MAX_ROUNDS, MAX_STEPS_PER_TURN, MIN_ROUNDS, STEPS_PER_TURN
-from apollo_compile.session.graph import MAX_REPLANS, OBSERVED_RUNS, SKIPPED_RUNS
+from apollo_compile.session.learner import MAX_REPLANS, OBSERVED_RUNS, SKIPPED_RUNS
+from apollo_compile.session.model import CompiledModel
 from apollo_compile.store.history import Finding
 from apollo_compile.torch_bridge import inductor
 from tests.end_to_end.marks import needs_two_cores
@@ -59,12 +61,12 @@ def train_until_settled(run: nn.Module, inputs: tuple[torch.Tensor, torch.Tensor
     """Take steps until nothing is being decided; later ones could show drift, which opens the contest again."""
     for _ in range(steps):
         run(*inputs).square().mean().backward()
-        if backend.is_settled(run):
+        if registry.is_settled(run):
             return
     pytest.fail(f"not settled after {steps} steps")
 
 
-def compiled_towers(**options: object) -> tuple[nn.Module, tuple[torch.Tensor, torch.Tensor], backend.CompiledModel]:
+def compiled_towers(**options: object) -> tuple[nn.Module, tuple[torch.Tensor, torch.Tensor], CompiledModel]:
     """Return two towers, their inputs and what was compiled for a training step."""
     torch._dynamo.reset()
     torch.manual_seed(0)
@@ -72,7 +74,7 @@ def compiled_towers(**options: object) -> tuple[nn.Module, tuple[torch.Tensor, t
     run = torch.compile(model, backend="apollo", options={**CONTESTED, **options})
     run(*inputs).square().mean().backward()
     model.zero_grad()
-    (found,) = backend.find_models(model)
+    (found,) = registry.find_models(model)
     return run, inputs, found
 
 
@@ -95,7 +97,7 @@ def test_training_is_as_in_eager_while_the_ways_compete() -> None:
 
     def loss_of(run: Callable[..., torch.Tensor]) -> torch.Tensor:
         loss = run(*inputs).square().mean()
-        ways.append(tuple(graph.way for graph in backend.compiled_models()[-1].graphs))
+        ways.append(tuple(graph.way for graph in registry.compiled_models()[-1].graphs))
         return loss
 
     assert_same_training(eager, train(model, loss_of, steps=steps, backend="apollo", options=CONTESTED))
@@ -112,7 +114,7 @@ def on_each_others_cores(graph: SegmentGraph, costs: CostTable, plan: Plan) -> P
 @needs_two_cores
 def test_a_list_schedule_competes_and_where_it_wins_it_is_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     """It computes what eager does, a report shows it, and where a plan is far ahead of it there is none."""
-    monkeypatch.setattr("apollo_compile.session.graph.make_list_plan", on_each_others_cores)
+    monkeypatch.setattr("apollo_compile.session.variants.make_list_plan", on_each_others_cores)
     run, inputs, found = compiled_towers()
     for graph in found.graphs:
         graph.selection = None  # nobody but this test decides
@@ -121,7 +123,7 @@ def test_a_list_schedule_competes_and_where_it_wins_it_is_the_plan(monkeypatch: 
     output = run(*inputs)
     output.square().mean().backward()
     torch.testing.assert_close(output, TwoTowers.forward(run, *inputs), rtol=1e-4, atol=1e-5)
-    monkeypatch.setattr("apollo_compile.session.graph.CLOSE", -0.5)
+    monkeypatch.setattr("apollo_compile.session.variants.CLOSE", -0.5)
     for graph in found.graphs:
         before = graph.compilation.plan
         assert graph.adopt_way() == Variant.PLAN
@@ -147,7 +149,7 @@ def test_going_over_to_segments_in_turn_asks_no_planner() -> None:
         known = graph.compilation
         finding = Finding(observations=known.observations, plan=known.plan, way=Variant.SERIAL, verdict=None)
         graph.use(Variant.SERIAL)
-        assert replace(graph, compilation=replace(known, finding=finding)).way == Variant.SERIAL
+        assert replace(graph, first=replace(known, finding=finding)).way == Variant.SERIAL
     torch.testing.assert_close(run(*inputs), TwoTowers.forward(run, *inputs), rtol=1e-4, atol=1e-5)
     assert apart.stop_planner() is None, "the planner's process was started"
     after = apollo_compile.report(run, units=(), profiles=()).graphs
@@ -159,7 +161,7 @@ def test_the_verdict_is_logged_once_and_stands_in_the_report(caplog: pytest.LogC
     """With the time of every way, and how many steps it took."""
     with caplog.at_level(logging.INFO, logger="apollo_compile"):
         run, inputs, found = compiled_towers()
-        assert not backend.is_settled(run)
+        assert not registry.is_settled(run)
         for _ in range((1 + MAX_REPLANS) * (SKIPPED_RUNS + OBSERVED_RUNS)):
             run(*inputs).square().mean().backward()
         (state,) = apollo_compile.report(run, units=(), profiles=()).states
@@ -172,7 +174,7 @@ def test_the_verdict_is_logged_once_and_stands_in_the_report(caplog: pytest.LogC
     verdict = found.selection.verdict
     assert verdict is not None
     assert tuple(graph.way for graph in found.graphs) == verdict.choice
-    assert set(backend.ways_of(run)) == set(verdict.choice)
+    assert set(registry.ways_of(run)) == set(verdict.choice)
     for standing in verdict.standings:
         assert standing.name in line
         assert standing.name in text
@@ -197,7 +199,7 @@ def test_ways_can_be_mixed_between_forward_and_backward(ways: tuple[str, str], k
     inputs = two_tower_inputs() if kind == "towers" else (torch.randn(2, 3, 32, 32), torch.randn(2, 3, 32, 32))
     run = torch.compile(model, backend="apollo", options=CONTESTED)
     run(*inputs).square().mean().backward()
-    (found,) = backend.find_models(model)
+    (found,) = registry.find_models(model)
     assert [graph.compilation.capture.role for graph in found.graphs] == ["forward", "backward"]
     for graph, way in zip(found.graphs, ways, strict=True):
         graph.selection = None  # nobody but this test decides
@@ -226,7 +228,7 @@ def test_a_graph_of_one_segment_is_inductors_from_the_start(caplog: pytest.LogCa
     assert record.levelno == logging.INFO
     assert "nothing to gain" in record.getMessage()
     assert "nothing to gain" in str(apollo_compile.report(layer))
-    assert backend.find_models(layer)[0].graphs == [] and backend.ways_of(layer) == [Variant.INDUCTOR]
+    assert registry.find_models(layer)[0].graphs == [] and registry.ways_of(layer) == [Variant.INDUCTOR]
 
 
 @needs_two_cores
@@ -258,13 +260,13 @@ def test_segments_compete_where_no_plan_has_lanes(size: int, granularity: str, n
     with torch.no_grad():
         run = torch.compile(layer, backend="apollo", options=options)
         torch.testing.assert_close(run(x), layer(x))
-        (graph,) = backend.find_models(layer)[0].graphs
+        (graph,) = registry.find_models(layer)[0].graphs
         assert len(graph.compilation.partition.graph.segments) == num_segments
         for _ in range(ENOUGH):
             torch.testing.assert_close(run(x), layer(x))
-            if backend.is_settled(run):
+            if registry.is_settled(run):
                 break
-    verdict = backend.find_models(layer)[0].selection.verdict
+    verdict = registry.find_models(layer)[0].selection.verdict
     assert verdict is not None
     assert {standing.name for standing in verdict.standings} == {Variant.SERIAL, Variant.INDUCTOR}
     assert graph.way == verdict.winner
@@ -280,18 +282,18 @@ def test_a_backward_that_comes_after_the_verdict_is_decided_about_too() -> None:
     run = torch.compile(model, backend="apollo", options=options)
     for _ in range(ENOUGH):
         run(x)
-        if backend.is_settled(run):
+        if registry.is_settled(run):
             break
-    (found,) = backend.find_models(model)
+    (found,) = registry.find_models(model)
     first = found.selection.verdict
     assert first is not None and [graph.has_run for graph in found.graphs] == [True]
     run(x).square().mean().backward()
-    assert not backend.is_settled(run)
+    assert not registry.is_settled(run)
     for _ in range(ENOUGH):
         run(x).square().mean().backward()
-        if backend.is_settled(run):
+        if registry.is_settled(run):
             break
-    assert backend.is_settled(run) and len(found.graphs) == 2
+    assert registry.is_settled(run) and len(found.graphs) == 2
     assert found.selection.verdict not in (None, first)
 
 
@@ -300,7 +302,7 @@ def test_whoever_asks_for_the_same_numbers_gets_the_plan(
     deterministic: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Ways and plans differ in the last bits, so under deterministic algorithms measured times decide nothing."""
-    monkeypatch.setattr("apollo_compile.session.graph.should_replan", lambda *measured: True)
+    monkeypatch.setattr("apollo_compile.session.learner.should_replan", lambda *measured: True)
     with caplog.at_level(logging.INFO, logger="apollo_compile"):
         run, inputs, found = compiled_towers(**{"plan.replan": True})
     plans = [graph.compilation.plan for graph in found.graphs]
@@ -311,7 +313,7 @@ def test_whoever_asks_for_the_same_numbers_gets_the_plan(
     assert found.selection.verdict is None
     assert [graph.way for graph in found.graphs] == [Variant.PLAN, Variant.PLAN]
     assert [graph.compilation.plan for graph in found.graphs] == plans
-    assert backend.is_settled(run)
+    assert registry.is_settled(run)
     assert caplog.text.count("deterministic algorithms are on") == 2
     assert str(apollo_compile.report(run)).count("stays whatever is measured") == 2
 
@@ -325,7 +327,7 @@ def test_a_rival_that_does_not_compile_is_left_out(
     def fail(*args: object, **kwargs: object) -> None:
         raise RuntimeError("no compiler")
 
-    monkeypatch.setattr(backend, "compile_again", fail)
+    monkeypatch.setattr(session_compile, "compile_again", fail)
     run, inputs, found = compiled_towers(**{"debug.strict": False})
     with caplog.at_level(logging.WARNING, logger="apollo_compile"):
         for graph in found.graphs:
@@ -375,7 +377,7 @@ def test_inductors_version_is_compiled_under_any_mode_of_the_caller() -> None:
     run = torch.compile(model, backend="apollo", options=CONTESTED)
     with torch.autocast("cpu", dtype=torch.bfloat16), torch.inference_mode():
         expected = run(*inputs)
-        (graph,) = backend.find_models(model)[0].graphs
+        (graph,) = registry.find_models(model)[0].graphs
         graph.selection = None
         graph.prepare()
         graph.use(Variant.INDUCTOR)
@@ -404,7 +406,7 @@ def test_a_contest_that_fails_leaves_the_plan_running(
             run(*inputs).square().mean().backward()
     assert caplog.text.count("plans stay, unmeasured: RuntimeError: a defect") == 1
     assert [graph.way for graph in found.graphs] == [Variant.PLAN, Variant.PLAN]
-    assert backend.is_settled(run)
+    assert registry.is_settled(run)
 
 
 @needs_two_cores
@@ -438,10 +440,10 @@ def test_a_second_run_begins_where_the_first_one_ended(
         raise AssertionError("planned or compiled again")
 
     monkeypatch.setattr("apollo_compile.passes.plan.solve_apart", fail)
-    monkeypatch.setattr(backend, "compile_again", fail)
+    monkeypatch.setattr(session_compile, "compile_again", fail)
     run, inputs, second = compiled_towers(**options)
     torch.testing.assert_close(run(*inputs), TwoTowers.forward(run, *inputs), rtol=1e-4, atol=1e-5)
-    assert backend.is_settled(run)
+    assert registry.is_settled(run)
     assert [graph.way for graph in second.graphs] == ([] if way == Variant.INDUCTOR else [way, way])
     if way != Variant.INDUCTOR:
         assert [g.compilation.plan for g in second.graphs] == [g.compilation.plan for g in first.graphs]

@@ -21,6 +21,8 @@ import apollo_compile
 from apollo_compile import backend
 from apollo_compile.errors import UnsupportedGraphError
 from apollo_compile.ir import Variant
+from apollo_compile.session import bodies as session_bodies
+from apollo_compile.session import families, registry
 from apollo_compile.session.buckets import MAX_BUCKETS, in_background
 from tests.end_to_end.marks import needs_two_cores
 from tests.end_to_end.models import assert_same_training, train
@@ -83,7 +85,7 @@ def test_training_is_as_in_eager_at_every_length(caplog: pytest.LogCaptureFixtur
     assert_same_training(expected, actual)  # type: ignore[arg-type]
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
     assert "Inductor" not in caplog.text
-    model = backend.compiled_models()[-1]
+    model = registry.compiled_models()[-1]
     assert model.handed_over == []
     traced = [graph for graph in model.graphs if not graph.is_variant]
     assert [graph.compilation.capture.role for graph in traced] == ["forward", "backward"]
@@ -104,7 +106,7 @@ def test_every_bucket_gets_a_plan_from_its_own_sizes() -> None:
         for left, right in batches(((16, 12), (128, 12), (127, 12), (128, 12), (15, 12))):
             torch.testing.assert_close(run(left, right), model(left, right), rtol=1e-4, atol=1e-5)
             in_background(lambda: None).result(60)
-    (found,) = backend.find_models(model)
+    (found,) = registry.find_models(model)
     short, long = found.graphs
     assert sorted(dict(short.compilation.capture.sizes).values()) == [3, 12, 16]
     assert sorted(dict(long.compilation.capture.sizes).values()) == [3, 12, 127]
@@ -130,11 +132,11 @@ def test_a_plan_for_other_sizes_learns_without_a_step_that_waits() -> None:
         for left, right in batches(((16, 12),) + ((128, 12),) * 60):
             run(left, right)
             in_background(lambda: None).result(60)
-    (found,) = backend.find_models(model)
+    (found,) = registry.find_models(model)
     short, long = found.graphs
     assert not short.is_settled and short.num_replans == 0
     assert long.is_settled and long.compilation.observations.entries
-    assert backend.is_settled(model)  # what ran last is, and nothing else is waited for
+    assert registry.is_settled(model)  # what ran last is, and nothing else is waited for
 
 
 @pytest.mark.soak
@@ -147,8 +149,8 @@ def test_a_storm_of_sizes_waits_for_no_plan_and_is_compiled_twice(monkeypatch: p
     shapes += [(2 + step % 2, 48 + 8 * (step // 4) + step % 4, 9 + step) for step in range(free)]
     assert len(set(shapes)) == len(shapes)
     compiled: list[int] = []
-    compile_bodies = backend._compile_bodies
-    monkeypatch.setattr(backend, "_compile_bodies", lambda *a, **k: compiled.append(1) or compile_bodies(*a, **k))
+    own = session_bodies._compile_bodies
+    monkeypatch.setattr(session_bodies, "_compile_bodies", lambda *a, **k: compiled.append(1) or own(*a, **k))
     gate = threading.Event()
 
     def train_on_shapes(**compile_options: object) -> object:
@@ -161,7 +163,7 @@ def test_a_storm_of_sizes_waits_for_no_plan_and_is_compiled_twice(monkeypatch: p
             if compile_options and number >= blocked:
                 if number == blocked:
                     assert not waiting.done()
-                    assert not any(graph.is_variant for graph in backend.compiled_models()[-1].graphs)
+                    assert not any(graph.is_variant for graph in registry.compiled_models()[-1].graphs)
                     gate.set()
                 in_background(lambda: None).result(60)
             batch, *lengths = shapes[number]
@@ -181,9 +183,9 @@ def test_a_storm_of_sizes_waits_for_no_plan_and_is_compiled_twice(monkeypatch: p
     assert_same_training(expected, actual)  # type: ignore[arg-type]
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
     assert len(compiled) == 4  # forward and backward of both graphs
-    families = backend.compiled_models()[-1].families
+    families = registry.compiled_models()[-1].families
     assert [len(family.buckets) for family in families] == [MAX_BUCKETS] * 2
-    assert len(backend.compiled_models()[-1].graphs) <= 2 * MAX_BUCKETS
+    assert len(registry.compiled_models()[-1].graphs) <= 2 * MAX_BUCKETS
 
 
 @pytest.mark.soak
@@ -200,7 +202,7 @@ def test_compiled_code_of_every_way_serves_every_size() -> None:
 
     run = torch.compile(both, backend="apollo", dynamic=True, options=LANES)
     run(torch.randn(400, 64), torch.randn(405, 64)).backward()
-    (found,) = backend.find_models(model)
+    (found,) = registry.find_models(model)
     assert [graph.compilation.capture.role for graph in found.graphs] == ["forward", "backward"]
     assert all(body.entry_address is not None for graph in found.graphs for body in graph.bodies)
     for way, rows in itertools.product((Variant.PLAN, Variant.SERIAL, Variant.INDUCTOR), (400, 31, 100, 2)):
@@ -231,7 +233,7 @@ def test_sizes_are_marked_by_hand() -> None:
     for left, right in batches(((24, 7), (12, 7), (90, 7))):
         torch._dynamo.mark_dynamic(left, 1)
         torch.testing.assert_close(run(left, right), model(left, right), rtol=1e-4, atol=1e-5)
-    (found,) = backend.find_models(model)
+    (found,) = registry.find_models(model)
     assert found.handed_over == []
     assert len(found.graphs[0].compilation.capture.sizes) == 1
 
@@ -264,11 +266,11 @@ def test_sizes_go_through_graph_breaks(op: Callable[[int], float]) -> None:
         return y * rows + x[: int(rows) // 3 + 1].cos().sum(dim=0)
 
     run = torch.compile(function, backend="apollo", dynamic=True, options=EAGER_BODIES)
-    others = backend.compiled_models()
+    others = registry.compiled_models()
     for rows in (7, 12, 30):
         x = torch.randn(rows, 4)
         torch.testing.assert_close(run(x), function(x))
-    made = [model for model in backend.compiled_models() if model not in others]
+    made = [model for model in registry.compiled_models() if model not in others]
     assert any(graph.compilation.capture.sizes for model in made for graph in model.graphs)
     if op is not half:
         assert [model.handed_over for model in made] == [[]] * len(made)
@@ -292,7 +294,7 @@ def test_who_asks_for_one_plan_gets_one(option: str) -> None:
                 in_background(lambda: None).result(60)
     finally:
         torch.use_deterministic_algorithms(False)
-    (found,) = backend.find_models(model)
+    (found,) = registry.find_models(model)
     if option == "plan.memory_quota":
         assert all("memory quota" in reason for _, reason in found.handed_over)
         assert found.graphs == []
@@ -316,7 +318,7 @@ def test_a_graph_that_gets_no_plans_by_size_leaves_nothing_behind(monkeypatch: p
     def refuse(*args: object) -> None:
         raise UnsupportedGraphError("no formulas for this graph")
 
-    monkeypatch.setattr(backend, "read_formulas", refuse)
+    monkeypatch.setattr(families, "read_formulas", refuse)
     layer, x = nn.Linear(8, 8), torch.ones(5, 8)
     run = torch.compile(layer, backend="apollo", options=EAGER_BODIES, dynamic=True)
     with torch.no_grad():
@@ -324,9 +326,9 @@ def test_a_graph_that_gets_no_plans_by_size_leaves_nothing_behind(monkeypatch: p
     report = apollo_compile.report(layer, units=(), profiles=())
     assert [reason for _, reason in report.handed_over] == ["no formulas for this graph"]
     assert report.graphs == ()
-    (model,) = backend.find_models(layer)
+    (model,) = registry.find_models(layer)
     assert model.graphs == model.contested == model.families == []
-    assert backend.ways_of(layer) == [Variant.INDUCTOR]
+    assert registry.ways_of(layer) == [Variant.INDUCTOR]
 
 
 @sizes("models that are forgotten")
@@ -377,7 +379,7 @@ def test_the_python_side_of_native_bodies_goes_with_them() -> None:
     before = _lane_modules()
     x = torch.ones(5, 8)
     train(nn.Linear(8, 8), lambda run: run(x).sum(), steps=1, backend="apollo", options=LANES, dynamic=True)
-    graphs = backend.compiled_models()[-1].graphs
+    graphs = registry.compiled_models()[-1].graphs
     assert any(body.entry_address is not None for graph in graphs for body in graph.bodies)
     assert _lane_modules() <= before
 
@@ -398,7 +400,7 @@ def test_a_ragged_size_is_refused_in_words() -> None:
     inputs = _jagged((3, 4)), torch.rand(7, 8)
     (nested, product), (expected, expected_product) = run(*inputs), mix(*inputs)
     torch.testing.assert_close((nested.values(), product), (expected.values(), expected_product))
-    ((_, reason),) = backend.compiled_models()[-1].handed_over
+    ((_, reason),) = registry.compiled_models()[-1].handed_over
     assert "is the ragged size of a jagged nested tensor" in reason
 
 
@@ -416,5 +418,5 @@ def test_a_nested_tensor_that_the_graph_makes_runs_in_segments() -> None:
         offsets = torch.tensor([0, *itertools.accumulate(lengths)])
         values = torch.rand(sum(lengths), 8)
         torch.testing.assert_close(run(values, offsets), embed(values, offsets), rtol=1e-4, atol=1e-5)
-    models = backend.compiled_models()
+    models = registry.compiled_models()
     assert any(graph.has_run for graph in models[-1].graphs) and not models[-1].handed_over

@@ -18,10 +18,11 @@ from torch._dynamo.utils import counters
 from torch._inductor.utils import run_and_get_code
 
 import apollo_compile
-from apollo_compile import backend
 from apollo_compile.errors import ConfigError, UnsupportedGraphError
 from apollo_compile.ir import Role
 from apollo_compile.pipeline import Compilation
+from apollo_compile.session import compile as session_compile
+from apollo_compile.session import registry
 from apollo_compile.torch_bridge import inductor
 from tests.end_to_end.marks import needs_two_cores
 from tests.end_to_end.models import STRICT, TwoTowers, assert_same_training, train, two_tower_inputs
@@ -96,7 +97,7 @@ def test_the_code_is_that_of_torch_compile(kind: str, mode: str | None, no_cache
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
         expected = code_of(model, x, backend="inductor", mode=mode)
         assert code_of(model, x, backend="apollo", mode=mode, options=USUAL) == expected
-    found = backend.compiled_models()[-1]
+    found = registry.compiled_models()[-1]
     assert found.graphs == [] and [name for name, _ in found.handed_over] == [found.name]
 
 
@@ -182,8 +183,8 @@ def test_that_a_graph_falls_back_is_remembered(
     with caplog.at_level(logging.INFO, logger="apollo_compile"):
         for _ in range(2):
             train(model, lambda run: run(x).square().mean(), steps=1, backend="apollo", options=options)
-            first = backend.compiled_models()[-1]
-            monkeypatch.setattr(backend, "plan_graph", lambda *args, **kwargs: pytest.fail("planned again"))
+            first = registry.compiled_models()[-1]
+            monkeypatch.setattr(session_compile, "plan_graph", lambda *args, **kwargs: pytest.fail("planned again"))
     lines = [record.getMessage() for record in caplog.records if "falls back" in record.getMessage()]
     assert len(lines) == 2 and len({line.partition(" ")[2] for line in lines}) == 1
     assert len(first.left) == 1 and "nothing to gain" in first.handed_over[0][1]
@@ -202,7 +203,7 @@ def test_one_line_says_why_a_graph_falls_back(kind: type[nn.Module], caplog: pyt
         run(x).square().mean().backward()
     (line,) = [record for record in caplog.records if "fall" in record.getMessage()]
     assert line.levelno == logging.INFO
-    (found,) = backend.find_models(model)
+    (found,) = registry.find_models(model)
     assert line.getMessage() == f"{found.name} falls back to torch.compile: {found.handed_over[0][1]}"
     assert found.handed_over[0][1] in str(apollo_compile.report(run))
     assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
@@ -249,14 +250,14 @@ def test_a_backward_that_inductor_compiles_alone_reuses_no_memory(
     own_cache: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not even where torch.compile has left code for the same graph that does: then `retain_graph` works."""
-    plan_graph = backend.plan_graph
+    plan_graph = session_compile.plan_graph
 
     def refuse_backward(graph_module: fx.GraphModule, *, role: Role, **kwargs: Any) -> Compilation:
         if role is Role.BACKWARD:
             raise UnsupportedGraphError("the backward is Inductor's, for this test")
         return plan_graph(graph_module, role=role, **kwargs)
 
-    monkeypatch.setattr(backend, "plan_graph", refuse_backward)
+    monkeypatch.setattr(session_compile, "plan_graph", refuse_backward)
     torch.manual_seed(0)
     weight, x, gradient = torch.randn(64, 64, requires_grad=True), torch.randn(64, 64), torch.randn(64, 64)
 
@@ -273,5 +274,5 @@ def test_a_backward_that_inductor_compiles_alone_reuses_no_memory(
     options = {"runtime.bodies": "eager", "plan.contest": False, "runtime.recompute_masks": False}
     for found in gradients(torch.compile(function, backend="apollo", options=options), 2):
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-    found_model = backend.compiled_models()[-1]
+    found_model = registry.compiled_models()[-1]
     assert len(found_model.graphs) == 1 and not found_model.falls_back

@@ -22,6 +22,8 @@ from torch.overrides import TorchFunctionMode
 
 from apollo_compile import backend
 from apollo_compile.distributed.ranks import Ranks, Store
+from apollo_compile.session import bodies as session_bodies
+from apollo_compile.session import registry
 from apollo_compile.store.history import MAX_AGE_S
 from apollo_compile.torch_bridge import onednn
 from apollo_compile.torch_bridge.inductor import compile_bodies, may_choose_library, real_tensors
@@ -508,7 +510,7 @@ def test_products_are_measured_on_as_many_cores_as_the_plan_gives_them(
         model, backend="apollo", options={**lanes["options"], "device.cache": options["device.cache"]}
     )
     compiled(*two_tower_inputs()).square().mean().backward()
-    (made,) = (made for made in backend.compiled_models() if made.graphs and made is backend.compiled_models()[-1])
+    (made,) = (made for made in registry.compiled_models() if made.graphs and made is registry.compiled_models()[-1])
     planned = {a.quota.units for graph in made.graphs for a in graph.compilation.plan.assignments}
     assert {cores for _, cores in measured} == planned and 1 in planned
 
@@ -532,7 +534,7 @@ def test_ranks_give_the_same_products_to_onednn(
         monkeypatch.setattr(onednn, "_measure_gain", lambda product, cores: gain)
         return count_products(capfd, lambda: train({**options, "plan.remember": False}))
 
-    monkeypatch.setattr(backend, "libraries_in", lambda directory: Libraries(directory))
+    monkeypatch.setattr(session_bodies, "libraries_in", lambda directory: Libraries(directory))
     for first, second in ((2.0, 0.5), (0.5, 2.0)):
         store = dist.HashStore()
         assert [train_as_rank(store, gain) for gain in (first, second)] == [12 if first > 1 else 0] * 2

@@ -18,9 +18,11 @@ from torch._inductor.output_code import OutputCode
 from torch._inductor.utils import fresh_cache
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from apollo_compile import backend
+from apollo_compile.device.target import CompiledBody
 from apollo_compile.errors import UnsupportedGraphError
-from apollo_compile.torch_bridge.inductor import CompiledBody, check_overrides, compile_bodies
+from apollo_compile.session import bodies as session_bodies
+from apollo_compile.session import registry
+from apollo_compile.torch_bridge.inductor import check_overrides, compile_bodies
 from tests.end_to_end.models import STRICT, TwoTowers, assert_same_training, train, two_tower_inputs
 
 OVERRIDDEN: list[tuple[type, str]] = [
@@ -35,7 +37,7 @@ OVERRIDDEN: list[tuple[type, str]] = [
 
 @pytest.fixture(autouse=True)
 def _a_process_that_warned_of_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backend, "_losses", itertools.count())
+    monkeypatch.setattr(session_bodies, "_losses", itertools.count())
 
 
 def compile_one(function: Callable[..., Any], *inputs: torch.Tensor) -> CompiledBody:
@@ -61,7 +63,7 @@ def train_towers(**options: Any) -> None:
 def test_every_body_of_a_model_is_native(caplog: pytest.LogCaptureFixture) -> None:
     """With this torch: forward and backward, on lanes, without a word."""
     train_towers(**STRICT, **{"plan.min_gain": 1.0})
-    compiled = backend.compiled_models()[-1]
+    compiled = registry.compiled_models()[-1]
     assert [len(graph.compilation.plan.lanes) > 1 for graph in compiled.graphs] == [True, True]
     bodies = [body for graph in compiled.graphs for body in graph.bodies]
     assert all(body.entry_address is not None and body.keeps_python is None for body in bodies)
@@ -98,7 +100,7 @@ def test_a_model_that_loses_native_bodies_is_one_warning(
     assert re.match(r"graph\d+_forward: (\d) of \1 bodies could", message)
     assert "generate_end(self, result, where)" in message
     assert "'apollo doctor'" in message and "docs/versions.md" in message
-    compiled = backend.compiled_models()[-1]
+    compiled = registry.compiled_models()[-1]
     reasons = [body.keeps_python for graph in compiled.graphs for body in graph.bodies]
     assert all(reason is not None and reason.is_lost for reason in reasons)
 
@@ -154,5 +156,5 @@ def test_a_body_that_calls_python_is_no_warning(caplog: pytest.LogCaptureFixture
         )
     (line,) = (record for record in caplog.records if "GIL" in record.getMessage())
     assert line.levelno == logging.INFO and "segments that call Python run under the GIL" in line.getMessage()
-    (graph,) = backend.compiled_models()[-1].graphs
+    (graph,) = registry.compiled_models()[-1].graphs
     assert [body.keeps_python is None for body in graph.bodies].count(False) == 1 < len(graph.bodies)

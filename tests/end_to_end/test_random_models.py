@@ -12,8 +12,8 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from apollo_compile import backend
 from apollo_compile.device.profile import default_profile, save_profile
+from apollo_compile.session import registry
 from tests.end_to_end.models import STRICT
 from tests.random_models import RandomModel, Step, inputs, loss_of, recipes
 
@@ -98,7 +98,7 @@ def _check(options: dict[str, Any], most: int, most_steps: int = 24) -> int:
         actual, expected = use(compiled, run, rows), use(eager, eager, rows)
         torch.testing.assert_close(actual[:2], expected[:2], rtol=1e-9, atol=1e-9, equal_nan=True)
         assert [has_gradient for has_gradient, _ in actual[2]] == [has_gradient for has_gradient, _ in expected[2]]
-        plans = [graph.compilation.plan for model in backend.find_models(compiled) for graph in model.graphs]
+        plans = [graph.compilation.plan for model in registry.find_models(compiled) for graph in model.graphs]
         num_lanes.append(max((len({item.lane for item in plan.assignments}) for plan in plans), default=0))
         if actual[2] != expected[2]:
             traced = torch.compile(again, backend="aot_eager", **shapes)

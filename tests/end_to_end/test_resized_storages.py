@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from apollo_compile import backend
+from apollo_compile.session import registry
 from tests.end_to_end.models import Tower
 from tests.end_to_end.test_values import floats
 
@@ -188,6 +188,6 @@ def test_only_what_resizes_keeps_python(lanes: Options) -> None:
     """Inductor's C++ wrapper has no code for it; segments that compute are native."""
     with torch.no_grad():
         torch.compile(FreedTowers(WIDTH), **lanes)(square(0))
-    (graph,) = backend.compiled_models()[-1].graphs
+    (graph,) = registry.compiled_models()[-1].graphs
     bodies = zip(graph.compilation.partition.bodies, graph.bodies, strict=True)
     assert [body.name for body, code in bodies if code.entry_address is None] == ["~resize_storage_bytes_"]

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from apollo_compile import backend
 from apollo_compile.errors import RuntimeClosedError
+from apollo_compile.session import registry
 from apollo_compile.torch_bridge import inductor
 from tests.end_to_end.models import STRICT, Training, TwoTowers, assert_same_training, train, two_tower_inputs
 
@@ -43,7 +43,7 @@ def test_dropout_is_reproducible_and_equal_to_inductors() -> None:
 
     torch._dynamo.reset()
     torch.compile(model, **APOLLO)(*inputs)
-    segments = backend.find_models(model)[0].graphs[0].compilation.partition.graph.segments
+    segments = registry.find_models(model)[0].graphs[0].compilation.partition.graph.segments
     body_by_name = {segment.name: segment.body for segment in segments}
     assert body_by_name["image.layers.0"] == body_by_name["text.layers.0"], "the seed's number tells equal layers apart"
 
@@ -64,9 +64,9 @@ def test_eager_bodies_need_no_compiler_and_draw_as_eager_draws(monkeypatch: pyte
         torch.manual_seed(7)
         return train(model, lambda run: run(*inputs).square().mean(), **options)
 
-    others = backend.compiled_models()
+    others = registry.compiled_models()
     assert_same_training(run(), run(**UNCOMPILED))
-    graphs = [graph for model in backend.compiled_models() if model not in others for graph in model.graphs]
+    graphs = [graph for model in registry.compiled_models() if model not in others for graph in model.graphs]
     assert len(graphs) == 2 and all(len({span.lane for span in graph.trace().spans}) > 1 for graph in graphs)
 
 
@@ -221,7 +221,7 @@ def test_a_lane_holds_its_cores_and_threads_while_its_segments_run() -> None:
         run(x)
         seen.clear()
         run(x)
-    (compiled,) = backend.find_models(model)
+    (compiled,) = registry.find_models(model)
     (graph,) = compiled.graphs
     plan = graph.compilation.plan
     cores = sorted(os.sched_getaffinity(0))

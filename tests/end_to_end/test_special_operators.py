@@ -11,7 +11,7 @@ from torch import nn
 from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
 from torch.nn import functional
 
-from apollo_compile import backend
+from apollo_compile.session import registry
 from tests.end_to_end.test_values import floats, same_call
 
 Options = dict[str, Any]
@@ -89,11 +89,11 @@ def test_a_number_is_read_before_its_tensor_is_written(either: Options) -> None:
         return left - (x.T @ x).tanh() * counter.item() + before
 
     torch._dynamo.reset()
-    earlier = backend.compiled_models()
+    earlier = registry.compiled_models()
     with torch._dynamo.config.patch(capture_scalar_outputs=True), torch.no_grad():
         same_call(scale, (torch.tensor(3), floats(8, 8)), either)
         same_call(scale, (torch.tensor(-2), floats(8, 8)), either)
-    made = [model for model in backend.compiled_models() if model not in earlier]
+    made = [model for model in registry.compiled_models() if model not in earlier]
     assert made and all(model.graphs and not model.handed_over for model in made)
 
 

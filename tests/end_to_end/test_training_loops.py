@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from apollo_compile import backend
 from apollo_compile.ir import Role
+from apollo_compile.session import registry
 from apollo_compile.session.graph import CompiledGraph
 from tests.end_to_end.models import assert_same_training, train
 
@@ -140,7 +140,7 @@ def test_the_backward_of_a_frozen_tower_vanishes(either: Options) -> None:
     model = Pair()
     model.left.requires_grad_(False)
     same_gradients(lambda run, _: run(LEFT[0], RIGHT[0]).square().mean().backward(), model, either)
-    (found,) = [entry for entry in backend.compiled_models() if len(entry.graphs) == 2][-1:]
+    (found,) = [entry for entry in registry.compiled_models() if len(entry.graphs) == 2][-1:]
     names = {graph.compilation.capture.role: _module_names(graph) for graph in found.graphs}
     assert any(name.startswith("left") for name in names["forward"])
     assert any(name.startswith("right") for name in names["backward"])
@@ -334,7 +334,7 @@ class _Broken(Pair):
 def test_a_broken_graph_trains_in_its_parts(either: Options) -> None:
     """Each part is a model of its own, cut and planned for itself."""
     same_gradients(lambda run, _: run(LEFT[0], RIGHT[0]).square().mean().backward(), _Broken(), either)
-    assert sum(len(model.graphs) for model in backend.compiled_models()[-2:]) == 4
+    assert sum(len(model.graphs) for model in registry.compiled_models()[-2:]) == 4
 
 
 @loop("modes in turns")
@@ -386,7 +386,7 @@ def test_the_graph_of_compiled_autograd_runs_in_segments(either: Options) -> Non
 
     with torch._dynamo.config.patch(compiled_autograd=True):
         model = _same_steps(Pair(), either, hook)
-    roles = [graph.compilation.capture.role for entry in backend.find_models(model) for graph in entry.graphs]
+    roles = [graph.compilation.capture.role for entry in registry.find_models(model) for graph in entry.graphs]
     assert roles[0] is Role.FORWARD and set(roles[1:]) == {Role.INFERENCE}
 
 

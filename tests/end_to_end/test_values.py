@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
-from apollo_compile import backend
+from apollo_compile.session import registry
 
 Options = dict[str, Any]
 
@@ -306,7 +306,7 @@ def test_two_towers_draw_different_masks_and_the_same_ones_again(lanes: Options)
     assert torch.equal(first == 0, inductor == 0)
     assert not torch.equal(first[0] == 0, first[1] == 0)
     assert not torch.equal(first == 0, second == 0)
-    (graph,) = backend.compiled_models()[-1].graphs
+    (graph,) = registry.compiled_models()[-1].graphs
     assert len(graph.compilation.partition.bodies) < len(graph.compilation.partition.graph.segments)
 
 

@@ -18,8 +18,10 @@ import torch._functorch.config as functorch_config
 from torch import nn
 from torch._dynamo.utils import counters
 
-from apollo_compile import backend
 from apollo_compile.ir import Variant
+from apollo_compile.session import bodies, registry, restore
+from apollo_compile.session import compile as session_compile
+from apollo_compile.session.model import CompiledModel
 from apollo_compile.torch_bridge.inductor import BundledBody, bundle_body
 from tests.end_to_end.marks import needs_two_cores
 from tests.end_to_end.models import STRICT, TwoTowers, assert_same_training, train, two_tower_inputs
@@ -47,11 +49,11 @@ def hits() -> tuple[int, int]:
     return counted["autograd_cache_hit"], counted["autograd_cache_miss"]
 
 
-def training_of(model: nn.Module, *inputs: torch.Tensor, **options: Any) -> tuple[Any, backend.CompiledModel]:
+def training_of(model: nn.Module, *inputs: torch.Tensor, **options: Any) -> tuple[Any, CompiledModel]:
     """Train a copy of `model`; return losses, gradients and state, and what was compiled for it."""
     torch.manual_seed(1)
     training = train(model, lambda run: run(*inputs).square().mean(), backend="apollo", options={**STRICT, **options})
-    return training, backend.compiled_models()[-1]
+    return training, registry.compiled_models()[-1]
 
 
 def let_win(way: str, model: nn.Module, inputs: tuple[torch.Tensor, ...], options: dict[str, Any]) -> None:
@@ -59,9 +61,9 @@ def let_win(way: str, model: nn.Module, inputs: tuple[torch.Tensor, ...], option
     run = torch.compile(model, backend="apollo", options={**STRICT, **options})
     for _ in range(2000):
         run(*inputs).square().mean().backward()
-        if backend.is_settled(model):
+        if registry.is_settled(model):
             break
-    (found,) = backend.find_models(model)
+    (found,) = registry.find_models(model)
     verdict = found.selection.verdict
     assert verdict is not None and verdict.standings[0].num_rounds > 0, (found.handed_over, verdict)
     files = sorted((options["device.cache"] / "history").iterdir())
@@ -78,8 +80,8 @@ def forbid_tracing(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*args: object, **kwargs: object) -> None:
         raise AssertionError("planned or compiled again")
 
-    for name in ("plan_graph", "compile_bodies", "compile_whole"):
-        monkeypatch.setattr(backend, name, fail)
+    for room, name in ((session_compile, "plan_graph"), (bodies, "compile_bodies"), (session_compile, "compile_whole")):
+        monkeypatch.setattr(room, name, fail)
 
 
 class Pair(nn.Module):
@@ -180,7 +182,7 @@ def test_every_way_can_be_taken_by_a_graph_that_came_back(way: str) -> None:
     torch._dynamo.reset()
     run = torch.compile(model, backend="apollo", options={**STRICT, **options})
     run(*inputs).square().mean().backward()
-    (found,) = backend.find_models(model)
+    (found,) = registry.find_models(model)
     assert hits() == (2, 1)
     forward, backward = found.graphs
     for graph in (forward, backward):
@@ -320,7 +322,7 @@ def test_a_damaged_bundle_is_compiled_anew(monkeypatch: pytest.MonkeyPatch) -> N
         raise OSError("damaged")
 
     with monkeypatch.context() as patch:
-        patch.setattr(backend, "unbundle_body", fail)
+        patch.setattr(restore, "unbundle_body", fail)
         training, found = training_of(model, *inputs, **options)
     assert hits() == (0, 2)
     assert len(found.graphs) == 2
@@ -336,7 +338,7 @@ def test_a_body_whose_library_is_gone_is_compiled_again(tmp_path: Path, monkeypa
     model, inputs = TwoTowers(), two_tower_inputs()
     with monkeypatch.context() as patch:
         patch.setattr(
-            backend, "bundle_body", lambda body: replace(bundle_body(body), library=str(tmp_path / "gone.so"))
+            restore, "bundle_body", lambda body: replace(bundle_body(body), library=str(tmp_path / "gone.so"))
         )
         expected, _ = training_of(model, *inputs)
     forbid_tracing(monkeypatch)
@@ -375,8 +377,8 @@ def test_a_backward_that_nothing_can_compile_fails_when_it_is_called(
     remember: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With its own error, though it compiles with the forward where that is kept."""
-    for name in ("compile_whole", "compile_bodies"):
-        monkeypatch.setattr(backend, name, partial(fail_in_backwards, getattr(backend, name)))
+    for room, name in ((session_compile, "compile_whole"), (bodies, "compile_bodies")):
+        monkeypatch.setattr(room, name, partial(fail_in_backwards, getattr(room, name)))
     torch._dynamo.reset()
     model, inputs = TwoTowers(), two_tower_inputs()
     run = torch.compile(model, backend="apollo", options={"plan.remember": remember})

@@ -12,9 +12,10 @@ import pytest
 import torch
 
 import apollo_compile
-from apollo_compile import backend
 from apollo_compile.ir import Program, Wait
+from apollo_compile.session import registry
 from apollo_compile.session.graph import CompiledGraph
+from apollo_compile.session.model import CompiledModel
 from benchmarks.workloads import Workload, build
 from tests.end_to_end.models import STRICT, assert_as_accurate, train
 from tests.races import find_races
@@ -51,7 +52,7 @@ def test_five_training_steps_and_inference_equal_eager(name: str, bodies: str) -
     Programs are the same whether bodies are compiled or not, and compiling them takes most of the time, the more the
     finer the cut is; `make demo` compares the gradients of a compiled CLIP.
     """
-    others = backend.compiled_models()
+    others = registry.compiled_models()
     workload = build(name, "tiny")
     options = {**STRICT, "runtime.bodies": bodies, "partition.granularity": "layer" if bodies == "eager" else "module"}
     eager = train(workload.model, lambda run: _loss_of(workload, run))
@@ -96,8 +97,8 @@ def test_llava_is_one_graph_in_segments_where_dynamo_may_capture_numbers() -> No
     assert_as_accurate(train(exact.model, lambda run: _loss_of(exact, run), steps=2), eager, apollo)
 
 
-def _compiled(others: list[backend.CompiledModel]) -> list[CompiledGraph]:
-    return [graph for model in backend.compiled_models() if model not in others for graph in model.graphs]
+def _compiled(others: list[CompiledModel]) -> list[CompiledGraph]:
+    return [graph for model in registry.compiled_models() if model not in others for graph in model.graphs]
 
 
 def _waits(program: Program) -> list[tuple[int, int]]:
@@ -141,7 +142,7 @@ def test_dropout_is_reproducible_with_a_fixed_seed(name: str) -> None:
         return found
 
     first, second, other = two_steps(5), two_steps(5), two_steps(6)
-    compiled = backend.find_models(workload.model)  # one for every part of a graph that breaks
+    compiled = registry.find_models(workload.model)  # one for every part of a graph that breaks
     assert (len(compiled) > 1) == (name == "llava")
     for part in compiled:
         assert [graph.compilation.capture.without_formula for graph in part.graphs] == [(), ()]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from apollo_compile import backend
+from apollo_compile.session import registry
 from tests.end_to_end.models import TwoTowers, two_tower_inputs
 
 
@@ -16,4 +16,4 @@ def train() -> None:
     run = torch.compile(model, backend="apollo", options={"plan.contest": False})
     actual = torch.autograd.grad(run(*x).square().mean(), list(model.parameters()))
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
-    assert backend.find_models(model)[0].graphs, "all of it went to Inductor"
+    assert registry.find_models(model)[0].graphs, "all of it went to Inductor"

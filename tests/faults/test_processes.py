@@ -138,9 +138,9 @@ os.sched_setaffinity(0, masks["FIRST"])
 """
     done = run_python(
         """
-        from apollo_compile import backend
+        from apollo_compile.session import registry
         check()
-        assert backend.find_models(model)[0].graphs
+        assert registry.find_models(model)[0].graphs
         for mask in (masks["one"], allowed):
             os.sched_setaffinity(0, mask)
             check()
@@ -177,7 +177,7 @@ def test_without_permission_to_pin_threads_inductor_runs_the_graph_and_a_line_sa
     """As in a sandbox that forbids sched_setaffinity."""
     if len(os.sched_getaffinity(0)) < 2:
         pytest.skip("one core has no lanes that need pinning")
-    nothing_compiles = "from apollo_compile import backend\nbackend._compile_bodies = None\n"
+    nothing_compiles = "from apollo_compile.session import bodies\nbodies._compile_bodies = None\n"
     done = run_python(f"{nothing_compiles}torch.set_num_threads(2)\ncheck()\nprint('done')", FORBID_AFFINITY)
     if done.stdout == "no seccomp\n":
         pytest.skip("this kernel installs no filters of system calls")
@@ -228,8 +228,8 @@ def test_without_a_compiler_graphs_run_operator_by_operator(tmp_path: Path, scri
             torch._dynamo.reset()
             run = torch.compile(detach, backend="apollo", dynamic=True, options=options)
             assert [value.requires_grad for value in run(x)] == [True, True, False]
-        from apollo_compile import backend
-        reasons = [reason for _, reason in backend.compiled_models()[-1].handed_over]
+        from apollo_compile.session import registry
+        reasons = [reason for _, reason in registry.compiled_models()[-1].handed_over]
         assert reasons and all("operator by operator" in reason for reason in reasons)
         print("done")
         """,
@@ -242,12 +242,12 @@ def test_without_a_compiler_graphs_run_operator_by_operator(tmp_path: Path, scri
 
 
 TRAIN = """
-from apollo_compile import backend
+from apollo_compile.session import registry
 from tests.end_to_end.models import assert_same_training, train
 loss = lambda run: run(*x).square().mean()
 expected = train(model, loss, steps=3)
 assert_same_training(expected, train(model, loss, steps=3, backend="apollo", options={"debug.dump": "FOLDER/dump"}))
-(compiled,) = backend.compiled_models()
+(compiled,) = registry.compiled_models()
 assert [graph.has_run for graph in compiled.graphs] == [True, True], compiled.handed_over
 print("done")
 """
@@ -304,9 +304,9 @@ def test_a_forked_child_runs_what_has_no_threads() -> None:
     """With one thread there is only the lane that is the caller; servers that preload a model fork so."""
     done = run_python(
         """
-        from apollo_compile import backend
+        from apollo_compile.session import registry
         check()
-        assert backend.find_models(model)[0].graphs
+        assert registry.find_models(model)[0].graphs
         child = os.fork()
         if child == 0:
             check()

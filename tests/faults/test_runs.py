@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -17,10 +18,11 @@ import torch
 from torch import nn
 
 import apollo_compile
-from apollo_compile import backend
 from apollo_compile.device import profile as device_profile
 from apollo_compile.device.cpu import cgroup
 from apollo_compile.planner import apart
+from apollo_compile.session import bodies, registry
+from apollo_compile.session import compile as session_compile
 from tests.end_to_end.models import STRICT, Training, assert_same_training, train
 from tests.native.runner import count_threads
 
@@ -146,14 +148,18 @@ def test_ctrl_c_while_any_lane_works_ends_the_step_and_the_next_one_works() -> N
         signal.signal(signal.SIGINT, previous)
 
 
-@pytest.mark.parametrize("place", ["plan_graph", "_compile_bodies", "CompiledGraph"])
+@pytest.mark.parametrize(
+    ("room", "place"),
+    [(session_compile, "plan_graph"), (bodies, "_compile_bodies"), (session_compile, "CompiledGraph")],
+    ids=["plan", "bodies", "graph"],
+)
 def test_ctrl_c_while_a_graph_is_compiled_ends_the_call_and_the_next_one_compiles(
-    monkeypatch: pytest.MonkeyPatch, place: str
+    monkeypatch: pytest.MonkeyPatch, room: ModuleType, place: str
 ) -> None:
     """Before it is planned, when its bodies are compiled, and when all is there; forward and backward."""
     model, x = _model_and_input()
     run = torch.compile(model, backend="apollo", options={**STRICT, "plan.replan": False})
-    original = getattr(backend, place)
+    original = getattr(room, place)
 
     def interrupt(*args: Any, **kwargs: Any) -> Any:
         if place == "_compile_bodies":
@@ -164,12 +170,12 @@ def test_ctrl_c_while_a_graph_is_compiled_ends_the_call_and_the_next_one_compile
     previous = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
     try:
         with monkeypatch.context() as patch:
-            patch.setattr(backend, place, interrupt)
+            patch.setattr(room, place, interrupt)
             with pytest.raises(KeyboardInterrupt):
                 run(x)
         loss = run(x).square().mean()
         with monkeypatch.context() as patch:
-            patch.setattr(backend, place, interrupt)
+            patch.setattr(room, place, interrupt)
             with pytest.raises(KeyboardInterrupt):
                 loss.backward()
     finally:
@@ -241,7 +247,7 @@ def test_a_model_trains_without_the_planners_process(
         results = [train(model, lambda run: run(x).square().mean(), steps=3, **each) for each in ({}, _apollo(options))]
     assert_same_training(*results)
     assert "the planner's process failed" in caplog.text
-    graphs = backend.compiled_models()[-1].graphs
+    graphs = registry.compiled_models()[-1].graphs
     assert [graph.compilation.plan.solver for graph in graphs] == [None, None]
 
 
@@ -287,7 +293,7 @@ def test_a_full_disk_costs_dumps_and_the_kept_profile_nothing_else(
         assert sum(record.getMessage().startswith(line) for record in caplog.records) == 1, line
     assert not list((tmp_path / "cache").glob("*"))
     assert {path.name for path in (tmp_path / "dump").rglob("plan.json*")} == set()
-    assert backend.find_models(model)[0].graphs
+    assert registry.find_models(model)[0].graphs
 
 
 def test_a_read_only_disk_costs_what_would_be_kept_nothing_else(
@@ -329,7 +335,7 @@ def test_all_files_that_are_kept_are_damaged_at_once(
     run = torch.compile(model, backend="apollo", options={**options, "debug.dump": tmp_path / "dump"})
     for _ in range(2000):
         run(x).square().mean().backward()
-        if backend.is_settled(model):
+        if registry.is_settled(model):
             break
     model.zero_grad()
     kept = [profile, *(tmp_path / "cache" / "history").iterdir(), *(tmp_path / "dump").rglob("plan.json")]
@@ -345,7 +351,7 @@ def test_all_files_that_are_kept_are_damaged_at_once(
         with caplog.at_level(logging.WARNING, logger="apollo_compile"):
             found = train(model, lambda run: run(x).square().mean(), steps=3, **_apollo({**options, **more}))
         assert_same_training(expected, found)
-        assert len(backend.compiled_models()[-1].graphs) == 2
+        assert len(registry.compiled_models()[-1].graphs) == 2
         (line, *_) = [record.getMessage() for record in caplog.records if str(file) in record.getMessage()]
         assert "char " in line, "where its JSON ends"
 
@@ -420,6 +426,6 @@ def test_alternating_shapes_have_a_plan_each() -> None:
     apollo, num_graphs = _train_on(sizes, backend="apollo", dynamic=False, options=STRICT)
     assert_same_training(eager, apollo)
     assert num_graphs == 2
-    graphs = [graph for model in backend.compiled_models()[-2:] for graph in model.graphs]
+    graphs = [graph for model in registry.compiled_models()[-2:] for graph in model.graphs]
     assert len(graphs) == 4
     assert len({graph.compilation.costs for graph in graphs}) == 4

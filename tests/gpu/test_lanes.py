@@ -7,10 +7,10 @@ import copy
 import pytest
 import torch
 
-from apollo_compile import backend
 from apollo_compile.device.findings import Level
 from apollo_compile.device.gpu.examine import examine_cuda
 from apollo_compile.device.gpu.execute import CudaExecutable
+from apollo_compile.session import registry
 from tests.end_to_end.models import TwoTowers, assert_same_training, train, two_tower_inputs
 
 OPTIONS = {
@@ -50,7 +50,7 @@ def test_training_is_as_in_inductor_for_fifty_steps(dropout: float) -> None:
     actual = train(model, loss_of, steps=50, backend="apollo", options=OPTIONS)
     assert_same_training(expected, actual)
     assert torch.equal(torch.cuda.get_rng_state(), after), "as many random numbers were drawn"
-    executables = [graph.executable for made in backend.compiled_models() for graph in made.graphs]
+    executables = [graph.executable for made in registry.compiled_models() for graph in made.graphs]
     assert sum(each.num_replays for each in executables if isinstance(each, CudaExecutable)) >= 80
 
 

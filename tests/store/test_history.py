@@ -104,12 +104,11 @@ def test_a_key_holds_all_that_shapes_a_finding() -> None:
         capture: Capture = capture,
         config: Config = config,
         profile: DeviceProfile = PROFILE,
-        cores: Sequence[tuple[int, ...]] = ((0, 0), (1, 0)),
-        threads: int = 4,
+        machine: Sequence[object] = (((0, 0), (1, 0)), 4),
         compiler: str = "",
     ) -> str:
         partition = partition_graph(capture, config=config.partition)
-        around = circumstances(profile=profile, config=config, cores=cores, threads=threads, compiler=compiler)
+        around = circumstances(profile=profile, config=config, machine=machine, compiler=compiler)
         return key_of(capture, partition, around)
 
     keys = [
@@ -120,8 +119,8 @@ def test_a_key_holds_all_that_shapes_a_finding() -> None:
         key(config=load_config({"partition.granularity": "module"})),
         key(config=load_config({"plan.min_gain": 0.5})),
         key(config=load_config({"runtime.bodies": "python"})),
-        key(cores=((0, 0), (0, 0))),
-        key(threads=3),
+        key(machine=(((0, 0), (0, 0)), 4)),
+        key(machine=(((0, 0), (1, 0)), 3)),
         key(compiler="freezing"),
     ]
     assert len(set(keys)) == len(keys)

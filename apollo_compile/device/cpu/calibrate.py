@@ -37,6 +37,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from apollo_compile.device.cpu.execute import Executable, keep_memory, most_units
 from apollo_compile.device.lanes import lane_catalogue
 from apollo_compile.device.profile import LEAST_CPU_SHARE, Arithmetic, DeviceProfile, Rate, cpu_model, rate_at
+from apollo_compile.device.target import CompiledBody
 from apollo_compile.ir import (
     Assignment,
     BodyId,
@@ -58,7 +59,7 @@ from apollo_compile.ir import (
 from apollo_compile.passes.emit import emit_program
 from apollo_compile.passes.memory import plan_memory
 from apollo_compile.passes.sync import eliminate_syncs
-from apollo_compile.torch_bridge.inductor import CompiledBody, compile_bodies
+from apollo_compile.torch_bridge.inductor import compile_bodies
 from apollo_compile.units import NS_PER_S
 
 Call: TypeAlias = Callable[[], object]

@@ -13,7 +13,7 @@ import functools
 import logging
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,12 +21,14 @@ import torch
 from apollo_compile import _native
 from apollo_compile.device.cpu.cgroup import granted_cores
 from apollo_compile.device.cpu.cores import CoreShare, share_cores
+from apollo_compile.device.target import CompiledBody
 from apollo_compile.errors import RuntimeClosedError
 from apollo_compile.ir import (
     Instruction,
     Lane,
     LaneId,
     Launch,
+    Observations,
     Program,
     Record,
     Release,
@@ -37,7 +39,6 @@ from apollo_compile.ir import (
     Wait,
 )
 from apollo_compile.torch_bridge.inductor import (
-    CompiledBody,
     error_text_address,
     from_handles,
     prepare_lane_thread,
@@ -109,6 +110,17 @@ class Executable:
             ),
             duration_ns=self._native.duration_ns,
         )
+
+    def measure(self, inputs: Sequence[torch.Tensor]) -> Observations | None:
+        """Return None: every run tells it."""
+        return None
+
+    def lane_bytes(self) -> Mapping[LaneId, int]:
+        """Return none: buffers are the process's."""
+        return {}
+
+    def release(self) -> None:
+        """Nothing is held between runs."""
 
     def _run_here(self, inputs: list[torch.Tensor]) -> list[torch.Tensor | None]:
         """Run on this thread, in graph order.

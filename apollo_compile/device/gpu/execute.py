@@ -39,9 +39,10 @@ from apollo_compile.device.gpu.launch import Launcher, order_after
 from apollo_compile.device.gpu.measure import measure_bodies
 from apollo_compile.device.gpu.pieces import capture_pieces
 from apollo_compile.device.gpu.quota import LaneMemory, account
+from apollo_compile.device.target import CompiledBody, Contract
 from apollo_compile.errors import MemoryQuotaError, UnsupportedGraphError
 from apollo_compile.ir import BodyId, LaneId, Launch, Observations, Program, Role, SegmentGraph, SegmentId, Trace
-from apollo_compile.torch_bridge.inductor import CompiledBody, count_uses, storage_handles
+from apollo_compile.torch_bridge.inductor import count_uses, storage_handles
 
 _logger = logging.getLogger(__name__)
 
@@ -50,20 +51,6 @@ WARMUP_RUNS = 2
 
 MAX_CAPTURES = 3
 """Captures of one program; beyond that its inputs move too often."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Contract:
-    """What the caller of a graph promises about its inputs and expects of its outputs, by position."""
-
-    static_inputs: frozenset[int] = frozenset()
-    """Inputs that AOTAutograd calls static: parameters; in a backward all that the forward saved."""
-    written_inputs: frozenset[int] | None = frozenset()
-    """Inputs that the graph writes to; None where that is not known, so that nothing is captured."""
-    user_outputs: frozenset[int] = frozenset()
-    """Outputs that outlive the next run."""
-    unsafe: str | None = None
-    """An operator that does more than a CUDA graph repeats, so that nothing is captured; None where there is none."""
 
 
 @dataclass(eq=False, slots=True)
@@ -213,6 +200,15 @@ class CudaExecutable:
                 written=written,
                 tuned=self._tuned,
             )
+
+    @property
+    def num_runs(self) -> int:
+        """Runs on lanes, launched or replayed."""
+        return self.num_launches + self.num_replays
+
+    def lane_bytes(self) -> Mapping[LaneId, int]:
+        """Return what every lane took when the program was captured."""
+        return {each.lane: each.num_bytes for each in self.lane_memory}
 
     def trace(self) -> Trace:
         """Return no spans: a replay does not tell when its segments ran; `measure` says how long bodies take."""

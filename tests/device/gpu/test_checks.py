@@ -11,6 +11,8 @@ import torch
 from torch import fx
 
 from apollo_compile import backend
+from apollo_compile.session import registry
+from apollo_compile.session.model import CompiledModel
 from benchmarks import gpu_checks
 from tests.device.gpu.test_training import COMPILED, Compiler
 
@@ -35,7 +37,7 @@ class StandIn:
         run = self.compilers[-1](graph_module, example_inputs)
         return lambda *arguments: self.spoil(run(*arguments))
 
-    def models(self) -> list[backend.CompiledModel]:
+    def models(self) -> list[CompiledModel]:
         """Return what was compiled."""
         return [model for compiler in self.compilers for model in compiler.models]
 
@@ -49,7 +51,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> StandIn:
     """Let the checks compile for the stand-in, whose replays poison what they write by themselves."""
     made = StandIn()
     monkeypatch.setattr(backend, "apollo", made.compile)
-    monkeypatch.setattr(backend, "compiled_models", made.models)
+    monkeypatch.setattr(registry, "compiled_models", made.models)
     monkeypatch.setattr(gpu_checks, "_poison", made.poisoned.append)
     return made
 

@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-from apollo_compile.device.gpu.execute import MAX_CAPTURES, WARMUP_RUNS, Contract, CudaExecutable, ModelMemory
+from apollo_compile.device.gpu.execute import MAX_CAPTURES, WARMUP_RUNS, CudaExecutable, ModelMemory
 from apollo_compile.device.gpu.launch import Launcher
 from apollo_compile.device.gpu.pieces import capture_pieces, piece_order
 from apollo_compile.device.gpu.whole import as_one_segment
+from apollo_compile.device.target import CompiledBody, Contract
 from apollo_compile.errors import MemoryQuotaError, UnsupportedGraphError
 from apollo_compile.ir import (
     BodyId,
@@ -31,7 +32,6 @@ from apollo_compile.ir import (
     SegmentId,
     Wait,
 )
-from apollo_compile.torch_bridge.inductor import CompiledBody
 from tests.builders import LETTERS, graph, plan
 from tests.device.gpu.fake_gpu import CALLER, FakeGpu
 from tests.device.gpu.test_launch import bodies_of, expected_of, program_of, random_program

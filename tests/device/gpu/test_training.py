@@ -14,14 +14,17 @@ import torch
 import torch._inductor.config as inductor_config
 from torch import fx, nn
 
-from apollo_compile import backend
 from apollo_compile.config import load_config
 from apollo_compile.device.gpu.execute import CudaExecutable
 from apollo_compile.device.gpu.gpu import Sharing
+from apollo_compile.device.gpu.target import GpuTarget
 from apollo_compile.device.profile import load_profile
 from apollo_compile.ir import CostSource, Variant
 from apollo_compile.passes.plan import make_plan
+from apollo_compile.session import bodies as session_bodies
 from apollo_compile.session.autotune import SHARED_WAYS
+from apollo_compile.session.compile import GraphCompiler
+from apollo_compile.session.model import CompiledModel
 from apollo_compile.torch_bridge.inductor import compile_with_inductor, keep_with
 from tests.device.gpu.fake_gpu import FakeGpu
 from tests.end_to_end.models import Tower, TwoTowers, assert_same_training, train, two_tower_inputs
@@ -46,19 +49,18 @@ class Compiler:
 
     def __init__(self, **options: Any) -> None:
         self.gpu = FakeGpu()
-        self.models: list[backend.CompiledModel] = []
+        self.models: list[CompiledModel] = []
         self._config = load_config({**OPTIONS, "runtime.bodies": "eager", **options})
 
     def __call__(self, graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        model = backend.CompiledModel(
+        model = CompiledModel(
             number=len(self.models),
             config=self._config,
-            profile=load_profile(Path("h200")),
-            storages=frozenset(),
-            gpu=self.gpu,
+            target=GpuTarget(self.gpu, load_profile(Path("h200")), self._config, device=torch.device("cpu")),
         )
         self.models.append(model)
-        compiled = compile_with_inductor(graph_module, example_inputs, model.compile_graph, recompute_masks=False)
+        compiler = GraphCompiler(model, {})
+        compiled = compile_with_inductor(graph_module, example_inputs, compiler.compile_graph, recompute_masks=False)
         keep_with(compiled, model)
         return compiled
 
@@ -143,19 +145,19 @@ def test_code_that_depends_on_the_quota_is_made_for_every_quota(monkeypatch: pyt
     model, inputs = TwoTowers(depth=1), two_tower_inputs()
     expected = train(model, loss_of(inputs), steps=4)
     told: list[int] = []
-    own = backend.compile_bodies
+    own = session_bodies.compile_bodies
 
     def compile_bodies(*arguments: Any, units: int | None = None, left_out: int = 0, **options: Any) -> Any:
         told.append((units or 132) + left_out)
         return own(*arguments, units=units, left_out=left_out, **options)
 
-    monkeypatch.setattr(backend, "compile_bodies", compile_bodies)
+    monkeypatch.setattr(session_bodies, "compile_bodies", compile_bodies)
     with inductor_config.patch(max_autotune_gemm=True, max_autotune_gemm_backends="ATEN"):
         actual = train(model, loss_of(inputs), steps=4, backend=compiler)
     assert_same_training(expected, actual)
     for graph in compiler.models[0].graphs:
         bodies = range(len(graph.bodies))
-        assert graph.tuned.keys() == {(body, units) for body in bodies for units in (64, 96, 32)}
+        assert graph.code.tuned.keys() == {(body, units) for body in bodies for units in (64, 96, 32)}
     assert told == 8 * [132]  # two graphs, for the whole device and three sizes
     on_lanes = [entry for entry in compiler.gpu.log if entry[0] in ("enter lane", "leave lane")]
     assert on_lanes == 2 * [(what, units) for units in ("64", "96", "32") for what in ("enter lane", "leave lane")]
@@ -371,7 +373,7 @@ def test_the_ways_on_a_gpu_compete() -> None:
     assert set(compiler.gpu.others) == set(Sharing) - {Sharing.APART}
     assert not any(gpu.races for gpu in (compiler.gpu, *compiler.gpu.others.values()))
     (graph,) = compiler.models[0].graphs
-    assert set(compiler.models[0].memories) <= {graph.way, Variant.PLAN}, "what lost keeps no memory"
+    assert set(compiler.models[0].target.memories) <= {graph.way, Variant.PLAN}, "what lost keeps no memory"
     if graph.way != Variant.PLAN:
         assert graph.lane_bytes() == {}
 
@@ -386,7 +388,7 @@ def test_every_way_replays_forward_and_backward(compiler: Compiler, way: str, is
         _, last = compiler.models[0].graphs
         old = last.compilation
         in_turn = make_plan(old.partition.graph, old.costs, lanes=old.plan.lanes, planner="serial")
-        last.adopt(last._planned_so(in_turn))
+        last.variants.adopt(last.variants.with_plan(in_turn))
         assert last.ways == (Variant.SERIAL,)
     for graph in compiler.models[0].graphs:
         graph.use(way)
@@ -395,7 +397,7 @@ def test_every_way_replays_forward_and_backward(compiler: Compiler, way: str, is
         made.zero_grad(set_to_none=True)
         run(*inputs).square().mean().backward()
         assert_same_gradients(model, made)
-    executables = [graph._others[way].__self__ for graph in compiler.models[0].graphs]  # type: ignore[attr-defined]
+    executables = [graph.variants.loaded()[way] for graph in compiler.models[0].graphs]
     assert [each.num_replays for each in executables] == [2, 2]
     compiler.check(replays=[3, 0 if is_lopsided else 3])
 
@@ -407,7 +409,7 @@ def test_ways_that_are_not_kept_capture_again(compiler: Compiler) -> None:
     graphs, (first, second) = compiler.models[0].graphs, SHARED_WAYS[:2]
 
     def captured(way: str) -> list[bool]:
-        return [bool(graph._on_gpu[way].lane_memory) for graph in graphs]
+        return [bool(graph.variants.loaded()[way].lane_bytes()) for graph in graphs]
 
     def train_as(way: str) -> None:
         for graph in graphs:
@@ -447,7 +449,7 @@ def test_what_inductor_compiles_whole_replays_as_plans_do() -> None:
         made.zero_grad(set_to_none=True)
         run(*inputs).square().mean().backward()
         assert_same_gradients(model, made)
-    executables = [graph._others[Variant.INDUCTOR].__self__ for graph in graphs]  # type: ignore[attr-defined]
+    executables = [graph.variants.loaded()[Variant.INDUCTOR] for graph in graphs]
     assert [each.num_replays for each in executables] == [4, 4]
     assert [len(each.graph.segments) for each in executables] == [1, 1]
     assert not compiler.gpu.races
@@ -459,15 +461,10 @@ def test_a_cpu_tensor_among_those_of_a_gpu_falls_back_with_the_reason(caplog: py
     compiler = Compiler()
 
     def with_device(graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        model = backend.CompiledModel(
-            number=next(itertools.count()),
-            config=load_config(OPTIONS),
-            profile=load_profile(Path("h200")),
-            storages=frozenset(),
-            device=torch.device("cuda", 0),
-            gpu=compiler.gpu,
-        )
-        return model.compile(graph_module, example_inputs, {})
+        config = load_config(OPTIONS)
+        target = GpuTarget(compiler.gpu, load_profile(Path("h200")), config, device=torch.device("cuda", 0))
+        model = CompiledModel(number=next(itertools.count()), config=config, target=target)
+        return GraphCompiler(model, {}).compile(graph_module, example_inputs)
 
     layer, x = nn.Linear(2, 2), torch.ones(1, 2)
     with caplog.at_level(logging.INFO, logger="apollo_compile"), torch.no_grad():

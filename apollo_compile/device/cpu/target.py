@@ -1,0 +1,113 @@
+"""A CPU as a target: lanes of pinned threads.
+
+CpuTarget(profile, config) -> Target
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
+
+import torch
+
+from apollo_compile.config import Config
+from apollo_compile.device.cpu.cores import lie_of_cores
+from apollo_compile.device.cpu.execute import Executable, core_share, keep_memory, start_lanes, trim_memory
+from apollo_compile.device.profile import DeviceProfile
+from apollo_compile.device.target import Code, Run
+from apollo_compile.ir import Lane, LaneId, Observations, Trace, Variant
+from apollo_compile.pipeline import Compilation
+
+
+class CpuTarget:
+    """The cores of this process."""
+
+    device = torch.device("cpu")
+    variants: Collection[Variant] = (Variant.LISTED,)
+    is_synchronous = True
+    binds_graphs = False
+    keeps_findings = True
+    has_native_bodies = True
+    can_interpret = True
+    lane_memory_quota = None
+
+    def __init__(self, profile: DeviceProfile, config: Config) -> None:
+        self.profile = profile
+        self._runtime = config.runtime
+
+    def start(self, lanes: tuple[Lane, ...]) -> None:
+        """Pin the threads, and keep freed memory in the process.
+
+        Raises:
+            RuntimeError: threads may not be pinned.
+        """
+        if self._runtime.keep_memory:
+            keep_memory()
+        start_lanes(lanes, park_team=self._runtime.park_team)
+
+    def tuned_lanes(self, lanes: Sequence[Lane]) -> Mapping[int, Lane]:
+        """Return none: a body is told how many threads it has when it runs."""
+        return {}
+
+    def compile_scope(self, lane: Lane) -> AbstractContextManager[None]:
+        """Change nothing."""
+        return contextlib.nullcontext()
+
+    def load(self, compilation: Compilation, code: Code, variant: Variant) -> Executable:
+        """Return the program on native lanes."""
+        return Executable(
+            compilation.program,
+            compilation.partition.graph,
+            code.bodies,
+            mutates=code.contract.writes,
+            park_team=self._runtime.park_team,
+        )
+
+    def load_whole(self, compilation: Compilation, code: Code, run: Run) -> CalledWhole:
+        """Return the compiled graph as it is."""
+        return CalledWhole(run)
+
+    def keep_only(self, variants: Collection[Variant]) -> None:
+        """Graphs share nothing."""
+
+    def tidy(self) -> None:
+        """Give free memory back, if it was to be kept until now."""
+        if self._runtime.keep_memory:
+            trim_memory()
+
+    def is_capturing(self) -> bool:
+        """Return False: nobody can."""
+        return False
+
+    def now_ns(self) -> int:
+        """Return the host's time."""
+        return time.perf_counter_ns()
+
+    def circumstances(self) -> Sequence[object]:
+        """Return how the lanes' cores lie to each other, and for how many of them torch has threads."""
+        return [lie_of_cores(core_share().order[: self.profile.units]), torch.get_num_threads()]
+
+
+class CalledWhole:
+    """A graph that Inductor compiled, called by the thread that calls the model."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.num_runs = 0
+
+    def trace(self) -> Trace:
+        """Return no spans: there are no segments."""
+        return Trace(spans=(), duration_ns=0)
+
+    def measure(self, inputs: Sequence[torch.Tensor]) -> Observations | None:
+        """Return None: there are no bodies."""
+        return None
+
+    def lane_bytes(self) -> Mapping[LaneId, int]:
+        """Return none: lanes are not used."""
+        return {}
+
+    def release(self) -> None:
+        """Nothing is held."""

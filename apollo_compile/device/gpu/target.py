@@ -1,0 +1,112 @@
+"""A GPU as a target: lanes are streams of green contexts, replayed as CUDA graphs.
+
+GpuTarget(gpu, profile, config, device=...) -> Target
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
+
+import torch
+
+from apollo_compile.config import Config
+from apollo_compile.device.gpu.execute import CudaExecutable, ModelMemory
+from apollo_compile.device.gpu.gpu import Gpu, Sharing
+from apollo_compile.device.gpu.urgency import rank_lanes
+from apollo_compile.device.gpu.whole import as_one_segment
+from apollo_compile.device.profile import DeviceProfile
+from apollo_compile.device.target import Code, CompiledBody, Run
+from apollo_compile.ir import Lane, Variant
+from apollo_compile.pipeline import Compilation
+
+_SHARING: Mapping[Variant, Sharing] = {
+    Variant.STREAMS: Sharing.FREE,
+    Variant.PRIORITIES: Sharing.URGENCY,
+    Variant.OVERLAPPING: Sharing.OVERLAPPING,
+}
+"""How lanes share the device where a graph does not run as planned."""
+
+
+class GpuTarget:
+    """One GPU, with the memory that the graphs of one model share there."""
+
+    variants: Collection[Variant] = tuple(_SHARING)
+    is_synchronous = False
+    binds_graphs = True  # a backward replays on what its forward left in memory that every variant has of its own
+    keeps_findings = False
+    has_native_bodies = False
+    can_interpret = False
+
+    def __init__(self, gpu: Gpu, profile: DeviceProfile, config: Config, *, device: torch.device) -> None:
+        self.gpu = gpu
+        self.profile = profile
+        self.device = device
+        self.lane_memory_quota = config.device.lane_memory_quota
+        self.memories: dict[Variant, ModelMemory] = defaultdict(ModelMemory)
+        """By variant, what the graphs share."""
+        self._config = config
+
+    def start(self, lanes: tuple[Lane, ...]) -> None:
+        """Streams are made when something is launched."""
+
+    def tuned_lanes(self, lanes: Sequence[Lane]) -> Mapping[int, Lane]:
+        """Return one lane of every size but the whole device."""
+        return {len(lane.units): lane for lane in lanes[1:]}
+
+    def compile_scope(self, lane: Lane) -> AbstractContextManager[None]:
+        """Work on the lane's stream."""
+        return self.gpu.on_lane(lane)
+
+    def load(self, compilation: Compilation, code: Code, variant: Variant) -> CudaExecutable:
+        """Return the program with lanes that share the device as the variant says."""
+        sharing = _SHARING.get(variant)
+        return CudaExecutable(
+            program=compilation.program,
+            graph=compilation.partition.graph,
+            bodies=code.bodies,
+            gpu=self.gpu if sharing is None else self.gpu.sharing(sharing),
+            contract=code.contract,
+            shared=self.memories[variant],
+            urgency=rank_lanes(compilation.partition.graph, compilation.plan, compilation.costs),
+            tuned=code.tuned if sharing is None else {},
+            lane_memory_quota=self.lane_memory_quota,
+            is_quota_hard=self._config.device.hard_lane_memory_quota,
+            strict=self._config.debug.strict,
+        )
+
+    def load_whole(self, compilation: Compilation, code: Code, run: Run) -> CudaExecutable:
+        """Return the compiled graph as one CUDA graph, as plans are."""
+        graph, program, make_body = as_one_segment(compilation.partition.graph, compilation.plan.lanes[0])
+        return CudaExecutable(
+            program=program,
+            graph=graph,
+            bodies=[CompiledBody(function=make_body(run))],
+            gpu=self.gpu,
+            contract=code.contract,
+            shared=self.memories[Variant.INDUCTOR],
+            strict=self._config.debug.strict,
+        )
+
+    def keep_only(self, variants: Collection[Variant]) -> None:
+        """Forget the memory of all other variants."""
+        for variant in self.memories.keys() - set(variants):
+            del self.memories[variant]
+
+    def tidy(self) -> None:
+        """What captured graphs let go is torch's."""
+
+    def is_capturing(self) -> bool:
+        """Whether the caller's stream is being captured."""
+        return self.gpu.is_capturing()
+
+    def now_ns(self) -> int:
+        """Wait for the device, and return the host's time."""
+        self.gpu.synchronize()
+        return time.perf_counter_ns()
+
+    def circumstances(self) -> Sequence[object]:
+        """Return nothing: no findings are kept."""
+        return []

@@ -1,0 +1,158 @@
+"""Open the device that a Dynamo graph is on.
+
+open_target(example_inputs, config) -> Target
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from apollo_compile.config import Config
+from apollo_compile.device.cpu.execute import available_units, core_share, most_units
+from apollo_compile.device.cpu.target import CpuTarget
+from apollo_compile.device.profile import (
+    DeviceProfile,
+    discover_gpu_profile,
+    discover_profile,
+    gpu_fingerprint,
+    limit_units,
+    load_profile,
+    packaged_profiles,
+)
+from apollo_compile.device.target import Target
+from apollo_compile.errors import ConfigError, CudaError
+
+if TYPE_CHECKING:
+    from apollo_compile.device.gpu.gpu import TorchGpu
+
+_logger = logging.getLogger(__name__)
+
+_CPU = torch.device("cpu")
+
+
+def open_target(example_inputs: Sequence[Any], config: Config) -> Target:
+    """Return the device of a Dynamo graph: the GPU that its tensors are on, if lanes are to be there, else the CPU.
+
+    Raises:
+        ConfigError: the profile, or the number of units, that was asked for cannot be used here.
+    """
+    _log_share()
+    tensors = [item for item in example_inputs if isinstance(item, torch.Tensor)]
+    if config.device.units is None and all(tensor.device == _CPU for tensor in tensors):
+        _warn_without_lanes()
+    device = next((tensor.device for tensor in tensors if tensor.device.type == "cuda"), None)
+    if device is not None and config.device.cuda_lanes:
+        found = _open_gpu(device, config)
+        if found is not None:
+            return found
+    return CpuTarget(select_profile(config), config)
+
+
+def _open_gpu(device: torch.device, config: Config) -> Target | None:
+    from apollo_compile.device.gpu.gpu import TorchGpu
+    from apollo_compile.device.gpu.target import GpuTarget
+
+    try:
+        gpu = TorchGpu(device.index)
+    except CudaError as error:
+        if config.debug.strict:
+            raise
+        _logger.warning("no lanes on %s: %s", device, error)
+        return None
+    return GpuTarget(gpu, _gpu_profile(gpu, config), config, device=gpu.device)
+
+
+def reason_without_lanes(example_inputs: Sequence[Any], device: torch.device) -> str | None:
+    """Return why no lanes of `device` can take a graph, whatever it computes; None where that depends on it."""
+    elsewhere = {item.device for item in example_inputs if isinstance(item, torch.Tensor)} - {device, _CPU}
+    if not elsewhere:
+        return None
+    where = ", ".join(sorted(map(str, elsewhere)))
+    if device != _CPU:
+        return f"it has tensors on {where}, and all lanes of this graph are on {device}"
+    advice = ", unless option 'device.cuda_lanes' is on" if any(item.type == "cuda" for item in elsewhere) else ""
+    return f"it has tensors on {where}, and lanes run on the CPU only{advice}"
+
+
+def select_profile(config: Config) -> DeviceProfile:
+    """Return the profile that graphs are planned for.
+
+    Raises:
+        ConfigError: the profile or the number of units that was asked for cannot be used here.
+    """
+    units = available_units() if config.device.units is None else config.device.units
+    if units > (most := most_units()):
+        raise ConfigError(f"option 'device.units' is {units}; lanes may use {most} cores here: choose 1 to {most}")
+    if config.device.profile is not None:
+        profile = load_profile(config.device.profile)
+        if profile.kind != "cpu":
+            raise ConfigError(
+                f"device profile {config.device.profile} is for a {profile.kind} device; only graphs on a CPU are "
+                "planned: name the profile of a CPU"
+            )
+        if str(config.device.profile) in packaged_profiles():
+            profile = limit_units(profile, units)  # it is for any number of cores
+        elif profile.units > units and (profile.units <= most or config.device.units or core_share().size > 1):
+            profile = limit_units(profile, units)  # it was measured for more than this process is to use, or ever had
+        if profile.units > most:
+            raise ConfigError(
+                f"device profile {config.device.profile} is for {profile.units} cores; lanes may use {most} cores "
+                "here: measure one here, or raise torch.set_num_threads"
+            )
+        return profile
+    return discover_profile(units, cache_dir=config.device.cache)
+
+
+def _gpu_profile(gpu: TorchGpu, config: Config) -> DeviceProfile:
+    """Return the profile for the SMs and atoms that this GPU has."""
+    native = gpu.native
+    if config.device.profile is None:
+        fingerprint = gpu_fingerprint(native.name, cuda=native.driver_version, units=native.num_sms)
+        profile = discover_gpu_profile(fingerprint, cache_dir=config.device.cache)
+    else:
+        profile = load_profile(config.device.profile)
+    if profile.kind != "cuda":
+        raise ConfigError(
+            f"device profile {config.device.profile} is for a {profile.kind} device; this graph is on {gpu.device}: "
+            "name the profile of a GPU, or none"
+        )
+    return replace(profile, units=native.num_sms, atoms=tuple(native.atom_sizes))
+
+
+@functools.cache
+def _log_share() -> None:
+    """Say once which cores are this rank's, if others are on the machine."""
+    share, units = core_share(), available_units()
+    if share.size == 1:
+        return
+    own = ",".join(map(str, share.own))
+    if units < len(share.own):
+        own += f", of which torch has threads for {units} only (OMP_NUM_THREADS is 1 by default under torchrun)"
+    _logger.info("local rank %d of %d: its lanes use cores %s", share.rank, share.size, own)
+
+
+def _warn_without_lanes() -> None:
+    """Say where a launcher has given every rank several cores, and torch one thread for them."""
+    share = core_share()
+    if share.size > 1 and share.rank == 0 and len(share.own) > 1 and torch.get_num_threads() == 1:
+        _warn_of_one_thread(share.size, len(share.own))
+
+
+@functools.cache
+def _warn_of_one_thread(num_ranks: int, num_cores: int) -> None:
+    """Say it once, however many graphs there are."""
+    _logger.warning(
+        "there are no lanes on %d local ranks, so nothing overlaps: each has %d cores, and torch has 1 thread "
+        "(torchrun sets OMP_NUM_THREADS=1); start torchrun with OMP_NUM_THREADS=%d, or call "
+        "torch.set_num_threads(%d) before the model is compiled",
+        num_ranks,
+        num_cores,
+        num_cores,
+        num_cores,
+    )

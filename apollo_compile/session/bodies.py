@@ -1,0 +1,155 @@
+"""Compile the bodies of a graph: which library computes their matmuls, native code, and code for lanes of a GPU.
+
+compile_code(graph_module, compilation, config, target, commons, contract, ...) -> Code
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from torch import fx
+
+from apollo_compile.config import Config
+from apollo_compile.device.target import Code, CompiledBody, Contract, Target
+from apollo_compile.distributed.agreement import Commons
+from apollo_compile.ir import BodyId
+from apollo_compile.ir.text import format_count
+from apollo_compile.pipeline import Compilation
+from apollo_compile.torch_bridge.inductor import (
+    compile_bodies,
+    depends_on_units,
+    extract_body,
+    interpret_bodies,
+    may_choose_library,
+    real_tensors,
+)
+from apollo_compile.torch_bridge.onednn import Matmul, find_matmuls, give_to_onednn, libraries_in
+
+_logger = logging.getLogger(__name__)
+
+
+def compile_code(
+    graph_module: fx.GraphModule,
+    compilation: Compilation,
+    config: Config,
+    target: Target,
+    commons: Commons,
+    contract: Contract,
+    at: Callable[[str, int, int], None] = lambda phase, number, count: None,
+    **kwargs: Any,
+) -> Code:
+    """Return the code of all bodies of a graph.
+
+    Arguments:
+        graph_module: the graph after AOTAutograd.
+        compilation: its products.
+        config: says what kind of code.
+        target: where it runs.
+        commons: with whom libraries are settled.
+        contract: what the caller of the graph promises.
+        at: called with what is being done to which of how many bodies.
+        kwargs: what AOTAutograd passed for the whole graph.
+    """
+    bodies = _compile_bodies(graph_module, compilation, config, target, commons, at=at, **kwargs)
+    tuned = _tune_bodies(graph_module, compilation, target, config, **kwargs)
+    return Code(bodies=bodies, contract=contract, tuned=tuned)
+
+
+def _compile_bodies(
+    graph_module: fx.GraphModule,
+    compilation: Compilation,
+    config: Config,
+    target: Target,
+    commons: Commons,
+    at: Callable[[str, int, int], None] = lambda phase, number, count: None,
+    **kwargs: Any,
+) -> tuple[CompiledBody, ...]:
+    pieces = [(body.name, *extract_body(graph_module, body)) for body in compilation.partition.bodies]
+    if config.runtime.bodies == "eager":
+        return interpret_bodies(pieces)
+    if config.runtime.onednn and target.has_native_bodies and may_choose_library():
+        at("which library multiplies", 0, 0)
+        _choose_libraries([piece.graph for _, piece, _ in pieces], compilation, config, commons)
+    is_native = config.runtime.bodies == "native" and target.has_native_bodies
+    bodies = compile_bodies(pieces, native=is_native, at=at, **kwargs)
+    tell_of_python(compilation, bodies)
+    return bodies
+
+
+_losses = itertools.count()
+"""How often it was told that bodies keep Python though they need not."""
+
+
+def tell_of_python(compilation: Compilation, bodies: Sequence[CompiledBody]) -> None:
+    """Say why bodies keep Python: where they need not, in one warning of the process, for the reason is mostly one."""
+    kept = [
+        (body.name, made.keeps_python)
+        for body, made in zip(compilation.partition.bodies, bodies, strict=True)
+        if made.keeps_python is not None
+    ]
+    callers = [name for name, why in kept if not why.is_lost]
+    if callers:
+        _logger.info(
+            "%s: segments that call Python run under the GIL: %s", compilation.capture.name, ", ".join(callers)
+        )
+    lost = [(name, why.reason) for name, why in kept if why.is_lost]
+    if lost:
+        _logger.log(
+            logging.INFO if next(_losses) else logging.WARNING,
+            "%s: %d of %s could not be compiled to run without Python, so lanes take turns under the GIL and gain "
+            "little or nothing: Inductor's C++ wrapper failed for segment %s: %s; 'apollo doctor' tells whether any "
+            "body can be native here (told once; others of this process in INFO lines)",
+            compilation.capture.name,
+            len(lost),
+            format_count(len(bodies), "body", "bodies"),
+            *lost[0],
+        )
+
+
+def _choose_libraries(graphs: Sequence[fx.Graph], compilation: Compilation, config: Config, commons: Commons) -> None:
+    """Give matrix products of the graphs of bodies to oneDNN where it is faster on the cores that they run on."""
+    with_cores = list(zip(graphs, _cores_of_bodies(compilation), strict=True))
+    libraries = libraries_in(config.device.cache if config.plan.remember else None)
+    with real_tensors():
+        faster = libraries.choose((matmul, cores) for graph, cores in with_cores for matmul in find_matmuls(graph))
+    names = commons.settle_names("products for oneDNN", (f"{matmul.name} on {cores}" for matmul, cores in faster))
+
+    def is_for_onednn(matmul: Matmul, *, cores: int) -> bool:
+        return f"{matmul.name} on {cores}" in names
+
+    count = sum(give_to_onednn(graph, partial(is_for_onednn, cores=cores)) for graph, cores in with_cores)
+    if count:
+        name, what = compilation.capture.name, format_count(count, "matrix product")
+        _logger.info("%s: oneDNN computes %s of its bodies", name, what)
+
+
+def _cores_of_bodies(compilation: Compilation) -> list[int]:
+    """Return on how many cores most segments of each body are planned to run."""
+    counts = [Counter[int]() for _ in compilation.partition.bodies]
+    segments = compilation.partition.graph.segments
+    for assignment in compilation.plan.assignments:
+        counts[segments[assignment.segment].body][assignment.quota.units] += 1
+    return [count.most_common(1)[0][0] for count in counts]
+
+
+def _tune_bodies(
+    graph_module: fx.GraphModule, compilation: Compilation, target: Target, config: Config, **kwargs: Any
+) -> Mapping[tuple[BodyId, int], CompiledBody]:
+    """Return code of all bodies for lanes with fewer units than the device has, where that may be other code."""
+    lanes = compilation.plan.lanes
+    tuned_lanes = target.tuned_lanes(lanes)
+    if not tuned_lanes or config.runtime.bodies == "eager" or not depends_on_units():
+        return {}
+    found = {}
+    for units, lane in tuned_lanes.items():
+        pieces = [(body.name, *extract_body(graph_module, body)) for body in compilation.partition.bodies]
+        with target.compile_scope(lane):  # where kernels are timed that Inductor chooses among
+            left_out = len(lanes[0].units) - units
+            bodies = compile_bodies(pieces, native=False, units=units, left_out=left_out, **kwargs)
+        found.update({(BodyId(number), units): body for number, body in enumerate(bodies)})
+    return found

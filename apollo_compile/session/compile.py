@@ -1,0 +1,312 @@
+"""Compile a Dynamo graph: AOTAutograd makes a forward and a backward of it, or an inference graph, and each is planned.
+
+    GraphCompiler(model, settings).compile(graph_module, example_inputs) -> what Dynamo calls
+
+Note [fallback]: a Dynamo graph that segments cannot express, or that would gain nothing from them, gets exactly what
+`torch.compile(mode=..., options=...)` makes of it: same code, same caches, same memory. One INFO line says why.
+Whether it falls back is known when its forward, or inference graph, has been planned. AOTAutograd has traced it by
+then, with settings of ours; so what was made is dropped, and the Dynamo graph, of which AOTAutograd had a copy, is
+compiled again. Where AOTAutograd's cache is in use, the reason is kept there, so that a later process knows it without
+planning. A backward that cannot run in segments though its forward does is compiled whole by Inductor, and so is one of
+the two where measurements said that this is the best for it alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from torch import fx
+
+from apollo_compile.config import Config
+from apollo_compile.device.open import reason_without_lanes
+from apollo_compile.device.target import Code, Contract, Run
+from apollo_compile.distributed.agreement import Commons
+from apollo_compile.errors import NothingToGainError, RankError, UnsupportedGraphError
+from apollo_compile.ir import Role, Variant
+from apollo_compile.pipeline import Compilation
+from apollo_compile.progress import Progress
+from apollo_compile.session.bodies import compile_code
+from apollo_compile.session.buckets import at_once, in_background
+from apollo_compile.session.families import make_family, with_sizes
+from apollo_compile.session.graph import CompiledGraph, has_free_plans
+from apollo_compile.session.model import CompiledModel
+from apollo_compile.session.planning import is_contested, log_summary, plan_graph, reason_to_fall_back, role_of
+from apollo_compile.session.restore import Restorer, is_for_both, replaced
+from apollo_compile.torch_bridge.inductor import (
+    Boundary,
+    Bundle,
+    Cache,
+    adopt_layouts,
+    clone_graph,
+    compile_again,
+    compile_plainly,
+    compile_whole,
+    compile_with_inductor,
+    compiler_complaint,
+    copy_of_dynamo_graph,
+    current_settings,
+    find_uncapturable,
+    interpret_whole,
+    is_for_dynamo,
+    report_output_strides,
+    set_aside,
+    user_outputs,
+    with_settings,
+    written_inputs,
+)
+
+_logger = logging.getLogger(__name__)
+
+
+class GraphCompiler:
+    """Compiles one Dynamo graph, in segments or as torch.compile does with these settings of Inductor."""
+
+    def __init__(self, model: CompiledModel, settings: Mapping[str, Any]) -> None:
+        self._model = model
+        self._settings = settings
+        self._restorer = Restorer(model)
+
+    def compile(self, graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        """Return what Dynamo calls.
+
+        Raises:
+            Exception: whatever torch.compile alone would raise.
+            RankError: ranks cannot agree on what runs.
+        """
+        model = self._model
+        reason = reason_without_lanes(example_inputs, model.target.device)
+        if reason is not None:
+            model.fall_back(reason, level=logging.INFO)
+            return self._compile_plainly(graph_module, example_inputs)
+        try:
+            with with_settings(self._settings), copy_of_dynamo_graph(graph_module) as copied:
+                compiled = compile_with_inductor(
+                    copied,
+                    example_inputs,
+                    self.compile_graph,
+                    recompute_masks=model.config.runtime.recompute_masks,
+                    eager_randomness=model.config.runtime.bodies == "eager",
+                    cache=self._cache(graph_module, example_inputs),
+                    settings=self._settings,
+                )
+        except Exception as error:  # if torch.compile alone raises it too, then from there
+            if model.config.debug.strict or isinstance(error, RankError) or is_for_dynamo(error):
+                raise
+            model.forget_graphs()
+            model.fall_back(f"{type(error).__name__}: {error}", level=logging.WARNING)
+        return self._compile_plainly(graph_module, example_inputs) if model.falls_back else compiled
+
+    def _cache(self, graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> Cache | None:
+        """Return how AOTAutograd's cache gives the graphs of a Dynamo graph back; None where it is not to have them."""
+        key = self._model.warm_start.bundle_key(graph_module, example_inputs)
+        return None if key is None else Cache(key=key, unbundle=self._restorer.unbundle)
+
+    def compile_graph(
+        self, graph_module: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any
+    ) -> tuple[Run, Bundle | None]:
+        """Compile one graph after AOTAutograd; `kwargs` are those of Inductor's inner compiler."""
+        model, restorer = self._model, self._restorer
+        role = role_of(kwargs)
+        name = model.name_of(role)
+        if role is not Role.BACKWARD:  # what came from AOTAutograd's cache was not enough
+            model.forget_graphs()
+        elif model.falls_back:  # with its forward
+            return replaced, partial(restorer.bundle_fallback, role, "", None)
+        outdated = model.warm_start.outdated
+        if model.config.debug.strict and outdated is not None and not isinstance(outdated, UnsupportedGraphError):
+            raise outdated
+        aside = None
+        try:
+            aside = set_aside(graph_module, example_inputs, kwargs)
+            piece, inputs, own, boundary = (graph_module, example_inputs, kwargs, None) if aside is None else aside
+            adopt_layouts(piece, inputs)
+            compiled, bundle = self._compile_in_segments(piece, boundary, name=name, role=role, **own)
+        except RankError:  # Inductor's code would be another than what the other ranks run
+            raise
+        except Exception as error:  # whatever it is, Inductor still can: training must not stop because of us
+            is_refusal = isinstance(error, UnsupportedGraphError | NothingToGainError)
+            if model.config.debug.strict and not is_refusal:
+                raise
+            reason = str(error) if is_refusal else f"{type(error).__name__}: {error}"
+            left = model.left[-1] if isinstance(error, NothingToGainError) else None
+            level = logging.INFO if is_refusal else logging.WARNING  # what is no refusal is a defect of ours
+            is_kept = is_refusal and aside is None and outdated is None
+            if is_for_both(role, left):
+                model.fall_back(reason, level=level)
+                report_output_strides(graph_module)
+                return replaced, partial(restorer.bundle_fallback, role, reason, left) if is_kept else None
+            model.log_fallback(name, reason, level=level)
+            try:
+                run = self._compile_whole(graph_module, example_inputs, **kwargs)
+            except Exception as failure:
+                if role is not Role.BACKWARD or not model.warm_start.has_bundles:
+                    raise
+                return _fails(failure), None  # it compiles with the forward, and may never be called
+            return run, partial(restorer.bundle_whole, role, reason, left, run) if is_kept else None
+        report_output_strides(graph_module)
+        return compiled, bundle if outdated is None else None
+
+    def _compile_in_segments(
+        self, graph_module: fx.GraphModule, boundary: Boundary | None, *, name: str, role: Role, **kwargs: Any
+    ) -> tuple[Run, Bundle | None]:
+        begin = time.perf_counter_ns()
+        model = self._model
+        config, target, commons = model.config, model.target, Commons(model.ranks)
+        sizes, base = {} if boundary is None else boundary.sizes, name
+        self._refuse(sizes)
+        if sizes:
+            name = with_sizes(name, sizes)
+        compilation = plan_graph(
+            graph_module,
+            name=name,
+            role=role,
+            profile=target.profile,
+            config=config,
+            device=target.device,
+            commons=commons,
+            recall=model.warm_start.recall,
+        )
+        planned = time.perf_counter_ns()
+        reason = reason_to_fall_back(compilation, config)
+        if reason is not None:
+            model.left.append(compilation)
+            if compilation.finding is None:
+                model.warm_start.keep(compilation, Variant.INDUCTOR, None)
+            raise NothingToGainError(reason)
+        original = clone_graph(graph_module) if is_contested(compilation.plan, config) else None
+        compile_original = None if original is None else partial(compile_again, original, current_settings(), **kwargs)
+        target.start(compilation.plan.lanes)  # where threads may not be pinned, nothing is compiled in vain
+        code, config = self._compile_code(graph_module, compilation, commons, name=name, **kwargs)
+        if config is not model.config:  # without a compiler
+            compile_original = None
+        is_family = bool(sizes) and has_free_plans(compilation.plan, config)
+        graph = CompiledGraph(
+            first=compilation,
+            code=code,
+            config=config,
+            target=target,
+            compile_whole=compile_original,
+            selection=None if compile_original is None or sizes else model.selection,
+            commons=commons,
+            boundary=None if is_family else boundary,
+            submit=in_background if is_family else at_once,
+        )
+        log_summary(compilation, planned - begin, time.perf_counter_ns() - planned)
+        if graph.is_deterministic:
+            _logger.info("%s: the plan stays as predicted: deterministic algorithms are on, so no time decides", name)
+        if boundary is not None and is_family:
+            family = make_family(model, graph, graph_module, boundary, base)
+            model.add_family(family)
+            return family, None
+        model.add(graph)
+        return graph, partial(self._restorer.bundle_segments, graph, original, kwargs) if boundary is None else None
+
+    def _refuse(self, sizes: Mapping[str, int]) -> None:
+        """Refuse what cannot be planned for several ranks or for several sizes.
+
+        Raises:
+            UnsupportedGraphError: always then.
+        """
+        ranks = self._model.ranks
+        if not ranks.can_agree:
+            raise UnsupportedGraphError("several ranks cannot agree on its plan: their process group has no store")
+        if sizes and self._model.config.plan.memory_quota is not None:
+            raise UnsupportedGraphError(
+                "a memory quota is kept by plans for known sizes only, and its shapes are dynamic; compile with "
+                "dynamic=False to get lanes"
+            )
+        if sizes and not ranks.is_alone:
+            raise UnsupportedGraphError(
+                "several ranks do not agree on plans for dynamic shapes; compile with dynamic=False to get lanes"
+            )
+
+    def _compile_code(
+        self, graph_module: fx.GraphModule, compilation: Compilation, commons: Commons, *, name: str, **kwargs: Any
+    ) -> tuple[Code, Config]:
+        """Return the code of a graph, and with which options it was made: without a C++ compiler, operators run."""
+        config, target = self._model.config, self._model.target
+        contract = Contract(
+            static_inputs=frozenset(kwargs.get("static_input_idxs") or ()),
+            written_inputs=written_inputs(graph_module),
+            user_outputs=user_outputs(graph_module),
+            unsafe=find_uncapturable(graph_module),
+        )
+        try:
+            with Progress(f"compiling {name}") as progress:
+                code = compile_code(
+                    graph_module, compilation, config, target, commons, contract, at=progress.at, **kwargs
+                )
+        except Exception as error:
+            self._accept_no_compiler(error)
+            config = replace(config, runtime=replace(config.runtime, bodies="eager"))
+            code = compile_code(graph_module, compilation, config, target, commons, contract)
+        return code, config
+
+    # ---------------------------------------------------------------------------------------------- by Inductor
+
+    def _compile_plainly(self, graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        """Compile the Dynamo graph as torch.compile does, or, without a C++ compiler, run it operator by operator."""
+        with copy_of_dynamo_graph(graph_module) as kept, Progress(f"compiling {self._model.name}") as progress:
+            progress.at("as torch.compile does,")
+            try:
+                return compile_plainly(graph_module, example_inputs, self._settings)
+            except Exception as error:
+                self._note_no_compiler(error)
+                with with_settings(self._settings):
+                    return compile_with_inductor(
+                        kept,
+                        example_inputs,
+                        lambda graph, *_, **__: (interpret_whole(graph), None),
+                        recompute_masks=False,
+                        settings=self._settings,
+                    )
+
+    def _compile_whole(
+        self, graph_module: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any
+    ) -> Callable[[list[Any]], Sequence[Any]]:
+        """Let Inductor compile the graph whole, or, without a C++ compiler, run it operator by operator."""
+        original = clone_graph(graph_module)
+        try:
+            compiled: Run = compile_whole(graph_module, example_inputs, **kwargs)
+            return compiled
+        except Exception as error:
+            self._note_no_compiler(error)
+            return interpret_whole(original)
+
+    def _note_no_compiler(self, error: Exception) -> None:
+        complaint = self._accept_no_compiler(error)
+        self._model.add_to_reason(f"operator by operator, since {complaint}")
+
+    def _accept_no_compiler(self, error: Exception) -> str:
+        """Say that the C++ compiler does not work, and return what is wrong, if `error` tells; raise it if not."""
+        complaint = compiler_complaint(error)
+        if complaint is None or self._model.config.debug.strict or not self._model.target.can_interpret:
+            raise error
+        _warn_of_compiler(complaint)
+        return complaint
+
+
+def _fails(error: Exception) -> Run:
+    """Return a graph that cannot run; what its error was raised from is not kept."""
+    traceback.clear_frames(error.__traceback__)
+
+    def fail(inputs: list[Any]) -> Sequence[Any]:
+        raise error
+
+    return fail
+
+
+@functools.cache
+def _warn_of_compiler(complaint: str) -> None:
+    """Say once that nothing can be compiled, however many graphs there are."""
+    _logger.warning(
+        "graphs run operator by operator, since no C++ code can be compiled: %s; 'apollo doctor' looks into it",
+        complaint,
+    )

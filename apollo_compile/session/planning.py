@@ -1,0 +1,166 @@
+"""Plan one FX graph after AOTAutograd, and say whether segments may be faster than the graph as Inductor compiles it.
+
+plan_graph(graph_module, ...) -> Compilation;    reason_to_fall_back(compilation, config) -> str | None
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import fx
+
+from apollo_compile.config import Config
+from apollo_compile.device.profile import DeviceProfile
+from apollo_compile.distributed.agreement import Commons
+from apollo_compile.errors import UnsupportedGraphError
+from apollo_compile.ir import Capture, Partition, Plan, Role, Variant, check, text
+from apollo_compile.ir.text import format_count
+from apollo_compile.observe import StageRunner, warn_of_files
+from apollo_compile.passes.capture import capture_graph
+from apollo_compile.pipeline import Compilation, compile_capture
+from apollo_compile.session.warm_start import may_be_contested
+from apollo_compile.store.history import Finding
+from apollo_compile.store.plan_file import FILE_NAME, save_plan
+from apollo_compile.torch_bridge.inductor import trace_artifact
+from apollo_compile.units import format_ns
+
+_logger = logging.getLogger(__name__)
+
+_CPU = torch.device("cpu")
+
+WRAPPER_NS_PER_KERNEL = 8_000
+"""What Inductor's Python wrapper takes per kernel, about; the C++ wrapper of a body takes less than a tenth of it."""
+
+WORTH_NATIVE = 0.05
+"""Share of that in a graph's predicted time from which segments are compiled though nothing else speaks for them."""
+
+
+def plan_graph(
+    graph_module: fx.GraphModule,
+    *,
+    name: str,
+    role: Role,
+    profile: DeviceProfile,
+    config: Config,
+    device: torch.device = _CPU,
+    commons: Commons | None = None,
+    recall: Callable[[Capture, Partition], Finding | None] = lambda capture, partition: None,
+) -> Compilation:
+    """Take a graph after AOTAutograd through all stages up to the program, and dump it if `debug.dump` says so.
+
+    With `commons`, the plan is the one that all ranks run; with `recall`, one that an earlier process found.
+
+    Raises:
+        UnsupportedGraphError: the graph has something that segments cannot express, or its plan cannot be settled.
+        RankError: the plan that was settled is not known, or not legal here.
+    """
+    dump = config.debug.dump / name if config.debug.dump is not None else None
+    runner = StageRunner(dump)
+    capture = runner.run(
+        "capture",
+        capture_graph,
+        graph_module,
+        name=name,
+        role=role,
+        device=device,
+        check=check.check_capture,
+        text=text.format_capture,
+    )
+    compilation = compile_capture(
+        capture,
+        profile=profile,
+        config=config,
+        runner=runner,
+        recall=partial(recall, capture),
+        is_alone=commons is None or commons.ranks.is_alone,
+    )
+    if commons is not None:
+        commons.enroll(compilation)
+        settled = commons.settle(compilation, compilation, runner)
+        if settled is None:
+            raise UnsupportedGraphError(
+                f"its plan of {format_count(len(compilation.plan.assignments), 'segment')} is too large for the store "
+                "in which ranks agree on it; cut it into fewer by 'partition.granularity'"
+            )
+        compilation = settled
+    if dump is not None:
+        with warn_of_files("the plan is not dumped"):
+            save_plan(compilation.plan, compilation.partition.graph, dump / FILE_NAME)
+    trace_artifact(f"apollo_{name}", lambda: text.format_plan(compilation.plan, compilation.partition.graph))
+    return compilation
+
+
+def reason_to_fall_back(compilation: Compilation, config: Config) -> str | None:
+    """Return why a graph is better run by Inductor from the start; None where its plan is worth compiling."""
+    if compilation.finding is not None and compilation.finding.verdict is not None:
+        is_left = compilation.finding.way == Variant.INDUCTOR
+        return f"Inductor ran it when the contest was over: {compilation.finding.verdict}" if is_left else None
+    if _may_gain(compilation, config) or not is_contested(compilation.plan, config):
+        return None
+    return _nothing_to_gain(compilation.plan)
+
+
+def _may_gain(compilation: Compilation, config: Config) -> bool:
+    """Return whether segments could be faster than the graph as Inductor compiles it.
+
+    With lanes, or without: native segments in turn are other code than the whole graph, whose kernels reach across them
+    and are called from Python. No formula says which is faster; on chains of layers it was segments by up to 13 %, or
+    Inductor by 3 %. One segment differs by Python between kernels alone. On a GPU what competes are CUDA graphs, which
+    plain Inductor is not, and formulas are far off until bodies were timed: a product that just fits the whole device
+    takes twice as long on a lane that is a little smaller.
+    """
+    if not compilation.profile.is_predictable:
+        return True
+    if compilation.plan.uses_lanes or _wrapper_share(compilation) >= WORTH_NATIVE:
+        return True
+    return config.runtime.bodies == "native" and len(compilation.partition.graph.segments) > 1
+
+
+def is_contested(plan: Plan, config: Config) -> bool:
+    """Whether measured times may overrule the plan: not if somebody wants this plan, its limit, or the same numbers."""
+    return may_be_contested(config) and not plan.pinned
+
+
+def _wrapper_share(compilation: Compilation) -> float:
+    """Return how much Python between kernels would add to the segments in turn, as a share of their time."""
+    kernels = sum(kernel.count for segment in compilation.partition.graph.segments for kernel in segment.work.parts)
+    return kernels * WRAPPER_NS_PER_KERNEL / max(1, compilation.plan.serial_ns)
+
+
+def _nothing_to_gain(plan: Plan) -> str:
+    possible = plan.serial_ns / plan.lower_bound_ns if plan.lower_bound_ns else 1.0
+    return (
+        f"nothing to gain: of its {format_count(len(plan.assignments), 'segment')}, predicted to take "
+        f"{format_ns(plan.serial_ns)} in turn, no plan was found that is faster by 'plan.min_gain', and none can be "
+        f"more than {possible:.2f}x as fast"
+    )
+
+
+def role_of(kwargs: Mapping[str, Any]) -> Role:
+    """Return the role of a graph from what AOTAutograd passes with it."""
+    if kwargs.get("is_backward"):
+        return Role.BACKWARD
+    return Role.INFERENCE if kwargs.get("is_inference") else Role.FORWARD
+
+
+def log_summary(compilation: Compilation, planning_ns: int, compiling_ns: int, *, did: str = "compiled") -> None:
+    """Log what was made of a graph, in one line."""
+    plan = compilation.plan
+    lanes = {assignment.lane for assignment in plan.assignments}
+    _logger.info(
+        "%s: %s %d segments (%d bodies) onto %d lanes: predicted %s, serial %s, bound %s; planning took %s, rest %s",
+        compilation.capture.name,
+        did,
+        len(plan.assignments),
+        len(compilation.partition.bodies),
+        len(lanes),
+        format_ns(plan.makespan_ns),
+        format_ns(plan.serial_ns),
+        format_ns(plan.lower_bound_ns),
+        format_ns(planning_ns),
+        format_ns(compiling_ns),
+    )

@@ -1,0 +1,171 @@
+"""What AOTAutograd's cache keeps of a model's graphs, and graphs made of that in a later process.
+
+Restorer.bundle_segments(...), bundle_whole(...), bundle_fallback(...)    when a graph was compiled
+Restorer.unbundle(bundle) -> Run                                          when the cache has it
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from torch import fx
+
+from apollo_compile.device.target import Code, Run
+from apollo_compile.distributed.agreement import Commons
+from apollo_compile.errors import UnsupportedGraphError
+from apollo_compile.ir import Role, Variant
+from apollo_compile.observe import StageRunner
+from apollo_compile.pipeline import Compilation, compile_finding, rename
+from apollo_compile.session.bodies import tell_of_python
+from apollo_compile.session.bundle import FallbackBundle, SegmentsBundle, WholeBundle
+from apollo_compile.session.graph import CompiledGraph
+from apollo_compile.session.model import CompiledModel
+from apollo_compile.session.planning import log_summary, reason_to_fall_back
+from apollo_compile.torch_bridge.inductor import (
+    bundle_body,
+    bundle_code,
+    bundle_graph,
+    compile_again,
+    current_settings,
+    shared_kwargs,
+    unbundle_body,
+    unbundle_code,
+    unbundle_graph,
+)
+
+_logger = logging.getLogger(__name__)
+
+
+class Restorer:
+    """Makes bundles of the graphs of a model, and graphs of bundles."""
+
+    def __init__(self, model: CompiledModel) -> None:
+        self._model = model
+
+    def unbundle(self, bundle: SegmentsBundle | WholeBundle | FallbackBundle) -> Run:
+        """Make a graph of what an earlier process compiled.
+
+        Raises:
+            Exception: whatever stands against it; all graphs are compiled anew then.
+        """
+        if self._model.falls_back:  # this is the backward of a forward that does
+            return replaced
+        try:
+            match bundle:
+                case FallbackBundle():
+                    return self._unbundle_fallback(bundle)
+                case WholeBundle():
+                    return self._unbundle_whole(bundle)
+                case SegmentsBundle():
+                    return self._unbundle_segments(bundle)
+        except Exception as error:  # AOTAutograd takes it for a graph that it has not
+            self._model.warm_start.outdate(error)
+            _logger.info("%s is compiled anew: %s: %s", self._model.name, type(error).__name__, error)
+            raise
+
+    def _unbundle_fallback(self, bundle: FallbackBundle) -> Run:
+        self._take_left(bundle)
+        self._model.fall_back(bundle.reason, level=logging.INFO)
+        return replaced
+
+    def _unbundle_whole(self, bundle: WholeBundle) -> Run:
+        self._take_left(bundle)
+        compiled = unbundle_code(bundle.code)
+        self._model.log_fallback(self._model.name_of(bundle.role), bundle.reason, level=logging.INFO)
+        return compiled
+
+    def _take_left(self, bundle: WholeBundle | FallbackBundle) -> None:
+        if bundle.left is None:
+            return
+        finding = self._model.warm_start.recall_under(self._model.name_of(bundle.role), bundle.history_key)
+        if bundle.left.finding is not None and (finding is None or finding.way != Variant.INDUCTOR):
+            raise UnsupportedGraphError("that Inductor is faster is known no longer")
+        self._model.left.append(rename(bundle.left, self._model.name_of(bundle.role)))
+
+    def _unbundle_segments(self, bundle: SegmentsBundle) -> Run:
+        begin = time.perf_counter_ns()
+        name = self._model.name_of(bundle.compilation.capture.role)
+        known = rename(bundle.compilation, name)
+        compilation = replace(known, finding=None)
+        finding = self._model.warm_start.recall_under(name, bundle.history_key)
+        if finding is not None:
+            runner = StageRunner()
+            found = compile_finding(known.capture, known.partition, finding, profile=known.profile, runner=runner)
+            compilation = found or compilation
+        original, kwargs = bundle.original, bundle.kwargs
+        compile_whole = None if original is None else partial(_compile_bundled, original, current_settings(), kwargs)
+        reason = reason_to_fall_back(compilation, self._model.config)
+        if reason is not None:
+            self._model.left.append(compilation)
+            if is_for_both(compilation.capture.role, compilation):
+                self._model.fall_back(reason, level=logging.INFO)
+                return replaced
+            if compile_whole is None:
+                raise UnsupportedGraphError("there is no graph that Inductor could compile")
+            compiled = compile_whole()
+            self._model.log_fallback(name, reason, level=logging.INFO)
+            return compiled
+        self._model.target.start(compilation.plan.lanes)
+        planned = time.perf_counter_ns()
+        bodies = tuple(map(unbundle_body, bundle.bodies))
+        tell_of_python(compilation, bodies)
+        graph = CompiledGraph(
+            first=compilation,
+            code=Code(bodies=bodies, contract=bundle.contract),
+            config=self._model.config,
+            target=self._model.target,
+            compile_whole=compile_whole,
+            selection=None if compile_whole is None else self._model.selection,
+            commons=Commons(self._model.ranks),
+        )
+        self._model.add(graph)
+        log_summary(compilation, planned - begin, time.perf_counter_ns() - planned, did="loaded")
+        return graph
+
+    def bundle_fallback(self, role: Role, reason: str, left: Compilation | None) -> FallbackBundle:
+        """Return what is kept of a graph whose Dynamo graph falls back."""
+        key = self._model.warm_start.key_of(self._model.name_of(role))
+        return FallbackBundle(role=role, reason=reason, left=left, history_key=key)
+
+    def bundle_whole(self, role: Role, reason: str, left: Compilation | None, run: Run) -> WholeBundle:
+        """Return what is kept of a graph that Inductor compiled whole."""
+        key = self._model.warm_start.key_of(self._model.name_of(role))
+        return WholeBundle(role=role, reason=reason, left=left, history_key=key, code=bundle_code(run))
+
+    def bundle_segments(
+        self, graph: CompiledGraph, original: fx.GraphModule | None, kwargs: Mapping[str, Any]
+    ) -> SegmentsBundle:
+        """Return what is kept of a graph that runs in segments."""
+        return SegmentsBundle(
+            compilation=graph.compilation,
+            history_key=self._model.warm_start.key_of(graph.compilation.capture.name),
+            bodies=tuple(map(bundle_body, graph.code.bodies)),
+            contract=graph.code.contract,
+            original=None if original is None else bundle_graph(original),
+            kwargs=shared_kwargs(kwargs),
+        )
+
+
+def is_for_both(role: Role, left: Compilation | None) -> bool:
+    """Return whether the Dynamo graph falls back where this graph does: with a forward, unless the two were mixed."""
+    finding = None if left is None else left.finding
+    verdict = None if finding is None else finding.verdict
+    return role is not Role.BACKWARD and (verdict is None or set(verdict.choice) == {Variant.INDUCTOR})
+
+
+def _compile_bundled(original: bytes, settings: Mapping[str, Any], kwargs: Mapping[str, Any]) -> Run:
+    """Compile a graph of a bundle as Inductor alone would."""
+    return compile_again(unbundle_graph(original), settings, **kwargs)
+
+
+def replaced(inputs: list[Any]) -> Sequence[Any]:
+    """Stand for a graph of a Dynamo graph that falls back, until that is compiled by torch.compile alone."""
+    raise AssertionError("a graph that falls back runs what torch.compile makes of it")
+
+
+replaced._boxed_call = True  # type: ignore[attr-defined]
