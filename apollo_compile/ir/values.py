@@ -535,7 +535,7 @@ class Observations:
 # ------------------------------------------------------------------------------------------------ the contest of ways
 
 
-Choice = tuple[Variant, ...]
+Selection = tuple[Variant, ...]
 """Per graph of the model, the way that it runs."""
 
 
@@ -556,7 +556,7 @@ class Verdict:
     """Which way stays, and what it was compared with."""
 
     winner: str
-    choice: Choice
+    choice: Selection
     standings: tuple[Standing, ...]
     """The winner first, the others by ratio."""
     num_steps: int

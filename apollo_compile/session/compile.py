@@ -193,7 +193,7 @@ class GraphCompiler:
             config=config,
             target=target,
             compile_whole=compile_original,
-            selection=None if compile_original is None or sizes else model.selection,
+            autotuner=None if compile_original is None or sizes else model.autotuner,
             commons=commons,
             boundary=None if is_family else boundary,
             submit=in_background if is_family else at_once,

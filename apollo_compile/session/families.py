@@ -18,7 +18,7 @@ from apollo_compile.device.target import Run
 from apollo_compile.observe import StageRunner
 from apollo_compile.passes.capture import read_formulas, resize_capture
 from apollo_compile.pipeline import compile_sizes
-from apollo_compile.session.autotune import Selection
+from apollo_compile.session.autotune import Autotuner
 from apollo_compile.session.buckets import GraphFamily, at_once
 from apollo_compile.session.graph import CompiledGraph
 from apollo_compile.session.model import CompiledModel
@@ -49,7 +49,7 @@ def make_family(
         graph.compile_whole = compile_whole
         if compile_whole is not None:
             tell = partial(_logger.info, "%s: chosen by measuring: %s", graph.compilation.capture.name)
-            graph.selection = Selection([graph], tell, is_watched=False)
+            graph.autotuner = Autotuner([graph], tell, is_watched=False)
 
     def make(sizes: Mapping[str, int]) -> CompiledGraph:
         begin = time.perf_counter_ns()

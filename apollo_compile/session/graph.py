@@ -22,7 +22,7 @@ from apollo_compile.errors import RankError
 from apollo_compile.ir import LaneId, Plan, Trace, Variant, Verdict
 from apollo_compile.pipeline import Compilation
 from apollo_compile.progress import Progress
-from apollo_compile.session.autotune import Selection
+from apollo_compile.session.autotune import Autotuner
 from apollo_compile.session.buckets import at_once
 from apollo_compile.session.learner import Learner
 from apollo_compile.session.variants import Variants
@@ -49,7 +49,7 @@ class CompiledGraph:
     target: Target
     compile_whole: Callable[[], Run] | None = None
     """Compiles the graph as Inductor alone would; None where variants are not compared."""
-    selection: Selection | None = None
+    autotuner: Autotuner | None = None
     """Decides between variants for the whole model; None where the plan runs whatever is measured."""
     commons: Commons = field(default_factory=lambda: Commons(Ranks(None)))
     """What its plans are settled with."""
@@ -96,7 +96,7 @@ class CompiledGraph:
 
     def planned_as(self, compilation: Compilation) -> CompiledGraph:
         """Return the same graph and code with a plan for other sizes, which has learnt nothing yet."""
-        return replace(self, first=compilation, selection=None, is_resized=True)
+        return replace(self, first=compilation, autotuner=None, is_resized=True)
 
     def run_once(self, inputs: list[Any]) -> Sequence[Any]:
         """Run it as it runs now; nothing is learnt from that."""
@@ -106,36 +106,36 @@ class CompiledGraph:
         learner, is_synchronous = self.learner, self.target.is_synchronous
         if not is_synchronous and self.has_run and not learner.is_settled and not self.target.is_capturing():
             learner.time_bodies(inputs)
-        if self.selection is None or self._is_left_alone(self.selection):
+        if self.autotuner is None or self._is_left_alone(self.autotuner):
             outputs = self.variants.run(inputs)
         else:
-            outputs = self._run_watched(inputs, self.selection)
+            outputs = self._run_watched(inputs, self.autotuner)
         self.has_run = True
         if is_synchronous and not learner.is_settled and self.variants.current is Variant.PLAN:
             learner.after_run()
         return outputs
 
-    def _run_watched(self, inputs: list[torch.Tensor], selection: Selection) -> Sequence[Any]:
+    def _run_watched(self, inputs: list[torch.Tensor], autotuner: Autotuner) -> Sequence[Any]:
         """Run as autotuning wants it, and tell it how long that took."""
-        self._choose(selection)
+        self._choose(autotuner)
         taken_ns, begin = None, self.target.now_ns()
         try:
             outputs = self.variants.run(inputs)
             taken_ns = self.target.now_ns() - begin
         finally:
-            selection.leave(self, taken_ns)
+            autotuner.leave(self, taken_ns)
         return outputs
 
-    def _is_left_alone(self, selection: Selection) -> bool:
+    def _is_left_alone(self, autotuner: Autotuner) -> bool:
         """Whether nothing about this call is to be decided or measured."""
         if self.target.is_synchronous:
-            return selection.passes(self)
-        return selection.is_settled or self.target.is_capturing()
+            return autotuner.passes(self)
+        return autotuner.is_settled or self.target.is_capturing()
 
-    def _choose(self, selection: Selection) -> None:
+    def _choose(self, autotuner: Autotuner) -> None:
         """Let autotuning say how this step runs; if that fails, plans run from now on, unless other ranks go on."""
         try:
-            selection.enter(self)
+            autotuner.enter(self)
         except RankError:
             raise
         except Exception as error:

@@ -12,8 +12,9 @@ from apollo_compile.distributed.ranks import Ranks
 from apollo_compile.ir import GraphBreak, Role, Variant, Verdict
 from apollo_compile.pipeline import Compilation
 from apollo_compile.reports.report import Stage, State
-from apollo_compile.session.autotune import MIN_ROUNDS, Selection
+from apollo_compile.session.autotune import Autotuner
 from apollo_compile.session.buckets import GraphFamily
+from apollo_compile.session.comparison import MIN_ROUNDS
 from apollo_compile.session.graph import CompiledGraph
 from apollo_compile.session.warm_start import WarmStart
 
@@ -44,12 +45,12 @@ class CompiledModel:
     """What broke the Dynamo graph off; None where it ended with the function."""
     ranks: Ranks = field(default_factory=lambda: Ranks(None))
     """Who decides with this process."""
-    selection: Selection = field(init=False)
+    autotuner: Autotuner = field(init=False)
     warm_start: WarmStart = field(init=False)
 
     def __post_init__(self) -> None:
         """Prepare what decides about the graphs to come, and what they take over from earlier processes."""
-        self.selection = Selection(
+        self.autotuner = Autotuner(
             self.contested, self._keep_verdict, self.ranks, tidy=self.target.tidy, is_watched=self.target.is_synchronous
         )
         self.warm_start = WarmStart(
@@ -71,7 +72,7 @@ class CompiledModel:
     def add(self, graph: CompiledGraph) -> None:
         """Take a graph that was compiled in segments."""
         self.graphs.append(graph)
-        if graph.selection is not None:
+        if graph.autotuner is not None:
             self.contested.append(graph)
 
     def add_family(self, family: GraphFamily[CompiledGraph]) -> None:
@@ -106,15 +107,15 @@ class CompiledModel:
         """What autotuning said, in an earlier process if not in this one."""
         findings = [item.finding for item in (*(graph.compilation for graph in self.graphs), *self.left)]
         remembered = (finding.verdict for finding in findings if finding is not None and finding.verdict is not None)
-        return self.selection.verdict or next(remembered, None)
+        return self.autotuner.verdict or next(remembered, None)
 
     @property
     def verdicts(self) -> list[tuple[str, Verdict]]:
         """What was decided, with the name of what it was about."""
         found = [] if self.verdict is None else [(self.name, self.verdict)]
         for graph in self.graphs:
-            if graph.selection is not None and graph.selection is not self.selection and graph.selection.verdict:
-                found.append((graph.compilation.capture.name, graph.selection.verdict))
+            if graph.autotuner is not None and graph.autotuner is not self.autotuner and graph.autotuner.verdict:
+                found.append((graph.compilation.capture.name, graph.autotuner.verdict))
         return found
 
     def current_graphs(self) -> list[CompiledGraph]:
@@ -130,7 +131,7 @@ class CompiledModel:
         if not running and not self.handed_over:
             return State(graph=self.name, stage=Stage.MEASURING, detail="not called yet")
         waits = [graph.progress for graph in running]
-        waits += [g.selection.progress for g in running if g.selection is not None and not g.selection.is_settled]
+        waits += [g.autotuner.progress for g in running if g.autotuner is not None and not g.autotuner.is_settled]
         wait = next((wait for wait in waits if wait is not None), None)
         if wait is not None:
             return State(graph=self.name, stage=Stage.MEASURING, detail=wait)
@@ -140,7 +141,7 @@ class CompiledModel:
     def _keep_verdict(self, verdict: Verdict) -> None:
         _logger.info("%s: chosen by measuring: %s", self.name, verdict)
         is_worth_keeping = verdict.standings[0].num_rounds >= MIN_ROUNDS
-        is_inductor_known = verdict.has_met(Variant.INDUCTOR) or not self.selection.is_watched
+        is_inductor_known = verdict.has_met(Variant.INDUCTOR) or not self.autotuner.is_watched
         for graph in self.contested:
             if graph.has_run and is_worth_keeping:
                 self.warm_start.keep(graph.compilation, graph.way, verdict)

@@ -120,7 +120,7 @@ class Restorer:
             config=self._model.config,
             target=self._model.target,
             compile_whole=compile_whole,
-            selection=None if compile_whole is None else self._model.selection,
+            autotuner=None if compile_whole is None else self._model.autotuner,
             commons=Commons(self._model.ranks),
         )
         self._model.add(graph)

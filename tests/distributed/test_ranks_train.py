@@ -19,7 +19,7 @@ import torch.multiprocessing as mp
 
 from apollo_compile.device.cpu.execute import most_units
 from apollo_compile.ir import Plan, Role, Variant
-from apollo_compile.session.autotune import MIN_ROUNDS, STEPS_PER_TURN
+from apollo_compile.session.comparison import MIN_ROUNDS, STEPS_PER_TURN
 from tests.distributed import work
 from tests.distributed.conftest import DURATIONS
 

@@ -32,16 +32,16 @@ from apollo_compile import backend
 from apollo_compile.device.profile import default_profile, save_profile
 from apollo_compile.distributed.ranks import Ranks
 from apollo_compile.errors import RankError
-from apollo_compile.ir import Variant
+from apollo_compile.ir import Selection, Variant
 from apollo_compile.planner import apart
-from apollo_compile.session import autotune, bodies, learner, planning, registry
+from apollo_compile.session import bodies, comparison, learner, planning, registry
 from apollo_compile.session import compile as session_compile
 from tests.end_to_end.models import NEVER_AS_LONG_NS
 
 SIZE = 2
 """Ranks of most scenarios."""
 STEPS = 20
-CONTEST_STEPS = (3 + 2 + 2) * autotune.MIN_ROUNDS * autotune.STEPS_PER_TURN + 10
+CONTEST_STEPS = (3 + 2 + 2) * comparison.MIN_ROUNDS * comparison.STEPS_PER_TURN + 10
 """Enough for a contest of three and two of two, where none goes on beyond the least number of rounds."""
 FEW_STEPS = 3
 LEARNING_RATE = 3.0
@@ -406,7 +406,7 @@ def lose_store(rank: int, folder: Path) -> Result:
     errors: list[str | None] = []
     with patch.object(backend, "find_ranks", lambda: ranks), _short_contests():
         for step in range(CONTEST_STEPS):
-            store.is_cut = rank == 1 and step > autotune.STEPS_PER_TURN
+            store.is_cut = rank == 1 and step > comparison.STEPS_PER_TURN
             try:
                 run(inputs(rank)).square().mean().backward()
                 errors.append(None)
@@ -562,12 +562,12 @@ def _hold_contest(
 
 def _short_contests() -> AbstractContextManager[Any]:
     """Let no contest go on beyond the least number of rounds, of short turns."""
-    return patch.multiple(autotune, MAX_ROUNDS=autotune.MIN_ROUNDS, TURN_NS=0)
+    return patch.multiple(comparison, MAX_ROUNDS=comparison.MIN_ROUNDS, TURN_NS=0)
 
 
-def _verdict() -> tuple[str, autotune.Choice, int] | None:
+def _verdict() -> tuple[str, Selection, int] | None:
     """Return what the contest of the newest model said."""
-    verdict = registry.compiled_models()[-1].selection.verdict
+    verdict = registry.compiled_models()[-1].autotuner.verdict
     return None if verdict is None else (verdict.winner, verdict.choice, verdict.num_steps)
 
 

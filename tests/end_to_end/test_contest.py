@@ -22,7 +22,7 @@ from apollo_compile.ir import CostTable, LaneId, Origin, Plan, SegmentGraph, Var
 from apollo_compile.planner import apart
 from apollo_compile.session import compile as session_compile
 from apollo_compile.session import registry
-from apollo_compile.session.autotune import MAX_ROUNDS, MAX_STEPS_PER_TURN, MIN_ROUNDS, STEPS_PER_TURN
+from apollo_compile.session.comparison import MAX_ROUNDS, MAX_STEPS_PER_TURN, MIN_ROUNDS, STEPS_PER_TURN
 from apollo_compile.session.learner import MAX_REPLANS, OBSERVED_RUNS, SKIPPED_RUNS
 from apollo_compile.session.model import CompiledModel
 from apollo_compile.store.history import Finding
@@ -117,7 +117,7 @@ def test_a_list_schedule_competes_and_where_it_wins_it_is_the_plan(monkeypatch: 
     monkeypatch.setattr("apollo_compile.session.variants.make_list_plan", on_each_others_cores)
     run, inputs, found = compiled_towers()
     for graph in found.graphs:
-        graph.selection = None  # nobody but this test decides
+        graph.autotuner = None  # nobody but this test decides
         assert Variant.LISTED in graph.ways
         graph.use(Variant.LISTED)
     output = run(*inputs)
@@ -145,7 +145,7 @@ def test_going_over_to_segments_in_turn_asks_no_planner() -> None:
     apart.stop_planner()
     for graph in found.graphs:
         assert Variant.PLAN in graph.ways, "the plan is the serial one"
-        graph.selection = None  # nobody but this test decides
+        graph.autotuner = None  # nobody but this test decides
         known = graph.compilation
         finding = Finding(observations=known.observations, plan=known.plan, way=Variant.SERIAL, verdict=None)
         graph.use(Variant.SERIAL)
@@ -171,7 +171,7 @@ def test_the_verdict_is_logged_once_and_stands_in_the_report(caplog: pytest.LogC
     (line,) = [r.getMessage() for r in caplog.records if "chosen by measuring" in r.getMessage()]
     text = str(apollo_compile.report(run))
     assert text.startswith("settled\n")
-    verdict = found.selection.verdict
+    verdict = found.autotuner.verdict
     assert verdict is not None
     assert tuple(graph.way for graph in found.graphs) == verdict.choice
     assert set(registry.ways_of(run)) == set(verdict.choice)
@@ -202,7 +202,7 @@ def test_ways_can_be_mixed_between_forward_and_backward(ways: tuple[str, str], k
     (found,) = registry.find_models(model)
     assert [graph.compilation.capture.role for graph in found.graphs] == ["forward", "backward"]
     for graph, way in zip(found.graphs, ways, strict=True):
-        graph.selection = None  # nobody but this test decides
+        graph.autotuner = None  # nobody but this test decides
         graph.prepare()
         graph.use(way)
     model.zero_grad()
@@ -266,7 +266,7 @@ def test_segments_compete_where_no_plan_has_lanes(size: int, granularity: str, n
             torch.testing.assert_close(run(x), layer(x))
             if registry.is_settled(run):
                 break
-    verdict = registry.find_models(layer)[0].selection.verdict
+    verdict = registry.find_models(layer)[0].autotuner.verdict
     assert verdict is not None
     assert {standing.name for standing in verdict.standings} == {Variant.SERIAL, Variant.INDUCTOR}
     assert graph.way == verdict.winner
@@ -285,7 +285,7 @@ def test_a_backward_that_comes_after_the_verdict_is_decided_about_too() -> None:
         if registry.is_settled(run):
             break
     (found,) = registry.find_models(model)
-    first = found.selection.verdict
+    first = found.autotuner.verdict
     assert first is not None and [graph.has_run for graph in found.graphs] == [True]
     run(x).square().mean().backward()
     assert not registry.is_settled(run)
@@ -294,7 +294,7 @@ def test_a_backward_that_comes_after_the_verdict_is_decided_about_too() -> None:
         if registry.is_settled(run):
             break
     assert registry.is_settled(run) and len(found.graphs) == 2
-    assert found.selection.verdict not in (None, first)
+    assert found.autotuner.verdict not in (None, first)
 
 
 @needs_two_cores
@@ -310,7 +310,7 @@ def test_whoever_asks_for_the_same_numbers_gets_the_plan(
     for _ in range(ENOUGH // 40):
         run(*inputs).square().mean().backward()
     assert torch.equal(run(*inputs), first)
-    assert found.selection.verdict is None
+    assert found.autotuner.verdict is None
     assert [graph.way for graph in found.graphs] == [Variant.PLAN, Variant.PLAN]
     assert [graph.compilation.plan for graph in found.graphs] == plans
     assert registry.is_settled(run)
@@ -378,7 +378,7 @@ def test_inductors_version_is_compiled_under_any_mode_of_the_caller() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16), torch.inference_mode():
         expected = run(*inputs)
         (graph,) = registry.find_models(model)[0].graphs
-        graph.selection = None
+        graph.autotuner = None
         graph.prepare()
         graph.use(Variant.INDUCTOR)
         actual = run(*inputs)
@@ -400,7 +400,7 @@ def test_a_contest_that_fails_leaves_the_plan_running(
     def fail() -> None:
         raise RuntimeError("a defect")
 
-    monkeypatch.setattr(found.selection, "_begin_step", fail)
+    monkeypatch.setattr(found.autotuner, "_begin_step", fail)
     with caplog.at_level(logging.WARNING, logger="apollo_compile"):
         for _ in range(3):
             run(*inputs).square().mean().backward()
@@ -413,7 +413,7 @@ def test_a_contest_that_fails_leaves_the_plan_running(
 def test_a_memory_quota_is_not_overruled() -> None:
     """Only the plan keeps it."""
     _, _, found = compiled_towers(**{"plan.memory_quota": 2**30})
-    assert [graph.selection for graph in found.graphs] == [None, None]
+    assert [graph.autotuner for graph in found.graphs] == [None, None]
 
 
 @needs_two_cores
@@ -427,12 +427,12 @@ def test_a_second_run_begins_where_the_first_one_ended(
     options = {"plan.remember": True, "plan.replan": True, "device.cache": tmp_path}
     run, inputs, first = compiled_towers(**options)
     train_until_settled(run, inputs)
-    assert first.selection.verdict is not None
+    assert first.autotuner.verdict is not None
     files = sorted((tmp_path / "history").iterdir())
     assert len(files) == len(first.graphs) == 2
     for file in files:
         content = json.loads(file.read_text())
-        assert content["finding"]["way"] in first.selection.verdict.choice
+        assert content["finding"]["way"] in first.autotuner.verdict.choice
         content["finding"]["way"], content["finding"]["verdict"]["choice"] = way, [way, way]
         file.write_text(json.dumps(content))
 
@@ -448,7 +448,7 @@ def test_a_second_run_begins_where_the_first_one_ended(
     if way != Variant.INDUCTOR:
         assert [g.compilation.plan for g in second.graphs] == [g.compilation.plan for g in first.graphs]
         run(*inputs)
-        assert second.selection.verdict is not None and second.selection.verdict.is_remembered, "it is not watched"
+        assert second.autotuner.verdict is not None and second.autotuner.verdict.is_remembered, "it is not watched"
     text = str(apollo_compile.report(run, units=(), profiles=()))
     assert "of an earlier training loop" in text
     assert ("Inductor ran it when the contest was over" in text) == (way == Variant.INDUCTOR)

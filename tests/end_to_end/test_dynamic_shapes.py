@@ -208,7 +208,7 @@ def test_compiled_code_of_every_way_serves_every_size() -> None:
     for way, rows in itertools.product((Variant.PLAN, Variant.SERIAL, Variant.INDUCTOR), (400, 31, 100, 2)):
         in_background(lambda: None).result(60)
         for graph in found.graphs:
-            graph.selection = None  # nobody but this test decides
+            graph.autotuner = None  # nobody but this test decides
             graph.prepare()
             assert {Variant.INDUCTOR, Variant.SERIAL} <= set(graph.ways)
             graph.use(way)

@@ -64,7 +64,7 @@ def let_win(way: str, model: nn.Module, inputs: tuple[torch.Tensor, ...], option
         if registry.is_settled(model):
             break
     (found,) = registry.find_models(model)
-    verdict = found.selection.verdict
+    verdict = found.autotuner.verdict
     assert verdict is not None and verdict.standings[0].num_rounds > 0, (found.handed_over, verdict)
     files = sorted((options["device.cache"] / "history").iterdir())
     assert len(files) == 2
@@ -186,7 +186,7 @@ def test_every_way_can_be_taken_by_a_graph_that_came_back(way: str) -> None:
     assert hits() == (2, 1)
     forward, backward = found.graphs
     for graph in (forward, backward):
-        graph.selection = None  # nobody but this test decides
+        graph.autotuner = None  # nobody but this test decides
         graph.prepare()
     forward.use(way)
     model.zero_grad()

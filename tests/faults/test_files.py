@@ -320,5 +320,5 @@ def test_damaged_times_of_another_rank_are_compared_or_stop_the_rank(text: str) 
         machine.run(ENOUGH)
     except RankError:
         assert [graph.way for graph in machine.graphs] == [Variant.PLAN, Variant.PLAN]
-    assert machine.selection.is_settled
+    assert machine.autotuner.is_settled
     assert all(graph.way in graph.ways for graph in machine.graphs)

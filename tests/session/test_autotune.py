@@ -16,19 +16,10 @@ import torch.distributed as dist
 from apollo_compile.distributed.ranks import Ranks
 from apollo_compile.errors import RankError
 from apollo_compile.ir import Standing, Variant, Verdict
-from apollo_compile.session.autotune import (
-    CLEAR,
-    COMPILE_SHARE,
-    DRIFT_STEPS,
-    MAX_ROUNDS,
-    MAX_STEPS_PER_TURN,
-    MIN_ROUNDS,
-    MIXTURE,
-    STEPS_PER_TURN,
-    WATCH_EVERY,
-    Contest,
-    Selection,
-)
+from apollo_compile.session.autotune import Autotuner
+from apollo_compile.session.comparison import MAX_ROUNDS, MAX_STEPS_PER_TURN, MIN_ROUNDS, STEPS_PER_TURN, Comparison
+from apollo_compile.session.drift import DRIFT_STEPS, WATCH_EVERY
+from apollo_compile.session.procedure import CLEAR, COMPILE_SHARE, MIXTURE
 
 SERIAL, LISTED, PLAN, STREAMS, PRIORITIES, OVERLAPPING, INDUCTOR = Variant
 
@@ -84,7 +75,7 @@ class Machine:
         self.verdicts: list[Verdict] = []
         self.tidied: list[int] = []
         """Steps that had begun whenever memory was to be given back."""
-        self.selection = Selection(
+        self.autotuner = Autotuner(
             graphs, self.verdicts.append, ranks, tidy=lambda: self.tidied.append(len(graphs[0].used))
         )
         self.speed = 1.0
@@ -100,17 +91,17 @@ class Machine:
         for index, graph in enumerate(self.graphs):
             if only and index not in only:
                 continue
-            is_watched = not self.selection.passes(graph)
+            is_watched = not self.autotuner.passes(graph)
             self.num_watched += is_watched
             if is_watched:
-                self.selection.enter(graph)
+                self.autotuner.enter(graph)
             ns = 1e6 * graph.times[graph.way] * self.speed * (1 + self.noise * self._random.random())
             if self._random.random() < self.noise:
                 ns *= 2  # a neighbour's turn
             if graph.used and graph.used[-1] != graph.way:
                 ns *= 1.5  # cold caches
             if is_watched:
-                self.selection.leave(graph, round(ns))
+                self.autotuner.leave(graph, round(ns))
             graph.used.append(graph.way)
             graph.has_run = True
             total += ns
@@ -146,12 +137,12 @@ def test_a_contest_says_in_which_round_it_is() -> None:
     told = []
     while not machine.verdicts:
         machine.step()
-        told.append(machine.selection.progress)
+        told.append(machine.autotuner.progress)
     rounds = list(dict.fromkeys(told))
-    assert rounds[0] == f"a contest begins, of at least {MIN_ROUNDS} rounds"
+    assert rounds[0] == f"a comparison begins, of at least {MIN_ROUNDS} rounds"
     assert rounds[1:4] == [f"round {number} of at least {MIN_ROUNDS} between {SERIAL}, {PLAN}" for number in (1, 2, 3)]
     assert f"round {MIN_ROUNDS + 1} of at most {MAX_ROUNDS} between {SERIAL}, {PLAN}" in rounds
-    assert machine.selection.is_settled
+    assert machine.autotuner.is_settled
 
 
 def test_a_clearly_faster_plan_stays_and_inductor_is_not_compiled() -> None:
@@ -469,7 +460,7 @@ def test_where_nothing_can_be_compared_the_plan_stays() -> None:
             if forward.way == PLAN:
                 machine.step(1)
             else:
-                machine.selection._last = None  # a step all the same
+                machine.autotuner._last = None  # a step all the same
     assert machine.verdicts[0].winner == PLAN
 
 
@@ -480,7 +471,7 @@ def test_a_mixture_that_was_never_compared_does_not_stay() -> None:
     machine = Machine(forward, backward)
     for _ in range(2 * ENOUGH):
         machine.step(*((0,) if (forward.way, backward.way) == (PLAN, INDUCTOR) else (0, 1)))
-        machine.selection._last = backward  # a step all the same
+        machine.autotuner._last = backward  # a step all the same
     assert machine.verdicts[0].choice == (INDUCTOR, INDUCTOR)
 
 
@@ -492,7 +483,7 @@ def test_a_few_comparable_rounds_are_no_verdict() -> None:
     while not machine.verdicts:
         is_early = len(forward.used) < 4 * STEPS_PER_TURN
         machine.step(*((0, 1) if is_early or forward.way == SERIAL else (0,)))
-        machine.selection._last = backward
+        machine.autotuner._last = backward
     (verdict,) = machine.verdicts
     assert verdict.winner == PLAN
     assert 0 < verdict.standings[0].num_rounds < MIN_ROUNDS
@@ -514,10 +505,10 @@ def test_an_interrupted_contest_is_held_again() -> None:
     machine = Machine(forward, backward)
     with pytest.raises(KeyboardInterrupt):
         machine.run(ENOUGH)
-    assert not machine.selection.is_settled and machine.verdicts == []
+    assert not machine.autotuner.is_settled and machine.verdicts == []
     machine.run(ENOUGH)
     assert [verdict.winner for verdict in machine.verdicts] == [INDUCTOR]
-    assert machine.selection.is_settled
+    assert machine.autotuner.is_settled
 
 
 def test_an_interrupted_contest_leaves_an_earlier_verdict_as_it_was() -> None:
@@ -540,7 +531,7 @@ def test_an_interrupted_contest_leaves_an_earlier_verdict_as_it_was() -> None:
     with pytest.raises(KeyboardInterrupt):
         machine.run(ENOUGH)
     assert forward.way == INDUCTOR
-    assert not machine.selection.is_settled
+    assert not machine.autotuner.is_settled
     machine.run(ENOUGH)
     assert machine.verdicts[-1].choice == (INDUCTOR, INDUCTOR)
 
@@ -552,7 +543,7 @@ def test_one_of_several_ranks_that_is_interrupted_runs_its_plan() -> None:
     with pytest.raises(KeyboardInterrupt):
         machine.run(ENOUGH)
     machine.run(ENOUGH)
-    assert machine.selection.is_settled and machine.verdicts == []
+    assert machine.autotuner.is_settled and machine.verdicts == []
     assert [graph.way for graph in machine.graphs] == [PLAN, PLAN]
 
 
@@ -572,7 +563,7 @@ def test_after_a_failure_all_graphs_run_their_plans() -> None:
     assert (forward.way, backward.way) == (PLAN, PLAN)
     machine.run(ENOUGH)
     assert (forward.way, backward.way, machine.verdicts) == (PLAN, PLAN, [])
-    assert machine.selection.is_settled
+    assert machine.autotuner.is_settled
 
 
 def test_two_threads_in_one_model_do_no_harm() -> None:
@@ -585,9 +576,9 @@ def test_two_threads_in_one_model_do_no_harm() -> None:
         try:
             for _ in range(2 * ENOUGH):
                 for graph in (forward, backward):
-                    machine.selection.enter(graph)
+                    machine.autotuner.enter(graph)
                     graph.has_run = True
-                    machine.selection.leave(graph, int(graph.times[graph.way] * 1e6))
+                    machine.autotuner.leave(graph, int(graph.times[graph.way] * 1e6))
         except BaseException as error:
             failures.append(error)
 
@@ -672,7 +663,7 @@ def test_a_verdict_of_an_earlier_process_holds_until_times_drift() -> None:
     """Nothing competes before; then everything does, what was not compiled this time included."""
     graph, backward = halves({SERIAL: 10, PLAN: 7, INDUCTOR: 8}, remembered=earlier(PLAN))
     machine = Machine(graph, backward)
-    assert machine.selection.is_settled
+    assert machine.autotuner.is_settled
     machine.run(8 * WINDOW)
     assert (machine.verdicts, set(graph.used), graph.num_prepared) == ([], {PLAN}, 0)
     slow_down({SERIAL: 10, PLAN: 12, INDUCTOR: 8}, graph, backward)
@@ -706,13 +697,13 @@ def test_a_graph_that_runs_for_the_first_time_after_the_verdict_is_decided_about
         1,
         0,
     )
-    assert machine.selection.is_settled
+    assert machine.autotuner.is_settled
     machine.run(10)
-    assert backward.used[-1] == PLAN and not machine.selection.is_settled and not machine.selection.is_contending
+    assert backward.used[-1] == PLAN and not machine.autotuner.is_settled and not machine.autotuner.is_contending
     backward.is_settled = True
     machine.run(ENOUGH)
     assert [verdict.choice for verdict in machine.verdicts[1:]] == [(INDUCTOR, PLAN)]
-    assert backward.num_prepared == 1 and machine.selection.is_settled
+    assert backward.num_prepared == 1 and machine.autotuner.is_settled
     assert (forward.used[-1], backward.used[-1]) == (INDUCTOR, PLAN)
 
 
@@ -810,10 +801,10 @@ def test_a_step_that_raises_is_no_sample() -> None:
     for failing, number in itertools.product((backward, forward), range(5 * WINDOW)):
         for graph in (forward, backward):
             fails = graph is failing and number % 2 == 0
-            is_watched = not machine.selection.passes(graph)
+            is_watched = not machine.autotuner.passes(graph)
             if is_watched:
-                machine.selection.enter(graph)
-                machine.selection.leave(graph, None if fails else round(1e6 * graph.times[graph.way]))
+                machine.autotuner.enter(graph)
+                machine.autotuner.leave(graph, None if fails else round(1e6 * graph.times[graph.way]))
             if fails:
                 break
     assert len(machine.verdicts) == 1
@@ -826,13 +817,13 @@ def test_steps_of_another_thread_at_the_same_time_are_no_drift() -> None:
     machine.run(4 * WINDOW)  # how long a step takes is known
 
     def call(graph: Graph, *, begin: Callable[[], object], end: Callable[[], object]) -> None:
-        is_watched = not machine.selection.passes(graph)
+        is_watched = not machine.autotuner.passes(graph)
         if is_watched:
-            machine.selection.enter(graph)
+            machine.autotuner.enter(graph)
         begin()
         end()
         if is_watched:
-            machine.selection.leave(graph, round(3e6 * graph.times[graph.way]))
+            machine.autotuner.leave(graph, round(3e6 * graph.times[graph.way]))
 
     with ThreadPoolExecutor(1) as pool:
         for _ in range(8 * WINDOW):
@@ -849,7 +840,7 @@ def test_steps_of_another_thread_at_the_same_time_are_no_drift() -> None:
 
 def test_a_contest_ends_after_its_last_round_even_without_a_comparable_one() -> None:
     """Nothing that a user does keeps a slow entrant in the game for ever."""
-    contest = Contest({SERIAL: (SERIAL,), PLAN: (PLAN,)})
+    contest = Comparison({SERIAL: (SERIAL,), PLAN: (PLAN,)})
     steps = 0
     while contest.begin_step() is not None:
         steps += 1
@@ -864,8 +855,8 @@ def test_another_thread_in_the_middle_of_a_step_changes_nothing() -> None:
     machine.run(3)
     way = forward.way
     for _ in range(50):
-        machine.selection.enter(backward)
-        machine.selection.leave(backward, 10**6)
+        machine.autotuner.enter(backward)
+        machine.autotuner.leave(backward, 10**6)
     assert forward.way == backward.way == way
     machine.run(ENOUGH)
     assert machine.verdicts[0].winner == PLAN
@@ -954,7 +945,7 @@ def test_after_the_verdict_no_step_asks_the_store() -> None:
         rank.speed = 3.0
         rank.run(10 * WINDOW)
         assert len(rank.verdicts) == 1
-        assert rank.selection.is_settled
+        assert rank.autotuner.is_settled
     assert store.num_calls == asked
 
 
@@ -1039,7 +1030,7 @@ def test_a_way_that_cannot_be_run_on_one_rank_stops_it() -> None:
 
     machine.graphs[1].use = fail  # type: ignore[method-assign]
     for _ in range(2):
-        with pytest.raises(RankError, match="a contest failed here: RuntimeError: no thread can be started"):
+        with pytest.raises(RankError, match="autotuning failed here: RuntimeError: no thread can be started"):
             machine.run(ENOUGH)
 
 

@@ -15,7 +15,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import apollo_compile  # noqa: E402
-from apollo_compile import calibrate as calibration  # noqa: E402
+from apollo_compile.device.cpu import calibrate as calibration  # noqa: E402
 from apollo_compile.device.cpu.calibrate import Calibration, Progress  # noqa: E402
 from apollo_compile.device.profile import cached_profile_path, default_profile, discover_profile, load_profile  # noqa: E402
 from apollo_compile.reports.report import Report  # noqa: E402

@@ -22,9 +22,9 @@ from apollo_compile.device.profile import load_profile
 from apollo_compile.ir import CostSource, Variant
 from apollo_compile.passes.plan import make_plan
 from apollo_compile.session import bodies as session_bodies
-from apollo_compile.session.autotune import SHARED_WAYS
 from apollo_compile.session.compile import GraphCompiler
 from apollo_compile.session.model import CompiledModel
+from apollo_compile.session.procedure import SHARED_VARIANTS
 from apollo_compile.torch_bridge.inductor import compile_with_inductor, keep_with
 from tests.device.gpu.fake_gpu import FakeGpu
 from tests.end_to_end.models import Tower, TwoTowers, assert_same_training, train, two_tower_inputs
@@ -360,15 +360,15 @@ def test_the_ways_on_a_gpu_compete() -> None:
         expected = model(*inputs)
         for _ in range(4000):
             torch.testing.assert_close(run(*inputs), expected, rtol=1e-4, atol=1e-4)
-            verdict = compiler.models[0].selection.verdict
+            verdict = compiler.models[0].autotuner.verdict
             if verdict is not None:
                 break
     assert verdict is not None
     names = {standing.name for standing in verdict.standings}
     assert (
-        {Variant.SERIAL, *SHARED_WAYS, Variant.PLAN}
+        {Variant.SERIAL, *SHARED_VARIANTS, Variant.PLAN}
         <= names
-        <= {Variant.SERIAL, *SHARED_WAYS, Variant.PLAN, Variant.INDUCTOR}
+        <= {Variant.SERIAL, *SHARED_VARIANTS, Variant.PLAN, Variant.INDUCTOR}
     )
     assert set(compiler.gpu.others) == set(Sharing) - {Sharing.APART}
     assert not any(gpu.races for gpu in (compiler.gpu, *compiler.gpu.others.values()))
@@ -379,7 +379,7 @@ def test_the_ways_on_a_gpu_compete() -> None:
 
 
 @pytest.mark.parametrize("is_lopsided", (False, True), ids=("lanes", "a backward in turn"))
-@pytest.mark.parametrize("way", (Variant.SERIAL, *SHARED_WAYS))
+@pytest.mark.parametrize("way", (Variant.SERIAL, *SHARED_VARIANTS))
 def test_every_way_replays_forward_and_backward(compiler: Compiler, way: str, is_lopsided: bool) -> None:
     """With memory of its own, so that captures of one way do not stop another; also where one of both has no lanes."""
     model = TwoTowers(depth=1)
@@ -406,7 +406,7 @@ def test_ways_that_are_not_kept_capture_again(compiler: Compiler) -> None:
     """Their memory is gone in between; that of the others is not touched."""
     model = TwoTowers(depth=1)
     run, made, inputs = warmed_up(compiler, model)
-    graphs, (first, second) = compiler.models[0].graphs, SHARED_WAYS[:2]
+    graphs, (first, second) = compiler.models[0].graphs, SHARED_VARIANTS[:2]
 
     def captured(way: str) -> list[bool]:
         return [bool(graph.variants.loaded()[way].lane_bytes()) for graph in graphs]
@@ -442,7 +442,7 @@ def test_what_inductor_compiles_whole_replays_as_plans_do() -> None:
     run(*inputs).square().mean().backward()
     graphs = compiler.models[0].graphs
     for graph in graphs:
-        graph.selection = None
+        graph.autotuner = None
         graph.prepare()
         graph.use(Variant.INDUCTOR)
     for _ in range(6):
