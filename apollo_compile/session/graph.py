@@ -85,7 +85,7 @@ class CompiledGraph:
             is_settled=not (is_free and is_for_its_sizes) or finding is not None,
         )
         if finding is not None:
-            self.use(Variant(finding.way))
+            self.use(finding.way)
 
     def __call__(self, inputs: list[Any]) -> Sequence[Any]:
         """Run the graph once and return its outputs."""

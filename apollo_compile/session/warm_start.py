@@ -78,7 +78,7 @@ class WarmStart:
             self._keys[name] = key
         return self._find(key)
 
-    def keep(self, compilation: Compilation, way: str, verdict: Verdict | None) -> None:
+    def keep(self, compilation: Compilation, way: Variant, verdict: Verdict | None) -> None:
         """Leave to later processes how a graph runs and why."""
         history = self._history
         if history is None or compilation.capture.sizes:  # other sizes are planned in no time, and in the background

@@ -27,7 +27,7 @@ from pathlib import Path
 from apollo_compile import __version__
 from apollo_compile.config import Config
 from apollo_compile.device.profile import DeviceProfile, format_profile, machine_fingerprint
-from apollo_compile.ir import Capture, Observations, Partition, Plan, Verdict
+from apollo_compile.ir import Capture, Observations, Partition, Plan, Variant, Verdict
 from apollo_compile.json_form import from_json, read_file, to_json, write_file
 
 _logger = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ class Finding:
     observations: Observations
     """What the plan was made from."""
     plan: Plan
-    way: str
+    way: Variant
     """How it ran when its model's contest was over."""
     verdict: Verdict | None
     """Of that contest; None if there was nothing to contend about."""

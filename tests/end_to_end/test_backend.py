@@ -146,7 +146,7 @@ def test_a_packaged_profile_is_named_and_one_of_another_device_is_refused() -> N
         run = torch.compile(layer, backend="apollo", options={**STRICT, "device.profile": "cpu"})
         torch.testing.assert_close(run(x), layer(x))
     (model,) = registry.find_models(layer)
-    assert (model.profile.source, model.profile.units) == ("default", available_units())
+    assert (model.target.profile.source, model.target.profile.units) == ("default", available_units())
     torch._dynamo.reset()
     with pytest.raises(Exception, match="is for a cuda device"):
         torch.compile(nn.Linear(2, 2), backend="apollo", options={"device.profile": "h200"})(x)

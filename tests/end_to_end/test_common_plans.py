@@ -116,7 +116,7 @@ def follow(
         run(*inputs).square().mean().backward()
         (entry,) = registry.find_models(model)
         for name, stand_in in (fault or {}).items():
-            patched.setattr(f"apollo_compile.session.graph.{name}", stand_in)
+            patched.setattr(f"apollo_compile.{name}", stand_in)
         for _ in range(steps):
             run(*inputs).square().mean().backward()
             seen.append([(graph.compilation.plan, graph.is_settled) for graph in entry.graphs])
@@ -130,7 +130,12 @@ def fail(*args: object, **kwargs: object) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("part", "is_first"), [("observe_trace", True), ("observe_trace", False), ("plan_partition", False)]
+    ("part", "is_first"),
+    [
+        ("session.learner.observe_trace", True),
+        ("session.learner.observe_trace", False),
+        ("session.learner.plan_partition", False),
+    ],
 )
 def test_ranks_run_the_same_in_every_step_if_one_of_them_cannot_learn(
     part: str, is_first: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -155,7 +160,7 @@ def test_a_rank_that_cannot_go_over_to_the_plan_of_all_stops(monkeypatch: pytest
     store = dist.HashStore()
     follow(store, monkeypatch)
     with pytest.raises(RankError, match="cannot go over to the plan that ranks agreed on: RuntimeError: out of luck"):
-        follow(store, monkeypatch, {"Executable": fail})
+        follow(store, monkeypatch, {"device.cpu.target.Executable": fail})
 
 
 def test_a_plan_that_is_too_large_for_the_store_leaves_the_graph_to_inductor_on_all_ranks(
