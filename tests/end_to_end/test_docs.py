@@ -147,8 +147,8 @@ def test_the_code_of_the_readme_runs(folder: Path, capsys: pytest.CaptureFixture
     exec(compile(code, "README.md", "exec"), names)
     printed = capsys.readouterr().out
     assert printed.startswith("measuring: 5 of 6 runs of its plan\n")
-    assert "image.layers.3" in printed
-    assert "text.layers.3" in printed
+    assert "image.layers.1" in printed
+    assert "text.layers.1" in printed
     assert (folder / "report.html").exists()
     assert "transformers" not in set(sys.modules) - before
     assert set(re.findall(r"^(?:import|from) (\w+)", code, re.MULTILINE)) == {"torch", "apollo_compile"}
