@@ -1,12 +1,12 @@
-"""Make the tables of docs/robustness.md from results.
+"""Write the tables of docs/robustness.md from results: how many cases of what came to which end, and why.
 
     python -m benchmarks.robustness --sweep build/sweep.json --op-infos build/op_infos.json --tests build/tests.json
 
-`--sweep` is what `benchmarks.sweep --json` wrote: its cases replace those that are kept in `RESULTS`, which keeps all
-others, each with its commit. So do those of `--op-infos`, which `benchmarks.op_infos --json` wrote. `--tests` is what
-`pytest --robustness` wrote; it replaces what is kept. A run without arguments makes the tables from what is kept. In
-the page a table stands between two comments, `<!-- sweep -->` and `<!-- end of sweep -->`, and so with each section of
-marked tests: a new section needs these two lines in the page, nothing here.
+Every case is in a file of `RESULTS`. `--sweep` is what `benchmarks.sweep --json` wrote: its cases replace those that
+are kept there, which keeps all others, each with its commit. So do those of `--op-infos`, which `benchmarks.op_infos
+--json` wrote. `--tests` is what `pytest --robustness` wrote; it replaces what is kept. Without arguments, the tables
+are made from what is kept. In the page a table stands between two comments, `<!-- counts -->` and `<!-- end of counts
+-->`.
 """
 
 from __future__ import annotations
@@ -16,26 +16,40 @@ import json
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from tabulate import tabulate
-
-from benchmarks import op_infos
-from benchmarks.sweep import BODIES, OUTCOMES, RIVALS, Result, load, model_names, save
+from benchmarks import op_infos, sweep
+from benchmarks.sweep import OUTCOMES, RIVALS, model_names
 
 PAGE = Path(__file__).parents[1] / "docs" / "robustness.md"
 RESULTS = Path(__file__).parent / "results"
 SWEEP, OP_INFOS, TESTS = RESULTS / "sweep.json", RESULTS / "op_infos.json", RESULTS / "robustness.json"
 
 BODIES_IN_WORDS = {"native": "compiled", "eager": "eager bodies"}
-MAX_NAMES = 12
-"""Of operators with a reason in common; the JSON file has all of them."""
+OUTCOMES_IN_WORDS = {"inductor": "Inductor's own"}
+MAX_NAMES = 8
+"""Of cases with a reason in common; the JSON files have all of them."""
 
-T, K = TypeVar("T"), TypeVar("K")
+_TABLE = re.compile(r"(<!-- (?P<name>\w+) -->\n).*?(<!-- end of (?P=name) -->)", re.DOTALL)
 
-_TABLE = re.compile(r"(<!-- (?P<name>[\w ]+) -->\n).*?(<!-- end of (?P=name) -->)", re.DOTALL)
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Line:
+    """One case of any of the files, as the tables count it."""
+
+    section: str
+    name: str
+    outcome: str
+    is_in_segments: bool
+    """Whether a graph of it ran in segments."""
+    is_on_lanes: bool
+    """Whether one ran on more than one lane."""
+    reasons: tuple[str, ...]
+    """Why something ran another way than planned, or differs from eager; without what differs between two cases."""
+    commit: str
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -46,8 +60,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--tests", type=Path, help="results of marked tests")
     args = parser.parse_args(arguments)
     if args.sweep is not None:
-        results = {result.case: result for path in (SWEEP, args.sweep) for result in load(path)}
-        save(SWEEP, list(results.values()))
+        results = {result.case: result for path in (SWEEP, args.sweep) for result in sweep.load(path)}
+        sweep.save(SWEEP, list(results.values()))
     if args.op_infos is not None:
         found = {result.case: result for path in (OP_INFOS, args.op_infos) for result in op_infos.load(path)}
         op_infos.save(OP_INFOS, found.values())
@@ -61,39 +75,148 @@ def render(page: str) -> str:
     """Return the page with its tables made anew.
 
     Raises:
-        ValueError: a section of the results has no place in the page, or the page has one without results.
+        ValueError: the page has other tables than there are.
     """
-    results = load(SWEEP)
-    lines: list[dict[str, Any]] = list(json.loads(TESTS.read_text(encoding="utf-8")).values())
-    sections = {line["section"] for line in lines}
+    models, described = sweep.load(SWEEP), op_infos.load(OP_INFOS)
+    tests: list[dict[str, Any]] = list(json.loads(TESTS.read_text(encoding="utf-8")).values())
+    lines = [*map(line_of_model, models), *map(line_of_operator, described), *map(line_of_test, tests)]
     tables = {
-        section.lower(): format_tests([item for item in lines if item["section"] == section]) for section in sections
+        "counts": format_counts(lines),
+        "models": format_models(models),
+        "rivals": format_rivals(described),
+        "reasons": format_reasons(lines),
     }
-    described = op_infos.load(OP_INFOS)
-    tables |= {"counts": format_counts(results, described, lines), "sweep": format_sweep(results)}
-    tables |= {"operators": format_operators(described), "reasons": format_reasons(described)}
     places = [match["name"] for match in _TABLE.finditer(page)]
     if sorted(places) != sorted(tables):
-        raise ValueError(f"{PAGE.name} has places for {sorted(places)}; the results have {sorted(tables)}")
+        raise ValueError(f"{PAGE.name} has places for {sorted(places)}; there are tables of {sorted(tables)}")
     return _TABLE.sub(lambda match: f"{match[1]}\n{tables[match['name']]}\n\n{match[3]}", page)
 
 
-def format_counts(
-    results: Sequence[Result], described: Sequence[op_infos.Result], lines: Sequence[Mapping[str, Any]]
-) -> str:
-    """Return how many of each section were tried, what came of them, and which commits they were tried with."""
-    parts: dict[str, list[tuple[str, str]]] = {}
-    for what, own in {"Models": results, "Operators and modules": described}.items():
-        for bodies in BODIES:
-            found = [(result.outcome, result.commit) for result in own if result.case.bodies == bodies]
-            parts[f"{what}, {BODIES_IN_WORDS[bodies]}"] = found
-    for section in sorted({line["section"] for line in lines}):
-        parts[section] = [(_outcome(line), line["commit"]) for line in lines if line["section"] == section]
+# -------------------------------------------------------------------------------------------------------------- lines
+
+
+def line_of_model(result: sweep.Result) -> Line:
+    """Return the line of a model in one setting."""
+    reasons = result.reasons or ((_without_numbers(result.problem),) if result.problem else ())
+    return Line(
+        section=f"Models, {BODIES_IN_WORDS[result.case.bodies]}",
+        name=result.case.model,
+        outcome=result.outcome,
+        is_in_segments=result.num_in_segments > 0,
+        is_on_lanes=result.num_on_lanes > 0,
+        reasons=tuple(re.sub(r"the training of .+ to eager", "training to eager", reason) for reason in reasons),
+        commit=result.commit,
+    )
+
+
+def line_of_operator(result: op_infos.Result) -> Line:
+    """Return the line of an operator or a module of torch's own tests."""
+    return Line(
+        section=f"{result.case.kind.capitalize()}s, {BODIES_IN_WORDS[result.case.bodies]}",
+        name=result.case.name,
+        outcome=result.outcome,
+        is_in_segments=result.num_in_segments > 0,
+        is_on_lanes=result.num_on_lanes > 0,
+        reasons=result.reasons or ((_without_numbers(result.problem),) if result.problem else ()),
+        commit=result.commit,
+    )
+
+
+def line_of_test(test: Mapping[str, Any]) -> Line:
+    """Return the line of a marked test; one that passed with a reason fell back."""
+    reasons = tuple(dict.fromkeys(map(_head, test.get("reasons", ()))))
+    return Line(
+        section=test["section"],
+        name=test["subject"],
+        outcome="fell back" if test["outcome"] == "passed" and reasons else test["outcome"],
+        is_in_segments=test.get("segments", 0) > 0,
+        is_on_lanes=test.get("lanes", 0) > 0,
+        reasons=reasons,
+        commit=test["commit"],
+    )
+
+
+def _without_numbers(problem: str) -> str:
+    """Return what is wrong, without by how much and where, which differ from case to case."""
+    if "off by" in problem:
+        return f"{'a gradient' if problem.startswith('gradient') else 'a number'} differs from eager's"
+    return problem.partition(" raised: ")[0]
+
+
+def _head(reason: str) -> str:
+    """Return what happened, without the details that follow a colon, and without the number of the graph."""
+    text = re.sub(r"graph\d+_\w+", "a graph", re.sub(r"^\w+Error: ", "", reason))
+    return re.split(r": | \(", text)[0]
+
+
+# ------------------------------------------------------------------------------------------------------------- tables
+
+
+def format_counts(lines: Sequence[Line]) -> str:
+    """Return how many of each section were tried, what ran them, what came of them, and with which commits."""
     rows = []
-    for name, found in parts.items():
-        outcomes = Counter(outcome for outcome, _ in found)
-        rows.append((name, len(found), *(outcomes[outcome] for outcome in OUTCOMES), _commits(it for _, it in found)))
-    return _table(rows, ("", "tried", "passed", "fell back", "Inductor's own", "failed", "commit"))
+    for section in dict.fromkeys(line.section for line in lines):
+        own = [line for line in lines if line.section == section]
+        outcomes = Counter(line.outcome for line in own)
+        rows.append(
+            (
+                section,
+                len(own),
+                sum(line.is_in_segments for line in own),
+                sum(line.is_on_lanes for line in own),
+                *(outcomes[outcome] for outcome in OUTCOMES),
+                _commits(line.commit for line in own),
+            )
+        )
+    return _table(rows, ("", "tried", "in segments", "on lanes", *map(_in_words, OUTCOMES), "commit"))
+
+
+def format_models(results: Sequence[sweep.Result]) -> str:
+    """Return the models of each family, with the number of settings and what came of them."""
+    families = model_names()
+    rows = []
+    for family in dict.fromkeys(families.values()):
+        own = [result for result in results if families[result.case.model] == family]
+        outcomes = Counter(result.outcome for result in own)
+        names = ", ".join(f"`{name}`" for name in families if families[name] == family)
+        rows.append((family, names, len(own), *(outcomes[outcome] for outcome in OUTCOMES)))
+    return _table(rows, ("family", "models", "cases", *map(_in_words, OUTCOMES)))
+
+
+def format_rivals(results: Sequence[op_infos.Result]) -> str:
+    """Return how many operators and modules torch alone gets right, running the same code without apollo."""
+    rows = []
+    for section in dict.fromkeys(line_of_operator(result).section for result in results):
+        own = [result for result in results if line_of_operator(result).section == section]
+        rival = RIVALS[own[0].case.bodies][0]
+        rows.append((section, len(own), sum(result.rivals.get(rival) == "" for result in own), f"`{rival}`"))
+    return _table(rows, ("", "tried", "torch alone is right", "torch's backend"))
+
+
+def format_reasons(lines: Sequence[Line]) -> str:
+    """Return why cases fell back or differ, compiled or not, the most frequent reason of each section first."""
+    names: dict[tuple[str, str, str], list[str]] = {}
+    for line in lines:
+        for reason in line.reasons if line.outcome != "passed" else ():
+            names.setdefault((_of_all_bodies(line.section), _in_words(line.outcome), reason), []).append(line.name)
+    sections = list(dict.fromkeys(_of_all_bodies(line.section) for line in lines))
+    ranked = sorted(names.items(), key=lambda item: (sections.index(item[0][0]), item[0][1], -len(item[1]), item[0][2]))
+    rows = [(*group, len(cases), _first(dict.fromkeys(cases))) for group, cases in ranked]
+    return _table(rows, ("section", "outcome", "why", "cases", "of them"))
+
+
+def _first(names: Iterable[str]) -> str:
+    shown = list(names)
+    more = f" and {len(shown) - MAX_NAMES} more" if len(shown) > MAX_NAMES else ""
+    return ", ".join(f"`{name}`" if " " not in name else name for name in shown[:MAX_NAMES]) + more
+
+
+def _of_all_bodies(section: str) -> str:
+    return section.partition(", ")[0]
+
+
+def _in_words(outcome: str) -> str:
+    return OUTCOMES_IN_WORDS.get(outcome, outcome)
 
 
 def _commits(commits: Iterable[str]) -> str:
@@ -106,109 +229,11 @@ def _short(commit: str) -> str:
     return "-".join(filter(None, (name[:7], rest)))
 
 
-def format_sweep(results: Sequence[Result]) -> str:
-    """Return a line for each case, by family."""
-    families = model_names()
-    order = list(families)
-    rows = [
-        (
-            families[result.case.model],
-            f"`{result.case.model}`",
-            result.case.setting,
-            f"{result.num_in_segments} of {result.num_graphs}",
-            result.num_on_lanes,
-            _in_words(result.outcome),
-            "; ".join(filter(None, (*result.reasons, result.problem, result.inductor_problem))),
-            _short(result.commit),
-        )
-        for result in sorted(results, key=lambda result: order.index(result.case.model))
-    ]
-    return _table(rows, ("family", "model", "setting", "graphs in segments", "on lanes", "outcome", "why", "commit"))
-
-
-def format_operators(results: Sequence[op_infos.Result]) -> str:
-    """Return what came of operators and modules of torch's own tests, and how many of them torch alone gets right."""
-    rows = []
-    for (bodies, kind), own in _grouped(results, lambda result: (result.case.bodies, result.case.kind)):
-        rival = RIVALS[bodies][0]
-        outcomes = Counter(result.outcome for result in own)
-        rows.append(
-            (
-                f"{kind.capitalize()}s, {BODIES_IN_WORDS[bodies]}",
-                len(own),
-                sum(result.num_in_segments > 0 for result in own),
-                sum(result.num_on_lanes > 0 for result in own),
-                *(outcomes[outcome] for outcome in OUTCOMES),
-                f"{sum(result.rivals.get(rival) == '' for result in own)} ({rival})",
-                _commits(result.commit for result in own),
-            )
-        )
-    headers = ("", "tried", "in segments", "on lanes", "passed", "fell back", "Inductor's own", "failed")
-    return _table(rows, (*headers, "torch alone is right", "commit"))
-
-
-def format_reasons(results: Sequence[op_infos.Result]) -> str:
-    """Return why operators and modules fell back or are wrong, the most frequent reason first."""
-    troubled = [result for result in results if result.outcome != "passed"]
-    rows = [
-        (
-            _in_words(outcome),
-            bodies,
-            reason,
-            len(own),
-            ", ".join(f"`{result.case.name}`" for result in own[:MAX_NAMES]) + (", ..." if own[MAX_NAMES:] else ""),
-        )
-        for (outcome, bodies, reason), own in _grouped(
-            troubled, lambda result: (result.outcome, result.case.bodies, _reason(result))
-        )
-    ]
-    rows.sort(key=lambda row: (row[0], row[1], -row[3], row[2]))
-    return _table(rows, ("outcome", "bodies", "why", "number", "of them"))
-
-
-def _reason(result: op_infos.Result) -> str:
-    """Return one line without numbers that differ from one operator to the next."""
-    if result.outcome == "fell back":
-        return "; ".join(result.reasons)
-    if "off by" in result.problem:
-        return f"{result.problem.split(maxsplit=1)[0]} differs from eager's"
-    return result.problem
-
-
-def _grouped(items: Iterable[T], key: Callable[[T], K]) -> list[tuple[K, list[T]]]:
-    groups: dict[K, list[T]] = {}
-    for item in items:
-        groups.setdefault(key(item), []).append(item)
-    return list(groups.items())
-
-
-def format_tests(lines: Sequence[Mapping[str, Any]]) -> str:
-    """Return a line for each marked test."""
-    rows = [
-        (
-            line["subject"],
-            line["says"],
-            line.get("segments", ""),
-            line.get("lanes", ""),
-            _outcome(line),
-            "; ".join(line.get("reasons", ())),
-        )
-        for line in sorted(lines, key=lambda line: line["subject"].lower())
-    ]
-    return _table(rows, ("subject", "what is tested", "graphs in segments", "on lanes", "outcome", "why"))
-
-
-def _in_words(outcome: str) -> str:
-    return "Inductor's own" if outcome == "inductor" else outcome
-
-
-def _outcome(line: Mapping[str, Any]) -> str:
-    return "fell back" if line["outcome"] == "passed" and line.get("reasons") else str(line["outcome"])
-
-
 def _table(rows: Sequence[Sequence[Any]], headers: Sequence[str]) -> str:
-    escaped = [[str(cell).replace("|", "\\|").replace("<", "&lt;") for cell in row] for row in rows]
-    return tabulate(escaped, headers=headers, tablefmt="github", disable_numparse=True)
+    """Return a table in Markdown with numbers to the right and without padding, which would fill most of the page."""
+    aligned = ["---:" if all(isinstance(row[i], int) for row in rows) else "---" for i in range(len(headers))]
+    cells = [[str(cell).replace("|", "\\|").replace("<", "&lt;") for cell in row] for row in rows]
+    return "\n".join(f"| {' | '.join(row)} |" for row in (headers, aligned, *cells))
 
 
 if __name__ == "__main__":

@@ -1,12 +1,14 @@
-"""Fixtures that all tests share, and the results that docs/robustness.md is made from.
+"""Fixtures that all tests share, and the results that docs/robustness.md counts.
 
-A test with the marker `robustness(section, subject)` is a line of that page: `pytest --robustness FILE` writes what
-came of each into `FILE`, beside what earlier runs wrote there. A line says
+A test with the marker `robustness(section, subject)` is counted there: `pytest --robustness FILE` writes a line for
+each into `FILE`, beside what earlier runs wrote there. A line says
 
-    segments, lanes   how many graphs ran in segments, and how many of these on several lanes; of a test with
-                      parameters, the fewest. There are none where another process ran them, or there were none.
-    reasons           why something ran another way than it would have: what graphs went to Inductor for, and warnings
+    segments, lanes   how many graphs were compiled in segments, and how many of these for several lanes; of a test with
+                      parameters, the fewest. Neither is there where nothing was compiled in the test's own process.
+    reasons           why something ran another way than planned: fallbacks to Inductor, and warnings
     commit            what it was run with
+
+All of that is read from the log of the package.
 """
 
 from __future__ import annotations
@@ -19,10 +21,8 @@ import json
 import logging
 import os
 import re
-import subprocess
 import sys
-import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -94,42 +94,37 @@ def expect() -> Callable[[str, str], None]:
 
 @dataclass
 class HowGraphsRan(logging.Handler):
-    """Who ran the graphs of a test, seen while they run: most of them are gone when the test is over."""
+    """What the log says about the graphs of a test."""
 
-    lanes: dict[int, int] = field(default_factory=dict)
-    """Of every graph that ran in segments, on how many lanes, by a number of its own."""
+    lanes: list[int] = field(default_factory=list)
+    """Of every graph that was compiled in segments, for how many lanes."""
     reasons: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self._numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-        self._next = itertools.count()
+        super().__init__(logging.INFO)
 
     def __hash__(self) -> int:
         return id(self)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Take a warning of this process."""
-        self.add_reason(record.getMessage())
+        """Take a line of the log."""
+        text = record.getMessage()
+        if (compiled := re.search(r": (?:compiled|loaded) \d+ segments .* onto (\d+) lanes", text)) is not None:
+            self.lanes.append(int(compiled[1]))
+        elif record.levelno >= logging.WARNING or " falls back to " in text:
+            self._add_reason(text)
 
-    def add_reason(self, text: str) -> None:
-        """Take a reason, without the name of the graph, and without folders, which are others in every run."""
-        line = re.sub(r"^\S+ falls back to (?:torch.compile|Inductor): ", "", text.splitlines()[0])
+    def _add_reason(self, text: str) -> None:
+        """Take a reason, without the name of the graph, and without folders, which differ between runs."""
+        line = re.sub(r"^.*? falls back to (?:torch.compile|Inductor): ", "", text.splitlines()[0])
         self.reasons.add(re.sub(r"(/[\w.+-]+)+/(?=[\w.+-])", "", line)[:240])
-
-    def see(self, graph: Any) -> None:
-        """Take a graph that has just run."""
-        used = {span.lane for span in graph.trace().spans} if graph.way == "plan" else set()
-        if used:
-            number = self._numbers.setdefault(graph, next(self._next))
-            self.lanes[number] = max(len(used), self.lanes.get(number, 0))
 
     @property
     def properties(self) -> dict[str, Any]:
-        """What a line of the page says of it."""
+        """What a line of the results says of it."""
         found: dict[str, Any] = {"reasons": sorted(self.reasons)} if self.reasons else {}
         if self.lanes or self.reasons:
-            found |= {"segments": len(self.lanes), "lanes": sum(count > 1 for count in self.lanes.values())}
+            found |= {"segments": len(self.lanes), "lanes": sum(count > 1 for count in self.lanes)}
         return found
 
 
@@ -137,56 +132,26 @@ class HowGraphsRan(logging.Handler):
 def how_graphs_ran(
     request: pytest.FixtureRequest, record_property: Callable[[str, object], None]
 ) -> Iterator[HowGraphsRan | None]:
-    """Note for docs/robustness.md who ran the graphs of a marked test, here and in processes that it waits for."""
+    """Read from the log how the graphs of a marked test ran."""
     if request.node.get_closest_marker("robustness") is None:
         yield None
         return
     seen = HowGraphsRan()
-    logger = logging.getLogger("apollo_compile")
-    logger.addHandler(seen)
-    with pytest.MonkeyPatch.context() as patch:
-        _watch_processes(patch, seen)
-        if "torch" in sys.modules:
-            _watch_graphs(patch, seen)
+    package, session = logging.getLogger("apollo_compile"), logging.getLogger("apollo_compile.session")
+    level = session.level
+    session.setLevel(logging.INFO)  # compiles and fallbacks are told at this level
+    package.addHandler(seen)
+    try:
         yield seen
-    logger.removeHandler(seen)
+    finally:
+        package.removeHandler(seen)
+        session.setLevel(level)
     for name, value in seen.properties.items():
         record_property(name, value)
 
 
-def _watch_graphs(patch: pytest.MonkeyPatch, seen: HowGraphsRan) -> None:
-    models = importlib.import_module("apollo_compile.session.model")
-    graphs = importlib.import_module("apollo_compile.session.graph")
-    call, log = graphs.CompiledGraph._call, models.CompiledModel.log_fallback
-
-    def call_and_see(graph: Any, inputs: list[Any]) -> Sequence[Any]:
-        outputs: Sequence[Any] = call(graph, inputs)
-        seen.see(graph)
-        return outputs
-
-    def log_and_see(model: Any, name: str, reason: str, *, level: int) -> None:
-        seen.add_reason(reason)
-        log(model, name, reason, level=level)
-
-    patch.setattr(graphs.CompiledGraph, "_call", call_and_see)
-    patch.setattr(models.CompiledModel, "log_fallback", log_and_see)
-
-
-def _watch_processes(patch: pytest.MonkeyPatch, seen: HowGraphsRan) -> None:
-    run = subprocess.run
-
-    def run_and_read(*args: Any, **kwargs: Any) -> subprocess.CompletedProcess[Any]:
-        done = run(*args, **kwargs)
-        for line in done.stderr.splitlines() if isinstance(done.stderr, str) else ():
-            if (warning := re.match(r"WARNING[: ]apollo_compile[.\w]*: ?(.*)", line)) is not None:
-                seen.add_reason(warning[1])
-        return done
-
-    patch.setattr(subprocess, "run", run_and_read)
-
-
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Take the file for the lines of docs/robustness.md."""
+    """Take the file for the results of marked tests."""
     parser.addoption("--robustness", type=Path, metavar="FILE", help="write results of marked tests there, as JSON")
 
 

@@ -12,7 +12,7 @@ product is measured, on matrices of its shape.
 
 Note [C++ template]: Inductor's own GEMM (`max_autotune_gemm_backends="CPP"`) is not among the libraries. It is made for
 a right matrix that is packed once, when it is compiled; weights in training are inputs. Called on such matrices it took
-about twice as long as the better library at every shape that was measured (docs/planning.md, section 8).
+about twice as long as the better library at every shape that was measured (docs/planning.md, section 7).
 
 Note [transposed left]: the gradient of a weight is the product of a transposed gradient and a layer's input. oneDNN
 wants the left matrix by rows, so a body writes it that way too, which Inductor fuses into what computes the gradient.

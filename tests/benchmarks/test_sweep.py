@@ -175,11 +175,33 @@ def test_the_page_has_what_the_results_say() -> None:
         )
 
 
+def test_reasons_that_differ_in_details_count_as_one() -> None:
+    """Numbers of graphs, sizes and errors are details; a test that passed with a reason fell back."""
+    tests = [
+        {"section": "Faults", "subject": subject, "outcome": "passed", "commit": "abc", "reasons": [reason]}
+        for subject, reason in {
+            "cut": "cannot read the plan of graph3_forward from plan.json: line 1",
+            "overwritten": "cannot read the plan of graph17_backward from plan.json: line 9",
+            "undisturbed": "nothing to gain: of its 1 segment, predicted to take 4.46 ms in turn, ...",
+        }.items()
+    ]
+    ran = {"section": "Values", "subject": "aliases", "outcome": "passed", "commit": "abc", "segments": 2, "lanes": 0}
+    lines = [*map(robustness.line_of_test, tests), robustness.line_of_test(ran)]
+    assert [line.outcome for line in lines] == ["fell back"] * 3 + ["passed"]
+    reasons = robustness.format_reasons(lines).splitlines()[2:]
+    assert reasons == [
+        "| Faults | fell back | cannot read the plan of a graph from plan.json | 2 | `cut`, `overwritten` |",
+        "| Faults | fell back | nothing to gain | 1 | `undisturbed` |",
+    ]
+    counts = robustness.format_counts(lines).splitlines()[2:]
+    assert counts == ["| Faults | 3 | 0 | 0 | 0 | 3 | 0 | 0 | abc |", "| Values | 1 | 1 | 0 | 1 | 0 | 0 | 0 | abc |"]
+
+
 SEMANTICS = ("special_operators", "values", "training_loops", "semantics")
 
 
 def test_every_test_of_semantics_and_every_fault_has_a_line() -> None:
-    """And every line a commit; a test that the page does not know would count nowhere."""
+    """And every line a commit; a test without one would count nowhere."""
     root = robustness.PAGE.parents[1]
     lines = json.loads(robustness.TESTS.read_text())
     faults = [path for path in sorted((root / "tests/faults").glob("test_*.py")) if path.name != "test_table.py"]

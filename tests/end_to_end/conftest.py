@@ -40,8 +40,8 @@ def either(request: pytest.FixtureRequest, lanes: dict[str, Any]) -> dict[str, A
 
 
 @pytest.fixture(autouse=True)
-def _as_the_page_says(request: pytest.FixtureRequest, how_graphs_ran: HowGraphsRan | None) -> Iterator[None]:
-    """Start without what Dynamo compiled for others; what the page says to run in segments, or on lanes, still must.
+def _as_the_results_say(request: pytest.FixtureRequest, how_graphs_ran: HowGraphsRan | None) -> Iterator[None]:
+    """Start without what Dynamo compiled for others; what the results say to run in segments, or on lanes, still must.
 
     Results would be eager's as well if every graph went to Inductor.
     """
@@ -55,7 +55,7 @@ def _as_the_page_says(request: pytest.FixtureRequest, how_graphs_ran: HowGraphsR
     found = how_graphs_ran.properties
     for name in ("segments", "lanes") if torch.get_num_threads() > 1 else ("segments",):
         if line.get(name) and not found.get(name):
-            pytest.fail(f"the page has {line[name]} of its graphs in {name}, now there are none: {found}")
+            pytest.fail(f"the results have {line[name]} of its graphs in {name}, now there are none: {found}")
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""What README and docs say can be done works: Python, commands, links, options."""
+"""What README, CONTRIBUTING and docs say can be done works: Python, commands, links, options."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from tests.test_commands import COMMANDS, LONG
 ROOT = Path(__file__).parents[2]
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 README = ROOT / "README.md"
+CONTRIBUTING = ROOT / "CONTRIBUTING.md"
 BENCHMARKS = ROOT / "benchmarks" / "README.md"
 
 
@@ -104,10 +105,10 @@ def test_reports_in_the_docs_print_what_the_page_shows(folder: Path, capsys: pyt
 
 
 def test_texts_of_reports_elsewhere_are_those_of_the_same_run() -> None:
-    """README has remarks behind its lines; `...` begins lines that stand for others."""
+    """Some have remarks behind their lines; `...` begins lines that stand for others."""
     printed = str(Report.load(ROOT / "docs" / "reports" / "clip.json")).splitlines()
-    for page in (README, ROOT / "docs" / "reading-a-report.md"):
-        texts = [block.code for block in blocks_of(page) if block.code.startswith("graph0")]
+    for page in ("autotuning.md", "reading-a-report.md"):
+        texts = [block.code for block in blocks_of(ROOT / "docs" / page) if block.code.startswith("graph0")]
         lines = [line for text in texts for line in text.splitlines() if line and not line.startswith("...")]
         assert len(lines) > 5
         for line in lines:
@@ -139,15 +140,23 @@ def test_pages_have_code_that_is_looked_for() -> None:
 
 @pytest.mark.slow
 def test_the_code_of_the_readme_runs(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A CLIP model trains a step, and the report names its two towers."""
-    names: dict[str, object] = {}
-    for block in blocks_of(README):
-        if block.language == "python":
-            exec(block.code, names)
+    """Two towers train some steps on nothing but torch, and the report names both of them."""
+    names: dict[str, object] = {"__name__": "readme"}
+    before = set(sys.modules)
+    (code,) = (block.code for block in blocks_of(README) if block.language == "python")
+    exec(compile(code, "README.md", "exec"), names)
     printed = capsys.readouterr().out
-    assert printed.startswith("measuring: 1 of 6 runs of its plan\n")
-    assert "text_model.encoder.layers.1" in printed
-    assert "vision_model.encoder.layers.1" in printed
+    assert printed.startswith("measuring: 5 of 6 runs of its plan\n")
+    assert "image.layers.1" in printed
+    assert "text.layers.1" in printed
+    assert (folder / "report.html").exists()
+    assert "transformers" not in set(sys.modules) - before
+    assert set(re.findall(r"^(?:import|from) (\w+)", code, re.MULTILINE)) == {"torch", "apollo_compile"}
+
+
+def test_the_landing_page_fits_on_few_screens() -> None:
+    """Tables and stories are on pages of their own."""
+    assert len(README.read_text().splitlines()) <= 130
 
 
 NEVER_WHOLE = {
@@ -164,13 +173,13 @@ def test_documented_commands_run() -> None:
     command = r"(?:make|apollo|(?:\.venv/bin/)?python -m) [a-z]"
     lines = [
         line.split("#")[0].strip().removeprefix(".venv/bin/")
-        for page in (README, BENCHMARKS, *PAGES)
+        for page in (README, CONTRIBUTING, BENCHMARKS, *PAGES)
         for block in blocks_of(page)
         if block.language == ""
         for line in block.code.splitlines()
         if re.match(command, line)
     ]
-    for page in (README, BENCHMARKS, *PAGES):
+    for page in (README, CONTRIBUTING, BENCHMARKS, *PAGES):
         found = re.findall(rf"`({command}[^`]*)`", page.read_text())
         lines += [line.removeprefix(".venv/bin/") for line in found]
     assert len(lines) > 20
@@ -214,7 +223,11 @@ def _console_lines(block: Block) -> list[str]:
     return block.code.splitlines() if block.language == "console" else []
 
 
-@pytest.mark.parametrize("page", [README, *PAGES], ids=lambda page: page.stem)
+@pytest.mark.parametrize(
+    "page",
+    [README, CONTRIBUTING, ROOT / "CHANGELOG.md", BENCHMARKS, *PAGES],
+    ids=lambda page: f"{page.parent.name}-{page.stem}",
+)
 def test_links_lead_somewhere(page: Path) -> None:
     """To files of the repository, and to headings of pages."""
     for link in links_of(page):

@@ -39,7 +39,7 @@ LENGTHS = ((17, 5), (40, 33), (9, 12), (64, 5), (17, 6), (41, 33), (2, 2), (200,
 
 
 def sizes(subject: str) -> pytest.MarkDecorator:
-    """Mark a line of docs/robustness.md."""
+    """Mark a test that docs/robustness.md counts."""
     return pytest.mark.robustness("Dynamic shapes", subject)
 
 

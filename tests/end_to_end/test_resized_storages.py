@@ -19,7 +19,7 @@ WIDTH = 64
 
 
 def storages(subject: str) -> pytest.MarkDecorator:
-    """Mark a line of docs/robustness.md."""
+    """Mark a test that docs/robustness.md counts."""
     return pytest.mark.robustness("Special operators", subject)
 
 

@@ -26,7 +26,7 @@ LEFT, RIGHT = (torch.randn(2, 8, WIDTH, generator=torch.Generator().manual_seed(
 
 
 def loop(subject: str) -> pytest.MarkDecorator:
-    """Mark a line of docs/robustness.md."""
+    """Mark a test that docs/robustness.md counts."""
     return pytest.mark.robustness("Training loops", subject)
 
 

@@ -18,7 +18,7 @@ Options = dict[str, Any]
 
 
 def values(subject: str) -> pytest.MarkDecorator:
-    """Mark a line of docs/robustness.md."""
+    """Mark a test that docs/robustness.md counts."""
     return pytest.mark.robustness("Values", subject)
 
 

@@ -39,7 +39,7 @@ def _a_cache_of_its_own(tmp_path: Path) -> Iterator[None]:
 
 
 def warm(subject: str) -> pytest.MarkDecorator:
-    """Mark a line of docs/robustness.md."""
+    """Mark a test that docs/robustness.md counts."""
     return pytest.mark.robustness("Warm start", subject)
 
 

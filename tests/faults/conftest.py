@@ -1,4 +1,4 @@
-"""Every fault that is injected is a line of docs/robustness.md, called by its test's name."""
+"""Every fault that is injected is counted in docs/robustness.md, called by its test's name."""
 
 from __future__ import annotations
 
