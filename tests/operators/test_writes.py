@@ -13,7 +13,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from apollo_compile.operators.writes import READ_ONLY, frees_storage, written_by
 from apollo_compile.passes.capture import TORCH_NAMESPACES
-from apollo_compile.torch_bridge.inductor import find_uncapturable, writes_inputs, written_inputs
+from apollo_compile.torch_bridge.aot_graph import writes_inputs, written_inputs
+from apollo_compile.torch_bridge.cuda_private import find_uncapturable
 
 if torch.distributed.is_available():
     import torch.distributed.fsdp._fully_shard._fsdp_collectives  # registers the operators of FSDP

@@ -10,7 +10,7 @@ Note [Windows that overhang]
     operator is left to ATen.
     Source: https://github.com/pytorch/pytorch/issues/198119
 
-A second such operator is mended where the code for it is made: `_right_scatters` in `inductor.py`.
+A second such operator is mended where the code for it is made: `scatter_addresses.py`.
 """
 
 from __future__ import annotations
