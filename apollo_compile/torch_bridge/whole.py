@@ -29,6 +29,7 @@ from apollo_compile.torch_bridge.compile_scope import (
     within_guards,
 )
 from apollo_compile.torch_bridge.layouts import check_layouts, output_layouts
+from apollo_compile.torch_bridge.upstream_bugs.pooling_divisor import is_left_to_aten
 from apollo_compile.torch_bridge.upstream_bugs.scatter_addresses import adds_at_addresses, right_scatters
 
 
@@ -46,7 +47,7 @@ def compile_whole(graph_module: fx.GraphModule, example_inputs: Sequence[Any], *
 
 def _is_mended(graph_module: fx.GraphModule) -> bool:
     """Whether Inductor's cache may have wrong code for the graph: its key does not tell."""
-    return any("should_fallback" in node.meta or adds_at_addresses(node) for node in graph_module.graph.nodes)
+    return any(is_left_to_aten(node) or adds_at_addresses(node) for node in graph_module.graph.nodes)
 
 
 def compile_again(

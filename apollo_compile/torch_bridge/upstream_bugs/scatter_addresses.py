@@ -1,4 +1,14 @@
-"""Values that C++ code adds at the wrong addresses."""
+"""Values that Inductor's C++ code adds at the wrong addresses.
+
+    right_scatters()            a code generator without the defect, while something compiles
+    adds_at_addresses(node)     whether it may make a difference for an operator
+    STORE                       the method of torch that is overridden
+
+A loop over tiles has its place in the tile added to addresses twice where they depend on what was read: by the store of
+a tile, and by the atomic addition that it calls, which is there for code that several threads run. So
+`x.index_add(0, where, y.T[None])` writes to other rows, or behind the tensor. Here such a store leaves it to the
+addition.
+"""
 
 from __future__ import annotations
 
@@ -34,13 +44,7 @@ STORE: Signatures = {(cpp.CppTile2DKernel, "store"): ("self, name, index, value,
 
 @contextlib.contextmanager
 def right_scatters() -> Iterator[None]:
-    """Let C++ code for several threads add transposed values at the right addresses.
-
-    A loop over tiles has its place in the tile added to addresses twice where they depend on what was read: by the
-    store of a tile, and by the atomic addition that it calls. So `x.index_add(0, where, y.T[None])` writes to other
-    rows, or behind the tensor. Here such a store leaves it to the addition.
-    Source: https://github.com/pytorch/pytorch/issues/191837
-    """
+    """Let C++ code for several threads add transposed values at the right addresses; under `compile_lock`."""
     if "index_expr" not in vars(cpp.CppTile2DOverrides):  # then it is added once
         yield
         return
