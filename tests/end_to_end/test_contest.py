@@ -27,7 +27,6 @@ from apollo_compile.session.learner import MAX_REPLANS, OBSERVED_RUNS, SKIPPED_R
 from apollo_compile.session.model import CompiledModel
 from apollo_compile.store.history import Finding
 from apollo_compile.torch_bridge import whole
-from apollo_compile.torch_bridge.settings import current_settings
 from tests.end_to_end.marks import needs_two_cores
 from tests.end_to_end.models import TwoTowers, assert_same_training, train, two_tower_inputs
 
@@ -468,12 +467,3 @@ def test_a_graph_that_is_not_remembered_has_its_contest_alone(gone: int, tmp_pat
         files = sorted((tmp_path / "history").iterdir())
         assert len(files) >= 2
         files[gone].unlink()
-
-
-def test_a_setting_that_torch_gave_up_is_no_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Inductor compiles its variant with all of the user's settings; to read a deprecated one is a FutureWarning."""
-    (entry,) = (e for name, e in inductor_config._config.items() if name == "max_fusion_size")  # type: ignore[attr-defined]
-    monkeypatch.setattr(entry, "deprecated", True, raising=False)
-    settings = current_settings()
-    with inductor_config.patch(dict(settings)):
-        assert "max_fusion_size" not in settings and "fallback_random" in settings
