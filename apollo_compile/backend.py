@@ -17,16 +17,13 @@ from apollo_compile.distributed.ranks import find_ranks
 from apollo_compile.session.compile import GraphCompiler
 from apollo_compile.session.model import CompiledModel
 from apollo_compile.session.registry import register
+from apollo_compile.torch_bridge.cuda_private import reset_cuda_graphs
+from apollo_compile.torch_bridge.dynamo_graph import traced_tensors
+from apollo_compile.torch_bridge.frontend import compile_plainly, keep_with
 from apollo_compile.torch_bridge.graph_breaks import find_break
-from apollo_compile.torch_bridge.inductor import (
-    compile_plainly,
-    inductor_settings,
-    keep_with,
-    release_symbols_with,
-    reset_cuda_graphs,
-    storages_of,
-    traced_tensors,
-)
+from apollo_compile.torch_bridge.settings import inductor_settings
+from apollo_compile.torch_bridge.storages import storages_of
+from apollo_compile.torch_bridge.upstream_bugs.kept_symbols import release_symbols_with
 
 _graph_numbers: dict[Path | None, itertools.count[int]] = defaultdict(itertools.count)
 """Numbers of Dynamo graphs by dump directory, so that two compiles into two directories dump the same."""

@@ -31,7 +31,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from apollo_compile.device.profile import cpu_description
 from apollo_compile.tools.bench import machine_facts
-from apollo_compile.torch_bridge.inductor import compile_bodies, compile_with_inductor, interpret_whole
+from apollo_compile.torch_bridge.bodies import compile_bodies
+from apollo_compile.torch_bridge.frontend import compile_with_inductor
+from apollo_compile.torch_bridge.interpret import interpret_whole
 from apollo_compile.torch_bridge.onednn import LEAST_FLOPS, Matmul, find_matmuls, onednn_linear
 from benchmarks.run import batch_sizes, workloads
 from benchmarks.workloads import build

@@ -45,7 +45,7 @@ from apollo_compile.errors import MemoryQuotaError
 from apollo_compile.ir import BufferId, Lane, LaneId, Launch, Program
 from apollo_compile.json_form import to_json
 from apollo_compile.session import registry
-from apollo_compile.torch_bridge.inductor import compile_bodies
+from apollo_compile.torch_bridge.bodies import compile_bodies
 from apollo_compile.units import format_bytes, format_ns
 from benchmarks.gpu_busy import marker_records, profile_step
 from benchmarks.gpu_lanes import (

@@ -76,7 +76,7 @@ def trace_step(name: str) -> list[SegmentGraph]:
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
     from transformers.initialization import no_init_weights
 
-    from apollo_compile.torch_bridge.inductor import compile_with_inductor
+    from apollo_compile.torch_bridge.frontend import compile_with_inductor
     from benchmarks.workloads import assemble
 
     found: list[SegmentGraph] = []

@@ -383,7 +383,7 @@ def _left_in_eager(compiled: Sequence[CompiledModel], model: torch.nn.Module) ->
     A graph that only runs forward trains nothing, such as that of a mask, or of a compiled optimizer.
     """
     from apollo_compile.ir import Role
-    from apollo_compile.torch_bridge.inductor import storages_of
+    from apollo_compile.torch_bridge.storages import storages_of
 
     trains = [
         each

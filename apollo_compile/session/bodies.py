@@ -20,15 +20,10 @@ from apollo_compile.distributed.agreement import Commons
 from apollo_compile.ir import BodyId
 from apollo_compile.ir.text import format_count
 from apollo_compile.pipeline import Compilation
-from apollo_compile.torch_bridge.inductor import (
-    compile_bodies,
-    depends_on_units,
-    extract_body,
-    interpret_bodies,
-    may_choose_library,
-    real_tensors,
-)
+from apollo_compile.torch_bridge.bodies import compile_bodies, extract_body
+from apollo_compile.torch_bridge.interpret import interpret_bodies, real_tensors
 from apollo_compile.torch_bridge.onednn import Matmul, find_matmuls, give_to_onednn, libraries_in
+from apollo_compile.torch_bridge.settings import depends_on_units, may_choose_library
 
 _logger = logging.getLogger(__name__)
 

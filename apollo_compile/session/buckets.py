@@ -37,7 +37,7 @@ from concurrent.futures import Future
 from typing import Any, Generic, Protocol, TypeVar
 
 from apollo_compile.planner.apart import end_planning
-from apollo_compile.torch_bridge.inductor import Boundary
+from apollo_compile.torch_bridge.boundary import Boundary
 
 _logger = logging.getLogger(__name__)
 

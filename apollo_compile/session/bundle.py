@@ -23,7 +23,7 @@ import apollo_compile
 from apollo_compile.device.target import Contract
 from apollo_compile.ir import Role
 from apollo_compile.pipeline import Compilation
-from apollo_compile.torch_bridge.inductor import BundledBody
+from apollo_compile.torch_bridge.serialize import BundledBody
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -39,28 +39,17 @@ from apollo_compile.session.graph import CompiledGraph, has_free_plans
 from apollo_compile.session.model import CompiledModel
 from apollo_compile.session.planning import is_contested, log_summary, plan_graph, reason_to_fall_back, role_of
 from apollo_compile.session.restore import Restorer, is_for_both, replaced
-from apollo_compile.torch_bridge.inductor import (
-    Boundary,
-    Bundle,
-    Cache,
-    adopt_layouts,
-    clone_graph,
-    compile_again,
-    compile_plainly,
-    compile_whole,
-    compile_with_inductor,
-    compiler_complaint,
-    copy_of_dynamo_graph,
-    current_settings,
-    find_uncapturable,
-    interpret_whole,
-    is_for_dynamo,
-    report_output_strides,
-    set_aside,
-    user_outputs,
-    with_settings,
-    written_inputs,
-)
+from apollo_compile.torch_bridge.aot_cache import Bundle, Cache
+from apollo_compile.torch_bridge.aot_graph import clone_graph, user_outputs, written_inputs
+from apollo_compile.torch_bridge.boundary import Boundary, set_aside
+from apollo_compile.torch_bridge.cuda_private import find_uncapturable
+from apollo_compile.torch_bridge.cxx_compiler import compiler_complaint
+from apollo_compile.torch_bridge.dynamo_graph import copy_of_dynamo_graph
+from apollo_compile.torch_bridge.frontend import compile_plainly, compile_with_inductor, is_for_dynamo
+from apollo_compile.torch_bridge.interpret import interpret_whole
+from apollo_compile.torch_bridge.layouts import adopt_layouts, report_output_strides
+from apollo_compile.torch_bridge.settings import current_settings, with_settings
+from apollo_compile.torch_bridge.whole import compile_again, compile_whole
 
 _logger = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ from apollo_compile.session.buckets import GraphFamily, at_once
 from apollo_compile.session.graph import CompiledGraph
 from apollo_compile.session.model import CompiledModel
 from apollo_compile.session.planning import log_summary
-from apollo_compile.torch_bridge.inductor import Boundary
+from apollo_compile.torch_bridge.boundary import Boundary
 
 _logger = logging.getLogger(__name__)
 

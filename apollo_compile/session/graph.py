@@ -27,7 +27,7 @@ from apollo_compile.session.buckets import at_once
 from apollo_compile.session.learner import Learner
 from apollo_compile.session.variants import Variants
 from apollo_compile.session.warm_start import are_numbers_fixed
-from apollo_compile.torch_bridge.inductor import Boundary
+from apollo_compile.torch_bridge.boundary import Boundary
 
 _logger = logging.getLogger(__name__)
 

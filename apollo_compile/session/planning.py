@@ -25,7 +25,7 @@ from apollo_compile.pipeline import Compilation, compile_capture
 from apollo_compile.session.warm_start import may_be_contested
 from apollo_compile.store.history import Finding
 from apollo_compile.store.plan_file import FILE_NAME, save_plan
-from apollo_compile.torch_bridge.inductor import trace_artifact
+from apollo_compile.torch_bridge.structured_trace import trace_artifact
 from apollo_compile.units import format_ns
 
 _logger = logging.getLogger(__name__)

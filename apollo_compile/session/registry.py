@@ -13,7 +13,7 @@ import torch
 from apollo_compile.ir import Variant
 from apollo_compile.reports.report import Stage
 from apollo_compile.session.model import CompiledModel
-from apollo_compile.torch_bridge.inductor import storages_of
+from apollo_compile.torch_bridge.storages import storages_of
 
 _models: weakref.WeakValueDictionary[int, CompiledModel] = weakref.WeakValueDictionary()
 """Compiled models by age; each lives as long as Dynamo keeps the function that was compiled for it."""

@@ -26,17 +26,17 @@ from apollo_compile.session.bundle import FallbackBundle, SegmentsBundle, WholeB
 from apollo_compile.session.graph import CompiledGraph
 from apollo_compile.session.model import CompiledModel
 from apollo_compile.session.planning import log_summary, reason_to_fall_back
-from apollo_compile.torch_bridge.inductor import (
+from apollo_compile.torch_bridge.compile_scope import shared_kwargs
+from apollo_compile.torch_bridge.serialize import (
     bundle_body,
     bundle_code,
     bundle_graph,
-    compile_again,
-    current_settings,
-    shared_kwargs,
     unbundle_body,
     unbundle_code,
     unbundle_graph,
 )
+from apollo_compile.torch_bridge.settings import current_settings
+from apollo_compile.torch_bridge.whole import compile_again
 
 _logger = logging.getLogger(__name__)
 

@@ -26,7 +26,10 @@ from apollo_compile.ir import Capture, Partition, Variant, Verdict
 from apollo_compile.pipeline import Compilation
 from apollo_compile.session.bundle import cache_key
 from apollo_compile.store.history import Finding, History, circumstances, key_of
-from apollo_compile.torch_bridge.inductor import compiler_settings, has_custom_operator, may_cache, module_paths
+from apollo_compile.torch_bridge.aot_cache import may_cache
+from apollo_compile.torch_bridge.aot_graph import has_custom_operator
+from apollo_compile.torch_bridge.dynamo_graph import module_paths
+from apollo_compile.torch_bridge.settings import compiler_settings
 
 _logger = logging.getLogger(__name__)
 

@@ -398,7 +398,7 @@ def _problem_of(module: str) -> str | None:
 
 def _handles_problem() -> str | None:
     try:
-        from apollo_compile.torch_bridge.inductor import tensor_api
+        from apollo_compile.torch_bridge.handles import tensor_api
 
         tensor_api()
     except Exception as error:  # whatever torch's private parts raise, it is a finding
@@ -412,7 +412,8 @@ def _body_problem() -> str | None:
         import torch
         from torch.fx.experimental.proxy_tensor import make_fx
 
-        from apollo_compile.torch_bridge.inductor import check_overrides, compile_bodies
+        from apollo_compile.torch_bridge.bodies import compile_bodies
+        from apollo_compile.torch_bridge.overrides import check_overrides
 
         check_overrides()
         graph = make_fx(lambda x: (x.sin() + 1,), tracing_mode="fake")(torch.ones(64))

@@ -40,13 +40,10 @@ from apollo_compile.reports.summary import GraphSummary, WhatIf, summarize
 from apollo_compile.session.planning import plan_graph, reason_to_fall_back, role_of
 from apollo_compile.tools.targets import tensors_of
 from apollo_compile.tools.what_if import PROFILES, what_if
+from apollo_compile.torch_bridge.frontend import compile_with_inductor
 from apollo_compile.torch_bridge.graph_breaks import find_break
-from apollo_compile.torch_bridge.inductor import (
-    adopt_layouts,
-    compile_with_inductor,
-    inductor_settings,
-    with_settings,
-)
+from apollo_compile.torch_bridge.layouts import adopt_layouts
+from apollo_compile.torch_bridge.settings import inductor_settings, with_settings
 
 Progress = Callable[[str], None]
 

@@ -229,7 +229,7 @@ class Libraries:
     def choose(self, cases: Iterable[tuple[Matmul, int]]) -> set[tuple[Matmul, int]]:
         """Return for which products and numbers of cores oneDNN is faster; what is not known is measured.
 
-        It may be in the midst of a compile, if `inductor.real_tensors` is around it.
+        It may be in the midst of a compile, if `interpret.real_tensors` is around it.
         """
         chosen, changed = set(), set()
         with _lock:

@@ -25,7 +25,7 @@ from apollo_compile.ir import CostSource, Variant
 from apollo_compile.reports.summary import summarize
 from apollo_compile.session import planning, registry
 from apollo_compile.session.learner import MAX_REPLANS, OBSERVED_RUNS, SKIPPED_RUNS
-from apollo_compile.torch_bridge.inductor import compiler_settings
+from apollo_compile.torch_bridge.settings import compiler_settings
 from tests.end_to_end.marks import needs_two_cores
 from tests.end_to_end.models import (
     NEVER_AS_LONG_NS,

@@ -26,7 +26,7 @@ from apollo_compile.session.comparison import MAX_ROUNDS, MAX_STEPS_PER_TURN, MI
 from apollo_compile.session.learner import MAX_REPLANS, OBSERVED_RUNS, SKIPPED_RUNS
 from apollo_compile.session.model import CompiledModel
 from apollo_compile.store.history import Finding
-from apollo_compile.torch_bridge import inductor
+from apollo_compile.torch_bridge import whole
 from tests.end_to_end.marks import needs_two_cores
 from tests.end_to_end.models import TwoTowers, assert_same_training, train, two_tower_inputs
 
@@ -353,7 +353,7 @@ def test_inductors_version_comes_from_its_cache() -> None:
 def test_inductors_version_is_compiled_with_the_settings_of_the_bodies(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which the user may have changed for the first call alone."""
     seen = []
-    compile_fx_inner = inductor.compile_fx_inner
+    compile_fx_inner = whole.compile_fx_inner
 
     def watch(*args: Any, **kwargs: Any) -> Any:
         seen.append(inductor_config.emulate_precision_casts)
@@ -361,7 +361,7 @@ def test_inductors_version_is_compiled_with_the_settings_of_the_bodies(monkeypat
 
     with inductor_config.patch(emulate_precision_casts=True):
         _, _, found = compiled_towers()
-    monkeypatch.setattr(inductor, "compile_fx_inner", watch)
+    monkeypatch.setattr(whole, "compile_fx_inner", watch)
     for graph in found.graphs:
         graph.prepare()
     assert seen == [True, True] and not inductor_config.emulate_precision_casts
@@ -467,12 +467,3 @@ def test_a_graph_that_is_not_remembered_has_its_contest_alone(gone: int, tmp_pat
         files = sorted((tmp_path / "history").iterdir())
         assert len(files) >= 2
         files[gone].unlink()
-
-
-def test_a_setting_that_torch_gave_up_is_no_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Inductor compiles its variant with all of the user's settings; to read a deprecated one is a FutureWarning."""
-    (entry,) = (e for name, e in inductor_config._config.items() if name == "max_fusion_size")  # type: ignore[attr-defined]
-    monkeypatch.setattr(entry, "deprecated", True, raising=False)
-    settings = inductor.current_settings()
-    with inductor_config.patch(dict(settings)):
-        assert "max_fusion_size" not in settings and "fallback_random" in settings

@@ -23,7 +23,7 @@ from apollo_compile.ir import Role
 from apollo_compile.pipeline import Compilation
 from apollo_compile.session import compile as session_compile
 from apollo_compile.session import registry
-from apollo_compile.torch_bridge import inductor
+from apollo_compile.torch_bridge import bodies, joint_passes
 from tests.end_to_end.marks import needs_two_cores
 from tests.end_to_end.models import STRICT, TwoTowers, assert_same_training, train, two_tower_inputs
 
@@ -118,14 +118,14 @@ def test_modes_and_options_of_inductor_reach_what_falls_back(no_caches: None) ->
 def test_modes_and_options_of_inductor_reach_the_bodies_of_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a backward that is compiled later as well, when the call that set them is long over."""
     seen = []
-    compile_fx_inner = inductor.compile_fx_inner
+    compile_fx_inner = bodies.compile_fx_inner
 
     def watch(*args: Any, **kwargs: Any) -> Any:
         settings = inductor_config.max_autotune, inductor_config.coordinate_descent_tuning, inductor_config.cpp.simdlen
         seen.append((kwargs.get("is_backward", False), *settings))
         return compile_fx_inner(*args, **kwargs)
 
-    monkeypatch.setattr(inductor, "compile_fx_inner", watch)
+    monkeypatch.setattr(bodies, "compile_fx_inner", watch)
     options = {**STRICT, "plan.remember": False, "inductor.cpp.simdlen": 1, "inductor.max_autotune": False}
     options["mode"] = "max-autotune-no-cudagraphs"
     model, inputs = TwoTowers(), two_tower_inputs()
@@ -235,7 +235,7 @@ def test_an_error_in_tracing_with_our_settings_is_no_end_of_training(
     def fail(*args: object) -> None:
         raise ValueError("a defect")
 
-    monkeypatch.setattr(inductor, "keep_reads", fail)
+    monkeypatch.setattr(joint_passes, "keep_reads", fail)
     model = Product()
     x = a_batch(model)
     loss = lambda run: run(x).square().mean()  # noqa: E731

@@ -26,7 +26,8 @@ from apollo_compile.session import bodies as session_bodies
 from apollo_compile.session import registry
 from apollo_compile.store.history import MAX_AGE_S
 from apollo_compile.torch_bridge import onednn
-from apollo_compile.torch_bridge.inductor import compile_bodies, may_choose_library, real_tensors
+from apollo_compile.torch_bridge.bodies import compile_bodies
+from apollo_compile.torch_bridge.interpret import real_tensors
 from apollo_compile.torch_bridge.onednn import (
     LEAST_FLOPS,
     MARGIN,
@@ -37,6 +38,7 @@ from apollo_compile.torch_bridge.onednn import (
     find_matmuls,
     give_to_onednn,
 )
+from apollo_compile.torch_bridge.settings import may_choose_library
 from tests.end_to_end.marks import needs_two_cores
 from tests.end_to_end.models import TwoTowers, two_tower_inputs
 

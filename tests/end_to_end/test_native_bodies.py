@@ -22,7 +22,8 @@ from apollo_compile.device.target import CompiledBody
 from apollo_compile.errors import UnsupportedGraphError
 from apollo_compile.session import bodies as session_bodies
 from apollo_compile.session import registry
-from apollo_compile.torch_bridge.inductor import check_overrides, compile_bodies
+from apollo_compile.torch_bridge.bodies import compile_bodies
+from apollo_compile.torch_bridge.overrides import check_overrides
 from tests.end_to_end.models import STRICT, TwoTowers, assert_same_training, train, two_tower_inputs
 
 OVERRIDDEN: list[tuple[type, str]] = [

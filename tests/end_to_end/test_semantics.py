@@ -13,7 +13,7 @@ from torch import nn
 
 from apollo_compile.errors import RuntimeClosedError
 from apollo_compile.session import registry
-from apollo_compile.torch_bridge import inductor
+from apollo_compile.torch_bridge import bodies, whole
 from tests.end_to_end.models import STRICT, Training, TwoTowers, assert_same_training, train, two_tower_inputs
 
 APOLLO = {"backend": "apollo", "options": STRICT}
@@ -55,7 +55,8 @@ def test_eager_bodies_need_no_compiler_and_draw_as_eager_draws(monkeypatch: pyte
     def refuse(*args: object, **kwargs: object) -> None:
         raise AssertionError("something was compiled")
 
-    monkeypatch.setattr(inductor, "compile_fx_inner", refuse)
+    for file in (bodies, whole):
+        monkeypatch.setattr(file, "compile_fx_inner", refuse)
     torch.manual_seed(0)
     model = TwoTowers(dropout=0.3)
     inputs = two_tower_inputs()

@@ -22,7 +22,7 @@ from apollo_compile.ir import Variant
 from apollo_compile.session import bodies, registry, restore
 from apollo_compile.session import compile as session_compile
 from apollo_compile.session.model import CompiledModel
-from apollo_compile.torch_bridge.inductor import BundledBody, bundle_body
+from apollo_compile.torch_bridge.serialize import BundledBody, bundle_body
 from tests.end_to_end.marks import needs_two_cores
 from tests.end_to_end.models import STRICT, TwoTowers, assert_same_training, train, two_tower_inputs
 

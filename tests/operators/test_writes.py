@@ -13,7 +13,6 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from apollo_compile.operators.writes import READ_ONLY, frees_storage, written_by
 from apollo_compile.passes.capture import TORCH_NAMESPACES
-from apollo_compile.torch_bridge.inductor import find_uncapturable, writes_inputs, written_inputs
 
 if torch.distributed.is_available():
     import torch.distributed.fsdp._fully_shard._fsdp_collectives  # registers the operators of FSDP
@@ -115,23 +114,3 @@ def test_memory_is_freed_by_a_size_of_zero_or_one_that_is_not_known() -> None:
     x, size = _inputs(2)
     resize = inductor.resize_storage_bytes_.default
     assert [frees_storage(_call(resize, x, value)) for value in (0, size, 16)] == [True, True, False]
-
-
-def test_a_graph_that_resizes_an_input_writes_to_it_and_is_not_for_a_cuda_graph() -> None:
-    """A replay would read where the memory was."""
-
-    def free(x: Any, y: Any) -> Any:
-        result = x + y
-        inductor.resize_storage_bytes_(y, 0)
-        return result
-
-    def add(x: Any, y: Any) -> Any:
-        return x + y
-
-    freeing, adding = (make_fx(function)(torch.ones(4), torch.ones(4)) for function in (free, add))
-    assert writes_inputs(freeing)
-    assert written_inputs(freeing) == {1}
-    assert find_uncapturable(freeing) == "inductor.resize_storage_bytes_.default"
-    assert not writes_inputs(adding)
-    assert written_inputs(adding) == frozenset()
-    assert find_uncapturable(adding) is None

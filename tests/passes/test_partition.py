@@ -27,7 +27,9 @@ from apollo_compile.ir import (
 from apollo_compile.ir.check import check_capture, check_partition
 from apollo_compile.passes.capture import capture_graph
 from apollo_compile.passes.partition import layer_of, partition_graph
-from apollo_compile.torch_bridge.inductor import compile_with_inductor, extract_body, report_output_strides
+from apollo_compile.torch_bridge.bodies import extract_body
+from apollo_compile.torch_bridge.frontend import compile_with_inductor
+from apollo_compile.torch_bridge.layouts import report_output_strides
 from tests.end_to_end.models import Tower, TwoTowers
 
 aten = torch.ops.aten

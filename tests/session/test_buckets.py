@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from apollo_compile.session import buckets
 from apollo_compile.session.buckets import FIRST_PATIENCE, MAX_BUCKETS, GraphFamily, bucket_of, in_background
-from apollo_compile.torch_bridge.inductor import Boundary
+from apollo_compile.torch_bridge.boundary import Boundary
 
 BOUNDARY = Boundary(
     objects=(),

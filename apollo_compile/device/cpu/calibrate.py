@@ -59,7 +59,7 @@ from apollo_compile.ir import (
 from apollo_compile.passes.emit import emit_program
 from apollo_compile.passes.memory import plan_memory
 from apollo_compile.passes.sync import eliminate_syncs
-from apollo_compile.torch_bridge.inductor import compile_bodies
+from apollo_compile.torch_bridge.bodies import compile_bodies
 from apollo_compile.units import NS_PER_S
 
 Call: TypeAlias = Callable[[], object]

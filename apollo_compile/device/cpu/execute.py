@@ -38,7 +38,7 @@ from apollo_compile.ir import (
     Trace,
     Wait,
 )
-from apollo_compile.torch_bridge.inductor import (
+from apollo_compile.torch_bridge.handles import (
     error_text_address,
     from_handles,
     prepare_lane_thread,

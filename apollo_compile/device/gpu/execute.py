@@ -42,7 +42,7 @@ from apollo_compile.device.gpu.quota import LaneMemory, account
 from apollo_compile.device.target import CompiledBody, Contract
 from apollo_compile.errors import MemoryQuotaError, UnsupportedGraphError
 from apollo_compile.ir import BodyId, LaneId, Launch, Observations, Program, Role, SegmentGraph, SegmentId, Trace
-from apollo_compile.torch_bridge.inductor import count_uses, storage_handles
+from apollo_compile.torch_bridge.storages import count_uses, storage_handles
 
 _logger = logging.getLogger(__name__)
 

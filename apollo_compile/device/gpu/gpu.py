@@ -20,7 +20,7 @@ from apollo_compile import _native
 from apollo_compile.device.lanes import atom_borders
 from apollo_compile.errors import CudaError
 from apollo_compile.ir import Lane, LaneId
-from apollo_compile.torch_bridge.inductor import clear_workspaces, units_left_out
+from apollo_compile.torch_bridge.cuda_private import clear_workspaces, units_left_out
 from apollo_compile.units import NS_PER_MS
 
 Stream = Any

@@ -25,7 +25,7 @@ from apollo_compile.session import bodies as session_bodies
 from apollo_compile.session.compile import GraphCompiler
 from apollo_compile.session.model import CompiledModel
 from apollo_compile.session.procedure import SHARED_VARIANTS
-from apollo_compile.torch_bridge.inductor import compile_with_inductor, keep_with
+from apollo_compile.torch_bridge.frontend import compile_with_inductor, keep_with
 from tests.device.gpu.fake_gpu import FakeGpu
 from tests.end_to_end.models import Tower, TwoTowers, assert_same_training, train, two_tower_inputs
 

@@ -13,8 +13,9 @@ from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch._inductor import utils as inductor_utils
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from apollo_compile.torch_bridge import inductor
-from apollo_compile.torch_bridge.inductor import compile_bodies, units_left_out
+from apollo_compile.torch_bridge import bodies, cuda_private
+from apollo_compile.torch_bridge.bodies import compile_bodies
+from apollo_compile.torch_bridge.cuda_private import units_left_out
 
 
 def left_out() -> int | None:
@@ -60,7 +61,7 @@ def test_threads_with_different_quotas_do_not_mix_them() -> None:
 def test_a_compile_is_told_of_its_units_and_keeps_nobody_from_launching(monkeypatch: pytest.MonkeyPatch) -> None:
     """Inductor asks on the thread that compiles; others are told of theirs meanwhile, whatever these are."""
     seen: list[tuple[int, int | None]] = []
-    own = inductor._output_layouts
+    own = bodies.output_layouts
 
     def launch() -> None:
         with units_left_out(8):
@@ -75,13 +76,13 @@ def test_a_compile_is_told_of_its_units_and_keeps_nobody_from_launching(monkeypa
         return own(piece)
 
     monkeypatch.setattr(inductor_utils, "get_max_num_sms", lambda: 132)
-    monkeypatch.setattr(inductor, "_output_layouts", look)
+    monkeypatch.setattr(bodies, "output_layouts", look)
     piece = make_fx(lambda x: (x.sin() + 1,), tracing_mode="fake")(torch.ones(8))
     fakes = [node.meta["val"] for node in piece.graph.find_nodes(op="placeholder")]
     with tracing(TracingContext(detect_fake_mode(fakes))):
         compile_bodies([("piece", piece, fakes)], native=False, units=64, left_out=68, graph_id=0, is_inference=True)
     assert seen == [(64, 68), (124, 8)]
-    assert left_out() is None and torch._C._get_sm_carveout_experimental is inductor._get_left_out
+    assert left_out() is None and torch._C._get_sm_carveout_experimental is cuda_private._get_left_out
 
 
 def test_code_for_one_quota_is_not_used_for_another(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

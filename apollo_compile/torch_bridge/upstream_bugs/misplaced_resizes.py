@@ -1,4 +1,4 @@
-"""Resizes of storages in the graph of a program that frees and allocates memory by itself.
+"""Resizes of storages that AOTAutograd applies to another tensor than the program did.
 
     settle_resizes(graph)    in place, on a graph after AOTAutograd and before Inductor's passes
 

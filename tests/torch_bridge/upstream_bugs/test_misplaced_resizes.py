@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch._inductor.inductor_prims
 from torch import Tensor, fx
+from torch._dynamo.backends.common import aot_autograd
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from apollo_compile.torch_bridge.upstream_bugs.resizes import settle_resizes
+from apollo_compile.torch_bridge.upstream_bugs.misplaced_resizes import settle_resizes
+from tests.torch_bridge.upstream_bugs.defects import assert_as_listed
 
 aten = torch.ops.aten
 resize = torch.ops.inductor.resize_storage_bytes_
@@ -91,3 +94,29 @@ def test_what_the_graph_made_is_not_resized() -> None:
         return made.new_ones(4)
 
     assert _story(_settled(use)) == ["y_1 = clone"]
+
+
+def test_torch_frees_the_value_instead_of_the_input() -> None:
+    """It copies it into the input afterwards; to run such a graph would crash."""
+    found: list[fx.Graph] = []
+
+    def keep(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., list[Tensor]]:
+        found.append(graph_module.graph)
+        return lambda *inputs: [torch.zeros(4, 4)]
+
+    def fill_use_and_free(weight: Tensor, full: Tensor, x: Tensor) -> Tensor:
+        weight.untyped_storage().resize_(SIZE)
+        weight.copy_(full)
+        result = x @ weight
+        weight.untyped_storage().resize_(0)
+        return result
+
+    weight = torch.empty(4, 4)
+    weight.untyped_storage().resize_(0)
+    backend = aot_autograd(fw_compiler=keep, keep_inference_input_mutations=True)
+    with torch.no_grad():
+        torch.compile(fill_use_and_free, backend=backend)(weight, torch.ones(4, 4), torch.ones(4, 4))
+    (graph,) = found
+    resized = [node.args[0] for node in graph.find_nodes(op="call_function", target=resize.default)]
+    assert resized
+    assert_as_listed("misplaced_resizes.py", is_there=any(value.op != "placeholder" for value in resized))

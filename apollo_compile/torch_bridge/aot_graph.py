@@ -1,0 +1,75 @@
+"""Graphs after AOTAutograd: a copy, and questions about outputs, writes and custom operators.
+
+    clone_graph(graph)              copy of the nodes, since Inductor changes the graph that it compiles
+    outputs_of(graph)               what the output node returns
+    user_outputs(graph)             positions of the outputs that outlive the next run
+    writes_inputs(graph)            whether it mutates what it is given
+    written_inputs(graph)           positions of the inputs that it mutates
+    has_custom_operator(graph)      whether an operator may be written in Python
+
+Such a graph is functional but for `copy_` into its inputs at its end, and for resizes of storages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx._lazy_graph_module import _LazyGraphModule
+
+from apollo_compile.operators.writes import written_by
+from apollo_compile.passes.capture import TORCH_NAMESPACES
+from apollo_compile.torch_bridge.onednn import is_linear
+
+
+def clone_graph(piece: fx.GraphModule) -> fx.GraphModule:
+    """Return a copy of the nodes; Inductor changes the graph that it compiles."""
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in piece.graph.nodes:
+        copies[node] = graph.node_copy(node, lambda original: copies[original])
+    return _LazyGraphModule(piece, graph)  # its code is made when it is asked for, and stays in `linecache` for ever
+
+
+def outputs_of(graph_module: fx.GraphModule) -> Sequence[Any]:
+    """Return what the graph returns: nodes and constants."""
+    return graph_module.graph.output_node().args[0]  # type: ignore[return-value]
+
+
+def user_outputs(graph_module: fx.GraphModule) -> frozenset[int]:
+    """Return the positions of the outputs that outlive the next run; all of them where nothing says which."""
+    visible = graph_module.graph.output_node().meta.get("user_visible_output_idxs")
+    return frozenset(range(len(outputs_of(graph_module))) if visible is None else visible)
+
+
+def writes_inputs(graph_module: fx.GraphModule) -> bool:
+    """Whether the graph writes into its inputs."""
+    return any(map(written_by, graph_module.graph.nodes))
+
+
+def written_inputs(graph_module: fx.GraphModule) -> frozenset[int] | None:
+    """Return the positions of the inputs that the graph writes to; None where it also writes to something else.
+
+    After AOTAutograd a graph writes to its inputs themselves, at its end, and to nothing else.
+    """
+    placeholders = {node: index for index, node in enumerate(graph_module.graph.find_nodes(op="placeholder"))}
+    written = {value for node in graph_module.graph.nodes for value in written_by(node)}
+    return frozenset(map(placeholders.__getitem__, written)) if written <= placeholders.keys() else None
+
+
+def has_custom_operator(graph_module: fx.GraphModule) -> bool:
+    """Whether an operator, of graphs inside too, may be written in Python.
+
+    The Python wrapper passes its exceptions on as themselves, and no key of a cache holds what it does.
+    """
+    graphs = (module.graph for module in graph_module.modules() if isinstance(module, fx.GraphModule))
+    return any(_is_custom(node.target) for graph in graphs for node in graph.nodes)
+
+
+def _is_custom(target: Any) -> bool:
+    if isinstance(target, torch._ops.OpOverloadPacket):
+        target = getattr(target, target.overloads()[0])  # type: ignore[no-untyped-call]
+    is_foreign = isinstance(target, torch._ops.OpOverload) and target.namespace not in TORCH_NAMESPACES
+    return is_foreign and not is_linear(target)

@@ -1,0 +1,168 @@
+"""What a graph takes and returns besides tensors: objects that only pass through, and sizes.
+
+    set_aside(graph, ...) -> graph of tensors only, and its Boundary
+    Boundary.take, Boundary.give        around each call: objects and sizes out of the inputs, and back into the outputs
+    with_numbers(function, fakes)       the other side: a body's sizes are tensors without dimensions again
+
+Lanes hand tensors over, and nothing else. So an object is left out of the graph and put back behind it, and a size
+goes through as a tensor without dimensions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+from torch._library.fake_class_registry import FakeScriptObject
+from torch.utils._sympy.printers import PythonPrinter
+
+from apollo_compile.errors import UnsupportedGraphError
+from apollo_compile.torch_bridge.aot_graph import clone_graph, outputs_of
+
+
+@dataclass(frozen=True, slots=True)
+class Boundary:
+    """What a graph takes and returns besides tensors.
+
+    Objects that it only returns, as DTensor's device meshes, are left out of it. Sizes, which are integers, go through
+    it as tensors without dimensions, since buffers hold tensors; those that it returns are computed from those that it
+    takes.
+    """
+
+    objects: tuple[int, ...]
+    """Positions of the inputs that are objects, ascending."""
+    returned: tuple[tuple[int, int], ...]
+    """Positions of outputs that are objects, and of the inputs that are returned there."""
+    numbers: tuple[int, ...]
+    """Positions of the inputs that are sizes."""
+    symbols: tuple[tuple[str, int], ...]
+    """Names of the symbols in the graph's shapes, and the positions of the inputs that give them."""
+    traced: tuple[int, ...]
+    """What they were when the graph was traced."""
+    computed: tuple[tuple[int, Callable[..., Any]], ...]
+    """Positions of outputs that are numbers, and what computes them from the values of `symbols`, in their order."""
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """What the symbols were when the graph was traced, by name."""
+        return {name: size for (name, _), size in zip(self.symbols, self.traced, strict=True)}
+
+    def take(self, inputs: list[Any]) -> dict[int, Any]:
+        """Leave tensors in the inputs of a call, and return what else was there by position."""
+        taken = {position: inputs[position] for position in (*self.objects, *self.numbers)}
+        for position in self.numbers:
+            inputs[position] = torch.tensor(inputs[position], dtype=torch.int64, device="cpu")
+        for position in reversed(self.objects):
+            del inputs[position]
+        return taken
+
+    def give(self, outputs: Sequence[Any], taken: Mapping[int, Any]) -> list[Any]:
+        """Return the outputs with objects and sizes put back."""
+        complete = list(outputs)
+        for output, position in self.returned:
+            complete[output] = taken[position]
+        sizes = [taken[position] for _, position in self.symbols]
+        for output, compute in self.computed:
+            complete[output] = compute(*sizes)
+        return complete
+
+
+def set_aside(
+    graph_module: fx.GraphModule, example_inputs: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[fx.GraphModule, list[Any], dict[str, Any], Boundary] | None:
+    """Return a graph that returns tensors only, what belongs to it, and what is between it and its callers.
+
+    None if it takes tensors only. An object that an operator uses stays: that graph is not for lanes.
+    """
+    placeholders = graph_module.graph.find_nodes(op="placeholder")
+    values = [node.meta.get("val") for node in placeholders]
+    objects = {
+        node: position
+        for position, (node, value) in enumerate(zip(placeholders, values, strict=True))
+        if isinstance(value, FakeScriptObject) and all(user.op == "output" for user in node.users)
+    }
+    numbers = tuple(position for position, value in enumerate(values) if isinstance(value, torch.SymInt))
+    if not objects and not numbers:
+        return None
+    positions: dict[Any, int] = {}
+    for position in numbers:
+        if values[position].node.expr.is_Symbol and values[position].node.has_hint():
+            positions.setdefault(values[position].node.expr, position)
+    outputs = list(enumerate(outputs_of(graph_module)))
+    sizes = [(place, node.meta["val"]) for place, node in outputs if _is_number(node)]
+    piece = clone_graph(graph_module)
+    copies = piece.graph.find_nodes(op="placeholder")
+    output_node = piece.graph.output_node()
+    returned = list(outputs_of(piece))
+    for place, _ in sizes:
+        returned[place] = None
+    output_node.args = (tuple(returned),)
+    for position in objects.values():
+        copies[position].replace_all_uses_with(None)
+        piece.graph.erase_node(copies[position])
+    boundary = Boundary(
+        objects=tuple(objects.values()),
+        returned=tuple((place, objects[value]) for place, value in outputs if value in objects),
+        numbers=numbers,
+        symbols=tuple((str(symbol), position) for symbol, position in positions.items()),
+        traced=tuple(values[position].node.hint for position in positions.values()),
+        computed=tuple((place, _compute(size, positions, values)) for place, size in sizes),
+    )
+    gone = boundary.objects
+    kept = [position for position in range(len(placeholders)) if position not in gone]
+    static = [kept.index(position) for position in kwargs.get("static_input_idxs") or () if position not in gone]
+    inputs = [example_inputs[position] for position in kept]
+    return piece, inputs, {**kwargs, "static_input_idxs": static}, boundary
+
+
+def _is_number(node: Any) -> bool:
+    symbolic = torch.SymInt | torch.SymFloat | torch.SymBool
+    return isinstance(node, fx.Node) and isinstance(node.meta.get("val"), symbolic)
+
+
+def _compute(number: Any, positions: Mapping[Any, int], values: Sequence[Any]) -> Callable[..., Any]:
+    """Return a function of the symbols in `positions` that computes a symbolic number.
+
+    Arguments:
+        number: as it was traced.
+        positions: of the symbols among the inputs.
+        values: the inputs, as they were traced.
+
+    Raises:
+        UnsupportedGraphError: the number depends on something else, or on a function that has no form in Python.
+    """
+    expr = number.node.expr
+    unknown = expr.free_symbols - positions.keys()
+    if unknown:
+        names = ", ".join(sorted(map(str, unknown)))
+        raise UnsupportedGraphError(f"the graph returns the number {expr}, and none of its inputs says what {names} is")
+    try:
+        names_in_code = {"math": math, "torch": torch}
+        compute = sympy.lambdify(list(positions), expr, modules=[names_in_code], printer=PythonPrinter, cse=False)
+        is_right = compute(*(values[position].node.hint for position in positions.values())) == number.node.hint
+    except Exception as error:
+        raise UnsupportedGraphError(
+            f"the graph returns the number {expr}, which Python cannot compute: {error}"
+        ) from error
+    if not is_right:
+        raise UnsupportedGraphError(f"the graph returns the number {expr}, which Python computes otherwise than torch")
+    return compute  # type: ignore[no-any-return]
+
+
+def with_numbers(function: Callable[[list[Any]], Sequence[Any]], fakes: Sequence[Any]) -> Callable[..., Any]:
+    """Return `function` with tensors for its sizes; those are at the positions where `fakes` are symbolic integers."""
+    numbers = [position for position, fake in enumerate(fakes) if isinstance(fake, torch.SymInt)]
+    if not numbers:
+        return function
+
+    def call(inputs: list[Any]) -> Sequence[Any]:
+        for position in numbers:
+            inputs[position] = int(inputs[position])
+        return function(inputs)
+
+    return call

@@ -1,0 +1,40 @@
+"""Whether an error says that no C++ code can be made on this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch._inductor.config as inductor_config
+from torch._inductor import exc
+
+
+def compiler_complaint(error: BaseException) -> str | None:
+    """Return a line about what keeps C++ code from being made, if `error` says so; None if not.
+
+    There is no compiler, or it failed, or what it reads could not be written, as on a disk that is full or read-only.
+    """
+    seen: BaseException | None = error
+    is_cause = True  # else it may have been dealt with before the error came
+    while seen is not None:
+        match seen:
+            case exc.InvalidCxxCompiler():
+                return str(seen)
+            case exc.CppCompileError():
+                lines = [line.strip() for line in seen.output.splitlines() if line.strip()] or ["no output"]
+                told = next((line for line in lines if "error" in line.lower()), lines[-1])
+                return f"{seen.cmd[0]} failed: {told}"
+            case PermissionError(filename=str(name)) if name in _compilers():
+                return f"{name} is not executable"
+            case OSError() if is_cause:
+                return f"{type(seen).__name__}: {seen}"
+        cause = getattr(seen, "inner_exception", None) or seen.__cause__
+        is_cause = is_cause and cause is not None
+        seen = cause or seen.__context__
+    return None
+
+
+def _compilers() -> Sequence[Any]:
+    """Return the names under which Inductor looks for a C++ compiler."""
+    names = inductor_config.cpp.cxx
+    return names if isinstance(names, list | tuple) else [names]

@@ -1,0 +1,93 @@
+"""Graphs that run without a compiler: one operator called after the other, under the GIL.
+
+    interpret_bodies(pieces)        bodies of segments
+    interpret_whole(graph)          a graph, as AOTAutograd calls a compiled one
+    real_tensors()                  compute in the midst of a compile
+
+Results are those of the compiled graph: the same random numbers for a seed, the strides that were traced, and tensors
+without gradients.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._guards import TracingContext
+from torch._inductor import inductor_prims
+from torch._inductor.fx_passes.post_grad import view_to_reshape
+from torch.fx.graph import _BoxedCodeGen
+from torch.utils._python_dispatch import _disable_current_modes
+
+from apollo_compile.device.target import CompiledBody
+from apollo_compile.torch_bridge.boundary import with_numbers
+from apollo_compile.torch_bridge.layouts import report_output_strides
+
+
+def interpret_bodies(pieces: Sequence[tuple[str, fx.GraphModule, Sequence[Any]]]) -> tuple[CompiledBody, ...]:
+    """Return bodies that call the operators of pieces one by one, under the GIL; nothing is compiled."""
+    return tuple(CompiledBody(function=with_numbers(_interpret(piece), fakes)) for _, piece, fakes in pieces)
+
+
+def interpret_whole(graph_module: fx.GraphModule) -> Callable[[list[Any]], Sequence[Any]]:
+    """Return what calls the operators of a post-AOT graph one by one, as AOTAutograd calls a compiled graph."""
+    context = TracingContext.try_get()
+    if context is not None and context.output_strides:
+        context.output_strides.clear()  # a compiler that failed may have come so far
+    report_output_strides(graph_module)
+    run = _interpret(graph_module)
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
+
+
+@contextlib.contextmanager
+def real_tensors() -> Iterator[None]:
+    """Let what is called inside compute, on tensors that have memory: in the midst of a compile they would not."""
+    with (
+        _disable_current_modes(),
+        torch._C.DisableTorchFunction(),
+        torch.no_grad(),
+        torch.autocast("cpu", enabled=False),
+    ):
+        yield
+
+
+def _interpret(piece: fx.GraphModule) -> Callable[[list[Any]], Sequence[Any]]:
+    view_to_reshape(piece)  # type: ignore[no-untyped-call]  # an operator need not lay its result out as traced
+    for node in piece.graph.nodes:
+        node.target = _SEEDED.get(node.target, node.target)
+    piece.graph.set_codegen(_BoxedCodeGen())
+    function = fx.GraphModule(piece, piece.graph).forward
+
+    def run(inputs: list[Any]) -> Sequence[Any]:
+        # Operators of `torch.ops.prims` give gradients to what they make of one that has some, under `no_grad` too. And
+        # an output that is a view of another one, in which `detach` leaves no trace, would get the gradient of that.
+        inputs[:] = _detached(inputs)
+        return _detached(function(inputs))
+
+    return run
+
+
+def _detached(values: Sequence[Any]) -> list[Any]:
+    return [value.detach() if isinstance(value, torch.Tensor) else value for value in values]
+
+
+def _draw(size: Sequence[int], seed: torch.Tensor, mode: str, **_: Any) -> torch.Tensor:
+    generator = torch.Generator(seed.device).manual_seed(int(seed))
+    drawn: torch.Tensor = getattr(torch, mode)(size, generator=generator, device=seed.device, dtype=torch.float32)
+    return drawn
+
+
+def _draw_integers(low: int, high: int, size: Sequence[int], seed: torch.Tensor) -> torch.Tensor:
+    generator = torch.Generator(seed.device).manual_seed(int(seed))
+    return torch.randint(low, high, tuple(size), generator=generator, device=seed.device)
+
+
+_SEEDED: Mapping[Any, Callable[..., torch.Tensor]] = {
+    inductor_prims.random: _draw,
+    inductor_prims.randint: _draw_integers,
+}
+"""Inductor's random operators draw the same again from the same seed when compiled, and forget the seed when called."""

@@ -1,0 +1,103 @@
+"""Strides of what graphs take and return, which may be expressions of dynamic sizes.
+
+    adopt_layouts(graph, inputs)        trace a graph again for the strides that its inputs really have
+    report_output_strides(graph)        tell AOTAutograd the strides of the graph's outputs
+    output_layouts(graph)               shapes and strides of outputs as traced
+    check_layouts(name, code, layouts)  refuse code whose outputs have other strides
+
+A body is compiled for the strides that were traced, so whatever makes its inputs has to keep to them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+from torch._inductor.compile_fx import fake_tensor_prop
+from torch._inductor.fx_passes.post_grad import view_to_reshape
+from torch._inductor.utils import set_tracing_context_output_strides
+from torch.utils._sympy.printers import PythonPrinter
+
+from apollo_compile.errors import UnsupportedGraphError
+from apollo_compile.torch_bridge.aot_graph import outputs_of
+
+
+def adopt_layouts(graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
+    """Trace the values of a graph again if its inputs do not lie in memory as they did when it was traced.
+
+    Inductor may choose the strides of what a forward saves, and AOTAutograd tells the backward by its example inputs.
+    """
+    placeholders = graph_module.graph.find_nodes(op="placeholder")
+    if any(
+        _lies_otherwise(node.meta.get("val"), real) for node, real in zip(placeholders, example_inputs, strict=True)
+    ):
+        view_to_reshape(graph_module)  # type: ignore[no-untyped-call]  # a view of the old strides may need a copy with the new ones
+        with torch.no_grad():
+            fake_tensor_prop(graph_module, list(example_inputs), True)
+
+
+def _lies_otherwise(traced: Any, real: Any) -> bool:
+    if not (isinstance(traced, torch.Tensor) and isinstance(real, torch.Tensor)):
+        return False
+    return _exprs(traced.stride()) != _exprs(real.stride())
+
+
+def _exprs(sizes: Sequence[Any]) -> list[Any]:
+    """Return sizes as expressions, so that comparing them leaves no guard behind."""
+    return [size.node.expr if isinstance(size, torch.SymInt) else size for size in sizes]
+
+
+def report_output_strides(graph_module: fx.GraphModule) -> None:
+    """Fill the tracing context with the strides of the graph's outputs, which every body keeps as traced.
+
+    Inductor does it, as for code of its own: whether strides of dynamic sizes are told as expressions or as numbers
+    depends on the release of torch, and the wrong ones make the backward one for these sizes only.
+    """
+    values = [node.meta.get("val") if isinstance(node, fx.Node) else None for node in outputs_of(graph_module)]
+    write = PythonPrinter().doprint
+    strides = [tuple(map(write, _exprs(v.stride()))) if isinstance(v, torch.Tensor) else None for v in values]
+    inputs = [node.meta.get("val") for node in graph_module.graph.find_nodes(op="placeholder")]
+    compiled: Any = SimpleNamespace(output_strides=strides)
+    set_tracing_context_output_strides(inputs, compiled)
+
+
+Layouts = list[tuple[tuple[Any, ...], tuple[Any, ...]] | None]
+"""Shape and strides of outputs, sizes that are symbols among them; None for one that is no tensor."""
+
+
+def output_layouts(piece: fx.GraphModule) -> Layouts:
+    """Return how the outputs of a piece lie as traced, before Inductor changes its graph."""
+    values = [node.meta["val"] if isinstance(node, fx.Node) else None for node in outputs_of(piece)]
+    return [None if value is None else (tuple(value.shape), tuple(value.stride())) for value in values]
+
+
+def check_layouts(name: str, function: Callable[..., Any], layouts: Layouts) -> None:
+    """Refuse code whose outputs do not lie as traced: the readers were compiled for that."""
+    chosen = getattr(function, "output_strides", None) or [None] * len(layouts)
+    for number, (layout, strides) in enumerate(zip(layouts, chosen, strict=True)):
+        if layout is None or strides is None:
+            continue
+        shape, traced = layout
+        differs = [not _is_same(t, s) for s, t, size in zip(strides, traced, shape, strict=True) if not _is_one(size)]
+        if any(differs):
+            raise UnsupportedGraphError(
+                f"Inductor gave output {number} of {name} the strides {tuple(strides)} instead of {traced}"
+            )
+
+
+def _is_one(size: int | torch.SymInt) -> bool:
+    return isinstance(size, int) and size <= 1
+
+
+def _is_same(traced: int | torch.SymInt, chosen: Any) -> bool:
+    """Whether a stride is what Inductor says of it: a number, or an expression as text or as itself."""
+    if isinstance(traced, torch.SymInt):
+        if isinstance(chosen, str):
+            chosen = traced.node.shape_env.deserialize_symexpr(chosen)
+        expr = chosen.node.expr if isinstance(chosen, torch.SymInt) else chosen
+        return bool(sympy.expand(traced.node.expr - expr) == 0)
+    return str(chosen) == str(traced)

@@ -1,0 +1,73 @@
+"""The defects of torch that this package works around: where they were reported, and which releases have them.
+
+UPSTREAM_BUGS has an entry per file of this directory. The test of an entry compiles the defect with torch alone, and
+fails where torch and the entry disagree.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UpstreamBug:
+    """A defect of torch and its workaround."""
+
+    file: str
+    """Of this directory, with the workaround."""
+    defect: str
+    """What torch does, as a sentence that begins with it."""
+    report: str | None
+    """Address of an issue, or of a pull request where there is no issue; None: none was found in torch's tracker."""
+    seen_in: tuple[str, ...]
+    """Releases that were tried, or that the report is about."""
+    mended_in: str | None = None
+    """First release without it; None where there is none yet, as far as was tried."""
+    test: str
+    """Function in `tests/torch_bridge/upstream_bugs/test_<file>` that shows the defect."""
+
+
+UPSTREAM_BUGS = (
+    UpstreamBug(
+        file="kept_symbols.py",
+        defect="keeps a ShapeEnv of dynamic sizes after `torch._dynamo.reset()`",
+        report="https://github.com/pytorch/pytorch/issues/190093",  # of tracked fake tensors; none found of the caches
+        seen_in=("2.13",),
+        test="test_torch_keeps_what_it_knows_of_sizes",
+    ),
+    UpstreamBug(
+        file="late_reads.py",
+        defect="reads an input in the backward, after the forward wrote to it, for a value from before",
+        report="https://github.com/pytorch/pytorch/pull/197039",  # of what is computed again; none found of the copy
+        seen_in=("2.13",),
+        test="test_torch_reads_an_input_after_the_write",
+    ),
+    UpstreamBug(
+        file="lost_copies.py",
+        defect="returns one tensor where the program returns two copies",
+        report=None,  # 197893 is about the same pass, and a copy of an input
+        seen_in=("2.13",),
+        test="test_torch_returns_one_tensor_for_two_copies",
+    ),
+    UpstreamBug(
+        file="misplaced_resizes.py",
+        defect="frees the memory of a value where the program freed that of an input",
+        report=None,
+        seen_in=("2.13",),
+        test="test_torch_frees_the_value_instead_of_the_input",
+    ),
+    UpstreamBug(
+        file="pooling_divisor.py",
+        defect="divides gradients of an average over an overhanging window by the size of a whole window",
+        report="https://github.com/pytorch/pytorch/issues/198119",
+        seen_in=("2.13", "2.14"),
+        test="test_torch_divides_by_the_size_of_a_whole_window",
+    ),
+    UpstreamBug(
+        file="scatter_addresses.py",
+        defect="adds transposed values at the wrong addresses, in code that several threads run",
+        report="https://github.com/pytorch/pytorch/issues/191837",
+        seen_in=("2.13",),
+        test="test_torch_adds_transposed_values_elsewhere",
+    ),
+)

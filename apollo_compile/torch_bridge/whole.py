@@ -1,0 +1,95 @@
+"""Whole graphs after AOTAutograd, compiled as Inductor alone would.
+
+    compile_whole(graph, inputs)        in the midst of AOTAutograd, for a fallback
+    compile_again(graph, settings)      later, for a graph whose outputs others already rely on
+
+Code that is known to be wrong (`upstream_bugs/`) is mended here as in bodies, and kept apart in Inductor's cache.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch._inductor.config as inductor_config
+from torch import fx
+from torch._guards import TracingContext, detect_fake_mode, tracing
+from torch._inductor.compile_fx import compile_fx_inner
+
+from apollo_compile.torch_bridge.aot_graph import clone_graph, outputs_of
+from apollo_compile.torch_bridge.boundary import with_numbers
+from apollo_compile.torch_bridge.compile_scope import (
+    CACHE_KEY_TAG,
+    as_piece,
+    compile_lock,
+    shared_kwargs,
+    within_guards,
+)
+from apollo_compile.torch_bridge.layouts import check_layouts, output_layouts
+from apollo_compile.torch_bridge.upstream_bugs.pooling_divisor import is_left_to_aten
+from apollo_compile.torch_bridge.upstream_bugs.scatter_addresses import adds_at_addresses, right_scatters
+
+
+def compile_whole(graph_module: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
+    """Compile a post-AOT graph as Inductor alone would, but for code that is known to be wrong."""
+    tag = torch.compiler.config.cache_key_tag
+    is_own = kwargs.get("is_backward") or _is_mended(graph_module)  # the key knows nothing of donated buffers
+    with (
+        compile_lock(),
+        right_scatters(),
+        torch.compiler.config.patch(cache_key_tag=f"{tag} {CACHE_KEY_TAG}" if is_own else tag),  # type: ignore[attr-defined]
+    ):
+        return compile_fx_inner(graph_module, example_inputs, **kwargs)
+
+
+def _is_mended(graph_module: fx.GraphModule) -> bool:
+    """Whether Inductor's cache may have wrong code for the graph: its key does not tell."""
+    return any(is_left_to_aten(node) or adds_at_addresses(node) for node in graph_module.graph.nodes)
+
+
+def compile_again(
+    graph_module: fx.GraphModule, settings: Mapping[str, Any], **kwargs: Any
+) -> Callable[[list[Any]], Sequence[Any]]:
+    """Compile a post-AOT graph as Inductor alone would, after AOTAutograd is done and other code relies on the result.
+
+    `settings` are Inductor's, as they were when the bodies were compiled: the two are to compute the same.
+
+    Every output keeps the strides that were traced, as the outputs of bodies do, so that the two can be exchanged. It
+    runs on a thread of its own: the caller may be in the midst of a user's step, under autocast or inference mode.
+    Inductor looks into its cache only where it is told of the tracing, so there is a context that says just that.
+
+    Raises:
+        Exception: whatever Inductor raises.
+        UnsupportedGraphError: Inductor gave an output other strides than traced, or its code is for some dynamic sizes
+            only, which Dynamo can no longer check.
+    """
+    piece = clone_graph(graph_module)
+    output = piece.graph.output_node()
+    output.meta["user_visible_output_idxs"] = [i for i, v in enumerate(outputs_of(piece)) if isinstance(v, fx.Node)]
+    fakes = [node.meta["val"] for node in piece.graph.find_nodes(op="placeholder")]
+    made: list[Callable[[list[Any]], Sequence[Any]]] = []
+    failed: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            own = {**settings, "triton.cudagraphs": False}  # those are ours
+            fake_mode = detect_fake_mode(fakes)
+            with tracing(TracingContext(fake_mode)), compile_lock(), inductor_config.patch(own), as_piece():
+                layouts = output_layouts(piece)
+                with within_guards(fakes, is_late=True):
+                    compiled = compile_fx_inner(piece, fakes, **shared_kwargs(kwargs))
+                check_layouts("the whole graph", compiled, layouts)
+                made.append(with_numbers(compiled, fakes))
+        except BaseException as error:  # raised again on the caller's thread
+            failed.append(error)
+
+    context = contextvars.copy_context()  # the settings of other parts of torch, as the user has them
+    thread = threading.Thread(target=lambda: context.run(work), name="apollo-compile")
+    thread.start()
+    thread.join()
+    if failed:
+        raise failed[0]
+    return made[0]

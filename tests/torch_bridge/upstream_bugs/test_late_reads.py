@@ -1,0 +1,98 @@
+"""Reads of an input before a write stay before it; other graphs stay as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.checkpoint import CheckpointPolicy
+
+from apollo_compile.torch_bridge.upstream_bugs.late_reads import keep_reads
+from tests.torch_bridge.upstream_bugs.defects import assert_as_listed
+
+aten, prims = torch.ops.aten, torch.ops.prims
+
+
+def _kept(function: Callable[[Tensor, Tensor], Tensor]) -> fx.GraphModule:
+    """Trace `function`, whose `aten.clone` Inductor may drop, and keep its reads."""
+    graph_module = make_fx(function)(torch.randn(4, 4), torch.randn(4, 4))
+    keep_reads(graph_module.graph)
+    graph_module.recompile()
+    return graph_module
+
+
+def _targets(graph_module: fx.GraphModule) -> list[object]:
+    return [node.target for node in graph_module.graph.nodes if node.op == "call_function"]
+
+
+def _saved(graph_module: fx.GraphModule) -> list[object]:
+    saved = (node for node in graph_module.graph.nodes if node.meta.get("recompute") is CheckpointPolicy.MUST_SAVE)
+    return [node.target for node in saved]
+
+
+def test_a_graph_that_writes_to_no_input_is_not_changed() -> None:
+    """Nor is anything saved for its sake."""
+    made = _kept(lambda x, y: x.clone() * y.sin())
+    assert _targets(made) == [aten.clone.default, aten.sin.default, aten.mul.Tensor]
+    assert _saved(made) == []
+
+
+def test_only_what_is_made_of_the_written_input_is_saved() -> None:
+    """Views of it are not: they read nothing. What is made of the result may be computed again."""
+
+    def use(x: Tensor, y: Tensor) -> Tensor:
+        result = (x.cos() * y.view(-1).view(4, 4).sin()).exp()
+        aten.copy_(y, x)
+        return result
+
+    assert _saved(_kept(use)) == [aten.sin.default]
+
+
+def test_a_copy_of_the_written_input_gets_a_copy_that_stays() -> None:
+    """Also of a view of it, and of no other input; the numbers stay what they were."""
+
+    def use(x: Tensor, y: Tensor) -> Tensor:
+        result = x.clone() * y.clone() * y.t().clone()
+        aten.copy_(y, x)
+        return result
+
+    made = _kept(use)
+    assert _targets(made).count(prims.clone.default) == 2
+    assert _saved(made) == [prims.clone.default] * 2
+    inputs = torch.randn(4, 4), torch.randn(4, 4)
+    torch.testing.assert_close(made(*(value.clone() for value in inputs)), use(*inputs))
+
+
+def test_a_copy_that_lies_otherwise_is_no_copy_to_drop() -> None:
+    """It is saved, and copied once only."""
+
+    def use(x: Tensor, y: Tensor) -> Tensor:
+        result = y.t().clone(memory_format=torch.contiguous_format)
+        aten.copy_(y, x)
+        return result
+
+    assert _saved(_kept(use)) == [aten.clone.default]
+
+
+def _copy_and_clear(x: Tensor, kept: Tensor) -> Tensor:
+    result = x * kept.clone()
+    kept.zero_()
+    return result
+
+
+def _use_and_halve(x: Tensor, kept: Tensor) -> Tensor:
+    result = x * kept.sin()
+    kept.mul_(0.5)
+    return result
+
+
+@pytest.mark.parametrize("function", [_copy_and_clear, _use_and_halve])
+def test_torch_reads_an_input_after_the_write(function: Callable[[Tensor, Tensor], Tensor]) -> None:
+    """Where its pass drops a copy, and where its partitioner computes again what was made of the input."""
+    x, kept = torch.ones(4, 4, requires_grad=True), torch.ones(4, 4)
+    (expected,) = torch.autograd.grad(function(x, kept.clone()).sum(), x)
+    (actual,) = torch.autograd.grad(torch.compile(function, backend="inductor")(x, kept).sum(), x)
+    assert_as_listed("late_reads.py", is_there=not torch.allclose(actual, expected))

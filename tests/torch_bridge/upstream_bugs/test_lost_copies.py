@@ -1,0 +1,83 @@
+"""Copies that are returned stay tensors of their own where somebody can tell; other graphs stay as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from apollo_compile.torch_bridge.upstream_bugs.lost_copies import keep_copies
+from tests.torch_bridge.upstream_bugs.defects import assert_as_listed
+
+
+def _num_kept(function: Callable[[Tensor, Tensor], Any]) -> int:
+    """Trace `function`, whose `aten.clone` Inductor may drop, and return how many copies are kept."""
+    graph_module = make_fx(function)(torch.randn(4, 4), torch.randn(4, 4))
+    keep_copies(graph_module.graph)
+    graph_module.graph.lint()
+    return len(graph_module.graph.find_nodes(op="call_function", target=torch.ops.prims.clone.default))
+
+
+def _copy_twice(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+    z = x @ y
+    return z.clone(), z.clone()
+
+
+def _copy_a_copy(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+    left = (x @ y).clone()
+    return left, left.clone()
+
+
+def _copy_what_others_read(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+    z = x @ y
+    return z.clone(), z.sin()
+
+
+def _view_copies(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+    z = x @ y
+    return z.view(-1).clone()[2:], z.t().clone()[0]
+
+
+@pytest.mark.parametrize(
+    ("function", "kept"), [(_copy_twice, 2), (_copy_a_copy, 2), (_copy_what_others_read, 1), (_view_copies, 2)]
+)
+def test_a_returned_copy_stays_where_something_else_reads_what_it_copies(
+    function: Callable[[Tensor, Tensor], tuple[Tensor, ...]], kept: int
+) -> None:
+    """Another copy, a copy of the copy, another operator; a view of a copy is in its memory."""
+    assert _num_kept(function) == kept
+
+
+def _copy_once(x: Tensor, y: Tensor) -> Tensor:
+    return (x @ y).clone().clone()
+
+
+def _copy_within(x: Tensor, y: Tensor) -> Tensor:
+    z = x @ y
+    return z.clone() + z.clone()
+
+
+def _copy_to_other_strides(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+    z = (x @ y).t()
+    return z.clone(memory_format=torch.contiguous_format), z.sin()
+
+
+@pytest.mark.parametrize("function", [_copy_once, _copy_within, _copy_to_other_strides])
+def test_no_copy_is_made_that_nobody_can_tell_from_its_source(function: Callable[[Tensor, Tensor], Any]) -> None:
+    """The only reader of a value may have the value itself; inside a graph nobody writes."""
+    assert _num_kept(function) == 0
+
+
+def test_torch_returns_one_tensor_for_two_copies() -> None:
+    """And without a gradient, which the first one has."""
+
+    def copy(x: Tensor) -> tuple[Tensor, Tensor]:
+        y = x.exp()
+        return y.clone(), y.detach().clone()
+
+    first, second = torch.compile(copy, backend="inductor")(torch.ones(4, requires_grad=True))
+    assert_as_listed("lost_copies.py", is_there=first is second or not first.requires_grad)
