@@ -11,7 +11,7 @@ Values have names. A value that is written in place (a parameter by its optimize
 its name: whoever takes it after the writing call comes after every segment of that call that has it, and the writing
 call's segments that have it come after all earlier users. Which of them writes is not asked: all that have the value
 count, since a graph writes to its inputs at its end. Segments that are `ordered`, as those that draw random numbers or
-meet other ranks, keep the order of the calls.
+meet other ranks, come after all such segments of the calls before.
 
 Guarantees: the segments of every call are there once, in the order of the calls, and depend on each other as in their
 own graph; every name has one value at a time, that of the last call before that made it or wrote to it.
@@ -58,7 +58,7 @@ def compose_step(
         calls: in an order in which they could run one after the other.
         inputs: names of what the step takes, in order.
         outputs: names of what it returns, in order: a value that a call makes, or an input, which is passed on.
-        ordered: by graph, segments that keep the order of the calls.
+        ordered: by graph, segments that come after all such segments of earlier calls.
 
     Raises:
         ValueError: a call takes a name that nothing has made, makes one that is taken, or has another number of inputs
@@ -102,7 +102,7 @@ class _Linker:
         first = len(self._segments)
         buffers = self._place_buffers(call, graph, first)
         written = {self._buffer_of[name] for name in call.writes}
-        ordered = sorted(self._ordered.get(call.graph, ()))
+        ordered = frozenset(self._ordered.get(call.graph, ()))
         users: dict[BufferId, list[SegmentId]] = {}
         for segment in graph.segments:
             own = SegmentId(first + segment.id)
@@ -114,7 +114,7 @@ class _Linker:
                 if buffer in written:
                     after.update(self._users.get(buffer, ()))
                 self._readers[buffer].append(own)
-            if segment.id in ordered[:1]:
+            if segment.id in ordered:
                 after.update(self._last_ordered)
             self._segments.append(
                 replace(
@@ -133,7 +133,7 @@ class _Linker:
             else:
                 self._users.setdefault(buffer, []).extend(own_users)
         if ordered:
-            self._last_ordered = [SegmentId(first + ordered[-1])]
+            self._last_ordered = [SegmentId(first + segment) for segment in ordered]
 
     def finish(self, name: str, inputs: Sequence[str], outputs: Sequence[str]) -> SegmentGraph:
         """Return the graph."""
@@ -154,17 +154,17 @@ class _Linker:
     def _place_buffers(self, call: Call, graph: SegmentGraph, first: int) -> Mapping[BufferId, BufferId]:
         """Return where the buffers of a call's graph are in the step."""
         placed: dict[BufferId, BufferId] = {}
-        for value, buffer in zip(call.takes, graph.inputs, strict=True):
-            placed[buffer] = self._lookup(value, f"{graph.name} takes")
-            self._grow(placed[buffer], graph.buffers[buffer].num_bytes)
-        made = {buffer: value for value, buffer in zip(call.makes, graph.outputs, strict=True) if buffer is not None}
+        for taken, known in zip(call.takes, graph.inputs, strict=True):
+            placed[known] = self._lookup(taken, f"{graph.name} takes")
+            self._grow(placed[known], graph.buffers[known].num_bytes)
+        names = {buffer: value for value, buffer in zip(call.makes, graph.outputs, strict=True) if value is not None}
         for buffer in graph.buffers:
             if buffer.producer is not None:
-                value = made.get(buffer.id) or f"{buffer.name} {call.label}".strip()
+                value = names.get(buffer.id) or f"{buffer.name} {call.label}".strip()
                 placed[buffer.id] = self._new_buffer(value, SegmentId(first + buffer.producer), buffer.num_bytes)
-        for value, buffer_id in zip(call.makes, graph.outputs, strict=True):
-            if value is not None and buffer_id is not None:
-                self._name(value, placed[buffer_id])  # an input that the graph passes on has two names then
+        for made, returned in zip(call.makes, graph.outputs, strict=True):
+            if made is not None and returned is not None:
+                self._name(made, placed[returned])  # an input that the graph passes on has two names then
         return placed
 
     def _new_buffer(self, name: str, producer: SegmentId | None, num_bytes: int) -> BufferId:
