@@ -25,11 +25,13 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from apollo_compile.backend import compile_dynamo_graph
+from apollo_compile.config import load_config
 from apollo_compile.errors import ConfigError, TargetError, UnsupportedGraphError
 from apollo_compile.ir import Variant
 from apollo_compile.session.comparison import Comparison
 from apollo_compile.session.model import CompiledModel
 from apollo_compile.session.step_program import StepProgram, find_micro, link_step
+from apollo_compile.torch_bridge.graph_breaks import problem_of
 
 _logger = logging.getLogger(__name__)
 
@@ -123,6 +125,7 @@ class Step:
         self._clip_grad_norm = clip_grad_norm
         self._split = split
         self._weigh = weigh
+        self._options = options
         self._compiled: list[_Compiled] = []
         """What Dynamo compiled for the loss function, the latest last."""
         self._programs: dict[Hashable, _Tuned | None] = {}
@@ -133,7 +136,10 @@ class Step:
 
         backend = partial(_compile_and_keep, self._compiled, options)
         compile_function: Callable[..., Callable[[Any], Any]] = torch.compile
-        self._loss_of = compile_function(loss_of, backend=backend, dynamic=False)
+        self._loss_of = compile_function(loss_of, backend=backend, dynamic=False, fullgraph=True)
+        self._loss_in_pieces = compile_function(loss_of, backend="apollo", dynamic=False, options=dict(options))
+        self._break = ""
+        """Why the loss function is no single graph; empty where it is."""
 
     def __call__(self, batch: Any) -> torch.Tensor:
         """Take one step; return the weighted mean of the losses, without a graph.
@@ -147,11 +153,11 @@ class Step:
             self._optimizer.zero_grad()
         leaves = [pytree.tree_leaves(part) for part in parts]
         key = self._key_of(parts)
-        is_new = key not in self._programs
+        is_new, num_compiled = key not in self._programs, len(self._compiled)
         tuned = None if is_new or self._has_gradients() else self._programs[key]
         loss = self._run_loop(parts, weights) if tuned is None else tuned.run(leaves, weights, self._run_loop, parts)
         if is_new:
-            self._programs[key] = self._link(leaves)
+            self._programs[key] = self._link(leaves, self._compiled[num_compiled:])
         if self._clip_grad_norm is not None:
             torch.nn.utils.clip_grad_norm_(self._model.parameters(), self._clip_grad_norm)
         if self._optimizer is not None:
@@ -166,11 +172,23 @@ class Step:
     def _run_loop(self, parts: Sequence[Any], weights: Sequence[torch.Tensor]) -> torch.Tensor:
         total: torch.Tensor | None = None
         for part, weight in zip(parts, weights, strict=True):
-            weighted = _loss_in(self._loss_of(part)) * weight
+            weighted = _loss_in(self._compute(part)) * weight
             weighted.backward()  # type: ignore[no-untyped-call]
             total = weighted.detach() if total is None else total + weighted.detach()
         assert total is not None
         return total
+
+    def _compute(self, part: Any) -> Any:
+        """Call the compiled loss function; one with graph breaks is compiled in pieces."""
+        if not self._break:
+            try:
+                return self._loss_of(part)
+            except Exception as error:
+                problem = problem_of(error)
+                if problem is None:
+                    raise
+                self._break = problem
+        return self._loss_in_pieces(part)
 
     def _weights_of(self, parts: Sequence[Any]) -> Sequence[torch.Tensor]:
         counts = [1.0 if self._weigh is None else float(self._weigh(part)) for part in parts]
@@ -196,25 +214,23 @@ class Step:
             torch.get_default_dtype(),
         )
 
-    def _link(self, leaves: Sequence[Sequence[Any]]) -> _Tuned | None:
-        """Link what the loop compiled; say why where that is impossible."""
+    def _link(self, leaves: Sequence[Sequence[Any]], compiled: Sequence[_Compiled]) -> _Tuned | None:
+        """Link what the loop compiled in this step; say why where that is impossible."""
         try:
-            if not self._compiled or len(self._compiled) != 1:
-                raise UnsupportedGraphError(
-                    f"Dynamo made {len(self._compiled)} graphs of the loss function; expected one without graph breaks"
-                )
-            compiled = self._compiled[-1]
+            if self._break or not compiled:
+                reason = self._break or "nothing was compiled for this batch alone"
+                raise UnsupportedGraphError(f"the loss function is not one graph: {reason}")
             for parameter in self._model.parameters():
                 if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
                     raise UnsupportedGraphError("a parameter has gradient hooks")
             if not all(isinstance(leaf, torch.Tensor) for leaf in leaves[0]):
                 raise UnsupportedGraphError("the batch has leaves that are no tensors")
-            micro = find_micro(compiled.model, compiled.inputs, leaves[0])
-            program = link_step(micro, self._num_parts, name=f"{compiled.model.name} step")
+            micro = find_micro(compiled[-1].model, compiled[-1].inputs, leaves[0])
+            program = link_step(micro, self._num_parts, name=f"{compiled[-1].model.name} step")
         except UnsupportedGraphError as error:
             _logger.info("the step stays a loop over micro-batches: %s", error)
             return None
-        return _Tuned(program)
+        return _Tuned(program, is_compared=load_config(self._options).plan.contest)
 
 
 @dataclass(eq=False, slots=True)
@@ -237,14 +253,15 @@ def _compile_and_keep(
 class _Tuned:
     """A linked step, and what is known of how fast it is."""
 
-    def __init__(self, program: StepProgram) -> None:
+    def __init__(self, program: StepProgram, *, is_compared: bool) -> None:
+        """Begin with the program where nothing is to be compared, and with the loop elsewhere."""
         self._program = program
         selections: dict[str, tuple[Variant, ...]] = {LOOP: (Variant.INDUCTOR,), IN_TURN: (Variant.SERIAL,)}
         if program.variants.compilation.plan.uses_lanes:
             selections[PROGRAM] = (Variant.PLAN,)
-        self._comparison: Comparison | None = Comparison(selections)
-        self._current = LOOP
-        self.verdict = "being measured"
+        self._comparison = Comparison(selections) if is_compared else None
+        self._current = LOOP if is_compared else PROGRAM
+        self.verdict = "being measured" if is_compared else PROGRAM
 
     def run(
         self,
