@@ -48,12 +48,23 @@ def apollo(
     Raises:
         ConfigError: an option, environment variable or mode is unknown or has a wrong value.
     """
+    return compile_dynamo_graph(graph_module, example_inputs, options=options, mode=mode)[0]
+
+
+def compile_dynamo_graph(
+    graph_module: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    options: Mapping[str, Any] | None = None,
+    mode: str | None = None,
+) -> tuple[Callable[..., Any], CompiledModel | None]:
+    """Return what `apollo` returns, and the model that it belongs to; None where the backend is switched off."""
     config = load_config(options)
     if config.debug.log is not None:
         _set_log_level(config.debug.log)
     settings = inductor_settings(config.mode if mode is None else mode, config.inductor)
     if config.disable:
-        return compile_plainly(graph_module, example_inputs, settings)
+        return compile_plainly(graph_module, example_inputs, settings), None
     model = CompiledModel(
         number=next(_graph_numbers[config.debug.dump]),
         config=config,
@@ -67,7 +78,7 @@ def apollo(
     model.target.tidy()  # compiling left much behind
     keep_with(compiled, model)
     register(model)
-    return compiled
+    return compiled, model
 
 
 apollo.reset = reset_cuda_graphs  # type: ignore[attr-defined]

@@ -136,6 +136,8 @@ class Node:
     """Whether it communicates with other ranks, who must do so in the same order."""
     is_alone: bool = False
     """Whether its segment has only nodes that are alone."""
+    keeps_order: bool = False
+    """Whether it draws random numbers or has an effect, so that it stays in order among all that do."""
     module: str = ""
     """FQN of the module the node came from; empty where the metadata did not survive."""
     num_bytes: int = 0

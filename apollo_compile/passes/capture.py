@@ -128,6 +128,7 @@ def capture_graph(graph_module: fx.GraphModule, *, name: str, role: Role, device
                 after=order.after(fx_node, node_id, kind, ids),
                 is_collective=is_collective,
                 is_alone=resizes_storage(fx_node),
+                keeps_order=kind is NodeKind.COMPUTE and (_draws(fx_node) or _has_effect(fx_node)),
                 module=module_path(fx_node),
                 sizes=tuple(sorted(ids[value] for value in symbols.needed_by(fx_node))),
                 num_bytes=evaluate_formula(_num_bytes(fx_node), symbols.hints),

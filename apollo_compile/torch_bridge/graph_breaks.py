@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from torch._dynamo.exc import Unsupported
+
 from apollo_compile.ir import GraphBreak
 
 if TYPE_CHECKING:
@@ -32,6 +34,16 @@ _BY_SYMPTOM = {
 
 FIRST_FORWARD = "run one forward of the model in eager before torch.compile: it installs its hooks in the first one"
 _HOOKS = ("hook", "_maybe_install", "install_", "maybe_install")
+
+
+def problem_of(error: Exception) -> str | None:
+    """Return what Dynamo could not trace, with the line of code, if that is what `error` says; None if not."""
+    if not isinstance(error, Unsupported):
+        return None
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    frames = list(getattr(error, "real_stack", None) or [])
+    where = f" in {frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}" if frames else ""
+    return (lines[0] if lines else "Dynamo gives no reason") + where
 
 
 def find_break(graph_module: fx.GraphModule, name: str) -> GraphBreak | None:

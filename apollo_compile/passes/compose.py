@@ -1,0 +1,208 @@
+"""Stage 1b: one segment graph of a whole training step.
+
+    ([SegmentGraph of forward, backward, optimizer, ...], [Call]) -> SegmentGraph of the step
+
+A step calls a few graphs many times: the forward and the backward of every micro-batch, sums of gradients, and the
+optimizer. Here every call becomes an instance of the segments of its graph; instances share bodies, so nothing is
+compiled twice, and what one call makes and another takes is one buffer. What the planner sees is an ordinary graph, in
+which segments of different calls may run at the same time wherever no value flows between them.
+
+Values have names. A value that is written in place (a parameter by its optimizer, a running mean by a forward) keeps
+its name: whoever takes it after the writing call comes after every segment of that call that has it, and the writing
+call's segments that have it come after all earlier users. Which of them writes is not asked: all that have the value
+count, since a graph writes to its inputs at its end. Segments that are `ordered`, as those that draw random numbers or
+meet other ranks, come after all such segments of the calls before.
+
+Guarantees: the segments of every call are there once, in the order of the calls, and depend on each other as in their
+own graph; every name has one value at a time, that of the last call before that made it or wrote to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from apollo_compile.ir import BodyId, Buffer, BufferId, Role, Segment, SegmentGraph, SegmentId
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Call:
+    """One use of a graph in a step."""
+
+    graph: int
+    """Which of the graphs."""
+    label: str
+    """What the names of its segments end with, e.g. `micro-batch 2`; empty for a graph that is called once."""
+    takes: tuple[str, ...]
+    """Names of its inputs, in order."""
+    makes: tuple[str | None, ...]
+    """Names of its outputs, in order; None where nobody wants the output."""
+    writes: frozenset[str] = frozenset()
+    """Those of its inputs that it writes to."""
+
+
+def compose_step(
+    name: str,
+    graphs: Sequence[SegmentGraph],
+    calls: Sequence[Call],
+    *,
+    inputs: Sequence[str],
+    outputs: Sequence[str],
+    ordered: Mapping[int, Collection[SegmentId]] | None = None,
+) -> SegmentGraph:
+    """Return the graph of a step.
+
+    Arguments:
+        name: of the step.
+        graphs: what is called; bodies of graph `g` are numbered behind those of all graphs before it.
+        calls: in an order in which they could run one after the other.
+        inputs: names of what the step takes, in order.
+        outputs: names of what it returns, in order: a value that a call makes, or an input, which is passed on.
+        ordered: by graph, segments that come after all such segments of earlier calls.
+
+    Raises:
+        ValueError: a call takes a name that nothing has made, makes one that is taken, or has another number of inputs
+            or outputs than its graph.
+    """
+    linker = _Linker(graphs, ordered or {})
+    for value in inputs:
+        linker.add_input(value)
+    for call in calls:
+        linker.link(call)
+    return linker.finish(name, inputs, outputs)
+
+
+class _Linker:
+    """Builds the graph of a step, call by call."""
+
+    def __init__(self, graphs: Sequence[SegmentGraph], ordered: Mapping[int, Collection[SegmentId]]) -> None:
+        self._graphs = graphs
+        self._ordered = ordered
+        self._first_body = _offsets(1 + max((s.body for s in graph.segments), default=-1) for graph in graphs)
+        self._segments: list[Segment] = []
+        self._buffers: list[Buffer] = []
+        self._readers: list[list[SegmentId]] = []
+        self._buffer_of: dict[str, BufferId] = {}
+        """By name of a value."""
+        self._users: dict[BufferId, list[SegmentId]] = {}
+        """Who has a value that is written, since it was written last."""
+        self._writers: dict[BufferId, list[SegmentId]] = {}
+        """Who had it in the call that wrote to it last."""
+        self._last_ordered: list[SegmentId] = []
+        """Of the latest call that has any."""
+
+    def add_input(self, name: str) -> None:
+        """Add a value that the step takes."""
+        self._name(name, self._new_buffer(name, None, 0))
+
+    def link(self, call: Call) -> None:
+        """Add the segments of one call."""
+        graph = self._graphs[call.graph]
+        _expect_as_many(call, graph)
+        first = len(self._segments)
+        buffers = self._place_buffers(call, graph, first)
+        written = {self._buffer_of[name] for name in call.writes}
+        ordered = frozenset(self._ordered.get(call.graph, ()))
+        users: dict[BufferId, list[SegmentId]] = {}
+        for segment in graph.segments:
+            own = SegmentId(first + segment.id)
+            taken = tuple(buffers[buffer] for buffer in segment.inputs)
+            after = {SegmentId(first + other) for other in segment.after}
+            for buffer in dict.fromkeys(taken):
+                users.setdefault(buffer, []).append(own)
+                after.update(self._writers.get(buffer, ()))
+                if buffer in written:
+                    after.update(self._users.get(buffer, ()))
+                self._readers[buffer].append(own)
+            if segment.id in ordered:
+                after.update(self._last_ordered)
+            self._segments.append(
+                replace(
+                    segment,
+                    id=own,
+                    name=f"{segment.name} {call.label}".strip(),
+                    body=BodyId(self._first_body[call.graph] + segment.body),
+                    inputs=taken,
+                    outputs=tuple(buffers[buffer] for buffer in segment.outputs),
+                    after=tuple(sorted(after)),
+                )
+            )
+        for buffer, own_users in users.items():
+            if buffer in written:
+                self._writers[buffer], self._users[buffer] = own_users, []
+            else:
+                self._users.setdefault(buffer, []).extend(own_users)
+        if ordered:
+            self._last_ordered = [SegmentId(first + segment) for segment in ordered]
+
+    def finish(self, name: str, inputs: Sequence[str], outputs: Sequence[str]) -> SegmentGraph:
+        """Return the graph."""
+        returned = tuple(self._lookup(value, "the step returns") for value in outputs)
+        buffers = tuple(
+            replace(buffer, readers=tuple(readers), is_output=buffer.id in returned)
+            for buffer, readers in zip(self._buffers, self._readers, strict=True)
+        )
+        return SegmentGraph(
+            name=name,
+            role=Role.INFERENCE,
+            segments=tuple(self._segments),
+            buffers=buffers,
+            inputs=tuple(self._buffer_of[value] for value in inputs),
+            outputs=returned,
+        )
+
+    def _place_buffers(self, call: Call, graph: SegmentGraph, first: int) -> Mapping[BufferId, BufferId]:
+        """Return where the buffers of a call's graph are in the step."""
+        placed: dict[BufferId, BufferId] = {}
+        for taken, known in zip(call.takes, graph.inputs, strict=True):
+            placed[known] = self._lookup(taken, f"{graph.name} takes")
+            self._grow(placed[known], graph.buffers[known].num_bytes)
+        names = {buffer: value for value, buffer in zip(call.makes, graph.outputs, strict=True) if value is not None}
+        for buffer in graph.buffers:
+            if buffer.producer is not None:
+                value = names.get(buffer.id) or f"{buffer.name} {call.label}".strip()
+                placed[buffer.id] = self._new_buffer(value, SegmentId(first + buffer.producer), buffer.num_bytes)
+        for made, returned in zip(call.makes, graph.outputs, strict=True):
+            if made is not None and returned is not None:
+                self._name(made, placed[returned])  # an input that the graph passes on has two names then
+        return placed
+
+    def _new_buffer(self, name: str, producer: SegmentId | None, num_bytes: int) -> BufferId:
+        buffer = BufferId(len(self._buffers))
+        self._buffers.append(
+            Buffer(id=buffer, name=name, producer=producer, readers=(), num_bytes=num_bytes, is_output=False)
+        )
+        self._readers.append([])
+        return buffer
+
+    def _grow(self, buffer: BufferId, num_bytes: int) -> None:
+        """Take the size of an input of the step from the graphs that take it."""
+        known = self._buffers[buffer]
+        if known.producer is None and known.num_bytes < num_bytes:
+            self._buffers[buffer] = replace(known, num_bytes=num_bytes)
+
+    def _name(self, name: str, buffer: BufferId) -> None:
+        if name in self._buffer_of:
+            raise ValueError(f"two values of a step have the name {name!r}")
+        self._buffer_of[name] = buffer
+
+    def _lookup(self, name: str, who: str) -> BufferId:
+        if name not in self._buffer_of:
+            raise ValueError(f"{who} {name!r}, which is neither an input of the step nor made by an earlier call")
+        return self._buffer_of[name]
+
+
+def _offsets(counts: Iterable[int]) -> list[int]:
+    found, total = [], 0
+    for count in counts:
+        found.append(total)
+        total += count
+    return found
+
+
+def _expect_as_many(call: Call, graph: SegmentGraph) -> None:
+    if (len(call.takes), len(call.makes)) != (len(graph.inputs), len(graph.outputs)):
+        raise ValueError(
+            f"{graph.name} has {len(graph.inputs)} inputs and {len(graph.outputs)} outputs; it is called with "
+            f"{len(call.takes)} and {len(call.makes)}"
+        )

@@ -1,0 +1,285 @@
+"""Training steps as one program: the numbers of the loop over micro-batches, whatever the model and the optimizer."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from apollo_compile.errors import ConfigError, TargetError
+from apollo_compile.step import Step, compile_step, split_evenly
+from tests.end_to_end.models import TwoTowers, two_tower_inputs
+
+EAGER = {"runtime.bodies": "eager", "plan.contest": False, "plan.replan": False, "plan.min_gain": 0.0}
+"""Bodies that take no time to compile, and the program from the second step on."""
+
+Batch = Mapping[str, torch.Tensor]
+
+
+class Chain(nn.Module):
+    """Layers that feed each other: inside one micro-batch nothing is independent."""
+
+    def __init__(self, *, dropout: float = 0.0, width: int = 16) -> None:
+        super().__init__()
+        layers = [
+            nn.Sequential(nn.Linear(width, width, bias=False), nn.BatchNorm1d(width), nn.Dropout(dropout))
+            for _ in range(3)
+        ]
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return x
+
+
+def chain_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """Return the loss of a chain."""
+    return nn.functional.mse_loss(model(batch["x"]), batch["y"])
+
+
+def towers_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """Return the loss of two towers."""
+    loss: torch.Tensor = model(batch["x"], batch["y"]).square().mean()
+    return loss
+
+
+def chain_batch(seed: int, size: int = 16) -> Batch:
+    """Return a batch for a chain."""
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(size, 16, generator=generator) for name in ("x", "y")}
+
+
+def towers_batch(seed: int, size: int = 8) -> Batch:
+    """Return a batch for two towers."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = {name: each.shape[1:] for name, each in zip(("x", "y"), two_tower_inputs(), strict=True)}
+    return {name: torch.randn(size, *shape, generator=generator) for name, shape in shapes.items()}
+
+
+def run_loop(
+    model: nn.Module,
+    loss_fn: Callable[[nn.Module, Any], torch.Tensor],
+    batch: Batch,
+    count: int,
+    optimizer: torch.optim.Optimizer | None,
+) -> torch.Tensor:
+    """Take one step as users write it."""
+    if optimizer is not None:
+        optimizer.zero_grad()
+    total = torch.zeros(())
+    for part in split_evenly(batch, count):
+        loss = loss_fn(model, part) * (1 / count)
+        loss.backward()
+        total = total + loss.detach()
+    if optimizer is not None:
+        optimizer.step()
+    return total
+
+
+def state_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return copies of parameters and buffers."""
+    return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+def ran_as_program(step: Step) -> bool:
+    """Whether every batch that a step has seen twice ran as a program."""
+    return bool(step.verdicts) and all("loop" not in verdict for verdict in step.verdicts)
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW], ids=["SGD", "AdamW"])
+@pytest.mark.parametrize("count", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("make", "loss_fn", "make_batch"),
+    [(Chain, chain_loss, chain_batch), (lambda: TwoTowers(depth=1), towers_loss, towers_batch)],
+    ids=["chain", "towers"],
+)
+def test_ten_steps_are_those_of_the_loop(
+    make: Callable[[], nn.Module],
+    loss_fn: Callable[[nn.Module, Any], torch.Tensor],
+    make_batch: Callable[[int], Batch],
+    count: int,
+    optimizer: Callable[..., torch.optim.Optimizer],
+) -> None:
+    """Losses, parameters, running statistics and the state of the optimizer."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = make()
+    expected = copy.deepcopy(model)
+    own, others = optimizer(model.parameters(), lr=0.01), optimizer(expected.parameters(), lr=0.01)
+    step = compile_step(model, loss_fn, own, microbatches=count, options=EAGER)
+    for seed in range(10):
+        batch = make_batch(seed)
+        torch.testing.assert_close(step(batch), run_loop(expected, loss_fn, batch, count, others), rtol=1e-4, atol=1e-5)
+    assert ran_as_program(step)
+    torch.testing.assert_close(state_of(model), state_of(expected), rtol=1e-4, atol=1e-5)
+    assert own.state_dict()["state"].keys() == others.state_dict()["state"].keys()
+    for parameter, other in zip(model.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, other.grad, rtol=1e-3, atol=1e-5)
+
+
+def test_without_an_optimizer_gradients_are_added_to_what_is_there() -> None:
+    """As `backward` does; the caller steps, and clears gradients when it likes."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = Chain()
+    expected = copy.deepcopy(model)
+    step = compile_step(model, chain_loss, microbatches=2, options=EAGER)
+    for seed in range(6):
+        if seed % 3 == 0:
+            model.zero_grad()
+            expected.zero_grad()
+        step(chain_batch(seed))
+        run_loop(expected, chain_loss, chain_batch(seed), 2, None)
+        for parameter, other in zip(model.parameters(), expected.parameters(), strict=True):
+            torch.testing.assert_close(parameter.grad, other.grad, rtol=1e-3, atol=1e-5)
+    assert ran_as_program(step)
+
+
+def test_dropout_draws_what_the_compiled_loop_draws() -> None:
+    """Micro-batches draw in their order, so the same seed gives the same numbers."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = Chain(dropout=0.5)
+    expected = copy.deepcopy(model)
+    step = compile_step(model, chain_loss, microbatches=4, options=EAGER)
+    run = torch.compile(lambda part: chain_loss(expected, part), backend="apollo", options=EAGER, dynamic=False)
+    for seed in range(4):
+        losses = []
+        for take in (step, lambda batch: run_loop(expected, lambda _, part: run(part), batch, 4, None)):
+            torch.manual_seed(seed)
+            losses.append(take(chain_batch(seed)))
+        torch.testing.assert_close(*losses, rtol=1e-5, atol=1e-6)
+        model.zero_grad()
+        expected.zero_grad()
+    assert ran_as_program(step)
+
+
+def test_parts_count_as_much_as_the_user_says() -> None:
+    """Weights are divided by their sum, as where micro-batches have different numbers of tokens."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = Chain()
+    expected = copy.deepcopy(model)
+    step = compile_step(
+        model, chain_loss, microbatches=2, weigh=lambda part: float(part["x"][0, 0].abs()), options=EAGER
+    )
+    for seed in range(3):
+        batch = chain_batch(seed)
+        model.zero_grad()
+        expected.zero_grad()
+        loss = step(batch)
+        counts = [float(part["x"][0, 0].abs()) for part in split_evenly(batch, 2)]
+        wanted = torch.zeros(())
+        for part, weight in zip(split_evenly(batch, 2), counts, strict=True):
+            weighted = chain_loss(expected, part) * (weight / sum(counts))
+            weighted.backward()
+            wanted = wanted + weighted.detach()
+        torch.testing.assert_close(loss, wanted, rtol=1e-4, atol=1e-5)
+    assert ran_as_program(step)
+
+
+def test_gradients_are_clipped_together() -> None:
+    """By the norm of all of them, before the optimizer steps."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = Chain()
+    step = compile_step(model, chain_loss, microbatches=2, clip_grad_norm=0.01, options=EAGER)
+    for seed in range(3):
+        model.zero_grad()
+        step(chain_batch(seed))
+        norm = torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]).norm()
+        assert float(norm) <= 0.0101
+
+
+def breaks_the_graph(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """Return the loss after a graph break."""
+    torch._dynamo.graph_break()
+    return chain_loss(model, batch)
+
+
+def wants_two_gradients(model: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a metric that requires gradients besides the loss."""
+    loss = chain_loss(model, batch)
+    return loss, loss * 2
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "reason"),
+    [
+        (breaks_the_graph, "the loss function is not one graph: .*graph_break"),
+        (wants_two_gradients, "2 outputs of the loss function need gradients"),
+    ],
+)
+def test_what_cannot_be_linked_stays_the_loop_and_a_line_says_why(
+    loss_fn: Callable[[nn.Module, Any], Any], reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Training goes on, with the right numbers."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = Chain()
+    expected = copy.deepcopy(model)
+    step = compile_step(model, loss_fn, microbatches=2, options=EAGER)
+    with caplog.at_level(logging.INFO, logger="apollo_compile"):
+        for seed in range(2):
+            model.zero_grad()
+            expected.zero_grad()
+            loss = step(chain_batch(seed))
+            torch.testing.assert_close(
+                loss, run_loop(expected, chain_loss, chain_batch(seed), 2, None), rtol=1e-4, atol=1e-5
+            )
+    (line,) = [record.getMessage() for record in caplog.records if "stays a loop" in record.getMessage()]
+    assert re.search(reason, line)
+    assert not ran_as_program(step)
+
+
+def test_gradient_hooks_run() -> None:
+    """In the loop: a program has no place for them."""
+    torch._dynamo.reset()
+    model = Chain()
+    seen: list[int] = []
+    next(model.parameters()).register_hook(lambda gradient: seen.append(1))
+    step = compile_step(model, chain_loss, microbatches=2, options=EAGER)
+    for seed in range(2):
+        step(chain_batch(seed))
+    assert len(seen) == 4
+
+
+def test_evaluation_in_between_and_other_shapes_get_programs_of_their_own() -> None:
+    """What the model does differs in evaluation mode, and so do the shapes of a last batch."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = Chain()
+    expected = copy.deepcopy(model)
+    step = compile_step(model, chain_loss, microbatches=2, options=EAGER)
+    for turn in range(6):
+        size, is_training = (16, 8)[turn % 2], turn % 3 < 2
+        for each in (model, expected):
+            each.train(is_training)
+            each.zero_grad()
+        batch = chain_batch(turn, size)
+        torch.testing.assert_close(step(batch), run_loop(expected, chain_loss, batch, 2, None), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(state_of(model), state_of(expected), rtol=1e-4, atol=1e-5)
+
+
+def test_a_batch_that_cannot_be_split_is_refused_in_words() -> None:
+    """It names the sizes and what to do; nothing has run."""
+    step = compile_step(Chain(), chain_loss, microbatches=3, options=EAGER)
+    with pytest.raises(TargetError, match=r"into 3 micro-batches: its tensors have sizes \[16\] along dimension 0"):
+        step(chain_batch(0))
+
+
+def test_wrong_arguments_are_refused_in_words() -> None:
+    """Before anything is compiled."""
+    with pytest.raises(ConfigError, match="microbatches is 0; expected at least 1"):
+        compile_step(Chain(), chain_loss, microbatches=0)
+    with pytest.raises(TargetError, match="is compiled already"):
+        compile_step(torch.compile(Chain()), chain_loss)  # type: ignore[arg-type]
+    with pytest.raises(TargetError, match=r"of a function: expected a torch\.nn\.Module"):
+        compile_step(chain_loss, chain_loss)  # type: ignore[arg-type]
