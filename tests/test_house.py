@@ -32,6 +32,12 @@ TORCH_FREE = (
     "passes.sync",
     "planner",
     "reports",
+    "store",
+    "device.cpu.discover",
+    "device.cpu.machine",
+    "device.fingerprint",
+    "device.gpu.discover",
+    "device.profile",
 )
 """Files, and directories with all their files, that run on a machine without torch."""
 

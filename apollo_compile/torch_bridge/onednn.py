@@ -42,9 +42,10 @@ from pathlib import Path
 import torch
 from torch import fx
 
-from apollo_compile.device.profile import Fingerprint, machine_fingerprint
-from apollo_compile.json_form import from_json, read_file, to_json, write_file
-from apollo_compile.store.history import MAX_AGE_S
+from apollo_compile.device.cpu.machine import machine_fingerprint
+from apollo_compile.device.fingerprint import Fingerprint
+from apollo_compile.json_form import from_json, to_json
+from apollo_compile.store.files import MAX_AGE_S, read_file, write_file
 
 _logger = logging.getLogger(__name__)
 

@@ -24,7 +24,7 @@ from apollo_compile import backend
 from apollo_compile.distributed.ranks import Ranks, Store
 from apollo_compile.session import bodies as session_bodies
 from apollo_compile.session import registry
-from apollo_compile.store.history import MAX_AGE_S
+from apollo_compile.store.files import MAX_AGE_S
 from apollo_compile.torch_bridge import onednn
 from apollo_compile.torch_bridge.inductor import compile_bodies, may_choose_library, real_tensors
 from apollo_compile.torch_bridge.onednn import (
