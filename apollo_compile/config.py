@@ -218,11 +218,14 @@ def known_options() -> tuple[str, ...]:
 
 
 def _user_cache() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME")
+    import platformdirs  # most uses of this file need no directory
+
     try:
-        return (Path(base) if base else Path.home() / ".cache") / "apollo_compile"
-    except RuntimeError:  # a user without a home, as in many containers
-        return Path(tempfile.gettempdir()) / f"apollo_compile-{os.getuid()}"
+        path = platformdirs.user_cache_path("apollo_compile", appauthor=False)
+    except RuntimeError:
+        path = Path()
+    # A user without a home, as in many containers; to older releases of platformdirs, home is a folder called ~ then.
+    return path if path.is_absolute() else Path(tempfile.gettempdir()) / f"apollo_compile-{os.getuid()}"
 
 
 def _names(cls: type, prefix: str) -> Iterator[str]:

@@ -2,9 +2,7 @@
 
     to_json(product)            -> dicts, lists, numbers and strings, ready for json.dumps
     from_json(cls, value)       -> the product, every field checked against its type
-    parse(text), read_file(path, max_bytes=...)  -> dicts, lists, numbers and strings, or `ValueError`
-    check_format(content, ...)  the same content, if it is of the kind and the format that is expected
-    write_file(path, text)      a file, at once or not at all
+    parse(text)                 -> dicts, lists, numbers and strings, or `ValueError`
 
 Frozen dataclasses become objects with their fields by name, tuples become lists, enums their value, mappings objects
 with string keys. Files are data: reading one runs none of its content, and a missing, unknown or mistyped field is a
@@ -18,13 +16,9 @@ import enum
 import functools
 import json
 import math
-import os
-import stat
-import threading
 import types
 import typing
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, TypeVar
 
 _Product = TypeVar("_Product")
@@ -47,35 +41,6 @@ def to_json(value: Any) -> Any:
     raise TypeError(f"cannot write a {type(value).__name__} as JSON: {value!r}")
 
 
-def check_format(content: Any, kind: str, number: int) -> dict[str, Any]:
-    """Return `content`, which is a `kind` of thing that says of itself which number its format has.
-
-    Raises:
-        ValueError: it is something else.
-    """
-    if not isinstance(content, dict):
-        raise ValueError(f"expected a {kind} of format {number}, got {type(content).__name__}")
-    if content.get("format") != number:
-        raise ValueError(f"expected a {kind} of format {number}, got format {content.get('format')!r:.40}")
-    return content
-
-
-def read_file(path: Path, *, max_bytes: int) -> Any:
-    """Return the content of a file of JSON.
-
-    Raises:
-        OSError: it cannot be read.
-        ValueError: it is too large, no regular file, or no JSON.
-    """
-    if not stat.S_ISREG(path.stat().st_mode):  # before it is opened: a pipe would wait for its writer
-        raise ValueError("it is no regular file")
-    with path.open("rb") as file:
-        content = file.read(max_bytes + 1)
-    if len(content) > max_bytes:
-        raise ValueError(f"it has more than {max_bytes} bytes")
-    return parse(content.decode("utf-8"))
-
-
 def parse(text: str) -> Any:
     """Return what a text of JSON says. Raises `ValueError` where it is none, or too deep."""
     try:
@@ -84,26 +49,19 @@ def parse(text: str) -> Any:
         raise ValueError("it is nested too deeply") from None
 
 
-def write_file(path: Path, text: str) -> None:
-    """Write a file and the folders that it is in, at once or not at all. Raises `OSError` where that is impossible."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}.tmp")
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(path)  # a reader sees the old file or the new one, never a part
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-
-
-def from_json(cls: type[_Product], value: Any) -> _Product:
+def from_json(cls: type[_Product], value: Any, *, place: str | None = None) -> _Product:
     """Return the product of type `cls` that `to_json` wrote.
+
+    Arguments:
+        cls: a frozen dataclass.
+        value: in terms of JSON.
+        place: what messages call the value; None is the name of the class, and "" a whole file.
 
     Raises:
         ValueError: a field is missing, unknown or of another type; the message names its place.
     """
     try:
-        return typing.cast(_Product, _read(cls, value, cls.__name__))
+        return typing.cast(_Product, _read(cls, value, cls.__name__ if place is None else place))
     except RecursionError:  # what is to be shown of a wrong value may be as deep as the parser just allowed
         raise ValueError("it is nested too deeply") from None
 
@@ -170,11 +128,12 @@ def _read_dataclass(kind: Any, value: Any, place: str) -> Any:
     _expect(isinstance(value, dict), value, "an object", place)
     hints = _hints(kind)
     if unknown := set(value) - set(hints):
-        raise ValueError(f"{place} has unknown fields {sorted(unknown)}; known: {', '.join(hints)}")
+        raise ValueError(f"{place or 'it'} has unknown fields {sorted(unknown)}; known: {', '.join(hints)}")
     required = {f.name for f in dataclasses.fields(kind) if f.default is f.default_factory is dataclasses.MISSING}
     if missing := required - set(value):
-        raise ValueError(f"{place} has no field {', '.join(sorted(missing))}")
-    return kind(**{name: _read(hints[name], item, f"{place}.{name}") for name, item in value.items()})
+        raise ValueError(f"{place or 'it'} has no field {', '.join(sorted(missing))}")
+    prefix = f"{place}." if place else ""
+    return kind(**{name: _read(hints[name], item, f"{prefix}{name}") for name, item in value.items()})
 
 
 @functools.cache

@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.utils import _pytree as pytree
 
 from apollo_compile.backend import compile_dynamo_graph
 from apollo_compile.config import load_config
@@ -32,6 +31,7 @@ from apollo_compile.session.comparison import Comparison
 from apollo_compile.session.model import CompiledModel
 from apollo_compile.session.step_program import StepProgram, find_micro, link_step
 from apollo_compile.torch_bridge.graph_breaks import problem_of
+from apollo_compile.torch_bridge.trees import flatten, leaves_of
 
 _logger = logging.getLogger(__name__)
 
@@ -151,7 +151,7 @@ class Step:
         weights = self._weights_of(parts)
         if self._optimizer is not None:
             self._optimizer.zero_grad()
-        leaves = [pytree.tree_leaves(part) for part in parts]
+        leaves = [leaves_of(part) for part in parts]
         key = self._key_of(parts)
         is_new, num_compiled = key not in self._programs, len(self._compiled)
         tuned = None if is_new or self._has_gradients() else self._programs[key]
@@ -200,14 +200,14 @@ class Step:
 
     def _key_of(self, parts: Sequence[Any]) -> Hashable:
         """Return what a program is for: the layout of the batch, and what compiled code rests on."""
-        leaves, structure = pytree.tree_flatten(list(parts))
+        leaves, structure, _ = flatten(list(parts))
         layout = tuple(
             (leaf.shape, leaf.stride(), leaf.dtype, leaf.device) if isinstance(leaf, torch.Tensor) else leaf
             for leaf in leaves
         )
         return (
             layout,
-            str(structure),
+            structure,
             tuple(module.training for module in self._model.modules()),
             tuple((id(parameter), parameter.requires_grad) for parameter in self._model.parameters()),
             torch.is_autocast_enabled("cpu"),
@@ -312,7 +312,7 @@ def split_evenly(batch: Any, count: int) -> Sequence[Any]:
         TargetError: a tensor has no dimension, or another size along it than the others, or one that is no multiple of
             `count`.
     """
-    leaves, structure = pytree.tree_flatten(batch)
+    leaves, _, unflatten = flatten(batch)
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     if count == 1:
         return [batch]
@@ -323,7 +323,7 @@ def split_evenly(batch: Any, count: int) -> Sequence[Any]:
             f"dimension 0; expected one size, a multiple of {count}, or pass split="
         )
     pieces = [leaf.chunk(count) if isinstance(leaf, torch.Tensor) else count * (leaf,) for leaf in leaves]
-    return [pytree.tree_unflatten(list(part), structure) for part in zip(*pieces, strict=True)]
+    return [unflatten(part) for part in zip(*pieces, strict=True)]
 
 
 def _loss_in(returned: Any) -> torch.Tensor:

@@ -29,7 +29,7 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from apollo_compile.device.profile import cpu_description
+from apollo_compile.device.cpu.machine import cpu_description
 from apollo_compile.tools.bench import machine_facts
 from apollo_compile.torch_bridge.bodies import compile_bodies
 from apollo_compile.torch_bridge.frontend import compile_with_inductor

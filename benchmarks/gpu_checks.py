@@ -40,11 +40,11 @@ from apollo_compile.device.gpu.examine import (
 from apollo_compile.device.gpu.execute import CudaExecutable
 from apollo_compile.device.gpu.gpu import Sharing, TorchGpu, TorchRecording
 from apollo_compile.device.gpu.launch import Launcher, forked
-from apollo_compile.device.profile import load_profile
 from apollo_compile.errors import MemoryQuotaError
 from apollo_compile.ir import BufferId, Lane, LaneId, Launch, Program
 from apollo_compile.json_form import to_json
 from apollo_compile.session import registry
+from apollo_compile.store.profiles import load_profile
 from apollo_compile.torch_bridge.bodies import compile_bodies
 from apollo_compile.units import format_bytes, format_ns
 from benchmarks.gpu_busy import marker_records, profile_step

@@ -39,7 +39,7 @@ from tqdm import tqdm
 from apollo_compile.cost_model.roofline import predict_kernel
 from apollo_compile.device.cpu.calibrate import calibrate
 from apollo_compile.device.cpu.execute import Executable, available_units
-from apollo_compile.device.profile import DeviceProfile, save_profile
+from apollo_compile.device.profile import DeviceProfile
 from apollo_compile.ir import (
     Assignment,
     LaneId,
@@ -57,6 +57,7 @@ from apollo_compile.passes.cost import estimate_costs
 from apollo_compile.pipeline import Compilation, compile_plan
 from apollo_compile.session import registry
 from apollo_compile.session.graph import CompiledGraph
+from apollo_compile.store.profiles import save_profile
 from apollo_compile.tools.bench import machine_facts
 from benchmarks.run import names_of
 from benchmarks.workloads import Workload, build

@@ -344,7 +344,7 @@ def other_batches(name: str) -> list[dict[str, Any]]:
 def make_options(profile: Path) -> dict[str, Any]:
     """Return the options of the sweep; `profile` is where the device profile is written that they name."""
     from apollo_compile.device.cpu.execute import available_units
-    from apollo_compile.device.profile import default_profile, save_profile
+    from apollo_compile.store.profiles import default_profile, save_profile
 
     save_profile(replace(default_profile(available_units()), handover_ns=0), profile)
     return {

@@ -14,19 +14,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from apollo_compile.config import Config
+from apollo_compile.device.cpu.discover import discover_profile
 from apollo_compile.device.cpu.execute import available_units, core_share, most_units
 from apollo_compile.device.cpu.target import CpuTarget
-from apollo_compile.device.profile import (
-    DeviceProfile,
-    discover_gpu_profile,
-    discover_profile,
-    gpu_fingerprint,
-    limit_units,
-    load_profile,
-    packaged_profiles,
-)
+from apollo_compile.device.gpu.discover import discover_gpu_profile, gpu_fingerprint
+from apollo_compile.device.profile import DeviceProfile, limit_units
 from apollo_compile.device.target import Target
 from apollo_compile.errors import ConfigError, CudaError
+from apollo_compile.store.profiles import load_profile, packaged_profiles
 
 if TYPE_CHECKING:
     from apollo_compile.device.gpu.gpu import TorchGpu

@@ -18,9 +18,10 @@ from typing import Any
 
 from apollo_compile.errors import ReportFileError
 from apollo_compile.ir import GraphBreak, Verdict
-from apollo_compile.json_form import check_format, from_json, parse, read_file, to_json
+from apollo_compile.json_form import from_json, parse, to_json
 from apollo_compile.reports.diff import Difference, compare, sides_of_report
 from apollo_compile.reports.summary import GraphSummary, check_summary
+from apollo_compile.store.files import check_format, read_file
 
 FORMAT = 1
 """Number of the JSON form."""

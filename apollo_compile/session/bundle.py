@@ -3,7 +3,6 @@
     SegmentsBundle    a graph that runs in segments
     WholeBundle       a graph that Inductor compiled whole, while the other one of its model runs in segments
     FallbackBundle    what is known of a Dynamo graph that falls back
-    cache_key         what shaped both, besides what AOTAutograd knows
 
 Inductor keeps the code of every segment by itself; but to ask for it takes a traced graph, and tracing takes most of a
 warm start. A bundle holds what was made of the graph: segments, plan, and the code of bodies. What is known only later,
@@ -12,14 +11,10 @@ the plan from measured durations and the verdict, is in the history, which is as
 
 from __future__ import annotations
 
-import functools
-import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import apollo_compile
 from apollo_compile.device.target import Contract
 from apollo_compile.ir import Role
 from apollo_compile.pipeline import Compilation
@@ -65,23 +60,3 @@ class FallbackBundle:
     left: Compilation | None
     """Its plan, where it has one that is not worth compiling."""
     history_key: str | None
-
-
-def cache_key(around: str, paths: str) -> str:
-    """Return what shapes the bundles of a Dynamo graph besides what AOTAutograd knows.
-
-    Arguments:
-        around: its circumstances; see `history.circumstances`.
-        paths: which modules its nodes come from; segments are cut and named after them.
-    """
-    return hashlib.sha256(f"{_own_code()} {around} {paths}".encode()).hexdigest()
-
-
-@functools.cache
-def _own_code() -> str:
-    """Return a digest of this package: bundles hold its objects, and are for no other version."""
-    digest = hashlib.sha256()
-    root = Path(apollo_compile.__file__).parent
-    for path in sorted([*root.rglob("*.py"), *root.glob("_native*")]):
-        digest.update(f"{path.relative_to(root)} ".encode() + path.read_bytes())
-    return digest.hexdigest()

@@ -20,12 +20,13 @@ import torch
 from torch import fx
 
 from apollo_compile.config import Config
-from apollo_compile.device.profile import cached_profile_path, inspect_profile, machine_fingerprint
+from apollo_compile.device.cpu.machine import machine_fingerprint
 from apollo_compile.device.target import Target
 from apollo_compile.ir import Capture, Partition, Variant, Verdict
 from apollo_compile.pipeline import Compilation
-from apollo_compile.session.bundle import cache_key
-from apollo_compile.store.history import Finding, History, circumstances, key_of
+from apollo_compile.store.history import Finding, History
+from apollo_compile.store.keys import bundle_key, circumstances, finding_key
+from apollo_compile.store.profiles import cached_profile_path, inspect_profile
 from apollo_compile.torch_bridge.aot_cache import may_cache
 from apollo_compile.torch_bridge.aot_graph import has_custom_operator
 from apollo_compile.torch_bridge.dynamo_graph import module_paths
@@ -67,7 +68,7 @@ class WarmStart:
         if self._history is None or capture.sizes:
             return None
         try:
-            self._keys[capture.name] = key_of(capture, partition, self._circumstances)
+            self._keys[capture.name] = finding_key(capture, partition, self._circumstances)
             return self._find(self._keys[capture.name])
         except Exception as error:  # the graph is planned as if it were new
             if self.config.debug.strict:
@@ -108,7 +109,7 @@ class WarmStart:
         if has_custom_operator(graph_module) or not self._is_profile_kept() or config.device.cache is None:
             return None
         self._bundles = History(config.device.cache / "history")
-        self._bundle_name = cache_key(self._circumstances, module_paths(graph_module))
+        self._bundle_name = bundle_key(self._circumstances, module_paths(graph_module))
         return f"{self._bundle_name} {self._bundles.generation(self._bundle_name)}"
 
     def outdate(self, error: Exception) -> None:
@@ -128,6 +129,7 @@ class WarmStart:
     def _circumstances(self) -> str:
         """What shapes graphs and findings besides the Dynamo graph; settings may be others when a backward compiles."""
         return circumstances(
+            fingerprint=machine_fingerprint(self.target.profile.units),
             profile=self.target.profile,
             config=self.config,
             machine=self.target.circumstances(),

@@ -12,21 +12,16 @@ checked against its type, and no content is executed.
 
 from __future__ import annotations
 
-import hashlib
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 from apollo_compile.errors import PlanFileError
 from apollo_compile.ir import Lane, Plan, SegmentGraph
-from apollo_compile.json_form import check_format, from_json, read_file, to_json, write_file
+from apollo_compile.store.files import FileFormat, read_file
+from apollo_compile.store.keys import digest
 
 FILE_NAME = "plan.json"
-
-_FORMAT = 1
-_MAX_BYTES = 64 * 2**20
-"""A plan of 10,000 segments takes about 2 MB."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,13 +33,22 @@ class _About:
     segments: tuple[str, ...]
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Content:
+    graph: _About
+    plan: Plan
+
+
+_FORMAT = FileFormat(kind="plan", number=1, content=_Content, max_bytes=64 * 2**20)
+"""A plan of 10,000 segments takes about 2 MB."""
+
+
 def save_plan(plan: Plan, graph: SegmentGraph, path: Path) -> None:
     """Write a plan, at once or not at all: the same plan, the same bytes. Raises `OSError` where that is impossible."""
     about = _About(
         name=graph.name, fingerprint=fingerprint(graph), segments=tuple(segment.name for segment in graph.segments)
     )
-    content = {"format": _FORMAT, "graph": to_json(about), "plan": to_json(plan)}
-    write_file(path, json.dumps(content, indent=1) + "\n")
+    _FORMAT.write(path, _Content(graph=about, plan=plan))
 
 
 def load_plan(path: Path, graph: SegmentGraph, lanes: tuple[Lane, ...]) -> Plan:
@@ -55,19 +59,19 @@ def load_plan(path: Path, graph: SegmentGraph, lanes: tuple[Lane, ...]) -> Plan:
     """
     file = path / graph.name / FILE_NAME if path.is_dir() else path
     try:
-        about, plan = _read(file)
+        content = _FORMAT.read(file)
     except (OSError, ValueError) as error:
         raise PlanFileError(
             f"cannot read the plan of {graph.name} from {file}: {error}; expected a file that save_plan or "
             "'debug.dump' wrote"
         ) from error
-    if about.fingerprint != fingerprint(graph):
+    if content.graph.fingerprint != fingerprint(graph):
         raise PlanFileError(
-            f"the plan in {file} was made for {about.name}, whose segments are not those of {graph.name}: the "
+            f"the plan in {file} was made for {content.graph.name}, whose segments are not those of {graph.name}: the "
             "model, its inputs or the partition's options have changed"
         )
-    check_fits(plan, graph, lanes, f"the plan in {file}")
-    return plan
+    check_fits(content.plan, graph, lanes, f"the plan in {file}")
+    return content.plan
 
 
 def check_fits(plan: Plan, graph: SegmentGraph, lanes: tuple[Lane, ...], name: str) -> None:
@@ -113,13 +117,13 @@ def read_plans(path: Path) -> tuple[NamedPlan, ...]:
     found = []
     for file in files:
         try:
-            about, plan = _read(file)
-            names = about.segments
+            content = _FORMAT.read(file)
+            plan, names = content.plan, content.graph.segments
             if [assignment.segment for assignment in plan.assignments] != list(range(len(names))):
                 raise ValueError(f"its {len(plan.assignments)} assignments are not one for each of {len(names)} names")
             if not {assignment.lane for assignment in plan.assignments} <= {lane.id for lane in plan.lanes}:
                 raise ValueError("it assigns segments to lanes that it does not have")
-            found.append(NamedPlan(about.name, names, plan))
+            found.append(NamedPlan(content.graph.name, names, plan))
         except (OSError, ValueError) as error:
             raise PlanFileError(f"cannot read a plan from {file}: {error}") from error
     return tuple(found)
@@ -130,7 +134,7 @@ def is_plan(path: Path) -> bool:
     if path.is_dir():
         return True
     try:
-        content = read_file(path, max_bytes=_MAX_BYTES)
+        content = read_file(path, max_bytes=_FORMAT.max_bytes)
     except (OSError, ValueError):
         return False
     return isinstance(content, dict) and "plan" in content
@@ -143,9 +147,4 @@ def fingerprint(graph: SegmentGraph) -> str:
         [(b.producer, b.readers, b.num_bytes, b.is_output) for b in graph.buffers],
         graph.role,
     ]
-    return hashlib.sha256(json.dumps(structure).encode()).hexdigest()
-
-
-def _read(file: Path) -> tuple[_About, Plan]:
-    content = check_format(read_file(file, max_bytes=_MAX_BYTES), "plan", _FORMAT)
-    return from_json(_About, content.get("graph")), from_json(Plan, content.get("plan"))
+    return digest(structure)

@@ -43,7 +43,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from apollo_compile.device.profile import cpu_description, cpu_model
+from apollo_compile.device.cpu.machine import cpu_description, cpu_model
 from apollo_compile.errors import ApolloError
 from apollo_compile.units import NS_PER_S
 

@@ -343,7 +343,8 @@ def _calibrate(args: argparse.Namespace) -> int:
         return _calibrate_gpu(args)
     from apollo_compile.device.cpu.calibrate import ROUNDS, calibrate  # torch takes seconds to import: not for --help
     from apollo_compile.device.cpu.execute import available_units
-    from apollo_compile.device.profile import cached_profile_path, format_profile, machine_fingerprint, save_profile
+    from apollo_compile.device.cpu.machine import machine_fingerprint
+    from apollo_compile.store.profiles import cached_profile_path, format_profile, save_profile
 
     units = available_units() if args.units is None else args.units
     cache = load_config().device.cache
@@ -375,14 +376,9 @@ def _calibrate_gpu(args: argparse.Namespace) -> int:
     from dataclasses import replace
 
     from apollo_compile.device.gpu.calibrate import calibrate_gpu
+    from apollo_compile.device.gpu.discover import gpu_fingerprint
     from apollo_compile.device.gpu.gpu import TorchGpu, require_cuda
-    from apollo_compile.device.profile import (
-        cached_gpu_profile_path,
-        format_profile,
-        gpu_fingerprint,
-        load_profile,
-        save_profile,
-    )
+    from apollo_compile.store.profiles import cached_gpu_profile_path, format_profile, load_profile, save_profile
 
     if args.units is not None or args.rounds is not None:
         args.refuse("--units and --rounds are for CPUs: on a GPU lanes of every size are measured")

@@ -29,12 +29,12 @@ from __future__ import annotations
 
 import functools
 import itertools
-import json
 import logging
 import os
 import statistics
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -42,9 +42,8 @@ from pathlib import Path
 import torch
 from torch import fx
 
-from apollo_compile.device.profile import Fingerprint, machine_fingerprint
-from apollo_compile.json_form import from_json, read_file, to_json, write_file
-from apollo_compile.store.history import MAX_AGE_S
+from apollo_compile.device.cpu.machine import machine_fingerprint
+from apollo_compile.store.matmul_gains import MatmulGains
 
 _logger = logging.getLogger(__name__)
 
@@ -58,13 +57,9 @@ MOST_BYTES = 64 * 2**20
 MARGIN = 0.02
 """Share of BLAS' time that oneDNN must save."""
 
-MAX_ENTRIES = 4096
-
 LINEAR = "apollo_compile::linear"
 """The operator that stands for a product which oneDNN computes; Inductor's patterns do not know it."""
 
-_FORMAT = 1
-_MAX_BYTES = 2**20
 _MEASURE_NS = 20_000_000
 _LEAST_SAMPLES = 3
 
@@ -193,16 +188,6 @@ def _is_transposed(matrix: torch.Tensor) -> bool | None:
 # ---------------------------------------------------------------------------------------------------- the libraries
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _File:
-    format: int
-    fingerprint: Fingerprint
-    made_at: float
-    """Seconds since the epoch."""
-    gains: dict[str, float]
-    """How many times as fast oneDNN is as BLAS, by the name of a product."""
-
-
 _lock = threading.RLock()
 """Held while anything is measured: two measurements at once would disturb each other."""
 
@@ -221,8 +206,9 @@ class Libraries:
 
     def __init__(self, directory: Path | None) -> None:
         """Keep what is measured in `directory`, which need not exist yet; None keeps it in this process only."""
-        self._directory = directory
-        self._files: dict[int, _File] = {}
+        self._kept = None if directory is None else MatmulGains(directory)
+        self._gains: dict[int, dict[str, float]] = {}
+        """How many times as fast oneDNN is as BLAS, by number of cores and the name of a product."""
         self._unable: set[tuple[Matmul, int]] = set()
         """What could not be measured; another process may be able to."""
 
@@ -231,63 +217,32 @@ class Libraries:
 
         It may be in the midst of a compile, if `interpret.real_tensors` is around it.
         """
-        chosen, changed = set(), set()
+        chosen: set[tuple[Matmul, int]] = set()
+        measured: defaultdict[int, dict[str, float]] = defaultdict(dict)
         with _lock:
             for matmul, cores in dict.fromkeys(cases):
                 if matmul.flops < LEAST_FLOPS:
                     continue
-                sample, gains = _sample_of(matmul), self._file(cores).gains
+                sample, gains = _sample_of(matmul), self._known(cores)
                 gain = gains.get(sample.name)
                 if gain is None and (sample, cores) not in self._unable:
                     gain = _measure_gain(sample, cores)
                     if gain is None:
                         self._unable.add((sample, cores))
                     else:
-                        gains[sample.name] = gain
-                        changed.add(cores)
+                        gains[sample.name] = measured[cores][sample.name] = gain
                 if gain is not None and gain * (1 - MARGIN) > 1:
                     chosen.add((matmul, cores))
-            for cores in changed:
-                self._keep(cores)
+            if self._kept is not None:
+                for cores, new in measured.items():
+                    self._gains[cores].update(self._kept.add(machine_fingerprint(cores), new))
         return chosen
 
-    def _file(self, cores: int) -> _File:
-        known = self._files.get(cores)
-        if known is None:
-            new = _File(format=_FORMAT, fingerprint=machine_fingerprint(cores), made_at=time.time(), gains={})
-            known = self._files[cores] = self._read(cores, new.fingerprint) or new
-        return known
-
-    def _read(self, cores: int, fingerprint: Fingerprint) -> _File | None:
-        if self._directory is None:
-            return None
-        path = self._path(self._directory, cores)
-        try:
-            file = from_json(_File, read_file(path, max_bytes=_MAX_BYTES))
-        except FileNotFoundError:
-            return None
-        except (OSError, ValueError) as error:
-            _logger.info("matrix products are measured anew: %s: %s", path, error)
-            return None
-        is_fresh = file.format == _FORMAT and 0 <= time.time() - file.made_at <= MAX_AGE_S
-        return file if is_fresh and file.fingerprint == fingerprint else None
-
-    def _keep(self, cores: int) -> None:
-        """Write what is known, with what other processes have found meanwhile; the youngest entries are last."""
-        own = self._files[cores]
-        others = self._read(cores, own.fingerprint) or own
-        gains = list((others.gains | own.gains).items())[-MAX_ENTRIES:]
-        file = self._files[cores] = replace(others, gains=dict(gains))
-        if self._directory is None:
-            return
-        try:
-            write_file(self._path(self._directory, cores), json.dumps(to_json(file), indent=1) + "\n")
-        except OSError as error:
-            _logger.info("the next process measures matrix products again: %s", error)
-
-    @staticmethod
-    def _path(directory: Path, cores: int) -> Path:
-        return directory / f"matmul-{cores}.json"
+    def _known(self, cores: int) -> dict[str, float]:
+        if cores not in self._gains:
+            kept = {} if self._kept is None else self._kept.recall(machine_fingerprint(cores))
+            self._gains[cores] = dict(kept)
+        return self._gains[cores]
 
 
 @functools.cache

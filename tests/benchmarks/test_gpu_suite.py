@@ -15,9 +15,10 @@ import pytest
 import torch
 
 from apollo_compile.device.gpu.gpu import Sharing
-from apollo_compile.device.profile import Rate, load_profile
+from apollo_compile.device.profile import Rate
 from apollo_compile.errors import CudaError
 from apollo_compile.session import registry
+from apollo_compile.store.profiles import load_profile
 from benchmarks import gpu_checks, gpu_suite, gpu_workloads
 from benchmarks.gpu_busy import KernelRecord, StepKernels, busy_share, read_step, side_by_side_share
 from benchmarks.gpu_checks import CHECKS, THOROUGH_CHECKS, Outcome

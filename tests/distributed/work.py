@@ -29,13 +29,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 import apollo_compile
 from apollo_compile import backend
-from apollo_compile.device.profile import default_profile, save_profile
 from apollo_compile.distributed.ranks import Ranks
 from apollo_compile.errors import RankError
 from apollo_compile.ir import Selection, Variant
 from apollo_compile.planner import apart
 from apollo_compile.session import bodies, comparison, learner, planning, registry
 from apollo_compile.session import compile as session_compile
+from apollo_compile.store.profiles import default_profile, save_profile
 from tests.end_to_end.models import NEVER_AS_LONG_NS
 
 SIZE = 2

@@ -20,11 +20,11 @@ from apollo_compile.config import load_config
 from apollo_compile.device import open as device_open
 from apollo_compile.device.cpu.execute import available_units, core_share
 from apollo_compile.device.open import select_profile
-from apollo_compile.device.profile import default_profile, save_profile
 from apollo_compile.ir import CostSource, Variant
 from apollo_compile.reports.summary import summarize
 from apollo_compile.session import planning, registry
 from apollo_compile.session.learner import MAX_REPLANS, OBSERVED_RUNS, SKIPPED_RUNS
+from apollo_compile.store.profiles import default_profile, save_profile
 from apollo_compile.torch_bridge.settings import compiler_settings
 from tests.end_to_end.marks import needs_two_cores
 from tests.end_to_end.models import (

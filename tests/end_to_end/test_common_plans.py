@@ -16,13 +16,13 @@ from torch._dynamo.exc import BackendCompilerFailed
 
 from apollo_compile import __version__, backend
 from apollo_compile.device.cpu.execute import available_units
-from apollo_compile.device.profile import default_profile, save_profile
 from apollo_compile.distributed.agreement import Commons
 from apollo_compile.distributed.ranks import Ranks, Store
 from apollo_compile.errors import RankError
 from apollo_compile.ir import Plan
 from apollo_compile.session import registry
 from apollo_compile.session.learner import OBSERVED_RUNS, SKIPPED_RUNS
+from apollo_compile.store.profiles import default_profile, save_profile
 from tests.end_to_end.models import NEVER_AS_LONG_NS, STRICT, TwoTowers, two_tower_inputs
 
 QUICK = {**STRICT, "plan.planner": "greedy", "plan.time_limit_s": 0.1}

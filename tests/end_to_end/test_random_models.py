@@ -12,8 +12,8 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from apollo_compile.device.profile import default_profile, save_profile
 from apollo_compile.session import registry
+from apollo_compile.store.profiles import default_profile, save_profile
 from tests.end_to_end.models import STRICT
 from tests.random_models import RandomModel, Step, inputs, loss_of, recipes
 

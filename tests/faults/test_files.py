@@ -17,16 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from apollo_compile import __version__
+from apollo_compile.device.fingerprint import Fingerprint
 from apollo_compile.device.lanes import lane_catalogue
-from apollo_compile.device.profile import (
-    DeviceProfile,
-    Fingerprint,
-    ProfileState,
-    default_profile,
-    format_profile,
-    inspect_profile,
-    load_profile,
-)
+from apollo_compile.device.profile import DeviceProfile
 from apollo_compile.distributed.agreement import Commons
 from apollo_compile.distributed.ranks import Ranks
 from apollo_compile.errors import ApolloError, ConfigError, InvariantError, PlanFileError, RankError, ReportFileError
@@ -41,6 +34,7 @@ from apollo_compile.reports.report import Report
 from apollo_compile.reports.summary import summarize
 from apollo_compile.store.history import Finding, History
 from apollo_compile.store.plan_file import check_fits, load_plan, read_plans, save_plan
+from apollo_compile.store.profiles import ProfileState, default_profile, format_profile, inspect_profile, load_profile
 from apollo_compile.tools.cli import main
 from tests.builders import chains, random_costs, random_graph, random_plan
 from tests.faults.mutations import damaged_bytes, damaged_json
@@ -199,7 +193,7 @@ def _of_each(kinds: Mapping[str, Loader]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize(("use", "content"), list(kinds.values()), ids=list(kinds))
 
 
-each_loader = _of_each({**loaders(), "generation": (use_generation, lambda: 7)})
+each_loader = _of_each({**loaders(), "generation": (use_generation, lambda: {"format": 1, "generation": 7})})
 
 
 @each_loader

@@ -18,11 +18,13 @@ import torch
 from torch import nn
 
 import apollo_compile
-from apollo_compile.device import profile as device_profile
-from apollo_compile.device.cpu import cgroup
+from apollo_compile.device.cpu import cgroup, discover
+from apollo_compile.device.cpu.machine import machine_fingerprint
 from apollo_compile.planner import apart
 from apollo_compile.session import bodies, registry
 from apollo_compile.session import compile as session_compile
+from apollo_compile.store.files import LOCK
+from apollo_compile.store.profiles import cached_profile_path, default_profile, save_profile
 from tests.end_to_end.models import STRICT, Training, assert_same_training, train
 from tests.native.runner import count_threads
 
@@ -275,7 +277,7 @@ def test_a_full_disk_costs_dumps_and_the_kept_profile_nothing_else(
 ) -> None:
     """Nothing is left behind half written; each line says what once."""
     monkeypatch.delenv("APOLLO_PROFILE")
-    monkeypatch.setattr(device_profile, "_scale_default", lambda units: (device_profile.default_profile(units), False))
+    monkeypatch.setattr(discover, "_scale_default", lambda units: (default_profile(units), False))
     write_text = Path.write_text
 
     def fill(path: Path, *args: object, **kwargs: object) -> int:
@@ -291,7 +293,7 @@ def test_a_full_disk_costs_dumps_and_the_kept_profile_nothing_else(
         torch.testing.assert_close(torch.compile(model, backend="apollo", options=options)(x), model(x))
     for line in ("nothing more is dumped", "the plan is not dumped", "the measured device profile is not kept"):
         assert sum(record.getMessage().startswith(line) for record in caplog.records) == 1, line
-    assert not list((tmp_path / "cache").glob("*"))
+    assert {path.name for path in (tmp_path / "cache").rglob("*")} <= {LOCK}
     assert {path.name for path in (tmp_path / "dump").rglob("plan.json*")} == set()
     assert registry.find_models(model)[0].graphs
 
@@ -323,14 +325,12 @@ def test_all_files_that_are_kept_are_damaged_at_once(
 ) -> None:
     """Plans, device profile, and what an earlier process found out: the model trains, and a line names the file."""
     monkeypatch.delenv("APOLLO_PROFILE")
-    monkeypatch.setattr(device_profile, "_scale_default", lambda units: (device_profile.default_profile(units), False))
+    monkeypatch.setattr(discover, "_scale_default", lambda units: (default_profile(units), False))
     model, x = _model_and_input()
     units = torch.get_num_threads()
-    profile = device_profile.cached_profile_path(tmp_path / "cache", units)
+    profile = cached_profile_path(tmp_path / "cache", units)
     profile.parent.mkdir()
-    device_profile.save_profile(
-        device_profile.default_profile(units), profile, fingerprint=device_profile.machine_fingerprint(units)
-    )
+    save_profile(default_profile(units), profile, fingerprint=machine_fingerprint(units))
     options = {"device.cache": tmp_path / "cache"}
     run = torch.compile(model, backend="apollo", options={**options, "debug.dump": tmp_path / "dump"})
     for _ in range(2000):

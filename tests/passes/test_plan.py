@@ -9,7 +9,6 @@ from dataclasses import replace
 import pytest
 
 from apollo_compile.device.lanes import lane_catalogue
-from apollo_compile.device.profile import default_profile
 from apollo_compile.errors import InfeasiblePlanError, InvariantError
 from apollo_compile.ir import BufferId, CostTable, Mode, Observations, Origin, Plan, SegmentGraph
 from apollo_compile.ir.check import check_plan
@@ -17,6 +16,7 @@ from apollo_compile.json_form import to_json
 from apollo_compile.passes.cost import estimate_costs
 from apollo_compile.passes.plan import foresee_makespan, make_list_plan, make_plan, make_serial_plan
 from apollo_compile.planner import apart
+from apollo_compile.store.profiles import default_profile
 from tests.builders import chains, costs, graph, random_costs, random_graph, random_lanes
 
 

@@ -6,7 +6,6 @@ import functools
 import random
 
 from apollo_compile.device.lanes import lane_catalogue
-from apollo_compile.device.profile import default_profile
 from apollo_compile.ir import (
     Body,
     Capture,
@@ -29,6 +28,7 @@ from apollo_compile.passes.sync import eliminate_syncs
 from apollo_compile.pipeline import Compilation
 from apollo_compile.reports.report import Report
 from apollo_compile.reports.summary import WhatIf, summarize
+from apollo_compile.store.profiles import default_profile
 from benchmarks.graphs import WORKLOADS, load_graphs
 
 UNITS = 4

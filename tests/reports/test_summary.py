@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 
 from apollo_compile.device.lanes import lane_catalogue
-from apollo_compile.device.profile import default_profile
 from apollo_compile.ir import (
     Body,
     BodyId,
@@ -36,6 +35,7 @@ from apollo_compile.pipeline import Compilation
 from apollo_compile.reports.render_text import render_text
 from apollo_compile.reports.report import Report
 from apollo_compile.reports.summary import DeviceSummary, GraphSummary, Limit, Timeline, summarize
+from apollo_compile.store.profiles import default_profile
 from apollo_compile.units import format_bytes
 from tests.builders import costs, graph, plan
 from tests.reports.reports import VERDICT

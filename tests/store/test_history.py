@@ -5,40 +5,16 @@ from __future__ import annotations
 import json
 import os
 import random
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from apollo_compile.config import Config, load_config
 from apollo_compile.device.lanes import lane_catalogue
-from apollo_compile.device.profile import DeviceProfile, default_profile
-from apollo_compile.ir import Capture, Node, NodeId, NodeKind, Observations, Role, Standing, Verdict
-from apollo_compile.passes.partition import partition_graph
-from apollo_compile.store import history
-from apollo_compile.store.history import Finding, History, circumstances, key_of
+from apollo_compile.ir import Observations, Standing, Verdict
+from apollo_compile.store.files import MAX_AGE_S
+from apollo_compile.store.history import MAX_FILES, Finding, History
 from tests.builders import random_costs, random_graph, random_plan
-
-PROFILE = default_profile(4)
-
-
-def chain_capture(length: int) -> Capture:
-    """Return a graph of products, one after the other."""
-    nodes = [Node(id=NodeId(0), name="x", kind=NodeKind.INPUT, target="x", inputs=(), num_bytes=4)]
-    nodes += [
-        Node(
-            id=NodeId(index),
-            name=f"mm{index}",
-            kind=NodeKind.COMPUTE,
-            target="aten.mm",
-            inputs=(NodeId(index - 1),),
-            num_bytes=4,
-            signature="mm",
-        )
-        for index in range(1, length)
-    ]
-    return Capture(name="chain", role=Role.INFERENCE, nodes=tuple(nodes), outputs=(NodeId(length - 1),))
 
 
 def a_finding() -> Finding:
@@ -63,21 +39,47 @@ def test_a_finding_is_recalled_as_it_was(tmp_path: Path) -> None:
     assert kept.recall("b") is None
 
 
-def test_old_findings_are_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So are those from a clock that was ahead, and all but the youngest."""
+def test_old_findings_are_forgotten(tmp_path: Path) -> None:
+    """So are those from a clock that was ahead."""
     kept = History(tmp_path)
     kept.keep("a", a_finding())
     file = tmp_path / "a.json"
     content = json.loads(file.read_text())
-    for made_at in (content["made_at"] - history.MAX_AGE_S - 1, content["made_at"] + 3600):
+    for made_at in (content["made_at"] - MAX_AGE_S - 1, content["made_at"] + 3600):
         file.write_text(json.dumps({**content, "made_at": made_at}))
         assert kept.recall("a") is None
-    monkeypatch.setattr(history, "MAX_FILES", 2)
-    for age, name in enumerate("cde"):
-        kept.keep(name, a_finding())
-        os.utime(tmp_path / f"{name}.json", (age, age))
-    kept.keep("f", a_finding())
-    assert sorted(path.stem for path in tmp_path.iterdir()) == ["a", "f"]
+
+
+@pytest.mark.parametrize(
+    ("ending", "keep"),
+    [
+        (".json", lambda kept, key: kept.keep(key, a_finding())),
+        (".generation", lambda kept, key: kept.begin_generation(key)),
+    ],
+)
+def test_a_directory_does_not_grow_for_ever(tmp_path: Path, ending: str, keep: Callable[[History, str], None]) -> None:
+    """The youngest stay; findings and generations do not take each other's place."""
+    others = [tmp_path / f"other{'.json' if ending != '.json' else '.generation'}"]
+    old = [tmp_path / f"{number}{ending}" for number in range(MAX_FILES + 1)]
+    for age, path in enumerate([*others, *old]):
+        path.write_text("{}")
+        os.utime(path, (age, age))
+    keep(History(tmp_path), "new")
+    left = {path for path in tmp_path.iterdir() if not path.name.startswith(".")}
+    assert left == {*others, tmp_path / f"new{ending}", *old[2:]}
+
+
+def test_generations_of_bundles_begin_one_after_the_other(tmp_path: Path) -> None:
+    """Each name has its own; what cannot be read begins anew."""
+    one, other = History(tmp_path / "new"), History(tmp_path / "new")
+    assert one.generation("a") == 0
+    for number, history in enumerate((one, other, one), start=1):
+        history.begin_generation("a")
+        assert (one.generation("a"), other.generation("a"), one.generation("b")) == (number, number, 0)
+    (tmp_path / "new" / "a.generation").write_text("7")
+    assert one.generation("a") == 0
+    one.begin_generation("a")
+    assert one.generation("a") == 1
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"format": 1}', '{"format": 1, "made_at": 0, "finding": {"way": 3}}'])
@@ -92,38 +94,5 @@ def test_where_nothing_can_be_written_nothing_is_kept(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     kept = History(tmp_path / "file")
     kept.keep("a", a_finding())
-    assert kept.recall("a") is None
-
-
-def test_a_key_holds_all_that_shapes_a_finding() -> None:
-    """Graph, role, profile, options, how cores lie to each other, and threads."""
-    capture = chain_capture(4)
-    config = load_config()
-
-    def key(
-        capture: Capture = capture,
-        config: Config = config,
-        profile: DeviceProfile = PROFILE,
-        machine: Sequence[object] = (((0, 0), (1, 0)), 4),
-        compiler: str = "",
-    ) -> str:
-        partition = partition_graph(capture, config=config.partition)
-        around = circumstances(profile=profile, config=config, machine=machine, compiler=compiler)
-        return key_of(capture, partition, around)
-
-    keys = [
-        key(),
-        key(capture=chain_capture(5)),
-        key(profile=replace(PROFILE, handover_ns=PROFILE.handover_ns + 1)),
-        key(profile=default_profile(3)),
-        key(config=load_config({"partition.granularity": "module"})),
-        key(config=load_config({"plan.min_gain": 0.5})),
-        key(config=load_config({"runtime.bodies": "python"})),
-        key(machine=(((0, 0), (0, 0)), 4)),
-        key(machine=(((0, 0), (1, 0)), 3)),
-        key(compiler="freezing"),
-    ]
-    assert len(set(keys)) == len(keys)
-    assert key() == keys[0]
-    assert key(config=load_config({"debug.log": "INFO"})) == keys[0]
-    assert key(capture=replace(capture, name="another")) == keys[0]
+    kept.begin_generation("a")
+    assert kept.recall("a") is None and kept.generation("a") == 0

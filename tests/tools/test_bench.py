@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from apollo_compile.device.profile import CPU_FEATURES, cpu_description, cpu_model
+from apollo_compile.device.cpu.machine import CPU_FEATURES, cpu_description, cpu_model
 from apollo_compile.errors import ApolloError
 from apollo_compile.reports.render_bench import format_measurement
 from apollo_compile.tools.bench import _LOSS as LOSS

@@ -17,8 +17,9 @@ torch = pytest.importorskip("torch")
 import apollo_compile  # noqa: E402
 from apollo_compile.device.cpu import calibrate as calibration  # noqa: E402
 from apollo_compile.device.cpu.calibrate import Calibration, Progress  # noqa: E402
-from apollo_compile.device.profile import cached_profile_path, default_profile, discover_profile, load_profile  # noqa: E402
+from apollo_compile.device.cpu.discover import discover_profile  # noqa: E402
 from apollo_compile.reports.report import Report  # noqa: E402
+from apollo_compile.store.profiles import cached_profile_path, default_profile, load_profile  # noqa: E402
 from apollo_compile.tools import bench  # noqa: E402
 from apollo_compile.tools.bench import Measurement, Task, Variant, VariantResult  # noqa: E402
 from apollo_compile.tools.cli import main  # noqa: E402

@@ -15,7 +15,7 @@ from torch._inductor.codegen.cpp_wrapper_cpu import CppWrapperCpu
 
 from apollo_compile.device.cpu import cgroup
 from apollo_compile.device.cpu.cgroup import granted_cores
-from apollo_compile.device.profile import ProfileState
+from apollo_compile.store.profiles import ProfileState
 from apollo_compile.tools.doctor import Facts, Finding, Level, diagnose, is_fit, look
 
 ROOT = Path(__file__).parents[2]

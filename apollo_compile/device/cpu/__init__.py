@@ -2,6 +2,8 @@
 
 execute.py    Program + bodies -> Executable, and the lanes that all executables share
 calibrate.py  what lanes of every size achieve -> DeviceProfile
+discover.py   the profile of this machine: calibrated, or scaled by a quick measurement
+machine.py    what the system says of the CPU, and the fingerprint of measurements on it
 cores.py      which cores are this process's, beside other ranks of the machine
 cgroup.py     how much time the control group grants
 """

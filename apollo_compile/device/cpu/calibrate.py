@@ -34,9 +34,11 @@ from typing import Any, TypeAlias
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from apollo_compile.device.cpu.discover import LEAST_CPU_SHARE
 from apollo_compile.device.cpu.execute import Executable, keep_memory, most_units
+from apollo_compile.device.cpu.machine import cpu_model
 from apollo_compile.device.lanes import lane_catalogue
-from apollo_compile.device.profile import LEAST_CPU_SHARE, Arithmetic, DeviceProfile, Rate, cpu_model, rate_at
+from apollo_compile.device.profile import Arithmetic, DeviceProfile, Rate, rate_at
 from apollo_compile.device.target import CompiledBody
 from apollo_compile.ir import (
     Assignment,

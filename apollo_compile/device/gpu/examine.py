@@ -27,18 +27,13 @@ import torch
 
 from apollo_compile.config import cuda_connections, load_config
 from apollo_compile.device.findings import Finding, Level
+from apollo_compile.device.gpu.discover import gpu_fingerprint
 from apollo_compile.device.gpu.gpu import Recording, Stream, TorchGpu, atoms_of
 from apollo_compile.device.gpu.launch import Launcher
 from apollo_compile.device.lanes import atom_borders
-from apollo_compile.device.profile import (
-    ProfileInspection,
-    ProfileState,
-    cached_gpu_profile_path,
-    gpu_fingerprint,
-    inspect_profile,
-)
 from apollo_compile.errors import CudaError
 from apollo_compile.ir import BodyId, BufferId, Lane, LaneId, Launch, Program, SegmentId
+from apollo_compile.store.profiles import ProfileInspection, ProfileState, cached_gpu_profile_path, inspect_profile
 from apollo_compile.units import format_ns
 
 NUM_LAUNCHES = 20

@@ -11,18 +11,11 @@ import pytest
 import torch
 
 from apollo_compile.cost_model.roofline import predict_kernel
-from apollo_compile.device import profile as device_profile
 from apollo_compile.device.gpu.calibrate import Probe, Sizes, calibrate_gpu
 from apollo_compile.device.gpu.gpu import Body
-from apollo_compile.device.profile import (
-    DeviceProfile,
-    cached_gpu_profile_path,
-    discover_gpu_profile,
-    gpu_fingerprint,
-    load_profile,
-    save_profile,
-)
+from apollo_compile.device.profile import DeviceProfile
 from apollo_compile.ir import Kernel, KernelKind, Lane
+from apollo_compile.store.profiles import load_profile
 from tests.device.gpu.fake_gpu import CALLER, ORIGIN, FakeEvent, FakeGpu
 
 SIZES = Sizes(sides=(320, 1280), tokens=64, cached_bytes=1200, streamed_bytes=12000)
@@ -173,29 +166,3 @@ def test_every_step_is_told() -> None:
         ("done", 3, 3),
     ]
     assert profile.slowdown == ((1.0, 1.0), (1.0, 1.0)) and profile.handover_ns == sheet().handover_ns
-
-
-def test_a_measured_profile_is_found_again_on_the_same_gpu_only(
-    profile: DeviceProfile, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Another driver makes it stale, which is said; another GPU has none."""
-    device_profile._warn_of_substitute.cache_clear()
-    release = tmp_path / "release"
-    release.write_text("580.82.07\n", encoding="utf-8")
-    mine = gpu_fingerprint("Fake GPU", cuda=13000, units=132, release_file=release)
-    path = cached_gpu_profile_path(tmp_path, mine)
-    assert discover_gpu_profile(mine, cache_dir=tmp_path) == load_profile(Path("h200"))
-    assert "Fake GPU was not measured: plans count on an NVIDIA H200 SXM" in caplog.text
-    caplog.clear()
-    save_profile(profile, path, fingerprint=mine)
-    assert discover_gpu_profile(mine, cache_dir=tmp_path) == profile
-    assert discover_gpu_profile(mine) == load_profile(Path("h200"))
-    assert not caplog.records
-    release.write_text("590.48.01\n", encoding="utf-8")  # speaks the same CUDA
-    newer = gpu_fingerprint("Fake GPU", cuda=13000, units=132, release_file=release)
-    assert discover_gpu_profile(newer, cache_dir=tmp_path) == load_profile(Path("h200"))
-    assert "driver '580.82.07 (CUDA 13000)' is now '590.48.01 (CUDA 13000)'" in caplog.text
-    unknown = gpu_fingerprint("Fake GPU", cuda=13000, units=132, release_file=tmp_path / "none")
-    assert unknown.driver == "CUDA 13000"
-    other = gpu_fingerprint("Other GPU", cuda=13000, units=132)
-    assert cached_gpu_profile_path(tmp_path, other) != path

@@ -22,8 +22,8 @@ from apollo_compile.device.gpu.examine import (
     walk_capture,
 )
 from apollo_compile.device.gpu.launch import Launcher
-from apollo_compile.device.profile import ProfileInspection, ProfileState
 from apollo_compile.ir import LaneId, SegmentId
+from apollo_compile.store.profiles import ProfileInspection, ProfileState
 from tests.builders import graph, plan
 from tests.device.gpu.fake_gpu import FakeGpu
 from tests.device.gpu.test_launch import bodies_of, program_of

@@ -18,13 +18,13 @@ from apollo_compile.config import load_config
 from apollo_compile.device.gpu.execute import CudaExecutable
 from apollo_compile.device.gpu.gpu import Sharing
 from apollo_compile.device.gpu.target import GpuTarget
-from apollo_compile.device.profile import load_profile
 from apollo_compile.ir import CostSource, Variant
 from apollo_compile.passes.plan import make_plan
 from apollo_compile.session import bodies as session_bodies
 from apollo_compile.session.compile import GraphCompiler
 from apollo_compile.session.model import CompiledModel
 from apollo_compile.session.procedure import SHARED_VARIANTS
+from apollo_compile.store.profiles import load_profile
 from apollo_compile.torch_bridge.frontend import compile_with_inductor, keep_with
 from tests.device.gpu.fake_gpu import FakeGpu
 from tests.end_to_end.models import Tower, TwoTowers, assert_same_training, train, two_tower_inputs

@@ -1,0 +1,55 @@
+"""Find the profile of a GPU: measured if 'apollo calibrate --gpu' did, else what an H200's data sheet says.
+
+discover_gpu_profile(fingerprint, cache_dir=...) -> DeviceProfile
+gpu_fingerprint(name, cuda=..., units=...) -> Fingerprint
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from pathlib import Path
+
+from apollo_compile.device.fingerprint import Fingerprint, installed_torch
+from apollo_compile.device.profile import DeviceProfile
+from apollo_compile.store.profiles import ProfileState, cached_gpu_profile_path, find_profile, packaged_profile
+
+_logger = logging.getLogger(__name__)
+
+DRIVER_RELEASE = Path("/sys/module/nvidia/version")
+"""Where Linux tells the release of NVIDIA's driver."""
+
+
+def discover_gpu_profile(fingerprint: Fingerprint, *, cache_dir: Path | None = None) -> DeviceProfile:
+    """Return the profile of the GPU that `fingerprint` is of; an H200's by the data sheet where it was not measured."""
+    path = None if cache_dir is None else cached_gpu_profile_path(cache_dir, fingerprint)
+    found = None if path is None else find_profile(path, fingerprint)
+    if found is not None and found.profile is not None:
+        return found.profile
+    substitute = packaged_profile("h200")
+    if found is None or found.state is ProfileState.MISSING:  # else it was said what is wrong with the file
+        _warn_of_substitute(fingerprint.device, substitute.name)
+    return substitute
+
+
+@functools.cache
+def _warn_of_substitute(device: str, name: str) -> None:
+    """Say once per GPU that it counts as another one."""
+    if not f"{name} ".startswith(f"{device} "):
+        _logger.warning("%s was not measured: plans count on an %s; 'apollo calibrate --gpu' measures it", device, name)
+
+
+def gpu_fingerprint(name: str, *, cuda: int, units: int, release_file: Path = DRIVER_RELEASE) -> Fingerprint:
+    """Return what a measurement of a GPU depends on.
+
+    Arguments:
+        name: of the GPU.
+        cuda: version of CUDA that the driver speaks, as 13000; many releases of the driver speak the same.
+        units: all its SMs.
+        release_file: where the kernel tells the release of its driver; the version of CUDA alone counts without one.
+    """
+    try:
+        driver = f"{release_file.read_text(encoding='utf-8').strip()} (CUDA {cuda})"
+    except OSError:
+        driver = f"CUDA {cuda}"
+    return Fingerprint(device=name, driver=driver, torch=installed_torch(), cores=units, units=units)

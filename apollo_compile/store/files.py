@@ -1,0 +1,254 @@
+"""The one mechanism for what outlives a process: format, age, eviction, lock, atomic write, damage.
+
+    FileFormat(kind=..., number=..., content=...)   what files of one kind hold: read, write, inspect
+    Store(directory, format, ...)                   files of one kind in a directory of the cache, by key
+    Found                                           what was found: CURRENT, MISSING, STALE or DAMAGED
+
+A file is an object of JSON: the number of its format, and the fields of a frozen dataclass. The number is raised where
+a file of before would be misunderstood; a file with another one counts as damaged.
+
+Files that a user names are read with `FileFormat.read`, which raises what is wrong with them. Files of the cache are in
+a `Store`, which does not: whatever is in one, and whether there is one, `read` returns `Found`, and the worst that
+follows is that something is found out again. Writing raises `OSError`; the caller says what it costs that nothing is
+kept.
+
+A write is atomic: a reader sees the old file or the new one, never a part. So readers and writers need no lock; where
+what is written depends on what was there (`Store.update`), the processes that share a directory take turns under a lock
+in its file `.lock`. With `max_age_s`, content is stale when it is older than that, or of a clock that was ahead. With
+`max_files`, a write removes the files that were written longest ago.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import json
+import os
+import stat
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from apollo_compile.json_form import from_json, parse, to_json
+
+LOCK = ".lock"
+"""The file in a directory whose holder may read, change and write its files."""
+
+LOCK_TIMEOUT_S = 10.0
+"""A lock is held for milliseconds; who holds it longer has been stopped, and must not stop others."""
+
+MAX_AGE_S = 7 * 24 * 3600
+"""How long what was measured counts. Nobody is still writing a file that a writer left half written before that."""
+
+
+class FileState(enum.StrEnum):
+    """What a file is worth."""
+
+    CURRENT = "current"
+    MISSING = "missing"
+    STALE = "stale"
+    """Whole, but too old."""
+    DAMAGED = "damaged"
+    """It cannot be read, or is something else."""
+
+
+_Content = TypeVar("_Content")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Found(Generic[_Content]):
+    """What was found under a key or a path."""
+
+    state: FileState
+    detail: str = ""
+    """In words, where it is not current."""
+    content: _Content | None = None
+    """Of a current file."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Dated:
+    """Content that ages: a machine changes in ways that no key shows."""
+
+    made_at: float
+    """Seconds since the epoch."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FileFormat(Generic[_Content]):
+    """What files of one kind hold."""
+
+    kind: str
+    """What messages call it."""
+    number: int
+    content: type[_Content]
+    """A frozen dataclass."""
+    max_bytes: int
+    """A larger file is not one of ours."""
+    indent: int | None = 1
+    """None writes everything on one line."""
+
+    def format(self, content: _Content) -> str:
+        """Return the text of a file; the same content is the same text."""
+        return json.dumps({"format": self.number, **to_json(content)}, indent=self.indent) + "\n"
+
+    def parse(self, text: str) -> _Content:
+        """Return the content of a file's text. Raises `ValueError` where it is of another kind or another format."""
+        return self._content_of(parse(text))
+
+    def read(self, path: Path) -> _Content:
+        """Return the content of a file.
+
+        Raises:
+            OSError: it cannot be read.
+            ValueError: it is of another kind or another format, or a field of it is not what it should be.
+        """
+        return self._content_of(read_file(path, max_bytes=self.max_bytes))
+
+    def write(self, path: Path, content: _Content) -> None:
+        """Write a file, at once or not at all. Raises `OSError` where that is impossible."""
+        write_file(path, self.format(content))
+
+    def inspect(self, path: Path) -> Found[_Content]:
+        """Return what is in a file, whatever that is."""
+        try:
+            content = self.read(path)
+        except (FileNotFoundError, NotADirectoryError):
+            return Found(state=FileState.MISSING, detail="there is no such file")
+        except (OSError, ValueError) as error:
+            return Found(state=FileState.DAMAGED, detail=str(error))
+        return Found(state=FileState.CURRENT, content=content)
+
+    def _content_of(self, value: Any) -> _Content:
+        fields = check_format(value, self.kind, self.number)
+        return from_json(self.content, {name: fields[name] for name in fields if name != "format"}, place="")
+
+
+class Store(Generic[_Content]):
+    """Files of one kind in a directory, which need not exist yet."""
+
+    def __init__(
+        self,
+        directory: Path,
+        format: FileFormat[_Content],
+        *,
+        names: str = "{key}.json",
+        max_age_s: float | None = None,
+        max_files: int | None = None,
+    ) -> None:
+        """Keep files in `directory`.
+
+        Arguments:
+            directory: may have files of other kinds too.
+            format: of the files.
+            names: of the files, with `{key}` in it; no other kind of file in the directory has such a name.
+            max_age_s: above which content is stale, which must be `Dated` then.
+            max_files: how many are kept, the youngest ones.
+        """
+        assert max_age_s is None or issubclass(format.content, Dated), "content without a date does not age"
+        self._directory = directory
+        self._format = format
+        self._names = names
+        self._max_age_s = max_age_s
+        self._max_files = max_files
+
+    def path(self, key: str) -> Path:
+        """Return the file of a key."""
+        return self._directory / self._names.format(key=key)
+
+    def read(self, key: str) -> Found[_Content]:
+        """Return what is kept under a key. Raises nothing."""
+        found = self._format.inspect(self.path(key))
+        if self._max_age_s is None or not isinstance(found.content, Dated):
+            return found
+        age_s = time.time() - found.content.made_at
+        if age_s < 0:
+            return Found(state=FileState.STALE, detail="it was made by a clock that was ahead of this one")
+        if age_s > self._max_age_s:
+            detail = f"it was made {age_s:.0f} s ago, and counts for {self._max_age_s:.0f} s"
+            return Found(state=FileState.STALE, detail=detail)
+        return found
+
+    def write(self, key: str, content: _Content) -> None:
+        """Keep content under a key, in place of what was there, and evict. Raises `OSError` where it is impossible."""
+        self._format.write(self.path(key), content)
+        self._evict()
+
+    def update(self, key: str, change: Callable[[_Content | None], _Content]) -> _Content:
+        """Keep what `change` makes of the current content, None where there is none; return it.
+
+        No other process or thread updates a file of the directory meanwhile.
+
+        Raises:
+            OSError: it cannot be written, or the lock is not to be had.
+        """
+        from filelock import FileLock  # it imports asyncio, and most processes update nothing
+
+        self._directory.mkdir(parents=True, exist_ok=True)
+        with FileLock(self._directory / LOCK, timeout=LOCK_TIMEOUT_S, poll_interval=0.01):
+            content = change(self.read(key).content)
+            self.write(key, content)
+        return content
+
+    def _evict(self) -> None:
+        """Remove the oldest files, and what writers left behind that were killed."""
+        leftovers = [path for age_s, path in self._ages("{}.*.tmp") if age_s > MAX_AGE_S]
+        surplus = [] if self._max_files is None else [path for _, path in self._ages("{}")][self._max_files :]
+        for path in [*leftovers, *surplus]:
+            path.unlink(missing_ok=True)
+
+    def _ages(self, pattern: str) -> Iterator[tuple[float, Path]]:
+        """Yield the seconds since files of this kind were written, the youngest first."""
+        times = []
+        for path in self._directory.glob(pattern.format(self._names.format(key="*"))):
+            with contextlib.suppress(FileNotFoundError):  # another process evicts too
+                times.append((path.stat().st_mtime, path))
+        now = time.time()
+        return ((now - written_at, path) for written_at, path in sorted(times, reverse=True))
+
+
+# --------------------------------------------------------------------------------------------------- text and bytes
+
+
+def check_format(content: Any, kind: str, number: int) -> dict[str, Any]:
+    """Return `content`, which is a `kind` of thing that says of itself which number its format has.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    if not isinstance(content, dict):
+        raise ValueError(f"expected a {kind} of format {number}, got {type(content).__name__}")
+    if content.get("format") != number:
+        raise ValueError(f"expected a {kind} of format {number}, got format {content.get('format')!r:.40}")
+    return content
+
+
+def read_file(path: Path, *, max_bytes: int) -> Any:
+    """Return the content of a file of JSON.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is too large, no regular file, or no JSON.
+    """
+    if not stat.S_ISREG(path.stat().st_mode):  # before it is opened: a pipe would wait for its writer
+        raise ValueError("it is no regular file")
+    with path.open("rb") as file:
+        content = file.read(max_bytes + 1)
+    if len(content) > max_bytes:
+        raise ValueError(f"it has more than {max_bytes} bytes")
+    return parse(content.decode("utf-8"))
+
+
+def write_file(path: Path, text: str) -> None:
+    """Write a file and the folders that it is in, at once or not at all. Raises `OSError` where that is impossible."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}.tmp")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(path)  # a reader sees the old file or the new one, never a part
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise

@@ -1,0 +1,67 @@
+"""How many times as fast oneDNN computes a matrix product as BLAS: what processes of this machine have measured.
+
+    MatmulGains(directory).recall(fingerprint) -> gains by the name of a product
+    MatmulGains(directory).add(fingerprint, gains) -> gains, with those of other processes
+
+There is one file per number of cores. It is forgotten as a whole, `MAX_AGE_S` after its first entry was measured, or
+when the machine is another; the `MAX_ENTRIES` youngest entries are kept.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from apollo_compile.device.fingerprint import Fingerprint
+from apollo_compile.store.files import MAX_AGE_S, Dated, FileFormat, FileState, Store
+
+_logger = logging.getLogger(__name__)
+
+MAX_ENTRIES = 4096
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _GainsFile(Dated):
+    fingerprint: Fingerprint
+    gains: Mapping[str, float]
+    """The youngest are last."""
+
+
+_FORMAT = FileFormat(kind="file of matmul gains", number=1, content=_GainsFile, max_bytes=2**20)
+
+
+class MatmulGains:
+    """Measured gains in a directory, which need not exist yet."""
+
+    def __init__(self, directory: Path) -> None:
+        self._store = Store(directory, _FORMAT, names="matmul-{key}.json", max_age_s=MAX_AGE_S)
+
+    def recall(self, fingerprint: Fingerprint) -> Mapping[str, float]:
+        """Return what was measured on the machine and the cores that `fingerprint` is of."""
+        key = _key_of(fingerprint)
+        found = self._store.read(key)
+        if found.state is FileState.DAMAGED:
+            _logger.info("matrix products are measured anew: %s: %s", self._store.path(key), found.detail)
+        return found.content.gains if found.content is not None and found.content.fingerprint == fingerprint else {}
+
+    def add(self, fingerprint: Fingerprint, gains: Mapping[str, float]) -> Mapping[str, float]:
+        """Keep what was just measured; return it with what other processes have kept meanwhile."""
+
+        def change(before: _GainsFile | None) -> _GainsFile:
+            if before is None or before.fingerprint != fingerprint:
+                before = _GainsFile(made_at=time.time(), fingerprint=fingerprint, gains={})
+            merged = [*((name, gain) for name, gain in before.gains.items() if name not in gains), *gains.items()]
+            return replace(before, gains=dict(merged[-MAX_ENTRIES:]))
+
+        try:
+            return self._store.update(_key_of(fingerprint), change).gains
+        except OSError as error:
+            _logger.info("the next process measures matrix products again: %s", error)
+            return gains
+
+
+def _key_of(fingerprint: Fingerprint) -> str:
+    return str(fingerprint.units)

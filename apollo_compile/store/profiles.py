@@ -1,0 +1,156 @@
+"""Files of device profiles: those that come with the package, those a user names, and those of the cache.
+
+    load_profile(path), save_profile(...)       a file that a user names; `load_profile` also takes a packaged name
+    default_profile(units)                      the packaged profile of CPUs: the same on every machine
+    cached_profile_path(...)                    the file in which the profile of this machine, or of a GPU, is kept
+    inspect_profile(path, fingerprint)          what a file is worth on the machine that `fingerprint` is of
+    find_profile(path, fingerprint)             the same, with a WARNING where a user should calibrate again
+
+A file has the fingerprint of what its profile was measured on. One that is damaged, or was measured on something else,
+is not used; what a user calibrated is kept on disk even so, for it took minutes to make.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import logging
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+
+from apollo_compile.device.fingerprint import Fingerprint, describe_changes
+from apollo_compile.device.profile import DeviceProfile, limit_units
+from apollo_compile.errors import ConfigError
+from apollo_compile.store.files import FileFormat, FileState
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Content:
+    fingerprint: Fingerprint | None
+    profile: DeviceProfile
+
+
+_FORMAT = FileFormat(kind="profile", number=5, content=_Content, max_bytes=4 * 2**20)
+"""A measured profile takes about 20 kB."""
+
+
+def packaged_profiles() -> tuple[str, ...]:
+    """Return the names of the profiles that come with the package."""
+    files = (file.name for file in resources.files("apollo_compile.device").joinpath("profiles").iterdir())
+    return tuple(sorted(name.removesuffix(".json") for name in files if name.endswith(".json")))
+
+
+@functools.cache
+def packaged_profile(name: str) -> DeviceProfile:
+    """Return one of the profiles that come with the package."""
+    text = resources.files("apollo_compile.device").joinpath("profiles", f"{name}.json").read_text(encoding="utf-8")
+    return _FORMAT.parse(text).profile
+
+
+def default_profile(units: int) -> DeviceProfile:
+    """Return the packaged profile of CPUs for `units` units: the same on every machine."""
+    return limit_units(packaged_profile("cpu"), units)
+
+
+def load_profile(path: Path) -> DeviceProfile:
+    """Read a profile from a file, or the packaged profile of that name if there is no such file.
+
+    Raises:
+        ConfigError: the file cannot be read or is no profile.
+    """
+    try:
+        return _FORMAT.read(path).profile
+    except FileNotFoundError as error:
+        if str(path) in packaged_profiles():
+            return packaged_profile(str(path))
+        raise _unreadable(path, error) from error
+    except (OSError, ValueError) as error:
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: Path, error: Exception) -> ConfigError:
+    return ConfigError(
+        f"cannot read device profile {path}: {error}; expected a file that 'apollo calibrate' wrote, or one of "
+        f"{', '.join(packaged_profiles())}"
+    )
+
+
+def save_profile(profile: DeviceProfile, path: Path, *, fingerprint: Fingerprint | None = None) -> None:
+    """Write a profile to a file, at once or not at all. Raises `OSError` where that is impossible."""
+    _FORMAT.write(path, _Content(fingerprint=fingerprint, profile=profile))
+
+
+def format_profile(profile: DeviceProfile, *, fingerprint: Fingerprint | None = None) -> str:
+    """Return the text of a profile's file."""
+    return _FORMAT.format(_Content(fingerprint=fingerprint, profile=profile))
+
+
+# ---------------------------------------------------------------------------------------------------------- cache
+
+
+def cached_profile_path(cache_dir: Path, units: int) -> Path:
+    """Return the file in which the profile of this machine for `units` units is kept."""
+    return cache_dir / f"profile-{units}.json"
+
+
+def cached_gpu_profile_path(cache_dir: Path, fingerprint: Fingerprint) -> Path:
+    """Return the file in which the profile of a GPU is kept."""
+    name = "".join(letter if letter.isalnum() else "-" for letter in fingerprint.device)
+    return cache_dir / f"profile-{name}-{fingerprint.units}.json"
+
+
+class ProfileState(enum.StrEnum):
+    """What a file of a profile is worth."""
+
+    CURRENT = "current"
+    """Measured on this machine as it is."""
+    SCALED = "scaled"
+    """The same, but by the quick measurement."""
+    MISSING = "missing"
+    STALE = "stale"
+    """Measured on something else."""
+    DAMAGED = "damaged"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProfileInspection:
+    """What was found in a file."""
+
+    state: ProfileState
+    detail: str
+    profile: DeviceProfile | None
+    """If it can be used."""
+    is_replaceable: bool = False
+    """Whether a quick measurement may take its place: what a user calibrated is kept, even if it is stale."""
+
+
+def inspect_profile(path: Path, fingerprint: Fingerprint) -> ProfileInspection:
+    """Return whether the profile in a file is one of the machine that `fingerprint` is of."""
+    found = _FORMAT.inspect(path)
+    if found.content is None:
+        is_missing = found.state is FileState.MISSING
+        state = ProfileState(found.state.value)
+        return ProfileInspection(state=state, detail=found.detail, profile=None, is_replaceable=is_missing)
+    profile, before = found.content.profile, found.content.fingerprint
+    is_scaled = profile.source == "scaled"
+    if before != fingerprint or profile.units != fingerprint.units:
+        detail = describe_changes(before, fingerprint) or "other units"
+        return ProfileInspection(state=ProfileState.STALE, detail=detail, profile=None, is_replaceable=is_scaled)
+    state = ProfileState.SCALED if is_scaled else ProfileState.CURRENT
+    return ProfileInspection(state=state, detail=profile.source, profile=profile)
+
+
+def find_profile(path: Path, fingerprint: Fingerprint) -> ProfileInspection:
+    """Return what a file holds; warn where a user should calibrate again."""
+    found = inspect_profile(path, fingerprint)
+    if found.profile is None and not found.is_replaceable:
+        _logger.warning(
+            "device profile %s is %s (%s); using the default until you run 'apollo calibrate'",
+            path,
+            found.state.value,
+            found.detail,
+        )
+    return found

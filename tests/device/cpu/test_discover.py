@@ -1,0 +1,171 @@
+"""The profile of this machine is measured once, distrusted where it does not fit, and never missing."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from apollo_compile.device.cpu import discover
+from apollo_compile.device.cpu.discover import discover_profile
+from apollo_compile.device.cpu.machine import machine_fingerprint
+from apollo_compile.device.profile import Rate
+from apollo_compile.store.profiles import cached_profile_path, default_profile, inspect_profile, save_profile
+from tests.profiles import CPU
+
+
+@pytest.fixture(autouse=True)
+def _fresh_process() -> None:
+    """Forget what earlier tests measured."""
+    discover._discover.cache_clear()
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Count quick measurements, and make them instant."""
+    calls: list[str] = []
+
+    def measure() -> tuple[int, int, bool]:
+        calls.append("measured")
+        return 100_000, 200_000, False
+
+    monkeypatch.setattr(discover, "_measure_quickly", measure)
+    return calls
+
+
+def test_a_quick_measurement_scales_the_default() -> None:
+    """A real one: all arithmetic by one factor, all bytes by another; torch keeps its thread count."""
+    torch = pytest.importorskip("torch")
+    threads = torch.get_num_threads()
+    profile, default = discover_profile(2), default_profile(2)
+    assert (profile.source, profile.units, torch.get_num_threads()) == ("scaled", 2, threads)
+
+    def ratios(tables: list[tuple[Rate, ...]], others: list[tuple[Rate, ...]]) -> list[float]:
+        pairs = [pair for rates in zip(tables, others, strict=True) for pair in zip(*rates, strict=True)]
+        return [a / b for one, other in pairs for a, b in zip(one.per_s, other.per_s, strict=True)]
+
+    faster = ratios([t.rates for t in profile.arithmetic], [t.rates for t in default.arithmetic])
+    wider = ratios(
+        [profile.near_bytes_per_s, profile.far_bytes_per_s], [default.near_bytes_per_s, default.far_bytes_per_s]
+    )
+    assert faster == pytest.approx([faster[0]] * len(faster))
+    assert wider == pytest.approx([wider[0]] * len(wider))
+    assert min(faster[0], wider[0]) > 0
+
+
+def test_a_measurement_inside_a_compile_is_of_real_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Backends run under a mode that makes every tensor a fake, and fakes compute nothing."""
+    torch = pytest.importorskip("torch")
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    kinds: list[type] = []
+
+    def best_of(call: Callable[[], object]) -> tuple[int, float]:
+        kinds.append(type(call()))
+        return 1_000_000, 1.0
+
+    monkeypatch.setattr(discover, "_best_of", best_of)
+    with FakeTensorMode():
+        discover_profile(2)
+    assert set(kinds) == {torch.Tensor}
+
+
+def test_a_disturbed_measurement_is_used_but_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process on the core must not make later compiles believe that the device is slow."""
+    monkeypatch.setattr(discover, "_measure_quickly", lambda: (100_000, 200_000, True))
+    assert discover_profile(2, cache_dir=tmp_path).source == "scaled"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_process_measures_once_and_the_next_one_reads_the_file(tmp_path: Path, measured: list[str]) -> None:
+    """The cache serves both."""
+    folder = tmp_path / "new" / "folder"
+    first = discover_profile(2, cache_dir=folder)
+    assert discover_profile(2, cache_dir=folder) is first
+    discover._discover.cache_clear()
+    assert discover_profile(2, cache_dir=folder) == first
+    assert len(measured) == 1
+
+
+def test_a_calibrated_profile_is_used_as_it_is(tmp_path: Path, measured: list[str]) -> None:
+    """Nothing is measured then."""
+    calibrated = replace(CPU, units=2, source="measured")
+    save_profile(calibrated, cached_profile_path(tmp_path, 2), fingerprint=machine_fingerprint(2))
+    assert discover_profile(2, cache_dir=tmp_path) == calibrated
+    assert not measured
+
+
+@pytest.mark.parametrize(
+    "content", ("", "{", "[]", '{"format": 0}', '{"format": 5, "fingerprint": null, "profile": {"units": 2}}')
+)
+def test_a_damaged_file_is_one_warning(
+    tmp_path: Path, measured: list[str], caplog: pytest.LogCaptureFixture, content: str
+) -> None:
+    """Half-written, foreign and incomplete files are named, and the scaled default is used."""
+    path = cached_profile_path(tmp_path, 2)
+    path.write_text(content)
+    with caplog.at_level(logging.WARNING):
+        profile = discover_profile(2, cache_dir=tmp_path)
+    (record,) = caplog.records
+    assert str(path) in record.getMessage() and "damaged" in record.getMessage()
+    assert "apollo calibrate" in record.getMessage()
+    assert profile.source == "scaled" and measured
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "says"),
+    [
+        ("torch", "1.0", "torch '1.0' is now"),
+        ("device", "another", "device 'another' is now"),
+        ("cores", 10_000, "cores 10000 is now"),
+        ("driver", "570.1", "driver '570.1' is now None"),
+    ],
+)
+def test_a_stale_profile_is_one_warning_that_says_what_changed(
+    tmp_path: Path, measured: list[str], caplog: pytest.LogCaptureFixture, field: str, value: object, says: str
+) -> None:
+    """It stays on disk until the user calibrates again: it took minutes to make."""
+    path = cached_profile_path(tmp_path, 2)
+    old = replace(machine_fingerprint(2), **{field: value})
+    save_profile(replace(CPU, units=2), path, fingerprint=old)
+    before = path.read_text()
+    with caplog.at_level(logging.WARNING):
+        profile = discover_profile(2, cache_dir=tmp_path)
+    (record,) = caplog.records
+    assert says in record.getMessage() and "apollo calibrate" in record.getMessage()
+    assert (profile.source, path.read_text()) == ("scaled", before)
+
+
+@pytest.mark.parametrize("field", ["torch", "device", "cores"])
+def test_a_stale_quick_measurement_is_taken_anew_without_a_word(
+    tmp_path: Path, measured: list[str], caplog: pytest.LogCaptureFixture, field: str
+) -> None:
+    """The user has not made it, and what is known by it would be lost in every process."""
+    path = cached_profile_path(tmp_path, 2)
+    old = replace(machine_fingerprint(2), **{field: 7 if field == "cores" else "another"})
+    save_profile(replace(CPU, units=2, source="scaled"), path, fingerprint=old)
+    with caplog.at_level(logging.WARNING):
+        profile = discover_profile(2, cache_dir=tmp_path)
+    assert not caplog.records and measured
+    assert inspect_profile(path, machine_fingerprint(2)).profile == profile
+
+
+def test_a_directory_that_cannot_even_be_asked_about_still_gives_a_profile(
+    tmp_path: Path, measured: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """As where a directory above it may not be entered; here its name is too long for the system."""
+    with caplog.at_level(logging.WARNING):
+        profile = discover_profile(2, cache_dir=tmp_path / ("long" * 100))
+    (record,) = caplog.records
+    assert "too long" in record.getMessage()
+    assert profile.source == "scaled"
+
+
+def test_a_directory_that_cannot_be_written_still_gives_a_profile(tmp_path: Path, measured: list[str]) -> None:
+    """The path of the cache is a file here, so that no directory can be made, whoever runs the test."""
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    assert discover_profile(2, cache_dir=blocked / "cache").units == 2
