@@ -20,7 +20,8 @@ import random
 import time
 from dataclasses import replace
 
-from apollo_compile.planner.cp_sat import Answer, SolverOutcome, Status, check_start, consumption_of, search_part
+from apollo_compile.planner.cp_sat import Answer, SolverOutcome, Status, check_start, search_part
+from apollo_compile.planner.modes import consumption_of
 from apollo_compile.planner.problem import Problem, Schedule, Task
 from apollo_compile.planner.replay import left_shifted, makespan_of, replay
 
