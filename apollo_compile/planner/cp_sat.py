@@ -31,7 +31,7 @@ from ortools.sat.python import cp_model
 
 from apollo_compile.errors import InvariantError
 from apollo_compile.planner.model import Model, Variant, build_model
-from apollo_compile.planner.modes import is_as_good, kept_modes, scarce_budgets
+from apollo_compile.planner.modes import is_as_good, kept_modes
 from apollo_compile.planner.problem import Problem, Schedule
 from apollo_compile.planner.replay import left_shifted, makespan_of
 
@@ -106,8 +106,8 @@ def solve_with_cp_sat(
     left_s = deadline - time.monotonic()
     if left_s <= 0:  # CP-SAT calls a model with a negative limit invalid
         return SolverOutcome(status="unknown", schedule=None, bound=lower_bound, reached_time_limit=True)
-    search = _search if workers == 1 else _search_with_restarts
-    answer = search(model, seed=seed, deterministic_time=deterministic_time, time_limit_s=left_s, workers=workers)
+    run = search if workers == 1 else search_with_restarts
+    answer = run(model, seed=seed, deterministic_time=deterministic_time, time_limit_s=left_s, workers=workers)
     return _judge(problem, answer, model.is_exact, lower_bound)
 
 
@@ -131,7 +131,7 @@ def search_part(
         time_limit_s: safety net.
     """
     model = build_model(problem, kept_modes(problem), makespans, limits)
-    return _search(model, seed=seed, deterministic_time=deterministic_time, time_limit_s=time_limit_s, presolves=1)
+    return search(model, seed=seed, deterministic_time=deterministic_time, time_limit_s=time_limit_s, presolves=1)
 
 
 def check_start(problem: Problem, start: Schedule, lower_bound: int) -> None:
@@ -176,13 +176,12 @@ def _add_hint(model: Model, schedule: Schedule) -> None:
     """Hint every variable; a mode that is not in the model moves to one that is as good."""
     cp, problem = model.cp, model.problem
     kept = [[variant.index for variant in variants] for variants in model.variants]
-    scarce = scarce_budgets(problem, kept)
     ends: list[int] = []
     modes: list[int] = []
     for task, variants in enumerate(model.variants):
         start, chosen = schedule.starts[task], schedule.modes[task]
         if chosen not in kept[task]:
-            chosen = next(mode for mode in kept[task] if is_as_good(problem, task, mode, chosen, scarce))
+            chosen = next(mode for mode in kept[task] if is_as_good(problem, task, mode, chosen))
         ends.append(start + problem.tasks[task].modes[chosen].duration)
         cp.add_hint(model.starts[task], start)
         for variant in variants:
@@ -214,7 +213,7 @@ class Answer:
     reached_time_limit: bool
 
 
-def _search(
+def search(
     model: Model,
     *,
     seed: int,
@@ -249,7 +248,7 @@ def _search(
     )
 
 
-def _search_with_restarts(
+def search_with_restarts(
     model: Model, *, seed: int, deterministic_time: float, time_limit_s: float, workers: int
 ) -> Answer:
     """Run CP-SAT with one seed after the other, each from what is known, until one is sure or time is over."""
@@ -258,7 +257,7 @@ def _search_with_restarts(
     spent, bound = 0.0, 0
     for later_seed in itertools.count(seed):
         passed_s = time.monotonic() - begin
-        later = _search(
+        later = search(
             model,
             seed=later_seed,
             deterministic_time=deterministic_time - spent,

@@ -14,8 +14,7 @@ sum of on[t, m] over the modes on lane l, C the makespan:
 (4) renewable      per resource, one cumulative of runs, which ask for
                    sum_m demand[t, m] * on[t, m], and of the lifetimes of holds             -> _limit_renewables
     lifetime       [start[t], last],  last >= end of t and of every reader                  -> _add_lifetime
-(5) non-renewable  sum of consumption[t, m] * on[t, m] <= budget                            -> _limit_budgets
-(6) objective      minimise C,  least <= C <= longest makespan,  end[t] <= C                -> _bound_makespan
+(5) objective      minimise C,  least <= C <= longest makespan,  end[t] <= C                -> _bound_makespan
     energy         sum of amount * duration <= capacity * C, which (3) and (4) imply        -> _bound_energy
 
 Every mode has its OWN start and optional interval. With optional intervals that share the start and end of their task,
@@ -32,9 +31,9 @@ Runs of l are at most K, so they never exclude each other; one of another lane e
 another lane that meets l in a: the posted constraint of l says that j is not within [start[i], end[i] + handover), that
 of the lane of j says the same with i and j exchanged, and together that is (3). Exact, with one interval per mode more.
 
-Left out, since the others imply it: budgets that cannot be exceeded, and a reader before another reader of a hold.
-Amounts are divided by their common divisor; if they are still larger than `MAX_AMOUNT` they are rounded, demands up and
-capacities down. The model is then narrower than the problem, which `Model.is_exact` says.
+A reader before another reader of a hold is left out. Amounts are divided by their common divisor; if they are still
+larger than `MAX_AMOUNT` they are rounded, demands up and capacities down. The model is then narrower than the problem,
+which `Model.is_exact` says.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ from dataclasses import dataclass
 
 from ortools.sat.python import cp_model
 
-from apollo_compile.planner.modes import consumption_of, demand_of, scarce_budgets
+from apollo_compile.planner.modes import demand_of
 from apollo_compile.planner.problem import Hold, Mode, Problem
 
 MAX_AMOUNT = 1_000_000
@@ -126,7 +125,6 @@ def build_model(
     _separate_on_atoms(model)
     _keep_lanes_apart(model)
     model.is_exact = _limit_renewables(model)
-    _limit_budgets(model)
     _bound_makespan(model)
     return model
 
@@ -322,20 +320,8 @@ def _add_lifetime(model: Model, hold: Hold) -> Lifetime:
     return Lifetime(hold=hold, last=last, length=length, interval=interval)
 
 
-def _limit_budgets(model: Model) -> None:
-    """Post (5)."""
-    kept = [[variant.index for variant in variants] for variants in model.variants]
-    for resource in scarce_budgets(model.problem, kept):
-        consumed = [
-            consumption_of(model.problem, task, variant.index, resource) * variant.on
-            for task, variants in enumerate(model.variants)
-            for variant in variants
-        ]
-        model.cp.add(sum(consumed) <= model.problem.budgets[resource])
-
-
 def _bound_makespan(model: Model) -> None:
-    """Post (6)."""
+    """Post (5)."""
     for variants, end, after in zip(model.variants, model.ends, model.problem.successors(), strict=True):
         tails = [variant.tail * variant.on for variant in variants if variant.tail]
         if tails or not after:

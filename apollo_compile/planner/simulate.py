@@ -77,7 +77,7 @@ class Simulator:
         """Least time from the end of a task to the end of all."""
         self.handover = problem.handover
         self.num_atoms = len(problem.atom_sizes)
-        self.is_limited = bool(problem.capacities or problem.budgets)
+        self.is_limited = bool(problem.capacities)
 
     def replay(self, order: Sequence[int], modes: Sequence[int]) -> Schedule:
         """Return the semi-active schedule; `order` is topological."""

@@ -404,11 +404,6 @@ def _infeasible(problem: Problem, effort: Effort, solver: str | None) -> Infeasi
             f"renewable resource {resource} has {capacity}, task {largest} alone needs {least[largest]}, "
             f"the serial schedule {problem.peak(serial_schedule(problem), resource)}"
         )
-    for resource, budget in enumerate(problem.budgets):
-        total = sum(
-            min(mode.consumption[resource] if mode.consumption else 0 for mode in task.modes) for task in problem.tasks
-        )
-        needs.append(f"non-renewable resource {resource} has {budget}, all tasks need at least {total}")
     return InfeasiblePlanError(
         f"no schedule of {len(problem.tasks)} tasks found within {effort.time_limit_s} s "
         f"by {solver or 'list schedules'}: {'; '.join(needs)}; "

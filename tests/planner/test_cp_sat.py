@@ -22,7 +22,7 @@ from tests.planner.oracle import find_optimum
 @pytest.mark.parametrize("solver_seed", seeds(2, 3))
 @pytest.mark.parametrize("seed", seeds(30, 60))
 def test_the_solver_finds_what_exhaustive_search_finds(seed: int, solver_seed: int) -> None:
-    """On random lanes and hand-overs, every other problem with demands, holds and a budget; with and without a hint."""
+    """On random lanes and hand-overs, every other problem with demands and holds; with and without a hint."""
     rng = random.Random(seed)
     problem = random_problem(rng, rng.randrange(2, 6), rng.choice((2, 4)))
     if seed % 2:
@@ -54,14 +54,10 @@ def test_the_same_seed_gives_the_same_schedule() -> None:
 
 
 def test_a_problem_without_a_schedule_is_infeasible() -> None:
-    """One task needs more than there is; or the budget is spent by any choice."""
-    demanding = Problem(tasks=(Task(modes=(Mode(duration=1, demands=(3,)),), predecessors=()),), capacities=(2,))
-    costly = Problem(tasks=(Task(modes=(Mode(duration=1, consumption=(3,)),), predecessors=()),), budgets=(2,))
-    for problem in (demanding, costly):
-        outcome = solve_with_cp_sat(
-            problem, hint=None, lower_bound=0, seed=0, deterministic_time=1.0, time_limit_s=10.0
-        )
-        assert (outcome.status, outcome.schedule) == ("infeasible", None)
+    """One task needs more than there is."""
+    problem = Problem(tasks=(Task(modes=(Mode(duration=1, demands=(3,)),), predecessors=()),), capacities=(2,))
+    outcome = solve_with_cp_sat(problem, hint=None, lower_bound=0, seed=0, deterministic_time=1.0, time_limit_s=10.0)
+    assert (outcome.status, outcome.schedule) == ("infeasible", None)
 
 
 @pytest.mark.slow

@@ -99,7 +99,7 @@ def test_an_execution_needs_no_more_of_any_resource_than_the_limits(seed: int) -
     problem = interfering(limited(rng, random_problem(rng, 7, 2)), 3.0)
     schedule = Simulator(problem).replay(range(7), random_modes(rng, problem))
     # exactly what this schedule needs
-    problem = replace(problem, capacities=(problem.peak(schedule, 0),), budgets=(100,))
+    problem = replace(problem, capacities=(problem.peak(schedule, 0),))
     assert problem.violations(schedule) == ()
     assert _as_executed(problem, schedule, execute(problem, schedule)) == ()
 

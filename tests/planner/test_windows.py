@@ -29,7 +29,7 @@ def test_windows_shorten_a_schedule_and_never_lengthen_it(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_windows_keep_demands_holds_and_budgets(seed: int) -> None:
+def test_windows_keep_demands_and_holds(seed: int) -> None:
     """Where the serial schedule just fits, what windows find fits as well and is not longer."""
     rng = random.Random(seed)
     problem = limited(rng, random_problem(rng, 30, rng.choice((2, 4))))
