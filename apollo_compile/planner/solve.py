@@ -131,13 +131,13 @@ class Solution:
         return self.proof is not None
 
 
-def solve(problem: Problem, effort: Effort | None = None) -> Solution:
-    """Return the best schedule found within the effort (the default one if None).
+def solve(problem: Problem, effort: Effort) -> Solution:
+    """Return the best schedule found within the effort.
 
     Raises:
         InfeasiblePlanError: no schedule that keeps all limits exists, or none was found.
     """
-    search = _Search(problem, effort or Effort())
+    search = _Search(problem, effort)
     serial = serial_schedule(problem)
     search.offer("serial", problem, [serial], is_required=False)
     if _slows_neighbours(problem):
