@@ -14,47 +14,60 @@ from apollo_compile.planner.problem import Mode, Problem, Task
 MODELS = Path(__file__).parent / "cpsat_repro"
 
 
-@pytest.mark.parametrize("name", sorted(path.name.split(".")[0] for path in MODELS.glob("*.separate.pbtxt")))
-def test_alternatives_with_starts_of_their_own_have_the_shorter_optimum(name: str) -> None:
-    """Two models of one problem; sharing starts among alternatives made the solver miss schedules that exist.
+OPTIMA = {"n6_seed368_false_infeasible": 3914, "n8_seed20_false_optimal": 2949}
+"""Least makespans of the problems of `MODELS`, in the encoding that gives every alternative a start of its own."""
 
-    A solver without that defect finds the same optimum in both; none may find a shorter one in the shared model.
-    """
-    values = {}
-    for encoding in ("separate", "shared"):
-        model = cp_model.CpModel()
-        assert model.proto.parse_text_format((MODELS / f"{name}.{encoding}.pbtxt").read_text())
-        best = []
-        for seed in range(4):
-            solver = cp_model.CpSolver()
-            solver.parameters.num_workers = 1
-            solver.parameters.random_seed = seed
-            status = solver.solve(model)
-            assert encoding == "shared" or status == cp_model.OPTIMAL
-            if status == cp_model.OPTIMAL:
-                best.append(round(solver.objective_value))
-        values[encoding] = best
-    assert len(set(values["separate"])) == 1
-    assert all(value >= values["separate"][0] for value in values["shared"])
+SOLVER_SEEDS = range(4)
 
 
-@pytest.mark.parametrize("name", sorted(path.name.split(".")[0] for path in MODELS.glob("*.shared.pbtxt")))
-def test_our_encoding_solves_the_problems_on_which_the_shared_one_fails(name: str) -> None:
-    """The problem is read back from its model; whatever is known to be feasible, we are not longer than."""
-    problem = read_back((MODELS / f"{name}.shared.pbtxt").read_text())
+def ask(name: str, encoding: str, seed: int) -> tuple[cp_model.CpSolverStatus, int | None]:
+    """Return what the solver says of a model, and the makespan that it found."""
     model = cp_model.CpModel()
-    assert model.proto.parse_text_format((MODELS / f"{name}.separate.pbtxt").read_text())
+    assert model.proto.parse_text_format((MODELS / f"{name}.{encoding}.pbtxt").read_text())
     solver = cp_model.CpSolver()
     solver.parameters.num_workers = 1
-    assert solver.solve(model) == cp_model.OPTIMAL
-    for seed in range(4):
+    solver.parameters.random_seed = seed
+    status = solver.solve(model)
+    return status, round(solver.objective_value) if status in (cp_model.OPTIMAL, cp_model.FEASIBLE) else None
+
+
+@pytest.mark.parametrize("seed", SOLVER_SEEDS)
+@pytest.mark.parametrize("name", OPTIMA)
+def test_alternatives_with_starts_of_their_own_are_solved(name: str, seed: int) -> None:
+    """The encoding of our model."""
+    assert ask(name, "separate", seed) == (cp_model.OPTIMAL, OPTIMA[name])
+
+
+@pytest.mark.parametrize("seed", SOLVER_SEEDS)
+@pytest.mark.parametrize(
+    ("name", "answer"),
+    [
+        ("n6_seed368_false_infeasible", (cp_model.INFEASIBLE, None)),
+        ("n8_seed20_false_optimal", (cp_model.OPTIMAL, 2956)),
+    ],
+)
+def test_the_solver_is_wrong_of_alternatives_that_share_their_starts(
+    name: str, answer: tuple[cp_model.CpSolverStatus, int | None], seed: int
+) -> None:
+    """The same problem in fewer variables, which OR-Tools 9.15 gets wrong.
+
+    Where this fails and OPTIMA is the answer, a new release has mended it: `model.py` may share starts then.
+    """
+    assert ask(name, "shared", seed) == answer
+
+
+@pytest.mark.parametrize("name", OPTIMA)
+def test_our_model_solves_the_problems_on_which_the_shared_one_fails(name: str) -> None:
+    """The problem is read back from its model; the schedule shows that the optimum is one."""
+    problem = read_back((MODELS / f"{name}.shared.pbtxt").read_text())
+    for seed in SOLVER_SEEDS:
         outcome = solve_with_cp_sat(
             problem, hint=None, lower_bound=0, seed=seed, deterministic_time=30.0, time_limit_s=60.0
         )
         assert outcome.status == "optimal"
         assert outcome.schedule is not None
         assert problem.violations(outcome.schedule) == ()
-        assert outcome.schedule.makespan == round(solver.objective_value)
+        assert outcome.schedule.makespan == OPTIMA[name]
 
 
 def read_back(text: str) -> Problem:
