@@ -205,16 +205,6 @@ class CudaDevice:
         Raises ValueError for atoms or a priority that the device has not, and CudaError.
         """
 
-    def limit_memory(self, stream: int, allowed_bytes: int) -> None:
-        """
-        Allow a lane so many bytes through ALLOCATE, and forget what it was refused.
-        """
-
-    def lane_memory(self, stream: int) -> tuple[int, int, int]:
-        """
-        Return the bytes that a lane may take, has taken, and was last refused (0 for never).
-        """
-
 class CaptureWalk:
     """Follows the capture of a CUDA graph on a device, while it goes on."""
 
@@ -227,10 +217,6 @@ class CaptureWalk:
         That is its own, those of streams that it waited for, and those of child graphs; earlier ones first.
         Nothing where the stream is not captured. Raises CudaError.
         """
-
-ALLOCATE: str = 'apollo_allocate'
-
-FREE: str = 'apollo_free'
 
 def cuda_device(ordinal: int = 0, library: str = 'libcuda.so.1') -> CudaDevice:
     """

@@ -112,9 +112,6 @@ class DeviceConfig:
     H200 only, where it takes more memory."""
     lane_memory_quota: int | None = None
     """Bytes of device memory that one lane may take in a CUDA graph; None is no limit."""
-    hard_lane_memory_quota: bool = False
-    """Refuse a lane memory at the moment when it asks for more than its quota, instead of looking when a CUDA graph was
-    captured. Every lane is captured alone then, in pieces between its waits, which the host launches one by one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

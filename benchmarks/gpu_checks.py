@@ -40,7 +40,6 @@ from apollo_compile.device.gpu.examine import (
 from apollo_compile.device.gpu.execute import CudaExecutable
 from apollo_compile.device.gpu.gpu import Sharing, TorchGpu, TorchRecording
 from apollo_compile.device.gpu.launch import Launcher, forked
-from apollo_compile.errors import MemoryQuotaError
 from apollo_compile.ir import BufferId, Lane, LaneId, Launch, Program
 from apollo_compile.json_form import to_json
 from apollo_compile.session import registry
@@ -500,27 +499,6 @@ def lanes_account_for_their_memory(gpu: TorchGpu) -> Outcome:
     return Outcome(is_met=bool(taken) and all(taken.values()), text=shown or "no lane took memory", numbers=taken)
 
 
-def a_hard_quota_is_kept(gpu: TorchGpu) -> Outcome:
-    """T10: lanes captured alone have the numbers of others; one that asks for too much is refused, with its name."""
-    run, inputs = _compiled(gpu, "flava")
-    capped, _ = _compiled(gpu, "flava", {"device.lane_memory_quota": 2**32, "device.hard_lane_memory_quota": True})
-    with torch.no_grad():
-        expected = run(inputs)
-        outputs = [capped(inputs) for _ in range(6)]
-    is_right = all(torch.equal(output, expected) for output in outputs) and _num_replays() >= 4
-    taken = [each.num_bytes for made in _executables() for each in made.lane_memory]
-    refused, _ = _compiled(gpu, "flava", {"device.lane_memory_quota": 1, "device.hard_lane_memory_quota": True})
-    text = "nobody was refused anything"
-    with torch.no_grad():
-        try:
-            for _ in range(4):
-                refused(inputs)
-        except MemoryQuotaError as error:
-            text = str(error)
-    shown = f"lanes took {', '.join(map(format_bytes, taken))}; {text}"
-    return Outcome(is_met=is_right and all(taken) and "asked for" in text, text=shown, numbers={"taken": taken})
-
-
 def a_longer_lane_can_go_on_with_every_sm(gpu: TorchGpu) -> Outcome:
     """T11: after the shorter lane has ended, the rest of the longer one runs on the whole device."""
     half, other = split_lanes(gpu.native.atom_sizes, (1, 1))
@@ -695,7 +673,6 @@ CHECKS: tuple[tuple[str, Check], ...] = (
     ("T8 splits", splits_against_streams),
     ("T9 carveout", carveout_helps_or_not),
     ("T10 memory", lanes_account_for_their_memory),
-    ("T10 hard quota", a_hard_quota_is_kept),
     ("T11 wider tail", a_longer_lane_can_go_on_with_every_sm),
     ("T12 clocks", markers_agree),
     ("T13 failures", failures_and_recaptures_leave_no_trace),

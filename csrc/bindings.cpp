@@ -23,7 +23,6 @@
 #include "apollo/cuda_lane.h"
 #include "apollo/error.h"
 #include "apollo/executor.h"
-#include "apollo/lane_memory.h"
 #include "apollo/lane_set.h"
 #include "apollo/machine.h"
 #include "apollo/native_body.h"
@@ -421,20 +420,7 @@ NB_MODULE(_native, m) {
       .def("lane", &apollo::CudaDevice::lane, "atoms"_a, "priority"_a = 0, nb::rv_policy::reference,
            nb::call_guard<nb::gil_scoped_release>(),
            "Return the lane of these atoms, ascending, at that priority; the same one at every call.\n\n"
-           "Raises ValueError for atoms or a priority that the device has not, and CudaError.")
-      .def(
-          "limit_memory",
-          [](const apollo::CudaDevice& self, std::uintptr_t stream, std::size_t allowed_bytes) {
-            apollo::limit_lane_memory(self.driver(), reinterpret_cast<apollo::cuda::Stream>(stream), allowed_bytes);
-          },
-          "stream"_a, "allowed_bytes"_a, "Allow a lane so many bytes through ALLOCATE, and forget what it was refused.")
-      .def(
-          "lane_memory",
-          [](const apollo::CudaDevice&, std::uintptr_t stream) {
-            const apollo::LaneMemory memory = apollo::lane_memory(reinterpret_cast<apollo::cuda::Stream>(stream));
-            return std::make_tuple(memory.allowed_bytes, memory.taken_bytes, memory.refused_bytes);
-          },
-          "stream"_a, "Return the bytes that a lane may take, has taken, and was last refused (0 for never).");
+           "Raises ValueError for atoms or a priority that the device has not, and CudaError.");
 
   nb::class_<apollo::CaptureWalk>(m, "CaptureWalk",
                                   "Follows the capture of a CUDA graph on a device, while it goes on.")
@@ -453,10 +439,6 @@ NB_MODULE(_native, m) {
           "stream.\n\n"
           "That is its own, those of streams that it waited for, and those of child graphs; earlier ones first.\n"
           "Nothing where the stream is not captured. Raises CudaError.");
-
-  // Names in this library for torch.cuda.memory.CUDAPluggableAllocator; taking their addresses keeps them in it.
-  m.attr("ALLOCATE") = reinterpret_cast<std::uintptr_t>(&apollo_allocate) != 0 ? "apollo_allocate" : "";
-  m.attr("FREE") = reinterpret_cast<std::uintptr_t>(&apollo_free) != 0 ? "apollo_free" : "";
 
   m.def("cuda_device", &apollo::CudaDevice::of_process, "ordinal"_a = 0, "library"_a = apollo::CudaDriver::kLibrary,
         nb::rv_policy::reference, nb::call_guard<nb::gil_scoped_release>(),

@@ -248,14 +248,11 @@ def random_problem(rng: random.Random, num_tasks: int, num_units: int = 2) -> Pr
 
 
 def limited(rng: random.Random, problem: Problem) -> Problem:
-    """Return the problem with a renewable resource, for which the serial schedule just suffices, and a budget."""
+    """Return the problem with a renewable resource, for which the serial schedule just suffices."""
     tasks = tuple(
         replace(
             task,
-            modes=tuple(
-                replace(mode, demands=(rng.randrange(8),), consumption=(rng.randrange(5) if index else 0,))
-                for index, mode in enumerate(task.modes)
-            ),
+            modes=tuple(replace(mode, demands=(rng.randrange(8),)) for mode in task.modes),
         )
         for task in problem.tasks
     )
@@ -263,9 +260,7 @@ def limited(rng: random.Random, problem: Problem) -> Problem:
         Hold(resource=0, amount=rng.randrange(1, 20), task=task, readers=tuple(readers))
         for task, readers in enumerate(problem.successors())
     )
-    roomy = replace(
-        problem, tasks=tasks, holds=holds, capacities=(30 * len(tasks),), budgets=(rng.randrange(1 + 2 * len(tasks)),)
-    )
+    roomy = replace(problem, tasks=tasks, holds=holds, capacities=(30 * len(tasks),))
     return replace(roomy, capacities=(roomy.peak(serial_schedule(roomy), 0),))
 
 

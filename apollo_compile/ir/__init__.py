@@ -1,7 +1,7 @@
 """Values: what the stages of the compiler take and return, how they are checked, and how they are printed.
 
 values.py   the products of all stages, frozen dataclasses; `from apollo_compile.ir import Plan`
-check.py    whether a product is legal, by other means than those it was made with
+check       whether a product is legal, by other means than those it was made with
 text.py     what a product looks like, for people and for `APOLLO_DUMP`
 """
 

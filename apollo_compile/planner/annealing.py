@@ -1,6 +1,6 @@
 """Improve a schedule by simulated annealing over order and modes.
 
-    anneal(problem, start, seed=..., iterations=...) -> Annealed
+    anneal(problem, start, seed=..., iterations=..., deadline=...) -> Annealed
 
 A step makes one of three moves
     window   give the tasks of a window of the order the lanes of one split, by chain or by present lane
@@ -15,8 +15,8 @@ geometrically, from a share of the makespan that is larger for few tasks: there 
 same effort makes more moves per task. Orders are kept sorted by start, so windows are neighbours in time. A schedule
 for which the resources do not suffice is rejected.
 
-Moves come from a seeded generator and their number from the caller, so the result is reproducible; a deadline, if one
-is given, may end the walk early.
+Moves come from a seeded generator and their number from the caller, so the result is reproducible unless the deadline
+ends the walk early.
 
 Guarantees: never longer than `start`, which must be valid; valid.
 Source: Kirkpatrick, Gelatt, Vecchi, "Optimization by simulated annealing", Science 220, 1983,
@@ -57,7 +57,7 @@ class Annealed:
     reached_deadline: bool
 
 
-def anneal(problem: Problem, start: Schedule, *, seed: int, iterations: int, deadline: float | None = None) -> Annealed:
+def anneal(problem: Problem, start: Schedule, *, seed: int, iterations: int, deadline: float) -> Annealed:
     """Return the best schedule within `iterations` moves.
 
     Arguments:
@@ -65,7 +65,7 @@ def anneal(problem: Problem, start: Schedule, *, seed: int, iterations: int, dea
         start: a valid schedule, from which the walk starts.
         seed: of the moves.
         iterations: how many.
-        deadline: value of `time.monotonic` at which the walk ends early.
+        deadline: value of `time.monotonic` at which the walk ends early; may be infinite.
     """
     if not problem.tasks:
         return Annealed(schedule=start, reached_deadline=False)
@@ -76,7 +76,7 @@ def anneal(problem: Problem, start: Schedule, *, seed: int, iterations: int, dea
     first = min(HOTTEST, HEAT / len(problem.tasks) ** 2)
     last = min(COLDEST, first / COOLING)
     for step in range(iterations):
-        if deadline is not None and step % STEPS_PER_DEADLINE == 0 and time.monotonic() > deadline:
+        if step % STEPS_PER_DEADLINE == 0 and time.monotonic() > deadline:
             return Annealed(schedule=best, reached_deadline=True)
         temperature = best.makespan * first * (last / first) ** (step / iterations)
         limit = walk.schedule.makespan - temperature * math.log(1 - rng.random())

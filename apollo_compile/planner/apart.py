@@ -67,13 +67,12 @@ class _ApartError(Exception):
     """The process gave no answer that can be used; the message says why."""
 
 
-def solve_apart(problem: Problem, effort: Effort | None = None) -> Solution:
-    """Return the best schedule found within the effort (the default one if None).
+def solve_apart(problem: Problem, effort: Effort) -> Solution:
+    """Return the best schedule found within the effort.
 
     Raises:
         InfeasiblePlanError: no schedule that keeps all limits exists, or none was found.
     """
-    effort = effort or Effort()
     try:
         answer = _ask({"problem": problem, "effort": effort}, effort.time_limit_s + GRACE_S)
         if "infeasible" in answer:

@@ -10,7 +10,6 @@ Let y[t, m] be 1 where task t runs in mode m, s[t] its start and C the makespan.
              capacity of renewable resource r, between the end of a and the start of b. Without a, they start at c1 or
              later, their least head; without b, c2 is left when the last has ended, their least tail; c = c1 + c2.
              u = time on the atom, or time x (demand + what the task itself begins to hold)
-(3) budget   sum over t, m of consumption[t, m, k] y[t, m]  <=  budgets[k]
 
 Add them with weights w >= 0. What remains of s[t] is bounded by  head[t] <= s[t] <= C - shortest[t] - tail[t],  and
 every task may choose its best mode by itself, so
@@ -18,7 +17,7 @@ every task may choose its best mode by itself, so
     C * (weight into the end + surplus weight into starts)
           >=  constants + sum over t of  min over m of (what the weighted constraints charge for t in mode m)
 
-for *any* weights (a Lagrangian relaxation). The weights are the dual values of the linear program over (1)-(3), to
+for *any* weights (a Lagrangian relaxation). The weights are the dual values of the linear program over (1) and (2), to
 which violated loads are added until none is left or nothing more is won: of all pairs (a, b), with S all that lies
 between, and of all thresholds of head and tail, those through which the longest path is longest. Then the weights are
 rounded and the inequality is evaluated in integers, so the claim rests neither on the solver nor on floating point.
@@ -81,7 +80,7 @@ def lower_bound(problem: Problem, *, use_program: bool = True, deadline: float =
     network = _Network(problem)
     longest_path = max(head + tail for head, tail in zip(network.heads, network.tails_with, strict=True))
     loads = network.first_loads()
-    simple = [longest_path, *(network.evaluate([load], [1], []) for load in loads)]
+    simple = [longest_path, *(network.evaluate([load], [1]) for load in loads)]
     claims = [*simple, network.two_chains()]
     if not use_program:
         return max(claims)
@@ -96,7 +95,7 @@ def lower_bound(problem: Problem, *, use_program: bool = True, deadline: float =
         if time.monotonic() >= deadline or not program.add_violated():
             break
     if values:
-        claims.append(network.evaluate(program.cuts, *program.rounded_weights()))
+        claims.append(network.evaluate(program.cuts, program.rounded_weights()))
     return max(claims)
 
 
@@ -210,7 +209,7 @@ class _Network:
             tail=self.tails[tasks[-1]],
         )
 
-    def evaluate(self, cuts: Sequence[_Cut], weights: Sequence[int], budget_weights: Sequence[int]) -> int:
+    def evaluate(self, cuts: Sequence[_Cut], weights: Sequence[int]) -> int:
         """Return the bound that follows from whole weights >= 0, rounded up because makespans are whole."""
         charges = [[0] * len(modes) for modes in self.modes]
         surplus = [0] * len(self.modes)
@@ -231,13 +230,6 @@ class _Network:
                 charges[task] = [
                     charge + weight * factor for charge, factor in zip(charges[task], factors, strict=True)
                 ]
-        for resource, weight in enumerate(budget_weights):
-            constant -= weight * self.problem.budgets[resource]
-            for task, modes in enumerate(self.modes):
-                charges[task] = [
-                    charge + weight * (mode.consumption[resource] if mode.consumption else 0)
-                    for charge, mode in zip(charges[task], modes, strict=True)
-                ]
         for task, left in enumerate(surplus):
             into_end += max(0, left)
             constant += left * self.tails_with[task] if left > 0 else -left * self.heads[task]
@@ -253,18 +245,13 @@ def _useful_modes(problem: Problem, task: int) -> list[Mode]:
 
     def fits(mode: Mode) -> bool:
         demands = mode.demands or (0,) * len(held)
-        return all(d + h <= c for d, h, c in zip(demands, held, problem.capacities, strict=True)) and all(
-            amount <= budget for amount, budget in zip(mode.consumption, problem.budgets, strict=False)
-        )
+        return all(d + h <= c for d, h, c in zip(demands, held, problem.capacities, strict=True))
 
     def is_as_good(one: Mode, other: Mode) -> bool:
         return (
             problem.lanes[one.lane] <= problem.lanes[other.lane]
             and one.duration <= other.duration
             and all(a <= b for a, b in zip(one.demands, other.demands or (0,) * len(one.demands), strict=True))
-            and all(
-                a <= b for a, b in zip(one.consumption, other.consumption or (0,) * len(one.consumption), strict=True)
-            )
         )
 
     kept: list[Mode] = []
@@ -275,7 +262,7 @@ def _useful_modes(problem: Problem, task: int) -> list[Mode]:
 
 
 class _Program:
-    """The linear program over (1)-(3), with rows that come and values that come back."""
+    """The linear program over (1) and (2), with rows that come and values that come back."""
 
     def __init__(self, network: _Network, *, scale: int) -> None:
         from ortools.linear_solver import pywraplp
@@ -297,16 +284,6 @@ class _Program:
             row = self._solver.Constraint(1, 1)
             for variable in variables:
                 row.SetCoefficient(variable, 1)
-        self._budget_rows = [self._budget_row(resource) for resource in range(len(network.problem.budgets))]
-
-    def _budget_row(self, resource: int) -> pywraplp.Constraint:
-        budget = self.network.problem.budgets[resource]
-        row = self._solver.Constraint(-self._infinity, budget)
-        for modes, variables in zip(self.network.modes, self._modes, strict=True):
-            for mode, variable in zip(modes, variables, strict=True):
-                if mode.consumption and mode.consumption[resource]:
-                    row.SetCoefficient(variable, mode.consumption[resource])
-        return row
 
     def add(self, cut: _Cut) -> bool:
         """Add a constraint; return whether it is a new one."""
@@ -334,14 +311,13 @@ class _Program:
         """Return the makespan of the linear program."""
         return float(self._end.solution_value())
 
-    def rounded_weights(self) -> tuple[list[int], list[int]]:
-        """Return whole weights of the constraints (which `evaluate` multiplies with capacities) and of the budgets."""
+    def rounded_weights(self) -> list[int]:
+        """Return whole weights of the constraints, which `evaluate` multiplies with capacities."""
         steps = WEIGHT_STEPS * max([1, *self.network.capacities])
-        weights = [
+        return [
             max(0, round(row.dual_value() * steps / self.network.capacity(cut)))
             for cut, row in zip(self.cuts, self._rows, strict=True)
         ]
-        return weights, [max(0, round(-row.dual_value() * steps * self.scale)) for row in self._budget_rows]
 
     def add_violated(self) -> bool:
         """Add loads that the optimum violates, the most violated first; return whether there are any."""

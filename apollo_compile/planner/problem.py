@@ -10,8 +10,7 @@ next user.
 (3) atoms          the same for s before t, or t before s                            if their lanes share an atom
 (4) renewable      sum of demands[k] of the tasks that run at an instant, and of the amounts held then,
                                                                                      <= capacities[k], at every instant
-(5) non-renewable  sum over t of consumption[k] of its mode                          <= budgets[k]
-(6) objective      minimise max_t end[t]
+(5) objective      minimise max_t end[t]
 
 A `Hold` is an amount of a renewable resource that a task takes when it starts and that is given back when the last
 reader has ended: the memory of a value. What a task needs only while it runs (workspace, bandwidth) is a demand.
@@ -44,8 +43,6 @@ class Mode:
     duration: int
     demands: tuple[int, ...] = ()
     """Per renewable resource, while the task runs; empty means none of any."""
-    consumption: tuple[int, ...] = ()
-    """Per non-renewable resource, once and for all; empty means none of any."""
     memory_share: float = 0.0
     """Share of the duration in which the task waits for memory, 0 to 1; the rest is arithmetic."""
 
@@ -97,8 +94,6 @@ class Problem:
     handover: int = 0
     capacities: tuple[int, ...] = ()
     """Of the renewable resources."""
-    budgets: tuple[int, ...] = ()
-    """Of the non-renewable resources."""
     holds: tuple[Hold, ...] = ()
     interference: Interference = Interference()
 
@@ -110,8 +105,8 @@ class Problem:
             _fail(f"lanes {self.lanes} do not fit atoms of sizes {self.atom_sizes}")
         if min(self.atom_sizes, default=1) < 1:
             _fail(f"atoms must have at least one unit, got sizes {self.atom_sizes}")
-        if self.handover < 0 or min((*self.capacities, *self.budgets), default=0) < 0:
-            _fail(f"amounts must not be negative, got {self.handover}, {self.capacities}, {self.budgets}")
+        if self.handover < 0 or min(self.capacities, default=0) < 0:
+            _fail(f"amounts must not be negative, got {self.handover}, {self.capacities}")
         for task_id, task in enumerate(self.tasks):
             self._check_task(task_id, task)
         for hold in self.holds:
@@ -130,9 +125,8 @@ class Problem:
                 _fail(f"task {task_id} has a duration below 1: {mode}")
             if not 0 <= mode.lane < len(self.lanes):
                 _fail(f"task {task_id} has a mode on lane {mode.lane}, there are {len(self.lanes)}")
-            for amounts, limits in ((mode.demands, self.capacities), (mode.consumption, self.budgets)):
-                if (amounts and len(amounts) != len(limits)) or min(amounts, default=0) < 0:
-                    _fail(f"task {task_id} asks for {amounts} of the resources {limits}")
+            if (mode.demands and len(mode.demands) != len(self.capacities)) or min(mode.demands, default=0) < 0:
+                _fail(f"task {task_id} asks for {mode.demands} of the resources {self.capacities}")
             if not 0 <= mode.memory_share <= 1:
                 _fail(f"task {task_id} has a memory share of {mode.memory_share}, expected 0 to 1")
         if any(not 0 <= predecessor < task_id for predecessor in task.predecessors):
@@ -172,7 +166,7 @@ class Problem:
         found += self.resource_violations(schedule)
         last = max(self.ends(schedule), default=0)
         if schedule.makespan != last:
-            found.append(f"(6) makespan is {last}, not {schedule.makespan}")
+            found.append(f"(5) makespan is {last}, not {schedule.makespan}")
         return tuple(found)
 
     def ends(self, schedule: Schedule) -> list[int]:
@@ -207,11 +201,6 @@ class Problem:
             peak = self.peak(schedule, resource)
             if peak > capacity:
                 yield f"(4) {peak} of renewable resource {resource} in use, there are {capacity}"
-        for resource, budget in enumerate(self.budgets):
-            modes = [self.mode(schedule, task) for task in range(len(self.tasks))]
-            total = sum(mode.consumption[resource] for mode in modes if mode.consumption)
-            if total > budget:
-                yield f"(5) {total} of non-renewable resource {resource} consumed, there are {budget}"
 
     def peak(self, schedule: Schedule, resource: int) -> int:
         """Return the largest amount of a renewable resource that is in use at one instant."""

@@ -77,18 +77,13 @@ class Simulator:
         """Least time from the end of a task to the end of all."""
         self.handover = problem.handover
         self.num_atoms = len(problem.atom_sizes)
-        self.is_limited = bool(problem.capacities or problem.budgets)
+        self.is_limited = bool(problem.capacities)
 
     def replay(self, order: Sequence[int], modes: Sequence[int]) -> Schedule:
         """Return the semi-active schedule; `order` is topological."""
-        starts = self.starts(order, modes)
-        assert starts is not None  # only a limit ends a replay early
-        return Schedule(modes=tuple(modes), starts=tuple(starts), makespan=self.makespan(starts, modes))
-
-    def makespan(self, starts: Sequence[int], modes: Sequence[int]) -> int:
-        """Return when the last task ends."""
-        choices = self.choices
-        return max((start + choices[task][modes[task]][2] for task, start in enumerate(starts)), default=0)
+        partial = self.begin()
+        self.extend(partial, order, modes, math.inf)
+        return Schedule(modes=tuple(modes), starts=tuple(partial.starts), makespan=max(partial.ends, default=0))
 
     def keeps_limits(self, starts: Sequence[int], modes: Sequence[int]) -> bool:
         """Return whether the resources suffice for a schedule."""
@@ -96,11 +91,6 @@ class Simulator:
             return True
         schedule = Schedule(modes=tuple(modes), starts=tuple(starts), makespan=0)
         return not any(self.problem.resource_violations(schedule))
-
-    def starts(self, order: Sequence[int], modes: Sequence[int], limit: int | None = None) -> list[int] | None:
-        """Return the start of every task; None as soon as it is certain that the makespan exceeds `limit`."""
-        partial = self.begin()
-        return partial.starts if self.extend(partial, order, modes, math.inf if limit is None else limit) else None
 
     def begin(self) -> Partial:
         """Return a schedule to which nothing was appended yet."""

@@ -131,13 +131,13 @@ class Solution:
         return self.proof is not None
 
 
-def solve(problem: Problem, effort: Effort | None = None) -> Solution:
-    """Return the best schedule found within the effort (the default one if None).
+def solve(problem: Problem, effort: Effort) -> Solution:
+    """Return the best schedule found within the effort.
 
     Raises:
         InfeasiblePlanError: no schedule that keeps all limits exists, or none was found.
     """
-    search = _Search(problem, effort or Effort())
+    search = _Search(problem, effort)
     serial = serial_schedule(problem)
     search.offer("serial", problem, [serial], is_required=False)
     if _slows_neighbours(problem):
@@ -404,11 +404,6 @@ def _infeasible(problem: Problem, effort: Effort, solver: str | None) -> Infeasi
             f"renewable resource {resource} has {capacity}, task {largest} alone needs {least[largest]}, "
             f"the serial schedule {problem.peak(serial_schedule(problem), resource)}"
         )
-    for resource, budget in enumerate(problem.budgets):
-        total = sum(
-            min(mode.consumption[resource] if mode.consumption else 0 for mode in task.modes) for task in problem.tasks
-        )
-        needs.append(f"non-renewable resource {resource} has {budget}, all tasks need at least {total}")
     return InfeasiblePlanError(
         f"no schedule of {len(problem.tasks)} tasks found within {effort.time_limit_s} s "
         f"by {solver or 'list schedules'}: {'; '.join(needs)}; "

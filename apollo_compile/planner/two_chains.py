@@ -24,7 +24,8 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 MAX_LABELS = 100_000
-"""Situations that are looked at, a few microseconds each."""
+"""Situations that are looked at, a few microseconds each; mostly, a few for every pair of tasks and every lane are
+enough."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -118,16 +119,13 @@ class _Search:
         self.best = makespan if self.best is None else min(self.best, makespan)
 
 
-def shortest_makespan(
-    one: Chain, other: Chain, lanes: Sequence[frozenset[int]], *, max_labels: int = MAX_LABELS
-) -> int | None:
-    """Return the shortest makespan of two chains that are not empty; None where that takes `max_labels` situations.
+def shortest_makespan(one: Chain, other: Chain, lanes: Sequence[frozenset[int]]) -> int | None:
+    """Return the shortest makespan of two chains that are not empty; None where that takes `MAX_LABELS` situations.
 
     Arguments:
         one: a chain.
         other: another one; neither waits for the other.
         lanes: the atoms of every lane; lanes that share one exclude each other.
-        max_labels: a few for every pair of tasks and every lane are enough.
     """
     search = _Search((one, other), [[bool(a & b) for b in lanes] for a in lanes])
     search.idle[0, 0] = 0
@@ -135,6 +133,6 @@ def shortest_makespan(
     for num_ended in range(len(one.modes) + len(other.modes)):
         for first in range(max(0, num_ended - len(other.modes) + 1), min(len(one.modes) - 1, num_ended) + 1):
             num_labels += search.visit((first, num_ended - first))
-            if num_labels > max_labels:
+            if num_labels > MAX_LABELS:
                 return None
     return search.best

@@ -20,7 +20,7 @@ import random
 import time
 from dataclasses import replace
 
-from apollo_compile.planner.cp_sat import Answer, SolverOutcome, Status, check_start, consumption_of, search_part
+from apollo_compile.planner.cp_sat import Answer, SolverOutcome, Status, check_start, search_part
 from apollo_compile.planner.problem import Problem, Schedule, Task
 from apollo_compile.planner.replay import left_shifted, makespan_of, replay
 
@@ -153,7 +153,7 @@ class _Window:
             )
             for task in self.tasks
         )
-        inside = replace(problem, tasks=tasks, budgets=self._budgets_left(), capacities=(), holds=())
+        inside = replace(problem, tasks=tasks, capacities=(), holds=())
         limits = [
             [(self._release(task, mode.lane), self._tail(task, mode.lane)) for mode in problem.tasks[task].modes]
             for task in self.tasks
@@ -189,10 +189,3 @@ class _Window:
 
     def _gap(self, lane: int, other: int) -> int:
         return self.problem.handover if lane != other else 0
-
-    def _budgets_left(self) -> tuple[int, ...]:
-        fixed = [(task, self.schedule.modes[task]) for task in (*self.before, *self.after)]
-        return tuple(
-            budget - sum(consumption_of(self.problem, task, mode, resource) for task, mode in fixed)
-            for resource, budget in enumerate(self.problem.budgets)
-        )

@@ -82,8 +82,6 @@ struct State {
   std::vector<std::unique_ptr<std::string>> names;
   std::vector<void*> current;
   std::map<void*, Capture> captured;  // by stream
-  std::map<DevicePointer, std::size_t> allocated;
-  int capture_mode = 1;  // what torch's captures set for their thread
   std::uintptr_t next_handle = 0x1000;
   std::string text;
 };
@@ -246,27 +244,6 @@ Result cuMemGetInfo(std::size_t* free_bytes, std::size_t* total_bytes) {
   *free_bytes = std::size_t{100} << 30;
   *total_bytes = std::size_t{140} << 30;
   return state.current.empty() ? kInvalidContext : kSuccess;
-}
-
-Result cuThreadExchangeStreamCaptureMode(int* mode) {
-  ENTER(cuThreadExchangeStreamCaptureMode)
-  std::swap(*mode, state.capture_mode);
-  return kSuccess;
-}
-
-Result cuMemAlloc(DevicePointer* pointer, std::size_t num_bytes) {
-  ENTER(cuMemAlloc)
-  if (!state.captured.empty() && state.capture_mode != kCaptureModeRelaxed) {
-    return kStreamCaptureUnsupported;
-  }
-  *pointer = reinterpret_cast<DevicePointer>(new_handle());
-  state.allocated[*pointer] = num_bytes;
-  return kSuccess;
-}
-
-Result cuMemFree(DevicePointer pointer) {
-  ENTER(cuMemFree)
-  return state.allocated.erase(pointer) == 1 ? kSuccess : kInvalidValue;
 }
 
 Result cuStreamGetCaptureInfo(Stream stream, int* status, std::uint64_t*, Graph* graph, const GraphNode** dependencies,
@@ -505,9 +482,6 @@ const std::map<std::string, Entry>& entries() {
       ENTRY(cuCtxPopCurrent, 4000),
       ENTRY(cuCtxGetStreamPriorityRange, 5050),
       ENTRY(cuMemGetInfo, 3020),
-      ENTRY(cuMemAlloc, 3020),
-      ENTRY(cuMemFree, 3020),
-      ENTRY(cuThreadExchangeStreamCaptureMode, 10010),
       ENTRY(cuStreamGetCaptureInfo, 12030),
       ENTRY(cuStreamDestroy, 4000),
       ENTRY(cuDeviceGetDevResource, 12040),
@@ -595,18 +569,14 @@ EXPORT const char* stub_log() {
   return state.text.c_str();
 }
 
-/// Returns how many green contexts and streams are alive, how often the primary context is retained, how many contexts
-/// are current one over the other, and how many bytes are allocated.
-EXPORT void stub_count(int* greens, int* streams, int* retained, int* current, int* num_bytes) {
+/// Returns how many green contexts and streams are alive, how often the primary context is retained, and how many
+/// contexts are current one over the other.
+EXPORT void stub_count(int* greens, int* streams, int* retained, int* current) {
   const std::lock_guard lock(mutex);
   *greens = static_cast<int>(state.greens.size());
   *streams = static_cast<int>(state.streams.size());
   *retained = state.retained;
   *current = static_cast<int>(state.current.size());
-  *num_bytes = 0;
-  for (const auto& [pointer, size] : state.allocated) {
-    *num_bytes += static_cast<int>(size);
-  }
 }
 
 /// Writes the SMs of a stream's green context, ascending, and returns how many there are; -1 for no stream.

@@ -65,14 +65,12 @@ struct Alive {
   int streams = 0;
   int retained = 0;
   int current = 0;
-  int num_bytes = 0;
   bool operator==(const Alive&) const = default;
 };
 
 inline Alive alive() {
   Alive alive;
-  function<void(int*, int*, int*, int*, int*)>("stub_count")(&alive.greens, &alive.streams, &alive.retained,
-                                                             &alive.current, &alive.num_bytes);
+  function<void(int*, int*, int*, int*)>("stub_count")(&alive.greens, &alive.streams, &alive.retained, &alive.current);
   return alive;
 }
 

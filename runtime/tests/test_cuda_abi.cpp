@@ -48,7 +48,6 @@ static_assert(offsetof(ours::KernelNodeParams, context) == offsetof(CUDA_KERNEL_
 
 static_assert(sizeof(ours::GraphEdgeData) == sizeof(CUgraphEdgeData));
 static_assert(sizeof(ours::Device) == sizeof(CUdevice));
-static_assert(sizeof(ours::DevicePointer) == sizeof(CUdeviceptr));
 static_assert(ours::kSuccess == CUDA_SUCCESS);
 static_assert(ours::kInvalidValue == CUDA_ERROR_INVALID_VALUE);
 static_assert(ours::kOutOfMemory == CUDA_ERROR_OUT_OF_MEMORY);
@@ -62,7 +61,6 @@ static_assert(ours::kInvalidHandle == CUDA_ERROR_INVALID_HANDLE);
 static_assert(ours::kNotFound == CUDA_ERROR_NOT_FOUND);
 static_assert(ours::kNotSupported == CUDA_ERROR_NOT_SUPPORTED);
 static_assert(ours::kSystemNotReady == CUDA_ERROR_SYSTEM_NOT_READY);
-static_assert(ours::kStreamCaptureUnsupported == CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED);
 static_assert(ours::kInvalidResourceType == CUDA_ERROR_INVALID_RESOURCE_TYPE);
 static_assert(ours::kInvalidResourceConfiguration == CUDA_ERROR_INVALID_RESOURCE_CONFIGURATION);
 static_assert(ours::kResourceTypeSm == CU_DEV_RESOURCE_TYPE_SM);
@@ -74,7 +72,6 @@ static_assert(ours::kAttributeComputeMinor == CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABI
 static_assert(ours::kNodeTypeKernel == CU_GRAPH_NODE_TYPE_KERNEL);
 static_assert(ours::kNodeTypeGraph == CU_GRAPH_NODE_TYPE_GRAPH);
 static_assert(ours::kCaptureActive == CU_STREAM_CAPTURE_STATUS_ACTIVE);
-static_assert(ours::kCaptureModeRelaxed == CU_STREAM_CAPTURE_MODE_RELAXED);
 
 }  // namespace
 

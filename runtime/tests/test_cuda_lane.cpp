@@ -6,7 +6,6 @@
 
 #include "apollo/capture_walk.h"
 #include "apollo/cuda_lane.h"
-#include "apollo/lane_memory.h"
 #include "stub_cuda.h"
 
 namespace {
@@ -56,11 +55,6 @@ void use_everything() {
     capture.launch_child(lane.stream(), child);
     CHECK(apollo::CaptureWalk(device).new_kernels(lane.stream()).size() == 2);
   }
-  apollo::limit_lane_memory(device.driver(), lane.stream(), 1);
-  void* pointer = apollo_allocate(1, 0, lane.stream());
-  apollo_free(pointer, 1, 0, lane.stream());
-  CHECK(apollo::lane_memory(lane.stream()).taken_bytes == 0);
-  CHECK(apollo::lane_memory(lane.stream()).refused_bytes == (pointer == nullptr ? 1 : 0));
 }
 
 /// As many atoms, all of one size but the last.
@@ -332,62 +326,14 @@ TEST(a_walk_asks_about_every_node_once) {
   CHECK(stub::num_calls("cuGraphNodeGetDependencies") == 2 * 100 - 1);
 }
 
-TEST(a_lane_takes_what_it_is_allowed_and_not_a_byte_more) {
-  stub::reset();
-  auto device = make_device();
-  const apollo::cuda::Stream stream = device.lane({0}).stream();
-  const auto allocated = [] { return stub::alive().num_bytes; };
-  CHECK(apollo_allocate(1, 0, stream) == nullptr);  // nobody allowed it anything
-  apollo::limit_lane_memory(device.driver(), stream, 100);
-  void* first = apollo_allocate(60, 0, stream);
-  CHECK(first != nullptr && allocated() == 60);
-  CHECK(apollo_allocate(41, 0, stream) == nullptr);
-  CHECK(apollo::lane_memory(stream).taken_bytes == 60 && apollo::lane_memory(stream).refused_bytes == 41);
-  void* second = apollo_allocate(40, 0, stream);
-  CHECK(second != nullptr && allocated() == 100);
-  CHECK(apollo_allocate(-1, 0, stream) == nullptr);
-  apollo::limit_lane_memory(device.driver(), stream, 50);  // less than it has: nothing more
-  CHECK(apollo::lane_memory(stream).refused_bytes == 0);
-  CHECK(apollo_allocate(1, 0, stream) == nullptr);
-  apollo_free(first, 60, 0, nullptr);
-  apollo_free(first, 60, 0, stream);  // not twice
-  CHECK(apollo::lane_memory(stream).taken_bytes == 40 && allocated() == 40);
-  apollo_free(second, 40, 0, stream);
-  CHECK(apollo::lane_memory(stream).allowed_bytes == 50 && apollo::lane_memory(stream).taken_bytes == 0);
-  CHECK(apollo::lane_memory(device.lane({1}).stream()).allowed_bytes == 0);
-}
-
-TEST(memory_is_taken_in_the_midst_of_a_capture_too_and_what_fails_is_not_counted) {
-  stub::reset();
-  auto device = make_device();
-  const apollo::cuda::Stream stream = device.lane({2}).stream();
-  const stub::Capture capture({stream});
-  apollo::limit_lane_memory(device.driver(), stream, 100);
-  for (const char* function : {"cuThreadExchangeStreamCaptureMode", "cuMemAlloc"}) {
-    stub::fail(function, apollo::cuda::kOutOfMemory);
-    CHECK(apollo_allocate(10, 0, stream) == nullptr);
-    CHECK(apollo::lane_memory(stream).taken_bytes == 0 && apollo::lane_memory(stream).refused_bytes == 10);
-  }
-  void* pointer = apollo_allocate(10, 0, stream);
-  CHECK(pointer != nullptr);
-  int mode = 0;
-  device.driver().cuThreadExchangeStreamCaptureMode(&mode);
-  CHECK(mode == 1);  // as torch had set it
-  apollo_free(pointer, 10, 0, stream);
-  CHECK(apollo::lane_memory(stream).taken_bytes == 0);
-}
-
 TEST(every_call_of_the_driver_that_fails_is_told_or_made_good) {
-  // A function is of one of two kinds. A failure of what undoes something, or of what torch's allocator waits for, is
-  // no exception; here is what is left behind then. Any other failure is a CudaError, and leaves nothing.
+  // A function is of one of two kinds. A failure of what undoes something is no exception; here is what is left behind
+  // then. Any other failure is a CudaError, and leaves nothing.
   const std::map<std::string, stub::Alive> quiet = {
       {"cuStreamDestroy", {.greens = 1, .streams = 1}},
       {"cuGreenCtxDestroy", {.greens = 1}},
       {"cuDevicePrimaryCtxRelease", {.retained = 1}},
       {"cuCtxPopCurrent", {.current = 1}},
-      {"cuMemAlloc", {}},
-      {"cuMemFree", {.num_bytes = 1}},
-      {"cuThreadExchangeStreamCaptureMode", {}},
   };
   stub::reset();
   use_everything();

@@ -14,7 +14,7 @@ from apollo_compile.passes.memory import plan_memory
 from apollo_compile.passes.plan import make_plan
 from apollo_compile.passes.sync import eliminate_syncs
 from tests.builders import costs, graph, plan, random_costs, random_graph, random_lanes
-from tests.ir.test_check import capture, partition
+from tests.ir.check.test_graph import capture, partition
 
 Expect = Callable[[str, str], None]
 

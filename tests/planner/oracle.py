@@ -53,7 +53,7 @@ def find_optimum(problem: Problem, *, below: int | None = None) -> int | None:
         instants = [earliest, *sorted(end for end in ends.values() if end > earliest)]
         return next((instant for instant in instants if fits(task, mode, instant)), None)
 
-    def extend(left: tuple[int, ...]) -> None:
+    def extend() -> None:
         nonlocal best
         if not num_tasks or not chosen.keys() ^ set(range(num_tasks)):
             best = max(ends.values(), default=0)
@@ -62,15 +62,12 @@ def find_optimum(problem: Problem, *, below: int | None = None) -> int | None:
             if task in chosen or any(other not in chosen for other in problem.tasks[task].predecessors):
                 continue
             for mode in problem.tasks[task].modes:
-                after = tuple(a - b for a, b in zip(left, mode.consumption or (0,) * len(left), strict=True))
                 start = find_start(task, mode)
-                if start is None or min(after, default=0) < 0:
-                    continue
-                if best is not None and start + mode.duration + tails[task] >= best:
+                if start is None or (best is not None and start + mode.duration + tails[task] >= best):
                     continue
                 chosen[task], starts[task], ends[task] = mode, start, start + mode.duration
-                extend(after)
+                extend()
                 del chosen[task], starts[task], ends[task]
 
-    extend(problem.budgets)
+    extend()
     return best if best != below else None

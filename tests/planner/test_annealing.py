@@ -1,17 +1,23 @@
 from __future__ import annotations
 
+import math
 import random
 import time
 
 import pytest
 
-from apollo_compile.planner.annealing import anneal
+from apollo_compile.planner.annealing import Annealed, anneal
 from apollo_compile.planner.bounds import lower_bound
 from apollo_compile.planner.greedy import greedy_schedules
 from apollo_compile.planner.problem import Mode, Problem, Schedule, Task
 from apollo_compile.planner.simulate import serial_schedule
 from tests.builders import limited, random_problem, realistic_problems
 from tests.planner.oracle import find_optimum
+
+
+def walk(problem: Problem, start: Schedule, *, seed: int, iterations: int) -> Annealed:
+    """Anneal without a deadline."""
+    return anneal(problem, start, seed=seed, iterations=iterations, deadline=math.inf)
 
 
 def best_greedy(problem: Problem) -> Schedule:
@@ -25,7 +31,7 @@ def test_annealing_finds_nearly_all_optima_of_small_problems(num_tasks: int, num
     ratios = []
     for seed in range(25):
         problem = random_problem(random.Random(seed), num_tasks, num_units)
-        schedule = anneal(problem, best_greedy(problem), seed=seed, iterations=1500).schedule
+        schedule = walk(problem, best_greedy(problem), seed=seed, iterations=1500).schedule
         assert problem.violations(schedule) == ()
         ratios.append(schedule.makespan / (find_optimum(problem) or 0))
     print(f"annealed / optimum: mean {sum(ratios) / len(ratios):.4f}, max {max(ratios):.4f}")
@@ -40,7 +46,7 @@ def test_an_annealed_schedule_is_valid_and_not_longer_than_its_start(seed: int) 
     rng = random.Random(seed)
     problem = random_problem(rng, rng.randrange(1, 40), rng.choice((2, 4)))
     start = rng.choice(greedy_schedules(problem))
-    schedule = anneal(problem, start, seed=seed, iterations=rng.randrange(300)).schedule
+    schedule = walk(problem, start, seed=seed, iterations=rng.randrange(300)).schedule
     assert problem.violations(schedule) == ()
     assert lower_bound(problem) <= schedule.makespan <= start.makespan
 
@@ -50,7 +56,7 @@ def test_annealing_keeps_the_limits_of_resources(seed: int) -> None:
     """From the serial schedule, for which they just suffice; sometimes there is something shorter."""
     rng = random.Random(seed)
     problem = limited(rng, random_problem(rng, 9, 4))
-    schedule = anneal(problem, serial_schedule(problem), seed=seed, iterations=400).schedule
+    schedule = walk(problem, serial_schedule(problem), seed=seed, iterations=400).schedule
     assert problem.violations(schedule) == ()
     assert schedule.makespan <= serial_schedule(problem).makespan
 
@@ -62,7 +68,7 @@ def test_annealing_finds_something_shorter_within_limits() -> None:
         rng = random.Random(seed)
         problem = limited(rng, random_problem(rng, 9, 4))
         serial = serial_schedule(problem)
-        found += anneal(problem, serial, seed=seed, iterations=400).schedule.makespan < serial.makespan
+        found += walk(problem, serial, seed=seed, iterations=400).schedule.makespan < serial.makespan
     assert found >= 5
 
 
@@ -70,7 +76,7 @@ def test_annealing_improves_a_list_schedule_of_a_real_model() -> None:
     """By two percent and more within 4000 moves, to within 3 % of the bound."""
     problem = realistic_problems()["microbatches 8 x 3+4 split"]
     start = best_greedy(problem)
-    schedule = anneal(problem, start, seed=0, iterations=4000).schedule
+    schedule = walk(problem, start, seed=0, iterations=4000).schedule
     assert problem.violations(schedule) == ()
     assert schedule.makespan <= 0.98 * start.makespan
     assert schedule.makespan <= 1.03 * lower_bound(problem)
@@ -80,7 +86,7 @@ def test_the_same_seed_gives_the_same_schedule() -> None:
     """The only randomness is seeded; other seeds go other ways."""
     problem = random_problem(random.Random(3), 30, 4)
     start = serial_schedule(problem)
-    found = [anneal(problem, start, seed=seed, iterations=300) for seed in (5, 5, 6)]
+    found = [walk(problem, start, seed=seed, iterations=300) for seed in (5, 5, 6)]
     assert found[0] == found[1] != found[2]
 
 
@@ -91,7 +97,7 @@ def test_a_deadline_ends_the_walk() -> None:
     annealed = anneal(problem, start, seed=0, iterations=300, deadline=time.monotonic() - 1)
     assert annealed.reached_deadline
     assert annealed.schedule == start
-    assert not anneal(problem, start, seed=0, iterations=300).reached_deadline
+    assert not walk(problem, start, seed=0, iterations=300).reached_deadline
 
 
 def unequal_chains(speedup: float, num_layers: int, handover: int) -> Problem:
@@ -120,7 +126,7 @@ def unequal_chains(speedup: float, num_layers: int, handover: int) -> Problem:
 def test_unequal_chains_run_side_by_side_and_then_wide(speedup: float, num_layers: int) -> None:
     """The schedule is within a layer, and the hand-overs at its seams, of the fluid optimum."""
     problem = unequal_chains(speedup, num_layers, handover=1000)
-    schedule = anneal(problem, best_greedy(problem), seed=0, iterations=2000).schedule
+    schedule = walk(problem, best_greedy(problem), seed=0, iterations=2000).schedule
     fluid = 20_000 + 390_000 * speedup + 220_000
     assert problem.violations(schedule) == ()
     assert schedule.makespan <= fluid + 610_000 / num_layers * speedup + 6000
@@ -132,4 +138,4 @@ def test_unequal_chains_run_side_by_side_and_then_wide(speedup: float, num_layer
 def test_annealing_nothing_changes_nothing() -> None:
     """An empty problem has one schedule."""
     problem = Problem(tasks=())
-    assert anneal(problem, serial_schedule(problem), seed=0, iterations=10).schedule == serial_schedule(problem)
+    assert walk(problem, serial_schedule(problem), seed=0, iterations=10).schedule == serial_schedule(problem)

@@ -25,7 +25,7 @@ def test_the_bound_never_exceeds_the_optimum(num_tasks: int, num_units: int, see
 @pytest.mark.parametrize("num_units", [2, 4])
 @pytest.mark.parametrize("seed", range(30))
 def test_the_bound_never_exceeds_the_optimum_within_limits(num_units: int, seed: int) -> None:
-    """With demands, holds and a budget."""
+    """With demands and holds."""
     rng = random.Random(seed)
     problem = limited(rng, random_problem(rng, 4, num_units))
     optimum = find_optimum(problem)
@@ -35,19 +35,19 @@ def test_the_bound_never_exceeds_the_optimum_within_limits(num_units: int, seed:
 
 @pytest.mark.parametrize("seed", range(40))
 def test_the_bound_never_exceeds_the_optimum_without_lanes(seed: int) -> None:
-    """Multi-mode tasks that share two renewable resources and a budget."""
+    """Multi-mode tasks that share two renewable resources."""
     rng = random.Random(seed)
     tasks = []
     for task in range(5):
         modes = tuple(
-            Mode(duration=rng.randrange(1, 9), demands=(rng.randrange(5), rng.randrange(4)), consumption=(use,))
-            for use in range(rng.randrange(1, 4))
+            Mode(duration=rng.randrange(1, 9), demands=(rng.randrange(5), rng.randrange(4)))
+            for _ in range(rng.randrange(1, 4))
         )
         tasks.append(
             Task(modes=modes, predecessors=tuple(sorted(rng.sample(range(task), min(task, rng.randrange(3))))))
         )
     holds = (Hold(resource=0, amount=2, task=1, readers=(2, 4)),)
-    problem = Problem(tasks=tuple(tasks), capacities=(6, 3), budgets=(rng.randrange(6),), holds=holds)
+    problem = Problem(tasks=tuple(tasks), capacities=(6, 3), holds=holds)
     optimum = find_optimum(problem)
     assert optimum is None or lower_bound(problem) <= optimum
 
@@ -112,13 +112,6 @@ def test_the_bound_counts_what_tasks_hold() -> None:
     tasks = tuple(Task(modes=(Mode(duration=4),), predecessors=()) for _ in range(5))
     holds = tuple(Hold(resource=0, amount=3, task=task, readers=()) for task in range(5))
     assert lower_bound(Problem(tasks=tasks, capacities=(5,), holds=holds)) == 12
-
-
-def test_the_bound_knows_that_a_budget_allows_few_fast_modes() -> None:
-    """A chain of four, of which two can be fast: 2 x 1 + 2 x 10."""
-    modes = (Mode(duration=10), Mode(duration=1, consumption=(1,)))
-    tasks = tuple(Task(modes=modes, predecessors=(task - 1,) if task else ()) for task in range(4))
-    assert lower_bound(Problem(tasks=tasks, budgets=(2,))) == 22
 
 
 def test_a_mode_that_never_fits_does_not_weaken_the_bound() -> None:

@@ -19,11 +19,11 @@ def two_lanes(*predecessors: tuple[int, ...], handover: int = 0) -> Problem:
     )
 
 
-def without_lanes(*predecessors: tuple[int, ...], capacity: int = 5, budget: int = 9) -> Problem:
-    """Return tasks of 4 that need 3 of a renewable and none of a non-renewable resource, or of 9, 1 and 2."""
-    modes = (Mode(duration=4, demands=(3,)), Mode(duration=9, demands=(1,), consumption=(2,)))
+def without_lanes(*predecessors: tuple[int, ...]) -> Problem:
+    """Return tasks of 4 that need 3 of a renewable resource, or of 9 that need 1; there are 5."""
+    modes = (Mode(duration=4, demands=(3,)), Mode(duration=9, demands=(1,)))
     tasks = tuple(Task(modes=modes, predecessors=before) for before in predecessors)
-    return Problem(tasks=tasks, capacities=(capacity,), budgets=(budget,))
+    return Problem(tasks=tasks, capacities=(5,))
 
 
 def test_tasks_on_disjoint_lanes_may_overlap() -> None:
@@ -41,12 +41,11 @@ def test_tasks_on_disjoint_lanes_may_overlap() -> None:
         (two_lanes((), (0,)), Schedule(modes=(1, 2), starts=(0, 9), makespan=19), "(2)"),
         (two_lanes((), (0,), handover=3), Schedule(modes=(1, 2), starts=(0, 12), makespan=22), "(2)"),
         (two_lanes((), (), handover=3), Schedule(modes=(1, 0), starts=(0, 12), makespan=18), "(3)"),
-        (two_lanes(()), Schedule(modes=(1,), starts=(0,), makespan=9), "(6)"),
+        (two_lanes(()), Schedule(modes=(1,), starts=(0,), makespan=9), "(5)"),
         (two_lanes(()), Schedule(modes=(3,), starts=(0,), makespan=0), "(1)"),
         (two_lanes(()), Schedule(modes=(0,), starts=(-1,), makespan=5), "task 0 starts at -1"),
         (two_lanes(()), Schedule(modes=(0, 0), starts=(0, 6), makespan=12), "schedule has 2 modes"),
         (without_lanes((), ()), Schedule(modes=(0, 0), starts=(0, 3), makespan=7), "(4)"),
-        (without_lanes((), (), budget=3), Schedule(modes=(1, 1), starts=(0, 0), makespan=9), "(5)"),
     ],
 )
 def test_a_schedule_that_breaks_a_constraint_is_not_valid(problem: Problem, schedule: Schedule, family: str) -> None:
@@ -91,7 +90,6 @@ def test_what_a_task_holds_stays_until_its_last_reader_has_ended(last_start: int
         Task(modes=(Mode(lane=0, duration=0),), predecessors=()),
         Task(modes=(Mode(lane=0, duration=1), Mode(lane=2, duration=2)), predecessors=()),
         Task(modes=(Mode(lane=0, duration=1, demands=(1,)),), predecessors=()),
-        Task(modes=(Mode(lane=0, duration=1, consumption=(1,)),), predecessors=()),
         Task(modes=(Mode(lane=0, duration=1, memory_share=1.5),), predecessors=()),
         Task(modes=(Mode(lane=0, duration=1),), predecessors=(0,)),
     ],

@@ -34,8 +34,10 @@ def test_a_limit_stops_exactly_the_replays_that_exceed_it(seed: int) -> None:
     problem = random_problem(rng, 10, 2)
     simulator, modes = Simulator(problem), random_modes(rng, problem)
     schedule = simulator.replay(range(10), modes)
-    assert simulator.starts(range(10), modes, schedule.makespan) == list(schedule.starts)
-    assert simulator.starts(range(10), modes, schedule.makespan - 1) is None
+    partial = simulator.begin()
+    assert simulator.extend(partial, range(10), modes, schedule.makespan)
+    assert partial.starts == list(schedule.starts)
+    assert not simulator.extend(simulator.begin(), range(10), modes, schedule.makespan - 1)
 
 
 def test_the_serial_schedule_is_the_sum_of_all_reference_modes() -> None:
@@ -99,7 +101,7 @@ def test_an_execution_needs_no_more_of_any_resource_than_the_limits(seed: int) -
     problem = interfering(limited(rng, random_problem(rng, 7, 2)), 3.0)
     schedule = Simulator(problem).replay(range(7), random_modes(rng, problem))
     # exactly what this schedule needs
-    problem = replace(problem, capacities=(problem.peak(schedule, 0),), budgets=(100,))
+    problem = replace(problem, capacities=(problem.peak(schedule, 0),))
     assert problem.violations(schedule) == ()
     assert _as_executed(problem, schedule, execute(problem, schedule)) == ()
 

@@ -8,7 +8,6 @@
     urgency.py   which lanes go first where they share SMs
     calibrate.py what lanes of every size achieve -> DeviceProfile
     discover.py  the profile of a GPU: measured, or what a data sheet says of another one
-    pieces.py    lanes captured alone, where a quota must hold at every moment
     quota.py     bytes that every lane took, against what it may take
     census_kernel.py  the kernel that tells on which SM it runs
     examine.py   what this GPU, driver and torch can do, shown by running it

@@ -37,7 +37,6 @@ import torch
 from apollo_compile.device.gpu.gpu import Gpu, Recording, Stream
 from apollo_compile.device.gpu.launch import Launcher, order_after
 from apollo_compile.device.gpu.measure import measure_bodies
-from apollo_compile.device.gpu.pieces import capture_pieces
 from apollo_compile.device.gpu.quota import LaneMemory, account
 from apollo_compile.device.target import CompiledBody, Contract
 from apollo_compile.errors import MemoryQuotaError, UnsupportedGraphError
@@ -109,8 +108,6 @@ class CudaExecutable:
     tuned: Mapping[tuple[BodyId, int], CompiledBody] = field(default_factory=dict)
     """What lanes run instead of a body, by its id and their number of units."""
     lane_memory_quota: int | None = None
-    is_quota_hard: bool = False
-    """Whether a lane gets no byte beyond its quota even for a moment; every lane is captured alone then."""
     strict: bool = False
     """Raise what would otherwise be logged."""
     num_captures: int = 0
@@ -278,22 +275,7 @@ class CudaExecutable:
         self._lends = self._lends and not (torch.distributed.is_available() and torch.distributed.is_initialized())
         forward = self.shared.forward if self.graph.role is Role.BACKWARD and not self._lends else None
         shares = None if forward is None else forward.recording
-        recording: Recording
-        if self.is_quota_hard and self.lane_memory_quota is not None:
-            arguments = [slots.get(index, tensor) for index, tensor in enumerate(inputs)]
-            recording, outputs = capture_pieces(
-                self.program,
-                [body.function for body in self.bodies],
-                self.gpu,
-                arguments,
-                graph=self.graph,
-                quota=self.lane_memory_quota,
-                urgency=self.urgency,
-                tuned=self._tuned,
-                shares=shares,
-            )
-        else:
-            recording = self.gpu.capture(work, shares)
+        recording = self.gpu.capture(work, shares)
         memory = account(
             recording,
             self._launcher.streams,

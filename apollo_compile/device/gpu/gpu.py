@@ -19,7 +19,7 @@ import torch
 from apollo_compile import _native
 from apollo_compile.device.lanes import atom_borders
 from apollo_compile.errors import CudaError
-from apollo_compile.ir import Lane, LaneId
+from apollo_compile.ir import Lane
 from apollo_compile.torch_bridge.cuda_private import clear_workspaces, units_left_out
 from apollo_compile.units import NS_PER_MS
 
@@ -47,20 +47,8 @@ class Recording(Protocol):
     def replay(self) -> None:
         """Run all of it again; what follows on the caller's stream comes after it."""
 
-    def bytes_of(self, lane: LaneId, stream: Stream) -> int:
-        """Return the bytes of device memory that a lane, with its stream, took while it was captured."""
-
-
-class LanePool(Protocol):
-    """Memory of one lane, which gives no more than the lane's quota."""
-
-    @property
-    def taken_bytes(self) -> int:
-        """What the lane has taken."""
-
-    @property
-    def refused_bytes(self) -> int:
-        """What it last asked for and did not get, since the quota was reached; 0 where that never happened."""
+    def bytes_of(self, stream: Stream) -> int:
+        """Return the bytes of device memory that a lane's stream took while it was captured."""
 
 
 class Gpu(Protocol):
@@ -118,15 +106,6 @@ class Gpu(Protocol):
 
         `shares` is an earlier recording whose memory may be used again where it is not held.
         """
-
-    def lane_pool(self, stream: Stream | None, quota: int) -> LanePool:
-        """Return a new pool for the lane of a stream, None being the caller's; it gives `quota` bytes at most."""
-
-    def capture_alone(self, work: Callable[[Stream], None], stream: Stream | None, pool: LanePool) -> Recording:
-        """Capture what `work(stream)` launches on that stream alone, with memory of the pool; None is the caller's."""
-
-    def replay_on(self, recording: Recording, stream: Stream) -> None:
-        """Launch a recording on a stream."""
 
     def copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
         """Copy each source into its target, on the caller's stream."""
@@ -293,42 +272,21 @@ class TorchGpu:
     def capture(self, work: Callable[[Stream], None], shares: Recording | None) -> TorchRecording:
         """Capture with torch's own class, which takes care of random numbers and of the pool."""
         pool = shares.graph.pool() if isinstance(shares, TorchRecording) else torch.cuda.graph_pool_handle()
-        return self._capture(work, self._origin(), pool)
-
-    def lane_pool(self, stream: Stream | None, quota: int) -> TorchLanePool:
-        """Return a pool that asks the native runtime for every segment."""
-        return TorchLanePool(self.native, self.device, self.handle_of(stream or self._origin()), quota)
-
-    def capture_alone(self, work: Callable[[Stream], None], stream: Stream | None, pool: LanePool) -> TorchRecording:
-        """Capture into the pool; work of the caller's stream is captured on one that can be."""
-        assert isinstance(pool, TorchLanePool)
-
-        def limited(stream: Stream) -> None:
-            with pool.limited():
-                work(stream)
-
-        return self._capture(limited, stream or self._origin(), pool.id)
-
-    def replay_on(self, recording: Recording, stream: Stream) -> None:
-        """Launch with `stream` as torch's current one."""
-        with torch.cuda.stream(stream):
-            recording.replay()
+        origin = self._origin()
+        graph = torch.cuda.CUDAGraph()
+        with (
+            torch.cuda.stream(origin),  # left whatever happens; torch.cuda.graph stays on it where its end is an error
+            _fresh_workspaces(),
+            torch.cuda.graph(graph, pool=pool, stream=origin, capture_error_mode="thread_local"),
+        ):
+            work(origin)
+        return TorchRecording(graph, pool)
 
     def _origin(self) -> Stream:
         """Return the stream on which captures begin and end: not the default one, which cannot be captured."""
         if self._capture_stream is None:
             self._capture_stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         return self._capture_stream
-
-    def _capture(self, work: Callable[[Stream], None], stream: Stream, pool: Any) -> TorchRecording:
-        graph = torch.cuda.CUDAGraph()
-        with (
-            torch.cuda.stream(stream),  # left whatever happens; torch.cuda.graph stays on it where its end is an error
-            _fresh_workspaces(),
-            torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"),
-        ):
-            work(stream)
-        return TorchRecording(graph, pool)
 
     def copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
         """Copy in as few launches as torch can."""
@@ -351,7 +309,7 @@ class TorchRecording:
         """Launch the graph on torch's current stream, random numbers included."""
         self.graph.replay()
 
-    def bytes_of(self, lane: LaneId, stream: Stream) -> int:
+    def bytes_of(self, stream: Stream) -> int:
         """Return the bytes of the pool's segments that belong to the stream."""
         return sum(each["total_size"] for each in self.segments() if each["stream"] == stream.cuda_stream)
 
@@ -359,66 +317,6 @@ class TorchRecording:
         """Return the allocator's segments of the pool, as `torch.cuda.memory_snapshot` tells them."""
         found: list[dict[str, Any]] = torch.cuda.memory_snapshot(self._pool)  # type: ignore[no-untyped-call]
         return found
-
-
-class TorchLanePool:
-    """A pool of torch's allocator whose segments come from the native runtime, which counts them by stream.
-
-    Several pools may belong to one stream, since every graph has its own: while this pool is captured into, the stream
-    is allowed what it has and what this pool may still take.
-    """
-
-    def __init__(self, native: _native.CudaDevice, device: torch.device, stream: int, quota: int) -> None:
-        """Make the pool; `stream` is the CUstream of the lane, on that device."""
-        self._taken = 0
-        """Up to the last capture into it."""
-        self._before: int | None = None
-        """What the lane had when the capture that goes on began."""
-        self._native = native
-        self._stream = stream
-        self._quota = quota
-        with torch.cuda.device(device):  # a pool belongs to the current one
-            self._pool = torch.cuda.MemPool(_lane_allocator().allocator())  # type: ignore[no-untyped-call]
-
-    @property
-    def id(self) -> Any:
-        """What torch names it by."""
-        return self._pool.id
-
-    @property
-    def taken_bytes(self) -> int:
-        """What the lane has taken from this pool."""
-        if self._before is None:
-            return self._taken
-        return self._taken + self._native.lane_memory(self._stream)[1] - self._before
-
-    @property
-    def refused_bytes(self) -> int:
-        """What the runtime refused in the capture that goes on."""
-        _, _, refused = self._native.lane_memory(self._stream)
-        return refused
-
-    @contextlib.contextmanager
-    def limited(self) -> Iterator[None]:
-        """Give the lane what is left of the quota inside, and nothing afterwards.
-
-        To be entered when the capture has begun: before it begins, torch may let memory of the stream's other pools go,
-        and what they no longer have would be this pool's beyond its quota.
-        """
-        _, before, _ = self._native.lane_memory(self._stream)
-        self._native.limit_memory(self._stream, before + self._quota - self._taken)
-        self._before = before
-        try:
-            yield
-        finally:
-            self._taken, self._before = self.taken_bytes, None
-            self._native.limit_memory(self._stream, 0)  # what it has it keeps
-
-
-@functools.cache
-def _lane_allocator() -> torch.cuda.memory.CUDAPluggableAllocator:
-    """Return the native runtime's allocator; one for the process, since pools and their memory point to it."""
-    return torch.cuda.memory.CUDAPluggableAllocator(_native.__file__, _native.ALLOCATE, _native.FREE)
 
 
 @contextlib.contextmanager

@@ -137,7 +137,7 @@ class Launcher:
                 match instruction:
                     case Launch():
                         body = self._tuned.get((instruction.body, self._units[lane]), self._bodies[instruction.body])
-                        launch_body(instruction, body, values, self._gpu, stream)
+                        _launch_body(instruction, body, values, self._gpu, stream)
                         launched(lane, instruction, stream)
                     case Record(event=event):
                         gpu.record(events[event], stream)
@@ -148,7 +148,7 @@ class Launcher:
         return [None if buffer is None else values[buffer] for buffer in self._program.outputs]
 
 
-def launch_body(launch: Launch, body: Body, values: dict[BufferId, torch.Tensor], gpu: Gpu, stream: Stream) -> None:
+def _launch_body(launch: Launch, body: Body, values: dict[BufferId, torch.Tensor], gpu: Gpu, stream: Stream) -> None:
     """Launch a body on `stream`; what it takes leaves `values`, and what it makes comes there."""
     arguments = [values[buffer] for buffer in launch.inputs]
     for buffer, takes in zip(launch.inputs, launch.takes, strict=True):

@@ -3,8 +3,7 @@
     account(recording, streams, quota) -> LaneMemory per lane, or MemoryQuotaError
 
 A CUDA graph allocates while it is captured and never again, so this is where a quota is kept: the allocator's segments
-say which stream each belongs to, and a lane is a stream. A graph over its quota is dropped before it ever ran; where
-the device must not give so much even for a moment, lanes are captured alone (`pieces.py`).
+say which stream each belongs to, and a lane is a stream. A graph over its quota is dropped before it ever ran.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ def account(
         MemoryQuotaError: a lane took more.
     """
     lanes = sorted(streams)
-    found = tuple(LaneMemory(lane=lane, num_bytes=recording.bytes_of(lane, streams[lane])) for lane in lanes)
+    found = tuple(LaneMemory(lane=lane, num_bytes=recording.bytes_of(streams[lane])) for lane in lanes)
     for each in found:
         if quota is not None and each.num_bytes > quota:
             segments = launched[each.lane]

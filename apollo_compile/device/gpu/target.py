@@ -73,7 +73,6 @@ class GpuTarget:
             urgency=rank_lanes(compilation.partition.graph, compilation.plan, compilation.costs),
             tuned=code.tuned if sharing is None else {},
             lane_memory_quota=self.lane_memory_quota,
-            is_quota_hard=self._config.device.hard_lane_memory_quota,
             strict=self._config.debug.strict,
         )
 

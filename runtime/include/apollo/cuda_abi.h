@@ -11,7 +11,6 @@ namespace apollo::cuda {
 
 using Result = int;
 using Device = int;
-using DevicePointer = unsigned long long;
 using Context = struct ContextTag*;
 using Stream = struct StreamTag*;
 using GreenContextHandle = struct GreenContextTag*;
@@ -34,7 +33,6 @@ inline constexpr Result kInvalidHandle = 400;
 inline constexpr Result kNotFound = 500;
 inline constexpr Result kNotSupported = 801;
 inline constexpr Result kSystemNotReady = 802;
-inline constexpr Result kStreamCaptureUnsupported = 900;
 inline constexpr Result kInvalidResourceType = 914;
 inline constexpr Result kInvalidResourceConfiguration = 915;
 
@@ -47,7 +45,6 @@ inline constexpr int kAttributeComputeMinor = 76;
 inline constexpr int kNodeTypeKernel = 0;
 inline constexpr int kNodeTypeGraph = 4;
 inline constexpr int kCaptureActive = 1;
-inline constexpr int kCaptureModeRelaxed = 2;
 
 /// `CUdevSmResource`; fields behind `sm_count` are zero before driver 13.0.
 struct SmResource {

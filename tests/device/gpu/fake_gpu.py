@@ -21,8 +21,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from apollo_compile.device.gpu.gpu import Body, LanePool, Recording, Sharing
-from apollo_compile.ir import Lane, LaneId
+from apollo_compile.device.gpu.gpu import Body, Recording, Sharing
+from apollo_compile.ir import Lane
 
 CALLER = "caller"
 ORIGIN = "origin of the capture"
@@ -68,27 +68,11 @@ class FakeRecording:
                 if target.data_ptr() != made.data_ptr():
                     target.copy_(made)
 
-    def bytes_of(self, lane: LaneId, stream: str) -> int:
+    def bytes_of(self, stream: str) -> int:
         """Return the bytes of the outputs on the stream."""
         return sum(
             t.numel() * t.element_size() for _, _, outputs, on in self.operations for t in outputs if on == stream
         )
-
-
-@dataclass(eq=False)
-class FakePool:
-    """Memory of one lane; nothing that is freed comes back."""
-
-    quota: int
-    taken_bytes: int = 0
-    refused_bytes: int = 0
-
-    def take(self, num_bytes: int) -> None:
-        """Take memory, or fail as torch's allocator does."""
-        if self.taken_bytes + num_bytes > self.quota:
-            self.refused_bytes = num_bytes
-            raise torch.OutOfMemoryError("the pool's allocator gave nothing")
-        self.taken_bytes += num_bytes
 
 
 class FakeGpu:
@@ -107,7 +91,6 @@ class FakeGpu:
         """By stream, as it was last asked for."""
         self.fail_capture: Exception | None = None
         self._capture: FakeRecording | None = None
-        self._pool: FakePool | None = None
         self._clocks: dict[str, Counter[str]] = defaultdict(Counter)
         self._alive: dict[int, _Memory] = {}
         self._freed: dict[str, list[_Memory]] = defaultdict(list)
@@ -205,7 +188,9 @@ class FakeGpu:
         if self.fail_capture is not None:
             raise self.fail_capture
         self.log.append(("capture",))
-        self._begin_capture(ORIGIN)
+        self._freed.clear()  # a capture allocates from memory of its own, ...
+        for clock in list(self._clocks.values()):
+            self._clocks[ORIGIN] |= clock  # ... and begins when the device has done everything
         recording = FakeRecording(self, shares=shares)
         recording.joined.add(ORIGIN)
         self._capture = recording
@@ -220,33 +205,6 @@ class FakeGpu:
         self.recordings.append(recording)
         return recording
 
-    def lane_pool(self, stream: str | None, quota: int) -> FakePool:
-        """Return a new pool."""
-        return FakePool(quota)
-
-    def capture_alone(self, work: Callable[[str], None], stream: str | None, pool: LanePool) -> FakeRecording:
-        """Capture on one stream, which no other may join."""
-        assert isinstance(pool, FakePool)
-        on = ORIGIN if stream is None else stream
-        self.log.append(("capture alone", on))
-        self._begin_capture(on)
-        recording = FakeRecording(self)
-        recording.joined.add(on)
-        self._capture, self._pool = recording, pool
-        try:
-            work(on)
-        finally:
-            self._capture = self._pool = None
-            self._freed.clear()
-        assert recording.joined == {on}, "another stream is part of the capture"
-        self.recordings.append(recording)
-        return recording
-
-    def replay_on(self, recording: Recording, stream: str) -> None:
-        """Replay, at the time of the stream."""
-        self.log.append(("on", stream))
-        recording.replay()
-
     def copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
         """Copy."""
         if targets:
@@ -256,11 +214,6 @@ class FakeGpu:
 
     def synchronize(self) -> None:
         """Everything has happened."""
-
-    def _begin_capture(self, stream: str) -> None:
-        self._freed.clear()  # a capture allocates from memory of its own, ...
-        for clock in list(self._clocks.values()):
-            self._clocks[stream] |= clock  # ... and begins when the device has done everything
 
     def _enter(self, stream: str) -> None:
         assert self._capture is None or stream in self._capture.joined, f"{stream} is not part of the capture"
@@ -281,9 +234,6 @@ class FakeGpu:
         for tensor, value in zip(read, before, strict=True):
             tensor.copy_(value)
         own = {tensor.untyped_storage().data_ptr() for tensor in read}
-        if self._pool is not None:
-            new = [tensor for tensor in outputs if tensor.untyped_storage().data_ptr() not in own]
-            self._pool.take(sum(tensor.numel() * tensor.element_size() for tensor in new))
         written = [_by_address(t) if t.untyped_storage().data_ptr() in own else t.detach() for t in outputs]
         capture.operations.append((body, read, written, stream))
         return outputs

@@ -138,23 +138,6 @@ def test_kernels_of_a_capture_are_told_once_with_their_contexts(stub: ctypes.CDL
     assert walk.new_kernels(lane.stream) == []
 
 
-def test_torch_finds_the_allocator_of_lanes_in_the_extension(stub: ctypes.CDLL) -> None:
-    """By name, as its pluggable allocator looks for it; a lane gets no byte more than it is allowed."""
-    device = open_stub(stub)
-    lane = device.lane([6])
-    library = ctypes.CDLL(_native.__file__)
-    allocate, free = library[_native.ALLOCATE], library[_native.FREE]
-    allocate.restype = ctypes.c_void_p
-    allocate.argtypes = [ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p]
-    free.argtypes = [ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p]
-    device.limit_memory(lane.stream, 100)
-    pointer = allocate(80, 0, lane.stream)
-    assert pointer and not allocate(21, 0, lane.stream)
-    assert device.lane_memory(lane.stream) == (100, 80, 21)
-    free(pointer, 80, 0, lane.stream)
-    assert device.lane_memory(lane.stream) == (100, 0, 21)
-
-
 def test_a_process_that_ends_with_lanes_ends_well(stub: ctypes.CDLL) -> None:
     """Nothing is destroyed while torch may still use it."""
     code = (

@@ -15,7 +15,6 @@ import torch
 
 from apollo_compile.device.gpu.execute import MAX_CAPTURES, WARMUP_RUNS, CudaExecutable, ModelMemory
 from apollo_compile.device.gpu.launch import Launcher
-from apollo_compile.device.gpu.pieces import capture_pieces, piece_order
 from apollo_compile.device.gpu.whole import as_one_segment
 from apollo_compile.device.target import CompiledBody, Contract
 from apollo_compile.errors import MemoryQuotaError, UnsupportedGraphError
@@ -23,18 +22,15 @@ from apollo_compile.ir import (
     BodyId,
     Buffer,
     BufferId,
-    EventId,
     Lane,
     LaneId,
-    Record,
     Role,
     SegmentGraph,
     SegmentId,
-    Wait,
 )
 from tests.builders import LETTERS, graph, plan
 from tests.device.gpu.fake_gpu import CALLER, FakeGpu
-from tests.device.gpu.test_launch import bodies_of, expected_of, program_of, random_program
+from tests.device.gpu.test_launch import program_of
 
 Tensors = list[torch.Tensor]
 
@@ -656,163 +652,23 @@ def test_a_lane_over_its_memory_quota_is_refused_by_name_before_it_is_replayed(g
     assert over.num_replays == 0 and over.lane_memory == ()
 
 
-def hard(gpu: FakeGpu, quota: int, **options: Any) -> CudaExecutable:
-    """Return `two_towers` whose lanes get no byte beyond the quota."""
-    return two_towers(gpu, lane_memory_quota=quota, is_quota_hard=True, **options)
-
-
-def test_lanes_with_hard_quotas_are_captured_alone_and_are_right(gpu: FakeGpu) -> None:
-    """Pieces between waits and records, launched on their lanes in an order that keeps those."""
-    executable = hard(gpu, 32)
-    weight = warm_up(executable)
-    gpu.log.clear()
-    x = torch.randn(4)
-    loss, kept = executable.run([x, weight])
-    a, b = "lane 1", "lane 2"
-    captures = [entry for entry in gpu.log if entry[0] == "capture alone"]
-    assert captures == [("capture alone", a), ("capture alone", b), ("capture alone", a)]
-    assert [(each.lane, each.num_bytes) for each in executable.lane_memory] == [(1, 32), (2, 16)]
-    replay = gpu.log[gpu.log.index(("copy", "1")) :]
-    assert replay == [
-        ("copy", "1"),
-        ("record", CALLER),
-        ("wait", a),
-        ("wait", b),
-        ("on", a),
-        ("replay",),
-        ("on", b),
-        ("replay",),
-        ("record", b),
-        ("wait", a),
-        ("on", a),
-        ("replay",),
-        ("record", a),
-        ("wait", CALLER),
-        ("record", b),
-        ("wait", CALLER),
-        ("copy", "1"),
-    ]
-    for _ in range(3):
-        assert loss is not None and kept is not None
-        assert all(map(torch.equal, (loss, kept), expected(x, weight)))
-        del kept
-        x = torch.randn(4)
-        loss, kept = executable.run([x, weight])
-    assert kept is not None and counts(executable) == (2, 1, 4) and not gpu.races
-
-
-def test_a_lane_that_asks_for_more_than_a_hard_quota_gets_nothing(gpu: FakeGpu) -> None:
-    """The error says who asked for what, and the step can be run again another way: its inputs are untouched."""
-    executable = hard(gpu, 31)
-    weight = warm_up(executable)
-    inputs = [torch.randn(4), weight]
-    with pytest.raises(MemoryQuotaError) as caught:
-        executable.run(inputs)
-    assert str(caught.value) == (
-        "lane 1 of test asked for 16 B more for m2 and got nothing: it has 16 B of 31 B; raise "
-        "'device.lane_memory_quota', or cut the graph with 'partition.max_segment_share'"
-    )
-    assert len(inputs) == 2 and executable.num_replays == 0
-    loss, _ = executable.run(list(inputs))
-    assert loss is not None and torch.equal(loss, expected(*inputs)[0])
-    assert executable.num_captures == 1
-
-
 def test_the_lane_with_every_unit_has_no_quota(gpu: FakeGpu) -> None:
-    """It is the caller's stream, on which segments run in turn: that must stay possible, hard quota or not."""
+    """It is the caller's stream, on which segments run in turn: that must stay possible."""
     made = graph((), (), (0, 1))
-    for is_hard in (False, True):
-        executable = CudaExecutable(
-            program=program_of(made, plan(made, LETTERS[0] * 3)),
-            graph=made,
-            bodies=[body(torch.cos), body(torch.sin), body(torch.add)],
-            gpu=gpu,
-            contract=Contract(user_outputs=frozenset({0})),
-            shared=ModelMemory(),
-            lane_memory_quota=1,
-            is_quota_hard=is_hard,
-        )
-        for _ in range(4):
-            x = torch.randn(4)
-            (out,) = executable.run([x])
-            assert out is not None and torch.equal(out, x.cos() + x.sin())
-        assert counts(executable) == (2, 1, 2)
-
-
-def test_a_device_without_memory_is_not_called_a_quota(gpu: FakeGpu, caplog: pytest.LogCaptureFixture) -> None:
-    """It is a capture that failed."""
-
-    def fail(x: torch.Tensor) -> torch.Tensor:
-        if gpu.log[-2:] == [("capture alone", "lane 2"), ("launch", "lane 2")]:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return x.sin()
-
-    executable = two_towers(gpu, torch.mul, fail, torch.add, lane_memory_quota=1000, is_quota_hard=True)
-    weight = warm_up(executable)
-    executable.run([torch.randn(4), weight])
-    assert "runs on lanes without a CUDA graph: OutOfMemoryError: CUDA out of memory" in caplog.text
-
-
-def test_a_backward_takes_from_the_pools_of_its_forward(gpu: FakeGpu) -> None:
-    """A lane's quota is for both together."""
-    pair = make_pair(gpu, lane_memory_quota=48, is_quota_hard=True)
-    weight = torch.randn(4)
-    for _ in range(5):
-        step(pair, weight)
-    forward, backward = pair
-    assert counts(forward) == counts(backward) == (2, 1, 3)
-    assert [(each.lane, each.num_bytes) for each in backward.lane_memory] == [(1, 48), (2, 32)]
-    tight = make_pair(gpu, lane_memory_quota=47, is_quota_hard=True)
-    weight = torch.randn(4)
-    for _ in range(WARMUP_RUNS):
-        step(tight, weight)
-    with pytest.raises(MemoryQuotaError, match="lane 1 of test asked for 16 B more for m0 and got nothing: it has 32"):
-        step(tight, weight)
-
-
-@pytest.mark.parametrize("seed", range(40))
-def test_pieces_of_any_program_compute_what_its_graph_does(seed: int) -> None:
-    """At every replay anew, whatever is let go in between."""
-    made, program = random_program(seed)
-    gpu = FakeGpu(units=len(program.lanes[0].units))
-    slot = torch.zeros(2, dtype=torch.float64)
-    recording, outputs = capture_pieces(
-        program, bodies_of(made), gpu, [slot], graph=made, quota=2**20, urgency={}, tuned={}, shares=None
+    executable = CudaExecutable(
+        program=program_of(made, plan(made, LETTERS[0] * 3)),
+        graph=made,
+        bodies=[body(torch.cos), body(torch.sin), body(torch.add)],
+        gpu=gpu,
+        contract=Contract(user_outputs=frozenset({0})),
+        shared=ModelMemory(),
+        lane_memory_quota=1,
     )
-    for value in (1.0, 2.0):
-        slot.fill_(value)
-        recording.replay()
-        assert all(map(torch.equal, outputs, expected_of(made, torch.full_like(slot, value))))
-    launches = [entry for entry in gpu.log if entry[0] == "launch"]
-    assert len(launches) == len(made.segments) and not gpu.races
-
-
-def test_pieces_of_lanes_that_wait_in_a_circle_are_refused() -> None:
-    """No order of the host could launch them."""
-    made = graph((), ())
-    program = program_of(made, plan(made, "AB"))
-    circle = replace(program, instructions=((), (Wait(event=EventId(0)), Record(event=EventId(0))), ()), num_events=1)
-    with pytest.raises(ValueError, match="program test cannot be launched: its lanes wait for each other in a circle"):
-        piece_order(circle)
-
-
-@pytest.mark.parametrize("seed", range(40))
-def test_pieces_come_in_an_order_that_can_be_launched(seed: int) -> None:
-    """Every lane's own, each record before its waits; pieces are as long as they can be."""
-    _, program = random_program(seed)
-    order = piece_order(program)
-    for lane, instructions in zip(program.lanes, program.instructions, strict=True):
-        own = [piece for on, piece in order if on == lane.id]
-        assert tuple(each for piece in own for each in piece) == instructions
-        for one, other in itertools.pairwise(own):
-            assert isinstance(one[0], Record | Wait) or isinstance(other[0], Record | Wait)
-    recorded = set()
-    for _, (first, *rest) in order:
-        if isinstance(first, Record):
-            recorded.add(first.event)
-        if isinstance(first, Wait):
-            assert first.event in recorded
-        assert not rest or not any(isinstance(each, Record | Wait) for each in (first, *rest))
+    for _ in range(4):
+        x = torch.randn(4)
+        (out,) = executable.run([x])
+        assert out is not None and torch.equal(out, x.cos() + x.sin())
+    assert counts(executable) == (2, 1, 2)
 
 
 def test_bodies_are_timed_on_every_quota_without_a_trace(gpu: FakeGpu) -> None:

@@ -1,4 +1,4 @@
-"""`TorchGpu` with the stub of libcuda: which streams lanes get, and what libraries and pools are told of them.
+"""`TorchGpu` with the stub of libcuda: which streams lanes get, and what libraries are told of them.
 
 What torch needs a device for (streams, pools) is replaced by what records it; the driver is the stub.
 """
@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from apollo_compile import _native
-from apollo_compile.device.gpu.gpu import Sharing, TorchGpu, TorchLanePool, _lane_allocator
+from apollo_compile.device.gpu.gpu import Sharing, TorchGpu
 from apollo_compile.errors import CudaError
 from apollo_compile.ir import Lane, LaneId
 
@@ -100,102 +100,6 @@ def test_libraries_are_told_of_the_sms_that_are_not_the_lanes(
     assert torch._C._get_sm_carveout_experimental() is None
 
 
-class Allocator:
-    """Calls for segments of a lane as torch would, from the library and by the names that it is told."""
-
-    def __init__(self, path: str, allocate: str, free: str) -> None:
-        library = ctypes.CDLL(path)
-        self._allocate, self._free = library[allocate], library[free]
-        self._allocate.restype = ctypes.c_void_p
-        self._allocate.argtypes = [ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p]
-        self._free.argtypes = [ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p]
-        self._taken: list[tuple[int, int, int]] = []
-
-    def allocator(self) -> Allocator:
-        """Return itself."""
-        return self
-
-    def take(self, num_bytes: int, stream: int) -> int | None:
-        """Return the address of a segment."""
-        pointer: int | None = self._allocate(num_bytes, 0, stream)
-        if pointer:
-            self._taken.append((pointer, num_bytes, stream))
-        return pointer
-
-    def free_all(self) -> None:
-        """Give all segments back."""
-        for pointer, num_bytes, stream in self._taken:
-            self._free(pointer, num_bytes, 0, stream)
-        self._taken.clear()
-
-
-@pytest.fixture
-def allocators(gpu: TorchGpu, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Allocator]]:
-    """Return the allocators that pools were made with, one per pool, in the order of the pools."""
-    found: list[Allocator] = []
-    current: list[torch.device] = [torch.device("cuda", 7)]
-
-    @contextlib.contextmanager
-    def on(device: torch.device) -> Iterator[None]:
-        current.append(device)
-        yield
-        current.pop()
-
-    def pool(allocator: Allocator) -> SimpleNamespace:
-        assert current[-1] == gpu.device, "a pool of another device"
-        found.append(allocator)
-        return SimpleNamespace(id=(0, len(found)))
-
-    monkeypatch.setattr(torch.cuda.memory, "CUDAPluggableAllocator", Allocator)
-    monkeypatch.setattr(torch.cuda, "device", on)
-    monkeypatch.setattr(torch.cuda, "MemPool", pool)
-    _lane_allocator.cache_clear()
-    yield found
-    _lane_allocator.cache_clear()
-    for each in found:
-        each.free_all()
-
-
-Allocate = Callable[[int], int | None]
-
-
-@pytest.fixture
-def allocate(gpu: TorchGpu, allocators: list[Allocator]) -> Allocate:
-    """Return what torch would call for a segment of the left lane."""
-    stream = gpu.lane_stream(LEFT).cuda_stream
-    return lambda num_bytes: allocators[-1].take(num_bytes, stream)
-
-
-def test_all_pools_have_one_allocator(gpu: TorchGpu, allocators: list[Allocator]) -> None:
-    """It is there for as long as the process, since torch points to it after a pool is gone."""
-    for lane in (LEFT, RIGHT):
-        gpu.lane_pool(gpu.lane_stream(lane), 100)
-    assert allocators[0] is allocators[1] is _lane_allocator()
-
-
-def test_what_other_pools_let_go_before_a_capture_is_not_this_pools(
-    gpu: TorchGpu, allocate: Allocate, allocators: list[Allocator], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Torch empties its cache at the beginning; the stream has less then, and the pool no more than its quota."""
-
-    @contextlib.contextmanager
-    def graph(made: object, **options: object) -> Iterator[None]:
-        allocators[0].free_all()
-        yield
-
-    monkeypatch.setattr(torch.cuda, "graph", graph)
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", SimpleNamespace)
-    monkeypatch.setattr("apollo_compile.device.gpu.gpu.clear_workspaces", lambda: None)
-    stream = gpu.lane_stream(LEFT)
-    first, second = gpu.lane_pool(stream, 100), gpu.lane_pool(stream, 50)
-    assert isinstance(first, TorchLanePool)
-    with first.limited():
-        assert allocate(60)
-    given: list[bool] = []
-    gpu.capture_alone(lambda stream: given.extend(bool(allocate(size)) for size in (51, 50)), stream, second)
-    assert given == [False, True] and second.taken_bytes == 50
-
-
 def test_a_capture_that_ends_in_an_error_leaves_its_stream(gpu: TorchGpu, monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch does not; all later work of the caller would be on it."""
     current = ["the caller's"]
@@ -222,30 +126,3 @@ def test_a_capture_that_ends_in_an_error_leaves_its_stream(gpu: TorchGpu, monkey
     with pytest.raises(RuntimeError, match="a lane is not joined"):
         gpu.capture(lambda stream: None, None)
     assert current == ["the caller's"]
-
-
-def test_pools_of_one_lane_have_a_quota_each(gpu: TorchGpu, allocate: Allocate) -> None:
-    """Every graph has pools of its own; outside a capture a pool gives nothing."""
-    stream = gpu.lane_stream(LEFT)
-    first, second = gpu.lane_pool(stream, 100), gpu.lane_pool(stream, 50)
-    assert isinstance(first, TorchLanePool) and first.id != second.id
-    with first.limited():
-        assert allocate(60) and not allocate(41)
-        assert (first.taken_bytes, first.refused_bytes) == (60, 41)
-    with second.limited():
-        assert allocate(50) and not allocate(1)
-    with first.limited():
-        assert first.refused_bytes == 0 and not allocate(41) and allocate(40)
-    assert (first.taken_bytes, second.taken_bytes) == (100, 50)
-    with pytest.raises(ZeroDivisionError), second.limited():
-        raise ZeroDivisionError
-    assert second.taken_bytes == 50
-
-
-def test_nothing_is_taken_between_captures(gpu: TorchGpu, allocate: Allocate) -> None:
-    """Somebody who allocates from the pool then gets nothing."""
-    pool = gpu.lane_pool(gpu.lane_stream(LEFT), 100)
-    with pool.limited():
-        assert allocate(10)
-    assert not allocate(1)
-    assert pool.taken_bytes == 10

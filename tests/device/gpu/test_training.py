@@ -111,19 +111,6 @@ def test_training_replays_and_is_as_in_eager(options: dict[str, Any]) -> None:
         assert list(graph.lane_bytes().items()) == [(lane.lane, lane.num_bytes) for lane in each.lane_memory] != []
 
 
-def test_training_with_hard_quotas_is_as_in_eager() -> None:
-    """Every lane captured alone, forward and backward from the same pools; what they took is told."""
-    compiler = new_compiler(**{"device.lane_memory_quota": 2**24, "device.hard_lane_memory_quota": True})
-    model, inputs = TwoTowers(depth=1), two_tower_inputs()
-    expected = train(model, loss_of(inputs), steps=7)
-    assert_same_training(expected, train(model, loss_of(inputs), steps=7, backend=compiler))
-    compiler.check(replays=[5, 5])
-    assert [entry for entry in compiler.gpu.log if entry[0] == "capture"] == []
-    for graph in compiler.models[0].graphs:
-        taken = graph.lane_bytes()
-        assert len(taken) > 1 and all(0 < num_bytes <= 2**24 for num_bytes in taken.values())
-
-
 def test_measured_times_change_the_plan() -> None:
     """Lanes that take a hundred times as long as the whole device are not used; the numbers stay those of eager."""
     compiler = new_compiler(**{"plan.replan": True})

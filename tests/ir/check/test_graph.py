@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 
-from apollo_compile.device.lanes import lane_catalogue
 from apollo_compile.errors import InvariantError
 from apollo_compile.ir import (
     Body,
@@ -15,13 +13,10 @@ from apollo_compile.ir import (
     Buffer,
     BufferId,
     Capture,
-    Dependency,
     Node,
     NodeId,
     NodeKind,
     Partition,
-    Plan,
-    Quota,
     Role,
     Segment,
     SegmentGraph,
@@ -29,10 +24,7 @@ from apollo_compile.ir import (
     Work,
     check,
 )
-from apollo_compile.passes.emit import emit_program
-from apollo_compile.passes.memory import plan_memory
-from apollo_compile.passes.sync import eliminate_syncs
-from tests.builders import costs, graph, plan
+from tests.builders import graph
 
 LETTERS = "xabcdefgh"
 
@@ -269,83 +261,6 @@ def test_an_error_has_what_where_and_what_to_do() -> None:
     )
 
 
-GRAPH = graph((), (), (0, 1))
-PLAN = plan(GRAPH, "AB*")
-COSTS = costs(GRAPH, PLAN.lanes, [10, 10])
-
-
-def with_assignment(index: int, **changes: object) -> Plan:
-    """Return the plan with one assignment changed."""
-    assignments = list(PLAN.assignments)
-    assignments[index] = replace(assignments[index], **changes)  # type: ignore[arg-type]
-    return replace(PLAN, assignments=tuple(assignments))
-
-
-SLOWER = replace(with_assignment(2, start_ns=21), makespan_ns=31)
-
-
-@pytest.mark.parametrize(
-    ("broken", "message"),
-    [
-        (replace(PLAN, assignments=PLAN.assignments[:2]), "one assignment per segment"),
-        (with_assignment(0, lane=5), "lane 5 does not exist"),
-        (with_assignment(0, start_ns=-1), "starts at -1"),
-        (with_assignment(0, quota=Quota(units=2, memory_bytes=100)), "has 1 units, the quota 2"),
-        (with_assignment(0, quota=Quota(units=1, memory_bytes=7)), "none of its modes"),
-        (with_assignment(0, duration_ns=9), "takes 9 ns, 10 ns even without neighbours"),
-        (with_assignment(1, lane=1), "shares unit 0 with segment 0"),
-        (with_assignment(2, start_ns=9), "depends on segment 0"),
-        (replace(PLAN, makespan_ns=21), "the makespan is 21 ns"),
-        (replace(PLAN, serial_ns=31), "serial_ns is 31"),
-        (replace(PLAN, lower_bound_ns=21), "bound <= undisturbed makespan <= makespan"),
-        (replace(PLAN, undisturbed_ns=21), "bound <= undisturbed makespan <= makespan"),
-        (replace(PLAN, memory_quota=199), "holds 300 bytes at once, the memory quota is 199"),
-        (SLOWER, "serial takes 30 ns, this plan 31 ns"),
-    ],
-)
-def test_a_broken_plan_is_refused(broken: Plan, message: str) -> None:
-    """The message says what and where."""
-    check.check_plan(PLAN, GRAPH, COSTS)
-    with pytest.raises(InvariantError, match=message):
-        check.check_plan(broken, GRAPH, COSTS)
-
-
-def test_a_segment_may_take_longer_beside_others_and_a_pinned_plan_longer_than_serial() -> None:
-    """Interference is part of a plan's durations; what a user pins is the user's."""
-    check.check_plan(with_assignment(0, duration_ns=10, start_ns=0), GRAPH, COSTS)
-    disturbed = replace(with_assignment(2, duration_ns=12), makespan_ns=22)
-    check.check_plan(disturbed, GRAPH, COSTS)
-    check.check_plan(replace(SLOWER, pinned=True), GRAPH, COSTS)
-
-
-def test_a_plan_that_issues_collectives_in_another_order_is_refused() -> None:
-    """Two branches communicate; whichever is ready first, all ranks keep the order of the graph."""
-    made = graph((), (0,), (), (2,), (1, 3), collectives=(1, 3))
-    table = costs(made, lane_catalogue(2), *[[10, 10]] * 5)
-    swapped = plan(made, "AABB*", costs=table, order=(2, 3, 0, 1, 4))
-    at_once = plan(made, "AABB*", costs=table)
-    for wrong in (swapped, at_once):
-        with pytest.raises(InvariantError, match=r"segment 3 .*") as caught:
-            check.check_plan(wrong, made, table)
-        assert "before those of segment 1 (m1) are done" in str(caught.value)
-        assert "exchange the wrong tensors or wait for ever" in str(caught.value)
-    ordered = graph((), (0,), (), (2,), (1, 3), after={3: (1,)}, collectives=(1, 3))
-    for order in ((0, 2, 1, 3, 4), (2, 0, 1, 3, 4)):
-        check.check_plan(plan(ordered, "AABB*", costs=table, order=order), ordered, table)
-
-
-def test_a_program_that_may_issue_collectives_in_another_order_is_refused() -> None:
-    """A plan's times are predictions; only waits and lanes keep an order."""
-    made = graph((), (), (0, 1), collectives=(0, 1))
-    table = costs(made, lane_catalogue(2), [10, 10], [10, 10], [10, 10])
-    side_by_side = plan(made, "AB*", costs=table)
-    syncs = eliminate_syncs(made, side_by_side)
-    memory = plan_memory(made, side_by_side, syncs)
-    program = emit_program(made, side_by_side, syncs, memory)
-    with pytest.raises(InvariantError, match="may issue its collectives before those of segment 0"):
-        check.check_program(program, made, side_by_side, syncs, memory)
-
-
 def test_segments_keep_the_order_of_collectives() -> None:
     """And say that they have some."""
     nodes = list(capture().nodes)
@@ -363,72 +278,3 @@ def test_segments_keep_the_order_of_collectives() -> None:
     apart[1] = replace(apart[1], is_collective=True)
     with pytest.raises(InvariantError, match="this one need not come after a"):
         check.check_capture(replace(capture(), nodes=tuple(apart)))
-
-
-def test_a_plan_must_leave_time_for_hand_overs() -> None:
-    """The same plan under costs with a hand-over."""
-    with pytest.raises(InvariantError, match="until 13 ns"):
-        check.check_plan(PLAN, GRAPH, replace(COSTS, handover_ns=3))
-
-
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [((), "at least one mode"), (tuple(reversed(COSTS.modes[0])), "ascending"), (COSTS.modes[0] * 2, "ascending")],
-)
-def test_broken_costs_are_refused(row: tuple[object, ...], message: str) -> None:
-    """Rows without modes, in the wrong order, repeated."""
-    check.check_costs(COSTS, GRAPH)
-    with pytest.raises(InvariantError, match=message):
-        check.check_costs(replace(COSTS, modes=(row, *COSTS.modes[1:])), GRAPH)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("share", ("memory_share", "launch_share"))
-def test_a_share_of_memory_or_launches_is_between_zero_and_one(share: str) -> None:
-    """It is a share of the duration."""
-    wrong = replace(COSTS.modes[0][0], **{share: 1.5})  # type: ignore[arg-type]
-    with pytest.raises(InvariantError, match="between 0 and 1"):
-        check.check_costs(replace(COSTS, modes=((wrong, COSTS.modes[0][1]), *COSTS.modes[1:])), GRAPH)
-
-
-def test_a_duration_of_zero_is_refused() -> None:
-    """It would leave the start order open."""
-    with pytest.raises(InvariantError, match="at least 1 ns"):
-        check.check_costs(costs(GRAPH, PLAN.lanes, [0, 10]), GRAPH)
-
-
-def test_missing_and_superfluous_waits_are_refused() -> None:
-    """Both directions, and dependencies that are listed nowhere."""
-    syncs = eliminate_syncs(GRAPH, PLAN)
-    check.check_syncs(syncs, GRAPH, PLAN)
-    first, second = syncs.waits
-    with pytest.raises(InvariantError, match="nothing makes it run after segment"):
-        check.check_syncs(replace(syncs, waits=(first,), dropped=(second,)), GRAPH, PLAN)
-    with pytest.raises(InvariantError, match="implied"):
-        check.check_syncs(replace(syncs, waits=(*syncs.waits, first)), GRAPH, PLAN)
-    extra = Dependency(producer=SegmentId(0), consumer=SegmentId(1))
-    with pytest.raises(InvariantError, match="cross-lane dependencies, each once"):
-        check.check_syncs(replace(syncs, dropped=(extra,)), GRAPH, PLAN)
-    chained = graph((), (), (0, 1), (0,))
-    planned = plan(chained, "ABAA")
-    implied = eliminate_syncs(chained, planned)
-    own = Dependency(producer=SegmentId(0), consumer=SegmentId(2))
-    with pytest.raises(InvariantError, match="of its own lane"):
-        check.check_syncs(replace(implied, waits=(*implied.waits, own)), chained, planned)
-
-
-def test_broken_memory_plans_are_refused() -> None:
-    """Released too early, twice, or not at all; an output released; peaks that cannot be."""
-    syncs = eliminate_syncs(GRAPH, PLAN)
-    memory = plan_memory(GRAPH, PLAN, syncs)
-    check.check_memory(memory, GRAPH, PLAN, syncs)
-    early = tuple(replace(hold, segment=SegmentId(0)) for hold in memory.holds)
-    cases: list[tuple[Callable[[], object], str]] = [
-        (lambda: replace(memory, holds=early), "without being ordered after its user"),
-        (lambda: replace(memory, holds=memory.holds[1:]), r"wrong: \[\d\]"),
-        (lambda: replace(memory, at_end=(memory.holds[0].buffer,)), r"wrong: \[\d\]"),
-        (lambda: replace(memory, at_end=(BufferId(3),)), r"wrong: \[3\]"),
-        (lambda: replace(memory, peak_bytes=10**9), "a peak per lane"),
-    ]
-    for broken, message in cases:
-        with pytest.raises(InvariantError, match=message):
-            check.check_memory(broken(), GRAPH, PLAN, syncs)  # type: ignore[arg-type]

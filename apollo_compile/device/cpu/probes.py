@@ -1,0 +1,203 @@
+"""Calls of torch that segments consist of, small to large, and how long they take.
+
+    make_probes() -> probes;  TimedProbe(probe, counts).time(round, units);  .sample() -> Sample
+
+Matrix products, attention, loops over vectors that are in the cache (near) or not (far), scatters. A short call is
+repeated inside a round, a long one takes part in some rounds only.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+
+from apollo_compile.ir import (
+    KernelKind,
+)
+
+Call: TypeAlias = Callable[[], object]
+
+_BATCH_NS = 300_000
+"""A shorter call is repeated inside a round."""
+
+_TURN_NS = 4_000_000
+"""A longer call takes part in some rounds only."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Probe:
+    """A call that stands for one kernel, or for several of one size."""
+
+    kind: KernelKind
+    flops: int = 0
+    """Of one kernel."""
+    near_bytes: int = 0
+    far_bytes: int = 0
+    footprint: int = 0
+    """Bytes that are touched before the far bytes are read again."""
+    dtype: str = "float32"
+    kernels: int = 1
+    is_parallel: bool = False
+    """Whether its time tells what going parallel costs."""
+    call: Call
+    """Does nothing where the kernel is a compiled body."""
+
+    @property
+    def bytes_moved(self) -> int:
+        """All bytes of one kernel."""
+        return self.near_bytes + self.far_bytes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sample:
+    """A probe and the nanoseconds of one of its kernels, by number of units."""
+
+    probe: Probe
+    times: dict[int, float]
+
+
+def make_probes() -> list[Probe]:
+    """Return the probes; those that only add vectors come first, since what the others tell builds on them."""
+    probes = [_near_probe(kib) for kib in (48, 192, 768, 3072, 12288, 49152, 196608)]
+    probes += [_far_probe(mib) for mib in (2, 4, 16, 64)]
+    probes += [_matmul_probe(size, torch.float32) for size in (16, 32, 64, 128, 256, 512)]
+    for dtype in (torch.bfloat16, torch.float16, torch.float64):
+        probes += [_matmul_probe(size, dtype) for size in (32, 128, 256)]
+    probes += [_batched_probe(*shape) for shape in ((32, 16), (64, 32), (64, 64), (32, 128))]
+    for shape in ((2, 2, 16, 16), (4, 4, 32, 16), (4, 4, 64, 32), (8, 4, 128, 64)):
+        probes += _attention_probes(*shape)
+    probes += [_scatter_probe(rows) for rows in (64, 1024)]
+    probes += [_scan_probe(columns) for columns in (16, 1024)]
+    return probes
+
+
+def _near_probe(kib: int) -> Probe:
+    count = kib * 1024 // 12
+    left, right, total = torch.ones(count), torch.ones(count), torch.empty(count)
+    return Probe(kind=KernelKind.LOOP, near_bytes=12 * count, call=lambda: torch.add(left, right, out=total))
+
+
+def _far_probe(mib: int) -> Probe:
+    """Reads other vectors at every call, and comes back to them after `mib` MiB of others."""
+    count = 2**16  # torch gives shorter vectors to one thread
+    pairs = itertools.cycle([(torch.ones(count), torch.ones(count)) for _ in range(mib * 2**20 // (8 * count))])
+    total = torch.empty(count)
+
+    def call() -> None:
+        left, right = next(pairs)
+        torch.add(left, right, out=total)
+
+    return Probe(kind=KernelKind.LOOP, near_bytes=4 * count, far_bytes=8 * count, footprint=mib * 2**20, call=call)
+
+
+def _matmul_probe(size: int, dtype: torch.dtype) -> Probe:
+    """A layer's product with its bias, and the product of its weight's gradient, half of each."""
+    values, weight, total = (torch.ones(size, size, dtype=dtype) for _ in range(3))
+    bias, transposed, weight_transposed = torch.ones(size, dtype=dtype), values.t(), weight.t()
+
+    def call() -> None:
+        torch.addmm(bias, values, weight_transposed, out=total)
+        torch.mm(transposed, weight, out=total)
+
+    return Probe(
+        kind=KernelKind.MATMUL,
+        dtype=str(dtype).removeprefix("torch."),
+        flops=2 * size**3,
+        near_bytes=3 * size**2 * dtype.itemsize,
+        kernels=2,
+        call=call,
+    )
+
+
+def _batched_probe(batch: int, size: int) -> Probe:
+    left, right, total = (torch.ones(batch, size, size) for _ in range(3))
+    return Probe(
+        kind=KernelKind.BATCHED_MATMUL,
+        flops=2 * batch * size**3,
+        near_bytes=12 * batch * size**2,
+        call=lambda: torch.bmm(left, right, out=total),
+    )
+
+
+def _attention_probes(batch: int, heads: int, tokens: int, width: int) -> list[Probe]:
+    shape = (batch, heads, tokens, width)
+    query, key, value = torch.ones(shape), torch.ones(shape), torch.ones(shape)
+    run = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+    run_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+    out, logsumexp = run(query, key, value)
+    flops, num_bytes = 4 * batch * heads * tokens**2 * width, 4 * query.numel()
+    return [
+        Probe(kind=KernelKind.ATTENTION, flops=flops, near_bytes=4 * num_bytes, call=lambda: run(query, key, value)),
+        Probe(
+            kind=KernelKind.ATTENTION_BACKWARD,
+            flops=flops * 5 // 2,
+            near_bytes=8 * num_bytes,
+            call=lambda: run_backward(query, query, key, value, out, logsumexp, 0.0, False),
+        ),
+    ]
+
+
+def _scatter_probe(rows: int) -> Probe:
+    """Adds rows of gradients to those of an embedding."""
+    table, gradient, indices = torch.zeros(1000, 64), torch.ones(rows, 64), torch.arange(rows) % 997
+    return Probe(
+        kind=KernelKind.SCATTER,
+        flops=gradient.numel(),
+        near_bytes=8 * gradient.numel(),
+        call=lambda: torch.ops.aten.index_put_(table, [indices], gradient, True),
+    )
+
+
+def _scan_probe(columns: int) -> Probe:
+    values = torch.ones(64, columns)
+    return Probe(
+        kind=KernelKind.LIBRARY,
+        flops=values.numel(),
+        near_bytes=8 * values.numel(),
+        call=lambda: torch.cumsum(values, 1),
+    )
+
+
+class TimedProbe:
+    """A probe and its times in all rounds."""
+
+    def __init__(self, probe: Probe, counts: Sequence[int]) -> None:
+        with torch.no_grad():
+            self._expected_ns = _expect(probe.call)
+        self._probe = probe
+        self._times: dict[int, list[float]] = {count: [] for count in counts}
+
+    def time(self, number: int, units: int) -> None:
+        """Take part in a round, unless the call is so long that it takes part in some only."""
+        if number % max(1, round(self._expected_ns / _TURN_NS)) == 0:
+            elapsed_ns = _time(self._probe.call, max(1, round(_BATCH_NS / self._expected_ns)))
+            self._times[units].append(elapsed_ns / self._probe.kernels)
+
+    def sample(self) -> Sample:
+        """Return the median of all rounds."""
+        times = {units: typical(found) for units, found in self._times.items()}
+        return Sample(probe=self._probe, times=times)
+
+
+def _expect(call: Call) -> float:
+    """Return about how long a call takes."""
+    _time(call, 1)  # loads code and touches pages
+    return _time(call, 3)
+
+
+def _time(call: Call, repeats: int) -> float:
+    call()  # brings its data back into the caches
+    begin = time.perf_counter_ns()
+    for _ in range(repeats):
+        call()
+    return (time.perf_counter_ns() - begin) / repeats
+
+
+def typical(times: Sequence[float]) -> float:
+    """Return the median."""
+    return sorted(times)[len(times) // 2]

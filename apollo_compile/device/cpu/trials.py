@@ -1,0 +1,162 @@
+"""Programs of test bodies on lanes, run once a round by the native runtime, as segments are.
+
+    TrialProgram(bodies, steps, lanes).run();  .runs -> the spans of every run
+
+A step is a body on a lane. Steps of one lane run in order; `Waits` says what else a step waits for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+
+import torch
+
+from apollo_compile.device.cpu.execute import Executable
+from apollo_compile.device.target import CompiledBody
+from apollo_compile.ir import (
+    Assignment,
+    BodyId,
+    Buffer,
+    BufferId,
+    Lane,
+    LaneId,
+    Origin,
+    Plan,
+    Quota,
+    Role,
+    Segment,
+    SegmentGraph,
+    SegmentId,
+    Span,
+    Work,
+)
+from apollo_compile.passes.emit import emit_program
+from apollo_compile.passes.memory import plan_memory
+from apollo_compile.passes.sync import eliminate_syncs
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrialBody:
+    """A compiled body, and what it takes."""
+
+    body: CompiledBody
+    inputs: tuple[torch.Tensor, ...]
+    num_outputs: int
+
+
+def lanes_of(units: int, first: int) -> tuple[Lane, ...]:
+    """Return a lane with all units, then one with the first few, then one with the others; no two are the same."""
+    ranges = [range(units), range(first), range(first, units)]
+    chosen = [tuple(units) for units in ranges[: 1 if first == units else 3]]
+    return tuple(Lane(id=LaneId(index), units=units) for index, units in enumerate(chosen))
+
+
+class Waits(Enum):
+    """What a step waits for, besides the one before it on its lane."""
+
+    FOR_NOTHING = auto()
+    FOR_THE_FIRST = auto()
+    """For the first of all, so that lanes do not begin at moments of their own."""
+    IN_TURNS = auto()
+    """For the one before it."""
+
+    def before(self, step: int) -> tuple[SegmentId, ...]:
+        """Return the step, if any, that `step` waits for."""
+        if self is Waits.FOR_NOTHING or step == 0:
+            return ()
+        return (SegmentId(0 if self is Waits.FOR_THE_FIRST else step - 1),)
+
+
+class TrialProgram:
+    """Bodies on lanes, run once a round. Steps on one lane run in order; where there is one only, it takes all."""
+
+    def __init__(
+        self,
+        bodies: dict[str, TrialBody],
+        steps: Sequence[tuple[str, int]],
+        lanes: tuple[Lane, ...],
+        *,
+        waits: Waits = Waits.FOR_NOTHING,
+    ) -> None:
+        used = {name: bodies[name] for name, _ in steps}
+        chosen = [(name, min(lane, len(lanes) - 1)) for name, lane in steps]
+        graph = _make_graph(used, [name for name, _ in chosen], waits=waits)
+        plan = _make_plan([lane for _, lane in chosen], lanes)
+        syncs = eliminate_syncs(graph, plan)
+        program = emit_program(graph, plan, syncs, plan_memory(graph, plan, syncs))
+        compiled = [body.body for body in used.values()]
+        self._executable = Executable(program, graph, compiled, mutates=False, park_team=True)
+        self._inputs = [tensor for body in used.values() for tensor in body.inputs]
+        self.runs: list[list[Span]] = []
+        """Spans of every run, by step."""
+
+    def run(self) -> None:
+        """Run twice, since the first time brings code and data back into the caches; keep the second."""
+        for _ in range(2):
+            self._executable.run(list(self._inputs))
+        self.runs.append(sorted(self._executable.trace().spans, key=lambda span: span.segment))
+
+
+def _make_plan(chosen: Sequence[int], lanes: tuple[Lane, ...]) -> Plan:
+    return Plan(
+        origin=Origin.SERIAL,
+        lanes=lanes,
+        assignments=tuple(
+            Assignment(
+                segment=SegmentId(step),
+                lane=LaneId(lane),
+                quota=Quota(units=len(lanes[lane].units), memory_bytes=0),
+                start_ns=step,
+                duration_ns=1,
+            )
+            for step, lane in enumerate(chosen)
+        ),
+        makespan_ns=len(chosen),
+        undisturbed_ns=len(chosen),
+        serial_ns=len(chosen),
+        lower_bound_ns=0,
+    )
+
+
+def _make_graph(bodies: dict[str, TrialBody], steps: Sequence[str], *, waits: Waits) -> SegmentGraph:
+    """Return one segment per step; all steps of a body read the same inputs."""
+    names = list(bodies)
+    buffers: list[Buffer] = []
+    inputs: dict[str, tuple[BufferId, ...]] = {}
+    for name in names:
+        readers = tuple(SegmentId(step) for step, other in enumerate(steps) if other == name)
+        first = len(buffers)
+        buffers += [_buffer(first + place, None, readers) for place in range(len(bodies[name].inputs))]
+        inputs[name] = tuple(buffer.id for buffer in buffers[first:])
+    segments = []
+    for step, name in enumerate(steps):
+        first = len(buffers)
+        buffers += [_buffer(first + place, SegmentId(step), ()) for place in range(bodies[name].num_outputs)]
+        segments.append(
+            Segment(
+                id=SegmentId(step),
+                name=f"{name}#{step}",
+                module="",
+                body=BodyId(names.index(name)),
+                inputs=inputs[name],
+                outputs=tuple(buffer.id for buffer in buffers[first:]),
+                after=waits.before(step),
+                work=Work(),
+            )
+        )
+    return SegmentGraph(
+        name="calibration",
+        role=Role.INFERENCE,
+        segments=tuple(segments),
+        buffers=tuple(buffers),
+        inputs=tuple(buffer for name in names for buffer in inputs[name]),
+        outputs=(),
+    )
+
+
+def _buffer(place: int, producer: SegmentId | None, readers: tuple[SegmentId, ...]) -> Buffer:
+    return Buffer(
+        id=BufferId(place), name=f"b{place}", producer=producer, readers=readers, num_bytes=0, is_output=False
+    )

@@ -1,0 +1,336 @@
+"""The model of a problem for CP-SAT: variables and constraints.
+
+    build_model(problem, kept, makespans) -> Model
+
+It states `problem.py` with the same numbers. on[t, m] is a literal, s[t, m] the start of t in mode m, lane[t, l] the
+sum of on[t, m] over the modes on lane l, C the makespan:
+
+(1) one mode       exactly one on[t, m];  on[t, m] => s[t, m] = start[t];
+                   end[t] = start[t] + sum_m duration[t, m] * on[t, m]                      -> _add_task
+(2) precedence     end[p] <= start[t];
+                   on[t, m] => end[p] + handover * (1 - lane[p, lane of m]) <= s[t, m]      -> _order_tasks
+(3) atoms          per atom: runs of the modes whose lane covers it do not overlap          -> _separate_on_atoms
+    hand-over      per lane and atom of it, see Note [keep warm]                            -> _keep_lanes_apart
+(4) renewable      per resource, one cumulative of runs, which ask for
+                   sum_m demand[t, m] * on[t, m], and of the lifetimes of holds             -> _limit_renewables
+    lifetime       [start[t], last],  last >= end of t and of every reader                  -> _add_lifetime
+(5) objective      minimise C,  least <= C <= longest makespan,  end[t] <= C                -> _bound_makespan
+    energy         sum of amount * duration <= capacity * C, which (3) and (4) imply        -> _bound_energy
+
+Every mode has its OWN start and optional interval. With optional intervals that share the start and end of their task,
+CP-SAT 9.15 reports optima that are none and calls feasible problems infeasible (models in tests/planner/cpsat_repro).
+Where there are no atoms nothing tells modes apart in time, and one interval per task, of variable length, does.
+
+Note [keep warm]. A lane keeps its atoms warm for `handover` after each run. Other lanes may not run on a warm atom; the
+lane itself may. Per lane l and atom a of l, a cumulative of capacity K, the number of tasks with a mode on l, holds
+
+    runs on l, longer by handover         demand 1
+    runs on other lanes that cover a      demand K
+
+Runs of l are at most K, so they never exclude each other; one of another lane excludes all of them. For i on l and j on
+another lane that meets l in a: the posted constraint of l says that j is not within [start[i], end[i] + handover), that
+of the lane of j says the same with i and j exchanged, and together that is (3). Exact, with one interval per mode more.
+
+A reader before another reader of a hold is left out. Amounts are divided by their common divisor; if they are still
+larger than `MAX_AMOUNT` they are rounded, demands up and capacities down. The model is then narrower than the problem,
+which `Model.is_exact` says.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence, Set
+from dataclasses import dataclass
+
+from ortools.sat.python import cp_model
+
+from apollo_compile.planner.modes import demand_of
+from apollo_compile.planner.problem import Hold, Mode, Problem
+
+MAX_AMOUNT = 1_000_000
+"""Capacities above are rounded: times them, a makespan in nanoseconds must fit into 64 bits."""
+MAX_INTEGER = 1 << 60
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Variant:
+    """One mode of a task in the model."""
+
+    task: int
+    index: int
+    mode: Mode
+    on: cp_model.BoolVarT
+    start: cp_model.IntVar
+    """Its own, if the task has several modes and there are atoms; the task's otherwise."""
+    release: int
+    """Earliest start."""
+    tail: int
+    """Least time from the end of the task to the end of all, in this mode."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Lifetime:
+    """A hold in the model."""
+
+    hold: Hold
+    last: cp_model.IntVar
+    length: cp_model.IntVar
+    interval: cp_model.IntervalVar
+
+
+class Model:
+    """Per task its start, end and variants."""
+
+    def __init__(self, problem: Problem, makespans: tuple[int, int]) -> None:
+        """Begin a model; `makespans` are the least and the largest one."""
+        self.problem = problem
+        self.horizon = makespans[1]
+        self.cp = cp_model.CpModel()
+        self.makespan = self.cp.new_int_var(*makespans, "makespan")
+        self.starts: list[cp_model.IntVar] = []
+        self.ends: list[cp_model.IntVar] = []
+        self.durations: list[cp_model.IntVar | int] = []
+        self.variants: list[list[Variant]] = []
+        self.runs: dict[tuple[int, int], cp_model.IntervalVar] = {}
+        """Per task and mode, the optional interval in which it uses its atoms; empty if there are none."""
+        self.choices: list[tuple[cp_model.IntVar, list[tuple[Variant, int]]]] = []
+        """Variables whose value depends on the mode, with their values."""
+        self.lifetimes: list[Lifetime] = []
+        self.is_exact = True
+        """Whether the model says no more than the problem does: no amount was rounded."""
+
+    def on_lane(self, task: int, lane: int) -> list[cp_model.BoolVarT]:
+        """Return the literals of which one is true if the task is on the lane."""
+        return [variant.on for variant in self.variants[task] if variant.mode.lane == lane]
+
+
+def build_model(
+    problem: Problem,
+    kept: Sequence[Sequence[int]],
+    makespans: tuple[int, int],
+    limits: Sequence[Sequence[tuple[int, int]]] | None = None,
+) -> Model:
+    """Return the model with all constraints.
+
+    Arguments:
+        problem: what to schedule.
+        kept: modes of every task.
+        makespans: the least and the largest one.
+        limits: release and tail of every task and mode; None if all are 0.
+    """
+    model = Model(problem, makespans)
+    for task, modes in enumerate(kept):
+        _add_task(model, [(mode, *(limits[task][mode] if limits else (0, 0))) for mode in modes])
+    _order_tasks(model)
+    _separate_on_atoms(model)
+    _keep_lanes_apart(model)
+    model.is_exact = _limit_renewables(model)
+    _bound_makespan(model)
+    return model
+
+
+def _add_task(model: Model, modes: Sequence[tuple[int, int, int]]) -> None:
+    """Post (1) for the next task: mode, release and tail of each."""
+    cp, horizon, task = model.cp, model.horizon, len(model.variants)
+    start = cp.new_int_var(min(release for _, release, _ in modes), horizon, f"start {task}")
+    has_own_starts = len(modes) > 1 and bool(model.problem.atom_sizes)
+    variants = [
+        Variant(
+            task=task,
+            index=index,
+            mode=model.problem.tasks[task].modes[index],
+            on=cp.new_bool_var(f"on {task} {index}"),
+            start=cp.new_int_var(release, horizon, f"start {task} {index}") if has_own_starts else start,
+            release=release,
+            tail=tail,
+        )
+        for index, release, tail in modes
+    ]
+    cp.add_exactly_one([variant.on for variant in variants])
+    duration = _choice(model, [(variant, variant.mode.duration) for variant in variants], f"duration {task}")
+    end = cp.new_int_var(0, horizon, f"end {task}")
+    cp.add(end == start + duration)
+    for variant in variants if model.problem.atom_sizes else ():
+        length = variant.mode.duration
+        cp.add(variant.start == start).only_enforce_if(variant.on)
+        cp.add(end == variant.start + length).only_enforce_if(variant.on)
+        run = cp.new_optional_fixed_size_interval_var(variant.start, length, variant.on, f"run {task} {variant.index}")
+        model.runs[task, variant.index] = run
+    model.starts.append(start)
+    model.durations.append(duration)
+    model.ends.append(end)
+    model.variants.append(variants)
+
+
+def _choice(model: Model, amounts: list[tuple[Variant, int]], name: str) -> cp_model.IntVar | int:
+    """Return the amount of the variant that is on."""
+    values = sorted({amount for _, amount in amounts})
+    if len(values) == 1:
+        return values[0]
+    chosen = model.cp.new_int_var_from_domain(cp_model.Domain.from_values(values), name)
+    model.cp.add(chosen == sum(amount * variant.on for variant, amount in amounts))
+    for variant, amount in amounts:
+        model.cp.add(chosen == amount).only_enforce_if(variant.on)
+    model.choices.append((chosen, amounts))
+    return chosen
+
+
+def _order_tasks(model: Model) -> None:
+    """Post (2). An edge beside a longer path is implied, hand-over included: on the path the lane changes once, too."""
+    cp, handover = model.cp, model.problem.handover
+    for task, predecessors in enumerate(_direct_predecessors(model.problem)):
+        for other in predecessors:
+            cp.add(model.ends[other] <= model.starts[task])
+            for variant in model.variants[task] if handover else ():
+                same = model.on_lane(other, variant.mode.lane)
+                if len(same) < len(model.variants[other]):
+                    cp.add(model.ends[other] + handover * (1 - sum(same)) <= variant.start).only_enforce_if(variant.on)
+
+
+def _direct_predecessors(problem: Problem) -> list[list[int]]:
+    """Return the predecessors that are not before another predecessor."""
+    ancestors = _ancestors(problem)
+    return [
+        [other for other in dict.fromkeys(task.predecessors) if not _is_before_any(ancestors, other, task.predecessors)]
+        for task in problem.tasks
+    ]
+
+
+def _ancestors(problem: Problem) -> list[int]:
+    """Return, per task, all tasks before it, as bits."""
+    found: list[int] = []
+    for task in problem.tasks:
+        bits = 0
+        for other in task.predecessors:
+            bits |= found[other] | 1 << other
+        found.append(bits)
+    return found
+
+
+def _is_before_any(ancestors: Sequence[int], task: int, others: Sequence[int]) -> bool:
+    return any(ancestors[other] >> task & 1 for other in others)
+
+
+def _separate_on_atoms(model: Model) -> None:
+    """Post (3) without hand-over."""
+    for lanes in _largest(_lanes_by_atom(model)):
+        variants = _variants_on(model, lanes)
+        model.cp.add_no_overlap([model.runs[variant.task, variant.index] for variant in variants])
+        _bound_energy(model, [variant.mode.duration * variant.on for variant in variants], 1)
+
+
+def _keep_lanes_apart(model: Model) -> None:
+    """Post the hand-over of (3); see Note [keep warm]."""
+    cp, handover = model.cp, model.problem.handover
+    for lane in range(len(model.problem.lanes)) if handover else ():
+        own = _variants_on(model, {lane})
+        warm = [
+            cp.new_optional_fixed_size_interval_var(
+                variant.start,
+                variant.mode.duration + handover,
+                variant.on,
+                f"warm {variant.task} {variant.index}",
+            )
+            for variant in own
+        ]
+        for others in _largest([lanes - {lane} for lanes in _lanes_by_atom(model) if lane in lanes]):
+            runs = [model.runs[variant.task, variant.index] for variant in _variants_on(model, others)]
+            if warm and runs:
+                demands = [1] * len(warm) + [len(warm)] * len(runs)
+                cp.add_cumulative([*warm, *runs], demands, len(warm))
+
+
+def _lanes_by_atom(model: Model) -> list[frozenset[int]]:
+    """Return the lanes that cover each atom."""
+    problem = model.problem
+    return [
+        frozenset(lane for lane, atoms in enumerate(problem.lanes) if atom in atoms)
+        for atom in range(len(problem.atom_sizes))
+    ]
+
+
+def _largest(sets: Sequence[frozenset[int]]) -> list[frozenset[int]]:
+    """Return the sets that are not in another one, each once."""
+    return [found for found in dict.fromkeys(sets) if not any(found < other for other in sets)]
+
+
+def _variants_on(model: Model, lanes: Set[int]) -> list[Variant]:
+    return [variant for variants in model.variants for variant in variants if variant.mode.lane in lanes]
+
+
+def _limit_renewables(model: Model) -> bool:
+    """Post (4) and its energy; return whether no amount was rounded."""
+    problem, is_exact = model.problem, True
+    runs: dict[int, cp_model.IntervalVar] = {}
+    for resource, capacity in enumerate(problem.capacities):
+        demands = [
+            [(variant, demand_of(problem, variant.task, variant.index, resource)) for variant in variants]
+            for variants in model.variants
+        ]
+        users = [demand for demand in demands if any(amount for _, amount in demand)]
+        holds = [hold for hold in problem.holds if hold.resource == resource and hold.amount]
+        amounts = [max(amount for _, amount in demand) for demand in users] + [hold.amount for hold in holds]
+        if sum(amounts) <= capacity:
+            continue
+        unit = math.gcd(*(amount for demand in users for _, amount in demand), *(hold.amount for hold in holds))
+        most = _largest_amount(model, len(amounts))
+        if capacity // unit > most:
+            unit, is_exact = -(-capacity // most), False
+        scaled = [[(variant, -(-amount // unit)) for variant, amount in demand] for demand in users]
+        lifetimes = [(_add_lifetime(model, hold), -(-hold.amount // unit)) for hold in holds]
+        for demand in users:
+            task = demand[0][0].task
+            if task not in runs:
+                start, duration, end = model.starts[task], model.durations[task], model.ends[task]
+                runs[task] = model.cp.new_interval_var(start, duration, end, f"run {task}")
+        model.cp.add_cumulative(
+            [*(runs[demand[0][0].task] for demand in users), *(lifetime.interval for lifetime, _ in lifetimes)],
+            [
+                *(_choice(model, demand, f"demand {demand[0][0].task} {resource}") for demand in scaled),
+                *(amount for _, amount in lifetimes),
+            ],
+            capacity // unit,
+        )
+        energies: list[cp_model.LinearExprT] = [
+            amount * variant.mode.duration * variant.on for demand in scaled for variant, amount in demand
+        ]
+        energies += [amount * lifetime.length for lifetime, amount in lifetimes]
+        _bound_energy(model, energies, capacity // unit)
+        model.lifetimes += [lifetime for lifetime, _ in lifetimes]
+    return is_exact
+
+
+def _largest_amount(model: Model, count: int) -> int:
+    """Return what an amount may be so that `count` of them, each times the makespan, sum up to 64 bits."""
+    return max(1, min(MAX_AMOUNT, MAX_INTEGER // (max(1, model.horizon) * count)))
+
+
+def _add_lifetime(model: Model, hold: Hold) -> Lifetime:
+    """Post the lifetime of a hold."""
+    cp, ancestors = model.cp, _ancestors(model.problem)
+    awaited = [
+        task for task in dict.fromkeys((hold.task, *hold.readers)) if not _is_before_any(ancestors, task, hold.readers)
+    ]
+    last = cp.new_int_var(0, model.horizon, f"last {hold.task}")
+    length = cp.new_int_var(0, model.horizon, f"length {hold.task}")
+    for task in awaited:
+        cp.add(model.ends[task] <= last)
+    cp.add(model.starts[hold.task] + length == last)
+    interval = cp.new_interval_var(model.starts[hold.task], length, last, f"lifetime {hold.task}")
+    return Lifetime(hold=hold, last=last, length=length, interval=interval)
+
+
+def _bound_makespan(model: Model) -> None:
+    """Post (5)."""
+    for variants, end, after in zip(model.variants, model.ends, model.problem.successors(), strict=True):
+        tails = [variant.tail * variant.on for variant in variants if variant.tail]
+        if tails or not after:
+            model.cp.add(end + sum(tails) <= model.makespan)
+    model.cp.minimize(model.makespan)
+
+
+def _bound_energy(model: Model, energies: Sequence[cp_model.LinearExprT], capacity: int) -> None:
+    """Say that what is used over time fits between the first release and the last tail."""
+    variants = [variant for variants in model.variants for variant in variants]
+    outside = min(variant.release for variant in variants) + min(variant.tail for variant in variants)
+    model.cp.add(sum(energies) <= capacity * (model.makespan - outside))

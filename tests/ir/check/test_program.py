@@ -1,0 +1,74 @@
+"""Every check accepts what its stage makes (the tests of the stages show that) and refuses what is broken here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from apollo_compile.device.lanes import lane_catalogue
+from apollo_compile.errors import InvariantError
+from apollo_compile.ir import (
+    BufferId,
+    Dependency,
+    SegmentId,
+    check,
+)
+from apollo_compile.passes.emit import emit_program
+from apollo_compile.passes.memory import plan_memory
+from apollo_compile.passes.sync import eliminate_syncs
+from tests.builders import costs, graph, plan
+
+GRAPH = graph((), (), (0, 1))
+PLAN = plan(GRAPH, "AB*")
+
+
+def test_a_program_that_may_issue_collectives_in_another_order_is_refused() -> None:
+    """A plan's times are predictions; only waits and lanes keep an order."""
+    made = graph((), (), (0, 1), collectives=(0, 1))
+    table = costs(made, lane_catalogue(2), [10, 10], [10, 10], [10, 10])
+    side_by_side = plan(made, "AB*", costs=table)
+    syncs = eliminate_syncs(made, side_by_side)
+    memory = plan_memory(made, side_by_side, syncs)
+    program = emit_program(made, side_by_side, syncs, memory)
+    with pytest.raises(InvariantError, match="may issue its collectives before those of segment 0"):
+        check.check_program(program, made, side_by_side, syncs, memory)
+
+
+def test_missing_and_superfluous_waits_are_refused() -> None:
+    """Both directions, and dependencies that are listed nowhere."""
+    syncs = eliminate_syncs(GRAPH, PLAN)
+    check.check_syncs(syncs, GRAPH, PLAN)
+    first, second = syncs.waits
+    with pytest.raises(InvariantError, match="nothing makes it run after segment"):
+        check.check_syncs(replace(syncs, waits=(first,), dropped=(second,)), GRAPH, PLAN)
+    with pytest.raises(InvariantError, match="implied"):
+        check.check_syncs(replace(syncs, waits=(*syncs.waits, first)), GRAPH, PLAN)
+    extra = Dependency(producer=SegmentId(0), consumer=SegmentId(1))
+    with pytest.raises(InvariantError, match="cross-lane dependencies, each once"):
+        check.check_syncs(replace(syncs, dropped=(extra,)), GRAPH, PLAN)
+    chained = graph((), (), (0, 1), (0,))
+    planned = plan(chained, "ABAA")
+    implied = eliminate_syncs(chained, planned)
+    own = Dependency(producer=SegmentId(0), consumer=SegmentId(2))
+    with pytest.raises(InvariantError, match="of its own lane"):
+        check.check_syncs(replace(implied, waits=(*implied.waits, own)), chained, planned)
+
+
+def test_broken_memory_plans_are_refused() -> None:
+    """Released too early, twice, or not at all; an output released; peaks that cannot be."""
+    syncs = eliminate_syncs(GRAPH, PLAN)
+    memory = plan_memory(GRAPH, PLAN, syncs)
+    check.check_memory(memory, GRAPH, PLAN, syncs)
+    early = tuple(replace(hold, segment=SegmentId(0)) for hold in memory.holds)
+    cases: list[tuple[Callable[[], object], str]] = [
+        (lambda: replace(memory, holds=early), "without being ordered after its user"),
+        (lambda: replace(memory, holds=memory.holds[1:]), r"wrong: \[\d\]"),
+        (lambda: replace(memory, at_end=(memory.holds[0].buffer,)), r"wrong: \[\d\]"),
+        (lambda: replace(memory, at_end=(BufferId(3),)), r"wrong: \[3\]"),
+        (lambda: replace(memory, peak_bytes=10**9), "a peak per lane"),
+    ]
+    for broken, message in cases:
+        with pytest.raises(InvariantError, match=message):
+            check.check_memory(broken(), GRAPH, PLAN, syncs)  # type: ignore[arg-type]
