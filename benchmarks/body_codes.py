@@ -47,7 +47,7 @@ from apollo_compile.units import NS_PER_MS
 from benchmarks.plan_error import find_slowness
 from benchmarks.run import batch_sizes, names_of
 from benchmarks.workloads import Workload, build
-from benchmarks.workloads_spec import SPECS
+from benchmarks.workloads.specs import SPECS
 
 WARM_ROUNDS = 2
 LEAST_ROUNDS = 4

@@ -30,7 +30,7 @@ from tqdm import tqdm
 from apollo_compile.tools.bench import MAX_WARMUP, machine_facts
 from apollo_compile.units import NS_PER_S, format_bytes
 from benchmarks.run import names_of
-from benchmarks.workloads_spec import SPECS
+from benchmarks.workloads.specs import SPECS
 
 BACKENDS = ("inductor", "apollo")
 

@@ -46,8 +46,8 @@ from apollo_compile.session import registry
 from apollo_compile.store.profiles import load_profile
 from apollo_compile.torch_bridge.bodies import compile_bodies
 from apollo_compile.units import format_bytes, format_ns
-from benchmarks.gpu_busy import marker_records, profile_step
-from benchmarks.gpu_lanes import (
+from benchmarks.harness.gpu_busy import marker_records, profile_step
+from benchmarks.harness.gpu_lanes import (
     SMALL_KERNELS,
     SPIN_NS,
     beside,
@@ -59,7 +59,7 @@ from benchmarks.gpu_lanes import (
     time_on,
     time_small_kernels,
 )
-from benchmarks.gpu_workloads import SHAPES, Encoder, build_gpu_workload
+from benchmarks.workloads.gpu import SHAPES, Encoder, build_gpu_workload
 
 OPTIONS = {
     "debug.strict": True,
@@ -179,7 +179,7 @@ def queues_of_the_device_are_enough(gpu: TorchGpu) -> Outcome:
         if connections is not None:
             environment[CONNECTIONS] = connections
         done = subprocess.run(
-            [sys.executable, "-m", "benchmarks.gpu_pace", *map(str, LANE_COUNTS)],
+            [sys.executable, "-m", "benchmarks.harness.gpu_pace", *map(str, LANE_COUNTS)],
             capture_output=True,
             text=True,
             check=False,
@@ -201,7 +201,7 @@ def queues_of_the_device_are_enough(gpu: TorchGpu) -> Outcome:
 
 def clusters_fit_into_lanes(gpu: TorchGpu) -> Outcome:
     """T6: clusters of up to 8 blocks run on lanes of any atoms; cooperative grids that do not fit are told of."""
-    from benchmarks.gpu_kernels import CLUSTERS, launch_clusters
+    from benchmarks.harness.gpu_kernels import CLUSTERS, launch_clusters
 
     native, extra = gpu.native, EXTRA_SMS if gpu.native.compute_capability[0] == 9 else 0
     if native.compute_capability[0] < 9:

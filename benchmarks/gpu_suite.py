@@ -3,7 +3,7 @@
     python -m benchmarks.gpu_suite --json gpu.json
 
 First the checks T0 to T13 (`gpu_checks.py`), which decide whether lanes work at all on this GPU, driver and torch; then
-training steps of `gpu_workloads.py`, measured in turns: eager, Inductor, Inductor with CUDA graphs (`reduce-overhead`),
+training steps of `workloads/gpu.py`, measured in turns: eager, Inductor, Inductor with CUDA graphs (`reduce-overhead`),
 hand-written streams over compiled encoders, the plan, and apollo as a user gets it. After its times, one step of each
 is profiled: how many SMs it keeps busy, and how much of it runs side by side. A short table comes last; the JSON file
 has every number.
@@ -39,10 +39,10 @@ from apollo_compile.errors import CudaError
 from apollo_compile.session import registry
 from apollo_compile.tools.bench import machine_facts
 from apollo_compile.units import format_bytes, format_ns
-from benchmarks.gpu_busy import busy_share, profile_step, read_step, side_by_side_share
 from benchmarks.gpu_checks import CHECKS, OPTIONS, THOROUGH_CHECKS, Outcome
-from benchmarks.gpu_workloads import SHAPES, GpuWorkload, build_gpu_workload
+from benchmarks.harness.gpu_busy import busy_share, profile_step, read_step, side_by_side_share
 from benchmarks.run import batch_sizes, names_of
+from benchmarks.workloads.gpu import SHAPES, GpuWorkload, build_gpu_workload
 
 NO_GPU = 3
 """Exit code where there is none."""

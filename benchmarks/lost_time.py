@@ -36,7 +36,7 @@ from apollo_compile.tools.bench import machine_facts
 from benchmarks.model_error import durations_by_segment, measure_plans, plan_on_lane
 from benchmarks.run import names_of
 from benchmarks.workloads import Workload, build
-from benchmarks.workloads_spec import SPECS
+from benchmarks.workloads.specs import SPECS
 
 WARM_UP_STEPS = 30
 """Steps before the first measured one; by then plans are final."""

@@ -61,7 +61,7 @@ from apollo_compile.store.profiles import save_profile
 from apollo_compile.tools.bench import machine_facts
 from benchmarks.run import names_of
 from benchmarks.workloads import Workload, build
-from benchmarks.workloads_spec import SPECS
+from benchmarks.workloads.specs import SPECS
 
 MEASURED = ("tiny", "small", "small*2")
 """Sizes that a machine with a few cores can run; `*2` is twice the spec's batch."""

@@ -39,7 +39,7 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from tqdm import tqdm
 
-from benchmarks.apart import run_apart
+from benchmarks.harness.apart import run_apart
 from benchmarks.sweep import (
     BODIES,
     OUTCOMES,

@@ -54,7 +54,7 @@ from apollo_compile.units import NS_PER_MS
 from benchmarks.model_error import plan_on_lane
 from benchmarks.run import names_of
 from benchmarks.workloads import Workload, build
-from benchmarks.workloads_spec import SPECS
+from benchmarks.workloads.specs import SPECS
 
 LEARNING_RUNS = 6
 """Runs of every learning plan; the first is not observed."""

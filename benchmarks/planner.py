@@ -42,7 +42,7 @@ from apollo_compile.store.profiles import default_profile, load_profile
 from apollo_compile.tools.bench import machine_facts
 from apollo_compile.units import NS_PER_MS
 from benchmarks.graphs import load_graphs
-from benchmarks.synthetic import synthetic_graphs
+from benchmarks.workloads.synthetic import synthetic_graphs
 
 DEVICES: dict[str, Callable[[], DeviceProfile]] = {
     "h200": lambda: load_profile(Path("h200")),

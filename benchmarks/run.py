@@ -41,7 +41,7 @@ from apollo_compile.tools.bench import (
     measure,
     to_json,
 )
-from benchmarks.workloads_spec import SPECS
+from benchmarks.workloads.specs import SPECS
 
 _KNOWN = {variant.name: variant for variant in (*VARIANTS, *KEPT_MEMORY, *ONE_CORE, *AGAIN, *LIBRARIES, *PLANS)}
 

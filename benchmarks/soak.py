@@ -48,7 +48,7 @@ from apollo_compile.units import NS_PER_S, format_bytes
 from benchmarks.steady import Slice, find_growth, look
 from benchmarks.sweep import make_options
 from benchmarks.workloads import build_spec
-from benchmarks.workloads_spec import SPECS
+from benchmarks.workloads.specs import SPECS
 
 STEPS = 24
 WARM_ROUNDS = 2

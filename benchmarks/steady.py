@@ -32,7 +32,7 @@ from apollo_compile.session import registry
 from apollo_compile.tools.bench import machine_facts
 from apollo_compile.units import NS_PER_MS, format_bytes
 from benchmarks.workloads import build
-from benchmarks.workloads_spec import SPECS
+from benchmarks.workloads.specs import SPECS
 
 SLICES = 100
 ALLOWED_GROWTH = 0.02

@@ -53,10 +53,10 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
-from benchmarks import sweep_spec
-from benchmarks.apart import run_apart
+from benchmarks.harness.apart import run_apart
 from benchmarks.run import names_of
-from benchmarks.workloads_spec import SPECS
+from benchmarks.workloads import sweep_cases
+from benchmarks.workloads.specs import SPECS
 
 if TYPE_CHECKING:
     import torch
@@ -91,13 +91,13 @@ PUBLIC = {
     "Multimodal": ("clip", "flava", "clap", "llava", "whisper", "two_tower"),
     "Vision": ("vit_control",),
 }
-"""Workloads of `workloads_spec.py` by family."""
+"""Workloads of `workloads/specs.py` by family."""
 
 FAMILIES: Mapping[str, Mapping[str, Any]] = {
-    "Multimodal": {**{name: SPECS[name] for name in PUBLIC["Multimodal"]}, **sweep_spec.MULTIMODAL},
-    "Text": sweep_spec.TEXT,
-    "Vision": {**{name: SPECS[name] for name in PUBLIC["Vision"]}, **sweep_spec.VISION},
-    "Sound": sweep_spec.SOUND,
+    "Multimodal": {**{name: SPECS[name] for name in PUBLIC["Multimodal"]}, **sweep_cases.MULTIMODAL},
+    "Text": sweep_cases.TEXT,
+    "Vision": {**{name: SPECS[name] for name in PUBLIC["Vision"]}, **sweep_cases.VISION},
+    "Sound": sweep_cases.SOUND,
 }
 OWN = "Hand-written"
 
@@ -189,7 +189,7 @@ Numbers = dict[str, "Tensor | None"]
 
 def model_names() -> dict[str, str]:
     """Return the family of every model, in the order of the table."""
-    from benchmarks.sweep_models import OWN_MODELS
+    from benchmarks.workloads.sweep_models import OWN_MODELS
 
     return {name: family for family, specs in FAMILIES.items() for name in specs} | dict.fromkeys(OWN_MODELS, OWN)
 
@@ -321,8 +321,8 @@ def problem_of(error: Exception) -> Problem:
 
 def build_model(name: str) -> Workload:
     """Return the model `name` of the sweep with its inputs and loss."""
-    from benchmarks.sweep_models import OWN_MODELS, build_own
     from benchmarks.workloads import build_spec
+    from benchmarks.workloads.sweep_models import OWN_MODELS, build_own
 
     if name in OWN_MODELS:
         return build_own(name)
@@ -332,8 +332,8 @@ def build_model(name: str) -> Workload:
 
 def other_batches(name: str) -> list[dict[str, Any]]:
     """Return inputs of other batch sizes for the model `name`."""
-    from benchmarks.sweep_models import OWN_MODELS, build_own
     from benchmarks.workloads import build_spec
+    from benchmarks.workloads.sweep_models import OWN_MODELS, build_own
 
     if name in OWN_MODELS:
         return [build_own(name, batch).inputs for batch in BATCHES]

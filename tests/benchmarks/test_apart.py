@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from benchmarks.apart import run_apart
+from benchmarks.harness.apart import run_apart
 
 
 def test_a_process_that_crashes_costs_its_case_alone() -> None:

@@ -19,8 +19,7 @@ from apollo_compile.device.profile import Rate
 from apollo_compile.errors import CudaError
 from apollo_compile.session import registry
 from apollo_compile.store.profiles import load_profile
-from benchmarks import gpu_checks, gpu_suite, gpu_workloads
-from benchmarks.gpu_busy import KernelRecord, StepKernels, busy_share, read_step, side_by_side_share
+from benchmarks import gpu_checks, gpu_suite
 from benchmarks.gpu_checks import CHECKS, THOROUGH_CHECKS, Outcome
 from benchmarks.gpu_suite import (
     CheckResult,
@@ -31,7 +30,9 @@ from benchmarks.gpu_suite import (
     run_checks,
     wrong_variants,
 )
-from benchmarks.gpu_workloads import SHAPES, build_gpu_workload
+from benchmarks.harness.gpu_busy import KernelRecord, StepKernels, busy_share, read_step, side_by_side_share
+from benchmarks.workloads import gpu as gpu_workloads
+from benchmarks.workloads.gpu import SHAPES, build_gpu_workload
 from tests.device.gpu.fake_gpu import FakeGpu
 
 
@@ -319,7 +320,7 @@ def test_queues_are_tried_in_processes_of_their_own(
 
     monkeypatch.setattr(subprocess, "run", run)
     outcome = gpu_checks.queues_of_the_device_are_enough(CheckedGpu())  # type: ignore[arg-type]
-    assert seen == [(each, ["-m", "benchmarks.gpu_pace", "2", "4", "8"]) for each in ("1", None, "32")]
+    assert seen == [(each, ["-m", "benchmarks.harness.gpu_pace", "2", "4", "8"]) for each in ("1", None, "32")]
     assert outcome.is_met is is_met and text in outcome.text
 
 
@@ -346,7 +347,7 @@ def fake_kernels(monkeypatch: pytest.MonkeyPatch, num_sms: int, *, is_refused: b
         out[:, 2] = out[:, 1] + spin_ns
 
     kernels = SimpleNamespace(CLUSTERS=(1, 2), launch_clusters=launch_clusters)
-    monkeypatch.setitem(sys.modules, "benchmarks.gpu_kernels", kernels)
+    monkeypatch.setitem(sys.modules, "benchmarks.harness.gpu_kernels", kernels)
     census = SimpleNamespace(COLUMNS=3, launch_census=launch_census)
     monkeypatch.setitem(sys.modules, "apollo_compile.device.gpu.census_kernel", census)
 
@@ -488,7 +489,7 @@ def test_workloads_train(name: str) -> None:
 def test_full_workloads_have_the_numbers_of_the_published_models() -> None:
     """Parameters in millions; embeddings are not among them."""
     with torch.device("meta"):
-        from benchmarks.gpu_workloads import Multimodal
+        from benchmarks.workloads.gpu import Multimodal
 
         millions = {
             name: sum(p.numel() for p in Multimodal(shape).parameters()) / 1e6 for name, shape in SHAPES.items()

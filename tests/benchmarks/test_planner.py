@@ -11,7 +11,7 @@ pytest.importorskip("tqdm")
 from apollo_compile.ir import Role, SegmentGraph
 from benchmarks.graphs import load_graphs
 from benchmarks.planner import Result, measure
-from benchmarks.synthetic import synthetic_graphs
+from benchmarks.workloads.synthetic import synthetic_graphs
 
 SAVED = load_graphs()
 SYNTHETIC = synthetic_graphs()

@@ -8,7 +8,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from benchmarks.workloads import build  # noqa: E402
-from benchmarks.workloads_spec import SPECS  # noqa: E402
+from benchmarks.workloads.specs import SPECS  # noqa: E402
 
 
 @pytest.mark.parametrize("name", SPECS)

@@ -37,7 +37,7 @@ from apollo_compile.tools.bench import (
 )
 from apollo_compile.tools.bench import _save_digest as save_digest
 from benchmarks.run import batches, format_overview, workloads
-from benchmarks.workloads_spec import SPECS
+from benchmarks.workloads.specs import SPECS
 
 EAGER = Variant(name="eager", backend=None)
 

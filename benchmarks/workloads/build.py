@@ -4,7 +4,7 @@
     build_spec(name, spec, size, ...)                   -> the same, for a spec that is not among the public ones
     assemble(...)                                       -> as `build`, before its first forward
 
-Hugging Face models come from their config classes, so nothing is downloaded; the numbers are in `workloads_spec.py`.
+Hugging Face models come from their config classes, so nothing is downloaded; the numbers are in `specs.py`.
 Every dropout is set to `dropout`; layer drop and drop path are always off, so that gradients can be compared.
 
 A Hugging Face model installs hooks in its first forward. If that forward is the compiled one, the graph breaks (seven
@@ -23,7 +23,7 @@ import torch.nn.functional as functional
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
-from benchmarks.workloads_spec import SPECS, Spec
+from benchmarks.workloads.specs import SPECS, Spec
 
 SIZES = ("tiny", "small", "deep", "base")
 _NEVER_DROPPED = ("layerdrop", "drop_path_rate", "mask_time_prob", "mask_feature_prob")

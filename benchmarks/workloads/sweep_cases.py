@@ -1,6 +1,6 @@
 """The Hugging Face models of the correctness sweep as data, each as small as it gets. Imports nothing but `Spec`s.
 
-A spec has the form that `workloads_spec.py` describes, with the one size `tiny`. Losses: `returned` is the model's own;
+A spec has the form that `specs.py` describes, with the one size `tiny`. Losses: `returned` is the model's own;
 `waves` weighs every floating-point output with a fixed pattern, for models that return none.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks.workloads_spec import Spec, encoder, ids, image, ones
+from benchmarks.workloads.specs import Spec, encoder, ids, image, ones
 
 _TOKENS = ids(2, 8, high=90)
 _MASK = ones(2, 8)
