@@ -97,8 +97,8 @@ from torch.utils._sympy.printers import PythonPrinter
 from apollo_compile.device.target import CompiledBody, KeepsPython, Run
 from apollo_compile.errors import ConfigError, UnsupportedGraphError
 from apollo_compile.ir import Body
+from apollo_compile.operators.effects import TORCH_NAMESPACES
 from apollo_compile.operators.writes import resizes_storage, written_by
-from apollo_compile.passes.capture import TORCH_NAMESPACES
 from apollo_compile.torch_bridge import cpp_wrapper
 from apollo_compile.torch_bridge.cpp_wrapper import lane_wrapper
 from apollo_compile.torch_bridge.onednn import is_linear, onednn_linear
