@@ -19,6 +19,7 @@ LONG = (
     "graphs --only vit_control --folder {folder}",
     "lost_time --workloads two_tower --size tiny --runs 4 --json {folder}/written",
     "model_error --workloads two_tower --sizes tiny --runs 8 --calibrate --json {folder}/written",
+    "operators --only two_tower --json {folder}/written",
     "picture --size tiny --batch 4 --steps 3 --svg {folder}/written",
     "plan_error --workloads two_tower --size tiny --plans 3 --rounds 2 --json {folder}/written",
     "run --workloads two_tower --size tiny --steps 3 --dtype float32,bfloat16 --warm-cache --json {folder}/written "

@@ -41,54 +41,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from apollo_compile.ir import Kernel, KernelKind, Node, NodeId, NodeKind, Work, merge_kernels
-
-# fmt: off
-_EXTERN = (
-    # matrix products
-    "aten.mm.", "aten.addmm.", "aten.bmm.", "aten.baddbmm.", "aten.mv.", "aten.addmv.", "aten.dot.", "aten.addbmm.",
-    "aten._int_mm.", "aten._scaled_mm.", "aten.linear.", "aten._grouped_mm.", "mkldnn.", "mkl.", "quantized.",
-    "onednn.",
-    # convolutions
-    "aten.convolution", "aten._convolution", "aten.conv1d.", "aten.conv2d.", "aten.conv3d.",
-    "aten.conv_transpose",
-    # attention
-    "aten._scaled_dot_product", "aten.scaled_dot_product", "aten._flash_attention", "aten._efficient_attention",
-    "flex_attention",
-    # sorts, scans and searches
-    "aten.sort.", "aten.topk.", "aten.kthvalue.", "aten.cumsum.", "aten.cumprod.", "aten.cummax.", "aten.cummin.",
-    "aten.logcumsumexp.", "aten.nonzero.", "aten.unique", "aten._unique", "aten.masked_select.", "aten.histc.",
-    "aten.bincount.", "aten.multinomial.",
-    # scatters: their target is complete only when the loop has ended
-    "aten.index_put", "aten._unsafe_index_put", "aten._unsafe_masked_index_put_accumulate", "aten.scatter",
-    "aten.index_add", "aten.index_copy.", "aten.index_fill.", "aten.masked_scatter", "aten.embedding_dense_backward.",
-    "aten._embedding_bag",
-    # fallbacks without a lowering to loops
-    "aten.native_dropout", "aten.randperm.", "aten._fused_", "aten._foreach_", "aten.grid_sampler", "aten._cdist",
-    "aten._fft", "aten.linalg_", "aten._linalg_", "prims.inductor_seeds.", "torchvision.", "fbgemm.",
-    "_c10d_functional.",
-)
-"""Beginnings of the names of operators that are not fused with their neighbours."""
-
-_FREE = (
-    "aten.view.", "aten._unsafe_view.", "aten.reshape.", "aten.permute.", "aten.transpose.", "aten.t.",
-    "aten.expand.", "aten.squeeze.", "aten.unsqueeze.", "aten.select.", "aten.slice.", "aten.split", "aten.unbind.",
-    "aten.as_strided.", "aten.alias.", "aten.detach.", "aten.diagonal.", "aten.unfold.", "aten.view_as_",
-    "aten.sym_", "aten.lift_fresh.", "aten.real.", "aten.chunk.", "aten.narrow.", "_operator.", "operator.",
-    "getitem",
-)
-"""Beginnings of the names of operators whose value is a part or another form of their first input."""
-
-_MADE_FROM_NOTHING = (
-    "aten.full", "aten.zeros", "aten.ones", "aten.empty", "aten.scalar_tensor.", "aten.arange.", "aten.new_",
-    "aten.eye.", "prims.iota.",
-)
-"""Beginnings of the names of operators whose value every reader can compute for itself."""
-# fmt: on
-
-
-def is_fusible(target: str) -> bool:
-    """Tell whether a compiler fuses the operator with its neighbours."""
-    return not target.startswith(_EXTERN)
+from apollo_compile.operators.entry import WorkKind
+from apollo_compile.operators.table import find_operator
 
 
 class Needs(NamedTuple):
@@ -175,7 +129,7 @@ def _fuse(nodes: Sequence[Node], outputs: Collection[NodeId]) -> _Fused:
             if group_by_node.get(value, value) == group:
                 continue
             crosses.add(value)
-            if values.is_constant(value) and is_fusible(node.target):
+            if values.is_constant(value) and find_operator(node.target).is_fusible:
                 continue  # computed in the reader's loop
             reads[group, value] = max(num_bytes, reads.get((group, value), 0))
     for constant in sorted({value for _, value in reads if values.is_constant(value)}):
@@ -202,7 +156,7 @@ def _kernels(nodes: Sequence[Node], fused: _Fused) -> list[Kernel]:
     kernels = []
     for group in sorted(set(group_by_node.values())):
         first = values.node(group).work.parts or (Kernel(),)
-        is_alone = not is_fusible(values.node(group).target)
+        is_alone = not _is_open(values, group)
         kernels.append(
             Kernel(
                 kind=first[0].kind if is_alone else KernelKind.LOOP,
@@ -230,7 +184,7 @@ def _group(nodes: Sequence[Node], values: _Values) -> dict[NodeId, NodeId]:
         depth[node.id] = max(
             (depth[value] + (not _is_open(values, value)) for value in read if value in depth), default=0
         )
-        if not is_fusible(node.target):
+        if not find_operator(node.target).is_fusible:
             continue
         for value in read:
             if depth.get(value) == depth[node.id] and _is_open(values, value):
@@ -262,7 +216,7 @@ def _join_only_readers(nodes: Sequence[Node], values: _Values, groups: _Disjoint
 
 
 def _is_open(values: _Values, value: NodeId) -> bool:
-    return is_fusible(values.node(value).target)
+    return find_operator(values.node(value).target).is_fusible
 
 
 class _DisjointSets:
@@ -312,7 +266,7 @@ class _Values:
 
     def is_constant(self, value: NodeId) -> bool:
         node = self._node_by_id.get(value)
-        return node is not None and node.target.startswith(_MADE_FROM_NOTHING)
+        return node is not None and find_operator(node.target).kind is WorkKind.CONSTANT
 
     def read_by(self, node: Node) -> dict[NodeId, int]:
         """Return the bytes that a node reads, by the node that computed them."""
@@ -331,7 +285,7 @@ class _Values:
     def _resolve(self, node: Node) -> None:
         self._origin[node.id] = node.id
         self._size[node.id] = node.num_bytes
-        if node.target.startswith(_FREE) and node.inputs:
+        if find_operator(node.target).kind is WorkKind.VIEW and node.inputs:
             viewed = node.inputs[0]
             self._origin[node.id] = self.origin(viewed)
             # An expanded view has more elements than it has bytes; a slice has fewer than what it looks at.

@@ -3,13 +3,13 @@
     written_by(node)        arguments of a node whose memory it writes to
     resizes_storage(node)   whether the node changes how much memory an argument has
     is_view(node)           whether the node has the memory of its first argument
-    READ_ONLY               operators without outputs that write to nothing
+    writes_undeclared(op)   whether an operator is taken to write to all of its tensors though it does not say so
 
 Note [Undeclared writes]
     The schema of an operator says which arguments it writes to, and nearly always that is true. But an operator that
     has no outputs and declares no write would have no reason to be in a graph: `inductor::resize_storage_bytes_` is
     one, which frees memory. So an operator without outputs is taken to write to all of its tensors, unless it declares
-    which, or is known to read only. Those with outputs that are known to declare too little are listed.
+    which, or `table.py` says what it does instead. That of those with outputs which declare too little is there too.
 
     Higher-order operators are functional after AOTAutograd, but for what their inner graphs do.
 
@@ -23,40 +23,14 @@ Note [Resized storages]
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import fx
 
-READ_ONLY: Mapping[str, str] = {
-    "aten::_assert_async": "asserts",
-    "aten::_assert_scalar": "asserts",
-    "aten::_assert_tensor_metadata": "asserts",
-    "aten::_linalg_check_errors": "asserts",
-    "aten::_validate_compressed_sparse_indices": "asserts",
-    "aten::_validate_sparse_bsc_tensor_args": "asserts",
-    "aten::_validate_sparse_bsr_tensor_args": "asserts",
-    "aten::_validate_sparse_compressed_tensor_args": "asserts",
-    "aten::_validate_sparse_coo_tensor_args": "asserts",
-    "aten::_validate_sparse_csc_tensor_args": "asserts",
-    "aten::_validate_sparse_csr_tensor_args": "asserts",
-    "aten::sym_constrain_range": "asserts",
-    "aten::sym_constrain_range_for_size": "asserts",
-    "aten::_print": "prints a text",
-    "aten::_cufft_clear_plan_cache": "changes a cache of the library",
-    "aten::_cufft_set_plan_cache_max_size": "changes a cache of the library",
-    "prims::_sink_tokens": "ends the order of effects, whose tokens are empty",
-}
-"""Operators of torch that have no outputs and write to none of their tensors, with what they do instead."""
-
-_UNDECLARED: Mapping[str, tuple[str, ...]] = {
-    "fsdp::all_gather_copy_in": ("all_gather_output",),
-    "inductor::accumulate_grad_": ("variable", "variable_grad"),
-}
-"""Operators of torch that have outputs and declare too little, with the arguments that they write to."""
-
-_RESIZE = "inductor::resize_storage_bytes_"
+from apollo_compile.operators.table import find_operator
+from apollo_compile.operators.work import name_of
 
 
 def written_by(node: fx.Node) -> tuple[fx.Node, ...]:
@@ -73,7 +47,7 @@ def written_by(node: fx.Node) -> tuple[fx.Node, ...]:
 
 def resizes_storage(node: fx.Node) -> bool:
     """Whether a node changes how much memory an argument has: Note [Resized storages]."""
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.name == _RESIZE
+    return find_operator(name_of(node.target)).resizes_storage
 
 
 def frees_storage(node: fx.Node) -> bool:
@@ -87,16 +61,16 @@ def is_view(node: fx.Node) -> bool:
     return target is operator.getitem or (isinstance(target, torch._ops.OpOverload) and target.is_view)
 
 
-def writes_undeclared(schema: torch._C.FunctionSchema) -> bool:
+def writes_undeclared(target: torch._ops.OpOverload) -> bool:
     """Whether an operator is taken to write to all of its tensors though it does not say so."""
-    return not schema.returns and not schema.is_mutable and schema.name not in READ_ONLY
+    schema = target._schema
+    return not schema.returns and not schema.is_mutable and not find_operator(name_of(target)).reads_only
 
 
 def _writes(target: torch._ops.OpOverload, name: str) -> bool:
-    schema = target._schema
-    if writes_undeclared(schema) or name in _UNDECLARED.get(schema.name, ()):
+    if writes_undeclared(target) or name in find_operator(name_of(target)).writes:
         return True
-    declared = next(argument.alias_info for argument in schema.arguments if argument.name == name)
+    declared = next(argument.alias_info for argument in target._schema.arguments if argument.name == name)
     return declared is not None and declared.is_write
 
 

@@ -38,7 +38,7 @@ import operator
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import Any
 
 import sympy
 import torch
@@ -46,45 +46,14 @@ from torch import fx
 
 from apollo_compile.errors import UnsupportedGraphError
 from apollo_compile.ir import Capture, Node, NodeId, NodeKind, Role, Work
-from apollo_compile.operators.work import NodeWork, WorkKind, evaluate, evaluate_formula, expression, work_of
+from apollo_compile.operators.call import Expr
+from apollo_compile.operators.effects import draws, has_effect, is_collective, is_waited_for, reads_number
+from apollo_compile.operators.entry import WorkKind
+from apollo_compile.operators.table import find_operator
+from apollo_compile.operators.work import NodeWork, evaluate, evaluate_formula, expression, name_of, work_of
 from apollo_compile.operators.writes import frees_storage, resizes_storage, written_by
 
-_aten = torch.ops.aten
-_prims = torch.ops.prims
-
-_VIEWS_BEYOND_SCHEMA = frozenset({_aten._unsafe_view.default, _aten._reshape_alias.default})
-"""Views whose schema does not say so."""
-
-_FACTORIES = frozenset(
-    {
-        _aten.full.default,
-        _aten.zeros.default,
-        _aten.ones.default,
-        _aten.empty.memory_format,
-        _aten.arange.default,
-        _aten.arange.start_step,
-        _aten.scalar_tensor.default,
-        _aten.eye.default,
-        _prims.iota.default,
-    }
-)
-
-_DRAW_SEEDS = "prims.inductor_seeds.default"
-_LOOK_UP_SEED = "prims.inductor_lookup_seed.default"
-"""By name: Inductor registers these operators when it is first used."""
-
 _CPU = torch.device("cpu")
-
-_COLLECTIVE_NAMESPACES = frozenset(
-    {"_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "_dtensor", "c10d"}
-)
-_WAIT = "_c10d_functional.wait_tensor.default"
-
-TORCH_NAMESPACES = frozenset({"aten", "prims", "inductor", "mkldnn", "mkl", "quantized", "onednn"})
-"""Operators that torch ships and tags; collectives are not among them, so that they keep their order."""
-
-Expr: TypeAlias = Any
-"""A sympy expression; sympy has no annotations."""
 
 _Symbolic = torch.SymInt | torch.SymFloat | torch.SymBool
 
@@ -109,26 +78,26 @@ def capture_graph(graph_module: fx.GraphModule, *, name: str, role: Role, device
         read = [value for value in fx_node.all_input_nodes if value not in symbols.inputs]
         inputs = tuple(sorted({ids[value] for value in read}))
         kind = _kind(fx_node, nodes, inputs, device)
-        is_collective = _is_collective(fx_node) and kind is NodeKind.COMPUTE
-        if is_collective and not _is_waited_for(fx_node):
+        is_exchange = is_collective(fx_node) and kind is NodeKind.COMPUTE
+        if is_exchange and not is_waited_for(fx_node):
             raise UnsupportedGraphError(
                 f"the graph does not wait for what collective {fx_node.name} ({fx_node.target}) makes; segments take a "
                 "collective with its wait only"
             )
         work = work_of(fx_node) if kind is NodeKind.COMPUTE else None
         if work is not None and work.kind is WorkKind.UNKNOWN:
-            without_formula.add(_target(fx_node))
+            without_formula.add(name_of(fx_node.target))
         nodes.append(
             Node(
                 id=node_id,
                 name=fx_node.name,
                 kind=kind,
-                target=_target(fx_node),
+                target=name_of(fx_node.target),
                 inputs=inputs,
                 after=order.after(fx_node, node_id, kind, ids),
-                is_collective=is_collective,
+                is_collective=is_exchange,
                 is_alone=resizes_storage(fx_node),
-                keeps_order=kind is NodeKind.COMPUTE and (_draws(fx_node) or _has_effect(fx_node)),
+                keeps_order=kind is NodeKind.COMPUTE and (draws(fx_node) or has_effect(fx_node)),
                 module=module_path(fx_node),
                 sizes=tuple(sorted(ids[value] for value in symbols.needed_by(fx_node))),
                 num_bytes=evaluate_formula(_num_bytes(fx_node), symbols.hints),
@@ -245,7 +214,7 @@ class _Symbols:
         value = fx_node.meta.get("val")
         symbols = _free_symbols(value)
         if isinstance(value, _Symbolic) and self._device.type == "cpu":  # a GPU's lane cannot stop to read
-            if fx_node.target is _aten._local_scalar_dense.default:
+            if reads_number(fx_node):
                 self._read |= symbols
             symbols -= self._read
         unknown = symbols - self._input_of.keys()
@@ -308,10 +277,10 @@ class _OrderKeeper:
             return ()
         self._check_numbers(fx_node)
         found: set[NodeId] = set()
-        if _draws(fx_node):
+        if draws(fx_node):
             found.update(() if self._last_random is None else (self._last_random,))
             self._last_random = node_id
-        if _has_effect(fx_node):
+        if has_effect(fx_node):
             found.update(() if self._last_effect is None else (self._last_effect,))
             self._last_effect = node_id
         written, read = self._roots(written_by(fx_node)), self._roots(fx_node.all_input_nodes)
@@ -333,7 +302,7 @@ class _OrderKeeper:
 
     def _keep_numbers(self, fx_node: fx.Node) -> None:
         own: dict[fx.Node, NodeId | None] = {}
-        if fx_node.target is _aten._local_scalar_dense.default:
+        if reads_number(fx_node):
             own = {root: self._writer.get(root) for root in self._bases[fx_node]}
         for value in fx_node.all_input_nodes:
             own = {**self._numbers.get(value, {}), **own}
@@ -351,55 +320,6 @@ class _OrderKeeper:
 
     def _roots(self, fx_nodes: Iterable[fx.Node]) -> frozenset[fx.Node]:
         return frozenset().union(*(self._bases.get(value, (value,)) for value in fx_nodes))
-
-
-def _is_collective(fx_node: fx.Node) -> bool:
-    target = fx_node.target
-    return isinstance(target, torch._ops.OpOverload) and target.namespace in _COLLECTIVE_NAMESPACES
-
-
-def _is_waited_for(fx_node: fx.Node) -> bool:
-    """Whether every value of a collective goes to a wait; those of `_dtensor` wait themselves."""
-    if fx_node.target.namespace == "_dtensor":  # type: ignore[union-attr]
-        return True
-    values = [user for user in fx_node.users if user.target is operator.getitem] or [fx_node]
-    return all(any(str(user.target) == _WAIT for user in value.users) for value in values)
-
-
-def _is_opaque(fx_node: fx.Node) -> bool:
-    """Whether nothing is known of what the operator does besides computing its outputs.
-
-    That is so for a user's operators, unless they are tagged as pointwise, and for higher-order operators.
-    """
-    target = fx_node.target
-    if not isinstance(target, torch._ops.OpOverload):
-        return True
-    return target.namespace not in TORCH_NAMESPACES and torch.Tag.pointwise not in target.tags
-
-
-def _has_effect(fx_node: fx.Node) -> bool:
-    target = fx_node.target
-    if _is_opaque(fx_node) or not isinstance(target, torch._ops.OpOverload):
-        return True
-    return fx_node.is_impure(impure_random=False) and not written_by(fx_node)
-
-
-def _draws(fx_node: fx.Node) -> bool:
-    """Whether the operator may advance a random generator; attention without dropout is tagged so but does not."""
-    target = fx_node.target
-    if _is_collective(fx_node):
-        return False
-    if _is_opaque(fx_node) or not isinstance(target, torch._ops.OpOverload):
-        return True
-    if str(target) == _DRAW_SEEDS:
-        return True
-    if torch.Tag.nondeterministic_seeded not in target.tags:
-        return False
-    for position, argument in enumerate(target._schema.arguments):
-        if argument.name == "dropout_p":
-            value = fx_node.args[position] if position < len(fx_node.args) else fx_node.kwargs.get(argument.name, 0.0)
-            return bool(value != 0.0)
-    return True
 
 
 def _kind(fx_node: fx.Node, nodes: list[Node], inputs: tuple[NodeId, ...], device: torch.device) -> NodeKind:
@@ -424,24 +344,24 @@ def _kind(fx_node: fx.Node, nodes: list[Node], inputs: tuple[NodeId, ...], devic
                 f"node {fx_node.name} ({target}) is about a stream of the user's: a plan places all work itself"
             )
         _check_value(fx_node, device)
-        if target in _FACTORIES and not any(_tensors_of(value) for value in fx_node.all_input_nodes):
+        known = find_operator(name_of(target))
+        if known.kind is WorkKind.CONSTANT and not any(_tensors_of(value) for value in fx_node.all_input_nodes):
             is_filled_later = any(fx_node in written_by(user) for user in fx_node.users)
             return NodeKind.COMPUTE if is_filled_later else NodeKind.CHEAP
-        if (target.is_view or target in _VIEWS_BEYOND_SCHEMA) and not written_by(fx_node):
+        if (target.is_view or known.kind is WorkKind.VIEW) and not written_by(fx_node):
             return NodeKind.CHEAP
-        if str(target) == _WAIT:
-            if nodes[inputs[0]].kind in (NodeKind.INPUT, NodeKind.CHEAP):
+        if known.stays_with_input:
+            is_computed = nodes[inputs[0]].kind not in (NodeKind.INPUT, NodeKind.CHEAP)
+            if known.waits and not is_computed:
                 raise UnsupportedGraphError(
                     f"node {fx_node.name} waits for {nodes[inputs[0]].name}, which no collective of this graph made; "
                     "segments take a collective with its wait only"
                 )
-            return NodeKind.PROJECTION
-        if str(target) == _LOOK_UP_SEED:  # looked up where they are drawn: the index would tell equal layers apart
-            return NodeKind.PROJECTION if nodes[inputs[0]].kind is NodeKind.COMPUTE else NodeKind.CHEAP
+            return NodeKind.PROJECTION if is_computed else NodeKind.CHEAP
         return NodeKind.COMPUTE
     if not isinstance(fx_node.meta.get("val"), torch.Tensor | tuple | list):
         found = type(fx_node.meta.get("val")).__name__
-        raise UnsupportedGraphError(f"node {fx_node.name} ({_target(fx_node)}) computes a {found}, not a tensor")
+        raise UnsupportedGraphError(f"node {fx_node.name} ({name_of(fx_node.target)}) computes a {found}, not a tensor")
     _check_value(fx_node, device)
     return NodeKind.COMPUTE
 
@@ -492,13 +412,6 @@ def _output_id(ids: dict[fx.Node, NodeId], value: Any) -> NodeId | None:
     raise UnsupportedGraphError(f"the graph returns {value!r}, a {type(value).__name__}, not a tensor")
 
 
-def _target(fx_node: fx.Node) -> str:
-    if fx_node.op == "call_function" and not isinstance(fx_node.target, torch._ops.OpOverload):
-        name = getattr(fx_node.target, "__name__", None)
-        return str(name if name is not None else fx_node.target)
-    return str(fx_node.target)
-
-
 def _tensors_of(fx_node: fx.Node) -> list[torch.Tensor]:
     value = fx_node.meta.get("val")
     return [item for item in (value if isinstance(value, list | tuple) else (value,)) if isinstance(item, torch.Tensor)]
@@ -538,4 +451,4 @@ def _signature(fx_node: fx.Node, inputs: tuple[NodeId, ...], ids: dict[fx.Node, 
     if fx_node.op == "placeholder":
         return ""
     arguments = [*map(show, fx_node.args), *(f"{key}={show(value)}" for key, value in fx_node.kwargs.items())]
-    return f"{_target(fx_node)}({', '.join(arguments)})"
+    return f"{name_of(fx_node.target)}({', '.join(arguments)})"

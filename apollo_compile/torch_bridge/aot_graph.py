@@ -19,8 +19,8 @@ import torch
 from torch import fx
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
+from apollo_compile.operators.effects import TORCH_NAMESPACES
 from apollo_compile.operators.writes import written_by
-from apollo_compile.passes.capture import TORCH_NAMESPACES
 from apollo_compile.torch_bridge.onednn import is_linear
 
 

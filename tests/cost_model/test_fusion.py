@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from apollo_compile.cost_model.fusion import is_fusible, segment_needs
+from apollo_compile.cost_model.fusion import segment_needs
 from apollo_compile.ir import Kernel, KernelKind, Node, NodeId, NodeKind, Work
 
 _SIZE = 100
@@ -33,7 +33,7 @@ def _node(
 
 ADD, MM, VIEW, FULL = "aten.add.Tensor", "aten.mm.default", "aten.view.default", "aten.full.default"
 EXP, SUM, PUT = "aten.exp.default", "aten.sum.dim_IntList", "aten.index_put.default"
-GETITEM = "_operator.getitem"
+GETITEM = "getitem"
 
 
 def _totals(work: Work) -> tuple[int, int, int]:
@@ -137,11 +137,12 @@ def test_several_results_are_read_through_getitem() -> None:
     assert segment_needs(nodes).work.kernels == 1
 
 
-@pytest.mark.parametrize("target", ("aten.mm.default", "aten.convolution_backward.default", "aten.sort.default"))
-def test_calls_are_not_fusible(target: str) -> None:
-    """Library calls stand alone; a pointwise operator does not."""
-    assert not is_fusible(target)
-    assert is_fusible("aten.mul.Tensor")
+@pytest.mark.parametrize("target", ("aten.mm.default", "aten.convolution_backward.default", "users.own.default"))
+def test_calls_stand_alone(target: str) -> None:
+    """Library calls, and what nothing is known of; a pointwise operator between two others does not."""
+    ends = _node(1, EXP, (0,)), _node(3, EXP, (2,))
+    assert segment_needs([ends[0], _node(2, target, (1,)), ends[1]]).work.kernels == 3
+    assert segment_needs([ends[0], _node(2, "aten.mul.Tensor", (1,)), ends[1]]).work.kernels == 1
 
 
 @pytest.mark.parametrize("seed", range(50))

@@ -33,7 +33,7 @@ from apollo_compile.device.gpu.launch import forked, order_after
 from apollo_compile.device.lanes import atom_borders
 from apollo_compile.device.profile import Arithmetic, DeviceProfile, Rate, rate_at
 from apollo_compile.ir import KernelKind, Lane, LaneId
-from apollo_compile.operators.work import TILE
+from apollo_compile.operators.formulas import TILE
 from apollo_compile.units import NS_PER_S
 
 UNTIMED_REPLAYS = 2

@@ -1,0 +1,243 @@
+"""What a call of an operator needs, as formulas of its tensors' shapes: bytes, flops, output tiles, kernels.
+
+A formula takes a `Call` and returns a sympy expression. Conventions, chosen to agree with `torch.utils.flop_counter`
+where that counts at all:
+
+- a multiply-add is two flops; causal attention is counted in full;
+- a pointwise operator is one flop per element of its result, a transcendental function what its vectorised code takes;
+- a tensor is as many bytes as it has distinct elements, so an expanded dimension (stride 0) counts once;
+- a view is free; an operator alone reads its inputs once and writes its outputs once. What fusion saves is counted
+  per segment, in `cost_model/fusion.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import sympy
+
+from apollo_compile.operators.call import ZERO, Call, Expr, Formula, TensorMeta, distinct_tensors, product, total_bytes
+
+TILE = 128
+"""Rows and columns of the block of a matmul's result that one unit of a GPU computes at a time."""
+
+Elements: TypeAlias = Any
+"""What a call writes: a function of it that returns elements and bytes."""
+
+
+# ---------------------------------------------------------------------------------------------------------- bytes
+
+
+def nothing(call: Call) -> Expr:
+    """Nothing at all."""
+    return ZERO
+
+
+def all_inputs(call: Call) -> Expr:
+    """Every input in full."""
+    return total_bytes(call.inputs)
+
+
+def all_outputs(call: Call) -> Expr:
+    """Every output in full."""
+    return total_bytes(call.outputs)
+
+
+def all_but_first_input(call: Call) -> Expr:
+    """Every input but the first, which is overwritten."""
+    return total_bytes(distinct_tensors((call.args[1:], call.kwargs)))
+
+
+def indexed(call: Call) -> Expr:
+    """Indices in full, but of the indexed tensor only what is picked."""
+    return all_but_first_input(call) + all_outputs(call)
+
+
+def embedded(call: Call) -> Expr:
+    """The rows that are looked up, and the indices."""
+    return total_bytes((call.argument(1, "indices"),)) + all_outputs(call)
+
+
+# ---------------------------------------------------------------------------------------------------------- flops
+
+
+def per_output(flops: int) -> Formula:
+    """`flops` for each element of the first output."""
+
+    def count(call: Call) -> Expr:
+        return call.outputs[0].num_elements * flops if call.outputs else ZERO
+
+    return count
+
+
+def per_output_of_all(flops: int) -> Formula:
+    """`flops` for each element of every output."""
+
+    def count(call: Call) -> Expr:
+        return sympy.Add(*(output.num_elements for output in call.outputs)) * flops
+
+    return count
+
+
+def per_input(flops: int) -> Formula:
+    """`flops` for each element of the first input."""
+
+    def count(call: Call) -> Expr:
+        return call.inputs[0].num_elements * flops if call.inputs else ZERO
+
+    return count
+
+
+def matmul_flops(first: int) -> Formula:
+    """(..., m, k) times (..., k, n), or times (k), the operands at positions `first` and `first + 1`."""
+
+    def count(call: Call) -> Expr:
+        left, right = call.args[first], call.args[first + 1]
+        columns = right.shape[-1] if len(right.shape) > 1 else 1
+        return left.num_elements * columns * 2
+
+    return count
+
+
+def linear_flops(call: Call) -> Expr:
+    """The weight is (out, in): every row of the input meets all of it."""
+    image, weight = call.args[0], call.args[1]
+    return image.num_elements * weight.shape[0] * 2
+
+
+def any_convolution_flops(call: Call) -> Expr:
+    """Of a convolution that says in an argument whether it is transposed."""
+    return (transposed_convolution_flops if call.argument(6, "transposed", False) else convolution_flops)(call)
+
+
+def convolution_flops(call: Call) -> Expr:
+    """Every element of the result meets one filter."""
+    return _meet_filters(call.outputs[0], call.args[0], call.args[1])
+
+
+def transposed_convolution_flops(call: Call) -> Expr:
+    """Every element of the input meets one filter."""
+    return _meet_filters(call.args[0], call.args[0], call.args[1])
+
+
+def _meet_filters(positions: TensorMeta, image: TensorMeta, weight: TensorMeta) -> Expr:
+    # The weight is (out, in / groups, ...), or (in, out / groups, ...) if transposed: groups are counted either way.
+    return product(positions.shape[2:]) * image.shape[0] * weight.num_elements * 2
+
+
+def convolution_backward_flops(call: Call) -> Expr:
+    """The input's and the weight's gradient each cost what the forward pass cost."""
+    gradient, image, weight = call.args[0], call.args[1], call.args[2]
+    transposed, wanted = bool(call.args[7]), call.args[10]
+    forward = _meet_filters(image if transposed else gradient, image, weight)
+    bias = gradient.num_elements if wanted[2] else ZERO
+    return forward * (int(wanted[0]) + int(wanted[1])) + bias
+
+
+def convolution_backward_read(call: Call) -> Expr:
+    """The gradient, the weight for the input's gradient, and the input for the weight's."""
+    wanted = call.args[10]
+    weight = call.args[2].num_bytes if wanted[0] else ZERO
+    image = call.args[1].num_bytes if wanted[1] else ZERO
+    return call.args[0].num_bytes + weight + image
+
+
+def attention_flops(call: Call) -> Expr:
+    """Two products: the scores, and the values that they weigh."""
+    query, key, value = call.args[0], call.args[1], call.args[2]
+    scores = product(query.shape[:-1]) * key.shape[-2]
+    return scores * (query.shape[-1] + value.shape[-1]) * 2
+
+
+def attention_backward_flops(call: Call) -> Expr:
+    """Five products: the scores again, then the gradients of values, scores, query and key."""
+    query, key, value = call.args[1], call.args[2], call.args[3]
+    scores = product(query.shape[:-1]) * key.shape[-2]
+    return scores * (query.shape[-1] * 3 + value.shape[-1] * 2) * 2
+
+
+# ------------------------------------------------------------------------------------------------------- scatters
+
+
+def scattered(position: int) -> Elements:
+    """Elements and bytes of the values at `position`; a plain number goes where the indices say."""
+
+    def count(call: Call) -> tuple[Expr, Expr]:
+        values = call.args[position]
+        if isinstance(values, TensorMeta):
+            return values.num_elements, values.num_bytes
+        indices = next((tensor for tensor in call.inputs[1:]), call.inputs[0])
+        return indices.num_elements, indices.num_elements * call.inputs[0].itemsize
+
+    return count
+
+
+def filled(call: Call) -> tuple[Expr, Expr]:
+    """Elements and bytes that an `index_fill` writes: every row that the indices name."""
+    target, dim, indices = call.args[:3]
+    rest = [size for place, size in enumerate(target.shape) if place != dim % len(target.shape)]
+    elements = product(rest) * indices.num_elements
+    return elements, elements * target.itemsize
+
+
+# ---------------------------------------------------------------------------------------------------------- tiles
+
+
+def _tiles(rows: Expr, columns: Expr, batch: Expr = 1) -> Expr:
+    return sympy.ceiling(rows / TILE) * sympy.ceiling(columns / TILE) * batch
+
+
+def matmul_tiles(call: Call) -> Expr:
+    """The result is (..., m, n), (m) or ()."""
+    shape = call.outputs[0].shape
+    rows = shape[-2] if len(shape) > 1 else sympy.Integer(1)
+    columns = shape[-1] if shape else sympy.Integer(1)
+    return _tiles(rows, columns, product(shape[:-2]))
+
+
+def linear_tiles(call: Call) -> Expr:
+    """All rows of the result are one matrix."""
+    shape = call.outputs[0].shape
+    return _tiles(product(shape[:-1]), shape[-1])
+
+
+def convolution_tiles(call: Call) -> Expr:
+    """As a matmul: a row per position of every image, a column per channel."""
+    return _position_tiles(call.outputs[0])
+
+
+def convolution_backward_tiles(call: Call) -> Expr:
+    """The input's gradient as above; the weight's has a row per channel out and a column per weight of its filter."""
+    image, weight, wanted = call.args[1], call.args[2], call.args[10]
+    tiles = _position_tiles(image) if wanted[0] else ZERO
+    return tiles + (_tiles(weight.shape[0], product(weight.shape[1:])) if wanted[1] else ZERO)
+
+
+def _position_tiles(image: TensorMeta) -> Expr:
+    return _tiles(image.shape[0] * product(image.shape[2:]), image.shape[1])
+
+
+def attention_tiles(first: int) -> Formula:
+    """A block of queries of one head is a tile; the query is at position `first`."""
+
+    def count(call: Call) -> Expr:
+        query = call.args[first]
+        return _tiles(query.shape[-2], sympy.Integer(1), product(query.shape[:-2]))
+
+    return count
+
+
+# -------------------------------------------------------------------------------------------------------- kernels
+
+
+def launches(number: int) -> Formula:
+    """Always `number` kernels."""
+    return lambda call: sympy.Integer(number)
+
+
+one = launches(1)
+
+
+def convolution_backward_launches(call: Call) -> Expr:
+    """One for each gradient that is wanted; the bias's is a sum."""
+    return sympy.Integer(sum(map(bool, call.args[10])))
