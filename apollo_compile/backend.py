@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from torch import fx
@@ -17,6 +14,7 @@ from apollo_compile.distributed.ranks import find_ranks
 from apollo_compile.session.compile import GraphCompiler
 from apollo_compile.session.model import CompiledModel
 from apollo_compile.session.registry import register
+from apollo_compile.torch_bridge.compile_ids import name_dynamo_graph
 from apollo_compile.torch_bridge.graph_breaks import find_break
 from apollo_compile.torch_bridge.inductor import (
     compile_plainly,
@@ -27,9 +25,6 @@ from apollo_compile.torch_bridge.inductor import (
     storages_of,
     traced_tensors,
 )
-
-_graph_numbers: dict[Path | None, itertools.count[int]] = defaultdict(itertools.count)
-"""Numbers of Dynamo graphs by dump directory, so that two compiles into two directories dump the same."""
 
 
 def apollo(
@@ -58,7 +53,7 @@ def apollo(
     if config.disable:
         return compile_plainly(graph_module, example_inputs, settings)
     model = CompiledModel(
-        number=next(_graph_numbers[config.debug.dump]),
+        name=name_dynamo_graph(),
         config=config,
         target=open_target(example_inputs, config),
         storages=storages_of(traced_tensors(graph_module, example_inputs)),

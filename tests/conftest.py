@@ -114,7 +114,7 @@ class HowGraphsRan(logging.Handler):
 
     def add_reason(self, text: str) -> None:
         """Take a reason, without the name of the graph, and without folders, which are others in every run."""
-        line = re.sub(r"^\S+ falls back to (?:torch.compile|Inductor): ", "", text.splitlines()[0])
+        line = re.sub(r"^.+? falls back to (?:torch.compile|Inductor): ", "", text.splitlines()[0])
         self.reasons.add(re.sub(r"(/[\w.+-]+)+/(?=[\w.+-])", "", line)[:240])
 
     def see(self, graph: Any) -> None:

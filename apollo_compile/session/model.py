@@ -24,7 +24,8 @@ _logger = logging.getLogger(__name__)
 class CompiledModel:
     """Keeps the graphs of one Dynamo graph, and decides with their times which variant each of them runs."""
 
-    number: int
+    name: str
+    """Of the Dynamo graph, with which the names of its graphs begin."""
     config: Config
     target: Target
     storages: frozenset[Hashable] = frozenset()
@@ -59,14 +60,9 @@ class CompiledModel:
             is_for_others=self.ranks.is_alone and self.target.keeps_findings,
         )
 
-    @property
-    def name(self) -> str:
-        """Name of the Dynamo graph, with which those of its graphs begin."""
-        return f"graph{self.number}"
-
     def name_of(self, role: Role) -> str:
         """Return the name of one of its graphs."""
-        return f"{self.name}_{role}"
+        return f"{self.name} {role}"
 
     def add(self, graph: CompiledGraph) -> None:
         """Take a graph that was compiled in segments."""

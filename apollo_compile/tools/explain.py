@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -33,13 +33,14 @@ from apollo_compile.device.open import select_profile
 from apollo_compile.device.profile import DeviceProfile
 from apollo_compile.device.target import Run
 from apollo_compile.errors import TargetError, UnsupportedGraphError
-from apollo_compile.ir import GraphBreak, Role, Trace, Variant
+from apollo_compile.ir import GraphBreak, Plan, Role, Trace, Variant
 from apollo_compile.pipeline import Compilation
 from apollo_compile.reports.report import Report, Stage, State
 from apollo_compile.reports.summary import GraphSummary, WhatIf, summarize
 from apollo_compile.session.planning import plan_graph, reason_to_fall_back, role_of
 from apollo_compile.tools.targets import tensors_of
 from apollo_compile.tools.what_if import PROFILES, what_if
+from apollo_compile.torch_bridge.compile_ids import name_dynamo_graph
 from apollo_compile.torch_bridge.graph_breaks import find_break
 from apollo_compile.torch_bridge.inductor import (
     adopt_layouts,
@@ -109,7 +110,7 @@ def plan_model(
         graphs=tuple(graphs),
         handed_over=tuple(tracer.handed_over),
         breaks=tuple(tracer.breaks),
-        states=tuple(map(tracer.state, range(tracer.num_graphs))),
+        states=tuple(map(tracer.state, tracer.graphs)),
     )
     return compare_batches(report, model, args, kwargs, options=options, batches=batches, progress=progress)
 
@@ -137,48 +138,41 @@ def compare_batches(
     config = load_config(options)
     profile = select_profile(config)
     not_dumped = replace(config, debug=replace(config.debug, dump=None))  # the directory has the plans asked for
-    rows: dict[str, list[WhatIf]] = defaultdict(list)
-    modules: dict[str, set[str]] = {}
+    graphs = list(report.graphs)
     for batch in batches:
         tell(f"batch {batch}: tracing and planning")
         resized = _with_batch((tuple(args), dict(kwargs or {})), batch)
-        for compilation, _ in _trace(model, resized, not_dumped, profile).planned:
-            plan, traced = compilation.plan, compilation.partition.graph
-            modules[traced.name] = {segment.module for segment in traced.segments}
-            rows[traced.name].append(
-                WhatIf(
-                    change=f"batch {batch}",
-                    batch=batch,
-                    units=profile.units,
-                    serial_ns=plan.serial_ns,
-                    predicted_ns=plan.makespan_ns,
-                )
+        traced = [compilation for compilation, _ in _trace(model, resized, not_dumped, profile).planned]
+        for index, plan in _match(report.graphs, traced):
+            row = WhatIf(
+                change=f"batch {batch}",
+                batch=batch,
+                units=profile.units,
+                serial_ns=plan.serial_ns,
+                predicted_ns=plan.makespan_ns,
             )
-    ahead = _num_compiled_before(report, modules)
-    graphs = tuple(
-        replace(graph, what_if=(*graph.what_if, *rows[_renumbered(graph.name, -ahead)])) for graph in report.graphs
-    )
-    return replace(report, graphs=graphs)
+            graphs[index] = replace(graphs[index], what_if=(*graphs[index].what_if, row))
+    return replace(report, graphs=tuple(graphs))
 
 
-def _num_compiled_before(report: Report, modules: Mapping[str, set[str]]) -> int:
-    """Return how many Dynamo graphs the process had compiled before those of the report, as far as modules tell.
+def _match(graphs: Sequence[GraphSummary], traced: Sequence[Compilation]) -> Iterator[tuple[int, Plan]]:
+    """Yield the index of each graph of a report with the plan of the graph that is the same part of the model.
 
-    A process numbers its graphs, and a report has those that read the model's parameters; `modules` are by the name
-    that a graph has where the model is traced alone.
+    Each trace has names of its own, and a report may have graphs of a model in part, or again for other inputs. So a
+    graph is known by its role and by its modules, and those that have these in common by their order.
     """
-    own = {graph.name: {segment.module for segment in graph.segments} for graph in report.graphs}
-
-    def num_shared(ahead: int) -> int:
-        return sum(len(names & modules.get(_renumbered(name, -ahead), set())) for name, names in own.items())
-
-    numbers = [int(name.removeprefix("graph").partition("_")[0]) for name in own]
-    return max(range(max(numbers, default=0) + 1), key=num_shared)
-
-
-def _renumbered(name: str, by: int) -> str:
-    number, _, role = name.removeprefix("graph").partition("_")
-    return f"graph{int(number) + by}_{role}"
+    modules = [{segment.module for segment in item.partition.graph.segments} for item in traced]
+    num_used = [0] * len(traced)
+    for index, graph in enumerate(graphs):
+        own = {segment.module for segment in graph.segments}
+        shared = [
+            len(own & names) / len(own | names) if item.capture.role is graph.role else 0.0
+            for item, names in zip(traced, modules, strict=True)
+        ]
+        best = max(range(len(traced)), key=lambda place: (shared[place], -num_used[place]), default=None)
+        if best is not None and shared[best] > 0:
+            num_used[best] += 1
+            yield index, traced[best].plan
 
 
 def _tell_nobody(line: str) -> None:
@@ -191,16 +185,15 @@ class _Tracer:
 
     config: Config
     profile: DeviceProfile
-    num_graphs: int = 0
-    planned: list[tuple[Compilation, str | None]] = field(default_factory=list)
-    """With the reason, where Inductor would get the graph."""
+    graphs: dict[str, list[tuple[Compilation, str | None]]] = field(default_factory=dict)
+    """By the name of their Dynamo graph, each with the reason where Inductor would get it."""
     handed_over: list[tuple[str, str]] = field(default_factory=list)
     breaks: list[GraphBreak] = field(default_factory=list)
 
     def compile(self, graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Take a Dynamo graph."""
-        name = f"graph{self.num_graphs}"
-        self.num_graphs += 1
+        name = name_dynamo_graph()
+        self.graphs[name] = []
         found = find_break(graph_module, name)
         if found is not None:
             self.breaks.append(found)
@@ -223,10 +216,18 @@ class _Tracer:
             way=Variant.PLAN if reason is None else Variant.INDUCTOR,
         )
 
-    def state(self, number: int) -> State:
+    @property
+    def planned(self) -> list[tuple[Compilation, str | None]]:
+        """All graphs, forward before backward."""
+        return [
+            item
+            for graphs in self.graphs.values()
+            for item in sorted(graphs, key=lambda item: item[0].capture.role is Role.BACKWARD)
+        ]
+
+    def state(self, name: str) -> State:
         """Return whether the graphs of a Dynamo graph were planned, or why it falls back."""
-        name = f"graph{number}"
-        if any(_number(compilation) == number and reason is None for compilation, reason in self.planned):
+        if any(reason is None for _, reason in self.graphs[name]):
             return State(graph=name, stage=Stage.PLANNED, detail="nothing was run")
         reasons = [reason for graph, reason in self.handed_over if graph == name]
         return State(graph=name, stage=Stage.FALLS_BACK, detail="; ".join(reasons))
@@ -237,7 +238,7 @@ class _Tracer:
         role = role_of(kwargs)
         if role is Role.BACKWARD and dynamo_name in dict(self.handed_over):  # it falls back with its forward
             return _run_in_eager(graph_module), None
-        graph_name = f"{dynamo_name}_{role}"
+        graph_name = f"{dynamo_name} {role}"
         subject = graph_name if role is Role.BACKWARD else dynamo_name
         try:
             adopt_layouts(graph_module, example_inputs)
@@ -250,7 +251,7 @@ class _Tracer:
             self.handed_over.append((subject, f"{type(error).__name__}: {error}"))
         else:
             reason = reason_to_fall_back(compilation, self.config)
-            self.planned.append((compilation, reason))
+            self.graphs[dynamo_name].append((compilation, reason))
             if reason is not None:
                 self.handed_over.append((subject, reason))
         return _run_in_eager(graph_module), None
@@ -278,17 +279,12 @@ def _trace(
             compile_model(runs, backend=compile_graph, dynamic=False, **own_entries)(*args, **kwargs)
     finally:
         tracers.clear()  # Dynamo remembers backends for good; it is not to keep the plans as well
-    if not tracer.num_graphs:
+    if not tracer.graphs:
         raise TargetError(
             "Dynamo found nothing to compile: expected a call that runs operators of torch on its inputs, in a process "
             "in which Dynamo is on (see TORCHDYNAMO_DISABLE and torch.compiler.set_stance)"
         )
-    tracer.planned.sort(key=lambda item: (_number(item[0]), item[0].capture.role is Role.BACKWARD))
     return tracer
-
-
-def _number(compilation: Compilation) -> int:
-    return int(compilation.capture.name.removeprefix("graph").partition("_")[0])
 
 
 def _run_in_eager(graph_module: fx.GraphModule) -> Run:

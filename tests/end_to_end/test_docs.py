@@ -107,7 +107,7 @@ def test_texts_of_reports_elsewhere_are_those_of_the_same_run() -> None:
     """README has remarks behind its lines; `...` begins lines that stand for others."""
     printed = str(Report.load(ROOT / "docs" / "reports" / "clip.json")).splitlines()
     for page in (README, ROOT / "docs" / "reading-a-report.md"):
-        texts = [block.code for block in blocks_of(page) if block.code.startswith("graph0")]
+        texts = [block.code for block in blocks_of(page) if block.code.startswith("0/0")]
         lines = [line for text in texts for line in text.splitlines() if line and not line.startswith("...")]
         assert len(lines) > 5
         for line in lines:
@@ -268,12 +268,12 @@ def test_torchs_own_switches_show_what_apollo_did(tmp_path: Path) -> None:
     )
     assert "heard" in done.stderr
     (trace,) = (tmp_path / "trace").iterdir()
-    assert '"name": "apollo_graph0_forward", "encoding": "string"' in trace.read_text()
+    assert '"name": "apollo_0_0_forward", "encoding": "string"' in trace.read_text()
     tlparse = shutil.which("tlparse", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
     if tlparse is None:
         pytest.skip("tlparse is not installed")
     page = tmp_path / "page"
     subprocess.run([tlparse, str(trace), "-o", str(page), "--no-browser"], capture_output=True, check=True)
-    (artifact,) = page.glob("*/apollo_graph0_forward_*.txt")
-    assert "plan graph0_forward (serial)" in artifact.read_text()
+    (artifact,) = page.glob("*/apollo_0_0_forward_*.txt")
+    assert "plan 0/0 forward (serial)" in artifact.read_text()
     assert f"{artifact.parent.name}/{artifact.name}" in (page / "index.html").read_text()

@@ -116,7 +116,7 @@ def a_break(**changes: object) -> GraphBreak:
     """Return a graph break in a line that needs care in HTML."""
     return GraphBreak(
         **{
-            "graph": "graph0",
+            "graph": "0/0",
             "problem": "Unsupported Tensor.item() call",
             "explanation": "Dynamo does not support tracing it.",
             "file": "model.py",

@@ -244,7 +244,6 @@ def test_lanes_show_their_memory_against_their_quota() -> None:
     on_cores = summarize(made, RUN)
     assert [lane.peak_bytes for lane in on_cores.lanes] == list(made.memory.peak_bytes_by_lane)
     assert {(lane.taken_bytes, lane.quota_bytes) for lane in on_cores.lanes} == {(None, None)}
-    assert {lane.quota_bytes for lane in summarize(made, RUN, lane_memory_quota=8192).lanes} == {None}
     on_sms = summarize(replace(made, profile=replace(made.profile, kind="cuda")), RUN, **memory)
     assert [(lane.taken_bytes, lane.quota_bytes) for lane in on_sms.lanes] == [(None, 8192), (3072, 8192), (5120, 8192)]
     rows = {graph: str(Report(graphs=(graph,), handed_over=())).splitlines() for graph in (on_cores, on_sms)}
@@ -295,11 +294,11 @@ def test_the_text_before_a_run_has_no_measured_line() -> None:
 def test_graphs_that_inductor_runs_are_listed_with_the_reason() -> None:
     """After those that run in segments."""
     summary = summarize(compilation(), NOTHING)
-    report = Report(graphs=(summary, summary), handed_over=(("graph1_forward", "x is on device cuda:0"),))
+    report = Report(graphs=(summary, summary), handed_over=(("1/0 forward", "x is on device cuda:0"),))
     text = str(report)
     assert text == render_text(report)
     blocks = text.split("\n\n")
-    assert blocks[-1] == "graph1_forward: runs in Inductor, whole\n  because x is on device cuda:0"
+    assert blocks[-1] == "1/0 forward: runs in Inductor, whole\n  because x is on device cuda:0"
     assert text.count("test: 4 segments") == 2
 
 
@@ -365,9 +364,9 @@ def test_a_report_says_where_a_plan_comes_from() -> None:
 def test_a_report_shows_the_contest_and_what_runs_instead_of_the_plan() -> None:
     """Who was compared, by how much the others are slower, and in how many rounds."""
     summary = summarize(compilation(), NOTHING, way=Variant.INDUCTOR)
-    text = render_text(Report(graphs=(summary,), handed_over=(), verdicts=(("graph0", VERDICT),)))
+    text = render_text(Report(graphs=(summary,), handed_over=(), verdicts=(("0/0", VERDICT),)))
     assert "does not run its plan now but Inductor" in text
-    assert "graph0: chosen by measuring" in text
+    assert "0/0: chosen by measuring" in text
     rows = [line.split() for line in text.splitlines()]
     assert ["Inductor", "2.00", "ms", "1.000", "5"] in rows
     assert ["segments", "in", "turn", "2.50", "ms", "1.250", "7"] in rows

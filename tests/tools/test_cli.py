@@ -15,7 +15,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import apollo_compile  # noqa: E402
-from apollo_compile import calibrate as calibration  # noqa: E402
+from apollo_compile.device.cpu import calibrate as calibration  # noqa: E402
 from apollo_compile.device.cpu.calibrate import Calibration, Progress  # noqa: E402
 from apollo_compile.device.profile import cached_profile_path, default_profile, discover_profile, load_profile  # noqa: E402
 from apollo_compile.reports.report import Report  # noqa: E402
@@ -178,7 +178,7 @@ def test_explain_writes_every_form_and_prints_a_report(
     target = [f"{model_file}:build", "--set", "batch=16", "--option", "plan.planner=greedy"]
     assert main(["explain", *target, *compared, *written]) == 0
     printed = capsys.readouterr()
-    assert "graph0_forward" in printed.out and "graph0_backward" in printed.out and "batch 8" in printed.out
+    assert "0/0 forward" in printed.out and "0/0 backward" in printed.out and "batch 8" in printed.out
     assert "building the model" in printed.err.splitlines()
     report = Report.from_json(files["save"].read_text())
     assert files["html"].read_text() == report.to_html()
@@ -285,15 +285,16 @@ def test_plan_diff_compares_dumps(
     """Directories of `APOLLO_DUMP`, and single plans in them."""
     quick = ["--units", "1", "--profile", "cpu", "--option", "device.units=1"]
     for name in ("first", "second"):
+        torch._dynamo.reset()  # as in a process of its own
         monkeypatch.setenv("APOLLO_DUMP", str(tmp_path / name))
         assert main(["explain", f"{model_file}:build", *quick]) == 0
     capsys.readouterr()
     assert main(["plan-diff", str(tmp_path / "first"), str(tmp_path / "second"), "--exit-code"]) == 0
     assert capsys.readouterr().out.count("same plan") == 2
-    plan = str(tmp_path / "first" / "graph0_forward" / "plan.json")
+    plan = str(tmp_path / "first" / "0_0_forward" / "plan.json")
     assert main(["plan-diff", plan, plan, "--json"]) == 0
     (graph,) = json.loads(capsys.readouterr().out)["graphs"]
-    assert graph["name"] == "graph0_forward" and graph["num_waits"] == [None, None]
+    assert graph["name"] == "0/0 forward" and graph["num_waits"] == [None, None]
 
 
 def test_bench_prints_a_table_and_refuses_wrong_numbers(
