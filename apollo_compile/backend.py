@@ -14,7 +14,7 @@ from apollo_compile.distributed.ranks import find_ranks
 from apollo_compile.session.compile import GraphCompiler
 from apollo_compile.session.model import CompiledModel
 from apollo_compile.session.registry import register
-from apollo_compile.torch_bridge.compile_ids import name_dynamo_graph
+from apollo_compile.torch_bridge.compile_context import name_dynamo_graph, traced_code
 from apollo_compile.torch_bridge.graph_breaks import find_break
 from apollo_compile.torch_bridge.inductor import (
     compile_plainly,
@@ -57,6 +57,7 @@ def apollo(
         config=config,
         target=open_target(example_inputs, config),
         storages=storages_of(traced_tensors(graph_module, example_inputs)),
+        code=traced_code(),
         ranks=find_ranks(),
     )
     release_symbols_with(model)

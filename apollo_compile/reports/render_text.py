@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 NOTHING_YET = (
     "nothing compiled for this model has run yet: call the compiled model first. Without a model, report() is of all "
-    "that was compiled: of functions and under FSDP2 too"
+    "that was compiled, under FSDP2 too"
 )
 
 

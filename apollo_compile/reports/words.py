@@ -37,9 +37,7 @@ SMALL_GAIN = 1.02
 
 MAX_PAIRS = 4
 
-OTHER_BATCHES = (
-    "other batches take the model's inputs: apollo explain --batch 16,32, or plan_model(..., batches=(16, 32))"
-)
+OTHER_BATCHES = "other batches take the model's inputs: apollo explain --batch 16,32, or explain(..., batches=(16, 32))"
 """Below comparisons that have none: no compiled model keeps its inputs."""
 
 WRONG = 1.1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Hashable
 from dataclasses import dataclass, field
+from types import CodeType
 
 from apollo_compile.config import Config
 from apollo_compile.device.target import Target
@@ -30,6 +31,8 @@ class CompiledModel:
     target: Target
     storages: frozenset[Hashable] = frozenset()
     """Of the tensors that it was compiled for; a module's parameters are among them, so a report finds it."""
+    code: frozenset[CodeType] = frozenset()
+    """That it was traced from; by it, a report finds what reads no parameter."""
     graphs: list[CompiledGraph] = field(default_factory=list)
     contested: list[CompiledGraph] = field(default_factory=list)
     """Those of them whose variant is decided by measuring, in common."""

@@ -196,14 +196,14 @@ def _counts(text: str) -> tuple[int, ...]:
 
 
 def _explain(args: argparse.Namespace) -> int:
-    from apollo_compile.tools.explain import plan_model
+    from apollo_compile.tools.explain import explain
     from apollo_compile.tools.targets import load_target
     from apollo_compile.tools.what_if import PROFILES
 
     with _Progress() as progress:
         progress.tell("building the model")
         target = load_target(args.target, dict(args.set))
-        report = plan_model(
+        report = explain(
             target.model,
             target.args,
             target.kwargs,

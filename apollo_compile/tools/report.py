@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-
-import torch
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from apollo_compile.errors import TargetError
 from apollo_compile.ir import Role, Trace, Variant
@@ -17,27 +16,27 @@ from apollo_compile.tools.what_if import PROFILES, what_if
 
 
 def report(
-    model: torch.nn.Module | None = None, *, units: Sequence[int] | None = None, profiles: Sequence[str] = PROFILES
+    model: Callable[..., Any] | None = None, *, units: Sequence[int] | None = None, profiles: Sequence[str] = PROFILES
 ) -> Report:
     """Return what was done to a compiled model and what its last step measured; print it to read it.
 
     Arguments:
-        model: the module, compiled or as it was before; its graphs are found by the parameters and buffers that they
-            read. None is all that this process compiled and still keeps: graphs of functions, and of what FSDP2
-            gathers, read no parameter of a module.
+        model: a module, a function or a method, compiled or as it was before. Graphs of a module are found by the
+            parameters and buffers that they read; those of a function, or of a module that has none, by its code. None
+            is all that this process compiled and still keeps: graphs of what FSDP2 gathers read no parameter.
         units: numbers of units to compare with; None is half, twice and four times as many as there are.
         profiles: device profiles to compare with, paths or packaged names. Every comparison plans all graphs again.
 
     Other batch sizes take inputs, which no compiled model keeps: see `apollo_compile.tools.explain.compare_batches`.
 
     Raises:
-        TargetError: `model` is no module.
+        TargetError: `model` cannot be called.
         ConfigError: a profile cannot be read, or there are to be no units.
     """
-    if model is not None and not isinstance(model, torch.nn.Module):
+    if model is not None and not callable(model):
         raise TargetError(
-            f"there is no report of a {type(model).__name__}: expected a torch.nn.Module, whose graphs are found by "
-            "the parameters that they read; report() without arguments tells of all that was compiled"
+            f"there is no report of a {type(model).__name__}: expected a module or a function that was compiled; "
+            "report() without arguments tells of all that was compiled"
         )
     found = compiled_models() if model is None else find_models(model)
     return merge_reports(

@@ -257,9 +257,9 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
 def test_torchs_own_switches_show_what_apollo_did(tmp_path: Path) -> None:
     """`TORCH_LOGS` by the package's name; `TORCH_TRACE` with an artifact per plan, which tlparse lists in its page."""
     code = (
-        "import torch; from apollo_compile.tools.explain import plan_model\n"
+        "import torch; from apollo_compile.tools.explain import explain\n"
         "model = torch.nn.Linear(8, 8)\n"
-        "plan_model(model, (torch.ones(2, 8),), options={'device.units': 1}, units=(), profiles=())\n"
+        "explain(model, (torch.ones(2, 8),), options={'device.units': 1}, units=(), profiles=())\n"
         "import logging; logging.getLogger('apollo_compile.backend').debug('heard')\n"
     )
     environment = {**os.environ, "TORCH_LOGS": "+apollo_compile", "TORCH_TRACE": str(tmp_path / "trace")}

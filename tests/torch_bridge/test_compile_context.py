@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import fx
 
-from apollo_compile.torch_bridge.compile_ids import name_dynamo_graph
+from apollo_compile.torch_bridge.compile_context import name_dynamo_graph
 
 
 @pytest.fixture(autouse=True)
@@ -37,7 +37,7 @@ def broken(x: torch.Tensor) -> torch.Tensor:
     return y * 2
 
 
-def test_names_are_dynamos_compile_ids() -> None:
+def test_names_are_dynamos_compile_context() -> None:
     """The frame, and how often it was compiled: behind a break another frame, for another size the same one again."""
     names, backend = named()
     run = torch.compile(broken, backend=backend, dynamic=False)
