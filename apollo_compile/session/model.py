@@ -12,7 +12,7 @@ from apollo_compile.device.target import Target
 from apollo_compile.distributed.ranks import Ranks
 from apollo_compile.ir import GraphBreak, Role, Variant, Verdict
 from apollo_compile.pipeline import Compilation
-from apollo_compile.reports.report import Stage, State
+from apollo_compile.reports.values import Stage, State
 from apollo_compile.session.autotune import MIN_ROUNDS, Selection
 from apollo_compile.session.buckets import GraphFamily
 from apollo_compile.session.graph import CompiledGraph

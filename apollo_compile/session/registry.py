@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from apollo_compile.ir import Variant
-from apollo_compile.reports.report import Stage
+from apollo_compile.reports.values import Stage
 from apollo_compile.session.model import CompiledModel
 from apollo_compile.torch_bridge.compile_context import is_part_of, original_callable
 from apollo_compile.torch_bridge.inductor import storages_of

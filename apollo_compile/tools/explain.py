@@ -22,11 +22,12 @@ from apollo_compile.device.open import select_profile
 from apollo_compile.errors import TargetError
 from apollo_compile.ir import Plan, Trace, Variant
 from apollo_compile.pipeline import Compilation
-from apollo_compile.reports.report import Report, Stage, State
-from apollo_compile.reports.summary import GraphSummary, WhatIf, summarize
+from apollo_compile.reports.report import Report
+from apollo_compile.reports.summary import summarize
+from apollo_compile.reports.values import GraphSummary, Stage, State, WhatIf
 from apollo_compile.tools.dry_run import DryRun, trace
 from apollo_compile.tools.private_copy import with_batch
-from apollo_compile.tools.what_if import PROFILES, what_if
+from apollo_compile.tools.what_if import other_rules, what_if
 
 Progress = Callable[[str], None]
 
@@ -37,9 +38,10 @@ def explain(
     kwargs: Mapping[str, Any] | None = None,
     *,
     options: Mapping[str, Any] | None = None,
-    units: Sequence[int] | None = None,
-    profiles: Sequence[str] = PROFILES,
+    units: Sequence[int] = (),
+    profiles: Sequence[str] = (),
     batches: Sequence[int] = (),
+    rules: bool = False,
     progress: Progress | None = None,
 ) -> Report:
     """Return how a call of `model` would be planned: forward and, where gradients are needed, backward.
@@ -49,9 +51,10 @@ def explain(
         args: positional arguments of the call, as a tuple.
         kwargs: keyword arguments of the call.
         options: as for `torch.compile(..., options=...)`.
-        units: numbers of units to compare with; None is half, twice and four times as many as there are.
+        units: numbers of units to compare with. Every comparison plans all graphs again.
         profiles: device profiles to compare with, paths or packaged names.
         batches: batch sizes to compare with: inputs are repeated or cut along their first dimension.
+        rules: whether to compare with the rules of other systems.
         progress: called with a line of text now and then.
 
     Raises:
@@ -66,10 +69,17 @@ def explain(
     dry_run = trace(model, (tuple(args), dict(kwargs or {})), config, select_profile(config))
     graphs = []
     for compilation, reason in dry_run.planned:
-        tell(f"{compilation.partition.graph.name}: planning on other devices")
-        rows = what_if(compilation, config, units=units, profiles=profiles)
-        way = Variant.PLAN if reason is None else Variant.INDUCTOR
-        graphs.append(summarize(compilation, Trace(), way=way, what_if=rows))
+        if units or profiles or rules:
+            tell(f"{compilation.partition.graph.name}: planning on other devices")
+        graphs.append(
+            summarize(
+                compilation,
+                Trace(),
+                way=Variant.PLAN if reason is None else Variant.INDUCTOR,
+                what_if=what_if(compilation, config, units=units, profiles=profiles),
+                baselines=other_rules(compilation) if rules else (),
+            )
+        )
     report = Report(
         graphs=tuple(graphs),
         handed_over=tuple(dry_run.handed_over),

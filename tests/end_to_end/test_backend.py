@@ -357,10 +357,10 @@ def test_graphs_before_and_after_a_reset_have_names_of_their_own_in_a_report() -
         with torch.no_grad():
             torch.compile(layer, backend="apollo", options=options)(x[:, : layer.in_features])
         kept += registry.find_models(layer)
-    both = apollo_compile.report(layers, units=(), profiles=())
+    both = apollo_compile.report(layers)
     assert [graph.name for graph in both.graphs] == ["0/0 inference", "0/0 inference#2"]
     assert [graph.name for graph in both.diff(both).graphs] == ["0/0 inference", "0/0 inference#2"]
-    second = apollo_compile.report(layers[1], units=(), profiles=())
+    second = apollo_compile.report(layers[1])
     assert [graph.name for graph in second.graphs] == ["0/0 inference"]
     assert both.diff(second).only_before == ("0/0 inference#2",)
 
@@ -372,11 +372,11 @@ def test_the_report_names_segments_lanes_and_times() -> None:
     model = TwoTowers()
     run = torch.compile(model, backend="apollo", options=STRICT)
     run(*two_tower_inputs()).square().mean().backward()
-    first = apollo_compile.report(run, units=(), profiles=())
+    first = apollo_compile.report(run)
     assert str(first).startswith("measuring: 1 of 6 runs of its plan\n")
     assert all(graph.measured is None and graph.is_cold for graph in first.graphs)
     run(*two_tower_inputs()).square().mean().backward()
-    for found in (apollo_compile.report(model, units=()), apollo_compile.report(run, units=())):
+    for found in (apollo_compile.report(model, profiles=("h200",)), apollo_compile.report(run, profiles=("h200",))):
         assert [graph.role for graph in found.graphs] == ["forward", "backward"]
         assert all(segment.measured_ns for graph in found.graphs for segment in graph.segments)
         names = {segment.module for graph in found.graphs for segment in graph.segments}
@@ -386,7 +386,7 @@ def test_the_report_names_segments_lanes_and_times() -> None:
         assert str(found).startswith("measuring: 2 of 6 runs of its plan\n")
     for _ in range((1 + MAX_REPLANS) * (SKIPPED_RUNS + OBSERVED_RUNS)):
         run(*two_tower_inputs()).square().mean().backward()
-    assert str(apollo_compile.report(run, units=(), profiles=())).startswith("settled\n")
+    assert str(apollo_compile.report(run)).startswith("settled\n")
     assert "call the compiled model first" in str(apollo_compile.report(nn.Linear(1, 1)))
 
 
@@ -401,9 +401,9 @@ def test_without_a_model_the_report_is_of_all_that_was_compiled() -> None:
 
     with torch.no_grad():
         torch.compile(layer, backend="apollo", options=STRICT)(torch.ones(2, 4))
-        alone = [graph.name for graph in apollo_compile.report(layer, units=(), profiles=()).graphs]
+        alone = [graph.name for graph in apollo_compile.report(layer).graphs]
         torch.compile(cube, backend="apollo", options=STRICT)(torch.ones(3, 3))
-    both = [graph.name for graph in apollo_compile.report(units=(), profiles=()).graphs]
+    both = [graph.name for graph in apollo_compile.report().graphs]
     assert len(alone) == 1 and len(set(both)) == 2 and both[0] == alone[0]
 
 
@@ -518,7 +518,7 @@ def test_a_dumped_plan_is_run_again(tmp_path: Path) -> None:
         lanes = graph.compilation.plan.lanes
         assert graph.compilation.plan.pinned
         assert {span.lane for span in graph.trace().spans} == {lanes[-1].id}
-    assert "read from a plan file" in str(apollo_compile.report(model, units=(), profiles=()))
+    assert "read from a plan file" in str(apollo_compile.report(model))
 
 
 @needs_two_cores

@@ -19,9 +19,6 @@ from apollo_compile.session import registry
 from apollo_compile.tools.explain import compare_batches, explain
 from tests.end_to_end.models import TwoTowers, two_tower_inputs
 
-FAST: dict[str, Any] = {"units": (), "profiles": ()}
-"""Without plans for other devices."""
-
 GREEDY = {"plan.planner": "greedy", "plan.time_limit_s": 0.2}
 
 
@@ -112,8 +109,8 @@ def test_nothing_of_a_model_changes() -> None:
     before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
     versions = [parameter._version for parameter in model.parameters()]
     kept = x.clone()
-    report = explain(model, (x,), options=GREEDY, **FAST)
-    explain(model, (torch.randn(3, 8, generator=torch.Generator()),), options=GREEDY, **FAST)
+    report = explain(model, (x,), options=GREEDY)
+    explain(model, (torch.randn(3, 8, generator=torch.Generator()),), options=GREEDY)
     assert torch.equal(before[0], torch.get_rng_state())
     assert before[1:] == (random.getstate(), np.random.get_state()[1].tolist())
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
@@ -136,7 +133,7 @@ def test_the_plan_is_the_one_that_is_compiled() -> None:
     """Forward and backward, segment by segment."""
     model, inputs = Halves(), (torch.randn(64, 64), torch.randn(64, 64))
     options = {**GREEDY, "plan.contest": False, "plan.replan": False, "runtime.bodies": "python"}
-    planned = explain(model, inputs, options=options, **FAST)
+    planned = explain(model, inputs, options=options)
     assert [graph.role for graph in planned.graphs] == ["forward", "backward"]
     assert all(graph.measured is None for graph in planned.graphs)
     run = torch.compile(model, backend="apollo", options=options)
@@ -154,9 +151,9 @@ def test_without_gradients_there_is_no_backward() -> None:
     """As when it is called; a function and a compiled model are as good as a module."""
     model, inputs = TwoTowers(), two_tower_inputs()
     with torch.no_grad():
-        (graph,) = explain(torch.compile(model), inputs, options=GREEDY, **FAST).graphs
+        (graph,) = explain(torch.compile(model), inputs, options=GREEDY).graphs
         assert graph.role == "inference"
-        report = explain(lambda x, y: x @ y.T, inputs, options={**GREEDY, "plan.contest": False}, **FAST)
+        report = explain(lambda x, y: x @ y.T, inputs, options={**GREEDY, "plan.contest": False})
     assert [graph.name for graph in report.graphs] == ["1/0 inference"]
     assert str(report).startswith("planned: nothing was run\n")
 
@@ -164,16 +161,16 @@ def test_without_gradients_there_is_no_backward() -> None:
 def test_a_break_is_named_with_its_line_and_what_removes_it() -> None:
     """And the remedy removes it."""
     model, x = Busy(), torch.randn(4, 8)
-    (found,) = explain(model, (x,), options=GREEDY, **FAST).breaks
+    (found,) = explain(model, (x,), options=GREEDY).breaks
     assert found.code == "if y.sum().item() > -1e9:"
     assert (found.file, found.function) == (__file__, "forward")
     flag = "torch._dynamo.config.capture_scalar_outputs = True"
     assert found.remedies[0] == flag
 
     with torch.no_grad():
-        assert explain(Scaled(8, 8), (x,), options=GREEDY, **FAST).breaks[0].remedies[0] == flag
+        assert explain(Scaled(8, 8), (x,), options=GREEDY).breaks[0].remedies[0] == flag
         with torch._dynamo.config.patch(capture_scalar_outputs=True):
-            assert explain(Scaled(8, 8), (x,), options=GREEDY, **FAST).breaks == ()
+            assert explain(Scaled(8, 8), (x,), options=GREEDY).breaks == ()
 
 
 def test_a_break_stands_in_the_report_of_a_compiled_model() -> None:
@@ -196,7 +193,7 @@ def test_a_graph_that_is_inductors_has_its_plan_in_the_report() -> None:
     """So that a reader sees why there is nothing to gain: from a dry run, and from a real one."""
     layer, x = nn.Linear(1024, 1024), torch.ones(512, 1024)
     with torch.no_grad():
-        planned = explain(layer, (x,), options=GREEDY, **FAST)
+        planned = explain(layer, (x,), options=GREEDY)
         run = torch.compile(layer, backend="apollo", options=GREEDY)
         run(x)
     for report in (planned, apollo_compile.report(run)):
@@ -212,19 +209,22 @@ def test_a_chain_runs_in_segments_where_they_are_code_of_their_own(bodies: str, 
     """No plan of it has lanes, and its kernels are large; bodies that Python calls are no faster than the graph."""
     chain, x = nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(4)]), torch.ones(512, 1024)
     with torch.no_grad():
-        (graph,) = explain(chain, (x,), options={**GREEDY, "runtime.bodies": bodies}, **FAST).graphs
+        (graph,) = explain(chain, (x,), options={**GREEDY, "runtime.bodies": bodies}).graphs
     assert graph.way == way
     assert {segment.lane for segment in graph.segments} == {0}
 
 
 def test_other_devices_and_batches_are_compared() -> None:
-    """One row each; a larger batch takes longer."""
+    """One row each; a larger batch takes longer. Nothing is compared unasked."""
     model, inputs = TwoTowers(), two_tower_inputs()
     with torch.no_grad():
-        report = explain(model, inputs, options=GREEDY, units=(1,), profiles=("h200",), batches=(16, 1024))
+        (alone,) = explain(model, inputs, options=GREEDY).graphs
+        assert alone.what_if == alone.baselines == ()
+        report = explain(model, inputs, options=GREEDY, units=(1,), profiles=("h200",), batches=(16, 1024), rules=True)
     (graph,) = report.graphs
     rows = {row.change: row for row in graph.what_if}
     assert set(rows) >= {"device profile h200", "batch 16", "batch 1024"}
+    assert dict(graph.baselines)["serial"] == graph.serial_ns
     assert rows["batch 16"].serial_ns < graph.serial_ns < rows["batch 1024"].serial_ns
     assert rows["device profile h200"].units == 132
 
@@ -237,7 +237,7 @@ def test_batches_are_compared_whatever_was_compiled_before() -> None:
         torch.compile(nn.Linear(8, 8), backend="apollo", options=options)(torch.ones(2, 8))
         run = torch.compile(model, backend="apollo", options=options)
         run(*inputs)
-        report = apollo_compile.report(run, **FAST)
+        report = apollo_compile.report(run)
         compared = compare_batches(report, model, inputs, {}, options=options, batches=(4096,))
     small, large = compared.graphs
     ((small_row,), (large_row,)) = (small.what_if, large.what_if)
@@ -256,7 +256,7 @@ def test_what_cannot_be_planned_is_one_error() -> None:
     with pytest.raises(TargetError, match="Dynamo found nothing to compile"):
         explain(lambda: 3)
     with pytest.raises(TargetError, match="cannot try batch 0"):
-        explain(nn.Linear(2, 2), (torch.ones(2, 2),), batches=(0,), **FAST)
+        explain(nn.Linear(2, 2), (torch.ones(2, 2),), batches=(0,))
     with pytest.raises(ConfigError, match="cannot compare with 0 units: expected at least 1"):
         explain(nn.Linear(2, 2), (torch.ones(2, 2),), units=(4, 0))
     with pytest.raises(TargetError, match="cannot plan a str: expected a module"):
@@ -297,7 +297,7 @@ def test_parameters_are_not_copied() -> None:
 
     model = Watched()
     with torch.no_grad():
-        explain(model, (torch.ones(64, 64), torch.ones(64, 64)), options=GREEDY, **FAST)
+        explain(model, (torch.ones(64, 64), torch.ones(64, 64)), options=GREEDY)
     assert read == [model.left.weight.data_ptr()]
 
 
@@ -306,7 +306,7 @@ def test_what_a_forward_writes_is_written_to_a_copy(through_method: bool) -> Non
     """Parameters and buffers, whether the module is called or one of its methods."""
     model = _Moves()
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    explain(model.forward if through_method else model, (torch.randn(4, 8),), **FAST)
+    explain(model.forward if through_method else model, (torch.randn(4, 8),))
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 

@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 
 from apollo_compile.reports.render_html import NODE_WIDTH, place_modules, place_ticks
-from apollo_compile.reports.report import Report, Stage, State
+from apollo_compile.reports.report import Report
 from apollo_compile.reports.summary import summarize
+from apollo_compile.reports.values import Stage, State
 from benchmarks.graphs import WORKLOADS
 from tests.builders import random_graph
 from tests.reports.reports import VERDICT, a_break, compile_graph, invent_run, workload_report

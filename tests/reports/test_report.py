@@ -16,8 +16,9 @@ from apollo_compile.ir import Variant
 from apollo_compile.passes.plan import to_problem
 from apollo_compile.planner.simulate import serial_schedule
 from apollo_compile.reports.colors import COLORS, color_of_branches
-from apollo_compile.reports.report import Report, Stage, State, merge_reports
-from apollo_compile.reports.summary import Bottleneck, Limit, WhatIf, summarize
+from apollo_compile.reports.report import Report, merge_reports
+from apollo_compile.reports.summary import summarize
+from apollo_compile.reports.values import Bottleneck, Limit, Stage, State, WhatIf
 from apollo_compile.reports.words import OTHER_BATCHES, describe, explain_place
 from apollo_compile.tools.what_if import what_if
 from benchmarks.graphs import WORKLOADS, load_graphs
@@ -256,13 +257,11 @@ def test_comparisons_without_batches_say_how_to_get_them() -> None:
 
 
 def test_a_comparison_beyond_what_a_profile_knows_says_so() -> None:
-    """The packaged profile of CPUs has rates up to 64 units; by default nothing is compared beyond them."""
+    """The packaged profile of CPUs has rates up to 64 units."""
     made = compile_graph(load_graphs()["vit_control_forward"], time_limit_s=0.1)
-    rows = what_if(made, load_config({"plan.planner": "serial"}), units=(2, 99), profiles=())
+    rows = what_if(made, load_config({"plan.planner": "serial"}), units=(2, 99))
     assert [row.change for row in rows] == ["2 units", "99 units, no kernel faster than on 64"]
-    known = replace(made, profile=replace(made.profile, units=64))
-    usual = what_if(known, load_config({"plan.planner": "serial"}), profiles=())
-    assert [row.change for row in usual] == ["32 units"]
+    assert what_if(made, load_config({"plan.planner": "serial"})) == ()
 
 
 def test_comparisons_keep_the_memory_quota() -> None:
@@ -273,7 +272,7 @@ def test_comparisons_keep_the_memory_quota() -> None:
 
     def gains(**options: int) -> list[float]:
         config = load_config({"plan.planner": "greedy", **options})
-        return [row.gain for row in what_if(made, config, units=(4,), profiles=())]
+        return [row.gain for row in what_if(made, config, units=(4,))]
 
     assert gains()[0] > 1.1
     assert gains(**{"plan.memory_quota": in_turn}) == [1.0]

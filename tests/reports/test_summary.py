@@ -35,7 +35,9 @@ from apollo_compile.passes.sync import eliminate_syncs
 from apollo_compile.pipeline import Compilation
 from apollo_compile.reports.render_text import render_text
 from apollo_compile.reports.report import Report
-from apollo_compile.reports.summary import DeviceSummary, GraphSummary, Limit, Timeline, summarize
+from apollo_compile.reports.summary import summarize
+from apollo_compile.reports.values import DeviceSummary, GraphSummary, Limit, Timeline
+from apollo_compile.tools.what_if import other_rules
 from apollo_compile.units import format_bytes
 from tests.builders import costs, graph, plan
 from tests.reports.reports import VERDICT
@@ -215,7 +217,8 @@ def test_a_run_that_lacks_segments_has_no_numbers_for_them() -> None:
 
 def test_the_text_has_every_number() -> None:
     """Of the graph, of the run, and of the segments; a star marks predictions from measurements."""
-    summary = summarize(compilation(), RUN)
+    made = compilation()
+    summary = summarize(made, RUN, baselines=other_rules(made))
     text = render_text(Report(graphs=(summary,), handed_over=()))
     lines = text.splitlines()
     assert lines[0] == "test: 4 segments (3 bodies) on 3 lanes, greedy plan"
@@ -347,16 +350,18 @@ def test_a_graph_without_segments_has_a_text() -> None:
 
 
 def test_a_report_says_where_a_plan_comes_from() -> None:
-    """Candidates, solver, limits, replans; and what the rules of others would take on the same lanes."""
+    """Candidates, solver, limits, replans; and, where asked for, what the rules of others would take on these lanes."""
     made = compilation()
     tried = Candidate(name="serial", undisturbed_ns=560, makespan_ns=560)
     searched = replace(made.plan, candidates=(tried, tried), solver="solver 1.0", seed=7, stopped_early=True)
-    summary = summarize(replace(made, plan=searched), NOTHING, num_replans=2)
+    searched_for = replace(made, plan=searched)
+    summary = summarize(searched_for, NOTHING, num_replans=2, baselines=other_rules(searched_for))
     assert summary.gap == pytest.approx(510 / 123 - 1)
     assert dict(summary.baselines)["serial"] == made.plan.serial_ns
     text = str(Report(graphs=(summary,), handed_over=()))
     assert "best of 2 candidates; solver 1.0, seed 7; stopped by the time limit; planned again from measured" in text
     assert "by the rules of others: equal split " in text
+    assert "by the rules" not in str(Report(graphs=(summarize(searched_for, NOTHING),), handed_over=()))
     pinned = summarize(replace(made, plan=replace(made.plan, pinned=True)), NOTHING)
     assert "read from a plan file" in str(Report(graphs=(pinned,), handed_over=()))
 
