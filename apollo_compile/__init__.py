@@ -11,17 +11,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from apollo_compile.config import known_options
     from apollo_compile.reports.report import Report
-    from apollo_compile.tools.explain import explain, plan_model
+    from apollo_compile.tools.explain import explain
     from apollo_compile.tools.report import report
 
-__all__ = ["Report", "explain", "known_options", "plan_model", "report"]
+__all__ = ["Report", "explain", "known_options", "report"]
 __version__ = "0.1.0"
 
 _HOMES = {
     "Report": "apollo_compile.reports.report",
     "explain": "apollo_compile.tools.explain",
     "known_options": "apollo_compile.config",
-    "plan_model": "apollo_compile.tools.explain",
     "report": "apollo_compile.tools.report",
 }
 

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from torch import fx
@@ -17,6 +14,7 @@ from apollo_compile.distributed.ranks import find_ranks
 from apollo_compile.session.compile import GraphCompiler
 from apollo_compile.session.model import CompiledModel
 from apollo_compile.session.registry import register
+from apollo_compile.torch_bridge.compile_context import name_dynamo_graph, traced_code
 from apollo_compile.torch_bridge.cuda_private import reset_cuda_graphs
 from apollo_compile.torch_bridge.dynamo_graph import traced_tensors
 from apollo_compile.torch_bridge.frontend import compile_plainly, keep_with
@@ -24,9 +22,6 @@ from apollo_compile.torch_bridge.graph_breaks import find_break
 from apollo_compile.torch_bridge.settings import inductor_settings
 from apollo_compile.torch_bridge.storages import storages_of
 from apollo_compile.torch_bridge.upstream_bugs.kept_symbols import release_symbols_with
-
-_graph_numbers: dict[Path | None, itertools.count[int]] = defaultdict(itertools.count)
-"""Numbers of Dynamo graphs by dump directory, so that two compiles into two directories dump the same."""
 
 
 def apollo(
@@ -66,10 +61,11 @@ def compile_dynamo_graph(
     if config.disable:
         return compile_plainly(graph_module, example_inputs, settings), None
     model = CompiledModel(
-        number=next(_graph_numbers[config.debug.dump]),
+        name=name_dynamo_graph(),
         config=config,
         target=open_target(example_inputs, config),
         storages=storages_of(traced_tensors(graph_module, example_inputs)),
+        code=traced_code(),
         ranks=find_ranks(),
     )
     release_symbols_with(model)

@@ -57,9 +57,9 @@ class PlanConfig:
     """Predicted gain over the serial plan below which the serial plan is taken; 0.02 is 2%."""
     time_limit_s: float = 2.0
     """Seconds per graph after which the search ends with what it has."""
-    deterministic: bool = True
-    """Count work instead of time, on one core: the same graph and costs give the same plan on every machine. False
-    spends the time limit, the solver on up to eight cores."""
+    fixed_effort: bool = True
+    """Search for a fixed amount of work instead of time, on one core: the same graph and costs give the same plan on
+    every machine. False spends the time limit, the solver on up to eight cores."""
     seed: int = 0
     """Seed of the random moves and of the solver."""
     memory_quota: int | None = None
@@ -261,13 +261,19 @@ def _flatten(options: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str
             yield prefix + name, value
 
 
-def _set(tree: Any, path: list[str], value: Any, origin: str) -> Any:
+def _set(tree: Any, path: list[str], value: Any, origin: str, prefix: str = "") -> Any:
     hints = get_type_hints(type(tree))
     name, rest = path[0], path[1:]
-    if name not in hints or bool(rest) != is_dataclass(hints[name]):
+    is_group = name in hints and is_dataclass(hints[name])
+    if is_group and not rest:
+        first = next(_names(hints[name], f"{prefix}{name}."))
+        raise ConfigError(f"{origin} has value {value!r}; {prefix}{name} expects options such as {first}")
+    if name in hints and rest and not is_group:
+        raise ConfigError(f"unknown {origin}: {prefix}{name} expects a value, and no mapping of options")
+    if name not in hints:
         raise ConfigError(f"unknown {origin} for backend 'apollo'; known options: {', '.join(known_options())}")
     if rest:
-        return replace(tree, **{name: _set(getattr(tree, name), rest, value, origin)})
+        return replace(tree, **{name: _set(getattr(tree, name), rest, value, origin, f"{prefix}{name}.")})
     return replace(tree, **{name: _convert(value, hints[name], origin)})
 
 

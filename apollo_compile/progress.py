@@ -1,10 +1,10 @@
 """What a compile is at, for a user who waits for it.
 
-    with Progress("compiling graph0_forward") as progress:
+    with Progress("compiling 0/0 forward") as progress:
         progress.at("body", 5, 14)
 
 A compile that takes no longer than `PATIENCE_S` says nothing. One that does says, once per phase, what it is at:
-`compiling graph0_forward: body 5 of 14 after 10 s`. That is nothing to worry about, and so INFO; but an INFO that
+`compiling 0/0 forward: body 5 of 14 after 10 s`. That is nothing to worry about, and so INFO; but an INFO that
 nobody sees would help nobody, so it goes to standard error where logging was not set up. Where it was, it goes where
 all else goes. A level above INFO of the package's logger switches it off, as `APOLLO_LOG=WARNING` does, and so does one
 of this file's. Of several ranks on a machine, which mostly compile the same, the first one speaks.

@@ -24,7 +24,6 @@ from pathlib import Path
 
 from tabulate import tabulate
 
-from apollo_compile.reports.render_bench import format_measurement
 from apollo_compile.tools.bench import (
     AGAIN,
     INDUCTOR_MODES,
@@ -41,6 +40,7 @@ from apollo_compile.tools.bench import (
     measure,
     to_json,
 )
+from apollo_compile.tools.render_bench import format_measurement
 from benchmarks.workloads.specs import SPECS
 
 _KNOWN = {variant.name: variant for variant in (*VARIANTS, *KEPT_MEMORY, *ONE_CORE, *AGAIN, *LIBRARIES, *PLANS)}

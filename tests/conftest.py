@@ -116,7 +116,7 @@ class HowGraphsRan(logging.Handler):
 
     def _add_reason(self, text: str) -> None:
         """Take a reason, without the name of the graph, and without folders, which differ between runs."""
-        line = re.sub(r"^.*? falls back to (?:torch.compile|Inductor): ", "", text.splitlines()[0])
+        line = re.sub(r"^.+? falls back to (?:torch.compile|Inductor): ", "", text.splitlines()[0])
         self.reasons.add(re.sub(r"(/[\w.+-]+)+/(?=[\w.+-])", "", line)[:240])
 
     @property

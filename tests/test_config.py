@@ -127,19 +127,37 @@ def test_the_cache_is_the_users_unless_it_is_given(monkeypatch: pytest.MonkeyPat
         ({"plan.planer": "serial"}, "plan.planer"),
         ({"plan": {"planer": "serial"}}, "plan.planer"),
         ({"planner": "serial"}, "planner"),
-        ({"plan": "serial"}, "plan"),
-        ({"plan.planner.x": 1}, "plan.planner.x"),
-        ({"disable": {"x": 1}}, "disable.x"),
         ({"": 1}, ""),
         ({"plan.": 1}, "plan."),
     ],
 )
 def test_an_unknown_option_is_an_error_that_lists_the_known_ones(options: Mapping[str, Any], name: str) -> None:
-    """Also where a group is taken for an option, or an option for a group."""
+    """Whether it is dotted or nested."""
     with pytest.raises(ConfigError) as caught:
         load_config(options)
     assert str(caught.value) == f"unknown option {name!r} for backend 'apollo'; known options: {KNOWN}"
     assert isinstance(caught.value, ApolloError) and isinstance(caught.value, ValueError)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"plan": "serial"}, "option 'plan' has value 'serial'; plan expects options such as plan.planner"),
+        ({"debug": None}, "option 'debug' has value None; debug expects options such as debug.dump"),
+        (
+            {"plan": {"planner": {"name": "serial"}}},
+            "unknown option 'plan.planner.name': plan.planner expects a value, and no mapping of options",
+        ),
+        ({"disable": {"x": 1}}, "unknown option 'disable.x': disable expects a value, and no mapping of options"),
+    ],
+)
+def test_a_group_taken_for_an_option_or_an_option_for_a_group_is_an_error(
+    options: Mapping[str, Any], message: str
+) -> None:
+    """Which says what is expected there."""
+    with pytest.raises(ConfigError) as caught:
+        load_config(options)
+    assert str(caught.value) == message
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ def told(caplog: pytest.LogCaptureFixture) -> Iterator[list[str]]:
 def test_a_compile_that_takes_long_says_once_per_phase_what_it_is_at(told: list[str]) -> None:
     """And nothing before; a step in which it becomes long is told while it goes on."""
     clock = Clock()
-    with Progress("compiling graph0_forward", clock=clock) as progress:
+    with Progress("compiling 0/0 forward", clock=clock) as progress:
         progress.look()
         for number in range(1, 15):
             progress.at("body", number, 14)
@@ -56,9 +56,9 @@ def test_a_compile_that_takes_long_says_once_per_phase_what_it_is_at(told: list[
         progress.at("C++ code of body", 2, 14)
         progress.at("Inductor")
     assert told == [
-        "INFO compiling graph0_forward: body 5 of 14 after 10 s",
-        "INFO compiling graph0_forward: C++ code of body 1 of 14 after 15 s",
-        "INFO compiling graph0_forward: Inductor after 15 s",
+        "INFO compiling 0/0 forward: body 5 of 14 after 10 s",
+        "INFO compiling 0/0 forward: C++ code of body 1 of 14 after 15 s",
+        "INFO compiling 0/0 forward: Inductor after 15 s",
     ]
 
 
@@ -93,11 +93,11 @@ def test_who_set_no_logging_up_reads_it_on_standard_error() -> None:
     code = (
         "import itertools, logging\n"
         "from apollo_compile.progress import Progress\n"
-        "Progress('compiling graph0_forward', clock=itertools.count(0, 11).__next__).at('body', 5, 14)\n"
+        "Progress('compiling 0/0 forward', clock=itertools.count(0, 11).__next__).at('body', 5, 14)\n"
         "logging.getLogger('apollo_compile.backend').info('not seen')\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert (done.stdout, done.stderr) == ("", "compiling graph0_forward: body 5 of 14 after 11 s\n")
+    assert (done.stdout, done.stderr) == ("", "compiling 0/0 forward: body 5 of 14 after 11 s\n")
 
 
 def test_a_compile_tells_which_body_it_is_at(told: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,7 +111,7 @@ def test_a_compile_tells_which_body_it_is_at(told: list[str], monkeypatch: pytes
     options = {"plan.planner": "serial", "plan.contest": False}
     with torch.no_grad():
         torch.compile(torch.nn.Linear(8, 8), backend="apollo", options=options)(torch.ones(2, 8))
-    name = f"{registry.compiled_models()[-1].name}_inference"
+    name = f"{registry.compiled_models()[-1].name} inference"
     assert told[-2:] == [
         f"INFO compiling {name}: body 1 of 1 after 12 s",
         f"INFO compiling {name}: C++ code of body 1 of 1 after 12 s",

@@ -71,7 +71,7 @@ def reason_without_lanes(example_inputs: Sequence[Any], device: torch.device) ->
     where = ", ".join(sorted(map(str, elsewhere)))
     if device != _CPU:
         return f"it has tensors on {where}, and all lanes of this graph are on {device}"
-    advice = ", unless option 'device.cuda_lanes' is on" if any(item.type == "cuda" for item in elsewhere) else ""
+    advice = ", unless option 'device.cuda_lanes' is on" if all(item.type == "cuda" for item in elsewhere) else ""
     return f"it has tensors on {where}, and lanes run on the CPU only{advice}"
 
 

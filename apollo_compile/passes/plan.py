@@ -56,7 +56,7 @@ def make_plan(
     seed: int = 0,
     time_limit_s: float = 2.0,
     work_s: float | None = None,
-    deterministic: bool = True,
+    fixed_effort: bool = True,
     memory_quota: int | None = None,
     pinned: Plan | None = None,
 ) -> Plan:
@@ -71,7 +71,7 @@ def make_plan(
         seed: of the planner's random moves and of the solver.
         time_limit_s: seconds after which the search stops with what it has.
         work_s: seconds that the search is made for; None is half of `time_limit_s`.
-        deterministic: spend work, not time, so that every machine finds the same plan.
+        fixed_effort: spend work, not time, so that every machine finds the same plan.
         memory_quota: bytes that buffers made by the graph may take at any instant; None is no limit.
         pinned: a plan of this graph on these lanes, whose lanes and order to keep.
 
@@ -89,7 +89,7 @@ def make_plan(
         seed=seed,
         time_limit_s=time_limit_s,
         work_s=work_s,
-        deterministic=deterministic,
+        is_fixed=fixed_effort,
         use_solver=planner == "cp_sat",
     )
     try:

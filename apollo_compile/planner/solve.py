@@ -23,7 +23,7 @@ Solver outcomes: optimal, feasible -> a candidate; unknown -> what was there sta
 if a valid schedule is known (a warning), `InfeasiblePlanError` otherwise; invalid -> the solver broke a constraint (a
 warning), what was there stays.
 
-Deterministic by default: budgets are counts of moves and the solver's deterministic time, chosen so that they fit
+Of fixed effort by default: budgets are counts of moves and the solver's deterministic time, chosen so that they fit
 within the time limit on a machine a quarter as fast as the one they were measured on, if the bound is quick, as it is
 up to 300 tasks. The limit is then a safety net, and the solution says if it struck. Otherwise budgets are seconds, and
 a problem that CP-SAT gets whole has up to `MAX_WORKERS` cores.
@@ -74,7 +74,7 @@ WORK_SHARE = 0.5
 BOUND_SHARE = 0.5
 """Of the time limit, what the bound may take of a problem so large that it would take more."""
 MAX_WORKERS = 8
-"""Threads of the solver where it need not be deterministic: its portfolio has about as many distinct searches."""
+"""Threads of the solver where effort is not fixed: its portfolio has about as many distinct searches."""
 LEAST_TIME_S = 0.02
 """With less time left, no further stage begins."""
 
@@ -85,7 +85,7 @@ class Effort:
 
     seed: int = 0
     time_limit_s: float = 2.0
-    deterministic: bool = True
+    is_fixed: bool = True
     """Whether budgets are counts, which all machines spend alike, or seconds, and up to eight cores of the solver."""
     work_s: float | None = None
     """Seconds that budgets are made for; None is a share of the time limit."""
@@ -166,7 +166,7 @@ class _Search:
         self.problem = problem
         self.effort = effort
         self.deadline = time.monotonic() + effort.time_limit_s
-        share = WORK_SHARE if effort.deterministic else 1.0
+        share = WORK_SHARE if effort.is_fixed else 1.0
         self.work_s = share * effort.time_limit_s if effort.work_s is None else effort.work_s
         self.simulator = Simulator(problem)
         bound_deadline = self.deadline - (1 - BOUND_SHARE) * effort.time_limit_s
@@ -286,9 +286,9 @@ class _Search:
         seconds = ANNEALING_SHARE[_solver_scope(variant)] * share * self.work_s
         moves = seconds / (SECONDS_PER_MOVE + SECONDS_PER_MOVE_AND_TASK * len(variant.tasks))
         num_walks = max(2, round(moves / MOVES_PER_WALK))
-        deadline = self.deadline if effort.deterministic else time.monotonic() + seconds
+        deadline = self.deadline if effort.is_fixed else time.monotonic() + seconds
         best = starts[0]
-        for walk in range(num_walks) if effort.deterministic else itertools.count():
+        for walk in range(num_walks) if effort.is_fixed else itertools.count():
             start = best if walk % 2 or walk + 1 == num_walks else starts[walk // 2 % len(starts)]
             seed = 1000 * effort.seed + walk
             annealed = anneal(variant, start, seed=seed, iterations=round(moves / num_walks), deadline=deadline)
@@ -308,8 +308,8 @@ class _Search:
         self.solver = cp_sat.solver_version()
         seconds = SOLVER_SHARE[_solver_scope(variant)] * share * self.work_s
         left = self.deadline - time.monotonic()
-        deterministic_time = seconds * DETERMINISTIC_TIME_PER_SECOND if effort.deterministic else math.inf
-        time_limit_s = left if effort.deterministic else min(left, seconds)
+        deterministic_time = seconds * DETERMINISTIC_TIME_PER_SECOND if effort.is_fixed else math.inf
+        time_limit_s = left if effort.is_fixed else min(left, seconds)
         if best is not None and _solver_scope(variant) == "windows":
             outcome = windows.improve_windows(
                 variant,
@@ -327,7 +327,7 @@ class _Search:
                 seed=effort.seed,
                 deterministic_time=deterministic_time,
                 time_limit_s=time_limit_s,
-                workers=1 if effort.deterministic else min(MAX_WORKERS, len(os.sched_getaffinity(0))),
+                workers=1 if effort.is_fixed else min(MAX_WORKERS, len(os.sched_getaffinity(0))),
             )
         # near the limit, the solver's own clock cannot tell which of its two budgets struck
         self.stopped_early |= outcome.reached_time_limit or not self.has_time()

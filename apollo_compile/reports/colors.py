@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from apollo_compile.reports.report import Report
+from apollo_compile.reports.values import ModelSummary
 
 COLORS = ("#8fb1f5", "#f3b27f", "#7fd1ae", "#d3a4e6", "#ead06b", "#7ccbe3", "#f19fa8", "#b7cb80")
 """As many as a graph has branches, as a rule; they are used in this order."""
 
 
-def color_of_branches(report: Report) -> tuple[dict[str, int], ...]:
+def color_of_branches(report: ModelSummary) -> tuple[dict[str, int], ...]:
     """Return, per graph, the place in `COLORS` of every branch.
 
     Branches of one graph differ, unless there are more than colours; where that allows it, a branch has the colour that

@@ -12,15 +12,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from apollo_compile.ir import Variant
 from apollo_compile.ir.text import format_count
+from apollo_compile.reports.values import ModelSummary
+from apollo_compile.store.plan_file import NamedPlan
 from apollo_compile.units import format_ns
-
-if TYPE_CHECKING:
-    from apollo_compile.reports.report import Report
-    from apollo_compile.store.plan_file import NamedPlan
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,7 +102,7 @@ class Side:
     """By name, in start order."""
 
 
-def sides_of_report(report: Report) -> tuple[Side, ...]:
+def sides_of_report(report: ModelSummary) -> tuple[Side, ...]:
     """Return the graphs of a report."""
     return tuple(
         Side(

@@ -1,6 +1,6 @@
 """A report for Graphviz.
 
-Report -> str
+ModelSummary -> str
 
 A graph is a cluster that lists its lanes with their memory, a segment a box in the colour of its branch, a dependency
 an arrow: bold where a lane waits for another lane, dashed where such a wait is implied by others. Where lanes wait for
@@ -10,18 +10,14 @@ each other only because they share units, the line ends in a bar instead of an a
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 from apollo_compile.ir.text import format_count
 from apollo_compile.reports.colors import COLORS, color_of_branches
+from apollo_compile.reports.values import GraphSummary, LaneSummary, ModelSummary
 from apollo_compile.units import format_bytes, format_ns
 
-if TYPE_CHECKING:
-    from apollo_compile.reports.report import Report
-    from apollo_compile.reports.summary import GraphSummary, LaneSummary
 
-
-def render_dot(report: Report) -> str:
+def render_dot(report: ModelSummary) -> str:
     """Return one digraph."""
     lines = [
         "digraph report {",

@@ -1,6 +1,6 @@
 """A report as one page that needs nothing else: no network, no other file.
 
-    Report -> str
+    ModelSummary -> str
 
 The page is complete without its script: texts and positions are written here, from `page.html` (a Jinja template) and
 `page.css`. `page.js` adds what needs a hand on the page: switching timelines, zoom, details of a segment, sorting.
@@ -18,7 +18,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from importlib import resources
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import jinja2
 from markupsafe import Markup
@@ -26,13 +26,17 @@ from markupsafe import Markup
 from apollo_compile.ir import Lane, LaneId, Variant
 from apollo_compile.ir.text import format_count, format_lane, mark_source
 from apollo_compile.reports.colors import COLORS, color_of_branches
-from apollo_compile.reports.render_text import NOTHING_YET, describe_device, describe_search
-from apollo_compile.reports.words import NOT_MEASURED_YET, OTHER_BATCHES, describe, describe_state
+from apollo_compile.reports.values import GraphSummary, ModelSummary, Timeline
+from apollo_compile.reports.words import (
+    NOT_MEASURED_YET,
+    NOTHING_YET,
+    OTHER_BATCHES,
+    describe,
+    describe_device,
+    describe_search,
+    describe_state,
+)
 from apollo_compile.units import format_bytes, format_ns
-
-if TYPE_CHECKING:
-    from apollo_compile.reports.report import Report
-    from apollo_compile.reports.summary import GraphSummary, Timeline
 
 FRAME_HEIGHT = 900
 """Pixels of a report in a notebook."""
@@ -46,14 +50,14 @@ TICKS = 8
 COLUMN_WIDTH, NODE_WIDTH, NODE_HEIGHT, NODE_GAP = 280, 230, 46, 16
 
 
-def render_html(report: Report) -> str:
+def render_html(report: ModelSummary) -> str:
     """Return the page."""
     return _template().render(
         report=report, state=describe_state(report), describe=describe, css=_read("page.css"), js=_read("page.js")
     )
 
 
-def render_frame(report: Report) -> str:
+def render_frame(report: ModelSummary) -> str:
     """Return the page inside a frame, as notebooks show it: its style and script stay its own."""
     page = html.escape(render_html(report), quote=True)
     style = f"width:100%;height:{FRAME_HEIGHT}px;border:0"

@@ -1,31 +1,30 @@
 """A report for a terminal.
 
-Report -> str
+ModelSummary -> str
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from tabulate import tabulate
 
 from apollo_compile.ir import GraphBreak, Lane, LaneId, Variant, Verdict
 from apollo_compile.ir.text import draw_lanes, format_count, mark_source
-from apollo_compile.reports.words import NOT_MEASURED_YET, OTHER_BATCHES, describe, describe_state
+from apollo_compile.reports.values import GraphSummary, ModelSummary
+from apollo_compile.reports.words import (
+    NOT_MEASURED_YET,
+    NOTHING_YET,
+    OTHER_BATCHES,
+    describe,
+    describe_device,
+    describe_search,
+    describe_state,
+)
 from apollo_compile.units import format_bytes, format_ns
 
-if TYPE_CHECKING:
-    from apollo_compile.reports.report import Report
-    from apollo_compile.reports.summary import GraphSummary
 
-NOTHING_YET = (
-    "nothing compiled for this model has run yet: call the compiled model first. Without a model, report() is of all "
-    "that was compiled: of functions and under FSDP2 too"
-)
-
-
-def render_text(report: Report) -> str:
+def render_text(report: ModelSummary) -> str:
     """Return how far it is, a block per graph, what Inductor runs and why, who won the contest, and graph breaks."""
     blocks = [describe_state(report)] if report.states else []
     blocks += [_render_graph(graph, report) for graph in report.graphs]
@@ -35,7 +34,7 @@ def render_text(report: Report) -> str:
     return "\n\n".join(blocks) or NOTHING_YET
 
 
-def _render_graph(graph: GraphSummary, report: Report) -> str:
+def _render_graph(graph: GraphSummary, report: ModelSummary) -> str:
     lines = [
         f"{graph.name}: {format_count(len(graph.segments), 'segment')} "
         f"({format_count(graph.num_bodies, 'body', 'bodies')}) on {format_count(graph.num_lanes, 'lane')}, "
@@ -48,7 +47,7 @@ def _render_graph(graph: GraphSummary, report: Report) -> str:
     if graph.way != Variant.PLAN:
         last = "; measured below is the plan's last run" if graph.measured else ""
         lines.append(f"  does not run its plan now but {graph.way}{last}")
-    if graph.num_lanes > 1:
+    if graph.num_lanes > 1 and graph.baselines:
         others = ", ".join(f"{name} {format_ns(ns)}" for name, ns in graph.baselines if name != "serial")
         lines.append(f"  by the rules of others: {others}")
     if graph.measured is not None:
@@ -137,29 +136,6 @@ def _render_break(found: GraphBreak) -> str:
         f"  {found.file}:{found.line} in {found.function}: {found.code}",
     ]
     return "\n".join([*lines, *(f"  try: {remedy}" for remedy in found.remedies)])
-
-
-def describe_search(graph: GraphSummary) -> str:
-    """Say where the plan comes from."""
-    if graph.pinned:
-        return "read from a plan file"
-    parts = [f"best of {format_count(len(graph.candidates), 'candidate')}"] if graph.candidates else ["no search"]
-    if graph.solver:
-        parts.append(f"{graph.solver}, seed {graph.seed}")
-    if graph.stopped_early:
-        parts.append("stopped by the time limit")
-    if graph.num_replans:
-        parts.append(f"planned again from measured durations ({graph.num_replans}x)")
-    if graph.is_deterministic:
-        parts.append("stays whatever is measured, since deterministic algorithms are on")
-    return "; ".join(parts)
-
-
-def describe_device(graph: GraphSummary) -> str:
-    """Say what the plan is for, and where the constants come from."""
-    device = graph.device
-    units = format_count(device.units, "unit")
-    return f"for {device.name} ({device.kind}, {units}), profile {device.source}"
 
 
 def _table_of_known(rows: Sequence[Sequence[object]], headers: Sequence[str], align: str) -> str:

@@ -1,6 +1,6 @@
 """Timelines in the trace-event format, for Perfetto (https://ui.perfetto.dev) and chrome://tracing.
 
-    Report -> {"traceEvents": [...], ...}
+    ModelSummary -> {"traceEvents": [...], ...}
 
 A timeline of a graph is a process, a lane a thread, a segment a complete event (`X`), a kept wait a flow (`s` to `f`).
 Units at work, bytes held, and what every lane holds, took and may take of them are counters (`C`). Times of the format
@@ -20,13 +20,10 @@ Note [traces for Perfetto]. Beyond the format:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from apollo_compile.reports.values import GraphSummary, ModelSummary, Timeline
 from apollo_compile.units import NS_PER_US
-
-if TYPE_CHECKING:
-    from apollo_compile.reports.report import Report
-    from apollo_compile.reports.summary import GraphSummary, Timeline
 
 Event = dict[str, Any]
 
@@ -36,7 +33,7 @@ _THREADS = 1_000
 """More than a program has lanes."""
 
 
-def render_trace(report: Report) -> dict[str, Any]:
+def render_trace(report: ModelSummary) -> dict[str, Any]:
     """Return the trace as plain data."""
     events: list[Event] = []
     for name, process in _PROCESSES.items():
@@ -62,7 +59,7 @@ def render_trace(report: Report) -> dict[str, Any]:
     return {"traceEvents": events, "otherData": {"producer": "apollo_compile"}}
 
 
-def _lanes(report: Report) -> dict[int, int]:
+def _lanes(report: ModelSummary) -> dict[int, int]:
     """Return the lanes that any graph uses, with their units."""
     return {
         lane.id: len(lane.units) for graph in report.graphs for lane in graph.lanes if lane.num_segments or lane.id == 0

@@ -2,13 +2,12 @@
 
     Report(graphs, handed_over, verdicts, breaks, states)
 
-A report is frozen plain data; every method lays it out and computes nothing. `to_json` and `from_json` are inverse, so
-a report can be read in another process, on another machine, or years later.
+A report is frozen plain data (`values.py`) with a method per rendering; each lays it out and computes nothing.
+`to_json` and `from_json` are inverse, so a report can be read in another process, on another machine, or years later.
 """
 
 from __future__ import annotations
 
-import enum
 import itertools
 import json
 from collections.abc import Iterable
@@ -17,10 +16,15 @@ from pathlib import Path
 from typing import Any
 
 from apollo_compile.errors import ReportFileError
-from apollo_compile.ir import GraphBreak, Verdict
 from apollo_compile.json_form import from_json, parse, to_json
+from apollo_compile.reports.check import check_summary
 from apollo_compile.reports.diff import Difference, compare, sides_of_report
-from apollo_compile.reports.summary import GraphSummary, check_summary
+from apollo_compile.reports.render_dot import render_dot
+from apollo_compile.reports.render_html import render_frame, render_html
+from apollo_compile.reports.render_text import render_text
+from apollo_compile.reports.render_trace import render_trace
+from apollo_compile.reports.values import ModelSummary
+from apollo_compile.reports.words import explain_place
 from apollo_compile.store.files import check_format, read_file
 
 FORMAT = 1
@@ -30,49 +34,14 @@ _MAX_BYTES = 256 * 2**20
 """A report of 1,000 segments takes about 3 MB."""
 
 
-class Stage(enum.StrEnum):
-    """How far it is with a Dynamo graph."""
-
-    PLANNED = "planned"
-    """It was not to run."""
-    MEASURING = "measuring"
-    """What runs it may still change."""
-    FALLS_BACK = "falls back"
-    """Inductor runs all of it."""
-    SETTLED = "settled"
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
-class State:
-    """How far it is with a Dynamo graph, and where in that."""
-
-    graph: str
-    stage: Stage
-    detail: str = ""
-    """What was measured so far, or why it falls back."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Report:
+class Report(ModelSummary):
     """All graphs of one model; prints as text, and in a notebook as a page."""
 
-    graphs: tuple[GraphSummary, ...]
-    handed_over: tuple[tuple[str, str], ...]
-    """Graphs that Inductor runs whole, and why."""
-    verdicts: tuple[tuple[str, Verdict], ...] = ()
-    """By name of the Dynamo graph, which way of running it was the fastest."""
-    breaks: tuple[GraphBreak, ...] = ()
-    states: tuple[State, ...] = ()
-    """Of every Dynamo graph; empty where nobody knows."""
-
     def __str__(self) -> str:
-        from apollo_compile.reports.render_text import render_text
-
         return render_text(self)
 
     def _repr_html_(self) -> str:
-        from apollo_compile.reports.render_html import render_frame
-
         return render_frame(self)
 
     def to_json(self) -> str:
@@ -107,8 +76,6 @@ class Report:
 
     def to_html(self) -> str:
         """Return a page that needs nothing else: no network, no other file."""
-        from apollo_compile.reports.render_html import render_html
-
         return render_html(self)
 
     def save_html(self, path: str | Path) -> None:
@@ -117,8 +84,6 @@ class Report:
 
     def to_trace(self) -> str:
         """Return the timelines in the trace-event format, which Perfetto and chrome://tracing open."""
-        from apollo_compile.reports.render_trace import render_trace
-
         return json.dumps(render_trace(self))
 
     def save_trace(self, path: str | Path) -> None:
@@ -127,8 +92,6 @@ class Report:
 
     def to_dot(self) -> str:
         """Return the graph of modules and segments for Graphviz, one subgraph per FX graph."""
-        from apollo_compile.reports.render_dot import render_dot
-
         return render_dot(self)
 
     def why(self, name: str) -> str:
@@ -140,8 +103,6 @@ class Report:
         Raises:
             LookupError: nothing has that name; the message names what is similar.
         """
-        from apollo_compile.reports.words import explain_place
-
         return explain_place(self, name)
 
     def diff(self, other: Report) -> Difference:

@@ -11,17 +11,19 @@ has a condition.
 from __future__ import annotations
 
 import difflib
-from typing import TYPE_CHECKING
 
 from apollo_compile.ir import Variant
 from apollo_compile.ir.text import format_count
-from apollo_compile.reports.report import Stage
-from apollo_compile.reports.summary import Bottleneck, Limit
+from apollo_compile.reports.values import (
+    Bottleneck,
+    GraphSummary,
+    Limit,
+    ModelSummary,
+    PairSummary,
+    SegmentSummary,
+    Stage,
+)
 from apollo_compile.units import format_ns
-
-if TYPE_CHECKING:
-    from apollo_compile.reports.report import Report
-    from apollo_compile.reports.summary import GraphSummary, PairSummary, SegmentSummary
 
 MUCH = 0.05
 """Share of a graph's serial time from which a pair of branches is worth a sentence."""
@@ -38,7 +40,7 @@ SMALL_GAIN = 1.02
 MAX_PAIRS = 4
 
 OTHER_BATCHES = (
-    "other batches take the model's inputs: apollo explain --batch 16,32, or plan_model(..., batches=(16, 32))"
+    "other batches take the model's inputs: apollo explain --what-if batch=16,32, or explain(..., batches=(16, 32))"
 )
 """Below comparisons that have none: no compiled model keeps its inputs."""
 
@@ -46,10 +48,15 @@ WRONG = 1.1
 """Measured over predicted time from which the difference is worth a sentence."""
 
 
+NOTHING_YET = (
+    "nothing compiled for this model has run yet: call the compiled model first. Without a model, report() is of all "
+    "that was compiled, under FSDP2 too"
+)
+
 NOT_MEASURED_YET = "not measured yet: the first call of a plan is cold, and left out"
 
 
-def describe_state(report: Report) -> str:
+def describe_state(report: ModelSummary) -> str:
     """Return whether anything about the report is still being decided, and where in that it is; empty if unknown."""
     if len({(state.stage, state.detail) for state in report.states}) == 1:
         return _with_detail(report.states[0].stage, report.states[0].detail)
@@ -65,9 +72,32 @@ def _with_detail(what: str, detail: str) -> str:
     return f"{what}: {detail}" if detail else what
 
 
-def describe(graph: GraphSummary, report: Report) -> tuple[str, ...]:
+def describe(graph: GraphSummary, report: ModelSummary) -> tuple[str, ...]:
     """Return what a reader should know about a graph: what overlaps and what does not, limits, what to try."""
     return (*_overlaps(graph), *_limits(graph), *_guesses(graph), *_surprises(graph), *_remedies(graph, report))
+
+
+def describe_search(graph: GraphSummary) -> str:
+    """Say where the plan comes from."""
+    if graph.pinned:
+        return "read from a plan file"
+    parts = [f"best of {format_count(len(graph.candidates), 'candidate')}"] if graph.candidates else ["no search"]
+    if graph.solver:
+        parts.append(f"{graph.solver}, seed {graph.seed}")
+    if graph.stopped_early:
+        parts.append("stopped by the time limit")
+    if graph.num_replans:
+        parts.append(f"planned again from measured durations ({graph.num_replans}x)")
+    if graph.is_deterministic:
+        parts.append("stays whatever is measured, since deterministic algorithms are on")
+    return "; ".join(parts)
+
+
+def describe_device(graph: GraphSummary) -> str:
+    """Say what the plan is for, and where the constants come from."""
+    device = graph.device
+    units = format_count(device.units, "unit")
+    return f"for {device.name} ({device.kind}, {units}), profile {device.source}"
 
 
 def _overlaps(graph: GraphSummary) -> list[str]:
@@ -174,7 +204,7 @@ def _surprises(graph: GraphSummary) -> list[str]:
     ]
 
 
-def _remedies(graph: GraphSummary, report: Report) -> list[str]:
+def _remedies(graph: GraphSummary, report: ModelSummary) -> list[str]:
     found = []
     times = graph.time_by_bottleneck()
     total = max(1, sum(times.values()))
@@ -212,7 +242,7 @@ def _remedies(graph: GraphSummary, report: Report) -> list[str]:
 # ------------------------------------------------------------------------------------------------------------- why
 
 
-def explain_place(report: Report, name: str) -> str:
+def explain_place(report: ModelSummary, name: str) -> str:
     """Return why the segment `name`, or the segments of the module `name`, run where they do.
 
     Raises:

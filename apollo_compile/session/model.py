@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Hashable
 from dataclasses import dataclass, field
+from types import CodeType
 
 from apollo_compile.config import Config
 from apollo_compile.device.target import Target
 from apollo_compile.distributed.ranks import Ranks
 from apollo_compile.ir import GraphBreak, Role, Variant, Verdict
 from apollo_compile.pipeline import Compilation
-from apollo_compile.reports.report import Stage, State
+from apollo_compile.reports.values import Stage, State
 from apollo_compile.session.autotune import Autotuner
 from apollo_compile.session.buckets import GraphFamily
 from apollo_compile.session.comparison import MIN_ROUNDS
@@ -25,11 +26,14 @@ _logger = logging.getLogger(__name__)
 class CompiledModel:
     """Keeps the graphs of one Dynamo graph, and decides with their times which variant each of them runs."""
 
-    number: int
+    name: str
+    """Of the Dynamo graph, with which the names of its graphs begin."""
     config: Config
     target: Target
     storages: frozenset[Hashable] = frozenset()
     """Of the tensors that it was compiled for; a module's parameters are among them, so a report finds it."""
+    code: frozenset[CodeType] = frozenset()
+    """That it was traced from; by it, a report finds what reads no parameter."""
     graphs: list[CompiledGraph] = field(default_factory=list)
     contested: list[CompiledGraph] = field(default_factory=list)
     """Those of them whose variant is decided by measuring, in common."""
@@ -60,14 +64,9 @@ class CompiledModel:
             is_for_others=self.ranks.is_alone and self.target.keeps_findings,
         )
 
-    @property
-    def name(self) -> str:
-        """Name of the Dynamo graph, with which those of its graphs begin."""
-        return f"graph{self.number}"
-
     def name_of(self, role: Role) -> str:
         """Return the name of one of its graphs."""
-        return f"{self.name}_{role}"
+        return f"{self.name} {role}"
 
     def add(self, graph: CompiledGraph) -> None:
         """Take a graph that was compiled in segments."""

@@ -24,7 +24,7 @@ from apollo_compile.passes.capture import capture_graph
 from apollo_compile.pipeline import Compilation, compile_capture
 from apollo_compile.session.warm_start import may_be_contested
 from apollo_compile.store.history import Finding
-from apollo_compile.store.plan_file import FILE_NAME, save_plan
+from apollo_compile.store.plan_file import FILE_NAME, folder_of, save_plan
 from apollo_compile.torch_bridge.structured_trace import trace_artifact
 from apollo_compile.units import format_ns
 
@@ -58,7 +58,7 @@ def plan_graph(
         UnsupportedGraphError: the graph has something that segments cannot express, or its plan cannot be settled.
         RankError: the plan that was settled is not known, or not legal here.
     """
-    dump = config.debug.dump / name if config.debug.dump is not None else None
+    dump = config.debug.dump / folder_of(name) if config.debug.dump is not None else None
     runner = StageRunner(dump)
     capture = runner.run(
         "capture",
@@ -90,7 +90,7 @@ def plan_graph(
     if dump is not None:
         with warn_of_files("the plan is not dumped"):
             save_plan(compilation.plan, compilation.partition.graph, dump / FILE_NAME)
-    trace_artifact(f"apollo_{name}", lambda: text.format_plan(compilation.plan, compilation.partition.graph))
+    trace_artifact(f"apollo_{folder_of(name)}", lambda: text.format_plan(compilation.plan, compilation.partition.graph))
     return compilation
 
 

@@ -1,18 +1,21 @@
 """What this process has compiled and still keeps: the models of `torch.compile(..., backend="apollo")`.
 
-register(model);    compiled_models();    find_models(module);    is_settled(module);    ways_of(module)
+register(model);    compiled_models();    find_models(model);    is_settled(model);    ways_of(model)
 """
 
 from __future__ import annotations
 
 import itertools
 import weakref
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from apollo_compile.ir import Variant
-from apollo_compile.reports.report import Stage
+from apollo_compile.reports.values import Stage
 from apollo_compile.session.model import CompiledModel
+from apollo_compile.torch_bridge.compile_context import is_part_of, original_callable
 from apollo_compile.torch_bridge.storages import storages_of
 
 _models: weakref.WeakValueDictionary[int, CompiledModel] = weakref.WeakValueDictionary()
@@ -31,28 +34,46 @@ def compiled_models() -> list[CompiledModel]:
     return [model for _, model in sorted(_models.items())]
 
 
-def find_models(module: torch.nn.Module) -> list[CompiledModel]:
-    """Return what was compiled for `module`: the graphs that read its parameters or buffers."""
-    own = storages_of(itertools.chain(module.parameters(), module.buffers()))
-    return [model for model in compiled_models() if model.storages & own]
+def find_models(model: Callable[..., Any]) -> list[CompiledModel]:
+    """Return what was compiled for a module, a function or a method, whether it is the compiled one or not.
+
+    For a module with parameters or buffers, and for its methods, these are the graphs that read any of them. For
+    others they are the graphs that their code is part of, what Dynamo made of it behind a graph break included.
+    """
+    original = original_callable(model)
+    owner = getattr(original, "__self__", original)
+    if isinstance(owner, torch.nn.Module):
+        own = storages_of(itertools.chain(owner.parameters(), owner.buffers()))
+        if own:
+            return [found for found in compiled_models() if found.storages & own]
+    function = getattr(_function_of(original), "__code__", None)
+    if function is None:
+        return []
+    return [found for found in compiled_models() if any(is_part_of(code, function) for code in found.code)]
 
 
-def is_settled(module: torch.nn.Module) -> bool:
-    """Return whether nothing about `module` is being decided any more: its plans are final, its contests are over.
+def _function_of(run: Callable[..., Any]) -> Any:
+    if isinstance(run, torch.nn.Module):
+        return run.forward
+    return run if hasattr(run, "__code__") else type(run).__call__
+
+
+def is_settled(model: Callable[..., Any]) -> bool:
+    """Return whether nothing about `model` is being decided any more: its plans are final, its contests are over.
 
     What was compiled and never called is not waited for.
     """
-    models = (model for model in find_models(module) if any(graph.has_run for graph in model.current_graphs()))
-    return all(model.state().stage is not Stage.MEASURING for model in models)
+    models = (found for found in find_models(model) if any(graph.has_run for graph in found.current_graphs()))
+    return all(each.state().stage is not Stage.MEASURING for each in models)
 
 
-def ways_of(module: torch.nn.Module) -> list[str]:
-    """Return the ways that the graphs of `module` run, each once; of those that went to Inductor whole, `INDUCTOR`."""
+def ways_of(model: Callable[..., Any]) -> list[str]:
+    """Return the ways that the graphs of `model` run, each once; of those that went to Inductor whole, `INDUCTOR`."""
     ways = []
-    for model in find_models(module):
-        for graph in model.current_graphs():
+    for found in find_models(model):
+        for graph in found.current_graphs():
             if graph.has_run:
                 is_in_turn = graph.way == Variant.PLAN and not graph.compilation.plan.uses_lanes
                 ways.append(Variant.SERIAL if is_in_turn else graph.way)
-        ways += [Variant.INDUCTOR] * len(model.handed_over)
+        ways += [Variant.INDUCTOR] * len(found.handed_over)
     return list(dict.fromkeys(ways))

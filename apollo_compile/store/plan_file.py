@@ -6,12 +6,13 @@
     is_plan(path)                           tell a file of a plan, or a directory, from other files
 
 A file holds the plan and a fingerprint of the graph that it is for: segments, buffers and dependencies, not their work.
-A directory is what `debug.dump` wrote: `<name of the graph>/plan.json` per graph. Files are data: every field is
-checked against its type, and no content is executed.
+A directory is what `debug.dump` wrote: `0_0_forward/plan.json` for the graph `0/0 forward`. Files are data: every field
+is checked against its type, and no content is executed.
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -51,13 +52,18 @@ def save_plan(plan: Plan, graph: SegmentGraph, path: Path) -> None:
     _FORMAT.write(path, _Content(graph=about, plan=plan))
 
 
+def folder_of(name: str) -> str:
+    """Return the folder in a directory of dumps that a graph of this name has: `0_0_forward` for `0/0 forward`."""
+    return re.sub(r"[^\w.,=\[\]-]+", "_", name)
+
+
 def load_plan(path: Path, graph: SegmentGraph, lanes: tuple[Lane, ...]) -> Plan:
     """Return the plan in a file or in a directory of dumps, which must be for `graph` on `lanes`.
 
     Raises:
         PlanFileError: the file cannot be read, is no plan, or its plan is for another graph or other lanes.
     """
-    file = path / graph.name / FILE_NAME if path.is_dir() else path
+    file = path / folder_of(graph.name) / FILE_NAME if path.is_dir() else path
     try:
         content = _FORMAT.read(file)
     except (OSError, ValueError) as error:

@@ -159,9 +159,15 @@ def _add_build_options(command: argparse.ArgumentParser) -> None:
 
 
 def _add_comparisons(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--units", type=_counts, metavar="N,N", help="numbers of units to compare with")
-    command.add_argument("--profile", action="append", metavar="NAME", help="device profile to compare with")
-    command.add_argument("--batch", type=_counts, default=(), metavar="N,N", help="batch sizes to compare with")
+    command.add_argument(
+        "--what-if",
+        action="append",
+        default=[],
+        type=_comparison,
+        metavar="COMPARISON",
+        help="plan for something else too, and compare: units=2,4 (of this device), profile=h200 (a device profile), "
+        "batch=16,32, or rules (of other systems); may be repeated",
+    )
 
 
 def _add_renderings(command: argparse.ArgumentParser) -> None:
@@ -182,6 +188,26 @@ def _setting(text: str) -> tuple[str, Any]:
         return name, value  # a word that needs no quotes
 
 
+def _comparison(text: str) -> tuple[str, Any]:
+    """Return the name of a comparison, as `explain` calls it, and its value."""
+    name, _, values = text.partition("=")
+    if text == "rules":
+        return "rules", True
+    if name in ("units", "batch") and values:
+        return {"units": "units", "batch": "batches"}[name], _counts(values)
+    if name == "profile" and values:
+        return "profiles", tuple(values.split(","))
+    raise argparse.ArgumentTypeError(f"expected units=N,N, profile=NAME, batch=N,N or rules, got {text!r}")
+
+
+def _comparisons(args: argparse.Namespace) -> dict[str, Any]:
+    """Return what is to be compared, as arguments of `explain`; what was given twice adds up."""
+    found: dict[str, Any] = {}
+    for name, value in args.what_if:
+        found[name] = value if name == "rules" else (*found.get(name, ()), *value)
+    return found
+
+
 def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"expected a number of at least 1, got {text!r}")
@@ -196,22 +222,19 @@ def _counts(text: str) -> tuple[int, ...]:
 
 
 def _explain(args: argparse.Namespace) -> int:
-    from apollo_compile.tools.explain import plan_model
+    from apollo_compile.tools.explain import explain
     from apollo_compile.tools.targets import load_target
-    from apollo_compile.tools.what_if import PROFILES
 
     with _Progress() as progress:
         progress.tell("building the model")
         target = load_target(args.target, dict(args.set))
-        report = plan_model(
+        report = explain(
             target.model,
             target.args,
             target.kwargs,
             options=dict(args.option),
-            units=args.units,
-            profiles=PROFILES if args.profile is None else args.profile,
-            batches=args.batch,
             progress=progress.tell,
+            **_comparisons(args),
         )
     return _show(report, args)
 
@@ -220,7 +243,7 @@ def _report(args: argparse.Namespace) -> int:
     from apollo_compile.reports.report import Report
 
     if ":" not in args.target:
-        ignored = [name for name in _FOR_A_MODEL if getattr(args, name)]
+        ignored = [name.replace("_", "-") for name in _FOR_A_MODEL if getattr(args, name)]
         if ignored:
             args.refuse(
                 f"a saved report is shown as it is; --{', --'.join(ignored)} would need file.py:function instead"
@@ -231,7 +254,7 @@ def _report(args: argparse.Namespace) -> int:
     return _show(_run_and_report(args), args)
 
 
-_FOR_A_MODEL = ("set", "option", "units", "profile", "batch", "steps", "inference")
+_FOR_A_MODEL = ("set", "option", "what_if", "steps", "inference")
 """Arguments of `apollo report` that say how a model is run or planned."""
 
 
@@ -243,16 +266,12 @@ def _run_and_report(args: argparse.Namespace) -> Report:
     from apollo_compile.tools.explain import compare_batches
     from apollo_compile.tools.report import report
     from apollo_compile.tools.targets import load_target
-    from apollo_compile.tools.what_if import PROFILES
 
     with _Progress() as progress:
         progress.tell("building the model")
         target = load_target(args.target, dict(args.set))
-        if not isinstance(target.model, torch.nn.Module):
-            raise ApolloError(
-                f"the model of {args.target} has type {type(target.model).__name__}; a report is of a torch.nn.Module"
-            )
-        model = target.model
+        model, comparisons = target.model, _comparisons(args)
+        batches = comparisons.pop("batches", ())
         compiled = torch.compile(model, backend="apollo", options=dict(args.option))
         limit = args.steps or MAX_WARMUP
         for step in range(limit):
@@ -261,10 +280,11 @@ def _run_and_report(args: argparse.Namespace) -> Report:
                 output = compiled(*target.args, **target.kwargs)
                 if not args.inference:
                     target.loss(output).backward()  # type: ignore[no-untyped-call]
-            model.zero_grad(set_to_none=True)
+            if isinstance(model, torch.nn.Module):
+                model.zero_grad(set_to_none=True)
             if args.steps is None and step >= 1 and is_settled(model):
                 break
-        found = report(model, units=args.units, profiles=PROFILES if args.profile is None else args.profile)
+        found = report(model, **comparisons)
         with torch.set_grad_enabled(not args.inference):
             return compare_batches(
                 found,
@@ -272,7 +292,7 @@ def _run_and_report(args: argparse.Namespace) -> Report:
                 target.args,
                 target.kwargs,
                 options=dict(args.option),
-                batches=args.batch,
+                batches=batches,
                 progress=progress.tell,
             )
 
@@ -293,9 +313,9 @@ def _show(report: Report, args: argparse.Namespace) -> int:
 
 
 def _bench(args: argparse.Namespace) -> int:
-    from apollo_compile.reports.render_bench import format_measurement
     from apollo_compile.tools.bench import KEPT_MEMORY, VARIANTS, Task, machine_facts, measure
     from apollo_compile.tools.bench import to_json as measurement_to_json
+    from apollo_compile.tools.render_bench import format_measurement
     from apollo_compile.tools.targets import load_target
 
     known = {variant.name: variant for variant in (*VARIANTS, *KEPT_MEMORY)}

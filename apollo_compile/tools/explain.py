@@ -1,87 +1,60 @@
-"""Plan a model without training it.
+"""Plan a model without training it: `apollo_compile.explain`.
 
-    explain(model, *args, **kwargs) -> Report
-    plan_model(model, args, kwargs, options=..., batches=...) -> Report     the same, with options
+    explain(model, args, kwargs, options=...) -> Report
 
-Dynamo traces the model, and every graph goes through the stages up to the program, forward and backward; nothing is
-compiled. The graphs then run in eager, once, so that code behind a graph break sees real numbers.
+A call of the model is traced, and every graph goes through the stages up to the program; nothing is compiled
+(`dry_run.py`).
 
 Guarantees: a module, its gradients, parameters and buffers, the inputs and all random states are as they were, also
-when it is one of its methods that is called: a copy runs, with tensors of its own, which takes the memory of another
-model for as long as the call lasts. A plain function runs as it is, and what it changes stays changed; so does what
-hooks do elsewhere.
+when it is one of its methods that is called. Buffers, attributes and inputs are copied for as long as the call lasts;
+parameters are only where a graph writes to them. What is changed otherwise stays changed: by a plain function, by hooks
+elsewhere, and parameters by code that Dynamo leaves to Python.
 """
 
 from __future__ import annotations
 
-import copy
-import random
-from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from functools import partial
-from inspect import signature
+from dataclasses import replace
 from typing import Any
 
-import numpy as np
-import torch
-from torch import fx, nn
-
-from apollo_compile.config import Config, load_config
+from apollo_compile.config import load_config
 from apollo_compile.device.open import select_profile
-from apollo_compile.device.profile import DeviceProfile
-from apollo_compile.device.target import Run
-from apollo_compile.errors import TargetError, UnsupportedGraphError
-from apollo_compile.ir import GraphBreak, Role, Trace, Variant
+from apollo_compile.errors import TargetError
+from apollo_compile.ir import Plan, Trace, Variant
 from apollo_compile.pipeline import Compilation
-from apollo_compile.reports.report import Report, Stage, State
-from apollo_compile.reports.summary import GraphSummary, WhatIf, summarize
-from apollo_compile.session.planning import plan_graph, reason_to_fall_back, role_of
-from apollo_compile.tools.targets import tensors_of
-from apollo_compile.tools.what_if import PROFILES, what_if
-from apollo_compile.torch_bridge.frontend import compile_with_inductor
-from apollo_compile.torch_bridge.graph_breaks import find_break
-from apollo_compile.torch_bridge.layouts import adopt_layouts
-from apollo_compile.torch_bridge.settings import inductor_settings, with_settings
+from apollo_compile.reports.report import Report
+from apollo_compile.reports.summary import summarize
+from apollo_compile.reports.values import GraphSummary, Stage, State, WhatIf
+from apollo_compile.tools.dry_run import DryRun, trace
+from apollo_compile.tools.private_copy import with_batch
+from apollo_compile.tools.what_if import other_rules, what_if
 
 Progress = Callable[[str], None]
 
 
-def explain(model: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Report:
-    """Return how `model(*args, **kwargs)` would be planned: forward and, where gradients are needed, backward.
-
-    Options are those of the environment, as for `torch.compile(model, backend="apollo")`; `plan_model` takes others,
-    and batch sizes to compare with.
-
-    Raises:
-        TargetError: the model or its inputs cannot be copied.
-        ConfigError: an environment variable has a wrong value.
-    """
-    return plan_model(model, args, kwargs)
-
-
-def plan_model(
+def explain(
     model: Callable[..., Any],
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
     *,
     options: Mapping[str, Any] | None = None,
-    units: Sequence[int] | None = None,
-    profiles: Sequence[str] = PROFILES,
+    units: Sequence[int] = (),
+    profiles: Sequence[str] = (),
     batches: Sequence[int] = (),
+    rules: bool = False,
     progress: Progress | None = None,
 ) -> Report:
-    """Return how a call of `model` would be planned.
+    """Return how a call of `model` would be planned: forward and, where gradients are needed, backward.
 
     Arguments:
         model: a module, compiled or not, or a function.
-        args: positional arguments of the call.
+        args: positional arguments of the call, as a tuple.
         kwargs: keyword arguments of the call.
         options: as for `torch.compile(..., options=...)`.
-        units: numbers of units to compare with; None is half, twice and four times as many as there are.
+        units: numbers of units to compare with. Every comparison plans all graphs again.
         profiles: device profiles to compare with, paths or packaged names.
         batches: batch sizes to compare with: inputs are repeated or cut along their first dimension.
+        rules: whether to compare with the rules of other systems.
         progress: called with a line of text now and then.
 
     Raises:
@@ -89,26 +62,51 @@ def plan_model(
             though `batches` are given.
         ConfigError: an option is unknown or has a wrong value, a profile cannot be read, or there are to be no units.
     """
-    if not callable(model):
-        raise TargetError(f"cannot plan a {type(model).__name__}: expected a module, or a function of tensors")
+    _check_call(model, args, kwargs)
     tell = progress or _tell_nobody
     config = load_config(options)
-    profile = select_profile(config)
-    call = (tuple(args), dict(kwargs or {}))
     tell("tracing and planning")
-    tracer = _trace(model, call, config, profile)
+    dry_run = trace(model, (tuple(args), dict(kwargs or {})), config, select_profile(config))
     graphs = []
-    for compilation, reason in tracer.planned:
-        tell(f"{compilation.partition.graph.name}: planning on other devices")
-        rows = what_if(compilation, config, units=units, profiles=profiles)
-        graphs.append(replace(tracer.summarize(compilation, reason), what_if=rows))
+    for compilation, reason in dry_run.planned:
+        if units or profiles or rules:
+            tell(f"{compilation.partition.graph.name}: planning on other devices")
+        graphs.append(
+            summarize(
+                compilation,
+                Trace(),
+                way=Variant.PLAN if reason is None else Variant.INDUCTOR,
+                what_if=what_if(compilation, config, units=units, profiles=profiles),
+                baselines=other_rules(compilation) if rules else (),
+            )
+        )
     report = Report(
         graphs=tuple(graphs),
-        handed_over=tuple(tracer.handed_over),
-        breaks=tuple(tracer.breaks),
-        states=tuple(map(tracer.state, range(tracer.num_graphs))),
+        handed_over=tuple(dry_run.handed_over),
+        breaks=tuple(dry_run.breaks),
+        states=tuple(_state(dry_run, name) for name in dry_run.graphs),
     )
     return compare_batches(report, model, args, kwargs, options=options, batches=batches, progress=progress)
+
+
+def _check_call(model: object, args: object, kwargs: object) -> None:
+    if not callable(model):
+        raise TargetError(f"cannot plan a {type(model).__name__}: expected a module, or a function of tensors")
+    if not isinstance(args, tuple | list):
+        raise TargetError(f"args is a {type(args).__name__}: expected a tuple, as in explain(model, (x,))")
+    if not isinstance(kwargs, Mapping | None):
+        raise TargetError(
+            f"kwargs is a {type(kwargs).__name__}: expected a mapping; positional arguments are one tuple, as in "
+            "explain(model, (x, y), {'mask': mask})"
+        )
+
+
+def _state(dry_run: DryRun, name: str) -> State:
+    """Return whether the graphs of a Dynamo graph were planned, or why it falls back."""
+    if any(reason is None for _, reason in dry_run.graphs[name]):
+        return State(graph=name, stage=Stage.PLANNED, detail="nothing was run")
+    reasons = [reason for graph, reason in dry_run.handed_over if graph == name]
+    return State(graph=name, stage=Stage.FALLS_BACK, detail="; ".join(reasons))
 
 
 def compare_batches(
@@ -134,223 +132,42 @@ def compare_batches(
     config = load_config(options)
     profile = select_profile(config)
     not_dumped = replace(config, debug=replace(config.debug, dump=None))  # the directory has the plans asked for
-    rows: dict[str, list[WhatIf]] = defaultdict(list)
-    modules: dict[str, set[str]] = {}
+    graphs = list(report.graphs)
     for batch in batches:
         tell(f"batch {batch}: tracing and planning")
-        resized = _with_batch((tuple(args), dict(kwargs or {})), batch)
-        for compilation, _ in _trace(model, resized, not_dumped, profile).planned:
-            plan, traced = compilation.plan, compilation.partition.graph
-            modules[traced.name] = {segment.module for segment in traced.segments}
-            rows[traced.name].append(
-                WhatIf(
-                    change=f"batch {batch}",
-                    batch=batch,
-                    units=profile.units,
-                    serial_ns=plan.serial_ns,
-                    predicted_ns=plan.makespan_ns,
-                )
+        resized = with_batch((tuple(args), dict(kwargs or {})), batch)
+        traced = [compilation for compilation, _ in trace(model, resized, not_dumped, profile).planned]
+        for index, plan in _match(report.graphs, traced):
+            row = WhatIf(
+                change=f"batch {batch}",
+                batch=batch,
+                units=profile.units,
+                serial_ns=plan.serial_ns,
+                predicted_ns=plan.makespan_ns,
             )
-    ahead = _num_compiled_before(report, modules)
-    graphs = tuple(
-        replace(graph, what_if=(*graph.what_if, *rows[_renumbered(graph.name, -ahead)])) for graph in report.graphs
-    )
-    return replace(report, graphs=graphs)
+            graphs[index] = replace(graphs[index], what_if=(*graphs[index].what_if, row))
+    return replace(report, graphs=tuple(graphs))
 
 
-def _num_compiled_before(report: Report, modules: Mapping[str, set[str]]) -> int:
-    """Return how many Dynamo graphs the process had compiled before those of the report, as far as modules tell.
+def _match(graphs: Sequence[GraphSummary], traced: Sequence[Compilation]) -> Iterator[tuple[int, Plan]]:
+    """Yield the index of each graph of a report with the plan of the graph that is the same part of the model.
 
-    A process numbers its graphs, and a report has those that read the model's parameters; `modules` are by the name
-    that a graph has where the model is traced alone.
+    Each trace has names of its own, and a report may have graphs of a model in part, or again for other inputs. So a
+    graph is known by its role and by its modules, and those that have these in common by their order.
     """
-    own = {graph.name: {segment.module for segment in graph.segments} for graph in report.graphs}
-
-    def num_shared(ahead: int) -> int:
-        return sum(len(names & modules.get(_renumbered(name, -ahead), set())) for name, names in own.items())
-
-    numbers = [int(name.removeprefix("graph").partition("_")[0]) for name in own]
-    return max(range(max(numbers, default=0) + 1), key=num_shared)
-
-
-def _renumbered(name: str, by: int) -> str:
-    number, _, role = name.removeprefix("graph").partition("_")
-    return f"graph{int(number) + by}_{role}"
+    modules = [{segment.module for segment in item.partition.graph.segments} for item in traced]
+    num_used = [0] * len(traced)
+    for index, graph in enumerate(graphs):
+        own = {segment.module for segment in graph.segments}
+        shared = [
+            len(own & names) / len(own | names) if item.capture.role is graph.role else 0.0
+            for item, names in zip(traced, modules, strict=True)
+        ]
+        best = max(range(len(traced)), key=lambda place: (shared[place], -num_used[place]), default=None)
+        if best is not None and shared[best] > 0:
+            num_used[best] += 1
+            yield index, traced[best].plan
 
 
 def _tell_nobody(line: str) -> None:
     """Take a line of progress that nobody asked for."""
-
-
-@dataclass(kw_only=True, slots=True)
-class _Tracer:
-    """Stands where the backend stands: plans what Dynamo and AOTAutograd hand over, and runs it in eager."""
-
-    config: Config
-    profile: DeviceProfile
-    num_graphs: int = 0
-    planned: list[tuple[Compilation, str | None]] = field(default_factory=list)
-    """With the reason, where Inductor would get the graph."""
-    handed_over: list[tuple[str, str]] = field(default_factory=list)
-    breaks: list[GraphBreak] = field(default_factory=list)
-
-    def compile(self, graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        """Take a Dynamo graph."""
-        name = f"graph{self.num_graphs}"
-        self.num_graphs += 1
-        found = find_break(graph_module, name)
-        if found is not None:
-            self.breaks.append(found)
-        settings = inductor_settings(self.config.mode, self.config.inductor)
-        with with_settings(settings):
-            return compile_with_inductor(
-                graph_module,
-                example_inputs,
-                partial(self._plan, name),
-                recompute_masks=self.config.runtime.recompute_masks,
-                backward_at_once=True,
-                settings=settings,
-            )
-
-    def summarize(self, compilation: Compilation, reason: str | None) -> GraphSummary:
-        """Return the numbers of one plan."""
-        return summarize(
-            compilation,
-            Trace(),
-            way=Variant.PLAN if reason is None else Variant.INDUCTOR,
-        )
-
-    def state(self, number: int) -> State:
-        """Return whether the graphs of a Dynamo graph were planned, or why it falls back."""
-        name = f"graph{number}"
-        if any(_number(compilation) == number and reason is None for compilation, reason in self.planned):
-            return State(graph=name, stage=Stage.PLANNED, detail="nothing was run")
-        reasons = [reason for graph, reason in self.handed_over if graph == name]
-        return State(graph=name, stage=Stage.FALLS_BACK, detail="; ".join(reasons))
-
-    def _plan(
-        self, dynamo_name: str, graph_module: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any
-    ) -> tuple[Run, None]:
-        role = role_of(kwargs)
-        if role is Role.BACKWARD and dynamo_name in dict(self.handed_over):  # it falls back with its forward
-            return _run_in_eager(graph_module), None
-        graph_name = f"{dynamo_name}_{role}"
-        subject = graph_name if role is Role.BACKWARD else dynamo_name
-        try:
-            adopt_layouts(graph_module, example_inputs)
-            compilation = plan_graph(graph_module, name=graph_name, role=role, profile=self.profile, config=self.config)
-        except UnsupportedGraphError as error:
-            self.handed_over.append((subject, str(error)))
-        except Exception as error:  # the backend goes on with Inductor then, so this is what would happen
-            if self.config.debug.strict:
-                raise
-            self.handed_over.append((subject, f"{type(error).__name__}: {error}"))
-        else:
-            reason = reason_to_fall_back(compilation, self.config)
-            self.planned.append((compilation, reason))
-            if reason is not None:
-                self.handed_over.append((subject, reason))
-        return _run_in_eager(graph_module), None
-
-
-def _trace(
-    model: Callable[..., Any],
-    call: tuple[tuple[Any, ...], dict[str, Any]],
-    config: Config,
-    profile: DeviceProfile,
-) -> _Tracer:
-    tracer = _Tracer(config=config, profile=profile)
-    args, kwargs = _copy(call, "the inputs", "pass tensors that are leaves: call detach() on them")
-    runs = _copy_model(getattr(model, "_orig_mod", model))
-    # Own cache entries, so that neither those of the user's compiled model nor its limit of recompiles are touched.
-    compile_model: Callable[..., Callable[..., Any]] = torch.compile
-    own_entries = {"isolate_recompiles": True} if "isolate_recompiles" in signature(torch.compile).parameters else {}
-    tracers = [tracer]
-
-    def compile_graph(graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        return tracers[0].compile(graph_module, example_inputs)
-
-    try:
-        with _same_random_states():
-            compile_model(runs, backend=compile_graph, dynamic=False, **own_entries)(*args, **kwargs)
-    finally:
-        tracers.clear()  # Dynamo remembers backends for good; it is not to keep the plans as well
-    if not tracer.num_graphs:
-        raise TargetError(
-            "Dynamo found nothing to compile: expected a call that runs operators of torch on its inputs, in a process "
-            "in which Dynamo is on (see TORCHDYNAMO_DISABLE and torch.compiler.set_stance)"
-        )
-    tracer.planned.sort(key=lambda item: (_number(item[0]), item[0].capture.role is Role.BACKWARD))
-    return tracer
-
-
-def _number(compilation: Compilation) -> int:
-    return int(compilation.capture.name.removeprefix("graph").partition("_")[0])
-
-
-def _run_in_eager(graph_module: fx.GraphModule) -> Run:
-    def run(inputs: list[Any]) -> Sequence[Any]:
-        values = list(inputs)
-        inputs.clear()
-        outputs: Sequence[Any] = graph_module(*values)
-        return outputs
-
-    run._boxed_call = True  # type: ignore[attr-defined]
-    return run
-
-
-# ---------------------------------------------------------------------------------------------------------- copies
-
-
-def _copy_model(model: Callable[..., Any]) -> Callable[..., Any]:
-    owner = getattr(model, "__self__", model)
-    if not isinstance(owner, nn.Module):
-        return model
-    copied: Callable[..., Any] = _copy(
-        model, f"the model, a {type(owner).__name__},", "see what it holds besides tensors"
-    )
-    return copied
-
-
-def _copy(value: Any, what: str, advice: str) -> Any:
-    try:
-        return copy.deepcopy(value)
-    except Exception as error:
-        raise TargetError(
-            f"cannot copy {what} to plan it without side effects: {type(error).__name__}: {error}; {advice}"
-        ) from error
-
-
-@contextmanager
-def _same_random_states() -> Iterator[None]:
-    python, numpy = random.getstate(), np.random.get_state()
-    try:
-        with torch.random.fork_rng():
-            yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
-
-
-def _with_batch(call: tuple[tuple[Any, ...], dict[str, Any]], batch: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the call with inputs of another batch size: the first dimension that most tensors have."""
-    sizes = Counter(tensor.shape[0] for tensor in tensors_of(call) if tensor.dim() > 0)
-    if not sizes or batch < 1:
-        raise TargetError(f"cannot try batch {batch}: expected a batch of at least 1 and inputs with a first dimension")
-    size = sizes.most_common(1)[0][0]
-    changed: tuple[tuple[Any, ...], dict[str, Any]] = _resize(call, size, batch)
-    return changed
-
-
-def _resize(value: Any, size: int, batch: int) -> Any:
-    if isinstance(value, torch.Tensor):
-        if value.dim() == 0 or value.shape[0] != size:
-            return value
-        picked = value.detach()[torch.arange(batch, device=value.device) % size]
-        return picked.requires_grad_(value.requires_grad)
-    if isinstance(value, Mapping):
-        return {key: _resize(item, size, batch) for key, item in value.items()}
-    if isinstance(value, tuple | list):
-        items = [_resize(item, size, batch) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    return value

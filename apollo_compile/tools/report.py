@@ -3,46 +3,51 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-
-import torch
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from apollo_compile.errors import TargetError
 from apollo_compile.ir import Role, Trace, Variant
 from apollo_compile.reports.report import Report, merge_reports
-from apollo_compile.reports.summary import GraphSummary, summarize
+from apollo_compile.reports.summary import summarize
+from apollo_compile.reports.values import GraphSummary
 from apollo_compile.session.model import CompiledModel
 from apollo_compile.session.registry import compiled_models, find_models
-from apollo_compile.tools.what_if import PROFILES, what_if
+from apollo_compile.tools.what_if import other_rules, what_if
 
 
 def report(
-    model: torch.nn.Module | None = None, *, units: Sequence[int] | None = None, profiles: Sequence[str] = PROFILES
+    model: Callable[..., Any] | None = None,
+    *,
+    units: Sequence[int] = (),
+    profiles: Sequence[str] = (),
+    rules: bool = False,
 ) -> Report:
     """Return what was done to a compiled model and what its last step measured; print it to read it.
 
     Arguments:
-        model: the module, compiled or as it was before; its graphs are found by the parameters and buffers that they
-            read. None is all that this process compiled and still keeps: graphs of functions, and of what FSDP2
-            gathers, read no parameter of a module.
-        units: numbers of units to compare with; None is half, twice and four times as many as there are.
-        profiles: device profiles to compare with, paths or packaged names. Every comparison plans all graphs again.
+        model: a module, a function or a method, compiled or as it was before. Graphs of a module are found by the
+            parameters and buffers that they read; those of a function, or of a module that has none, by its code. None
+            is all that this process compiled and still keeps: graphs of what FSDP2 gathers read no parameter.
+        units: numbers of units to compare with. Every comparison plans all graphs again.
+        profiles: device profiles to compare with, paths or packaged names.
+        rules: whether to compare with the rules of other systems.
 
     Other batch sizes take inputs, which no compiled model keeps: see `apollo_compile.tools.explain.compare_batches`.
 
     Raises:
-        TargetError: `model` is no module.
+        TargetError: `model` cannot be called.
         ConfigError: a profile cannot be read, or there are to be no units.
     """
-    if model is not None and not isinstance(model, torch.nn.Module):
+    if model is not None and not callable(model):
         raise TargetError(
-            f"there is no report of a {type(model).__name__}: expected a torch.nn.Module, whose graphs are found by "
-            "the parameters that they read; report() without arguments tells of all that was compiled"
+            f"there is no report of a {type(model).__name__}: expected a module or a function that was compiled; "
+            "report() without arguments tells of all that was compiled"
         )
     found = compiled_models() if model is None else find_models(model)
     return merge_reports(
         Report(
-            graphs=tuple(_summarize(entry, units, profiles)),
+            graphs=tuple(_summarize(entry, units, profiles, rules=rules)),
             handed_over=tuple(entry.handed_over),
             verdicts=tuple(entry.verdicts),
             breaks=() if entry.ended_by is None else (entry.ended_by,),
@@ -52,7 +57,9 @@ def report(
     )
 
 
-def _summarize(model: CompiledModel, units: Sequence[int] | None, profiles: Sequence[str]) -> list[GraphSummary]:
+def _summarize(
+    model: CompiledModel, units: Sequence[int], profiles: Sequence[str], *, rules: bool
+) -> list[GraphSummary]:
     """Return the numbers of a model's graphs, those that Inductor runs included: forward before backward."""
     compare = functools.partial(what_if, config=model.config, units=units, profiles=profiles)
     graphs = [
@@ -64,6 +71,7 @@ def _summarize(model: CompiledModel, units: Sequence[int] | None, profiles: Sequ
             is_deterministic=graph.is_deterministic,
             way=graph.way_of_plan,
             what_if=() if graph.is_resized else compare(graph.compilation),
+            baselines=other_rules(graph.compilation) if rules else (),
             lane_bytes=graph.lane_bytes(),
             lane_memory_quota=model.target.lane_memory_quota,
         )
@@ -75,6 +83,7 @@ def _summarize(model: CompiledModel, units: Sequence[int] | None, profiles: Sequ
             Trace(),
             way=Variant.INDUCTOR,
             what_if=compare(left),
+            baselines=other_rules(left) if rules else (),
             lane_memory_quota=model.target.lane_memory_quota,
         )
         for left in model.left

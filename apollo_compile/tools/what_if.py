@@ -1,9 +1,10 @@
-"""What a graph would take on other devices: its plan on other numbers of units, or on another device profile.
+"""What a graph would take on other devices, and by the rules of other systems.
 
-    what_if(compilation, units=..., profiles=...) -> [WhatIf]
+    what_if(compilation, config, units=..., profiles=...) -> [WhatIf]
+    other_rules(compilation) -> ((name, nanoseconds), ...)
 
-Heuristics with little effort make these plans: they are there to be compared, and a report has several per graph. They
-keep the memory quota of the plan that runs; a device on which no plan keeps it has no row.
+Heuristics with little effort plan for other numbers of units, or another device profile: these plans are there to be
+compared. They keep the memory quota of the plan that runs; a device on which no plan keeps it has no row.
 """
 
 from __future__ import annotations
@@ -18,49 +19,49 @@ from apollo_compile.errors import ConfigError, InfeasiblePlanError
 from apollo_compile.ir import Observations
 from apollo_compile.ir.text import format_count
 from apollo_compile.passes.cost import estimate_costs
-from apollo_compile.passes.plan import make_plan
+from apollo_compile.passes.plan import make_plan, to_problem
 from apollo_compile.pipeline import Compilation
-from apollo_compile.reports.summary import WhatIf
+from apollo_compile.planner.baselines import BASELINES
+from apollo_compile.planner.simulate import execute
+from apollo_compile.reports.values import WhatIf
 from apollo_compile.store.profiles import load_profile
 
 _logger = logging.getLogger(__name__)
 
-PROFILES = ("h200",)
-"""Devices that every report compares with."""
 EFFORT = 0.1
 """As a share of the time limit of the plan that runs."""
 
 
 def what_if(
-    compilation: Compilation, config: Config, *, units: Sequence[int] | None = None, profiles: Sequence[str] = PROFILES
+    compilation: Compilation, config: Config, *, units: Sequence[int] = (), profiles: Sequence[str] = ()
 ) -> tuple[WhatIf, ...]:
     """Return what the plan of a graph would take on `units` of its device, and on the devices of `profiles`.
 
     Arguments:
         compilation: the graph, its device and what was measured on it.
         config: with the options of the planner.
-        units: numbers of units of the same device; None is half, twice and four times as many as there are, as far as
-            the profile has rates for them.
+        units: numbers of units of the same device.
         profiles: paths or packaged names.
 
     Raises:
         ConfigError: a profile cannot be read, or there are to be no units.
     """
-    if units is not None and min(units, default=1) < 1:
+    if min(units, default=1) < 1:
         raise ConfigError(f"cannot compare with {min(units)} units: expected at least 1")
     here = compilation.profile
     devices = [
         (_describe(here, count), limit_units(here, count), compilation.observations)
-        for count in dict.fromkeys(_usual_units(here) if units is None else units)
+        for count in dict.fromkeys(units)
         if count != here.units
     ]
     devices += [(f"device profile {name}", load_profile(Path(name)), Observations()) for name in profiles]
     return tuple(_plan_each(compilation, config, devices))
 
 
-def _usual_units(profile: DeviceProfile) -> tuple[int, ...]:
-    candidates = (profile.units // 2, profile.units * 2, profile.units * 4)
-    return tuple(count for count in candidates if 1 <= count <= profile.unit_counts[-1])
+def other_rules(compilation: Compilation) -> tuple[tuple[str, int], ...]:
+    """Return what other systems' rules would take on the same lanes: name and predicted makespan in nanoseconds."""
+    problem = to_problem(compilation.partition.graph, compilation.costs, compilation.plan.lanes)
+    return tuple((name, execute(problem, baseline(problem)).makespan) for name, baseline in BASELINES.items())
 
 
 def _plan_each(
@@ -78,7 +79,7 @@ def _plan_each(
                 seed=config.plan.seed,
                 time_limit_s=config.plan.time_limit_s,
                 work_s=config.plan.time_limit_s * EFFORT,
-                deterministic=config.plan.deterministic,
+                fixed_effort=config.plan.fixed_effort,
                 memory_quota=config.plan.memory_quota,
             )
         except InfeasiblePlanError as error:

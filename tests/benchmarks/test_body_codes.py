@@ -15,7 +15,7 @@ NAMES = (NATIVE, "python", "eager", "narrow")
 
 
 def _body(**times: list[float]) -> BodyTimes:
-    return BodyTimes(graph="graph0_forward", segment="tower", num_segments=1, times=times)
+    return BodyTimes(graph="0/0 forward", segment="tower", num_segments=1, times=times)
 
 
 def test_a_gain_is_that_of_the_bodies_which_another_code_makes_faster() -> None:

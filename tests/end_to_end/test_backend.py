@@ -344,23 +344,25 @@ def test_two_compiles_write_identical_dumps(tmp_path: Path) -> None:
     stages = {Path(name).name for name in texts[0]}
     names = ("capture", "partition", "cost", "plan", "sync", "memory", "program")
     assert stages == {"plan.json", *(f"{number:02d}_{name}.txt" for number, name in enumerate(names))}
-    assert {Path(name).parent.name for name in texts[0]} == {"graph0_forward", "graph0_backward"}
+    assert {Path(name).parent.name for name in texts[0]} == {"0_0_forward", "0_0_backward"}
 
 
-def test_graphs_of_two_dump_directories_have_names_of_their_own_in_a_report(tmp_path: Path) -> None:
-    """Each directory numbers its graphs from 0; a difference has both."""
-    torch._dynamo.reset()
+def test_graphs_before_and_after_a_reset_have_names_of_their_own_in_a_report() -> None:
+    """Dynamo's ids begin again, so a report of what is still kept numbers equal names; a difference has both."""
     layers, x = nn.ModuleList(nn.Linear(width, width) for width in (8, 4)), torch.ones(2, 8)
-    for number, layer in enumerate(layers):
-        options = {**STRICT, "plan.planner": "serial", "runtime.bodies": "eager", "debug.dump": tmp_path / str(number)}
+    options = {**STRICT, "plan.planner": "serial", "runtime.bodies": "eager"}
+    kept = []
+    for layer in layers:
+        torch._dynamo.reset()
         with torch.no_grad():
-            torch.compile(layer, backend="apollo", dynamic=False, options=options)(x[:, : layer.in_features])
-    both = apollo_compile.report(layers, units=(), profiles=())
-    assert [graph.name for graph in both.graphs] == ["graph0_inference", "graph0_inference#2"]
-    assert [graph.name for graph in both.diff(both).graphs] == ["graph0_inference", "graph0_inference#2"]
-    second = apollo_compile.report(layers[1], units=(), profiles=())
-    assert [graph.name for graph in second.graphs] == ["graph0_inference"]
-    assert both.diff(second).only_before == ("graph0_inference#2",)
+            torch.compile(layer, backend="apollo", options=options)(x[:, : layer.in_features])
+        kept += registry.find_models(layer)
+    both = apollo_compile.report(layers)
+    assert [graph.name for graph in both.graphs] == ["0/0 inference", "0/0 inference#2"]
+    assert [graph.name for graph in both.diff(both).graphs] == ["0/0 inference", "0/0 inference#2"]
+    second = apollo_compile.report(layers[1])
+    assert [graph.name for graph in second.graphs] == ["0/0 inference"]
+    assert both.diff(second).only_before == ("0/0 inference#2",)
 
 
 def test_the_report_names_segments_lanes_and_times() -> None:
@@ -370,11 +372,11 @@ def test_the_report_names_segments_lanes_and_times() -> None:
     model = TwoTowers()
     run = torch.compile(model, backend="apollo", options=STRICT)
     run(*two_tower_inputs()).square().mean().backward()
-    first = apollo_compile.report(run, units=(), profiles=())
+    first = apollo_compile.report(run)
     assert str(first).startswith("measuring: 1 of 6 runs of its plan\n")
     assert all(graph.measured is None and graph.is_cold for graph in first.graphs)
     run(*two_tower_inputs()).square().mean().backward()
-    for found in (apollo_compile.report(model, units=()), apollo_compile.report(run, units=())):
+    for found in (apollo_compile.report(model, profiles=("h200",)), apollo_compile.report(run, profiles=("h200",))):
         assert [graph.role for graph in found.graphs] == ["forward", "backward"]
         assert all(segment.measured_ns for graph in found.graphs for segment in graph.segments)
         names = {segment.module for graph in found.graphs for segment in graph.segments}
@@ -384,7 +386,7 @@ def test_the_report_names_segments_lanes_and_times() -> None:
         assert str(found).startswith("measuring: 2 of 6 runs of its plan\n")
     for _ in range((1 + MAX_REPLANS) * (SKIPPED_RUNS + OBSERVED_RUNS)):
         run(*two_tower_inputs()).square().mean().backward()
-    assert str(apollo_compile.report(run, units=(), profiles=())).startswith("settled\n")
+    assert str(apollo_compile.report(run)).startswith("settled\n")
     assert "call the compiled model first" in str(apollo_compile.report(nn.Linear(1, 1)))
 
 
@@ -399,9 +401,9 @@ def test_without_a_model_the_report_is_of_all_that_was_compiled() -> None:
 
     with torch.no_grad():
         torch.compile(layer, backend="apollo", options=STRICT)(torch.ones(2, 4))
-        alone = [graph.name for graph in apollo_compile.report(layer, units=(), profiles=()).graphs]
+        alone = [graph.name for graph in apollo_compile.report(layer).graphs]
         torch.compile(cube, backend="apollo", options=STRICT)(torch.ones(3, 3))
-    both = [graph.name for graph in apollo_compile.report(units=(), profiles=()).graphs]
+    both = [graph.name for graph in apollo_compile.report().graphs]
     assert len(alone) == 1 and len(set(both)) == 2 and both[0] == alone[0]
 
 
@@ -516,7 +518,7 @@ def test_a_dumped_plan_is_run_again(tmp_path: Path) -> None:
         lanes = graph.compilation.plan.lanes
         assert graph.compilation.plan.pinned
         assert {span.lane for span in graph.trace().spans} == {lanes[-1].id}
-    assert "read from a plan file" in str(apollo_compile.report(model, units=(), profiles=()))
+    assert "read from a plan file" in str(apollo_compile.report(model))
 
 
 @needs_two_cores
@@ -537,7 +539,10 @@ def test_one_tower_fills_two_lanes_with_gradients_of_weights(tmp_path: Path) -> 
     file.write_text(json.dumps(content))
 
     eager = train(model, lambda run: run(*inputs).square().mean())
-    options = {**STRICT, "plan.file": first, "debug.dump": tmp_path / "second"}  # so that graphs have the same names
+    options = {
+        **STRICT,
+        "plan.file": first,
+    }
     apollo = train(model, lambda run: run(*inputs).square().mean(), backend="apollo", options=options)
     assert_same_training(eager, apollo)
     graph = registry.compiled_models()[-1].graphs[-1]
@@ -562,8 +567,8 @@ def test_a_plan_for_another_model_is_not_used_and_the_log_says_why(
             torch.testing.assert_close(run(*inputs), model(*inputs), rtol=1e-4, atol=1e-4)
     (graph,) = registry.find_models(model)[-1].graphs
     assert not graph.compilation.plan.pinned
-    assert "whose segments are not those of graph0_inference" in caplog.text
-    assert "planning graph0_inference anew" in caplog.text
+    assert "whose segments are not those of 0/0 inference" in caplog.text
+    assert "planning 0/0 inference anew" in caplog.text
 
 
 @needs_two_cores

@@ -141,7 +141,7 @@ def test_a_list_schedule_competes_and_where_it_wins_it_is_the_plan(monkeypatch: 
 def test_going_over_to_segments_in_turn_asks_no_planner() -> None:
     """Whether a step of a contest does it, or an earlier process found it out; the bound is that of the plan."""
     run, inputs, found = compiled_towers()
-    bounds = [graph.bound_ns for graph in apollo_compile.report(run, units=(), profiles=()).graphs]
+    bounds = [graph.bound_ns for graph in apollo_compile.report(run).graphs]
     apart.stop_planner()
     for graph in found.graphs:
         assert Variant.PLAN in graph.ways, "the plan is the serial one"
@@ -152,7 +152,7 @@ def test_going_over_to_segments_in_turn_asks_no_planner() -> None:
         assert replace(graph, first=replace(known, finding=finding)).way == Variant.SERIAL
     torch.testing.assert_close(run(*inputs), TwoTowers.forward(run, *inputs), rtol=1e-4, atol=1e-5)
     assert apart.stop_planner() is None, "the planner's process was started"
-    after = apollo_compile.report(run, units=(), profiles=()).graphs
+    after = apollo_compile.report(run).graphs
     assert [graph.bound_ns for graph in after] == bounds and min(bounds) > 0
 
 
@@ -164,7 +164,7 @@ def test_the_verdict_is_logged_once_and_stands_in_the_report(caplog: pytest.LogC
         assert not registry.is_settled(run)
         for _ in range((1 + MAX_REPLANS) * (SKIPPED_RUNS + OBSERVED_RUNS)):
             run(*inputs).square().mean().backward()
-        (state,) = apollo_compile.report(run, units=(), profiles=()).states
+        (state,) = apollo_compile.report(run).states
         assert (state.graph, state.stage) == (found.name, "measuring")
         assert re.fullmatch(rf"round \d+ of at \w+ \d+ between .*{Variant.SERIAL}.*", state.detail)
         train_until_settled(run, inputs)
@@ -449,7 +449,7 @@ def test_a_second_run_begins_where_the_first_one_ended(
         assert [g.compilation.plan for g in second.graphs] == [g.compilation.plan for g in first.graphs]
         run(*inputs)
         assert second.autotuner.verdict is not None and second.autotuner.verdict.is_remembered, "it is not watched"
-    text = str(apollo_compile.report(run, units=(), profiles=()))
+    text = str(apollo_compile.report(run))
     assert "of an earlier training loop" in text
     assert ("Inductor ran it when the contest was over" in text) == (way == Variant.INDUCTOR)
 

@@ -108,7 +108,7 @@ def test_texts_of_reports_elsewhere_are_those_of_the_same_run() -> None:
     """Some have remarks behind their lines; `...` begins lines that stand for others."""
     printed = str(Report.load(ROOT / "docs" / "reports" / "clip.json")).splitlines()
     for page in ("autotuning.md", "reading-a-report.md"):
-        texts = [block.code for block in blocks_of(ROOT / "docs" / page) if block.code.startswith("graph0")]
+        texts = [block.code for block in blocks_of(ROOT / "docs" / page) if block.code.startswith("0/0")]
         lines = [line for text in texts for line in text.splitlines() if line and not line.startswith("...")]
         assert len(lines) > 5
         for line in lines:
@@ -270,9 +270,9 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
 def test_torchs_own_switches_show_what_apollo_did(tmp_path: Path) -> None:
     """`TORCH_LOGS` by the package's name; `TORCH_TRACE` with an artifact per plan, which tlparse lists in its page."""
     code = (
-        "import torch; from apollo_compile.tools.explain import plan_model\n"
+        "import torch; from apollo_compile.tools.explain import explain\n"
         "model = torch.nn.Linear(8, 8)\n"
-        "plan_model(model, (torch.ones(2, 8),), options={'device.units': 1}, units=(), profiles=())\n"
+        "explain(model, (torch.ones(2, 8),), options={'device.units': 1})\n"
         "import logging; logging.getLogger('apollo_compile.backend').debug('heard')\n"
     )
     environment = {**os.environ, "TORCH_LOGS": "+apollo_compile", "TORCH_TRACE": str(tmp_path / "trace")}
@@ -281,12 +281,12 @@ def test_torchs_own_switches_show_what_apollo_did(tmp_path: Path) -> None:
     )
     assert "heard" in done.stderr
     (trace,) = (tmp_path / "trace").iterdir()
-    assert '"name": "apollo_graph0_forward", "encoding": "string"' in trace.read_text()
+    assert '"name": "apollo_0_0_forward", "encoding": "string"' in trace.read_text()
     tlparse = shutil.which("tlparse", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
     if tlparse is None:
         pytest.skip("tlparse is not installed")
     page = tmp_path / "page"
     subprocess.run([tlparse, str(trace), "-o", str(page), "--no-browser"], capture_output=True, check=True)
-    (artifact,) = page.glob("*/apollo_graph0_forward_*.txt")
-    assert "plan graph0_forward (serial)" in artifact.read_text()
+    (artifact,) = page.glob("*/apollo_0_0_forward_*.txt")
+    assert "plan 0/0 forward (serial)" in artifact.read_text()
     assert f"{artifact.parent.name}/{artifact.name}" in (page / "index.html").read_text()

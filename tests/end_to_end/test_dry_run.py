@@ -15,11 +15,9 @@ from torch import nn
 
 import apollo_compile
 from apollo_compile.errors import ConfigError, TargetError
-from apollo_compile.tools.explain import compare_batches, plan_model
+from apollo_compile.session import registry
+from apollo_compile.tools.explain import compare_batches, explain
 from tests.end_to_end.models import TwoTowers, two_tower_inputs
-
-FAST: dict[str, Any] = {"units": (), "profiles": ()}
-"""Without plans for other devices."""
 
 GREEDY = {"plan.planner": "greedy", "plan.time_limit_s": 0.2}
 
@@ -111,8 +109,8 @@ def test_nothing_of_a_model_changes() -> None:
     before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
     versions = [parameter._version for parameter in model.parameters()]
     kept = x.clone()
-    report = plan_model(model, (x,), options=GREEDY, **FAST)
-    plan_model(model, (torch.randn(3, 8, generator=torch.Generator()),), options=GREEDY, **FAST)
+    report = explain(model, (x,), options=GREEDY)
+    explain(model, (torch.randn(3, 8, generator=torch.Generator()),), options=GREEDY)
     assert torch.equal(before[0], torch.get_rng_state())
     assert before[1:] == (random.getstate(), np.random.get_state()[1].tolist())
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
@@ -135,7 +133,7 @@ def test_the_plan_is_the_one_that_is_compiled() -> None:
     """Forward and backward, segment by segment."""
     model, inputs = Halves(), (torch.randn(64, 64), torch.randn(64, 64))
     options = {**GREEDY, "plan.contest": False, "plan.replan": False, "runtime.bodies": "python"}
-    planned = plan_model(model, inputs, options=options, **FAST)
+    planned = explain(model, inputs, options=options)
     assert [graph.role for graph in planned.graphs] == ["forward", "backward"]
     assert all(graph.measured is None for graph in planned.graphs)
     run = torch.compile(model, backend="apollo", options=options)
@@ -153,26 +151,26 @@ def test_without_gradients_there_is_no_backward() -> None:
     """As when it is called; a function and a compiled model are as good as a module."""
     model, inputs = TwoTowers(), two_tower_inputs()
     with torch.no_grad():
-        (graph,) = plan_model(torch.compile(model), inputs, options=GREEDY, **FAST).graphs
+        (graph,) = explain(torch.compile(model), inputs, options=GREEDY).graphs
         assert graph.role == "inference"
-        report = plan_model(lambda x, y: x @ y.T, inputs, options={**GREEDY, "plan.contest": False}, **FAST)
-    assert [graph.name for graph in report.graphs] == ["graph0_inference"]
+        report = explain(lambda x, y: x @ y.T, inputs, options={**GREEDY, "plan.contest": False})
+    assert [graph.name for graph in report.graphs] == ["1/0 inference"]
     assert str(report).startswith("planned: nothing was run\n")
 
 
 def test_a_break_is_named_with_its_line_and_what_removes_it() -> None:
     """And the remedy removes it."""
     model, x = Busy(), torch.randn(4, 8)
-    (found,) = plan_model(model, (x,), options=GREEDY, **FAST).breaks
+    (found,) = explain(model, (x,), options=GREEDY).breaks
     assert found.code == "if y.sum().item() > -1e9:"
     assert (found.file, found.function) == (__file__, "forward")
     flag = "torch._dynamo.config.capture_scalar_outputs = True"
     assert found.remedies[0] == flag
 
     with torch.no_grad():
-        assert plan_model(Scaled(8, 8), (x,), options=GREEDY, **FAST).breaks[0].remedies[0] == flag
+        assert explain(Scaled(8, 8), (x,), options=GREEDY).breaks[0].remedies[0] == flag
         with torch._dynamo.config.patch(capture_scalar_outputs=True):
-            assert plan_model(Scaled(8, 8), (x,), options=GREEDY, **FAST).breaks == ()
+            assert explain(Scaled(8, 8), (x,), options=GREEDY).breaks == ()
 
 
 def test_a_break_stands_in_the_report_of_a_compiled_model() -> None:
@@ -195,13 +193,13 @@ def test_a_graph_that_is_inductors_has_its_plan_in_the_report() -> None:
     """So that a reader sees why there is nothing to gain: from a dry run, and from a real one."""
     layer, x = nn.Linear(1024, 1024), torch.ones(512, 1024)
     with torch.no_grad():
-        planned = plan_model(layer, (x,), options=GREEDY, **FAST)
+        planned = explain(layer, (x,), options=GREEDY)
         run = torch.compile(layer, backend="apollo", options=GREEDY)
         run(x)
     for report in (planned, apollo_compile.report(run)):
         (graph,) = report.graphs
         assert graph.way == "Inductor"
-        assert [f"{name}_inference" for name, _ in report.handed_over] == [graph.name]
+        assert [f"{name} inference" for name, _ in report.handed_over] == [graph.name]
         assert "Nothing can overlap" in str(report) and "nothing to gain" in str(report)
         assert str(report).startswith("falls back: nothing to gain: ")
 
@@ -211,35 +209,37 @@ def test_a_chain_runs_in_segments_where_they_are_code_of_their_own(bodies: str, 
     """No plan of it has lanes, and its kernels are large; bodies that Python calls are no faster than the graph."""
     chain, x = nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(4)]), torch.ones(512, 1024)
     with torch.no_grad():
-        (graph,) = plan_model(chain, (x,), options={**GREEDY, "runtime.bodies": bodies}, **FAST).graphs
+        (graph,) = explain(chain, (x,), options={**GREEDY, "runtime.bodies": bodies}).graphs
     assert graph.way == way
     assert {segment.lane for segment in graph.segments} == {0}
 
 
 def test_other_devices_and_batches_are_compared() -> None:
-    """One row each; a larger batch takes longer."""
+    """One row each; a larger batch takes longer. Nothing is compared unasked."""
     model, inputs = TwoTowers(), two_tower_inputs()
     with torch.no_grad():
-        report = plan_model(model, inputs, options=GREEDY, units=(1,), profiles=("h200",), batches=(16, 1024))
+        (alone,) = explain(model, inputs, options=GREEDY).graphs
+        assert alone.what_if == alone.baselines == ()
+        report = explain(model, inputs, options=GREEDY, units=(1,), profiles=("h200",), batches=(16, 1024), rules=True)
     (graph,) = report.graphs
     rows = {row.change: row for row in graph.what_if}
     assert set(rows) >= {"device profile h200", "batch 16", "batch 1024"}
+    assert dict(graph.baselines)["serial"] == graph.serial_ns
     assert rows["batch 16"].serial_ns < graph.serial_ns < rows["batch 1024"].serial_ns
     assert rows["device profile h200"].units == 132
 
 
 def test_batches_are_compared_whatever_was_compiled_before() -> None:
-    """Graphs of a process are numbered; those of the comparison belong to the model's all the same."""
+    """Every trace has names of its own, and graphs without a parameter are not in the report: modules tell."""
     options = {**GREEDY, "plan.contest": False, "runtime.bodies": "eager"}
     model, inputs = InParts(), (torch.ones(64, 64),)
     with torch.no_grad():
         torch.compile(nn.Linear(8, 8), backend="apollo", options=options)(torch.ones(2, 8))
         run = torch.compile(model, backend="apollo", options=options)
         run(*inputs)
-        report = apollo_compile.report(run, **FAST)
+        report = apollo_compile.report(run)
         compared = compare_batches(report, model, inputs, {}, options=options, batches=(4096,))
     small, large = compared.graphs
-    assert small.name != "graph0_inference"
     ((small_row,), (large_row,)) = (small.what_if, large.what_if)
     assert small.serial_ns < small_row.serial_ns < large_row.serial_ns
 
@@ -248,33 +248,25 @@ def test_what_cannot_be_planned_is_one_error() -> None:
     """With what failed and what to do."""
     x = torch.ones(2, 2, requires_grad=True)
     with pytest.raises(TargetError, match=r"cannot copy the inputs(.|\n)*call detach\(\)"):
-        plan_model(nn.Linear(2, 2), (x * 2,))
+        explain(nn.Linear(2, 2), (x * 2,))
     model = nn.Linear(2, 2)
     model.lock = (item for item in ())  # type: ignore[assignment]
     with pytest.raises(TargetError, match="cannot copy the model, a Linear, to plan it"):
-        plan_model(model, (x,))
+        explain(model, (x,))
     with pytest.raises(TargetError, match="Dynamo found nothing to compile"):
-        plan_model(lambda: 3)
+        explain(lambda: 3)
     with pytest.raises(TargetError, match="cannot try batch 0"):
-        plan_model(nn.Linear(2, 2), (torch.ones(2, 2),), batches=(0,), **FAST)
+        explain(nn.Linear(2, 2), (torch.ones(2, 2),), batches=(0,))
     with pytest.raises(ConfigError, match="cannot compare with 0 units: expected at least 1"):
-        plan_model(nn.Linear(2, 2), (torch.ones(2, 2),), units=(4, 0))
+        explain(nn.Linear(2, 2), (torch.ones(2, 2),), units=(4, 0))
     with pytest.raises(TargetError, match="cannot plan a str: expected a module"):
-        plan_model("model.py:build")  # type: ignore[arg-type]
-    with pytest.raises(TargetError, match=r"no report of a function: expected a torch\.nn\.Module"):
-        apollo_compile.report(torch.compile(torch.sin, backend="apollo"))  # type: ignore[arg-type]
-
-
-def test_explain_has_rows_for_other_devices() -> None:
-    """The short form takes the arguments of the model, whatever they are called."""
-
-    class Named(nn.Module):
-        def forward(self, options: torch.Tensor, units: torch.Tensor) -> torch.Tensor:
-            return options @ units
-
-    with torch.no_grad():
-        report = apollo_compile.explain(Named(), torch.ones(4, 4), units=torch.ones(4, 4))
-    assert "device profile h200" in {row.change for graph in report.graphs for row in graph.what_if}
+        explain("model.py:build")  # type: ignore[arg-type]
+    with pytest.raises(TargetError, match=r"args is a Tensor: expected a tuple, as in explain\(model, \(x,\)\)"):
+        explain(nn.Linear(2, 2), torch.ones(2, 2))  # type: ignore[arg-type]
+    with pytest.raises(TargetError, match="kwargs is a Tensor: expected a mapping"):
+        explain(nn.Bilinear(2, 2, 2), (torch.ones(2, 2),), torch.ones(2, 2))  # type: ignore[arg-type]
+    with pytest.raises(TargetError, match="no report of a Tensor: expected a module or a function that was compiled"):
+        apollo_compile.report(torch.ones(2))  # type: ignore[arg-type]
 
 
 class _Moves(nn.Module):
@@ -290,17 +282,68 @@ class _Moves(nn.Module):
         return self.norm(self.linear(x))
 
 
+def test_parameters_are_not_copied() -> None:
+    """What runs reads the user's own memory; only where a graph writes to it, there is a copy."""
+    read = []
+
+    @torch.compiler.disable
+    def look(weight: torch.Tensor) -> None:
+        read.append(weight.data_ptr())
+
+    class Watched(Halves):
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            look(self.left.weight)
+            return super().forward(x, y)
+
+    model = Watched()
+    with torch.no_grad():
+        explain(model, (torch.ones(64, 64), torch.ones(64, 64)), options=GREEDY)
+    assert read == [model.left.weight.data_ptr()]
+
+
 @pytest.mark.parametrize("through_method", [False, True])
 def test_what_a_forward_writes_is_written_to_a_copy(through_method: bool) -> None:
     """Parameters and buffers, whether the module is called or one of its methods."""
     model = _Moves()
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    apollo_compile.explain(model.forward if through_method else model, torch.randn(4, 8))
+    explain(model.forward if through_method else model, (torch.randn(4, 8),))
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+class Similarities(nn.Module):
+    """A module without parameters."""
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """Return the similarities of all pairs, in two graphs."""
+        z = x @ y.T
+        torch._dynamo.graph_break()
+        return z @ y
+
+
+def similarities(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Return the similarities of all pairs, in two graphs."""
+    z = x @ y.T
+    torch._dynamo.graph_break()
+    return z @ y
+
+
+@pytest.mark.parametrize("run", [similarities, Similarities(), Similarities().forward], ids=str)
+def test_what_has_no_parameters_has_a_report(run: Any) -> None:
+    """By its code, behind a graph break too; compiled or not."""
+    options = {"plan.planner": "serial", "plan.contest": False, "runtime.bodies": "eager"}
+    inputs = (torch.ones(64, 64), torch.ones(64, 64))
+    compiled = torch.compile(run, backend="apollo", options=options)
+    others = registry.find_models(run)  # torch keeps the graph before a break, a reset notwithstanding
+    with torch.no_grad():
+        torch.compile(Halves(), backend="apollo", options=options)(*inputs)
+        compiled(*inputs)
+    graphs = apollo_compile.report(compiled).graphs
+    assert len(graphs) == len(others) + 2
+    assert apollo_compile.report(run).graphs == graphs
 
 
 def test_a_plan_that_cannot_be_made_is_a_reason() -> None:
     """The backend would fall back, and so does the dry run."""
-    report = plan_model(nn.Linear(64, 64), (torch.randn(8, 64),), options={"plan.memory_quota": 1})
+    report = explain(nn.Linear(64, 64), (torch.randn(8, 64),), options={"plan.memory_quota": 1})
     assert all("InfeasiblePlanError" in reason for _, reason in report.handed_over)
     assert report.handed_over

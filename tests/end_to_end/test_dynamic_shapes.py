@@ -115,7 +115,7 @@ def test_every_bucket_gets_a_plan_from_its_own_sizes() -> None:
     assert [segment.name for segment in first.segments] == [segment.name for segment in second.segments]
     assert sum(s.work.flops for s in second.segments) > 3 * sum(s.work.flops for s in first.segments)
     assert long.compilation.plan.serial_ns > short.compilation.plan.serial_ns
-    names = [graph.name for graph in apollo_compile.report(model, units=(), profiles=()).graphs]
+    names = [graph.name for graph in apollo_compile.report(model).graphs]
     assert len(names) == 2 and "=16" in names[0] and "=127" in names[1]
 
 
@@ -323,7 +323,7 @@ def test_a_graph_that_gets_no_plans_by_size_leaves_nothing_behind(monkeypatch: p
     run = torch.compile(layer, backend="apollo", options=EAGER_BODIES, dynamic=True)
     with torch.no_grad():
         torch.testing.assert_close(run(x), layer(x))
-    report = apollo_compile.report(layer, units=(), profiles=())
+    report = apollo_compile.report(layer)
     assert [reason for _, reason in report.handed_over] == ["no formulas for this graph"]
     assert report.graphs == ()
     (model,) = registry.find_models(layer)

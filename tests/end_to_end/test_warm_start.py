@@ -129,8 +129,8 @@ def test_a_second_compile_is_the_first_one(kind: str, monkeypatch: pytest.Monkey
         graph.compilation.program.instructions for graph in first.graphs
     ]
     assert [graph.compilation.capture.name for graph in second.graphs] == [
-        f"graph{second.number}_forward",
-        f"graph{second.number}_backward",
+        f"{second.name} forward",
+        f"{second.name} backward",
     ]
     assert all(graph.trace().spans for graph in second.graphs)
 

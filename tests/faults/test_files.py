@@ -74,8 +74,8 @@ def _report() -> Report:
     )
     return Report(
         graphs=(summarize(compilation, invent_run(compilation)),),
-        handed_over=(("graph1", "why"),),
-        verdicts=(("graph0", Verdict(winner="plan", choice=("plan",), standings=standings, num_steps=30)),),
+        handed_over=(("1/0", "why"),),
+        verdicts=(("0/0", Verdict(winner="plan", choice=("plan",), standings=standings, num_steps=30)),),
         breaks=(a_break(),),
     )
 

@@ -269,7 +269,7 @@ def test_a_quota_of_the_control_group_means_fewer_units_and_one_line(
         run(x[:8])
     (line,) = [record.getMessage() for record in caplog.records if "control group" in record.getMessage()]
     assert "grants 1.5 cores" in line and "lanes use 1" in line
-    assert {graph.device.units for graph in apollo_compile.report(model, units=(), profiles=()).graphs} == {1}
+    assert {graph.device.units for graph in apollo_compile.report(model).graphs} == {1}
 
 
 def test_a_full_disk_costs_dumps_and_the_kept_profile_nothing_else(

@@ -266,7 +266,7 @@ def test_seconds_instead_of_work_give_the_solver_all_cores(monkeypatch: pytest.M
     original = cp_sat.solve_with_cp_sat
     monkeypatch.setattr(cp_sat, "solve_with_cp_sat", solve_with_cp_sat)
     problem = limited(random.Random(3), random_problem(random.Random(3), 7, 4))
-    check(problem, solve(problem, Effort(deterministic=False, time_limit_s=60.0, work_s=0.5)))
+    check(problem, solve(problem, Effort(is_fixed=False, time_limit_s=60.0, work_s=0.5)))
     assert set(workers) == {len(os.sched_getaffinity(0))}
 
 

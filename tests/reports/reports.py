@@ -27,8 +27,10 @@ from apollo_compile.passes.plan import make_plan
 from apollo_compile.passes.sync import eliminate_syncs
 from apollo_compile.pipeline import Compilation
 from apollo_compile.reports.report import Report
-from apollo_compile.reports.summary import WhatIf, summarize
+from apollo_compile.reports.summary import summarize
+from apollo_compile.reports.values import WhatIf
 from apollo_compile.store.profiles import default_profile
+from apollo_compile.tools.what_if import other_rules
 from benchmarks.graphs import WORKLOADS, load_graphs
 
 UNITS = 4
@@ -108,7 +110,9 @@ def workload_report(name: str) -> Report:
     for role in ("forward", "backward"):
         compilation = compile_graph(graphs[f"{name}_{role}"])
         row = WhatIf(change="8 units", units=8, serial_ns=2_000_000, predicted_ns=1_000_000)
-        summaries.append(summarize(compilation, invent_run(compilation), what_if=(row,)))
+        summaries.append(
+            summarize(compilation, invent_run(compilation), what_if=(row,), baselines=other_rules(compilation))
+        )
     return Report(graphs=tuple(summaries), handed_over=())
 
 
@@ -116,7 +120,7 @@ def a_break(**changes: object) -> GraphBreak:
     """Return a graph break in a line that needs care in HTML."""
     return GraphBreak(
         **{
-            "graph": "graph0",
+            "graph": "0/0",
             "problem": "Unsupported Tensor.item() call",
             "explanation": "Dynamo does not support tracing it.",
             "file": "model.py",

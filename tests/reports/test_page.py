@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 
 from apollo_compile.reports.render_html import NODE_WIDTH, place_modules, place_ticks
-from apollo_compile.reports.report import Report, Stage, State
+from apollo_compile.reports.report import Report
 from apollo_compile.reports.summary import summarize
+from apollo_compile.reports.values import Stage, State
 from benchmarks.graphs import WORKLOADS
 from tests.builders import random_graph
 from tests.reports.reports import VERDICT, a_break, compile_graph, invent_run, workload_report
@@ -32,14 +33,14 @@ def full_report(workload: str = "clip") -> Report:
     """Return a report with everything that a report can have."""
     return replace(
         workload_report(workload),
-        handed_over=(("graph1_forward", "x is on device cuda:0 <script>alert(1)</script>"),),
-        verdicts=(("graph0", VERDICT),),
+        handed_over=(("1/0 forward", "x is on device cuda:0 <script>alert(1)</script>"),),
+        verdicts=(("0/0", VERDICT),),
         breaks=(a_break(),),
         states=(STATE,),
     )
 
 
-STATE = State(graph="graph0", stage=Stage.MEASURING, detail="round 3 of at least 5")
+STATE = State(graph="0/0", stage=Stage.MEASURING, detail="round 3 of at least 5")
 
 
 class Page(HTMLParser):

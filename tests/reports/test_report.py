@@ -16,8 +16,9 @@ from apollo_compile.ir import Variant
 from apollo_compile.passes.plan import to_problem
 from apollo_compile.planner.simulate import serial_schedule
 from apollo_compile.reports.colors import COLORS, color_of_branches
-from apollo_compile.reports.report import Report, Stage, State, merge_reports
-from apollo_compile.reports.summary import Bottleneck, Limit, WhatIf, summarize
+from apollo_compile.reports.report import Report, merge_reports
+from apollo_compile.reports.summary import summarize
+from apollo_compile.reports.values import Bottleneck, Limit, Stage, State, WhatIf
 from apollo_compile.reports.words import OTHER_BATCHES, describe, explain_place
 from apollo_compile.tools.what_if import what_if
 from benchmarks.graphs import WORKLOADS, load_graphs
@@ -115,10 +116,10 @@ def test_json_is_read_back_as_the_same_report() -> None:
     graphs = workload_report("clip").graphs
     report = Report(
         graphs=graphs,
-        handed_over=(("graph1_forward", "x is on device cuda:0"),),
-        verdicts=(("graph0", VERDICT),),
+        handed_over=(("1/0 forward", "x is on device cuda:0"),),
+        verdicts=(("0/0", VERDICT),),
         breaks=(a_break(),),
-        states=(State(graph="graph0", stage=Stage.MEASURING, detail="round 3 of at least 5"),),
+        states=(State(graph="0/0", stage=Stage.MEASURING, detail="round 3 of at least 5"),),
     )
     assert Report.from_json(report.to_json()) == report
 
@@ -143,22 +144,22 @@ def test_a_report_with_memory_of_more_lanes_than_it_has_is_refused() -> None:
 # ---------------------------------------------------------------------------------------------------------------- words
 
 
-SETTLED = State(graph="graph0", stage=Stage.SETTLED)
-MEASURING = State(graph="graph1", stage=Stage.MEASURING, detail="round 3 of at least 5 between segments in turn, plan")
-FALLEN_BACK = State(graph="graph2", stage=Stage.FALLS_BACK, detail="x is on device cuda:0 <&>")
+SETTLED = State(graph="0/0", stage=Stage.SETTLED)
+MEASURING = State(graph="1/0", stage=Stage.MEASURING, detail="round 3 of at least 5 between segments in turn, plan")
+FALLEN_BACK = State(graph="2/0", stage=Stage.FALLS_BACK, detail="x is on device cuda:0 <&>")
 
 
 @pytest.mark.parametrize(
     ("states", "told"),
     [
         ((SETTLED,), "settled"),
-        ((SETTLED, replace(SETTLED, graph="graph1")), "settled"),
+        ((SETTLED, replace(SETTLED, graph="1/0")), "settled"),
         ((MEASURING,), "measuring: round 3 of at least 5 between segments in turn, plan"),
         ((FALLEN_BACK,), "falls back: x is on device cuda:0 <&>"),
         (
             (SETTLED, MEASURING, FALLEN_BACK),
-            "measuring: graph1: round 3 of at least 5 between segments in turn, plan; "
-            "falls back: graph2: x is on device cuda:0 <&>; settled: graph0",
+            "measuring: 1/0: round 3 of at least 5 between segments in turn, plan; "
+            "falls back: 2/0: x is on device cuda:0 <&>; settled: 0/0",
         ),
     ],
 )
@@ -256,13 +257,11 @@ def test_comparisons_without_batches_say_how_to_get_them() -> None:
 
 
 def test_a_comparison_beyond_what_a_profile_knows_says_so() -> None:
-    """The packaged profile of CPUs has rates up to 64 units; by default nothing is compared beyond them."""
+    """The packaged profile of CPUs has rates up to 64 units."""
     made = compile_graph(load_graphs()["vit_control_forward"], time_limit_s=0.1)
-    rows = what_if(made, load_config({"plan.planner": "serial"}), units=(2, 99), profiles=())
+    rows = what_if(made, load_config({"plan.planner": "serial"}), units=(2, 99))
     assert [row.change for row in rows] == ["2 units", "99 units, no kernel faster than on 64"]
-    known = replace(made, profile=replace(made.profile, units=64))
-    usual = what_if(known, load_config({"plan.planner": "serial"}), profiles=())
-    assert [row.change for row in usual] == ["32 units"]
+    assert what_if(made, load_config({"plan.planner": "serial"})) == ()
 
 
 def test_comparisons_keep_the_memory_quota() -> None:
@@ -273,7 +272,7 @@ def test_comparisons_keep_the_memory_quota() -> None:
 
     def gains(**options: int) -> list[float]:
         config = load_config({"plan.planner": "greedy", **options})
-        return [row.gain for row in what_if(made, config, units=(4,), profiles=())]
+        return [row.gain for row in what_if(made, config, units=(4,))]
 
     assert gains()[0] > 1.1
     assert gains(**{"plan.memory_quota": in_turn}) == [1.0]
@@ -297,7 +296,7 @@ def test_why_names_times_needs_and_neighbours() -> None:
 
 def test_why_of_an_unknown_name_lists_similar_ones() -> None:
     """And why graphs are not there at all."""
-    report = replace(small(), handed_over=(("graph1_forward", "dynamic shapes"),))
+    report = replace(small(), handed_over=(("1/0 forward", "dynamic shapes"),))
     with pytest.raises(LookupError, match=r"similar: image\.layers\.0(.|\n)*dynamic shapes"):
         report.why("image.layer.0")
 
@@ -305,7 +304,7 @@ def test_why_of_an_unknown_name_lists_similar_ones() -> None:
 def test_a_break_stands_in_the_text_with_its_line_and_what_removes_it() -> None:
     """Below the graphs."""
     text = str(replace(small(), breaks=(a_break(),)))
-    assert "graph break behind graph0: Unsupported Tensor.item() call\n  model.py:12 in forward: if x" in text
+    assert "graph break behind 0/0: Unsupported Tensor.item() call\n  model.py:12 in forward: if x" in text
     assert "\n  try: torch._dynamo.config.capture_scalar_outputs = True" in text
     assert "Try to remove the graph break below" in text
 
@@ -355,20 +354,20 @@ def test_reports_of_several_dynamo_graphs_become_one_with_unique_names() -> None
     """Whatever tells of a graph gets the same number."""
     each = replace(
         small(),
-        handed_over=(("graph0_backward", "x is on device cuda:0"),),
-        verdicts=(("graph0", VERDICT),),
+        handed_over=(("0/0 backward", "x is on device cuda:0"),),
+        verdicts=(("0/0", VERDICT),),
         breaks=(a_break(),),
-        states=(State(graph="graph0", stage=Stage.SETTLED),),
+        states=(State(graph="0/0", stage=Stage.SETTLED),),
     )
-    merged = merge_reports([each, Report(graphs=(), handed_over=(("graph1_forward", "x"),)), each, each])
+    merged = merge_reports([each, Report(graphs=(), handed_over=(("1/0 forward", "x"),)), each, each])
     endings = ["", "#2", "#3"]
     assert [graph.name for graph in merged.graphs] == [f"test{ending}" for ending in endings]
     assert [name for name, _ in merged.handed_over] == [
-        "graph0_backward", "graph1_forward", "graph0_backward#2", "graph0_backward#3"
+        "0/0 backward", "1/0 forward", "0/0 backward#2", "0/0 backward#3"
     ]  # fmt: skip
-    assert [name for name, _ in merged.verdicts] == [f"graph0{ending}" for ending in endings]
-    assert [found.graph for found in merged.breaks] == [f"graph0{ending}" for ending in endings]
-    assert [state.graph for state in merged.states] == [f"graph0{ending}" for ending in endings]
+    assert [name for name, _ in merged.verdicts] == [f"0/0{ending}" for ending in endings]
+    assert [found.graph for found in merged.breaks] == [f"0/0{ending}" for ending in endings]
+    assert [state.graph for state in merged.states] == [f"0/0{ending}" for ending in endings]
     assert merge_reports([each]) == each
 
 

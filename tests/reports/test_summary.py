@@ -34,8 +34,10 @@ from apollo_compile.passes.sync import eliminate_syncs
 from apollo_compile.pipeline import Compilation
 from apollo_compile.reports.render_text import render_text
 from apollo_compile.reports.report import Report
-from apollo_compile.reports.summary import DeviceSummary, GraphSummary, Limit, Timeline, summarize
+from apollo_compile.reports.summary import summarize
+from apollo_compile.reports.values import DeviceSummary, GraphSummary, Limit, Timeline
 from apollo_compile.store.profiles import default_profile
+from apollo_compile.tools.what_if import other_rules
 from apollo_compile.units import format_bytes
 from tests.builders import costs, graph, plan
 from tests.reports.reports import VERDICT
@@ -215,7 +217,8 @@ def test_a_run_that_lacks_segments_has_no_numbers_for_them() -> None:
 
 def test_the_text_has_every_number() -> None:
     """Of the graph, of the run, and of the segments; a star marks predictions from measurements."""
-    summary = summarize(compilation(), RUN)
+    made = compilation()
+    summary = summarize(made, RUN, baselines=other_rules(made))
     text = render_text(Report(graphs=(summary,), handed_over=()))
     lines = text.splitlines()
     assert lines[0] == "test: 4 segments (3 bodies) on 3 lanes, greedy plan"
@@ -244,7 +247,6 @@ def test_lanes_show_their_memory_against_their_quota() -> None:
     on_cores = summarize(made, RUN)
     assert [lane.peak_bytes for lane in on_cores.lanes] == list(made.memory.peak_bytes_by_lane)
     assert {(lane.taken_bytes, lane.quota_bytes) for lane in on_cores.lanes} == {(None, None)}
-    assert {lane.quota_bytes for lane in summarize(made, RUN, lane_memory_quota=8192).lanes} == {None}
     on_sms = summarize(replace(made, profile=replace(made.profile, kind="cuda")), RUN, **memory)
     assert [(lane.taken_bytes, lane.quota_bytes) for lane in on_sms.lanes] == [(None, 8192), (3072, 8192), (5120, 8192)]
     rows = {graph: str(Report(graphs=(graph,), handed_over=())).splitlines() for graph in (on_cores, on_sms)}
@@ -295,11 +297,11 @@ def test_the_text_before_a_run_has_no_measured_line() -> None:
 def test_graphs_that_inductor_runs_are_listed_with_the_reason() -> None:
     """After those that run in segments."""
     summary = summarize(compilation(), NOTHING)
-    report = Report(graphs=(summary, summary), handed_over=(("graph1_forward", "x is on device cuda:0"),))
+    report = Report(graphs=(summary, summary), handed_over=(("1/0 forward", "x is on device cuda:0"),))
     text = str(report)
     assert text == render_text(report)
     blocks = text.split("\n\n")
-    assert blocks[-1] == "graph1_forward: runs in Inductor, whole\n  because x is on device cuda:0"
+    assert blocks[-1] == "1/0 forward: runs in Inductor, whole\n  because x is on device cuda:0"
     assert text.count("test: 4 segments") == 2
 
 
@@ -348,16 +350,18 @@ def test_a_graph_without_segments_has_a_text() -> None:
 
 
 def test_a_report_says_where_a_plan_comes_from() -> None:
-    """Candidates, solver, limits, replans; and what the rules of others would take on the same lanes."""
+    """Candidates, solver, limits, replans; and, where asked for, what the rules of others would take on these lanes."""
     made = compilation()
     tried = Candidate(name="serial", undisturbed_ns=560, makespan_ns=560)
     searched = replace(made.plan, candidates=(tried, tried), solver="solver 1.0", seed=7, stopped_early=True)
-    summary = summarize(replace(made, plan=searched), NOTHING, num_replans=2)
+    searched_for = replace(made, plan=searched)
+    summary = summarize(searched_for, NOTHING, num_replans=2, baselines=other_rules(searched_for))
     assert summary.gap == pytest.approx(510 / 123 - 1)
     assert dict(summary.baselines)["serial"] == made.plan.serial_ns
     text = str(Report(graphs=(summary,), handed_over=()))
     assert "best of 2 candidates; solver 1.0, seed 7; stopped by the time limit; planned again from measured" in text
     assert "by the rules of others: equal split " in text
+    assert "by the rules" not in str(Report(graphs=(summarize(searched_for, NOTHING),), handed_over=()))
     pinned = summarize(replace(made, plan=replace(made.plan, pinned=True)), NOTHING)
     assert "read from a plan file" in str(Report(graphs=(pinned,), handed_over=()))
 
@@ -365,9 +369,9 @@ def test_a_report_says_where_a_plan_comes_from() -> None:
 def test_a_report_shows_the_contest_and_what_runs_instead_of_the_plan() -> None:
     """Who was compared, by how much the others are slower, and in how many rounds."""
     summary = summarize(compilation(), NOTHING, way=Variant.INDUCTOR)
-    text = render_text(Report(graphs=(summary,), handed_over=(), verdicts=(("graph0", VERDICT),)))
+    text = render_text(Report(graphs=(summary,), handed_over=(), verdicts=(("0/0", VERDICT),)))
     assert "does not run its plan now but Inductor" in text
-    assert "graph0: chosen by measuring" in text
+    assert "0/0: chosen by measuring" in text
     rows = [line.split() for line in text.splitlines()]
     assert ["Inductor", "2.00", "ms", "1.000", "5"] in rows
     assert ["segments", "in", "turn", "2.50", "ms", "1.250", "7"] in rows

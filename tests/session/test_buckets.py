@@ -70,7 +70,7 @@ def family(
     """Return the plans of one graph, and the first of them."""
     first = Recorder({"s0": 4, "s1": 4})
     made = GraphFamily(
-        name="graph0_forward",
+        name="0/0 forward",
         boundary=BOUNDARY,
         symbols=symbols,
         sizes=first.sizes,
@@ -236,7 +236,7 @@ def test_a_plan_that_cannot_be_made_is_one_warning(caplog: pytest.LogCaptureFixt
         for _ in range(3):
             insist(graphs, 64, 64)
     assert [record.getMessage() for record in caplog.records] == [
-        "graph0_forward has no plan of its own for s0=64, s1=64: ValueError: no plan for this"
+        "0/0 forward has no plan of its own for s0=64, s1=64: ValueError: no plan for this"
     ]
     assert first.calls == ["stand-in"] * 2 + ["own"] * 4
 

@@ -14,7 +14,7 @@ from apollo_compile.errors import PlanFileError
 from apollo_compile.ir import CostTable, Lane, Plan, SegmentGraph
 from apollo_compile.ir.check import check_plan
 from apollo_compile.passes.plan import make_plan
-from apollo_compile.store.plan_file import FILE_NAME, fingerprint, load_plan, save_plan
+from apollo_compile.store.plan_file import FILE_NAME, fingerprint, folder_of, load_plan, save_plan
 from tests.builders import chains, graph, random_costs, random_graph, random_plan
 
 
@@ -124,3 +124,11 @@ def test_a_directory_without_the_graph_is_named(tmp_path: Path) -> None:
     made, _, lanes, _ = _two_chains()
     with pytest.raises(PlanFileError, match=f"{made.name}/{FILE_NAME}"):
         load_plan(tmp_path, made, lanes)
+
+
+def test_the_folder_of_a_graph_is_a_legal_name() -> None:
+    """Also of one with sizes, of a part of a compile, and of compiled autograd's."""
+    assert folder_of("0/0 forward") == "0_0_forward"
+    assert folder_of("0/0.2 backward") == "0_0.2_backward"
+    assert folder_of("12/3 forward[s77=400, s27=800]") == "12_3_forward[s77=400,_s27=800]"
+    assert folder_of("!0/1/0 inference") == "_0_1_0_inference"

@@ -17,7 +17,6 @@ import pytest
 
 from apollo_compile.device.cpu.machine import CPU_FEATURES, cpu_description, cpu_model
 from apollo_compile.errors import ApolloError
-from apollo_compile.reports.render_bench import format_measurement
 from apollo_compile.tools.bench import _LOSS as LOSS
 from apollo_compile.tools.bench import (
     INDUCTOR_MODES,
@@ -36,6 +35,7 @@ from apollo_compile.tools.bench import (
     turn_orders,
 )
 from apollo_compile.tools.bench import _save_digest as save_digest
+from apollo_compile.tools.render_bench import format_measurement
 from benchmarks.run import batches, format_overview, workloads
 from benchmarks.workloads.specs import SPECS
 

@@ -137,7 +137,9 @@ def test_what_cannot_be_done_is_one_line(
     assert capsys.readouterr().err.splitlines()[-1].startswith("apollo calibrate: ")
 
 
-@pytest.mark.parametrize("arguments", ([], ["unknown"], ["calibrate", "--units", "two"]))
+@pytest.mark.parametrize(
+    "arguments", ([], ["unknown"], ["calibrate", "--units", "two"], ["explain", "a:b", "--what-if", "batch"])
+)
 def test_a_wrong_call_shows_the_usage(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     """Exit code 2."""
     with pytest.raises(SystemExit) as stopped:
@@ -175,11 +177,12 @@ def test_explain_writes_every_form_and_prints_a_report(
     """From a file and a function, with arguments, options and other batches."""
     files = {name: tmp_path / f"report.{name}" for name in ("html", "trace", "dot", "save")}
     written = [part for name, path in files.items() for part in (f"--{name}", str(path))]
-    compared = ["--batch", "8", "--units", "1", "--profile", "h200"]
+    compared = ["--what-if", "batch=8", "--what-if", "units=1", "--what-if", "profile=h200", "--what-if", "rules"]
     target = [f"{model_file}:build", "--set", "batch=16", "--option", "plan.planner=greedy"]
     assert main(["explain", *target, *compared, *written]) == 0
     printed = capsys.readouterr()
-    assert "graph0_forward" in printed.out and "graph0_backward" in printed.out and "batch 8" in printed.out
+    assert "0/0 forward" in printed.out and "0/0 backward" in printed.out and "batch 8" in printed.out
+    assert "device profile h200" in printed.out
     assert "building the model" in printed.err.splitlines()
     report = Report.from_json(files["save"].read_text())
     assert files["html"].read_text() == report.to_html()
@@ -190,7 +193,7 @@ def test_explain_writes_every_form_and_prints_a_report(
 
 def test_explain_prints_json_and_answers_why(model_file: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Nothing else goes to standard output."""
-    quick = ["--option", "device.units=1", "--units", "1", "--profile", "cpu"]
+    quick = ["--option", "device.units=1"]
     assert main(["explain", f"{model_file}:by_name", "--json", *quick]) == 0
     report = Report.from_json(capsys.readouterr().out)
     assert [graph.role for graph in report.graphs] == ["forward", "backward"]
@@ -228,9 +231,9 @@ def test_a_saved_report_is_shown_again(tmp_path: Path, capsys: pytest.CaptureFix
     assert main(["report", str(path), "--json"]) == 0
     assert Report.from_json(capsys.readouterr().out) == report
     with pytest.raises(SystemExit) as stopped:
-        main(["report", str(path), "--batch", "8", "--steps", "2"])
+        main(["report", str(path), "--what-if", "batch=8", "--steps", "2"])
     assert stopped.value.code == 2
-    assert "shown as it is; --batch, --steps would need file.py:function" in capsys.readouterr().err
+    assert "shown as it is; --what-if, --steps would need file.py:function" in capsys.readouterr().err
     assert main(["report", str(path), "--why", "text_model", "--json"]) == 0
     assert "granted" in json.loads(capsys.readouterr().out)["why"]
     (tmp_path / "other.json").write_text("{}")
@@ -247,7 +250,7 @@ def test_report_trains_a_model_and_measures(model_file: str, capsys: pytest.Capt
     """For so many steps."""
     settings = ("plan.contest=false", "plan.planner=serial", "debug.strict=true", "runtime.bodies=python")
     options = [part for setting in settings for part in ("--option", setting)]
-    compared = ["--units", "1", "--profile", "h200", "--batch", "16"]
+    compared = ["--what-if", "units=1", "--what-if", "profile=h200", "--what-if", "batch=16"]
     assert main(["report", f"{model_file}:build", "--steps", "2", "--json", *compared, *options]) == 0
     printed = capsys.readouterr()
     report = Report.from_json(printed.out)
@@ -284,17 +287,18 @@ def test_plan_diff_compares_dumps(
     model_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Directories of `APOLLO_DUMP`, and single plans in them."""
-    quick = ["--units", "1", "--profile", "cpu", "--option", "device.units=1"]
+    quick = ["--option", "device.units=1"]
     for name in ("first", "second"):
+        torch._dynamo.reset()  # as in a process of its own
         monkeypatch.setenv("APOLLO_DUMP", str(tmp_path / name))
         assert main(["explain", f"{model_file}:build", *quick]) == 0
     capsys.readouterr()
     assert main(["plan-diff", str(tmp_path / "first"), str(tmp_path / "second"), "--exit-code"]) == 0
     assert capsys.readouterr().out.count("same plan") == 2
-    plan = str(tmp_path / "first" / "graph0_forward" / "plan.json")
+    plan = str(tmp_path / "first" / "0_0_forward" / "plan.json")
     assert main(["plan-diff", plan, plan, "--json"]) == 0
     (graph,) = json.loads(capsys.readouterr().out)["graphs"]
-    assert graph["name"] == "graph0_forward" and graph["num_waits"] == [None, None]
+    assert graph["name"] == "0/0 forward" and graph["num_waits"] == [None, None]
 
 
 def test_bench_prints_a_table_and_refuses_wrong_numbers(

@@ -40,8 +40,10 @@ def test_every_finding_is_explained_in_the_docs() -> None:
     """By its subject, those of a GPU included."""
     page = (ROOT / "docs" / "troubleshooting.md").read_text()
     explained = set(re.findall(r"^\| `([\w\+\- ]+)[^`]*` \|", page, re.MULTILINE))
-    assert {name.strip() for name in explained} >= _subjects("doctor.py") | _subjects("cuda/examine.py")
-    assert len(_subjects("doctor.py")) > 10 and {"driver", "split", "overlap"} <= _subjects("cuda/examine.py")
+    assert {name.strip() for name in explained} >= _subjects("tools/doctor.py") | _subjects("device/gpu/examine.py")
+    assert len(_subjects("tools/doctor.py")) > 10 and {"driver", "split", "overlap"} <= _subjects(
+        "device/gpu/examine.py"
+    )
 
 
 def _subjects(file: str) -> set[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -54,7 +53,7 @@ class Compiler:
 
     def __call__(self, graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         model = CompiledModel(
-            number=len(self.models),
+            name=f"{len(self.models)}/0",
             config=self._config,
             target=GpuTarget(self.gpu, load_profile(Path("h200")), self._config, device=torch.device("cpu")),
         )
@@ -450,7 +449,7 @@ def test_a_cpu_tensor_among_those_of_a_gpu_falls_back_with_the_reason(caplog: py
     def with_device(graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         config = load_config(OPTIONS)
         target = GpuTarget(compiler.gpu, load_profile(Path("h200")), config, device=torch.device("cuda", 0))
-        model = CompiledModel(number=next(itertools.count()), config=config, target=target)
+        model = CompiledModel(name="0/0", config=config, target=target)
         return GraphCompiler(model, {}).compile(graph_module, example_inputs)
 
     layer, x = nn.Linear(2, 2), torch.ones(1, 2)

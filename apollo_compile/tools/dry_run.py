@@ -1,0 +1,154 @@
+"""Take a model through all stages up to the program, forward and backward, and compile nothing.
+
+    trace(model, call, config, profile) -> DryRun
+
+Dynamo traces the model, AOTAutograd makes graphs of what it hands over, and these are planned. They then run in eager,
+once, so that code behind a graph break sees real numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import fx
+
+from apollo_compile.config import Config
+from apollo_compile.device.profile import DeviceProfile
+from apollo_compile.device.target import Run
+from apollo_compile.errors import TargetError, UnsupportedGraphError
+from apollo_compile.ir import GraphBreak, Role
+from apollo_compile.pipeline import Compilation
+from apollo_compile.session.planning import plan_graph, reason_to_fall_back, role_of
+from apollo_compile.tools.private_copy import Call, PrivateCopy, copy_inputs, same_random_states
+from apollo_compile.torch_bridge.compile_context import name_dynamo_graph, original_callable, written_arguments
+from apollo_compile.torch_bridge.frontend import compile_with_inductor
+from apollo_compile.torch_bridge.graph_breaks import find_break
+from apollo_compile.torch_bridge.layouts import adopt_layouts
+from apollo_compile.torch_bridge.settings import inductor_settings, with_settings
+
+
+@dataclass(kw_only=True, slots=True)
+class DryRun:
+    """Stands where the backend stands: plans what Dynamo and AOTAutograd hand over, and runs it in eager."""
+
+    config: Config
+    profile: DeviceProfile
+    graphs: dict[str, list[tuple[Compilation, str | None]]] = field(default_factory=dict)
+    """By the name of their Dynamo graph, each with the reason where Inductor would get it."""
+    handed_over: list[tuple[str, str]] = field(default_factory=list)
+    breaks: list[GraphBreak] = field(default_factory=list)
+
+    @property
+    def planned(self) -> list[tuple[Compilation, str | None]]:
+        """All graphs, forward before backward."""
+        return [
+            item
+            for graphs in self.graphs.values()
+            for item in sorted(graphs, key=lambda item: item[0].capture.role is Role.BACKWARD)
+        ]
+
+    def compile(
+        self, graph_module: fx.GraphModule, example_inputs: Sequence[Any], before_write: Callable[[Sequence[Any]], None]
+    ) -> Callable[..., Any]:
+        """Take a Dynamo graph; what it writes to is told before."""
+        name = name_dynamo_graph()
+        self.graphs[name] = []
+        found = find_break(graph_module, name)
+        if found is not None:
+            self.breaks.append(found)
+        settings = inductor_settings(self.config.mode, self.config.inductor)
+        written: set[int] = set()
+        with with_settings(settings):
+            compiled = compile_with_inductor(
+                graph_module,
+                example_inputs,
+                partial(self._plan, name, written),
+                recompute_masks=self.config.runtime.recompute_masks,
+                backward_at_once=True,
+                settings=settings,
+            )
+
+        def run(*arguments: Any) -> Any:
+            before_write([arguments[position] for position in written if position < len(arguments)])
+            return compiled(*arguments)
+
+        return run
+
+    def _plan(
+        self,
+        dynamo_name: str,
+        written: set[int],
+        graph_module: fx.GraphModule,
+        example_inputs: Sequence[Any],
+        **kwargs: Any,
+    ) -> tuple[Run, None]:
+        role = role_of(kwargs)
+        written |= written_arguments()
+        if role is Role.BACKWARD and dynamo_name in dict(self.handed_over):  # it falls back with its forward
+            return _run_in_eager(graph_module), None
+        graph_name = f"{dynamo_name} {role}"
+        subject = graph_name if role is Role.BACKWARD else dynamo_name
+        try:
+            adopt_layouts(graph_module, example_inputs)
+            compilation = plan_graph(graph_module, name=graph_name, role=role, profile=self.profile, config=self.config)
+        except UnsupportedGraphError as error:
+            self.handed_over.append((subject, str(error)))
+        except Exception as error:  # the backend goes on with Inductor then, so this is what would happen
+            if self.config.debug.strict:
+                raise
+            self.handed_over.append((subject, f"{type(error).__name__}: {error}"))
+        else:
+            reason = reason_to_fall_back(compilation, self.config)
+            self.graphs[dynamo_name].append((compilation, reason))
+            if reason is not None:
+                self.handed_over.append((subject, reason))
+        return _run_in_eager(graph_module), None
+
+
+def trace(model: Callable[..., Any], call: Call, config: Config, profile: DeviceProfile) -> DryRun:
+    """Return the plans of one call of a model, which it does not change.
+
+    Raises:
+        TargetError: the model or its inputs cannot be copied, or Dynamo compiles nothing of it.
+    """
+    dry_run = DryRun(config=config, profile=profile)
+    args, kwargs = copy_inputs(call)
+    private = PrivateCopy(original_callable(model))
+    # Own cache entries, so that neither those of the user's compiled model nor its limit of recompiles are touched.
+    compile_model: Callable[..., Callable[..., Any]] = torch.compile
+    own_entries = {"isolate_recompiles": True} if "isolate_recompiles" in signature(torch.compile).parameters else {}
+    used = [(dry_run, private)]
+
+    def compile_graph(graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        return used[0][0].compile(graph_module, example_inputs, before_write)
+
+    def before_write(tensors: Sequence[Any]) -> None:
+        used[0][1].own(tensors)
+
+    try:
+        with same_random_states():
+            compile_model(private.run, backend=compile_graph, dynamic=False, **own_entries)(*args, **kwargs)
+    finally:
+        used.clear()  # Dynamo remembers backends and graphs for good; it is not to keep the plans and the copy as well
+    if not dry_run.graphs:
+        raise TargetError(
+            "Dynamo found nothing to compile: expected a call that runs operators of torch on its inputs, in a process "
+            "in which Dynamo is on (see TORCHDYNAMO_DISABLE and torch.compiler.set_stance)"
+        )
+    return dry_run
+
+
+def _run_in_eager(graph_module: fx.GraphModule) -> Run:
+    def run(inputs: list[Any]) -> Sequence[Any]:
+        values = list(inputs)
+        inputs.clear()
+        outputs: Sequence[Any] = graph_module(*values)
+        return outputs
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run

@@ -1,0 +1,117 @@
+"""Run a user's model without a trace: what a call may change is copied, and its parameters are shared until written.
+
+with same_random_states(): ...
+PrivateCopy(model).run(...)     the model's structure and buffers are copies, its parameters share their memory
+copy_inputs(call)               inputs with memory of their own
+with_batch(call, batch)         the same for another batch size
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from apollo_compile.errors import TargetError
+from apollo_compile.tools.targets import tensors_of
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+"""Positional and keyword arguments."""
+
+
+class PrivateCopy:
+    """A module, or one of its methods, that may be called though nothing of the user's is to change.
+
+    Attributes, buffers and submodules are copied. Parameters are others, without gradients and with version counters of
+    their own, but they lie in the memory of the user's until `own` is told of a write. A function is not copied.
+
+    Raises:
+        TargetError: the module holds something that cannot be copied.
+    """
+
+    def __init__(self, model: Callable[..., Any]) -> None:
+        self.run = model
+        self._shared: dict[int, nn.Parameter] = {}
+        owner = getattr(model, "__self__", model)
+        if isinstance(owner, nn.Module):
+            shared = {
+                id(parameter): nn.Parameter(parameter.data, parameter.requires_grad)
+                for parameter in owner.parameters()
+                if type(parameter) is nn.Parameter  # others, as those of lazy modules, know how they are copied
+            }
+            advice = "see what it holds besides tensors"
+            self.run = _copy(model, f"the model, a {type(owner).__name__},", advice, dict(shared))
+            self._shared = {id(parameter): parameter for parameter in shared.values()}
+
+    def own(self, tensors: Sequence[Any]) -> None:
+        """Give parameters among these tensors memory of their own: something is about to write to them."""
+        for tensor in tensors:
+            parameter = self._shared.pop(id(tensor), None)
+            if parameter is not None:
+                parameter.data = parameter.data.clone()
+
+
+def copy_inputs(call: Call) -> Call:
+    """Return the arguments of a call with memory of their own.
+
+    Raises:
+        TargetError: one of them cannot be copied.
+    """
+    copied: Call = _copy(call, "the inputs", "pass tensors that are leaves: call detach() on them", {})
+    return copied
+
+
+def _copy(value: Any, what: str, advice: str, memo: dict[int, Any]) -> Any:
+    try:
+        return copy.deepcopy(value, memo)
+    except Exception as error:
+        raise TargetError(
+            f"cannot copy {what} to plan it without side effects: {type(error).__name__}: {error}; {advice}"
+        ) from error
+
+
+@contextmanager
+def same_random_states() -> Iterator[None]:
+    """Leave the random states of Python, NumPy and torch as they were."""
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng():
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+
+
+def with_batch(call: Call, batch: int) -> Call:
+    """Return the call with inputs of another batch size: the first dimension that most tensors have.
+
+    Raises:
+        TargetError: there is no such dimension, or the batch is empty.
+    """
+    sizes = Counter(tensor.shape[0] for tensor in tensors_of(call) if tensor.dim() > 0)
+    if not sizes or batch < 1:
+        raise TargetError(f"cannot try batch {batch}: expected a batch of at least 1 and inputs with a first dimension")
+    size = sizes.most_common(1)[0][0]
+    changed: Call = _resize(call, size, batch)
+    return changed
+
+
+def _resize(value: Any, size: int, batch: int) -> Any:
+    if isinstance(value, torch.Tensor):
+        if value.dim() == 0 or value.shape[0] != size:
+            return value
+        picked = value.detach()[torch.arange(batch, device=value.device) % size]
+        return picked.requires_grad_(value.requires_grad)
+    if isinstance(value, Mapping):
+        return {key: _resize(item, size, batch) for key, item in value.items()}
+    if isinstance(value, tuple | list):
+        items = [_resize(item, size, batch) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    return value
