@@ -67,7 +67,7 @@ class PlanConfig:
     fusion is foreseen; None is no limit."""
     replan: bool = True
     """Plan again when the first steps were measured: their times replace the formulas."""
-    contest: bool = True
+    autotune: bool = True
     """Let the plan, a list schedule, segments in turn and Inductor's own code compete in the first steps, and keep the
     fastest. With False, a plan file, the planner `serial`, a memory quota or `torch.use_deterministic_algorithms(True)`
     the plan runs; with the last it stays as predicted too, as without `replan`."""

@@ -230,7 +230,7 @@ class Step:
         except UnsupportedGraphError as error:
             _logger.info("the step stays a loop over micro-batches: %s", error)
             return None
-        return _Tuned(program, is_compared=load_config(self._options).plan.contest)
+        return _Tuned(program, is_compared=load_config(self._options).plan.autotune)
 
 
 @dataclass(eq=False, slots=True)

@@ -192,7 +192,7 @@ class _Compiled:
 
 
 def _compile(workload: Workload, code: Code) -> _Compiled:
-    options = {"plan.planner": "serial", "plan.contest": False, "plan.remember": False, "debug.strict": True}
+    options = {"plan.planner": "serial", "plan.autotune": False, "plan.remember": False, "debug.strict": True}
     # Dynamo takes backends with equal options for one, whatever Inductor is set to; a partial equals itself alone.
     own = partial(backend.apollo, options={**options, **code.options})
 

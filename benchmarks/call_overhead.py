@@ -114,7 +114,7 @@ def compare(name: str, model: nn.Module, value: Tensor, *, rounds: int) -> list[
         for order in tqdm(
             turn_orders(list(compiled), rounds), total=rounds, desc=f"   {name}, {mode}", file=sys.stderr, mininterval=5
         ):
-            settle(partial(call, "apollo"), ours)  # drift of the machine may have opened the contest again
+            settle(partial(call, "apollo"), ours)  # drift of the machine may have opened the comparison again
             for side in order:
                 call(side)  # brings its code back into the caches
                 times[side].append(statistics.median(_time(call, side) for _ in range(CALLS)))
@@ -151,7 +151,7 @@ def _what_runs(model: nn.Module) -> str:
         found += [f"{name}: {Variant.INDUCTOR}" for name, _ in compiled.handed_over]
         for graph in compiled.graphs:
             segments = format_count(len(graph.compilation.partition.graph.segments), "segment")
-            found.append(f"{graph.compilation.capture.name} ({segments}): {graph.way}")
+            found.append(f"{graph.compilation.capture.name} ({segments}): {graph.variant}")
     return ", ".join(found)
 
 

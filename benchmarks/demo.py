@@ -127,7 +127,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--size", choices=("tiny", "small"), default="small")
     parser.add_argument("--batch", type=int, default=4)
-    parser.add_argument("--steps", type=int, default=170, help="training steps; the contest needs about 150 to end")
+    parser.add_argument("--steps", type=int, default=170, help="training steps; the comparison needs about 150 to end")
     parser.add_argument(
         "--variants",
         type=variants,

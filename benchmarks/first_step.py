@@ -5,9 +5,9 @@
 cold    no process before has compiled anything: every cache, the compiler's precompiled headers among them, is empty
 warm    another process took that step before; of `--warm` such processes, in turns with Inductor's, the median
 
-Peak memory is that of a warm process after `STEPS` steps, before which a contest is not over. A cold process of apollo
+Peak memory is that of a warm process after `STEPS` steps, before which autotuning is not over. A cold process of apollo
 trains on until nothing is being decided: `later` is how long one of these steps waited for Inductor to compile the
-whole graphs, for the contest, and 0 where the plan was so far ahead that it did not have to.
+whole graphs, for the comparison, and 0 where the plan was so far ahead that it did not have to.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ from benchmarks.workloads.gpu import SHAPES, Encoder, build_gpu_workload
 OPTIONS = {
     "debug.strict": True,
     "device.cuda_lanes": True,
-    "plan.contest": False,
+    "plan.autotune": False,
     "plan.min_gain": 0.0,
     "plan.planner": "greedy",
 }

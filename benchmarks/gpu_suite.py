@@ -54,7 +54,7 @@ TOLERANCES = {"bf16": 3e-2, "fp32": 1e-3}
 
 WARMUP_STEPS = 6
 MOST_WARMUP_STEPS = 400
-"""Steps after which apollo is measured whether its contest is over or not."""
+"""Steps after which apollo is measured whether its comparison is over or not."""
 
 STEPS_PER_TURN = 5
 WANTED_GAIN = 1.31
@@ -498,7 +498,7 @@ def best_baseline(times: Sequence[VariantTimes]) -> VariantTimes:
 def speed_ups(workloads: Mapping[str, Sequence[VariantTimes]]) -> dict[str, float]:
     """Return how many times as fast apollo is as the faster mode of Inductor, by workload; none where one did not run.
 
-    That is apollo as a user gets it, with its contest.
+    That is apollo as a user gets it, with its comparison.
     """
     found = {}
     for title, times in workloads.items():

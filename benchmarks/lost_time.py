@@ -78,7 +78,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def measure_workload(workload: Workload, *, runs: int) -> tuple[LostTime, int, float]:
     """Return where the time of a step went, the number of units, and the time of the segments in turn on all units."""
-    options = {"plan.contest": False, "plan.min_gain": 0.0}
+    options = {"plan.autotune": False, "plan.min_gain": 0.0}
     compiled = torch.compile(workload.model, backend="apollo", options=options)
 
     def step() -> None:

@@ -9,7 +9,7 @@ inputs. A case is one of them: up to `MAX_SAMPLES` of its samples, as different 
 computed in one graph, so that there is something to cut and to run at the same time. It runs `STEPS` times, forward and
 backward, in eager, with apollo, and with what runs the same code without it, the rival: Inductor's decompositions
 uncompiled where bodies are eager, Inductor where they are compiled. Outputs, gradients, and what inputs, parameters and
-buffers are at the end are compared as in `benchmarks.sweep`, whose settings and outcomes these are too: no contest,
+buffers are at the end are compared as in `benchmarks.sweep`, whose settings and outcomes these are too: no comparison,
 hand-overs that are free, our own defects raised. Modules are in training mode, and in eval mode too if they tell the
 two apart.
 

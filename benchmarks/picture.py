@@ -50,7 +50,7 @@ class _Run:
 
     def __init__(self, planner: str, size: str, batch: int) -> None:
         self._workload = build("two_tower", size, batch=batch)
-        options = {"plan.planner": planner, "plan.contest": False}
+        options = {"plan.planner": planner, "plan.autotune": False}
         self._compiled = torch.compile(self._workload.model, backend="apollo", options=options)
         self._steps: list[list[tuple[CompiledGraph, Trace]]] = []
 

@@ -142,7 +142,7 @@ def main(arguments: list[str] | None = None) -> int:
 def compare_plans(workload: Workload, *, num_plans: int, rounds: int, seed: int = 0) -> list[Comparison]:
     """Return one comparison per graph of the workload's training step, and one of the whole step."""
     compiled = torch.compile(
-        workload.model, backend="apollo", options={"plan.replan": False, "plan.contest": False, "debug.strict": True}
+        workload.model, backend="apollo", options={"plan.replan": False, "plan.autotune": False, "debug.strict": True}
     )
 
     def step() -> None:

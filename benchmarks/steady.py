@@ -2,7 +2,7 @@
 
     python -m benchmarks.steady --workload two_tower --size tiny --steps 10000 --svg docs/steady.svg --json out.json
 
-Steps count once the contest is over, since what competes is compiled then; where times drift so far that it is held
+Steps count once the comparison is over, since what competes is compiled then; where times drift so far that it is held
 again, they are counted anew, up to `MAX_RESTARTS` times. They are cut into a hundred slices; a slice
 has the median of its step times and what the process had at its end. After every step a witness runs: a product of two
 matrices, always the same one. Where the machine becomes slower the witness does too, so a step that becomes slower by

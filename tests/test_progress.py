@@ -108,7 +108,7 @@ def test_a_compile_tells_which_body_it_is_at(told: list[str], monkeypatch: pytes
     times = itertools.chain([0.0], itertools.repeat(12.0))
     monkeypatch.setattr(session_compile, "Progress", partial(Progress, clock=times.__next__))
     torch._dynamo.reset()
-    options = {"plan.planner": "serial", "plan.contest": False}
+    options = {"plan.planner": "serial", "plan.autotune": False}
     with torch.no_grad():
         torch.compile(torch.nn.Linear(8, 8), backend="apollo", options=options)(torch.ones(2, 8))
     name = f"{registry.compiled_models()[-1].name} inference"

@@ -10,7 +10,7 @@ Note [What ranks agree on]
     apart. And a step that one rank runs by its plan and another by Inductor's code measures neither.
 
     Therefore these things are settled in common: the costs and plan of every graph, which library computes its matrix
-    products, every later plan, who competes in a contest, and the times of every round of it. All that follows from
+    products, every later plan, who competes in a comparison, and the times of every round of it. All that follows from
     them (which entrant leaves, who wins, what the next step runs) is a function of what was settled and of the number
     of steps, so all ranks switch at the same step.
 
@@ -22,18 +22,18 @@ Note [What ranks agree on]
     A topic names the segments of the graph, its number of units, and how often the rank has compiled these segments,
     for whatever units; not its place in the program. A rank with other segments (another stage of a pipeline) settles
     other topics, and decides alone where nobody else has them. After the verdict nothing is settled any more, and so no
-    step talks to the store: with several ranks there is no contest after a drift.
+    step talks to the store: with several ranks there is no comparison after a drift.
 
     What fails on one rank must not make it run another way than the others. There are two answers. (1) It takes part
     without a proposal of its own, in the same step as it would have had one. A rank whose measurements or planning fail
     proposes to keep the plan, and takes another one if that was settled. A rank on which Inductor cannot compile a
-    graph proposes a contest without Inductor: at once, while the others wait for one step before they propose one with
-    it. Where every step has a collective, no rank begins the next step before all have begun this one, so the failure
+    graph proposes a comparison without Inductor: at once, while the others wait for one step before they propose one
+    with it. Where every step has a collective, no rank begins the next step before all have begun this one, so the failure
     is known to all. A graph whose plan is too large for the store is proposed to be left to Inductor.
     (2) It stops with a `RankError`, now and in whatever it is asked to decide later, also if somebody catches the first
     one: when the store does not answer, since nobody can tell what the others decided; when what was settled is of
     another version, is damaged, is not legal for its segments, or cannot be run here; and when anything unforeseen
-    fails in a contest. The others notice when a collective misses it, as for any error on one rank.
+    fails in a comparison. The others notice when a collective misses it, as for any error on one rank.
 
     Where the process group has no store (which is a property of its kind, and so the same on all ranks) nothing can be
     settled, and Inductor runs every graph on every rank. Before a graph has a topic, when it cannot be captured, or its
@@ -160,7 +160,7 @@ _ranks: weakref.WeakKeyDictionary[object, Ranks] = weakref.WeakKeyDictionary()
 
 def find_ranks() -> Ranks:
     """Return the ranks of the default process group; the same object as long as that group lives."""
-    import torch.distributed as dist  # reports know the contest, which knows this file, and are read without torch
+    import torch.distributed as dist  # reports know the comparison, which knows this file, and are read without torch
 
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
         return Ranks(None)

@@ -534,16 +534,16 @@ class Observations:
     entries: tuple[Observation, ...] = ()
 
 
-# ------------------------------------------------------------------------------------------------ the contest of ways
+# ------------------------------------------------------------------------------------------------ autotuning
 
 
 Selection = tuple[Variant, ...]
-"""Per graph of the model, the way that it runs."""
+"""The variant of every graph of a model."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Standing:
-    """One entrant, after the contest."""
+    """How one selection did in a comparison."""
 
     name: str
     step_ns: float
@@ -555,10 +555,10 @@ class Standing:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
-    """Which way stays, and what it was compared with."""
+    """Which selection stays, and what it was compared with."""
 
     winner: str
-    choice: Selection
+    selection: Selection
     standings: tuple[Standing, ...]
     """The winner first, the others by ratio."""
     num_steps: int

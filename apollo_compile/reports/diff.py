@@ -37,7 +37,7 @@ class GraphDifference:
     """One graph that both reports have."""
 
     name: str
-    ways: tuple[str, str]
+    variants: tuple[str, str]
     predicted_ns: tuple[int, int]
     serial_ns: tuple[int, int]
     measured_ns: tuple[int | None, int | None]
@@ -91,7 +91,7 @@ class Side:
     """A graph as one side has it."""
 
     name: str
-    way: str
+    variant: str
     predicted_ns: int
     serial_ns: int
     measured_ns: int | None
@@ -107,7 +107,7 @@ def sides_of_report(report: ModelSummary) -> tuple[Side, ...]:
     return tuple(
         Side(
             name=graph.name,
-            way=graph.way,
+            variant=graph.variant,
             predicted_ns=graph.predicted_ns,
             serial_ns=graph.serial_ns,
             measured_ns=graph.measured.duration_ns if graph.measured else None,
@@ -124,7 +124,7 @@ def sides_of_plans(plans: Iterable[NamedPlan]) -> tuple[Side, ...]:
     return tuple(
         Side(
             name=name,
-            way=Variant.PLAN,
+            variant=Variant.PLAN,
             predicted_ns=plan.makespan_ns,
             serial_ns=plan.serial_ns,
             measured_ns=None,
@@ -161,7 +161,7 @@ def _compare_graphs(before: Side, after: Side) -> GraphDifference:
     both = [name for name in old if name in new]
     return GraphDifference(
         name=before.name,
-        ways=(before.way, after.way),
+        variants=(before.variant, after.variant),
         predicted_ns=(before.predicted_ns, after.predicted_ns),
         serial_ns=(before.serial_ns, after.serial_ns),
         measured_ns=(before.measured_ns, after.measured_ns),
@@ -192,8 +192,8 @@ def _format_graph(graph: GraphDifference) -> str:
     ]
     if graph.measured_ns != (None, None):
         lines.append(f"  measured  {_format_pair(graph.measured_ns)}")
-    if graph.ways[0] != graph.ways[1]:
-        lines.append(f"  runs {graph.ways[0]}, then {graph.ways[1]}")
+    if graph.variants[0] != graph.variants[1]:
+        lines.append(f"  runs {graph.variants[0]}, then {graph.variants[1]}")
     lines += [
         f"  {move.segment}: lane {move.lanes[0]} ({format_count(move.units[0], 'unit')}) -> lane {move.lanes[1]} "
         f"({format_count(move.units[1], 'unit')}), {_format_pair(move.predicted_ns)}"

@@ -25,7 +25,7 @@ from apollo_compile.units import format_bytes, format_ns
 
 
 def render_text(report: ModelSummary) -> str:
-    """Return how far it is, a block per graph, what Inductor runs and why, who won the contest, and graph breaks."""
+    """Return how far it is, a block per graph, what Inductor runs and why, who won the comparison, and graph breaks."""
     blocks = [describe_state(report)] if report.states else []
     blocks += [_render_graph(graph, report) for graph in report.graphs]
     blocks += [f"{name}: runs in Inductor, whole\n  because {reason}" for name, reason in report.handed_over]
@@ -44,9 +44,9 @@ def _render_graph(graph: GraphSummary, report: ModelSummary) -> str:
         f"  {describe_search(graph)}",
         f"  {describe_device(graph)}",
     ]
-    if graph.way != Variant.PLAN:
+    if graph.variant != Variant.PLAN:
         last = "; measured below is the plan's last run" if graph.measured else ""
-        lines.append(f"  does not run its plan now but {graph.way}{last}")
+        lines.append(f"  does not run its plan now but {graph.variant}{last}")
     if graph.num_lanes > 1 and graph.baselines:
         others = ", ".join(f"{name} {format_ns(ns)}" for name, ns in graph.baselines if name != "serial")
         lines.append(f"  by the rules of others: {others}")
@@ -126,7 +126,7 @@ def _render_verdict(verdict: Verdict) -> str:
         (standing.name, format_ns(round(standing.step_ns)), f"{standing.ratio:.3f}", standing.num_rounds)
         for standing in verdict.standings
     ]
-    table = _table(rows, ("way", "a step", "to the winner", "rounds"), "lrrr")
+    table = _table(rows, ("variant", "a step", "to the winner", "rounds"), "lrrr")
     return f"{table}\nmeasured in {verdict.num_steps} steps of {verdict.loop}{verdict.pause}"
 
 

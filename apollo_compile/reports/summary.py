@@ -45,7 +45,7 @@ def summarize(
     num_replans: int = 0,
     is_deterministic: bool = False,
     is_cold: bool = False,
-    way: str = Variant.PLAN,
+    variant: str = Variant.PLAN,
     what_if: tuple[WhatIf, ...] = (),
     baselines: tuple[tuple[str, int], ...] = (),
     lane_bytes: Mapping[LaneId, int] = types.MappingProxyType({}),
@@ -59,7 +59,7 @@ def summarize(
         num_replans: how often it was planned again.
         is_deterministic: whether it was not to be.
         is_cold: whether it is to run, and was not called often enough for a trace.
-        way: how it runs now.
+        variant: which one it runs now.
         what_if: what other devices or batches would give.
         baselines: what the rules of other systems would give: name and predicted nanoseconds.
         lane_bytes: device memory that lanes took.
@@ -124,7 +124,7 @@ def summarize(
         seed=plan.seed,
         stopped_early=plan.stopped_early,
         pinned=plan.pinned,
-        way=way,
+        variant=variant,
         num_replans=num_replans,
         peak_bytes=compilation.memory.peak_bytes,
         memory_quota=plan.memory_quota,

@@ -247,7 +247,7 @@ class GraphSummary:
     """Whether the time limit ended the search."""
     pinned: bool
     """Whether the plan was read from a file."""
-    way: str
+    variant: str
     """How it runs now: see `apollo_compile.session.autotune`."""
     num_replans: int
     """How often it was planned again from measured durations."""

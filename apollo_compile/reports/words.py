@@ -107,7 +107,7 @@ def _overlaps(graph: GraphSummary) -> list[str]:
     for pair in graph.pairs[:MAX_PAIRS]:
         if pair.overlap_ns >= much:
             found.append(f"{_who(pair)} {did} for {format_ns(pair.overlap_ns)}{_allowed(pair)}.")
-        elif graph.way == Variant.PLAN and graph.planned_overlap_ns(pair) >= much:
+        elif graph.variant == Variant.PLAN and graph.planned_overlap_ns(pair) >= much:
             found.append(
                 f"{_who(pair)} are planned to overlap for {format_ns(graph.planned_overlap_ns(pair))}, and did for "
                 f"{format_ns(pair.overlap_ns)} in the last run: one run, which other processes may have disturbed."
@@ -134,8 +134,8 @@ def _allowed(pair: PairSummary) -> str:
 def _why_in_turn(graph: GraphSummary, pair: PairSummary) -> str:
     if graph.device.units == 1:
         return "there is one unit"
-    if graph.way not in (Variant.PLAN, Variant.SERIAL):
-        return f"{graph.way} runs the graph"
+    if graph.variant not in (Variant.PLAN, Variant.SERIAL):
+        return f"{graph.variant} runs the graph"
     if graph.num_lanes > 1:
         return "the plan gains more elsewhere"
     choices = [
@@ -303,8 +303,8 @@ def _explain_segment(graph: GraphSummary, segment: SegmentSummary) -> str:
             f"  With {_units(segment.asked_units)} it would take {format_ns(fastest)}, but what runs beside it would "
             f"have to wait: in sum the plan is {graph.gain:.2f}x as fast as one lane."
         )
-    if graph.way != Variant.PLAN:
-        lines.append(f"  The graph does not run its plan now but {graph.way}: see the verdict.")
+    if graph.variant != Variant.PLAN:
+        lines.append(f"  The graph does not run its plan now but {graph.variant}: see the verdict.")
     return "\n".join(lines)
 
 

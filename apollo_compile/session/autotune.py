@@ -59,8 +59,8 @@ class Autotuner:
     """Decides about the graphs of one model, and watches the winner afterwards.
 
     Arguments:
-        graphs: the graphs of the model whose way is not decided yet; the one that a step runs first comes first. The
-            list may grow until the first comparison.
+        graphs: the graphs of the model whose variant is not decided yet; the one that a step runs first comes first.
+            The list may grow until the first comparison.
         tell: called with every verdict.
         ranks: who must come to the same verdict.
         tidy: called before every turn, before Inductor compiles, and where an earlier verdict begins to count: what is
@@ -104,7 +104,7 @@ class Autotuner:
 
     def _tidy(self) -> None:
         """Give back free memory, unless that falls into timed steps of another model."""
-        if not any(other.is_contending for other in _tuners if other is not self):
+        if not any(other.is_comparing for other in _tuners if other is not self):
             self._give_back()
 
     @property
@@ -113,7 +113,7 @@ class Autotuner:
         return self._is_watched
 
     @property
-    def is_contending(self) -> bool:
+    def is_comparing(self) -> bool:
         """Whether a comparison is being held."""
         return self._procedure is not None
 
@@ -144,11 +144,11 @@ class Autotuner:
         return True
 
     def enter(self, graph: TunableGraph) -> None:
-        """Call this before a graph runs; if a step begins with it, the way of every graph is set for the step.
+        """Call this before a graph runs; if a step begins with it, the variant of every graph is set for the step.
 
         Raises:
             RankError: with several ranks, this one cannot do as the others; it does not run on.
-            Exception: a way could not be made ready; all graphs run their plans from now on.
+            Exception: a variant could not be made ready; all graphs run their plans from now on.
             KeyboardInterrupt: as others that are no `Exception`; the comparison begins anew with the next step.
         """
         caller = threading.get_ident()
@@ -194,7 +194,7 @@ class Autotuner:
     def _abandon(self) -> None:
         """Run plans, or, if the comparison was only interrupted, what was decided before it."""
         self._procedure = self._comparison = None
-        decided = () if self._is_closed or self.verdict is None else self.verdict.choice
+        decided = () if self._is_closed or self.verdict is None else self.verdict.selection
         variants = itertools.chain(decided, itertools.repeat(Variant.PLAN))
         for graph, variant in zip(self._all_graphs, variants, strict=False):
             graph.use(nearest(graph, variant))
@@ -280,10 +280,10 @@ class Autotuner:
         except StopIteration as end:
             verdict: Verdict = end.value
             procedure, self._procedure = self._procedure, None
-            self._watch.restart(is_confirmed=self.verdict is not None and self.verdict.choice == verdict.choice)
+            self._watch.restart(is_confirmed=self.verdict is not None and self.verdict.selection == verdict.selection)
             self._compared = procedure.compared
-            procedure.use(verdict.choice)
-            self.verdict = replace(verdict, choice=tuple(graph.adopt_way() for graph in self._graphs))
+            procedure.use(verdict.selection)
+            self.verdict = replace(verdict, selection=tuple(graph.adopt_variant() for graph in self._graphs))
             self._tell(self.verdict)
 
 

@@ -4,7 +4,7 @@
 
 Segments, their order and their code are the same for every size, so any plan is right for all of them; what changes
 with the sizes is how long segments take, and with it which plan is best. So each bucket has a plan of its own, which
-learns from its own runs and has its own contest, as the graph of a static shape.
+learns from its own runs and has its own comparison, as the graph of a static shape.
 
 Bucket      A size up to 8 is its own bucket; above, there are four to each doubling. What is in one bucket differs by
             less than a quarter in every size.

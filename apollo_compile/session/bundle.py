@@ -32,7 +32,7 @@ class SegmentsBundle:
     bodies: tuple[BundledBody, ...]
     contract: Contract
     original: bytes | None
-    """The graph that Inductor would compile whole; None where no contest is held."""
+    """The graph that Inductor would compile whole; None where no comparison is held."""
     kwargs: Mapping[str, Any]
     """What AOTAutograd says of that graph."""
 

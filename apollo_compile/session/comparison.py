@@ -190,7 +190,7 @@ class Results:
         """The same for one graph alone."""
         self._required = required
         self._settle = settle
-        self._contests: list[Comparison] = []
+        self._comparisons: list[Comparison] = []
         self._standings: dict[str, Standing] = {}
 
     def hold(self, selections: Mapping[str, Selection], stays: str) -> Generator[Comparison, None, str]:
@@ -200,7 +200,7 @@ class Results:
             yield comparison
         winner = comparison.winner() if comparison.num_rounds >= MIN_ROUNDS else stays
         self.selections.update(selections)
-        self._contests.append(comparison)
+        self._comparisons.append(comparison)
         known = next((name for name in selections if name in self.ratios), winner)  # the winner before this comparison
         scale = comparison.ratio(known, winner)
         scales = {graph: comparison.ratio(known, winner, graph) for graph in self._required}
@@ -230,9 +230,9 @@ class Results:
         standings = [replace(self._standings[name], ratio=ratio) for name, ratio in self.ratios.items()]
         return Verdict(
             winner=winner,
-            choice=self.selections[winner],
+            selection=self.selections[winner],
             standings=tuple(sorted(standings, key=lambda s: (s.name != winner, s.ratio))),
-            num_steps=sum(comparison.num_steps for comparison in self._contests),
+            num_steps=sum(comparison.num_steps for comparison in self._comparisons),
             prepare_ns=prepare_ns,
         )
 

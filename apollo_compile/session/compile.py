@@ -37,7 +37,7 @@ from apollo_compile.session.buckets import at_once, in_background
 from apollo_compile.session.families import make_family, with_sizes
 from apollo_compile.session.graph import CompiledGraph, has_free_plans
 from apollo_compile.session.model import CompiledModel
-from apollo_compile.session.planning import is_contested, log_summary, plan_graph, reason_to_fall_back, role_of
+from apollo_compile.session.planning import is_autotuned, log_summary, plan_graph, reason_to_fall_back, role_of
 from apollo_compile.session.restore import Restorer, is_for_both, replaced
 from apollo_compile.torch_bridge.aot_cache import Bundle, Cache
 from apollo_compile.torch_bridge.aot_graph import clone_graph, user_outputs, written_inputs
@@ -169,7 +169,7 @@ class GraphCompiler:
             if compilation.finding is None:
                 model.warm_start.keep(compilation, Variant.INDUCTOR, None)
             raise NothingToGainError(reason)
-        original = clone_graph(graph_module) if is_contested(compilation.plan, config) else None
+        original = clone_graph(graph_module) if is_autotuned(compilation.plan, config) else None
         compile_original = None if original is None else partial(compile_again, original, current_settings(), **kwargs)
         target.start(compilation.plan.lanes)  # where threads may not be pinned, nothing is compiled in vain
         code, config = self._compile_code(graph_module, compilation, commons, name=name, **kwargs)

@@ -59,7 +59,7 @@ class DriftWatch:
         self._is_spoilt = True
 
     def has_drifted(self, graphs: Iterable[object]) -> bool:
-        """End a step, in which all of `graphs` should have run; return whether the contest should be held again."""
+        """End a step, in which all of `graphs` should have run; return whether the comparison should be held again."""
         calls, self._calls = self._calls or {}, None
         self.total_ns += WATCH_EVERY * sum(ns for _, ns in calls.values())
         if self._is_spoilt or calls.keys() != {id(graph) for graph in graphs}:

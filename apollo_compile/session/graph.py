@@ -85,7 +85,7 @@ class CompiledGraph:
             is_settled=not (is_free and is_for_its_sizes) or finding is not None,
         )
         if finding is not None:
-            self.use(finding.way)
+            self.use(finding.variant)
 
     def __call__(self, inputs: list[Any]) -> Sequence[Any]:
         """Run the graph once and return its outputs."""
@@ -173,12 +173,12 @@ class CompiledGraph:
     @property
     def progress(self) -> str | None:
         """Say what of its plan is being decided; None where it is final, or not what runs."""
-        return self.learner.progress if self.way == Variant.PLAN else None
+        return self.learner.progress if self.variant == Variant.PLAN else None
 
     @property
-    def way_of_plan(self) -> Variant:
+    def variant_of_plan(self) -> Variant:
         """Return how it runs now; `PLAN` too where the plan is to run in turn, and it does."""
-        return Variant.PLAN if self.way == Variant.SERIAL and not self.compilation.plan.uses_lanes else self.way
+        return Variant.PLAN if self.variant == Variant.SERIAL and not self.compilation.plan.uses_lanes else self.variant
 
     def lane_bytes(self) -> Mapping[LaneId, int]:
         """Return the device memory that every lane holds for the plan; on a CPU none does."""
@@ -187,12 +187,12 @@ class CompiledGraph:
     # ---------------------------------------------------------------------------------------- what autotuning asks
 
     @property
-    def way(self) -> Variant:
+    def variant(self) -> Variant:
         """Which variant it runs now."""
         return self.variants.current
 
     @property
-    def ways(self) -> Sequence[Variant]:
+    def available(self) -> Sequence[Variant]:
         """Variants that it can run now."""
         return self.variants.available
 
@@ -225,7 +225,7 @@ class CompiledGraph:
         """Let go of what other variants captured; one that is used again captures again."""
         self.variants.release_others(variants)
 
-    def adopt_way(self) -> Variant:
+    def adopt_variant(self) -> Variant:
         """Make the list schedule, if that is how it runs, the plan that reports show and later processes begin with."""
         return self.variants.promote_list_schedule()
 

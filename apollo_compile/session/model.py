@@ -35,7 +35,7 @@ class CompiledModel:
     code: frozenset[CodeType] = frozenset()
     """That it was traced from; by it, a report finds what reads no parameter."""
     graphs: list[CompiledGraph] = field(default_factory=list)
-    contested: list[CompiledGraph] = field(default_factory=list)
+    autotuned: list[CompiledGraph] = field(default_factory=list)
     """Those of them whose variant is decided by measuring, in common."""
     families: list[GraphFamily[CompiledGraph]] = field(default_factory=list)
     """Of those with dynamic shapes, the plans by bucket of sizes; their graphs are among `graphs` too."""
@@ -55,7 +55,7 @@ class CompiledModel:
     def __post_init__(self) -> None:
         """Prepare what decides about the graphs to come, and what they take over from earlier processes."""
         self.autotuner = Autotuner(
-            self.contested, self._keep_verdict, self.ranks, tidy=self.target.tidy, is_watched=self.target.is_synchronous
+            self.autotuned, self._keep_verdict, self.ranks, tidy=self.target.tidy, is_watched=self.target.is_synchronous
         )
         self.warm_start = WarmStart(
             name=self.name,
@@ -72,7 +72,7 @@ class CompiledModel:
         """Take a graph that was compiled in segments."""
         self.graphs.append(graph)
         if graph.autotuner is not None:
-            self.contested.append(graph)
+            self.autotuned.append(graph)
 
     def add_family(self, family: GraphFamily[CompiledGraph]) -> None:
         """Take a graph with dynamic shapes."""
@@ -82,7 +82,7 @@ class CompiledModel:
     def forget_graphs(self) -> None:
         """Begin anew: what was compiled until now is not what will run."""
         self.falls_back = False
-        for known in (self.graphs, self.contested, self.families, self.left, self.handed_over):
+        for known in (self.graphs, self.autotuned, self.families, self.left, self.handed_over):
             known.clear()
 
     def fall_back(self, reason: str, *, level: int) -> None:
@@ -141,12 +141,12 @@ class CompiledModel:
         _logger.info("%s: chosen by measuring: %s", self.name, verdict)
         is_worth_keeping = verdict.standings[0].num_rounds >= MIN_ROUNDS
         is_inductor_known = verdict.has_met(Variant.INDUCTOR) or not self.autotuner.is_watched
-        for graph in self.contested:
+        for graph in self.autotuned:
             if graph.has_run and is_worth_keeping:
-                self.warm_start.keep(graph.compilation, graph.way, verdict)
-            if is_inductor_known and all(other.has_run for other in self.contested):
-                graph.compile_whole = None  # it holds a graph; later contests are held among what is compiled now
+                self.warm_start.keep(graph.compilation, graph.variant, verdict)
+            if is_inductor_known and all(other.has_run for other in self.autotuned):
+                graph.compile_whole = None  # it holds a graph; later comparisons are held among what is compiled now
             if not self.target.is_synchronous:  # what lost holds much memory, and no drift is looked for there
                 graph.variants.unload_others()
-        self.target.keep_only({graph.way for graph in self.contested} | {Variant.PLAN})
+        self.target.keep_only({graph.variant for graph in self.autotuned} | {Variant.PLAN})
         self.target.tidy()  # each variant left its own behind

@@ -22,7 +22,7 @@ from apollo_compile.ir.text import format_count
 from apollo_compile.observe import StageRunner, warn_of_files
 from apollo_compile.passes.capture import capture_graph
 from apollo_compile.pipeline import Compilation, compile_capture
-from apollo_compile.session.warm_start import may_be_contested
+from apollo_compile.session.warm_start import may_be_autotuned
 from apollo_compile.store.history import Finding
 from apollo_compile.store.plan_file import FILE_NAME, folder_of, save_plan
 from apollo_compile.torch_bridge.structured_trace import trace_artifact
@@ -97,9 +97,9 @@ def plan_graph(
 def reason_to_fall_back(compilation: Compilation, config: Config) -> str | None:
     """Return why a graph is better run by Inductor from the start; None where its plan is worth compiling."""
     if compilation.finding is not None and compilation.finding.verdict is not None:
-        is_left = compilation.finding.way == Variant.INDUCTOR
-        return f"Inductor ran it when the contest was over: {compilation.finding.verdict}" if is_left else None
-    if _may_gain(compilation, config) or not is_contested(compilation.plan, config):
+        is_left = compilation.finding.variant == Variant.INDUCTOR
+        return f"Inductor ran it when autotuning was over: {compilation.finding.verdict}" if is_left else None
+    if _may_gain(compilation, config) or not is_autotuned(compilation.plan, config):
         return None
     return _nothing_to_gain(compilation.plan)
 
@@ -120,9 +120,9 @@ def _may_gain(compilation: Compilation, config: Config) -> bool:
     return config.runtime.bodies == "native" and len(compilation.partition.graph.segments) > 1
 
 
-def is_contested(plan: Plan, config: Config) -> bool:
+def is_autotuned(plan: Plan, config: Config) -> bool:
     """Whether measured times may overrule the plan: not if somebody wants this plan, its limit, or the same numbers."""
-    return may_be_contested(config) and not plan.pinned
+    return may_be_autotuned(config) and not plan.pinned
 
 
 def _wrapper_share(compilation: Compilation) -> float:

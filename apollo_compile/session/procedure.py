@@ -47,7 +47,7 @@ class TunableGraph(Protocol):
     """One graph of the model, as autotuning sees it."""
 
     @property
-    def ways(self) -> Sequence[Variant]:
+    def available(self) -> Sequence[Variant]:
         """Ways that it can run now, among `SERIAL`, `LISTED`, `PLAN` and `INDUCTOR`; on a GPU, `SHARED_WAYS` too."""
 
     @property
@@ -55,7 +55,7 @@ class TunableGraph(Protocol):
         """Whether all graphs of its model have to run the same way, `INDUCTOR` too.
 
         So it is on a GPU, where a backward replays on what its forward left in the memory of a CUDA graph, which every
-        way has of its own. A graph that is bound can run every way, whether that is one of its own or not.
+        variant has of its own. A graph that is bound can run every variant, whether that is one of its own or not.
         """
 
     @property
@@ -84,7 +84,7 @@ class TunableGraph(Protocol):
     def prepare(self) -> None:
         """Make `INDUCTOR` one of its ways; takes as long as a compile."""
 
-    def adopt_way(self) -> Variant:
+    def adopt_variant(self) -> Variant:
         """Make the list schedule, if that is how it runs, its plan; return how it runs. The comparison is over."""
 
     def keep(self, variants: Collection[Variant]) -> None:
@@ -119,7 +119,7 @@ class Ballots:
         if self.ranks.is_alone:
             return selections, running
         own = _Ballot(selections=selections, graphs=tuple(sorted(running)))
-        topic = f"{_topic_of(graphs)}/contest {next(self._num_ballots)}"
+        topic = f"{_topic_of(graphs)}/comparison {next(self._num_ballots)}"
         ballot = from_json(_Ballot, json.loads(self.ranks.settle(topic, json.dumps(to_json(own)))))
         for name, selection in ballot.selections.items():
             lacking = [
@@ -188,11 +188,13 @@ class Procedure:
         known, last = self._known, self._known.verdict
         is_inductor_known = not known.is_first and last is not None and last.has_met(Variant.INDUCTOR)
         running: Collection[int] = self.compared
-        if known.is_first and any(Variant.INDUCTOR in self.graphs[place].ways for place in running):
+        if known.is_first and any(Variant.INDUCTOR in self.graphs[place].available for place in running):
             self._prepare(running)  # of the others it is known what Inductor makes of them
         selections, running = self._ballots.agree(self._selections_of(_SIMPLEST_FIRST), running, self.graphs)
         results = Results(sorted(running), lambda measured: self._ballots.settle(measured, self.graphs))
-        stays = next((name for name, each in selections.items() if last and each == last.choice), list(selections)[-1])
+        stays = next(
+            (name for name, each in selections.items() if last and each == last.selection), list(selections)[-1]
+        )
         winner = yield from results.hold(selections, stays)
         is_clear = winner in (Variant.LISTED, Variant.PLAN) and results.ratios.get(Variant.SERIAL, 1.0) >= CLEAR
         has_met = is_inductor_known or Variant.INDUCTOR in selections
@@ -227,7 +229,7 @@ class Procedure:
         if self._ballots.ranks.is_alone:
             return rivals
         self.use(selection)
-        if all(Variant.INDUCTOR in self.graphs[place].ways for place in running):
+        if all(Variant.INDUCTOR in self.graphs[place].available for place in running):
             yield None  # a step, in which a rank where that is not so can say it
             rivals, _ = self._ballots.agree(rivals, running, self.graphs)
         else:
@@ -239,8 +241,8 @@ class Procedure:
         """Return the distinct selections of these variants; the first name of a selection stays."""
         found: dict[Selection, str] = {}
         for variant in variants:
-            has = [variant in graph.ways for graph in self.graphs]
-            lacking = (g for g in self.graphs if g.is_bound and g.has_run and variant not in g.ways)
+            has = [variant in graph.available for graph in self.graphs]
+            lacking = (g for g in self.graphs if g.is_bound and g.has_run and variant not in g.available)
             is_refused = variant is Variant.INDUCTOR and any(True for _ in lacking)
             if any(has) and not is_refused:
                 found.setdefault(tuple(nearest(graph, variant) for graph in self.graphs), variant)
@@ -257,17 +259,17 @@ def nearest(graph: TunableGraph, variant: Variant) -> Variant:
 
     A graph without a list schedule of its own runs its plan, which may be that.
     """
-    if graph.is_bound and (variant is not Variant.INDUCTOR or variant in graph.ways):
+    if graph.is_bound and (variant is not Variant.INDUCTOR or variant in graph.available):
         return variant
     if variant is Variant.LISTED:
         order: Sequence[Variant] = (Variant.LISTED, Variant.PLAN, Variant.SERIAL, Variant.INDUCTOR)
     else:
         order = (variant, Variant.SERIAL, Variant.INDUCTOR, Variant.PLAN)
-    return next(each for each in order if each in graph.ways)
+    return next(each for each in order if each in graph.available)
 
 
 def _can_run(graph: TunableGraph, variant: Variant) -> bool:
-    return variant in graph.ways or (graph.is_bound and variant is not Variant.INDUCTOR)
+    return variant in graph.available or (graph.is_bound and variant is not Variant.INDUCTOR)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

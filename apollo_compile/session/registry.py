@@ -59,7 +59,7 @@ def _function_of(run: Callable[..., Any]) -> Any:
 
 
 def is_settled(model: Callable[..., Any]) -> bool:
-    """Return whether nothing about `model` is being decided any more: its plans are final, its contests are over.
+    """Return whether nothing about `model` is being decided any more: its plans are final, its comparisons are over.
 
     What was compiled and never called is not waited for.
     """
@@ -67,13 +67,13 @@ def is_settled(model: Callable[..., Any]) -> bool:
     return all(each.state().stage is not Stage.MEASURING for each in models)
 
 
-def ways_of(model: Callable[..., Any]) -> list[str]:
+def variants_of(model: Callable[..., Any]) -> list[str]:
     """Return the ways that the graphs of `model` run, each once; of those that went to Inductor whole, `INDUCTOR`."""
-    ways = []
+    variants = []
     for found in find_models(model):
         for graph in found.current_graphs():
             if graph.has_run:
-                is_in_turn = graph.way == Variant.PLAN and not graph.compilation.plan.uses_lanes
-                ways.append(Variant.SERIAL if is_in_turn else graph.way)
-        ways += [Variant.INDUCTOR] * len(found.handed_over)
-    return list(dict.fromkeys(ways))
+                is_in_turn = graph.variant == Variant.PLAN and not graph.compilation.plan.uses_lanes
+                variants.append(Variant.SERIAL if is_in_turn else graph.variant)
+        variants += [Variant.INDUCTOR] * len(found.handed_over)
+    return list(dict.fromkeys(variants))

@@ -83,7 +83,7 @@ class Restorer:
         if bundle.left is None:
             return
         finding = self._model.warm_start.recall_under(self._model.name_of(bundle.role), bundle.history_key)
-        if bundle.left.finding is not None and (finding is None or finding.way != Variant.INDUCTOR):
+        if bundle.left.finding is not None and (finding is None or finding.variant != Variant.INDUCTOR):
             raise UnsupportedGraphError("that Inductor is faster is known no longer")
         self._model.left.append(rename(bundle.left, self._model.name_of(bundle.role)))
 
@@ -155,7 +155,7 @@ def is_for_both(role: Role, left: Compilation | None) -> bool:
     """Return whether the Dynamo graph falls back where this graph does: with a forward, unless the two were mixed."""
     finding = None if left is None else left.finding
     verdict = None if finding is None else finding.verdict
-    return role is not Role.BACKWARD and (verdict is None or set(verdict.choice) == {Variant.INDUCTOR})
+    return role is not Role.BACKWARD and (verdict is None or set(verdict.selection) == {Variant.INDUCTOR})
 
 
 def _compile_bundled(original: bytes, settings: Mapping[str, Any], kwargs: Mapping[str, Any]) -> Run:

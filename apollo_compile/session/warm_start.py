@@ -1,6 +1,6 @@
 """What a Dynamo graph takes over from earlier processes, and leaves to later ones.
 
-    recall(capture, partition) -> Finding | None;    keep(compilation, way, verdict)        through history.py
+    recall(capture, partition) -> Finding | None;    keep(compilation, variant, verdict)        through history.py
     bundle_key(graph_module, example_inputs) -> str | None;    outdate(error)               through bundle.py
 
 Findings are plans, what they were made from, and verdicts. Bundles are compiled graphs, which AOTAutograd's cache keeps
@@ -82,12 +82,14 @@ class WarmStart:
             self._keys[name] = key
         return self._find(key)
 
-    def keep(self, compilation: Compilation, way: Variant, verdict: Verdict | None) -> None:
+    def keep(self, compilation: Compilation, variant: Variant, verdict: Verdict | None) -> None:
         """Leave to later processes how a graph runs and why."""
         history = self._history
         if history is None or compilation.capture.sizes:  # other sizes are planned in no time, and in the background
             return
-        finding = Finding(observations=compilation.observations, plan=compilation.plan, way=way, verdict=verdict)
+        finding = Finding(
+            observations=compilation.observations, plan=compilation.plan, variant=variant, verdict=verdict
+        )
         try:
             history.keep(self._keys[compilation.capture.name], finding)
         except Exception as error:  # this may be in the midst of a user's step
@@ -122,7 +124,7 @@ class WarmStart:
     def _history(self) -> History | None:
         """Where findings are kept; None where what is found out here is nobody else's business."""
         config = self.config
-        is_kept = config.plan.remember and config.plan.file is None and self.is_for_others and may_be_contested(config)
+        is_kept = config.plan.remember and config.plan.file is None and self.is_for_others and may_be_autotuned(config)
         return History(config.device.cache / "history") if is_kept and config.device.cache is not None else None
 
     @functools.cached_property
@@ -146,17 +148,17 @@ class WarmStart:
     def _find(self, key: str | None) -> Finding | None:
         history = self._history
         finding = None if history is None or key is None else history.recall(key)
-        if finding is None or finding.way not in (Variant.PLAN, Variant.SERIAL, Variant.INDUCTOR):
+        if finding is None or finding.variant not in (Variant.PLAN, Variant.SERIAL, Variant.INDUCTOR):
             return None
         if finding.verdict is None:
             return finding
         return replace(finding, verdict=replace(finding.verdict, is_remembered=True))
 
 
-def may_be_contested(config: Config) -> bool:
+def may_be_autotuned(config: Config) -> bool:
     """Whether measured times may overrule plans; if not, there is nothing to find out."""
     return (
-        config.plan.contest
+        config.plan.autotune
         and config.runtime.bodies != "eager"
         and config.plan.planner != "serial"
         and config.plan.memory_quota is None

@@ -3,9 +3,9 @@
     History(directory).recall(key) -> Finding | None;    keep(key, finding)
     History(directory).generation(name) -> int;          begin_generation(name)
 
-A training run that is started again plans the same graphs, measures the same bodies and holds the same contest. Its
-finding per graph is a file: the plan, the measured durations that the plan was made from, and which way won. A plan
-that comes from there is not planned again, and a way that won runs from the first step on; the others are not even
+A training run that is started again plans the same graphs, measures the same bodies and compares the same variants. Its
+finding per graph is a file: the plan, the measured durations that the plan was made from, and which variant won. A plan
+that comes from there is not planned again, and a variant that won runs from the first step on; the others are not even
 compiled.
 
 A finding is forgotten after `MAX_AGE_S`, because a machine changes in ways that no key shows, and the `MAX_FILES`
@@ -37,10 +37,10 @@ class Finding:
     observations: Observations
     """What the plan was made from."""
     plan: Plan
-    way: Variant
-    """How it ran when its model's contest was over."""
+    variant: Variant
+    """How it ran when autotuning of its model was over."""
     verdict: Verdict | None
-    """Of that contest; None if there was nothing to contend about."""
+    """What autotuning said; None if there was nothing to compare."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,7 +48,7 @@ class _FindingFile(Dated):
     finding: Finding
 
 
-_FINDINGS = FileFormat(kind="finding", number=2, content=_FindingFile, max_bytes=64 * 2**20, indent=None)
+_FINDINGS = FileFormat(kind="finding", number=3, content=_FindingFile, max_bytes=64 * 2**20, indent=None)
 """A plan of 10,000 segments takes about 2 MB."""
 
 

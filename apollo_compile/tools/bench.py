@@ -58,7 +58,7 @@ by about 1e-5 over a whole model. bfloat16 has 8 bits, and compilers keep interm
 rounds: gradients of single elements differ by some percent."""
 
 MAX_WARMUP = 3000
-"""Steps after which a variant is measured whether it has settled or not: more than a contest of short steps has."""
+"""Steps after which a variant is measured whether it has settled or not: more than a comparison of short steps has."""
 
 _START_TIMEOUT_S = 1800.0
 _TURN_TIMEOUT_S = 600.0
@@ -126,8 +126,12 @@ LIBRARIES: tuple[Variant, ...] = (Variant(name="apollo-blas", backend="apollo", 
 """apollo with all matrix products where eager and Inductor have them."""
 
 PLANS: tuple[Variant, ...] = tuple(
-    Variant(name=f"plan-{way}", backend="apollo", options={"plan.contest": False, "partition.weight_gradients": way})
-    for way in ("together", "apart")
+    Variant(
+        name=f"plan-{variant}",
+        backend="apollo",
+        options={"plan.autotune": False, "partition.weight_gradients": variant},
+    )
+    for variant in ("together", "apart")
 )
 """The plan, whatever else would be faster; gradients of weights are in their layers' segments, or in their own."""
 
@@ -201,7 +205,7 @@ class VariantResult:
     loss: float
     summary: Summary
     difference: Difference
-    ways: tuple[str, ...] = ()
+    ran: tuple[str, ...] = ()
     """What apollo ran in the end: ways of `apollo_compile.session.autotune`, each once; empty for other backends."""
 
 
@@ -239,7 +243,7 @@ class Child(Protocol):
     def peak_bytes(self) -> int | None:
         """Return the largest resident memory since it was warm."""
 
-    def ways(self) -> Sequence[str]:
+    def ran(self) -> Sequence[str]:
         """Return what apollo runs, each way once; nothing where another backend does."""
 
 
@@ -312,8 +316,8 @@ def measure_children(
             times[name].append(tuple(children[name].run(1, steps_per_turn)))
             pause(PAUSE_S)
     peaks = {name: child.peak_bytes() for name, child in children.items()}
-    ways = {name: tuple(child.ways()) for name, child in children.items()}
-    return _collect(task, started, times, peaks, ways)
+    ran = {name: tuple(child.ran()) for name, child in children.items()}
+    return _collect(task, started, times, peaks, ran)
 
 
 def turn_orders(names: Sequence[str], rounds: int) -> Iterator[tuple[str, ...]]:
@@ -401,7 +405,7 @@ def _collect(
     started: Mapping[str, Mapping[str, Any]],
     times: Mapping[str, Sequence[tuple[int, ...]]],
     peaks: Mapping[str, int | None],
-    ways: Mapping[str, tuple[str, ...]],
+    ran: Mapping[str, tuple[str, ...]],
 ) -> Measurement:
     names = tuple(started)
     baseline = "inductor" if "inductor" in names else names[0]
@@ -416,7 +420,7 @@ def _collect(
             loss=float(started[name]["loss"]),
             summary=summarize(times[name], times[baseline]),
             difference=compare_digests(_load_digest(started[name]), expected),
-            ways=ways[name],
+            ran=ran[name],
         )
         for name in names
     )
@@ -487,8 +491,8 @@ class _Process:
         answer: int | None = self._ask(("peak_bytes",), _TURN_TIMEOUT_S)
         return answer
 
-    def ways(self) -> Sequence[str]:
-        answer: Sequence[str] = self._ask(("ways",), _TURN_TIMEOUT_S)
+    def ran(self) -> Sequence[str]:
+        answer: Sequence[str] = self._ask(("ran",), _TURN_TIMEOUT_S)
         return answer
 
     def _ask(self, request: tuple[Any, ...], timeout_s: float) -> Any:
@@ -636,10 +640,10 @@ class _Stepper:
     def peak_bytes(self) -> int | None:
         return _peak_bytes() if self._watches_peak else None
 
-    def ways(self) -> list[str]:
-        from apollo_compile.session.registry import ways_of
+    def ran(self) -> list[str]:
+        from apollo_compile.session.registry import variants_of
 
-        return ways_of(self._built.model)
+        return variants_of(self._built.model)
 
     def run(self, untimed: int, timed: int) -> list[int]:
         times: list[int] = []

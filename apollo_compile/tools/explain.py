@@ -75,7 +75,7 @@ def explain(
             summarize(
                 compilation,
                 Trace(),
-                way=Variant.PLAN if reason is None else Variant.INDUCTOR,
+                variant=Variant.PLAN if reason is None else Variant.INDUCTOR,
                 what_if=what_if(compilation, config, units=units, profiles=profiles),
                 baselines=other_rules(compilation) if rules else (),
             )

@@ -39,7 +39,7 @@ def format_measurement(measurement: Measurement) -> str:
         f"loss, gradients: largest relative difference from {measurement.reference}\n"
         f"taken in {measurement.task.dtype} on {measurement.cpu}"
     )
-    ran = [f"{result.variant}: {', '.join(result.ways)}" for result in measurement.results if result.ways]
+    ran = [f"{result.variant}: {', '.join(result.ran)}" for result in measurement.results if result.ran]
     if ran:
         told += f"\nwhat ran in the end, chosen by measuring where there was a choice: {'; '.join(ran)}"
     if not measurement.efficiencies:

@@ -425,7 +425,7 @@ def test_a_plan_is_held_against_its_bound() -> None:
     workload = build_gpu_workload("clip_b32", batch=2, scale="tiny", device="cpu")
     assert gpu_suite.plan_of(workload.model) == (None, None)
     torch._dynamo.reset()
-    options = {"plan.contest": False, "plan.min_gain": 0.0, "plan.planner": "greedy", "runtime.bodies": "eager"}
+    options = {"plan.autotune": False, "plan.min_gain": 0.0, "plan.planner": "greedy", "runtime.bodies": "eager"}
     run = torch.compile(workload.model, backend="apollo", options=options)
     run(workload.inputs).backward()
     plan_ns, bound_ns = gpu_suite.plan_of(workload.model)

@@ -163,8 +163,8 @@ def test_all_ranks_switch_in_the_same_step_to_the_same_winner(seen: Seen, name: 
     first, second = seen(name)
     assert first["verdict"] is not None
     assert first["verdict"] == second["verdict"]
-    assert first["ways"] == second["ways"]
-    tried = {way for ways in first["ways"] for way in ways}
+    assert first["variants"] == second["variants"]
+    tried = {variant for variants in first["variants"] for variant in variants}
     assert {Variant.SERIAL, Variant.PLAN, Variant.INDUCTOR} <= tried
     _, _, num_steps = first["verdict"]
     assert num_steps >= 2 * MIN_ROUNDS * STEPS_PER_TURN
@@ -181,8 +181,8 @@ def test_where_inductor_fails_on_one_rank_it_competes_on_none(seen: Seen) -> Non
     """That rank has one line for each graph; both run the same way in every step, and come to the same verdict."""
     first, second = seen("contest, fault")
     assert first["verdict"] is not None and first["verdict"] == second["verdict"]
-    assert first["ways"] == second["ways"]
-    assert {way for ways in first["ways"] for way in ways} == {Variant.SERIAL, Variant.PLAN}
+    assert first["variants"] == second["variants"]
+    assert {variant for variants in first["variants"] for variant in variants} == {Variant.SERIAL, Variant.PLAN}
     for key, value in first["found"].items():
         assert torch.equal(value, second["found"][key]), key
     lines = [[line for line in result["log"] if not line.startswith("INFO")] for result in (first, second)]

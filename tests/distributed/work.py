@@ -55,7 +55,7 @@ LANES = {
     "debug.strict": True,
     "device.profile": "cpu",
     "device.units": 2,
-    "plan.contest": False,
+    "plan.autotune": False,
     "plan.min_gain": 0.0,
     "plan.planner": "greedy",
     "plan.time_limit_s": 0.1,
@@ -282,7 +282,7 @@ def train_tensor_parallel_contest(rank: int, folder: Path) -> Result:
     return {
         **result,
         "replicated": replicated,
-        "last_ways": [graph.way for graph in entry.graphs],
+        "last_ways": [graph.variant for graph in entry.graphs],
         "expected": _train(alone, CONTEST_STEPS + FEW_STEPS, [inputs(0)]),
         "found": found,
     }
@@ -399,7 +399,7 @@ def lose_store(rank: int, folder: Path) -> Result:
     store = _Cut(dist.PrefixStore("lose_store", dist.group.WORLD.get_group_store().clone()))
     ranks = Ranks(store)
     _, model = _twice(Pair)
-    options = {**LANES, "debug.strict": False, "plan.contest": True, "plan.replan": False}
+    options = {**LANES, "debug.strict": False, "plan.autotune": True, "plan.replan": False}
     run = torch.compile(model, backend="apollo", options=options)
     errors: list[str | None] = []
     with patch.object(backend, "find_ranks", lambda: ranks), _short_contests():
@@ -548,14 +548,14 @@ def _hold_contest(
     model: nn.Module, wrapped: nn.Module, x: torch.Tensor, options: Mapping[str, object] | None = None
 ) -> tuple[Result, Callable[..., Any]]:
     """Train while the ways compete, Inductor's among them; note which one every step ran on every graph."""
-    usual = {**LANES, "plan.contest": True, "plan.replan": False}
+    usual = {**LANES, "plan.autotune": True, "plan.replan": False}
     run = torch.compile(wrapped, backend="apollo", options={**usual, **(options or {})})
-    ways = []
+    variants = []
     with _short_contests():
         for _ in range(CONTEST_STEPS):
             _train(model, 1, [x], run)
-            ways.append([graph.way for graph in registry.compiled_models()[-1].graphs])
-    return {"ways": ways, "verdict": _verdict(), **_graphs(model)}, run
+            variants.append([graph.variant for graph in registry.compiled_models()[-1].graphs])
+    return {"variants": variants, "verdict": _verdict(), **_graphs(model)}, run
 
 
 def _short_contests() -> AbstractContextManager[Any]:
@@ -566,7 +566,7 @@ def _short_contests() -> AbstractContextManager[Any]:
 def _verdict() -> tuple[str, Selection, int] | None:
     """Return what the contest of the newest model said."""
     verdict = registry.compiled_models()[-1].autotuner.verdict
-    return None if verdict is None else (verdict.winner, verdict.choice, verdict.num_steps)
+    return None if verdict is None else (verdict.winner, verdict.selection, verdict.num_steps)
 
 
 def _gradients(model: nn.Module, x: torch.Tensor, run: Callable[..., Any] | None = None) -> Result:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-STRICT = {"debug.strict": True, "plan.contest": False, "plan.time_limit_s": 0.5}
+STRICT = {"debug.strict": True, "plan.autotune": False, "plan.time_limit_s": 0.5}
 """Options that turn every hidden fallback into an error, and run the plan even where Inductor would be as fast.
 
 Small models need no long search, and there are hundreds.

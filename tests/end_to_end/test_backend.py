@@ -293,7 +293,7 @@ def test_a_backward_in_segments_reads_what_inductors_forward_saved(first_axis: i
     width = 16 if first_axis == 2 else 32 * 16
     model = nn.Sequential(nn.Conv2d(3, 32, 16, 16), nn.Flatten(first_axis), nn.GELU(), nn.Linear(width, 16))
     image = torch.randn(2, 3, 64, 64)
-    options = {**STRICT, "plan.contest": True, "device.profile": "cpu", "device.cache": tmp_path}
+    options = {**STRICT, "plan.autotune": True, "device.profile": "cpu", "device.cache": tmp_path}
 
     def loss_of(run: Callable[..., torch.Tensor]) -> torch.Tensor:
         return run(image).square().mean()
@@ -305,10 +305,10 @@ def test_a_backward_in_segments_reads_what_inductors_forward_saved(first_axis: i
             break
     (found,) = registry.find_models(model)
     choice = [Variant.INDUCTOR, Variant.SERIAL]
-    for graph, way in zip(found.graphs, choice, strict=True):
+    for graph, variant in zip(found.graphs, choice, strict=True):
         file = tmp_path / "history" / f"{found.warm_start.key_of(graph.compilation.capture.name)}.json"
         content = json.loads(file.read_text())
-        content["finding"]["way"], content["finding"]["verdict"]["choice"] = way, choice
+        content["finding"]["variant"], content["finding"]["verdict"]["selection"] = variant, choice
         file.write_text(json.dumps(content))
     model.zero_grad()
     eager = train(model, loss_of)

@@ -132,7 +132,7 @@ def test_nothing_of_a_model_changes() -> None:
 def test_the_plan_is_the_one_that_is_compiled() -> None:
     """Forward and backward, segment by segment."""
     model, inputs = Halves(), (torch.randn(64, 64), torch.randn(64, 64))
-    options = {**GREEDY, "plan.contest": False, "plan.replan": False, "runtime.bodies": "python"}
+    options = {**GREEDY, "plan.autotune": False, "plan.replan": False, "runtime.bodies": "python"}
     planned = explain(model, inputs, options=options)
     assert [graph.role for graph in planned.graphs] == ["forward", "backward"]
     assert all(graph.measured is None for graph in planned.graphs)
@@ -153,7 +153,7 @@ def test_without_gradients_there_is_no_backward() -> None:
     with torch.no_grad():
         (graph,) = explain(torch.compile(model), inputs, options=GREEDY).graphs
         assert graph.role == "inference"
-        report = explain(lambda x, y: x @ y.T, inputs, options={**GREEDY, "plan.contest": False})
+        report = explain(lambda x, y: x @ y.T, inputs, options={**GREEDY, "plan.autotune": False})
     assert [graph.name for graph in report.graphs] == ["1/0 inference"]
     assert str(report).startswith("planned: nothing was run\n")
 
@@ -181,7 +181,7 @@ def test_a_break_stands_in_the_report_of_a_compiled_model() -> None:
             y = super().forward(x)
             return y @ x if y[0, 0].item() > -1e9 else y
 
-    options = {**GREEDY, "plan.contest": False, "runtime.bodies": "python"}
+    options = {**GREEDY, "plan.autotune": False, "runtime.bodies": "python"}
     run = torch.compile(Looking(8, 8, bias=False), backend="apollo", options=options)
     with torch.no_grad():
         run(torch.randn(8, 8))
@@ -198,19 +198,19 @@ def test_a_graph_that_is_inductors_has_its_plan_in_the_report() -> None:
         run(x)
     for report in (planned, apollo_compile.report(run)):
         (graph,) = report.graphs
-        assert graph.way == "Inductor"
+        assert graph.variant == "Inductor"
         assert [f"{name} inference" for name, _ in report.handed_over] == [graph.name]
         assert "Nothing can overlap" in str(report) and "nothing to gain" in str(report)
         assert str(report).startswith("falls back: nothing to gain: ")
 
 
-@pytest.mark.parametrize(("bodies", "way"), [("native", "plan"), ("python", "Inductor")])
-def test_a_chain_runs_in_segments_where_they_are_code_of_their_own(bodies: str, way: str) -> None:
+@pytest.mark.parametrize(("bodies", "variant"), [("native", "plan"), ("python", "Inductor")])
+def test_a_chain_runs_in_segments_where_they_are_code_of_their_own(bodies: str, variant: str) -> None:
     """No plan of it has lanes, and its kernels are large; bodies that Python calls are no faster than the graph."""
     chain, x = nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(4)]), torch.ones(512, 1024)
     with torch.no_grad():
         (graph,) = explain(chain, (x,), options={**GREEDY, "runtime.bodies": bodies}).graphs
-    assert graph.way == way
+    assert graph.variant == variant
     assert {segment.lane for segment in graph.segments} == {0}
 
 
@@ -231,7 +231,7 @@ def test_other_devices_and_batches_are_compared() -> None:
 
 def test_batches_are_compared_whatever_was_compiled_before() -> None:
     """Every trace has names of its own, and graphs without a parameter are not in the report: modules tell."""
-    options = {**GREEDY, "plan.contest": False, "runtime.bodies": "eager"}
+    options = {**GREEDY, "plan.autotune": False, "runtime.bodies": "eager"}
     model, inputs = InParts(), (torch.ones(64, 64),)
     with torch.no_grad():
         torch.compile(nn.Linear(8, 8), backend="apollo", options=options)(torch.ones(2, 8))
@@ -330,7 +330,7 @@ def similarities(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("run", [similarities, Similarities(), Similarities().forward], ids=str)
 def test_what_has_no_parameters_has_a_report(run: Any) -> None:
     """By its code, behind a graph break too; compiled or not."""
-    options = {"plan.planner": "serial", "plan.contest": False, "runtime.bodies": "eager"}
+    options = {"plan.planner": "serial", "plan.autotune": False, "runtime.bodies": "eager"}
     inputs = (torch.ones(64, 64), torch.ones(64, 64))
     compiled = torch.compile(run, backend="apollo", options=options)
     others = registry.find_models(run)  # torch keeps the graph before a break, a reset notwithstanding

@@ -205,13 +205,13 @@ def test_compiled_code_of_every_way_serves_every_size() -> None:
     (found,) = registry.find_models(model)
     assert [graph.compilation.capture.role for graph in found.graphs] == ["forward", "backward"]
     assert all(body.entry_address is not None for graph in found.graphs for body in graph.bodies)
-    for way, rows in itertools.product((Variant.PLAN, Variant.SERIAL, Variant.INDUCTOR), (400, 31, 100, 2)):
+    for variant, rows in itertools.product((Variant.PLAN, Variant.SERIAL, Variant.INDUCTOR), (400, 31, 100, 2)):
         in_background(lambda: None).result(60)
         for graph in found.graphs:
             graph.autotuner = None  # nobody but this test decides
             graph.prepare()
-            assert {Variant.INDUCTOR, Variant.SERIAL} <= set(graph.ways)
-            graph.use(way)
+            assert {Variant.INDUCTOR, Variant.SERIAL} <= set(graph.available)
+            graph.use(variant)
         x, y = torch.randn(rows, 64), torch.randn(rows + 5, 64)
         results = []
         for function in (both, run):
@@ -327,8 +327,8 @@ def test_a_graph_that_gets_no_plans_by_size_leaves_nothing_behind(monkeypatch: p
     assert [reason for _, reason in report.handed_over] == ["no formulas for this graph"]
     assert report.graphs == ()
     (model,) = registry.find_models(layer)
-    assert model.graphs == model.contested == model.families == []
-    assert registry.ways_of(layer) == [Variant.INDUCTOR]
+    assert model.graphs == model.autotuned == model.families == []
+    assert registry.variants_of(layer) == [Variant.INDUCTOR]
 
 
 @sizes("models that are forgotten")

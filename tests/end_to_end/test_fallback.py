@@ -271,7 +271,7 @@ def test_a_backward_that_inductor_compiles_alone_reuses_no_memory(
     (expected,) = gradients(function, 1)
     gradients(torch.compile(function), 1)
     torch._dynamo.reset()
-    options = {"runtime.bodies": "eager", "plan.contest": False, "runtime.recompute_masks": False}
+    options = {"runtime.bodies": "eager", "plan.autotune": False, "runtime.recompute_masks": False}
     for found in gradients(torch.compile(function, backend="apollo", options=options), 2):
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     found_model = registry.compiled_models()[-1]

@@ -16,7 +16,7 @@ from apollo_compile.errors import ConfigError, TargetError
 from apollo_compile.step import Step, compile_step, split_evenly
 from tests.end_to_end.models import TwoTowers, two_tower_inputs
 
-EAGER = {"runtime.bodies": "eager", "plan.contest": False, "plan.replan": False, "plan.min_gain": 0.0}
+EAGER = {"runtime.bodies": "eager", "plan.autotune": False, "plan.replan": False, "plan.min_gain": 0.0}
 """Bodies that take no time to compile, and the program from the second step on."""
 
 Batch = Mapping[str, torch.Tensor]

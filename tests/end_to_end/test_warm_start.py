@@ -56,7 +56,7 @@ def training_of(model: nn.Module, *inputs: torch.Tensor, **options: Any) -> tupl
     return training, registry.compiled_models()[-1]
 
 
-def let_win(way: str, model: nn.Module, inputs: tuple[torch.Tensor, ...], options: dict[str, Any]) -> None:
+def let_win(variant: str, model: nn.Module, inputs: tuple[torch.Tensor, ...], options: dict[str, Any]) -> None:
     """Train until the contest is over, and let its finding say that `way` won, whichever did."""
     run = torch.compile(model, backend="apollo", options={**STRICT, **options})
     for _ in range(2000):
@@ -70,7 +70,7 @@ def let_win(way: str, model: nn.Module, inputs: tuple[torch.Tensor, ...], option
     assert len(files) == 2
     for file in files:
         content = json.loads(file.read_text())
-        content["finding"]["way"], content["finding"]["verdict"]["choice"] = way, [way, way]
+        content["finding"]["variant"], content["finding"]["verdict"]["selection"] = variant, [variant, variant]
         file.write_text(json.dumps(content))
 
 
@@ -152,7 +152,7 @@ def test_inference_comes_back_too(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_graph_that_falls_back_does_so_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """The reason comes back, with the plan that was not worth it, and the code from torch's own entry."""
     model, inputs = nn.Linear(1024, 1024, bias=False), (torch.randn(512, 1024),)
-    options = {"plan.contest": True}
+    options = {"plan.autotune": True}
     expected, first = training_of(model, *inputs, **options)
     assert [len(first.graphs), len(first.left)] == [0, 1], first.handed_over
     assert hits() == (0, 2)
@@ -169,13 +169,14 @@ def test_a_graph_that_falls_back_does_so_again(monkeypatch: pytest.MonkeyPatch) 
 
 @needs_two_cores
 @pytest.mark.parametrize(
-    "way", [Variant.INDUCTOR, *(pytest.param(way, marks=pytest.mark.soak) for way in (Variant.SERIAL, Variant.PLAN))]
+    "variant",
+    [Variant.INDUCTOR, *(pytest.param(variant, marks=pytest.mark.soak) for variant in (Variant.SERIAL, Variant.PLAN))],
 )
-def test_every_way_can_be_taken_by_a_graph_that_came_back(way: str) -> None:
+def test_every_way_can_be_taken_by_a_graph_that_came_back(variant: str) -> None:
     """Inductor compiles the graph of the bundle, and what its code saves fits the backward's segments."""
     torch.manual_seed(0)
     model, inputs = TwoTowers(), two_tower_inputs()
-    options = {"plan.contest": True, "plan.min_gain": 0.0, "plan.replan": False}
+    options = {"plan.autotune": True, "plan.min_gain": 0.0, "plan.replan": False}
     for _ in range(2):
         _, found = training_of(model, *inputs, **options)
     assert hits() == (1, 1)
@@ -188,7 +189,7 @@ def test_every_way_can_be_taken_by_a_graph_that_came_back(way: str) -> None:
     for graph in (forward, backward):
         graph.autotuner = None  # nobody but this test decides
         graph.prepare()
-    forward.use(way)
+    forward.use(variant)
     model.zero_grad()
     run(*inputs).square().mean().backward()
     gradients = [parameter.grad for parameter in model.parameters()]
@@ -198,17 +199,17 @@ def test_every_way_can_be_taken_by_a_graph_that_came_back(way: str) -> None:
 
 
 @needs_two_cores
-@pytest.mark.parametrize("way", [Variant.INDUCTOR, pytest.param(Variant.SERIAL, marks=pytest.mark.soak)])
-def test_a_verdict_that_came_later_holds(way: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("variant", [Variant.INDUCTOR, pytest.param(Variant.SERIAL, marks=pytest.mark.soak)])
+def test_a_verdict_that_came_later_holds(variant: str, tmp_path: Path) -> None:
     """The bundle is of the first step; what the contest said after that stands in the history."""
     torch.manual_seed(0)
     model, inputs = TwoTowers(), two_tower_inputs()
-    options = {"plan.contest": True, "plan.min_gain": 0.0, "device.cache": tmp_path}
-    let_win(way, model, inputs, options)
+    options = {"plan.autotune": True, "plan.min_gain": 0.0, "device.cache": tmp_path}
+    let_win(variant, model, inputs, options)
     training, found = training_of(model, *inputs, **options)
-    assert hits() == (1, 2 if way == Variant.INDUCTOR else 1)
-    assert [graph.way for graph in found.graphs] == ([] if way == Variant.INDUCTOR else [way, way])
-    assert [name for name, _ in found.handed_over] == ([found.name] if way == Variant.INDUCTOR else [])
+    assert hits() == (1, 2 if variant == Variant.INDUCTOR else 1)
+    assert [graph.variant for graph in found.graphs] == ([] if variant == Variant.INDUCTOR else [variant, variant])
+    assert [name for name, _ in found.handed_over] == ([found.name] if variant == Variant.INDUCTOR else [])
     assert found.verdict is not None and found.verdict.is_remembered
     assert_same_training(train(model, lambda run: run(*inputs).square().mean()), training)
 
@@ -219,7 +220,7 @@ def test_inductors_code_is_not_kept_longer_than_the_verdict(tmp_path: Path) -> N
     """Once nobody knows any more that Inductor was faster, that is found out again."""
     torch.manual_seed(0)
     model, inputs = TwoTowers(), two_tower_inputs()
-    options = {"plan.contest": True, "plan.min_gain": 0.0, "device.cache": tmp_path}
+    options = {"plan.autotune": True, "plan.min_gain": 0.0, "device.cache": tmp_path}
     let_win(Variant.INDUCTOR, model, inputs, options)
     with torch.compiler.config.patch(cache_key_tag=f"{tmp_path} whole"):
         _, found = training_of(model, *inputs, **options)
@@ -397,7 +398,7 @@ from tests.end_to_end.models import TwoTowers, two_tower_inputs
 torch.manual_seed(0)
 torch.compiler.config.cache_key_tag = sys.argv[1]
 model = TwoTowers(depth=1, dropout=0.3)
-run = torch.compile(model, backend="apollo", options={"plan.min_gain": 0.0, "plan.contest": False})
+run = torch.compile(model, backend="apollo", options={"plan.min_gain": 0.0, "plan.autotune": False})
 losses = []
 for _ in range(3):
     loss = run(*two_tower_inputs()).square().mean()

@@ -75,7 +75,7 @@ def _report() -> Report:
     return Report(
         graphs=(summarize(compilation, invent_run(compilation)),),
         handed_over=(("1/0", "why"),),
-        verdicts=(("0/0", Verdict(winner="plan", choice=("plan",), standings=standings, num_steps=30)),),
+        verdicts=(("0/0", Verdict(winner="plan", selection=("plan",), standings=standings, num_steps=30)),),
         breaks=(a_break(),),
     )
 
@@ -139,7 +139,7 @@ def _finding() -> Finding:
     return Finding(
         observations=Observations(),
         plan=random_plan(random.Random(1), _graph, _lanes, _costs),
-        way="plan",
+        variant="plan",
         verdict=_report().verdicts[0][1],
     )
 
@@ -305,7 +305,7 @@ def test_a_damaged_plan_of_another_rank_is_legal_or_stops_the_rank(text: str) ->
 
 
 @FUZZ
-@given(damaged_json({"times": {way: {"0": 1e6, "1": 2e6} for way in (Variant.SERIAL, Variant.PLAN)}}))
+@given(damaged_json({"times": {variant: {"0": 1e6, "1": 2e6} for variant in (Variant.SERIAL, Variant.PLAN)}}))
 def test_damaged_times_of_another_rank_are_compared_or_stop_the_rank(text: str) -> None:
     """Whatever they are, every graph ends with a way that it has."""
     graphs = [Graph({Variant.SERIAL: 10, Variant.PLAN: 9, Variant.INDUCTOR: 10}) for _ in range(2)]
@@ -313,6 +313,6 @@ def test_damaged_times_of_another_rank_are_compared_or_stop_the_rank(text: str) 
     try:
         machine.run(ENOUGH)
     except RankError:
-        assert [graph.way for graph in machine.graphs] == [Variant.PLAN, Variant.PLAN]
+        assert [graph.variant for graph in machine.graphs] == [Variant.PLAN, Variant.PLAN]
     assert machine.autotuner.is_settled
-    assert all(graph.way in graph.ways for graph in machine.graphs)
+    assert all(graph.variant in graph.available for graph in machine.graphs)

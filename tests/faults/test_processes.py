@@ -23,7 +23,7 @@ import torch
 from tests.end_to_end.models import STRICT, TwoTowers, two_tower_inputs
 torch.manual_seed(0)
 model, x = TwoTowers(depth=1), two_tower_inputs()
-options = {"plan.contest": False}
+options = {"plan.autotune": False}
 run = torch.compile(model, backend="apollo", options=options)
 def check(run=run):
     with torch.no_grad():

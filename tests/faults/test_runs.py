@@ -413,7 +413,7 @@ def test_shapes_that_change_every_step_are_compiled_twice(caplog: pytest.LogCapt
     sizes = (64, 8, 31, 16, 8, 63, 2, 17)
     eager, _ = _train_on(sizes)
     with caplog.at_level(logging.WARNING, logger="apollo_compile"):
-        apollo, num_graphs = _train_on(sizes, backend="apollo", options={**STRICT, "plan.contest": False})
+        apollo, num_graphs = _train_on(sizes, backend="apollo", options={**STRICT, "plan.autotune": False})
     assert_same_training(eager, apollo)
     assert num_graphs == 2
     assert caplog.records == []

@@ -16,7 +16,7 @@ from tests.end_to_end.models import TwoTowers, assert_same_training, train, two_
 OPTIONS = {
     "debug.strict": True,
     "device.cuda_lanes": True,
-    "plan.contest": False,
+    "plan.autotune": False,
     "plan.min_gain": 0.0,
     "plan.planner": "greedy",
     "plan.replan": False,  # formulas give small models lanes, whether or not these gain by them

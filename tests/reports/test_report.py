@@ -125,7 +125,7 @@ def test_json_is_read_back_as_the_same_report() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "[]", "{}", '{"format": 1}', '{"format": 2, "report": {}}', '{"format": 1, "report": {"graphs": 3}}']
+    "text", ["", "[]", "{}", '{"format": 2}', '{"format": 1, "report": {}}', '{"format": 2, "report": {"graphs": 3}}']
 )
 def test_what_is_no_report_is_refused(text: str) -> None:
     """With what was expected."""
@@ -207,7 +207,7 @@ def test_independent_branches_that_run_in_turn_get_a_reason() -> None:
     made = summarize(compilation("****"), NOTHING)
     report = Report(graphs=(made,), handed_over=())
     assert "on 1 of the 2 units they take 1.33x as long as on all" in " ".join(describe(made, report))
-    assert "Inductor runs the graph" in " ".join(describe(replace(made, way=Variant.INDUCTOR), report))
+    assert "Inductor runs the graph" in " ".join(describe(replace(made, variant=Variant.INDUCTOR), report))
     one = replace(made, device=replace(made.device, units=1))
     assert "there is one unit" in " ".join(describe(one, report))
 
@@ -290,7 +290,7 @@ def test_why_names_times_needs_and_neighbours() -> None:
     report = workload_report("clip")
     assert report.why("text_model").count("granted") > 20
     assert "does not run its plan now but Inductor" in explain_place(
-        Report(graphs=(replace(small().graphs[0], way=Variant.INDUCTOR),), handed_over=()), "embed"
+        Report(graphs=(replace(small().graphs[0], variant=Variant.INDUCTOR),), handed_over=()), "embed"
     )
 
 

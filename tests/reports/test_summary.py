@@ -340,7 +340,7 @@ def test_a_graph_without_segments_has_a_text() -> None:
         seed=0,
         stopped_early=False,
         pinned=False,
-        way=Variant.PLAN,
+        variant=Variant.PLAN,
         num_replans=0,
         peak_bytes=0,
         memory_quota=None,
@@ -368,7 +368,7 @@ def test_a_report_says_where_a_plan_comes_from() -> None:
 
 def test_a_report_shows_the_contest_and_what_runs_instead_of_the_plan() -> None:
     """Who was compared, by how much the others are slower, and in how many rounds."""
-    summary = summarize(compilation(), NOTHING, way=Variant.INDUCTOR)
+    summary = summarize(compilation(), NOTHING, variant=Variant.INDUCTOR)
     text = render_text(Report(graphs=(summary,), handed_over=(), verdicts=(("0/0", VERDICT),)))
     assert "does not run its plan now but Inductor" in text
     assert "0/0: chosen by measuring" in text

@@ -29,8 +29,8 @@ class Graph:
     """A graph whose ways take a given time."""
 
     times: Mapping[str, float]
-    ways: list[str] = field(default_factory=lambda: [SERIAL, PLAN])
-    way: str = PLAN
+    available: list[str] = field(default_factory=lambda: [SERIAL, PLAN])
+    variant: str = PLAN
     is_settled: bool = True
     has_run: bool = False
     num_prepared: int = 0
@@ -45,24 +45,24 @@ class Graph:
     is_compilable: bool = True
     """Whether Inductor can compile it whole."""
 
-    def use(self, way: str) -> None:
-        assert way == PLAN or way in self.ways or (self.is_bound and way != INDUCTOR)
-        self.way = way
+    def use(self, variant: str) -> None:
+        assert variant == PLAN or variant in self.available or (self.is_bound and variant != INDUCTOR)
+        self.variant = variant
 
     def prepare(self) -> None:
         self.num_prepared += 1
         self.prepare_ns = 0
         if self.is_compilable:
-            self.ways.append(INDUCTOR)
+            self.available.append(INDUCTOR)
 
-    def adopt_way(self) -> str:
-        if self.way == LISTED:
-            self.times, self.way = {**self.times, PLAN: self.times[LISTED]}, PLAN
-            self.ways.remove(LISTED)
-        return self.way
+    def adopt_variant(self) -> str:
+        if self.variant == LISTED:
+            self.times, self.variant = {**self.times, PLAN: self.times[LISTED]}, PLAN
+            self.available.remove(LISTED)
+        return self.variant
 
-    def keep(self, ways: Collection[str]) -> None:
-        found = sorted(set(ways))
+    def keep(self, available: Collection[str]) -> None:
+        found = sorted(set(available))
         if not self.kept or self.kept[-1] != found:
             self.kept.append(found)
 
@@ -95,14 +95,14 @@ class Machine:
             self.num_watched += is_watched
             if is_watched:
                 self.autotuner.enter(graph)
-            ns = 1e6 * graph.times[graph.way] * self.speed * (1 + self.noise * self._random.random())
+            ns = 1e6 * graph.times[graph.variant] * self.speed * (1 + self.noise * self._random.random())
             if self._random.random() < self.noise:
                 ns *= 2  # a neighbour's turn
-            if graph.used and graph.used[-1] != graph.way:
+            if graph.used and graph.used[-1] != graph.variant:
                 ns *= 1.5  # cold caches
             if is_watched:
                 self.autotuner.leave(graph, round(ns))
-            graph.used.append(graph.way)
+            graph.used.append(graph.variant)
             graph.has_run = True
             total += ns
         return total
@@ -121,8 +121,8 @@ def halves(times: Mapping[str, float], **rest: Any) -> tuple[Graph, Graph]:
 
 def slow_down(times: Mapping[str, float], forward: Graph, backward: Graph) -> None:
     """Let a forward and a backward take these times together from now on."""
-    forward.times = {way: time / 3 for way, time in times.items()}
-    backward.times = {way: time - time / 3 for way, time in times.items()}
+    forward.times = {variant: time / 3 for variant, time in times.items()}
+    backward.times = {variant: time - time / 3 for variant, time in times.items()}
 
 
 ENOUGH = 5 * MAX_ROUNDS * STEPS_PER_TURN * 3
@@ -151,7 +151,7 @@ def test_a_clearly_faster_plan_stays_and_inductor_is_not_compiled() -> None:
     machine = Machine(forward, backward)
     machine.run(ENOUGH)
     (verdict,) = machine.verdicts
-    assert (verdict.winner, verdict.choice) == (PLAN, (PLAN, PLAN))
+    assert (verdict.winner, verdict.selection) == (PLAN, (PLAN, PLAN))
     assert [s.name for s in verdict.standings] == [PLAN, SERIAL]
     assert verdict.standings[1].ratio == pytest.approx(30 / 22, rel=0.01)
     assert verdict.standings[0].step_ns == pytest.approx(22e6, rel=0.01)
@@ -196,16 +196,16 @@ def test_a_list_schedule_that_is_faster_than_the_plan_becomes_the_plan() -> None
     """A graph that has none runs its plan beside it."""
     forward = Graph(
         {SERIAL: 10, LISTED: 6, PLAN: 7, INDUCTOR: 10},
-        ways=[SERIAL, LISTED, PLAN],
+        available=[SERIAL, LISTED, PLAN],
     )
     backward = Graph({SERIAL: 20, PLAN: 15, INDUCTOR: 20})
     machine = Machine(forward, backward)
     machine.run(ENOUGH)
     (verdict,) = machine.verdicts
-    assert (verdict.winner, verdict.choice) == (LISTED, (PLAN, PLAN))
+    assert (verdict.winner, verdict.selection) == (LISTED, (PLAN, PLAN))
     assert {s.name for s in verdict.standings} == {SERIAL, LISTED, PLAN}
     assert LISTED in forward.used and LISTED not in backward.used
-    assert (forward.used[-1], forward.times[forward.way]) == (PLAN, 6)
+    assert (forward.used[-1], forward.times[forward.variant]) == (PLAN, 6)
 
 
 def test_most_steps_after_the_verdict_are_not_looked_at() -> None:
@@ -226,19 +226,19 @@ def test_most_steps_after_the_verdict_are_not_looked_at() -> None:
 
 def test_who_leaves_the_contest_keeps_no_memory() -> None:
     """At once, while the others go on; what a mixture takes up again has it again."""
-    ways = [SERIAL, STREAMS, PRIORITIES, PLAN]
+    available = [SERIAL, STREAMS, PRIORITIES, PLAN]
     forward = Graph(
         {SERIAL: 30, STREAMS: 20, PRIORITIES: 10, PLAN: 9.95, INDUCTOR: 9.5},
-        ways=list(ways),
+        available=list(available),
     )
     backward = Graph(
         {SERIAL: 30, STREAMS: 9, PRIORITIES: 10, PLAN: 9.95, INDUCTOR: 9.5},
-        ways=list(ways),
+        available=list(available),
     )
     machine = Machine(forward, backward)
     machine.run(ENOUGH)
     assert forward.kept == [
-        sorted(ways),
+        sorted(available),
         sorted([PRIORITIES, PLAN]),
         sorted([INDUCTOR, PRIORITIES]),
         [INDUCTOR],
@@ -251,14 +251,14 @@ def test_graphs_that_are_bound_to_each_other_run_one_way() -> None:
     times = {STREAMS: 20, PRIORITIES: 10, PLAN: 10.5, INDUCTOR: 9.5}
     forward = Graph(
         {SERIAL: 30, **times},
-        ways=[SERIAL, STREAMS, PRIORITIES, PLAN],
+        available=[SERIAL, STREAMS, PRIORITIES, PLAN],
         is_bound=True,
     )
-    backward = Graph({SERIAL: 9, **times}, ways=[SERIAL], is_bound=True, is_compilable=False)
+    backward = Graph({SERIAL: 9, **times}, available=[SERIAL], is_bound=True, is_compilable=False)
     machine = Machine(forward, backward)
     machine.run(ENOUGH)
     (verdict,) = machine.verdicts
-    assert verdict.choice == (PRIORITIES, PRIORITIES)
+    assert verdict.selection == (PRIORITIES, PRIORITIES)
     assert {each.name for each in verdict.standings} == {
         SERIAL,
         STREAMS,
@@ -266,15 +266,15 @@ def test_graphs_that_are_bound_to_each_other_run_one_way() -> None:
         PLAN,
     }
     assert forward.num_prepared == backward.num_prepared == 1
-    evaluated = Graph({SERIAL: 12, **times}, ways=[SERIAL, PLAN], is_bound=True)
-    never = Graph({SERIAL: 30}, ways=[SERIAL, PLAN], is_bound=True, way=SERIAL)
+    evaluated = Graph({SERIAL: 12, **times}, available=[SERIAL, PLAN], is_bound=True)
+    never = Graph({SERIAL: 30}, available=[SERIAL, PLAN], is_bound=True, variant=SERIAL)
     alone = Machine(evaluated, never)
     for _ in range(ENOUGH):
         alone.step(0)
-    assert alone.verdicts[0].choice[0] == INDUCTOR and never.way in never.ways
-    chain = Machine(Graph({SERIAL: 10, INDUCTOR: 9}, ways=[SERIAL], way=SERIAL, is_bound=True))
+    assert alone.verdicts[0].selection[0] == INDUCTOR and never.variant in never.available
+    chain = Machine(Graph({SERIAL: 10, INDUCTOR: 9}, available=[SERIAL], variant=SERIAL, is_bound=True))
     chain.run(ENOUGH)
-    assert chain.verdicts[0].choice == (INDUCTOR,) and len(chain.verdicts[0].standings) == 2
+    assert chain.verdicts[0].selection == (INDUCTOR,) and len(chain.verdicts[0].standings) == 2
 
 
 def test_memory_is_given_back_before_every_turn_and_before_inductor_compiles() -> None:
@@ -322,7 +322,7 @@ def test_every_graph_gets_its_own_way_where_that_is_fastest() -> None:
     machine = Machine(forward, backward)
     machine.run(ENOUGH)
     (verdict,) = machine.verdicts
-    assert (verdict.winner, verdict.choice) == (MIXTURE, (PLAN, INDUCTOR))
+    assert (verdict.winner, verdict.selection) == (MIXTURE, (PLAN, INDUCTOR))
     assert (forward.used[-1], backward.used[-1]) == (PLAN, INDUCTOR)
 
 
@@ -330,16 +330,16 @@ def test_every_graph_gets_its_own_way_where_that_is_fastest() -> None:
 def test_on_a_noisy_machine_the_winner_is_never_far_from_the_best(seed: int) -> None:
     """Drift, spikes and cold caches: what stays is within the noise of the fastest, whatever the times are."""
     chance = random.Random(seed)
-    times = [{way: chance.uniform(5, 15) for way in (SERIAL, PLAN, INDUCTOR)} for _ in range(2)]
+    times = [{variant: chance.uniform(5, 15) for variant in (SERIAL, PLAN, INDUCTOR)} for _ in range(2)]
     graphs = [Graph(own, prepare_ns=10**7) for own in times]
     machine = Machine(*graphs, seed=seed, noise=0.1)
     machine.run(2 * ENOUGH)
 
     def time(choice: Sequence[str]) -> float:
-        return sum(graph.times[way] for graph, way in zip(graphs, choice, strict=True))
+        return sum(graph.times[variant] for graph, variant in zip(graphs, choice, strict=True))
 
     best = min(time([first] * 2) for first in (SERIAL, PLAN, INDUCTOR))
-    assert time(machine.verdicts[-1].choice) <= 1.05 * best
+    assert time(machine.verdicts[-1].selection) <= 1.05 * best
 
 
 def test_noise_hides_no_plan_that_is_a_tenth_faster() -> None:
@@ -414,7 +414,7 @@ def test_rounds_with_different_graphs_do_not_count() -> None:
     chance = random.Random(0)
     machine.step()
     while not machine.verdicts:
-        machine.step(*((0, 1) if chance.random() < 0.7 or forward.way == PLAN else (0,)))
+        machine.step(*((0, 1) if chance.random() < 0.7 or forward.variant == PLAN else (0,)))
         assert len(forward.used) < 10 * ENOUGH
     assert machine.verdicts[0].winner == PLAN
 
@@ -425,7 +425,7 @@ def test_a_mixture_is_found_though_its_parts_lost_different_contests() -> None:
     backward = Graph({SERIAL: 20, PLAN: 26, INDUCTOR: 18})
     machine = Machine(forward, backward)
     machine.run(ENOUGH)
-    assert machine.verdicts[0].choice == (PLAN, INDUCTOR)
+    assert machine.verdicts[0].selection == (PLAN, INDUCTOR)
 
 
 def test_forwards_in_a_row_belong_to_one_step() -> None:
@@ -438,11 +438,11 @@ def test_forwards_in_a_row_belong_to_one_step() -> None:
     machine.step()
     for _ in range(ENOUGH):
         for graph, number in itertools.product((0, 1), range(6)):
-            before = forward.way, backward.way
+            before = forward.variant, backward.variant
             machine.step(graph)
-            assert (graph, number) == (0, 0) or (forward.way, backward.way) == before
+            assert (graph, number) == (0, 0) or (forward.variant, backward.variant) == before
     (verdict,) = machine.verdicts
-    assert verdict.choice in ((SERIAL, SERIAL), (PLAN, SERIAL))
+    assert verdict.selection in ((SERIAL, SERIAL), (PLAN, SERIAL))
     assert all(standing.num_rounds >= MIN_ROUNDS for standing in verdict.standings)
 
 
@@ -457,7 +457,7 @@ def test_where_nothing_can_be_compared_the_plan_stays() -> None:
     for _ in range(2 * ENOUGH):
         if not machine.verdicts:
             machine.step(0)
-            if forward.way == PLAN:
+            if forward.variant == PLAN:
                 machine.step(1)
             else:
                 machine.autotuner._last = None  # a step all the same
@@ -470,9 +470,9 @@ def test_a_mixture_that_was_never_compared_does_not_stay() -> None:
     backward = Graph({SERIAL: 20, PLAN: 26, INDUCTOR: 18})
     machine = Machine(forward, backward)
     for _ in range(2 * ENOUGH):
-        machine.step(*((0,) if (forward.way, backward.way) == (PLAN, INDUCTOR) else (0, 1)))
+        machine.step(*((0,) if (forward.variant, backward.variant) == (PLAN, INDUCTOR) else (0, 1)))
         machine.autotuner._last = backward  # a step all the same
-    assert machine.verdicts[0].choice == (INDUCTOR, INDUCTOR)
+    assert machine.verdicts[0].selection == (INDUCTOR, INDUCTOR)
 
 
 def test_a_few_comparable_rounds_are_no_verdict() -> None:
@@ -482,7 +482,7 @@ def test_a_few_comparable_rounds_are_no_verdict() -> None:
     machine = Machine(forward, backward)
     while not machine.verdicts:
         is_early = len(forward.used) < 4 * STEPS_PER_TURN
-        machine.step(*((0, 1) if is_early or forward.way == SERIAL else (0,)))
+        machine.step(*((0, 1) if is_early or forward.variant == SERIAL else (0,)))
         machine.autotuner._last = backward
     (verdict,) = machine.verdicts
     assert verdict.winner == PLAN
@@ -530,10 +530,10 @@ def test_an_interrupted_contest_leaves_an_earlier_verdict_as_it_was() -> None:
     backward.prepare = interrupt  # type: ignore[method-assign]
     with pytest.raises(KeyboardInterrupt):
         machine.run(ENOUGH)
-    assert forward.way == INDUCTOR
+    assert forward.variant == INDUCTOR
     assert not machine.autotuner.is_settled
     machine.run(ENOUGH)
-    assert machine.verdicts[-1].choice == (INDUCTOR, INDUCTOR)
+    assert machine.verdicts[-1].selection == (INDUCTOR, INDUCTOR)
 
 
 def test_one_of_several_ranks_that_is_interrupted_runs_its_plan() -> None:
@@ -544,7 +544,7 @@ def test_one_of_several_ranks_that_is_interrupted_runs_its_plan() -> None:
         machine.run(ENOUGH)
     machine.run(ENOUGH)
     assert machine.autotuner.is_settled and machine.verdicts == []
-    assert [graph.way for graph in machine.graphs] == [PLAN, PLAN]
+    assert [graph.variant for graph in machine.graphs] == [PLAN, PLAN]
 
 
 def test_after_a_failure_all_graphs_run_their_plans() -> None:
@@ -560,9 +560,9 @@ def test_after_a_failure_all_graphs_run_their_plans() -> None:
     machine = Machine(forward, backward)
     with pytest.raises(RuntimeError):
         machine.run(ENOUGH)
-    assert (forward.way, backward.way) == (PLAN, PLAN)
+    assert (forward.variant, backward.variant) == (PLAN, PLAN)
     machine.run(ENOUGH)
-    assert (forward.way, backward.way, machine.verdicts) == (PLAN, PLAN, [])
+    assert (forward.variant, backward.variant, machine.verdicts) == (PLAN, PLAN, [])
     assert machine.autotuner.is_settled
 
 
@@ -578,7 +578,7 @@ def test_two_threads_in_one_model_do_no_harm() -> None:
                 for graph in (forward, backward):
                     machine.autotuner.enter(graph)
                     graph.has_run = True
-                    machine.autotuner.leave(graph, int(graph.times[graph.way] * 1e6))
+                    machine.autotuner.leave(graph, int(graph.times[graph.variant] * 1e6))
         except BaseException as error:
             failures.append(error)
 
@@ -592,7 +592,7 @@ def test_two_threads_in_one_model_do_no_harm() -> None:
 
 def test_one_way_needs_no_contest_but_inductors() -> None:
     """A plan that runs in turn is Inductor's rival only by its pieces."""
-    graph = Graph({SERIAL: 10, INDUCTOR: 10.5}, ways=[SERIAL], way=SERIAL)
+    graph = Graph({SERIAL: 10, INDUCTOR: 10.5}, available=[SERIAL], variant=SERIAL)
     machine = Machine(graph)
     machine.run(ENOUGH)
     (verdict,) = machine.verdicts
@@ -614,7 +614,7 @@ def test_a_rival_that_cannot_be_compiled_does_not_stop_the_contest() -> None:
 
 def test_where_there_is_nothing_to_compare_the_verdict_says_so() -> None:
     """A plan in turn whose only rival cannot be compiled."""
-    graph = Graph({SERIAL: 10}, ways=[SERIAL], way=SERIAL)
+    graph = Graph({SERIAL: 10}, available=[SERIAL], variant=SERIAL)
     graph.prepare = lambda: None  # type: ignore[method-assign]
     machine = Machine(graph)
     machine.run(ENOUGH)
@@ -653,10 +653,10 @@ def test_drift_reopens_the_contest_and_a_repeated_verdict_makes_it_patient() -> 
     assert graph.used[-1] == SERIAL
 
 
-def earlier(way: str) -> Verdict:
+def earlier(variant: str) -> Verdict:
     """Return a verdict of an earlier process."""
-    standing = Standing(name=way, step_ns=1.0, ratio=1.0, num_rounds=MIN_ROUNDS)
-    return Verdict(winner=way, choice=(way,), standings=(standing,), num_steps=30, is_remembered=True)
+    standing = Standing(name=variant, step_ns=1.0, ratio=1.0, num_rounds=MIN_ROUNDS)
+    return Verdict(winner=variant, selection=(variant,), standings=(standing,), num_steps=30, is_remembered=True)
 
 
 def test_a_verdict_of_an_earlier_process_holds_until_times_drift() -> None:
@@ -682,7 +682,7 @@ def test_a_graph_that_no_earlier_process_knew_is_decided_about() -> None:
         machine.step(0)
     assert machine.verdicts == []
     machine.run(ENOUGH)
-    assert machine.verdicts[0].choice == (PLAN, SERIAL)
+    assert machine.verdicts[0].selection == (PLAN, SERIAL)
 
 
 def test_a_graph_that_runs_for_the_first_time_after_the_verdict_is_decided_about() -> None:
@@ -693,16 +693,16 @@ def test_a_graph_that_runs_for_the_first_time_after_the_verdict_is_decided_about
     for _ in range(ENOUGH):
         machine.step(0)
     (first,) = machine.verdicts
-    assert first.choice == (INDUCTOR, SERIAL) and (forward.num_prepared, backward.num_prepared) == (
+    assert first.selection == (INDUCTOR, SERIAL) and (forward.num_prepared, backward.num_prepared) == (
         1,
         0,
     )
     assert machine.autotuner.is_settled
     machine.run(10)
-    assert backward.used[-1] == PLAN and not machine.autotuner.is_settled and not machine.autotuner.is_contending
+    assert backward.used[-1] == PLAN and not machine.autotuner.is_settled and not machine.autotuner.is_comparing
     backward.is_settled = True
     machine.run(ENOUGH)
-    assert [verdict.choice for verdict in machine.verdicts[1:]] == [(INDUCTOR, PLAN)]
+    assert [verdict.selection for verdict in machine.verdicts[1:]] == [(INDUCTOR, PLAN)]
     assert backward.num_prepared == 1 and machine.autotuner.is_settled
     assert (forward.used[-1], backward.used[-1]) == (INDUCTOR, PLAN)
 
@@ -729,7 +729,7 @@ def settled_machine(forward: float, backward: float) -> Machine:
 
 def multiply(graph: Graph, factor: float) -> None:
     """Let all ways of a graph take so many times as long."""
-    graph.times = {way: factor * time for way, time in graph.times.items()}
+    graph.times = {variant: factor * time for variant, time in graph.times.items()}
 
 
 @pytest.mark.parametrize("slower", [0, 1])
@@ -804,7 +804,7 @@ def test_a_step_that_raises_is_no_sample() -> None:
             is_watched = not machine.autotuner.passes(graph)
             if is_watched:
                 machine.autotuner.enter(graph)
-                machine.autotuner.leave(graph, None if fails else round(1e6 * graph.times[graph.way]))
+                machine.autotuner.leave(graph, None if fails else round(1e6 * graph.times[graph.variant]))
             if fails:
                 break
     assert len(machine.verdicts) == 1
@@ -823,7 +823,7 @@ def test_steps_of_another_thread_at_the_same_time_are_no_drift() -> None:
         begin()
         end()
         if is_watched:
-            machine.autotuner.leave(graph, round(3e6 * graph.times[graph.way]))
+            machine.autotuner.leave(graph, round(3e6 * graph.times[graph.variant]))
 
     with ThreadPoolExecutor(1) as pool:
         for _ in range(8 * WINDOW):
@@ -853,11 +853,11 @@ def test_another_thread_in_the_middle_of_a_step_changes_nothing() -> None:
     forward, backward = Graph({SERIAL: 10, PLAN: 7}), Graph({SERIAL: 20, PLAN: 15})
     machine = Machine(forward, backward)
     machine.run(3)
-    way = forward.way
+    variant = forward.variant
     for _ in range(50):
         machine.autotuner.enter(backward)
         machine.autotuner.leave(backward, 10**6)
-    assert forward.way == backward.way == way
+    assert forward.variant == backward.variant == variant
     machine.run(ENOUGH)
     assert machine.verdicts[0].winner == PLAN
 
@@ -900,7 +900,7 @@ def test_ranks_that_measure_different_times_run_the_same_in_every_step(seed: int
         {SERIAL: 7, PLAN: 10, INDUCTOR: 12},
         {SERIAL: 10, PLAN: 9.5, INDUCTOR: 5},
     ]
-    times = [{way: scale * time for way, time in own.items()} for own in times]
+    times = [{variant: scale * time for variant, time in own.items()} for own in times]
     winners, num_steps = set(), round(ENOUGH / scale)
     for own in times:
         alone = Machine(Graph(own), Graph(own))
@@ -985,12 +985,12 @@ def test_a_rank_that_cannot_run_what_competes_on_the_others_stops() -> None:
 def test_a_rank_with_another_plan_takes_part_in_what_the_first_one_compares() -> None:
     """As one whose backward has run, or that has a list schedule, where the first rank has none."""
     first, second = ranks_with(CountingStore(), *[{SERIAL: 10, LISTED: 8, PLAN: 9, INDUCTOR: 12}] * 2)
-    second.graphs[0].ways.append(LISTED)
-    first.graphs[1].way = second.graphs[1].way = SERIAL
+    second.graphs[0].available.append(LISTED)
+    first.graphs[1].variant = second.graphs[1].variant = SERIAL
     for _ in range(ENOUGH):
         first.step(0)
         second.step()
-    assert first.verdicts[0].choice == second.verdicts[0].choice
+    assert first.verdicts[0].selection == second.verdicts[0].selection
     assert first.graphs[0].used[2:] == second.graphs[0].used[2:] and LISTED not in second.graphs[0].used
 
 
@@ -1024,8 +1024,8 @@ def test_a_way_that_cannot_be_run_on_one_rank_stops_it() -> None:
     """Alone it would close the contest and run its plans; here the others go on with theirs."""
     (machine,) = ranks_with(CountingStore(), {SERIAL: 7, PLAN: 10, INDUCTOR: 12})
 
-    def fail(way: str) -> None:
-        if way == SERIAL:
+    def fail(variant: str) -> None:
+        if variant == SERIAL:
             raise RuntimeError("no thread can be started")
 
     machine.graphs[1].use = fail  # type: ignore[method-assign]
@@ -1055,4 +1055,4 @@ def test_rubbish_from_another_rank_stops_the_rank(times: str, reason: str) -> No
     (machine,) = ranks_with(Misled(), {SERIAL: 7, PLAN: 10})
     with pytest.raises(RankError, match=reason):
         machine.run(ENOUGH)
-    assert [graph.way for graph in machine.graphs] == [PLAN, PLAN]
+    assert [graph.variant for graph in machine.graphs] == [PLAN, PLAN]

@@ -25,8 +25,8 @@ def a_finding() -> Finding:
     return Finding(
         observations=Observations(),
         plan=random_plan(rng, graph, lanes, random_costs(rng, graph, lanes)),
-        way="plan",
-        verdict=Verdict(winner="plan", choice=("plan",), standings=standings, num_steps=30),
+        variant="plan",
+        verdict=Verdict(winner="plan", selection=("plan",), standings=standings, num_steps=30),
     )
 
 
@@ -82,7 +82,9 @@ def test_generations_of_bundles_begin_one_after_the_other(tmp_path: Path) -> Non
     assert one.generation("a") == 1
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"format": 1}', '{"format": 1, "made_at": 0, "finding": {"way": 3}}'])
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", '{"format": 1}', '{"format": 1, "made_at": 0, "finding": {"variant": 3}}']
+)
 def test_a_damaged_file_is_as_none(tmp_path: Path, text: str) -> None:
     """Whatever is in it."""
     (tmp_path / "a.json").write_text(text)

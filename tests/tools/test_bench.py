@@ -89,7 +89,7 @@ class _FakeChild:
     def peak_bytes(self) -> int | None:
         return 2**20
 
-    def ways(self) -> Sequence[str]:
+    def ran(self) -> Sequence[str]:
         return ["segments in turn", "Inductor"] if self.name == "apollo" else []
 
 
@@ -138,7 +138,7 @@ def test_what_apollo_ran_is_told(tmp_path: Path) -> None:
     )
     (line,) = [line for line in format_measurement(measurement).splitlines() if line.startswith("what ran")]
     assert line.endswith(": apollo: segments in turn, Inductor")
-    assert [result["ways"] for result in to_json(measurement)["results"]] == [(), ("segments in turn", "Inductor")]
+    assert [result["ran"] for result in to_json(measurement)["results"]] == [(), ("segments in turn", "Inductor")]
 
 
 def test_efficiency_goes_by_the_fastest_step_on_one_core(tmp_path: Path) -> None:

@@ -248,7 +248,7 @@ def test_a_saved_report_is_shown_again(tmp_path: Path, capsys: pytest.CaptureFix
 @pytest.mark.slow
 def test_report_trains_a_model_and_measures(model_file: str, capsys: pytest.CaptureFixture[str]) -> None:
     """For so many steps."""
-    settings = ("plan.contest=false", "plan.planner=serial", "debug.strict=true", "runtime.bodies=python")
+    settings = ("plan.autotune=false", "plan.planner=serial", "debug.strict=true", "runtime.bodies=python")
     options = [part for setting in settings for part in ("--option", setting)]
     compared = ["--what-if", "units=1", "--what-if", "profile=h200", "--what-if", "batch=16"]
     assert main(["report", f"{model_file}:build", "--steps", "2", "--json", *compared, *options]) == 0

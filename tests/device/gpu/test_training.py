@@ -30,7 +30,7 @@ from tests.end_to_end.models import Tower, TwoTowers, assert_same_training, trai
 
 OPTIONS = {
     "debug.strict": True,
-    "plan.contest": False,
+    "plan.autotune": False,
     "plan.min_gain": 0.0,
     "plan.planner": "greedy",
     "plan.replan": False,
@@ -339,7 +339,7 @@ def test_other_shapes_get_graphs_of_their_own(compiler: Compiler) -> None:
 @pytest.mark.soak
 def test_the_ways_on_a_gpu_compete() -> None:
     """One stream, streams, priorities, lanes, overlapping ones, perhaps Inductor; outputs are eager's all along."""
-    compiler = new_compiler(**COMPILED, **{"plan.contest": True})
+    compiler = new_compiler(**COMPILED, **{"plan.autotune": True})
     model, inputs = TwoTowers(depth=1), two_tower_inputs()
     run = torch.compile(model, backend=compiler)
     with torch.no_grad():
@@ -359,14 +359,14 @@ def test_the_ways_on_a_gpu_compete() -> None:
     assert set(compiler.gpu.others) == set(Sharing) - {Sharing.APART}
     assert not any(gpu.races for gpu in (compiler.gpu, *compiler.gpu.others.values()))
     (graph,) = compiler.models[0].graphs
-    assert set(compiler.models[0].target.memories) <= {graph.way, Variant.PLAN}, "what lost keeps no memory"
-    if graph.way != Variant.PLAN:
+    assert set(compiler.models[0].target.memories) <= {graph.variant, Variant.PLAN}, "what lost keeps no memory"
+    if graph.variant != Variant.PLAN:
         assert graph.lane_bytes() == {}
 
 
 @pytest.mark.parametrize("is_lopsided", (False, True), ids=("lanes", "a backward in turn"))
-@pytest.mark.parametrize("way", (Variant.SERIAL, *SHARED_VARIANTS))
-def test_every_way_replays_forward_and_backward(compiler: Compiler, way: str, is_lopsided: bool) -> None:
+@pytest.mark.parametrize("variant", (Variant.SERIAL, *SHARED_VARIANTS))
+def test_every_way_replays_forward_and_backward(compiler: Compiler, variant: str, is_lopsided: bool) -> None:
     """With memory of its own, so that captures of one way do not stop another; also where one of both has no lanes."""
     model = TwoTowers(depth=1)
     run, made, inputs = warmed_up(compiler, model)
@@ -375,15 +375,15 @@ def test_every_way_replays_forward_and_backward(compiler: Compiler, way: str, is
         old = last.compilation
         in_turn = make_plan(old.partition.graph, old.costs, lanes=old.plan.lanes, planner="serial")
         last.variants.adopt(last.variants.with_plan(in_turn))
-        assert last.ways == (Variant.SERIAL,)
+        assert last.available == (Variant.SERIAL,)
     for graph in compiler.models[0].graphs:
-        graph.use(way)
+        graph.use(variant)
     model(*inputs).square().mean().backward()
     for _ in range(4):
         made.zero_grad(set_to_none=True)
         run(*inputs).square().mean().backward()
         assert_same_gradients(model, made)
-    executables = [graph.variants.loaded()[way] for graph in compiler.models[0].graphs]
+    executables = [graph.variants.loaded()[variant] for graph in compiler.models[0].graphs]
     assert [each.num_replays for each in executables] == [2, 2]
     compiler.check(replays=[3, 0 if is_lopsided else 3])
 
@@ -394,20 +394,20 @@ def test_ways_that_are_not_kept_capture_again(compiler: Compiler) -> None:
     run, made, inputs = warmed_up(compiler, model)
     graphs, (first, second) = compiler.models[0].graphs, SHARED_VARIANTS[:2]
 
-    def captured(way: str) -> list[bool]:
-        return [bool(graph.variants.loaded()[way].lane_bytes()) for graph in graphs]
+    def captured(variant: str) -> list[bool]:
+        return [bool(graph.variants.loaded()[variant].lane_bytes()) for graph in graphs]
 
-    def train_as(way: str) -> None:
+    def train_as(variant: str) -> None:
         for graph in graphs:
-            graph.use(way)
+            graph.use(variant)
         for _ in range(4):
             made.zero_grad(set_to_none=True)
             run(*inputs).square().mean().backward()
             assert_same_gradients(model, made)
 
     model(*inputs).square().mean().backward()
-    for way in (first, second):
-        train_as(way)
+    for variant in (first, second):
+        train_as(variant)
     for graph in graphs:
         graph.keep([second])
     assert (captured(Variant.PLAN), captured(first), captured(second)) == ([False] * 2, [False] * 2, [True] * 2)
@@ -420,7 +420,7 @@ def test_ways_that_are_not_kept_capture_again(compiler: Compiler) -> None:
 @pytest.mark.soak
 def test_what_inductor_compiles_whole_replays_as_plans_do() -> None:
     """Forward and backward, as one CUDA graph each: that is what lanes have to beat."""
-    compiler = new_compiler(**COMPILED, **{"plan.contest": True})
+    compiler = new_compiler(**COMPILED, **{"plan.autotune": True})
     model, inputs = TwoTowers(depth=1), two_tower_inputs()
     made = copy.deepcopy(model)
     run = torch.compile(made, backend=compiler)

@@ -30,7 +30,7 @@ from apollo_compile.torch_bridge import whole
 from tests.end_to_end.marks import needs_two_cores
 from tests.end_to_end.models import TwoTowers, assert_same_training, train, two_tower_inputs
 
-CONTESTED = {
+AUTOTUNED = {
     "debug.strict": True,
     "device.profile": "cpu",
     "plan.min_gain": 0.0,
@@ -71,7 +71,7 @@ def compiled_towers(**options: object) -> tuple[nn.Module, tuple[torch.Tensor, t
     torch._dynamo.reset()
     torch.manual_seed(0)
     model, inputs = TwoTowers(), two_tower_inputs()
-    run = torch.compile(model, backend="apollo", options={**CONTESTED, **options})
+    run = torch.compile(model, backend="apollo", options={**AUTOTUNED, **options})
     run(*inputs).square().mean().backward()
     model.zero_grad()
     (found,) = registry.find_models(model)
@@ -93,15 +93,15 @@ def test_training_is_as_in_eager_while_the_ways_compete() -> None:
     model, inputs = TwoTowers(), two_tower_inputs()
     steps = 3 * (MIN_ROUNDS + 1) * STEPS_PER_TURN  # into what follows the first contest
     eager = train(model, lambda run: run(*inputs).square().mean(), steps=steps)
-    ways: list[tuple[str, ...]] = []
+    variants: list[tuple[str, ...]] = []
 
     def loss_of(run: Callable[..., torch.Tensor]) -> torch.Tensor:
         loss = run(*inputs).square().mean()
-        ways.append(tuple(graph.way for graph in registry.compiled_models()[-1].graphs))
+        variants.append(tuple(graph.variant for graph in registry.compiled_models()[-1].graphs))
         return loss
 
-    assert_same_training(eager, train(model, loss_of, steps=steps, backend="apollo", options=CONTESTED))
-    assert {(Variant.SERIAL, Variant.SERIAL), (Variant.PLAN, Variant.PLAN)} <= set(ways)
+    assert_same_training(eager, train(model, loss_of, steps=steps, backend="apollo", options=AUTOTUNED))
+    assert {(Variant.SERIAL, Variant.SERIAL), (Variant.PLAN, Variant.PLAN)} <= set(variants)
 
 
 def on_each_others_cores(graph: SegmentGraph, costs: CostTable, plan: Plan) -> Plan:
@@ -118,7 +118,7 @@ def test_a_list_schedule_competes_and_where_it_wins_it_is_the_plan(monkeypatch: 
     run, inputs, found = compiled_towers()
     for graph in found.graphs:
         graph.autotuner = None  # nobody but this test decides
-        assert Variant.LISTED in graph.ways
+        assert Variant.LISTED in graph.available
         graph.use(Variant.LISTED)
     output = run(*inputs)
     output.square().mean().backward()
@@ -126,14 +126,14 @@ def test_a_list_schedule_competes_and_where_it_wins_it_is_the_plan(monkeypatch: 
     monkeypatch.setattr("apollo_compile.session.variants.CLOSE", -0.5)
     for graph in found.graphs:
         before = graph.compilation.plan
-        assert graph.adopt_way() == Variant.PLAN
+        assert graph.adopt_variant() == Variant.PLAN
         assert graph.compilation.plan == on_each_others_cores(
             graph.compilation.partition.graph, graph.compilation.costs, before
         )
         assert {(span.segment, span.lane) for span in graph.trace().spans} == {
             (each.segment, each.lane) for each in graph.compilation.plan.assignments
         }
-        assert Variant.LISTED not in graph.ways
+        assert Variant.LISTED not in graph.available
     assert "greedy plan" in str(apollo_compile.report(run))
 
 
@@ -144,12 +144,12 @@ def test_going_over_to_segments_in_turn_asks_no_planner() -> None:
     bounds = [graph.bound_ns for graph in apollo_compile.report(run).graphs]
     apart.stop_planner()
     for graph in found.graphs:
-        assert Variant.PLAN in graph.ways, "the plan is the serial one"
+        assert Variant.PLAN in graph.available, "the plan is the serial one"
         graph.autotuner = None  # nobody but this test decides
         known = graph.compilation
-        finding = Finding(observations=known.observations, plan=known.plan, way=Variant.SERIAL, verdict=None)
+        finding = Finding(observations=known.observations, plan=known.plan, variant=Variant.SERIAL, verdict=None)
         graph.use(Variant.SERIAL)
-        assert replace(graph, first=replace(known, finding=finding)).way == Variant.SERIAL
+        assert replace(graph, first=replace(known, finding=finding)).variant == Variant.SERIAL
     torch.testing.assert_close(run(*inputs), TwoTowers.forward(run, *inputs), rtol=1e-4, atol=1e-5)
     assert apart.stop_planner() is None, "the planner's process was started"
     after = apollo_compile.report(run).graphs
@@ -173,8 +173,8 @@ def test_the_verdict_is_logged_once_and_stands_in_the_report(caplog: pytest.LogC
     assert text.startswith("settled\n")
     verdict = found.autotuner.verdict
     assert verdict is not None
-    assert tuple(graph.way for graph in found.graphs) == verdict.choice
-    assert set(registry.ways_of(run)) == set(verdict.choice)
+    assert tuple(graph.variant for graph in found.graphs) == verdict.selection
+    assert set(registry.variants_of(run)) == set(verdict.selection)
     for standing in verdict.standings:
         assert standing.name in line
         assert standing.name in text
@@ -183,7 +183,7 @@ def test_the_verdict_is_logged_once_and_stands_in_the_report(caplog: pytest.LogC
 
 @needs_two_cores
 @pytest.mark.parametrize(
-    ("ways", "kind"),
+    ("variants", "kind"),
     [
         ((Variant.INDUCTOR, Variant.PLAN), "pictures"),
         pytest.param((Variant.SERIAL, Variant.INDUCTOR), "towers", marks=pytest.mark.soak),
@@ -191,20 +191,20 @@ def test_the_verdict_is_logged_once_and_stands_in_the_report(caplog: pytest.LogC
         pytest.param((Variant.SERIAL, Variant.INDUCTOR), "pictures", marks=pytest.mark.soak),
     ],
 )
-def test_ways_can_be_mixed_between_forward_and_backward(ways: tuple[str, str], kind: str) -> None:
+def test_ways_can_be_mixed_between_forward_and_backward(variants: tuple[str, str], kind: str) -> None:
     """What one saves, the other reads: same tensors, same strides."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     model: nn.Module = TwoTowers() if kind == "towers" else Pictures()
     inputs = two_tower_inputs() if kind == "towers" else (torch.randn(2, 3, 32, 32), torch.randn(2, 3, 32, 32))
-    run = torch.compile(model, backend="apollo", options=CONTESTED)
+    run = torch.compile(model, backend="apollo", options=AUTOTUNED)
     run(*inputs).square().mean().backward()
     (found,) = registry.find_models(model)
     assert [graph.compilation.capture.role for graph in found.graphs] == ["forward", "backward"]
-    for graph, way in zip(found.graphs, ways, strict=True):
+    for graph, variant in zip(found.graphs, variants, strict=True):
         graph.autotuner = None  # nobody but this test decides
         graph.prepare()
-        graph.use(way)
+        graph.use(variant)
     model.zero_grad()
     output = run(*inputs)
     output.square().mean().backward()
@@ -228,7 +228,7 @@ def test_a_graph_of_one_segment_is_inductors_from_the_start(caplog: pytest.LogCa
     assert record.levelno == logging.INFO
     assert "nothing to gain" in record.getMessage()
     assert "nothing to gain" in str(apollo_compile.report(layer))
-    assert registry.find_models(layer)[0].graphs == [] and registry.ways_of(layer) == [Variant.INDUCTOR]
+    assert registry.find_models(layer)[0].graphs == [] and registry.variants_of(layer) == [Variant.INDUCTOR]
 
 
 @needs_two_cores
@@ -269,7 +269,7 @@ def test_segments_compete_where_no_plan_has_lanes(size: int, granularity: str, n
     verdict = registry.find_models(layer)[0].autotuner.verdict
     assert verdict is not None
     assert {standing.name for standing in verdict.standings} == {Variant.SERIAL, Variant.INDUCTOR}
-    assert graph.way == verdict.winner
+    assert graph.variant == verdict.winner
 
 
 @needs_two_cores
@@ -311,7 +311,7 @@ def test_whoever_asks_for_the_same_numbers_gets_the_plan(
         run(*inputs).square().mean().backward()
     assert torch.equal(run(*inputs), first)
     assert found.autotuner.verdict is None
-    assert [graph.way for graph in found.graphs] == [Variant.PLAN, Variant.PLAN]
+    assert [graph.variant for graph in found.graphs] == [Variant.PLAN, Variant.PLAN]
     assert [graph.compilation.plan for graph in found.graphs] == plans
     assert registry.is_settled(run)
     assert caplog.text.count("deterministic algorithms are on") == 2
@@ -333,7 +333,7 @@ def test_a_rival_that_does_not_compile_is_left_out(
         for graph in found.graphs:
             graph.prepare()
         run(*inputs).square().mean().backward()
-    assert all(Variant.INDUCTOR not in graph.ways for graph in found.graphs)
+    assert all(Variant.INDUCTOR not in graph.available for graph in found.graphs)
     assert caplog.text.count("did not compile it whole: RuntimeError: no compiler") == len(found.graphs)
 
 
@@ -374,7 +374,7 @@ def test_inductors_version_is_compiled_under_any_mode_of_the_caller() -> None:
     torch._dynamo.reset()
     torch.manual_seed(0)
     model, inputs = TwoTowers(), two_tower_inputs()
-    run = torch.compile(model, backend="apollo", options=CONTESTED)
+    run = torch.compile(model, backend="apollo", options=AUTOTUNED)
     with torch.autocast("cpu", dtype=torch.bfloat16), torch.inference_mode():
         expected = run(*inputs)
         (graph,) = registry.find_models(model)[0].graphs
@@ -395,7 +395,7 @@ def test_a_contest_that_fails_leaves_the_plan_running(
     for _ in range(2):
         run(*inputs).square().mean().backward()
     forward, backward = found.graphs
-    assert forward.way == backward.way != Variant.PLAN  # the turn of the segments
+    assert forward.variant == backward.variant != Variant.PLAN  # the turn of the segments
 
     def fail() -> None:
         raise RuntimeError("a defect")
@@ -405,7 +405,7 @@ def test_a_contest_that_fails_leaves_the_plan_running(
         for _ in range(3):
             run(*inputs).square().mean().backward()
     assert caplog.text.count("plans stay, unmeasured: RuntimeError: a defect") == 1
-    assert [graph.way for graph in found.graphs] == [Variant.PLAN, Variant.PLAN]
+    assert [graph.variant for graph in found.graphs] == [Variant.PLAN, Variant.PLAN]
     assert registry.is_settled(run)
 
 
@@ -418,10 +418,11 @@ def test_a_memory_quota_is_not_overruled() -> None:
 
 @needs_two_cores
 @pytest.mark.parametrize(
-    "way", [Variant.INDUCTOR, *(pytest.param(way, marks=pytest.mark.soak) for way in (Variant.SERIAL, Variant.PLAN))]
+    "variant",
+    [Variant.INDUCTOR, *(pytest.param(variant, marks=pytest.mark.soak) for variant in (Variant.SERIAL, Variant.PLAN))],
 )
 def test_a_second_run_begins_where_the_first_one_ended(
-    way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With its plan and its winner, whichever that was; nothing is planned, measured or compared again."""
     options = {"plan.remember": True, "plan.replan": True, "device.cache": tmp_path}
@@ -432,8 +433,8 @@ def test_a_second_run_begins_where_the_first_one_ended(
     assert len(files) == len(first.graphs) == 2
     for file in files:
         content = json.loads(file.read_text())
-        assert content["finding"]["way"] in first.autotuner.verdict.choice
-        content["finding"]["way"], content["finding"]["verdict"]["choice"] = way, [way, way]
+        assert content["finding"]["variant"] in first.autotuner.verdict.selection
+        content["finding"]["variant"], content["finding"]["verdict"]["selection"] = variant, [variant, variant]
         file.write_text(json.dumps(content))
 
     def fail(*args: object, **kwargs: object) -> None:
@@ -444,14 +445,14 @@ def test_a_second_run_begins_where_the_first_one_ended(
     run, inputs, second = compiled_towers(**options)
     torch.testing.assert_close(run(*inputs), TwoTowers.forward(run, *inputs), rtol=1e-4, atol=1e-5)
     assert registry.is_settled(run)
-    assert [graph.way for graph in second.graphs] == ([] if way == Variant.INDUCTOR else [way, way])
-    if way != Variant.INDUCTOR:
+    assert [graph.variant for graph in second.graphs] == ([] if variant == Variant.INDUCTOR else [variant, variant])
+    if variant != Variant.INDUCTOR:
         assert [g.compilation.plan for g in second.graphs] == [g.compilation.plan for g in first.graphs]
         run(*inputs)
         assert second.autotuner.verdict is not None and second.autotuner.verdict.is_remembered, "it is not watched"
     text = str(apollo_compile.report(run))
     assert "of an earlier training loop" in text
-    assert ("Inductor ran it when the contest was over" in text) == (way == Variant.INDUCTOR)
+    assert ("Inductor ran it when autotuning was over" in text) == (variant == Variant.INDUCTOR)
 
 
 @pytest.mark.soak
