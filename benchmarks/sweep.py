@@ -16,7 +16,7 @@ as eager in the case's own precision, plus a few bits (`TOLERANCE`): of float32 
 Face have it in every precision, and with a compiled AdamW, which counts steps in float32. Compiled code draws eager's
 random numbers (`fallback_random`), for the models that have dropout.
 
-`make_options` sees to it that it is apollo's own plan that runs: no autotuning, so the plan runs wherever there is one; a
+`make_options` sees to it that apollo's own plan runs: no autotuning, so the plan runs wherever there is one; a
 device profile on which hand-overs between lanes are free, so that plans of tiny models use lanes; every defect of ours
 is raised instead of handed to Inductor; and segments are larger than by default, since each of them takes a C++
 compile. A result says how many graphs ran in segments, and how many of these on lanes.

@@ -28,8 +28,8 @@ Note [What ranks agree on]
     without a proposal of its own, in the same step as it would have had one. A rank whose measurements or planning fail
     proposes to keep the plan, and takes another one if that was settled. A rank on which Inductor cannot compile a
     graph proposes a comparison without Inductor: at once, while the others wait for one step before they propose one
-    with it. Where every step has a collective, no rank begins the next step before all have begun this one, so the failure
-    is known to all. A graph whose plan is too large for the store is proposed to be left to Inductor.
+    with it. Where every step has a collective, no rank begins the next step before all have begun this one, so the
+    failure is known to all. A graph whose plan is too large for the store is proposed to be left to Inductor.
     (2) It stops with a `RankError`, now and in whatever it is asked to decide later, also if somebody catches the first
     one: when the store does not answer, since nobody can tell what the others decided; when what was settled is of
     another version, is damaged, is not legal for its segments, or cannot be run here; and when anything unforeseen

@@ -15,7 +15,7 @@ from benchmarks.graphs import WORKLOADS
 from tests.reports.reports import VERDICT, workload_report
 
 ROWS = (
-    "data-s", "data-lane", "data-change", "data-module", "data-candidate", "data-rule", "data-way", "data-line"
+    "data-s", "data-lane", "data-change", "data-module", "data-candidate", "data-rule", "data-variant", "data-line"
 )  # fmt: skip
 """Attributes that say what the numbers of a row, or of the head of a timeline, belong to."""
 
@@ -174,5 +174,5 @@ def test_text_json_page_trace_and_dot_have_the_same_numbers(workload: str) -> No
     for standing in standings:
         shown = [format_ns(round(standing["step_ns"])), f"{standing['ratio']:.3f}", str(standing["num_rounds"])]
         values = (standing["step_ns"], standing["ratio"], standing["num_rounds"])
-        assert page.rows[-1]["data-way", standing["name"]] == list(zip(values, shown, strict=True))
+        assert page.rows[-1]["data-variant", standing["name"]] == list(zip(values, shown, strict=True))
         assert [standing["name"], *shown] in [re.split(r"\s{2,}", line) for line in verdict.splitlines()]
