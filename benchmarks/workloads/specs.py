@@ -1,7 +1,7 @@
 """The public workloads as data: what to build, at which size, on which inputs. Imports nothing.
 
 A spec names a Hugging Face config class with every number that is not the library's default, the inputs, and the
-modules that have no data dependence between them in the forward pass. `workloads.py` turns it into a model.
+modules that have no data dependence between them in the forward pass. `build.py` turns it into a model.
 
 An input is a dict with a `kind`:
 
