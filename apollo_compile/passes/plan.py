@@ -15,7 +15,8 @@ a file) keeps its lanes and its order; its times are those of the cost table at 
 Guarantees: dependencies, hand-overs and units hold at every instant, and so does the memory quota; bound <= makespan
 without interference <= makespan; makespan <= serial unless the plan is pinned; the same inputs give the same plan, as
 long as it was not stopped early.
-Leaves to others: what runs when predictions are wrong (`session/autotune.py`), waits (stage 4), when buffers go (stage 5).
+Leaves to others: what runs when predictions are wrong (`session/autotune.py`), waits (stage 4), when buffers go
+(stage 5).
 """
 
 from __future__ import annotations
