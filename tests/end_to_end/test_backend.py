@@ -315,7 +315,7 @@ def test_a_backward_in_segments_reads_what_inductors_forward_saved(first_axis: i
     assert_same_training(eager, train(model, loss_of, backend="apollo", options=options))
     (found,) = registry.compiled_models()[-1:]
     assert [graph.compilation.capture.role for graph in found.graphs] == ["backward"]
-    assert [name for name, _ in found.handed_over] == [f"{found.name}_forward"]
+    assert [name for name, _ in found.handed_over] == [f"{found.name} forward"]
 
 
 def test_one_compile_thread_compiles_when_a_body_is_needed() -> None:

@@ -87,7 +87,7 @@ def test_training_is_as_in_eager_at_every_length(caplog: pytest.LogCaptureFixtur
     assert "Inductor" not in caplog.text
     model = registry.compiled_models()[-1]
     assert model.handed_over == []
-    traced = [graph for graph in model.graphs if not graph.is_variant]
+    traced = [graph for graph in model.graphs if not graph.is_resized]
     assert [graph.compilation.capture.role for graph in traced] == ["forward", "backward"]
     for graph in traced:
         assert len({assignment.lane for assignment in graph.compilation.plan.assignments}) > 1
@@ -163,7 +163,7 @@ def test_a_storm_of_sizes_waits_for_no_plan_and_is_compiled_twice(monkeypatch: p
             if compile_options and number >= blocked:
                 if number == blocked:
                     assert not waiting.done()
-                    assert not any(graph.is_variant for graph in registry.compiled_models()[-1].graphs)
+                    assert not any(graph.is_resized for graph in registry.compiled_models()[-1].graphs)
                     gate.set()
                 in_background(lambda: None).result(60)
             batch, *lengths = shapes[number]
@@ -300,7 +300,7 @@ def test_who_asks_for_one_plan_gets_one(option: str) -> None:
         assert found.graphs == []
     else:
         assert found.handed_over == []
-        assert [graph.is_variant for graph in found.graphs] == [False] * len(found.graphs)
+        assert [graph.is_resized for graph in found.graphs] == [False] * len(found.graphs)
         assert all(graph.is_settled for graph in found.graphs)
 
 
