@@ -11,14 +11,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from apollo_compile.config import known_options
     from apollo_compile.reports.report import Report
+    from apollo_compile.step import compile_step
     from apollo_compile.tools.explain import explain
     from apollo_compile.tools.report import report
 
-__all__ = ["Report", "explain", "known_options", "report"]
+__all__ = ["Report", "compile_step", "explain", "known_options", "report"]
 __version__ = "0.1.0"
 
 _HOMES = {
     "Report": "apollo_compile.reports.report",
+    "compile_step": "apollo_compile.step",
     "explain": "apollo_compile.tools.explain",
     "known_options": "apollo_compile.config",
     "report": "apollo_compile.tools.report",

@@ -40,7 +40,7 @@ IN_TURN = "one program, segments in turn"
 PROGRAM = "one program"
 
 LossFunction = Callable[[nn.Module, Any], Any]
-"""`loss_fn(model, micro_batch)` returns the loss, or the loss and metrics."""
+"""`loss_fn(model, micro_batch)` returns the loss, or a tuple that begins with it."""
 
 Split = Callable[[Any, int], Sequence[Any]]
 """`split(batch, k)` returns k micro-batches."""
@@ -73,8 +73,8 @@ def compile_step(
 
     Arguments:
         model: the module that is trained, not compiled.
-        loss_fn: `loss_fn(model, micro_batch)` returns the loss, a tensor without dimensions, or a pair of the loss and
-            metrics; metrics do not require gradients. It must have no graph breaks.
+        loss_fn: `loss_fn(model, micro_batch)` returns the loss, a tensor without dimensions, or a tuple that begins
+            with it. One that returns other tensors too, or has graph breaks, runs as a loop.
         optimizer: steps at the end; None leaves gradients in `.grad`, added to what is there.
         microbatches: into how many parts of equal size a batch is split.
         clip_grad_norm: largest norm of all gradients together; None does not clip.
@@ -127,7 +127,7 @@ class Step:
         self._weigh = weigh
         self._options = options
         self._compiled: list[_Compiled] = []
-        """What Dynamo compiled for the loss function, the latest last."""
+        """What Dynamo compiled for the loss function in the step that goes on."""
         self._programs: dict[Hashable, _Tuned | None] = {}
         """By what a program is for; None where only the loop can run."""
 
@@ -153,11 +153,12 @@ class Step:
             self._optimizer.zero_grad()
         leaves = [leaves_of(part) for part in parts]
         key = self._key_of(parts)
-        is_new, num_compiled = key not in self._programs, len(self._compiled)
+        is_new = key not in self._programs
         tuned = None if is_new or self._has_gradients() else self._programs[key]
         loss = self._run_loop(parts, weights) if tuned is None else tuned.run(leaves, weights, self._run_loop, parts)
         if is_new:
-            self._programs[key] = self._link(leaves, self._compiled[num_compiled:])
+            self._programs[key] = self._link(leaves, self._compiled)
+            self._compiled.clear()  # it holds the batch
         if self._clip_grad_norm is not None:
             torch.nn.utils.clip_grad_norm_(self._model.parameters(), self._clip_grad_norm)
         if self._optimizer is not None:
@@ -210,6 +211,7 @@ class Step:
             structure,
             tuple(module.training for module in self._model.modules()),
             tuple((id(parameter), parameter.requires_grad) for parameter in self._model.parameters()),
+            tuple(map(id, self._model.buffers())),
             torch.is_autocast_enabled("cpu"),
             torch.get_default_dtype(),
         )
@@ -223,8 +225,8 @@ class Step:
             for parameter in self._model.parameters():
                 if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
                     raise UnsupportedGraphError("a parameter has gradient hooks")
-            if not all(isinstance(leaf, torch.Tensor) for leaf in leaves[0]):
-                raise UnsupportedGraphError("the batch has leaves that are no tensors")
+            if not all(isinstance(leaf, torch.Tensor) and not leaf.requires_grad for leaf in leaves[0]):
+                raise UnsupportedGraphError("the batch has leaves that are no tensors, or require gradients")
             micro = find_micro(compiled[-1].model, compiled[-1].inputs, leaves[0])
             program = link_step(micro, self._num_parts, name=f"{compiled[-1].model.name} step")
         except UnsupportedGraphError as error:

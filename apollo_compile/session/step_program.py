@@ -54,6 +54,8 @@ class Micro:
     backward: CompiledGraph
     sources: tuple[torch.Tensor | int, ...]
     """Per input of the forward: a tensor of the model, or the place of a leaf of the micro-batch."""
+    loss: int
+    """Place of the loss among the outputs of the forward."""
 
     @property
     def parameters(self) -> Mapping[int, torch.Tensor]:
@@ -88,9 +90,17 @@ class StepProgram:
             weights: of the losses, without dimensions.
         """
         inputs = [*self.state, *(leaf for part in leaves for leaf in part), *weights]
+        taken = {tensor.untyped_storage().data_ptr() for tensor in inputs}
         with torch.no_grad():
             outputs = self.variants.run(inputs)
-        return outputs[: self.num_losses], outputs[self.num_losses :]
+            gradients = []
+            for parameter, gradient in zip(self.parameters, outputs[self.num_losses :], strict=True):
+                assert gradient is not None
+                memory = gradient.untyped_storage().data_ptr()
+                is_own = memory not in taken and gradient.stride() == parameter.stride()
+                gradients.append(gradient if is_own else torch.empty_like(parameter).copy_(gradient))
+                taken.add(memory)  # autograd gives no two parameters one gradient either
+        return outputs[: self.num_losses], gradients
 
 
 def find_micro(model: CompiledModel, dynamo_inputs: Sequence[object], leaves: Sequence[torch.Tensor]) -> Micro:
@@ -111,6 +121,8 @@ def find_micro(model: CompiledModel, dynamo_inputs: Sequence[object], leaves: Se
     if by_role.keys() != {Role.FORWARD, Role.BACKWARD} or len(model.graphs) != 2:
         raise UnsupportedGraphError(f"{model.name} has {len(model.graphs)} graphs; expected a forward and a backward")
     forward, backward = by_role[Role.FORWARD], by_role[Role.BACKWARD]
+    if not forward.target.is_synchronous or not forward.commons.ranks.is_alone:
+        raise UnsupportedGraphError("steps are linked for a CPU and a single process only")
     if forward.boundary is not None or backward.boundary is not None:
         raise UnsupportedGraphError(f"{model.name} takes sizes or objects besides tensors")
     sources = tuple(_source_of(value, leaves, model.name) for value in dynamo_inputs)
@@ -123,12 +135,15 @@ def find_micro(model: CompiledModel, dynamo_inputs: Sequence[object], leaves: Se
     tangents = [name for name in _names(other, other.inputs) if name.startswith(_TANGENT)]
     if len(tangents) != 1:
         raise UnsupportedGraphError(f"{len(tangents)} outputs of the loss function need gradients; expected the loss")
+    if len(forward.code.contract.user_outputs) != 1:
+        raise UnsupportedGraphError("the loss function returns other tensors besides the loss")
     known = {*_names(graph, graph.inputs), *_names(graph, graph.outputs), *tangents}
     if unknown := set(_names(other, other.inputs)) - known:
         raise UnsupportedGraphError(f"the backward reads {sorted(unknown)[0]}, which the forward does not return")
     if None in (forward.code.contract.written_inputs, backward.code.contract.written_inputs):
         raise UnsupportedGraphError(f"{model.name} writes to other tensors than its inputs")
-    return Micro(forward=forward, backward=backward, sources=sources)
+    (loss,) = forward.code.contract.user_outputs
+    return Micro(forward=forward, backward=backward, sources=sources, loss=loss)
 
 
 def link_step(micro: Micro, num_micro_batches: int, *, name: str) -> StepProgram:
@@ -200,7 +215,7 @@ def _wire(micro: Micro, count: int, sums: Sequence[_Sum]) -> _Wired:
         takes = [state_name[id(s)] if isinstance(s, torch.Tensor) else f"leaf {s}@{part}" for s in micro.sources]
         values = dict(zip(_names(forward, forward.inputs), takes, strict=True))
         calls.append(_call(0, micro.forward, label, takes, values))
-        losses.append(values[_name(forward, forward.outputs[0])])
+        losses.append(values[_name(forward, forward.outputs[micro.loss])])
         reads = [
             f"weight@{part}" if name.startswith(_TANGENT) else values[name]
             for name in _names(backward, backward.inputs)

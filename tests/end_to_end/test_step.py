@@ -215,6 +215,7 @@ def wants_two_gradients(model: nn.Module, batch: Batch) -> tuple[torch.Tensor, t
     [
         (breaks_the_graph, "the loss function is not one graph: .*graph_break"),
         (wants_two_gradients, "2 outputs of the loss function need gradients"),
+        (lambda model, batch: (loss := chain_loss(model, batch), loss.detach() * 2), "other tensors besides the loss"),
     ],
 )
 def test_what_cannot_be_linked_stays_the_loop_and_a_line_says_why(
@@ -237,6 +238,41 @@ def test_what_cannot_be_linked_stays_the_loop_and_a_line_says_why(
     (line,) = [record.getMessage() for record in caplog.records if "stays a loop" in record.getMessage()]
     assert re.search(reason, line)
     assert not ran_as_program(step)
+
+
+class Tied(nn.Module):
+    """One matrix that is used twice, one parameter that is frozen, and one whose gradient is that of another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(16, 16, bias=False), nn.Linear(16, 16, bias=False)
+        self.outer.weight = self.inner.weight
+        self.scale = nn.Parameter(torch.ones(16), requires_grad=False)
+        self.first, self.second = nn.Parameter(torch.zeros(16)), nn.Parameter(torch.zeros(16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.outer(torch.tanh(self.inner(x * self.scale))) + self.first + self.second
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_parameters_share_no_gradient_and_frozen_ones_have_none(count: int) -> None:
+    """As in eager; clipping multiplies every gradient in place, once."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = Tied()
+    expected = copy.deepcopy(model)
+    step = compile_step(model, chain_loss, microbatches=count, clip_grad_norm=0.1, options=EAGER)
+    for seed in range(3):
+        model.zero_grad()
+        expected.zero_grad()
+        step(chain_batch(seed))
+        run_loop(expected, chain_loss, chain_batch(seed), count, None)
+        nn.utils.clip_grad_norm_(expected.parameters(), 0.1)
+        for parameter, other in zip(model.parameters(), expected.parameters(), strict=True):
+            torch.testing.assert_close(parameter.grad, other.grad, rtol=1e-3, atol=1e-6)
+    assert ran_as_program(step)
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    assert len({gradient.untyped_storage().data_ptr() for gradient in gradients}) == len(gradients) == 3
 
 
 def test_gradient_hooks_run() -> None:
