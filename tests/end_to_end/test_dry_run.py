@@ -327,7 +327,9 @@ def similarities(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return z @ y
 
 
-@pytest.mark.parametrize("run", [similarities, Similarities(), Similarities().forward], ids=["function", "module", "method"])
+@pytest.mark.parametrize(
+    "run", [similarities, Similarities(), Similarities().forward], ids=["function", "module", "method"]
+)
 def test_what_has_no_parameters_has_a_report(run: Any) -> None:
     """By its code, behind a graph break too; compiled or not."""
     options = {"plan.planner": "serial", "plan.autotune": False, "runtime.bodies": "eager"}
