@@ -2,10 +2,15 @@
 
     step = compile_step(model, loss_fn, optimizer, microbatches=4);    loss = step(batch)
 
-The first step with a batch of some shape is the plain loop, over the model as `torch.compile(backend="apollo")`
-compiles it. What that compiled is linked into one program (`session/step_program.py`), and in the steps that follow
-programs and the loop take turns until the fastest is known (`session/comparison.py`). What cannot be linked stays the
-loop, and one line says why.
+The first steps are the plain loop, over the loss function as `torch.compile(backend="apollo")` compiles it. When
+nothing about that is being decided any more, what was compiled is linked into one program (`session/step_program.py`),
+and in the steps that follow programs and the loop take turns until the fastest is known (`session/comparison.py`). What
+cannot be linked stays the loop, and one line says why.
+
+Note [guards]: a program takes its inputs from Dynamo. For every micro-batch the compiled loss function is called, so
+Dynamo checks its guards and looks up parameters, buffers and whatever else the code refers to; but the graph that it
+calls only notes its inputs. Where Dynamo calls another graph than the one that was linked, or compiles one, the step is
+a loop.
 
 Guarantees: losses and gradients are those of the loop, with sums in the same order; the optimizer is the user's own and
 steps as in the loop.
@@ -15,10 +20,12 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx, nn
@@ -27,17 +34,21 @@ from apollo_compile.backend import compile_dynamo_graph
 from apollo_compile.config import load_config
 from apollo_compile.errors import ConfigError, TargetError, UnsupportedGraphError
 from apollo_compile.ir import Variant
+from apollo_compile.reports.values import Stage
 from apollo_compile.session.comparison import Comparison
 from apollo_compile.session.model import CompiledModel
 from apollo_compile.session.step_program import StepProgram, find_micro, link_step
 from apollo_compile.torch_bridge.graph_breaks import problem_of
-from apollo_compile.torch_bridge.trees import flatten, leaves_of
+from apollo_compile.torch_bridge.trees import flatten
+from apollo_compile.units import format_ns
 
 _logger = logging.getLogger(__name__)
 
 LOOP = "loop over micro-batches"
 IN_TURN = "one program, segments in turn"
 PROGRAM = "one program"
+
+STAYS = "the step stays a loop over micro-batches"
 
 LossFunction = Callable[[nn.Module, Any], Any]
 """`loss_fn(model, micro_batch)` returns the loss, or a tuple that begins with it."""
@@ -125,20 +136,19 @@ class Step:
         self._clip_grad_norm = clip_grad_norm
         self._split = split
         self._weigh = weigh
-        self._options = options
-        self._compiled: list[_Compiled] = []
-        """What Dynamo compiled for the loss function in the step that goes on."""
-        self._programs: dict[Hashable, _Tuned | None] = {}
-        """By what a program is for; None where only the loop can run."""
+        self._config = load_config(options)
+        self._notes = _Notes()
+        self._linked: weakref.WeakKeyDictionary[_Graph, dict[int, _Tuned | None]] = weakref.WeakKeyDictionary()
+        """By graph and number of micro-batches; None where only the loop can run."""
 
         def loss_of(part: Any) -> Any:
             return loss_fn(model, part)
 
-        backend = partial(_compile_and_keep, self._compiled, options)
         compile_function: Callable[..., Callable[[Any], Any]] = torch.compile
+        backend = partial(_compile_and_note, self._notes, options)
         self._loss_of = compile_function(loss_of, backend=backend, dynamic=False, fullgraph=True)
         self._loss_in_pieces = compile_function(loss_of, backend="apollo", dynamic=False, options=dict(options))
-        self._break = ""
+        self._problem = ""
         """Why the loss function is no single graph; empty where it is."""
 
     def __call__(self, batch: Any) -> torch.Tensor:
@@ -151,14 +161,10 @@ class Step:
         weights = self._weights_of(parts)
         if self._optimizer is not None:
             self._optimizer.zero_grad()
-        leaves = [leaves_of(part) for part in parts]
-        key = self._key_of(parts)
-        is_new = key not in self._programs
-        tuned = None if is_new or self._has_gradients() else self._programs[key]
-        loss = self._run_loop(parts, weights) if tuned is None else tuned.run(leaves, weights, self._run_loop, parts)
-        if is_new:
-            self._programs[key] = self._link(leaves, self._compiled)
-            self._compiled.clear()  # it holds the batch
+        noted = self._note_inputs(parts)
+        loss = self._run_loop(parts, weights) if noted is None else self._run_tuned(noted, parts, weights)
+        if noted is None:
+            self._link_latest(len(parts))
         if self._clip_grad_norm is not None:
             torch.nn.utils.clip_grad_norm_(self._model.parameters(), self._clip_grad_norm)
         if self._optimizer is not None:
@@ -167,10 +173,42 @@ class Step:
 
     @property
     def verdicts(self) -> list[str]:
-        """What runs the batches of every shape that were seen, and what it was compared with."""
-        return ["the loop: it cannot be linked" if each is None else each.verdict for each in self._programs.values()]
+        """What runs steps of every kind that were linked or refused, and what it was compared with."""
+        if self._problem:
+            return [f"{LOOP}: {self._problem}"]
+        each = (tuned for linked in self._linked.values() for tuned in linked.values())
+        return [LOOP if tuned is None else tuned.verdict for tuned in each]
 
-    def _run_loop(self, parts: Sequence[Any], weights: Sequence[torch.Tensor]) -> torch.Tensor:
+    def _note_inputs(self, parts: Sequence[Any]) -> _Noted | None:
+        """Return the program of a step and its inputs: Note [guards]; None where there is none, or the loop has won."""
+        if not any(tuned is not None and tuned.may_win for each in self._linked.values() for tuned in each.values()):
+            return None
+        begin = time.perf_counter_ns()
+        with self._notes.noting() as noted:
+            try:
+                for part in parts:
+                    self._loss_of(part)
+            except _NotLinkedError:
+                return None
+        graph = noted[0][0]
+        tuned = self._linked.get(graph, {}).get(len(parts))
+        inputs = [each for _, each in noted]
+        if tuned is None or any(other is not graph for other, _ in noted):
+            return None
+        if not (tuned.may_win and tuned.program.may_run() and tuned.program.takes(inputs)):
+            return None
+        return _Noted(tuned, inputs, time.perf_counter_ns() - begin)
+
+    def _run_tuned(self, noted: _Noted, parts: Sequence[Any], weights: Sequence[float]) -> torch.Tensor:
+        """Run whatever is being measured, or has won."""
+        tuned = noted.tuned
+        is_loop = tuned.begin_step() == LOOP
+        begin = time.perf_counter_ns()
+        loss = self._run_loop(parts, weights) if is_loop else tuned.run(noted.inputs, weights)
+        tuned.record(time.perf_counter_ns() - begin + (0 if is_loop else noted.took_ns))
+        return loss
+
+    def _run_loop(self, parts: Sequence[Any], weights: Sequence[float]) -> torch.Tensor:
         total: torch.Tensor | None = None
         for part, weight in zip(parts, weights, strict=True):
             weighted = _loss_in(self._compute(part)) * weight
@@ -180,76 +218,115 @@ class Step:
         return total
 
     def _compute(self, part: Any) -> Any:
-        """Call the compiled loss function; one with graph breaks is compiled in pieces."""
-        if not self._break:
+        """Call the compiled loss function; one that is no single graph is compiled in pieces."""
+        if not self._problem:
             try:
                 return self._loss_of(part)
             except Exception as error:
                 problem = problem_of(error)
                 if problem is None:
                     raise
-                self._break = problem
+                self._problem = problem
+                _logger.info("%s: the loss function is not one graph: %s", STAYS, problem)
         return self._loss_in_pieces(part)
 
-    def _weights_of(self, parts: Sequence[Any]) -> Sequence[torch.Tensor]:
+    def _weights_of(self, parts: Sequence[Any]) -> Sequence[float]:
         counts = [1.0 if self._weigh is None else float(self._weigh(part)) for part in parts]
-        return [torch.tensor(count / sum(counts)) for count in counts]
+        return [count / sum(counts) for count in counts]
 
-    def _has_gradients(self) -> bool:
-        """Whether gradients of this step are to be added to others, in an order that a program does not know."""
-        return any(parameter.grad is not None for parameter in self._model.parameters())
+    def _link_latest(self, num_parts: int) -> None:
+        """Link the graph that ran last, when nothing about it is being decided any more."""
+        graph = self._notes.latest
+        if graph is None or self._problem or num_parts in self._linked.get(graph, {}):
+            return
+        if graph.model.state().stage is not Stage.MEASURING:
+            self._linked.setdefault(graph, {})[num_parts] = self._link(graph, num_parts)
 
-    def _key_of(self, parts: Sequence[Any]) -> Hashable:
-        """Return what a program is for: the layout of the batch, and what compiled code rests on."""
-        leaves, structure, _ = flatten(list(parts))
-        layout = tuple(
-            (leaf.shape, leaf.stride(), leaf.dtype, leaf.device) if isinstance(leaf, torch.Tensor) else leaf
-            for leaf in leaves
-        )
-        return (
-            layout,
-            structure,
-            tuple(module.training for module in self._model.modules()),
-            tuple((id(parameter), parameter.requires_grad) for parameter in self._model.parameters()),
-            tuple(map(id, self._model.buffers())),
-            torch.is_autocast_enabled("cpu"),
-            torch.get_default_dtype(),
-        )
-
-    def _link(self, leaves: Sequence[Sequence[Any]], compiled: Sequence[_Compiled]) -> _Tuned | None:
-        """Link what the loop compiled in this step; say why where that is impossible."""
+    def _link(self, graph: _Graph, num_parts: int) -> _Tuned | None:
+        """Link what was compiled; say why where that is impossible."""
         try:
-            if self._break or not compiled:
-                reason = self._break or "nothing was compiled for this batch alone"
-                raise UnsupportedGraphError(f"the loss function is not one graph: {reason}")
-            for parameter in self._model.parameters():
-                if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
-                    raise UnsupportedGraphError("a parameter has gradient hooks")
-            if not all(isinstance(leaf, torch.Tensor) and not leaf.requires_grad for leaf in leaves[0]):
-                raise UnsupportedGraphError("the batch has leaves that are no tensors, or require gradients")
-            micro = find_micro(compiled[-1].model, compiled[-1].inputs, leaves[0])
-            program = link_step(micro, self._num_parts, name=f"{compiled[-1].model.name} step")
+            owned = {id(each) for each in (*self._model.parameters(), *self._model.buffers())}
+            micro = find_micro(graph.model, graph.inputs, owned, graph.loss_dtype)
+            program = link_step(micro, num_parts, name=f"{graph.model.name} step")
         except UnsupportedGraphError as error:
-            _logger.info("the step stays a loop over micro-batches: %s", error)
+            _logger.info("%s: %s", STAYS, error)
             return None
-        return _Tuned(program, is_compared=load_config(self._options).plan.autotune)
+        except Exception as error:  # training goes on as it did
+            if self._config.debug.strict:
+                raise
+            _logger.warning("%s: %s: %s", STAYS, type(error).__name__, error)
+            return None
+        finally:
+            graph.inputs = ()  # they hold a batch
+        graph.is_linked = True
+        return _Tuned(program, is_compared=self._config.plan.autotune)
 
 
-@dataclass(eq=False, slots=True)
-class _Compiled:
-    """What the backend made of one Dynamo graph."""
+class _NotLinkedError(Exception):
+    """Dynamo calls a graph that is in no program."""
 
+
+class _Noted(NamedTuple):
+    """A program of a step with its inputs, and how long it took to note them."""
+
+    tuned: _Tuned
+    inputs: Sequence[Sequence[torch.Tensor]]
+    took_ns: int
+
+
+@dataclass(eq=False, slots=True, weakref_slot=True)
+class _Graph:
+    """A Dynamo graph of the loss function: it runs, or, where a program is to take its inputs, only notes them."""
+
+    compiled: Callable[..., Any]
     model: CompiledModel
-    inputs: tuple[object, ...]
+    notes: _Notes
+    inputs: tuple[object, ...] = ()
+    """Of its latest run, until it was linked."""
+    loss_dtype: torch.dtype = torch.float32
+    is_linked: bool = False
+
+    def __call__(self, *inputs: Any) -> Any:
+        """Run the graph, unless a program does."""
+        return self.notes.call(self, inputs)
 
 
-def _compile_and_keep(
-    kept: list[_Compiled], options: Mapping[str, Any], graph_module: fx.GraphModule, example_inputs: Sequence[Any]
+class _Notes:
+    """Which graph ran last, and what programs are to take."""
+
+    def __init__(self) -> None:
+        self.latest: _Graph | None = None
+        self._noted: list[tuple[_Graph, tuple[Any, ...]]] | None = None
+
+    @contextmanager
+    def noting(self) -> Iterator[list[tuple[_Graph, tuple[Any, ...]]]]:
+        """Let calls of linked graphs only note their inputs in a `with`, and calls of others raise."""
+        noted: list[tuple[_Graph, tuple[Any, ...]]] = []
+        self._noted = noted
+        try:
+            yield noted
+        finally:
+            self._noted = None
+
+    def call(self, graph: _Graph, inputs: tuple[Any, ...]) -> Any:
+        """Run the graph, or note its inputs and return a loss that nobody reads."""
+        if self._noted is None:
+            self.latest = graph
+            outputs = graph.compiled(*inputs)
+            if not graph.is_linked:
+                graph.inputs, graph.loss_dtype = inputs, outputs[0].dtype
+            return outputs
+        if not graph.is_linked:
+            raise _NotLinkedError
+        self._noted.append((graph, inputs))
+        return (torch.zeros(()),)
+
+
+def _compile_and_note(
+    notes: _Notes, options: Mapping[str, Any], graph_module: fx.GraphModule, example_inputs: Sequence[Any]
 ) -> Callable[..., Any]:
     compiled, model = compile_dynamo_graph(graph_module, example_inputs, options=options)
-    if model is not None:
-        kept.append(_Compiled(model, tuple(example_inputs)))
-    return compiled
+    return compiled if model is None else _Graph(compiled=compiled, model=model, notes=notes)
 
 
 class _Tuned:
@@ -257,7 +334,7 @@ class _Tuned:
 
     def __init__(self, program: StepProgram, *, is_compared: bool) -> None:
         """Begin with the program where nothing is to be compared, and with the loop elsewhere."""
-        self._program = program
+        self.program = program
         selections: dict[str, tuple[Variant, ...]] = {LOOP: (Variant.INDUCTOR,), IN_TURN: (Variant.SERIAL,)}
         if program.variants.compilation.plan.uses_lanes:
             selections[PROGRAM] = (Variant.PLAN,)
@@ -265,41 +342,39 @@ class _Tuned:
         self._current = LOOP if is_compared else PROGRAM
         self.verdict = "being measured" if is_compared else PROGRAM
 
-    def run(
-        self,
-        leaves: Sequence[Sequence[torch.Tensor]],
-        weights: Sequence[torch.Tensor],
-        run_loop: Callable[[Sequence[Any], Sequence[torch.Tensor]], torch.Tensor],
-        parts: Sequence[Any],
-    ) -> torch.Tensor:
-        """Take one step as whatever is being measured, or has won."""
-        self._choose()
-        begin = time.perf_counter_ns()
-        loss = run_loop(parts, weights) if self._current == LOOP else self._run_program(leaves, weights)
-        if self._comparison is not None:
-            self._comparison.record(0, time.perf_counter_ns() - begin)
-        return loss
+    @property
+    def may_win(self) -> bool:
+        """Whether the loop has not won."""
+        return self._comparison is not None or self._current != LOOP
 
-    def _choose(self) -> None:
+    def begin_step(self) -> str:
+        """Return what the step that begins now runs."""
         comparison = self._comparison
         if comparison is None:
-            return
+            return self._current
         selection = comparison.begin_step()
         if selection is not None:
             self._current = next(name for name, each in comparison.selections.items() if each == selection)
-            return
+            return self._current
         self._current = winner = comparison.winner()
         standings = [comparison.standing(name, winner) for name in comparison.selections]
-        self.verdict = ", ".join(f"{each.name} {each.step_ns / 1e6:.2f} ms ({each.ratio:.2f}x)" for each in standings)
-        _logger.info(
-            "%s: chosen by measuring: %s; %s", self._program.variants.compilation.capture.name, winner, self.verdict
-        )
+        times = (f"{each.name} {format_ns(round(each.step_ns))} ({each.ratio:.2f}x)" for each in standings)
+        self.verdict = ", ".join(times)
+        name = self.program.variants.compilation.capture.name
+        _logger.info("%s: chosen by measuring: %s; %s", name, winner, self.verdict)
         self._comparison = None
+        return self._current
 
-    def _run_program(self, leaves: Sequence[Sequence[torch.Tensor]], weights: Sequence[torch.Tensor]) -> torch.Tensor:
-        self._program.variants.use(Variant.PLAN if self._current == PROGRAM else Variant.SERIAL)
-        losses, gradients = self._program.run(leaves, weights)
-        for parameter, gradient in zip(self._program.parameters, gradients, strict=True):
+    def record(self, ns: int) -> None:
+        """Note how long the step took, forward to gradients."""
+        if self._comparison is not None:
+            self._comparison.record(0, ns)
+
+    def run(self, inputs: Sequence[Sequence[torch.Tensor]], weights: Sequence[float]) -> torch.Tensor:
+        """Run the program, leave gradients, and return the loss."""
+        self.program.variants.use(Variant.SERIAL if self._current == IN_TURN else Variant.PLAN)
+        losses, gradients = self.program.run(inputs, weights)
+        for parameter, gradient in zip(self.program.parameters, gradients, strict=True):
             parameter.grad = gradient
         total = losses[0] * weights[0]
         for loss, weight in zip(losses[1:], weights[1:], strict=True):

@@ -52,7 +52,7 @@ from apollo_compile.session.procedure import (
 )
 
 _tuners: weakref.WeakSet[Autotuner] = weakref.WeakSet()
-"""Those of this process."""
+"""Those of this process that tidy; they are made by the threads that compile."""
 
 
 class Autotuner:
@@ -74,7 +74,7 @@ class Autotuner:
         tell: Callable[[Verdict], None],
         ranks: Ranks | None = None,
         *,
-        tidy: Callable[[], None] = lambda: None,
+        tidy: Callable[[], None] | None = None,
         is_watched: bool = True,
     ) -> None:
         self.verdict: Verdict | None = None
@@ -86,7 +86,8 @@ class Autotuner:
         self._tell = tell
         self._ranks = ranks or Ranks(None)
         self._give_back = tidy
-        _tuners.add(self)
+        if tidy is not None:
+            _tuners.add(self)
         self._is_watched = is_watched and self._ranks.is_alone
         self._ballots = Ballots(self._ranks)
         self._comparison: Comparison | None = None
@@ -104,7 +105,7 @@ class Autotuner:
 
     def _tidy(self) -> None:
         """Give back free memory, unless that falls into timed steps of another model."""
-        if not any(other.is_comparing for other in _tuners if other is not self):
+        if self._give_back is not None and not any(other.is_comparing for other in _tuners if other is not self):
             self._give_back()
 
     @property

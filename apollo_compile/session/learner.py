@@ -22,6 +22,7 @@ import torch
 from apollo_compile.config import Config
 from apollo_compile.device.target import Target
 from apollo_compile.distributed.agreement import Commons
+from apollo_compile.ir import Observations
 from apollo_compile.observe import StageRunner
 from apollo_compile.passes.cost import estimate_costs
 from apollo_compile.pipeline import Compilation, plan_partition
@@ -79,6 +80,11 @@ class Learner:
         self._lock = threading.Lock()
         self._proposal: Future[Compilation] | None = None
         self._asked_ns = 0
+
+    @property
+    def observations(self) -> Observations:
+        """What was measured until now."""
+        return self._observations
 
     @property
     def is_cold(self) -> bool:

@@ -13,7 +13,7 @@ their gradients, in the same order.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -52,19 +52,20 @@ class Micro:
 
     forward: CompiledGraph
     backward: CompiledGraph
-    sources: tuple[torch.Tensor | int, ...]
-    """Per input of the forward: a tensor of the model, or the place of a leaf of the micro-batch."""
+    state: Mapping[int, torch.Tensor]
+    """Inputs of the forward that all micro-batches share, by place: parameters and buffers."""
+    num_inputs: int
+    """Of the forward."""
     loss: int
     """Place of the loss among the outputs of the forward."""
+    loss_dtype: torch.dtype
 
     @property
     def parameters(self) -> Mapping[int, torch.Tensor]:
         """What gets gradients, by its place among the inputs of the forward."""
         outputs = self.backward.compilation.partition.graph.outputs
         return {
-            place: source
-            for place, (source, gradient) in enumerate(zip(self.sources, outputs, strict=True))
-            if isinstance(source, torch.Tensor) and source.requires_grad and gradient is not None
+            place: tensor for place, tensor in self.state.items() if tensor.requires_grad and outputs[place] is not None
         }
 
 
@@ -74,42 +75,66 @@ class StepProgram:
 
     variants: Variants
     """What it can run: its plan, and its segments in turn."""
-    state: tuple[torch.Tensor, ...]
-    """Tensors of the model, which come first among the inputs."""
-    parameters: tuple[torch.Tensor, ...]
-    """What gets gradients, in their order among the outputs."""
-    num_losses: int
+    micro: Micro
+    num_parts: int
+
+    @property
+    def parameters(self) -> Sequence[torch.Tensor]:
+        """What gets gradients, in their order among the outputs."""
+        return list(self.micro.parameters.values())
+
+    def may_run(self) -> bool:
+        """Whether gradients are the program's to make: none is there, and nobody hooks into the making of any."""
+        return all(
+            parameter.grad is None
+            and not parameter._backward_hooks
+            and not getattr(parameter, "_post_accumulate_grad_hooks", None)
+            for parameter in self.parameters
+        )
+
+    def takes(self, inputs: Sequence[Sequence[torch.Tensor]]) -> bool:
+        """Whether all micro-batches share the tensors that they shared when it was linked, and gradients go to them."""
+        shared = [[each[place] for place in self.micro.state] for each in inputs]
+        parameters = self.micro.parameters
+        is_shared = all(a is b for others in shared[1:] for a, b in zip(shared[0], others, strict=True))
+        return is_shared and all(inputs[0][place] is parameter for place, parameter in parameters.items())
 
     def run(
-        self, leaves: Iterable[Sequence[torch.Tensor]], weights: Sequence[torch.Tensor]
+        self, inputs: Sequence[Sequence[torch.Tensor]], weights: Sequence[float]
     ) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
         """Return the losses of the micro-batches, and the gradients of their weighted sum by parameter.
 
         Arguments:
-            leaves: tensors of every micro-batch, as they were when it was linked.
-            weights: of the losses, without dimensions.
+            inputs: of the forward of every micro-batch.
+            weights: of the losses.
         """
-        inputs = [*self.state, *(leaf for part in leaves for leaf in part), *weights]
-        taken = {tensor.untyped_storage().data_ptr() for tensor in inputs}
+        state = self.micro.state
+        own = [tensor for each in inputs for place, tensor in enumerate(each) if place not in state]
+        tangents = [torch.tensor(weight, dtype=self.micro.loss_dtype) for weight in weights]
+        given = [*(inputs[0][place] for place in state), *own, *tangents]
+        taken = {tensor.untyped_storage().data_ptr() for tensor in given}
         with torch.no_grad():
-            outputs = self.variants.run(inputs)
+            outputs = self.variants.run(given)
             gradients = []
-            for parameter, gradient in zip(self.parameters, outputs[self.num_losses :], strict=True):
+            for parameter, gradient in zip(self.parameters, outputs[self.num_parts :], strict=True):
                 assert gradient is not None
                 memory = gradient.untyped_storage().data_ptr()
                 is_own = memory not in taken and gradient.stride() == parameter.stride()
                 gradients.append(gradient if is_own else torch.empty_like(parameter).copy_(gradient))
                 taken.add(memory)  # autograd gives no two parameters one gradient either
-        return outputs[: self.num_losses], gradients
+        return outputs[: self.num_parts], gradients
 
 
-def find_micro(model: CompiledModel, dynamo_inputs: Sequence[object], leaves: Sequence[torch.Tensor]) -> Micro:
-    """Return the graphs of a micro-batch that was trained on once, with the sources of their inputs.
+def find_micro(
+    model: CompiledModel, inputs: Sequence[object], owned: Collection[int], loss_dtype: torch.dtype
+) -> Micro:
+    """Return the graphs of a micro-batch that was trained on.
 
     Arguments:
         model: what was compiled for the loss of a micro-batch.
-        dynamo_inputs: with which it was compiled.
-        leaves: tensors of that micro-batch.
+        inputs: with which Dynamo called it last.
+        owned: ids of the module's parameters and buffers.
+        loss_dtype: of the loss.
 
     Raises:
         UnsupportedGraphError: they cannot be linked, with the reason.
@@ -125,13 +150,21 @@ def find_micro(model: CompiledModel, dynamo_inputs: Sequence[object], leaves: Se
         raise UnsupportedGraphError("steps are linked for a CPU and a single process only")
     if forward.boundary is not None or backward.boundary is not None:
         raise UnsupportedGraphError(f"{model.name} takes sizes or objects besides tensors")
-    sources = tuple(_source_of(value, leaves, model.name) for value in dynamo_inputs)
+    tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
     graph, other = forward.compilation.partition.graph, backward.compilation.partition.graph
-    if len(graph.inputs) != len(sources) or len(other.outputs) != len(sources):
+    if not len(graph.inputs) == len(other.outputs) == len(tensors) == len(inputs):
         raise UnsupportedGraphError(
             f"the forward takes {len(graph.inputs)} tensors and the backward makes {len(other.outputs)} gradients for "
-            f"{len(sources)} inputs of {model.name}: some of them share memory, or are no plain tensors"
+            f"{len(inputs)} inputs of {model.name}: some of them share memory, or are no plain tensors"
         )
+    state = {place: tensor for place, tensor in enumerate(tensors) if id(tensor) in owned}
+    written = (forward.code.contract.written_inputs or frozenset()) - state.keys()
+    if written:
+        raise UnsupportedGraphError("the loss function writes to something else than the buffers of the model")
+    if any(tensor.requires_grad for place, tensor in enumerate(tensors) if place not in state):
+        raise UnsupportedGraphError("something else than parameters of the model requires gradients")
+    if not all(tensor.is_leaf for tensor in state.values()):
+        raise UnsupportedGraphError("a parameter is computed from others")
     tangents = [name for name in _names(other, other.inputs) if name.startswith(_TANGENT)]
     if len(tangents) != 1:
         raise UnsupportedGraphError(f"{len(tangents)} outputs of the loss function need gradients; expected the loss")
@@ -143,7 +176,9 @@ def find_micro(model: CompiledModel, dynamo_inputs: Sequence[object], leaves: Se
     if None in (forward.code.contract.written_inputs, backward.code.contract.written_inputs):
         raise UnsupportedGraphError(f"{model.name} writes to other tensors than its inputs")
     (loss,) = forward.code.contract.user_outputs
-    return Micro(forward=forward, backward=backward, sources=sources, loss=loss)
+    return Micro(
+        forward=forward, backward=backward, state=state, num_inputs=len(tensors), loss=loss, loss_dtype=loss_dtype
+    )
 
 
 def link_step(micro: Micro, num_micro_batches: int, *, name: str) -> StepProgram:
@@ -180,9 +215,8 @@ def link_step(micro: Micro, num_micro_batches: int, *, name: str) -> StepProgram
     code = Code(bodies=bodies, contract=Contract(written_inputs=written))
     return StepProgram(
         variants=Variants(compilation, code, forward.target, may_be_listed=False),
-        state=wired.state,
-        parameters=tuple(micro.parameters.values()),
-        num_losses=num_micro_batches,
+        micro=micro,
+        num_parts=num_micro_batches,
     )
 
 
@@ -194,7 +228,6 @@ class _Wired:
     """The calls of a step, with names for all values that go from one to the other."""
 
     calls: list[Call]
-    state: tuple[torch.Tensor, ...]
     inputs: list[str]
     losses: list[str]
     gradients: list[str]
@@ -204,15 +237,12 @@ class _Wired:
 def _wire(micro: Micro, count: int, sums: Sequence[_Sum]) -> _Wired:
     forward = micro.forward.compilation.partition.graph
     backward = micro.backward.compilation.partition.graph
-    state = {id(source): source for source in micro.sources if isinstance(source, torch.Tensor)}
-    state_name = {key: f"state {place}" for place, key in enumerate(state)}
-    num_leaves = 1 + max((source for source in micro.sources if isinstance(source, int)), default=-1)
     calls: list[Call] = []
     losses: list[str] = []
     totals: dict[int, str] = {}
     for part in range(count):
         label = f"@{part}" if count > 1 else ""
-        takes = [state_name[id(s)] if isinstance(s, torch.Tensor) else f"leaf {s}@{part}" for s in micro.sources]
+        takes = [f"state {p}" if p in micro.state else f"input {p}@{part}" for p in range(micro.num_inputs)]
         values = dict(zip(_names(forward, forward.inputs), takes, strict=True))
         calls.append(_call(0, micro.forward, label, takes, values))
         losses.append(values[_name(forward, forward.outputs[micro.loss])])
@@ -222,9 +252,9 @@ def _wire(micro: Micro, count: int, sums: Sequence[_Sum]) -> _Wired:
         ]
         values = dict(zip(_names(backward, backward.inputs), reads, strict=True))
         calls.append(_call(1, micro.backward, f" backward{label}", reads, values))
-        own = {place: values[_name(backward, backward.outputs[place])] for place in micro.parameters}
+        made = {place: values[_name(backward, backward.outputs[place])] for place in micro.parameters}
         if part == 0:
-            totals = own
+            totals = made
             continue
         for number, each in enumerate(sums):
             after = {place: f"sum {place}@{part}" for place in each.places}
@@ -232,16 +262,15 @@ def _wire(micro: Micro, count: int, sums: Sequence[_Sum]) -> _Wired:
                 Call(
                     graph=2 + number,
                     label=label,
-                    takes=(*(totals[place] for place in each.places), *(own[place] for place in each.places)),
+                    takes=(*(totals[place] for place in each.places), *(made[place] for place in each.places)),
                     makes=tuple(after.values()),
                 )
             )
             totals = {**totals, **after}
-    leaves = [f"leaf {leaf}@{part}" for part in range(count) for leaf in range(num_leaves)]
+    own = [f"input {p}@{part}" for part in range(count) for p in range(micro.num_inputs) if p not in micro.state]
     return _Wired(
         calls=calls,
-        state=tuple(state.values()),
-        inputs=[*state_name.values(), *leaves, *(f"weight@{part}" for part in range(count))],
+        inputs=[*(f"state {p}" for p in micro.state), *own, *(f"weight@{part}" for part in range(count))],
         losses=losses,
         gradients=[totals[place] for place in micro.parameters],
     )
@@ -276,15 +305,6 @@ def _name(graph: SegmentGraph, buffer: BufferId | None) -> str:
 
 def _names(graph: SegmentGraph, buffers: Sequence[BufferId | None]) -> list[str]:
     return [graph.buffers[buffer].name for buffer in buffers if buffer is not None]
-
-
-def _source_of(value: object, leaves: Sequence[torch.Tensor], name: str) -> torch.Tensor | int:
-    for place, leaf in enumerate(leaves):
-        if value is leaf:
-            return place
-    if not isinstance(value, torch.Tensor):
-        raise UnsupportedGraphError(f"{name} takes a {type(value).__name__} besides tensors")
-    return value
 
 
 def _ordered(compilation: Compilation) -> list[SegmentId]:
@@ -383,5 +403,5 @@ def _name_bodies(graph: SegmentGraph, count: int) -> tuple[Body, ...]:
 def _join_observations(forward: CompiledGraph, backward: CompiledGraph) -> Observations:
     """Return what was measured of both graphs, by the ids that bodies have in the step."""
     behind = len(forward.bodies)
-    moved = [replace(entry, body=BodyId(entry.body + behind)) for entry in backward.compilation.observations.entries]
-    return Observations(entries=(*forward.compilation.observations.entries, *moved))
+    moved = [replace(entry, body=BodyId(entry.body + behind)) for entry in backward.learner.observations.entries]
+    return Observations(entries=(*forward.learner.observations.entries, *moved))

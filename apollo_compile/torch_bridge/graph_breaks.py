@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from torch._dynamo.exc import Unsupported
+from torch._dynamo.exc import FailOnRecompileLimitHit, Unsupported
 
 from apollo_compile.ir import GraphBreak
 
@@ -38,7 +38,7 @@ _HOOKS = ("hook", "_maybe_install", "install_", "maybe_install")
 
 def problem_of(error: Exception) -> str | None:
     """Return what Dynamo could not trace, with the line of code, if that is what `error` says; None if not."""
-    if not isinstance(error, Unsupported):
+    if not isinstance(error, (Unsupported, FailOnRecompileLimitHit)):
         return None
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     frames = list(getattr(error, "real_stack", None) or [])

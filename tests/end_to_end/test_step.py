@@ -304,6 +304,92 @@ def test_evaluation_in_between_and_other_shapes_get_programs_of_their_own() -> N
     torch.testing.assert_close(state_of(model), state_of(expected), rtol=1e-4, atol=1e-5)
 
 
+class Weighed(Chain):
+    """A chain with a number and a buffer that the training loop changes as it goes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.beta = 1.0
+        self.register_buffer("center", torch.zeros(16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.beta - self.center
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_what_the_code_refers_to_may_change_between_steps(count: int) -> None:
+    """As Dynamo's guards see it: a number is compiled anew, and a buffer that was replaced is read."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = Weighed()
+    expected = copy.deepcopy(model)
+    step = compile_step(model, chain_loss, microbatches=count, options=EAGER)
+    for seed in range(8):
+        for each in (model, expected):
+            each.zero_grad()
+            each.beta = 1.0 if seed < 3 else 0.5
+            if seed >= 5:
+                each.center = torch.full((16,), float(seed))
+        loss = step(chain_batch(seed))
+        wanted = run_loop(expected, chain_loss, chain_batch(seed), count, None)
+        torch.testing.assert_close(loss, wanted, rtol=1e-4, atol=1e-5)
+    assert ran_as_program(step)
+
+
+def test_a_model_in_float64_gets_gradients_in_float64() -> None:
+    """What begins its backward has the type of the loss."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = Chain().double()
+    expected = copy.deepcopy(model)
+    step = compile_step(model, chain_loss, microbatches=2, options={**EAGER, "runtime.bodies": "native"})
+    for seed in range(3):
+        batch = {name: value.double() for name, value in chain_batch(seed).items()}
+        model.zero_grad()
+        expected.zero_grad()
+        step(batch)
+        run_loop(expected, chain_loss, batch, 2, None)
+        for parameter, other in zip(model.parameters(), expected.parameters(), strict=True):
+            torch.testing.assert_close(parameter.grad, other.grad, rtol=1e-6, atol=1e-8)
+    assert ran_as_program(step)
+
+
+def test_one_tensor_may_be_there_twice_and_not_the_next_time() -> None:
+    """As where labels are the inputs themselves at first."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = Chain()
+    expected = copy.deepcopy(model)
+    step = compile_step(model, chain_loss, microbatches=1, options=EAGER)
+    for seed in range(4):
+        batch = dict(chain_batch(seed))
+        if seed < 2:
+            batch["y"] = batch["x"]
+        model.zero_grad()
+        expected.zero_grad()
+        torch.testing.assert_close(step(batch), run_loop(expected, chain_loss, batch, 1, None), rtol=1e-4, atol=1e-5)
+
+
+def test_variants_of_a_step_are_compared_and_one_stays() -> None:
+    """The loop, the program and its segments in turn; numbers are right all the time."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = Chain()
+    expected = copy.deepcopy(model)
+    options = {**EAGER, "plan.autotune": True}
+    step = compile_step(model, chain_loss, microbatches=2, options=options)
+    for seed in range(200):
+        model.zero_grad()
+        expected.zero_grad()
+        loss = step(chain_batch(seed))
+        wanted = run_loop(expected, chain_loss, chain_batch(seed), 2, None)
+        torch.testing.assert_close(loss, wanted, rtol=1e-4, atol=1e-5)
+        if step.verdicts and "being measured" not in step.verdicts:
+            break
+    (verdict,) = step.verdicts
+    assert "loop over micro-batches" in verdict and "one program" in verdict
+
+
 def test_a_batch_that_cannot_be_split_is_refused_in_words() -> None:
     """It names the sizes and what to do; nothing has run."""
     step = compile_step(Chain(), chain_loss, microbatches=3, options=EAGER)
