@@ -98,7 +98,7 @@ def test_a_model_that_loses_native_bodies_is_one_warning(
     told = [record for record in caplog.records if "lanes take turns under the GIL" in record.getMessage()]
     assert [record.levelno for record in told] == [logging.WARNING, logging.INFO]
     message = told[0].getMessage()
-    assert re.match(r"graph\d+_forward: (\d) of \1 bodies could", message)
+    assert re.match(r"\d+/\d+ forward: (\d) of \1 bodies could", message)
     assert "generate_end(self, result, where)" in message
     assert "'apollo doctor'" in message and "docs/versions.md" in message
     compiled = registry.compiled_models()[-1]
