@@ -175,7 +175,7 @@ def _check_buffers(program: Program, graph: SegmentGraph, before: Sequence[int],
     for lane, instructions in enumerate(program.instructions):
         latest: SegmentId | None = None
         for instruction in instructions:
-            lets_go: list[BufferId] = []
+            released: list[BufferId] = []
             if isinstance(instruction, Launch):
                 latest = instruction.segment
                 for buffer in instruction.inputs:
@@ -186,10 +186,12 @@ def _check_buffers(program: Program, graph: SegmentGraph, before: Sequence[int],
                             f"reads buffer {buffer} before segment {producer} has made it",
                             at_segment(graph, latest),
                         )
-                lets_go = [buffer for buffer, takes in zip(instruction.inputs, instruction.takes, strict=True) if takes]
+                released = [
+                    buffer for buffer, takes in zip(instruction.inputs, instruction.takes, strict=True) if takes
+                ]
             elif isinstance(instruction, Release):
-                lets_go = [instruction.buffer]
-            for buffer in lets_go:
+                released = [instruction.buffer]
+            for buffer in released:
                 if latest is None:
                     fail("program", f"buffer {buffer} is released before anything ran", f"lane {lane}")
                 at = at_segment(graph, latest)
