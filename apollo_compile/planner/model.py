@@ -219,7 +219,7 @@ def _is_before_any(ancestors: Sequence[int], task: int, others: Sequence[int]) -
 def _separate_on_atoms(model: Model) -> None:
     """Post (3) without hand-over."""
     for lanes in _largest(_lanes_by_atom(model)):
-        task_modes = _variants_on(model, lanes)
+        task_modes = _modes_on(model, lanes)
         model.cp.add_no_overlap([model.runs[task_mode.task, task_mode.index] for task_mode in task_modes])
         _bound_energy(model, [task_mode.mode.duration * task_mode.on for task_mode in task_modes], 1)
 
@@ -228,7 +228,7 @@ def _keep_lanes_apart(model: Model) -> None:
     """Post the hand-over of (3); see Note [keep warm]."""
     cp, handover = model.cp, model.problem.handover
     for lane in range(len(model.problem.lanes)) if handover else ():
-        own = _variants_on(model, {lane})
+        own = _modes_on(model, {lane})
         warm = [
             cp.new_optional_fixed_size_interval_var(
                 task_mode.start,
@@ -239,7 +239,7 @@ def _keep_lanes_apart(model: Model) -> None:
             for task_mode in own
         ]
         for others in _largest([lanes - {lane} for lanes in _lanes_by_atom(model) if lane in lanes]):
-            runs = [model.runs[task_mode.task, task_mode.index] for task_mode in _variants_on(model, others)]
+            runs = [model.runs[task_mode.task, task_mode.index] for task_mode in _modes_on(model, others)]
             if warm and runs:
                 demands = [1] * len(warm) + [len(warm)] * len(runs)
                 cp.add_cumulative([*warm, *runs], demands, len(warm))
@@ -259,7 +259,7 @@ def _largest(sets: Sequence[frozenset[int]]) -> list[frozenset[int]]:
     return [found for found in dict.fromkeys(sets) if not any(found < other for other in sets)]
 
 
-def _variants_on(model: Model, lanes: Set[int]) -> list[TaskMode]:
+def _modes_on(model: Model, lanes: Set[int]) -> list[TaskMode]:
     return [task_mode for task_modes in model.task_modes for task_mode in task_modes if task_mode.mode.lane in lanes]
 
 
