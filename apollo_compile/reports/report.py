@@ -111,7 +111,7 @@ class Report(ModelSummary):
 
 
 def merge_reports(reports: Iterable[Report]) -> Report:
-    """Return one report of several Dynamo graphs; of several with the same name, later ones get a number."""
+    """Return one report of several Dynamo graphs; where two of them have the same name, later ones get a number."""
     found = Report(graphs=(), handed_over=())
     taken: set[str] = set()
     for report in reports:
