@@ -146,7 +146,7 @@ def format_plan(plan: Plan, graph: SegmentGraph) -> str:
         f"serial {format_ns(plan.serial_ns)} ({gain:.2f}x); undisturbed {format_ns(plan.undisturbed_ns)}, bound "
         f"{format_ns(plan.lower_bound_ns)}, gap {plan.gap:.1%}"
     )
-    tried = [
+    candidates = [
         f"  {candidate.name}: {format_ns(candidate.makespan_ns)}, undisturbed {format_ns(candidate.undisturbed_ns)}"
         for candidate in plan.candidates
     ]
@@ -168,7 +168,7 @@ def format_plan(plan: Plan, graph: SegmentGraph) -> str:
     ]
     table = _table(rows, ("mark", "segment", "name", "lane", "units", "start ns", "end ns", "duration"), "llllrrrr")
     spans = [(a.segment, a.lane, a.start_ns, a.end_ns) for a in plan.assignments]
-    head = "\n".join([title, ", ".join(search), *tried])
+    head = "\n".join([title, ", ".join(search), *candidates])
     return f"{head}\n{draw_lanes(plan.lanes, spans, plan.makespan_ns)}\n\n{table}"
 
 

@@ -83,8 +83,8 @@ def capture_graph(graph_module: fx.GraphModule, *, name: str, role: Role, device
         runs_collective = is_collective(fx_node) and kind is NodeKind.COMPUTE
         if runs_collective and not is_waited_for(fx_node):
             raise UnsupportedGraphError(
-                f"the graph does not wait for what collective {fx_node.name} ({fx_node.target}) makes; segments take a "
-                "collective with its wait only"
+                f"the graph does not wait for the result of collective {fx_node.name} ({fx_node.target}); segments "
+                "take a collective with its wait only"
             )
         work = work_of(fx_node) if kind is NodeKind.COMPUTE else None
         if work is not None and work.kind is WorkKind.UNKNOWN:
@@ -343,7 +343,7 @@ def _kind(fx_node: fx.Node, nodes: list[Node], inputs: tuple[NodeId, ...], devic
     if isinstance(target, torch._ops.OpOverload):
         if target.namespace == "streams":
             raise UnsupportedGraphError(
-                f"node {fx_node.name} ({target}) is about a stream of the user's: a plan places all work itself"
+                f"node {fx_node.name} ({target}) uses a stream of the user's: a plan chooses the streams itself"
             )
         _check_value(fx_node, device)
         known = find_operator(name_of(target))
@@ -356,8 +356,8 @@ def _kind(fx_node: fx.Node, nodes: list[Node], inputs: tuple[NodeId, ...], devic
             is_computed = nodes[inputs[0]].kind not in (NodeKind.INPUT, NodeKind.CHEAP)
             if known.waits and not is_computed:
                 raise UnsupportedGraphError(
-                    f"node {fx_node.name} waits for {nodes[inputs[0]].name}, which no collective of this graph made; "
-                    "segments take a collective with its wait only"
+                    f"node {fx_node.name} waits for {nodes[inputs[0]].name}, which is not the result of a collective "
+                    "of this graph; segments take a collective with its wait only"
                 )
             return NodeKind.PROJECTION if is_computed else NodeKind.CHEAP
         return NodeKind.COMPUTE

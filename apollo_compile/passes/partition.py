@@ -155,24 +155,24 @@ def _find_clusters(capture: Capture) -> _Clusters:
     sources: list[set[int]] = []
     predecessors: list[set[int]] = []
     for node in nodes:
-        behind: set[int] = set().union(*(sources[value] for value in node.inputs)) if node.inputs else set()
+        producers: set[int] = set().union(*(sources[value] for value in node.inputs)) if node.inputs else set()
         host = None
         if node.kind is NodeKind.PROJECTION:
             host = cluster_by_node[node.inputs[0]]
-        elif node.id in returned and len(behind) == 1:
-            (host,) = behind
+        elif node.id in returned and len(producers) == 1:
+            (host,) = producers
         if node.kind is NodeKind.COMPUTE or (node.id in returned and host is None):
             host = len(members)
             members.append([])
             predecessors.append(set())
         if host is None:
-            sources.append(behind)
+            sources.append(producers)
             continue
         members[host].append(node.id)
         cluster_by_node[node.id] = host
         sources.append({host})
         earlier = {cluster_by_node[value] for value in node.after if value in cluster_by_node}
-        predecessors[host] |= (behind | earlier) - {host}
+        predecessors[host] |= (producers | earlier) - {host}
     are_alone = [any(nodes[node].is_alone for node in cluster) for cluster in members]
     return _Clusters(members, cluster_by_node, predecessors, are_alone)
 
@@ -572,7 +572,7 @@ class _Names:
         self._count: Counter[str] = Counter()
 
     def unique(self, name: str) -> str:
-        """Return `name`, with a number behind it if it was given before."""
+        """Return `name`, with a number appended if it was given before."""
         self._count[name] += 1
         return name if self._count[name] == 1 else f"{name}#{self._count[name]}"
 

@@ -234,8 +234,8 @@ def _to_plan(
         candidates=()
         if solution is None
         else tuple(
-            Candidate(name=tried.name, undisturbed_ns=tried.makespan, makespan_ns=tried.executed)
-            for tried in solution.candidates
+            Candidate(name=found.name, undisturbed_ns=found.makespan, makespan_ns=found.executed)
+            for found in solution.candidates
         ),
         seed=solution.seed if solution else (pinned.seed if pinned else 0),
         solver=solution.solver if solution else (pinned.solver if pinned else None),

@@ -158,17 +158,17 @@ class _Walk:
     def _adopt(self, change: _Change, partial: Partial) -> None:
         """Make a change, and update the state of every position."""
         choices, modes = self.simulator.choices, change.modes
-        behind = [*change.part, *self.order[change.last :]]
-        behind.sort(key=partial.starts.__getitem__)
+        rest = [*change.part, *self.order[change.last :]]
+        rest.sort(key=partial.starts.__getitem__)
         free, user = self._before[change.first]
         free, user = free.copy(), user.copy()
-        for place, task in enumerate(behind, start=change.first):
+        for place, task in enumerate(rest, start=change.first):
             self._before[place] = (free.copy(), user.copy())
             self.position[task] = place
             lane, atoms, _ = choices[task][modes[task]]
             for atom in atoms:
                 free[atom], user[atom] = partial.ends[task], lane
-        self.order = self.order[: change.first] + behind
+        self.order = self.order[: change.first] + rest
         self.modes, self._now = modes, partial
         left = [0] * len(free)
         for place in reversed(range(len(self.order))):

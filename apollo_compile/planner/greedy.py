@@ -100,8 +100,8 @@ def lane_families(problem: Problem) -> list[tuple[int, ...]]:
     """Return sets of lanes to plan with: all, and lane 0 with each narrow lane and the lanes disjoint from it."""
     families: dict[tuple[int, ...], None] = {tuple(range(len(problem.lanes))): None}
     for lane in range(1, len(problem.lanes)):
-        beside = [other for other in range(1, len(problem.lanes)) if not problem.lanes[other] & problem.lanes[lane]]
-        families.setdefault(tuple(sorted({0, lane, *beside})))
+        disjoint = [other for other in range(1, len(problem.lanes)) if not problem.lanes[other] & problem.lanes[lane]]
+        families.setdefault(tuple(sorted({0, lane, *disjoint})))
     return list(families)
 
 
@@ -128,7 +128,7 @@ class _Options:
             for lane in range(len(problem.lanes))
         ]
         self.atoms = [sorted(lane) for lane in problem.lanes]
-        self.meets = [[other for other, atoms in enumerate(problem.lanes) if atoms & own] for own in problem.lanes]
+        self.sharing = [[other for other, atoms in enumerate(problem.lanes) if atoms & own] for own in problem.lanes]
         """Per lane, the lanes with which it shares atoms; itself is one of them."""
         self.of_task = [
             [
@@ -212,7 +212,7 @@ class _ListSchedule:
         self.lanes[task], self.modes[task], self.ends[task] = lane, mode, end
         for atom in self.options.atoms[lane]:
             free[atom], user[atom] = end, lane
-        for other in self.options.meets[lane]:
+        for other in self.options.sharing[lane]:
             self.available[other] = max(
                 [free[atom] if user[atom] == other else free[atom] + handover for atom in self.options.atoms[other]]
             )

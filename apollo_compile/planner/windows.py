@@ -139,8 +139,8 @@ class _Window:
         left = 0
         for atom, size in enumerate(sizes):
             free_at = self.ends[self.last_users[atom]] if atom in self.last_users else 0
-            behind = self.chains[self.next_users[atom]] if atom in self.next_users else 0
-            left += size * max(0, makespan - free_at - behind)
+            after = self.chains[self.next_users[atom]] if atom in self.next_users else 0
+            left += size * max(0, makespan - free_at - after)
         return self.floor <= makespan and needed <= left
 
     def search(self, least: int, most: int, *, seed: int, deterministic_time: float, time_limit_s: float) -> Answer:

@@ -179,7 +179,9 @@ def _unknown_work(graph: GraphSummary) -> list[str]:
     if not graph.without_formula:
         return []
     names = ", ".join(graph.without_formula)
-    return [f"Counted by their bytes, so that formulas say little of their segments: {names}."]
+    return [
+        f"Predictions for segments with these operators are rough, since their work is known by bytes alone: {names}."
+    ]
 
 
 def _deviations(graph: GraphSummary) -> list[str]:
