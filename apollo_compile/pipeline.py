@@ -37,7 +37,7 @@ from apollo_compile.passes.cost import estimate_costs
 from apollo_compile.passes.emit import emit_program
 from apollo_compile.passes.memory import plan_memory
 from apollo_compile.passes.partition import partition_graph, resize_partition
-from apollo_compile.passes.plan import foresee_makespan, make_plan
+from apollo_compile.passes.plan import estimate_makespan, make_plan
 from apollo_compile.passes.sync import eliminate_syncs
 from apollo_compile.store.history import Finding
 from apollo_compile.store.plan_file import check_fits, load_plan
@@ -134,7 +134,7 @@ def _is_better(graph: SegmentGraph, other: SegmentGraph, *, profile: DeviceProfi
     if config.plan.planner == "serial" or config.plan.memory_quota is not None:
         return False
     foreseen, usual = (
-        foresee_makespan(each, estimate_costs(each, profile, Observations()), lanes) for each in (graph, other)
+        estimate_makespan(each, estimate_costs(each, profile, Observations()), lanes) for each in (graph, other)
     )
     return foreseen < (1 - WORTH_PARTING) * usual
 

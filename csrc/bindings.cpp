@@ -1,4 +1,4 @@
-// The seam between Python and the runtime: converts arguments and exceptions, manages the GIL, decides nothing.
+// Python bindings of the runtime: convert arguments and exceptions and manage the GIL, nothing else.
 
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/map.h>
@@ -37,7 +37,7 @@ namespace {
 // Note [Handles in capsules]
 // A tensor crosses as an unnamed PyCapsule that holds its handle: torch makes such lists with
 // `torch._C._aoti.unsafe_alloc_void_ptrs_from_tensors` and takes them with `alloc_tensors_by_stealing_from_void_ptrs`.
-// Whoever is given a list owns the handles in it, also if it fails; a capsule itself frees nothing.
+// The callee owns the handles in a list, even if it fails; a capsule itself frees nothing.
 
 apollo::TensorApi tensor_api(std::uintptr_t clone_address, std::uintptr_t destroy_address) {
   if (clone_address == 0 || destroy_address == 0) {
@@ -80,7 +80,7 @@ class PythonBody final : public apollo::Body {
 
   ~PythonBody() override {
     if (!nb::is_alive()) {
-      function_.release();  // the interpreter has ended and took its objects along
+      function_.release();  // the interpreter has ended, and its objects with it
       return;
     }
     const nb::gil_scoped_acquire gil;
@@ -116,7 +116,7 @@ struct PyLanes {
   std::shared_ptr<apollo::LaneSet> lanes;
 
   PyLanes(const std::vector<std::vector<int>>& cores, const std::optional<nb::callable>& on_start, bool park_team) {
-    // By reference: the constructor returns after every thread has called it.
+    // By reference: the constructor returns only after every thread has called it.
     std::function<void(int)> start;
     if (on_start) {
       start = [&on_start](int lane) {
@@ -180,7 +180,7 @@ struct PyExecutor {
   PyExecutor(const PyExecutor&) = delete;
   PyExecutor& operator=(const PyExecutor&) = delete;
   ~PyExecutor() {
-    const nb::gil_scoped_release no_gil;  // may be the last to hold the lanes, and then joins threads
+    const nb::gil_scoped_release no_gil;  // may hold the last reference to the lanes, and then joins threads
     python_bodies.clear();
     executor.reset();
   }
@@ -198,7 +198,7 @@ struct PyExecutor {
     return outputs;
   }
 
-  /// Looks for Ctrl-C; only the main thread runs Python's signal handlers.
+  /// Checks for Ctrl-C; only the main thread runs Python's signal handlers.
   static apollo::Poll poll() {
     if (gettid() != getpid()) {
       return {};
@@ -253,7 +253,7 @@ PyType_Slot executor_slots[] = {
     {0, nullptr},
 };
 
-/// Raises `class_name` of apollo_compile.errors, found when it is needed: this module imports nothing at load time.
+/// Raises `class_name` of apollo_compile.errors, imported on demand: this module imports nothing at load time.
 void raise_error(const char* class_name, const char* message) {
   try {
     PyErr_SetString(nb::module_::import_("apollo_compile.errors").attr(class_name).ptr(), message);
@@ -280,7 +280,7 @@ void init_native_body(apollo::NativeBody* self, std::uintptr_t entry_address, co
 NB_MODULE(_native, m) {
   m.doc() = "Run the segments of a program on lanes of CPU cores, and make lanes of the SMs of a GPU.";
 
-  // torch.compile keeps what it compiled until the process ends, past the point where nanobind counts.
+  // torch.compile keeps compiled functions until the process ends, which nanobind would report as leaks.
   nb::set_leak_warnings(false);
 
   nb::register_exception_translator([](const std::exception_ptr& exception, void*) {

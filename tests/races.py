@@ -50,7 +50,7 @@ def find_races(program: Program, graph: SegmentGraph, rng: random.Random) -> lis
         ends = gone.get(buffer.id, [])
         if len(ends) > 1 or (ends and buffer.is_output):
             defects.append(
-                f"buffer {buffer.id} is let go by {[end.what for end in ends]}, returned: {buffer.is_output}"
+                f"buffer {buffer.id} is released by {[end.what for end in ends]}, returned: {buffer.is_output}"
             )
         for end in ends:
             for use in [*reads, *([made] if made else [])]:

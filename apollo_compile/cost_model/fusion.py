@@ -1,34 +1,35 @@
-"""What a segment needs from a device when its compiler fuses: bytes that cross fused groups, and kernels.
+"""What a segment needs from a device after fusion: kernels, and the bytes that move between them.
 
-    segment_needs(nodes, outputs) -> Work, and the bytes that it needs while it runs and nobody sees
+    segment_needs(nodes, outputs) -> Work, and the bytes of its workspace
 
-Inductor turns chains of pointwise operators, reductions, gathers and copies into one loop; matrix products,
-convolutions, attention, sorts and scatters are calls or loops of their own. So a segment is cut into groups:
+Inductor turns chains of pointwise operators, reductions, gathers and copies into one loop; matmuls, convolutions,
+attention, sorts and scatters are calls or loops of their own. So a segment is cut into groups:
 
 1. The depth of a node is the number of unfusible nodes on the longest path to it inside the segment.
 2. Fusible nodes of equal depth that are connected by an edge, or that read the same value, form one group; an unfusible
    node is a group alone. Groups of equal depth cannot form a cycle, because an unfusible node between two nodes makes
-   their depths differ. A group all of whose readers are in one fusible group then joins that one: no path can leave it
-   and come back. (Backward passes recompute activations that way, long before they are needed.)
-3. Views are free and stand for the value they look at. Constants are computed again by every group that reads them.
+   their depths differ. A group whose readers are all in one fusible group then joins that group: no path can leave it
+   and come back. (Such groups come from activations that a backward recomputes long before they are needed.)
+3. Views are free and stand for the value they look at. Constants are recomputed by every group that reads them.
 4. A value is read once by each group that reads it and does not make it, and written once if another group reads it,
-   if the segment returns it, or if nothing here reads it. What stays inside a group moves no bytes.
-5. Groups run one after the other, in graph order as far as each has what it reads. A value that is written and not
-   returned takes memory from the group that makes it to the last one that reads it; the most of that at one instant is
-   the workspace.
+   if it is an output of the segment, or if nothing in the segment reads it. Values inside a group move no bytes.
+5. Groups run one after the other, in graph order as far as dependencies allow. A value that is written and not an
+   output takes memory from the group that makes it to the last group that reads it; the peak of that memory is the
+   workspace.
 
-Work = flops of all nodes, bytes of these reads and writes, and one kernel per group of fusible nodes; what is not
-fusible launches what its formula says. Its parts are the kernels, with what each reads from outside the segment apart.
+Work = flops of all nodes, bytes of these reads and writes, and one kernel per group of fusible nodes; an unfusible node
+launches the kernels of its formula. `Work.parts` lists the kernels, and what each reads from outside the segment.
 
-The approximation: a group is one kernel. That is what Inductor's C++ backend calls: it puts loops that follow one
-another into one function, and what a second loop reads again is still in the cache. Triton makes a kernel per loop, so
-a reduction over columns and one over rows of the same value are two there. A matrix product's epilogue counts apart. On
-the training graphs of CLIP and of two towers the groups were as many as Inductor's C++ functions up to a tenth. The
-size of a value from outside is not part of a node: it is what its readers read beyond the values made inside.
+The approximation is that a group is one kernel. That holds for Inductor's C++ backend, which puts loops that follow one
+another into one function, where the second loop still finds its data in the cache. Triton makes a kernel per loop, so a
+reduction over columns and one over rows of the same value are two kernels there. The epilogue of a matmul is a kernel
+of its own here. On the training graphs of CLIP and of two towers the number of groups was within a tenth of the number
+of Inductor's C++ functions. A node does not know the size of a value from outside the segment: it is taken to be the
+bytes that its readers read beyond the values made inside.
 
-How wrong that is, together with the rates of loops, is seen in segments that are mostly loops: on two cores, over the
-workloads of `benchmarks/model_error.py`, the median error of their predicted times was 21 to 37 %, where segments that
-are mostly matrix products were off by 10 to 13 %. Torch-free.
+The error of this and of the measured rates of loops shows in segments that are mostly loops: on two cores, over the
+workloads of `benchmarks/model_error.py`, the median error of their predicted times was 21 to 37 %, against 10 to 13 %
+for segments that are mostly matmuls. Torch-free.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ from apollo_compile.operators.table import find_operator
 
 
 class Needs(NamedTuple):
-    """What a segment takes to run."""
+    """Work and workspace of a segment."""
 
     work: Work
     workspace_bytes: int
@@ -56,8 +57,8 @@ class Needs(NamedTuple):
 def segment_needs(nodes: Sequence[Node], *, outputs: Collection[NodeId] = ()) -> Needs:
     """Return the needs of the segment made of `nodes`, in graph order.
 
-    `outputs` are nodes that the segment returns besides those that nothing in it reads, for example activations that
-    are saved for the backward pass.
+    `outputs` are nodes that the segment returns although nodes inside it read them, for example activations that are
+    saved for the backward pass. Nodes that nothing in it reads are outputs anyway.
     """
     fused = _fuse(nodes, outputs)
     kernels = _kernels(nodes, fused)
@@ -79,14 +80,14 @@ def _workspace(fused: _Fused, outputs: Collection[NodeId]) -> int:
     changes = []
     for value in fused.written & last_read.keys() - {fused.values.origin(output) for output in outputs}:
         num_bytes = fused.values.node(value).num_bytes
-        # what a group reads is there until it has run
+        # a group holds what it reads until it has run
         changes += [(position[fused.group_by_node[value]], 0, num_bytes), (last_read[value], 1, -num_bytes)]
     return max(itertools.accumulate(change for *_, change in sorted(changes)), default=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Fused:
-    """The groups of a segment and what crosses them."""
+    """The groups of a segment and the values that move between them."""
 
     values: _Values
     group_by_node: dict[NodeId, NodeId]
@@ -95,7 +96,7 @@ class _Fused:
     written: set[NodeId]
 
     def in_order(self) -> list[NodeId]:
-        """Return the groups in an order in which each has what it reads; of those that have, the first in the graph."""
+        """Return the groups in topological order; among groups that are ready, the first in the graph comes first."""
         missing: dict[NodeId, set[NodeId]] = {group: set() for group in self.group_by_node.values()}
         readers: dict[NodeId, set[NodeId]] = defaultdict(set)
         for group, value in self.reads:
@@ -172,7 +173,7 @@ def _kernels(nodes: Sequence[Node], fused: _Fused) -> list[Kernel]:
 
 
 def _group(nodes: Sequence[Node], values: _Values) -> dict[NodeId, NodeId]:
-    """Return the group of every node that costs anything; a group is named by its first node."""
+    """Return the group of every node that has a cost; a group is named by its first node."""
     groups = _DisjointSets()
     depth: dict[NodeId, int] = {}
     reader_at: dict[tuple[int, NodeId], NodeId] = {}
@@ -240,7 +241,7 @@ class _DisjointSets:
 
 
 class _Values:
-    """The values of a segment, with views resolved to what they look at."""
+    """The values of a segment, with views resolved to the values that they are views of."""
 
     def __init__(self, nodes: Sequence[Node]) -> None:
         self._node_by_id = {node.id: node for node in nodes}
@@ -288,7 +289,7 @@ class _Values:
         if find_operator(node.target).kind is WorkKind.VIEW and node.inputs:
             viewed = node.inputs[0]
             self._origin[node.id] = self.origin(viewed)
-            # An expanded view has more elements than it has bytes; a slice has fewer than what it looks at.
+            # An expanded view has more elements than bytes in memory; a slice has fewer bytes than its base.
             self._size[node.id] = min(node.num_bytes, self._size.get(viewed, node.num_bytes))
 
     def _measure_reads(self, node: Node) -> dict[NodeId, int]:

@@ -7,20 +7,20 @@
                  + arithmetic (+) memory
     arithmetic   flops / rate(kind, dtype, flops, units) / efficiency of the waves
     memory       near bytes / near rate(bytes of the kernel, units) + far bytes / far rate(footprint, units)
-    (+)          the larger of both on CUDA, where warps that wait make room for others; the sum on a CPU
+    (+)          the larger of the two on CUDA, where other warps compute while some wait for memory; the sum on a CPU
 
-The rates were measured with exactly `units` units busy, so poor scaling is in them; interference from other lanes is
-not. Far bytes are those that the segment reads from buffers made before it: in a step these are weights and activations
-that were made long ago. How far they have gone depends on what was touched since, so their rate is one of the footprint
-of the program, the bytes of all its buffers.
+The rates were measured with exactly `units` units busy, so they include poor scaling; they do not include interference
+from other lanes. Far bytes are those that the segment reads from buffers made before it: in a step these are weights
+and activations that were made long ago. Which cache level they are still in depends on how much memory was touched
+since, so their rate is a function of the footprint of the program, the bytes of all its buffers.
 
-A CUDA device gives the output tiles of a product to its units in waves, so with `t` tiles on `u` units the last wave
-may leave most of them idle:
+A CUDA device assigns the output tiles of a GEMM to its units in waves, so with `t` tiles on `u` units the last wave may
+leave most of them idle:
 
     waves = ceil(t / u)     efficiency = t / (waves * u)
 
-A CPU library that gains nothing from more threads uses fewer, so a kernel on several units is never taken to be slower
-than on one.
+A CPU library that gains nothing from more threads uses fewer, so a kernel is never predicted to be slower on several
+units than on one.
 Source: Williams, Waterman, Patterson, "Roofline", CACM 52(4), 2009, https://doi.org/10.1145/1498765.1498785
 """
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 class Prediction(NamedTuple):
-    """What a segment is expected to take."""
+    """Predicted duration of a segment, and the shares of it."""
 
     duration_ns: int
     """At least 1."""
@@ -47,7 +47,7 @@ class Prediction(NamedTuple):
 
 
 class KernelTime(NamedTuple):
-    """What one kernel is expected to take, in nanoseconds."""
+    """Predicted duration of one kernel."""
 
     total_ns: float
     memory_ns: float
@@ -64,10 +64,10 @@ def predict(
     Arguments:
         work: of one segment.
         profile: the device.
-        units: how many of it the segment has.
-        num_tensors: what its body takes and returns.
+        units: units of the lane that runs the segment.
+        num_tensors: inputs and outputs of its body.
         footprint: bytes of all buffers of the program.
-        is_first: whether its body did not run before in the same program.
+        is_first: whether no earlier segment of the program has its body.
     """
     total_ns, memory_ns = float(profile.launch_ns + profile.tensor_ns * num_tensors), 0.0
     fixed_ns = total_ns
@@ -86,19 +86,19 @@ def predict_kernel(kernel: Kernel, profile: DeviceProfile, units: int, *, footpr
     """Return the expected time of one `kernel`, whatever its count, without the launch of its segment."""
     if profile.overlap == "max":
         return _overlapped(kernel, profile, units, footprint)
-    alone = _in_turn(kernel, profile, 1, footprint)
-    return alone if units == 1 else min(alone, _in_turn(kernel, profile, units, footprint))
+    alone = _serialized(kernel, profile, 1, footprint)
+    return alone if units == 1 else min(alone, _serialized(kernel, profile, units, footprint))
 
 
 def _overlapped(kernel: Kernel, profile: DeviceProfile, units: int, footprint: int) -> KernelTime:
     arithmetic_ns = _arithmetic_ns(kernel, profile, units) / wave_efficiency(kernel.tiles, units)
     memory_ns = _memory_ns(kernel, profile, units, footprint)
-    bound_ns = max(arithmetic_ns, memory_ns)
+    longer_ns = max(arithmetic_ns, memory_ns)
     fixed_ns = kernel.launches * float(profile.kernel_ns)
-    return KernelTime(fixed_ns + bound_ns, bound_ns if memory_ns > arithmetic_ns else 0.0, fixed_ns)
+    return KernelTime(fixed_ns + longer_ns, longer_ns if memory_ns > arithmetic_ns else 0.0, fixed_ns)
 
 
-def _in_turn(kernel: Kernel, profile: DeviceProfile, units: int, footprint: int) -> KernelTime:
+def _serialized(kernel: Kernel, profile: DeviceProfile, units: int, footprint: int) -> KernelTime:
     memory_ns = _memory_ns(kernel, profile, units, footprint)
     fixed_ns = kernel.launches * float(profile.kernel_ns + (profile.parallel_ns if units > 1 else 0))
     return KernelTime(fixed_ns + _arithmetic_ns(kernel, profile, units) + memory_ns, memory_ns, fixed_ns)
@@ -115,12 +115,12 @@ def _memory_ns(kernel: Kernel, profile: DeviceProfile, units: int, footprint: in
 
 
 def wave_efficiency(tiles: int, units: int) -> float:
-    """Return the share of units at work while so many tiles are done, one per unit at a time."""
+    """Return the mean share of units that are busy while `tiles` run in waves of one tile per unit."""
     return tiles / (-(-tiles // units) * units) if tiles else 1.0
 
 
 def _kernels(work: Work) -> tuple[Kernel, ...]:
-    """Return the kernels of `work`; where only totals are known, equal loops that add up to them."""
+    """Return the kernels of `work`; where only the totals are known, equal loops that add up to them."""
     if work.parts or work == Work():
         return work.parts
     count = max(work.kernels, 1)

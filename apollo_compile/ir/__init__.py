@@ -1,8 +1,9 @@
 """Values: what the stages of the compiler take and return, how they are checked, and how they are printed.
 
 values.py   the products of all stages, frozen dataclasses; `from apollo_compile.ir import Plan`
-check       whether a product is legal, by other means than those it was made with
-text.py     what a product looks like, for people and for `APOLLO_DUMP`
+variants.py the ways to run a graph
+check       whether a product is legal, computed in other ways than the stages compute it
+text.py     products as text, for people and for `APOLLO_DUMP`
 """
 
 from apollo_compile.ir.values import (

@@ -2,7 +2,7 @@
 
     format_x(product[, the graph that has the names]) -> lines of text
 
-Columns are aligned, ids carry their letter (n node, s segment, b buffer, e event), nothing depends on this process.
+Columns are aligned, ids have their letter (n node, s segment, b buffer, e event), nothing depends on the process.
 A plan is also drawn as a timeline of its lanes, a program reads like code with one block per lane.
 """
 
@@ -134,7 +134,7 @@ def format_costs(costs: CostTable, graph: SegmentGraph) -> str:
 
 
 def mark_source(source: CostSource) -> str:
-    """Return the sign behind a duration that says where it comes from; a space for the formula."""
+    """Return the mark of the source of a duration: `*` measured, `~` scaled, a space for the formula."""
     return {CostSource.MEASURED: "*", CostSource.SCALED: "~", CostSource.FORMULA: " "}[source]
 
 
@@ -146,7 +146,7 @@ def format_plan(plan: Plan, graph: SegmentGraph) -> str:
         f"serial {format_ns(plan.serial_ns)} ({gain:.2f}x); undisturbed {format_ns(plan.undisturbed_ns)}, bound "
         f"{format_ns(plan.lower_bound_ns)}, gap {plan.gap:.1%}"
     )
-    tried = [
+    candidates = [
         f"  {candidate.name}: {format_ns(candidate.makespan_ns)}, undisturbed {format_ns(candidate.undisturbed_ns)}"
         for candidate in plan.candidates
     ]
@@ -168,7 +168,7 @@ def format_plan(plan: Plan, graph: SegmentGraph) -> str:
     ]
     table = _table(rows, ("mark", "segment", "name", "lane", "units", "start ns", "end ns", "duration"), "llllrrrr")
     spans = [(a.segment, a.lane, a.start_ns, a.end_ns) for a in plan.assignments]
-    head = "\n".join([title, ", ".join(search), *tried])
+    head = "\n".join([title, ", ".join(search), *candidates])
     return f"{head}\n{draw_lanes(plan.lanes, spans, plan.makespan_ns)}\n\n{table}"
 
 
@@ -192,7 +192,7 @@ def format_syncs(syncs: SyncPlan, graph: SegmentGraph, plan: Plan) -> str:
 
 
 def format_memory(memory: MemoryPlan, graph: SegmentGraph) -> str:
-    """Return who lets go of every buffer, and the planned peaks."""
+    """Return when every buffer is released, and the planned peaks."""
     rows = []
     for hold in sorted(memory.holds, key=lambda hold: hold.buffer):
         buffer, segment = graph.buffers[hold.buffer], graph.segments[hold.segment]

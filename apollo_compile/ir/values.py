@@ -34,7 +34,7 @@ class Role(enum.StrEnum):
 
 
 class KernelKind(enum.StrEnum):
-    """What a kernel does, as far as its speed depends on it."""
+    """Kinds of kernels that differ in speed."""
 
     LOOP = "loop"
     """A fused loop: pointwise operators, reductions, copies, gathers."""
@@ -45,14 +45,14 @@ class KernelKind(enum.StrEnum):
     CONVOLUTION = "convolution"
     CONVOLUTION_BACKWARD = "convolution backward"
     SCATTER = "scatter"
-    """A loop that adds to addresses it reads: without vectors, with atomic additions."""
+    """A loop that adds at addresses it reads: not vectorized, with atomic additions."""
     LIBRARY = "library"
-    """Sorts, scans, searches, and whatever else is a call of its own."""
+    """Sorts, scans, searches, and all other calls of libraries."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Kernel:
-    """One kernel of a segment, or several equal ones; numbers are of one."""
+    """One kernel of a segment, or several equal ones; flops, bytes and tiles are those of one."""
 
     kind: KernelKind = KernelKind.LOOP
     dtype: str = "float32"
@@ -63,10 +63,11 @@ class Kernel:
     bytes_from_outside: int = 0
     """Of these, bytes that the segment reads from buffers made before it, which are no longer in a near cache."""
     tiles: int = 0
-    """Output tiles of 128 x 128 of a product: what a device of many units divides among them; 0 for a loop."""
+    """Output tiles of 128 x 128 of a GEMM, which a GPU distributes over its units; 0 for a loop."""
     launches: int = 1
-    """What a library makes of it, one after the other: a convolution's gradients, for example, are a kernel each."""
+    """Kernels that the library launches for it, in sequence: one per gradient of a convolution, for example."""
     count: int = 1
+    """How many equal kernels this stands for."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,7 +79,7 @@ class Work:
     bytes_read: int = 0
     bytes_written: int = 0
     kernels: int = 0
-    """Kernels launched, after fusion as far as it can be foreseen."""
+    """Kernels launched, after predicted fusion."""
     parts: tuple[Kernel, ...] = ()
     """The kernels, equal ones together, in order of first use; empty where only the totals are known."""
 
@@ -105,14 +106,14 @@ def merge_kernels(kernels: Iterable[Kernel]) -> tuple[Kernel, ...]:
 
 
 class NodeKind(enum.StrEnum):
-    """What a node of the FX graph means for the partition."""
+    """How the partition treats a node of the FX graph."""
 
     INPUT = "input"
     """A graph input; belongs to no segment."""
     COMPUTE = "compute"
     """Work worth placing; belongs to exactly one segment."""
     PROJECTION = "projection"
-    """One value out of a node that makes several; always stays in that node's segment."""
+    """One output of a node that has several; always stays in that node's segment."""
     CHEAP = "cheap"
     """A view, a constant factory or index arithmetic: may be cloned into every segment that uses it."""
 
@@ -131,13 +132,13 @@ class Node:
     sizes: tuple[NodeId, ...] = ()
     """Graph inputs that are sizes and that this node, its shape or the shape of what it reads depends on, ascending."""
     after: tuple[NodeId, ...] = ()
-    """Nodes that must run earlier though no value flows: random order, mutation, effects."""
+    """Nodes that must run earlier without a data dependency: random order, mutation, side effects."""
     is_collective: bool = False
     """Whether it communicates with other ranks, who must do so in the same order."""
     is_alone: bool = False
-    """Whether its segment has only nodes that are alone."""
+    """Whether it shares its segment only with nodes that are alone too."""
     keeps_order: bool = False
-    """Whether it draws random numbers or has an effect, so that it stays in order among all that do."""
+    """Whether it draws random numbers or has a side effect, so that such nodes keep their order."""
     module: str = ""
     """FQN of the module the node came from; empty where the metadata did not survive."""
     num_bytes: int = 0
@@ -159,9 +160,9 @@ class Capture:
     outputs: tuple[NodeId | None, ...]
     """What the graph returns, in order; None where it returns None."""
     without_formula: tuple[str, ...] = ()
-    """Operators whose work is counted by their bytes alone, sorted."""
+    """Operators whose work is their bytes alone, sorted."""
     sizes: tuple[tuple[str, int], ...] = ()
-    """What the symbols in dynamic shapes are taken to be, by name; bytes and work are for these sizes."""
+    """Values of the symbols in dynamic shapes, by name; bytes and work are for these sizes."""
 
 
 # -------------------------------------------------------------------------------------------- stage 1: partition
@@ -188,7 +189,7 @@ class Segment:
 
     id: SegmentId
     name: str
-    """Unique and readable, e.g. `vision_model.encoder.layers.0`, with `#2` behind it where a name recurs."""
+    """Unique and readable, e.g. `vision_model.encoder.layers.0`, with the suffix `#2` for the second of a name."""
     module: str
     """FQN of the module that most of its work belongs to; empty where there is none."""
     body: BodyId
@@ -197,10 +198,10 @@ class Segment:
     outputs: tuple[BufferId, ...]
     """In the order in which the body returns them."""
     after: tuple[SegmentId, ...]
-    """Segments that must end earlier though no buffer flows."""
+    """Segments that must end earlier without a buffer between them."""
     work: Work
     workspace_bytes: int = 0
-    """What it takes while it runs, besides its inputs and outputs."""
+    """Bytes that it allocates while it runs, besides its outputs."""
     has_collective: bool = False
     """Whether it communicates with other ranks, who must do so in the same order."""
 
@@ -275,9 +276,9 @@ class Mode:
     """Bytes it allocates: outputs and workspace."""
     source: CostSource = CostSource.FORMULA
     memory_share: float = 0.0
-    """Share of the duration in which it waits for memory, 0 to 1."""
+    """Share of the duration spent waiting for memory, 0 to 1."""
     launch_share: float = 0.0
-    """Share of it that launching the segment and its kernels takes, 0 to 1; the rest is arithmetic."""
+    """Share of the duration spent launching the segment and its kernels, 0 to 1; the rest is arithmetic."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -288,21 +289,22 @@ class CostTable:
     handover_ns: int
     """Time from the end of a segment to the start of its reader on another lane."""
     slowdown: tuple[tuple[float, float], tuple[float, float]] = ((1.0, 1.0), (1.0, 1.0))
-    """How many times longer (arithmetic, memory) takes beside (arithmetic, memory) on the rest of the device."""
+    """`slowdown[a][b]`: factor by which work of kind a is slowed by work of kind b on the rest of the device, where
+    kind 0 is arithmetic and kind 1 is memory."""
 
 
 # ------------------------------------------------------------------------------------------------- stage 3: plan
 
 
 class Origin(enum.StrEnum):
-    """Who made a plan, and with what claim."""
+    """Which method made a plan, and whether it is proven to be optimal."""
 
     OPTIMAL = "optimal"
-    """As short as the bound, interference aside. That a solver says so is no proof."""
+    """Without interference, its makespan equals the bound. A solver's claim of optimality is not enough."""
     FEASIBLE = "feasible"
-    """The solver's."""
+    """Found by the solver."""
     GREEDY = "greedy"
-    """A heuristic's: list scheduling and local search."""
+    """Found by a heuristic: list scheduling and local search."""
     SERIAL = "serial"
     """All segments on lane 0 in graph order."""
 
@@ -345,11 +347,11 @@ class Candidate:
     """A schedule that the planner considered."""
 
     name: str
-    """Which method made it."""
+    """Of the method that made it."""
     undisturbed_ns: int
-    """Makespan if segments that run side by side did not slow each other."""
+    """Makespan without interference between concurrent segments."""
     makespan_ns: int
-    """Makespan with interference: what candidates are ranked by."""
+    """Makespan with interference; candidates are ranked by it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -360,34 +362,34 @@ class Plan:
     lanes: tuple[Lane, ...]
     """The lane catalogue; lane 0 has every unit of the device."""
     assignments: tuple[Assignment, ...]
-    """Durations include what neighbours cost."""
+    """Durations include interference."""
     makespan_ns: int
     undisturbed_ns: int
-    """Makespan if segments that run side by side did not slow each other: what the bound is compared with."""
+    """Makespan without interference between concurrent segments; the bound is a limit of this one."""
     serial_ns: int
     """Predicted makespan of the serial plan."""
     lower_bound_ns: int
     candidates: tuple[Candidate, ...] = ()
-    """What was tried, in that order."""
+    """In the order in which the planner considered them."""
     seed: int = 0
     solver: str | None = None
-    """Name and version of the solver that took part; None where heuristics alone did."""
+    """Name and version of the solver; None if only heuristics ran."""
     memory_quota: int | None = None
-    """Bytes that buffers made by the graph may take at any instant. It rests on the order of the plan: what has ended
-    before a segment starts must have ended then, whatever durations turn out to be."""
+    """Bytes that buffers made by the graph may take at any instant; None is no limit. To keep it, a segment waits for
+    all segments that end before its start in the plan, whatever the durations turn out to be."""
     stopped_early: bool = False
-    """Whether a time limit cut the search short, so that a faster machine could find another plan."""
+    """Whether a time limit ended the search, so that a faster machine could find another plan."""
     pinned: bool = False
     """Whether lanes and order were read from a file instead of planned."""
 
     @property
     def gap(self) -> float:
-        """How far the undisturbed makespan can be from the best possible one: 0.02 is at most 2 % above it."""
+        """How far the undisturbed makespan is above the bound: with 0.02, it is at most 2 % above the optimum."""
         return self.undisturbed_ns / self.lower_bound_ns - 1 if self.lower_bound_ns else 0.0
 
     @property
     def uses_lanes(self) -> bool:
-        """Whether anything runs elsewhere than on the lane of all units."""
+        """Whether any segment runs on another lane than lane 0, which has all units."""
         return any(assignment.lane != 0 for assignment in self.assignments)
 
     def in_start_order(self) -> tuple[Assignment, ...]:
@@ -419,7 +421,7 @@ class SyncPlan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Hold:
-    """`buffer` stays alive until `segment` has ended; the lane of `segment` then lets it go.
+    """`buffer` stays alive until `segment` has ended; the lane of `segment` then releases it.
 
     If `segment` is itself a reader, its body takes the buffer over and may free it while it runs.
     """
@@ -430,15 +432,15 @@ class Hold:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryPlan:
-    """When every buffer that is not returned is let go, and the planned peak of bytes."""
+    """When every buffer that is not a graph output is released, and the planned peaks of bytes."""
 
     holds: tuple[Hold, ...]
     at_end: tuple[BufferId, ...]
-    """Buffers that no segment may let go: they are dropped when the run is over."""
+    """Buffers that no segment may release: they are released at the end of the run."""
     peak_bytes_by_lane: tuple[int, ...]
-    """Peak of planned bytes (buffers produced there, still held) per lane of the plan."""
+    """Per lane of the plan, the peak of the bytes of buffers that were produced there and are still alive."""
     peak_bytes: int
-    """Peak over the device, as if segments ran at their planned times."""
+    """The same for the whole device, if segments run at their planned times."""
 
 
 # ------------------------------------------------------------------------------------------------- stage 6: emit
@@ -446,7 +448,7 @@ class MemoryPlan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Launch:
-    """Run `body` for `segment`; inputs marked in `takes` are handed over, the others are lent."""
+    """Run `body` for `segment`; the body takes over the inputs marked in `takes` and borrows the others."""
 
     segment: SegmentId
     body: BodyId
@@ -471,7 +473,7 @@ class Wait:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Release:
-    """Let the buffer go."""
+    """Release the buffer."""
 
     buffer: BufferId
 
@@ -505,12 +507,12 @@ class Span:
     start_ns: int
     end_ns: int
     core: int
-    """The core on which the lane's thread was when the segment ended; -1 where the device has none."""
+    """The CPU core of the lane's thread when the segment ended; -1 where the device has no cores."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trace:
-    """All spans of one run, by start; none of a graph that has not run."""
+    """All spans of one run, by start; empty if the graph has not run."""
 
     spans: tuple[Span, ...] = ()
     duration_ns: int = 0
@@ -529,7 +531,7 @@ class Observation:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Observations:
-    """What was measured so far, by body and units, ascending."""
+    """All measurements so far, by body and units, ascending."""
 
     entries: tuple[Observation, ...] = ()
 
@@ -543,7 +545,7 @@ Selection = tuple[Variant, ...]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Standing:
-    """How one selection did in a comparison."""
+    """Measured time of one selection in a comparison."""
 
     name: str
     step_ns: float
@@ -555,36 +557,36 @@ class Standing:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
-    """Which selection stays, and what it was compared with."""
+    """Result of a comparison: the selection that stays, and those it was compared with."""
 
     winner: str
     selection: Selection
     standings: tuple[Standing, ...]
     """The winner first, the others by ratio."""
     num_steps: int
-    """Steps of the training loop that it took."""
+    """Steps of the training loop in which it was measured."""
     is_remembered: bool = False
     """Whether those were steps of an earlier process."""
     prepare_ns: int = field(default=0, compare=False)
-    """How long one of these steps waited in this process for Inductor to compile the whole graphs; 0 where none did."""
+    """How long one of these steps waited in this process for Inductor to compile the whole graphs; 0 if none did."""
 
     def __post_init__(self) -> None:
-        """Refuse a verdict that does not say how its winner did, as a file may hold one."""
+        """Raise ValueError for a verdict without the standing of its winner, which a damaged file may hold."""
         if not self.standings or self.winner != self.standings[0].name:
             raise ValueError(f"a verdict needs standings, the winner {self.winner!r} first")
 
     @property
     def is_measured(self) -> bool:
-        """Whether the winner was compared with anything."""
+        """Whether the winner was compared with another selection."""
         return self.standings[0].num_rounds > 0
 
-    def has_met(self, name: str) -> bool:
-        """Return whether the way called `name` was among what competed."""
+    def has_compared(self, name: str) -> bool:
+        """Return whether the selection called `name` was in the comparison."""
         return any(standing.name == name for standing in self.standings)
 
     @property
     def loop(self) -> str:
-        """Return whose steps they were, in words."""
+        """Return which training loop it was measured in, in words."""
         return "an earlier training loop" if self.is_remembered else "the training loop"
 
     @property
@@ -604,7 +606,7 @@ class Verdict:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GraphBreak:
-    """A place where Dynamo had to end a graph, so that nothing before it can overlap with anything behind it."""
+    """A place where Dynamo had to end a graph, so that work before it cannot overlap with work after it."""
 
     graph: str
     """The Dynamo graph that ends here."""
@@ -615,4 +617,4 @@ class GraphBreak:
     function: str
     code: str
     remedies: tuple[str, ...]
-    """What removes it, the most promising first."""
+    """Changes that remove it, the most promising first."""

@@ -1,4 +1,4 @@
-"""The ways to run a graph, between which autotuning decides."""
+"""The variants of a graph, between which autotuning decides."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ class Variant(enum.StrEnum):
     """One way to run a graph; its value is its name in reports and in files."""
 
     SERIAL = "segments in turn"
-    """Its segments one after the other on the whole device."""
+    """The serial plan: segments one after the other on the whole device."""
     LISTED = "list schedule"
     """The plan of the best list schedule."""
     PLAN = "plan"

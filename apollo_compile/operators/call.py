@@ -1,4 +1,4 @@
-"""One call of an operator, as formulas see it: metadata in the place of tensors, sizes as sympy expressions."""
+"""A call of an operator as formulas see it: tensor metadata instead of tensors, sizes as sympy expressions."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class TensorMeta:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Call:
-    """One call of an operator, with metadata in the place of tensors."""
+    """A call of an operator, with metadata instead of tensors."""
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
@@ -65,7 +65,7 @@ def total_bytes(tensors: Iterable[Any]) -> Expr:
 
 
 def distinct_tensors(value: Any) -> tuple[TensorMeta, ...]:
-    """Return the tensors in `value`, at any depth, in order; arguments that are one and the same count once."""
+    """Return the tensors in `value`, at any depth, in order; a tensor that occurs twice counts once."""
     found: dict[int, TensorMeta] = {}
     _collect(value, found)
     return tuple(found.values())

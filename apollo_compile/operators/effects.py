@@ -1,13 +1,13 @@
-"""What an operator does besides computing its outputs, and what that orders.
+"""Side effects of operators, which keep them in graph order.
 
-    is_opaque(node)         nothing is known of it but its outputs
-    has_effect(node)        it may do what nobody sees in a tensor
+    is_opaque(node)         nothing is known of its side effects
+    has_effect(node)        it may have a side effect that is visible in no tensor
     draws(node)             it may advance a random generator
-    is_collective(node)     it exchanges values with other devices; is_waited_for(node) if the graph waits for these
+    is_collective(node)     it exchanges values with other devices; is_waited_for(node): the graph waits for all of them
     reads_number(node)      it reads a number from a tensor
 
-All follow from what torch tags and declares, and from `table.py` where it does not. What an operator writes to is asked
-in `writes.py`.
+The answers follow from torch's tags and schemas, and from `table.py` where torch declares too little. Writes to memory
+are in `writes.py`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from apollo_compile.operators.work import name_of
 from apollo_compile.operators.writes import written_by
 
 TORCH_NAMESPACES = frozenset({"aten", "prims", "inductor", "mkldnn", "mkl", "quantized", "onednn"})
-"""Operators that torch ships and tags; collectives are not among them, so that they keep their order."""
+"""Namespaces of the operators that torch ships and tags, except collectives, which keep their order."""
 
 _COLLECTIVE_NAMESPACES = frozenset(
     {"_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "_dtensor", "c10d"}
@@ -31,9 +31,9 @@ _COLLECTIVE_NAMESPACES = frozenset(
 
 
 def is_opaque(node: fx.Node) -> bool:
-    """Whether nothing is known of what the operator does besides computing its outputs.
+    """Whether nothing is known of the operator's side effects.
 
-    That is so for a user's operators, unless they are tagged as pointwise, and for higher-order operators.
+    That holds for custom operators, unless they are tagged as pointwise, and for higher-order operators.
     """
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
@@ -42,7 +42,7 @@ def is_opaque(node: fx.Node) -> bool:
 
 
 def has_effect(node: fx.Node) -> bool:
-    """Whether the operator may do what nobody sees in a tensor, so that it keeps its place among its like."""
+    """Whether the operator may have a side effect that is visible in no tensor, so that it stays in order."""
     target = node.target
     if is_opaque(node) or not isinstance(target, torch._ops.OpOverload):
         return True
@@ -50,7 +50,7 @@ def has_effect(node: fx.Node) -> bool:
 
 
 def draws(node: fx.Node) -> bool:
-    """Whether the operator may advance a random generator; attention without dropout is tagged so but does not."""
+    """Whether the operator may advance a random generator; attention without dropout has the tag but does not."""
     target = node.target
     if is_collective(node):
         return False
@@ -68,13 +68,13 @@ def draws(node: fx.Node) -> bool:
 
 
 def is_collective(node: fx.Node) -> bool:
-    """Whether the operator exchanges values with other devices, or waits for that."""
+    """Whether the operator exchanges values with other devices, or waits for such an exchange."""
     target = node.target
     return isinstance(target, torch._ops.OpOverload) and target.namespace in _COLLECTIVE_NAMESPACES
 
 
 def is_waited_for(node: fx.Node) -> bool:
-    """Whether every value of a collective goes to a wait; those of `_dtensor` wait themselves."""
+    """Whether the graph waits for every output of a collective; collectives of `_dtensor` contain the wait."""
     if node.target.namespace == "_dtensor":  # type: ignore[union-attr]
         return True
     values = [user for user in node.users if user.target is operator.getitem] or [node]
@@ -82,7 +82,7 @@ def is_waited_for(node: fx.Node) -> bool:
 
 
 def reads_number(node: fx.Node) -> bool:
-    """Whether the node is a number on the host that depends on what is in a tensor."""
+    """Whether the node is a number on the host that is read from the values of a tensor."""
     target = node.target
     if not isinstance(target, torch._ops.OpOverload) or torch.Tag.data_dependent_output not in target.tags:
         return False

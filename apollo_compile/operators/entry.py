@@ -1,4 +1,4 @@
-"""What is known of an operator: `Operator`, and a function for each sort of operator that makes one."""
+"""Entries of the operator table: `Operator`, and a constructor for each kind of operator."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from apollo_compile.operators.call import Call, Expr, Formula
 
 
 class WorkKind(enum.StrEnum):
-    """What sort of work an operator is."""
+    """The kind of work that an operator does."""
 
     VIEW = "view"
-    """Free: its value is its first input, or a part or another form of it."""
+    """No work: its result is its first input, or a view of it."""
     FREE = "free"
-    """Free otherwise: computes a number on the host, checks something, or tells the compiler something."""
+    """No work for another reason: it computes a number on the host, checks something, or is a hint for the compiler."""
     CONSTANT = "constant"
-    """Makes a tensor from no tensor's values; compilers fold it into its readers."""
+    """Makes a tensor without reading one; compilers fold it into its readers."""
     POINTWISE = "pointwise"
     REDUCTION = "reduction"
     COPY = "copy"
@@ -29,14 +29,14 @@ class WorkKind(enum.StrEnum):
     CONVOLUTION = "convolution"
     ATTENTION = "attention"
     LOOKUP = "lookup"
-    """Sorts, scans and searches: a library call whose order depends on the values."""
+    """Sorts, scans and searches: library calls whose memory accesses depend on the values."""
     UNKNOWN = "unknown"
-    """Counted by its bytes alone."""
+    """Without a formula: its work is its bytes alone."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Operator:
-    """What is known of an operator; what torch itself says of it (its schema, its tags) is not repeated."""
+    """What the compiler knows of an operator beyond its schema and its tags in torch."""
 
     kind: WorkKind
     flops: Formula = formulas.nothing
@@ -46,32 +46,32 @@ class Operator:
     """Bytes."""
     tiles: Formula = formulas.nothing
     launches: Formula = formulas.one
-    """Kernels, where nothing is fused with it."""
+    """Kernels that it launches if nothing is fused with it."""
     kernel: KernelKind = KernelKind.LOOP
     is_fusible: bool = True
-    """Whether Inductor computes it in a loop together with its neighbours, on every device; else it is a call, or a
-    loop whose result is complete only when it has ended."""
+    """Whether Inductor fuses it into a loop with its neighbours, on every device; else it is a call, or a loop whose
+    result is complete only when the loop has ended."""
     reads_only: str = ""
-    """What it does instead of writing, of one without outputs that declares no write: Note [Undeclared writes]."""
+    """What it does if it has no outputs and writes nothing, such as "asserts"; else empty: Note [Undeclared writes]."""
     writes: tuple[str, ...] = ()
-    """Arguments that it writes to though its schema does not say so."""
+    """Arguments that it writes to although its schema does not declare it."""
     resizes_storage: bool = False
-    """Whether it changes how much memory an argument has: Note [Resized storages]."""
+    """Whether it changes the size of the storage of an argument: Note [Resized storages]."""
     draws: bool = False
-    """Whether it advances a random generator though it has no tag for that."""
+    """Whether it advances a random generator although it does not have the tag."""
     stays_with_input: bool = False
-    """Whether it runs where its first input is computed, whoever reads it."""
+    """Whether it belongs to the segment that computes its first input, not to its readers."""
     waits: bool = False
     """Whether it waits for a collective."""
 
 
 def view() -> Operator:
-    """Its value is its first input, or a part or another form of it."""
+    """An operator whose result is its first input or a view of it."""
     return Operator(kind=WorkKind.VIEW, read=formulas.nothing, written=formulas.nothing, launches=formulas.nothing)
 
 
 def free(*, reads_only: str = "", stays_with_input: bool = False, waits: bool = False) -> Operator:
-    """No work on the device."""
+    """An operator without work on the device."""
     return Operator(
         kind=WorkKind.FREE,
         read=formulas.nothing,
@@ -84,32 +84,32 @@ def free(*, reads_only: str = "", stays_with_input: bool = False, waits: bool = 
 
 
 def constant() -> Operator:
-    """Written if at all: its readers compute it again."""
+    """A constant factory: written at most, since its readers compute it again."""
     return Operator(kind=WorkKind.CONSTANT, read=formulas.nothing, launches=formulas.nothing)
 
 
 def pointwise(flops: int) -> Operator:
-    """`flops` an element."""
+    """A pointwise operator of `flops` per element."""
     return Operator(kind=WorkKind.POINTWISE, flops=formulas.per_output(flops))
 
 
 def pointwise_on_lists(flops: int) -> Operator:
-    """`flops` an element of every tensor of a list."""
+    """A pointwise operator on lists, of `flops` per element of every tensor."""
     return Operator(kind=WorkKind.POINTWISE, flops=formulas.per_output_of_all(flops))
 
 
 def reduction(flops: int, *, is_fusible: bool = True) -> Operator:
-    """`flops` an element of the input."""
+    """A reduction of `flops` per element of the input."""
     return Operator(kind=WorkKind.REDUCTION, flops=formulas.per_input(flops), is_fusible=is_fusible)
 
 
 def copy(read: Formula = formulas.all_inputs, *, is_fusible: bool = True) -> Operator:
-    """Moves elements."""
+    """An operator that only moves elements."""
     return Operator(kind=WorkKind.COPY, read=read, is_fusible=is_fusible)
 
 
 def gather(flops: int = 0, read: Formula = formulas.all_inputs, *, is_fusible: bool = True) -> Operator:
-    """Reads at addresses that are computed or read; `flops` an element of the result."""
+    """An operator that reads at computed addresses, with `flops` per element of the result."""
     return Operator(
         kind=WorkKind.GATHER,
         flops=formulas.per_output(flops) if flops else formulas.nothing,
@@ -119,12 +119,12 @@ def gather(flops: int = 0, read: Formula = formulas.all_inputs, *, is_fusible: b
 
 
 def scatter(values: formulas.Elements, *, replaces: bool = True, launches: Formula = formulas.one) -> Operator:
-    """Values and indices are read, and what the values are added to is read and written: nothing else of the target.
+    """An operator that reads values and indices, and reads and writes only the addressed elements of its target.
 
     Arguments:
         values: the elements and bytes that are written.
-        replaces: whether the first input is what they are written to.
-        launches: kernels.
+        replaces: whether the first input is the target.
+        launches: kernels that it launches.
     """
 
     def flops(call: Call) -> Expr:
@@ -149,7 +149,7 @@ def scatter(values: formulas.Elements, *, replaces: bool = True, launches: Formu
 
 
 def random(flops: int, *, is_fusible: bool, draws: bool = False) -> Operator:
-    """`flops` a number that is drawn."""
+    """A random operator of `flops` per number."""
     return Operator(kind=WorkKind.RANDOM, flops=formulas.per_output(flops), is_fusible=is_fusible, draws=draws)
 
 
@@ -159,7 +159,7 @@ def lookup() -> Operator:
 
 
 def matmul(flops: Formula, tiles: Formula = formulas.matmul_tiles, kernel: KernelKind = KernelKind.MATMUL) -> Operator:
-    """A product of matrices."""
+    """A matmul."""
     return Operator(kind=WorkKind.MATMUL, flops=flops, tiles=tiles, kernel=kernel, is_fusible=False)
 
 
@@ -199,7 +199,7 @@ def attention() -> Operator:
 
 
 def attention_backward(launches: int) -> Operator:
-    """The gradients of attention: its own gradient comes first, then query, key and value."""
+    """The gradients of attention: the gradient of the output comes first, then query, key and value."""
     return Operator(
         kind=WorkKind.ATTENTION,
         flops=formulas.attention_backward_flops,
@@ -211,7 +211,7 @@ def attention_backward(launches: int) -> Operator:
 
 
 def by_bytes(*, writes: tuple[str, ...] = (), resizes_storage: bool = False) -> Operator:
-    """A call of its own, counted by its bytes for want of a better formula."""
+    """A library call whose work is its bytes alone, since there is no better formula."""
     return Operator(
         kind=WorkKind.UNKNOWN,
         kernel=KernelKind.LIBRARY,

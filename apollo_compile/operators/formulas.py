@@ -1,12 +1,12 @@
-"""What a call of an operator needs, as formulas of its tensors' shapes: bytes, flops, output tiles, kernels.
+"""Work of a call of an operator, as formulas of tensor shapes: bytes, flops, output tiles, kernels.
 
 A formula takes a `Call` and returns a sympy expression. Conventions, chosen to agree with `torch.utils.flop_counter`
 where that counts at all:
 
-- a multiply-add is two flops; causal attention is counted in full;
-- a pointwise operator is one flop per element of its result, a transcendental function what its vectorised code takes;
-- a tensor is as many bytes as it has distinct elements, so an expanded dimension (stride 0) counts once;
-- a view is free; an operator alone reads its inputs once and writes its outputs once. What fusion saves is counted
+- a multiply-add is two flops; causal attention counts as full attention;
+- a pointwise operator is one flop per element of its result, a transcendental function as many as its vectorised code;
+- the bytes of a tensor are those of its distinct elements, so an expanded dimension (stride 0) counts once;
+- a view is free; any other operator reads its inputs once and writes its outputs once. What fusion saves is computed
   per segment, in `cost_model/fusion.py`.
 """
 
@@ -19,10 +19,10 @@ import sympy
 from apollo_compile.operators.call import ZERO, Call, Expr, Formula, TensorMeta, distinct_tensors, product, total_bytes
 
 TILE = 128
-"""Rows and columns of the block of a matmul's result that one unit of a GPU computes at a time."""
+"""Rows and columns of the output tile of a GEMM that one unit of a GPU computes at a time."""
 
 Elements: TypeAlias = Any
-"""What a call writes: a function of it that returns elements and bytes."""
+"""A function from a call to the elements and bytes that it writes."""
 
 
 # ---------------------------------------------------------------------------------------------------------- bytes
@@ -49,7 +49,7 @@ def all_but_first_input(call: Call) -> Expr:
 
 
 def indexed(call: Call) -> Expr:
-    """Indices in full, but of the indexed tensor only what is picked."""
+    """Indices in full, and the selected elements of the indexed tensor."""
     return all_but_first_input(call) + all_outputs(call)
 
 
@@ -100,42 +100,42 @@ def matmul_flops(first: int) -> Formula:
 
 
 def linear_flops(call: Call) -> Expr:
-    """The weight is (out, in): every row of the input meets all of it."""
+    """The weight is (out, in): every row of the input is multiplied with all of it."""
     image, weight = call.args[0], call.args[1]
     return image.num_elements * weight.shape[0] * 2
 
 
 def any_convolution_flops(call: Call) -> Expr:
-    """Of a convolution that says in an argument whether it is transposed."""
+    """Flops of a convolution that has an argument `transposed`."""
     return (transposed_convolution_flops if call.argument(6, "transposed", False) else convolution_flops)(call)
 
 
 def convolution_flops(call: Call) -> Expr:
-    """Every element of the result meets one filter."""
-    return _meet_filters(call.outputs[0], call.args[0], call.args[1])
+    """One filter is applied for every element of the result."""
+    return _filter_flops(call.outputs[0], call.args[0], call.args[1])
 
 
 def transposed_convolution_flops(call: Call) -> Expr:
-    """Every element of the input meets one filter."""
-    return _meet_filters(call.args[0], call.args[0], call.args[1])
+    """One filter is applied for every element of the input."""
+    return _filter_flops(call.args[0], call.args[0], call.args[1])
 
 
-def _meet_filters(positions: TensorMeta, image: TensorMeta, weight: TensorMeta) -> Expr:
-    # The weight is (out, in / groups, ...), or (in, out / groups, ...) if transposed: groups are counted either way.
+def _filter_flops(positions: TensorMeta, image: TensorMeta, weight: TensorMeta) -> Expr:
+    # The weight is (out, in / groups, ...), or (in, out / groups, ...) if transposed: both account for groups.
     return product(positions.shape[2:]) * image.shape[0] * weight.num_elements * 2
 
 
 def convolution_backward_flops(call: Call) -> Expr:
-    """The input's and the weight's gradient each cost what the forward pass cost."""
+    """The gradients of input and weight each take as many flops as the forward."""
     gradient, image, weight = call.args[0], call.args[1], call.args[2]
     transposed, wanted = bool(call.args[7]), call.args[10]
-    forward = _meet_filters(image if transposed else gradient, image, weight)
+    forward = _filter_flops(image if transposed else gradient, image, weight)
     bias = gradient.num_elements if wanted[2] else ZERO
     return forward * (int(wanted[0]) + int(wanted[1])) + bias
 
 
 def convolution_backward_read(call: Call) -> Expr:
-    """The gradient, the weight for the input's gradient, and the input for the weight's."""
+    """The gradient of the output, the weight for the gradient of the input, and the input for that of the weight."""
     wanted = call.args[10]
     weight = call.args[2].num_bytes if wanted[0] else ZERO
     image = call.args[1].num_bytes if wanted[1] else ZERO
@@ -143,14 +143,14 @@ def convolution_backward_read(call: Call) -> Expr:
 
 
 def attention_flops(call: Call) -> Expr:
-    """Two products: the scores, and the values that they weigh."""
+    """Two matmuls: query times key, and scores times value."""
     query, key, value = call.args[0], call.args[1], call.args[2]
     scores = product(query.shape[:-1]) * key.shape[-2]
     return scores * (query.shape[-1] + value.shape[-1]) * 2
 
 
 def attention_backward_flops(call: Call) -> Expr:
-    """Five products: the scores again, then the gradients of values, scores, query and key."""
+    """Five matmuls: the scores again, then the gradients of value, scores, query and key."""
     query, key, value = call.args[1], call.args[2], call.args[3]
     scores = product(query.shape[:-1]) * key.shape[-2]
     return scores * (query.shape[-1] * 3 + value.shape[-1] * 2) * 2
@@ -160,7 +160,7 @@ def attention_backward_flops(call: Call) -> Expr:
 
 
 def scattered(position: int) -> Elements:
-    """Elements and bytes of the values at `position`; a plain number goes where the indices say."""
+    """Elements and bytes of the values at `position`; a plain number is written once per index."""
 
     def count(call: Call) -> tuple[Expr, Expr]:
         values = call.args[position]
@@ -173,7 +173,7 @@ def scattered(position: int) -> Elements:
 
 
 def filled(call: Call) -> tuple[Expr, Expr]:
-    """Elements and bytes that an `index_fill` writes: every row that the indices name."""
+    """Elements and bytes that an `index_fill` writes: one row per index."""
     target, dim, indices = call.args[:3]
     rest = [size for place, size in enumerate(target.shape) if place != dim % len(target.shape)]
     elements = product(rest) * indices.num_elements
@@ -196,18 +196,18 @@ def matmul_tiles(call: Call) -> Expr:
 
 
 def linear_tiles(call: Call) -> Expr:
-    """All rows of the result are one matrix."""
+    """All dimensions of the result but the last are rows of one matrix."""
     shape = call.outputs[0].shape
     return _tiles(product(shape[:-1]), shape[-1])
 
 
 def convolution_tiles(call: Call) -> Expr:
-    """As a matmul: a row per position of every image, a column per channel."""
+    """As of a GEMM with a row per position of every image and a column per channel."""
     return _position_tiles(call.outputs[0])
 
 
 def convolution_backward_tiles(call: Call) -> Expr:
-    """The input's gradient as above; the weight's has a row per channel out and a column per weight of its filter."""
+    """As above for the input's gradient; a row per output channel and a column per filter weight for the weight's."""
     image, weight, wanted = call.args[1], call.args[2], call.args[10]
     tiles = _position_tiles(image) if wanted[0] else ZERO
     return tiles + (_tiles(weight.shape[0], product(weight.shape[1:])) if wanted[1] else ZERO)
@@ -239,5 +239,5 @@ one = launches(1)
 
 
 def convolution_backward_launches(call: Call) -> Expr:
-    """One for each gradient that is wanted; the bias's is a sum."""
+    """One per gradient that is wanted; that of the bias is a sum."""
     return sympy.Integer(sum(map(bool, call.args[10])))

@@ -1,18 +1,18 @@
-"""The operators that we know: one entry each. Nothing else in this package lists names of operators.
+"""The operator table: one entry per operator. Nothing else in this package lists names of operators.
 
     OPERATORS              by name: of an operator, `aten.sum`, or of one of its overloads, `aten.max.dim`
     find_operator(name)    the entry of an overload; `UNLISTED` where the table has none
 
-A row is a namespace, what its operators have in common, and their names. To add an operator, put its name into the row
-that it belongs to, or write a row; what a row can say is in `entry.py`, formulas are in `formulas.py`. The test of
-each formula is a row of tests/operators/test_formulas.py.
+A row has a namespace, the entry that its operators share, and their names. To add an operator, put its name into the
+row that fits, or write a new row; `entry.py` has the constructors of entries, `formulas.py` the formulas. Each formula
+is tested by a row of tests/operators/test_formulas.py.
 
-Note [What Inductor fuses]: whether an operator is fusible is what Inductor of torch 2.13 makes of it between two
-pointwise operators; a test compares the table with its lowerings. Where devices differ, it is not: sorts, scans and
-searches are loops on a GPU and calls on a CPU. Random numbers are drawn in loops by the prims that Inductor puts in the
-place of ATen's operators; those that it leaves (`fallback_random`) are calls. A scatter is a loop, but what it writes
-is complete only when the loop has ended. Operators that Inductor takes apart before we see the graph are fusible if
-their parts are; we meet them in graphs from elsewhere.
+Note [What Inductor fuses]: an operator is fusible if Inductor of torch 2.13 fuses it between two pointwise operators; a
+test compares the table with Inductor's lowerings. An operator that is fused on some devices only is not fusible here:
+sorts, scans and searches are loops on a GPU and calls on a CPU. Random numbers are drawn in loops by the prims that
+replace ATen's operators in Inductor; the operators that Inductor keeps (`fallback_random`) are calls. A scatter is a
+loop, but its result is complete only when the loop has ended. Operators that Inductor decomposes before capture are
+fusible if their parts are; they occur only in graphs that did not come through Inductor.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from apollo_compile.operators.entry import (
 )
 
 UNLISTED = by_bytes()
-"""What is taken of an operator without an entry: a call of its own, counted by its bytes."""
+"""Entry for operators that are not in the table: a library call whose work is its bytes alone."""
 
 _ROWS: tuple[tuple[str, Operator, str], ...] = (
     # --------------------------------------------------------------------------------------------------- no work at all
@@ -63,7 +63,7 @@ _ROWS: tuple[tuple[str, Operator, str], ...] = (
         "sym_stride",
     ),
     ("prims", free(), "inductor_force_stride_order"),
-    ("prims", free(stays_with_input=True), "inductor_lookup_seed"),  # its index would tell equal layers apart
+    ("prims", free(stays_with_input=True), "inductor_lookup_seed"),  # its index would make equal layers differ
     ("_c10d_functional", free(stays_with_input=True, waits=True), "wait_tensor"),
     (
         "aten",
@@ -299,7 +299,8 @@ OPERATORS: Mapping[str, Operator] = {
 def find_operator(name: str) -> Operator:
     """Return the entry of an overload, such as `aten.add_.Tensor`; `UNLISTED` where the table has none.
 
-    It is that of the overload, of the operator, of its functional form, or, of a prim, of ATen's operator of that name.
+    The first of these that has an entry counts: the overload, the operator, its functional form, and for a prim the
+    ATen operator of the same name.
     """
     operator, _, _ = name.rpartition(".")
     functional = operator.removesuffix("_")

@@ -1,12 +1,12 @@
-"""What a node of the FX graph needs from a device, as formulas.
+"""Work of a node of the FX graph, as formulas.
 
     torch.fx.Node -> NodeWork      flops, bytes read, bytes written and kernels launched as sympy expressions in the
                                    graph's shape symbols
     NodeWork, hints -> ir.Work     the same as integers
 
-The formulas are those of the operator's entry in `table.py`. What the table does not name is classified by what torch
-itself says of the operator (a view, a pointwise operator); anything else is counted by its bytes and has the kind
-UNKNOWN, so that capture can report it.
+The formulas come from the operator's entry in `table.py`. Operators without an entry are classified by torch's own
+properties (a view, a pointwise operator); the work of any other is its bytes alone, with the kind UNKNOWN, so that
+capture can report it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from apollo_compile.operators.table import UNLISTED, find_operator
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodeWork:
-    """Work of one node as formulas, and the sort of work it is."""
+    """Work of one node as formulas, and its kind."""
 
     kind: WorkKind
     flops: Expr
@@ -35,7 +35,7 @@ class NodeWork:
     tiles: Expr = ZERO
     """Output tiles of a matmul, `formulas.TILE` x `formulas.TILE` each."""
     launches: Expr = ZERO
-    """Kernels, as many as the operator launches where nothing is fused with it."""
+    """Kernels that the operator launches if nothing is fused with it."""
     kernel: ir.KernelKind = ir.KernelKind.LOOP
     dtype: str = "float32"
     """Of the first operand."""
@@ -45,9 +45,9 @@ class NodeWork:
 
 
 def work_of(node: torch.fx.Node) -> NodeWork:
-    """Return the work of a call of an FX graph, from the `val` metadata of the node and its arguments.
+    """Return the work of a node, from the `val` metadata of the node and its arguments.
 
-    Nodes that are no calls (placeholders, attributes, outputs) are free.
+    Nodes that are not calls (placeholders, attributes, outputs) have no work.
     """
     if node.op not in ("call_function", "call_method", "call_module"):
         return NodeWork(kind=WorkKind.FREE, flops=ZERO, bytes_read=ZERO, bytes_written=ZERO)
@@ -123,7 +123,7 @@ def expression(size: int | torch.SymInt) -> Expr:
 
 
 def name_of(target: object) -> str:
-    """Return the name of what a node calls, such as `aten.mm.default`, or `getitem` of a Python function."""
+    """Return the name of a node's target, such as `aten.mm.default`, or `getitem` for a Python function."""
     if isinstance(target, str | torch._ops.OpOverload):
         return str(target)
     return str(getattr(target, "__name__", target))
@@ -159,11 +159,11 @@ def _describe_tensor(tensor: torch.Tensor) -> TensorMeta:
 
 
 def _is_zero(stride: int | torch.SymInt) -> bool:
-    return isinstance(stride, int) and stride == 0  # a symbolic stride is a product of sizes, none of them zero
+    return isinstance(stride, int) and stride == 0  # a symbolic stride is a product of sizes, none of which is zero
 
 
 def _operator_of(target: object, *, makes_tensors: bool) -> Operator:
-    """Return the entry of what a node calls, or what torch says of it where it has none."""
+    """Return the entry of a node's target, or one made from torch's properties of it where it has none."""
     operator = find_operator(name_of(target))
     if operator is not UNLISTED:
         return operator

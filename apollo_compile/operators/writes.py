@@ -1,23 +1,24 @@
-"""Which memory an operator writes to. Everything that asks whether something is mutated asks here.
+"""Which memory an operator writes to: the only file that decides whether something is mutated.
 
     written_by(node)        arguments of a node whose memory it writes to
-    resizes_storage(node)   whether the node changes how much memory an argument has
-    is_view(node)           whether the node has the memory of its first argument
-    writes_undeclared(op)   whether an operator is taken to write to all of its tensors though it does not say so
+    resizes_storage(node)   whether the node resizes the storage of an argument
+    is_view(node)           whether the node shares the memory of its first argument
+    writes_undeclared(op)   whether an operator is assumed to write to all of its tensors without declaring it
 
 Note [Undeclared writes]
-    The schema of an operator says which arguments it writes to, and nearly always that is true. But an operator that
-    has no outputs and declares no write would have no reason to be in a graph: `inductor::resize_storage_bytes_` is
-    one, which frees memory. So an operator without outputs is taken to write to all of its tensors, unless it declares
-    which, or `table.py` says what it does instead. That of those with outputs which declare too little is there too.
+    The schema of an operator declares the arguments that it writes to, and nearly always that is complete. But an
+    operator without outputs and without a declared write would have no reason to be in a graph:
+    `inductor::resize_storage_bytes_` is one, which frees memory. So an operator without outputs is assumed to write to
+    all of its tensors, unless it declares which, or its entry in `table.py` says what it does instead (`reads_only`).
+    Operators with outputs that declare too few writes have `writes` in their entry.
 
-    Higher-order operators are functional after AOTAutograd, but for what their inner graphs do.
+    Higher-order operators are functional after AOTAutograd, except for writes of their inner graphs.
 
 Note [Resized storages]
-    What frees a storage frees it for every tensor that shares it, also for inputs of the graph that are other views of
-    the same memory: nothing in the graph says so, and Dynamo does not guard against it. So a storage is freed when all
+    Freeing a storage frees it for every tensor that shares it, including graph inputs that are other views of the same
+    memory: nothing in the graph shows that, and Dynamo does not guard against it. So a storage is freed when all
     earlier readers of any input have ended. The operator is in a segment of its own: Inductor has no native code for
-    it, and its own order inside a body knows of no shared storage either.
+    it, and Inductor's order inside a body does not take shared storages into account either.
 """
 
 from __future__ import annotations
@@ -46,12 +47,12 @@ def written_by(node: fx.Node) -> tuple[fx.Node, ...]:
 
 
 def resizes_storage(node: fx.Node) -> bool:
-    """Whether a node changes how much memory an argument has: Note [Resized storages]."""
+    """Whether a node resizes the storage of an argument: Note [Resized storages]."""
     return find_operator(name_of(node.target)).resizes_storage
 
 
 def frees_storage(node: fx.Node) -> bool:
-    """Whether a node may leave an argument without memory; one that gives it some has no earlier readers."""
+    """Whether a node may leave an argument without memory; a resize that allocates memory has no earlier readers."""
     return resizes_storage(node) and (len(node.args) < 2 or not isinstance(node.args[1], int) or node.args[1] == 0)
 
 
@@ -62,7 +63,7 @@ def is_view(node: fx.Node) -> bool:
 
 
 def writes_undeclared(target: torch._ops.OpOverload) -> bool:
-    """Whether an operator is taken to write to all of its tensors though it does not say so."""
+    """Whether an operator is assumed to write to all of its tensors without declaring it."""
     schema = target._schema
     return not schema.returns and not schema.is_mutable and not find_operator(name_of(target)).reads_only
 

@@ -2,34 +2,35 @@
 
     (GraphModule, role) -> Capture
 
-The graph comes from AOTAutograd after Inductor's joint-graph passes: functional but for what it writes to inputs at its
-end. Everything that later stages need to know of torch is read here once: which nodes compute and which are views,
-which module a node came from, what it costs, and what must keep its order although no value flows:
+The graph comes from AOTAutograd after Inductor's joint-graph passes: functional except for writes to inputs at its end.
+All that later stages need from torch is read here once: which nodes compute and which are views, which module a node
+came from, how much work it is, and which nodes must keep their order without a data dependency:
 
 * random draws from the global generator stay in graph order,
-* a mutation comes after all earlier readers of the storage and before all later ones, and what frees a storage after
-  all earlier readers of any input and before all later ones (Note [Resized storages] in `writes.py`),
-* operators with side effects, collectives and whatever is not torch's own (custom and higher-order operators) stay in
-  graph order; a custom operator with the tag `pointwise` is taken at its word that it has none.
+* a mutation comes after all earlier readers of the storage and before all later ones; an operator that frees a storage
+  comes after all earlier readers of any graph input and before all later ones (Note [Resized storages] in `writes.py`),
+* operators with side effects, collectives, and custom and higher-order operators stay in graph order; a custom operator
+  with the tag `pointwise` is trusted to have no side effects.
 
-A collective is one piece with its wait: between the two, the memory that it reads and writes is in use though no code
-of ours uses it, and only the body that has both keeps it from being used for something else. A lane waits, and others
-compute meanwhile.
+A collective stays in one segment with its wait: between the two, the memory that it reads and writes is in use by the
+communication library, and only a body that contains both keeps that memory from being reused. The lane blocks in the
+wait while other lanes compute.
 
-An operator without a formula for its work is counted by its bytes, and named in `without_formula`.
+The work of an operator without a formula is its bytes alone; it is named in `without_formula`.
 
-Note [sizes]: in a graph with dynamic shapes, Dynamo passes every symbol of a shape as an input, an integer. Arithmetic
-on sizes is cheap, so that each segment does its own. A node names the sizes that it, its shape or what it reads depends
-on, and its segment takes them as inputs: code for dynamic shapes has to be told all symbols in it. The symbols get
-values for one thing only, bytes and work; nothing else of a capture depends on them, so the same segments serve every
+Note [sizes]: in a graph with dynamic shapes, Dynamo passes every shape symbol as an integer input. Arithmetic on sizes
+is cheap, so every segment repeats what it needs. A node lists the sizes that it, its shape or its inputs depend on, and
+its segment takes them as inputs, because code for dynamic shapes needs every symbol that occurs in it. Values of the
+symbols are used for bytes and work only; nothing else in a capture depends on them, so the same segments serve every
 size.
 
 Note [numbers]: a number that the graph reads from a tensor (`item`, where Dynamo may capture it) is cheap too: each
-segment that needs it takes the tensor and reads for itself. A graph that writes to the tensor between is refused, and
-so is a tensor whose shape depends on the number: its readers would have to be told, before the run, how large it is.
+segment that needs it takes the tensor and reads the number itself. A graph that writes to the tensor in between falls
+back, and so does one with a tensor whose shape depends on the number, because its readers need that size before the
+run.
 
 Guarantees: every value is a strided tensor on one device, or a number; `nodes` is a topological order.
-Raises `UnsupportedGraphError` for what segments cannot run; the backend then takes plain Inductor.
+Raises `UnsupportedGraphError` where segments cannot run the graph; the backend then falls back to Inductor.
 """
 
 from __future__ import annotations
@@ -59,9 +60,10 @@ _Symbolic = torch.SymInt | torch.SymFloat | torch.SymBool
 
 
 def capture_graph(graph_module: fx.GraphModule, *, name: str, role: Role, device: torch.device = _CPU) -> Capture:
-    """Read `graph_module`, whose lanes are on `device`; raise UnsupportedGraphError naming what they cannot run.
+    """Read `graph_module`, whose lanes are on `device`; bytes and work are for the sizes of the trace.
 
-    The symbols of dynamic shapes are taken to be what they were in the trace.
+    Raises:
+        UnsupportedGraphError: lanes cannot run the graph; the message names the node.
     """
     symbols = _Symbols(graph_module, device)
     ids: dict[fx.Node, NodeId] = {}
@@ -78,11 +80,11 @@ def capture_graph(graph_module: fx.GraphModule, *, name: str, role: Role, device
         read = [value for value in fx_node.all_input_nodes if value not in symbols.inputs]
         inputs = tuple(sorted({ids[value] for value in read}))
         kind = _kind(fx_node, nodes, inputs, device)
-        is_exchange = is_collective(fx_node) and kind is NodeKind.COMPUTE
-        if is_exchange and not is_waited_for(fx_node):
+        runs_collective = is_collective(fx_node) and kind is NodeKind.COMPUTE
+        if runs_collective and not is_waited_for(fx_node):
             raise UnsupportedGraphError(
-                f"the graph does not wait for what collective {fx_node.name} ({fx_node.target}) makes; segments take a "
-                "collective with its wait only"
+                f"the graph does not wait for the result of collective {fx_node.name} ({fx_node.target}); segments "
+                "take a collective with its wait only"
             )
         work = work_of(fx_node) if kind is NodeKind.COMPUTE else None
         if work is not None and work.kind is WorkKind.UNKNOWN:
@@ -95,7 +97,7 @@ def capture_graph(graph_module: fx.GraphModule, *, name: str, role: Role, device
                 target=name_of(fx_node.target),
                 inputs=inputs,
                 after=order.after(fx_node, node_id, kind, ids),
-                is_collective=is_exchange,
+                is_collective=runs_collective,
                 is_alone=resizes_storage(fx_node),
                 keeps_order=kind is NodeKind.COMPUTE and (draws(fx_node) or has_effect(fx_node)),
                 module=module_path(fx_node),
@@ -125,14 +127,14 @@ class Formulas:
 
     @property
     def symbols(self) -> dict[str, sympy.Symbol]:
-        """The symbols that occur, by name: what bytes and work depend on."""
+        """The symbols that bytes and work depend on, by name."""
         works = (work for work in self.work if work is not None)
         formulas = [*self.num_bytes, *(f for w in works for f in (w.flops, w.bytes_read, w.bytes_written, w.tiles))]
         return {str(symbol): symbol for formula in formulas for symbol in formula.free_symbols}
 
 
 def read_formulas(graph_module: fx.GraphModule, capture: Capture) -> Formulas:
-    """Return what `resize_capture` needs for other sizes; nothing of torch is in it."""
+    """Return the formulas that `resize_capture` evaluates for other sizes; they hold no torch objects."""
     fx_nodes = [fx_node for fx_node in graph_module.graph.nodes if fx_node.op != "output"]
     return Formulas(
         num_bytes=tuple(_num_bytes(fx_node) for fx_node in fx_nodes),
@@ -144,7 +146,7 @@ def read_formulas(graph_module: fx.GraphModule, capture: Capture) -> Formulas:
 
 
 def resize_capture(capture: Capture, formulas: Formulas, sizes: Mapping[str, int], *, name: str) -> Capture:
-    """Return the same graph with the bytes and work that it has for other sizes; see Note [sizes]."""
+    """Return the capture with bytes and work for other sizes; see Note [sizes]."""
     hints = {symbol: sizes[symbol_name] for symbol_name, symbol in formulas.symbols.items()}
     nodes = tuple(
         replace(
@@ -171,14 +173,14 @@ def module_path(fx_node: fx.Node) -> str:
 
 
 class _Symbols:
-    """The symbols in the shapes of a graph: which input gives each of them, and what it was in the trace."""
+    """The symbols in the shapes of a graph: the input that gives each of them, and its value in the trace."""
 
     def __init__(self, graph_module: fx.GraphModule, device: torch.device) -> None:
         self._device = device
         self._read: set[sympy.Symbol] = set()
         """Symbols of numbers that the graph reads from tensors: Note [numbers]."""
         self.inputs: set[fx.Node] = set()
-        """All inputs that are sizes; some are products of symbols and the like."""
+        """All inputs that are sizes; some are expressions of several symbols."""
         self.hints: dict[sympy.Symbol, int] = {}
         self._input_of: dict[sympy.Symbol, fx.Node] = {}
         self._inputs_for: dict[fx.Node, set[fx.Node]] = {}
@@ -199,7 +201,7 @@ class _Symbols:
                 self.hints[symbol] = value.node.hint
 
     def needed_by(self, fx_node: fx.Node) -> set[fx.Node]:
-        """Return the inputs that are sizes and that the next node of a walk over the graph has to be told.
+        """Return the size inputs that a node needs; call it for every node in graph order.
 
         Raises:
             UnsupportedGraphError: no input gives one of its symbols.
@@ -244,7 +246,7 @@ def _free_symbols(value: Any) -> set[sympy.Symbol]:
 
 
 class _OrderKeeper:
-    """Finds, in one walk over the graph, what a node must come after although it reads no value of it."""
+    """Finds, in one walk over the graph, the nodes that a node must follow without reading their values."""
 
     def __init__(self) -> None:
         self._last_random: NodeId | None = None
@@ -253,9 +255,9 @@ class _OrderKeeper:
         self._writer: dict[fx.Node, NodeId] = {}
         self._readers: dict[fx.Node, list[NodeId]] = {}
         self._inputs: set[fx.Node] = set()
-        """Those that are tensors."""
+        """Graph inputs that are tensors."""
         self._numbers: dict[fx.Node, dict[fx.Node, NodeId | None]] = {}
-        """By node that depends on numbers: what they are read from, and who wrote to it last, then."""
+        """By node that depends on numbers: the tensors that they are read from, and the last writer of each by then."""
 
     def after(
         self, fx_node: fx.Node, node_id: NodeId, kind: NodeKind, ids: dict[fx.Node, NodeId]
@@ -269,7 +271,7 @@ class _OrderKeeper:
             self._inputs.update([fx_node] if _tensors_of(fx_node) else [])
             return ()
         if kind in (NodeKind.CHEAP, NodeKind.PROJECTION):
-            if fx_node.all_input_nodes:  # of a view: the tensor, and numbers; what is read to make these counts too
+            if fx_node.all_input_nodes:  # a view's tensor and numbers; tensors that the numbers are read from count too
                 self._bases[fx_node] = self._roots(fx_node.all_input_nodes)
             self._keep_numbers(fx_node)
             if kind is NodeKind.CHEAP and any(user.op == "output" for user in fx_node.users):
@@ -295,7 +297,7 @@ class _OrderKeeper:
         return tuple(sorted(found - {node_id} - {ids[value] for value in fx_node.all_input_nodes}))
 
     def _read(self, roots: Iterable[fx.Node], node_id: NodeId) -> tuple[NodeId, ...]:
-        """Note that a node reads `roots`, and return what has written to them."""
+        """Note that a node reads `roots`, and return their last writers."""
         for root in roots:
             self._readers.setdefault(root, []).append(node_id)
         return tuple(sorted({self._writer[root] for root in roots if root in self._writer}))
@@ -341,7 +343,7 @@ def _kind(fx_node: fx.Node, nodes: list[Node], inputs: tuple[NodeId, ...], devic
     if isinstance(target, torch._ops.OpOverload):
         if target.namespace == "streams":
             raise UnsupportedGraphError(
-                f"node {fx_node.name} ({target}) is about a stream of the user's: a plan places all work itself"
+                f"node {fx_node.name} ({target}) uses a stream of the user's: a plan chooses the streams itself"
             )
         _check_value(fx_node, device)
         known = find_operator(name_of(target))
@@ -354,8 +356,8 @@ def _kind(fx_node: fx.Node, nodes: list[Node], inputs: tuple[NodeId, ...], devic
             is_computed = nodes[inputs[0]].kind not in (NodeKind.INPUT, NodeKind.CHEAP)
             if known.waits and not is_computed:
                 raise UnsupportedGraphError(
-                    f"node {fx_node.name} waits for {nodes[inputs[0]].name}, which no collective of this graph made; "
-                    "segments take a collective with its wait only"
+                    f"node {fx_node.name} waits for {nodes[inputs[0]].name}, which is not the result of a collective "
+                    "of this graph; segments take a collective with its wait only"
                 )
             return NodeKind.PROJECTION if is_computed else NodeKind.CHEAP
         return NodeKind.COMPUTE

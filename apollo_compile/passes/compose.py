@@ -1,20 +1,20 @@
-"""Stage 1b: one segment graph of a whole training step.
+"""Stage 1b: compose one segment graph of a whole training step.
 
     ([SegmentGraph of forward, backward, optimizer, ...], [Call]) -> SegmentGraph of the step
 
 A step calls a few graphs many times: the forward and the backward of every micro-batch, sums of gradients, and the
-optimizer. Here every call becomes an instance of the segments of its graph; instances share bodies, so nothing is
-compiled twice, and what one call makes and another takes is one buffer. What the planner sees is an ordinary graph, in
-which segments of different calls may run at the same time wherever no value flows between them.
+optimizer. Every call becomes an instance of the segments of its graph; instances share bodies, so nothing is compiled
+twice, and an output of one call that another call takes is one buffer. The planner gets an ordinary graph, in which
+segments of different calls may run at the same time unless one depends on the other.
 
 Values have names. A value that is written in place (a parameter by its optimizer, a running mean by a forward) keeps
-its name: whoever takes it after the writing call comes after every segment of that call that has it, and the writing
-call's segments that have it come after all earlier users. Which of them writes is not asked: all that have the value
-count, since a graph writes to its inputs at its end. Segments that are `ordered`, as those that draw random numbers or
-meet other ranks, come after all such segments of the calls before.
+its name. In the call that writes it, every segment that takes the value counts as a writer, because a graph writes to
+its inputs at its end: these segments run after all earlier users of the value, and all later users run after them.
+Segments that are `ordered`, such as those that draw random numbers or communicate with other ranks, run after all
+`ordered` segments of earlier calls.
 
-Guarantees: the segments of every call are there once, in the order of the calls, and depend on each other as in their
-own graph; every name has one value at a time, that of the last call before that made it or wrote to it.
+Guarantees: every call has one instance of each of its segments, in the order of the calls, with the dependencies of its
+own graph; a name stands for one value at a time, that of the latest call that made it or wrote to it.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ class Call:
     graph: int
     """Which of the graphs."""
     label: str
-    """What the names of its segments end with, e.g. `micro-batch 2`; empty for a graph that is called once."""
+    """Suffix of the names of its segments, e.g. `micro-batch 2`; empty for a graph that is called once."""
     takes: tuple[str, ...]
     """Names of its inputs, in order."""
     makes: tuple[str | None, ...]
-    """Names of its outputs, in order; None where nobody wants the output."""
+    """Names of its outputs, in order; None for an output that is not used."""
     writes: frozenset[str] = frozenset()
-    """Those of its inputs that it writes to."""
+    """Names of the inputs that it writes to."""
 
 
 def compose_step(
@@ -54,14 +54,14 @@ def compose_step(
 
     Arguments:
         name: of the step.
-        graphs: what is called; bodies of graph `g` are numbered behind those of all graphs before it.
+        graphs: graphs that are called; bodies of graph `g` are numbered after those of all graphs before it.
         calls: in an order in which they could run one after the other.
-        inputs: names of what the step takes, in order.
-        outputs: names of what it returns, in order: a value that a call makes, or an input, which is passed on.
-        ordered: by graph, segments that come after all such segments of earlier calls.
+        inputs: names of the inputs of the step, in order.
+        outputs: names of its outputs, in order: values that a call makes, or inputs that are passed through.
+        ordered: by graph, segments that run after all `ordered` segments of earlier calls.
 
     Raises:
-        ValueError: a call takes a name that nothing has made, makes one that is taken, or has another number of inputs
+        ValueError: a call takes an unknown name, makes a name that is already in use, or has another number of inputs
             or outputs than its graph.
     """
     linker = _Linker(graphs, ordered or {})
@@ -85,14 +85,14 @@ class _Linker:
         self._buffer_of: dict[str, BufferId] = {}
         """By name of a value."""
         self._users: dict[BufferId, list[SegmentId]] = {}
-        """Who has a value that is written, since it was written last."""
+        """Segments that take a value, since the last call that wrote to it."""
         self._writers: dict[BufferId, list[SegmentId]] = {}
-        """Who had it in the call that wrote to it last."""
+        """Segments that take it in the last call that wrote to it."""
         self._last_ordered: list[SegmentId] = []
-        """Of the latest call that has any."""
+        """Ordered segments of the latest call that has any."""
 
     def add_input(self, name: str) -> None:
-        """Add a value that the step takes."""
+        """Add an input of the step."""
         self._name(name, self._new_buffer(name, None, 0))
 
     def link(self, call: Call) -> None:
@@ -152,7 +152,7 @@ class _Linker:
         )
 
     def _place_buffers(self, call: Call, graph: SegmentGraph, first: int) -> Mapping[BufferId, BufferId]:
-        """Return where the buffers of a call's graph are in the step."""
+        """Return the buffer of the step for every buffer of a call's graph."""
         placed: dict[BufferId, BufferId] = {}
         for taken, known in zip(call.takes, graph.inputs, strict=True):
             placed[known] = self._lookup(taken, f"{graph.name} takes")
@@ -164,7 +164,7 @@ class _Linker:
                 placed[buffer.id] = self._new_buffer(value, SegmentId(first + buffer.producer), buffer.num_bytes)
         for made, returned in zip(call.makes, graph.outputs, strict=True):
             if made is not None and returned is not None:
-                self._name(made, placed[returned])  # an input that the graph passes on has two names then
+                self._name(made, placed[returned])  # an input that the graph passes through then has two names
         return placed
 
     def _new_buffer(self, name: str, producer: SegmentId | None, num_bytes: int) -> BufferId:
@@ -176,7 +176,7 @@ class _Linker:
         return buffer
 
     def _grow(self, buffer: BufferId, num_bytes: int) -> None:
-        """Take the size of an input of the step from the graphs that take it."""
+        """Set the size of an input of the step to the largest among the graphs that take it."""
         known = self._buffers[buffer]
         if known.producer is None and known.num_bytes < num_bytes:
             self._buffers[buffer] = replace(known, num_bytes=num_bytes)

@@ -1,4 +1,4 @@
-"""Stage 2: what every segment costs on every number of units.
+"""Stage 2: the modes of every segment, with their durations.
 
     (SegmentGraph, DeviceProfile, Observations) -> CostTable
 
@@ -8,15 +8,14 @@ A segment gets one mode per unit count of the lane catalogue of the device. Its 
     scaled      formula * median / formula at the nearest number of units on which its body was measured
     formula     the roofline's prediction
 
-Equal segments share a body, so one measured layer prices all layers like it. A prediction knows which segment is the
-first with its body: the code of a body is cold when it runs for the first time in a step.
+Equal segments share a body, so measuring one layer gives the cost of all equal layers. The first segment with a body
+is predicted slower, because the code of the body is cold when it first runs in a step.
 
-The share of the duration that is spent on bytes is always the formula's: it says how much a neighbour that uses the
-memory slows the segment, which is the planner's business (`planner/simulate.py`). So is the share of launches, which
-only reports read.
+The memory share of the duration always comes from the formula. The planner (`planner/simulate.py`) uses it to predict
+how much segments slow each other. The launch share comes from the formula too; only reports read it.
 
-Guarantees: at least one mode per segment, ascending in units, every duration at least 1 ns (so that starts order
-segments strictly). Leaves to others: what segments do to each other when they run side by side.
+Guarantees: at least one mode per segment, ascending in units; every duration is at least 1 ns, so that no two
+segments of a lane start at the same time. Leaves interference between concurrent segments to the planner.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
-"""Stage 6: the instructions of every lane.
+"""Stage 6: emit the instructions of every lane.
 
     (SegmentGraph, Plan, SyncPlan, MemoryPlan) -> Program
 
-Lane order is start order. Around every launch: first its waits, then the launch, then one record if some lane waits
-for this segment, then the releases. One event serves all waits for its segment. A wait names a segment that is
-launched, and recorded, earlier in start order, so no cycle of waits can arise. The record comes before the releases,
-since whoever waits need not wait for them; only the last segment of a lane lets go first, so that whoever has waited
-for it has waited for the lane.
+Lane order is start order. A segment becomes its waits, its launch, one record if another lane waits for it, and its
+releases, in this order. One event serves all waits for its segment. A wait names a segment that is launched, and
+recorded, earlier in start order, so no cycle of waits can arise. The record comes before the releases, because a lane
+that waits does not depend on them; only the last segment of a lane releases first, so that waiting for it is waiting
+for the whole lane.
 
-Guarantees: each segment is launched once; each wait has exactly one record; exactly the happens-before of the sync
-plan. A launch takes the inputs whose hold segment it is; every other hold becomes a release.
+Guarantees: each segment is launched once; each wait has exactly one record; the happens-before relation is exactly that
+of the sync plan. A launch takes over the inputs whose hold ends with it; every other hold becomes a release.
 """
 
 from __future__ import annotations
@@ -50,19 +50,19 @@ def emit_program(graph: SegmentGraph, plan: Plan, syncs: SyncPlan, memory: Memor
     instructions: list[list[Instruction]] = [[] for _ in plan.lanes]
     for assignment in order:
         segment, block = graph.segments[assignment.segment], instructions[assignment.lane]
-        lets_go = held.get(segment.id, [])
+        released = held.get(segment.id, [])
         block += [Wait(event=event) for event in sorted(events[producer] for producer in producers.get(segment.id, []))]
         block.append(
             Launch(
                 segment=segment.id,
                 body=segment.body,
                 inputs=segment.inputs,
-                takes=tuple(buffer in lets_go for buffer in segment.inputs),
+                takes=tuple(buffer in released for buffer in segment.inputs),
                 outputs=segment.outputs,
             )
         )
         records = [Record(event=events[segment.id])] if segment.id in events else []
-        releases = [Release(buffer=buffer) for buffer in lets_go if buffer not in segment.inputs]
+        releases = [Release(buffer=buffer) for buffer in released if buffer not in segment.inputs]
         block += [*releases, *records] if segment.id == last[assignment.lane] else [*records, *releases]
     return Program(
         name=graph.name,

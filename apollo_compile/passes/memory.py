@@ -1,21 +1,21 @@
-"""Stage 5: when every buffer is let go.
+"""Stage 5: decide when every buffer is released.
 
     (SegmentGraph, Plan, SyncPlan) -> MemoryPlan
 
-A buffer may go once its producer and all its readers have ended, and the lane that lets it go must know that: its
-hold segment is the first one in start order that lane order and waits put after, or that is, each of them. Mostly
-that is the last reader, and then the body takes the buffer and may reuse it. Readers on lanes that never meet again
-leave no hold segment; such a buffer goes when the run is over. A buffer that nobody reads goes right after its
-producer. Graph inputs are handed over by the call and treated alike; what the graph returns is never let go.
+A buffer may be released once its producer and all its readers have ended, by a lane that is ordered after them. Its
+hold segment is the first segment in start order that is ordered after each of these users by lane order and waits, or
+is the last user itself. Mostly it is the last reader; its body then takes the buffer over and may reuse it. Where the
+readers are on lanes that no later segment is ordered after, there is no hold segment, and the buffer is released at the
+end of the run. A buffer without readers is released right after its producer. Graph inputs are handed over by the
+caller and treated the same; graph outputs are never released.
 
-On a GPU (`owners_release`) the host lets buffers go while lanes still work, and the memory of a buffer goes back to the
-lane that made it, which may fill it at once. There a hold segment must be one of the producer's own lane, and graph
-inputs, which belong to no lane, stay until the run is over.
+On a GPU (`owners_release`) the host releases buffers while lanes still run, and the memory of a buffer returns to the
+lane that allocated it, which may overwrite it at once. There a hold segment must be on the producer's lane, and graph
+inputs, which belong to no lane, stay until the end of the run.
 
-Guarantees: no buffer is released before its owner lane is ordered after its readers; every buffer that is not
-returned is held exactly once or let go at the end. The peaks count buffers that segments produce, from the start of
-the producer to the end of the hold segment; graph inputs belong to the caller, and what bodies allocate inside is
-theirs.
+Guarantees: no buffer is released before its owner lane is ordered after its readers; every buffer that is not a graph
+output has exactly one hold or is released at the end. The peaks count buffers that segments produce, from the start of
+the producer to the end of the hold segment; they count neither graph inputs nor allocations inside bodies.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from apollo_compile.ir import Buffer, BufferId, Hold, LaneId, MemoryPlan, Plan, 
 
 
 def plan_memory(graph: SegmentGraph, plan: Plan, syncs: SyncPlan, *, owners_release: bool = False) -> MemoryPlan:
-    """Return the hold of every buffer that the graph does not return, and the planned peaks.
+    """Return the hold of every buffer that is not a graph output, and the planned peaks.
 
-    `owners_release` asks for hold segments on the lane of the producer.
+    `owners_release` requires hold segments to be on the lane of the producer.
     """
     order = [assignment.segment for assignment in plan.in_start_order()]
     rank = {segment: index for index, segment in enumerate(order)}
@@ -68,7 +68,7 @@ def plan_memory(graph: SegmentGraph, plan: Plan, syncs: SyncPlan, *, owners_rele
 
 
 def _clocks(plan: Plan, syncs: SyncPlan) -> dict[SegmentId, tuple[int, ...]]:
-    """Return, per segment, how many segments of every lane have certainly ended when it has."""
+    """Return, per segment, how many segments of every lane are known to have ended when it has."""
     producers: dict[SegmentId, list[SegmentId]] = {}
     for wait in syncs.waits:
         producers.setdefault(wait.consumer, []).append(wait.producer)
@@ -92,7 +92,7 @@ class _Lifetime(NamedTuple):
 
 
 def _lifetimes(graph: SegmentGraph, plan: Plan, holds: Iterable[Hold]) -> list[_Lifetime]:
-    """Return when every buffer that a segment produces is alive."""
+    """Return the lifetime of every buffer that a segment produces."""
     end_of = {hold.buffer: plan.assignments[hold.segment].end_ns for hold in holds}
     found = []
     for buffer in graph.buffers:
@@ -104,7 +104,7 @@ def _lifetimes(graph: SegmentGraph, plan: Plan, holds: Iterable[Hold]) -> list[_
 
 
 def _peak(lifetimes: Sequence[_Lifetime]) -> int:
-    """Return the largest sum of bytes alive at one time; what ends at an instant is gone before what begins there."""
+    """Return the most bytes alive at one time; what ends at an instant does not overlap with what starts then."""
     changes = [(life.end_ns, 0, -life.num_bytes) for life in lifetimes]
     changes += [(life.start_ns, 1, life.num_bytes) for life in lifetimes]
     peak = level = 0

@@ -2,31 +2,33 @@
 
     (Capture) -> Partition
 
-Nodes that compute are put into pieces, cheap nodes (views, constants) are cloned into every piece that uses them, so
-that shared constants tie nothing together. Pieces start from layer names where the metadata has them:
+Nodes that must stay together form clusters, which are never divided: a node with several outputs and its projections,
+for example. Clusters are grouped into pieces, and each piece becomes a segment. Cheap nodes (views,
+constants) are cloned into every piece that uses them, so that a shared constant makes no two pieces dependent. Pieces
+start from layer names where the metadata has them:
 
-1. A node's label is its module's path up to the first number, `encoder.layers.3`. A node without one takes the label
-   that all its labelled neighbours agree on.
-2. Its level is the number of label switches on the longest path from the inputs. Connected nodes of equal label and
-   level are a piece; pieces form an acyclic graph, because a path that leaves one reaches higher levels only.
-3. Where the graph has no names, every node starts as a piece of its own.
+1. A cluster's label is the path of its module up to the first number, `encoder.layers.3`. A cluster without one takes
+   the label that all its labelled neighbours agree on.
+2. Its level is the number of label switches on the longest path from the inputs. Connected clusters of equal label and
+   level form a piece; pieces form an acyclic graph, because a path that leaves one reaches higher levels only.
+3. Where the graph has no names, every cluster starts as a piece of its own.
 
 Then pieces are contracted along edges u -> v, as long as that costs no parallelism:
 
-* lossless: everything else before v is before u too, and everything else after u is after v too; so nothing could
-  have run beside the border between them. Done inside a layer, in graphs without names up to a share of the work, and
-  everywhere when whole modules are wanted;
+* lossless: every other predecessor of v precedes u too, and every other successor of u follows v too, so nothing could
+  run in parallel at the boundary between them. Applied inside a layer, in graphs without names up to a share of the
+  work, and everywhere with granularity "module";
 * tiny: one side has next to no work, and the other side is where it would have to wait anyway.
 
-What is to be alone joins only its like.
+A node that must be alone (`Node.is_alone`) shares a segment only with other such nodes.
 
-In a backward, the gradients of weights are products for which nothing waits. As part of their layer they hold up the
-layers behind it; as a segment of their own (`layers.3:weights`) they fill what the chain of layers leaves free, also
-where a model has one tower only. They cost a border that fusion does not cross, so with `weight_gradients` at "auto"
-both partitions are made, and the caller, who knows the device, says which is better.
+In a backward graph, weight gradients are matmuls whose results no other segment needs. As part of their layer they
+delay the layers after it; as a segment of their own (`layers.3:weights`) they fill units that the chain of layers
+leaves idle, even in a model with a single tower. The price is a segment boundary that fusion does not cross, so with
+`weight_gradients` at "auto" both partitions are made, and the caller, who knows the device, says which is better.
 
-Guarantees: every computing node is in one segment, the segment graph is acyclic and numbered in a topological order
-close to graph order, equal segments share one body. Leaves placement in time and on lanes to the planner.
+Guarantees: every compute node is in exactly one segment, the segment graph is acyclic and numbered in a topological
+order close to graph order, equal segments share one body. Leaves lanes and start times to the planner.
 """
 
 from __future__ import annotations
@@ -57,10 +59,10 @@ from apollo_compile.ir import (
 )
 
 _FLOPS_PER_BYTE = 2
-"""Flops that take about as long as moving a byte, to weigh pieces against each other before any device is known."""
+"""Flops that take about as long as moving one byte; weighs pieces against each other while no device is known."""
 
 _ALONE = "~"
-"""Label of what is in no layer's segment, wherever it came from; no module has this name."""
+"""Label of nodes that must be alone, whichever layer they came from; no module has this name."""
 
 _NAMED_SHARE = 0.5
 """Share of the work that must carry a module's name for layer names to be trusted."""
@@ -77,43 +79,43 @@ def partition_graph(
     Arguments:
         capture: the graph.
         config: how to cut; the defaults if None.
-        is_better: whether the first graph, with weight gradients apart, is better than the second, without; asked if
-            the option is "auto" and they differ. None stands for no.
+        is_better: whether the first graph, with weight gradients in segments of their own, is better than the second,
+            without; called if `weight_gradients` is "auto" and the two differ. None keeps the second.
     """
     config = config or PartitionConfig()
-    may_part = capture.role is Role.BACKWARD and config.granularity == "layer"
-    way = config.weight_gradients if may_part else "together"
-    if way == "auto" and is_better is not None:
-        apart, together = (_cut(capture, config, parts_gradients=parts) for parts in (True, False))
+    may_separate = capture.role is Role.BACKWARD and config.granularity == "layer"
+    placement = config.weight_gradients if may_separate else "together"
+    if placement == "auto" and is_better is not None:
+        apart, together = (_cut(capture, config, separates_weight_gradients=separates) for separates in (True, False))
         return apart if apart != together and is_better(apart.graph, together.graph) else together
-    return _cut(capture, config, parts_gradients=way == "apart")
+    return _cut(capture, config, separates_weight_gradients=placement == "apart")
 
 
-def _cut(capture: Capture, config: PartitionConfig, *, parts_gradients: bool) -> Partition:
-    atoms = _find_atoms(capture)
-    labels = _label_atoms(capture, atoms)
-    weight = [sum(_weight(capture.nodes[node].work) for node in atom) for atom in atoms.members]
+def _cut(capture: Capture, config: PartitionConfig, *, separates_weight_gradients: bool) -> Partition:
+    clusters = _find_clusters(capture)
+    labels = _label_clusters(capture, clusters)
+    weight = [sum(_weight(capture.nodes[node].work) for node in cluster) for cluster in clusters.members]
     named = sum(w for w, label in zip(weight, labels, strict=True) if label) >= _NAMED_SHARE * sum(weight)
     if named:
-        labels = _spread_labels(atoms, labels)
-        labels = [_ALONE if alone else label for alone, label in zip(atoms.are_alone, labels, strict=True)]
-        groups = _group_by_level(atoms, labels)
+        labels = _spread_labels(clusters, labels)
+        labels = [_ALONE if alone else label for alone, label in zip(clusters.are_alone, labels, strict=True)]
+        groups = _group_by_level(clusters, labels)
     else:
         labels = [""] * len(labels)
         groups = list(range(len(labels)))
     is_apart = [False] * len(groups)
-    if parts_gradients and named:
-        is_apart = _find_last_products(capture, atoms, labels, groups)
+    if separates_weight_gradients and named:
+        is_apart = _find_weight_gradients(capture, clusters, labels, groups)
         groups = _number(
             label if apart else group for label, group, apart in zip(labels, groups, is_apart, strict=True)
         )
-    pieces = _Pieces(atoms, groups, labels, weight)
+    pieces = _Pieces(clusters, groups, labels, weight)
     _contract(pieces, config, named=named)
-    return _build(capture, atoms, pieces.in_order(), is_apart)
+    return _build(capture, clusters, pieces.in_order(), is_apart)
 
 
 def resize_partition(partition: Partition, capture: Capture) -> Partition:
-    """Return the same segments for another capture of their graph, which takes the dynamic sizes to be others."""
+    """Return the same segments with the work and bytes of another capture of their graph, for other dynamic sizes."""
     nodes = capture.nodes
     num_bytes = {node.name: node.num_bytes for node in nodes}
     ids = {node.name: node.id for node in nodes}
@@ -130,49 +132,49 @@ def resize_partition(partition: Partition, capture: Capture) -> Partition:
     return replace(partition, graph=replace(graph, name=capture.name, segments=segments, buffers=buffers))
 
 
-# ----------------------------------------------------------------------------------------------------------- atoms
+# -------------------------------------------------------------------------------------------------------- clusters
 
 
 @dataclass(frozen=True, slots=True)
-class _Atoms:
+class _Clusters:
     """The smallest groups of nodes that must stay together, in a topological order, and the edges between them."""
 
     members: list[list[NodeId]]
-    atom_by_node: dict[NodeId, int]
+    cluster_by_node: dict[NodeId, int]
     predecessors: list[set[int]]
     are_alone: list[bool]
-    """Whether an atom shares its segment only with others of which this is true."""
+    """Whether a cluster shares its segment only with other clusters that must be alone."""
 
 
-def _find_atoms(capture: Capture) -> _Atoms:
-    """Group projections with their producers, and cheap graph outputs with the value that they look at."""
+def _find_clusters(capture: Capture) -> _Clusters:
+    """Group projections with their producers, and cheap graph outputs with the node that they are a view of."""
     nodes = capture.nodes
     returned = {node for node in capture.outputs if node is not None and nodes[node].kind is NodeKind.CHEAP}
     members: list[list[NodeId]] = []
-    atom_by_node: dict[NodeId, int] = {}
+    cluster_by_node: dict[NodeId, int] = {}
     sources: list[set[int]] = []
     predecessors: list[set[int]] = []
     for node in nodes:
-        behind: set[int] = set().union(*(sources[value] for value in node.inputs)) if node.inputs else set()
+        producers: set[int] = set().union(*(sources[value] for value in node.inputs)) if node.inputs else set()
         host = None
         if node.kind is NodeKind.PROJECTION:
-            host = atom_by_node[node.inputs[0]]
-        elif node.id in returned and len(behind) == 1:
-            (host,) = behind
+            host = cluster_by_node[node.inputs[0]]
+        elif node.id in returned and len(producers) == 1:
+            (host,) = producers
         if node.kind is NodeKind.COMPUTE or (node.id in returned and host is None):
             host = len(members)
             members.append([])
             predecessors.append(set())
         if host is None:
-            sources.append(behind)
+            sources.append(producers)
             continue
         members[host].append(node.id)
-        atom_by_node[node.id] = host
+        cluster_by_node[node.id] = host
         sources.append({host})
-        earlier = {atom_by_node[value] for value in node.after if value in atom_by_node}
-        predecessors[host] |= (behind | earlier) - {host}
-    are_alone = [any(nodes[node].is_alone for node in atom) for atom in members]
-    return _Atoms(members, atom_by_node, predecessors, are_alone)
+        earlier = {cluster_by_node[value] for value in node.after if value in cluster_by_node}
+        predecessors[host] |= (producers | earlier) - {host}
+    are_alone = [any(nodes[node].is_alone for node in cluster) for cluster in members]
+    return _Clusters(members, cluster_by_node, predecessors, are_alone)
 
 
 def _weight(work: Work) -> float:
@@ -197,23 +199,23 @@ def layer_of(module: str) -> str:
     return ".".join(parts[:2])
 
 
-def _label_atoms(capture: Capture, atoms: _Atoms) -> list[str]:
-    return [layer_of(capture.nodes[members[0]].module) for members in atoms.members]
+def _label_clusters(capture: Capture, clusters: _Clusters) -> list[str]:
+    return [layer_of(capture.nodes[members[0]].module) for members in clusters.members]
 
 
-def _spread_labels(atoms: _Atoms, labels: list[str]) -> list[str]:
-    """Give atoms without a label the one of the only labelled piece around, before or after them.
+def _spread_labels(clusters: _Clusters, labels: list[str]) -> list[str]:
+    """Give clusters without a label that of the only labelled piece next to them: on both sides, before, or after.
 
-    Pieces, not labels, must be one: what adds up the gradients of a layer that is used twice belongs to neither use,
-    or it would tie them together.
+    It is pieces that are counted, not labels: the sum of the gradients of a layer that is used twice belongs to neither
+    use; with either, it would make the two uses dependent.
     """
-    successors = _successors(atoms.predecessors)
-    piece = _connect(atoms, labels)
+    successors = _successors(clusters.predecessors)
+    piece = _connect(clusters, labels)
     spread = []
-    for atom, label in enumerate(labels):
+    for cluster, label in enumerate(labels):
         if not label:
-            before = _nearest(atoms.predecessors, labels, piece, atom)
-            after = _nearest(successors, labels, piece, atom)
+            before = _nearest(clusters.predecessors, labels, piece, cluster)
+            after = _nearest(successors, labels, piece, cluster)
             only = next((around for around in (before | after, before, after) if len(around) == 1), None)
             place = "pre" if not before else "post" if not after else "mid"
             label = place if only is None else labels[only.pop()]
@@ -221,11 +223,11 @@ def _spread_labels(atoms: _Atoms, labels: list[str]) -> list[str]:
     return spread
 
 
-def _nearest(neighbours: Sequence[Iterable[int]], labels: list[str], piece: list[int], atom: int) -> set[int]:
-    """Return the labelled pieces met first on the paths from `atom` along `neighbours`."""
+def _nearest(neighbours: Sequence[Iterable[int]], labels: list[str], piece: list[int], cluster: int) -> set[int]:
+    """Return the labelled pieces met first on the paths from `cluster` along `neighbours`."""
     found: set[int] = set()
-    seen = {atom}
-    stack = list(neighbours[atom])
+    seen = {cluster}
+    stack = list(neighbours[cluster])
     while stack:
         other = stack.pop()
         if other in seen:
@@ -238,74 +240,75 @@ def _nearest(neighbours: Sequence[Iterable[int]], labels: list[str], piece: list
     return found
 
 
-def _connect(atoms: _Atoms, keys: Sequence[Hashable]) -> list[int]:
-    """Return for every atom the first atom of its piece: what edges between atoms of equal key connect."""
+def _connect(clusters: _Clusters, keys: Sequence[Hashable]) -> list[int]:
+    """Return for every cluster the first cluster of its piece, a component connected by edges between equal keys."""
     root = list(range(len(keys)))
 
-    def find(atom: int) -> int:
-        while root[atom] != atom:
-            atom = root[atom]
-        return atom
+    def find(cluster: int) -> int:
+        while root[cluster] != cluster:
+            cluster = root[cluster]
+        return cluster
 
-    for atom, before in enumerate(atoms.predecessors):
+    for cluster, before in enumerate(clusters.predecessors):
         for other in before:
-            if keys[other] == keys[atom]:
-                first, second = sorted((find(atom), find(other)))
+            if keys[other] == keys[cluster]:
+                first, second = sorted((find(cluster), find(other)))
                 root[second] = first
-    return [find(atom) for atom in range(len(keys))]
+    return [find(cluster) for cluster in range(len(keys))]
 
 
 def _successors(predecessors: Sequence[Iterable[int]]) -> list[set[int]]:
     successors: list[set[int]] = [set() for _ in predecessors]
-    for atom, before in enumerate(predecessors):
+    for cluster, before in enumerate(predecessors):
         for other in before:
-            successors[other].add(atom)
+            successors[other].add(cluster)
     return successors
 
 
-def _group_by_level(atoms: _Atoms, labels: list[str]) -> list[int]:
-    """Return the group of every atom: connected atoms of one label and one level.
+def _group_by_level(clusters: _Clusters, labels: list[str]) -> list[int]:
+    """Return the group of every cluster: connected clusters of one label and one level.
 
-    An atom's level is the number of label switches on the longest path to it.
+    A cluster's level is the number of label switches on the longest path to it.
     """
     level: list[int] = []
-    for atom, before in enumerate(atoms.predecessors):
-        level.append(max((level[other] + (labels[other] != labels[atom]) for other in before), default=0))
-    return _number(_connect(atoms, list(zip(labels, level, strict=True))))
+    for cluster, before in enumerate(clusters.predecessors):
+        level.append(max((level[other] + (labels[other] != labels[cluster]) for other in before), default=0))
+    return _number(_connect(clusters, list(zip(labels, level, strict=True))))
 
 
 # ------------------------------------------------------------------------------------------------ weight gradients
 
 
-def _find_last_products(capture: Capture, atoms: _Atoms, labels: list[str], groups: list[int]) -> list[bool]:
-    """Say of every atom whether it belongs to the last products of its layer, while other products stay there.
+def _find_weight_gradients(capture: Capture, clusters: _Clusters, labels: list[str], groups: list[int]) -> list[bool]:
+    """Return for every cluster whether it belongs to the weight gradients of its layer, as far as other matmuls remain.
 
-    A product is a last one if no other product and no other group waits for it: in a backward, the gradient of a
-    weight. What follows it belongs to it, and what nothing else needs.
+    A matmul is a weight gradient if no other matmul and no other group depends on it. Its successors belong to it, and
+    so do predecessors that nothing else needs.
     """
-    successors, order = _successors(atoms.predecessors), range(len(groups))
-    is_product = [_is_product(capture, members) for members in atoms.members]
-    ends_here, ends_products, found = [False] * len(groups), [False] * len(groups), [False] * len(groups)
-    for atom in reversed(order):
-        after = successors[atom]
-        ends_here[atom] = all(ends_here[other] and groups[other] == groups[atom] for other in after)
-        ends_products[atom] = all(ends_products[other] and not is_product[other] for other in after)
-        found[atom] = is_product[atom] and ends_here[atom] and ends_products[atom]
-    for atom in order:
-        found[atom] = found[atom] or any(found[other] for other in atoms.predecessors[atom])
-    for atom in reversed(order):
-        is_for_them = bool(successors[atom]) and ends_here[atom] and all(found[other] for other in successors[atom])
-        found[atom] = found[atom] or (is_for_them and not is_product[atom])
-    keep_products = {labels[atom] for atom in order if is_product[atom] and not found[atom]}
-    return [found[atom] and labels[atom] in keep_products for atom in order]
+    successors, order = _successors(clusters.predecessors), range(len(groups))
+    is_matmul = [_is_matmul(capture, members) for members in clusters.members]
+    stays_in_group, has_no_later_matmul, found = [False] * len(groups), [False] * len(groups), [False] * len(groups)
+    for cluster in reversed(order):
+        after = successors[cluster]
+        stays_in_group[cluster] = all(stays_in_group[other] and groups[other] == groups[cluster] for other in after)
+        has_no_later_matmul[cluster] = all(has_no_later_matmul[other] and not is_matmul[other] for other in after)
+        found[cluster] = is_matmul[cluster] and stays_in_group[cluster] and has_no_later_matmul[cluster]
+    for cluster in order:
+        found[cluster] = found[cluster] or any(found[other] for other in clusters.predecessors[cluster])
+    for cluster in reversed(order):
+        has_successors = bool(successors[cluster])
+        is_for_them = has_successors and stays_in_group[cluster] and all(found[other] for other in successors[cluster])
+        found[cluster] = found[cluster] or (is_for_them and not is_matmul[cluster])
+    keep_matmuls = {labels[cluster] for cluster in order if is_matmul[cluster] and not found[cluster]}
+    return [found[cluster] and labels[cluster] in keep_matmuls for cluster in order]
 
 
-def _is_product(capture: Capture, members: list[NodeId]) -> bool:
+def _is_matmul(capture: Capture, members: list[NodeId]) -> bool:
     return any(part.kind is KernelKind.MATMUL for node in members for part in capture.nodes[node].work.parts)
 
 
 def _number(keys: Iterable[Hashable]) -> list[int]:
-    """Return for every key the number of distinct ones before its first occurrence."""
+    """Number the distinct keys by first occurrence, and return the number of every key."""
     number_by_key: dict[Hashable, int] = {}
     return [number_by_key.setdefault(key, len(number_by_key)) for key in keys]
 
@@ -316,20 +319,20 @@ def _number(keys: Iterable[Hashable]) -> list[int]:
 class _Pieces:
     """A contractible acyclic graph of pieces; sets of pieces are bit masks over the initial ones."""
 
-    def __init__(self, atoms: _Atoms, groups: list[int], labels: list[str], weight: list[float]) -> None:
+    def __init__(self, clusters: _Clusters, groups: list[int], labels: list[str], weight: list[float]) -> None:
         count = max(groups, default=-1) + 1
-        self.atoms: list[list[int]] = [[] for _ in range(count)]
+        self.clusters: list[list[int]] = [[] for _ in range(count)]
         self.label = [""] * count
         self.is_alone = [False] * count
         self.weight = [0.0] * count
         self.predecessors: list[set[int]] = [set() for _ in range(count)]
         self.successors: list[set[int]] = [set() for _ in range(count)]
-        for atom, group in enumerate(groups):
-            self.atoms[group].append(atom)
-            self.label[group] = labels[atom]
-            self.is_alone[group] = atoms.are_alone[atom]
-            self.weight[group] += weight[atom]
-            for other in atoms.predecessors[atom]:
+        for cluster, group in enumerate(groups):
+            self.clusters[group].append(cluster)
+            self.label[group] = labels[cluster]
+            self.is_alone[group] = clusters.are_alone[cluster]
+            self.weight[group] += weight[cluster]
+            for other in clusters.predecessors[cluster]:
                 if groups[other] != group:
                     self.predecessors[group].add(groups[other])
                     self.successors[groups[other]].add(group)
@@ -351,16 +354,16 @@ class _Pieces:
         return self.weight[piece] / self.total
 
     def only_enters(self, u: int, v: int) -> bool:
-        """Whether all else before `v` is before `u` too, so that v could start no earlier if u were not there."""
+        """Whether every other predecessor of `v` precedes `u` too, so that v could start no earlier without u."""
         return all(other == u or self._mask[other] & self._ancestors[u] for other in self.predecessors[v])
 
     def only_leaves(self, u: int, v: int) -> bool:
-        """Whether all else after `u` is after `v` too, so that nothing waits longer if u ends with v."""
+        """Whether every other successor of `u` follows `v` too, so that nothing waits longer if u ends with v."""
         return all(other == v or self._mask[other] & self._descendants[v] for other in self.successors[u])
 
     def merge(self, u: int, v: int) -> None:
         """Contract the edge u -> v into u; the caller has shown that no other path leads from u to v."""
-        self.atoms[u] += self.atoms[v]
+        self.clusters[u] += self.clusters[v]
         if self.weight[v] > self.weight[u]:
             self.label[u] = self.label[v]
         self.weight[u] += self.weight[v]
@@ -385,12 +388,12 @@ class _Pieces:
                 self._descendants[other] |= below
 
     def in_order(self) -> list[list[int]]:
-        """Return the atoms of every piece, pieces in the topological order that is closest to graph order."""
-        return [sorted(self.atoms[piece]) for piece in self._topological()]
+        """Return the clusters of every piece, pieces in the topological order that is closest to graph order."""
+        return [sorted(self.clusters[piece]) for piece in self._topological()]
 
     def _topological(self) -> list[int]:
         missing = {piece: len(self.predecessors[piece]) for piece in self.alive}
-        ready = [(min(self.atoms[piece]), piece) for piece in self.alive if not missing[piece]]
+        ready = [(min(self.clusters[piece]), piece) for piece in self.alive if not missing[piece]]
         heapq.heapify(ready)
         order = []
         while ready:
@@ -399,7 +402,7 @@ class _Pieces:
             for other in self.successors[piece]:
                 missing[other] -= 1
                 if not missing[other]:
-                    heapq.heappush(ready, (min(self.atoms[other]), other))
+                    heapq.heappush(ready, (min(self.clusters[other]), other))
         return order
 
 
@@ -438,26 +441,26 @@ def _apply(pieces: _Pieces, rule: Callable[[int, int], bool]) -> bool:
     for u in sorted(pieces.alive):
         if u not in pieces.alive:
             continue
-        candidates = sorted(pieces.successors[u])
-        while candidates:
-            v = candidates.pop(0)
+        successors = sorted(pieces.successors[u])
+        while successors:
+            v = successors.pop(0)
             if v in pieces.successors[u] and pieces.is_alone[u] == pieces.is_alone[v] and rule(u, v):
                 pieces.merge(u, v)
                 changed = True
-                candidates = sorted(pieces.successors[u])
+                successors = sorted(pieces.successors[u])
     return changed
 
 
 # -------------------------------------------------------------------------------------------------------- segments
 
 
-def _build(capture: Capture, atoms: _Atoms, pieces: list[list[int]], is_apart: list[bool]) -> Partition:
+def _build(capture: Capture, clusters: _Clusters, pieces: list[list[int]], is_apart: list[bool]) -> Partition:
     nodes = capture.nodes
-    segment_by_atom = {atom: SegmentId(s) for s, piece in enumerate(pieces) for atom in piece}
-    segment_by_node = {node: segment_by_atom[atom] for node, atom in atoms.atom_by_node.items()}
+    segment_by_cluster = {cluster: SegmentId(s) for s, piece in enumerate(pieces) for cluster in piece}
+    segment_by_node = {node: segment_by_cluster[cluster] for node, cluster in clusters.cluster_by_node.items()}
     returned = {node for node in capture.outputs if node is not None}
 
-    contents = [_with_clones(nodes, atoms, piece) for piece in pieces]
+    contents = [_with_clones(nodes, clusters, piece) for piece in pieces]
     needed = [_external_values(nodes, set(content)) for content in contents]
     crossing = set().union(*needed) if needed else set()
     readers: dict[NodeId, list[SegmentId]] = defaultdict(list)
@@ -488,7 +491,7 @@ def _build(capture: Capture, atoms: _Atoms, pieces: list[list[int]], is_apart: l
     segments = []
     names = _Names()
     for s, content in enumerate(contents):
-        module, name = _name(capture, content, names, is_weights=all(is_apart[atom] for atom in pieces[s]))
+        module, name = _name(capture, content, names, is_weights=all(is_apart[cluster] for cluster in pieces[s]))
         needs = segment_needs([nodes[node] for node in content], outputs=made[s])
         key = _body_key(nodes, content, needed[s], made[s])
         body = bodies.setdefault(
@@ -523,9 +526,9 @@ def _build(capture: Capture, atoms: _Atoms, pieces: list[list[int]], is_apart: l
     )
 
 
-def _with_clones(nodes: Sequence[Node], atoms: _Atoms, piece: list[int]) -> tuple[NodeId, ...]:
+def _with_clones(nodes: Sequence[Node], clusters: _Clusters, piece: list[int]) -> tuple[NodeId, ...]:
     """Return the nodes of a piece in graph order, with the cheap nodes that they need."""
-    content = {node for atom in piece for node in atoms.members[atom]}
+    content = {node for cluster in piece for node in clusters.members[cluster]}
     stack = list(content)
     while stack:
         for value in nodes[stack.pop()].inputs:
@@ -536,7 +539,7 @@ def _with_clones(nodes: Sequence[Node], atoms: _Atoms, piece: list[int]) -> tupl
 
 
 def _external_values(nodes: Sequence[Node], content: set[NodeId]) -> tuple[NodeId, ...]:
-    """Return the values that a segment takes from outside, by first use; sizes behind them."""
+    """Return the values that a segment takes from outside, in order of first use, and then the sizes."""
     found = dict.fromkeys(value for node in sorted(content) for value in nodes[node].inputs if value not in content)
     sizes = {value for node in content for value in nodes[node].sizes}
     return (*found, *sorted(sizes))
@@ -569,7 +572,7 @@ class _Names:
         self._count: Counter[str] = Counter()
 
     def unique(self, name: str) -> str:
-        """Return `name`, with a number behind it if it was given before."""
+        """Return `name`, with a number appended if it was given before."""
         self._count[name] += 1
         return name if self._count[name] == 1 else f"{name}#{self._count[name]}"
 

@@ -1,22 +1,21 @@
-"""Stage 3: which lane runs every segment, and when.
+"""Stage 3: plan which lane runs every segment, and when.
 
     (SegmentGraph, CostTable, lanes) -> Plan
 
-Segments become tasks, lanes become sets of atoms (an atom is a set of units that the same lanes share), modes keep
-their duration on every lane with their number of units. With a memory quota, a buffer is a hold: its bytes count from
-the start of its producer to the end of its last reader, or to the end of the graph if it is returned; what a mode
-allocates beyond its outputs counts while it runs. The planner returns a schedule and what it takes with interference;
-this file turns it into a plan.
+Segments become tasks, lanes become sets of atoms (an atom is a group of units that belong to the same lanes), and a
+mode has the same duration on every lane with its number of units. With a memory quota, a buffer is a hold: its bytes
+count from the start of its producer to the end of its last reader, or to the end of the graph if it is an output; the
+workspace of a mode counts while it runs. The planner returns a schedule and its predicted execution with interference;
+this file turns both into a plan.
 
-The serial plan, everything on lane 0 in graph order, is an ordinary candidate: it stands unless the planner's schedule
-is shorter by `min_gain`, because running side by side has risks that the model does not see. A pinned plan (read from
-a file) keeps its lanes and its order; its times are those of the cost table at hand.
+The serial plan, everything on lane 0 in graph order, is an ordinary candidate: it is kept unless the planner's schedule
+is shorter by `min_gain`, because running segments concurrently has risks that the model does not see. A pinned plan
+(read from a file) keeps its lanes and its order; its times come from the current cost table.
 
-Guarantees: dependencies, hand-overs and units hold at every instant, and so does the memory quota; bound <= makespan
-without interference <= makespan; makespan <= serial unless the plan is pinned; the same inputs give the same plan, as
-long as it was not stopped early.
-Leaves to others: what runs when predictions are wrong (`session/autotune.py`), waits (stage 4), when buffers go
-(stage 5).
+Guarantees: dependencies, hand-over times between lanes, units and the memory quota are respected at every instant;
+bound <= makespan without interference <= makespan; makespan <= serial unless the plan is pinned; the same inputs give
+the same plan unless the search was stopped early.
+Leaves to others: what runs when predictions are wrong (`session/autotune.py`), waits (stage 4), releases (stage 5).
 """
 
 from __future__ import annotations
@@ -64,15 +63,15 @@ def make_plan(
     """Return the best plan found on `lanes`; lane 0 has every unit.
 
     Arguments:
-        graph: what to place.
+        graph: the segments to place.
         costs: modes of every segment.
         lanes: the lane catalogue.
-        planner: `greedy` leaves the solver out, `serial` everything.
+        planner: `greedy` does not run the solver, `serial` does not search at all.
         min_gain: fraction of the serial makespan that a plan must save.
         seed: of the planner's random moves and of the solver.
-        time_limit_s: seconds after which the search stops with what it has.
-        work_s: seconds that the search is made for; None is half of `time_limit_s`.
-        fixed_effort: spend work, not time, so that every machine finds the same plan.
+        time_limit_s: seconds after which the search stops with the best plan so far.
+        work_s: seconds that the amount of search is sized for; None is half of `time_limit_s`.
+        fixed_effort: limit the search by work, not by time, so that every machine finds the same plan.
         memory_quota: bytes that buffers made by the graph may take at any instant; None is no limit.
         pinned: a plan of this graph on these lanes, whose lanes and order to keep.
 
@@ -104,7 +103,7 @@ def make_plan(
 
 
 def make_list_plan(graph: SegmentGraph, costs: CostTable, plan: Plan) -> Plan:
-    """Return the best list schedule as a plan, beside the one that the planner made of the same costs."""
+    """Return the best list schedule as a plan; `plan` is the planner's for the same costs."""
     problem = to_problem(graph, costs, plan.lanes)
     schedule, execution = _best_list_schedule(problem)
     return replace(
@@ -118,7 +117,7 @@ def make_list_plan(graph: SegmentGraph, costs: CostTable, plan: Plan) -> Plan:
 
 
 def make_serial_plan(graph: SegmentGraph, costs: CostTable, plan: Plan) -> Plan:
-    """Return the serial plan, beside the one that the planner made of the same costs; the bound is the same too."""
+    """Return the serial plan, with the bound of `plan`, which is the planner's for the same costs."""
     problem = to_problem(graph, costs, plan.lanes)
     schedule = serial_schedule(problem)
     execution = execute(problem, schedule)
@@ -135,8 +134,8 @@ def make_serial_plan(graph: SegmentGraph, costs: CostTable, plan: Plan) -> Plan:
     )
 
 
-def foresee_makespan(graph: SegmentGraph, costs: CostTable, lanes: tuple[Lane, ...]) -> int:
-    """Return the nanoseconds of the best list schedule: about what a plan will take, in a fraction of its search."""
+def estimate_makespan(graph: SegmentGraph, costs: CostTable, lanes: tuple[Lane, ...]) -> int:
+    """Return the makespan in ns of the best list schedule: an estimate of a plan's, without the search for a plan."""
     return _best_list_schedule(to_problem(graph, costs, lanes))[1].makespan
 
 
@@ -148,7 +147,7 @@ def _best_list_schedule(problem: planning.Problem) -> tuple[planning.Schedule, E
 def to_problem(
     graph: SegmentGraph, costs: CostTable, lanes: Sequence[Lane], *, memory_quota: int | None = None
 ) -> planning.Problem:
-    """Return the planning problem of a graph: the reference mode of every task is the one on lane 0."""
+    """Return the planning problem of a graph; the reference mode of every task is that of lane 0."""
     units_by_owners: dict[tuple[int, ...], int] = {}
     for unit in lanes[0].units:
         owners = tuple(index for index, lane in enumerate(lanes) if unit in lane.units)
@@ -235,8 +234,8 @@ def _to_plan(
         candidates=()
         if solution is None
         else tuple(
-            Candidate(name=tried.name, undisturbed_ns=tried.makespan, makespan_ns=tried.executed)
-            for tried in solution.candidates
+            Candidate(name=found.name, undisturbed_ns=found.makespan, makespan_ns=found.executed)
+            for found in solution.candidates
         ),
         seed=solution.seed if solution else (pinned.seed if pinned else 0),
         solver=solution.solver if solution else (pinned.solver if pinned else None),

@@ -3,17 +3,17 @@
     (SegmentGraph, Plan) -> SyncPlan
 
 A segment depends on the producers of its inputs, on the segments it must come after, and on the segments that used its
-units last: two lanes that share a unit are two executors that would otherwise run at the same time. With a memory quota
-it also depends on all that has ended before it starts: the quota holds for what the plan runs together, and durations
-may turn out otherwise. On one lane, order does it all. Across lanes a wait is needed only if no chain of lane order and
-kept waits already reaches the producer.
+units last, because two lanes that share a unit would otherwise run at the same time. With a memory quota it also
+depends on every segment that ends before it starts in the plan: the plan keeps the quota only for segments that it
+runs together, and measured durations may differ from planned ones. Within a lane, lane order enforces all of this.
+Across lanes a wait is needed only if no chain of lane order and kept waits already reaches the producer.
 
 We walk the segments in start order and keep, per segment, a vector clock: how many segments of every lane have ended
-when it starts. The producers of one segment are tried latest first. A wait for a later producer brings that
-producer's clock along, and with it every earlier producer that it implies, so what is dropped is dropped by waits
-that stay. What is kept stays needed: a chain to the producer would have to come through the lane's previous segment
-or through a kept wait for a later producer, and both clocks were merged before. The result is the transitive
-reduction, which is unique.
+when it starts. The producers of one segment are visited latest first. A wait for a later producer merges that
+producer's clock, and with it every earlier producer that it implies, so a dropped dependency is implied by waits that
+are kept. A kept wait stays needed: a chain to its producer would have to pass through the lane's previous segment or
+through a kept wait for a later producer, and both clocks were merged before. The result is the transitive reduction,
+which is unique.
 
 Guarantees: every dependency is enforced, and removing any kept wait would lose one. `waits` and `dropped` together
 are the cross-lane dependencies; both are in start order of the consumer.

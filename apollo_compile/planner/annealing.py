@@ -3,22 +3,22 @@
     anneal(problem, start, seed=..., iterations=..., deadline=...) -> Annealed
 
 A step makes one of three moves
-    window   give the tasks of a window of the order the lanes of one split, by chain or by present lane
-    run      give a run of consecutive tasks of one chain the same lane, and move it early, late or nowhere in the order
-    single   give one task any of its modes, and any place between its neighbours
+    window   assign the tasks of a window of the order to the lanes of one split, by chain or by current lane
+    run      assign a run of consecutive tasks of one chain to one lane, and maybe move it early or late in the order
+    single   give one task any of its modes, and any place between its predecessors and successors
 and replays from the first changed position. A schedule is accepted if it is not longer than
 
-    present makespan - temperature * ln(u),    u uniform in (0, 1]
+    current makespan - temperature * ln(u),    u uniform in (0, 1]
 
-so a replay ends as soon as a chain, or the load that is left on an atom, does not fit below that. The temperature falls
+so a replay stops as soon as a chain, or the remaining load of an atom, exceeds that. The temperature falls
 geometrically, from a share of the makespan that is larger for few tasks: there every change is a large one, and the
-same effort makes more moves per task. Orders are kept sorted by start, so windows are neighbours in time. A schedule
-for which the resources do not suffice is rejected.
+same effort makes more moves per task. Orders are kept sorted by start, so the tasks of a window are close in time. A
+schedule that exceeds a resource is rejected.
 
 Moves come from a seeded generator and their number from the caller, so the result is reproducible unless the deadline
 ends the walk early.
 
-Guarantees: never longer than `start`, which must be valid; valid.
+Guarantees: the schedule is valid, and not longer than `start`, which must be valid.
 Source: Kirkpatrick, Gelatt, Vecchi, "Optimization by simulated annealing", Science 220, 1983,
 https://doi.org/10.1126/science.220.4598.671; Bouleimen, Lecocq, "A new efficient simulated annealing algorithm for the
 RCPSP and its multiple mode version", EJOR 149, 2003, https://doi.org/10.1016/S0377-2217(02)00761-0
@@ -45,15 +45,15 @@ COOLING = 20.0
 WINDOW_MOVES, RUN_MOVES = 0.7, 0.2
 """Shares of the moves; the rest are single ones."""
 STEPS_PER_DEADLINE = 64
-"""Steps between two looks at the clock."""
+"""Steps between two checks of the deadline."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Annealed:
-    """What a walk found."""
+    """Result of a walk."""
 
     schedule: Schedule
-    """The shortest on the way."""
+    """The shortest schedule of the walk."""
     reached_deadline: bool
 
 
@@ -64,7 +64,7 @@ def anneal(problem: Problem, start: Schedule, *, seed: int, iterations: int, dea
         problem: with lanes or without.
         start: a valid schedule, from which the walk starts.
         seed: of the moves.
-        iterations: how many.
+        iterations: number of moves.
         deadline: value of `time.monotonic` at which the walk ends early; may be infinite.
     """
     if not problem.tasks:
@@ -92,7 +92,7 @@ def _makespan(schedule: Schedule) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Change:
-    """Tasks for the places of an order from `first` to before `last`, and the modes of all tasks."""
+    """New tasks for the positions `first` to `last` - 1 of an order, and the modes of all tasks."""
 
     first: int
     last: int
@@ -102,30 +102,30 @@ class _Change:
 
 
 class _Walk:
-    """The present schedule, and what it takes to replay a part of it."""
+    """The current schedule, with the state at every position of its order to replay from there."""
 
     def __init__(self, problem: Problem, start: Schedule) -> None:
         num_tasks = len(problem.tasks)
         self.simulator = Simulator(problem)
         self.schedule = start
         self.order = sorted(range(num_tasks), key=lambda task: (start.starts[task], task))
-        """By start: what is near in the order is near in time."""
+        """Tasks by start, so that neighbours in the order are close in time."""
         self.modes = list(start.modes)
         self.position = [0] * num_tasks
         """Per task, its place in the order."""
         self._now = self.simulator.begin()
         self._before = [(self._now.free, self._now.user)] * (num_tasks + 1)
-        """Per place: `free` and `user` of the atoms before its task is appended."""
+        """Per position: `free` and `user` of the atoms before its task is appended."""
         self._left = [[0] * self.simulator.num_atoms] * (num_tasks + 1)
-        """Per place: the load on every atom from there on."""
+        """Per position: the load on every atom from there on."""
         everything = _Change(first=0, last=num_tasks, part=self.order, modes=self.modes)
         partial = self._replay(everything, math.inf)
         assert partial is not None  # nothing exceeds that
-        # where resources made tasks wait, this is not the start, and may not keep the limits: `schedule` is what counts
+        # where tasks wait for resources in `start`, this replay differs and may exceed them; `schedule` is valid
         self._adopt(everything, partial)
 
     def accept(self, change: _Change, limit: float) -> bool:
-        """Make a change unless the makespan would exceed the limit, or resources would not suffice."""
+        """Make a change unless the makespan would exceed the limit, or the schedule would exceed a resource."""
         partial = self._replay(change, limit)
         if partial is None or not self.simulator.keeps_limits(partial.starts, change.modes):
             return False
@@ -134,15 +134,15 @@ class _Walk:
         return True
 
     def after_predecessors(self, task: int) -> int:
-        """Return the first place in the order that the task may have."""
+        """Return the first position in the order that the task may have."""
         return max([self.position[other] + 1 for other in self.simulator.predecessors[task]], default=0)
 
     def before_successors(self, task: int) -> int:
-        """Return the place behind the last one that the task may have."""
+        """Return the position after the last one that the task may have."""
         return min([self.position[other] for other in self.simulator.successors[task]], default=len(self.order))
 
     def _replay(self, change: _Change, limit: float) -> Partial | None:
-        """Return the present schedule with the change; None if its makespan exceeds the limit."""
+        """Return the current schedule with the change; None if its makespan exceeds the limit."""
         now, (free, user) = self._now, self._before[change.first]
         partial = Partial(
             starts=now.starts.copy(), ends=now.ends.copy(), lanes=now.lanes.copy(), free=free.copy(), user=user.copy()
@@ -156,19 +156,19 @@ class _Walk:
         return partial if fits else None
 
     def _adopt(self, change: _Change, partial: Partial) -> None:
-        """Make a change, and bring up to date what is known per place."""
+        """Make a change, and update the state of every position."""
         choices, modes = self.simulator.choices, change.modes
-        behind = [*change.part, *self.order[change.last :]]
-        behind.sort(key=partial.starts.__getitem__)
+        rest = [*change.part, *self.order[change.last :]]
+        rest.sort(key=partial.starts.__getitem__)
         free, user = self._before[change.first]
         free, user = free.copy(), user.copy()
-        for place, task in enumerate(behind, start=change.first):
+        for place, task in enumerate(rest, start=change.first):
             self._before[place] = (free.copy(), user.copy())
             self.position[task] = place
             lane, atoms, _ = choices[task][modes[task]]
             for atom in atoms:
                 free[atom], user[atom] = partial.ends[task], lane
-        self.order = self.order[: change.first] + behind
+        self.order = self.order[: change.first] + rest
         self.modes, self._now = modes, partial
         left = [0] * len(free)
         for place in reversed(range(len(self.order))):
@@ -181,7 +181,7 @@ class _Walk:
 
 
 class _Moves:
-    """Draws changes for `_Walk.try_change`."""
+    """Draws changes for `_Walk.accept`."""
 
     def __init__(self, problem: Problem, simulator: Simulator, rng: random.Random) -> None:
         self.rng = rng
@@ -189,15 +189,15 @@ class _Moves:
         self.num_lanes = len(problem.lanes)
         self.num_modes = [len(task.modes) for task in problem.tasks]
         self.next_in_chain = [max(after, key=simulator.tails.__getitem__, default=-1) for after in simulator.successors]
-        """Per task, the successor with the longest chain behind it; -1 where there is none."""
+        """Per task, the successor with the longest chain after it; -1 if it has no successor."""
         self.chain_of: list[int] = []
-        """Per task, the first task of its chain: that of the first predecessor whose chain goes on with it."""
+        """Per task, the first task of its chain; a chain continues from a task to its `next_in_chain`."""
         for task, before in enumerate(simulator.predecessors):
             self.chain_of.append(next((self.chain_of[p] for p in before if self.next_in_chain[p] == task), task))
         self.splits = [tuple(lane for lane in family if lane) for family in lane_families(problem)[1:]]
 
     def draw(self, walk: _Walk) -> _Change | None:
-        """Return a change; None if what was drawn changes nothing."""
+        """Return a random change; None if it would change nothing."""
         kind = self.rng.random()
         if kind < WINDOW_MOVES and self.splits:
             return self._window(walk)
@@ -221,7 +221,7 @@ class _Moves:
         return _Change(first=first, last=last, part=part, modes=modes)
 
     def _length(self) -> int:
-        """Return a number of tasks, few as likely as many: a power of two, jittered."""
+        """Return a random number of tasks, uniform in its logarithm."""
         num_tasks = len(self.num_modes)
         return min(num_tasks, round(2 ** (self.rng.random() * num_tasks.bit_length())))
 
@@ -235,7 +235,7 @@ class _Moves:
         lane_by_key: dict[int, int] = {}
         for task in part:
             present = self.simulator.choices[task][modes[task]][0]
-            if by_chain or present:  # by lane, what has all units keeps them
+            if by_chain or present:  # by lane, tasks on lane 0 stay there
                 key = self.chain_of[task] if by_chain else present
                 lane = lane_by_key.setdefault(key, split[(offset + len(lane_by_key)) % len(split)])
                 modes[task] = self._mode_on(lane, task, modes[task])
@@ -244,7 +244,7 @@ class _Moves:
         return _Change(first=first, last=first + len(part), part=part, modes=modes)
 
     def _run(self, walk: _Walk) -> _Change | None:
-        """Give a run of one chain the same lane, and move it; if it keeps its lane, it moves."""
+        """Assign a run of one chain to one lane and maybe move it; a run that keeps its lanes is always moved."""
         run = self._draw_run()
         keeps_lane = self.rng.random() < 0.25
         where = self.rng.randrange(1 if keeps_lane else 0, 3)
@@ -283,7 +283,7 @@ class _Moves:
 
 
 def _move_run(part: Sequence[int], run: Sequence[int], neighbours: Sequence[Sequence[int]]) -> list[int]:
-    """Return a part of an order with the tasks of the run as early as those they wait for allow."""
+    """Return a part of an order with the tasks of the run as early as their `neighbours` in it allow."""
     members = set(run)
     others = {task for task in part if task not in members}
     missing = {task: sum(other in others for other in neighbours[task]) for task in run}

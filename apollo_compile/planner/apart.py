@@ -1,20 +1,20 @@
-"""The planner in a process of its own: a native library that crashes or hangs there costs a plan, not a training run.
+"""The planner in a process of its own: if a native library crashes or hangs there, a plan is lost, not a training run.
 
-    solve_apart(problem, effort) -> Solution    what `solve.solve` returns
-    bound_apart(problem) -> int                 what `bounds.lower_bound` returns
+    solve_apart(problem, effort) -> Solution    `solve.solve` in that process
+    bound_apart(problem) -> int                 `bounds.lower_bound` in that process
 
-The process starts with the first question, serves all that come after it, and ends with its parent, or after `IDLE_S`
-without a question. OR-Tools is imported there only, and its work does not hold the parent's GIL. Requests are pickled,
-answers come back as JSON: the parent reads data only, and believes none of it. A schedule is checked against every
-constraint, its execution and its bound are computed or compared here.
+The process starts with the first request, serves all later ones, and ends with its parent, or after `IDLE_S` without a
+request. OR-Tools is imported there only, and its work does not hold the parent's GIL. Requests are pickled, answers are
+JSON, so the parent loads data only, and it checks all of it: the schedule against every constraint, its execution and
+its bound against values computed here.
 
-If the process cannot be started, dies, answers nonsense, or not within the time limit and `GRACE_S`, it is killed, one
-WARNING says why, and the list schedules of this process stand in for it, with a weaker bound. After `MAX_FAILURES` in a
-row no further one is started.
+If the process cannot be started, dies, gives an invalid answer, or none within the time limit and `GRACE_S`, it is
+killed, one WARNING says why, and this process uses the best list schedule instead, with a weaker bound. After
+`MAX_FAILURES` failures in a row no further process is started.
 
-Processes and threads: one question at a time; Ctrl-C reaches the parent only, which kills the process if it was
-waiting; a forked child starts a process of its own. The parent's main module is not imported, as `spawn` would do. A
-program that ends waits for no answer: the process is killed, and threads that still plan do so without it.
+Processes and threads: one request at a time; Ctrl-C reaches the parent only, which kills the process if it was waiting
+for it; a forked child starts a process of its own. The parent's main module is not imported, unlike with `spawn`. At
+interpreter exit nobody waits for an answer: the process is killed, and threads that still plan do so without it.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ from apollo_compile.planner.solve import Effort, Solution, solve
 _logger = logging.getLogger(__name__)
 
 START_LIMIT_S = 60.0
-"""For the process to start and import OR-Tools: half a second where nothing else runs."""
+"""Limit for the process to start and import OR-Tools, which takes half a second on an idle machine."""
 GRACE_S = 30.0
-"""Beyond the time limit of a search, which the check of its candidates does not count against."""
+"""Added to the time limit of a search, which does not include the check of its candidates."""
 IDLE_S = 300.0
-"""Without a question for so long, the process ends; the next question starts another. Plans are asked for while a model
-compiles and in its first steps, so that one start serves them all."""
+"""The process ends after this time without a request; the next request starts another. A model is planned while it
+compiles and in its first steps, so one process mostly serves them all."""
 MAX_FAILURES = 2
 MAX_ANSWER_BYTES = 64 * 2**20
 _LENGTH_BYTES = 8
@@ -60,11 +60,11 @@ _CODE = (
     "from apollo_compile.planner.apart import serve; serve(fd)"
 )
 COMMAND = (sys.executable, "-c", _CODE)
-"""Followed by the number of the socket and the parent's module path, as JSON."""
+"""Command of the process; the number of the socket and the parent's module path follow as JSON."""
 
 
-class _ApartError(Exception):
-    """The process gave no answer that can be used; the message says why."""
+class _ProcessError(Exception):
+    """The process gave no usable answer; the message says why."""
 
 
 def solve_apart(problem: Problem, effort: Effort) -> Solution:
@@ -77,31 +77,31 @@ def solve_apart(problem: Problem, effort: Effort) -> Solution:
         answer = _ask({"problem": problem, "effort": effort}, effort.time_limit_s + GRACE_S)
         if "infeasible" in answer:
             raise InfeasiblePlanError(str(answer["infeasible"]))
-        return _believe(problem, answer)
-    except _ApartError as error:
+        return _check_answer(problem, answer)
+    except _ProcessError as error:
         _warn(error, "list schedules stand in for it")
         return solve(problem, replace(effort, use_solver=False, use_ortools=False))
 
 
 def bound_apart(problem: Problem) -> int:
-    """Return a time that no schedule of the problem can beat."""
+    """Return a lower bound of the makespan of every schedule of the problem."""
     try:
         bound = _ask({"problem": problem, "effort": None}, GRACE_S).get("bound")
         if not isinstance(bound, int) or bound < 0:
-            raise _ApartError(f"it gave {bound!r} as a bound")
+            raise _ProcessError(f"it gave {bound!r} as a bound")
         return bound
-    except _ApartError as error:
+    except _ProcessError as error:
         _warn(error, "the bound is a weaker one")
         return lower_bound(problem, use_program=False)
 
 
-def _warn(error: _ApartError, instead: str) -> None:
+def _warn(error: _ProcessError, instead: str) -> None:
     if not _is_ending:  # then it was killed, and no plan matters
         _logger.warning("the planner's process failed: %s; %s", error, instead)
 
 
-def _believe(problem: Problem, answer: Mapping[str, Any]) -> Solution:
-    """Return the solution of an answer, after a check of all that follows from the problem."""
+def _check_answer(problem: Problem, answer: Mapping[str, Any]) -> Solution:
+    """Return the solution of an answer, after checking everything that can be computed from the problem."""
     try:
         solution = from_json(Solution, answer.get("solution"))
         violations = problem.violations(solution.schedule)
@@ -114,7 +114,7 @@ def _believe(problem: Problem, answer: Mapping[str, Any]) -> Solution:
         if not 0 <= solution.chosen < len(solution.candidates):
             raise ValueError(f"it chose candidate {solution.chosen} of {len(solution.candidates)}")
     except ValueError as error:
-        raise _ApartError(str(error)) from error
+        raise _ProcessError(str(error)) from error
     return solution
 
 
@@ -129,7 +129,7 @@ class _Process:
     channel: socket.socket
 
     def stop(self, patience_s: float) -> int:
-        """Kill it if it still runs after so long; return its exit code."""
+        """Kill it if it still runs after `patience_s`; return its exit code."""
         self.channel.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             return self.process.wait(patience_s)
@@ -138,49 +138,49 @@ class _Process:
 
 
 _lock = threading.Lock()
-"""Guards what follows."""
+"""Guards the following globals."""
 _process: _Process | None = None
 _num_failures = 0
 _is_ending = False
 
 
 def _ask(request: object, time_limit_s: float) -> Mapping[str, Any]:
-    """Return the answer to a request; after a failure nobody waits for the process any more.
+    """Return the answer to a request; after a failure the process is stopped.
 
     Raises:
-        _ApartError: there is none.
+        _ProcessError: there is no answer.
     """
     global _num_failures
     with _lock:
         if _is_ending:
-            raise _ApartError("the program ends")
+            raise _ProcessError("the program ends")
         if _num_failures >= MAX_FAILURES:
-            raise _ApartError(f"it did so {_num_failures} times in a row and is not started again")
+            raise _ProcessError(f"it did so {_num_failures} times in a row and is not started again")
         try:
             process = _running()
             process.channel.settimeout(time_limit_s)
             _send(process.channel, pickle.dumps(request))
             answer = _receive(process.channel, time.monotonic() + time_limit_s)
-        except Exception as error:  # whatever it is: list schedules need no process
+        except Exception as error:  # list schedules need no process, whatever failed
             _num_failures += 1
             is_dying = isinstance(error, ConnectionError)
-            raise _ApartError(_say(error, stop_planner(patience_s=1.0 if is_dying else 0.0))) from error
-        except BaseException:  # an interrupt: the answer would be taken for that to the next question
+            raise _ProcessError(_describe_failure(error, stop_planner(patience_s=1.0 if is_dying else 0.0))) from error
+        except BaseException:  # an interrupt: a late answer would be taken for that to the next request
             stop_planner()
             raise
         _num_failures = 0
     for line in answer.get("warnings") or ():
         _logger.warning("%s", line)
     if "error" in answer:
-        raise _ApartError(str(answer["error"]))
+        raise _ProcessError(str(answer["error"]))
     return answer
 
 
 def _running() -> _Process:
-    """Return a process that waits for a question."""
+    """Return a process that waits for a request; start one if there is none."""
     global _process
     if _process is not None and _process.process.poll() is not None:
-        stop_planner()  # it was idle for long
+        stop_planner()  # it ended after IDLE_S
     if _process is None:
         ours, theirs = socket.socketpair()
         with theirs:
@@ -197,30 +197,30 @@ def _running() -> _Process:
                 ours.close()
                 raise
         _process = _Process(process, ours)
-        if _is_ending:  # since it was last asked; whoever ends the program may not have seen this process
+        if _is_ending:  # set since the last check: `end_planning` may not have seen this process
             raise ConnectionAbortedError("the program ends")
         _receive(ours, time.monotonic() + START_LIMIT_S)
     return _process
 
 
 def stop_planner(*, patience_s: float = 0.0) -> int | None:
-    """End the process, if there is one; return its exit code. The next question starts another."""
+    """End the process, if there is one; return its exit code. The next request starts another."""
     global _process
     process, _process = _process, None
     return None if process is None else process.stop(patience_s)
 
 
 def end_planning() -> None:
-    """At the end of the program: kill the process, so that nobody waits for its answer, and start no other."""
+    """At interpreter exit: kill the process, so that no thread waits for its answer, and start no other."""
     global _is_ending
     _is_ending = True
-    process = _process  # the channel may be another thread's, which closes it
+    process = _process  # another thread may be using the channel, and closes it then
     if process is not None:
         process.process.kill()
 
 
 def _forget() -> None:
-    """In a forked child: the process is the parent's, and so may be the lock, held by a thread that is not here."""
+    """In a forked child: forget the parent's process, and the lock, which a thread of the parent may have held."""
     global _process, _lock, _num_failures
     if _process is not None:
         _process.channel.close()
@@ -233,7 +233,7 @@ atexit.register(end_planning)  # this one is called first
 os.register_at_fork(after_in_child=_forget)
 
 
-def _say(error: Exception, code: int | None) -> str:
+def _describe_failure(error: Exception, code: int | None) -> str:
     if isinstance(error, TimeoutError):
         return "it did not answer in time and was killed"
     if isinstance(error, ConnectionError) and code is not None:
@@ -249,7 +249,7 @@ def _send(channel: socket.socket, content: bytes) -> None:
 
 
 def _receive(channel: socket.socket, deadline: float) -> dict[str, Any]:
-    """Return what the process says next, an object of JSON. Raises `OSError` or `ValueError`."""
+    """Return the next message of the process, a JSON object. Raises `OSError` or `ValueError`."""
     length = int.from_bytes(_read(channel, _LENGTH_BYTES, deadline), "little")
     if length > MAX_ANSWER_BYTES:
         raise ValueError(f"it announced an answer of {length} bytes")
@@ -275,7 +275,7 @@ def _read(channel: socket.socket, length: int, deadline: float | None) -> bytes:
 
 
 class _Warnings(logging.Handler):
-    """Collects warnings for the parent, whose user set the loggers up."""
+    """Collects warnings for the parent, whose loggers the user has configured."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -287,7 +287,7 @@ class _Warnings(logging.Handler):
 
 
 def serve(fd: int) -> None:
-    """Be the process: answer questions until the parent closes the socket, or is silent for `IDLE_S`."""
+    """Run in the process: answer requests until the parent closes the socket, or sends none for `IDLE_S`."""
     warnings = _Warnings()
     logging.getLogger().addHandler(warnings)
     with socket.socket(fileno=fd) as channel, contextlib.suppress(TimeoutError, ConnectionError):
@@ -308,5 +308,5 @@ def _answer(problem: Problem, effort: Effort | None) -> dict[str, Any]:
         return {"solution": to_json(solve(problem, effort))}
     except InfeasiblePlanError as error:
         return {"infeasible": str(error)}
-    except Exception as error:  # the parent plans without us, and says why
+    except Exception as error:  # the parent logs it and plans without this process
         return {"error": f"{type(error).__name__}: {error}"}

@@ -1,20 +1,20 @@
-"""Schedules as others decide them, on the same lanes and in the same simulator.
+"""Baselines: the scheduling rules of other systems, on the same lanes and in the same simulator.
 
     BASELINES[name](problem) -> Schedule
 
 Each rule chooses a lane per task and an order; a task runs in its fastest mode on its lane, or on lane 0 if it has none
-there. A replay then starts everything as early as the order allows. What the rules know as devices or streams must be
-lanes here:
+there. A replay then starts every task as early as the order allows. Devices and streams of the rules are mapped to
+lanes:
 
 * The equal split is the split (disjoint narrow lanes) that covers most units and whose lanes differ least. Its lanes
-  are the processors of rules that know a fixed set of them. Stream k is lane k of it, modulo its lanes.
-* Streams have no quota, and a processor of HEFT is not a part of another: what is alone on a device has all of it. So
-  for the rules with streams and for HEFT, a task that nothing can run beside, because all others come before or after
-  it, is on lane 0.
-* Waves may use any split, since they choose their own.
+  are the processors of rules with a fixed set of processors. Stream k is lane k of it, modulo its lanes.
+* In the originals, a task that runs alone has the whole device, because streams have no quota and processors of HEFT
+  are separate devices. So for the rules with streams and for HEFT, a task that cannot overlap with any other, because
+  all others come before or after it, is on lane 0.
+* Waves may use any split, because the rule chooses one per wave.
 
-Guarantees: every schedule keeps the order and the atoms; where there is no split, it is the serial one. Resources are
-not looked at, nor interference, as in the originals.
+Guarantees: every schedule respects precedence and atoms; where there is no split, it is the serial one. Like the
+originals, the rules ignore renewable resources and interference.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from apollo_compile.planner.simulate import Simulator, serial_schedule
 
 
 def serial(problem: Problem) -> Schedule:
-    """Run everything on lane 0 in the given order, as a device does without any of this."""
+    """Run everything on lane 0 in the given order."""
     return serial_schedule(problem)
 
 
 def equal_split(problem: Problem) -> Schedule:
-    """Cut the device into equal lanes, and let every branch keep one.
+    """Cut the device into equal lanes, and keep every branch on one of them.
 
-    A branch is a chain in which each task goes on to the successor with the longest way to the end. A new branch takes
-    the lane with the least work so far. Nothing is on lane 0, unless there is one branch only.
+    A branch is a chain in which each task is followed by its successor with the longest path to the end. A new branch
+    takes the lane with the least work so far. No task is on lane 0, unless there is only one branch.
     """
     simulator, split = Simulator(problem), _equal_split(problem)
     branches = _branches(simulator)
@@ -51,9 +51,9 @@ def equal_split(problem: Problem) -> Schedule:
 
 
 def critical_path_round_robin(problem: Problem) -> Schedule:
-    """Keep the path with most tasks on the first stream, and deal out the others in turn.
+    """Keep the path with most tasks on the first stream, and distribute the others round-robin.
 
-    The rule of apex torchsched: depth stands for time, and the order is that of the graph.
+    The rule of apex torchsched: the critical path is the deepest one, and the order is that of the graph.
     Source: `MultiCudaStreamScheduler.schedule_multi_cuda_streams` in apex/contrib/torchsched/inductor/scheduler.py,
     https://github.com/NVIDIA/apex
     """
@@ -67,10 +67,11 @@ def critical_path_round_robin(problem: Problem) -> Schedule:
 
 
 def first_successor_streams(problem: Problem) -> Schedule:
-    """Go on in the stream of the first predecessor from which no task has gone on yet, else open a stream.
+    """Continue the stream of the first predecessor whose stream no other task continues; else open a new stream.
 
-    The rule of Opara's stream allocator. The order is that of the graph: Opara's own needs the shared memory of every
-    kernel. Source: StreamAllocator.py in https://github.com/icloud-ecnu/Opara; https://arxiv.org/abs/2312.10351
+    The rule of Opara's stream allocator. The order is that of the graph, because Opara's own order needs the shared
+    memory of every kernel.
+    Source: StreamAllocator.py in https://github.com/icloud-ecnu/Opara; https://arxiv.org/abs/2312.10351
     """
     simulator, split = Simulator(problem), _equal_split(problem)
     if not split:
@@ -90,7 +91,7 @@ def first_successor_streams(problem: Problem) -> Schedule:
 
 
 def heft(problem: Problem) -> Schedule:
-    """Place the task with the highest upward rank where it ends first, in a gap if there is one.
+    """Place the task with the highest upward rank on the lane where it ends first, in an idle gap if there is one.
 
         rank[t] = mean duration of t + max over successors s of (handover + rank[s])
 
@@ -118,13 +119,14 @@ def heft(problem: Problem) -> Schedule:
 
 
 def wavefront(problem: Problem) -> Schedule:
-    """Go level by level; run a level in waves, and divide the units anew in each of them.
+    """Schedule level by level; run each level in waves, and choose a split for each wave.
 
-    Tasks that only follow each other are one chain (Spindle's MetaOp), chains of equal depth are a level. A wave gives
-    the longest chains left to the lanes of one split, the longest to the widest, and lasts until the first of them has
-    ended; of the others, it takes the tasks that begin before that. Of all splits, and lane 0 alone, the one is taken
-    that does most work per time, where work is time on lane 0. Spindle solves a relaxed problem to divide any number of
-    devices; a few splits can be tried. Waves wait for each other only where tasks do.
+    Tasks in a row without branches are one chain (Spindle's MetaOp), chains of equal depth are a level. A wave assigns
+    the longest remaining chains to the lanes of one split, the longest to the widest, and lasts until the first of them
+    has ended; of the other chains, it takes the tasks that start before that. Among all splits, and lane 0 alone, the
+    one with most work per time is taken, where work is the duration on lane 0. Spindle solves a relaxed problem to
+    divide any number of devices; here a few splits can be tried. A wave waits for an earlier one only where its tasks
+    do.
     Source: Wang et al., "Spindle: efficient distributed training of multi-task large models via wavefront scheduling",
     ASPLOS 2025, https://doi.org/10.1145/3676641.3715992
     """
@@ -157,7 +159,7 @@ BASELINES: dict[str, Callable[[Problem], Schedule]] = {
     "HEFT": heft,
     "wavefront": wavefront,
 }
-"""By the names that reports and benchmarks show."""
+"""Baselines by their names in reports and benchmarks."""
 
 
 # ----------------------------------------------------------------------------------------------------------- lanes
@@ -178,7 +180,7 @@ def _splits(problem: Problem) -> list[tuple[int, ...]]:
 
 
 def _equal_split(problem: Problem) -> tuple[int, ...]:
-    """Return the lanes of the most equal split of most units; none where there is no split."""
+    """Return the lanes of the split with most units, and among those the most equal one; none if there is no split."""
 
     def merit(split: tuple[int, ...]) -> tuple[int, int]:
         units = [_num_units(problem, lane) for lane in split]
@@ -192,13 +194,13 @@ def _num_units(problem: Problem, lane: int) -> int:
 
 
 def _lanes_of_streams(simulator: Simulator, streams: Sequence[int], split: Sequence[int]) -> list[int]:
-    """Return the lane of every task: that of its stream, or lane 0 if nothing can run beside it."""
+    """Return the lane of every task: that of its stream, or lane 0 if no other task can overlap with it."""
     alone = _find_alone(simulator)
     return [0 if task in alone else split[stream % len(split)] for task, stream in enumerate(streams)]
 
 
 def _find_alone(simulator: Simulator) -> frozenset[int]:
-    """Return the tasks that nothing can run beside, because all others come before or after them."""
+    """Return the tasks that cannot overlap with any other, because all others come before or after them."""
     num_tasks = len(simulator.successors)
     before, after = [0] * num_tasks, [0] * num_tasks  # sets of tasks as bits
     for task, predecessors in enumerate(simulator.predecessors):
@@ -227,14 +229,14 @@ def _replay(simulator: Simulator, order: Sequence[int], lanes: Sequence[int]) ->
 
 
 def _branches(simulator: Simulator) -> list[int]:
-    """Return the branch of every task, named by its first task: that of the first predecessor that goes on to it."""
-    goes_on_to = [
+    """Return the branch of every task, named by its first task: that of the first predecessor that it continues."""
+    next_in_branch = [
         max(later, key=lambda task: simulator.shortest[task] + simulator.tails[task], default=-1)
         for later in simulator.successors
     ]
     found: list[int] = []
     for task, predecessors in enumerate(simulator.predecessors):
-        found.append(next((found[other] for other in predecessors if goes_on_to[other] == task), task))
+        found.append(next((found[other] for other in predecessors if next_in_branch[other] == task), task))
     return found
 
 
@@ -250,7 +252,7 @@ def _deepest_path(simulator: Simulator) -> frozenset[int]:
 
 
 def _levels(simulator: Simulator) -> list[list[list[int]]]:
-    """Return, per depth, the chains of tasks that only follow each other."""
+    """Return, per depth, the chains of tasks in a row without branches."""
     chains: list[list[int]] = []
     chain_of: list[int] = []
     depths: list[int] = []
@@ -318,12 +320,12 @@ def _upward_ranks(simulator: Simulator, choices: Sequence[dict[int, int]]) -> li
 
 
 class _Calendar:
-    """What is booked on every lane, and on those that share its atoms."""
+    """Bookings of every lane, including those of lanes that share its atoms."""
 
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
         self._taken: list[list[tuple[int, int]]] = [[] for _ in problem.lanes]
-        """Per lane, ascending: when it is free again, and when it must have been free before; hand-overs included."""
+        """Per lane, ascending: (end, start) of the times in which it is taken, with hand-overs."""
 
     def earliest_start(self, lane: int, duration: int, ready: int) -> int:
         """Return the first start from `ready` on, such that the lane is free for the duration."""

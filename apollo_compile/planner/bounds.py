@@ -1,30 +1,31 @@
-"""A proven lower limit of the makespan: a linear program suggests a proof, whole numbers check it.
+"""A proven lower bound of the makespan: a linear program finds a proof, integer arithmetic checks it.
 
-    lower_bound(problem) -> integer that no valid schedule can beat
+    lower_bound(problem) -> integer that no makespan of a valid schedule is below
 
-Let y[t, m] be 1 where task t runs in mode m, s[t] its start and C the makespan. Every schedule keeps
+Let y[t, m] be 1 where task t runs in mode m, s[t] its start and C the makespan. Every schedule satisfies
 
 (1) order    s[b]  >=  s[a] + sum over m of d[a, m] y[a, m]                            a before b; C for s[b] at the end
 (2) load     s[b]  >=  s[a] + sum over m of d[a, m] y[a, m] + c + sum over t in S, m of u[t, m, r] y[t, m] / cap[r]
-             with S some tasks that all come after a and before b: they run one after the other on atom r, or share the
-             capacity of renewable resource r, between the end of a and the start of b. Without a, they start at c1 or
-             later, their least head; without b, c2 is left when the last has ended, their least tail; c = c1 + c2.
-             u = time on the atom, or time x (demand + what the task itself begins to hold)
+             with S a set of tasks that all come after a and before b: they run one after the other on atom r, or share
+             the capacity of renewable resource r, between the end of a and the start of b. Without a, they start at c1
+             or later, their least head; without b, c2 follows the end of the last, their least tail; c = c1 + c2.
+             u = time on the atom, or time x (demand + amounts that the task begins to hold)
 
-Add them with weights w >= 0. What remains of s[t] is bounded by  head[t] <= s[t] <= C - shortest[t] - tail[t],  and
-every task may choose its best mode by itself, so
+Add them with weights w >= 0. The remaining terms in s[t] are bounded by  head[t] <= s[t] <= C - shortest[t] - tail[t],
+and the mode of every task can be chosen independently, so
 
     C * (weight into the end + surplus weight into starts)
-          >=  constants + sum over t of  min over m of (what the weighted constraints charge for t in mode m)
+          >=  constants + sum over t of  min over m of (weighted coefficients of y[t, m])
 
-for *any* weights (a Lagrangian relaxation). The weights are the dual values of the linear program over (1) and (2), to
-which violated loads are added until none is left or nothing more is won: of all pairs (a, b), with S all that lies
-between, and of all thresholds of head and tail, those through which the longest path is longest. Then the weights are
-rounded and the inequality is evaluated in integers, so the claim rests neither on the solver nor on floating point.
+for *any* weights (a Lagrangian relaxation). The weights are the dual values of the linear program over (1) and (2).
+Violated loads are added as cuts until there are none or the bound stops improving: of all pairs (a, b), with S all
+tasks between, and of all thresholds of head and tail, those with the longest path through them. Then the weights are
+rounded and the inequality is evaluated in integers, so the proof depends neither on the solver nor on floating point.
 
-In the linear program a task may be half on many units and half on few, which is worth a few percent where two towers
-of few large layers share the device. So the longest path and the longest of what it leaves are also scheduled exactly,
-with all other tasks left out (`two_chains.py`). The largest bound counts; hand-overs are ignored in all.
+In the linear program a task may be half on many units and half on few, which weakens the bound by a few percent where
+two towers of few large layers share the device. So the longest path and the longest path of the remaining tasks are
+also scheduled exactly, without all other tasks (`two_chains.py`). The result is the largest of these bounds; all of
+them ignore hand-overs.
 
 Sources: Mingozzi et al., "An exact algorithm for the RCPSP", Management Science 44, 1998,
 https://doi.org/10.1287/mnsc.44.5.714 (relaxation); Carlier, Pinson, "An algorithm for solving the job-shop problem",
@@ -54,13 +55,13 @@ MAX_NEW_CUTS = 8
 """Loads added in one round."""
 PATIENCE = 6
 LEAST_GAIN = 3e-4
-"""Rounds stop when `PATIENCE` of them have not won this share of the bound."""
+"""Rounds stop when the bound has not improved by this share in `PATIENCE` rounds."""
 LEAST_VIOLATION = 3e-4
 """Share of the bound by which a load must be violated."""
 WEIGHT_STEPS = 10**9
 """Weights are rounded to this grid for the integer evaluation."""
 LOAD_STEPS = 2**30
-"""Loads are rounded to this grid while cuts are sought: sums are then exact, in whatever order a machine adds."""
+"""Loads are rounded to this grid in the search for cuts, so that sums are exact in any order of addition."""
 MAX_SOLVER_TIME = 1.0
 """Deterministic seconds of one solve of the linear program."""
 
@@ -68,12 +69,12 @@ _Array = npt.NDArray[np.float64]
 
 
 def lower_bound(problem: Problem, *, use_program: bool = True, deadline: float = math.inf) -> int:
-    """Return a number that the makespan of no valid schedule is below.
+    """Return a lower bound of the makespan of every valid schedule.
 
     Arguments:
-        problem: whatever is to be scheduled.
+        problem: what to schedule.
         use_program: also solve the linear program, which needs OR-Tools.
-        deadline: of `time.monotonic()`; past it, the program gets no more cuts.
+        deadline: of `time.monotonic()`; after it, the program gets no more cuts.
     """
     if not problem.tasks:
         return 0
@@ -111,14 +112,14 @@ class _Cut:
 
 
 class _Network:
-    """One problem in the shape that the bound needs."""
+    """A problem in the form that the bound needs."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         self.modes = [_useful_modes(problem, task) for task in range(len(problem.tasks))]
         self.durations = [[mode.duration for mode in modes] for modes in self.modes]
         self.capacities = [1] * len(problem.atom_sizes) + list(problem.capacities)
-        """Of the resources: first the atoms, then the renewable ones."""
+        """Capacities of atoms, and then of renewable resources."""
         self.uses = [
             *(self._uses_of_atom(atom) for atom in range(len(problem.atom_sizes))),
             *(self._uses_of_renewable(resource) for resource in range(len(problem.capacities))),
@@ -128,7 +129,7 @@ class _Network:
         self.is_before = _closure(self.successors)
         shortest = [min(durations) for durations in self.durations]
         self.tails = tail_lengths(self.successors, shortest)
-        """Least time from the end of a task to the end of all."""
+        """Least time from the end of a task to the end of the schedule."""
         self.tails_with = [tail + own for tail, own in zip(self.tails, shortest, strict=True)]
         """The same from the start of the task."""
         self.heads: list[int] = []
@@ -149,26 +150,26 @@ class _Network:
         ]
 
     def orders(self) -> Iterator[_Cut]:
-        """Yield all of (1)."""
+        """Yield all constraints (1)."""
         for task, successors in enumerate(self.successors):
             for after in successors or (None,):
                 yield _Cut(after=task, before=after)
 
     def first_loads(self) -> list[_Cut]:
-        """Return (2) of all tasks, for every resource."""
+        """Return the constraint (2) of all tasks, for every resource."""
         everything = tuple(range(len(self.modes)))
         return [self.load(resource, everything) for resource, capacity in enumerate(self.capacities) if capacity]
 
     def load(
         self, resource: int, tasks: tuple[int, ...], *, after: int | None = None, before: int | None = None
     ) -> _Cut:
-        """Return (2); the tasks come after `after` and before `before`."""
+        """Return a constraint (2); the tasks come after `after` and before `before`."""
         head = min(self.heads[task] for task in tasks) if after is None else 0
         tail = min(self.tails[task] for task in tasks) if before is None else 0
         return _Cut(after=after, before=before, resource=resource, constant=head + tail, tasks=tasks)
 
     def terms(self, cut: _Cut) -> Iterator[tuple[int, Sequence[int]]]:
-        """Yield (task, factor per mode) of a constraint that is multiplied by the capacity of its resource."""
+        """Yield (task, coefficient per mode) of a constraint, multiplied by the capacity of its resource."""
         if cut.after is not None:
             yield cut.after, [duration * self.capacity(cut) for duration in self.durations[cut.after]]
         if cut.resource is not None:
@@ -176,11 +177,11 @@ class _Network:
                 yield task, self.uses[cut.resource][task]
 
     def capacity(self, cut: _Cut) -> int:
-        """Return what a constraint is multiplied with to make it whole."""
+        """Return the factor that makes the coefficients of a constraint integers."""
         return 1 if cut.resource is None else self.capacities[cut.resource]
 
     def two_chains(self) -> int:
-        """Return the shortest makespan of the longest path and the longest of what it leaves; 0 if there are none."""
+        """Return the shortest makespan of the longest path and the longest path of the rest; 0 if there are not two."""
         is_before = self.is_before > 0
         is_left = np.ones(len(self.modes), dtype=bool)
         first = self._longest_chain(is_before, is_left)
@@ -191,15 +192,15 @@ class _Network:
         return shortest_makespan(self._as_chain(first), self._as_chain(second), self.problem.lanes) or 0
 
     def _longest_chain(self, is_before: npt.NDArray[np.bool_], is_left: npt.NDArray[np.bool_]) -> list[int]:
-        """Return tasks that are left and run one after the other, in this order, for the longest time."""
+        """Return the longest chain of the tasks in `is_left`, in order."""
         lengths = np.zeros(len(self.modes), dtype=np.int64)
         for task in np.flatnonzero(is_left):
             lengths[task] = min(self.durations[task]) + (lengths * is_before[:, task]).max()
         chain: list[int] = []
-        candidates = is_left
-        while candidates.any():
-            chain.append(int((lengths * candidates).argmax()))
-            candidates = candidates & is_before[:, chain[-1]]
+        possible = is_left
+        while possible.any():
+            chain.append(int((lengths * possible).argmax()))
+            possible = possible & is_before[:, chain[-1]]
         return chain[::-1]
 
     def _as_chain(self, tasks: Sequence[int]) -> Chain:
@@ -210,10 +211,10 @@ class _Network:
         )
 
     def evaluate(self, cuts: Sequence[_Cut], weights: Sequence[int]) -> int:
-        """Return the bound that follows from whole weights >= 0, rounded up because makespans are whole."""
+        """Return the bound that follows from integer weights >= 0, rounded up because makespans are integers."""
         charges = [[0] * len(modes) for modes in self.modes]
         surplus = [0] * len(self.modes)
-        """What remains of the weight of every start."""
+        """Sum of the weighted coefficients of every start."""
         into_end = constant = 0
         for cut, weight in zip(cuts, weights, strict=True):
             scaled = weight * self.capacity(cut)
@@ -238,7 +239,7 @@ class _Network:
 
 
 def _useful_modes(problem: Problem, task: int) -> list[Mode]:
-    """Return the modes that fit the limits and that no other one is at least as good as, in all respects."""
+    """Return the modes that fit the capacities and that no other mode dominates."""
     held = [0] * len(problem.capacities)
     for hold in problem.holds:
         held[hold.resource] += hold.amount if hold.task == task else 0
@@ -262,7 +263,7 @@ def _useful_modes(problem: Problem, task: int) -> list[Mode]:
 
 
 class _Program:
-    """The linear program over (1) and (2), with rows that come and values that come back."""
+    """The linear program over (1) and (2), to which rows can be added."""
 
     def __init__(self, network: _Network, *, scale: int) -> None:
         from ortools.linear_solver import pywraplp
@@ -312,7 +313,7 @@ class _Program:
         return float(self._end.solution_value())
 
     def rounded_weights(self) -> list[int]:
-        """Return whole weights of the constraints, which `evaluate` multiplies with capacities."""
+        """Return integer weights of the constraints, which `evaluate` multiplies by capacities."""
         steps = WEIGHT_STEPS * max([1, *self.network.capacities])
         return [
             max(0, round(row.dual_value() * steps / self.network.capacity(cut)))
@@ -320,7 +321,7 @@ class _Program:
         ]
 
     def add_violated(self) -> bool:
-        """Add loads that the optimum violates, the most violated first; return whether there are any."""
+        """Add loads that the optimum violates, the most violated first; return whether there were any."""
         steps = LOAD_STEPS / self.scale
         chosen = [[variable.solution_value() for variable in variables] for variables in self._modes]
         durations = _weighted(self.network.durations, chosen, steps)
@@ -362,7 +363,7 @@ class _Program:
         return np.array(heads), np.array(tails)
 
     def _loads_between(self, resource: int, load: _Array, ends: _Array, tails: _Array) -> Iterator[tuple[float, _Cut]]:
-        """Yield, for every task and the begin, the load behind it with the longest path through it."""
+        """Yield, for every task and for the beginning, the load after it with the longest path through it."""
         num_tasks = len(load)
         come_after = np.vstack([self.network.is_before, np.ones(num_tasks)])
         come_before = np.hstack([self.network.is_before, np.ones((num_tasks, 1))])

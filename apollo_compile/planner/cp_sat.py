@@ -1,19 +1,19 @@
-"""Constraint programming: search for a shortest schedule with CP-SAT.
+"""Constraint programming: search for the shortest schedule with CP-SAT.
 
     solve_with_cp_sat(problem, hint=..., ...) -> SolverOutcome
     search_part(problem, makespans, limits, ...) -> Answer                  one window of `windows.py`
 
-The modes that a schedule may need (`modes.py`) become a model (`model.py`), which begins with a hint: a valid schedule.
-A hint in a mode that went moves to the mode that dominates it.
+The modes that a schedule may need (`modes.py`) become a model (`model.py`), with a valid schedule as a hint. Where the
+hint uses a dropped mode, it is changed to the mode that dominates it.
 
-A status is a claim of the solver: schedules are checked here with `Problem.violations`, and a certificate is a valid
-schedule as long as our own bound (`bounds.py`). Where the model is narrower than the problem, neither its optimum nor
-its infeasibility is reported as a proof.
+A status is a claim of the solver: schedules are checked here with `Problem.violations`, and only a schedule whose
+makespan equals our own bound (`bounds.py`) is proven optimal. Where the model is tighter than the problem, neither its
+optimum nor its infeasibility is reported.
 
 Deterministic with one worker: the same problem, hint, seed and deterministic time give the same schedule, unless the
-time limit struck, which the outcome says. With several, the time that a search takes is luck: on one published instance
-half of the seeds end within 2 s, the others not within 10. So after `RESTART_S` another seed continues, and others
-again and again, each with as much time as all before it.
+time limit ended the search, which the outcome says. With several workers, search times vary widely: on one published
+instance half of the seeds end within 2 s, the others not within 10. So the search restarts with another seed after
+`RESTART_S`, and again and again, each time with as much time as all searches before it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from typing import Literal
 from ortools.sat.python import cp_model
 
 from apollo_compile.errors import InvariantError
-from apollo_compile.planner.model import Model, Variant, build_model
+from apollo_compile.planner.model import Model, TaskMode, build_model
 from apollo_compile.planner.modes import is_as_good, kept_modes
 from apollo_compile.planner.problem import Problem, Schedule
 from apollo_compile.planner.replay import left_shifted, makespan_of
@@ -38,25 +38,25 @@ from apollo_compile.planner.replay import left_shifted, makespan_of
 logger = logging.getLogger(__name__)
 
 COMPLETE_SUBSOLVER = "reduced_costs"
-"""With several workers, the search beside the neighbourhoods: of those tried the best on published instances."""
+"""Subsolver that is added with several workers: the best of those tried on published instances."""
 
 RESTART_S = 3.0
-"""With several workers, the time after which a search begins again with another seed for the first time."""
+"""With several workers, the time until the first restart with another seed."""
 
 Status = Literal["optimal", "feasible", "unknown", "infeasible", "invalid"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SolverOutcome:
-    """What CP-SAT says, and the schedule it found, which is valid."""
+    """Status and schedule of a search; the schedule is valid."""
 
     status: Status
-    """ "optimal": it claims that nothing is shorter. "invalid": what it found breaks a constraint, and was dropped."""
+    """ "optimal": CP-SAT claims it. "invalid": its schedule violates a constraint and was dropped."""
     schedule: Schedule | None
     bound: int
-    """No schedule is shorter, as CP-SAT claims; at least the `lower_bound` that it was given."""
+    """CP-SAT's claim of a lower bound; at least the `lower_bound` that it was given."""
     reached_time_limit: bool
-    """Whether the time limit ended the search, so that another run may find something else."""
+    """Whether the time limit ended the search, so that another run may find another schedule."""
 
 
 def solver_version() -> str:
@@ -74,15 +74,15 @@ def solve_with_cp_sat(
     time_limit_s: float,
     workers: int = 1,
 ) -> SolverOutcome:
-    """Search for a shortest schedule, one that is not longer than the hint.
+    """Search for the shortest schedule; the result is not longer than the hint.
 
     Arguments:
         problem: what to schedule.
-        hint: a valid schedule where the search begins; None if none is known.
+        hint: a valid schedule from which the search begins; None if none is known.
         lower_bound: proven elsewhere; 0 if nothing is known.
         seed: of the search.
-        deterministic_time: what CP-SAT may spend, in its own measure of work; may be infinite.
-        time_limit_s: safety net.
+        deterministic_time: limit in CP-SAT's own measure of work; may be infinite.
+        time_limit_s: wall-clock limit, as a safety net.
         workers: threads; with more than one, results vary from run to run.
 
     Raises:
@@ -123,12 +123,12 @@ def search_part(
     """Search for a schedule of some tasks of a larger problem.
 
     Arguments:
-        problem: those tasks, and what the others leave to them.
-        makespans: the least and the largest one, of all tasks.
-        limits: release and tail of every task and mode; see `model.Variant`.
+        problem: the problem of those tasks.
+        makespans: the least and the largest makespan of the larger problem.
+        limits: release and tail of every task and mode; see `model.TaskMode`.
         seed: of the search.
-        deterministic_time: what CP-SAT may spend, in its own measure of work.
-        time_limit_s: safety net.
+        deterministic_time: limit in CP-SAT's own measure of work.
+        time_limit_s: wall-clock limit, as a safety net.
     """
     model = build_model(problem, kept_modes(problem), makespans, limits)
     return search(model, seed=seed, deterministic_time=deterministic_time, time_limit_s=time_limit_s, presolves=1)
@@ -144,7 +144,7 @@ def check_start(problem: Problem, start: Schedule, lower_bound: int) -> None:
 
 
 def _judge(problem: Problem, answer: Answer, is_exact: bool, lower_bound: int) -> SolverOutcome:
-    """Return what the answer means for the problem, after a check of the schedule."""
+    """Return the outcome for the problem, after checking the schedule of the answer."""
     status: Status = answer.status
     bound, schedule = max(lower_bound, answer.bound), None
     if answer.starts:
@@ -157,7 +157,7 @@ def _judge(problem: Problem, answer: Answer, is_exact: bool, lower_bound: int) -
                 status="invalid", schedule=None, bound=lower_bound, reached_time_limit=answer.reached_time_limit
             )
         schedule = left_shifted(problem, answer.starts, answer.modes)
-    if not is_exact:  # nothing is claimed of the problem
+    if not is_exact:  # claims about the model do not hold for the problem
         bound = lower_bound
         status = "feasible" if status == "optimal" else "unknown" if status == "infeasible" else status
     if schedule is not None and schedule.makespan < bound:
@@ -167,32 +167,32 @@ def _judge(problem: Problem, answer: Answer, is_exact: bool, lower_bound: int) -
 
 
 def _longest(problem: Problem, kept: Sequence[Sequence[int]]) -> int:
-    """Return what no shortest schedule exceeds: one has no instant at which nothing runs and nothing is handed over."""
+    """Return an upper bound of the shortest makespan: at every instant of it a task runs or a hand-over takes place."""
     slowest = (max(problem.tasks[task].modes[mode].duration for mode in modes) for task, modes in enumerate(kept))
     return sum(slowest) + problem.handover * max(0, len(kept) - 1)
 
 
 def _add_hint(model: Model, schedule: Schedule) -> None:
-    """Hint every variable; a mode that is not in the model moves to one that is as good."""
+    """Hint every variable; a mode that is not in the model is replaced by one that is as good."""
     cp, problem = model.cp, model.problem
-    kept = [[variant.index for variant in variants] for variants in model.variants]
+    kept = [[task_mode.index for task_mode in task_modes] for task_modes in model.task_modes]
     ends: list[int] = []
     modes: list[int] = []
-    for task, variants in enumerate(model.variants):
+    for task, task_modes in enumerate(model.task_modes):
         start, chosen = schedule.starts[task], schedule.modes[task]
         if chosen not in kept[task]:
             chosen = next(mode for mode in kept[task] if is_as_good(problem, task, mode, chosen))
         ends.append(start + problem.tasks[task].modes[chosen].duration)
         cp.add_hint(model.starts[task], start)
-        for variant in variants:
-            cp.add_hint(variant.on, variant.index == chosen)
+        for task_mode in task_modes:
+            cp.add_hint(task_mode.on, task_mode.index == chosen)
         cp.add_hint(model.ends[task], ends[-1])
-        for variant in variants:
-            if variant.start is not model.starts[task]:
-                cp.add_hint(variant.start, start)
+        for task_mode in task_modes:
+            if task_mode.start is not model.starts[task]:
+                cp.add_hint(task_mode.start, start)
         modes.append(chosen)
     for variable, amounts in model.choices:
-        cp.add_hint(variable, next(amount for variant, amount in amounts if variant.index == modes[variant.task]))
+        cp.add_hint(variable, next(amount for task_mode, amount in amounts if task_mode.index == modes[task_mode.task]))
     for lifetime in model.lifetimes:
         last = max(ends[task] for task in (lifetime.hold.task, *lifetime.hold.readers))
         cp.add_hint(lifetime.last, last)
@@ -202,7 +202,7 @@ def _add_hint(model: Model, schedule: Schedule) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
-    """What CP-SAT says of a model."""
+    """CP-SAT's answer for a model."""
 
     status: Literal["optimal", "feasible", "unknown", "infeasible"]
     starts: tuple[int, ...]
@@ -222,7 +222,7 @@ def search(
     workers: int = 1,
     presolves: int = 3,
 ) -> Answer:
-    """Run CP-SAT; a small model is not worth many rounds of presolve."""
+    """Run CP-SAT on a model; use few `presolves` for a small one."""
     solver = cp_model.CpSolver()
     parameters = solver.parameters
     parameters.num_workers = workers
@@ -241,7 +241,7 @@ def search(
     return Answer(
         status=_STATUSES[status],
         starts=tuple(solver.value(start) for start in model.starts) if is_found else (),
-        modes=tuple(_chosen(solver, variants) for variants in model.variants) if is_found else (),
+        modes=tuple(_chosen(solver, task_modes) for task_modes in model.task_modes) if is_found else (),
         bound=round(bound) if math.isfinite(bound) else 0,
         deterministic_time=solver.deterministic_time,
         reached_time_limit=solver.wall_time >= time_limit_s,
@@ -251,7 +251,7 @@ def search(
 def search_with_restarts(
     model: Model, *, seed: int, deterministic_time: float, time_limit_s: float, workers: int
 ) -> Answer:
-    """Run CP-SAT with one seed after the other, each from what is known, until one is sure or time is over."""
+    """Run CP-SAT with one seed after another, each hinted with the best so far, until a proof or the limit."""
     begin = time.monotonic()
     answer: Answer | None = None
     spent, bound = 0.0, 0
@@ -294,5 +294,5 @@ _STATUSES: dict[cp_model.CpSolverStatus, Literal["optimal", "feasible", "unknown
 }
 
 
-def _chosen(solver: cp_model.CpSolver, variants: Sequence[Variant]) -> int:
-    return next(variant.index for variant in variants if solver.boolean_value(variant.on))
+def _chosen(solver: cp_model.CpSolver, task_modes: Sequence[TaskMode]) -> int:
+    return next(task_mode.index for task_mode in task_modes if solver.boolean_value(task_mode.on))

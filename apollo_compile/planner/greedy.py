@@ -3,18 +3,19 @@
     greedy_schedules(problem) -> schedules, the serial one first
 
 A list scheduler appends one ready task at a time. Each `_Rule` of the portfolio fixes
-    which lanes      all, or those of one split (a narrow lane, the lanes beside it, and lane 0)
-    which task next  the one that can start first, or the one of highest priority; priority = longest chain behind it,
+    lanes            all, or those of one split (a narrow lane, the lanes disjoint from it, and lane 0)
+    next task        the one that can start first, or the one of highest priority; priority = longest chain after it,
                      with durations on lane 0, of the slowest mode, or of the mode with the least units x time
-    which lane       least  end + greed * (units x time) / all units:  greed 0 is earliest finish, much is efficiency;
-                     or: efficient while another task is ready, and when it is alone the lane on which the whole chain
-                     behind it would end first, so that one hand-over is weighed against all that it wins
-Hand-overs are part of every start, so staying on the lane of a predecessor wins where it pays; ties stay as well. On a
-lane, a task runs in its fastest mode there. The number of rules falls with the number of tasks, so the time is bounded.
+    lane of a task   least  end + greed * (units x time) / all units:  greed 0 is earliest finish, a large one favours
+                     efficiency; or: efficient while other tasks are ready, and for a task that is the only ready one
+                     the lane on which the whole chain after it would end first, so that one hand-over is weighed
+                     against its gain for the chain
+Hand-overs are part of every start, so a task stays on the lane of a predecessor where that ends earlier, and in ties.
+On a lane, a task runs in its fastest mode there. Fewer rules run for more tasks, so the total time is bounded.
 
-Guarantees: every schedule keeps the order and the atoms; resources are not looked at. The same problem gives the same
-schedules.
-Leaves to others: to improve them (`annealing.py`), and how far from optimal they are (`bounds.py`).
+Guarantees: every schedule respects precedence and atoms; renewable resources are ignored. The same problem gives the
+same schedules.
+Leaves to others: improving them (`annealing.py`), and how far from optimal they are (`bounds.py`).
 Source: Kolisch, Hartmann, "Heuristic algorithms for the RCPSP", 1999, https://doi.org/10.1007/978-1-4615-5533-9_7
 """
 
@@ -29,10 +30,10 @@ from dataclasses import dataclass
 from apollo_compile.planner.problem import Problem, Schedule
 from apollo_compile.planner.simulate import Simulator, serial_schedule, tail_lengths
 
-MAX_CANDIDATES = 8
-"""Ready tasks that a list scheduler looks at, best priority first."""
+MAX_READY = 8
+"""Ready tasks that a list scheduler considers, best priority first."""
 MAX_PLACEMENTS = 8_000
-"""Rules x tasks: what bounds the time."""
+"""Limit of rules x tasks, which bounds the time."""
 
 _CHOICES = (
     (True, 1e6, True),
@@ -43,7 +44,7 @@ _CHOICES = (
     (True, 0.0, False),
     (False, 0.0, False),
 )
-"""by_time, greed, chain_alone of the portfolio's rules, those that won most often first."""
+"""by_time, greed, chain_alone of the portfolio's rules; those that were best most often come first."""
 
 
 def greedy_schedules(problem: Problem) -> tuple[Schedule, ...]:
@@ -74,7 +75,7 @@ class _Rule:
     greed: float
     """Weight of units x time against the end."""
     chain_alone: bool
-    """Whether a task that is the only ready one chooses for the whole chain behind it, greed aside."""
+    """Whether a task that is the only ready one gets the lane that is best for the chain after it, ignoring greed."""
 
 
 def _portfolio(problem: Problem, simulator: Simulator) -> Iterator[_Rule]:
@@ -96,11 +97,11 @@ def _portfolio(problem: Problem, simulator: Simulator) -> Iterator[_Rule]:
 
 
 def lane_families(problem: Problem) -> list[tuple[int, ...]]:
-    """Return sets of lanes worth planning with: all, and lane 0 with each narrow lane and those beside it."""
+    """Return sets of lanes to plan with: all, and lane 0 with each narrow lane and the lanes disjoint from it."""
     families: dict[tuple[int, ...], None] = {tuple(range(len(problem.lanes))): None}
     for lane in range(1, len(problem.lanes)):
-        beside = [other for other in range(1, len(problem.lanes)) if not problem.lanes[other] & problem.lanes[lane]]
-        families.setdefault(tuple(sorted({0, lane, *beside})))
+        disjoint = [other for other in range(1, len(problem.lanes)) if not problem.lanes[other] & problem.lanes[lane]]
+        families.setdefault(tuple(sorted({0, lane, *disjoint})))
     return list(families)
 
 
@@ -112,7 +113,7 @@ def _areas(problem: Problem) -> list[list[float]]:
 
 
 class _Options:
-    """What all rules of a portfolio share."""
+    """Data that all rules of a portfolio share."""
 
     def __init__(self, problem: Problem, simulator: Simulator) -> None:
         areas = _areas(problem)
@@ -127,7 +128,7 @@ class _Options:
             for lane in range(len(problem.lanes))
         ]
         self.atoms = [sorted(lane) for lane in problem.lanes]
-        self.meets = [[other for other, atoms in enumerate(problem.lanes) if atoms & own] for own in problem.lanes]
+        self.sharing = [[other for other, atoms in enumerate(problem.lanes) if atoms & own] for own in problem.lanes]
         """Per lane, the lanes with which it shares atoms; itself is one of them."""
         self.of_task = [
             [
@@ -136,11 +137,11 @@ class _Options:
             ]
             for task, fastest in enumerate(simulator.mode_by_lane)
         ]
-        """Per task: lane, mode, duration, share of units x time, and the chain behind it if all of it ran there."""
+        """Per task: lane, mode, duration, share of units x time, and the length of the chain after it on that lane."""
 
 
 class _ListSchedule:
-    """A schedule in the making, under one rule."""
+    """A partial schedule, built by one rule."""
 
     def __init__(self, simulator: Simulator, options: _Options, rule: _Rule) -> None:
         num_tasks = len(options.of_task)
@@ -154,14 +155,15 @@ class _ListSchedule:
         self.ready: list[tuple[int, int]] = []
         """(-priority, task), ascending: best first."""
         self.known: dict[int, list[tuple[int, int, int, int, float, float]]] = {}
-        """Per ready task: (lane, start as far as predecessors go, mode, duration, cost of a start at 0, and alone)."""
+        """Per ready task: (lane, earliest start by predecessors, mode, duration, cost of a start at 0, the same if it
+        is the only ready task)."""
         for task, count in enumerate(self.waits_for):
             if not count:
                 self.make_ready(task)
 
     def complete(self) -> Schedule:
         """Append all tasks."""
-        limit = MAX_CANDIDATES if self.rule.by_time else 1
+        limit = MAX_READY if self.rule.by_time else 1
         while self.ready:
             alone = self.rule.chain_alone and len(self.ready) == 1
             options = [self.best_option(task, alone) for _, task in self.ready[:limit]]
@@ -210,7 +212,7 @@ class _ListSchedule:
         self.lanes[task], self.modes[task], self.ends[task] = lane, mode, end
         for atom in self.options.atoms[lane]:
             free[atom], user[atom] = end, lane
-        for other in self.options.meets[lane]:
+        for other in self.options.sharing[lane]:
             self.available[other] = max(
                 [free[atom] if user[atom] == other else free[atom] + handover for atom in self.options.atoms[other]]
             )

@@ -2,8 +2,8 @@
 
     build_model(problem, kept, makespans) -> Model
 
-It states `problem.py` with the same numbers. on[t, m] is a literal, s[t, m] the start of t in mode m, lane[t, l] the
-sum of on[t, m] over the modes on lane l, C the makespan:
+It has the constraints of `problem.py`, with the same numbers. on[t, m] is a literal, s[t, m] the start of t in mode m,
+lane[t, l] the sum of on[t, m] over the modes on lane l, C the makespan:
 
 (1) one mode       exactly one on[t, m];  on[t, m] => s[t, m] = start[t];
                    end[t] = start[t] + sum_m duration[t, m] * on[t, m]                      -> _add_task
@@ -11,15 +11,15 @@ sum of on[t, m] over the modes on lane l, C the makespan:
                    on[t, m] => end[p] + handover * (1 - lane[p, lane of m]) <= s[t, m]      -> _order_tasks
 (3) atoms          per atom: runs of the modes whose lane covers it do not overlap          -> _separate_on_atoms
     hand-over      per lane and atom of it, see Note [keep warm]                            -> _keep_lanes_apart
-(4) renewable      per resource, one cumulative of runs, which ask for
+(4) renewable      per resource, one cumulative of runs, with demands
                    sum_m demand[t, m] * on[t, m], and of the lifetimes of holds             -> _limit_renewables
     lifetime       [start[t], last],  last >= end of t and of every reader                  -> _add_lifetime
 (5) objective      minimise C,  least <= C <= longest makespan,  end[t] <= C                -> _bound_makespan
     energy         sum of amount * duration <= capacity * C, which (3) and (4) imply        -> _bound_energy
 
 Every mode has its OWN start and optional interval. With optional intervals that share the start and end of their task,
-CP-SAT 9.15 reports optima that are none and calls feasible problems infeasible (models in tests/planner/cpsat_repro).
-Where there are no atoms nothing tells modes apart in time, and one interval per task, of variable length, does.
+CP-SAT 9.15 reports wrong optima and calls feasible problems infeasible (models in tests/planner/cpsat_repro). Without
+atoms, modes differ in duration and demand only, and one interval per task, of variable length, is enough.
 
 Note [keep warm]. A lane keeps its atoms warm for `handover` after each run. Other lanes may not run on a warm atom; the
 lane itself may. Per lane l and atom a of l, a cumulative of capacity K, the number of tasks with a mode on l, holds
@@ -27,13 +27,14 @@ lane itself may. Per lane l and atom a of l, a cumulative of capacity K, the num
     runs on l, longer by handover         demand 1
     runs on other lanes that cover a      demand K
 
-Runs of l are at most K, so they never exclude each other; one of another lane excludes all of them. For i on l and j on
-another lane that meets l in a: the posted constraint of l says that j is not within [start[i], end[i] + handover), that
-of the lane of j says the same with i and j exchanged, and together that is (3). Exact, with one interval per mode more.
+Runs of l are at most K, so they never exclude each other; a run of another lane excludes all of them. For i on l and j
+on another lane that shares a with l: the constraint of l says that j is not within [start[i], end[i] + handover), that
+of the lane of j says the same with i and j exchanged, and together that is (3). It is exact, with one more interval per
+mode.
 
-A reader before another reader of a hold is left out. Amounts are divided by their common divisor; if they are still
-larger than `MAX_AMOUNT` they are rounded, demands up and capacities down. The model is then narrower than the problem,
-which `Model.is_exact` says.
+A reader of a hold that precedes another reader of it is left out. Amounts are divided by their common divisor; if they
+are still larger than `MAX_AMOUNT` they are rounded, demands up and capacities down. The model is then tighter than the
+problem, and `Model.is_exact` is False.
 """
 
 from __future__ import annotations
@@ -48,12 +49,12 @@ from apollo_compile.planner.modes import demand_of
 from apollo_compile.planner.problem import Hold, Mode, Problem
 
 MAX_AMOUNT = 1_000_000
-"""Capacities above are rounded: times them, a makespan in nanoseconds must fit into 64 bits."""
+"""Larger capacities are rounded, because capacity x makespan in nanoseconds must fit into 64 bits."""
 MAX_INTEGER = 1 << 60
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Variant:
+class TaskMode:
     """One mode of a task in the model."""
 
     task: int
@@ -61,11 +62,11 @@ class Variant:
     mode: Mode
     on: cp_model.BoolVarT
     start: cp_model.IntVar
-    """Its own, if the task has several modes and there are atoms; the task's otherwise."""
+    """A variable of its own if the task has several modes and there are atoms; else that of the task."""
     release: int
     """Earliest start."""
     tail: int
-    """Least time from the end of the task to the end of all, in this mode."""
+    """Least time from the end of the task to the end of the schedule, in this mode."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,10 +80,10 @@ class Lifetime:
 
 
 class Model:
-    """Per task its start, end and variants."""
+    """A CP-SAT model, with start, end and modes of every task."""
 
     def __init__(self, problem: Problem, makespans: tuple[int, int]) -> None:
-        """Begin a model; `makespans` are the least and the largest one."""
+        """Begin an empty model; `makespans` are the least and the largest makespan."""
         self.problem = problem
         self.horizon = makespans[1]
         self.cp = cp_model.CpModel()
@@ -90,18 +91,18 @@ class Model:
         self.starts: list[cp_model.IntVar] = []
         self.ends: list[cp_model.IntVar] = []
         self.durations: list[cp_model.IntVar | int] = []
-        self.variants: list[list[Variant]] = []
+        self.task_modes: list[list[TaskMode]] = []
         self.runs: dict[tuple[int, int], cp_model.IntervalVar] = {}
-        """Per task and mode, the optional interval in which it uses its atoms; empty if there are none."""
-        self.choices: list[tuple[cp_model.IntVar, list[tuple[Variant, int]]]] = []
+        """Per task and mode, the optional interval in which it uses its atoms; empty if there are no atoms."""
+        self.choices: list[tuple[cp_model.IntVar, list[tuple[TaskMode, int]]]] = []
         """Variables whose value depends on the mode, with their values."""
         self.lifetimes: list[Lifetime] = []
         self.is_exact = True
-        """Whether the model says no more than the problem does: no amount was rounded."""
+        """Whether no amount was rounded, so that the model is equivalent to the problem."""
 
     def on_lane(self, task: int, lane: int) -> list[cp_model.BoolVarT]:
-        """Return the literals of which one is true if the task is on the lane."""
-        return [variant.on for variant in self.variants[task] if variant.mode.lane == lane]
+        """Return the literals of the task's modes on the lane; exactly one is true if the task is on it."""
+        return [task_mode.on for task_mode in self.task_modes[task] if task_mode.mode.lane == lane]
 
 
 def build_model(
@@ -131,11 +132,11 @@ def build_model(
 
 def _add_task(model: Model, modes: Sequence[tuple[int, int, int]]) -> None:
     """Post (1) for the next task: mode, release and tail of each."""
-    cp, horizon, task = model.cp, model.horizon, len(model.variants)
+    cp, horizon, task = model.cp, model.horizon, len(model.task_modes)
     start = cp.new_int_var(min(release for _, release, _ in modes), horizon, f"start {task}")
     has_own_starts = len(modes) > 1 and bool(model.problem.atom_sizes)
-    variants = [
-        Variant(
+    task_modes = [
+        TaskMode(
             task=task,
             index=index,
             mode=model.problem.tasks[task].modes[index],
@@ -146,45 +147,49 @@ def _add_task(model: Model, modes: Sequence[tuple[int, int, int]]) -> None:
         )
         for index, release, tail in modes
     ]
-    cp.add_exactly_one([variant.on for variant in variants])
-    duration = _choice(model, [(variant, variant.mode.duration) for variant in variants], f"duration {task}")
+    cp.add_exactly_one([task_mode.on for task_mode in task_modes])
+    duration = _choice(model, [(task_mode, task_mode.mode.duration) for task_mode in task_modes], f"duration {task}")
     end = cp.new_int_var(0, horizon, f"end {task}")
     cp.add(end == start + duration)
-    for variant in variants if model.problem.atom_sizes else ():
-        length = variant.mode.duration
-        cp.add(variant.start == start).only_enforce_if(variant.on)
-        cp.add(end == variant.start + length).only_enforce_if(variant.on)
-        run = cp.new_optional_fixed_size_interval_var(variant.start, length, variant.on, f"run {task} {variant.index}")
-        model.runs[task, variant.index] = run
+    for task_mode in task_modes if model.problem.atom_sizes else ():
+        length = task_mode.mode.duration
+        cp.add(task_mode.start == start).only_enforce_if(task_mode.on)
+        cp.add(end == task_mode.start + length).only_enforce_if(task_mode.on)
+        run = cp.new_optional_fixed_size_interval_var(
+            task_mode.start, length, task_mode.on, f"run {task} {task_mode.index}"
+        )
+        model.runs[task, task_mode.index] = run
     model.starts.append(start)
     model.durations.append(duration)
     model.ends.append(end)
-    model.variants.append(variants)
+    model.task_modes.append(task_modes)
 
 
-def _choice(model: Model, amounts: list[tuple[Variant, int]], name: str) -> cp_model.IntVar | int:
-    """Return the amount of the variant that is on."""
+def _choice(model: Model, amounts: list[tuple[TaskMode, int]], name: str) -> cp_model.IntVar | int:
+    """Return a variable for the amount of the chosen mode, or the amount if all are equal."""
     values = sorted({amount for _, amount in amounts})
     if len(values) == 1:
         return values[0]
     chosen = model.cp.new_int_var_from_domain(cp_model.Domain.from_values(values), name)
-    model.cp.add(chosen == sum(amount * variant.on for variant, amount in amounts))
-    for variant, amount in amounts:
-        model.cp.add(chosen == amount).only_enforce_if(variant.on)
+    model.cp.add(chosen == sum(amount * task_mode.on for task_mode, amount in amounts))
+    for task_mode, amount in amounts:
+        model.cp.add(chosen == amount).only_enforce_if(task_mode.on)
     model.choices.append((chosen, amounts))
     return chosen
 
 
 def _order_tasks(model: Model) -> None:
-    """Post (2). An edge beside a longer path is implied, hand-over included: on the path the lane changes once, too."""
+    """Post (2). Edges implied by longer paths are left out: if the lane changes on an edge, it does on the path."""
     cp, handover = model.cp, model.problem.handover
     for task, predecessors in enumerate(_direct_predecessors(model.problem)):
         for other in predecessors:
             cp.add(model.ends[other] <= model.starts[task])
-            for variant in model.variants[task] if handover else ():
-                same = model.on_lane(other, variant.mode.lane)
-                if len(same) < len(model.variants[other]):
-                    cp.add(model.ends[other] + handover * (1 - sum(same)) <= variant.start).only_enforce_if(variant.on)
+            for task_mode in model.task_modes[task] if handover else ():
+                same = model.on_lane(other, task_mode.mode.lane)
+                if len(same) < len(model.task_modes[other]):
+                    cp.add(model.ends[other] + handover * (1 - sum(same)) <= task_mode.start).only_enforce_if(
+                        task_mode.on
+                    )
 
 
 def _direct_predecessors(problem: Problem) -> list[list[int]]:
@@ -214,27 +219,27 @@ def _is_before_any(ancestors: Sequence[int], task: int, others: Sequence[int]) -
 def _separate_on_atoms(model: Model) -> None:
     """Post (3) without hand-over."""
     for lanes in _largest(_lanes_by_atom(model)):
-        variants = _variants_on(model, lanes)
-        model.cp.add_no_overlap([model.runs[variant.task, variant.index] for variant in variants])
-        _bound_energy(model, [variant.mode.duration * variant.on for variant in variants], 1)
+        task_modes = _modes_on(model, lanes)
+        model.cp.add_no_overlap([model.runs[task_mode.task, task_mode.index] for task_mode in task_modes])
+        _bound_energy(model, [task_mode.mode.duration * task_mode.on for task_mode in task_modes], 1)
 
 
 def _keep_lanes_apart(model: Model) -> None:
     """Post the hand-over of (3); see Note [keep warm]."""
     cp, handover = model.cp, model.problem.handover
     for lane in range(len(model.problem.lanes)) if handover else ():
-        own = _variants_on(model, {lane})
+        own = _modes_on(model, {lane})
         warm = [
             cp.new_optional_fixed_size_interval_var(
-                variant.start,
-                variant.mode.duration + handover,
-                variant.on,
-                f"warm {variant.task} {variant.index}",
+                task_mode.start,
+                task_mode.mode.duration + handover,
+                task_mode.on,
+                f"warm {task_mode.task} {task_mode.index}",
             )
-            for variant in own
+            for task_mode in own
         ]
         for others in _largest([lanes - {lane} for lanes in _lanes_by_atom(model) if lane in lanes]):
-            runs = [model.runs[variant.task, variant.index] for variant in _variants_on(model, others)]
+            runs = [model.runs[task_mode.task, task_mode.index] for task_mode in _modes_on(model, others)]
             if warm and runs:
                 demands = [1] * len(warm) + [len(warm)] * len(runs)
                 cp.add_cumulative([*warm, *runs], demands, len(warm))
@@ -250,12 +255,12 @@ def _lanes_by_atom(model: Model) -> list[frozenset[int]]:
 
 
 def _largest(sets: Sequence[frozenset[int]]) -> list[frozenset[int]]:
-    """Return the sets that are not in another one, each once."""
+    """Return the sets that are not subsets of another one, each once."""
     return [found for found in dict.fromkeys(sets) if not any(found < other for other in sets)]
 
 
-def _variants_on(model: Model, lanes: Set[int]) -> list[Variant]:
-    return [variant for variants in model.variants for variant in variants if variant.mode.lane in lanes]
+def _modes_on(model: Model, lanes: Set[int]) -> list[TaskMode]:
+    return [task_mode for task_modes in model.task_modes for task_mode in task_modes if task_mode.mode.lane in lanes]
 
 
 def _limit_renewables(model: Model) -> bool:
@@ -264,8 +269,8 @@ def _limit_renewables(model: Model) -> bool:
     runs: dict[int, cp_model.IntervalVar] = {}
     for resource, capacity in enumerate(problem.capacities):
         demands = [
-            [(variant, demand_of(problem, variant.task, variant.index, resource)) for variant in variants]
-            for variants in model.variants
+            [(task_mode, demand_of(problem, task_mode.task, task_mode.index, resource)) for task_mode in task_modes]
+            for task_modes in model.task_modes
         ]
         users = [demand for demand in demands if any(amount for _, amount in demand)]
         holds = [hold for hold in problem.holds if hold.resource == resource and hold.amount]
@@ -276,7 +281,7 @@ def _limit_renewables(model: Model) -> bool:
         most = _largest_amount(model, len(amounts))
         if capacity // unit > most:
             unit, is_exact = -(-capacity // most), False
-        scaled = [[(variant, -(-amount // unit)) for variant, amount in demand] for demand in users]
+        scaled = [[(task_mode, -(-amount // unit)) for task_mode, amount in demand] for demand in users]
         lifetimes = [(_add_lifetime(model, hold), -(-hold.amount // unit)) for hold in holds]
         for demand in users:
             task = demand[0][0].task
@@ -292,7 +297,7 @@ def _limit_renewables(model: Model) -> bool:
             capacity // unit,
         )
         energies: list[cp_model.LinearExprT] = [
-            amount * variant.mode.duration * variant.on for demand in scaled for variant, amount in demand
+            amount * task_mode.mode.duration * task_mode.on for demand in scaled for task_mode, amount in demand
         ]
         energies += [amount * lifetime.length for lifetime, amount in lifetimes]
         _bound_energy(model, energies, capacity // unit)
@@ -301,7 +306,7 @@ def _limit_renewables(model: Model) -> bool:
 
 
 def _largest_amount(model: Model, count: int) -> int:
-    """Return what an amount may be so that `count` of them, each times the makespan, sum up to 64 bits."""
+    """Return the largest amount for which the sum of `count` amounts x makespan fits into 64 bits."""
     return max(1, min(MAX_AMOUNT, MAX_INTEGER // (max(1, model.horizon) * count)))
 
 
@@ -322,15 +327,15 @@ def _add_lifetime(model: Model, hold: Hold) -> Lifetime:
 
 def _bound_makespan(model: Model) -> None:
     """Post (5)."""
-    for variants, end, after in zip(model.variants, model.ends, model.problem.successors(), strict=True):
-        tails = [variant.tail * variant.on for variant in variants if variant.tail]
+    for task_modes, end, after in zip(model.task_modes, model.ends, model.problem.successors(), strict=True):
+        tails = [task_mode.tail * task_mode.on for task_mode in task_modes if task_mode.tail]
         if tails or not after:
             model.cp.add(end + sum(tails) <= model.makespan)
     model.cp.minimize(model.makespan)
 
 
 def _bound_energy(model: Model, energies: Sequence[cp_model.LinearExprT], capacity: int) -> None:
-    """Say that what is used over time fits between the first release and the last tail."""
-    variants = [variant for variants in model.variants for variant in variants]
-    outside = min(variant.release for variant in variants) + min(variant.tail for variant in variants)
+    """Post that the total energy fits between the first release and the last tail."""
+    task_modes = [task_mode for task_modes in model.task_modes for task_mode in task_modes]
+    outside = min(task_mode.release for task_mode in task_modes) + min(task_mode.tail for task_mode in task_modes)
     model.cp.add(sum(energies) <= capacity * (model.makespan - outside))

@@ -1,9 +1,9 @@
-"""Modes that a shortest schedule may need: CP-SAT gets no others.
+"""Modes that a shortest schedule may need; CP-SAT gets no others.
 
-    kept_modes(problem) -> per task, the modes that stay
+    kept_modes(problem) -> per task, the modes that are kept
 
-These go, and a shortest schedule is kept: modes whose demand exceeds a capacity, and modes that another one dominates
-(same lane, not longer, asks for no more of anything).
+Dropped are modes whose demand exceeds a capacity, and modes that another mode dominates (same lane, not longer, no
+larger demand of any resource). Some shortest schedule always remains.
 Source: Sprecher, Hartmann, Drexl, "An exact algorithm for project scheduling with multiple modes", OR Spektrum 19,
 1997, https://doi.org/10.1007/BF01545587
 """
@@ -16,7 +16,7 @@ from apollo_compile.planner.problem import Problem
 
 
 def kept_modes(problem: Problem) -> list[list[int]]:
-    """Return, per task, the modes that a shortest schedule may need; a task with none has no schedule."""
+    """Return, per task, the modes that a shortest schedule may need; if a task has none, there is no schedule."""
     kept: list[list[int]] = []
     for task in range(len(problem.tasks)):
         possible = [mode for mode in range(len(problem.tasks[task].modes)) if _fits(problem, task, mode)]
@@ -40,7 +40,7 @@ def _is_dominated(problem: Problem, task: int, mode: int, others: Sequence[int])
 
 
 def is_as_good(problem: Problem, task: int, mode: int, other: int) -> bool:
-    """Return whether the mode can take the place of the other one in every schedule."""
+    """Return whether the mode can replace the other one in every schedule without making it longer."""
     own, replaced = problem.tasks[task].modes[mode], problem.tasks[task].modes[other]
     return (
         own.lane == replaced.lane
@@ -53,6 +53,6 @@ def is_as_good(problem: Problem, task: int, mode: int, other: int) -> bool:
 
 
 def demand_of(problem: Problem, task: int, mode: int, resource: int) -> int:
-    """Return what a mode asks for of a renewable resource."""
+    """Return the demand of a mode for a renewable resource."""
     demands = problem.tasks[task].modes[mode].demands
     return demands[resource] if demands else 0

@@ -1,29 +1,28 @@
 """The planning problem: multi-mode resource-constrained project scheduling on lanes.
 
-A task runs once, without interruption, in one of its modes. A mode is a lane and the duration there, and may ask for
-resources. A lane is a set of atoms, and an atom serves one task at a time, so lanes that share an atom exclude each
-other. Whatever is handed from one lane to another takes `handover` more: a value for a successor, or an atom for the
-next user.
+A task runs once, without interruption, in one of its modes. A mode is a lane and the duration there, and may have
+demands for resources. A lane is a set of atoms (groups of units), and an atom runs one task at a time, so lanes that
+share an atom exclude each other. A hand-over from one lane to another takes `handover` more time: of a value to a
+successor, or of an atom to its next user.
 
 (1) one mode       sum_m on[t, m] = 1
 (2) precedence     end[p] + handover * (lane[p] != lane[t]) <= start[t]              for p before t
 (3) atoms          the same for s before t, or t before s                            if their lanes share an atom
-(4) renewable      sum of demands[k] of the tasks that run at an instant, and of the amounts held then,
-                                                                                     <= capacities[k], at every instant
+(4) renewable      sum of demands[k] of the tasks that run, and of the amounts held  <= capacities[k], at every instant
 (5) objective      minimise max_t end[t]
 
-A `Hold` is an amount of a renewable resource that a task takes when it starts and that is given back when the last
-reader has ended: the memory of a value. What a task needs only while it runs (workspace, bandwidth) is a demand.
+A `Hold` is an amount of a renewable resource that is in use from the start of a task until its last reader has ended:
+the memory of a value. An amount that is in use only while the task runs (workspace, bandwidth) is a demand.
 
-The first mode of every task is its reference mode; all tasks in their reference modes, one after the other, is the
-serial schedule. Where lanes exist, lane 0 covers every atom and reference modes are on it.
+The first mode of every task is its reference mode. The serial schedule runs all tasks in their reference modes, one
+after the other. If there are atoms, lane 0 covers all of them, and reference modes are on it.
 This is MRCPSP (Talbot 1982, https://doi.org/10.1287/mnsc.28.10.1197) with unary resources, sequence-dependent setup
 times and variable-length holdings (Hartmann, Briskorn, "A survey of variants and extensions of the RCPSP", EJOR 207,
 2010, https://doi.org/10.1016/j.ejor.2009.11.005). Times and amounts are integers.
 
-Interference is not a constraint: it changes how long a schedule takes, and `simulate.py` says by how much.
+Interference is not a constraint: it makes the execution of a schedule longer, which `simulate.py` predicts.
 
-The planner knows nothing of segments, units or buffers; `passes/plan.py` translates.
+The planner does not know segments and buffers; `passes/plan.py` translates them.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ class Mode:
     lane: int = 0
     duration: int
     demands: tuple[int, ...] = ()
-    """Per renewable resource, while the task runs; empty means none of any."""
+    """Amount per renewable resource while the task runs; empty means 0 of all."""
     memory_share: float = 0.0
     """Share of the duration in which the task waits for memory, 0 to 1; the rest is arithmetic."""
 
@@ -67,15 +66,15 @@ class Hold:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Interference:
-    """How many times longer something takes beside something else, at least 1; both are all arithmetic or all memory.
+    """Slowdown factors of concurrent tasks, at least 1.
 
-    `slowdown[a][b]` is that of a task of kind a beside a task of kind b, where 0 is arithmetic and 1 is memory.
+    `slowdown[a][b]` is that of a task of kind a beside a task of kind b, where 0 is pure arithmetic and 1 pure memory.
     """
 
     slowdown: tuple[tuple[float, float], tuple[float, float]] = ((1.0, 1.0), (1.0, 1.0))
 
     def factor(self, own: float, other: float) -> float:
-        """Return how many times longer a task with memory share `own` takes beside one with memory share `other`."""
+        """Return the slowdown of a task with memory share `own` beside a task with memory share `other`."""
         (plain_plain, plain_memory), (memory_plain, memory_memory) = self.slowdown
         beside_plain = plain_plain + (memory_plain - plain_plain) * own
         beside_memory = plain_memory + (memory_memory - plain_memory) * own
@@ -84,13 +83,13 @@ class Interference:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Problem:
-    """Tasks in a topological order, and what they share. Raises `InvariantError` if it is malformed."""
+    """Tasks in a topological order, and the lanes and resources they share. Raises `InvariantError` if malformed."""
 
     tasks: tuple[Task, ...]
     lanes: tuple[frozenset[int], ...] = (frozenset(),)
     """Atoms of every lane."""
     atom_sizes: tuple[int, ...] = ()
-    """Units behind every atom; rules and bounds weigh atoms with them."""
+    """Number of units of every atom; rules and bounds weight atoms with it."""
     handover: int = 0
     capacities: tuple[int, ...] = ()
     """Of the renewable resources."""
@@ -149,7 +148,7 @@ class Problem:
         return not self.violations(schedule)
 
     def violations(self, schedule: Schedule) -> tuple[str, ...]:
-        """Return one line per constraint that the schedule breaks."""
+        """Return one line per constraint that the schedule violates."""
         if not len(schedule.modes) == len(schedule.starts) == len(self.tasks):
             return (
                 f"schedule has {len(schedule.modes)} modes, {len(schedule.starts)} starts, {len(self.tasks)} tasks",
@@ -174,7 +173,7 @@ class Problem:
         return [start + self.mode(schedule, task).duration for task, start in enumerate(schedule.starts)]
 
     def _order_violations(self, schedule: Schedule) -> Iterator[str]:
-        """Compare neighbours on every atom: if these keep (3), so do all pairs, because durations are positive."""
+        """Compare neighbours on every atom: if they satisfy (3), all pairs do, because durations are positive."""
         ends = self.ends(schedule)
         lanes = [self.mode(schedule, task).lane for task in range(len(self.tasks))]
 
@@ -196,7 +195,7 @@ class Problem:
             yield f"(3) tasks {before} and {after} collide on atoms {atoms}"
 
     def resource_violations(self, schedule: Schedule) -> Iterator[str]:
-        """Yield one line per resource of which the schedule needs too much."""
+        """Yield one line per resource whose capacity the schedule exceeds."""
         for resource, capacity in enumerate(self.capacities):
             peak = self.peak(schedule, resource)
             if peak > capacity:
@@ -215,7 +214,7 @@ class Problem:
                 last = max(ends[task] for task in (hold.task, *hold.readers))
                 changes += [(schedule.starts[hold.task], hold.amount), (last, -hold.amount)]
         in_use = peak = 0
-        for _, change in sorted(changes):  # at one instant, what is given back comes first
+        for _, change in sorted(changes):  # at one instant, releases come before acquisitions
             in_use += change
             peak = max(peak, in_use)
         return peak

@@ -1,10 +1,10 @@
-"""Replay with renewable resources: an order of tasks and their modes, each task as early as all limits allow.
+"""Replay with renewable resources: start the tasks of an order, in given modes, as early as all limits allow.
 
     replay(problem, order, modes) -> start of every task, or None where one never fits
     left_shifted(problem, starts, modes) -> Schedule
 
-`simulate.Simulator` replays without resources, and fast enough for a search that moves tasks by the thousand; this is
-for the few schedules that a solver has found.
+`simulate.Simulator` replays without renewable resources, and fast enough for thousands of moves of a local search; this
+is for the few schedules that a solver finds.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from apollo_compile.planner.problem import Hold, Problem, Schedule
 
 
 def left_shifted(problem: Problem, starts: Sequence[int], modes: Sequence[int]) -> Schedule:
-    """Return the valid schedule with everything as early as order and modes allow; it is not longer."""
+    """Return the schedule with every task as early as order and modes allow; it is valid and not longer."""
     order = sorted(range(len(starts)), key=starts.__getitem__)
     replayed = replay(problem, order, modes)
     assert replayed is not None  # at its given start, a task always fits
@@ -30,11 +30,11 @@ def makespan_of(problem: Problem, starts: Sequence[int], modes: Sequence[int]) -
 
 
 def replay(problem: Problem, order: Sequence[int], modes: Sequence[int]) -> list[int] | None:
-    """Return the start of every task, each as early as those before it in the order allow; None if one never fits.
+    """Return the start of every task, as early as the tasks before it in the order allow; None if one never fits.
 
-    With renewable resources no task starts before the one before it in the order, so what is in use only falls after
-    the last start. In the order of starts of a valid schedule no task is later than there: by induction, nothing is in
-    use at its start that is not in use there.
+    With renewable resources no task starts before the previous one in the order, so the amounts in use only fall after
+    the last start. Replaying a valid schedule in the order of its starts makes no task later: by induction, at its
+    start no amount is in use that is not in use in that schedule too.
     """
     starts, ends = [0] * len(order), [0] * len(order)
     lanes = [task.modes[mode].lane for task, mode in zip(problem.tasks, modes, strict=True)]
@@ -63,19 +63,19 @@ def replay(problem: Problem, order: Sequence[int], modes: Sequence[int]) -> list
 
 
 class _Stock:
-    """What is left of the renewable resources while tasks are appended in the order of their starts."""
+    """Available amounts of the renewable resources while tasks are appended in the order of their starts."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         self.left = list(problem.capacities)
         self.due: list[tuple[int, int, int]] = []
-        """Heap of (instant, resource, amount) that will be given back."""
+        """Heap of (instant, resource, amount) of future releases."""
         self.holds: list[list[Hold]] = [[] for _ in problem.tasks]
-        """Per task, those that it takes."""
+        """Per task, the holds that begin with it."""
         self.awaits: list[list[int]] = [[] for _ in problem.tasks]
-        """Per task, the holds that end no earlier than it."""
+        """Per task, the holds that end with it or later."""
         self.missing: list[int] = []
-        """Per hold, how many of the tasks that it waits for are not appended yet."""
+        """Per hold, how many of its tasks are not appended yet."""
         for index, hold in enumerate(problem.holds):
             awaited = dict.fromkeys((hold.task, *hold.readers))
             self.holds[hold.task].append(hold)
@@ -84,17 +84,17 @@ class _Stock:
                 self.awaits[task].append(index)
 
     def wait(self, task: int, mode: int, earliest: int) -> int | None:
-        """Return when there is enough for the task; None if there never is."""
+        """Return when enough is available for the task; None if never."""
         needs = self._needs(task, mode)
         instant = earliest
         while self.due and (self.due[0][0] <= instant or any(a > b for a, b in zip(needs, self.left, strict=True))):
-            given_back_at, resource, amount = heapq.heappop(self.due)
+            released_at, resource, amount = heapq.heappop(self.due)
             self.left[resource] += amount
-            instant = max(instant, given_back_at)
+            instant = max(instant, released_at)
         return None if any(a > b for a, b in zip(needs, self.left, strict=True)) else instant
 
     def take(self, task: int, mode: int, ends: Sequence[int]) -> None:
-        """Take what the task needs until it ends, and its holds until the last of their readers does."""
+        """Take the demands of the task until it ends, and its holds until their last readers end."""
         for resource, amount in enumerate(self._needs(task, mode)):
             self.left[resource] -= amount
         for resource, demand in enumerate(self.problem.tasks[task].modes[mode].demands):

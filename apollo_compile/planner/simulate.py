@@ -1,27 +1,27 @@
-"""Timing: replay a decision without interference, and execute a schedule with it.
+"""Timing: replay an order of tasks without interference, and predict the execution of a schedule with it.
 
     Simulator(problem).replay(order, modes) -> Schedule
     execute(problem, schedule) -> Execution
 
 Replay. Tasks are appended one after the other, each as early as its predecessors, its atoms and the hand-overs allow.
 The result is semi-active: no task can start earlier without changing the order on an atom. Some order and choice of
-modes replays to an optimal schedule of a problem without renewable resources, so searching over those two loses
-nothing. Resources are not looked at: `Problem.violations` or `Simulator.keeps_limits` says whether they suffice.
+modes replays to an optimal schedule of a problem without renewable resources, so it is enough to search over orders and
+modes. Renewable resources are ignored: `Problem.violations` or `Simulator.keeps_limits` checks them.
 Source: Sprecher, Kolisch, Drexl, "Semi-active, active, and non-delay schedules", EJOR 80, 1995,
 https://doi.org/10.1016/0377-2217(93)E0294-8
 
-Execute. What the schedule would take if tasks that run at the same time slow each other. A task starts when its
-predecessors and the tasks before it on its atoms have ended and been handed over. While it runs it progresses at
+Execute. Predict starts and ends if concurrent tasks slow each other. A task starts when its predecessors and the
+previous tasks on its atoms have ended, plus hand-overs. While it runs it progresses at
 
     rate[i]  =  1 / (1 + sum over j that run on other lanes of  w[i, j] * (slow(m[i], m[j]) - 1))
     w[i, j]  =  units of the lane of j / units outside the lane of i
     slow     =  bilinear in the two memory shares, between the corners of `problem.interference`
 
-so neighbours on all the rest of the device weigh 1. Rates change only where a task starts or ends; there, time is
-rounded up to a whole number, so starts and ends are integers and keep every gap exactly. Where resources are limited,
-a task also waits for everything that had ended when it started in the schedule: what runs together there is a superset
-of what runs together here (interval orders), so no peak grows. Without interference the result is the schedule itself
-if nothing in it could start earlier, and never later than the schedule.
+so the weights of neighbours that fill the rest of the device add up to 1. Rates change only when a task starts or ends;
+these times are rounded up to integers, and gaps for hand-overs are kept exactly. With renewable resources, a task also
+waits for all tasks that end before its start in the schedule: then only tasks that overlap in the schedule can overlap
+here (interval orders), so no peak grows. Without interference, no task is later than in the schedule, and if no task of
+the schedule could start earlier, the result equals it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from dataclasses import dataclass
 from apollo_compile.planner.problem import Problem, Schedule, Task
 
 PROGRESS_TOLERANCE = 1e-6
-"""A task has ended when it has less than this to go: rates are floating point, and no task is shorter than 1."""
+"""A task has ended when less work than this is left: rates are floating point, and no task is shorter than 1."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,14 +54,14 @@ class Partial:
     starts: list[int]
     ends: list[int]
     lanes: list[int]
-    """Per task, as far as it was appended."""
+    """Per task that was appended."""
     free: list[int]
     user: list[int]
-    """Per atom: the end of the last task on it, and the lane of that."""
+    """Per atom: the end and the lane of the last task on it."""
 
 
 class Simulator:
-    """The numbers of one problem in the shape that replaying needs; holds no state between replays."""
+    """A problem in the form that replaying needs; keeps no state between replays."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
@@ -69,12 +69,12 @@ class Simulator:
         self.choices = [[(mode.lane, atoms[mode.lane], mode.duration) for mode in task.modes] for task in problem.tasks]
         """Per task and mode: lane, its atoms, duration."""
         self.mode_by_lane = [_fastest_by_lane(task) for task in problem.tasks]
-        """Per task: the fastest mode on every lane that it has one on."""
+        """Per task: its fastest mode on every lane where it has a mode."""
         self.predecessors = [tuple(dict.fromkeys(task.predecessors)) for task in problem.tasks]
         self.successors = problem.successors()
         self.shortest = [min(mode.duration for mode in task.modes) for task in problem.tasks]
         self.tails = tail_lengths(self.successors, self.shortest)
-        """Least time from the end of a task to the end of all."""
+        """Least time from the end of a task to the end of the schedule."""
         self.handover = problem.handover
         self.num_atoms = len(problem.atom_sizes)
         self.is_limited = bool(problem.capacities)
@@ -86,14 +86,14 @@ class Simulator:
         return Schedule(modes=tuple(modes), starts=tuple(partial.starts), makespan=max(partial.ends, default=0))
 
     def keeps_limits(self, starts: Sequence[int], modes: Sequence[int]) -> bool:
-        """Return whether the resources suffice for a schedule."""
+        """Return whether a schedule stays within the capacities of the renewable resources."""
         if not self.is_limited:
             return True
         schedule = Schedule(modes=tuple(modes), starts=tuple(starts), makespan=0)
         return not any(self.problem.resource_violations(schedule))
 
     def begin(self) -> Partial:
-        """Return a schedule to which nothing was appended yet."""
+        """Return an empty schedule."""
         num_tasks = len(self.choices)
         return Partial(
             starts=[0] * num_tasks,
@@ -135,7 +135,7 @@ class Simulator:
 
 
 def execute(problem: Problem, schedule: Schedule) -> Execution:
-    """Return what a valid schedule would take with interference; see the top of this file."""
+    """Predict the execution of a valid schedule with interference; see the top of this file."""
     modes = [problem.mode(schedule, task) for task in range(len(problem.tasks))]
     total = sum(problem.atom_sizes)
     units = [sum(problem.atom_sizes[atom] for atom in lane) for lane in problem.lanes]
@@ -158,7 +158,7 @@ def execute(problem: Problem, schedule: Schedule) -> Execution:
     starts, ends = [0] * len(modes), [0] * len(modes)
     ready_at = {task: 0 for task, count in enumerate(missing) if not count}
     left: dict[int, float] = {}
-    """What the running tasks have still to do."""
+    """Remaining work of the running tasks."""
     now = 0
     while ready_at or left:
         for task in [task for task, ready in ready_at.items() if ready <= now]:
@@ -188,7 +188,7 @@ def serial_schedule(problem: Problem) -> Schedule:
 
 
 def tail_lengths(successors: Sequence[Sequence[int]], durations: Sequence[int]) -> list[int]:
-    """Return, per task, the longest chain of durations behind it, its own excluded."""
+    """Return, per task, the longest chain of durations after it, its own excluded."""
     tails = [0] * len(durations)
     for task in reversed(range(len(durations))):
         tails[task] = max((durations[after] + tails[after] for after in successors[task]), default=0)
@@ -204,7 +204,7 @@ def _fastest_by_lane(task: Task) -> dict[int, int]:
 
 
 def _gaps(problem: Problem, schedule: Schedule) -> list[dict[int, int]]:
-    """Return, per task, the tasks that it waits for, and for how long after their end."""
+    """Return, per task, the tasks that it waits for, with the gap between their end and its start."""
     lanes = [problem.mode(schedule, task).lane for task in range(len(problem.tasks))]
     found: list[dict[int, int]] = [{} for _ in lanes]
     user: dict[int, int] = {}
@@ -222,7 +222,7 @@ def _gaps(problem: Problem, schedule: Schedule) -> list[dict[int, int]]:
 
 
 def _keep_intervals_apart(problem: Problem, schedule: Schedule, gaps: list[dict[int, int]]) -> None:
-    """Make every task wait for all that had ended when it started, unless something between waits for it already."""
+    """Make every task wait for all tasks that end before its start in the schedule; skip waits that others imply."""
     ends = problem.ends(schedule)
     by_end = sorted(range(len(ends)), key=lambda task: ends[task])
     sorted_ends = [ends[task] for task in by_end]

@@ -2,31 +2,31 @@
 
     solve(problem, effort) -> Solution
 
-Stages, on the plain problem (no interference) and, where tasks slow each other, on a second one in which every mode
-beside which others can run is already slowed by an average neighbour:
+Stages, on the plain problem (no interference) and, where tasks slow each other, on a second version in which every mode
+that leaves units to others is already slowed by an average neighbour:
     serial      every task in its reference mode, one after the other
     greedy      list schedules (`greedy.py`)
-    rules       what others would do (`baselines.py`)
-    annealing   from the best of them (`annealing.py`)
+    baselines   schedules by the rules of other systems (`baselines.py`)
+    annealing   local search from the best of them (`annealing.py`)
     solver      CP-SAT, hinted with the best so far, for up to `MAX_SOLVER_TASKS` tasks; window by window for more
-Of every stage the best schedule per set of lanes in use becomes a candidate, after `Problem.violations` found nothing.
-Candidates are ranked by what they take with interference (`simulate.execute`), the first one wins ties, and serial is
-first: it stays unless something is really shorter. What is short alone is often, not always, short with interference;
-hence several. A stage is skipped when nothing can be better any more, because the makespan equals the bound. Up to
-`MAX_TASKS_SOLVED_FIRST` tasks the solver comes before annealing, which is skipped if the solver is sure: it mostly is,
-in a tenth of the time that walks take.
+The best schedule of a stage per set of lanes in use becomes a candidate if `Problem.violations` finds nothing.
+Candidates are ranked by their makespan with interference (`simulate.execute`); ties go to the first one, and serial
+comes first, so it is kept unless another one is shorter. A schedule that is short without interference is often, but
+not always, short with it; hence several candidates. A stage is skipped when the best makespan already equals the bound.
+For up to `MAX_TASKS_SOLVED_FIRST` tasks the solver runs before annealing, which is skipped if the solver reports an
+optimum: it mostly does, in a tenth of the time of annealing.
 
-The bound is our own (`bounds.py`). `Solution.proof` keeps two claims apart: "bound", the schedule is as short as the
-bound; "solver", CP-SAT reports that nothing is shorter. Both speak of the schedule without interference.
+The bound is our own (`bounds.py`). `Solution.proof` distinguishes two claims: "bound", the makespan equals the bound;
+"solver", CP-SAT reports an optimum. Both are about the schedule without interference.
 
-Solver outcomes: optimal, feasible -> a candidate; unknown -> what was there stays; infeasible -> an error of the solver
-if a valid schedule is known (a warning), `InfeasiblePlanError` otherwise; invalid -> the solver broke a constraint (a
-warning), what was there stays.
+Solver outcomes: optimal, feasible -> a candidate; unknown -> no change; infeasible -> a warning if a valid schedule is
+known, since the solver is then wrong, `InfeasiblePlanError` otherwise; invalid -> a warning, since its schedule
+violates a constraint.
 
-Of fixed effort by default: budgets are counts of moves and the solver's deterministic time, chosen so that they fit
-within the time limit on a machine a quarter as fast as the one they were measured on, if the bound is quick, as it is
-up to 300 tasks. The limit is then a safety net, and the solution says if it struck. Otherwise budgets are seconds, and
-a problem that CP-SAT gets whole has up to `MAX_WORKERS` cores.
+Effort is fixed by default: budgets are numbers of moves and the solver's deterministic time, sized to fit within the
+time limit on a machine a quarter as fast as the one they were measured on, if the bound is computed quickly, as it is
+for up to 300 tasks. The limit is then a safety net, and the solution says whether it was reached. Otherwise budgets are
+seconds, and CP-SAT uses up to `MAX_WORKERS` cores for a problem that it gets as a whole.
 
 Guarantees: the schedule is valid; with lanes only, never longer with interference than serial; bound <= makespan; the
 same problem and effort give the same solution unless it says that it stopped early.
@@ -54,25 +54,25 @@ from apollo_compile.planner.simulate import Execution, Simulator, execute, seria
 logger = logging.getLogger(__name__)
 
 MAX_SOLVER_TASKS = 40
-"""Up to here CP-SAT gets the whole problem; beyond, it improves windows of a schedule."""
+"""Up to this number CP-SAT gets the whole problem; for more tasks, it improves windows of a schedule."""
 MAX_TASKS_SOLVED_FIRST = 16
 MAX_TASKS_FOR_SECOND_BOUND = 100
 MAX_STARTS = 3
 """Schedules from which annealing starts."""
 ANNEALING_SHARE = {"whole": 0.45, "windows": 0.7}
 SOLVER_SHARE = {"whole": 0.45, "windows": 0.2}
-"""Of the work, by what CP-SAT gets; the rest is for the bound and the list schedules."""
+"""Shares of the work, by what CP-SAT gets; the rest is for the bound and the list schedules."""
 MOVES_PER_WALK = 2_500
-"""Much effort goes into more walks rather than longer ones: where a walk ends depends on how it begins."""
+"""More effort means more walks, not longer ones: the result of a walk depends on its first moves."""
 SECONDS_PER_MOVE = 20e-6
 SECONDS_PER_MOVE_AND_TASK = 0.4e-6
-"""What a move of annealing takes at most, measured and doubled."""
+"""Time of a move of annealing: twice the measured one, as a margin."""
 DETERMINISTIC_TIME_PER_SECOND = 0.06
 """CP-SAT's deterministic time that fits into a second."""
 WORK_SHARE = 0.5
-"""Of the time limit, what counted budgets are made for: the rest is for slower machines."""
+"""Share of the time limit that fixed budgets are sized for; the rest is a margin for slower machines."""
 BOUND_SHARE = 0.5
-"""Of the time limit, what the bound may take of a problem so large that it would take more."""
+"""Share of the time limit after which the bound of a large problem is not improved further."""
 MAX_WORKERS = 8
 """Threads of the solver where effort is not fixed: its portfolio has about as many distinct searches."""
 LEAST_TIME_S = 0.02
@@ -86,12 +86,12 @@ class Effort:
     seed: int = 0
     time_limit_s: float = 2.0
     is_fixed: bool = True
-    """Whether budgets are counts, which all machines spend alike, or seconds, and up to eight cores of the solver."""
+    """Whether budgets are counts, equal on all machines, or seconds, with up to `MAX_WORKERS` cores for the solver."""
     work_s: float | None = None
-    """Seconds that budgets are made for; None is a share of the time limit."""
+    """Seconds that budgets are sized for; None is a share of the time limit."""
     use_solver: bool = True
     use_ortools: bool = True
-    """Whether OR-Tools may be used at all: for the bound, and if `use_solver` says so, for the search."""
+    """Whether OR-Tools may be used: for the bound, and with `use_solver` for the search."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,21 +113,21 @@ class Solution:
     bound: int
     """No valid schedule is shorter, with or without interference."""
     proof: Literal["bound", "solver"] | None
-    """Who says that no schedule is shorter without interference."""
+    """What claims that no schedule is shorter without interference."""
     candidates: tuple[Candidate, ...]
-    """In order of trial."""
+    """In the order in which they were considered."""
     chosen: int
-    """Index of the candidate that the schedule is."""
+    """Index of the candidate that was chosen."""
     is_from_solver: bool
     stopped_early: bool
-    """Whether the time limit ended a stage or kept one from running, so that another machine may find another plan."""
+    """Whether the time limit ended or skipped a stage, so that another machine may find another plan."""
     seed: int
     solver: str | None
-    """Name and version of the solver; None if it was not asked."""
+    """Name and version of the solver; None if it did not run."""
 
     @property
     def is_optimal(self) -> bool:
-        """Whether somebody says that no schedule is shorter without interference."""
+        """Whether the bound or the solver claims that no schedule is shorter without interference."""
         return self.proof is not None
 
 
@@ -160,7 +160,7 @@ class _Found:
 
 
 class _Search:
-    """One call of `solve`: what was found so far, and what is left of the effort."""
+    """One call of `solve`: the candidates so far, and the remaining effort."""
 
     def __init__(self, problem: Problem, effort: Effort) -> None:
         self.problem = problem
@@ -178,52 +178,52 @@ class _Search:
         self.solver: str | None = None
         self.stopped_early = time.monotonic() >= bound_deadline
 
-    def search(self, name: str, variant: Problem, *, share: float) -> None:
-        """Run all stages on a variant of the problem, with a share of the effort."""
-        # That of the plain problem holds for longer durations too: large problems have no time for a second one.
-        is_small = len(variant.tasks) <= MAX_TASKS_FOR_SECOND_BOUND
-        is_new = variant is not self.problem and is_small and self.effort.use_ortools
-        bound = lower_bound(variant, deadline=self.deadline) if is_new else self.bound
-        starts = self.offer(f"{name}greedy", variant, greedy_schedules(variant), is_required=False)
+    def search(self, name: str, version: Problem, *, share: float) -> None:
+        """Run all stages on a version of the problem, with a share of the effort."""
+        # The bound of the plain problem is valid for longer durations too; for large problems it has to do.
+        is_small = len(version.tasks) <= MAX_TASKS_FOR_SECOND_BOUND
+        is_new = version is not self.problem and is_small and self.effort.use_ortools
+        bound = lower_bound(version, deadline=self.deadline) if is_new else self.bound
+        starts = self.offer(f"{name}greedy", version, greedy_schedules(version), is_required=False)
         starts = sorted(starts, key=_makespan)[:MAX_STARTS]
-        if variant.atom_sizes:
+        if version.atom_sizes:
             for rule, schedule_by_rule in BASELINES.items():
                 starts = _put_first_if_best(
-                    self.offer(f"{name}{rule}", variant, [schedule_by_rule(variant)], is_required=False), starts
+                    self.offer(f"{name}{rule}", version, [schedule_by_rule(version)], is_required=False), starts
                 )
         best = starts[0] if starts else None
-        solver_first = self.effort.use_solver and len(variant.tasks) <= MAX_TASKS_SOLVED_FIRST
+        solver_first = self.effort.use_solver and len(version.tasks) <= MAX_TASKS_SOLVED_FIRST
         if solver_first and (best is None or best.makespan > bound) and self.has_time():
-            solved, is_sure = self._solve(f"{name}solver", variant, best, bound, share)
+            solved, is_sure = self._solve(f"{name}solver", version, best, bound, share)
             if is_sure:
                 return
             if solved is not None and (best is None or solved.makespan < best.makespan):
                 best, starts = solved, [solved, *starts][:MAX_STARTS]
-        if best is not None and best.makespan > bound and variant.atom_sizes and self.has_time():
-            best = self._anneal(variant, starts, share)
-            self.offer(f"{name}annealed", variant, [best])
+        if best is not None and best.makespan > bound and version.atom_sizes and self.has_time():
+            best = self._anneal(version, starts, share)
+            self.offer(f"{name}annealed", version, [best])
         is_left = self.effort.use_solver and not solver_first
         if is_left and (best is None or best.makespan > bound) and self.has_time():
-            self._solve(f"{name}solver", variant, best, bound, share)
+            self._solve(f"{name}solver", version, best, bound, share)
 
     def offer(
-        self, name: str, variant: Problem, schedules: Iterable[Schedule], *, is_required: bool = True
+        self, name: str, version: Problem, schedules: Iterable[Schedule], *, is_required: bool = True
     ) -> list[Schedule]:
         """Make the best schedule per set of lanes in use a candidate; return all of these that are valid.
 
         Arguments:
             name: of the stage.
-            variant: the problem for which the schedules were made.
-            schedules: what the stage found.
-            is_required: whether an invalid one is an error of the stage.
+            version: the problem for which the schedules were made.
+            schedules: those that the stage found.
+            is_required: whether an invalid schedule is a defect of the stage, which is logged.
         """
         best: dict[tuple[int, ...], Schedule] = {}
         for schedule in sorted(schedules, key=_makespan):
-            lanes = tuple(sorted({variant.mode(schedule, task).lane for task in range(len(variant.tasks))}))
-            if lanes not in best and self._is_valid(name, variant, schedule, is_required):
+            lanes = tuple(sorted({version.mode(schedule, task).lane for task in range(len(version.tasks))}))
+            if lanes not in best and self._is_valid(name, version, schedule, is_required):
                 best[lanes] = schedule
         for lanes, schedule in best.items():
-            self._add(name if len(best) == 1 else f"{name} on lanes {' '.join(map(str, lanes))}", variant, schedule)
+            self._add(name if len(best) == 1 else f"{name} on lanes {' '.join(map(str, lanes))}", version, schedule)
         return list(best.values())
 
     def solution(self) -> Solution:
@@ -249,18 +249,18 @@ class _Search:
             solver=self.solver,
         )
 
-    def _is_valid(self, name: str, variant: Problem, schedule: Schedule, is_required: bool) -> bool:
-        violations = variant.violations(schedule)
+    def _is_valid(self, name: str, version: Problem, schedule: Schedule, is_required: bool) -> bool:
+        violations = version.violations(schedule)
         if violations and is_required:
             logger.warning("schedule of stage '%s' dropped, it breaks a constraint: %s", name, violations[0])
         return not violations
 
-    def _add(self, name: str, variant: Problem, schedule: Schedule, *, is_from_solver: bool = False) -> None:
-        """Make a valid schedule of a variant a candidate: with the same order and modes, it is one of the problem."""
-        if variant is not self.problem:
+    def _add(self, name: str, version: Problem, schedule: Schedule, *, is_from_solver: bool = False) -> None:
+        """Make a valid schedule of a version a candidate: with the same order and modes, it is one of the problem."""
+        if version is not self.problem:
             order = sorted(range(len(schedule.starts)), key=schedule.starts.__getitem__)
             schedule = self.simulator.replay(order, schedule.modes)
-            if not self.problem.is_valid(schedule):  # shorter tasks meet in other ways: resources may not suffice
+            if not self.problem.is_valid(schedule):  # shorter tasks overlap differently, and may exceed resources
                 return
         key = (schedule.modes, schedule.starts)
         if key not in self.known:
@@ -275,23 +275,23 @@ class _Search:
             )
 
     def has_time(self) -> bool:
-        """Return whether another stage may begin; note where the time limit kept one from it."""
+        """Return whether there is time for another stage; if not, note that the search stopped early."""
         has_time = time.monotonic() + LEAST_TIME_S < self.deadline
         self.stopped_early |= not has_time
         return has_time
 
-    def _anneal(self, variant: Problem, starts: list[Schedule], share: float) -> Schedule:
-        """Return the best schedule of walks from the starts in turn, and every other time from the best so far."""
+    def _anneal(self, version: Problem, starts: list[Schedule], share: float) -> Schedule:
+        """Return the best schedule of several walks, which start alternately from `starts` and from the best so far."""
         effort = self.effort
-        seconds = ANNEALING_SHARE[_solver_scope(variant)] * share * self.work_s
-        moves = seconds / (SECONDS_PER_MOVE + SECONDS_PER_MOVE_AND_TASK * len(variant.tasks))
+        seconds = ANNEALING_SHARE[_solver_scope(version)] * share * self.work_s
+        moves = seconds / (SECONDS_PER_MOVE + SECONDS_PER_MOVE_AND_TASK * len(version.tasks))
         num_walks = max(2, round(moves / MOVES_PER_WALK))
         deadline = self.deadline if effort.is_fixed else time.monotonic() + seconds
         best = starts[0]
         for walk in range(num_walks) if effort.is_fixed else itertools.count():
             start = best if walk % 2 or walk + 1 == num_walks else starts[walk // 2 % len(starts)]
             seed = 1000 * effort.seed + walk
-            annealed = anneal(variant, start, seed=seed, iterations=round(moves / num_walks), deadline=deadline)
+            annealed = anneal(version, start, seed=seed, iterations=round(moves / num_walks), deadline=deadline)
             best = min(best, annealed.schedule, key=_makespan)
             if annealed.reached_deadline:
                 self.stopped_early = True
@@ -299,20 +299,20 @@ class _Search:
         return best
 
     def _solve(
-        self, name: str, variant: Problem, best: Schedule | None, bound: int, share: float
+        self, name: str, version: Problem, best: Schedule | None, bound: int, share: float
     ) -> tuple[Schedule | None, bool]:
-        """Return what the solver found, if it is valid, and whether the solver is sure that nothing is shorter."""
+        """Return the solver's schedule, if there is a valid one, and whether the solver reports it as optimal."""
         from apollo_compile.planner import cp_sat, windows
 
         effort = self.effort
         self.solver = cp_sat.solver_version()
-        seconds = SOLVER_SHARE[_solver_scope(variant)] * share * self.work_s
+        seconds = SOLVER_SHARE[_solver_scope(version)] * share * self.work_s
         left = self.deadline - time.monotonic()
         deterministic_time = seconds * DETERMINISTIC_TIME_PER_SECOND if effort.is_fixed else math.inf
         time_limit_s = left if effort.is_fixed else min(left, seconds)
-        if best is not None and _solver_scope(variant) == "windows":
+        if best is not None and _solver_scope(version) == "windows":
             outcome = windows.improve_windows(
-                variant,
+                version,
                 best,
                 lower_bound=bound,
                 seed=effort.seed,
@@ -321,7 +321,7 @@ class _Search:
             )
         else:
             outcome = cp_sat.solve_with_cp_sat(
-                variant,
+                version,
                 hint=best,
                 lower_bound=bound,
                 seed=effort.seed,
@@ -329,19 +329,19 @@ class _Search:
                 time_limit_s=time_limit_s,
                 workers=1 if effort.is_fixed else min(MAX_WORKERS, len(os.sched_getaffinity(0))),
             )
-        # near the limit, the solver's own clock cannot tell which of its two budgets struck
+        # near the limit, the solver's own clock cannot tell which of its two limits ended the search
         self.stopped_early |= outcome.reached_time_limit or not self.has_time()
         match outcome.status:
             case "optimal" | "feasible":
                 schedule = outcome.schedule
                 assert schedule is not None  # these two have one
-                if not self._is_valid(name, variant, schedule, is_required=True):
+                if not self._is_valid(name, version, schedule, is_required=True):
                     return None, False
-                self._add(name, variant, schedule, is_from_solver=True)
+                self._add(name, version, schedule, is_from_solver=True)
                 if best is not None and schedule.makespan > best.makespan:
                     logger.warning("%s found nothing as short as the known %d", self.solver, best.makespan)
                     return schedule, False
-                if outcome.status == "optimal" and variant is self.problem:
+                if outcome.status == "optimal" and version is self.problem:
                     self.solver_optimum = schedule.makespan
                 return schedule, outcome.status == "optimal"
             case "infeasible" if best is not None:
@@ -352,7 +352,7 @@ class _Search:
 
 
 def _solver_scope(problem: Problem) -> Literal["whole", "windows"]:
-    """Return what CP-SAT gets of a problem; windows need lanes, and a schedule to begin with."""
+    """Return whether CP-SAT gets the problem whole or in windows, which need lanes and a schedule to start from."""
     return "windows" if problem.atom_sizes and len(problem.tasks) > MAX_SOLVER_TASKS else "whole"
 
 
@@ -361,7 +361,7 @@ def _makespan(schedule: Schedule) -> int:
 
 
 def _put_first_if_best(offered: list[Schedule], starts: list[Schedule]) -> list[Schedule]:
-    """Return the starts with an offered one in the place of the last of them, if it is shorter than all."""
+    """Return the starts with the first offered schedule put first, if it is shorter than all of them."""
     if offered and (not starts or offered[0].makespan < starts[0].makespan):
         return [offered[0], *starts][:MAX_STARTS]
     return starts
@@ -374,7 +374,7 @@ def _slows_neighbours(problem: Problem) -> bool:
 
 
 def _slowed(problem: Problem) -> Problem:
-    """Return the problem in which a mode that leaves room for others always has an average neighbour on all of it."""
+    """Return the problem with every mode that leaves units to others slowed by an average neighbour on those units."""
     everything = problem.lanes[0]
     duration = sum(task.modes[0].duration for task in problem.tasks)
     average = sum(task.modes[0].duration * task.modes[0].memory_share for task in problem.tasks) / max(1, duration)
@@ -389,7 +389,7 @@ def _slowed(problem: Problem) -> Problem:
 
 
 def _infeasible(problem: Problem, effort: Effort, solver: str | None) -> InfeasiblePlanError:
-    """Return the error that names the limits and what needs most of them alone."""
+    """Return the error that names the limits, and for each the task that needs most of it."""
     needs = []
     for resource, capacity in enumerate(problem.capacities):
         held = [0] * len(problem.tasks)

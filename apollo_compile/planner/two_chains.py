@@ -1,15 +1,15 @@
 """The shortest makespan of two chains of tasks that share the lanes, found exactly.
 
-    shortest_makespan(one, other, lanes) -> makespan, or None where that would take too long
+    shortest_makespan(one, other, lanes) -> makespan, or None if that would take too long
 
-The towers of a model are chains. What a linear program over them says is loose, because it may run a layer half on many
-units and half on few; here every task runs wholly in one mode.
+The towers of a model are chains. The bound of a linear program is loose for them, because it may run a layer half on
+many units and half on few; here every task runs in one mode.
 
-Whatever a schedule does is pictured at the instants at which a task ends. Then either nothing runs, or one chain is in
-the midst of a task, until `end`, and the other is free since `now`: it starts its next task on a lane that has no atom
-of the busy one, or waits until `end`. It need not wait for anything else, since shifting a task to the left never makes
-a schedule longer. Of the schedules that have ended the same tasks and are busy on the same lane, only those count whose
-`now` and `end` are not dominated (Pareto). Once a chain has ended, the other takes its fastest modes.
+A partial schedule is described by its state whenever a task ends, its label. Then either nothing runs, or one chain
+runs a task until `end`, and the other is free since `now`: it starts its next task on a lane that shares no atom with
+the busy lane, or waits until `end`. It need not wait for anything else, because starting a task earlier never
+makes a schedule longer. Of the labels with the same finished tasks and the same busy lane, only those whose `now` and
+`end` are not dominated (Pareto) are kept. Once a chain has finished, the other uses its fastest modes.
 
 Sources: Akers, "A graphical approach to production scheduling problems", Operations Research 4, 1956,
 https://doi.org/10.1287/opre.4.2.244 (two jobs as a shortest path); Ehrgott, "Multicriteria Optimization", 2005,
@@ -24,8 +24,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 MAX_LABELS = 100_000
-"""Situations that are looked at, a few microseconds each; mostly, a few for every pair of tasks and every lane are
-enough."""
+"""Limit of labels, at a few microseconds each; mostly, a few per pair of tasks and lane are enough."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,24 +34,24 @@ class Chain:
     modes: tuple[tuple[tuple[int, int], ...], ...]
     """Lane and duration of every mode of every task."""
     heads: tuple[int, ...]
-    """When each task can start at the earliest."""
+    """Earliest start of each task."""
     tail: int
-    """What follows the last one takes at least so long."""
+    """Least time from the end of the last task to the end of the schedule."""
 
     def end_alone(self, now: int, position: int) -> int:
-        """Return when everything has ended if the tasks from `position` on have the device alone from `now` on."""
+        """Return the makespan if the tasks from `position` on have the whole device from `now` on."""
         for task in range(position, len(self.modes)):
             now = max(now, self.heads[task]) + min(duration for _, duration in self.modes[task])
         return now + self.tail
 
 
 _Place: TypeAlias = tuple[int, int]
-"""How many tasks of either chain have ended."""
+"""Number of finished tasks of each chain."""
 
 
 @dataclass(slots=True)
 class _Search:
-    """What is known of the situations that are still to be looked at."""
+    """Labels that are not expanded yet, and the best makespan so far."""
 
     chains: tuple[Chain, Chain]
     excludes: Sequence[Sequence[bool]]
@@ -64,7 +63,7 @@ class _Search:
     """By the chain that runs and its lane: since when the other is free, and until when this one runs."""
 
     def visit(self, place: _Place) -> int:
-        """Look at all situations of a place, which lead to places with more tasks that have ended; count them."""
+        """Expand all labels of a place, which lead to places with more finished tasks; return their number."""
         if place in self.idle:
             now = self.idle.pop(place)
             for chain in (0, 1):
@@ -120,11 +119,11 @@ class _Search:
 
 
 def shortest_makespan(one: Chain, other: Chain, lanes: Sequence[frozenset[int]]) -> int | None:
-    """Return the shortest makespan of two chains that are not empty; None where that takes `MAX_LABELS` situations.
+    """Return the shortest makespan of two chains that are not empty; None if it takes more than `MAX_LABELS` labels.
 
     Arguments:
         one: a chain.
-        other: another one; neither waits for the other.
+        other: another chain; neither depends on the other.
         lanes: the atoms of every lane; lanes that share one exclude each other.
     """
     search = _Search((one, other), [[bool(a & b) for b in lanes] for a in lanes])

@@ -1,17 +1,18 @@
-"""Constraint programming window by window, for problems with lanes that are too large for one model.
+"""Large neighbourhood search with CP-SAT, window by window, for problems with lanes that are too large for one model.
 
     improve_windows(problem, start, ...) -> SolverOutcome
 
-In the order of starts, tasks before a window keep mode and start; those behind keep mode and order. For a window task
-the former are a release per mode, the latter a tail per mode: the longest chain of durations and hand-overs behind it,
-through its successors and through the next users of its atoms. So a model has the tasks of a window only, and minimises
-the makespan of all. After each window the order is replayed as early as possible. Renewable resources are not in the
-windows; the replay waits for them, and a result that is longer for it, or does not fit at all, is rejected.
+In the order of starts, tasks before a window keep mode and start; tasks after it keep mode and order. For a task of the
+window, the former become a release per mode, the latter a tail per mode: the longest chain of durations and hand-overs
+after it, through its successors and through the next users of its atoms. So a model has the tasks of one window only,
+and minimises the makespan of the whole schedule. After each window the order is replayed as early as possible. The
+models have no renewable resources; the replay waits for them, and a result that is longer because of that, or does not
+fit at all, is rejected.
 Source: Shaw, "Using constraint programming and local search methods to solve vehicle routing problems", CP 1998,
 https://doi.org/10.1007/3-540-49481-2_30
 
 Deterministic: the same problem, start, seed and deterministic time give the same schedule, unless the time limit
-struck, which the outcome says.
+ended the search, which the outcome says.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ from apollo_compile.planner.problem import Problem, Schedule, Task
 from apollo_compile.planner.replay import left_shifted, makespan_of, replay
 
 WINDOW_SIZES = (12, 18, 8)
-"""Tasks of a window; the next size is taken when no window of the last one helps."""
+"""Numbers of tasks of a window; the next size is used when no window of the current size improves the schedule."""
 STEPS_TO_BOUND = 50
-"""A window has to close this part of the gap to the lower bound, so that little is spent on little."""
+"""A window must close at least 1/50 of the gap to the lower bound, so that no time is spent on tiny improvements."""
 WINDOW_TIME = 0.1
-"""Deterministic time that one window may take."""
+"""Limit of deterministic time per window."""
 WINDOW_FEE = 0.004
-"""Deterministic time charged for every window besides, for what is not CP-SAT's, so that their number is bounded."""
+"""Deterministic time charged per window for work outside CP-SAT, so that the number of windows is bounded."""
 
 
 def improve_windows(
@@ -50,8 +51,8 @@ def improve_windows(
         start: a valid schedule; the result is not longer.
         lower_bound: proven elsewhere; reaching it ends the search, as "optimal".
         seed: of the search.
-        deterministic_time: what CP-SAT may spend, in its own measure of work; may be infinite.
-        time_limit_s: safety net.
+        deterministic_time: limit in CP-SAT's own measure of work; may be infinite.
+        time_limit_s: wall-clock limit, as a safety net.
 
     Raises:
         InvariantError: `start` is not valid or shorter than the lower bound, or a model is malformed.
@@ -90,7 +91,7 @@ def improve_windows(
 
 
 def _all_windows(num_tasks: int, rng: random.Random) -> list[tuple[int, int]]:
-    """Return first position and size of the windows to try, the last one first: all of a size, then the next size."""
+    """Return first position and size of the windows to try, in reverse order: all of one size, then of the next."""
     found: list[tuple[int, int]] = []
     for size in dict.fromkeys(min(size, num_tasks) for size in reversed(WINDOW_SIZES)):
         firsts = list(range(0, num_tasks - size + 1, max(1, size // 3)))
@@ -100,7 +101,7 @@ def _all_windows(num_tasks: int, rng: random.Random) -> list[tuple[int, int]]:
 
 
 class _Window:
-    """Consecutive tasks in the order of starts, and what the tasks around them leave to them."""
+    """Consecutive tasks in the order of starts, with the limits that the tasks around them impose."""
 
     def __init__(self, problem: Problem, schedule: Schedule, first: int, size: int) -> None:
         self.problem = problem
@@ -109,25 +110,25 @@ class _Window:
         order = sorted(range(len(schedule.starts)), key=schedule.starts.__getitem__)
         self.before, self.tasks, self.after = order[:first], sorted(order[first : first + size]), order[first + size :]
         self.ends = {task: schedule.starts[task] + problem.mode(schedule, task).duration for task in self.before}
-        """Of the tasks before."""
+        """Ends of the tasks before the window."""
         self.last_users: dict[int, int] = {}
-        """Per atom, the last of the tasks before."""
+        """Per atom, its last user before the window."""
         for task in self.before:
             self.last_users.update(dict.fromkeys(problem.lanes[self.lanes[task]], task))
         self.successors = problem.successors()
         self.chains: dict[int, int] = {}
-        """Of the tasks behind: least time from the start to the end of all."""
+        """Per task after the window: least time from its start to the end of the schedule."""
         self.next_users: dict[int, int] = {}
-        """Per atom, the first of the tasks behind."""
+        """Per atom, its first user after the window."""
         for task in reversed(self.after):
             self.chains[task] = problem.mode(schedule, task).duration + self._tail(task, self.lanes[task])
             self.next_users.update(dict.fromkeys(problem.lanes[self.lanes[task]], task))
         through = (self._release(task, self.lanes[task]) + chain for task, chain in self.chains.items())
         self.floor = max(*self.ends.values(), *through, 0, 0)
-        """Least makespan that the tasks around allow."""
+        """Least makespan that the tasks around the window allow."""
 
     def has_room(self, makespan: int) -> bool:
-        """Return whether no simple count rules out that the tasks fit, on units x time left by those around them."""
+        """Return whether the tasks of the window can fit into the units x time that the tasks around them leave."""
         sizes, lanes = self.problem.atom_sizes, self.problem.lanes
         needed = sum(
             min(
@@ -138,8 +139,8 @@ class _Window:
         left = 0
         for atom, size in enumerate(sizes):
             free_at = self.ends[self.last_users[atom]] if atom in self.last_users else 0
-            behind = self.chains[self.next_users[atom]] if atom in self.next_users else 0
-            left += size * max(0, makespan - free_at - behind)
+            after = self.chains[self.next_users[atom]] if atom in self.next_users else 0
+            left += size * max(0, makespan - free_at - after)
         return self.floor <= makespan and needed <= left
 
     def search(self, least: int, most: int, *, seed: int, deterministic_time: float, time_limit_s: float) -> Answer:
@@ -163,7 +164,7 @@ class _Window:
         )
 
     def replayed(self, answer: Answer) -> Schedule | None:
-        """Return the whole schedule with the order and the modes of the answer; None if resources do not suffice."""
+        """Return the whole schedule with the order and modes of the answer; None if it exceeds the resources."""
         start_of = dict(zip(self.tasks, answer.starts, strict=True))
         order = [*self.before, *sorted(self.tasks, key=start_of.__getitem__), *self.after]
         modes = list(self.schedule.modes)
@@ -176,13 +177,13 @@ class _Window:
         return Schedule(modes=tuple(modes), starts=tuple(starts), makespan=makespan)
 
     def _release(self, task: int, lane: int) -> int:
-        """Return when the tasks before let the task start on the lane."""
+        """Return the earliest start of the task on the lane, after the tasks before the window."""
         earlier = [other for other in self.problem.tasks[task].predecessors if other in self.ends]
         earlier += [self.last_users[atom] for atom in self.problem.lanes[lane] if atom in self.last_users]
         return max((self.ends[other] + self._gap(self.lanes[other], lane) for other in earlier), default=0)
 
     def _tail(self, task: int, lane: int) -> int:
-        """Return the least time from the end of the task on the lane, through the tasks behind, to the end of all."""
+        """Return the least time from the end of the task on the lane to the end, through the tasks after the window."""
         later = [other for other in self.successors[task] if other in self.chains]
         later += [self.next_users[atom] for atom in self.problem.lanes[lane] if atom in self.next_users]
         return max((self._gap(lane, self.lanes[other]) + self.chains[other] for other in later), default=0)

@@ -1,13 +1,13 @@
-"""Modules and branches of a graph: what belongs together, and what could run side by side.
+"""Modules and branches of a graph: which segments belong together, and which branches could overlap.
 
     name_branches(compilation) -> the branch of every segment
     summarize_modules(...);  summarize_pairs(...)
 
-A branch is a module's name, cut so short that a few are left. Two branches are independent as far as their segments
-are: neither reads, directly or through others, what the other makes. `could_overlap_ns` is the time that the one with
-less such work spends on it, so it is the most that both can run side by side. A branch is also a pair with itself, as
-where gradients of weights are independent of what goes on: then it is half of the time of the segments that are
-independent of others of their branch.
+A branch is a prefix of module names, so short that there are only a few branches. Two segments are independent if
+neither depends on the other, directly or through others. `could_overlap_ns` of two branches is the time of the segments
+that are independent of some segment of the other branch, in the branch where that is less: an upper limit of their
+overlap. A branch also forms a pair with itself, because weight gradients, for example, are independent of the rest of
+the backward: there it is half of the time of the segments that are independent of another segment of the branch.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from collections.abc import Mapping, Sequence
 
 from apollo_compile.ir import SegmentGraph
 from apollo_compile.pipeline import Compilation
-from apollo_compile.reports.values import ModuleSummary, PairSummary, SegmentSummary, Timeline, side_by_side_ns
+from apollo_compile.reports.values import ModuleSummary, PairSummary, SegmentSummary, Timeline, total_overlap_ns
 
 BRANCH_SHARE = 0.9
-"""Branches are names as short as possible, so long as no branch has more than this share of the time."""
+"""Names of branches are as short as possible while no branch has more than this share of the time."""
 
 MAX_BRANCHES = 8
 
@@ -30,7 +30,7 @@ WITHOUT_MODULE = "(no module)"
 
 
 def name_branches(compilation: Compilation) -> list[str]:
-    """Return the branch of every segment: its module's name, cut so short that a few are left."""
+    """Return the branch of every segment: a prefix of its module's name, so short that there are few branches."""
     graph = compilation.partition.graph
     paths = [_path(segment.module) for segment in graph.segments]
     serial = [modes[-1].duration_ns for modes in compilation.costs.modes]
@@ -54,7 +54,7 @@ def _path(module: str) -> list[str]:
 
 
 def summarize_modules(compilation: Compilation, segments: Mapping[int, SegmentSummary]) -> tuple[ModuleSummary, ...]:
-    """Return the modules of a graph in its order, with the numbers of their segments."""
+    """Return the modules of a graph in graph order, with sums over their segments."""
     names = [".".join(_path(segment.module)) or WITHOUT_MODULE for segment in compilation.partition.graph.segments]
     members: dict[str, list[SegmentSummary]] = defaultdict(list)
     for segment_id, name in enumerate(names):
@@ -80,7 +80,7 @@ def summarize_modules(compilation: Compilation, segments: Mapping[int, SegmentSu
 
 
 def summarize_pairs(compilation: Compilation, branch_of: Sequence[str], timeline: Timeline) -> tuple[PairSummary, ...]:
-    """Return all pairs of branches, those that could overlap longest first; `branch_of` is by segment."""
+    """Return all pairs of branches, by descending possible overlap; `branch_of` is by segment."""
     graph = compilation.partition.graph
     related = _related(graph)
     fastest = [min(mode.duration_ns for mode in modes) for modes in compilation.costs.modes]
@@ -102,7 +102,7 @@ def summarize_pairs(compilation: Compilation, branch_of: Sequence[str], timeline
             second=second,
             could_overlap_ns=min(independent_ns(first, second), independent_ns(second, first))
             // (2 if first == second else 1),
-            overlap_ns=side_by_side_ns(bars[first], bars[second]),
+            overlap_ns=total_overlap_ns(bars[first], bars[second]),
         )
         for first, second in itertools.combinations_with_replacement(members, 2)
     ]
@@ -110,7 +110,7 @@ def summarize_pairs(compilation: Compilation, branch_of: Sequence[str], timeline
 
 
 def _related(graph: SegmentGraph) -> list[int]:
-    """Return, per segment, the set of segments that it needs or that need it, and itself, as bits."""
+    """Return, per segment, the set of the segments that it depends on or that depend on it, and itself, as bits."""
     before = [0] * len(graph.segments)
     related = [0] * len(graph.segments)
     for segment in graph.segments:

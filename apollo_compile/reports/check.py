@@ -1,4 +1,4 @@
-"""Is a summary from a file one that renderings can show?
+"""Check that a summary from a file is consistent, so that it can be rendered.
 
 check_summary(graph)
 """
@@ -14,7 +14,7 @@ MAX_UNITS = 2**16
 
 
 def check_summary(graph: GraphSummary) -> None:
-    """Refuse a summary that does not hang together: files have other writers than us. Raises `ValueError`."""
+    """Raise `ValueError` for an inconsistent summary, which a damaged or foreign file may contain."""
     ids, lanes = set(range(len(graph.segments))), {lane.id: lane.units for lane in graph.lanes}
     branches = {segment.branch for segment in graph.segments}
     for problem, is_legal in (

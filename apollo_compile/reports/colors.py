@@ -1,18 +1,18 @@
-"""Colours of branches, for every rendering that has colours: light enough for dark text on them."""
+"""Colours of branches for all renderings, light enough for dark text on them."""
 
 from __future__ import annotations
 
 from apollo_compile.reports.values import ModelSummary
 
 COLORS = ("#8fb1f5", "#f3b27f", "#7fd1ae", "#d3a4e6", "#ead06b", "#7ccbe3", "#f19fa8", "#b7cb80")
-"""As many as a graph has branches, as a rule; they are used in this order."""
+"""As many as a graph mostly has branches; used in this order."""
 
 
 def color_of_branches(report: ModelSummary) -> tuple[dict[str, int], ...]:
-    """Return, per graph, the place in `COLORS` of every branch.
+    """Return, per graph, the index in `COLORS` of every branch.
 
-    Branches of one graph differ, unless there are more than colours; where that allows it, a branch has the colour that
-    it has in earlier graphs.
+    Branches of one graph have different colours, unless there are more branches than colours; if possible, a branch has
+    the same colour as in earlier graphs.
     """
     known: dict[str, int] = {}
     found = []

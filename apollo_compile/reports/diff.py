@@ -1,10 +1,10 @@
-"""What differs between the plans of two reports.
+"""Differences between the plans of two reports.
 
     compare(before, after) -> Difference
 
-Either side is a report, or plans as `APOLLO_DUMP` wrote them, which know nothing of runs and waits. Graphs are matched
-by name, those of one name in their order, and segments by name within a graph. Numbers of both sides stand side by
-side; which of them is better is for the reader to say.
+Either side is a report, or plans written by `APOLLO_DUMP`, which have no runs and waits. Graphs are matched by name,
+and by order among those of the same name; segments are matched by name within a graph. The numbers of both sides are
+shown, without a judgement.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from apollo_compile.units import format_ns
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Move:
-    """A segment that has another lane or another quota."""
+    """A segment whose lane or quota differs."""
 
     segment: str
     lanes: tuple[int, int]
-    """Before and after, as all pairs here."""
+    """Before and after, like all pairs here."""
     units: tuple[int, int]
     predicted_ns: tuple[int, int]
 
@@ -42,11 +42,11 @@ class GraphDifference:
     serial_ns: tuple[int, int]
     measured_ns: tuple[int | None, int | None]
     num_waits: tuple[int | None, int | None]
-    """None where it is not known."""
+    """None if unknown."""
     peak_bytes: tuple[int | None, int | None]
     moves: tuple[Move, ...]
     order_changed: bool
-    """Whether the segments that both have start in another order."""
+    """Whether the segments that both reports have start in another order."""
     only_before: tuple[str, ...]
     """Segments that the second report does not have."""
     only_after: tuple[str, ...]
@@ -59,7 +59,7 @@ class GraphDifference:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Difference:
-    """What differs between two reports; prints as text."""
+    """Differences between two reports; prints as text."""
 
     graphs: tuple[GraphDifference, ...]
     only_before: tuple[str, ...]
@@ -79,7 +79,7 @@ class Difference:
 
 
 class Placed(NamedTuple):
-    """A segment as one side has it."""
+    """A segment in the plan of one side."""
 
     lane: int
     units: int
@@ -88,7 +88,7 @@ class Placed(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Side:
-    """A graph as one side has it."""
+    """A graph of one side."""
 
     name: str
     variant: str
@@ -96,7 +96,7 @@ class Side:
     serial_ns: int
     measured_ns: int | None
     num_waits: int | None
-    """None where it is not known."""
+    """None if unknown."""
     peak_bytes: int | None
     segments: dict[str, Placed]
     """By name, in start order."""
@@ -137,7 +137,7 @@ def sides_of_plans(plans: Iterable[NamedPlan]) -> tuple[Side, ...]:
 
 
 def compare(before: Iterable[Side], after: Iterable[Side]) -> Difference:
-    """Return what changes from `before` to `after`."""
+    """Return the differences from `before` to `after`."""
     old, new = _by_name(before), _by_name(after)
     return Difference(
         graphs=tuple(_compare_graphs(old[key], new[key]) for key in old if key in new),

@@ -2,9 +2,9 @@
 
 ModelSummary -> str
 
-A graph is a cluster that lists its lanes with their memory, a segment a box in the colour of its branch, a dependency
-an arrow: bold where a lane waits for another lane, dashed where such a wait is implied by others. Where lanes wait for
-each other only because they share units, the line ends in a bar instead of an arrow.
+A graph is a cluster whose label lists its lanes with their memory, a segment is a box in the colour of its branch, a
+dependency an arrow: bold if a lane waits for another lane, dashed if other waits imply that wait. A wait between lanes
+only because they share units ends in a bar instead of an arrowhead.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def _render_graph(number: int, graph: GraphSummary, colors: Mapping[str, int]) -
             line = style.get((other, segment.id), "solid")
             lines.append(f"    g{number}s{other} -> g{number}s{segment.id} [style={line}];")
     flows = {(other, segment.id) for segment in graph.segments for other in segment.after}
-    for wait in graph.waits:  # lanes that share units wait for each other though no value flows
+    for wait in graph.waits:  # lanes that share units wait for each other without a data dependency
         if wait.kept and (wait.producer, wait.consumer) not in flows:
             arrow = f"g{number}s{wait.producer} -> g{number}s{wait.consumer}"
             lines.append(f"    {arrow} [style=bold, arrowhead=tee, constraint=false];")

@@ -1,10 +1,10 @@
-"""A report as one page that needs nothing else: no network, no other file.
+"""A report as one self-contained HTML page: it needs no network and no other file.
 
     ModelSummary -> str
 
 The page is complete without its script: texts and positions are written here, from `page.html` (a Jinja template) and
-`page.css`. `page.js` adds what needs a hand on the page: switching timelines, zoom, details of a segment, sorting.
-A number stands on the page as people read it, with the number itself in `data-v` beside it.
+`page.css`. `page.js` adds interaction: switching timelines, zoom, details of a segment, sorting. Numbers are shown
+rounded and with their unit; `data-v` has the exact value.
 
 Positions on a timeline are percentages, so that zooming is a change of width and moves no text; positions in the graph
 of modules are pixels: a column per distance from the inputs.
@@ -42,10 +42,10 @@ FRAME_HEIGHT = 900
 """Pixels of a report in a notebook."""
 
 ROW = 30
-"""Pixels of a lane, its gap included."""
+"""Height in pixels of a lane, its gap included."""
 
 TICKS = 8
-"""About so many labels on a time axis."""
+"""Approximate number of labels on a time axis."""
 
 COLUMN_WIDTH, NODE_WIDTH, NODE_HEIGHT, NODE_GAP = 280, 230, 46, 16
 
@@ -58,7 +58,7 @@ def render_html(report: ModelSummary) -> str:
 
 
 def render_frame(report: ModelSummary) -> str:
-    """Return the page inside a frame, as notebooks show it: its style and script stay its own."""
+    """Return the page inside an iframe for notebooks, so that its style and script do not affect the notebook."""
     page = html.escape(render_html(report), quote=True)
     style = f"width:100%;height:{FRAME_HEIGHT}px;border:0"
     return f'<iframe title="apollo report" style="{style}" srcdoc="{page}"></iframe>'
@@ -107,12 +107,12 @@ def _read(name: str) -> str:
 
 
 def make_breakable(name: str) -> Markup:
-    """Return the name of a module as text that goes on in a new line behind its dots, if it has to."""
+    """Return the name of a module as HTML that may break after its dots."""
     return Markup("<wbr>").join(f"{part}." for part in name.split("."))[:-1]
 
 
 def short_name(name: str) -> str:
-    """Return the last two parts of a module's name, which are what differs."""
+    """Return the last two parts of a module's name, which distinguish it."""
     return ".".join(name.split(".")[-2:])
 
 
@@ -120,7 +120,7 @@ def short_name(name: str) -> str:
 
 
 def time_scale(graph: GraphSummary) -> int:
-    """Return the nanoseconds that the width of a timeline stands for: the same for all timelines of a graph."""
+    """Return the nanoseconds that the width of a timeline represents, equal for all timelines of a graph."""
     return max(1, *(line.duration_ns for line in graph.timelines))
 
 
@@ -130,7 +130,7 @@ def percent_of(time_ns: int, scale_ns: int) -> str:
 
 
 def is_long(duration_ns: int, scale_ns: int) -> bool:
-    """Whether a bar has room for a label on a page that nobody has zoomed."""
+    """Whether a bar has room for a label without zoom."""
     return duration_ns > 0.06 * scale_ns
 
 
@@ -221,7 +221,7 @@ class Node(NamedTuple):
 
 
 class ModuleGraph(NamedTuple):
-    """Modules as boxes, what they read from each other as curves."""
+    """Modules as boxes, and edges between them as curves."""
 
     width: int
     height: int
@@ -233,8 +233,8 @@ class ModuleGraph(NamedTuple):
 def place_modules(graph: GraphSummary) -> ModuleGraph:
     """Return the modules of a graph in columns by their distance from the inputs.
 
-    Modules may read from each other in a circle, since each of them is several segments: an edge that leads back does
-    not push its module to the right.
+    Modules may form a cycle, since each of them is several segments: an edge to an earlier module does not move it to
+    the right.
     """
     columns: dict[int, list[int]] = defaultdict(list)
     rank: list[int] = []
@@ -255,7 +255,7 @@ def place_modules(graph: GraphSummary) -> ModuleGraph:
 
 
 def _order_columns(columns: dict[int, list[int]], after: Sequence[Sequence[int]]) -> dict[int, int]:
-    """Return the place of every module in its column: beside what it reads from."""
+    """Return the row of every module in its column, close to the modules that it reads from."""
     place: dict[int, int] = {}
     for number in sorted(columns):
         weights = {}

@@ -25,7 +25,7 @@ from apollo_compile.units import format_bytes, format_ns
 
 
 def render_text(report: ModelSummary) -> str:
-    """Return how far it is, a block per graph, what Inductor runs and why, who won the comparison, and graph breaks."""
+    """Return the stages, a block per graph, fallbacks with reasons, results of comparisons, and graph breaks."""
     blocks = [describe_state(report)] if report.states else []
     blocks += [_render_graph(graph, report) for graph in report.graphs]
     blocks += [f"{name}: runs in Inductor, whole\n  because {reason}" for name, reason in report.handed_over]
@@ -74,7 +74,7 @@ def _render_graph(graph: GraphSummary, report: ModelSummary) -> str:
 
 
 def _render_lanes(graph: GraphSummary) -> str:
-    """Return a line per lane with segments; of one lane without a quota the head says all."""
+    """Return a line per lane with segments; nothing for a single lane without a quota, which the head describes."""
     if graph.num_lanes < 2 and all(lane.taken_bytes is lane.quota_bytes is None for lane in graph.lanes):
         return ""
     rows = [
@@ -139,7 +139,7 @@ def _render_break(found: GraphBreak) -> str:
 
 
 def _table_of_known(rows: Sequence[Sequence[object]], headers: Sequence[str], align: str) -> str:
-    """Return the table without columns in which nothing stands, such as what was measured before a run."""
+    """Return the table without empty columns, such as measured times before a run."""
     shown = [column for column in range(len(headers)) if any(row[column] != "" for row in rows)]
     return _table(
         [[row[column] for column in shown] for row in rows],

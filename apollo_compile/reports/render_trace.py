@@ -3,18 +3,18 @@
     ModelSummary -> {"traceEvents": [...], ...}
 
 A timeline of a graph is a process, a lane a thread, a segment a complete event (`X`), a kept wait a flow (`s` to `f`).
-Units at work, bytes held, and what every lane holds, took and may take of them are counters (`C`). Times of the format
-are microseconds; `args` has the whole numbers of nanoseconds. Graphs follow one another in time as they do in a step,
-so that tracks line up.
+Busy units, bytes of live buffers, and per lane the bytes held, taken and allowed are counters (`C`). Times of the
+format are microseconds; `args` has the exact nanoseconds. Graphs follow one another in time as in a step, so that
+tracks line up.
 Format: "Trace Event Format", Google, https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
 
 Note [traces for Perfetto]. Beyond the format:
-- Thread ids begin at 1 and are different in all processes. Perfetto looks threads up by their ids, so that equal ones
-  lose their names (google/perfetto#363), and some versions take thread 0 for thread 1 (google/perfetto#2278).
-- Metadata has no time: it is in force from the start (google/perfetto#2048).
-- A counter is called by its name and its series: "units" with the series "at work" is the track "units at work".
-- There is no `displayTimeUnit`: some versions read times in it (google/perfetto#106 and #274).
-- The slice of a flow's end stands before the flow: the importer binds a flow to the slice that is open.
+- Thread ids begin at 1 and are unique across processes. Perfetto looks threads up by id, so threads with equal ids lose
+  their names (google/perfetto#363), and some versions take thread 0 for thread 1 (google/perfetto#2278).
+- Metadata events have no time: they apply from the start (google/perfetto#2048).
+- The track of a counter is named by its name and its series: "units" with the series "at work" is "units at work".
+- There is no `displayTimeUnit`: some versions interpret times in it (google/perfetto#106 and #274).
+- The slice at the end of a flow comes before the flow: the importer binds a flow to the slice that is open.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def _render_timeline(graph: GraphSummary, line: Timeline, begin_ns: int) -> list
 
 
 def _counters(graph: GraphSummary, line: Timeline) -> list[tuple[str, str, Sequence[tuple[int, int]]]]:
-    """Return name, series and steps of every counter; what a lane took or may take holds from the start."""
+    """Return name, series and steps of every counter; bytes that a lane took or may take are constant."""
     found: list[tuple[str, str, Sequence[tuple[int, int]]]] = [
         ("units", "at work", line.units),
         ("bytes", "between segments", line.memory),

@@ -1,8 +1,8 @@
-"""All that is known about one model, in every form that people and programs read.
+"""The report of one model, with a method for every form in which people and programs read it.
 
     Report(graphs, handed_over, verdicts, breaks, states)
 
-A report is frozen plain data (`values.py`) with a method per rendering; each lays it out and computes nothing.
+A report is frozen plain data (`values.py`) with a method per rendering; renderings compute no numbers.
 `to_json` and `from_json` are inverse, so a report can be read in another process, on another machine, or years later.
 """
 
@@ -53,7 +53,7 @@ class Report(ModelSummary):
         """Return the report that `to_json` wrote.
 
         Raises:
-            ReportFileError: the text is no report of this form.
+            ReportFileError: the text is not a report of this format.
         """
         try:
             return _to_report(parse(text))
@@ -65,7 +65,7 @@ class Report(ModelSummary):
         """Return the report in a file.
 
         Raises:
-            ReportFileError: the file cannot be read, or is no report of this form.
+            ReportFileError: the file cannot be read, or is not a report of this format.
         """
         try:
             return _to_report(read_file(Path(path), max_bytes=_MAX_BYTES))
@@ -75,7 +75,7 @@ class Report(ModelSummary):
             raise ReportFileError(f"this is no report: {path}: {error}; expected what Report.to_json wrote") from error
 
     def to_html(self) -> str:
-        """Return a page that needs nothing else: no network, no other file."""
+        """Return a self-contained HTML page: it needs no network and no other file."""
         return render_html(self)
 
     def save_html(self, path: str | Path) -> None:
@@ -95,18 +95,18 @@ class Report(ModelSummary):
         return render_dot(self)
 
     def why(self, name: str) -> str:
-        """Return in words why a segment, or all segments of a module, run where and when they do.
+        """Explain why a segment, or every segment of a module, runs where and when it does.
 
         Arguments:
-            name: of a segment, or of a module and thereby of what is inside it.
+            name: of a segment, or of a module, which includes its submodules.
 
         Raises:
-            LookupError: nothing has that name; the message names what is similar.
+            LookupError: nothing has that name; the message lists similar names.
         """
         return explain_place(self, name)
 
     def diff(self, other: Report) -> Difference:
-        """Return what changes from this report's plans to those of `other`; print it to read it."""
+        """Return the differences from this report's plans to those of `other`; print it to read it."""
         return compare(sides_of_report(self), sides_of_report(other))
 
 

@@ -1,15 +1,15 @@
-"""Every number of a report, computed once.
+"""Summary of a compilation: computes every number of a report, once.
 
     (Compilation, Trace) -> GraphSummary
 
-Comparisons with other devices, batches and rules are plans of their own: who wants them makes them before and hands
-them over (`apollo_compile.tools.what_if`). Timelines are made by `timelines.py`, modules and branches by `branches.py`.
+Comparisons with other devices, batch sizes and baselines need plans of their own, which the caller makes and passes in
+(`apollo_compile.tools.what_if`). Timelines are made by `timelines.py`, modules and branches by `branches.py`.
 
 A segment's bottleneck is the largest part of its predicted time: arithmetic (`compute`), bytes (`memory`) or fixed
-times (`launch`); it is `waiting` where the units of its lane stood idle before it for longer than it runs.
+times (`launch`); it is `waiting` if the units of its lane were idle before it for longer than it runs.
 
-A segment asks for as many units as make it fast: the fewest on which it takes, alone, at most `ASKED_TOLERANCE` longer
-than on any other number. What it is granted are the units of its lane.
+The quota that a segment asks for is the fewest units on which it takes, alone, at most `ASKED_TOLERANCE` longer than on
+any other number. It is granted the units of its lane.
 """
 
 from __future__ import annotations
@@ -55,15 +55,15 @@ def summarize(
 
     Arguments:
         compilation: the graph and its plan.
-        trace: of its plan, empty before the first run.
-        num_replans: how often it was planned again.
-        is_deterministic: whether it was not to be.
-        is_cold: whether it is to run, and was not called often enough for a trace.
-        variant: which one it runs now.
-        what_if: what other devices or batches would give.
-        baselines: what the rules of other systems would give: name and predicted nanoseconds.
+        trace: of a run of its plan, empty before the first run.
+        num_replans: number of replans.
+        is_deterministic: whether replans are off.
+        is_cold: whether the plan runs, but was not called often enough for a trace.
+        variant: the variant that runs now.
+        what_if: predictions for other devices or batch sizes.
+        baselines: schedules by the rules of other systems: name and predicted nanoseconds.
         lane_bytes: device memory that lanes took.
-        lane_memory_quota: bytes of device memory that a lane may take; None where there is no limit.
+        lane_memory_quota: bytes of device memory that a lane may take; None is no limit.
     """
     graph, plan = compilation.partition.graph, compilation.plan
     branch_of = name_branches(compilation)
@@ -183,7 +183,7 @@ def _bottleneck(mode: Mode, *, is_waiting: bool) -> Bottleneck:
 
 
 def _waited(timeline: Timeline, lanes: Sequence[Lane]) -> dict[int, int]:
-    """Return for how long the units of its lane were idle before every segment."""
+    """Return, per segment, the idle time of the units of its lane before it."""
     free_at: dict[int, int] = defaultdict(int)
     waited = {}
     for bar in timeline.bars:
@@ -206,6 +206,6 @@ def _critical_path(graph: SegmentGraph, durations: Sequence[int]) -> int:
 
 
 def _load(compilation: Compilation) -> float:
-    """Return how long all units would be at work if every segment had the number of units that it uses best."""
+    """Return the makespan if every segment had its most efficient number of units and no unit were ever idle."""
     units = len(compilation.plan.lanes[0].units)
     return sum(min(mode.units * mode.duration_ns for mode in modes) for modes in compilation.costs.modes) / units

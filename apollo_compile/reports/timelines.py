@@ -1,4 +1,4 @@
-"""All segments of a graph over time: in turn, as predicted, and as measured.
+"""Timelines of the segments of a graph: serial, predicted, and measured.
 
 make_timelines(compilation, trace) -> (serial, predicted, measured if there was a run)
 """
@@ -16,7 +16,7 @@ from apollo_compile.reports.values import Bar, Step, Timeline
 
 
 def make_timelines(compilation: Compilation, trace: Trace) -> tuple[Timeline, ...]:
-    """Return the serial plan, the plan, and, if there was a run, the run, each over time."""
+    """Return the timelines of the serial plan, of the plan, and, if there was a run, of the run."""
     plan = compilation.plan
     ends = list(itertools.accumulate(modes[-1].duration_ns for modes in compilation.costs.modes))
     serial = [
@@ -58,7 +58,7 @@ def _timeline(
 def _lifetimes(
     compilation: Compilation, bars: Sequence[Bar], duration_ns: int
 ) -> dict[int, list[tuple[int, int, int]]]:
-    """Return (start, end, bytes) of every buffer that a segment of each lane makes, as the memory plan holds it."""
+    """Return, per lane, (start, end, bytes) of every buffer that its segments make, by the memory plan."""
     times = {bar.segment: bar for bar in bars}
     holder = {hold.buffer: hold.segment for hold in compilation.memory.holds}
     found: dict[int, list[tuple[int, int, int]]] = {lane.id: [] for lane in compilation.plan.lanes}
@@ -71,7 +71,7 @@ def _lifetimes(
 
 
 def _steps(intervals: Iterable[tuple[int, int, int]]) -> list[Step]:
-    """Return the sum of the values of the open intervals (start, end, value), at every change."""
+    """Return the sum of the values of all intervals (start, end, value) that contain a time, at every change."""
     changes: dict[int, int] = defaultdict(int)
     for start_ns, end_ns, value in intervals:
         changes[start_ns] += value

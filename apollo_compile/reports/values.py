@@ -1,10 +1,10 @@
-"""What a report holds: frozen plain data, which every rendering lays out and none computes.
+"""Data of a report: frozen plain values, which renderings show and do not compute.
 
-    ModelSummary        all graphs of one model, what Inductor runs and why, verdicts, graph breaks, states
+    ModelSummary        all graphs of one model, fallbacks with reasons, verdicts, graph breaks, states
     GraphSummary        one FX graph: segments, modules, branches, lanes, waits, timelines, comparisons
 
-They can be written as JSON and read back (`apollo_compile.json_form`), and `check.py` says whether they hang together.
-`summary.py` says what the numbers mean.
+They can be written as JSON and read back (`apollo_compile.json_form`); `check.py` checks their consistency, and
+`summary.py` defines the numbers.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from apollo_compile.ir import Candidate, CostSource, GraphBreak, Origin, Role, V
 
 
 class Bottleneck(enum.StrEnum):
-    """What a segment spends most of its time on, or with."""
+    """What takes most of a segment's time."""
 
     COMPUTE = "compute"
     MEMORY = "memory"
@@ -31,14 +31,14 @@ class Limit(enum.StrEnum):
     """What keeps any plan of a graph from being faster."""
 
     DEPENDENCIES = "dependencies"
-    """The longest chain of segments, each as fast as it can be."""
+    """The longest chain of segments, each on the number of units on which it is fastest."""
     UNITS = "units"
-    """The work of all segments, each on the number of units that it uses best."""
+    """The total work of all segments, each on the number of units that it uses most efficiently."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Choice:
-    """What a segment takes, alone, on one number of units."""
+    """Duration of a segment on one number of units, without interference."""
 
     units: int
     duration_ns: int
@@ -47,7 +47,7 @@ class Choice:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SegmentSummary:
-    """One segment: where it ran, what was expected and what was seen."""
+    """One segment: its place in the plan, its predicted and its measured times."""
 
     id: int
     name: str
@@ -58,16 +58,16 @@ class SegmentSummary:
     units: int
     """Quota granted: units the segment may use; its lane has exactly these."""
     asked_units: int
-    """Quota asked: the fewest units on which it is as fast, alone, as it can be."""
+    """Quota asked: the fewest units on which it is about as fast, alone, as on any number."""
     memory_bytes: int
-    """Quota of bytes: what it allocates."""
+    """Quota of bytes: bytes that it allocates."""
     predicted_ns: int
-    """In the plan, what neighbours cost included."""
+    """Duration in the plan, with interference."""
     source: CostSource
     measured_ns: int | None
     """None before the first run."""
     waited_ns: int
-    """How long the units of its lane stand idle before it, measured if it ran, else predicted."""
+    """Idle time of the units of its lane before it, measured if it ran, else predicted."""
     bottleneck: Bottleneck
     memory_share: float
     launch_share: float
@@ -78,7 +78,7 @@ class SegmentSummary:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModuleSummary:
-    """One module: all segments whose work is mostly its own, layers of a list together."""
+    """One module: all segments whose work is mostly that of the module; layers of a list are one module."""
 
     name: str
     branch: str
@@ -90,18 +90,18 @@ class ModuleSummary:
     """Sum over its segments on all units."""
     measured_ns: int | None
     after: tuple[int, ...]
-    """Indices of the modules that it reads from, itself left out."""
+    """Indices of the modules that it reads from, without itself."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PairSummary:
-    """Two branches, and how much of them runs side by side."""
+    """Two branches, and for how long they overlap."""
 
     first: str
     second: str
-    """The same as the first for segments of one branch beside each other."""
+    """Equal to `first` for the overlap of segments of one branch."""
     could_overlap_ns: int
-    """At most, as dependencies go; 0 where one of them needs what the other makes, from end to start."""
+    """The most that dependencies allow; 0 if all segments of one depend on all of the other."""
     overlap_ns: int
     """Measured if there was a run, else predicted."""
 
@@ -114,14 +114,14 @@ class LaneSummary:
     units: tuple[int, ...]
     num_segments: int
     predicted_ns: int
-    """For how long it is at work."""
+    """Time in which it is busy."""
     measured_ns: int | None
     peak_bytes: int
     """Planned peak of the buffers that its segments make."""
     taken_bytes: int | None = None
-    """Device memory that it took when its CUDA graph was captured; None on a CPU, and before."""
+    """Device memory that it took when its CUDA graph was captured; None before, and on a CPU."""
     quota_bytes: int | None = None
-    """The most that it may take; None is no limit."""
+    """Limit of device memory that it may take; None is no limit."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -131,7 +131,7 @@ class WaitSummary:
     producer: int
     consumer: int
     kept: bool
-    """False where the order of lanes and other waits imply it."""
+    """False if lane order and other waits imply it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -153,41 +153,41 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timeline:
-    """All segments over time, one way to run them."""
+    """All segments over time, in the serial plan, the plan, or a run."""
 
     name: Literal["serial", "predicted", "measured"]
     duration_ns: int
     overlap: float
-    """Share of the duration in which at least two lanes are at work."""
+    """Share of the duration in which at least two lanes are busy."""
     busy: float
-    """Share of unit-time, over all units and the duration, in which a lane that has the unit is at work."""
+    """Share of units x duration in which a lane of the unit is busy."""
     bars: tuple[Bar, ...]
     """By start."""
     units: tuple[tuple[int, int], ...]
-    """Units at work over time: (nanoseconds, units) at every change."""
+    """Busy units over time: (nanoseconds, units) at every change."""
     memory: tuple[tuple[int, int], ...]
     """Bytes of buffers between segments over time, likewise; empty for the serial plan."""
     memory_by_lane: tuple[tuple[tuple[int, int], ...], ...] = ()
-    """The same of the buffers that segments of one lane make, by lane."""
+    """By lane, the same for buffers that segments of the lane make."""
 
     @property
     def idle_ns(self) -> int:
-        """For how long no lane is at work."""
+        """Time in which no lane is busy."""
         steps = [Step(0, 0), *itertools.starmap(Step, self.units), Step(self.duration_ns, 0)]
         return sum(later.time_ns - now.time_ns for now, later in itertools.pairwise(steps) if now.value == 0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WhatIf:
-    """What another device or batch would give."""
+    """Predicted times on another device or with another batch size."""
 
     change: str
-    """In words, e.g. `4 units`."""
+    """What is changed, in words, e.g. `4 units`."""
     units: int
     serial_ns: int
     predicted_ns: int
     batch: int | None = None
-    """The number of samples, where that is what differs."""
+    """The number of samples, if that is what differs."""
 
     @property
     def gain(self) -> float:
@@ -202,7 +202,7 @@ class DeviceSummary:
     kind: str
     name: str
     source: str
-    """How its profile came about: see `apollo_compile.device.profile`."""
+    """Where its profile comes from: see `apollo_compile.device.profile`."""
     units: int
 
 
@@ -223,7 +223,7 @@ class GraphSummary:
     """In graph order."""
     branches: tuple[str, ...]
     pairs: tuple[PairSummary, ...]
-    """Of branches, those that could overlap longest first."""
+    """Pairs of branches, by descending possible overlap."""
     lanes: tuple[LaneSummary, ...]
     waits: tuple[WaitSummary, ...]
     timelines: tuple[Timeline, ...]
@@ -233,14 +233,14 @@ class GraphSummary:
     """Predicted makespan on one lane."""
     bound_ns: int
     gap: float
-    """How far the plan, undisturbed by interference, can be from the best one: 0.02 is at most 2 % above it."""
+    """How far the plan is above the bound, without interference: with 0.02, it is at most 2 % above the optimum."""
     critical_path_ns: int
     """The longest chain of segments, each on the number of units on which it is fastest."""
     limit: Limit
     candidates: tuple[Candidate, ...]
-    """What the planner tried, in that order."""
+    """Schedules that the planner considered, in order."""
     baselines: tuple[tuple[str, int], ...]
-    """What other systems' rules would take on the same lanes: name and predicted makespan in nanoseconds."""
+    """Schedules by the rules of other systems on the same lanes: name and predicted makespan in nanoseconds."""
     solver: str | None
     seed: int
     stopped_early: bool
@@ -248,33 +248,33 @@ class GraphSummary:
     pinned: bool
     """Whether the plan was read from a file."""
     variant: str
-    """How it runs now: see `apollo_compile.session.autotune`."""
+    """The variant that runs now: see `apollo_compile.session.autotune`."""
     num_replans: int
-    """How often it was planned again from measured durations."""
+    """Number of replans from measured durations."""
     peak_bytes: int
     """Planned peak of buffers between segments."""
     memory_quota: int | None
     what_if: tuple[WhatIf, ...] = ()
     without_formula: tuple[str, ...] = ()
-    """Operators whose work is counted by their bytes alone."""
+    """Operators whose work is their bytes alone."""
     is_deterministic: bool = False
-    """Whether the plan stays whatever is measured, since the user wants the same numbers every time."""
+    """Whether measurements do not change the plan, since the user wants the same numbers every time."""
     is_cold: bool = False
-    """Whether there is no measurement yet though it is to run: the first call of a plan is none."""
+    """Whether the plan runs but has no measurement yet: its first call is cold and not measured."""
 
     @property
     def measured(self) -> Timeline | None:
-        """The last run; None before the second, since the first is cold."""
+        """The last run; None before the second run, since the first is cold."""
         return next((line for line in self.timelines if line.name == "measured"), None)
 
     @property
     def predicted(self) -> Timeline:
-        """What is predicted of the plan, or of one lane where that is all there is."""
+        """The predicted timeline of the plan, or the serial one if there is no other."""
         return next((line for line in self.timelines if line.name == "predicted"), self.timelines[0])
 
     @property
     def latest(self) -> Timeline:
-        """The last run, or what is predicted of it."""
+        """The last run, or the prediction before the first measured run."""
         return self.timelines[-1]
 
     @property
@@ -284,7 +284,7 @@ class GraphSummary:
 
     @property
     def possible_gain(self) -> float:
-        """Serial time over the bound: no plan gains more."""
+        """Serial time over the bound: an upper limit of the gain of any plan."""
         return _ratio(self.serial_ns, self.bound_ns)
 
     @property
@@ -308,12 +308,12 @@ class GraphSummary:
         return len(self.waits) - self.num_waits
 
     def planned_overlap_ns(self, pair: PairSummary) -> int:
-        """Return for how long two branches, or a branch with itself, are side by side as predicted."""
+        """Return the predicted overlap of two branches, or of a branch with itself."""
         first, second = (
             [bar for bar in self.predicted.bars if bar.segment in members]
             for members in ({s.id for s in self.segments if s.branch == name} for name in (pair.first, pair.second))
         )
-        return side_by_side_ns(first, first if pair.first == pair.second else second)
+        return total_overlap_ns(first, first if pair.first == pair.second else second)
 
     def time_by_bottleneck(self) -> dict[Bottleneck, int]:
         """Return the predicted time of the segments with each bottleneck."""
@@ -324,25 +324,26 @@ class GraphSummary:
 
 
 class Stage(enum.StrEnum):
-    """How far it is with a Dynamo graph."""
+    """Stage of a Dynamo graph."""
 
     PLANNED = "planned"
-    """It was not to run."""
+    """Planned only, in a dry run."""
     MEASURING = "measuring"
-    """What runs it may still change."""
+    """Its variant may still change."""
     FALLS_BACK = "falls back"
     """Inductor runs all of it."""
     SETTLED = "settled"
+    """Its variant is final."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class State:
-    """How far it is with a Dynamo graph, and where in that."""
+    """Stage of a Dynamo graph, with details."""
 
     graph: str
     stage: Stage
     detail: str = ""
-    """What was measured so far, or why it falls back."""
+    """Progress of the measurement, or the reason of the fallback."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -353,16 +354,16 @@ class ModelSummary:
     handed_over: tuple[tuple[str, str], ...]
     """Graphs that Inductor runs whole, and why."""
     verdicts: tuple[tuple[str, Verdict], ...] = ()
-    """By name of the Dynamo graph, which way of running it was the fastest."""
+    """By name of the Dynamo graph, the result of its comparison."""
     breaks: tuple[GraphBreak, ...] = ()
     states: tuple[State, ...] = ()
-    """Of every Dynamo graph; empty where nobody knows."""
+    """Of every Dynamo graph; empty if unknown."""
 
 
-def side_by_side_ns(one: Sequence[Bar], other: Sequence[Bar]) -> int:
-    """Return for how long bars of one branch are beside those of another; the same bars are a branch with itself."""
-    beside = itertools.combinations(one, 2) if one is other else itertools.product(one, other)
-    return sum(max(0, min(a.end_ns, b.end_ns) - max(a.start_ns, b.start_ns)) for a, b in beside)
+def total_overlap_ns(one: Sequence[Bar], other: Sequence[Bar]) -> int:
+    """Return the summed overlap of bars of two branches, or of one branch if `one is other`."""
+    pairs = itertools.combinations(one, 2) if one is other else itertools.product(one, other)
+    return sum(max(0, min(a.end_ns, b.end_ns) - max(a.start_ns, b.start_ns)) for a, b in pairs)
 
 
 def _ratio(before: float, after: float) -> float:

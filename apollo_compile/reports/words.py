@@ -1,11 +1,11 @@
-"""What a report says in sentences: what overlapped, what did not and why, what limits it, what to try.
+"""Explanations in sentences: what overlapped, what did not and why, what limits the plan, what to try.
 
-    describe_state(report) -> whether anything is still being decided, the first line of a report
+    describe_state(report) -> stage of the Dynamo graphs, the first line of a report
     describe(graph, report) -> sentences about one graph
     explain_place(report, name) -> why a segment or a module runs where and when it does
 
-Sentences only put numbers of the summary in order. A sentence that holds for every model helps nobody, so each of them
-has a condition.
+Sentences only interpret numbers of the summary. Every sentence has a condition, because one that holds for every model
+helps nobody.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from apollo_compile.reports.values import (
 from apollo_compile.units import format_ns
 
 MUCH = 0.05
-"""Share of a graph's serial time from which a pair of branches is worth a sentence."""
+"""Share of a graph's serial time from which the overlap of two branches is worth a sentence."""
 
 MANY = 0.25
-"""Share of a graph's time from which what its segments spend it on is worth a sentence."""
+"""Share of a graph's time from which a bottleneck is worth a sentence."""
 
 MOST = 0.5
-"""Share of a graph's time that its segments spend on it mostly."""
+"""Share of a graph's time from which a bottleneck is the dominant one."""
 
 SMALL_GAIN = 1.02
-"""Gain below which there is nothing to speak of."""
+"""Gain below which lanes are not worth a sentence."""
 
 MAX_PAIRS = 4
 
 OTHER_BATCHES = (
     "other batches take the model's inputs: apollo explain --what-if batch=16,32, or explain(..., batches=(16, 32))"
 )
-"""Below comparisons that have none: no compiled model keeps its inputs."""
+"""Note below comparisons without other batch sizes: a compiled model does not keep its inputs."""
 
 WRONG = 1.1
 """Measured over predicted time from which the difference is worth a sentence."""
@@ -57,7 +57,7 @@ NOT_MEASURED_YET = "not measured yet: the first call of a plan is cold, and left
 
 
 def describe_state(report: ModelSummary) -> str:
-    """Return whether anything about the report is still being decided, and where in that it is; empty if unknown."""
+    """Return the stages of the Dynamo graphs, with details; empty if unknown."""
     if len({(state.stage, state.detail) for state in report.states}) == 1:
         return _with_detail(report.states[0].stage, report.states[0].detail)
     by_stage = {stage: [state for state in report.states if state.stage is stage] for stage in Stage}
@@ -73,12 +73,12 @@ def _with_detail(what: str, detail: str) -> str:
 
 
 def describe(graph: GraphSummary, report: ModelSummary) -> tuple[str, ...]:
-    """Return what a reader should know about a graph: what overlaps and what does not, limits, what to try."""
-    return (*_overlaps(graph), *_limits(graph), *_guesses(graph), *_surprises(graph), *_remedies(graph, report))
+    """Return sentences about a graph: what overlaps and what does not, limits, what to try."""
+    return (*_overlaps(graph), *_limits(graph), *_unknown_work(graph), *_deviations(graph), *_remedies(graph, report))
 
 
 def describe_search(graph: GraphSummary) -> str:
-    """Say where the plan comes from."""
+    """Return where the plan comes from."""
     if graph.pinned:
         return "read from a plan file"
     parts = [f"best of {format_count(len(graph.candidates), 'candidate')}"] if graph.candidates else ["no search"]
@@ -94,7 +94,7 @@ def describe_search(graph: GraphSummary) -> str:
 
 
 def describe_device(graph: GraphSummary) -> str:
-    """Say what the plan is for, and where the constants come from."""
+    """Return the device that the plan is for, and where its profile comes from."""
     device = graph.device
     units = format_count(device.units, "unit")
     return f"for {device.name} ({device.kind}, {units}), profile {device.source}"
@@ -115,7 +115,7 @@ def _overlaps(graph: GraphSummary) -> list[str]:
         elif pair.could_overlap_ns >= much:
             found.append(
                 f"{_who(pair)} are independent for {format_ns(pair.could_overlap_ns)}, but run one after the other: "
-                f"{_why_in_turn(graph, pair)}."
+                f"{_why_serial(graph, pair)}."
             )
     if not any(pair.could_overlap_ns >= much for pair in graph.pairs if pair.first != pair.second):
         found.append(_chain(graph))
@@ -131,7 +131,7 @@ def _allowed(pair: PairSummary) -> str:
     return f" (dependencies allow {format_ns(pair.could_overlap_ns)})" if is_less else ""
 
 
-def _why_in_turn(graph: GraphSummary, pair: PairSummary) -> str:
+def _why_serial(graph: GraphSummary, pair: PairSummary) -> str:
     if graph.device.units == 1:
         return "there is one unit"
     if graph.variant not in (Variant.PLAN, Variant.SERIAL):
@@ -175,15 +175,17 @@ def _limits(graph: GraphSummary) -> list[str]:
     ]
 
 
-def _guesses(graph: GraphSummary) -> list[str]:
+def _unknown_work(graph: GraphSummary) -> list[str]:
     if not graph.without_formula:
         return []
     names = ", ".join(graph.without_formula)
-    return [f"Counted by their bytes, so that formulas say little of their segments: {names}."]
+    return [
+        f"Predictions for segments with these operators are rough, since their work is known by bytes alone: {names}."
+    ]
 
 
-def _surprises(graph: GraphSummary) -> list[str]:
-    """Say how far the last run was from the plan, and where the difference is."""
+def _deviations(graph: GraphSummary) -> list[str]:
+    """Return how far the last run was from the plan, and where most of the difference is."""
     if graph.measured is None or not graph.predicted_ns:
         return []
     ratio = graph.measured.duration_ns / graph.predicted_ns

@@ -248,7 +248,7 @@ class Autotuner:
 
     def _is_inductor_due(self) -> bool:
         """Whether Inductor never competed, and the loop has run for so long that its compile can pay."""
-        if self.verdict is None or self.verdict.has_met(Variant.INDUCTOR):
+        if self.verdict is None or self.verdict.has_compared(Variant.INDUCTOR):
             return False
         prepare_ns = sum(graph.prepare_ns for graph in self._all_graphs if graph.has_run)
         return 0 < prepare_ns <= COMPILE_SHARE * self._watch.total_ns

@@ -22,7 +22,7 @@ from apollo_compile.ir.text import format_count
 from apollo_compile.pipeline import Compilation
 from apollo_compile.torch_bridge.bodies import compile_bodies, extract_body
 from apollo_compile.torch_bridge.interpret import interpret_bodies, real_tensors
-from apollo_compile.torch_bridge.onednn import Matmul, find_matmuls, give_to_onednn, libraries_in
+from apollo_compile.torch_bridge.onednn import Matmul, find_matmuls, libraries_in, replace_with_onednn
 from apollo_compile.torch_bridge.settings import depends_on_units, may_choose_library
 
 _logger = logging.getLogger(__name__)
@@ -117,7 +117,7 @@ def _choose_libraries(graphs: Sequence[fx.Graph], compilation: Compilation, conf
     def is_for_onednn(matmul: Matmul, *, cores: int) -> bool:
         return f"{matmul.name} on {cores}" in names
 
-    count = sum(give_to_onednn(graph, partial(is_for_onednn, cores=cores)) for graph, cores in with_cores)
+    count = sum(replace_with_onednn(graph, partial(is_for_onednn, cores=cores)) for graph, cores in with_cores)
     if count:
         name, what = compilation.capture.name, format_count(count, "matrix product")
         _logger.info("%s: oneDNN computes %s of its bodies", name, what)

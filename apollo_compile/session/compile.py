@@ -41,7 +41,7 @@ from apollo_compile.session.planning import is_autotuned, log_summary, plan_grap
 from apollo_compile.session.restore import Restorer, is_for_both, replaced
 from apollo_compile.torch_bridge.aot_cache import Bundle, Cache
 from apollo_compile.torch_bridge.aot_graph import clone_graph, user_outputs, written_inputs
-from apollo_compile.torch_bridge.boundary import Boundary, set_aside
+from apollo_compile.torch_bridge.boundary import Boundary, extract_boundary
 from apollo_compile.torch_bridge.cuda_private import find_uncapturable
 from apollo_compile.torch_bridge.cxx_compiler import compiler_complaint
 from apollo_compile.torch_bridge.dynamo_graph import copy_of_dynamo_graph
@@ -113,7 +113,7 @@ class GraphCompiler:
             raise outdated
         aside = None
         try:
-            aside = set_aside(graph_module, example_inputs, kwargs)
+            aside = extract_boundary(graph_module, example_inputs, kwargs)
             piece, inputs, own, boundary = (graph_module, example_inputs, kwargs, None) if aside is None else aside
             adopt_layouts(piece, inputs)
             compiled, bundle = self._compile_in_segments(piece, boundary, name=name, role=role, **own)

@@ -140,7 +140,7 @@ class CompiledModel:
     def _keep_verdict(self, verdict: Verdict) -> None:
         _logger.info("%s: chosen by measuring: %s", self.name, verdict)
         is_worth_keeping = verdict.standings[0].num_rounds >= MIN_ROUNDS
-        is_inductor_known = verdict.has_met(Variant.INDUCTOR) or not self.autotuner.is_watched
+        is_inductor_known = verdict.has_compared(Variant.INDUCTOR) or not self.autotuner.is_watched
         for graph in self.autotuned:
             if graph.has_run and is_worth_keeping:
                 self.warm_start.keep(graph.compilation, graph.variant, verdict)

@@ -186,7 +186,7 @@ class Procedure:
         Each yield is a comparison that is over when the generator goes on, or None for one step in which none is held.
         """
         known, last = self._known, self._known.verdict
-        is_inductor_known = not known.is_first and last is not None and last.has_met(Variant.INDUCTOR)
+        is_inductor_known = not known.is_first and last is not None and last.has_compared(Variant.INDUCTOR)
         running: Collection[int] = self.compared
         if known.is_first and any(Variant.INDUCTOR in self.graphs[place].available for place in running):
             self._prepare(running)  # of the others it is known what Inductor makes of them

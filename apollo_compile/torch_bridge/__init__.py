@@ -4,14 +4,14 @@
     dynamo_graph    graphs before AOTAutograd                                         graph_breaks
     aot_graph       graphs after it                                                   boundary, layouts
     bodies          pieces of a graph, compiled for lanes                             cpp_wrapper, onednn
-    whole           a graph, compiled as Inductor alone would
-    interpret       either of them, without a compiler
-    compile_scope   what is in force while any of this compiles                       cxx_compiler, overrides
+    whole           whole graphs, compiled as by Inductor alone
+    interpret       bodies and whole graphs, run without a compiler
+    compile_scope   settings and locks while Inductor compiles                        cxx_compiler, overrides
     aot_cache       compiled graphs in AOTAutograd's cache                            serialize
     handles         tensors as lanes without Python see them                          storages
-    cuda_private    what torch.cuda does not offer publicly
-    upstream_bugs   defects of torch that we work around
+    cuda_private    private CUDA functions of torch
+    upstream_bugs   workarounds for defects of torch
 
-A new release of torch is the business of this package alone. Methods of torch that are overridden are compared with the
-torch at hand first (`signatures`); where they differ, nothing is guessed.
+Support for a new release of torch concerns this package alone. Before a method of torch is overridden, its signature is
+compared with that of the installed torch (`signatures`); where they differ, the graph falls back.
 """

@@ -1,15 +1,16 @@
-"""Compiled graphs as AOTAutograd's cache keeps them.
+"""Compiled graphs in AOTAutograd's cache.
 
-    may_cache()             whether it may, and can
-    Cache                   what a caller tells `compile_with_inductor` about it
-    given_back_by(cache)    what makes code of graphs that come out of the cache
-    CachedGraph             a compiled graph: callable, and data while it is in the cache
+    may_cache()             whether AOTAutograd may keep compiled graphs, and can
+    Cache                   cache key and loader, passed to `compile_with_inductor`
+    unbundled_by(cache)     load graphs from AOTAutograd's cache with `cache`
+    CachedGraph             a compiled graph that can be serialized
     OUTPUT_CODE             the methods of torch that `CachedGraph` overrides
 
-Note [bundles]: AOTAutograd's cache holds the result of tracing a Dynamo graph, splitting it in forward and backward,
-and compiling both. It takes graphs of any kind that can become data and code again, but only where code is bundled with
-the rest; so it is told that it is, while Inductor goes on keeping the code of pieces by itself. The backward compiles
-with the forward then, since AOTAutograd would look at those settings again later, when they are no longer set.
+Note [bundles]: AOTAutograd's cache holds the result of tracing a Dynamo graph, splitting it into forward and backward,
+and compiling both. It accepts any kind of compiled graph that can be serialized and loaded, but only with the setting
+`bundled_autograd_cache`; so that is set for AOTAutograd, while Inductor keeps caching the code of pieces by itself. The
+backward is then compiled with the forward, because AOTAutograd would read these settings again in a later compile, when
+they are no longer set.
 """
 
 from __future__ import annotations
@@ -36,26 +37,26 @@ _logger = logging.getLogger(__name__)
 
 
 Bundle = Callable[[], Any]
-"""Returns a graph as data; raises `UnsupportedGraphError` if it cannot be."""
+"""Returns a graph as data; raises `UnsupportedGraphError` if it cannot be serialized."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cache:
-    """How AOTAutograd's cache gives graphs back: Note [bundles]."""
+    """How graphs are stored in and loaded from AOTAutograd's cache: Note [bundles]."""
 
     key: str
-    """What shaped a graph besides itself, the settings of torch and what `compile_with_inductor` is told."""
+    """Everything that shaped the code besides the graph, torch's settings and arguments of `compile_with_inductor`."""
     unbundle: Callable[[Any], Run]
-    """Makes code of a bundle."""
+    """Makes code of the data that a `Bundle` returned."""
 
 
 _cache: contextvars.ContextVar[Cache] = contextvars.ContextVar("apollo_cache")
-"""Where what AOTAutograd gives back now becomes code."""
+"""Loads the graphs that AOTAutograd takes from its cache now."""
 
 
 @contextlib.contextmanager
-def given_back_by(cache: Cache) -> Iterator[None]:
-    """Let `cache` make code of the bundles that AOTAutograd gives back inside."""
+def unbundled_by(cache: Cache) -> Iterator[None]:
+    """Load graphs with `cache` when AOTAutograd finds them in its cache inside this context."""
     token = _cache.set(cache)
     try:
         yield
@@ -64,7 +65,7 @@ def given_back_by(cache: Cache) -> Iterator[None]:
 
 
 def may_cache() -> bool:
-    """Whether AOTAutograd may keep results, as it does unless the user says no, and can keep those of any kind."""
+    """Whether AOTAutograd's cache is enabled, as it is by default, and accepts any kind of compiled graph."""
     is_wanted = functorch_config.enable_autograd_cache and inductor_config.fx_graph_cache
     return bool(is_wanted) and hasattr(aot_autograd_result, "BundledOutputCodeLoadable") and _is_known_to_cache()
 
@@ -88,10 +89,10 @@ def _is_known_to_cache() -> bool:
 
 
 class CachedGraph(OutputCode):
-    """A compiled graph as AOTAutograd's cache knows it: callable, and data while it is there. See Note [bundles]."""
+    """A compiled graph that AOTAutograd's cache can store: Note [bundles]."""
 
     def __init__(self, run: Run, bundle: Bundle | None) -> None:
-        """Stand for `run`; without `bundle` it cannot be kept."""
+        """Wrap `run`; without `bundle` it cannot be stored."""
         self._boxed_call = True  # AOTAutograd looks for it in `__dict__`
         self.run: Run | None = run
         self.bundle = bundle
@@ -102,10 +103,10 @@ class CachedGraph(OutputCode):
         return self.run(inputs)  # type: ignore[misc, arg-type]
 
     def prepare_for_serialization(self) -> None:
-        """Become data; this is a copy, which the cache made.
+        """Replace the code by data; AOTAutograd calls this on a copy.
 
         Raises:
-            BypassAOTAutogradCache: this graph is not to be kept.
+            BypassAOTAutogradCache: this graph cannot be stored.
         """
         if self.bundle is None:
             raise BypassAOTAutogradCache("apollo_compile does not keep a graph of this kind")
@@ -116,10 +117,10 @@ class CachedGraph(OutputCode):
         self.run = self.bundle = None
 
     def post_compile(self, example_inputs: Sequence[Any], constants: Any, graph_kwargs: Any) -> None:
-        """Become code again.
+        """Load the code from the data.
 
         Raises:
-            FXGraphCacheMiss: it cannot; AOTAutograd compiles the whole anew.
+            FXGraphCacheMiss: the data cannot be loaded; AOTAutograd then compiles forward and backward again.
         """
         try:
             self.run, self.data = _cache.get().unbundle(self.data), None
@@ -127,4 +128,4 @@ class CachedGraph(OutputCode):
             raise FXGraphCacheMiss(f"{type(error).__name__}: {error}") from error
 
     def set_triton_bundle(self, triton_bundle: Any) -> None:
-        """Bodies keep their kernels themselves."""
+        """Do nothing: bodies keep their kernels themselves."""

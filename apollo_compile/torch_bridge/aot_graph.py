@@ -1,13 +1,13 @@
 """Graphs after AOTAutograd: a copy, and questions about outputs, writes and custom operators.
 
     clone_graph(graph)              copy of the nodes, since Inductor changes the graph that it compiles
-    outputs_of(graph)               what the output node returns
+    outputs_of(graph)               outputs of the graph
     user_outputs(graph)             positions of the outputs that outlive the next run
-    writes_inputs(graph)            whether it mutates what it is given
+    writes_inputs(graph)            whether it mutates its inputs
     written_inputs(graph)           positions of the inputs that it mutates
     has_custom_operator(graph)      whether an operator may be written in Python
 
-Such a graph is functional but for `copy_` into its inputs at its end, and for resizes of storages.
+Such a graph is functional except for `copy_` into its inputs at its end, and for resizes of storages.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ def clone_graph(piece: fx.GraphModule) -> fx.GraphModule:
     copies: dict[fx.Node, fx.Node] = {}
     for node in piece.graph.nodes:
         copies[node] = graph.node_copy(node, lambda original: copies[original])
-    return _LazyGraphModule(piece, graph)  # its code is made when it is asked for, and stays in `linecache` for ever
+    return _LazyGraphModule(piece, graph)  # generates its code on demand only: that stays in `linecache` for ever
 
 
 def outputs_of(graph_module: fx.GraphModule) -> Sequence[Any]:
-    """Return what the graph returns: nodes and constants."""
+    """Return the outputs of the graph: nodes and constants."""
     return graph_module.graph.output_node().args[0]  # type: ignore[return-value]
 
 
 def user_outputs(graph_module: fx.GraphModule) -> frozenset[int]:
-    """Return the positions of the outputs that outlive the next run; all of them where nothing says which."""
+    """Return the positions of the outputs that outlive the next run; all positions if the graph does not say."""
     visible = graph_module.graph.output_node().meta.get("user_visible_output_idxs")
     return frozenset(range(len(outputs_of(graph_module))) if visible is None else visible)
 
@@ -52,7 +52,7 @@ def writes_inputs(graph_module: fx.GraphModule) -> bool:
 def written_inputs(graph_module: fx.GraphModule) -> frozenset[int] | None:
     """Return the positions of the inputs that the graph writes to; None where it also writes to something else.
 
-    After AOTAutograd a graph writes to its inputs themselves, at its end, and to nothing else.
+    After AOTAutograd a graph normally writes to its inputs only, at its end.
     """
     placeholders = {node: index for index, node in enumerate(graph_module.graph.find_nodes(op="placeholder"))}
     written = {value for node in graph_module.graph.nodes for value in written_by(node)}
@@ -60,9 +60,9 @@ def written_inputs(graph_module: fx.GraphModule) -> frozenset[int] | None:
 
 
 def has_custom_operator(graph_module: fx.GraphModule) -> bool:
-    """Whether an operator, of graphs inside too, may be written in Python.
+    """Whether an operator of the graph or of an inner graph may be written in Python.
 
-    The Python wrapper passes its exceptions on as themselves, and no key of a cache holds what it does.
+    Only the Python wrapper passes on the exceptions of such an operator unchanged, and no cache key covers its code.
     """
     graphs = (module.graph for module in graph_module.modules() if isinstance(module, fx.GraphModule))
     return any(_is_custom(node.target) for graph in graphs for node in graph.nodes)

@@ -43,7 +43,7 @@ from apollo_compile.torch_bridge.onednn_lowering import lower_linear
 
 
 def extract_body(graph_module: fx.GraphModule, body: Body) -> tuple[fx.GraphModule, list[Any]]:
-    """Copy the nodes of `body` into a graph of their own; return it with the fake tensors and sizes that it takes."""
+    """Copy the nodes of `body` into a graph of their own; return it with its fake inputs (tensors and sizes)."""
     originals = [node for node in graph_module.graph.nodes if node.op != "output"]
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
@@ -72,14 +72,14 @@ def compile_bodies(
 ) -> tuple[CompiledBody, ...]:
     """Compile pieces with Inductor.
 
-    Inductor lowers one piece after the other on this thread, while the C++ compiler works on earlier ones.
+    Inductor lowers the pieces one after the other on this thread, while the C++ compiler works on earlier ones.
 
     Arguments:
         pieces: name for the log, graph that returns tensors only (consumed), a fake tensor or a size per input.
         native: try the C++ wrapper first; a piece that it cannot express is compiled with the Python wrapper.
-        units: SMs that the code is for, where it is for a part of the device.
-        left_out: SMs of the device that are not among them.
-        at: called with what is being done to which of how many pieces.
+        units: SMs that the code is for, if it is for a part of the device.
+        left_out: SMs of the device that the code must not use.
+        at: called for progress with the phase, the number of the piece, and the number of pieces.
         kwargs: what AOTAutograd passed for the whole graph, such as `is_backward` and `graph_id`.
     """
     shared = shared_kwargs(kwargs)
@@ -113,15 +113,15 @@ _CALLS_PYTHON = KeepsPython("it calls Python, or operators that may be written i
 
 
 def _start_native(piece: fx.GraphModule, fakes: Sequence[torch.Tensor], shared: dict[str, Any]) -> Any:
-    """Lower a copy of `piece` and start its C++ compiler; return why not where Python has to run it."""
+    """Lower a copy of `piece` and start its C++ compiler; return the reason if the piece needs Python."""
     if has_custom_operator(piece) or any(map(resizes_storage, piece.graph.nodes)):
         return _CALLS_PYTHON
     try:
         with native_code():
             compiled = compile_fx_inner(clone_graph(piece), list(fakes), cpp_wrapper=True, **shared)
-        let_go_of_module(compiled)
+        release_module(compiled)
         return compiled
-    except Exception as error:  # whatever stops the C++ wrapper, the Python wrapper may still do
+    except Exception as error:  # the Python wrapper may succeed where the C++ wrapper fails
         return _loss(error)
 
 
@@ -133,7 +133,7 @@ def _finish(started: Any, piece: fx.GraphModule, fakes: Sequence[torch.Tensor], 
 
 
 def finish_native(compiled: Any) -> CompiledBody | KeepsPython:
-    """Wait for the C++ compiler; return why not where only Python can run the piece."""
+    """Wait for the C++ compiler; return the reason if the piece needs Python."""
     function = getattr(compiled, "current_callable", None)
     if function is None:  # a piece without any call is returned as plain Python
         return CompiledBody(function=compiled)
@@ -142,7 +142,7 @@ def finish_native(compiled: Any) -> CompiledBody | KeepsPython:
         return _CALLS_PYTHON
     try:
         path, constants = lane_body()
-    except Exception as error:  # the C++ compiler failed, which its caller learns only now
+    except Exception as error:  # the C++ compiler failed, which shows only here
         return _loss(error)
     return with_entry(path, tuple(constants), compiled)
 
@@ -152,8 +152,8 @@ def _loss(error: Exception) -> KeepsPython:
     return KeepsPython(f"{type(error).__name__}: {lines[0]}", is_lost=True)
 
 
-def let_go_of_module(compiled: Any) -> None:
-    """Keep the Python side of a native body only as long as the body; Inductor keeps every module it has loaded."""
+def release_module(compiled: Any) -> None:
+    """Remove the Python module of a native body from Inductor's lists, which would keep it alive for ever."""
     lane_body = getattr(getattr(compiled, "current_callable", None), "lane_body", None)
     if lane_body is None:
         return
@@ -167,7 +167,7 @@ def let_go_of_module(compiled: Any) -> None:
 
 
 def with_entry(path: str, constants: tuple[torch.Tensor, ...], function: Callable[..., Any]) -> CompiledBody:
-    """Return the body whose native entry is in the library at `path`; `function` is the way to it with the GIL."""
+    """Return the body whose native entry is in the library at `path`; threads with the GIL call `function` instead."""
     library = ctypes.CDLL(path)
     address = ctypes.cast(library.inductor_entry_impl, ctypes.c_void_p).value
     return CompiledBody(function=function, entry_address=address, constants=constants, library=library)

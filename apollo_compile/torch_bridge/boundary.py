@@ -1,11 +1,10 @@
-"""What a graph takes and returns besides tensors: objects that only pass through, and sizes.
+"""Inputs and outputs of a graph that are not tensors: objects that only pass through, and sizes.
 
-    set_aside(graph, ...) -> graph of tensors only, and its Boundary
-    Boundary.take, Boundary.give        around each call: objects and sizes out of the inputs, and back into the outputs
-    with_numbers(function, fakes)       the other side: a body's sizes are tensors without dimensions again
+    extract_boundary(graph, ...) -> graph of tensors only, and its Boundary
+    Boundary.take, Boundary.give        around each call: remove objects and sizes from inputs, insert them into outputs
+    with_numbers(function, fakes)       for a body: convert its size inputs from tensors back to integers
 
-Lanes hand tensors over, and nothing else. So an object is left out of the graph and put back behind it, and a size
-goes through as a tensor without dimensions.
+Buffers hold tensors only. So an object bypasses the graph, and a size passes through it as a 0-dimensional tensor.
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ from apollo_compile.torch_bridge.aot_graph import clone_graph, outputs_of
 
 @dataclass(frozen=True, slots=True)
 class Boundary:
-    """What a graph takes and returns besides tensors.
+    """Inputs and outputs of a graph that are not tensors.
 
-    Objects that it only returns, as DTensor's device meshes, are left out of it. Sizes, which are integers, go through
-    it as tensors without dimensions, since buffers hold tensors; those that it returns are computed from those that it
-    takes.
+    Objects that are only returned, such as DTensor's device meshes, bypass the graph. Sizes, which are integers, pass
+    through it as 0-dimensional tensors, because buffers hold tensors; sizes among the outputs are computed from those
+    among the inputs.
     """
 
     objects: tuple[int, ...]
@@ -43,17 +42,17 @@ class Boundary:
     symbols: tuple[tuple[str, int], ...]
     """Names of the symbols in the graph's shapes, and the positions of the inputs that give them."""
     traced: tuple[int, ...]
-    """What they were when the graph was traced."""
+    """Values of `symbols` when the graph was traced."""
     computed: tuple[tuple[int, Callable[..., Any]], ...]
-    """Positions of outputs that are numbers, and what computes them from the values of `symbols`, in their order."""
+    """Positions of outputs that are numbers, and functions that compute them from the values of `symbols`, in order."""
 
     @property
     def sizes(self) -> dict[str, int]:
-        """What the symbols were when the graph was traced, by name."""
+        """Values of the symbols when the graph was traced, by name."""
         return {name: size for (name, _), size in zip(self.symbols, self.traced, strict=True)}
 
     def take(self, inputs: list[Any]) -> dict[int, Any]:
-        """Leave tensors in the inputs of a call, and return what else was there by position."""
+        """Remove objects from the inputs of a call, replace sizes by tensors, and return both by position."""
         taken = {position: inputs[position] for position in (*self.objects, *self.numbers)}
         for position in self.numbers:
             inputs[position] = torch.tensor(inputs[position], dtype=torch.int64, device="cpu")
@@ -72,12 +71,13 @@ class Boundary:
         return complete
 
 
-def set_aside(
+def extract_boundary(
     graph_module: fx.GraphModule, example_inputs: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[fx.GraphModule, list[Any], dict[str, Any], Boundary] | None:
-    """Return a graph that returns tensors only, what belongs to it, and what is between it and its callers.
+    """Return a graph of tensors only, its example inputs, its keyword arguments, and the boundary.
 
-    None if it takes tensors only. An object that an operator uses stays: that graph is not for lanes.
+    None if the graph already takes tensors only. An object that an operator uses stays an input, so that capture
+    refuses the graph.
     """
     placeholders = graph_module.graph.find_nodes(op="placeholder")
     values = [node.meta.get("val") for node in placeholders]
@@ -155,7 +155,7 @@ def _compute(number: Any, positions: Mapping[Any, int], values: Sequence[Any]) -
 
 
 def with_numbers(function: Callable[[list[Any]], Sequence[Any]], fakes: Sequence[Any]) -> Callable[..., Any]:
-    """Return `function` with tensors for its sizes; those are at the positions where `fakes` are symbolic integers."""
+    """Return `function` taking 0-dimensional tensors for sizes, which are where `fakes` has symbolic integers."""
     numbers = [position for position, fake in enumerate(fakes) if isinstance(fake, torch.SymInt)]
     if not numbers:
         return function

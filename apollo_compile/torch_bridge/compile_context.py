@@ -1,12 +1,12 @@
-"""What Dynamo says about the compile that is going on: its id, and the code that was traced.
+"""What Dynamo knows about the current compile: its id, and the code that was traced.
 
     name_dynamo_graph() -> "0/0";    traced_code() -> code objects;    written_arguments() -> positions
-    original_callable(run) -> what `torch.compile` was called with
-    is_part_of(code, function) -> whether a traced code object is of a function
+    original_callable(run) -> the argument of `torch.compile`
+    is_part_of(code, function) -> whether a traced code object belongs to a function
 
-Graphs are named by the id that `TORCH_LOGS` and `tlparse` show. The first number is of the code that is compiled, the
-second counts its compiles; `torch._dynamo.reset()` begins both anew. Where Dynamo hands over more than one graph in a
-compile, as for DDP's buckets, later ones are `0/0.2`, `0/0.3`.
+Graphs are named by the id that `TORCH_LOGS` and `tlparse` show. The first number identifies the code that is compiled,
+the second counts its compiles; `torch._dynamo.reset()` restarts both. Where Dynamo passes more than one graph to the
+backend in a compile, as for DDP's buckets, later ones are `0/0.2`, `0/0.3`.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from typing import Any
 from torch._guards import CompileContext, TracingContext
 
 _RESUMED = "torch_dynamo_resume_in_"
-"""How Dynamo calls what it makes of the rest of a function behind a graph break, before the function's name."""
+"""Prefix of the names of the functions that Dynamo makes of the rest of a function after a graph break."""
 
 _num_named: weakref.WeakKeyDictionary[CompileContext, Counter[int]] = weakref.WeakKeyDictionary()
-"""How many graphs a compile has handed over in each of its attempts: a later one starts from the beginning."""
+"""Number of graphs that a compile has passed to the backend, per attempt: every attempt starts from the beginning."""
 
 _outside = itertools.count(1)
-"""Numbers of the graphs that came without Dynamo, from who calls the backend directly."""
+"""Numbers of graphs that come without Dynamo, from callers of the backend itself."""
 
 
 def name_dynamo_graph() -> str:
-    """Return the name of the graph that Dynamo hands over now; no other graph of this compile has it."""
+    """Return a name for the graph that Dynamo passes to the backend now, unique within this compile."""
     context = CompileContext.try_get()
     if context is None or context.compile_id is None:
         return _numbered("-/-", next(_outside))
@@ -44,12 +44,12 @@ def _numbered(name: str, number: int) -> str:
 
 
 def traced_code() -> frozenset[CodeType]:
-    """Return the code that the graph was traced from, functions that it calls included; empty without Dynamo."""
+    """Return the code that the graph was traced from, called functions included; empty without Dynamo."""
     return frozenset(TracingContext.get_traced_code() or ())
 
 
 def is_part_of(code: CodeType, function: CodeType) -> bool:
-    """Return whether traced code is a function's, or what Dynamo made of its rest behind a graph break."""
+    """Return whether traced code is a function, or the rest of that function after a graph break."""
     if code is function:
         return True
     if code.co_filename != function.co_filename or not code.co_name.startswith(f"{_RESUMED}{function.co_name}_at_"):
@@ -58,7 +58,7 @@ def is_part_of(code: CodeType, function: CodeType) -> bool:
 
 
 def original_callable(run: Any) -> Any:
-    """Return the module or function that was given to `torch.compile`; what was not compiled is returned as it is."""
+    """Return the module or function that `torch.compile` was called with; an uncompiled `run` is returned itself."""
     while True:
         inner = getattr(run, "_torchdynamo_orig_callable", None) or getattr(run, "_orig_mod", None)
         if inner is None:

@@ -1,18 +1,18 @@
-"""What is in force while Inductor compiles for us: a lock, settings, and what it must not see or assume.
+"""Settings and locks while Inductor compiles for us.
 
     compile_lock()              guards Inductor's process-wide state
-    as_piece(units)             hide what belongs to the whole graph
+    as_piece(units)             hide state of the whole graph
     native_code()               generate code that lanes can run without Python
-    within_guards(fakes)        rely on no more about dynamic sizes than Dynamo checks
-    body_options()              settings that every body shares
-    shared_kwargs(kwargs)       arguments of AOTAutograd that hold for a piece too
+    within_guards(fakes)        assume no more about dynamic sizes than Dynamo's guards check
+    body_options()              settings of all bodies
+    shared_kwargs(kwargs)       arguments from AOTAutograd that are valid for a piece too
     CACHE_KEY_TAG               our part of Inductor's cache keys
 
-Note [pieces of a graph]: three facts of the whole graph must be hidden while a piece compiles, and are put back after:
-`TracingContext.output_strides` (Inductor asserts that it is empty), `fw_metadata.bw_donated_idxs` (names inputs of the
-whole backward; a piece would reuse memory that another piece still reads), and AOTAutograd's cache (Inductor would
-leave the code of pieces to it). The first two shape the generated code but are not in Inductor's cache key, hence a key
-tag of our own.
+Note [pieces of a graph]: three parts of the state of the whole graph are hidden while a piece compiles, and restored
+afterwards: `TracingContext.output_strides` (Inductor asserts that it is empty), `fw_metadata.bw_donated_idxs` (names
+inputs of the whole backward; a piece would reuse memory that another piece still reads), and AOTAutograd's cache
+(Inductor would not cache the code of pieces itself). The first two affect the generated code but are not in Inductor's
+cache key, hence a key tag of our own.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from torch._guards import TracingContext
 
 from apollo_compile.errors import UnsupportedGraphError
 from apollo_compile.torch_bridge.cpp_wrapper import lane_wrapper
-from apollo_compile.torch_bridge.upstream_bugs.scatter_addresses import right_scatters
+from apollo_compile.torch_bridge.upstream_bugs.scatter_addresses import fixed_scatters
 
 _lock = threading.RLock()
 
@@ -62,19 +62,19 @@ def _own_code() -> str:
 
 
 CACHE_KEY_TAG = f"apollo-{_own_code()[:16]}"
-"""Part of Inductor's cache key while a body compiles: other code in this package may generate other code.
+"""Part of Inductor's cache key while a body compiles: a hash of this package, which shapes the generated code.
 
-The number of threads goes behind it: how deep loops are made parallel depends on it, and with `cpp.dynamic_threads`
-Inductor's own key does not hold it. So does the number of SMs where code is for a part of a GPU.
+The number of threads is appended, because it decides how many loop levels are parallelized, and with
+`cpp.dynamic_threads` it is not part of Inductor's own key; and the number of SMs if the code is for a part of a GPU.
 """
 
 
 @contextlib.contextmanager
 def as_piece(units: int | None = None) -> Iterator[None]:
-    """Hide what belongs to the whole graph, and keep what is made here apart from other code; under `compile_lock`.
+    """Hide state of the whole graph, and use cache keys of our own; under `compile_lock`.
 
-    See Note [pieces of a graph]. Inductor keeps the times of kernels that it chose among, and not on how many SMs they
-    were measured; so those of a part of the device are neither looked up nor kept.
+    See Note [pieces of a graph]. Inductor's autotune cache does not record on how many SMs its kernels were measured;
+    so it is disabled for code that is for a part of the device.
     """
     context = TracingContext.try_get()
     metadata = context.fw_metadata if context is not None else None
@@ -87,7 +87,7 @@ def as_piece(units: int | None = None) -> Iterator[None]:
         if metadata is not None:
             metadata.bw_donated_idxs = None
         with (
-            right_scatters(),
+            fixed_scatters(),
             torch.compiler.config.patch(cache_key_tag=tag),  # type: ignore[attr-defined]
             functorch_config.patch(bundled_autograd_cache=False),
             inductor_config.patch({} if units is None else {"autotune_local_cache": False}),
@@ -108,10 +108,11 @@ def native_code() -> Iterator[None]:
 
 
 def body_options() -> dict[str, Any]:
-    """Options that every body shares.
+    """Return Inductor's settings for all bodies.
 
-    Thread counts are the lane's business, not baked into the code. On a GPU one CUDA graph over all lanes is ours, and
-    a reduction whose blocks wait for each other, as many as the device has SMs, would hang on a lane with fewer.
+    The lane sets the number of threads at run time; it is not compiled into the code. On a GPU we capture one CUDA
+    graph over all lanes ourselves. A cooperative reduction launches as many blocks as the device has SMs, which wait
+    for each other, and would hang on a lane with fewer SMs.
     """
     return {
         "cpp.dynamic_threads": True,
@@ -123,14 +124,14 @@ def body_options() -> dict[str, Any]:
 
 @contextlib.contextmanager
 def within_guards(fakes: Sequence[Any], *, is_late: bool = False) -> Iterator[None]:
-    """Let what is compiled inside rely on no more about dynamic sizes than Dynamo checks, once that is fixed.
+    """Refuse new guards on dynamic sizes inside, once Dynamo has made its guards and could not check more.
 
     Arguments:
-        fakes: inputs of what is compiled.
-        is_late: it is fixed, though nothing says so any more.
+        fakes: inputs of the graph that is compiled.
+        is_late: Dynamo has made its guards, although the shape environment does not say so any more.
 
     Raises:
-        UnsupportedGraphError: the compiler asks for more, or this torch cannot tell.
+        UnsupportedGraphError: the compiler needs another guard, or this torch cannot report that.
     """
     sizes = [fake for fake in fakes if isinstance(fake, torch.SymInt)]
     if not sizes or not (is_late or sizes[0].node.shape_env.frozen):
@@ -149,5 +150,5 @@ def within_guards(fakes: Sequence[Any], *, is_late: bool = False) -> Iterator[No
 
 
 def shared_kwargs(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those of AOTAutograd's arguments for the whole graph that hold for a piece of it too."""
+    """Return AOTAutograd's arguments for the whole graph that are valid for a piece of it too."""
     return {key: kwargs[key] for key in ("is_backward", "is_inference", "graph_id") if key in kwargs}

@@ -1,4 +1,4 @@
-"""Inductor's C++ code generator, changed so that threads without Python can call what it makes.
+"""Inductor's C++ code generator, changed so that threads without Python can call the generated code.
 
     lane_wrapper    let Inductor generate CPU code for lanes
 
@@ -41,7 +41,7 @@ _CHANGES = (
     ),
     ("_wrap_func(inductor_entry)", "_wrap_func(lambda handles: load_inductor_entry()(handles))"),
 )
-"""What is written instead of what. Texts changed less between releases than the methods that write them."""
+"""Text replacements in the generated code: texts changed less between releases than the methods that write them."""
 
 
 class _LaneWrapper(CppWrapperCpu):
@@ -90,23 +90,23 @@ KNOWN_SIGNATURES: Signatures = {
     ),
     (CppWrapperCodeCache, "_get_uncompiled_header"): ("device",),
 }
-"""Of what is overridden here; an override takes each of them."""
+"""Signatures of the overridden methods; an override accepts each of them."""
 
 
 _PRECOMPILED = "torch/csrc/inductor/cpp_wrapper/cpu.h>\n#include <torch/csrc/inductor/cpp_prefix.h"
-"""What Inductor puts between `#include <` and `>`: both headers of a body, where it precompiles the first alone."""
+"""Text that Inductor puts between `#include <` and `>`: both headers of a body, so that both are precompiled."""
 
 
 _is_for_lanes: contextvars.ContextVar[bool] = contextvars.ContextVar("apollo_is_for_lanes", default=False)
-"""Whether what Inductor generates now is for lanes; like Inductor's settings, each thread has its own."""
+"""Whether the code that Inductor generates now is for lanes; like Inductor's settings, each thread has its own."""
 
 
 @contextlib.contextmanager
 def lane_wrapper() -> Iterator[None]:
     """Let Inductor generate CPU code through `_LaneWrapper`, and precompile the headers of wrapper and kernels.
 
-    Both are looked up in tables of the process, and another thread may compile meanwhile without asking for our lock:
-    a backward of plain Inductor compiles in its first call. So what stands there for as long asks which thread it is.
+    Inductor looks both up in process-wide tables, and another thread may compile at the same time without our lock: a
+    backward of plain Inductor compiles in its first call. So the temporary entries choose by thread (`_is_for_lanes`).
 
     Raises:
         UnsupportedGraphError: this torch is not known to work with it.
@@ -117,7 +117,7 @@ def lane_wrapper() -> Iterator[None]:
     header: Any = CppWrapperCodeCache.__dict__["_get_uncompiled_header"]
 
     class Chosen(usual.cpp_wrapper_codegen):  # type: ignore[name-defined, misc]
-        """What others find there, apart from which code generator a graph gets."""
+        """The registered code generator, except that threads that compile for lanes get `_LaneWrapper`."""
 
         @staticmethod
         def create(*args: Any, **kwargs: Any) -> Any:

@@ -1,12 +1,12 @@
 """Private CUDA interfaces of torch, all of which do nothing on a machine without CUDA.
 
-    units_left_out(count)           tell libraries of SMs that are not for what they launch
-    compiled_without(count)         tell Inductor of them while it generates code
-    clear_workspaces()              let cuBLAS take its workspaces anew
-    reset_cuda_graphs()             let go of what Inductor captured for fallbacks
+    units_left_out(count)           tell libraries to leave some SMs alone in what they launch
+    compiled_without(count)         tell Inductor to leave some SMs alone in the code it generates
+    clear_workspaces()              free the workspaces of cuBLAS
+    reset_cuda_graphs()             free the CUDA graphs that Inductor captured for fallbacks
     find_uncapturable(graph)        name an operator that must not be in a CUDA graph
 
-What `torch.cuda` offers publicly is used where it is needed, in `device/gpu/`.
+Public functions of `torch.cuda` are used where they are needed, in `device/gpu/`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from apollo_compile.operators.writes import resizes_storage
 
 
 def reset_cuda_graphs() -> None:
-    """Let go of the CUDA graphs that Inductor keeps for what falls back; `torch._dynamo.reset` asks for it."""
+    """Free the CUDA graphs that Inductor keeps for fallbacks, as `torch._dynamo.reset` does."""
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         from torch._inductor.cudagraph_trees import reset_cudagraph_trees
 
@@ -32,7 +32,7 @@ def reset_cuda_graphs() -> None:
 def find_uncapturable(graph_module: fx.GraphModule) -> str | None:
     """Return the name of an operator that must not be in a CUDA graph; None where there is none.
 
-    That is one that says so, and one after which an input has other memory.
+    That is an operator with the tag `cudagraph_unsafe`, or one that resizes the storage of an input.
     """
     calls = [node for node in graph_module.graph.nodes if isinstance(node.target, torch._ops.OpOverload)]
     unsafe = (n.target for n in calls if torch.Tag.cudagraph_unsafe in n.target.tags or resizes_storage(n))
@@ -40,7 +40,7 @@ def find_uncapturable(graph_module: fx.GraphModule) -> str | None:
 
 
 def clear_workspaces() -> None:
-    """Give the workspaces of cuBLAS back to the allocator; the next call of it takes new ones."""
+    """Return the workspaces of cuBLAS to the allocator; its next call allocates new ones."""
     torch._C._cuda_clearCublasWorkspaces()
 
 
@@ -51,14 +51,14 @@ _set_left_out: Callable[[int | None], None] | None = getattr(torch._C, "_set_sm_
 
 
 _units_lock = threading.RLock()
-"""Guards the number of SMs left out, which torch keeps for the whole process; held while something is launched."""
+"""Guards the number of SMs left out, a process-wide setting of torch; held during launches."""
 
 
 @contextlib.contextmanager
 def units_left_out(count: int) -> Iterator[None]:
-    """Let what is launched inside leave `count` SMs of the device alone, as far as it asks.
+    """Ask kernels that are launched inside to leave `count` SMs of the device alone.
 
-    It is a hint: scaled products of cuBLASLt and FlashAttention 3 follow it. Who asks the device is told of all SMs.
+    It is a hint, which scaled GEMMs of cuBLASLt and FlashAttention 3 follow. Kernels that query the device see all SMs.
     """
     if not count or _set_left_out is None:
         yield
@@ -74,11 +74,10 @@ def units_left_out(count: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def compiled_without(count: int) -> Iterator[None]:
-    """Let the code that Inductor makes on this thread leave `count` SMs alone: persistent grids fill the others.
+    """Let Inductor generate code on this thread that leaves `count` SMs alone: persistent grids fill the others.
 
-    Inductor asks torch for the number that libraries are told. To set that for as long as a compile takes would keep
-    all other threads from launching, so Inductor gets an answer of its own, on this thread alone. `compile_lock()` is
-    held.
+    Inductor reads the process-wide number of `units_left_out`. Setting that for a whole compile would block launches of
+    all other threads, so the getter is patched to return `count` on this thread only. `compile_lock()` is held.
     """
     if not count:
         yield

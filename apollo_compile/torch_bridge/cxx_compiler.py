@@ -1,4 +1,4 @@
-"""Whether an error says that no C++ code can be made on this machine."""
+"""Whether an error says that C++ code cannot be compiled on this machine."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from torch._inductor import exc
 
 
 def compiler_complaint(error: BaseException) -> str | None:
-    """Return a line about what keeps C++ code from being made, if `error` says so; None if not.
+    """Return in one line why C++ code cannot be compiled, if that is the cause of `error`; None if not.
 
-    There is no compiler, or it failed, or what it reads could not be written, as on a disk that is full or read-only.
+    Causes are that there is no compiler, that it failed, or that its input could not be written, as on a disk that is
+    full or read-only.
     """
     seen: BaseException | None = error
-    is_cause = True  # else it may have been dealt with before the error came
+    is_cause = True  # a mere `__context__` may have been handled before the error was raised
     while seen is not None:
         match seen:
             case exc.InvalidCxxCompiler():

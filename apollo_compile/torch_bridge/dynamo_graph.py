@@ -1,10 +1,10 @@
-"""Graphs as Dynamo hands them over, before AOTAutograd.
+"""Dynamo graphs, before AOTAutograd.
 
-    copy_of_dynamo_graph(graph)         a copy that compiling may change, so that the other can still fall back
-    traced_tensors(graph, inputs)       the tensors that it was traced with, fake inputs or not
-    module_paths(graph)                 which modules its nodes come from, as a text
+    copy_of_dynamo_graph(graph)         a copy that compiling may change, so that the original can still fall back
+    traced_tensors(graph, inputs)       the real tensors that it was traced with
+    module_paths(graph)                 the modules that its nodes come from, as a text
 
-Why Dynamo ended a graph is in `graph_breaks.py`.
+The reason why Dynamo ended a graph is in `graph_breaks.py`.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ from apollo_compile.torch_bridge.aot_graph import clone_graph
 
 @contextlib.contextmanager
 def copy_of_dynamo_graph(graph_module: fx.GraphModule) -> Iterator[fx.GraphModule]:
-    """Give a copy of a Dynamo graph that may be compiled, which changes a graph and those inside it.
+    """Yield a copy of a Dynamo graph to compile, because compiling changes a graph and its inner graphs.
 
-    Parameters, buffers and modules are shared, and so is what Dynamo notes about the graph. As Dynamo does with its
-    own, what is noted about nodes is dropped afterwards: it refers to parameters, which nobody could swap then.
+    Parameters, buffers, modules and Dynamo's metadata of the graph are shared. The metadata of nodes is cleared
+    afterwards, as Dynamo does with its own graph: it refers to parameters, and torch swaps no tensor that is referred
+    to elsewhere.
     """
     copied = _copy_dynamo_graph(graph_module)
     try:
@@ -51,11 +52,11 @@ def _copy_dynamo_graph(graph_module: fx.GraphModule) -> fx.GraphModule:
 
 
 def traced_tensors(graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> list[torch.Tensor]:
-    """Return the tensors that a Dynamo graph was traced with.
+    """Return the real tensors that a Dynamo graph was traced with.
 
-    Where Dynamo cuts a graph for the buckets of DDP, the inputs of the pieces are fake; what was an input of the whole
-    graph still has the tensor that it stands for. What another piece computes is left out. The graphs of compiled
-    autograd take their tensors in a list.
+    Where Dynamo cuts a graph for the buckets of DDP, the inputs of the pieces are fake; inputs of the whole graph still
+    refer to their real tensors, and values computed by another piece are left out. Graphs of compiled autograd take
+    their tensors in a list.
     """
     found = []
     for node, value in zip(graph_module.graph.find_nodes(op="placeholder"), example_inputs, strict=True):
@@ -67,6 +68,6 @@ def traced_tensors(graph_module: fx.GraphModule, example_inputs: Sequence[Any]) 
 
 
 def module_paths(graph_module: fx.GraphModule) -> str:
-    """Return which modules the nodes of a Dynamo graph come from, as a text that is the same for the same ones."""
+    """Return the modules that the nodes of a Dynamo graph come from, as a deterministic text."""
     stacks = (node.meta.get("nn_module_stack") or {} for node in graph_module.graph.nodes)
     return repr([[path for path, _ in stack.values()] for stack in stacks])

@@ -1,11 +1,11 @@
 """The hook into `torch.compile`: Dynamo graphs go through AOTAutograd, with our inner compiler behind it.
 
     compile_with_inductor(graph, inputs, inner_compile)     AOTAutograd and Inductor's passes, then `inner_compile`
-    compile_plainly(graph, inputs, settings)                what torch.compile alone would do: a fallback
+    compile_plainly(graph, inputs, settings)                the fallback: compile as torch.compile alone does
     keep_with(compiled, value)                              tie a value to the lifetime of a compiled function
-    is_for_dynamo(error)                                    whether Dynamo is to deal with an error
+    is_for_dynamo(error)                                    whether an error is meant for Dynamo
 
-`inner_compile` gets the forward and, when it is first called, the backward; what it does with them is the session's.
+`inner_compile` gets the forward and, when that is first called, the backward; the session decides how to compile them.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from torch._guards import TracingContext
 from torch._inductor.compile_fx import compile_fx
 
 from apollo_compile.device.target import Run
-from apollo_compile.torch_bridge.aot_cache import Bundle, Cache, CachedGraph, given_back_by
+from apollo_compile.torch_bridge.aot_cache import Bundle, Cache, CachedGraph, unbundled_by
 from apollo_compile.torch_bridge.joint_passes import JointPasses
 
 InnerCompile = Callable[..., tuple[Run, Bundle | None]]
-"""`compile(graph_module, example_inputs, **kwargs)`; the bundle is None where the cache is not to have the graph."""
+"""`compile(graph_module, example_inputs, **kwargs)`; the bundle is None if the graph must not be cached."""
 
 
 _NO_SETTINGS: Mapping[str, Any] = MappingProxyType({})
@@ -45,19 +45,24 @@ def compile_with_inductor(
     cache: Cache | None = None,
     settings: Mapping[str, Any] = _NO_SETTINGS,
 ) -> Callable[..., Any]:
-    """Run Inductor's front half on a Dynamo graph; `inner_compile` gets the post-AOT graphs.
+    """Run AOTAutograd and Inductor's graph passes on a Dynamo graph; `inner_compile` gets the post-AOT graphs.
 
-    `recompute_masks` makes the min-cut partitioner recompute what is cheap in the backward instead of saving it.
-    Inductor's CPU code that writes boolean masks is many times slower than code that recomputes them.
-    `eager_randomness` keeps the random operators of eager PyTorch instead of Inductor's, which only compiled code has.
-    `backward_at_once` compiles the backward with the forward instead of when it is first called.
-    `cache` lets AOTAutograd look for the whole in its cache first, and keep it there.
-    `settings` are those of Inductor that are in force, and are to be when a backward is compiled later.
+    Arguments:
+        graph_module: what Dynamo traced.
+        example_inputs: its inputs.
+        inner_compile: compiles the forward and the backward.
+        recompute_masks: let the min-cut partitioner recompute cheap values in the backward instead of saving them:
+            Inductor's CPU code that writes boolean masks is many times slower than code that recomputes them.
+        eager_randomness: keep the random operators of eager PyTorch instead of Inductor's, which only its compiled code
+            can run.
+        backward_at_once: compile the backward with the forward instead of when it is first called.
+        cache: let AOTAutograd load the result from its cache, and store it there.
+        settings: Inductor's settings, which also apply when a backward is compiled later.
     """
     users, tag = inductor_config.joint_custom_pre_pass, torch.compiler.config.cache_key_tag
     patches: dict[str, Any] = {
         "bundled_autograd_cache": cache is not None,
-        "donated_buffer": False,  # we use none, and without them backward(retain_graph=True) works
+        "donated_buffer": False,  # bodies reuse no donated buffers, and without them backward(retain_graph=True) works
     }
     if cache is None:
         patches["enable_autograd_cache"] = False
@@ -90,7 +95,7 @@ def compile_with_inductor(
         stack.enter_context(inductor_config.patch(own))
         if cache is not None:
             stack.enter_context(torch.compiler.config.patch(cache_key_tag=f"{tag} {cache.key}"))  # type: ignore[attr-defined]
-            stack.enter_context(given_back_by(cache))
+            stack.enter_context(unbundled_by(cache))
         compiled = compile_fx(graph_module, list(example_inputs), inner_compile=compile_behind_passes)
     for graph in graphs:
         graph.bundle = None
@@ -98,7 +103,7 @@ def compile_with_inductor(
 
 
 def _donate_nothing() -> None:
-    """Say that backwards reuse no memory of inputs: not being told, AOTAutograd refuses backward(retain_graph=True)."""
+    """Declare that no backward reuses memory of its inputs; else AOTAutograd refuses backward(retain_graph=True)."""
     context = TracingContext.try_get()
     metadata = context.fw_metadata if context is not None else None
     if metadata is not None and metadata.bw_donated_idxs is None:

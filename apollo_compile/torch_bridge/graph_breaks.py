@@ -1,10 +1,10 @@
-"""Where Dynamo had to end a graph, and what removes that.
+"""Graph breaks: where Dynamo had to end a graph, and how to remove the break.
 
     find_break(graph_module, name) -> GraphBreak | None
 
-Dynamo keeps, on every graph that it hands over, why the graph ended: in its words, with hints, and with the lines of
-code that it was at. A model of several encoders and a language model can share the device only where they are one
-graph, so this is the first thing to look at when nothing overlaps.
+Dynamo records on every graph why it ended: an explanation, hints, and the stack of the user's code. Several encoders
+and a language model can share the device only if they are in one graph, so a graph break is the first thing to look for
+when nothing overlaps.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _FLAGS = {
     "capture_scalar_outputs": "torch._dynamo.config.capture_scalar_outputs = True",
     "capture_dynamic_output_shape_ops": "torch._dynamo.config.capture_dynamic_output_shape_ops = True",
 }
-"""Dynamo's flags that make it go on, by the name that its messages mention."""
+"""Dynamo's flags that avoid a break, by the name that its messages mention."""
 
 _BY_SYMPTOM = {
     "item(": _FLAGS["capture_scalar_outputs"],
@@ -30,14 +30,14 @@ _BY_SYMPTOM = {
     "masked_select": _FLAGS["capture_dynamic_output_shape_ops"],
     "dynamic shape operator": _FLAGS["capture_dynamic_output_shape_ops"],
 }
-"""The same, by what its messages say of an operator."""
+"""The same, by words in its messages about an operator."""
 
 FIRST_FORWARD = "run one forward of the model in eager before torch.compile: it installs its hooks in the first one"
 _HOOKS = ("hook", "_maybe_install", "install_", "maybe_install")
 
 
 def problem_of(error: Exception) -> str | None:
-    """Return what Dynamo could not trace, with the line of code, if that is what `error` says; None if not."""
+    """Return what Dynamo could not trace, with the line of code; None if `error` is not about that."""
     if not isinstance(error, (Unsupported, FailOnRecompileLimitHit)):
         return None
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
@@ -73,7 +73,7 @@ def _remedies(lines: list[str], frames: list[str]) -> tuple[str, ...]:
     if any(word in frame.lower() for frame in frames for word in _HOOKS):
         found.append(FIRST_FORWARD)
     hints = [hint for hint in _after(lines, "Hint:") if not any(flag in hint for flag in _FLAGS)]
-    found += [hint for hint in hints if not hint.startswith("File an issue")]  # that helps the next release only
+    found += [hint for hint in hints if not hint.startswith("File an issue")]  # that does not help the user now
     return tuple(dict.fromkeys(found))
 
 

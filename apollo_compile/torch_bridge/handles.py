@@ -1,11 +1,11 @@
 """Tensor handles of AOTInductor's C interface, which compiled bodies take and return.
 
-    to_handles, from_handles    between tensors and owned handles
+    to_handles, from_handles    convert tensors to owned handles and back
     tensor_api                  addresses of the C functions that clone and delete a handle
-    error_text_address          address of the C function that tells what a body failed with
-    prepare_lane_thread         settings of torch that a new thread does not inherit
+    error_text_address          address of the C function that returns the message of the last error
+    prepare_lane_thread         torch settings that a new thread does not inherit
 
-Lanes are threads without Python: they call bodies with handles, and find all they need behind these addresses.
+Lanes are threads without Python: they call bodies with handles, and torch through these addresses.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def to_handles(tensors: list[torch.Tensor]) -> list[Any]:
 
 
 def from_handles(handles: list[Any]) -> list[torch.Tensor]:
-    """Return the tensors behind owned handles, which are used up."""
+    """Return the tensors behind owned handles, and consume the handles."""
     return torch._C._aoti.alloc_tensors_by_stealing_from_void_ptrs(handles)
 
 

@@ -1,11 +1,11 @@
-"""Graphs that run without a compiler: one operator called after the other, under the GIL.
+"""Graphs interpreted without a compiler: one operator after the other, under the GIL.
 
     interpret_bodies(pieces)        bodies of segments
-    interpret_whole(graph)          a graph, as AOTAutograd calls a compiled one
-    real_tensors()                  compute in the midst of a compile
+    interpret_whole(graph)          a whole graph, with the calling convention of a compiled graph
+    real_tensors()                  compute on real tensors during a compile
 
-Results are those of the compiled graph: the same random numbers for a seed, the strides that were traced, and tensors
-without gradients.
+Results are those of the compiled graph: the same random numbers for a seed, the traced strides, and tensors without
+gradients.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ def interpret_bodies(pieces: Sequence[tuple[str, fx.GraphModule, Sequence[Any]]]
 
 
 def interpret_whole(graph_module: fx.GraphModule) -> Callable[[list[Any]], Sequence[Any]]:
-    """Return what calls the operators of a post-AOT graph one by one, as AOTAutograd calls a compiled graph."""
+    """Return a boxed function, as AOTAutograd calls it, that calls the operators of a post-AOT graph one by one."""
     context = TracingContext.try_get()
     if context is not None and context.output_strides:
-        context.output_strides.clear()  # a compiler that failed may have come so far
+        context.output_strides.clear()  # a compile that failed may have filled it
     report_output_strides(graph_module)
     run = _interpret(graph_module)
     run._boxed_call = True  # type: ignore[attr-defined]
@@ -45,7 +45,7 @@ def interpret_whole(graph_module: fx.GraphModule) -> Callable[[list[Any]], Seque
 
 @contextlib.contextmanager
 def real_tensors() -> Iterator[None]:
-    """Let what is called inside compute, on tensors that have memory: in the midst of a compile they would not."""
+    """Let calls inside compute on real tensors, although a compile with fake tensors is in progress."""
     with (
         _disable_current_modes(),
         torch._C.DisableTorchFunction(),
@@ -63,8 +63,8 @@ def _interpret(piece: fx.GraphModule) -> Callable[[list[Any]], Sequence[Any]]:
     function = fx.GraphModule(piece, piece.graph).forward
 
     def run(inputs: list[Any]) -> Sequence[Any]:
-        # Operators of `torch.ops.prims` give gradients to what they make of one that has some, under `no_grad` too. And
-        # an output that is a view of another one, in which `detach` leaves no trace, would get the gradient of that.
+        # Results of `torch.ops.prims` operators require gradients if an input does, even under `no_grad`. And an output
+        # that is a view of another one, where `detach` leaves no trace, would get the gradient of that one.
         inputs[:] = _detached(inputs)
         return _detached(function(inputs))
 
@@ -90,4 +90,4 @@ _SEEDED: Mapping[Any, Callable[..., torch.Tensor]] = {
     inductor_prims.random: _draw,
     inductor_prims.randint: _draw_integers,
 }
-"""Inductor's random operators draw the same again from the same seed when compiled, and forget the seed when called."""
+"""Replacements for Inductor's random prims, which ignore the seed when they are called instead of compiled."""

@@ -1,6 +1,6 @@
-"""The passes that run before those of Inductor, over forward and backward together.
+"""Passes over the joint graph of forward and backward, before those of Inductor.
 
-The user's own come first. Ours keep the numbers right where torch would not: each is a file of `upstream_bugs/`.
+The user's own come first. Ours avoid wrong results of torch: each is a file of `upstream_bugs/`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class JointPasses(CustomGraphPass):
         self._users = tuple(passes)
 
     def __call__(self, graph: fx.Graph) -> None:
-        """Run the user's own passes, and ours: keep apart what Inductor's would make one, and keep numbers right."""
+        """Run the user's own passes, and then the workarounds for defects of torch."""
         for custom in self._users:
             custom(graph)
         lower_clones()
@@ -36,6 +36,6 @@ class JointPasses(CustomGraphPass):
         divide_by_clipped_windows(graph)
 
     def uuid(self) -> Any:
-        """Name the passes for the keys of caches; None is that some of them have no name, so that nothing is cached."""
+        """Return the names of the passes for cache keys; None, which disables caching, if one of them has no name."""
         names = [custom.uuid() if isinstance(custom, CustomGraphPass) else None for custom in self._users]
         return None if None in names else (CACHE_KEY_TAG, *names)

@@ -1,11 +1,11 @@
-"""Strides of what graphs take and return, which may be expressions of dynamic sizes.
+"""Strides of inputs and outputs of graphs, which may be expressions of dynamic sizes.
 
-    adopt_layouts(graph, inputs)        trace a graph again for the strides that its inputs really have
+    adopt_layouts(graph, inputs)        trace a graph again for the actual strides of its inputs
     report_output_strides(graph)        tell AOTAutograd the strides of the graph's outputs
     output_layouts(graph)               shapes and strides of outputs as traced
-    check_layouts(name, code, layouts)  refuse code whose outputs have other strides
+    check_layouts(name, code, layouts)  refuse code whose outputs have other strides than traced
 
-A body is compiled for the strides that were traced, so whatever makes its inputs has to keep to them.
+A body is compiled for the traced strides of its inputs, so the code that makes these inputs must produce them.
 """
 
 from __future__ import annotations
@@ -27,35 +27,36 @@ from apollo_compile.torch_bridge.aot_graph import outputs_of
 
 
 def adopt_layouts(graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
-    """Trace the values of a graph again if its inputs do not lie in memory as they did when it was traced.
+    """Trace the values of a graph again if its inputs have other strides than when it was traced.
 
-    Inductor may choose the strides of what a forward saves, and AOTAutograd tells the backward by its example inputs.
+    Inductor may choose the strides of tensors that a forward saves; AOTAutograd passes them on as example inputs of the
+    backward.
     """
     placeholders = graph_module.graph.find_nodes(op="placeholder")
     if any(
-        _lies_otherwise(node.meta.get("val"), real) for node, real in zip(placeholders, example_inputs, strict=True)
+        _has_other_strides(node.meta.get("val"), real) for node, real in zip(placeholders, example_inputs, strict=True)
     ):
         view_to_reshape(graph_module)  # type: ignore[no-untyped-call]  # a view of the old strides may need a copy with the new ones
         with torch.no_grad():
             fake_tensor_prop(graph_module, list(example_inputs), True)
 
 
-def _lies_otherwise(traced: Any, real: Any) -> bool:
+def _has_other_strides(traced: Any, real: Any) -> bool:
     if not (isinstance(traced, torch.Tensor) and isinstance(real, torch.Tensor)):
         return False
     return _exprs(traced.stride()) != _exprs(real.stride())
 
 
 def _exprs(sizes: Sequence[Any]) -> list[Any]:
-    """Return sizes as expressions, so that comparing them leaves no guard behind."""
+    """Return sizes as expressions, so that comparing them adds no guard."""
     return [size.node.expr if isinstance(size, torch.SymInt) else size for size in sizes]
 
 
 def report_output_strides(graph_module: fx.GraphModule) -> None:
-    """Fill the tracing context with the strides of the graph's outputs, which every body keeps as traced.
+    """Fill the tracing context with the traced strides of the graph's outputs, which all bodies keep.
 
-    Inductor does it, as for code of its own: whether strides of dynamic sizes are told as expressions or as numbers
-    depends on the release of torch, and the wrong ones make the backward one for these sizes only.
+    Inductor's own function does it: whether strides of dynamic sizes are reported as expressions or as numbers depends
+    on the release of torch, and the wrong form would specialize the backward to these sizes.
     """
     values = [node.meta.get("val") if isinstance(node, fx.Node) else None for node in outputs_of(graph_module)]
     write = PythonPrinter().doprint
@@ -66,17 +67,17 @@ def report_output_strides(graph_module: fx.GraphModule) -> None:
 
 
 Layouts = list[tuple[tuple[Any, ...], tuple[Any, ...]] | None]
-"""Shape and strides of outputs, sizes that are symbols among them; None for one that is no tensor."""
+"""Shape and strides of outputs, which may contain symbolic sizes; None for an output that is not a tensor."""
 
 
 def output_layouts(piece: fx.GraphModule) -> Layouts:
-    """Return how the outputs of a piece lie as traced, before Inductor changes its graph."""
+    """Return the traced layouts of the outputs of a piece; call it before Inductor changes the graph."""
     values = [node.meta["val"] if isinstance(node, fx.Node) else None for node in outputs_of(piece)]
     return [None if value is None else (tuple(value.shape), tuple(value.stride())) for value in values]
 
 
 def check_layouts(name: str, function: Callable[..., Any], layouts: Layouts) -> None:
-    """Refuse code whose outputs do not lie as traced: the readers were compiled for that."""
+    """Raise UnsupportedGraphError if outputs have other strides than traced, for which their readers were compiled."""
     chosen = getattr(function, "output_strides", None) or [None] * len(layouts)
     for number, (layout, strides) in enumerate(zip(layouts, chosen, strict=True)):
         if layout is None or strides is None:
@@ -94,7 +95,7 @@ def _is_one(size: int | torch.SymInt) -> bool:
 
 
 def _is_same(traced: int | torch.SymInt, chosen: Any) -> bool:
-    """Whether a stride is what Inductor says of it: a number, or an expression as text or as itself."""
+    """Whether a traced stride equals Inductor's, which is a number, an expression, or the text of one."""
     if isinstance(traced, torch.SymInt):
         if isinstance(chosen, str):
             chosen = traced.node.shape_env.deserialize_symexpr(chosen)

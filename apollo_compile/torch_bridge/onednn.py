@@ -1,28 +1,28 @@
-"""Matrix products of bodies: oneDNN computes those that it was measured to be faster at, BLAS the others.
+"""Matmuls of bodies: oneDNN computes those for which it was measured to be faster, BLAS the others.
 
     find_matmuls(graph) -> list[Matmul]             in the graph of a body, before it is compiled
     Libraries(directory).choose(cases) -> cases     those for oneDNN; each is measured once, then remembered
-    give_to_onednn(graph, is_for_onednn)            in place
+    replace_with_onednn(graph, is_for_onednn)            in place
 
-On a CPU, torch and Inductor give every product of float32 matrices to the BLAS that torch was built with. oneDNN,
-which every build for x86 has too, takes longer to call and less time to compute: on an EPYC core with AVX-512, what
-takes MKL 10 us took oneDNN twice as long, and what takes MKL more than 1 ms mostly took oneDNN 5 to 20 % less. Where
-the border is depends on the machine, the shape, how both matrices lie in memory and the number of cores, so each
-product is measured, on matrices of its shape.
+On a CPU, torch and Inductor call the BLAS that torch was built with for every float32 matmul. oneDNN, which every build
+for x86 has too, has a longer call overhead and a faster kernel: on an EPYC core with AVX-512, matmuls of 10 us in MKL
+took twice as long in oneDNN, and most matmuls of more than 1 ms in MKL took 5 to 20 % less. The crossover depends on
+the machine, the shape, the layout of both matrices and the number of cores, so each matmul is measured, on matrices of
+its shape.
 
 Note [C++ template]: Inductor's own GEMM (`max_autotune_gemm_backends="CPP"`) is not among the libraries. It is made for
-a right matrix that is packed once, when it is compiled; weights in training are inputs. Called on such matrices it took
-about twice as long as the better library at every shape that was measured (docs/planning.md, section 7).
+a right matrix that is packed once, at compile time; weights in training are inputs. Called on such matrices it took
+about twice as long as the better library at every measured shape (docs/planning.md, section 7).
 
-Note [transposed left]: the gradient of a weight is the product of a transposed gradient and a layer's input. oneDNN
-wants the left matrix by rows, so a body writes it that way too, which Inductor fuses into what computes the gradient.
-A copy within the caches stands for that.
+Note [transposed left]: the gradient of a weight is a matmul of a transposed gradient and a layer's input. oneDNN needs
+the left matrix in row-major order, so a body also writes it in that order, which Inductor fuses into the code that
+computes the gradient. The measurement adds a copy within the caches for that.
 
-Note [large products]: a product that takes a millisecond tells as much as a larger one. So the longest dimension of a
-large one is halved until it is large no longer, and many products share one measurement.
+Note [large matmuls]: the gain at a matmul of a millisecond holds for larger ones too. So the longest dimension of a
+large matmul is halved until it is below the limits, and many matmuls share one measurement.
 
-Numbers differ between the two as between any two orders of a sum. Products stay with BLAS where the user wants the same
-numbers every time, or lets float32 be computed with less precision, which has rules of its own.
+Results differ between the two libraries as between any two orders of a sum. Matmuls stay with BLAS if the user wants
+the same numbers every time, or allows float32 with less precision, which has rules of its own.
 """
 
 from __future__ import annotations
@@ -48,35 +48,35 @@ from apollo_compile.store.matmul_gains import MatmulGains
 _logger = logging.getLogger(__name__)
 
 LEAST_FLOPS = 2_000_000
-"""Of a product that is measured. Smaller ones take less time than it takes to call oneDNN."""
+"""Smallest matmul that is measured; smaller ones take less time than the call overhead of oneDNN."""
 
 MOST_FLOPS = 200_000_000
 MOST_BYTES = 64 * 2**20
-"""Of the product that stands for a larger one."""
+"""Limits of a matmul that is measured; it stands for larger ones: Note [large matmuls]."""
 
 MARGIN = 0.02
 """Share of BLAS' time that oneDNN must save."""
 
 LINEAR = "apollo_compile::linear"
-"""The operator that stands for a product which oneDNN computes; Inductor's patterns do not know it."""
+"""The operator for matmuls that oneDNN computes; Inductor's patterns do not match it."""
 
 _MEASURE_NS = 20_000_000
 _LEAST_SAMPLES = 3
 
 _FAR_BYTES = 8 * 2**20
-"""More than the caches of one core hold."""
+"""Bytes that exceed the caches of one core."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Matmul:
-    """The product of two float32 matrices, to each row of which a vector may be added."""
+    """A matmul of two float32 matrices, with an optional bias that is added to each row."""
 
     rows: int
     inner: int
     """Columns of the left matrix, rows of the right one."""
     columns: int
     is_left_transposed: bool
-    """Whether the left matrix lies in memory column by column."""
+    """Whether the left matrix is column-major."""
     is_right_transposed: bool
     has_bias: bool
 
@@ -92,7 +92,7 @@ class Matmul:
 
     @property
     def name(self) -> str:
-        """What it is called in files."""
+        """Name of the matmul in files."""
         marks = "T" * self.is_left_transposed, "T" * self.is_right_transposed, "+bias" * self.has_bias
         return f"{self.rows}x{self.inner}{marks[0]} {self.inner}x{self.columns}{marks[1]}{marks[2]}"
 
@@ -101,16 +101,16 @@ class Matmul:
 
 
 def find_matmuls(graph: fx.Graph) -> list[Matmul]:
-    """Return the products in a graph of operators after AOTAutograd that both libraries could compute."""
+    """Return the matmuls in a graph after AOTAutograd that both libraries can compute."""
     return [matmul for matmul in map(_matmul_of, graph.nodes) if matmul is not None]
 
 
-def give_to_onednn(graph: fx.Graph, is_for_onednn: Callable[[Matmul], bool]) -> int:
-    """Let oneDNN compute those products of a graph for which `is_for_onednn` says so; return how many they are.
+def replace_with_onednn(graph: fx.Graph, is_for_onednn: Callable[[Matmul], bool]) -> int:
+    """Replace the matmuls for which `is_for_onednn` is true by calls of oneDNN; return their number.
 
     Arguments:
-        graph: of operators after AOTAutograd, with values; changed in place.
-        is_for_onednn: asked about what `find_matmuls` returns.
+        graph: after AOTAutograd, with values; changed in place.
+        is_for_onednn: called with each matmul that `find_matmuls` returns.
     """
     count = 0
     for node in list(graph.nodes):
@@ -130,15 +130,15 @@ def give_to_onednn(graph: fx.Graph, is_for_onednn: Callable[[Matmul], bool]) -> 
 
 
 def is_linear(target: object) -> bool:
-    """Whether it is the operator that oneDNN computes."""
+    """Whether the target is the operator of `onednn_linear`."""
     return isinstance(target, torch._ops.OpOverload) and target._schema.name == LINEAR
 
 
 def onednn_linear() -> torch._ops.OpOverload:
-    """Return the operator `input @ weight.T + bias` of oneDNN: float32, input by rows, weight by rows or columns."""
+    """Return the operator `input @ weight.T + bias` of oneDNN: float32, row-major input, weight in either order."""
     namespace, _, name = LINEAR.partition("::")
     with _lock:
-        if not hasattr(getattr(torch.ops, namespace), name):  # what was defined stays when this file is loaded anew
+        if not hasattr(getattr(torch.ops, namespace), name):  # a definition survives a reload of this file
             torch.library.define(LINEAR, "(Tensor input, Tensor weight, Tensor? bias) -> Tensor")
             torch.library.impl(LINEAR, "CPU", _call_onednn)
             torch.library.register_fake(LINEAR, _fake_linear)
@@ -155,7 +155,7 @@ def _fake_linear(value: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor |
 
 
 def _matmul_of(node: fx.Node) -> Matmul | None:
-    """Return the product that a node computes, if both libraries could."""
+    """Return the matmul that a node computes, if both libraries can compute it."""
     if node.target not in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default) or node.kwargs:
         return None
     *biases, left, right = (argument.meta["val"] for argument in node.args)  # type: ignore[union-attr]
@@ -163,23 +163,23 @@ def _matmul_of(node: fx.Node) -> Matmul | None:
     if any(value.dtype != torch.float32 or value.device.type != "cpu" for value in values):
         return None
     if not all(type(size) is int for value in values for size in (*value.shape, *value.stride())):
-        return None  # it is for many sizes, and to compare them would be to fix them
+        return None  # dynamic sizes: comparing them would add guards
     (rows, inner), columns = left.shape, right.shape[1]
-    lies = [_is_transposed(value) for value in (left, right)]
-    if None in lies or any(bias.shape != (columns,) or bias.stride() != (1,) for bias in biases):
+    are_transposed = [_is_transposed(value) for value in (left, right)]
+    if None in are_transposed or any(bias.shape != (columns,) or bias.stride() != (1,) for bias in biases):
         return None
     return Matmul(
         rows=rows,
         inner=inner,
         columns=columns,
-        is_left_transposed=bool(lies[0]),
-        is_right_transposed=bool(lies[1]),
+        is_left_transposed=bool(are_transposed[0]),
+        is_right_transposed=bool(are_transposed[1]),
         has_bias=bool(biases),
     )
 
 
 def _is_transposed(matrix: torch.Tensor) -> bool | None:
-    """Return whether a matrix lies in memory column by column; None where it is a part of a larger one."""
+    """Return whether a matrix is column-major; None if it is a part of a larger matrix."""
     if matrix.is_contiguous():
         return False
     return True if matrix.t().is_contiguous() else None
@@ -189,7 +189,7 @@ def _is_transposed(matrix: torch.Tensor) -> bool | None:
 
 
 _lock = threading.RLock()
-"""Held while anything is measured: two measurements at once would disturb each other."""
+"""Held during a measurement: two at once would disturb each other."""
 
 
 def _renew_lock() -> None:
@@ -202,20 +202,20 @@ os.register_at_fork(after_in_child=_renew_lock)
 
 
 class Libraries:
-    """Which library is the faster for which products."""
+    """Measures and remembers which library is faster for which matmuls."""
 
     def __init__(self, directory: Path | None) -> None:
-        """Keep what is measured in `directory`, which need not exist yet; None keeps it in this process only."""
+        """Store measurements in `directory`, which need not exist yet; None keeps them in this process only."""
         self._kept = None if directory is None else MatmulGains(directory)
         self._gains: dict[int, dict[str, float]] = {}
-        """How many times as fast oneDNN is as BLAS, by number of cores and the name of a product."""
+        """Speed-up of oneDNN over BLAS, by number of cores and name of the matmul."""
         self._unable: set[tuple[Matmul, int]] = set()
-        """What could not be measured; another process may be able to."""
+        """Matmuls and numbers of cores that could not be measured in this process."""
 
     def choose(self, cases: Iterable[tuple[Matmul, int]]) -> set[tuple[Matmul, int]]:
-        """Return for which products and numbers of cores oneDNN is faster; what is not known is measured.
+        """Return the matmuls and numbers of cores for which oneDNN is faster, after measuring those not yet known.
 
-        It may be in the midst of a compile, if `interpret.real_tensors` is around it.
+        During a compile, call it inside `interpret.real_tensors`.
         """
         chosen: set[tuple[Matmul, int]] = set()
         measured: defaultdict[int, dict[str, float]] = defaultdict(dict)
@@ -247,12 +247,12 @@ class Libraries:
 
 @functools.cache
 def libraries_in(directory: Path | None) -> Libraries:
-    """Return what this process knows of libraries; the same for the same directory."""
+    """Return the `Libraries` of this process for a directory."""
     return Libraries(directory)
 
 
 def _sample_of(matmul: Matmul) -> Matmul:
-    """Return the product that stands for a large one: Note [large products]."""
+    """Return the matmul that is measured in place of a large one: Note [large matmuls]."""
     while matmul.flops > MOST_FLOPS or matmul.num_bytes > MOST_BYTES:
         sizes = {"rows": matmul.rows, "inner": matmul.inner, "columns": matmul.columns}
         longest = max(sizes, key=lambda name: sizes[name])
@@ -261,7 +261,7 @@ def _sample_of(matmul: Matmul) -> Matmul:
 
 
 def _measure_gain(matmul: Matmul, cores: int) -> float | None:
-    """Return how many times as fast oneDNN is as BLAS; None where one of them cannot."""
+    """Return the speed-up of oneDNN over BLAS; None if one of them cannot compute the matmul."""
     threads = torch.get_num_threads()
     try:
         if cores != threads:
@@ -269,7 +269,7 @@ def _measure_gain(matmul: Matmul, cores: int) -> float | None:
         blas, onednn = _typical_times([_calls(matmul) for _ in range(-(-_FAR_BYTES // matmul.num_bytes))])
         if matmul.is_left_transposed:
             onednn += _writing_time(matmul)
-    except RuntimeError as error:  # not every build of oneDNN computes every product
+    except RuntimeError as error:  # not every build of oneDNN supports every matmul
         _logger.info("%s stays with BLAS: %s", matmul.name, error)
         return None
     finally:
@@ -280,7 +280,7 @@ def _measure_gain(matmul: Matmul, cores: int) -> float | None:
 
 
 def _calls(matmul: Matmul) -> list[Callable[[], object]]:
-    """Return the call of BLAS and that of oneDNN, on matrices of their own."""
+    """Return a call of BLAS and a call of oneDNN, on new matrices."""
     left = _ones(matmul.rows, matmul.inner)
     given = _ones(matmul.inner, matmul.rows).t() if matmul.is_left_transposed else left
     if matmul.is_right_transposed:
@@ -295,7 +295,7 @@ def _calls(matmul: Matmul) -> list[Callable[[], object]]:
 
 
 def _writing_time(matmul: Matmul) -> float:
-    """Return about how many nanoseconds it takes to write the left matrix once more while it is computed."""
+    """Return about the nanoseconds that it takes to write the left matrix a second time while it is computed."""
     left, again = _ones(matmul.rows, matmul.inner), _ones(matmul.rows, matmul.inner)
     (taken,) = _typical_times([[lambda: again.copy_(left)]])
     return taken
@@ -306,12 +306,12 @@ def _ones(*shape: int) -> torch.Tensor:
 
 
 def _typical_times(copies: Sequence[Sequence[Callable[[], object]]]) -> list[float]:
-    """Return the median of the nanoseconds of each call.
+    """Return the median nanoseconds of each call.
 
-    Calls take turns, since the machine changes, and so do the copies: in a step too, other matrices are used before a
-    product comes to its own again.
+    Calls alternate, because the speed of the machine changes over time. Copies alternate too, because in a step other
+    matrices are used before the same matmul runs again.
     """
-    for call in copies[0]:  # the first time makes what is made once
+    for call in copies[0]:  # warm-up
         call()
     times: list[list[int]] = [[] for _ in copies[0]]
     begin = time.perf_counter_ns()

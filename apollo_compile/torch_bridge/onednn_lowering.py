@@ -1,4 +1,4 @@
-"""How Inductor compiles the operator of `onednn.py`: as a call of oneDNN."""
+"""Inductor's lowering of the operator of `onednn.py`: a call of oneDNN."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from apollo_compile.torch_bridge.onednn import onednn_linear
 
 @functools.cache
 def lower_linear() -> None:
-    """Let Inductor call oneDNN for the operator of `onednn.py`, as it does for a layer whose weight is frozen.
+    """Register a lowering to oneDNN for the operator of `onednn.py`, like Inductor's for layers with frozen weights.
 
-    The lowering that Inductor has for that layer asks for a weight that is a constant, and by rows.
+    Inductor's lowering requires a weight that is a constant and row-major.
     """
     from torch._inductor import ir, mkldnn_ir
 
     class Linear(mkldnn_ir.LinearUnary):
-        """oneDNN's call with a weight by rows or by columns."""
+        """oneDNN's call with a weight that is row-major or column-major."""
 
         @classmethod
         def make(cls, value: Any, weight: Any, bias: Any) -> Any:

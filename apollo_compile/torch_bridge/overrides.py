@@ -1,4 +1,4 @@
-"""Whether this torch has the methods that this package overrides: all tables of signatures, checked at once."""
+"""Check of all methods of torch that this package overrides, from the tables of their signatures."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from apollo_compile.torch_bridge.upstream_bugs.scatter_addresses import STORE
 
 
 def check_overrides() -> None:
-    """See whether all methods of torch that we override are those that the overrides were written for.
+    """Check that all overridden methods of torch have the signatures that the overrides were written for.
 
     Raises:
-        UnsupportedGraphError: this torch has others.
+        UnsupportedGraphError: a method is missing, or has another signature.
     """
     check_signatures({**KNOWN_SIGNATURES, **OUTPUT_CODE, **STORE})

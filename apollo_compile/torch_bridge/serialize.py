@@ -4,7 +4,7 @@
     bundle_code, unbundle_code      code of Inductor's Python wrapper
     bundle_graph, unbundle_graph    a graph after AOTAutograd
 
-What is data here is for this version of this package and of torch, on this machine; keys of caches see to that.
+The data is valid for this version of this package and of torch, on this machine; cache keys ensure that.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from apollo_compile.device.target import CompiledBody, KeepsPython, Run
 from apollo_compile.errors import UnsupportedGraphError
-from apollo_compile.torch_bridge.bodies import finish_native, let_go_of_module, with_entry
+from apollo_compile.torch_bridge.bodies import finish_native, release_module, with_entry
 from apollo_compile.torch_bridge.compile_scope import body_options, compile_lock, native_code
 
 
@@ -38,7 +38,7 @@ class BundledBody:
 
     code: CompiledFxGraph
     library: str | None
-    """Path of what lanes run without Python; None where they need Python."""
+    """Path of the library that lanes call without Python; None if the body needs Python."""
     constants: tuple[torch.Tensor, ...]
     keeps_python: KeepsPython | None
 
@@ -47,7 +47,7 @@ def bundle_body(body: CompiledBody) -> BundledBody:
     """Return a compiled body as data.
 
     Raises:
-        UnsupportedGraphError: it is not code of Inductor.
+        UnsupportedGraphError: its code was not made by Inductor.
     """
     path = None if body.library is None else body.library._name
     code = bundle_code(body.function)
@@ -55,10 +55,10 @@ def bundle_body(body: CompiledBody) -> BundledBody:
 
 
 def unbundle_body(bundled: BundledBody) -> CompiledBody:
-    """Return a body that can run. Where its library is still there, no code is loaded that only Python would call.
+    """Return a body that can run. If its library still exists, the code for callers in Python is loaded on demand only.
 
     Raises:
-        UnsupportedGraphError: it compiles no longer.
+        UnsupportedGraphError: its C++ code no longer compiles.
     """
     path = bundled.library
     if path is not None and Path(path).exists():
@@ -73,7 +73,7 @@ def unbundle_body(bundled: BundledBody) -> CompiledBody:
 
 
 class _LoadedLater:
-    """The way to a native body for threads with Python, which hardly ever take it."""
+    """Callable of a native body for threads with Python, which hardly ever call it: loaded in the first call."""
 
     def __init__(self, code: CompiledFxGraph) -> None:
         self._code = code
@@ -89,10 +89,10 @@ class _LoadedLater:
 
 
 def bundle_code(compiled: Any) -> CompiledFxGraph:
-    """Return code of Inductor as data.
+    """Return compiled code of Inductor as data.
 
     Raises:
-        UnsupportedGraphError: it is not code of Inductor.
+        UnsupportedGraphError: it was not made by Inductor for a CPU.
     """
     if not isinstance(compiled, CompiledFxGraph) or set(compiled.device_types) - {"cpu"}:
         raise UnsupportedGraphError(f"{type(compiled).__name__} is not code of Inductor for a CPU")
@@ -102,7 +102,7 @@ def bundle_code(compiled: Any) -> CompiledFxGraph:
 
 
 def unbundle_code(code: CompiledFxGraph) -> Run:
-    """Return code of Inductor's Python wrapper that can run."""
+    """Load code of Inductor's Python wrapper."""
     with compile_lock(), inductor_config.patch(body_options()):
         return _load(code)
 
@@ -114,7 +114,7 @@ def _load(code: CompiledFxGraph) -> Run:
         raise UnsupportedGraphError("code of an earlier run cannot be loaded")
     kwargs: Any = {"cudagraphs": BoxedBool(False), "is_backward": code.fx_kwargs["is_backward"]}
     loaded.post_compile([], constants, kwargs)
-    let_go_of_module(loaded)
+    release_module(loaded)
     return loaded
 
 
@@ -122,7 +122,7 @@ def bundle_graph(graph_module: fx.GraphModule) -> bytes:
     """Return a post-AOT graph as data.
 
     Raises:
-        UnsupportedGraphError: it holds more than operators.
+        UnsupportedGraphError: it has constants.
     """
     if graph_module.graph.find_nodes(op="get_attr"):
         raise UnsupportedGraphError("a graph with constants is not kept")
@@ -130,6 +130,6 @@ def bundle_graph(graph_module: fx.GraphModule) -> bytes:
 
 
 def unbundle_graph(data: bytes) -> fx.GraphModule:
-    """Return the graph, with values that are traced anew."""
+    """Return the graph, with new fake tensors as values."""
     graph_module: Any = GraphPickler.loads(data, FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv()))
     return graph_module  # type: ignore[no-any-return]

@@ -1,11 +1,11 @@
-"""Settings of Inductor and torch: what the user set, and what follows from it.
+"""Settings of Inductor and torch, and what follows from them.
 
-    inductor_settings(mode, options)    those of a mode and options, as torch.compile takes them
-    current_settings()                  those in force now
-    with_settings(settings)             let these be in force
-    compiler_settings()                 all that shape what Inductor compiles, as a text
-    depends_on_units()                  whether Inductor may make other code for another number of SMs
-    may_choose_library()                whether it is left to us who computes matrix products
+    inductor_settings(mode, options)    Inductor's settings for a mode and options of torch.compile
+    current_settings()                  Inductor's settings now
+    with_settings(settings)             apply settings of Inductor
+    compiler_settings()                 all settings that shape Inductor's code, as a text
+    depends_on_units()                  whether Inductor's code depends on the number of SMs
+    may_choose_library()                whether we may choose the library for matmuls
 
 Settings that we add for bodies are in `compile_scope.py`.
 """
@@ -24,7 +24,7 @@ from apollo_compile.torch_bridge.joint_passes import JointPasses
 
 
 def inductor_settings(mode: str | None, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of Inductor that `torch.compile(mode=mode, options=options)` stands for.
+    """Return the settings of Inductor that `torch.compile(mode=mode, options=options)` applies.
 
     Raises:
         ConfigError: there is no such mode or setting, or a value has the wrong type.
@@ -37,9 +37,9 @@ def inductor_settings(mode: str | None, options: Mapping[str, Any]) -> dict[str,
 
 
 def current_settings() -> Mapping[str, Any]:
-    """Return Inductor's settings as they are now, or were before `compile_with_inductor` added to the user's passes."""
+    """Return Inductor's current settings, without the passes that `compile_with_inductor` adds to the user's."""
     entries: Mapping[str, Any] = inductor_config._config  # type: ignore[attr-defined]
-    # To read one that is deprecated is a warning, and those that are no other name of one have no effect any more.
+    # Reading a deprecated setting is a warning; a deprecated one is an alias of another, or has no effect any more.
     names = (n for n, e in entries.items() if e.alias is None and not getattr(e, "deprecated", False))
     settings = {name: getattr(inductor_config, name) for name in names}
     passes = settings["joint_custom_pre_pass"]
@@ -47,16 +47,16 @@ def current_settings() -> Mapping[str, Any]:
 
 
 def with_settings(settings: Mapping[str, Any]) -> AbstractContextManager[None]:
-    """Let these settings of Inductor be in force."""
+    """Apply these settings of Inductor inside a `with`."""
     return inductor_config.patch(dict(settings))  # type: ignore[no-any-return]
 
 
 def compiler_settings() -> str:
-    """Return Inductor's settings and torch's that choose kernels, as one text that is the same for the same ones."""
+    """Return Inductor's settings, and torch's settings that select kernels, as one deterministic text."""
     settings = sorted(inductor_config.save_config_portable().items())
     cuda, mkldnn = torch.backends.cuda, torch.backends.mkldnn
     kernels = (
-        # Each by itself: `get_float32_matmul_precision` raises where one was set that the old setting has no word for.
+        # One by one: `get_float32_matmul_precision` raises if one has a value that the old setting cannot express.
         *(place.fp32_precision for place in (cuda.matmul, mkldnn.matmul, mkldnn.conv, mkldnn.rnn)),  # type: ignore[attr-defined]
         cuda.flash_sdp_enabled(),  # type: ignore[no-untyped-call]
         cuda.mem_efficient_sdp_enabled(),  # type: ignore[no-untyped-call]
@@ -68,19 +68,20 @@ def compiler_settings() -> str:
 
 
 def depends_on_units() -> bool:
-    """Whether Inductor may make other code for another number of SMs, as the user set it up.
+    """Whether Inductor's code depends on the number of SMs under the current settings.
 
-    With max-autotune it does: persistent grids are as large as the device, and the fastest of many kernels is another
-    one on other SMs. Without it, no number of SMs is in its code but that of reductions, which are right on any.
+    With max-autotune it does: persistent grids are as large as the device, and the fastest of many kernels depends on
+    the number of SMs. Without it, only reductions use that number, and they are correct on any.
     """
     return bool(inductor_config.max_autotune or inductor_config.max_autotune_gemm)
 
 
 def may_choose_library() -> bool:
-    """Whether it is left to us who computes a matrix product on a CPU.
+    """Whether we may choose the library that computes a matmul on a CPU.
 
-    There is oneDNN, and nobody wants the same numbers every time, or numbers of less precision. That Inductor is told
-    to tune matrix products (`max_autotune`) does not matter: its C++ template is for constants, and weights are inputs.
+    That is so if there is oneDNN, and the user asks neither for the same numbers every time nor for less precision. It
+    does not matter whether Inductor tunes matmuls (`max_autotune`): its C++ template is for constants, and weights are
+    inputs.
     """
     mkldnn = torch.backends.mkldnn
     if not (mkldnn.is_available() and mkldnn.enabled):  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""Whether the methods of torch that we override are those that the overrides were written for."""
+"""Check that overridden methods of torch have the signatures that the overrides were written for."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import torch
 from apollo_compile.errors import UnsupportedGraphError
 
 Signatures = Mapping[tuple[type, str], tuple[str, ...]]
-"""By class and method, the parameters that it has in any release of torch that was tried."""
+"""By class and method, its parameters in each of the tested releases of torch."""
 
 ADVICE = "install a release of torch that apollo_compile was tested with (docs/versions.md lists them)"
 
 
 def check_signatures(known: Signatures) -> None:
-    """Compare methods with what this torch has: to override another one would make wrong code.
+    """Compare signatures with those of the installed torch: overriding a changed method could generate wrong code.
 
     Raises:
-        UnsupportedGraphError: a method is gone, or takes other parameters than in all releases that were tried.
+        UnsupportedGraphError: a method is missing, or has other parameters than in all tested releases.
     """
     for (owner, name), parameters in known.items():
         method = getattr(owner, name, None)

@@ -1,10 +1,10 @@
-"""The memory behind tensors: whether it is the same, and how many tensors refer to it.
+"""Storages of tensors: their identity and their reference counts.
 
-    storages_of(tensors)        identities of memory, to compare
-    storage_handles(tensors)    what `count_uses` knows memory by
-    count_uses(handles)         number of tensors that refer to each
+    storages_of(tensors)        identities of storages, to compare
+    storage_handles(tensors)    handles of storages for `count_uses`
+    count_uses(handles)         reference count of each storage
 
-Nothing here keeps memory alive.
+Nothing here keeps a storage alive.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 
 def storages_of(tensors: Iterable[torch.Tensor]) -> frozenset[StorageWeakRef]:
-    """Return the storages of tensors, to tell whether it is the same ones; sparse and uninitialized tensors have none.
+    """Return the identities of the storages of tensors; sparse and uninitialized tensors have none.
 
-    Nothing refers to the tensors, not even weakly, since torch swaps no tensor that is referred to: `Module.to` may
-    want to. Nor is their memory kept, only its number.
+    The result does not refer to the tensors, not even weakly: torch refuses to swap a tensor that is referred to, which
+    `Module.to` may do. It does not keep the storages alive either, only their ids.
     """
     found = set()
     for tensor in tensors:
@@ -30,10 +30,10 @@ def storages_of(tensors: Iterable[torch.Tensor]) -> frozenset[StorageWeakRef]:
 
 
 def storage_handles(tensors: Iterable[torch.Tensor]) -> list[int]:
-    """Return what `count_uses` knows the memory of each tensor by, for as long as the tensor lives."""
+    """Return the handle of the storage of each tensor for `count_uses`, valid while the tensor lives."""
     return [tensor.untyped_storage()._cdata for tensor in tensors]
 
 
 def count_uses(handles: Iterable[int]) -> list[int]:
-    """Return for each memory how many tensors refer to it."""
+    """Return the reference count of each storage."""
     return list(map(torch._C._storage_Use_Count, handles))

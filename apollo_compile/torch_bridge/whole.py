@@ -1,9 +1,10 @@
-"""Whole graphs after AOTAutograd, compiled as Inductor alone would.
+"""Whole graphs after AOTAutograd, compiled as by Inductor alone.
 
-    compile_whole(graph, inputs)        in the midst of AOTAutograd, for a fallback
-    compile_again(graph, settings)      later, for a graph whose outputs others already rely on
+    compile_whole(graph, inputs)        inside AOTAutograd, for a fallback
+    compile_again(graph, settings)      later, for a graph that was already compiled as bodies
 
-Code that is known to be wrong (`upstream_bugs/`) is mended here as in bodies, and kept apart in Inductor's cache.
+Workarounds for wrong code (`upstream_bugs/`) apply here as in bodies; such code has cache keys of its own in Inductor's
+cache.
 """
 
 from __future__ import annotations
@@ -30,41 +31,40 @@ from apollo_compile.torch_bridge.compile_scope import (
 )
 from apollo_compile.torch_bridge.layouts import check_layouts, output_layouts
 from apollo_compile.torch_bridge.upstream_bugs.pooling_divisor import is_left_to_aten
-from apollo_compile.torch_bridge.upstream_bugs.scatter_addresses import adds_at_addresses, right_scatters
+from apollo_compile.torch_bridge.upstream_bugs.scatter_addresses import adds_at_addresses, fixed_scatters
 
 
 def compile_whole(graph_module: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
-    """Compile a post-AOT graph as Inductor alone would, but for code that is known to be wrong."""
+    """Compile a post-AOT graph as Inductor alone would, except for workarounds."""
     tag = torch.compiler.config.cache_key_tag
-    is_own = kwargs.get("is_backward") or _is_mended(graph_module)  # the key knows nothing of donated buffers
+    is_own = kwargs.get("is_backward") or _has_fixed_code(graph_module)  # Inductor's key does not cover donated buffers
     with (
         compile_lock(),
-        right_scatters(),
+        fixed_scatters(),
         torch.compiler.config.patch(cache_key_tag=f"{tag} {CACHE_KEY_TAG}" if is_own else tag),  # type: ignore[attr-defined]
     ):
         return compile_fx_inner(graph_module, example_inputs, **kwargs)
 
 
-def _is_mended(graph_module: fx.GraphModule) -> bool:
-    """Whether Inductor's cache may have wrong code for the graph: its key does not tell."""
+def _has_fixed_code(graph_module: fx.GraphModule) -> bool:
+    """Whether Inductor's cache may have wrong code for the graph, because its key does not cover the workarounds."""
     return any(is_left_to_aten(node) or adds_at_addresses(node) for node in graph_module.graph.nodes)
 
 
 def compile_again(
     graph_module: fx.GraphModule, settings: Mapping[str, Any], **kwargs: Any
 ) -> Callable[[list[Any]], Sequence[Any]]:
-    """Compile a post-AOT graph as Inductor alone would, after AOTAutograd is done and other code relies on the result.
+    """Compile a post-AOT graph as Inductor alone would, after AOTAutograd has finished, as another variant of a graph.
 
-    `settings` are Inductor's, as they were when the bodies were compiled: the two are to compute the same.
-
-    Every output keeps the strides that were traced, as the outputs of bodies do, so that the two can be exchanged. It
-    runs on a thread of its own: the caller may be in the midst of a user's step, under autocast or inference mode.
-    Inductor looks into its cache only where it is told of the tracing, so there is a context that says just that.
+    `settings` are Inductor's, as they were when the bodies were compiled, so that both variants compute the same. Every
+    output keeps its traced strides, as with bodies, so that the variants can be exchanged. The compile runs on a thread
+    of its own, because the caller may be inside a user's step, under autocast or inference mode. Inductor uses its
+    cache only inside a tracing context, so a minimal one is provided.
 
     Raises:
         Exception: whatever Inductor raises.
-        UnsupportedGraphError: Inductor gave an output other strides than traced, or its code is for some dynamic sizes
-            only, which Dynamo can no longer check.
+        UnsupportedGraphError: Inductor gave an output other strides than traced, or its code needs guards on dynamic
+            sizes, which Dynamo can no longer check.
     """
     piece = clone_graph(graph_module)
     output = piece.graph.output_node()
@@ -75,7 +75,7 @@ def compile_again(
 
     def work() -> None:
         try:
-            own = {**settings, "triton.cudagraphs": False}  # those are ours
+            own = {**settings, "triton.cudagraphs": False}  # we capture CUDA graphs ourselves
             fake_mode = detect_fake_mode(fakes)
             with tracing(TracingContext(fake_mode)), compile_lock(), inductor_config.patch(own), as_piece():
                 layouts = output_layouts(piece)

@@ -14,7 +14,7 @@ namespace apollo {
 
 namespace {
 
-// The end of a task may be known before its thread goes to sleep: it needs a moment, if any.
+// A task's end may be known before its thread has returned from it, which takes a moment at most.
 constexpr std::chrono::microseconds kPatience{20};
 
 std::string list(const std::vector<int>& cores) {

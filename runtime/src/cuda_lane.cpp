@@ -32,7 +32,7 @@ std::string join(const std::vector<int>& numbers) {
   return text;
 }
 
-/// The smallest group of SMs: what the driver says from 13.0 on, the documented table before.
+/// The smallest group of SMs: reported by the driver from 13.0 on, from the documented table before.
 unsigned atom_size(const cuda::SmResource& sms, int compute_major) {
   if (sms.min_partition_size != 0) {
     return std::max(sms.min_partition_size, sms.coscheduled_alignment);

@@ -53,7 +53,7 @@ Executor::Executor(std::shared_ptr<LaneSet> lanes, TensorApi api, Program progra
   last_spans_ = spans_;
   for (int lane = 0; lane < lanes_->num_lanes(); ++lane) {
     tasks_.push_back(std::make_shared<CpuLane::Task>([this, lane, joins = joins_] {
-      // With the last arrival the run may be over and the executor gone: the joins live as long as the task.
+      // After the last arrival the run may end and the executor be destroyed: the task keeps the joins alive.
       const bool is_awaited = waits_.ends[index(lane)].is_awaited;
       execute(lane, 0, program_.lanes[index(lane)].size());
       if (is_awaited) {
@@ -122,7 +122,7 @@ void Executor::work_as_caller(const LaneSet::Turn& turn, const Poll& poll) {
 
   const auto start = [&](int lane) { turn.lane(lane)->start(tasks_[index(lane)]); };
   const auto start_all = [&] {
-    // The lane on this thread's core comes last: as soon as it is awake it may keep the core for itself.
+    // The lane on this thread's core is started last: once awake, it may take the core from this thread.
     const std::vector<std::vector<int>>& cores = lanes_->cores();
     const auto is_elsewhere = [&, here = sched_getcpu()](int lane) {
       return std::find(cores[index(lane)].begin(), cores[index(lane)].end(), here) == cores[index(lane)].end();
@@ -146,7 +146,7 @@ void Executor::work_as_caller(const LaneSet::Turn& turn, const Poll& poll) {
   const std::vector<Instruction> nothing;
   const std::vector<Instruction>& instructions = caller == kNoLane ? nothing : program_.lanes[index(caller)];
   if (!instructions.empty() && std::holds_alternative<Launch>(instructions.front())) {
-    // Lanes that wait at first have nothing to do beside the caller: it starts them in its first pause.
+    // Lanes that begin with a wait have nothing to do yet: the caller starts them in its first pause.
     const auto waiting = std::partition(asleep.begin(), asleep.end(), [&](int lane) {
       return !std::holds_alternative<Wait>(program_.lanes[index(lane)].front());
     });
@@ -172,7 +172,7 @@ void Executor::work_as_caller(const LaneSet::Turn& turn, const Poll& poll) {
 void Executor::execute(int lane, std::size_t begin, std::size_t end) {
   for (std::size_t position = begin; position < end; ++position) {
     const Instruction& instruction = program_.lanes[index(lane)][position];
-    // A run that has failed only records: lanes that sleep must wake, and what others still hold must not be touched.
+    // A failed run only records events: sleeping lanes must wake, and buffers that other lanes use must not be touched.
     if (const Record* record = std::get_if<Record>(&instruction)) {
       events_[index(record->event)].record(epoch_);
       if (const Arrival& arrival = waits_.arrivals[index(record->event)]; arrival.pause >= 0) {
@@ -211,7 +211,7 @@ void Executor::launch(const Launch& launch, int lane) {
 }
 
 void Executor::gather_inputs(const Launch& launch, std::span<void*> inputs) {
-  // Lent buffers first: a segment may read a buffer twice and take it once.
+  // Borrowed buffers first: a segment may read a buffer twice and take it once.
   try {
     for (std::size_t i = 0; i < inputs.size(); ++i) {
       const Tensor& slot = slots_[index(launch.inputs[i].buffer)];
@@ -250,7 +250,7 @@ std::vector<Tensor> Executor::take_outputs() {
     if (!slot) {
       throw Error("cannot return buffer " + std::to_string(buffer) + ": its writer left it empty");
     }
-    // Of a buffer that is returned more than once the last place takes the handle.
+    // If a buffer is returned more than once, the last output takes the handle.
     outputs.push_back(is_last_[i] ? std::move(slot) : slot.clone());
   }
   return outputs;

@@ -7,7 +7,7 @@ namespace apollo {
 GreenContext::GreenContext(const CudaDriver& driver, cuda::Device device, std::span<const cuda::DevResource> resources,
                            const std::string& where)
     : driver_(driver) {
-  // The driver wants them in one array and may write to it; it keeps the description until the process ends.
+  // The driver needs a mutable array of them; it keeps the description until the process ends.
   std::vector<cuda::DevResource> compact(resources.begin(), resources.end());
   cuda::ResourceDesc desc = nullptr;
   driver.check(driver.cuDevResourceGenerateDesc(&desc, compact.data(), static_cast<unsigned>(compact.size())),
@@ -17,7 +17,7 @@ GreenContext::GreenContext(const CudaDriver& driver, cuda::Device device, std::s
   try {
     read_back(where);
   } catch (...) {
-    driver.cuGreenCtxDestroy(handle_);  // what went wrong before is the better message
+    driver.cuGreenCtxDestroy(handle_);  // the first failure is the better message
     throw;
   }
 }

@@ -8,7 +8,7 @@ namespace {
 
 constexpr std::chrono::microseconds kPatience{2000};
 
-/// Lets `thread` run on `core` alone if it may run there at all; returns whether it does.
+/// Pins `thread` to `core` if `allowed` contains it; returns whether it did.
 bool move(pthread_t thread, int core, const cpu_set_t& allowed) {
   cpu_set_t set;
   CPU_ZERO(&set);
@@ -35,7 +35,7 @@ void Join::arrive(std::uint32_t epoch, const std::vector<int>& left) {
     is_complete = --num_missing_ == 0;
     gifts = give_cores();
   }
-  // Without the mutex: who wakes up on this thread's core may keep it for as long as others are missing.
+  // Without the mutex: a thread that wakes up on this core may keep it until all lanes have arrived.
   if (is_complete) {
     complete_.record(epoch);
   }
@@ -43,9 +43,9 @@ void Join::arrive(std::uint32_t epoch, const std::vector<int>& left) {
 }
 
 void Join::wait(std::uint32_t epoch, const std::function<void()>& poll, std::chrono::nanoseconds interval) {
-  const KeptCores kept;  // before somebody may give this thread a core
+  const KeptCores kept;  // before another thread may pin this one to a core
   Seat* seat = take_seat(epoch);
-  if (seat == nullptr) {  // the last one has arrived, and is about to say so
+  if (seat == nullptr) {  // all have arrived; the last one is about to record it
     if (!complete_.spin(epoch, kPatience)) {
       while (!complete_.sleep_for(epoch, interval)) {
       }
@@ -62,13 +62,13 @@ void Join::wait(std::uint32_t epoch, const std::function<void()>& poll, std::chr
       poll();
     }
   }
-  if (seat->core && complete_.spin(epoch, kPatience)) {  // elsewhere, it could keep a lane from its core
+  if (seat->core && complete_.spin(epoch, kPatience)) {  // on another core, spinning could keep a lane from it
     restore();
     return;
   }
   while (!complete_.sleep_for(epoch, interval)) {
     if (poll) {
-      restore();  // what the poll starts, in a handler of signals, inherits where this thread may run
+      restore();  // threads that a signal handler starts inherit this affinity
       poll();
       if (seat->core) {
         move(seat->thread, *seat->core, seat->cores);

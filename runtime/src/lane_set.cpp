@@ -67,7 +67,7 @@ LaneSet::~LaneSet() {
 
 void LaneSet::close() {
   if (is_forked()) {
-    return;  // nothing here to stop: the threads are the parent's
+    return;  // nothing to stop: the threads are the parent's
   }
   if (current_lanes == this) {
     throw Error("cannot close lanes from inside a run of them: the run would wait for itself");
@@ -104,7 +104,7 @@ LaneSet::Turn::Turn(LaneSet& lanes, const Poll& poll) : lanes_(lanes), outer_(cu
     Event has_ended;
     const auto wait = [&] {
       try {
-        // By the system's clock: ThreadSanitizer does not know the call that waits by the steady one.
+        // With the system clock: ThreadSanitizer does not support the call that waits by the steady clock.
         while (!lock_.try_lock_until(std::chrono::system_clock::now() + kPollInterval)) {
           if (poll) {
             poll();

@@ -48,7 +48,7 @@ KeptCores::KeptCores() {
   if (gettid() != getpid()) {
     return;
   }
-  // A forked child has only the thread that forked: if it was another one, nobody lets go of these.
+  // A forked child has only the thread that forked: if that was another thread, nothing would ever reset these.
   static const int code = pthread_atfork(nullptr, nullptr, [] {
     new (&kept_mutex) std::mutex;
     kept.reset();
@@ -97,18 +97,18 @@ bool is_on_first_heap() {
 }
 
 #if defined(__GLIBC__)
-/// Returns where the library begins that has the function.
+/// Returns the base address of the library that has the function.
 template <typename Function>
 const void* library_of(Function* function) {
   Dl_info info{};
   return dladdr(reinterpret_cast<const void*>(function), &info) != 0 ? info.dli_fbase : nullptr;
 }
 
-/// Returns whether memory is glibc's: a library loaded before it, as jemalloc or a sanitizer's, may have taken over.
+/// Returns whether malloc is glibc's: a library loaded before it, such as jemalloc or a sanitizer, may replace it.
 bool does_glibc_allocate() { return library_of(&std::malloc) == library_of(&gnu_get_libc_version); }
 #endif
 
-/// A thread that looks where its memory is, and waits to be told whether to go on.
+/// A thread that checks which heap it allocates from, and waits to be told whether to run `work`.
 class Applicant {
  public:
   explicit Applicant(std::function<void()> work) {
@@ -150,7 +150,7 @@ std::thread start_thread(std::function<void()> work) {
   if (!is_heap_shared.load()) {
     return std::thread(std::move(work));
   }
-  // Those that are not taken live until one is: glibc gives the heap of a thread that has ended to the next one.
+  // Rejected threads stay alive until one is taken: glibc would give the heap of one that ended to the next one.
   std::vector<std::unique_ptr<Applicant>> applicants;
   do {
     applicants.push_back(std::make_unique<Applicant>(work));

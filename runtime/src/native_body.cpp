@@ -25,7 +25,7 @@ void NativeBody::run(std::span<void*> inputs, std::span<void*> outputs) {
     }
     arguments.reserve(inputs.size() + clones.size());
   } catch (...) {
-    // The constants know how to drop a handle; the inputs are as good as consumed.
+    // Drop the inputs, which count as consumed, with the API of a constant.
     for (void* input : inputs) {
       Tensor(constants_.front().api(), input).reset();
     }
@@ -41,10 +41,10 @@ void NativeBody::call(void** inputs, void** outputs) const {
   try {
     entry_(inputs, outputs);
   } catch (const std::exception& error) {
-    // Generated code says which function of the library failed; the reason stays behind in the library.
+    // The exception of generated code names only the function that failed; the library keeps the reason.
     const bool is_library_error = std::string_view(error.what()).find("API call failed") != std::string_view::npos;
     const std::string_view reason = error_text_ != nullptr && is_library_error ? error_text_() : "";
-    if (reason.empty()) {  // not every failure leaves one: oneDNN's first does not
+    if (reason.empty()) {  // not every failure has one: oneDNN's first does not
       throw;
     }
     throw Error(std::string(reason));

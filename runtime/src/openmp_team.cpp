@@ -11,8 +11,8 @@
 #include <string_view>
 #include <thread>
 
-// The barriers at both ends of a region are inside the OpenMP library, where ThreadSanitizer does not look: it has to
-// be told what they order.
+// ThreadSanitizer does not see the barriers at both ends of a region, which are inside the OpenMP library: it has to be
+// told what they order.
 #if defined(__SANITIZE_THREAD__)
 #include <sanitizer/tsan_interface.h>
 #define APOLLO_BEFORE_BARRIER(address) __tsan_release(address)
@@ -26,10 +26,10 @@ namespace apollo {
 
 namespace {
 
-// LLVM's and Intel's libraries answer to GNU's entry points too.
+// LLVM's and Intel's libraries have GNU's entry points too.
 constexpr std::array kNames = {"libgomp.so.1", "libomp.so", "libomp.so.5", "libiomp5.so"};
 
-/// Returns the path of a loaded library that is one of `kNames` under a name with a hash in it, as wheels have it.
+/// Returns the path of a loaded library whose name is one of `kNames` with a hash inserted, as in wheels.
 std::string find_renamed_library() {
   std::string found;
   dl_iterate_phdr(

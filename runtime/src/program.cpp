@@ -171,7 +171,7 @@ class Checker {
   std::string where_;
 };
 
-/// Runs the lanes in turns without bodies: if they get stuck, no timing can get them to the end.
+/// Runs the lanes round-robin without bodies: if they deadlock here, they deadlock with any timing.
 void check_progress(const Program& program) {
   std::vector<std::size_t> next(program.lanes.size());
   std::vector<bool> is_recorded(static_cast<std::size_t>(program.num_events));

@@ -8,12 +8,11 @@ namespace apollo {
 
 namespace {
 
-// A hand-over takes a few microseconds when the waiting lane spins, and a wake-up from sleep ten times that. A lane
-// that spins while another one may work on the same cores does so at its cost; one that has its cores to itself does
-// not.
+// A hand-over takes a few microseconds if the waiting lane spins, and ten times that if it sleeps. A lane that spins
+// slows another lane that may run on the same cores; one that has its cores to itself does not.
 constexpr std::chrono::microseconds kPatienceOnSharedCores{20};
 constexpr std::chrono::microseconds kPatienceOnOwnCores{2000};
-constexpr std::chrono::microseconds kNoPatience{0};  // on cores that were just handed to somebody else
+constexpr std::chrono::microseconds kNoPatience{0};  // on cores that were just handed to another thread
 
 using Clock = std::vector<int>;
 
@@ -32,10 +31,10 @@ bool share_cores(const std::vector<int>& first, const std::vector<int>& second) 
 
 /// Walks through a program as if it were executed.
 ///
-/// Launches are counted per lane, and every point of a lane has a clock: how many launches of each lane have surely
-/// ended there. What a lane waits for between two of its launches is what the clocks of these two differ by. Where that
-/// has no launch of another lane on the same cores, nothing else can run on them meanwhile, provided that the program
-/// orders launches that share cores. Behind the last launch of a lane there is no such order.
+/// Launches are counted per lane, and every point of a lane has a vector clock: how many launches of each lane are
+/// known to have ended there. The difference of the clocks of two successive launches of a lane is what the lane waits
+/// for in between. If it has no launch of another lane on the same cores, nothing else can run on them meanwhile,
+/// provided that the program orders launches that share cores. After the last launch of a lane there is no such order.
 class Walk {
  public:
   Walk(const Program& program, const std::vector<std::vector<int>>& cores)
@@ -54,7 +53,7 @@ class Walk {
   }
 
   Waits run() {
-    for (bool has_passed = true; has_passed;) {  // ends: a checked program has no lanes that wait in a circle
+    for (bool has_passed = true; has_passed;) {  // terminates: lanes of a checked program do not deadlock
       has_passed = false;
       for (std::size_t lane = 0; lane < program_.lanes.size(); ++lane) {
         while (next_[lane] < program_.lanes[lane].size() && pass(lane)) {
@@ -83,7 +82,7 @@ class Walk {
   }
 
  private:
-  /// Returns whether the instruction could be passed: a wait cannot before its event was recorded.
+  /// Passes the next instruction of a lane; returns false for a wait whose event is not recorded yet.
   bool pass(std::size_t lane) {
     const std::size_t position = next_[lane];
     const Instruction& instruction = program_.lanes[lane][position];
@@ -123,7 +122,7 @@ class Walk {
     return true;
   }
 
-  /// Finds the pauses of the caller's lane; `clock` is its clock at the start, and behind the last pause on return.
+  /// Finds the pauses of the caller's lane; `clock` is its clock at the start, and after the last pause on return.
   void find_pauses(std::size_t caller, Clock& clock) {
     const std::vector<Instruction>& instructions = program_.lanes[caller];
     for (std::size_t begin = 0; begin < instructions.size();) {
@@ -151,7 +150,7 @@ class Walk {
     }
   }
 
-  /// Counts who arrives in the pause; `clock` is that of the caller's lane before it, and after it on return.
+  /// Counts the arrivals in a pause; `clock` is that of the caller's lane before it, and after it on return.
   void add_arrivals(const std::vector<Instruction>& instructions, Pause& pause, Clock& clock) {
     std::vector<int> events;
     const Clock before = clock;
@@ -177,7 +176,7 @@ class Walk {
     pause.idle = idle_cores(before, clock);
   }
 
-  /// Returns the cores of lanes on which no lane works between two points.
+  /// Returns the cores of lanes on which no lane runs between two points.
   std::vector<int> idle_cores(const Clock& before, const Clock& after) const {
     std::set<int> idle;
     for (const std::vector<int>& cores : cores_) {
@@ -193,8 +192,8 @@ class Walk {
     return {idle.begin(), idle.end()};
   }
 
-  /// Lets a lane sleep at once where it waits behind a record with which it handed its cores over: who has them now
-  /// would share them with a lane that spins.
+  /// Lets a lane sleep without spinning in a wait after a record that handed its cores over: spinning would slow the
+  /// thread that has them now.
   void leave_given_cores(std::size_t lane) {
     bool has_given = false;
     for (std::size_t position = 0; position < program_.lanes[lane].size(); ++position) {
@@ -209,7 +208,7 @@ class Walk {
     }
   }
 
-  /// Returns the end of a lane; `clock` is that of the caller behind its pauses, `end` that of all lanes at their ends.
+  /// Returns the end of a lane; `clock` is that of the caller after its pauses, `end` that of all lanes at their ends.
   End find_end(std::size_t lane, const Clock& clock, const Clock& end) const {
     const std::vector<Instruction>& instructions = program_.lanes[lane];
     if (cores_[lane].empty() || instructions.empty()) {
@@ -228,7 +227,7 @@ class Walk {
     return {true, cores_[lane]};
   }
 
-  /// Returns whether nothing works on the cores of the event's lane between its record and `clock`.
+  /// Returns whether no lane runs on the cores of the event's lane between its record and `clock`.
   bool leaves_cores(int event, const Clock& clock) const {
     const std::vector<int>& cores = cores_[writers_[index(event)]];
     for (std::size_t lane = 0; lane < cores_.size(); ++lane) {
@@ -243,7 +242,7 @@ class Walk {
   const Program& program_;
   const std::vector<std::vector<int>>& cores_;
   std::vector<Clock> now_;        // per lane, at its next instruction
-  std::vector<Clock> at_launch_;  // per lane, behind its latest launch
+  std::vector<Clock> at_launch_;  // per lane, after its latest launch
   std::vector<Clock> recorded_;   // per event
   std::vector<std::size_t> writers_;
   std::vector<std::size_t> next_;

@@ -1,6 +1,6 @@
 #pragma once
 
-// A test framework for people who need three macros: TEST, CHECK and CHECK_THROWS.
+// A test framework of three macros: TEST, CHECK and CHECK_THROWS.
 
 #include <cstdio>
 #include <cstdlib>

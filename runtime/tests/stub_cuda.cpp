@@ -1,8 +1,8 @@
 // A libcuda for machines without a GPU: one device of 132 SMs that are given out in groups of 8.
 //
-// It keeps the rules of the documented interface and refuses what the real one refuses: handles it never made or has
-// destroyed, resources of different splits in one context, a split result split again, a green context destroyed under
-// its streams. Tests steer it through the `stub_` functions, which a real libcuda has not.
+// It follows the documented interface and refuses what the real one refuses: unknown or destroyed handles, resources of
+// different splits in one context, splitting the result of a split, destroying a green context before its streams.
+// Tests control it through the `stub_` functions, which a real libcuda does not have.
 
 #include <algorithm>
 #include <cstring>
@@ -54,7 +54,7 @@ struct Capture {
   std::vector<Node*> last;
 };
 
-/// What a call returns instead of what it should, once, after so many others of the same function.
+/// A failure that a call returns once, after a number of other calls of the same function.
 struct Failure {
   Result code = kSuccess;
   int skip = 0;
@@ -70,7 +70,7 @@ struct State {
   unsigned most_groups = 1000;              // of a split: clusters of SMs may have some that fill no group
   bool leftover_stays_alone = false;        // whether what a split leaves over may join none of its groups
   std::map<std::string, Failure> failures;  // by function
-  std::string hidden;                       // a function that the driver has not got, whatever its version
+  std::string hidden;                       // a function that the driver lacks, whatever its version
   std::vector<std::string> log;
   int num_splits = 0;
   int retained = 0;
@@ -553,7 +553,7 @@ EXPORT void stub_fail(const char* function, int code, int skip) {
   state.failures[function] = {code, skip};
 }
 
-/// Makes `function` one that the driver has not got.
+/// Removes `function` from the driver.
 EXPORT void stub_hide(const char* function) {
   const std::lock_guard lock(mutex);
   state.hidden = function;

@@ -59,7 +59,7 @@ inline int num_calls(const std::string& name) {
   return static_cast<int>(std::count(calls.begin(), calls.end(), name));
 }
 
-/// What has not been given back.
+/// Objects that have not been released.
 struct Alive {
   int greens = 0;
   int streams = 0;

@@ -42,7 +42,7 @@ std::vector<std::string> required_functions() {
 #undef APOLLO_CUDA_NAME
 }
 
-/// Does everything that lanes do with the driver, once, and gives it all back.
+/// Uses every driver function that lanes use, once, and releases everything.
 void use_everything() {
   auto device = make_device();
   const apollo::CudaLane& lane = device.lane({0});

@@ -35,7 +35,7 @@ from apollo_compile.torch_bridge.onednn import (
     Libraries,
     Matmul,
     find_matmuls,
-    give_to_onednn,
+    replace_with_onednn,
 )
 from apollo_compile.torch_bridge.settings import may_choose_library
 from tests.end_to_end.marks import needs_two_cores
@@ -83,7 +83,7 @@ def test_all_three_products_of_a_layer_can_go_and_have_the_same_numbers() -> Non
     inputs = layer()
     graph_module = trace(step, *inputs)
     found = find_matmuls(graph_module.graph)
-    assert give_to_onednn(graph_module.graph, lambda product: product in found) == 3
+    assert replace_with_onednn(graph_module.graph, lambda product: product in found) == 3
     assert [product.name for product in found] == ["20x12 12x16T+bias", "20x16 16x12", "16x20T 20x12"]
     assert [product.flops for product in found] == [2 * 20 * 12 * 16] * 3
     assert targets(graph_module.graph) == [LINEAR] * 3
@@ -94,7 +94,7 @@ def test_all_three_products_of_a_layer_can_go_and_have_the_same_numbers() -> Non
 def test_only_what_is_faster_goes() -> None:
     """The other products stay as they were."""
     graph_module = trace(step, *layer())
-    assert give_to_onednn(graph_module.graph, lambda product: product.has_bias) == 1
+    assert replace_with_onednn(graph_module.graph, lambda product: product.has_bias) == 1
     assert targets(graph_module.graph) == [LINEAR, "aten.mm.default", "aten.mm.default"]
 
 
@@ -124,7 +124,7 @@ def test_other_products_stay(function: Callable[..., Any], inputs: list[torch.Te
     assert (
         before
         and not find_matmuls(graph)
-        and give_to_onednn(graph, lambda product: pytest.fail(f"asked for {product}")) == 0
+        and replace_with_onednn(graph, lambda product: pytest.fail(f"asked for {product}")) == 0
     )
     assert targets(graph) == before
 

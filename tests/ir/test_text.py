@@ -60,7 +60,7 @@ def test_syncs_list_waits_and_what_was_dropped(expect: Expect) -> None:
     expect("syncs", text.format_syncs(SYNCS, GRAPH, PLAN))
 
 
-def test_memory_says_who_lets_go_of_every_buffer(expect: Expect) -> None:
+def test_memory_says_when_every_buffer_is_released(expect: Expect) -> None:
     """And the peaks."""
     expect("memory", text.format_memory(MEMORY, GRAPH))
 

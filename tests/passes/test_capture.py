@@ -503,10 +503,12 @@ def test_a_collective_without_its_wait_is_refused() -> None:
     """As is a wait for what another graph started."""
     hand = Collectives()
     first = hand.collective(hand.input("x", 4))
-    with pytest.raises(UnsupportedGraphError, match=rf"does not wait for what collective {first} "):
+    with pytest.raises(UnsupportedGraphError, match=rf"does not wait for the result of collective {first} "):
         hand.capture(first)
     hand = Collectives()
-    with pytest.raises(UnsupportedGraphError, match="waits for x, which no collective of this graph made"):
+    with pytest.raises(
+        UnsupportedGraphError, match="waits for x, which is not the result of a collective of this graph"
+    ):
         hand.capture(hand.wait(hand.input("x", 4)))
 
 

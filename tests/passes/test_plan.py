@@ -14,7 +14,7 @@ from apollo_compile.ir import BufferId, CostTable, Mode, Observations, Origin, P
 from apollo_compile.ir.check import check_plan
 from apollo_compile.json_form import to_json
 from apollo_compile.passes.cost import estimate_costs
-from apollo_compile.passes.plan import foresee_makespan, make_list_plan, make_plan, make_serial_plan
+from apollo_compile.passes.plan import estimate_makespan, make_list_plan, make_plan, make_serial_plan
 from apollo_compile.planner import apart
 from apollo_compile.store.profiles import default_profile
 from tests.builders import chains, costs, graph, random_costs, random_graph, random_lanes
@@ -66,7 +66,7 @@ def test_the_list_schedule_is_a_legal_plan_of_its_own(seed: int) -> None:
     listed = make_list_plan(made, table, plan)
     check_plan(replace(listed, serial_ns=max(listed.serial_ns, listed.makespan_ns)), made, table)
     assert listed.origin is Origin.GREEDY
-    assert listed.makespan_ns == foresee_makespan(made, table, lanes) >= plan.lower_bound_ns
+    assert listed.makespan_ns == estimate_makespan(made, table, lanes) >= plan.lower_bound_ns
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -51,7 +51,7 @@ def test_the_solver_is_wrong_of_alternatives_that_share_their_starts(
 ) -> None:
     """The same problem in fewer variables, which OR-Tools 9.15 gets wrong.
 
-    Where this fails and OPTIMA is the answer, a new release has mended it: `model.py` may share starts then.
+    Where this fails and OPTIMA is the answer, a new release has fixed it: `model.py` may share starts then.
     """
     assert ask(name, "shared", seed) == answer
 

@@ -227,10 +227,10 @@ def test_operators_without_a_formula_are_named() -> None:
     """By those whose formulas are asked for; a model that has formulas for all is told nothing of them."""
     made = compilation("****")
     report = Report(graphs=(), handed_over=())
-    assert "Counted by their bytes" not in " ".join(describe(summarize(made, NOTHING), report))
+    assert "known by bytes alone" not in " ".join(describe(summarize(made, NOTHING), report))
     rough = replace(made, capture=replace(made.capture, without_formula=("aten._cdist_forward.default",)))
     text = " ".join(describe(summarize(rough, NOTHING), report))
-    assert "Counted by their bytes, so that formulas say little of their segments: aten._cdist_forward.default." in text
+    assert "work is known by bytes alone: aten._cdist_forward.default." in text
 
 
 def test_a_run_that_took_longer_than_predicted_is_told_with_what_did() -> None:

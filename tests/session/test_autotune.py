@@ -966,7 +966,7 @@ def test_where_inductor_fails_on_one_rank_it_competes_on_none(seed: int) -> None
     for rank in ranks:
         assert [graph.num_prepared for graph in rank.graphs] == [1, 1]
         assert rank.verdicts == ranks[0].verdicts and rank.verdicts[0].winner == PLAN
-        assert not rank.verdicts[0].has_met(INDUCTOR)
+        assert not rank.verdicts[0].has_compared(INDUCTOR)
         assert [graph.used for graph in rank.graphs] == [graph.used for graph in ranks[0].graphs]
 
 

@@ -1,16 +1,16 @@
-"""Is a product legal? One check per product; each raises `InvariantError` if not.
+"""Checks that a product is legal, one per product; each raises `InvariantError` if it is not.
 
-    check_x(product, what it was made from) -> None
+    check_x(product, products that it was made from) -> None
 
-A check recomputes what it needs by other means than the stage: the stages use vector clocks, the checks use sets of
-predecessors; the last check executes the program symbolically. A failed check is a defect of ours, never the user's, so
-the message says which product, what was expected and found, where, and that it should be reported.
+A check computes what it needs in another way than the stage: the stages use vector clocks, the checks use sets of
+predecessors; the last check executes the program symbolically. A failed check is a defect of this package, not of the
+user's model, so the message says which product, what was expected and found, where, and that it should be reported.
 
 graph.py    stages 0 and 1: captures and partitions
 plan.py     stages 2 and 3: costs and plans
 program.py  stages 4, 5 and 6: waits, memory plans and programs
-order.py    what comes before what
-failure.py  the error of a check
+order.py    order relations in graphs, plans and sync plans
+failure.py  the error that checks raise
 """
 
 from apollo_compile.ir.check.graph import check_capture, check_partition

@@ -1,4 +1,4 @@
-"""The error of a check, and how it names what it is about."""
+"""The error that checks raise, and how it names places."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What comes before what: in a graph, in a plan, and with the waits of a sync plan."""
+"""Order relations: those that a graph and a plan require, and those that a sync plan enforces."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from apollo_compile.ir.values import BufferId, Plan, SegmentGraph, SegmentId, Sy
 
 
 def needed_order(graph: SegmentGraph, plan: Plan) -> list[tuple[SegmentId, SegmentId]]:
-    """Return every pair (earlier, later) that data, order or the use of a unit, one after the other, demands."""
+    """Return every pair (earlier, later) that data, order, shared units or the memory quota require."""
     needed = {(producer, segment.id): None for segment in graph.segments for producer in graph.predecessors(segment.id)}
     order = plan.in_start_order()
     for unit in plan.lanes[0].units:

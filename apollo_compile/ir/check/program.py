@@ -52,27 +52,27 @@ def check_syncs(syncs: SyncPlan, graph: SegmentGraph, plan: Plan) -> None:
 def check_memory(
     memory: MemoryPlan, graph: SegmentGraph, plan: Plan, syncs: SyncPlan, *, owners_release: bool = False
 ) -> None:
-    """Check that every buffer that is not returned is let go once, by a segment ordered after all its users.
+    """Check that every buffer that is not a graph output is released once, by a segment ordered after all its users.
 
-    With `owners_release`, that segment is on the lane of the buffer's producer, and no graph input is let go.
+    With `owners_release`, that segment is on the lane of the buffer's producer, and no segment releases a graph input.
     """
     before = closure(direct_order(plan, syncs), [assignment.segment for assignment in plan.in_start_order()])
-    let_go = [*(hold.buffer for hold in memory.holds), *memory.at_end]
+    released = [*(hold.buffer for hold in memory.holds), *memory.at_end]
     expected = [buffer.id for buffer in graph.buffers if not buffer.is_output]
-    if sorted(let_go) != expected:
-        wrong = sorted(set(let_go) ^ set(expected)) or repeated(let_go)
-        found = f"each of the {len(expected)} buffers that are not returned is let go once; wrong: {wrong}"
+    if sorted(released) != expected:
+        wrong = sorted(set(released) ^ set(expected)) or repeated(released)
+        found = f"each of the {len(expected)} buffers that are not returned is released once; wrong: {wrong}"
         fail("memory plan", found, f"graph {graph.name}")
     for hold in memory.holds:
         buffer = graph.buffers[hold.buffer]
         owner = None if buffer.producer is None else plan.assignments[buffer.producer].lane
         if owners_release and plan.assignments[hold.segment].lane != owner:
-            found = f"lets buffer {buffer.id} ({buffer.name}) go on another lane than its owner's, {owner}"
+            found = f"releases buffer {buffer.id} ({buffer.name}) on another lane than its owner's, {owner}"
             fail("memory plan", found, at_segment(graph, hold.segment))
         for user in users_of(graph, buffer.id):
             if user != hold.segment and not before[hold.segment] >> user & 1:
                 found = (
-                    f"lets buffer {buffer.id} ({buffer.name}) go without being ordered after its user, segment {user}"
+                    f"releases buffer {buffer.id} ({buffer.name}) without being ordered after its user, segment {user}"
                 )
                 fail("memory plan", found, at_segment(graph, hold.segment))
     peaks = memory.peak_bytes_by_lane
@@ -139,7 +139,7 @@ def _check_launches(program: Program, graph: SegmentGraph, plan: Plan) -> None:
 
 
 def _execute(program: Program, graph: SegmentGraph) -> list[int]:
-    """Run all lanes as far as waits allow; return, per segment, the set of segments certainly ended when it starts."""
+    """Run all lanes as far as waits allow; return, per segment, the segments known to have ended when it starts."""
     position = [0] * len(program.instructions)
     known = [0] * len(program.instructions)
     at_event: dict[EventId, int] = {}
@@ -169,13 +169,13 @@ def _execute(program: Program, graph: SegmentGraph) -> list[int]:
 
 
 def _check_buffers(program: Program, graph: SegmentGraph, before: Sequence[int], memory: MemoryPlan) -> None:
-    """Check that inputs are there when a segment starts, and that buffers go where and when the memory plan says."""
+    """Check that inputs exist when a segment starts, and that buffers are released as the memory plan says."""
     holds = {hold.buffer: hold.segment for hold in memory.holds}
     gone: dict[BufferId, SegmentId] = {}
     for lane, instructions in enumerate(program.instructions):
         latest: SegmentId | None = None
         for instruction in instructions:
-            lets_go: list[BufferId] = []
+            released: list[BufferId] = []
             if isinstance(instruction, Launch):
                 latest = instruction.segment
                 for buffer in instruction.inputs:
@@ -186,24 +186,26 @@ def _check_buffers(program: Program, graph: SegmentGraph, before: Sequence[int],
                             f"reads buffer {buffer} before segment {producer} has made it",
                             at_segment(graph, latest),
                         )
-                lets_go = [buffer for buffer, takes in zip(instruction.inputs, instruction.takes, strict=True) if takes]
+                released = [
+                    buffer for buffer, takes in zip(instruction.inputs, instruction.takes, strict=True) if takes
+                ]
             elif isinstance(instruction, Release):
-                lets_go = [instruction.buffer]
-            for buffer in lets_go:
+                released = [instruction.buffer]
+            for buffer in released:
                 if latest is None:
                     fail("program", f"buffer {buffer} is released before anything ran", f"lane {lane}")
                 at = at_segment(graph, latest)
                 if buffer in gone or graph.buffers[buffer].is_output:
                     fail(
                         "program",
-                        f"buffer {buffer} is returned, or was let go by segment {gone.get(buffer)} before",
+                        f"buffer {buffer} is returned, or was released by segment {gone.get(buffer)} before",
                         at,
                     )
                 if holds.get(buffer) != latest:
-                    fail("program", f"lets buffer {buffer} go, which segment {holds.get(buffer)} holds", at)
+                    fail("program", f"releases buffer {buffer}, which segment {holds.get(buffer)} holds", at)
                 for user in users_of(graph, buffer):
                     if user != latest and not before[latest] >> user & 1:
-                        fail("program", f"lets buffer {buffer} go while segment {user} may use it", at)
+                        fail("program", f"releases buffer {buffer} while segment {user} may use it", at)
                 gone[buffer] = latest
     if missing := sorted(set(holds) - set(gone)):
-        fail("program", f"buffers {missing} are held and never let go", f"program {program.name}")
+        fail("program", f"buffers {missing} are held and never released", f"program {program.name}")

@@ -1,5 +1,5 @@
-"""Defects of torch that we work around, one file each; `catalogue.py` lists them.
+"""Workarounds for defects of torch, one file each; `catalogue.py` lists them.
 
-A file here says what goes wrong, and has the workaround and nothing else. It goes when every supported torch is mended:
-a test per defect compiles it with torch alone, and fails on the release that no longer has it.
+A file here describes one defect and has its workaround, nothing else. It is removed when no supported torch has the
+defect any more: a test per defect compiles it with torch alone, and fails on a release that no longer has it.
 """

@@ -14,15 +14,15 @@ class UpstreamBug:
     """A defect of torch and its workaround."""
 
     file: str
-    """Of this directory, with the workaround."""
+    """File in this directory that has the workaround."""
     defect: str
-    """What torch does, as a sentence that begins with it."""
+    """What torch does wrong, as a sentence without its subject, which is torch."""
     report: str | None
-    """Address of an issue, or of a pull request where there is no issue; None: none was found in torch's tracker."""
+    """Address of an issue, or of a pull request if there is no issue; None if none was found in torch's tracker."""
     seen_in: tuple[str, ...]
-    """Releases that were tried, or that the report is about."""
-    mended_in: str | None = None
-    """First release without it; None where there is none yet, as far as was tried."""
+    """Releases that have it, as far as they were tried or the report names them."""
+    fixed_in: str | None = None
+    """First release without it; None if no tested release is without it."""
     test: str
     """Function in `tests/torch_bridge/upstream_bugs/test_<file>` that shows the defect."""
 

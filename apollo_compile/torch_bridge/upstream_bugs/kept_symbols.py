@@ -1,10 +1,10 @@
-"""What torch knows of dynamic sizes, which it never lets go of.
+"""Shape environments of dynamic sizes, which torch never frees.
 
-    release_symbols_with(value)     tie it to the lifetime of a value
+    release_symbols_with(value)     tie the shape environment to the lifetime of a value
 
-A ShapeEnv keeps the fake tensors that were traced, whose sizes refer to it from C++, where no garbage collector looks;
-and caches of its methods, which all of them share, keep those that used them last. So a model that was compiled with
-dynamic sizes and forgotten leaves its trace behind.
+A ShapeEnv keeps the fake tensors that were traced, and their sizes refer to it from C++, a cycle that the garbage
+collector does not see; and caches of its methods, shared by all ShapeEnvs, keep those that used them last. So a model
+that was compiled with dynamic sizes and deleted leaks its trace.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 
 def release_symbols_with(value: object) -> None:
-    """Let what torch knows of the sizes of the graph that is being compiled go when `value` does.
+    """Release the shape environment of the graph that is being compiled when `value` is freed.
 
-    While Dynamo has not made its guards from it, it is left alone: `value` may be dropped at once.
+    It is left alone until Dynamo has made its guards from it, because `value` may be freed at once.
     """
     context = TracingContext.try_get()
     shape_env = context.fake_mode.shape_env if context is not None and context.fake_mode is not None else None

@@ -1,18 +1,17 @@
-"""Reads of an input that torch moves behind the graph's write to it.
+"""Reads of an input that torch moves after the graph's write to it.
 
     keep_reads(graph)     in place, on a graph after AOTAutograd and before Inductor's passes
 
 A forward may write to a buffer after it has used it: a queue of keys, a codebook, a teacher's weights. AOTAutograd
-makes the graph functional and puts the write, a `copy_`, at its very end. From there on the buffer looks as if it kept
-its value, and two things that torch does become wrong. Inductor's pass against operators without effect drops a copy of
-the buffer and lets readers of the copy read the buffer instead, also those behind the write; and the min-cut
-partitioner takes an input for something that the backward may read at any time, so it saves the buffer and computes
-again what the forward made of it. Either way the backward, or a later write, sees the new value: a wrong gradient,
-without a word.
+makes the graph functional and puts the write, a `copy_`, at its very end. To later passes the buffer seems to keep its
+value, and two of them become wrong. Inductor's pass that removes no-op operators drops a copy of the buffer and lets
+readers of the copy read the buffer instead, even those after the write; and the min-cut partitioner assumes that the
+backward may read an input at any time, so it saves the buffer and recomputes in the backward what the forward computed
+from it. In both cases the backward, or a later write, sees the new value: a wrong gradient, without an error.
 
-So an operator that only copies such a memory gets a `prims.clone` to copy from, which no pass drops, and what is made
-of the memory is marked to be saved instead of computed again. It costs what eager PyTorch spends: one saved tensor per
-read that the backward needs.
+So an operator that only copies such a buffer gets a `prims.clone` to copy from, which no pass drops, and values that
+are computed from the buffer are marked as saved, not recomputed. The cost is that of eager PyTorch: one saved tensor
+per read that the backward needs.
 
 A backward that reads the buffer itself is left alone: eager PyTorch refuses such a program.
 """
@@ -30,7 +29,7 @@ from apollo_compile.torch_bridge.upstream_bugs.lost_copies import copied_by, kee
 
 
 def keep_reads(graph: fx.Graph) -> None:
-    """Make every read of memory that the graph writes to happen where it is, in the forward.
+    """Keep every read of memory that the graph writes to at its place, in the forward.
 
     Arguments:
         graph: forward and backward together, or an inference graph.
@@ -61,14 +60,14 @@ def _overwritten(graph: fx.Graph) -> frozenset[fx.Node]:
 
 
 def _storage_of(node: fx.Node) -> int | None:
-    """Return a number that inputs have in common which shared memory in the trace; None for what is no tensor."""
+    """Return an id of the storage that an input had in the trace; None if it is not a strided tensor."""
     value = node.meta["val"]
     has_storage = isinstance(value, torch.Tensor) and value.layout is torch.strided
     return value.untyped_storage()._cdata if has_storage else None
 
 
 def _reads(graph: fx.Graph, overwritten: frozenset[fx.Node]) -> Iterator[fx.Node]:
-    """Yield what is made of overwritten memory, and has memory of its own."""
+    """Yield the nodes that read overwritten memory and have memory of their own."""
     for node in graph.nodes:
         if node.op != "call_function" or node in overwritten or written_by(node):
             continue

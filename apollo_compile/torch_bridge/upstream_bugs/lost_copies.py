@@ -1,15 +1,15 @@
-"""Copies that Inductor drops though somebody can tell them from what they copy.
+"""Copies that Inductor drops although the caller can distinguish them from their sources.
 
     keep_copies(graph)              in place, on a graph after AOTAutograd and before Inductor's passes
-    copied_by(node)                 what Inductor takes for the same as a node
-    keep_copy(graph, node, source)  a copy that no pass drops
+    copied_by(node)                 source of a node that Inductor considers a no-op
+    keep_copy(graph, node, source)  insert a copy that no pass drops
     lower_clones()                  let Inductor compile such a copy
 
-`return y.clone(), y.detach().clone()` makes two tensors, the first with a gradient, and whoever gets one may write to
-it. Inductor's pass against operators without effect looks out for a copy of what is returned already, but it drops both
-copies of what is not, and the caller has one tensor twice, without a gradient. A single copy that it drops is the very
-tensor that is saved for the backward, which then complains about a write that eager PyTorch allows. So a copy that is
-returned copies from a `prims.clone`, which no pass drops, unless nothing else reads what it copies.
+`return y.clone(), y.detach().clone()` makes two tensors, the first with a gradient, and the caller may write to either.
+Inductor's pass that removes no-op operators keeps a copy of a value that is an output itself, but it drops both copies
+of a value that is not, and the caller gets one tensor twice, without a gradient. If a single copy is dropped, the
+output is the tensor that is saved for the backward, which then refuses a write that eager PyTorch allows. So a copy
+that is an output copies from a `prims.clone`, which no pass drops, unless nothing else reads its source.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ def keep_copies(graph: fx.Graph) -> None:
         graph: forward and backward together, or an inference graph.
     """
     memories: dict[fx.Node, fx.Node] = {}
-    """What made the memory that a node's value is in."""
+    """By node, the node that allocated the memory of its value."""
     sources: dict[fx.Node, fx.Node] = {}
-    """By copy, what it is a copy of."""
+    """By copy, the node that it copies."""
     origins: dict[fx.Node, fx.Node] = {}
-    """By memory, the one that has the same value in it and is no copy."""
+    """By memory, the memory with the same value that is not a copy."""
     read: dict[fx.Node, set[fx.Node]] = defaultdict(set)
-    """By origin, the memories with its value that something reads; copying it does not count."""
+    """By origin, the memories with its value that other nodes than copies read."""
     for node in graph.nodes:
         source = node.args[0] if is_view(node) else None
         copied = copied_by(node) if source is None else None
@@ -66,7 +66,7 @@ def keep_copy(graph: fx.Graph, node: fx.Node, source: fx.Node) -> fx.Node:
 
 
 def copied_by(node: fx.Node) -> fx.Node | None:
-    """Return what Inductor takes for the same as `node`; None where it takes nothing for it."""
+    """Return the node that Inductor would use in place of `node`; None if it does not consider `node` a no-op."""
     is_noop, source = noop_registry.get(node.target, (None, None))
     if callable(source):
         (takes,) = inspect.signature(source).parameters  # the node from torch 2.15 on, before that its arguments
@@ -81,5 +81,5 @@ def copied_by(node: fx.Node) -> fx.Node | None:
 
 @functools.cache
 def lower_clones() -> None:
-    """Let Inductor compile `prims.clone`, which it does not know, as it does `aten.clone`."""
+    """Register a lowering of `prims.clone`, which Inductor lacks: that of `aten.clone`."""
     register_lowering(torch.ops.prims.clone, type_promotion_kind=None)(clone)

@@ -2,14 +2,14 @@
 
     settle_resizes(graph)    in place, on a graph after AOTAutograd and before Inductor's passes
 
-`x.untyped_storage().resize_(0)` frees the memory of a tensor in the midst of a program, and with another size it gets
-some again; FSDP does so around every layer. AOTAutograd makes everything else functional and leaves the resize where it
-is. So it names whatever stands for the tensor at that place, and if the tensor was written to before, that is the value
-written: `resize_storage_bytes_(value, 0)` frees memory that is copied into the tensor at the end of the graph, which
-crashes, with Inductor alone too.
+`x.untyped_storage().resize_(0)` frees the memory of a tensor in the middle of a program, and a resize to another size
+allocates it again; FSDP does so around every layer. AOTAutograd makes everything else functional and leaves the resize
+in place. So the resize applies to the node that represents the tensor there, and if the tensor was written to before,
+that is the new value: `resize_storage_bytes_(value, 0)` frees memory that is copied into the tensor at the end of the
+graph, which crashes, with Inductor alone too.
 
-Here a resize is of an input, or it is dropped: memory that the graph made goes when nothing reads it, and is there as
-long as something does. An input that ends without memory is not written to.
+Here a resize of an input is applied to that input, and any other is dropped: memory that the graph allocated is freed
+after its last reader anyway. An input that is without memory at the end of the graph is not written to.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ _copy = torch.ops.aten.copy_.default
 
 
 def settle_resizes(graph: fx.Graph) -> None:
-    """Let every resize be of an input's storage."""
+    """Make every resize one of an input's storage, or drop it."""
     memories: dict[fx.Node, fx.Node] = {}
-    """What made the memory that a node's value is in."""
+    """By node, the node that allocated the memory of its value."""
     resizes: dict[fx.Node, list[fx.Node]] = defaultdict(list)
     """By memory, in order."""
     copies: dict[fx.Node, list[fx.Node]] = defaultdict(list)
@@ -62,5 +62,5 @@ def _free_instead(copy: Any, memories: Mapping[fx.Node, fx.Node], resize: fx.Nod
 
 
 def _has_memory_of_first(node: Any) -> bool:
-    """Whether it is a view; of several outputs that are no views each has its own memory."""
+    """Whether a node is a view of its first argument; outputs of an operator that returns no views are not."""
     return is_view(node) and (node.target is not operator.getitem or is_view(node.args[0]))

@@ -1,12 +1,12 @@
-"""Gradients of averages over windows that overhang, which Inductor divides by too much.
+"""Backward of average pooling with windows beyond the image, where Inductor divides by too large a number.
 
     divide_by_clipped_windows(graph)    in place, on a graph after AOTAutograd and before Inductor's passes
-    is_left_to_aten(node)               whether Inductor is to call ATen for it
+    is_left_to_aten(node)               whether Inductor must call ATen for a node
 
-With `ceil_mode`, the last windows of a pooling may reach over the end of the image. What an average over them is
-divided by is the size of the window within image and padding; Inductor's backward divides by the size of a whole
-window. Without padding that is the number of elements of the image that the window has, which is what
-`count_include_pad=False` asks for, and which Inductor does right. With padding the operator is left to ATen.
+With `ceil_mode`, the last windows of a pooling may extend beyond the image. The divisor of the average is the size of
+the window within image and padding; Inductor's backward divides by the size of a whole window. Without padding the
+right divisor is the number of elements of the image in the window, which is that of `count_include_pad=False`, and
+which Inductor computes correctly. With padding, Inductor calls ATen.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ _PADDING, _CEIL_MODE, _COUNT_INCLUDE_PAD, _DIVISOR = 4, 5, 6, 7
 """Positions of arguments of a pooling's backward."""
 
 _LEAVE_TO_ATEN = "should_fallback"
-"""Where Inductor looks in the `meta` of a node."""
+"""Key in the `meta` of a node that makes Inductor call ATen."""
 
 
 def divide_by_clipped_windows(graph: fx.Graph) -> None:
-    """Write backwards of poolings so that Inductor divides as eager PyTorch does.
+    """Rewrite backward operators of average pooling so that Inductor divides as eager PyTorch does.
 
     Arguments:
         graph: forward and backward together, or an inference graph.
@@ -40,5 +40,5 @@ def divide_by_clipped_windows(graph: fx.Graph) -> None:
 
 
 def is_left_to_aten(node: fx.Node) -> bool:
-    """Whether Inductor is to call ATen; its cache does not tell such code from other code for the same graph."""
+    """Whether Inductor must call ATen; its cache key does not distinguish such code from other code for the graph."""
     return _LEAVE_TO_ATEN in node.meta

@@ -1,13 +1,12 @@
 """Values that Inductor's C++ code adds at the wrong addresses.
 
-    right_scatters()            a code generator without the defect, while something compiles
-    adds_at_addresses(node)     whether it may make a difference for an operator
+    fixed_scatters()            use a code generator without the defect, while something compiles
+    adds_at_addresses(node)     whether the defect can affect an operator
     STORE                       the method of torch that is overridden
 
-A loop over tiles has its place in the tile added to addresses twice where they depend on what was read: by the store of
-a tile, and by the atomic addition that it calls, which is there for code that several threads run. So
-`x.index_add(0, where, y.T[None])` writes to other rows, or behind the tensor. Here such a store leaves it to the
-addition.
+In a tiled loop, the offset within the tile is added twice to addresses that depend on values: by the store of a tile,
+and by the atomic addition that it calls, which is used in code for several threads. So `x.index_add(0, where,
+y.T[None])` writes to other rows, or beyond the tensor. Here such a store leaves the offset to the addition.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ _ADDITIONS = (
     "aten.scatter_reduce.",
     "aten.embedding_dense_backward.",
 )
-"""Beginnings of the names of operators whose code may add at addresses that it reads."""
+"""Name prefixes of operators whose code may add at addresses that it reads."""
 
 
 def adds_at_addresses(node: fx.Node) -> bool:
@@ -43,7 +42,7 @@ STORE: Signatures = {(cpp.CppTile2DKernel, "store"): ("self, name, index, value,
 
 
 @contextlib.contextmanager
-def right_scatters() -> Iterator[None]:
+def fixed_scatters() -> Iterator[None]:
     """Let C++ code for several threads add transposed values at the right addresses; under `compile_lock`."""
     if "index_expr" not in vars(cpp.CppTile2DOverrides):  # then it is added once
         yield

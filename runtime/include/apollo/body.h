@@ -4,7 +4,7 @@
 
 namespace apollo {
 
-/// The compiled callable of a segment; equal segments share one, so that two lanes may run it at the same time.
+/// The compiled callable of a segment; equal segments share one, so two lanes may run it at the same time.
 class Body {
  public:
   Body() = default;
@@ -14,7 +14,7 @@ class Body {
 
   /// Computes `outputs`, handles that the caller then owns, from `inputs`, handles that the body consumes.
   ///
-  /// A body that throws has consumed its inputs all the same, and `outputs` mean nothing.
+  /// If a body throws, its inputs are consumed all the same, and `outputs` are undefined.
   virtual void run(std::span<void*> inputs, std::span<void*> outputs) = 0;
 };
 

@@ -11,23 +11,23 @@ namespace apollo {
 
 /// A kernel of a CUDA graph.
 struct CapturedKernel {
-  std::uintptr_t context;  ///< that of a lane, the primary one, or 0 where the driver does not tell
+  std::uintptr_t context;  ///< that of a lane, the primary one, or 0 if the driver does not report it
   std::string name;
 };
 
-/// Follows a capture while it goes on, so that every kernel can be laid to what launched it.
+/// Follows a stream capture in progress, so that every captured kernel can be attributed to the call that launched it.
 ///
-/// What is captured next on a stream comes after some nodes of the graph. Those, and all that they come after, is what
-/// the stream has got; whoever goes back only as far as what was seen before looks at every node and edge once,
-/// however often that is asked.
+/// The next node captured on a stream depends on some nodes of the graph. Those and all their predecessors are the
+/// nodes captured on the stream so far. A walk goes back only to nodes that it has seen before, so that it visits every
+/// node and edge once, however often `new_kernels` is called.
 class CaptureWalk {
  public:
   explicit CaptureWalk(const CudaDevice& device);
 
-  /// Returns the kernels that `stream` has got since this was last called for any stream of the capture: its own, those
-  /// of streams that it waited for, and those of child graphs; earlier ones first.
+  /// Returns the kernels captured on `stream` since the last call for any stream of the capture: its own, those of
+  /// streams that it waited for, and those of child graphs; earlier ones first.
   ///
-  /// Nothing where the stream is not captured. Throws CudaError.
+  /// Returns nothing if the stream is not captured. Throws CudaError.
   std::vector<CapturedKernel> new_kernels(cuda::Stream stream);
 
  private:

@@ -20,7 +20,7 @@ class CpuLane {
 
   /// Starts the thread, pins it before it does anything else, and runs `on_start` on it.
   ///
-  /// Returns when `on_start` has returned; throws what it threw, or Error where the cores cannot be had.
+  /// Returns when `on_start` has returned; throws what it threw, or Error if the thread cannot be pinned to the cores.
   CpuLane(int id, std::vector<int> cores, const Task& on_start);
   CpuLane(const CpuLane&) = delete;
   CpuLane& operator=(const CpuLane&) = delete;

@@ -1,8 +1,8 @@
 #pragma once
 
-// The part of the CUDA driver's binary interface that lanes use, declared by hand: the wheel builds on any machine,
-// with no toolkit. `runtime/tests/test_cuda_abi.cpp` compares every size, offset and number here with NVIDIA's own
-// cuda.h where one is found.
+// The part of the CUDA driver's binary interface that lanes use, declared by hand, so that the wheel builds on any
+// machine without a toolkit. `runtime/tests/test_cuda_abi.cpp` compares every size, offset and number here with
+// NVIDIA's cuda.h if there is one.
 
 #include <cstddef>
 #include <cstdint>
@@ -46,14 +46,14 @@ inline constexpr int kNodeTypeKernel = 0;
 inline constexpr int kNodeTypeGraph = 4;
 inline constexpr int kCaptureActive = 1;
 
-/// `CUdevSmResource`; fields behind `sm_count` are zero before driver 13.0.
+/// `CUdevSmResource`; fields after `sm_count` are zero before driver 13.0.
 struct SmResource {
   unsigned sm_count;
   unsigned min_partition_size;
   unsigned coscheduled_alignment;
 };
 
-/// `CUdevResource`: the same size from 12.4 on. What lies before `sm` is the driver's; copies must keep it.
+/// `CUdevResource`: the same size from 12.4 on. The bytes before `sm` are private to the driver; copies must keep them.
 struct alignas(8) DevResource {
   int type = 0;
   unsigned char internal[92] = {};
@@ -63,7 +63,7 @@ struct alignas(8) DevResource {
   };
 };
 
-/// `CUgraphEdgeData`; the driver refuses to tell dependencies to those who leave no room for it.
+/// `CUgraphEdgeData`; the driver does not return dependencies without an array for it.
 struct GraphEdgeData {
   unsigned char ports_and_type[8] = {};
 };

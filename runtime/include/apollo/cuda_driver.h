@@ -10,20 +10,20 @@
 
 namespace apollo {
 
-/// A call of the CUDA driver failed, or there is no driver that can do what lanes need.
+/// A call of the CUDA driver failed, or there is no driver with the functions that lanes need.
 class CudaError : public std::runtime_error {
  public:
   CudaError(cuda::Result code, const std::string& message) : std::runtime_error(message), code_(code) {}
 
-  /// What the driver returned; 0 where no call of it failed.
+  /// Result of the driver call; 0 if no driver call failed.
   cuda::Result code() const { return code_; }
 
  private:
   cuda::Result code_;
 };
 
-// Name, the CUDA version whose form of the function is meant (major * 1000 + minor * 10), and the signature. Every
-// version here is the one in which that form appeared, so a driver that is older has not got it.
+// Name, the CUDA version of the function (major * 1000 + minor * 10), and its signature. Every version here is the one
+// that introduced this signature, so older drivers do not have it.
 #define APOLLO_CUDA_REQUIRED(X)                                                                                      \
   X(cuInit, 2000, (unsigned flags))                                                                                  \
   X(cuDriverGetVersion, 2020, (int* version))                                                                        \
@@ -63,8 +63,8 @@ class CudaError : public std::runtime_error {
   X(cuFuncGetName, 12030, (const char** name, cuda::Function function))                                              \
   X(cuKernelGetName, 12030, (const char** name, cuda::Kernel kernel))
 
-// Looked for, so that a report can say what this driver could do, but not called: lanes are unions of atoms of one
-// split, which every driver from 12.5 on can make.
+// Looked up, so that a report can list the driver's abilities, but not called: lanes are unions of atoms of one split,
+// which every driver from 12.5 on supports.
 #define APOLLO_CUDA_OPTIONAL(X)  \
   X(cuGreenCtxGetId, 12090)      \
   X(cuDevSmResourceSplit, 13010) \
@@ -72,7 +72,7 @@ class CudaError : public std::runtime_error {
 
 /// libcuda, opened at run time, and its functions.
 ///
-/// Functions are found through cuGetProcAddress, which hands out the form of a version, not whatever the newest is.
+/// Functions are found through cuGetProcAddress, which returns the requested version of a function, not the newest.
 class CudaDriver {
  public:
   static constexpr const char* kLibrary = "libcuda.so.1";
@@ -80,7 +80,7 @@ class CudaDriver {
 
   /// Opens the library and initializes the driver.
   ///
-  /// Throws CudaError where there is no library, no device, or a driver too old for lanes. The library stays loaded.
+  /// Throws CudaError if there is no library, no device, or a driver too old for lanes. The library stays loaded.
   explicit CudaDriver(const std::string& library = kLibrary);
   CudaDriver(const CudaDriver&) = delete;
   CudaDriver& operator=(const CudaDriver&) = delete;
@@ -91,7 +91,7 @@ class CudaDriver {
   /// Returns whether each function is there, by name.
   const std::map<std::string, bool>& functions() const { return found_; }
 
-  /// Throws CudaError unless `result` is success; `where` says for what the call was made.
+  /// Throws CudaError unless `result` is success; `where` names the object of the call.
   void check(cuda::Result result, const char* function, const std::string& where) const;
 
 #define APOLLO_CUDA_MEMBER(name, version, signature) cuda::Result(*name) signature = nullptr;

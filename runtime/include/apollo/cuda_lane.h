@@ -38,10 +38,10 @@ class CudaLane {
 /// One GPU: its SMs, cut once into atoms, and the lanes made of them.
 ///
 /// Note [one split]: two splits of a device start from the same SMs, so groups of different splits overlap. All lanes
-/// of a device are therefore unions of groups of the one split made here: whether two lanes share SMs follows from
-/// their atoms alone. SMs that fill no group are left over, 12 of the 132 of an H200. Where the driver lets them join a
-/// group, as CUDA 13.0 does, they belong to the last atom, and clusters of more than two blocks run on the group's own
-/// SMs there; else they are in no lane.
+/// of a device are therefore unions of groups of the one split made here: two lanes share SMs if and only if they
+/// share atoms. SMs that do not fill a group are left over, 12 of the 132 of an H200. If the driver lets them join a
+/// group, as CUDA 13.0 does, they belong to the last atom, where clusters of more than two blocks run on the group's
+/// own SMs only; else they are in no lane.
 ///
 /// Any thread may use it.
 class CudaDevice {
@@ -66,7 +66,7 @@ class CudaDevice {
   int num_sms() const { return num_sms_; }
   int num_atoms() const { return static_cast<int>(atoms_.size()); }
 
-  /// Returns the SMs of every atom; together they are those that lanes beside each other may have.
+  /// Returns the number of SMs of every atom; disjoint lanes together have at most their sum.
   std::vector<int> atom_sizes() const;
   cuda::Context primary_context() const { return primary_; }
 
@@ -75,10 +75,10 @@ class CudaDevice {
 
   /// Returns the lane of these atoms, ascending, at that priority; the same one at every call.
   ///
-  /// Throws std::invalid_argument for atoms or a priority that the device has not, and CudaError.
+  /// Throws std::invalid_argument for atoms or a priority that the device does not have, and CudaError.
   const CudaLane& lane(const std::vector<int>& atoms, int priority = 0);
 
-  /// Returns the free and all bytes of the device. Throws CudaError.
+  /// Returns the free and the total bytes of device memory. Throws CudaError.
   std::pair<std::size_t, std::size_t> memory() const;
 
  private:
@@ -94,7 +94,7 @@ class CudaDevice {
   cuda::Context primary_ = nullptr;
   std::pair<int, int> priorities_;
   int num_sms_ = 0;
-  std::vector<std::vector<cuda::DevResource>> atoms_;  // each of one group; the last of what is left over as well
+  std::vector<std::vector<cuda::DevResource>> atoms_;  // each one group; the last also the left-over SMs
   std::mutex mutex_;
   std::map<std::pair<std::vector<int>, int>, std::unique_ptr<CudaLane>> lanes_;  // guarded by mutex_
 };

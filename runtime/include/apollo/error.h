@@ -17,7 +17,7 @@ class ClosedError : public Error {
   using Error::Error;
 };
 
-/// A program that no runtime can execute: an id is out of range, an event is never recorded, lanes wait in a circle.
+/// A program that cannot be executed: an id is out of range, an event is never recorded, or lanes deadlock.
 class InvalidProgramError : public std::invalid_argument {
  public:
   using std::invalid_argument::invalid_argument;

@@ -6,17 +6,17 @@
 
 namespace apollo {
 
-/// A point in the work of one thread for which others wait, once per epoch.
+/// A point in the execution of one thread that others wait for, once per epoch.
 ///
-/// Epochs make events reusable without a reset: the n-th run records and awaits epoch n. What happened before `record`
-/// is visible to a thread after its wait.
+/// Epochs make events reusable without a reset: the n-th run records and awaits epoch n. Writes before `record` are
+/// visible to a thread after its wait.
 class Event {
  public:
   Event() = default;
   Event(const Event&) = delete;
   Event& operator=(const Event&) = delete;
 
-  /// Marks `epoch` as reached and wakes those who sleep.
+  /// Marks `epoch` as reached and wakes sleeping threads.
   void record(std::uint32_t epoch);
 
   bool is_recorded(std::uint32_t epoch) const { return epoch_.load(std::memory_order_acquire) == epoch; }
@@ -27,7 +27,7 @@ class Event {
   /// Waits for `epoch`: spins for at most `patience`, then sleeps.
   void wait(std::uint32_t epoch, std::chrono::microseconds patience);
 
-  /// Waits for `epoch` asleep from the start, so that an idle thread burns no core.
+  /// Waits for `epoch` without spinning, so that an idle thread uses no core.
   void sleep(std::uint32_t epoch);
 
   /// Sleeps until `epoch` is recorded or `timeout` is over, and returns whether it is recorded.

@@ -26,30 +26,29 @@ struct Span {
   int lane;
   std::int64_t start_ns;
   std::int64_t end_ns;
-  int core;  ///< on which the lane's thread was when the segment ended
+  int core;  ///< of the lane's thread when the segment ended
 };
 
-/// Executes one program on a set of lanes, as often as wanted.
+/// Executes one program on a set of lanes, any number of times.
 ///
 /// Any thread may call `run`; runs on the same lanes take turns.
 class Executor {
  public:
-  /// Throws InvalidProgramError where `check_program` does.
+  /// Throws InvalidProgramError as `check_program` does.
   Executor(std::shared_ptr<LaneSet> lanes, TensorApi api, Program program, std::vector<std::shared_ptr<Body>> bodies);
   Executor(const Executor&) = delete;
   Executor& operator=(const Executor&) = delete;
 
   /// Runs the program once and returns its outputs, empty where the program has none.
   ///
-  /// The first exception of a body stops the run: lanes finish the segment they are in, start no other, and `run`
-  /// throws that exception. The same happens with what `poll` throws. Every handle that the run still had is dropped
-  /// then.
+  /// The first exception of a body stops the run: lanes finish their current segment, start no other, and `run` throws
+  /// that exception. An exception of `poll` has the same effect. Handles that the run still owns are then dropped.
   std::vector<Tensor> run(std::vector<Tensor> inputs, const Poll& poll = {});
 
   int num_inputs() const { return static_cast<int>(program_.inputs.size()); }
   TensorApi tensor_api() const { return api_; }
 
-  /// Returns the spans of the last run that has ended, by start. A failed run has those that ended.
+  /// Returns the spans of the last finished run, by start. A failed run has spans of the segments that ended.
   std::vector<Span> spans() const;
   std::int64_t duration_ns() const;
 
@@ -75,14 +74,14 @@ class Executor {
   const std::unique_ptr<Event[]> events_;
   const std::shared_ptr<Join[]> joins_;  // one per pause of the caller's lane, and one for the end of all lanes
 
-  std::mutex run_mutex_;  // held for a run; guards what follows, which the run lends to its lanes
+  std::mutex run_mutex_;  // held for a run; guards the following members, which the lanes of the run use too
   std::uint32_t epoch_ = 0;
   std::chrono::steady_clock::time_point start_;
   std::vector<Tensor> slots_;  // one per buffer; lanes touch a slot in the order of the program's events
   std::vector<Span> spans_;    // one per segment, written by its lane
   Failure failure_;
 
-  mutable std::mutex last_mutex_;  // held for a moment: who asks may be inside a run, a body or a handler of signals
+  mutable std::mutex last_mutex_;  // held briefly: the caller may be inside a run, a body or a signal handler
   std::vector<Span> last_spans_;   // of the last run that has ended
   std::int64_t last_duration_ns_ = 0;
 };

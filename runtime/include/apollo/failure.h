@@ -10,7 +10,7 @@ namespace apollo {
 /// The first exception of a run; later ones are dropped.
 class Failure {
  public:
-  /// Whether the run is to stop. A thread that reads true before it records an event makes it true for those who wait.
+  /// Whether the run must stop. If a thread reads true and then records an event, threads that wait for it read true.
   bool is_set() const { return is_set_.load(std::memory_order_acquire); }
 
   void set(std::exception_ptr exception, std::optional<int> segment);

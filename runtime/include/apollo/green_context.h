@@ -7,9 +7,9 @@
 
 namespace apollo {
 
-/// Owns a green context: a context of the driver whose streams use some SMs of the device only.
+/// Owns a green context: a context of the driver whose streams use only some SMs of the device.
 ///
-/// It is never made current. Whoever owns one destroys the streams made from it first.
+/// It is never made current. Its owner must destroy its streams first.
 class GreenContext {
  public:
   /// `resources` come from one split; `where` names the lane in messages. Throws CudaError.
@@ -21,10 +21,10 @@ class GreenContext {
 
   cuda::GreenContextHandle handle() const { return handle_; }
 
-  /// Returns the context that nodes of a captured CUDA graph name; it lives as long as this.
+  /// Returns the context that nodes of a captured CUDA graph report; it lives as long as this.
   cuda::Context context() const { return context_; }
 
-  /// Returns the SMs that the driver granted, which need not be what was asked for.
+  /// Returns the number of SMs that the driver granted, which may differ from the request.
   int num_sms() const { return num_sms_; }
 
  private:
@@ -36,7 +36,7 @@ class GreenContext {
   int num_sms_ = 0;
 };
 
-/// Owns a stream of a green context; what is launched on it runs on the SMs of that context.
+/// Owns a stream of a green context; its kernels run on the SMs of that context.
 class GreenStream {
  public:
   /// A lower `priority` goes first. Throws CudaError.

@@ -13,16 +13,16 @@
 
 namespace apollo {
 
-/// Called now and then on the thread that waits in `Executor::run`; throws to cancel the run.
+/// Called periodically on the thread that waits in `Executor::run`; throws to cancel the run.
 using Poll = std::function<void()>;
 
 /// The lanes of a process, shared by all executors; runs one program at a time.
 ///
-/// A lane without cores is the caller lane: it has every unit of the device, so that nothing else runs beside it, and
-/// it uses the thread that calls `Executor::run`, whose OpenMP team is warm. Every other lane is a CpuLane.
+/// A lane without cores is the caller lane: it has every unit of the device, so no other lane runs at the same time,
+/// and it uses the thread that calls `Executor::run`, whose OpenMP team is warm. Every other lane is a CpuLane.
 class LaneSet {
  public:
-  /// Starts a thread per lane that has cores and runs `on_start(lane)` on it; throws what that throws.
+  /// Starts a thread per lane that has cores and runs `on_start(lane)` on it; rethrows its exceptions.
   LaneSet(std::vector<std::vector<int>> cores, const std::function<void(int lane)>& on_start, bool park_team);
   LaneSet(const LaneSet&) = delete;
   LaneSet& operator=(const LaneSet&) = delete;
@@ -38,7 +38,7 @@ class LaneSet {
   int num_threads() const;
   bool is_team_found() const { return team_.is_found(); }
 
-  /// Use of the lanes by one run; while it lives no other thread gets one.
+  /// Exclusive use of the lanes by one run.
   class Turn {
    public:
     Turn(const Turn&) = delete;
@@ -51,7 +51,7 @@ class LaneSet {
     /// Parks the caller's OpenMP team, calls `first` and waits until `join` is complete, calling `poll` about every
     /// 50 ms.
     ///
-    /// What sets the lanes to work belongs into `first`: a lane that wakes up on the caller's core would keep it from
+    /// Start the lanes in `first`, not before: a lane that wakes up on the caller's core would keep the caller from
     /// parking its team, whose workers then spin on the cores of the other lanes.
     void wait(Join& join, std::uint32_t epoch, const std::function<void()>& first, const Poll& poll) const;
 

@@ -7,16 +7,16 @@
 
 namespace apollo {
 
-/// A body that is a C function with constants behind its inputs.
+/// A body that is a C function, which takes constants after its inputs.
 class NativeBody final : public Body {
  public:
   /// Consumes all inputs, writes outputs that the caller owns, and may throw any C++ exception.
   using Entry = void (*)(void** inputs, void** outputs);
 
-  /// Returns the text of the last error that the tensor library met on this thread.
+  /// Returns the message of the last error of the tensor library on this thread.
   using ErrorText = const char* (*)();
 
-  /// `error_text` may be null; with it, an exception that only says which call failed gets the library's words.
+  /// `error_text` may be null; with it, the library's message replaces exceptions that only name the failed call.
   NativeBody(Entry entry, std::vector<Tensor> constants, ErrorText error_text = nullptr)
       : entry_(entry), constants_(std::move(constants)), error_text_(error_text) {}
 

@@ -7,7 +7,7 @@
 
 namespace apollo {
 
-/// One input of a launch; a buffer that it takes leaves its slot, any other is lent.
+/// One input of a launch: the body takes the buffer over, so that its slot is empty, or borrows it.
 struct LaunchInput {
   int buffer;
   bool takes;
@@ -31,7 +31,7 @@ struct Wait {
   int event;
 };
 
-/// Let the buffer go.
+/// Release the buffer.
 struct Release {
   int buffer;
 };
@@ -65,10 +65,10 @@ std::vector<Instruction> decode_instructions(std::span<const std::int64_t> code,
 
 /// Throws InvalidProgramError unless the program can be executed.
 ///
-/// Ids are in range, segments are numbered from 0 and launched once, buffers are written once and let go at most once,
-/// outputs are never let go, every event that is waited for is recorded once, and no lanes wait in a circle. Whether
-/// readers are ordered after writers is not checked here: the compiler proves it, and a slot found empty is an error of
-/// the run.
+/// Ids are in range, segments are numbered from 0 and launched once, buffers are written once and released at most
+/// once, outputs are never released, every awaited event is recorded once, and lanes do not deadlock. Whether readers
+/// are ordered after writers is not checked here: the compiler proves it, and reading an empty slot is an error of the
+/// run.
 void check_program(const Program& program, int num_lanes, int num_bodies);
 
 }  // namespace apollo

@@ -10,8 +10,8 @@ namespace apollo {
 
 /// How to copy and drop a handle of a tensor; both functions return nonzero when they fail.
 ///
-/// A handle is a cheap reference to a tensor that counts its references, so that any thread may copy a handle that
-/// nobody changes at that moment. In a process with torch these are `aoti_torch_new_tensor_handle` and
+/// A handle is a cheap reference to a tensor with a reference count, so any thread may copy a handle that no other
+/// thread modifies at that moment. In a process with torch these are `aoti_torch_new_tensor_handle` and
 /// `aoti_torch_delete_tensor_object`, given as addresses so that the runtime is not linked with torch.
 struct TensorApi {
   std::int32_t (*clone)(void* original, void** copy) = nullptr;
@@ -40,7 +40,7 @@ class Tensor {
   void* get() const noexcept { return handle_; }
   TensorApi api() const noexcept { return api_; }
 
-  /// Gives the handle away.
+  /// Returns the handle and gives up its ownership.
   void* release() noexcept { return std::exchange(handle_, nullptr); }
 
   void reset() noexcept {

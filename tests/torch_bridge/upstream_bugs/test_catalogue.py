@@ -35,9 +35,9 @@ def test_every_workaround_has_a_test_that_tells_when_it_can_go(bug: UpstreamBug)
 
 @pytest.mark.parametrize("bug", UPSTREAM_BUGS, ids=lambda bug: bug.file)
 def test_every_workaround_is_for_a_supported_torch(bug: UpstreamBug) -> None:
-    """Where the lowest supported release is mended, the file goes."""
+    """Where the lowest supported release is fixed, the file goes."""
     lowest = re.search(r'"torch>=([\d.]+)"', PYPROJECT.read_text(encoding="utf-8"))
     assert lowest
     assert bug.seen_in
-    is_needed = bug.mended_in is None or _version(lowest[1]) < _version(bug.mended_in)
-    assert is_needed, f"every supported torch is mended: {bug.file}, its tests and its entry can go"
+    is_needed = bug.fixed_in is None or _version(lowest[1]) < _version(bug.fixed_in)
+    assert is_needed, f"every supported torch is fixed: {bug.file}, its tests and its entry can go"

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch._inductor.codegen import cpp
 from torch._inductor.cpu_vec_isa import pick_vec_isa
 
-from apollo_compile.torch_bridge.upstream_bugs.scatter_addresses import right_scatters
+from apollo_compile.torch_bridge.upstream_bugs.scatter_addresses import fixed_scatters
 from tests.torch_bridge.upstream_bugs.defects import assert_as_listed
 
 
@@ -40,6 +40,6 @@ def test_torch_adds_transposed_values_elsewhere() -> None:
 def test_the_code_generator_is_torchs_own_again_afterwards() -> None:
     """Also where what was compiled failed."""
     own = cpp.CppTile2DKernel.store
-    with pytest.raises(ValueError, match="failed"), right_scatters():
+    with pytest.raises(ValueError, match="failed"), fixed_scatters():
         raise ValueError("failed")
     assert cpp.CppTile2DKernel.store is own
