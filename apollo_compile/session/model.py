@@ -39,7 +39,7 @@ class CompiledModel:
     """Those of them whose variant is decided by measuring, in common."""
     families: list[GraphFamily[CompiledGraph]] = field(default_factory=list)
     """Of those with dynamic shapes, the plans by bucket of sizes; their graphs are among `graphs` too."""
-    handed_over: list[tuple[str, str]] = field(default_factory=list)
+    fallbacks: list[tuple[str, str]] = field(default_factory=list)
     """Name and reason of what Inductor runs: the Dynamo graph where that falls back, else a graph of it."""
     falls_back: bool = False
     """Whether the Dynamo graph is to be compiled as by torch.compile alone: Note [fallback] in `compile.py`."""
@@ -82,7 +82,7 @@ class CompiledModel:
     def forget_graphs(self) -> None:
         """Begin anew: what was compiled until now is not what will run."""
         self.falls_back = False
-        for known in (self.graphs, self.autotuned, self.families, self.left, self.handed_over):
+        for known in (self.graphs, self.autotuned, self.families, self.left, self.fallbacks):
             known.clear()
 
     def fall_back(self, reason: str, *, level: int) -> None:
@@ -92,14 +92,14 @@ class CompiledModel:
 
     def log_fallback(self, name: str, reason: str, *, level: int) -> None:
         """Note what does not run in segments, and log why."""
-        self.handed_over.append((name, reason))
+        self.fallbacks.append((name, reason))
         whose = "torch.compile" if self.falls_back else "Inductor"
         _logger.log(level, "%s falls back to %s: %s", name, whose, reason)
 
     def add_to_reason(self, detail: str) -> None:
         """Add to why the latest graph fell back."""
-        name, reason = self.handed_over.pop()
-        self.handed_over.append((name, f"{reason}; {detail}"))
+        name, reason = self.fallbacks.pop()
+        self.fallbacks.append((name, f"{reason}; {detail}"))
 
     @property
     def verdict(self) -> Verdict | None:
@@ -125,16 +125,16 @@ class CompiledModel:
     def state(self) -> State:
         """Return whether anything about its graphs is still being decided, and where in that it is."""
         if self.falls_back:
-            return State(graph=self.name, stage=Stage.FALLS_BACK, detail=self.handed_over[0][1])
+            return State(graph=self.name, stage=Stage.FALLS_BACK, detail=self.fallbacks[0][1])
         running = [graph for graph in self.current_graphs() if graph.has_run]
-        if not running and not self.handed_over:
+        if not running and not self.fallbacks:
             return State(graph=self.name, stage=Stage.MEASURING, detail="not called yet")
         waits = [graph.progress for graph in running]
         waits += [g.autotuner.progress for g in running if g.autotuner is not None and not g.autotuner.is_settled]
         wait = next((wait for wait in waits if wait is not None), None)
         if wait is not None:
             return State(graph=self.name, stage=Stage.MEASURING, detail=wait)
-        rest = ", ".join(name for name, _ in self.handed_over)
+        rest = ", ".join(name for name, _ in self.fallbacks)
         return State(graph=self.name, stage=Stage.SETTLED, detail=f"Inductor runs {rest}" if rest else "")
 
     def _keep_verdict(self, verdict: Verdict) -> None:

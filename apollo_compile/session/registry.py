@@ -75,5 +75,5 @@ def variants_of(model: Callable[..., Any]) -> list[str]:
             if graph.has_run:
                 is_in_turn = graph.variant == Variant.PLAN and not graph.compilation.plan.uses_lanes
                 variants.append(Variant.SERIAL if is_in_turn else graph.variant)
-        variants += [Variant.INDUCTOR] * len(found.handed_over)
+        variants += [Variant.INDUCTOR] * len(found.fallbacks)
     return list(dict.fromkeys(variants))

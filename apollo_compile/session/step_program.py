@@ -114,8 +114,8 @@ def find_micro(model: CompiledModel, dynamo_inputs: Sequence[object], leaves: Se
     Raises:
         UnsupportedGraphError: they cannot be linked, with the reason.
     """
-    if model.handed_over:
-        name, reason = model.handed_over[0]
+    if model.fallbacks:
+        name, reason = model.fallbacks[0]
         raise UnsupportedGraphError(f"{name} falls back: {reason}")
     by_role = {graph.compilation.capture.role: graph for graph in model.graphs}
     if by_role.keys() != {Role.FORWARD, Role.BACKWARD} or len(model.graphs) != 2:

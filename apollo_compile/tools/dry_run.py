@@ -40,7 +40,7 @@ class DryRun:
     profile: DeviceProfile
     graphs: dict[str, list[tuple[Compilation, str | None]]] = field(default_factory=dict)
     """By the name of their Dynamo graph, each with the reason where Inductor would get it."""
-    handed_over: list[tuple[str, str]] = field(default_factory=list)
+    fallbacks: list[tuple[str, str]] = field(default_factory=list)
     breaks: list[GraphBreak] = field(default_factory=list)
 
     @property
@@ -89,7 +89,7 @@ class DryRun:
     ) -> tuple[Run, None]:
         role = role_of(kwargs)
         written |= written_arguments()
-        if role is Role.BACKWARD and dynamo_name in dict(self.handed_over):  # it falls back with its forward
+        if role is Role.BACKWARD and dynamo_name in dict(self.fallbacks):  # it falls back with its forward
             return _run_in_eager(graph_module), None
         graph_name = f"{dynamo_name} {role}"
         subject = graph_name if role is Role.BACKWARD else dynamo_name
@@ -97,16 +97,16 @@ class DryRun:
             adopt_layouts(graph_module, example_inputs)
             compilation = plan_graph(graph_module, name=graph_name, role=role, profile=self.profile, config=self.config)
         except UnsupportedGraphError as error:
-            self.handed_over.append((subject, str(error)))
+            self.fallbacks.append((subject, str(error)))
         except Exception as error:  # the backend goes on with Inductor then, so this is what would happen
             if self.config.debug.strict:
                 raise
-            self.handed_over.append((subject, f"{type(error).__name__}: {error}"))
+            self.fallbacks.append((subject, f"{type(error).__name__}: {error}"))
         else:
             reason = reason_to_fall_back(compilation, self.config)
             self.graphs[dynamo_name].append((compilation, reason))
             if reason is not None:
-                self.handed_over.append((subject, reason))
+                self.fallbacks.append((subject, reason))
         return _run_in_eager(graph_module), None
 
 

@@ -82,7 +82,7 @@ def explain(
         )
     report = Report(
         graphs=tuple(graphs),
-        handed_over=tuple(dry_run.handed_over),
+        fallbacks=tuple(dry_run.fallbacks),
         breaks=tuple(dry_run.breaks),
         states=tuple(_state(dry_run, name) for name in dry_run.graphs),
     )
@@ -105,7 +105,7 @@ def _state(dry_run: DryRun, name: str) -> State:
     """Return whether the graphs of a Dynamo graph were planned, or why it falls back."""
     if any(reason is None for _, reason in dry_run.graphs[name]):
         return State(graph=name, stage=Stage.PLANNED, detail="nothing was run")
-    reasons = [reason for graph, reason in dry_run.handed_over if graph == name]
+    reasons = [reason for graph, reason in dry_run.fallbacks if graph == name]
     return State(graph=name, stage=Stage.FALLS_BACK, detail="; ".join(reasons))
 
 

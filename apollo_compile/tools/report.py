@@ -48,7 +48,7 @@ def report(
     return merge_reports(
         Report(
             graphs=tuple(_summarize(entry, units, profiles, rules=rules)),
-            handed_over=tuple(entry.handed_over),
+            fallbacks=tuple(entry.fallbacks),
             verdicts=tuple(entry.verdicts),
             breaks=() if entry.ended_by is None else (entry.ended_by,),
             states=(entry.state(),),

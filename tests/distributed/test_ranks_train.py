@@ -89,7 +89,7 @@ def test_clip_trains_as_in_one_process(seen: Seen, reference: dict[str, Any], na
         assert len(expected) == 20
         torch.testing.assert_close(result["losses"], expected, rtol=1e-4, atol=1e-5)
         _assert_close(result["state"], reference["state"])
-        assert result["handed_over"] == []
+        assert result["fallbacks"] == []
         assert len(result["plans"]) == 2
         if name == "fsdp":  # the other plans come from measured times, which may favour one lane
             assert all(_num_lanes(plan) > 1 for plan in result["plans"])
@@ -120,7 +120,7 @@ def test_ranks_run_the_same_plans(seen: Seen, name: str) -> None:
 def test_a_graph_for_every_bucket_trains_as_one_process(seen: Seen) -> None:
     """Each is cut and planned for itself, forward and backward; gradients are the average over the ranks."""
     for result in seen("buckets"):
-        assert result["handed_over"] == []
+        assert result["fallbacks"] == []
         assert len(result["plans"]) >= 4
         assert result["reported"].count(Role.FORWARD) == result["reported"].count(Role.BACKWARD) >= 2
         assert not result["is_settled"]  # after two steps its plans are still observed
@@ -132,7 +132,7 @@ def test_layers_split_by_dtensor_train_as_before(seen: Seen) -> None:
     """Collectives run on lanes of one rank and in turn on the other, each in its own plan, in one order."""
     results = seen("tensor parallel")
     for result in results:
-        assert result["handed_over"] == []
+        assert result["fallbacks"] == []
         _assert_close(result["found"], result["expected"], atol=1e-6)
     first, second = results
     assert first["collectives"] == second["collectives"]
@@ -239,8 +239,8 @@ def test_a_rank_that_cannot_compile_alone_meets_the_lanes_of_another(seen: Seen,
     """Inductor runs its graph, which one WARNING says; collectives keep their order, so both have the right sums."""
     first, second = seen(fault)
     (plan,) = first["plans"]
-    assert _num_lanes(plan) > 1 and len(first["collectives"][0]) == 2 and first["handed_over"] == []
-    ((name, reason),) = second["handed_over"]
+    assert _num_lanes(plan) > 1 and len(first["collectives"][0]) == 2 and first["fallbacks"] == []
+    ((name, reason),) = second["fallbacks"]
     assert second["plans"] == [] and reason == "RuntimeError: out of luck"
     _assert_one_warning(first, second, f"{name} falls back to torch.compile: RuntimeError: out of luck")
 
@@ -277,7 +277,7 @@ def test_dynamic_shapes_train_in_inductor_on_all_ranks(seen: Seen) -> None:
     """Each says why; gradients are the average over the ranks, whatever their batches."""
     for result in seen("dynamic"):
         assert result["plans"] == []
-        assert result["handed_over"] and all("several ranks do not agree" in why for _, why in result["handed_over"])
+        assert result["fallbacks"] and all("several ranks do not agree" in why for _, why in result["fallbacks"])
         torch.testing.assert_close(result["found"], result["expected"], rtol=1e-4, atol=1e-6)
 
 

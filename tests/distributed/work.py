@@ -596,5 +596,5 @@ def _graphs(model: nn.Module) -> Result:
             for graph in entry.graphs
         ],
         "replans": [graph.num_replans for entry in models for graph in entry.graphs],
-        "handed_over": [reason for entry in models for reason in entry.handed_over],
+        "fallbacks": [reason for entry in models for reason in entry.fallbacks],
     }

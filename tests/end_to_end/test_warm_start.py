@@ -65,7 +65,7 @@ def let_win(variant: str, model: nn.Module, inputs: tuple[torch.Tensor, ...], op
             break
     (found,) = registry.find_models(model)
     verdict = found.autotuner.verdict
-    assert verdict is not None and verdict.standings[0].num_rounds > 0, (found.handed_over, verdict)
+    assert verdict is not None and verdict.standings[0].num_rounds > 0, (found.fallbacks, verdict)
     files = sorted((options["device.cache"] / "history").iterdir())
     assert len(files) == 2
     for file in files:
@@ -154,14 +154,14 @@ def test_a_graph_that_falls_back_does_so_again(monkeypatch: pytest.MonkeyPatch) 
     model, inputs = nn.Linear(1024, 1024, bias=False), (torch.randn(512, 1024),)
     options = {"plan.autotune": True}
     expected, first = training_of(model, *inputs, **options)
-    assert [len(first.graphs), len(first.left)] == [0, 1], first.handed_over
+    assert [len(first.graphs), len(first.left)] == [0, 1], first.fallbacks
     assert hits() == (0, 2)
     forbid_tracing(monkeypatch)
     got, second = training_of(model, *inputs, **options)
     assert hits() == (2, 2)
     assert_same_training(expected, got)
-    reasons = [reason for _, reason in first.handed_over]
-    assert [reason for _, reason in second.handed_over] == reasons
+    reasons = [reason for _, reason in first.fallbacks]
+    assert [reason for _, reason in second.fallbacks] == reasons
     assert [found.partition.graph.segments for found in second.left] == [
         found.partition.graph.segments for found in first.left
     ]
@@ -209,7 +209,7 @@ def test_a_verdict_that_came_later_holds(variant: str, tmp_path: Path) -> None:
     training, found = training_of(model, *inputs, **options)
     assert hits() == (1, 2 if variant == Variant.INDUCTOR else 1)
     assert [graph.variant for graph in found.graphs] == ([] if variant == Variant.INDUCTOR else [variant, variant])
-    assert [name for name, _ in found.handed_over] == ([found.name] if variant == Variant.INDUCTOR else [])
+    assert [name for name, _ in found.fallbacks] == ([found.name] if variant == Variant.INDUCTOR else [])
     assert found.verdict is not None and found.verdict.is_remembered
     assert_same_training(train(model, lambda run: run(*inputs).square().mean()), training)
 

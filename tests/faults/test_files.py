@@ -74,7 +74,7 @@ def _report() -> Report:
     )
     return Report(
         graphs=(summarize(compilation, invent_run(compilation)),),
-        handed_over=(("1/0", "why"),),
+        fallbacks=(("1/0", "why"),),
         verdicts=(("0/0", Verdict(winner="plan", selection=("plan",), standings=standings, num_steps=30)),),
         breaks=(a_break(),),
     )

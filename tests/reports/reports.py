@@ -113,7 +113,7 @@ def workload_report(name: str) -> Report:
         summaries.append(
             summarize(compilation, invent_run(compilation), what_if=(row,), baselines=other_rules(compilation))
         )
-    return Report(graphs=tuple(summaries), handed_over=())
+    return Report(graphs=tuple(summaries), fallbacks=())
 
 
 def a_break(**changes: object) -> GraphBreak:
