@@ -1,7 +1,7 @@
 """What one graph decides in common with the other ranks: who multiplies, its first plan and every later one.
 
-    Commons(ranks).enroll(compilation);  Commons.settle(proposed, own) -> Compilation | None
-    Commons.settle_names(subject, names) -> names
+    Agreement(ranks).enroll(compilation);  Agreement.settle(proposed, own) -> Compilation | None
+    Agreement.settle_names(subject, names) -> names
 
 `ranks.py` knows texts under topics; here a text is a list of names, or a plan with the costs that it was made
 from. Note [What ranks agree on] in `ranks.py` says why.
@@ -21,7 +21,7 @@ from apollo_compile.store.plan_file import fingerprint
 
 
 @dataclass(eq=False, slots=True)
-class Commons:
+class Agreement:
     """What one graph and the other ranks settle."""
 
     ranks: Ranks

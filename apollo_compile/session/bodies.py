@@ -1,6 +1,6 @@
 """Compile the bodies of a graph: which library computes their matmuls, native code, and code for lanes of a GPU.
 
-compile_code(graph_module, compilation, config, target, commons, contract, ...) -> Code
+compile_code(graph_module, compilation, config, target, agreement, contract, ...) -> Code
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import fx
 
 from apollo_compile.config import Config
 from apollo_compile.device.target import Code, CompiledBody, Contract, Target
-from apollo_compile.distributed.agreement import Commons
+from apollo_compile.distributed.agreement import Agreement
 from apollo_compile.ir import BodyId
 from apollo_compile.ir.text import format_count
 from apollo_compile.pipeline import Compilation
@@ -33,7 +33,7 @@ def compile_code(
     compilation: Compilation,
     config: Config,
     target: Target,
-    commons: Commons,
+    agreement: Agreement,
     contract: Contract,
     at: Callable[[str, int, int], None] = lambda phase, number, count: None,
     **kwargs: Any,
@@ -45,12 +45,12 @@ def compile_code(
         compilation: its products.
         config: says what kind of code.
         target: where it runs.
-        commons: with whom libraries are settled.
+        agreement: with whom libraries are settled.
         contract: what the caller of the graph promises.
         at: called with what is being done to which of how many bodies.
         kwargs: what AOTAutograd passed for the whole graph.
     """
-    bodies = _compile_bodies(graph_module, compilation, config, target, commons, at=at, **kwargs)
+    bodies = _compile_bodies(graph_module, compilation, config, target, agreement, at=at, **kwargs)
     tuned = _tune_bodies(graph_module, compilation, target, config, **kwargs)
     return Code(bodies=bodies, contract=contract, tuned=tuned)
 
@@ -60,7 +60,7 @@ def _compile_bodies(
     compilation: Compilation,
     config: Config,
     target: Target,
-    commons: Commons,
+    agreement: Agreement,
     at: Callable[[str, int, int], None] = lambda phase, number, count: None,
     **kwargs: Any,
 ) -> tuple[CompiledBody, ...]:
@@ -69,7 +69,7 @@ def _compile_bodies(
         return interpret_bodies(pieces)
     if config.runtime.onednn and target.has_native_bodies and may_choose_library():
         at("which library multiplies", 0, 0)
-        _choose_libraries([piece.graph for _, piece, _ in pieces], compilation, config, commons)
+        _choose_libraries([piece.graph for _, piece, _ in pieces], compilation, config, agreement)
     is_native = config.runtime.bodies == "native" and target.has_native_bodies
     bodies = compile_bodies(pieces, native=is_native, at=at, **kwargs)
     tell_of_python(compilation, bodies)
@@ -106,13 +106,15 @@ def tell_of_python(compilation: Compilation, bodies: Sequence[CompiledBody]) -> 
         )
 
 
-def _choose_libraries(graphs: Sequence[fx.Graph], compilation: Compilation, config: Config, commons: Commons) -> None:
+def _choose_libraries(
+    graphs: Sequence[fx.Graph], compilation: Compilation, config: Config, agreement: Agreement
+) -> None:
     """Give matrix products of the graphs of bodies to oneDNN where it is faster on the cores that they run on."""
     with_cores = list(zip(graphs, _cores_of_bodies(compilation), strict=True))
     libraries = libraries_in(config.device.cache if config.plan.remember else None)
     with real_tensors():
         faster = libraries.choose((matmul, cores) for graph, cores in with_cores for matmul in find_matmuls(graph))
-    names = commons.settle_names("products for oneDNN", (f"{matmul.name} on {cores}" for matmul, cores in faster))
+    names = agreement.settle_names("products for oneDNN", (f"{matmul.name} on {cores}" for matmul, cores in faster))
 
     def is_for_onednn(matmul: Matmul, *, cores: int) -> bool:
         return f"{matmul.name} on {cores}" in names

@@ -27,7 +27,7 @@ from torch import fx
 from apollo_compile.config import Config
 from apollo_compile.device.open import reason_without_lanes
 from apollo_compile.device.target import Code, Contract, Run
-from apollo_compile.distributed.agreement import Commons
+from apollo_compile.distributed.agreement import Agreement
 from apollo_compile.errors import NothingToGainError, RankError, UnsupportedGraphError
 from apollo_compile.ir import Role, Variant
 from apollo_compile.pipeline import Compilation
@@ -147,7 +147,7 @@ class GraphCompiler:
     ) -> tuple[Run, Bundle | None]:
         begin = time.perf_counter_ns()
         model = self._model
-        config, target, commons = model.config, model.target, Commons(model.ranks)
+        config, target, agreement = model.config, model.target, Agreement(model.ranks)
         sizes, base = {} if boundary is None else boundary.sizes, name
         self._refuse(sizes)
         if sizes:
@@ -159,7 +159,7 @@ class GraphCompiler:
             profile=target.profile,
             config=config,
             device=target.device,
-            commons=commons,
+            agreement=agreement,
             recall=model.warm_start.recall,
         )
         planned = time.perf_counter_ns()
@@ -172,7 +172,7 @@ class GraphCompiler:
         original = clone_graph(graph_module) if is_autotuned(compilation.plan, config) else None
         compile_original = None if original is None else partial(compile_again, original, current_settings(), **kwargs)
         target.start(compilation.plan.lanes)  # where threads may not be pinned, nothing is compiled in vain
-        code, config = self._compile_code(graph_module, compilation, commons, name=name, **kwargs)
+        code, config = self._compile_code(graph_module, compilation, agreement, name=name, **kwargs)
         if config is not model.config:  # without a compiler
             compile_original = None
         is_family = bool(sizes) and has_free_plans(compilation.plan, config)
@@ -183,7 +183,7 @@ class GraphCompiler:
             target=target,
             compile_whole=compile_original,
             autotuner=None if compile_original is None or sizes else model.autotuner,
-            commons=commons,
+            agreement=agreement,
             boundary=None if is_family else boundary,
             submit=in_background if is_family else at_once,
         )
@@ -217,7 +217,7 @@ class GraphCompiler:
             )
 
     def _compile_code(
-        self, graph_module: fx.GraphModule, compilation: Compilation, commons: Commons, *, name: str, **kwargs: Any
+        self, graph_module: fx.GraphModule, compilation: Compilation, agreement: Agreement, *, name: str, **kwargs: Any
     ) -> tuple[Code, Config]:
         """Return the code of a graph, and with which options it was made: without a C++ compiler, operators run."""
         config, target = self._model.config, self._model.target
@@ -230,12 +230,12 @@ class GraphCompiler:
         try:
             with Progress(f"compiling {name}") as progress:
                 code = compile_code(
-                    graph_module, compilation, config, target, commons, contract, at=progress.at, **kwargs
+                    graph_module, compilation, config, target, agreement, contract, at=progress.at, **kwargs
                 )
         except Exception as error:
             self._accept_no_compiler(error)
             config = replace(config, runtime=replace(config.runtime, bodies="eager"))
-            code = compile_code(graph_module, compilation, config, target, commons, contract)
+            code = compile_code(graph_module, compilation, config, target, agreement, contract)
         return code, config
 
     # ---------------------------------------------------------------------------------------------- by Inductor

@@ -16,7 +16,7 @@ import torch
 
 from apollo_compile.config import Config
 from apollo_compile.device.target import Code, CompiledBody, Run, Runnable, Target
-from apollo_compile.distributed.agreement import Commons
+from apollo_compile.distributed.agreement import Agreement
 from apollo_compile.distributed.ranks import Ranks
 from apollo_compile.errors import RankError
 from apollo_compile.ir import LaneId, Plan, Trace, Variant, Verdict
@@ -51,7 +51,7 @@ class CompiledGraph:
     """Compiles the graph as Inductor alone would; None where variants are not compared."""
     autotuner: Autotuner | None = None
     """Decides between variants for the whole model; None where the plan runs whatever is measured."""
-    commons: Commons = field(default_factory=lambda: Commons(Ranks(None)))
+    agreement: Agreement = field(default_factory=lambda: Agreement(Ranks(None)))
     """What its plans are settled with."""
     boundary: Boundary | None = None
     """What else than tensors it takes and returns."""
@@ -80,7 +80,7 @@ class CompiledGraph:
             self.variants,
             self.target,
             self.config,
-            self.commons,
+            self.agreement,
             self.submit,
             is_settled=not (is_free and is_for_its_sizes) or finding is not None,
         )
@@ -219,7 +219,7 @@ class CompiledGraph:
     @property
     def topic(self) -> str:
         """Its name among the ranks."""
-        return self.commons.topic
+        return self.agreement.topic
 
     def keep(self, variants: Collection[Variant]) -> None:
         """Let go of what other variants captured; one that is used again captures again."""

@@ -21,7 +21,7 @@ import torch
 
 from apollo_compile.config import Config
 from apollo_compile.device.target import Target
-from apollo_compile.distributed.agreement import Commons
+from apollo_compile.distributed.agreement import Agreement
 from apollo_compile.observe import StageRunner
 from apollo_compile.passes.cost import estimate_costs
 from apollo_compile.pipeline import Compilation, plan_partition
@@ -49,7 +49,7 @@ class Learner:
         variants: of the graph; its plan is what changes.
         target: where it runs.
         config: with the options of the planner.
-        commons: what its plans are settled with.
+        agreement: what its plans are settled with.
         submit: has it planned again: now, or in the background.
         is_settled: whether the plan is final as it is.
     """
@@ -59,7 +59,7 @@ class Learner:
         variants: Variants,
         target: Target,
         config: Config,
-        commons: Commons,
+        agreement: Agreement,
         submit: Callable[[Callable[[], Compilation]], Future[Compilation]],
         *,
         is_settled: bool,
@@ -70,7 +70,7 @@ class Learner:
         self._variants = variants
         self._target = target
         self._config = config
-        self._commons = commons
+        self._agreement = agreement
         self._observations = variants.compilation.observations
         self._runs = self._num_observed = 0
         """Runs of this plan, and those of them that say how long its segments take."""
@@ -189,7 +189,7 @@ class Learner:
         if proposal is None:
             self._asked_ns = time.perf_counter_ns()
         proposed = None if proposal is None else self._try(proposal.result)
-        new = self._commons.settle(proposed, self._variants.compilation, StageRunner())
+        new = self._agreement.settle(proposed, self._variants.compilation, StageRunner())
         if new is None:
             self.is_settled = True
             return
@@ -198,10 +198,10 @@ class Learner:
         except Exception as error:  # there is a plan, but it cannot be made
             if self._config.debug.strict:
                 raise
-            if not self._commons.ranks.is_alone:
+            if not self._agreement.ranks.is_alone:
                 name = self._variants.compilation.capture.name
                 why = f"{name} cannot go over to the plan that ranks agreed on: {type(error).__name__}: {error}"
-                raise self._commons.ranks.fail(why) from error
+                raise self._agreement.ranks.fail(why) from error
             self.is_settled = True
             self._tell_of_failure(error)
 

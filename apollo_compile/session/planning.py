@@ -15,7 +15,7 @@ from torch import fx
 
 from apollo_compile.config import Config
 from apollo_compile.device.profile import DeviceProfile
-from apollo_compile.distributed.agreement import Commons
+from apollo_compile.distributed.agreement import Agreement
 from apollo_compile.errors import UnsupportedGraphError
 from apollo_compile.ir import Capture, Partition, Plan, Role, Variant, check, text
 from apollo_compile.ir.text import format_count
@@ -47,12 +47,12 @@ def plan_graph(
     profile: DeviceProfile,
     config: Config,
     device: torch.device = _CPU,
-    commons: Commons | None = None,
+    agreement: Agreement | None = None,
     recall: Callable[[Capture, Partition], Finding | None] = lambda capture, partition: None,
 ) -> Compilation:
     """Take a graph after AOTAutograd through all stages up to the program, and dump it if `debug.dump` says so.
 
-    With `commons`, the plan is the one that all ranks run; with `recall`, one that an earlier process found.
+    With `agreement`, the plan is the one that all ranks run; with `recall`, one that an earlier process found.
 
     Raises:
         UnsupportedGraphError: the graph has something that segments cannot express, or its plan cannot be settled.
@@ -76,11 +76,11 @@ def plan_graph(
         config=config,
         runner=runner,
         recall=partial(recall, capture),
-        is_alone=commons is None or commons.ranks.is_alone,
+        is_alone=agreement is None or agreement.ranks.is_alone,
     )
-    if commons is not None:
-        commons.enroll(compilation)
-        settled = commons.settle(compilation, compilation, runner)
+    if agreement is not None:
+        agreement.enroll(compilation)
+        settled = agreement.settle(compilation, compilation, runner)
         if settled is None:
             raise UnsupportedGraphError(
                 f"its plan of {format_count(len(compilation.plan.assignments), 'segment')} is too large for the store "

@@ -16,7 +16,7 @@ from typing import Any
 from torch import fx
 
 from apollo_compile.device.target import Code, Run
-from apollo_compile.distributed.agreement import Commons
+from apollo_compile.distributed.agreement import Agreement
 from apollo_compile.errors import UnsupportedGraphError
 from apollo_compile.ir import Role, Variant
 from apollo_compile.observe import StageRunner
@@ -121,7 +121,7 @@ class Restorer:
             target=self._model.target,
             compile_whole=compile_whole,
             autotuner=None if compile_whole is None else self._model.autotuner,
-            commons=Commons(self._model.ranks),
+            agreement=Agreement(self._model.ranks),
         )
         self._model.add(graph)
         log_summary(compilation, planned - begin, time.perf_counter_ns() - planned, did="loaded")

@@ -16,7 +16,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 
 from apollo_compile import __version__, backend
 from apollo_compile.device.cpu.execute import available_units
-from apollo_compile.distributed.agreement import Commons
+from apollo_compile.distributed.agreement import Agreement
 from apollo_compile.distributed.ranks import Ranks, Store
 from apollo_compile.errors import RankError
 from apollo_compile.ir import Plan
@@ -214,6 +214,6 @@ def test_a_rank_that_cannot_run_the_plan_of_all_stops(text: str, reason: str, mo
 
 def test_libraries_that_another_rank_cannot_name_stop_the_rank() -> None:
     """Which library computes a product shows in the last bits."""
-    commons = Commons(Ranks(Meddler("{", key="products")), topic="graph")
+    agreement = Agreement(Ranks(Meddler("{", key="products")), topic="graph")
     with pytest.raises(RankError, match="the products that ranks agreed on cannot be read"):
-        commons.settle_names("products", ["a", "b"])
+        agreement.settle_names("products", ["a", "b"])

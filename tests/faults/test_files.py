@@ -20,7 +20,7 @@ from apollo_compile import __version__
 from apollo_compile.device.fingerprint import Fingerprint
 from apollo_compile.device.lanes import lane_catalogue
 from apollo_compile.device.profile import DeviceProfile
-from apollo_compile.distributed.agreement import Commons
+from apollo_compile.distributed.agreement import Agreement
 from apollo_compile.distributed.ranks import Ranks
 from apollo_compile.errors import ApolloError, ConfigError, InvariantError, PlanFileError, RankError, ReportFileError
 from apollo_compile.ir import KernelKind, Observations, Standing, Variant, Verdict
@@ -297,7 +297,7 @@ def test_a_damaged_plan_of_another_rank_is_legal_or_stops_the_rank(text: str) ->
     """It is checked against the graph as a plan of this rank is; if it is none, nobody can tell what the others run."""
     own = _compilation()
     try:
-        settled = Commons(Ranks(_Store("plan", text)), topic="graph").settle(own, own, StageRunner())
+        settled = Agreement(Ranks(_Store("plan", text)), topic="graph").settle(own, own, StageRunner())
     except RankError:
         return
     if settled is not None:

@@ -11,7 +11,7 @@ tells every process its number among those on the machine and how many there are
 Contiguous, since neighbours in number mostly share a cache or a socket. The cores of other ranks come behind the own
 ones, for those who ask for more with `device.units`.
 
-    lie_of_cores(cores) -> one tuple per core
+    core_topology(cores) -> one tuple per core
 
 says how cores lie to each other: two threads of one core are worth less than two cores.
 """
@@ -79,7 +79,7 @@ _SHARED = ("topology/core_cpus_list", "cache/index3/shared_cpu_list", "topology/
 """What cores may have in common: the physical core, the last cache, the socket."""
 
 
-def lie_of_cores(cores: Sequence[int], root: Path = Path("/sys/devices/system/cpu")) -> tuple[tuple[int, ...], ...]:
+def core_topology(cores: Sequence[int], root: Path = Path("/sys/devices/system/cpu")) -> tuple[tuple[int, ...], ...]:
     """Return for every core which physical core, last cache and socket it is on; the same for cores that lie alike.
 
     They are numbered in the order of `cores`. What the system does not tell counts as shared by all.

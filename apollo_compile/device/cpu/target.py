@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager
 import torch
 
 from apollo_compile.config import Config
-from apollo_compile.device.cpu.cores import lie_of_cores
+from apollo_compile.device.cpu.cores import core_topology
 from apollo_compile.device.cpu.execute import Executable, core_share, keep_memory, start_lanes, trim_memory
 from apollo_compile.device.profile import DeviceProfile
 from apollo_compile.device.target import Code, Run
@@ -87,7 +87,7 @@ class CpuTarget:
 
     def circumstances(self) -> Sequence[object]:
         """Return how the lanes' cores lie to each other, and for how many of them torch has threads."""
-        return [lie_of_cores(core_share().order[: self.profile.units]), torch.get_num_threads()]
+        return [core_topology(core_share().order[: self.profile.units]), torch.get_num_threads()]
 
 
 class CalledWhole:
