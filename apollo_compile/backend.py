@@ -69,9 +69,9 @@ def compile_dynamo_graph(
         ranks=find_ranks(),
     )
     release_symbols_with(model)
-    model.ended_by = find_break(graph_module, model.name)
+    model.graph_break = find_break(graph_module, model.name)
     compiled = GraphCompiler(model, settings).compile(graph_module, example_inputs)
-    model.target.tidy()  # compiling left much behind
+    model.target.trim_memory()  # compiling left much behind
     keep_with(compiled, model)
     register(model)
     return compiled, model

@@ -29,14 +29,14 @@ from apollo_compile.errors import ConfigError, TargetError, UnsupportedGraphErro
 from apollo_compile.ir import Variant
 from apollo_compile.session.comparison import Comparison
 from apollo_compile.session.model import CompiledModel
-from apollo_compile.session.step_program import StepProgram, find_micro, link_step
+from apollo_compile.session.step_program import StepProgram, find_micro_batch_graphs, link_step
 from apollo_compile.torch_bridge.graph_breaks import problem_of
 from apollo_compile.torch_bridge.trees import flatten, leaves_of
 
 _logger = logging.getLogger(__name__)
 
 LOOP = "loop over micro-batches"
-IN_TURN = "one program, segments in turn"
+SERIAL_PROGRAM = "one program, segments in turn"
 PROGRAM = "one program"
 
 LossFunction = Callable[[nn.Module, Any], Any]
@@ -128,7 +128,7 @@ class Step:
         self._options = options
         self._compiled: list[_Compiled] = []
         """What Dynamo compiled for the loss function in the step that goes on."""
-        self._programs: dict[Hashable, _Tuned | None] = {}
+        self._programs: dict[Hashable, _AutotunedStep | None] = {}
         """By what a program is for; None where only the loop can run."""
 
         def loss_of(part: Any) -> Any:
@@ -216,7 +216,7 @@ class Step:
             torch.get_default_dtype(),
         )
 
-    def _link(self, leaves: Sequence[Sequence[Any]], compiled: Sequence[_Compiled]) -> _Tuned | None:
+    def _link(self, leaves: Sequence[Sequence[Any]], compiled: Sequence[_Compiled]) -> _AutotunedStep | None:
         """Link what the loop compiled in this step; say why where that is impossible."""
         try:
             if self._break or not compiled:
@@ -227,12 +227,12 @@ class Step:
                     raise UnsupportedGraphError("a parameter has gradient hooks")
             if not all(isinstance(leaf, torch.Tensor) and not leaf.requires_grad for leaf in leaves[0]):
                 raise UnsupportedGraphError("the batch has leaves that are no tensors, or require gradients")
-            micro = find_micro(compiled[-1].model, compiled[-1].inputs, leaves[0])
+            micro = find_micro_batch_graphs(compiled[-1].model, compiled[-1].inputs, leaves[0])
             program = link_step(micro, self._num_parts, name=f"{compiled[-1].model.name} step")
         except UnsupportedGraphError as error:
             _logger.info("the step stays a loop over micro-batches: %s", error)
             return None
-        return _Tuned(program, is_compared=load_config(self._options).plan.autotune)
+        return _AutotunedStep(program, is_compared=load_config(self._options).plan.autotune)
 
 
 @dataclass(eq=False, slots=True)
@@ -252,13 +252,13 @@ def _compile_and_keep(
     return compiled
 
 
-class _Tuned:
+class _AutotunedStep:
     """A linked step, and what is known of how fast it is."""
 
     def __init__(self, program: StepProgram, *, is_compared: bool) -> None:
         """Begin with the program where nothing is to be compared, and with the loop elsewhere."""
         self._program = program
-        selections: dict[str, tuple[Variant, ...]] = {LOOP: (Variant.INDUCTOR,), IN_TURN: (Variant.SERIAL,)}
+        selections: dict[str, tuple[Variant, ...]] = {LOOP: (Variant.INDUCTOR,), SERIAL_PROGRAM: (Variant.SERIAL,)}
         if program.variants.compilation.plan.uses_lanes:
             selections[PROGRAM] = (Variant.PLAN,)
         self._comparison = Comparison(selections) if is_compared else None

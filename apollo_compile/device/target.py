@@ -178,7 +178,7 @@ class Target(Protocol):
     def keep_only(self, variants: Collection[Variant]) -> None:
         """Forget the memory that graphs share where they run other variants."""
 
-    def tidy(self) -> None:
+    def trim_memory(self) -> None:
         """Give free memory back to the system, where it is of no use to what follows."""
 
     def is_capturing(self) -> bool:

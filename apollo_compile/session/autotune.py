@@ -43,7 +43,7 @@ from apollo_compile.session.comparison import MIN_ROUNDS, Comparison
 from apollo_compile.session.drift import WATCH_EVERY, DriftWatch
 from apollo_compile.session.procedure import (
     COMPILE_SHARE,
-    Ballots,
+    ComparisonAgreement,
     Known,
     Procedure,
     TunableGraph,
@@ -63,8 +63,8 @@ class Autotuner:
             The list may grow until the first comparison.
         tell: called with every verdict.
         ranks: who must come to the same verdict.
-        tidy: called before every turn, before Inductor compiles, and where an earlier verdict begins to count: what is
-            free then is of no use to what follows.
+        trim_memory: gives free memory back to the system; called before every turn, before Inductor compiles, and when
+            an earlier verdict is adopted.
         is_watched: whether drift is looked for afterwards; calls that take as long as their sizes make them drift.
     """
 
@@ -74,7 +74,7 @@ class Autotuner:
         tell: Callable[[Verdict], None],
         ranks: Ranks | None = None,
         *,
-        tidy: Callable[[], None] = lambda: None,
+        trim_memory: Callable[[], None] = lambda: None,
         is_watched: bool = True,
     ) -> None:
         self.verdict: Verdict | None = None
@@ -85,10 +85,10 @@ class Autotuner:
         """Those of all graphs that had run when it began, by their place."""
         self._tell = tell
         self._ranks = ranks or Ranks(None)
-        self._give_back = tidy
+        self._release_free_memory = trim_memory
         _tuners.add(self)
         self._is_watched = is_watched and self._ranks.is_alone
-        self._ballots = Ballots(self._ranks)
+        self._agreement = ComparisonAgreement(self._ranks)
         self._comparison: Comparison | None = None
         self._procedure: Procedure | None = None
         self._comparisons: Generator[Comparison | None, None, Verdict] = _none_is_held()
@@ -102,10 +102,10 @@ class Autotuner:
         self._is_closed = False
         self._lock = threading.Lock()
 
-    def _tidy(self) -> None:
+    def _trim_memory(self) -> None:
         """Give back free memory, unless that falls into timed steps of another model."""
         if not any(other.is_comparing for other in _tuners if other is not self):
-            self._give_back()
+            self._release_free_memory()
 
     @property
     def is_watched(self) -> bool:
@@ -129,7 +129,7 @@ class Autotuner:
         is_decided = self.verdict is not None or all(graph.remembered is not None for graph in self._all_graphs)
         return self._is_closed or (is_decided and self._procedure is None and not self._latecomers())
 
-    def passes(self, graph: TunableGraph) -> bool:
+    def skips(self, graph: TunableGraph) -> bool:
         """Return whether this call of a graph goes by unwatched: then neither `enter` nor `leave` is to be called."""
         left = self._num_unwatched
         if left <= 0:
@@ -211,9 +211,9 @@ class Autotuner:
             selection = self._comparison.begin_step()
             if selection is not None:
                 if self._comparison.is_in_first_step:
-                    self._tidy()
+                    self._trim_memory()
                 self._procedure.use(selection)
-                for graph, *variants in zip(self._graphs, *self._comparison.selections_left, strict=True):
+                for graph, *variants in zip(self._graphs, *self._comparison.remaining_selections, strict=True):
                     graph.keep(variants)
                 return
             self._advance()
@@ -228,7 +228,7 @@ class Autotuner:
                 return True
             if self.verdict != remembered[0]:
                 self.verdict = remembered[0]
-                self._tidy()
+                self._trim_memory()
         if latecomers := self._latecomers():
             for graph in latecomers:
                 if not graph.is_settled:
@@ -269,7 +269,7 @@ class Autotuner:
             is_first=last is None or last.is_remembered or places_of_running(self._all_graphs) != self._compared,
             is_inductor_due=self._is_inductor_due() or not self._is_watched,
         )
-        return Procedure(self._all_graphs, known, self._ballots, self._tidy)
+        return Procedure(self._all_graphs, known, self._agreement, self._trim_memory)
 
     def _advance(self) -> None:
         """Go to the next comparison, or to the end."""

@@ -72,15 +72,15 @@ def _compile_bodies(
         _choose_libraries([piece.graph for _, piece, _ in pieces], compilation, config, agreement)
     is_native = config.runtime.bodies == "native" and target.has_native_bodies
     bodies = compile_bodies(pieces, native=is_native, at=at, **kwargs)
-    tell_of_python(compilation, bodies)
+    log_python_bodies(compilation, bodies)
     return bodies
 
 
-_losses = itertools.count()
+_num_warnings = itertools.count()
 """How often it was told that bodies keep Python though they need not."""
 
 
-def tell_of_python(compilation: Compilation, bodies: Sequence[CompiledBody]) -> None:
+def log_python_bodies(compilation: Compilation, bodies: Sequence[CompiledBody]) -> None:
     """Say why bodies keep Python: where they need not, in one warning of the process, for the reason is mostly one."""
     kept = [
         (body.name, made.keeps_python)
@@ -95,7 +95,7 @@ def tell_of_python(compilation: Compilation, bodies: Sequence[CompiledBody]) -> 
     lost = [(name, why.reason) for name, why in kept if why.is_lost]
     if lost:
         _logger.log(
-            logging.INFO if next(_losses) else logging.WARNING,
+            logging.INFO if next(_num_warnings) else logging.WARNING,
             "%s: %d of %s could not be compiled to run without Python, so lanes take turns under the GIL and gain "
             "little or nothing: Inductor's C++ wrapper failed for segment %s: %s; 'apollo doctor' tells whether any "
             "body can be native here (told once; others of this process in INFO lines)",

@@ -140,7 +140,7 @@ class GraphFamily(Generic[_Graph]):
         taken = self._boundary.take(inputs)
         graph = self._graphs.get(bucket)
         if graph is None:
-            outputs = self._stand_in(bucket, sizes).run_once(inputs)
+            outputs = self._nearest_graph(bucket, sizes).run_once(inputs)
         else:
             self._used[bucket] = next(self._clock)
             self.latest = graph
@@ -150,7 +150,7 @@ class GraphFamily(Generic[_Graph]):
     def _bucket(self, sizes: Mapping[str, int]) -> Bucket:
         return tuple(bucket_of(sizes[name]) for name in self._symbols)
 
-    def _stand_in(self, bucket: Bucket, sizes: Mapping[str, int]) -> _Graph:
+    def _nearest_graph(self, bucket: Bucket, sizes: Mapping[str, int]) -> _Graph:
         """Return the graph of the nearest bucket, and see to it that this one gets its own."""
         with self._lock:
             nearest = min(self._graphs, key=lambda other: _distance(bucket, other))
@@ -229,7 +229,7 @@ class _Planner:
     """
 
     def __init__(self) -> None:
-        self._left: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._tasks: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._is_ending = False
         self._thread = threading.Thread(target=self._work, name="apollo-plan", daemon=True)
         self._thread.start()
@@ -244,18 +244,18 @@ class _Planner:
             except BaseException as error:
                 future.set_exception(error)
 
-        self._left.put(do)
+        self._tasks.put(do)
         return future
 
     def end(self) -> None:
         """Do nothing more; wait for what is being done, since a thread in native code must not outlive Python."""
         self._is_ending = True
-        self._left.put(lambda: None)
+        self._tasks.put(lambda: None)
         self._thread.join(_END_LIMIT_S)
 
     def _work(self) -> None:
         while not self._is_ending:
-            self._left.get()()  # without a name, nothing of it is kept until the next one comes
+            self._tasks.get()()  # without a name, nothing of it is kept until the next one comes
 
 
 @functools.cache

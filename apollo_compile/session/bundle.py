@@ -44,7 +44,7 @@ class WholeBundle:
     role: Role
     reason: str
     """Why it is Inductor's."""
-    left: Compilation | None
+    unprofitable: Compilation | None
     """Its plan, where it has one that is not worth compiling."""
     history_key: str | None
     code: Any
@@ -57,6 +57,6 @@ class FallbackBundle:
 
     role: Role
     reason: str
-    left: Compilation | None
+    unprofitable: Compilation | None
     """Its plan, where it has one that is not worth compiling."""
     history_key: str | None

@@ -91,7 +91,7 @@ class Comparison:
         return len(self._alive) == 1 or self._num_rounds >= MAX_ROUNDS
 
     @property
-    def selections_left(self) -> Sequence[Selection]:
+    def remaining_selections(self) -> Sequence[Selection]:
         """What the selections run that may still win."""
         return [self.selections[name] for name in self._alive]
 
@@ -193,12 +193,12 @@ class Results:
         self._comparisons: list[Comparison] = []
         self._standings: dict[str, Standing] = {}
 
-    def hold(self, selections: Mapping[str, Selection], stays: str) -> Generator[Comparison, None, str]:
-        """Hold a comparison and return the winner: `stays`, an selection, if too few rounds could be compared."""
+    def hold(self, selections: Mapping[str, Selection], incumbent: str) -> Generator[Comparison, None, str]:
+        """Hold a comparison and return the winner: `incumbent`, an selection, if too few rounds could be compared."""
         comparison = Comparison(selections, self._required, self._settle)
         if not comparison.is_over:
             yield comparison
-        winner = comparison.winner() if comparison.num_rounds >= MIN_ROUNDS else stays
+        winner = comparison.winner() if comparison.num_rounds >= MIN_ROUNDS else incumbent
         self.selections.update(selections)
         self._comparisons.append(comparison)
         known = next((name for name in selections if name in self.ratios), winner)  # the winner before this comparison

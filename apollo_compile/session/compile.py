@@ -38,7 +38,7 @@ from apollo_compile.session.families import make_family, with_sizes
 from apollo_compile.session.graph import CompiledGraph, has_free_plans
 from apollo_compile.session.model import CompiledModel
 from apollo_compile.session.planning import is_autotuned, log_summary, plan_graph, reason_to_fall_back, role_of
-from apollo_compile.session.restore import Restorer, is_for_both, replaced
+from apollo_compile.session.restore import Restorer, dynamo_graph_falls_back, placeholder_run
 from apollo_compile.torch_bridge.aot_cache import Bundle, Cache
 from apollo_compile.torch_bridge.aot_graph import clone_graph, user_outputs, written_inputs
 from apollo_compile.torch_bridge.boundary import Boundary, set_aside
@@ -107,7 +107,7 @@ class GraphCompiler:
         if role is not Role.BACKWARD:  # what came from AOTAutograd's cache was not enough
             model.forget_graphs()
         elif model.falls_back:  # with its forward
-            return replaced, partial(restorer.bundle_fallback, role, "", None)
+            return placeholder_run, partial(restorer.bundle_fallback, role, "", None)
         outdated = model.warm_start.outdated
         if model.config.debug.strict and outdated is not None and not isinstance(outdated, UnsupportedGraphError):
             raise outdated
@@ -124,21 +124,22 @@ class GraphCompiler:
             if model.config.debug.strict and not is_refusal:
                 raise
             reason = str(error) if is_refusal else f"{type(error).__name__}: {error}"
-            left = model.left[-1] if isinstance(error, NothingToGainError) else None
+            unprofitable = model.unprofitable[-1] if isinstance(error, NothingToGainError) else None
             level = logging.INFO if is_refusal else logging.WARNING  # what is no refusal is a defect of ours
             is_kept = is_refusal and aside is None and outdated is None
-            if is_for_both(role, left):
+            if dynamo_graph_falls_back(role, unprofitable):
                 model.fall_back(reason, level=level)
                 report_output_strides(graph_module)
-                return replaced, partial(restorer.bundle_fallback, role, reason, left) if is_kept else None
+                bundle = partial(restorer.bundle_fallback, role, reason, unprofitable) if is_kept else None
+                return placeholder_run, bundle
             model.log_fallback(name, reason, level=level)
             try:
                 run = self._compile_whole(graph_module, example_inputs, **kwargs)
             except Exception as failure:
                 if role is not Role.BACKWARD or not model.warm_start.has_bundles:
                     raise
-                return _fails(failure), None  # it compiles with the forward, and may never be called
-            return run, partial(restorer.bundle_whole, role, reason, left, run) if is_kept else None
+                return _failing_run(failure), None  # it compiles with the forward, and may never be called
+            return run, partial(restorer.bundle_whole, role, reason, unprofitable, run) if is_kept else None
         report_output_strides(graph_module)
         return compiled, bundle if outdated is None else None
 
@@ -149,7 +150,7 @@ class GraphCompiler:
         model = self._model
         config, target, agreement = model.config, model.target, Agreement(model.ranks)
         sizes, base = {} if boundary is None else boundary.sizes, name
-        self._refuse(sizes)
+        self._check_supported(sizes)
         if sizes:
             name = with_sizes(name, sizes)
         compilation = plan_graph(
@@ -165,7 +166,7 @@ class GraphCompiler:
         planned = time.perf_counter_ns()
         reason = reason_to_fall_back(compilation, config)
         if reason is not None:
-            model.left.append(compilation)
+            model.unprofitable.append(compilation)
             if compilation.finding is None:
                 model.warm_start.keep(compilation, Variant.INDUCTOR, None)
             raise NothingToGainError(reason)
@@ -197,7 +198,7 @@ class GraphCompiler:
         model.add(graph)
         return graph, partial(self._restorer.bundle_segments, graph, original, kwargs) if boundary is None else None
 
-    def _refuse(self, sizes: Mapping[str, int]) -> None:
+    def _check_supported(self, sizes: Mapping[str, int]) -> None:
         """Refuse what cannot be planned for several ranks or for several sizes.
 
         Raises:
@@ -233,7 +234,7 @@ class GraphCompiler:
                     graph_module, compilation, config, target, agreement, contract, at=progress.at, **kwargs
                 )
         except Exception as error:
-            self._accept_no_compiler(error)
+            self._accept_missing_compiler(error)
             config = replace(config, runtime=replace(config.runtime, bodies="eager"))
             code = compile_code(graph_module, compilation, config, target, agreement, contract)
         return code, config
@@ -247,7 +248,7 @@ class GraphCompiler:
             try:
                 return compile_plainly(graph_module, example_inputs, self._settings)
             except Exception as error:
-                self._note_no_compiler(error)
+                self._note_missing_compiler(error)
                 with with_settings(self._settings):
                     return compile_with_inductor(
                         kept,
@@ -266,14 +267,14 @@ class GraphCompiler:
             compiled: Run = compile_whole(graph_module, example_inputs, **kwargs)
             return compiled
         except Exception as error:
-            self._note_no_compiler(error)
+            self._note_missing_compiler(error)
             return interpret_whole(original)
 
-    def _note_no_compiler(self, error: Exception) -> None:
-        complaint = self._accept_no_compiler(error)
+    def _note_missing_compiler(self, error: Exception) -> None:
+        complaint = self._accept_missing_compiler(error)
         self._model.add_to_reason(f"operator by operator, since {complaint}")
 
-    def _accept_no_compiler(self, error: Exception) -> str:
+    def _accept_missing_compiler(self, error: Exception) -> str:
         """Say that the C++ compiler does not work, and return what is wrong, if `error` tells; raise it if not."""
         complaint = compiler_complaint(error)
         if complaint is None or self._model.config.debug.strict or not self._model.target.can_interpret:
@@ -282,7 +283,7 @@ class GraphCompiler:
         return complaint
 
 
-def _fails(error: Exception) -> Run:
+def _failing_run(error: Exception) -> Run:
     """Return a graph that cannot run; what its error was raised from is not kept."""
     traceback.clear_frames(error.__traceback__)
 

@@ -129,7 +129,7 @@ class CompiledGraph:
     def _is_left_alone(self, autotuner: Autotuner) -> bool:
         """Whether nothing about this call is to be decided or measured."""
         if self.target.is_synchronous:
-            return autotuner.passes(self)
+            return autotuner.skips(self)
         return autotuner.is_settled or self.target.is_capturing()
 
     def _choose(self, autotuner: Autotuner) -> None:

@@ -140,10 +140,10 @@ class Learner:
             if self._config.debug.strict:
                 raise
             self._has_failed = True
-            self._tell_of_failure(error)
+            self._log_failure(error)
             return None
 
-    def _tell_of_failure(self, error: Exception) -> None:
+    def _log_failure(self, error: Exception) -> None:
         name = self._variants.compilation.capture.name
         _logger.warning("%s keeps its plan: %s: %s", name, type(error).__name__, error)
 
@@ -194,7 +194,7 @@ class Learner:
             self.is_settled = True
             return
         try:
-            self._go_over_to(new)
+            self._switch_to(new)
         except Exception as error:  # there is a plan, but it cannot be made
             if self._config.debug.strict:
                 raise
@@ -203,9 +203,9 @@ class Learner:
                 why = f"{name} cannot go over to the plan that ranks agreed on: {type(error).__name__}: {error}"
                 raise self._agreement.ranks.fail(why) from error
             self.is_settled = True
-            self._tell_of_failure(error)
+            self._log_failure(error)
 
-    def _go_over_to(self, new: Compilation) -> None:
+    def _switch_to(self, new: Compilation) -> None:
         old = self._variants.compilation
         if is_same_placement(old.plan, new.plan):
             self._variants.update(new)

@@ -43,9 +43,9 @@ class CompiledModel:
     """Name and reason of what Inductor runs: the Dynamo graph where that falls back, else a graph of it."""
     falls_back: bool = False
     """Whether the Dynamo graph is to be compiled as by torch.compile alone: Note [fallback] in `compile.py`."""
-    left: list[Compilation] = field(default_factory=list)
+    unprofitable: list[Compilation] = field(default_factory=list)
     """Those of them that have a plan, but one that is not worth compiling."""
-    ended_by: GraphBreak | None = None
+    graph_break: GraphBreak | None = None
     """What broke the Dynamo graph off; None where it ended with the function."""
     ranks: Ranks = field(default_factory=lambda: Ranks(None))
     """Who decides with this process."""
@@ -55,7 +55,11 @@ class CompiledModel:
     def __post_init__(self) -> None:
         """Prepare what decides about the graphs to come, and what they take over from earlier processes."""
         self.autotuner = Autotuner(
-            self.autotuned, self._keep_verdict, self.ranks, tidy=self.target.tidy, is_watched=self.target.is_synchronous
+            self.autotuned,
+            self._keep_verdict,
+            self.ranks,
+            trim_memory=self.target.trim_memory,
+            is_watched=self.target.is_synchronous,
         )
         self.warm_start = WarmStart(
             name=self.name,
@@ -82,7 +86,7 @@ class CompiledModel:
     def forget_graphs(self) -> None:
         """Begin anew: what was compiled until now is not what will run."""
         self.falls_back = False
-        for known in (self.graphs, self.autotuned, self.families, self.left, self.fallbacks):
+        for known in (self.graphs, self.autotuned, self.families, self.unprofitable, self.fallbacks):
             known.clear()
 
     def fall_back(self, reason: str, *, level: int) -> None:
@@ -104,7 +108,7 @@ class CompiledModel:
     @property
     def verdict(self) -> Verdict | None:
         """What autotuning said, in an earlier process if not in this one."""
-        findings = [item.finding for item in (*(graph.compilation for graph in self.graphs), *self.left)]
+        findings = [item.finding for item in (*(graph.compilation for graph in self.graphs), *self.unprofitable)]
         remembered = (finding.verdict for finding in findings if finding is not None and finding.verdict is not None)
         return self.autotuner.verdict or next(remembered, None)
 
@@ -149,4 +153,4 @@ class CompiledModel:
             if not self.target.is_synchronous:  # what lost holds much memory, and no drift is looked for there
                 graph.variants.unload_others()
         self.target.keep_only({graph.variant for graph in self.autotuned} | {Variant.PLAN})
-        self.target.tidy()  # each variant left its own behind
+        self.target.trim_memory()  # each variant left its own behind

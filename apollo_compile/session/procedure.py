@@ -91,7 +91,7 @@ class TunableGraph(Protocol):
         """Let go of the device memory that all other ways keep for their next step; they can still be used."""
 
 
-class Ballots:
+class ComparisonAgreement:
     """What ranks agree on while they compare: the selections, and the times of every round.
 
     Arguments:
@@ -101,7 +101,7 @@ class Ballots:
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
-        self._num_rounds, self._num_ballots = itertools.count(), itertools.count()
+        self._num_rounds, self._num_proposals = itertools.count(), itertools.count()
 
     def agree(
         self, selections: Mapping[str, Selection], running: Collection[int], graphs: Sequence[TunableGraph]
@@ -118,16 +118,16 @@ class Ballots:
         """
         if self.ranks.is_alone:
             return selections, running
-        own = _Ballot(selections=selections, graphs=tuple(sorted(running)))
-        topic = f"{_topic_of(graphs)}/comparison {next(self._num_ballots)}"
-        ballot = from_json(_Ballot, json.loads(self.ranks.settle(topic, json.dumps(to_json(own)))))
-        for name, selection in ballot.selections.items():
+        own = _Proposal(selections=selections, graphs=tuple(sorted(running)))
+        topic = f"{_topic_of(graphs)}/comparison {next(self._num_proposals)}"
+        agreed = from_json(_Proposal, json.loads(self.ranks.settle(topic, json.dumps(to_json(own)))))
+        for name, selection in agreed.selections.items():
             lacking = [
                 variant for graph, variant in zip(graphs, selection, strict=True) if not _can_run(graph, variant)
             ]
             if lacking:
                 raise self.ranks.fail(f"{name!r} competes on the other ranks, and this one cannot run '{lacking[0]}'")
-        return ballot.selections, ballot.graphs
+        return agreed.selections, agreed.graphs
 
     def settle(self, measured: Round, graphs: Sequence[TunableGraph]) -> Round:
         """Return the times of a round that all ranks go by."""
@@ -164,19 +164,23 @@ class Procedure:
     Arguments:
         graphs: of the model.
         known: what it begins with.
-        ballots: with whom it is taken.
-        tidy: called before Inductor compiles.
+        agreement: with whom it is taken.
+        trim_memory: called before Inductor compiles.
     """
 
     def __init__(
-        self, graphs: Sequence[TunableGraph], known: Known, ballots: Ballots, tidy: Callable[[], None]
+        self,
+        graphs: Sequence[TunableGraph],
+        known: Known,
+        agreement: ComparisonAgreement,
+        trim_memory: Callable[[], None],
     ) -> None:
         self.graphs = tuple(graphs)
         self.compared = places_of_running(self.graphs)
         """Places of the graphs that had run when it began, on all ranks."""
         self._known = known
-        self._ballots = ballots
-        self._tidy = tidy
+        self._agreement = agreement
+        self._trim_memory = trim_memory
         self._prepared_ns = 0
         """How long Inductor compiled for it."""
 
@@ -190,12 +194,12 @@ class Procedure:
         running: Collection[int] = self.compared
         if known.is_first and any(Variant.INDUCTOR in self.graphs[place].available for place in running):
             self._prepare(running)  # of the others it is known what Inductor makes of them
-        selections, running = self._ballots.agree(self._selections_of(_SIMPLEST_FIRST), running, self.graphs)
-        results = Results(sorted(running), lambda measured: self._ballots.settle(measured, self.graphs))
-        stays = next(
+        selections, running = self._agreement.agree(self._selections_of(_SIMPLEST_FIRST), running, self.graphs)
+        results = Results(sorted(running), lambda measured: self._agreement.settle(measured, self.graphs))
+        incumbent = next(
             (name for name, each in selections.items() if last and each == last.selection), list(selections)[-1]
         )
-        winner = yield from results.hold(selections, stays)
+        winner = yield from results.hold(selections, incumbent)
         is_clear = winner in (Variant.LISTED, Variant.PLAN) and results.ratios.get(Variant.SERIAL, 1.0) >= CLEAR
         has_met = is_inductor_known or Variant.INDUCTOR in selections
         if not has_met and (known.is_inductor_due or not is_clear):
@@ -215,7 +219,7 @@ class Procedure:
             graph.use(variant)
 
     def _prepare(self, running: Collection[int]) -> None:
-        self._tidy()
+        self._trim_memory()
         begin = time.perf_counter_ns()
         for place in sorted(running):
             self.graphs[place].prepare()
@@ -226,14 +230,14 @@ class Procedure:
     ) -> Generator[None, None, Mapping[str, Selection]]:
         """Return what competes after Inductor compiled: `winner` alone if it could not, on whichever rank that was."""
         rivals: Mapping[str, Selection] = {**self._selections_of((Variant.INDUCTOR,)), winner: selection}
-        if self._ballots.ranks.is_alone:
+        if self._agreement.ranks.is_alone:
             return rivals
         self.use(selection)
         if all(Variant.INDUCTOR in self.graphs[place].available for place in running):
             yield None  # a step, in which a rank where that is not so can say it
-            rivals, _ = self._ballots.agree(rivals, running, self.graphs)
+            rivals, _ = self._agreement.agree(rivals, running, self.graphs)
         else:
-            rivals, _ = self._ballots.agree({winner: selection}, running, self.graphs)
+            rivals, _ = self._agreement.agree({winner: selection}, running, self.graphs)
             yield None
         return rivals
 
@@ -273,7 +277,7 @@ def _can_run(graph: TunableGraph, variant: Variant) -> bool:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Ballot:
+class _Proposal:
     """Who competes, as it goes through the store."""
 
     selections: Mapping[str, Selection]

@@ -73,7 +73,7 @@ def variants_of(model: Callable[..., Any]) -> list[str]:
     for found in find_models(model):
         for graph in found.current_graphs():
             if graph.has_run:
-                is_in_turn = graph.variant == Variant.PLAN and not graph.compilation.plan.uses_lanes
-                variants.append(Variant.SERIAL if is_in_turn else graph.variant)
+                is_serial = graph.variant == Variant.PLAN and not graph.compilation.plan.uses_lanes
+                variants.append(Variant.SERIAL if is_serial else graph.variant)
         variants += [Variant.INDUCTOR] * len(found.fallbacks)
     return list(dict.fromkeys(variants))

@@ -21,7 +21,7 @@ from apollo_compile.errors import UnsupportedGraphError
 from apollo_compile.ir import Role, Variant
 from apollo_compile.observe import StageRunner
 from apollo_compile.pipeline import Compilation, compile_finding, rename
-from apollo_compile.session.bodies import tell_of_python
+from apollo_compile.session.bodies import log_python_bodies
 from apollo_compile.session.bundle import FallbackBundle, SegmentsBundle, WholeBundle
 from apollo_compile.session.graph import CompiledGraph
 from apollo_compile.session.model import CompiledModel
@@ -54,7 +54,7 @@ class Restorer:
             Exception: whatever stands against it; all graphs are compiled anew then.
         """
         if self._model.falls_back:  # this is the backward of a forward that does
-            return replaced
+            return placeholder_run
         try:
             match bundle:
                 case FallbackBundle():
@@ -69,23 +69,23 @@ class Restorer:
             raise
 
     def _unbundle_fallback(self, bundle: FallbackBundle) -> Run:
-        self._take_left(bundle)
+        self._restore_unprofitable(bundle)
         self._model.fall_back(bundle.reason, level=logging.INFO)
-        return replaced
+        return placeholder_run
 
     def _unbundle_whole(self, bundle: WholeBundle) -> Run:
-        self._take_left(bundle)
+        self._restore_unprofitable(bundle)
         compiled = unbundle_code(bundle.code)
         self._model.log_fallback(self._model.name_of(bundle.role), bundle.reason, level=logging.INFO)
         return compiled
 
-    def _take_left(self, bundle: WholeBundle | FallbackBundle) -> None:
-        if bundle.left is None:
+    def _restore_unprofitable(self, bundle: WholeBundle | FallbackBundle) -> None:
+        if bundle.unprofitable is None:
             return
         finding = self._model.warm_start.recall_under(self._model.name_of(bundle.role), bundle.history_key)
-        if bundle.left.finding is not None and (finding is None or finding.variant != Variant.INDUCTOR):
+        if bundle.unprofitable.finding is not None and (finding is None or finding.variant != Variant.INDUCTOR):
             raise UnsupportedGraphError("that Inductor is faster is known no longer")
-        self._model.left.append(rename(bundle.left, self._model.name_of(bundle.role)))
+        self._model.unprofitable.append(rename(bundle.unprofitable, self._model.name_of(bundle.role)))
 
     def _unbundle_segments(self, bundle: SegmentsBundle) -> Run:
         begin = time.perf_counter_ns()
@@ -101,10 +101,10 @@ class Restorer:
         compile_whole = None if original is None else partial(_compile_bundled, original, current_settings(), kwargs)
         reason = reason_to_fall_back(compilation, self._model.config)
         if reason is not None:
-            self._model.left.append(compilation)
-            if is_for_both(compilation.capture.role, compilation):
+            self._model.unprofitable.append(compilation)
+            if dynamo_graph_falls_back(compilation.capture.role, compilation):
                 self._model.fall_back(reason, level=logging.INFO)
-                return replaced
+                return placeholder_run
             if compile_whole is None:
                 raise UnsupportedGraphError("there is no graph that Inductor could compile")
             compiled = compile_whole()
@@ -113,7 +113,7 @@ class Restorer:
         self._model.target.start(compilation.plan.lanes)
         planned = time.perf_counter_ns()
         bodies = tuple(map(unbundle_body, bundle.bodies))
-        tell_of_python(compilation, bodies)
+        log_python_bodies(compilation, bodies)
         graph = CompiledGraph(
             first=compilation,
             code=Code(bodies=bodies, contract=bundle.contract),
@@ -127,15 +127,15 @@ class Restorer:
         log_summary(compilation, planned - begin, time.perf_counter_ns() - planned, did="loaded")
         return graph
 
-    def bundle_fallback(self, role: Role, reason: str, left: Compilation | None) -> FallbackBundle:
+    def bundle_fallback(self, role: Role, reason: str, unprofitable: Compilation | None) -> FallbackBundle:
         """Return what is kept of a graph whose Dynamo graph falls back."""
         key = self._model.warm_start.key_of(self._model.name_of(role))
-        return FallbackBundle(role=role, reason=reason, left=left, history_key=key)
+        return FallbackBundle(role=role, reason=reason, unprofitable=unprofitable, history_key=key)
 
-    def bundle_whole(self, role: Role, reason: str, left: Compilation | None, run: Run) -> WholeBundle:
+    def bundle_whole(self, role: Role, reason: str, unprofitable: Compilation | None, run: Run) -> WholeBundle:
         """Return what is kept of a graph that Inductor compiled whole."""
         key = self._model.warm_start.key_of(self._model.name_of(role))
-        return WholeBundle(role=role, reason=reason, left=left, history_key=key, code=bundle_code(run))
+        return WholeBundle(role=role, reason=reason, unprofitable=unprofitable, history_key=key, code=bundle_code(run))
 
     def bundle_segments(
         self, graph: CompiledGraph, original: fx.GraphModule | None, kwargs: Mapping[str, Any]
@@ -151,9 +151,9 @@ class Restorer:
         )
 
 
-def is_for_both(role: Role, left: Compilation | None) -> bool:
+def dynamo_graph_falls_back(role: Role, unprofitable: Compilation | None) -> bool:
     """Return whether the Dynamo graph falls back where this graph does: with a forward, unless the two were mixed."""
-    finding = None if left is None else left.finding
+    finding = None if unprofitable is None else unprofitable.finding
     verdict = None if finding is None else finding.verdict
     return role is not Role.BACKWARD and (verdict is None or set(verdict.selection) == {Variant.INDUCTOR})
 
@@ -163,9 +163,9 @@ def _compile_bundled(original: bytes, settings: Mapping[str, Any], kwargs: Mappi
     return compile_again(unbundle_graph(original), settings, **kwargs)
 
 
-def replaced(inputs: list[Any]) -> Sequence[Any]:
+def placeholder_run(inputs: list[Any]) -> Sequence[Any]:
     """Stand for a graph of a Dynamo graph that falls back, until that is compiled by torch.compile alone."""
     raise AssertionError("a graph that falls back runs what torch.compile makes of it")
 
 
-replaced._boxed_call = True  # type: ignore[attr-defined]
+placeholder_run._boxed_call = True  # type: ignore[attr-defined]

@@ -1,6 +1,6 @@
 """A training step as one program: the compiled forward and backward of a micro-batch, called once for each of them.
 
-    find_micro(model, ...) -> Micro;    link_step(micro, number of micro-batches) -> StepProgram
+    find_micro_batch_graphs(model, ...) -> MicroBatchGraphs;    link_step(micro, number of micro-batches) -> StepProgram
 
 Nothing is traced or compiled again: segments and bodies are those of the graphs that `torch.compile` made for one
 micro-batch. What is new is a sum of gradients behind every segment of a backward, and one plan for all of it, in which
@@ -47,7 +47,7 @@ _TANGENT = "tangents_"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Micro:
+class MicroBatchGraphs:
     """The compiled graphs of one micro-batch, and where the inputs of its forward come from."""
 
     forward: CompiledGraph
@@ -103,7 +103,9 @@ class StepProgram:
         return outputs[: self.num_losses], gradients
 
 
-def find_micro(model: CompiledModel, dynamo_inputs: Sequence[object], leaves: Sequence[torch.Tensor]) -> Micro:
+def find_micro_batch_graphs(
+    model: CompiledModel, dynamo_inputs: Sequence[object], leaves: Sequence[torch.Tensor]
+) -> MicroBatchGraphs:
     """Return the graphs of a micro-batch that was trained on once, with the sources of their inputs.
 
     Arguments:
@@ -121,7 +123,7 @@ def find_micro(model: CompiledModel, dynamo_inputs: Sequence[object], leaves: Se
     if by_role.keys() != {Role.FORWARD, Role.BACKWARD} or len(model.graphs) != 2:
         raise UnsupportedGraphError(f"{model.name} has {len(model.graphs)} graphs; expected a forward and a backward")
     forward, backward = by_role[Role.FORWARD], by_role[Role.BACKWARD]
-    if not forward.target.is_synchronous or not forward.commons.ranks.is_alone:
+    if not forward.target.is_synchronous or not forward.agreement.ranks.is_alone:
         raise UnsupportedGraphError("steps are linked for a CPU and a single process only")
     if forward.boundary is not None or backward.boundary is not None:
         raise UnsupportedGraphError(f"{model.name} takes sizes or objects besides tensors")
@@ -143,10 +145,10 @@ def find_micro(model: CompiledModel, dynamo_inputs: Sequence[object], leaves: Se
     if None in (forward.code.contract.written_inputs, backward.code.contract.written_inputs):
         raise UnsupportedGraphError(f"{model.name} writes to other tensors than its inputs")
     (loss,) = forward.code.contract.user_outputs
-    return Micro(forward=forward, backward=backward, sources=sources, loss=loss)
+    return MicroBatchGraphs(forward=forward, backward=backward, sources=sources, loss=loss)
 
 
-def link_step(micro: Micro, num_micro_batches: int, *, name: str) -> StepProgram:
+def link_step(micro: MicroBatchGraphs, num_micro_batches: int, *, name: str) -> StepProgram:
     """Return the program of a step.
 
     Arguments:
@@ -201,7 +203,7 @@ class _Wired:
     """By parameter."""
 
 
-def _wire(micro: Micro, count: int, sums: Sequence[_Sum]) -> _Wired:
+def _wire(micro: MicroBatchGraphs, count: int, sums: Sequence[_Sum]) -> _Wired:
     forward = micro.forward.compilation.partition.graph
     backward = micro.backward.compilation.partition.graph
     state = {id(source): source for source in micro.sources if isinstance(source, torch.Tensor)}
@@ -306,7 +308,7 @@ class _Sum:
     graph: SegmentGraph
 
 
-def _sums_of(micro: Micro) -> tuple[_Sum, ...]:
+def _sums_of(micro: MicroBatchGraphs) -> tuple[_Sum, ...]:
     backward = micro.backward.compilation.partition.graph
     groups: dict[SegmentId | None, list[int]] = {}
     for place in micro.parameters:

@@ -109,8 +109,8 @@ class Variants:
             if not self.compilation.plan.uses_lanes and not self._target.binds_graphs:
                 return self.plan
             old = self.compilation
-            in_turn = self.with_plan(make_serial_plan(old.partition.graph, old.costs, old.plan))
-            return self._target.load(in_turn, self.code, variant)
+            serial = self.with_plan(make_serial_plan(old.partition.graph, old.costs, old.plan))
+            return self._target.load(serial, self.code, variant)
         if variant in self._target.variants:
             return self._target.load(self.compilation, self.code, variant)
         raise KeyError(f"{self.compilation.capture.name} cannot run the variant '{variant}'; it has {self.available}")

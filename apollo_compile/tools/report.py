@@ -50,7 +50,7 @@ def report(
             graphs=tuple(_summarize(entry, units, profiles, rules=rules)),
             fallbacks=tuple(entry.fallbacks),
             verdicts=tuple(entry.verdicts),
-            breaks=() if entry.ended_by is None else (entry.ended_by,),
+            breaks=() if entry.graph_break is None else (entry.graph_break,),
             states=(entry.state(),),
         )
         for entry in found
@@ -79,13 +79,13 @@ def _summarize(
     ]
     graphs += [
         summarize(
-            left,
+            compilation,
             Trace(),
             variant=Variant.INDUCTOR,
-            what_if=compare(left),
-            baselines=other_rules(left) if rules else (),
+            what_if=compare(compilation),
+            baselines=other_rules(compilation) if rules else (),
             lane_memory_quota=model.target.lane_memory_quota,
         )
-        for left in model.left
+        for compilation in model.unprofitable
     ]
     return sorted(graphs, key=lambda graph: graph.role is Role.BACKWARD)

@@ -187,7 +187,7 @@ def test_that_a_graph_falls_back_is_remembered(
             monkeypatch.setattr(session_compile, "plan_graph", lambda *args, **kwargs: pytest.fail("planned again"))
     lines = [record.getMessage() for record in caplog.records if "falls back" in record.getMessage()]
     assert len(lines) == 2 and len({line.partition(" ")[2] for line in lines}) == 1
-    assert len(first.left) == 1 and "nothing to gain" in first.fallbacks[0][1]
+    assert len(first.unprofitable) == 1 and "nothing to gain" in first.fallbacks[0][1]
 
 
 @pytest.mark.parametrize("kind", [Product, Chosen])

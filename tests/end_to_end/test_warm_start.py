@@ -154,7 +154,7 @@ def test_a_graph_that_falls_back_does_so_again(monkeypatch: pytest.MonkeyPatch) 
     model, inputs = nn.Linear(1024, 1024, bias=False), (torch.randn(512, 1024),)
     options = {"plan.autotune": True}
     expected, first = training_of(model, *inputs, **options)
-    assert [len(first.graphs), len(first.left)] == [0, 1], first.fallbacks
+    assert [len(first.graphs), len(first.unprofitable)] == [0, 1], first.fallbacks
     assert hits() == (0, 2)
     forbid_tracing(monkeypatch)
     got, second = training_of(model, *inputs, **options)
@@ -162,8 +162,8 @@ def test_a_graph_that_falls_back_does_so_again(monkeypatch: pytest.MonkeyPatch) 
     assert_same_training(expected, got)
     reasons = [reason for _, reason in first.fallbacks]
     assert [reason for _, reason in second.fallbacks] == reasons
-    assert [found.partition.graph.segments for found in second.left] == [
-        found.partition.graph.segments for found in first.left
+    assert [found.partition.graph.segments for found in second.unprofitable] == [
+        found.partition.graph.segments for found in first.unprofitable
     ]
 
 
@@ -224,13 +224,13 @@ def test_inductors_code_is_not_kept_longer_than_the_verdict(tmp_path: Path) -> N
     let_win(Variant.INDUCTOR, model, inputs, options)
     with torch.compiler.config.patch(cache_key_tag=f"{tmp_path} whole"):
         _, found = training_of(model, *inputs, **options)
-        assert [len(found.graphs), len(found.left)] == [0, 1]
+        assert [len(found.graphs), len(found.unprofitable)] == [0, 1]
         counters.clear()
         for file in (tmp_path / "history").iterdir():
             file.unlink()
         training, found = training_of(model, *inputs, **options)
     assert hits() == (0, 1)
-    assert [len(found.graphs), len(found.left)] == [2, 0]
+    assert [len(found.graphs), len(found.unprofitable)] == [2, 0]
     assert_same_training(train(model, lambda run: run(*inputs).square().mean()), training)
 
 

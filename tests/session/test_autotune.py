@@ -76,7 +76,7 @@ class Machine:
         self.tidied: list[int] = []
         """Steps that had begun whenever memory was to be given back."""
         self.autotuner = Autotuner(
-            graphs, self.verdicts.append, ranks, tidy=lambda: self.tidied.append(len(graphs[0].used))
+            graphs, self.verdicts.append, ranks, trim_memory=lambda: self.tidied.append(len(graphs[0].used))
         )
         self.speed = 1.0
         self.num_watched = 0
@@ -91,7 +91,7 @@ class Machine:
         for index, graph in enumerate(self.graphs):
             if only and index not in only:
                 continue
-            is_watched = not self.autotuner.passes(graph)
+            is_watched = not self.autotuner.skips(graph)
             self.num_watched += is_watched
             if is_watched:
                 self.autotuner.enter(graph)
@@ -801,7 +801,7 @@ def test_a_step_that_raises_is_no_sample() -> None:
     for failing, number in itertools.product((backward, forward), range(5 * WINDOW)):
         for graph in (forward, backward):
             fails = graph is failing and number % 2 == 0
-            is_watched = not machine.autotuner.passes(graph)
+            is_watched = not machine.autotuner.skips(graph)
             if is_watched:
                 machine.autotuner.enter(graph)
                 machine.autotuner.leave(graph, None if fails else round(1e6 * graph.times[graph.variant]))
@@ -817,7 +817,7 @@ def test_steps_of_another_thread_at_the_same_time_are_no_drift() -> None:
     machine.run(4 * WINDOW)  # how long a step takes is known
 
     def call(graph: Graph, *, begin: Callable[[], object], end: Callable[[], object]) -> None:
-        is_watched = not machine.autotuner.passes(graph)
+        is_watched = not machine.autotuner.skips(graph)
         if is_watched:
             machine.autotuner.enter(graph)
         begin()

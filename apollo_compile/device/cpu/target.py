@@ -72,7 +72,7 @@ class CpuTarget:
     def keep_only(self, variants: Collection[Variant]) -> None:
         """Graphs share nothing."""
 
-    def tidy(self) -> None:
+    def trim_memory(self) -> None:
         """Give free memory back, if it was to be kept until now."""
         if self._runtime.keep_memory:
             trim_memory()

@@ -94,7 +94,7 @@ class GpuTarget:
         for variant in self.memories.keys() - set(variants):
             del self.memories[variant]
 
-    def tidy(self) -> None:
+    def trim_memory(self) -> None:
         """What captured graphs let go is torch's."""
 
     def is_capturing(self) -> bool:
