@@ -1,4 +1,4 @@
-"""Compile the bodies of a graph: which library computes their matmuls, native code, and code for lanes of a GPU.
+"""Compile the bodies of a graph: choose libraries for matmuls, compile native code, and tune code for GPU lanes.
 
 compile_code(graph_module, compilation, config, target, agreement, contract, ...) -> Code
 """
@@ -42,13 +42,13 @@ def compile_code(
 
     Arguments:
         graph_module: the graph after AOTAutograd.
-        compilation: its products.
-        config: says what kind of code.
-        target: where it runs.
-        agreement: with whom libraries are settled.
+        compilation: the products of its stages.
+        config: its `runtime` options say how bodies are compiled.
+        target: the device that it runs on.
+        agreement: makes all ranks choose the same libraries.
         contract: what the caller of the graph promises.
-        at: called with what is being done to which of how many bodies.
-        kwargs: what AOTAutograd passed for the whole graph.
+        at: reports progress: the phase, the number of the body, and how many there are.
+        kwargs: arguments that AOTAutograd passed for the whole graph.
     """
     bodies = _compile_bodies(graph_module, compilation, config, target, agreement, at=at, **kwargs)
     tuned = _tune_bodies(graph_module, compilation, target, config, **kwargs)
@@ -77,11 +77,15 @@ def _compile_bodies(
 
 
 _num_warnings = itertools.count()
-"""How often it was told that bodies keep Python though they need not."""
+"""Counts warnings about bodies that need Python because the C++ wrapper failed."""
 
 
 def log_python_bodies(compilation: Compilation, bodies: Sequence[CompiledBody]) -> None:
-    """Say why bodies keep Python: where they need not, in one warning of the process, for the reason is mostly one."""
+    """Log why bodies run under the GIL.
+
+    Bodies that call Python are one INFO line. A failed C++ wrapper is a WARNING, once per process, since the reason is
+    mostly the same for all of them.
+    """
     kept = [
         (body.name, made.keeps_python)
         for body, made in zip(compilation.partition.bodies, bodies, strict=True)
@@ -109,7 +113,7 @@ def log_python_bodies(compilation: Compilation, bodies: Sequence[CompiledBody]) 
 def _choose_libraries(
     graphs: Sequence[fx.Graph], compilation: Compilation, config: Config, agreement: Agreement
 ) -> None:
-    """Give matrix products of the graphs of bodies to oneDNN where it is faster on the cores that they run on."""
+    """Let oneDNN compute the matmuls for which it is faster on the number of cores that their bodies run on."""
     with_cores = list(zip(graphs, _cores_of_bodies(compilation), strict=True))
     libraries = libraries_in(config.device.cache if config.plan.remember else None)
     with real_tensors():
@@ -126,7 +130,7 @@ def _choose_libraries(
 
 
 def _cores_of_bodies(compilation: Compilation) -> list[int]:
-    """Return on how many cores most segments of each body are planned to run."""
+    """Return, per body, the number of cores that most of its segments are planned on."""
     counts = [Counter[int]() for _ in compilation.partition.bodies]
     segments = compilation.partition.graph.segments
     for assignment in compilation.plan.assignments:
@@ -137,7 +141,7 @@ def _cores_of_bodies(compilation: Compilation) -> list[int]:
 def _tune_bodies(
     graph_module: fx.GraphModule, compilation: Compilation, target: Target, config: Config, **kwargs: Any
 ) -> Mapping[tuple[BodyId, int], CompiledBody]:
-    """Return code of all bodies for lanes with fewer units than the device has, where that may be other code."""
+    """Return code of all bodies for lanes smaller than the device, where Inductor's choices depend on the units."""
     lanes = compilation.plan.lanes
     tuned_lanes = target.tuned_lanes(lanes)
     if not tuned_lanes or config.runtime.bodies == "eager" or not depends_on_units():
@@ -145,7 +149,7 @@ def _tune_bodies(
     found = {}
     for units, lane in tuned_lanes.items():
         pieces = [(body.name, *extract_body(graph_module, body)) for body in compilation.partition.bodies]
-        with target.compile_scope(lane):  # where kernels are timed that Inductor chooses among
+        with target.compile_scope(lane):  # Inductor's autotuning times kernels on this lane
             left_out = len(lanes[0].units) - units
             bodies = compile_bodies(pieces, native=False, units=units, left_out=left_out, **kwargs)
         found.update({(BodyId(number), units): body for number, body in enumerate(bodies)})

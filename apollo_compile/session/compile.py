@@ -1,14 +1,14 @@
-"""Compile a Dynamo graph: AOTAutograd makes a forward and a backward of it, or an inference graph, and each is planned.
+"""Compile a Dynamo graph: AOTAutograd splits it into forward and backward, or an inference graph; each is planned.
 
-    GraphCompiler(model, settings).compile(graph_module, example_inputs) -> what Dynamo calls
+    GraphCompiler(model, settings).compile(graph_module, example_inputs) -> the function that Dynamo calls
 
 Note [fallback]: a Dynamo graph that segments cannot express, or that would gain nothing from them, gets exactly what
 `torch.compile(mode=..., options=...)` makes of it: same code, same caches, same memory. One INFO line says why.
-Whether it falls back is known when its forward, or inference graph, has been planned. AOTAutograd has traced it by
-then, with settings of ours; so what was made is dropped, and the Dynamo graph, of which AOTAutograd had a copy, is
-compiled again. Where AOTAutograd's cache is in use, the reason is kept there, so that a later process knows it without
-planning. A backward that cannot run in segments though its forward does is compiled whole by Inductor, and so is one of
-the two where measurements said that this is the best for it alone.
+Whether it falls back is known once its forward, or inference graph, has been planned. By then AOTAutograd has traced a
+copy of the Dynamo graph with our settings; that result is dropped, and the Dynamo graph itself is compiled again. Where
+AOTAutograd's cache is in use, the reason is cached there, so that a later process knows it without planning. A backward
+that cannot run in segments although its forward does is compiled whole by Inductor, and so is either graph if
+autotuning found that Inductor is the fastest variant for that graph alone.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _logger = logging.getLogger(__name__)
 
 
 class GraphCompiler:
-    """Compiles one Dynamo graph, in segments or as torch.compile does with these settings of Inductor."""
+    """Compiles one Dynamo graph, in segments or by torch.compile with these Inductor settings."""
 
     def __init__(self, model: CompiledModel, settings: Mapping[str, Any]) -> None:
         self._model = model
@@ -63,11 +63,11 @@ class GraphCompiler:
         self._restorer = Restorer(model)
 
     def compile(self, graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        """Return what Dynamo calls.
+        """Return the function that Dynamo calls.
 
         Raises:
             Exception: whatever torch.compile alone would raise.
-            RankError: ranks cannot agree on what runs.
+            RankError: the ranks cannot agree on a plan.
         """
         model = self._model
         reason = reason_without_lanes(example_inputs, model.target.device)
@@ -85,7 +85,7 @@ class GraphCompiler:
                     cache=self._cache(graph_module, example_inputs),
                     settings=self._settings,
                 )
-        except Exception as error:  # if torch.compile alone raises it too, then from there
+        except Exception as error:  # an error of the user's model comes again from torch.compile
             if model.config.debug.strict or isinstance(error, RankError) or is_for_dynamo(error):
                 raise
             model.forget_graphs()
@@ -93,7 +93,7 @@ class GraphCompiler:
         return self._compile_plainly(graph_module, example_inputs) if model.falls_back else compiled
 
     def _cache(self, graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> Cache | None:
-        """Return how AOTAutograd's cache gives the graphs of a Dynamo graph back; None where it is not to have them."""
+        """Return how AOTAutograd's cache loads the graphs of a Dynamo graph; None where they are not to be cached."""
         key = self._model.warm_start.bundle_key(graph_module, example_inputs)
         return None if key is None else Cache(key=key, unbundle=self._restorer.unbundle)
 
@@ -104,7 +104,7 @@ class GraphCompiler:
         model, restorer = self._model, self._restorer
         role = role_of(kwargs)
         name = model.name_of(role)
-        if role is not Role.BACKWARD:  # what came from AOTAutograd's cache was not enough
+        if role is not Role.BACKWARD:  # graphs loaded from AOTAutograd's cache were incomplete
             model.forget_graphs()
         elif model.falls_back:  # with its forward
             return placeholder_run, partial(restorer.bundle_fallback, role, "", None)
@@ -117,15 +117,15 @@ class GraphCompiler:
             piece, inputs, own, boundary = (graph_module, example_inputs, kwargs, None) if aside is None else aside
             adopt_layouts(piece, inputs)
             compiled, bundle = self._compile_in_segments(piece, boundary, name=name, role=role, **own)
-        except RankError:  # Inductor's code would be another than what the other ranks run
+        except RankError:  # a fallback would run other code than the other ranks
             raise
-        except Exception as error:  # whatever it is, Inductor still can: training must not stop because of us
+        except Exception as error:  # Inductor can still compile it: training must not stop
             is_refusal = isinstance(error, UnsupportedGraphError | NothingToGainError)
             if model.config.debug.strict and not is_refusal:
                 raise
             reason = str(error) if is_refusal else f"{type(error).__name__}: {error}"
             unprofitable = model.unprofitable[-1] if isinstance(error, NothingToGainError) else None
-            level = logging.INFO if is_refusal else logging.WARNING  # what is no refusal is a defect of ours
+            level = logging.INFO if is_refusal else logging.WARNING  # anything but a refusal is a bug of ours
             is_kept = is_refusal and aside is None and outdated is None
             if dynamo_graph_falls_back(role, unprofitable):
                 model.fall_back(reason, level=level)
@@ -172,7 +172,7 @@ class GraphCompiler:
             raise NothingToGainError(reason)
         original = clone_graph(graph_module) if is_autotuned(compilation.plan, config) else None
         compile_original = None if original is None else partial(compile_again, original, current_settings(), **kwargs)
-        target.start(compilation.plan.lanes)  # where threads may not be pinned, nothing is compiled in vain
+        target.start(compilation.plan.lanes)  # fails before anything is compiled if threads cannot be pinned
         code, config = self._compile_code(graph_module, compilation, agreement, name=name, **kwargs)
         if config is not model.config:  # without a compiler
             compile_original = None
@@ -199,10 +199,10 @@ class GraphCompiler:
         return graph, partial(self._restorer.bundle_segments, graph, original, kwargs) if boundary is None else None
 
     def _check_supported(self, sizes: Mapping[str, int]) -> None:
-        """Refuse what cannot be planned for several ranks or for several sizes.
+        """Check that the graph can be planned for this job's ranks and for its dynamic sizes.
 
         Raises:
-            UnsupportedGraphError: always then.
+            UnsupportedGraphError: it cannot.
         """
         ranks = self._model.ranks
         if not ranks.can_agree:
@@ -220,7 +220,7 @@ class GraphCompiler:
     def _compile_code(
         self, graph_module: fx.GraphModule, compilation: Compilation, agreement: Agreement, *, name: str, **kwargs: Any
     ) -> tuple[Code, Config]:
-        """Return the code of a graph, and with which options it was made: without a C++ compiler, operators run."""
+        """Return the code of a graph and the options it was compiled with: eager bodies if there is no C++ compiler."""
         config, target = self._model.config, self._model.target
         contract = Contract(
             static_inputs=frozenset(kwargs.get("static_input_idxs") or ()),
@@ -242,7 +242,7 @@ class GraphCompiler:
     # ---------------------------------------------------------------------------------------------- by Inductor
 
     def _compile_plainly(self, graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        """Compile the Dynamo graph as torch.compile does, or, without a C++ compiler, run it operator by operator."""
+        """Compile the Dynamo graph as torch.compile does; without a C++ compiler, interpret it."""
         with copy_of_dynamo_graph(graph_module) as kept, Progress(f"compiling {self._model.name}") as progress:
             progress.at("as torch.compile does,")
             try:
@@ -261,7 +261,7 @@ class GraphCompiler:
     def _compile_whole(
         self, graph_module: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any
     ) -> Callable[[list[Any]], Sequence[Any]]:
-        """Let Inductor compile the graph whole, or, without a C++ compiler, run it operator by operator."""
+        """Let Inductor compile the whole graph; without a C++ compiler, interpret it."""
         original = clone_graph(graph_module)
         try:
             compiled: Run = compile_whole(graph_module, example_inputs, **kwargs)
@@ -275,7 +275,7 @@ class GraphCompiler:
         self._model.add_to_reason(f"operator by operator, since {complaint}")
 
     def _accept_missing_compiler(self, error: Exception) -> str:
-        """Say that the C++ compiler does not work, and return what is wrong, if `error` tells; raise it if not."""
+        """Warn that the C++ compiler does not work and return what is wrong with it; re-raise any other error."""
         complaint = compiler_complaint(error)
         if complaint is None or self._model.config.debug.strict or not self._model.target.can_interpret:
             raise error
@@ -284,7 +284,7 @@ class GraphCompiler:
 
 
 def _failing_run(error: Exception) -> Run:
-    """Return a graph that cannot run; what its error was raised from is not kept."""
+    """Return a graph that raises `error` when it is called; the frames of its traceback are cleared."""
     traceback.clear_frames(error.__traceback__)
 
     def fail(inputs: list[Any]) -> Sequence[Any]:
@@ -295,7 +295,7 @@ def _failing_run(error: Exception) -> Run:
 
 @functools.cache
 def _warn_of_compiler(complaint: str) -> None:
-    """Say once that nothing can be compiled, however many graphs there are."""
+    """Warn once per process that no C++ code can be compiled."""
     _logger.warning(
         "graphs run operator by operator, since no C++ code can be compiled: %s; 'apollo doctor' looks into it",
         complaint,

@@ -1,4 +1,4 @@
-"""What AOTAutograd's cache keeps of a model's graphs, and graphs made of that in a later process.
+"""Bundle a model's graphs for AOTAutograd's cache, and restore them in a later process.
 
 Restorer.bundle_segments(...), bundle_whole(...), bundle_fallback(...)    when a graph was compiled
 Restorer.unbundle(bundle) -> Run                                          when the cache has it
@@ -42,18 +42,18 @@ _logger = logging.getLogger(__name__)
 
 
 class Restorer:
-    """Makes bundles of the graphs of a model, and graphs of bundles."""
+    """Bundles the graphs of a model, and restores graphs from bundles."""
 
     def __init__(self, model: CompiledModel) -> None:
         self._model = model
 
     def unbundle(self, bundle: SegmentsBundle | WholeBundle | FallbackBundle) -> Run:
-        """Make a graph of what an earlier process compiled.
+        """Restore a graph that an earlier process compiled.
 
         Raises:
-            Exception: whatever stands against it; all graphs are compiled anew then.
+            Exception: the bundle cannot be used; then all graphs are compiled again.
         """
-        if self._model.falls_back:  # this is the backward of a forward that does
+        if self._model.falls_back:  # its forward fell back
             return placeholder_run
         try:
             match bundle:
@@ -63,7 +63,7 @@ class Restorer:
                     return self._unbundle_whole(bundle)
                 case SegmentsBundle():
                     return self._unbundle_segments(bundle)
-        except Exception as error:  # AOTAutograd takes it for a graph that it has not
+        except Exception as error:  # AOTAutograd treats it as a cache miss
             self._model.warm_start.outdate(error)
             _logger.info("%s is compiled anew: %s: %s", self._model.name, type(error).__name__, error)
             raise
@@ -128,19 +128,19 @@ class Restorer:
         return graph
 
     def bundle_fallback(self, role: Role, reason: str, unprofitable: Compilation | None) -> FallbackBundle:
-        """Return what is kept of a graph whose Dynamo graph falls back."""
+        """Return the bundle of a graph whose Dynamo graph falls back."""
         key = self._model.warm_start.key_of(self._model.name_of(role))
         return FallbackBundle(role=role, reason=reason, unprofitable=unprofitable, history_key=key)
 
     def bundle_whole(self, role: Role, reason: str, unprofitable: Compilation | None, run: Run) -> WholeBundle:
-        """Return what is kept of a graph that Inductor compiled whole."""
+        """Return the bundle of a graph that Inductor compiled whole."""
         key = self._model.warm_start.key_of(self._model.name_of(role))
         return WholeBundle(role=role, reason=reason, unprofitable=unprofitable, history_key=key, code=bundle_code(run))
 
     def bundle_segments(
         self, graph: CompiledGraph, original: fx.GraphModule | None, kwargs: Mapping[str, Any]
     ) -> SegmentsBundle:
-        """Return what is kept of a graph that runs in segments."""
+        """Return the bundle of a graph that runs in segments."""
         return SegmentsBundle(
             compilation=graph.compilation,
             history_key=self._model.warm_start.key_of(graph.compilation.capture.name),
@@ -152,19 +152,22 @@ class Restorer:
 
 
 def dynamo_graph_falls_back(role: Role, unprofitable: Compilation | None) -> bool:
-    """Return whether the Dynamo graph falls back where this graph does: with a forward, unless the two were mixed."""
+    """Return whether the whole Dynamo graph falls back where this graph does.
+
+    So it is for a forward or inference graph, unless autotuning selected segments for the other graph of the model.
+    """
     finding = None if unprofitable is None else unprofitable.finding
     verdict = None if finding is None else finding.verdict
     return role is not Role.BACKWARD and (verdict is None or set(verdict.selection) == {Variant.INDUCTOR})
 
 
 def _compile_bundled(original: bytes, settings: Mapping[str, Any], kwargs: Mapping[str, Any]) -> Run:
-    """Compile a graph of a bundle as Inductor alone would."""
+    """Compile the whole graph in a bundle with Inductor."""
     return compile_again(unbundle_graph(original), settings, **kwargs)
 
 
 def placeholder_run(inputs: list[Any]) -> Sequence[Any]:
-    """Stand for a graph of a Dynamo graph that falls back, until that is compiled by torch.compile alone."""
+    """Placeholder for a graph of a Dynamo graph that falls back; never called, as torch.compile compiles it again."""
     raise AssertionError("a graph that falls back runs what torch.compile makes of it")
 
 

@@ -1,14 +1,14 @@
 """A training step as one program: the compiled forward and backward of a micro-batch, called once for each of them.
 
-    find_micro_batch_graphs(model, ...) -> MicroBatchGraphs;    link_step(micro, number of micro-batches) -> StepProgram
+    find_micro_batch_graphs(model, ...) -> MicroBatchGraphs;    link_step(graphs, num_micro_batches) -> StepProgram
 
 Nothing is traced or compiled again: segments and bodies are those of the graphs that `torch.compile` made for one
-micro-batch. What is new is a sum of gradients behind every segment of a backward, and one plan for all of it, in which
-the forward of one micro-batch may run beside the backward of another.
+micro-batch. New are the gradient sums after the segments of a backward, and one plan for the whole step, in which the
+forward of one micro-batch may run beside the backward of another.
 
-AOTAutograd names values alike in a forward and its backward: what a forward returns under the name that an input of the
-backward has is that input. Inputs of the forward are those of the Dynamo graph, in order; outputs of the backward are
-their gradients, in the same order.
+AOTAutograd uses the same names in a forward and its backward: an output of the forward is the input of the backward
+that has its name. Inputs of the forward are those of the Dynamo graph, in order; outputs of the backward are their
+gradients, in the same order.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from apollo_compile.session.model import CompiledModel
 from apollo_compile.session.variants import Variants
 
 _TANGENT = "tangents_"
-"""How AOTAutograd's names of gradients that a backward is given begin."""
+"""Prefix of AOTAutograd's names for the gradients that a backward takes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,13 +53,13 @@ class MicroBatchGraphs:
     forward: CompiledGraph
     backward: CompiledGraph
     sources: tuple[torch.Tensor | int, ...]
-    """Per input of the forward: a tensor of the model, or the place of a leaf of the micro-batch."""
+    """Per input of the forward: a tensor of the model, or the index of a leaf of the micro-batch."""
     loss: int
     """Place of the loss among the outputs of the forward."""
 
     @property
     def parameters(self) -> Mapping[int, torch.Tensor]:
-        """What gets gradients, by its place among the inputs of the forward."""
+        """Parameters that get gradients, by their index among the inputs of the forward."""
         outputs = self.backward.compilation.partition.graph.outputs
         return {
             place: source
@@ -70,14 +70,14 @@ class MicroBatchGraphs:
 
 @dataclass(eq=False, kw_only=True, slots=True)
 class StepProgram:
-    """A step that can run: micro-batches in, losses and gradients out."""
+    """A runnable step: micro-batches in, losses and gradients out."""
 
     variants: Variants
-    """What it can run: its plan, and its segments in turn."""
+    """Its variants: the plan and the serial plan."""
     state: tuple[torch.Tensor, ...]
     """Tensors of the model, which come first among the inputs."""
     parameters: tuple[torch.Tensor, ...]
-    """What gets gradients, in their order among the outputs."""
+    """Parameters that get gradients, in the order of the outputs."""
     num_losses: int
 
     def run(
@@ -86,8 +86,8 @@ class StepProgram:
         """Return the losses of the micro-batches, and the gradients of their weighted sum by parameter.
 
         Arguments:
-            leaves: tensors of every micro-batch, as they were when it was linked.
-            weights: of the losses, without dimensions.
+            leaves: tensors of every micro-batch, with the shapes that the step was linked for.
+            weights: weights of the losses, tensors without dimensions.
         """
         inputs = [*self.state, *(leaf for part in leaves for leaf in part), *weights]
         taken = {tensor.untyped_storage().data_ptr() for tensor in inputs}
@@ -106,15 +106,15 @@ class StepProgram:
 def find_micro_batch_graphs(
     model: CompiledModel, dynamo_inputs: Sequence[object], leaves: Sequence[torch.Tensor]
 ) -> MicroBatchGraphs:
-    """Return the graphs of a micro-batch that was trained on once, with the sources of their inputs.
+    """Return the graphs of a micro-batch after its first training step, with the sources of their inputs.
 
     Arguments:
-        model: what was compiled for the loss of a micro-batch.
-        dynamo_inputs: with which it was compiled.
+        model: the compiled model of the loss of a micro-batch.
+        dynamo_inputs: the inputs that it was compiled with.
         leaves: tensors of that micro-batch.
 
     Raises:
-        UnsupportedGraphError: they cannot be linked, with the reason.
+        UnsupportedGraphError: the graphs cannot be linked; the message says why.
     """
     if model.fallbacks:
         name, reason = model.fallbacks[0]
@@ -153,8 +153,8 @@ def link_step(micro: MicroBatchGraphs, num_micro_batches: int, *, name: str) -> 
 
     Arguments:
         micro: the graphs of one micro-batch.
-        num_micro_batches: how many of them a step has.
-        name: of the step.
+        num_micro_batches: micro-batches in a step.
+        name: name of the step.
     """
     forward, backward = micro.forward, micro.backward
     sums = _sums_of(micro) if num_micro_batches > 1 else ()
@@ -193,7 +193,7 @@ def link_step(micro: MicroBatchGraphs, num_micro_batches: int, *, name: str) -> 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Wired:
-    """The calls of a step, with names for all values that go from one to the other."""
+    """The calls of a step, with names for all values passed between them."""
 
     calls: list[Call]
     state: tuple[torch.Tensor, ...]
@@ -250,12 +250,12 @@ def _wire(micro: MicroBatchGraphs, count: int, sums: Sequence[_Sum]) -> _Wired:
 
 
 def _call(number: int, compiled: CompiledGraph, label: str, takes: Sequence[str], values: dict[str, str]) -> Call:
-    """Return a call of a compiled graph; `values` are names in the step by names in the graph, and get its outputs."""
+    """Return a call of a compiled graph; `values` maps names in the graph to names in the step, outputs are added."""
     graph = compiled.compilation.partition.graph
     makes: list[str | None] = []
     for buffer in graph.outputs:
         name = None if buffer is None else graph.buffers[buffer].name
-        if name is None or name in values:  # nothing, an input that is passed on, or what is returned twice
+        if name is None or name in values:  # nothing, an input passed through, or a duplicate output
             makes.append(None)
         else:
             values[name] = f"{name}{label}"
@@ -304,7 +304,7 @@ class _Sum:
     """Adds the gradients that one segment of the backward makes to those of earlier micro-batches."""
 
     places: tuple[int, ...]
-    """Of the parameters."""
+    """Indices of the parameters."""
     graph: SegmentGraph
 
 
@@ -325,7 +325,7 @@ def _sums_of(micro: MicroBatchGraphs) -> tuple[_Sum, ...]:
 
 
 def _sum_graph(name: str, module: str, sizes: Sequence[int]) -> SegmentGraph:
-    """Return the graph of one segment that adds as many pairs of tensors as there are sizes in bytes."""
+    """Return a graph of one segment that adds one pair of tensors for each size in bytes."""
     count = len(sizes)
     segment = SegmentId(0)
     buffers = [
@@ -365,7 +365,7 @@ def _sum_graph(name: str, module: str, sizes: Sequence[int]) -> SegmentGraph:
 
 
 def _add_pairs(terms: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """Add the first half of the tensors to the second half, as autograd adds gradients of one backward to another's."""
+    """Add the two halves of the tensors pairwise, as autograd accumulates the gradients of two backwards."""
     half = len(terms) // 2
     sums: Sequence[torch.Tensor] = torch._foreach_add(terms[:half], terms[half:])
     return sums
@@ -383,7 +383,7 @@ def _name_bodies(graph: SegmentGraph, count: int) -> tuple[Body, ...]:
 
 
 def _join_observations(forward: CompiledGraph, backward: CompiledGraph) -> Observations:
-    """Return what was measured of both graphs, by the ids that bodies have in the step."""
-    behind = len(forward.bodies)
-    moved = [replace(entry, body=BodyId(entry.body + behind)) for entry in backward.compilation.observations.entries]
+    """Return the observations of both graphs, with the body ids of the step."""
+    offset = len(forward.bodies)
+    moved = [replace(entry, body=BodyId(entry.body + offset)) for entry in backward.compilation.observations.entries]
     return Observations(entries=(*forward.compilation.observations.entries, *moved))

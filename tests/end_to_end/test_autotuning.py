@@ -1,4 +1,4 @@
-"""The contest between the plan, its segments in turn and Inductor, in real training loops."""
+"""Autotuning between the plan, the serial plan and Inductor, in real training loops."""
 
 from __future__ import annotations
 
