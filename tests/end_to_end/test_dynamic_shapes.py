@@ -190,7 +190,7 @@ def test_a_storm_of_sizes_waits_for_no_plan_and_is_compiled_twice(monkeypatch: p
 
 @pytest.mark.soak
 @needs_two_cores
-@sizes("compiled code, and the contest of ways")
+@sizes("compiled code, and the comparison of variants")
 def test_compiled_code_of_every_way_serves_every_size() -> None:
     """The plan, its segments in turn, and Inductor's version, which is compiled after Dynamo has fixed its guards."""
     torch._dynamo.reset()
@@ -313,7 +313,7 @@ def _num_shape_envs() -> int:
 
 
 def test_a_graph_that_gets_no_plans_by_size_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Inductor runs it, so it is in no report as one with segments, and in no contest."""
+    """Inductor runs it, so it is in no report as one with segments, and in no comparison."""
 
     def refuse(*args: object) -> None:
         raise UnsupportedGraphError("no formulas for this graph")

@@ -57,7 +57,7 @@ def training_of(model: nn.Module, *inputs: torch.Tensor, **options: Any) -> tupl
 
 
 def let_win(variant: str, model: nn.Module, inputs: tuple[torch.Tensor, ...], options: dict[str, Any]) -> None:
-    """Train until the contest is over, and let its finding say that `way` won, whichever did."""
+    """Train until the comparison is over, and let its finding say that `variant` won, whichever did."""
     run = torch.compile(model, backend="apollo", options={**STRICT, **options})
     for _ in range(2000):
         run(*inputs).square().mean().backward()
@@ -201,7 +201,7 @@ def test_every_way_can_be_taken_by_a_graph_that_came_back(variant: str) -> None:
 @needs_two_cores
 @pytest.mark.parametrize("variant", [Variant.INDUCTOR, pytest.param(Variant.SERIAL, marks=pytest.mark.soak)])
 def test_a_verdict_that_came_later_holds(variant: str, tmp_path: Path) -> None:
-    """The bundle is of the first step; what the contest said after that stands in the history."""
+    """The bundle is of the first step; what the comparison said after that stands in the history."""
     torch.manual_seed(0)
     model, inputs = TwoTowers(), two_tower_inputs()
     options = {"plan.autotune": True, "plan.min_gain": 0.0, "device.cache": tmp_path}

@@ -307,7 +307,7 @@ def test_a_damaged_plan_of_another_rank_is_legal_or_stops_the_rank(text: str) ->
 @FUZZ
 @given(damaged_json({"times": {variant: {"0": 1e6, "1": 2e6} for variant in (Variant.SERIAL, Variant.PLAN)}}))
 def test_damaged_times_of_another_rank_are_compared_or_stop_the_rank(text: str) -> None:
-    """Whatever they are, every graph ends with a way that it has."""
+    """Whatever they are, every graph ends with a variant that it has."""
     graphs = [Graph({Variant.SERIAL: 10, Variant.PLAN: 9, Variant.INDUCTOR: 10}) for _ in range(2)]
     machine = Machine(*graphs, ranks=Ranks(_Store("round", text)))
     try:

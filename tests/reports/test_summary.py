@@ -366,7 +366,7 @@ def test_a_report_says_where_a_plan_comes_from() -> None:
     assert "read from a plan file" in str(Report(graphs=(pinned,), fallbacks=()))
 
 
-def test_a_report_shows_the_contest_and_what_runs_instead_of_the_plan() -> None:
+def test_a_report_shows_the_comparison_and_what_runs_instead_of_the_plan() -> None:
     """Who was compared, by how much the others are slower, and in how many rounds."""
     summary = summarize(compilation(), NOTHING, variant=Variant.INDUCTOR)
     text = render_text(Report(graphs=(summary,), fallbacks=(), verdicts=(("0/0", VERDICT),)))
