@@ -2,13 +2,13 @@
 
     step = compile_step(model, loss_fn, optimizer, microbatches=4);    loss = step(batch)
 
-The first step with a batch of some shape is the plain loop, over the model as `torch.compile(backend="apollo")`
-compiles it. What that compiled is linked into one program (`session/step_program.py`), and in the steps that follow
-programs and the loop take turns until the fastest is known (`session/comparison.py`). What cannot be linked stays the
-loop, and one line says why.
+The first step with batches of a new shape is the plain loop over micro-batches, with the model compiled by
+`torch.compile(backend="apollo")`. The compiled graphs are linked into one program (`session/step_program.py`), and in
+the next steps programs and the loop take turns until the fastest is known (`session/comparison.py`). If the graphs
+cannot be linked, the loop stays, and one log line says why.
 
-Guarantees: losses and gradients are those of the loop, with sums in the same order; the optimizer is the user's own and
-steps as in the loop.
+Guarantees: losses and gradients equal those of the loop, with sums in the same order; the user's own optimizer steps as
+in the loop.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ def compile_step(
 ) -> Step:
     """Return a function that takes one training step per call: `loss = step(batch)`.
 
-    A step computes the loss of every micro-batch and the gradients of their weighted mean, and, with an optimizer,
-    clips gradients, steps and leaves them in `.grad`, as this loop does:
+    A step computes the loss of every micro-batch and the gradients of their weighted mean; with an optimizer, it clips
+    gradients and steps. It does the same as this loop, and gradients stay in `.grad`:
 
         optimizer.zero_grad()
         for part, weight in zip(split(batch, microbatches), weights):
@@ -72,18 +72,18 @@ def compile_step(
         optimizer.step()
 
     Arguments:
-        model: the module that is trained, not compiled.
+        model: the module to train, not compiled.
         loss_fn: `loss_fn(model, micro_batch)` returns the loss, a tensor without dimensions, or a tuple that begins
-            with it. One that returns other tensors too, or has graph breaks, runs as a loop.
-        optimizer: steps at the end; None leaves gradients in `.grad`, added to what is there.
-        microbatches: into how many parts of equal size a batch is split.
+            with it. If it returns other tensors too, or has graph breaks, the loop stays.
+        optimizer: steps at the end; None adds gradients to `.grad` and takes no optimizer step.
+        microbatches: number of micro-batches that a batch is split into.
         clip_grad_norm: largest norm of all gradients together; None does not clip.
-        split: `split(batch, microbatches)` returns the parts; None cuts all tensors along dimension 0.
-        weigh: how much a micro-batch counts; None is equally. Weights are divided by their sum.
+        split: `split(batch, microbatches)` returns the micro-batches; None cuts all tensors along dimension 0.
+        weigh: weight of a micro-batch; None weighs all equally. Weights are divided by their sum.
         options: as for `torch.compile(..., options=...)`.
 
     Raises:
-        TargetError: `model` is no module, or is compiled.
+        TargetError: `model` is not a module, or is already compiled.
         ConfigError: `microbatches` is less than 1, or an option is unknown or has a wrong value.
     """
     if not isinstance(model, nn.Module):
@@ -129,7 +129,7 @@ class Step:
         self._compiled: list[_Compiled] = []
         """What Dynamo compiled for the loss function in the step that goes on."""
         self._programs: dict[Hashable, _AutotunedStep | None] = {}
-        """By what a program is for; None where only the loop can run."""
+        """Steps by the key of `_key_of`; None if only the loop can run."""
 
         def loss_of(part: Any) -> Any:
             return loss_fn(model, part)
@@ -139,10 +139,10 @@ class Step:
         self._loss_of = compile_function(loss_of, backend=backend, dynamic=False, fullgraph=True)
         self._loss_in_pieces = compile_function(loss_of, backend="apollo", dynamic=False, options=dict(options))
         self._break = ""
-        """Why the loss function is no single graph; empty where it is."""
+        """Why the loss function is not a single graph; empty if it is."""
 
     def __call__(self, batch: Any) -> torch.Tensor:
-        """Take one step; return the weighted mean of the losses, without a graph.
+        """Take one step; return the weighted mean of the losses, detached.
 
         Raises:
             Exception: whatever the model, the loss function or the optimizer raises.
@@ -167,7 +167,7 @@ class Step:
 
     @property
     def verdicts(self) -> list[str]:
-        """What runs the batches of every shape that were seen, and what it was compared with."""
+        """The verdict for every shape of batches that was seen: what runs, and what it was compared with."""
         return ["the loop: it cannot be linked" if each is None else each.verdict for each in self._programs.values()]
 
     def _run_loop(self, parts: Sequence[Any], weights: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -180,7 +180,7 @@ class Step:
         return total
 
     def _compute(self, part: Any) -> Any:
-        """Call the compiled loss function; one with graph breaks is compiled in pieces."""
+        """Call the compiled loss function; with graph breaks, it is compiled as several graphs."""
         if not self._break:
             try:
                 return self._loss_of(part)
@@ -196,11 +196,11 @@ class Step:
         return [torch.tensor(count / sum(counts)) for count in counts]
 
     def _has_gradients(self) -> bool:
-        """Whether gradients of this step are to be added to others, in an order that a program does not know."""
+        """Whether gradients of this step are added to existing ones, which a program does not do."""
         return any(parameter.grad is not None for parameter in self._model.parameters())
 
     def _key_of(self, parts: Sequence[Any]) -> Hashable:
-        """Return what a program is for: the layout of the batch, and what compiled code rests on."""
+        """Return what a program depends on: the layout of the batch, and the state that its code assumes."""
         leaves, structure, _ = flatten(list(parts))
         layout = tuple(
             (leaf.shape, leaf.stride(), leaf.dtype, leaf.device) if isinstance(leaf, torch.Tensor) else leaf
@@ -217,7 +217,7 @@ class Step:
         )
 
     def _link(self, leaves: Sequence[Sequence[Any]], compiled: Sequence[_Compiled]) -> _AutotunedStep | None:
-        """Link what the loop compiled in this step; say why where that is impossible."""
+        """Link the graphs that the loop compiled in this step; log why if that is impossible."""
         try:
             if self._break or not compiled:
                 reason = self._break or "nothing was compiled for this batch alone"
@@ -237,7 +237,7 @@ class Step:
 
 @dataclass(eq=False, slots=True)
 class _Compiled:
-    """What the backend made of one Dynamo graph."""
+    """The compiled model of one Dynamo graph, with its inputs."""
 
     model: CompiledModel
     inputs: tuple[object, ...]
@@ -253,10 +253,10 @@ def _compile_and_keep(
 
 
 class _AutotunedStep:
-    """A linked step, and what is known of how fast it is."""
+    """A linked step, and the comparison with the loop."""
 
     def __init__(self, program: StepProgram, *, is_compared: bool) -> None:
-        """Begin with the program where nothing is to be compared, and with the loop elsewhere."""
+        """Begin with the loop if variants are compared, else with the program."""
         self._program = program
         selections: dict[str, tuple[Variant, ...]] = {LOOP: (Variant.INDUCTOR,), SERIAL_PROGRAM: (Variant.SERIAL,)}
         if program.variants.compilation.plan.uses_lanes:
@@ -272,7 +272,7 @@ class _AutotunedStep:
         run_loop: Callable[[Sequence[Any], Sequence[torch.Tensor]], torch.Tensor],
         parts: Sequence[Any],
     ) -> torch.Tensor:
-        """Take one step as whatever is being measured, or has won."""
+        """Take one step with the variant that is being measured, or has won."""
         self._choose()
         begin = time.perf_counter_ns()
         loss = run_loop(parts, weights) if self._current == LOOP else self._run_program(leaves, weights)
@@ -311,8 +311,7 @@ def split_evenly(batch: Any, count: int) -> Sequence[Any]:
     """Return `count` parts of a batch, with all tensors cut along dimension 0.
 
     Raises:
-        TargetError: a tensor has no dimension, or another size along it than the others, or one that is no multiple of
-            `count`.
+        TargetError: a tensor has no dimension, sizes along dimension 0 differ, or they are not multiples of `count`.
     """
     leaves, _, unflatten = flatten(batch)
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
