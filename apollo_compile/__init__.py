@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["Report", "compile_step", "explain", "known_options", "report"]
 __version__ = "0.1.0"
 
-_HOMES = {
+_MODULES = {
     "Report": "apollo_compile.reports.report",
     "compile_step": "apollo_compile.step",
     "explain": "apollo_compile.tools.explain",
@@ -28,8 +28,8 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        return getattr(importlib.import_module(_HOMES[name]), name)
+    if name in _MODULES:
+        return getattr(importlib.import_module(_MODULES[name]), name)
     raise AttributeError(f"module 'apollo_compile' has no attribute {name!r}; public names: {', '.join(__all__)}")
 
 

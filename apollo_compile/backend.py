@@ -1,4 +1,4 @@
-"""What `torch.compile(model, backend="apollo")` calls."""
+"""The backend function that `torch.compile(model, backend="apollo")` calls."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ def apollo(
     """Compile a Dynamo graph so that independent modules share the device.
 
     Arguments:
-        graph_module: what Dynamo traced.
+        graph_module: the graph that Dynamo traced.
         example_inputs: its inputs.
-        options: see `apollo_compile.config`; `torch.compile(..., options={"plan.planner": "serial"})`. Those of
-            Inductor come behind `inductor.`.
-        mode: one of Inductor's, whose settings hold for bodies of segments and for what falls back.
+        options: see `apollo_compile.config`; `torch.compile(..., options={"plan.planner": "serial"})`. Options of
+            Inductor have the prefix `inductor.`.
+        mode: a mode of Inductor; its settings apply to bodies of segments and to fallbacks.
 
     Raises:
         ConfigError: an option, environment variable or mode is unknown or has a wrong value.
@@ -53,7 +53,7 @@ def compile_dynamo_graph(
     options: Mapping[str, Any] | None = None,
     mode: str | None = None,
 ) -> tuple[Callable[..., Any], CompiledModel | None]:
-    """Return what `apollo` returns, and the model that it belongs to; None where the backend is switched off."""
+    """Return the compiled function of `apollo` and its model, which is None if the backend is disabled."""
     config = load_config(options)
     if config.debug.log is not None:
         _set_log_level(config.debug.log)
@@ -69,9 +69,9 @@ def compile_dynamo_graph(
         ranks=find_ranks(),
     )
     release_symbols_with(model)
-    model.ended_by = find_break(graph_module, model.name)
+    model.graph_break = find_break(graph_module, model.name)
     compiled = GraphCompiler(model, settings).compile(graph_module, example_inputs)
-    model.target.tidy()  # compiling left much behind
+    model.target.trim_memory()  # free memory from compiling
     keep_with(compiled, model)
     register(model)
     return compiled, model
@@ -83,7 +83,7 @@ apollo.reset = reset_cuda_graphs  # type: ignore[attr-defined]
 def _set_log_level(level: str) -> None:
     logger = logging.getLogger("apollo_compile")
     logger.setLevel(level.upper())
-    if not logger.hasHandlers():  # a level without a place to write to would show nothing
+    if not logger.hasHandlers():  # without a handler, nothing would be shown
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
         logger.addHandler(handler)

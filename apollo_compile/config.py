@@ -1,19 +1,20 @@
 """The one configuration tree; the only file that reads the environment.
 
-Three ways in, one merge: `torch.compile(m, backend="apollo", options={...})` over environment over defaults.
-Options are dotted names, `{"plan.planner": "serial"}`, or nested mappings, `{"plan": {"planner": "serial"}}`. Behind
-`inductor.` come Inductor's own, `{"inductor.max_autotune": True}`, as `torch.compile(..., options=)` has them.
+Options of `torch.compile(m, backend="apollo", options={...})` override the environment, which overrides defaults.
+Options are dotted names, `{"plan.planner": "serial"}`, or nested mappings, `{"plan": {"planner": "serial"}}`. The
+prefix `inductor.` is for Inductor's own options, `{"inductor.max_autotune": True}`, with their names in
+`torch.compile`.
 
 | Variable         | Sets              | Meaning                                                    |
 | ---------------- | ----------------- | ---------------------------------------------------------- |
-| APOLLO_DISABLE   | `disable`         | 1: every graph goes to Inductor, as if apollo were not there |
+| APOLLO_DISABLE   | `disable`         | 1: every graph falls back to Inductor, as if apollo were not there |
 | APOLLO_DUMP      | `debug.dump`      | directory that gets one text file per stage and graph       |
 | APOLLO_LOG       | `debug.log`       | level of the package's logger: DEBUG, INFO, WARNING         |
 | APOLLO_PLAN      | `plan.file`       | plan file, or a directory that `debug.dump` wrote: run these plans |
 | APOLLO_PROFILE   | `device.profile`  | device profile to use instead of this machine's: a path or a packaged name |
 
-The default of `device.cache` follows the platform's own variable, XDG_CACHE_HOME. CUDA's own variables are only shown.
-What a launcher of several processes tells them, LOCAL_RANK and LOCAL_WORLD_SIZE, says how many share the machine.
+The default of `device.cache` follows XDG_CACHE_HOME. CUDA's own variables are only read to be reported. LOCAL_RANK and
+LOCAL_WORLD_SIZE, which launchers set, tell how many processes share the machine.
 """
 
 from __future__ import annotations
@@ -38,12 +39,12 @@ class PartitionConfig:
     granularity: Literal["layer", "module"] = "layer"
     """Where segments end: at every layer, or only where branches fork and join."""
     weight_gradients: Literal["auto", "together", "apart"] = "auto"
-    """Whether the products that give the gradients of a layer's weights are a segment of their own, for which no other
-    segment waits; `auto` makes them one where that shortens the plan, as predicted."""
+    """Whether the matmuls of a layer's weight gradients are a separate segment, which no other segment waits for;
+    `auto` separates them if that shortens the predicted plan."""
     min_segment_share: float = 0.005
-    """Pieces with a smaller share of the graph's work join a neighbour; between 0 and 1."""
+    """Pieces with a smaller share of the graph's work are merged into a neighbour; between 0 and 1."""
     max_segment_share: float = 0.1
-    """Where no layer names survive, chains are cut into pieces of about this share; between 0 and 1."""
+    """Without layer names, chains are cut into pieces of about this share; between 0 and 1."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,31 +52,32 @@ class PlanConfig:
     """How segments are placed."""
 
     planner: Literal["cp_sat", "greedy", "serial"] = "cp_sat"
-    """`cp_sat` searches with heuristics, then with the solver; `greedy` leaves the solver out; `serial` runs all
-    segments on one lane in graph order. The serial plan is always among the candidates."""
+    """`cp_sat` searches with heuristics, then with the solver; `greedy` uses heuristics only; `serial` runs all
+    segments on one lane in graph order. The serial plan is always considered."""
     min_gain: float = 0.02
-    """Predicted gain over the serial plan below which the serial plan is taken; 0.02 is 2%."""
+    """Least predicted gain over the serial plan; below it, the serial plan is taken. 0.02 is 2%."""
     time_limit_s: float = 2.0
-    """Seconds per graph after which the search ends with what it has."""
+    """Seconds per graph after which the search ends with its best plan."""
     fixed_effort: bool = True
-    """Search for a fixed amount of work instead of time, on one core: the same graph and costs give the same plan on
-    every machine. False spends the time limit, the solver on up to eight cores."""
+    """Limit the search by work instead of time, on one core: the same graph and costs give the same plan on every
+    machine. False uses the time limit, with the solver on up to eight cores."""
     seed: int = 0
     """Seed of the random moves and of the solver."""
     memory_quota: int | None = None
-    """Bytes that tensors made by a graph may take at any instant, those inside compiled segments included as far as
-    fusion is foreseen; None is no limit."""
+    """Bytes that tensors made by a graph may take at any instant, including temporaries of segments as far as fusion
+    can be predicted; None means no limit."""
     replan: bool = True
-    """Plan again when the first steps were measured: their times replace the formulas."""
+    """Plan again after the first steps, with measured durations instead of formulas."""
     autotune: bool = True
-    """Let the plan, a list schedule, segments in turn and Inductor's own code compete in the first steps, and keep the
-    fastest. With False, a plan file, the planner `serial`, a memory quota or `torch.use_deterministic_algorithms(True)`
-    the plan runs; with the last it stays as predicted too, as without `replan`."""
+    """Measure the plan, a list schedule, the serial plan and Inductor's own code in the first steps, and keep the
+    fastest. With False, a plan file, the planner `serial`, a memory quota or
+    `torch.use_deterministic_algorithms(True)`, the plan always runs; deterministic algorithms also switch off
+    `replan`."""
     remember: bool = True
-    """Keep what the first steps found out, plan and verdict, in `device.cache`, and compiled graphs in AOTAutograd's
-    cache; begin with them the next time."""
+    """Keep plan and verdict of the first steps in `device.cache`, and compiled graphs in AOTAutograd's cache, and reuse
+    them in later processes."""
     file: Path | None = None
-    """A plan file, or a directory that `debug.dump` wrote: lanes and order are taken from there."""
+    """A plan file, or a directory that `debug.dump` wrote, with the lanes and order to use."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,57 +86,56 @@ class RuntimeConfig:
 
     bodies: Literal["native", "python", "eager"] = "native"
     """How segments run: compiled with Inductor's C++ wrapper, so that lanes run without the GIL; compiled with its
-    Python wrapper; or operator by operator, without a compiler, which tells whether the compiler or the plan is at
-    fault."""
+    Python wrapper; or interpreted, to tell compiler bugs from planner bugs."""
     recompute_masks: bool = True
-    """Let the backward recompute boolean masks and other cheap values that the forward would save."""
+    """Recompute boolean masks and other cheap values in the backward instead of saving them."""
     onednn: bool = True
-    """On a CPU, give matrix products of float32 to oneDNN where it was measured to be faster than BLAS."""
+    """On a CPU, let oneDNN compute float32 matmuls that it was measured to be faster at than BLAS."""
     keep_memory: bool = True
-    """Keep freed activations in the process, for all lanes (glibc's mallopt): saves thousands of page faults a step."""
+    """Keep freed memory in the process, for all lanes (glibc's mallopt), which saves thousands of page faults per
+    step."""
     park_team: bool = True
-    """Put the caller's OpenMP workers to sleep while lanes run, instead of letting them spin."""
+    """Make the caller's OpenMP workers sleep instead of spin while lanes run."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceConfig:
-    """What the compiler believes about the device."""
+    """The device that is compiled for."""
 
     profile: Path | None = None
     """A device profile to use; None measures this machine once and keeps the result in `cache`."""
     cache: Path | None = None
-    """Directory of measured profiles and of what earlier runs found out; None is the user's cache directory."""
+    """Directory of measured profiles and of findings of earlier runs; None is the user's cache directory."""
     units: int | None = None
-    """Cores to use; None is every core that torch uses, or its part of them beside other local ranks, and no more than
-    control groups grant time of."""
+    """Cores to use; None is every core that torch uses, divided among local ranks, and limited by control groups."""
     cuda_lanes: bool = False
-    """Run graphs on a GPU on lanes of its SMs, as one CUDA graph; with False they fall back. Measured on an
-    H200 only, where it takes more memory."""
+    """Run graphs on a GPU on lanes of its SMs, as one CUDA graph; with False they fall back. Measured on an H200 only,
+    where it takes more memory."""
     lane_memory_quota: int | None = None
-    """Bytes of device memory that one lane may take in a CUDA graph; None is no limit."""
+    """Bytes of device memory that one lane may take in a CUDA graph; None means no limit."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DebugConfig:
-    """What is shown and checked."""
+    """Dumps, logging and strictness."""
 
     dump: Path | None = None
     """Directory that gets one text file per stage and graph."""
     log: str | None = None
-    """Level of the package's logger; None leaves it alone."""
+    """Level of the package's logger; None does not change it."""
     strict: bool = False
-    """Raise what would otherwise be logged and handed to Inductor."""
+    """Raise errors that would otherwise be logged and cause a fallback."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Config:
-    """Everything a compile depends on besides the graph."""
+    """All options of a compile."""
 
     disable: bool = False
-    """Hand every graph to Inductor."""
+    """Let every graph fall back to Inductor."""
     mode: str | None = None
-    """One of Inductor's modes, such as `max-autotune-no-cudagraphs`, beside other options: `torch.compile` takes a
-    mode or options."""
+    """A mode of Inductor, such as `max-autotune-no-cudagraphs`, for use with other options: `torch.compile` takes
+    either a mode or options."""
     partition: PartitionConfig = field(default_factory=PartitionConfig)
     plan: PlanConfig = field(default_factory=PlanConfig)
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
@@ -142,7 +143,7 @@ class Config:
     debug: DebugConfig = field(default_factory=DebugConfig)
     inductor: Mapping[str, Any] = field(default_factory=dict)
     """Settings of Inductor by their names in `torch._inductor.config`, as `{"inductor.max_autotune": True}`: for bodies
-    of segments and for what falls back. They come after those of the mode."""
+    of segments and for fallbacks. They override those of the mode."""
 
 
 _VARIABLES = {
@@ -163,10 +164,10 @@ _RANGES: dict[str, tuple[float, float]] = {
     "device.units": (1, math.inf),
     "device.lane_memory_quota": (1, math.inf),
 }
-"""Least and largest value, both allowed."""
+"""Least and largest allowed values."""
 
 _INDUCTOR = "inductor"
-"""The option whose names and values are not ours: Inductor checks them."""
+"""The group of Inductor's options, which Inductor checks."""
 
 _FLAG_OPTIONS = frozenset({"disable"})
 _FLAGS = {"1": True, "true": True, "0": False, "false": False}
@@ -176,7 +177,7 @@ def load_config(options: Mapping[str, Any] | None = None) -> Config:
     """Merge options over environment over defaults.
 
     Raises:
-        ConfigError: an option is unknown, or a value has the wrong type or is not among the choices.
+        ConfigError: an option is unknown, or a value has the wrong type or is not allowed.
     """
     config = Config()
     for variable, name in _VARIABLES.items():
@@ -196,12 +197,12 @@ def load_config(options: Mapping[str, Any] | None = None) -> Config:
 
 
 def cuda_connections() -> str | None:
-    """Return CUDA's own setting of how many hardware queues streams are spread over; None where it is not set."""
+    """Return CUDA_DEVICE_MAX_CONNECTIONS, the number of hardware queues for streams; None if it is not set."""
     return os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")
 
 
 def local_rank() -> tuple[int, int]:
-    """Return the rank of this process among those on this machine, and their number; (0, 1) where nobody says so."""
+    """Return the local rank of this process and the number of local ranks; (0, 1) without a launcher."""
     try:
         rank, size = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
     except (KeyError, ValueError):
@@ -215,13 +216,13 @@ def known_options() -> tuple[str, ...]:
 
 
 def _user_cache() -> Path:
-    import platformdirs  # most uses of this file need no directory
+    import platformdirs  # imported only if a directory is needed
 
     try:
         path = platformdirs.user_cache_path("apollo_compile", appauthor=False)
     except RuntimeError:
         path = Path()
-    # A user without a home, as in many containers; to older releases of platformdirs, home is a folder called ~ then.
+    # Users in containers may have no home directory; older releases of platformdirs return a folder called ~ then.
     return path if path.is_absolute() else Path(tempfile.gettempdir()) / f"apollo_compile-{os.getuid()}"
 
 

@@ -2,16 +2,16 @@
 
 ApolloError
 |-- ConfigError            an option or environment variable is unknown or has a wrong value
-|-- UnsupportedGraphError  this graph cannot be run in segments; the backend hands it to Inductor
-|-- NothingToGainError     no plan is worth running this graph in segments; the backend hands it to Inductor
+|-- UnsupportedGraphError  a graph cannot run in segments, so it falls back to Inductor
+|-- NothingToGainError     no plan of a graph is worth compiling, so it falls back to Inductor
 |-- PlanFileError          a plan file cannot be read, or is for another graph or device
-|-- ReportFileError        a file is no report
-|-- InfeasiblePlanError    no plan keeps the memory quota
-|-- CudaError              the CUDA driver refused a call, or cannot do what lanes need
-|-- RankError              this rank cannot do what the ranks of its job decided, so it stops
+|-- ReportFileError        a file is not a report
+|-- InfeasiblePlanError    no plan meets the memory quota
+|-- CudaError              a CUDA driver call failed, or the driver lacks what lanes need
+|-- RankError              this rank cannot run what the ranks of its job agreed on, so it stops
 |-- MemoryQuotaError       a lane took more memory than its quota
 |-- TargetError            a model or its inputs cannot be built or traced
-|-- InvariantError         a product is not legal: a defect of ours, found by the check behind a stage
+|-- InvariantError         a product is not legal: a bug of ours, found by the check after a stage
 `-- RuntimeClosedError     the runtime was used after it was closed, or from a forked child
 
 A message says what failed, what was expected and found, where, and what to do.
@@ -41,19 +41,19 @@ class PlanFileError(ApolloError, ValueError):
 
 
 class ReportFileError(ApolloError, ValueError):
-    """A text or file is no report, or of another form."""
+    """A text or file is not a report, or has another format."""
 
 
 class InfeasiblePlanError(ApolloError):
-    """No schedule keeps every limit; the message says which limit and what needs most."""
+    """No schedule meets all limits; the message says which limit fails and what needs most."""
 
 
 class CudaError(ApolloError, RuntimeError):
-    """The CUDA driver refused a call, or is missing or too old; the message says which call and what to do."""
+    """A CUDA driver call failed, or the driver is missing or too old; the message says which call and what to do."""
 
 
 class RankError(ApolloError, RuntimeError):
-    """This rank cannot learn or run what the ranks of its job decided in common; the message says what differs."""
+    """This rank cannot obtain or run what the ranks of its job agreed on; the message says what differs."""
 
 
 class MemoryQuotaError(ApolloError):
@@ -65,7 +65,7 @@ class TargetError(ApolloError):
 
 
 class InvariantError(ApolloError):
-    """A product failed the check behind its stage."""
+    """A product failed the check after its stage."""
 
 
 class RuntimeClosedError(ApolloError, RuntimeError):

@@ -1,12 +1,12 @@
-"""Products as JSON: one form for everything that is kept in a file.
+"""Products as JSON: one form for everything that is stored in a file.
 
     to_json(product)            -> dicts, lists, numbers and strings, ready for json.dumps
     from_json(cls, value)       -> the product, every field checked against its type
     parse(text)                 -> dicts, lists, numbers and strings, or `ValueError`
 
 Frozen dataclasses become objects with their fields by name, tuples become lists, enums their value, mappings objects
-with string keys. Files are data: reading one runs none of its content, and a missing, unknown or mistyped field is a
-`ValueError` that names its place; so is a number of more than 64 bits, or text that no file can hold.
+with string keys. Files are data: reading one executes nothing, and a missing, unknown or mistyped field is a
+`ValueError` that names its place; so is an integer of more than 64 bits, or text that cannot be encoded in UTF-8.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _MAX_INTEGER = 2**63 - 1
 
 
 def to_json(value: Any) -> Any:
-    """Return `value` in terms of JSON."""
+    """Return `value` as a JSON value."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: to_json(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, enum.Enum):
@@ -42,7 +42,7 @@ def to_json(value: Any) -> Any:
 
 
 def parse(text: str) -> Any:
-    """Return what a text of JSON says. Raises `ValueError` where it is none, or too deep."""
+    """Return the value of a JSON text. Raises `ValueError` if it is not JSON, or nested too deeply."""
     try:
         return json.loads(text)
     except RecursionError:
@@ -54,15 +54,15 @@ def from_json(cls: type[_Product], value: Any, *, place: str | None = None) -> _
 
     Arguments:
         cls: a frozen dataclass.
-        value: in terms of JSON.
-        place: what messages call the value; None is the name of the class, and "" a whole file.
+        value: a JSON value.
+        place: name of the value in messages; None is the name of the class, "" a whole file.
 
     Raises:
         ValueError: a field is missing, unknown or of another type; the message names its place.
     """
     try:
         return typing.cast(_Product, _read(cls, value, cls.__name__ if place is None else place))
-    except RecursionError:  # what is to be shown of a wrong value may be as deep as the parser just allowed
+    except RecursionError:  # the repr of a wrong value may be nested as deeply as the parser allows
         raise ValueError("it is nested too deeply") from None
 
 
@@ -100,17 +100,17 @@ def _is_integer(value: Any) -> bool:
 
 
 def _is_text(value: str) -> bool:
-    """Whether a file can hold it: JSON can spell half of a character of two."""
+    """Whether it can be encoded in UTF-8: JSON escapes may contain lone surrogates."""
     return not any("\ud800" <= character <= "\udfff" for character in value)
 
 
 def _read_union(kind: Any, value: Any, place: str) -> Any:
-    choices = typing.get_args(kind)
+    members = typing.get_args(kind)
     if value is None:
-        return _expect(type(None) in choices, value, "a value", place)
-    for choice in (choice for choice in choices if choice is not type(None)):
+        return _expect(type(None) in members, value, "a value", place)
+    for member in (member for member in members if member is not type(None)):
         try:
-            return _read(choice, value, place)
+            return _read(member, value, place)
         except ValueError as error:
             problem = error
     raise problem

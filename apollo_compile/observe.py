@@ -2,10 +2,10 @@
 
     StageRunner(dump_dir).run("plan", make_plan, graph, costs, lanes=lanes, check=..., text=...) -> product
 
-The runner knows no stage by name. The check and the text form take the product only; what else they need, the caller
-binds. A dump directory gets one file per stage, `{number:02d}_{stage}.txt`, in the order of the calls. Dumps hold no
-times of this process, so two compiles of the same graph give the same files; `timings` has the times. A dump that
-cannot be written is one WARNING, and the last one that is tried: a full disk must not cost the compile.
+The runner is independent of the stages. The check and the text form take only the product; the caller binds other
+arguments. A dump directory gets one file per stage, `{number:02d}_{stage}.txt`, in the order of the calls. Dumps
+contain no timings, so two compiles of the same graph give the same files; `timings` has them. If a dump cannot be
+written, there is one WARNING and no further dump: a full disk must not fail the compile.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _logger = logging.getLogger(__name__)
 
 @contextlib.contextmanager
 def warn_of_files(what: str) -> Iterator[None]:
-    """Turn an `OSError` into one line that begins with `what`."""
+    """Turn an `OSError` into one WARNING that begins with `what`."""
     try:
         yield
     except OSError as error:
@@ -52,7 +52,7 @@ class StageRunner:
     ) -> _Product:
         """Return `function(*args, **options)`, checked and dumped.
 
-        A product that fails its check is dumped as well, as far as its text form can show it.
+        A product that fails its check is dumped as well, if its text form can be made.
 
         Raises:
             InvariantError: the check found the product illegal.

@@ -1,10 +1,10 @@
-"""The compiler, top to bottom: what happens to one FX graph.
+"""The compiler, top to bottom: the stages that one FX graph goes through.
 
     capture -> partition -> cost -> plan -> sync -> memory -> emit
 
-Each line of `compile_capture` is one stage: a function from products to a product, with the check that its product
-must pass and the text that `APOLLO_DUMP` writes. Replanning is the same lines from `cost` on, with more observations.
-A plan for other sizes of a graph with dynamic shapes is the same too, with the segments of the first one.
+Each stage is a function from products to a product, with the check that its product must pass and the text that
+`APOLLO_DUMP` writes. Replanning runs the stages from `cost` on, with more observations. So does planning a graph with
+dynamic shapes for other sizes, with the segments of the first plan.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ from apollo_compile.store.plan_file import check_fits, load_plan
 
 _logger = logging.getLogger(__name__)
 
-WORTH_PARTING = 0.15
-"""Of a plan's predicted time, what segments for weight gradients must save. Fusion ends at every border, and a second
-core inside a product is used better than the formulas say: on two cores, backwards predicted to take 2 to 20 % less
-took between 4 % more and 9 % less, with the same fastest steps."""
+MIN_SEPARATION_GAIN = 0.15
+"""Share of a plan's predicted time that separate segments for weight gradients must save. Fusion ends at segment
+borders, and a second core is used better within a matmul than the formulas predict: on two cores, backwards predicted
+to take 2 to 20 % less took between 4 % more and 9 % less, with the same fastest steps."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,9 +58,9 @@ class Compilation:
     partition: Partition
     profile: DeviceProfile
     observations: Observations
-    """What was measured before it was planned."""
+    """Measurements that it was planned with."""
     finding: Finding | None = None
-    """What an earlier process found out, if the plan comes from there."""
+    """The finding of an earlier process, if the plan comes from there."""
     costs: CostTable
     plan: Plan
     syncs: SyncPlan
@@ -81,7 +81,7 @@ def rename(compilation: Compilation, name: str) -> Compilation:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Decision:
-    """A plan and the durations that it was made from: what one rank needs to run the plan of another."""
+    """A plan with its costs: what one rank needs to run the plan of another."""
 
     costs: CostTable
     plan: Plan
@@ -96,12 +96,12 @@ def compile_capture(
     recall: Callable[[Partition], Finding | None] = lambda partition: None,
     is_alone: bool = True,
 ) -> Compilation:
-    """Take a capture through all stages; where `recall` knows a plan, that one is taken.
+    """Run all stages on a capture; if `recall` returns a finding, its plan is used.
 
-    Ranks of one job, which are not alone, cut a graph alike, although each has its own profile.
+    With several ranks (`is_alone` false), the partition does not depend on the profile, so that all ranks cut alike.
 
     Raises:
-        InfeasiblePlanError: no plan keeps the memory quota.
+        InfeasiblePlanError: no plan meets the memory quota.
         PlanFileError: with `debug.strict`, the plan file cannot be read or is for another graph.
     """
     partition = runner.run(
@@ -124,19 +124,19 @@ def compile_capture(
 
 
 def _is_better(graph: SegmentGraph, other: SegmentGraph, *, profile: DeviceProfile, config: Config) -> bool:
-    """Return whether `graph` is the better partition: the plan file is for it, or its plan would be clearly shorter.
+    """Return whether `graph` is the better partition: the plan file fits it, or its plan is predicted clearly shorter.
 
-    It is the one with more segments, which may take more memory, so a quota speaks against it.
+    It has more segments than `other`, which may take more memory, so it is not chosen with a memory quota.
     """
     lanes = profile.lanes
     if config.plan.file is not None:
         return _fits(config.plan.file, graph, lanes) and not _fits(config.plan.file, other, lanes)
     if config.plan.planner == "serial" or config.plan.memory_quota is not None:
         return False
-    foreseen, usual = (
+    separate, together = (
         estimate_makespan(each, estimate_costs(each, profile, Observations()), lanes) for each in (graph, other)
     )
-    return foreseen < (1 - WORTH_PARTING) * usual
+    return separate < (1 - MIN_SEPARATION_GAIN) * together
 
 
 def _fits(path: Path, graph: SegmentGraph, lanes: tuple[Lane, ...]) -> bool:
@@ -150,7 +150,7 @@ def _fits(path: Path, graph: SegmentGraph, lanes: tuple[Lane, ...]) -> bool:
 def compile_finding(
     capture: Capture, partition: Partition, finding: Finding, *, profile: DeviceProfile, runner: StageRunner
 ) -> Compilation | None:
-    """Take the plan of an earlier process through the stages behind it; None if it is not for these segments."""
+    """Run the stages after the plan on the plan of an earlier process; None if it is not legal for these segments."""
     graph = partition.graph
     try:
         check_fits(finding.plan, graph, profile.lanes, "the plan of an earlier run")
@@ -173,9 +173,9 @@ def compile_finding(
 def compile_sizes(
     first: Compilation, capture: Capture, *, profile: DeviceProfile, config: Config, runner: StageRunner
 ) -> Compilation:
-    """Take a capture of the graph of `first`, for other dynamic sizes, through all stages; its segments stay.
+    """Run the stages on a capture of the graph of `first` for other dynamic sizes, with the same segments.
 
-    The first plan is not one from a file, and no memory quota is set: both are for one size.
+    There is no plan file and no memory quota: both are for one size only.
     """
     partition = runner.run(
         "partition",
@@ -213,7 +213,7 @@ def plan_partition(
     runner: StageRunner,
     pinned: Plan | None = None,
 ) -> Compilation:
-    """Take a partition through the stages from cost to program; a `pinned` plan keeps its lanes and order."""
+    """Run the stages from cost to program on a partition; a `pinned` plan keeps its lanes and order."""
     graph = partition.graph
     costs = _run_cost(graph, profile, observations, runner)
     plan = runner.run(
@@ -245,7 +245,7 @@ def compile_plan(
     profile: DeviceProfile,
     runner: StageRunner,
 ) -> Compilation:
-    """Take a plan through the stages from sync to program."""
+    """Run the stages from sync to program on a plan."""
     graph = partition.graph
     owners_release = profile.owners_release
     syncs = runner.run(
@@ -290,7 +290,7 @@ def compile_plan(
 
 
 def adopt_decision(own: Compilation, decision: Decision, *, runner: StageRunner) -> Compilation:
-    """Take another rank's plan of the same segments through the stages from sync to program.
+    """Run the stages from sync to program on another rank's plan of the same segments.
 
     Raises:
         PlanFileError: the plan is for other lanes.

@@ -1,13 +1,12 @@
-"""What a compile is at, for a user who waits for it.
+"""Progress lines for a user who waits for a long compile.
 
     with Progress("compiling 0/0 forward") as progress:
         progress.at("body", 5, 14)
 
-A compile that takes no longer than `PATIENCE_S` says nothing. One that does says, once per phase, what it is at:
-`compiling 0/0 forward: body 5 of 14 after 10 s`. That is nothing to worry about, and so INFO; but an INFO that
-nobody sees would help nobody, so it goes to standard error where logging was not set up. Where it was, it goes where
-all else goes. A level above INFO of the package's logger switches it off, as `APOLLO_LOG=WARNING` does, and so does one
-of this file's. Of several ranks on a machine, which mostly compile the same, the first one speaks.
+A compile that takes longer than `PATIENCE_S` logs one line per phase: `compiling 0/0 forward: body 5 of 14 after 10 s`.
+The level is INFO, since nothing is wrong; but the line must be seen by default, so it goes to standard error if logging
+is not configured, and to the configured handlers otherwise. A level above INFO on the package's or this file's logger
+switches it off, as `APOLLO_LOG=WARNING` does. Local ranks mostly compile the same, so only the first one logs.
 """
 
 from __future__ import annotations
@@ -26,10 +25,10 @@ PATIENCE_S = 10.0
 
 
 class Progress:
-    """Knows what one compile is at, and says so where it takes long; a thread looks when it has become long.
+    """Tracks the phase of one compile, and logs it if the compile takes long; a timer thread checks that.
 
     Arguments:
-        what: what goes on, for the line.
+        what: description of the compile, for the line.
         clock: returns seconds.
     """
 
@@ -41,28 +40,28 @@ class Progress:
         self._step = ""
         self._told: set[str] = set()
         self._lock = threading.Lock()
-        """Guards what it is at and what was told."""
+        """Guards the phase and the phases that were logged."""
         self._timer = threading.Timer(PATIENCE_S, self.look)
         self._timer.daemon = True
 
     def __enter__(self) -> Progress:
-        """Begin to look."""
-        with contextlib.suppress(RuntimeError):  # where no thread can be started, `at` looks
+        """Start the timer."""
+        with contextlib.suppress(RuntimeError):  # if no thread can be started, `at` checks the time
             self._timer.start()
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Look no more."""
+        """Stop the timer."""
         self._timer.cancel()
 
     def at(self, phase: str, number: int = 0, count: int = 0) -> None:
-        """Note the phase that begins or goes on, and which step of how many it is, if that is known."""
+        """Record the current phase, and the number of the step and of all steps, if known."""
         with self._lock:
             self._phase, self._step = phase, f" {number} of {count}" if count else ""
         self.look()
 
     def look(self) -> None:
-        """Say what it is at, if it has taken long and this phase was not told yet."""
+        """Log the phase, if the compile has taken long and the phase was not logged yet."""
         with self._lock:
             elapsed_s = self._clock() - self._begin
             if self._phase is None or self._phase in self._told or elapsed_s < PATIENCE_S:

@@ -8,7 +8,7 @@ NS_PER_S = 1_000_000_000
 
 
 def format_ns(duration_ns: float) -> str:
-    """Return a duration as people write it: `950 ns`, `12.3 us`, `4.56 ms`, `7.89 s`."""
+    """Return a duration with a readable unit: `950 ns`, `12.3 us`, `4.56 ms`, `7.89 s`."""
     size = abs(duration_ns)
     if size < NS_PER_US:
         return f"{duration_ns:.0f} ns"
@@ -20,7 +20,7 @@ def format_ns(duration_ns: float) -> str:
 
 
 def format_bytes(num_bytes: float) -> str:
-    """Return a size in binary steps, as allocators count it: `512 B`, `1.5 KiB`, `2.00 MiB`."""
+    """Return a size with a binary unit: `512 B`, `1.5 KiB`, `2.00 MiB`."""
     size = float(num_bytes)
     for unit, digits in (("B", 0), ("KiB", 1), ("MiB", 2)):
         if abs(size) < 1024:

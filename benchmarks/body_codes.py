@@ -207,7 +207,7 @@ def _compile(workload: Workload, code: Code) -> _Compiled:
         step()
     print(f"   {workload.name}: {code.name} code compiled in {time.perf_counter() - begin:.0f} s", file=sys.stderr)
     models = [model for model in registry.compiled_models() if model not in known]
-    for name, reason in (handed_over for model in models for handed_over in model.handed_over):
+    for name, reason in (fallback for model in models for fallback in model.fallbacks):
         print(f"   {workload.name}: {name} is left out: {reason}", file=sys.stderr)
     return _Compiled(graphs=[graph for model in models for graph in model.graphs], step=step)
 

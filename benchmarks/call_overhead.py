@@ -148,7 +148,7 @@ def _time(call: Callable[[str], None], side: str) -> int:
 def _what_runs(model: nn.Module) -> str:
     found = []
     for compiled in registry.find_models(model):
-        found += [f"{name}: {Variant.INDUCTOR}" for name, _ in compiled.handed_over]
+        found += [f"{name}: {Variant.INDUCTOR}" for name, _ in compiled.fallbacks]
         for graph in compiled.graphs:
             segments = format_count(len(graph.compilation.partition.graph.segments), "segment")
             found.append(f"{graph.compilation.capture.name} ({segments}): {graph.variant}")

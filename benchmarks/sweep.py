@@ -362,10 +362,10 @@ def how_graphs_ran(compiled: Sequence[CompiledModel]) -> dict[str, Any]:
     graphs = [graph for each in compiled for graph in each.graphs if graph.has_run and graph.bodies]
     lanes = [{span.lane for span in graph.trace().spans} for graph in graphs]
     return {
-        "num_graphs": len(graphs) + sum(len(each.handed_over) for each in compiled),
+        "num_graphs": len(graphs) + sum(len(each.fallbacks) for each in compiled),
         "num_in_segments": sum(map(bool, lanes)),
         "num_on_lanes": sum(len(used) > 1 for used in lanes),
-        "reasons": tuple(sorted({reason for each in compiled for _, reason in each.handed_over})),
+        "reasons": tuple(sorted({reason for each in compiled for _, reason in each.fallbacks})),
     }
 
 
@@ -389,7 +389,7 @@ def _left_in_eager(compiled: Sequence[CompiledModel], model: torch.nn.Module) ->
         each
         for each in compiled
         if any(graph.compilation.capture.role is Role.BACKWARD for graph in each.graphs)
-        or any(name.endswith(f"_{Role.BACKWARD}") for name, _ in each.handed_over)
+        or any(name.endswith(f"_{Role.BACKWARD}") for name, _ in each.fallbacks)
     ]
     known = frozenset[Any]().union(*(each.storages for each in trains))
     trained = {name: value for name, value in model.named_parameters() if value.grad is not None}

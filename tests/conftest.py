@@ -49,7 +49,7 @@ _cache_numbers = itertools.count()
 def _a_machine_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Plan every test for the same device, and let it find nothing that others left behind.
 
-    Left to itself, a process measures the machine, on which other tests run meanwhile, and recalls earlier contests
+    Left to itself, a process measures the machine, on which other tests run meanwhile, and recalls earlier comparisons
     from the user's cache. Compiled graphs of earlier tests would do as well: whatever a test replaces in planning or
     compiling would not be asked.
     """

@@ -1,7 +1,7 @@
-"""Devices: what the compiler believes of one, and how a program runs on it.
+"""Devices: their profiles, and how programs run on them.
 
-profile.py      constants of a device, and how fast it is at what
-fingerprint.py  what a measurement depends on besides what was measured
+profile.py      calibrated constants and rates of a device
+fingerprint.py  identity of the machine that a measurement was taken on
 lanes.py        the catalogue of lanes that a program may use
 cpu/            lanes of pinned threads
 gpu/            lanes of green contexts, and CUDA graphs

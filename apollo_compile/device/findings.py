@@ -1,4 +1,4 @@
-"""What was found out about a machine, and how bad it is."""
+"""Findings about a machine, with their severity."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from dataclasses import dataclass
 
 
 class Level(enum.StrEnum):
-    """How bad a finding is."""
+    """Severity of a finding."""
 
     OK = "ok"
     NOTE = "note"
-    """Works, and could be better; or could not be looked at."""
+    """Works, but could be better; or could not be examined."""
     WARNING = "warning"
-    """Works, but not as one would think."""
+    """Works, but not as expected."""
     ERROR = "error"
     """Does not work."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """One thing that was looked at."""
+    """The result of one check."""
 
     level: Level
     subject: str
     message: str
     advice: str = ""
-    """What to do; empty where there is nothing to do."""
+    """What to do; empty if there is nothing to do."""

@@ -1,8 +1,8 @@
-"""What a measurement depends on besides what was measured.
+"""Fingerprint of the machine that a measurement was taken on.
 
-    Fingerprint                 device, driver, torch, cores and units
-    describe_changes(before, now)        what differs between two, in words
-    installed_torch()           the version of torch, without importing it
+    Fingerprint                     device, driver, torch, cores and units
+    describe_changes(before, now)   differences between two, as text
+    installed_torch()               the version of torch, without importing it
 
 `device/cpu/machine.py` makes the fingerprint of this machine, and `device/gpu/discover.py` that of a GPU.
 """
@@ -18,14 +18,14 @@ class Fingerprint:
 
     device: str
     driver: str | None
-    """None where the device needs none."""
+    """None if the device needs no driver."""
     torch: str
     cores: int
     units: int
 
 
 def describe_changes(before: Fingerprint | None, now: Fingerprint) -> str:
-    """Return in words how `now` differs from what something was measured on; "" where it does not."""
+    """Return how `now` differs from the fingerprint of an earlier measurement, as text; "" if it does not."""
     if before is None:
         return "it does not say where it was measured"
     pairs = ((field.name, getattr(before, field.name), getattr(now, field.name)) for field in fields(Fingerprint))
@@ -38,5 +38,5 @@ def installed_torch() -> str:
 
     try:
         return version("torch")
-    except PackageNotFoundError:  # in a tree of its sources
+    except PackageNotFoundError:  # torch is imported from a source tree
         return "unknown"

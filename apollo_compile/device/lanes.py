@@ -1,14 +1,14 @@
 """The lane catalogue: the few lanes that a program on a device may use.
 
     lane_catalogue(units, atoms) -> lanes
-    atom_borders(atoms)          -> where they begin, and where the last one ends
+    atom_borders(atoms)          -> the first unit of every atom, and the end of the last
 
-Lane 0 has every unit. Then come the lanes of the splits: two halves, and three quarters beside one quarter. Lanes of
-different splits overlap; a plan orders the segments on them, so they never run at the same time. A short catalogue
-costs little: plans from 3 to 14 lanes differ by a few percent, and every lane is a thread that somebody has to keep.
+Lane 0 has every unit. The other lanes come from two splits: two halves, and three quarters beside one quarter. Lanes of
+different splits share units; a plan orders their segments so that they never run at the same time. A short catalogue
+costs little: plans from 3 to 14 lanes differ by a few percent, and every lane is a thread to keep.
 
-A GPU gives its units out in atoms of several, not all of the same size: an H200 has 14 of 8 SMs and one of 20. Then a
-split is where atoms meet, and atom `i` has the units that follow those of the atoms before it.
+A GPU assigns its units in atoms of several SMs, not all of the same size: an H200 has 14 of 8 SMs and one of 20. Splits
+are at borders between atoms, and atoms are numbered in the order of their units.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from apollo_compile.ir import Lane, LaneId
 def lane_catalogue(units: int, atoms: Sequence[int] | None = None) -> tuple[Lane, ...]:
     """Return the lanes of a device with `units` units; no two have the same units.
 
-    `atoms` are the units of every atom, which may be fewer than all together; None is one each.
+    `atoms` has the number of units in every atom, which may add up to less than `units`; None means one unit each.
     """
     borders = atom_borders((1,) * units if atoms is None else atoms)
     if units < 1 or min(atoms or (1,)) < 1 or borders[-1] > units:
@@ -45,5 +45,5 @@ def lane_catalogue(units: int, atoms: Sequence[int] | None = None) -> tuple[Lane
 
 
 def atom_borders(atoms: Iterable[int]) -> list[int]:
-    """Return the first unit of every atom, and the unit behind the last, given the units of each."""
+    """Return the first unit of every atom, and the unit after the last atom, given the sizes of the atoms."""
     return [0, *itertools.accumulate(atoms)]

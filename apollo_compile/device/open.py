@@ -32,10 +32,10 @@ _CPU = torch.device("cpu")
 
 
 def open_target(example_inputs: Sequence[Any], config: Config) -> Target:
-    """Return the device of a Dynamo graph: the GPU that its tensors are on, if lanes are to be there, else the CPU.
+    """Return the target of a Dynamo graph: the GPU of its tensors if `device.cuda_lanes` is on, else the CPU.
 
     Raises:
-        ConfigError: the profile, or the number of units, that was asked for cannot be used here.
+        ConfigError: the configured profile or number of units cannot be used here.
     """
     _log_share()
     tensors = [item for item in example_inputs if isinstance(item, torch.Tensor)]
@@ -64,7 +64,7 @@ def _open_gpu(device: torch.device, config: Config) -> Target | None:
 
 
 def reason_without_lanes(example_inputs: Sequence[Any], device: torch.device) -> str | None:
-    """Return why no lanes of `device` can take a graph, whatever it computes; None where that depends on it."""
+    """Return why a graph with these inputs cannot run on lanes of `device`; None if it may."""
     elsewhere = {item.device for item in example_inputs if isinstance(item, torch.Tensor)} - {device, _CPU}
     if not elsewhere:
         return None
@@ -79,7 +79,7 @@ def select_profile(config: Config) -> DeviceProfile:
     """Return the profile that graphs are planned for.
 
     Raises:
-        ConfigError: the profile or the number of units that was asked for cannot be used here.
+        ConfigError: the configured profile or number of units cannot be used here.
     """
     units = available_units() if config.device.units is None else config.device.units
     if units > (most := most_units()):
@@ -92,9 +92,9 @@ def select_profile(config: Config) -> DeviceProfile:
                 "planned: name the profile of a CPU"
             )
         if str(config.device.profile) in packaged_profiles():
-            profile = limit_units(profile, units)  # it is for any number of cores
+            profile = limit_units(profile, units)  # valid for any number of cores
         elif profile.units > units and (profile.units <= most or config.device.units or core_share().size > 1):
-            profile = limit_units(profile, units)  # it was measured for more than this process is to use, or ever had
+            profile = limit_units(profile, units)  # it was measured with more cores than this process may use
         if profile.units > most:
             raise ConfigError(
                 f"device profile {config.device.profile} is for {profile.units} cores; lanes may use {most} cores "
@@ -105,7 +105,7 @@ def select_profile(config: Config) -> DeviceProfile:
 
 
 def _gpu_profile(gpu: TorchGpu, config: Config) -> DeviceProfile:
-    """Return the profile for the SMs and atoms that this GPU has."""
+    """Return the profile with this GPU's numbers of SMs and atoms."""
     native = gpu.native
     if config.device.profile is None:
         fingerprint = gpu_fingerprint(native.name, cuda=native.driver_version, units=native.num_sms)
@@ -122,7 +122,7 @@ def _gpu_profile(gpu: TorchGpu, config: Config) -> DeviceProfile:
 
 @functools.cache
 def _log_share() -> None:
-    """Say once which cores are this rank's, if others are on the machine."""
+    """Log once which cores belong to this rank, if there are other local ranks."""
     share, units = core_share(), available_units()
     if share.size == 1:
         return
@@ -133,7 +133,7 @@ def _log_share() -> None:
 
 
 def _warn_without_lanes() -> None:
-    """Say where a launcher has given every rank several cores, and torch one thread for them."""
+    """Warn if the launcher gave every rank several cores but only one torch thread."""
     share = core_share()
     if share.size > 1 and share.rank == 0 and len(share.own) > 1 and torch.get_num_threads() == 1:
         _warn_of_one_thread(share.size, len(share.own))
@@ -141,7 +141,7 @@ def _warn_without_lanes() -> None:
 
 @functools.cache
 def _warn_of_one_thread(num_ranks: int, num_cores: int) -> None:
-    """Say it once, however many graphs there are."""
+    """Warn once per process."""
     _logger.warning(
         "there are no lanes on %d local ranks, so nothing overlaps: each has %d cores, and torch has 1 thread "
         "(torchrun sets OMP_NUM_THREADS=1); start torchrun with OMP_NUM_THREADS=%d, or call "

@@ -1,15 +1,14 @@
-"""What the compiler believes about a device: its constants, and how fast it is at what.
+"""Device profiles: the calibrated constants and rates of one device.
 
     DeviceProfile                   the constants of one device
-    limit_units(profile, units)     the same device with other units
-    rate_at(rates, ...)             a rate between the entries of a table
+    limit_units(profile, units)     the same device with another number of units
+    rate_at(rates, ...)             a rate, interpolated in a table
 
-A rate depends on how large a kernel is, so rates are tables: by the size of one kernel (flops or bytes) and by the
-number of units that it may use. Between table sizes a rate is interpolated on logarithmic scales, between numbers of
-units linearly; beyond either end it stays as it is at that end.
+Rates are tables, by the size of one kernel (flops or bytes) and by the number of units that it may use. Between sizes a
+rate is interpolated on logarithmic scales, between numbers of units linearly; beyond either end it is constant.
 
-Files of profiles are in `store/profiles.py`. `device/cpu/discover.py` and `device/gpu/discover.py` find the profile of
-a device, and the files `calibrate.py` beside them measure one.
+`store/profiles.py` reads and writes files of profiles. `device/cpu/discover.py` and `device/gpu/discover.py` find the
+profile of a device, and the files `calibrate.py` beside them measure one.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from apollo_compile.ir import KernelKind, Lane
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rate:
-    """What a kernel of about one size achieves per second, by number of units."""
+    """Rate of a kernel of one size, by number of units."""
 
     size: int
     """Flops or bytes of the kernel."""
@@ -54,34 +53,34 @@ class DeviceProfile:
     units: int
     """Units that may be used."""
     unit_counts: tuple[int, ...]
-    """Numbers of units that rates are given for, ascending from 1."""
+    """The numbers of units in rate tables, ascending from 1."""
     arithmetic: tuple[Arithmetic, ...]
-    """Beyond the fixed time of a kernel."""
+    """Rates of arithmetic, without the fixed time of a kernel."""
     near_bytes_per_s: tuple[Rate, ...]
-    """Bytes of what the segment itself made, and of what it makes, by bytes that one kernel moves."""
+    """Rate for reading data made by the same segment, and for writes, by bytes that one kernel moves."""
     far_bytes_per_s: tuple[Rate, ...]
-    """Bytes read that other segments made, by bytes of everything that a run of the program touches."""
+    """Rate for reading data made by other segments, by the footprint in bytes of a run of the program."""
     kernel_ns: int
     """Fixed time of one kernel on one unit."""
     parallel_ns: int
-    """Added to it on more than one unit: waking the team and meeting at its end."""
+    """Added to it on more than one unit: waking the thread team and its final barrier."""
     cold_ns: int
-    """Added to it where a body runs for the first time in a program: its code is in no near cache."""
+    """Added to it where a body first runs in a program, with its code in no near cache."""
     launch_ns: int
     """Fixed time of one segment: calling its body."""
     tensor_ns: int
-    """Added to it for every tensor that the body takes or returns: making and freeing a handle, checking a layout."""
+    """Added to it per input and output tensor of the body: making and freeing a handle, checking a layout."""
     handover_ns: int
     """From the end of a segment to the start of its reader on another lane."""
     slowdown: tuple[tuple[float, float], tuple[float, float]]
-    """How many times longer (arithmetic, memory) takes on one half beside (arithmetic, memory) on the other half."""
+    """Slowdown factors of (arithmetic, memory) on one half of the units beside (arithmetic, memory) on the other."""
     notes: tuple[str, ...] = ()
-    """Where the numbers come from."""
+    """Sources of the numbers."""
     atoms: tuple[int, ...] | None = None
-    """Units of every group in which they are given to lanes, in order; None is one each."""
+    """Sizes of the groups in which units are assigned to lanes, in order; None means one unit each."""
 
     def __post_init__(self) -> None:
-        """Refuse numbers that do not fit each other."""
+        """Check that the numbers are consistent."""
         tables = [*(table.rates for table in self.arithmetic), self.near_bytes_per_s, self.far_bytes_per_s]
         for rates in tables:
             sizes = [rate.size for rate in rates]
@@ -111,36 +110,36 @@ class DeviceProfile:
 
     @property
     def overlap(self) -> Literal["sum", "max"]:
-        """How arithmetic and memory of one kernel combine: one after the other, or the longer of the two."""
+        """How arithmetic and memory time of one kernel combine: their sum, or the longer of the two."""
         return "max" if self.kind == "cuda" else "sum"
 
     @property
     def is_predictable(self) -> bool:
-        """Whether formulas are near enough to tell, before anything has run, that a plan gains nothing.
+        """Whether formulas are accurate enough to tell, before anything has run, that a plan gains nothing.
 
-        On a GPU they are far off until bodies were timed: a matmul that just fits the whole device takes twice as long
-        on a lane that is a little smaller.
+        On a GPU they are inaccurate until bodies are timed: a matmul that just fits the whole device takes twice as
+        long on a slightly smaller lane.
         """
         return self.kind == "cpu"
 
     @property
     def owners_release(self) -> bool:
-        """Whether memory goes back to the lane that made it, so that only that lane may release it."""
+        """Whether freed memory returns to the lane that allocated it, so that only that lane may release it."""
         return self.kind == "cuda"
 
     def flops_per_s(self, kind: KernelKind, dtype: str, flops: int, units: int) -> float:
         """Return the rate of a kernel on `units` units.
 
-        A kind or dtype without a table takes the nearest one that has: the same kind in float32, then products.
+        A kind or dtype without a table uses that of the nearest one: the same kind in float32, then matmul.
         """
         return rate_at(_table(self, kind, dtype), self.unit_counts, flops, units)
 
     def near_rate(self, num_bytes: int, units: int) -> float:
-        """Return the bytes per second of a kernel that moves `num_bytes` of what was just made."""
+        """Return the bytes per second of a kernel that moves `num_bytes` of recently made data."""
         return rate_at(self.near_bytes_per_s, self.unit_counts, num_bytes, units)
 
     def far_rate(self, footprint: int, units: int) -> float:
-        """Return the bytes per second of reading what others made, in a program that touches `footprint` bytes."""
+        """Return the bytes per second of reading other segments' data, in a program that touches `footprint` bytes."""
         return rate_at(self.far_bytes_per_s, self.unit_counts, footprint, units)
 
     def _refuse(self, problem: str) -> None:
@@ -158,7 +157,7 @@ _NEXT_BEST = {
     KernelKind.SCATTER: KernelKind.LOOP,
     KernelKind.LIBRARY: KernelKind.SCATTER,
 }
-"""Whose rates a kind takes that has none."""
+"""The kind whose rates are used for a kind without rates."""
 
 
 def _table(profile: DeviceProfile, kind: KernelKind, dtype: str) -> tuple[Rate, ...]:
@@ -170,7 +169,7 @@ def _table(profile: DeviceProfile, kind: KernelKind, dtype: str) -> tuple[Rate, 
 
 
 def rate_at(rates: Sequence[Rate], unit_counts: Sequence[int], size: int, units: int) -> float:
-    """Return the rate of a kernel of `size` on `units` units, between the entries of a table."""
+    """Return the rate of a kernel of `size` on `units` units, interpolated in a table."""
     place, share = _between(unit_counts, units)
 
     def at(rate: Rate) -> float:
@@ -186,7 +185,7 @@ def rate_at(rates: Sequence[Rate], unit_counts: Sequence[int], size: int, units:
 
 
 def _between(counts: Sequence[int], units: int) -> tuple[int, float]:
-    """Return the last count that is not above `units`, and how far `units` is on the way to the next one."""
+    """Return the index of the last count that is not above `units`, and the fraction towards the next count."""
     place = max((index for index, count in enumerate(counts) if count <= units), default=0)
     if place == len(counts) - 1 or units <= counts[place]:
         return place, 0.0
@@ -197,6 +196,6 @@ def limit_units(profile: DeviceProfile, units: int) -> DeviceProfile:
     """Return the profile of `units` units of the same device."""
     atoms = profile.atoms
     if atoms is not None:
-        num_full = max(0, units // atoms[0] - 1)  # the last has what is left over
+        num_full = max(0, units // atoms[0] - 1)  # the last one has the remainder, too
         atoms = (*num_full * atoms[:1], units - num_full * atoms[0])
     return replace(profile, name=f"{profile.name} x{units}", units=units, atoms=atoms)

@@ -1,11 +1,12 @@
 """The seam between the compiler and a device.
 
-    Target     what a device can do, and how programs are loaded onto it: one implementation per kind of device
+    Target     the capabilities of a device, and how programs are loaded onto it: one implementation per kind of device
     Runnable   a loaded program
-    Code       what the segments of a graph were compiled to, and what its caller promises
+    Code       the compiled bodies of a graph, and the contract with its caller
 
-Whatever differs between a CPU and a GPU is a question to the target. A new kind of device is one more implementation,
-a profile and, where its lanes are native, a lane class in `runtime/`. Nothing here needs torch at run time.
+Everything that differs between a CPU and a GPU is behind this protocol. A new kind of device is one more
+implementation, a profile and, if its lanes are native, a lane class in `runtime/`. Nothing here needs torch at run
+time.
 """
 
 from __future__ import annotations
@@ -26,48 +27,48 @@ if TYPE_CHECKING:
     from apollo_compile.pipeline import Compilation
 
 Run = Callable[[list[Any]], Sequence[Any]]
-"""Takes the inputs of a graph in a list, which it empties, and returns the outputs."""
+"""Runs a graph: takes the inputs in a list, which it empties, and returns the outputs."""
 
 
 @dataclass(frozen=True, slots=True)
 class KeepsPython:
-    """Why lanes need Python for a body that was to do without."""
+    """Why a body that was to be native runs under the GIL."""
 
     reason: str
     is_lost: bool
-    """Whether it could do without: Inductor's C++ wrapper failed, not that the body calls Python."""
+    """Whether the cause is that Inductor's C++ wrapper failed, not that the body calls Python."""
 
 
 @dataclass(frozen=True, slots=True)
 class CompiledBody:
-    """What a lane can call.
+    """A body that a lane can call.
 
-    With `entry_address`, a C function `void entry(AtenTensorHandle* inputs, AtenTensorHandle* outputs)` that owns its
-    inputs, takes `constants` behind them, and never touches Python; else `function(list) -> sequence` under the GIL.
-    Sizes come to both as tensors without dimensions.
+    With `entry_address`, it is a C function `void entry(AtenTensorHandle* inputs, AtenTensorHandle* outputs)` that owns
+    its inputs, takes `constants` after them, and never uses Python; else `function(list) -> sequence` under the GIL.
+    Both take sizes as tensors without dimensions.
     """
 
     function: Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
     entry_address: int | None = None
     constants: tuple[torch.Tensor, ...] = ()
     library: ctypes.CDLL | None = field(default=None, repr=False)
-    """Where the entry is."""
+    """The library with the entry."""
     keeps_python: KeepsPython | None = None
-    """Why there is no entry, where there was to be one."""
+    """Why a native body was requested but there is no entry."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Contract:
-    """What the caller of a graph promises about its inputs and expects of its outputs, by position."""
+    """What the caller of a graph guarantees about inputs and expects of outputs, by position."""
 
     static_inputs: frozenset[int] = frozenset()
-    """Inputs that AOTAutograd calls static: parameters; in a backward all that the forward saved."""
+    """Inputs that AOTAutograd calls static: parameters; in a backward, everything that the forward saved."""
     written_inputs: frozenset[int] | None = frozenset()
     """Inputs that the graph writes to; None where it also writes to something else."""
     user_outputs: frozenset[int] = frozenset()
-    """Outputs that outlive the next run."""
+    """Outputs that the user sees, so they must outlive the next run."""
     unsafe: str | None = None
-    """An operator that does more than a recording of launches repeats; None where there is none."""
+    """An operator that a CUDA graph cannot capture and replay; None if there is none."""
 
     @property
     def writes(self) -> bool:
@@ -77,13 +78,13 @@ class Contract:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Code:
-    """What a graph was compiled to, whatever plan it runs by."""
+    """The compiled code of a graph, the same for every plan."""
 
     bodies: tuple[CompiledBody, ...]
-    """By the id of the body."""
+    """Bodies by id."""
     contract: Contract = field(default_factory=Contract)
     tuned: Mapping[tuple[BodyId, int], CompiledBody] = field(default_factory=dict)
-    """What lanes run instead of a body, by its id and their number of units."""
+    """Code tuned for lanes of one size, by id of the body and number of units; it replaces the body there."""
 
 
 class Runnable(Protocol):
@@ -91,7 +92,7 @@ class Runnable(Protocol):
 
     @property
     def num_runs(self) -> int:
-        """Runs on lanes."""
+        """Number of runs on lanes."""
 
     def run(self, inputs: list[torch.Tensor]) -> Sequence[torch.Tensor | None]:
         """Run once; `inputs` is emptied.
@@ -101,39 +102,39 @@ class Runnable(Protocol):
         """
 
     def trace(self) -> Trace:
-        """Return the spans of the last run; empty where a run does not tell when its segments ran."""
+        """Return the spans of the last run; empty if the device does not measure them."""
 
     def measure(self, inputs: Sequence[torch.Tensor]) -> Observations | None:
-        """Return how long every body takes on every number of units, for these inputs; None where runs tell it."""
+        """Time every body on every number of units, for these inputs; None if runs have spans."""
 
     def lane_bytes(self) -> Mapping[LaneId, int]:
-        """Return the device memory that every lane holds for this program; empty where lanes hold none."""
+        """Return the device memory in bytes that every lane holds for this program; empty if lanes hold none."""
 
     def release(self) -> None:
-        """Let go of the memory that is held for the next run; the next run takes it again."""
+        """Release the memory held for the next run; the next run allocates it again."""
 
 
 class Target(Protocol):
-    """A device, as compiler and session see it; one per Dynamo graph, whose graphs may share memory there."""
+    """A device, as compiler and session see it; one per Dynamo graph, whose graphs may share memory on it."""
 
     @property
     def profile(self) -> DeviceProfile:
-        """What plans are made for."""
+        """The profile that plans are made for."""
 
     @property
     def device(self) -> torch.device:
-        """Where the tensors are."""
+        """The torch device of the tensors."""
 
     @property
     def variants(self) -> Collection[Variant]:
-        """Ways to run a graph here besides its plan, its segments in turn and Inductor's whole graph."""
+        """The variants of this device besides plan, serial plan and Inductor's whole graph."""
 
     @property
     def is_synchronous(self) -> bool:
         """Whether a run has ended when its call returns.
 
-        Then a run tells when its segments ran, and calls are timed by the host's clock, as long as the model trains.
-        Where not, bodies are timed once, and calls only while variants are compared, since that waits for the device.
+        If so, runs have spans, and calls are timed by the host's clock for as long as the model trains. If not, bodies
+        are timed once, and calls only while variants are compared, since timing waits for the device.
         """
 
     @property
@@ -142,50 +143,50 @@ class Target(Protocol):
 
     @property
     def keeps_findings(self) -> bool:
-        """Whether code and verdicts are of use to the next process."""
+        """Whether a later process can reuse code and verdicts."""
 
     @property
     def has_native_bodies(self) -> bool:
-        """Whether a body can run without Python; then there may also be several libraries for its matmuls."""
+        """Whether a body can run without Python; then its matmuls may also come from several libraries."""
 
     @property
     def can_interpret(self) -> bool:
-        """Whether a graph may run operator by operator where there is no C++ compiler."""
+        """Whether a graph may be interpreted if there is no C++ compiler."""
 
     @property
     def lane_memory_quota(self) -> int | None:
-        """Bytes that one lane may hold; None is no limit."""
+        """Bytes that one lane may hold; None means no limit."""
 
     def start(self, lanes: tuple[Lane, ...]) -> None:
-        """Make lanes ready before anything is compiled for them.
+        """Start the lanes, before anything is compiled for them.
 
         Raises:
-            Exception: there can be none here.
+            Exception: this machine cannot have them.
         """
 
     def tuned_lanes(self, lanes: Sequence[Lane]) -> Mapping[int, Lane]:
-        """Return the lanes that code of their own is to be compiled for, by their number of units."""
+        """Return the lanes to tune code for, by their number of units."""
 
     def compile_scope(self, lane: Lane) -> AbstractContextManager[None]:
-        """Time kernels that the compiler chooses among on this lane, in a `with`."""
+        """Return a context in which the compiler's autotuning times kernels on this lane."""
 
     def load(self, compilation: Compilation, code: Code, variant: Variant) -> Runnable:
-        """Return a program ready to run; `variant` says how its lanes share the device, and whose memory it shares."""
+        """Load a program; `variant` says how lanes share the device, and which graphs share memory with it."""
 
     def load_whole(self, compilation: Compilation, code: Code, run: Run) -> Runnable:
-        """Return the whole graph as Inductor compiled it, ready to run as plans do."""
+        """Load the whole graph as Inductor compiled it, to run in the same form as plans do."""
 
     def keep_only(self, variants: Collection[Variant]) -> None:
-        """Forget the memory that graphs share where they run other variants."""
+        """Drop the memory that graphs share for all other variants."""
 
-    def tidy(self) -> None:
-        """Give free memory back to the system, where it is of no use to what follows."""
+    def trim_memory(self) -> None:
+        """Give free memory back to the system."""
 
     def is_capturing(self) -> bool:
-        """Whether somebody records what is launched now, so that nothing may be timed or changed."""
+        """Whether the caller captures a CUDA graph now, so that nothing may be timed or changed."""
 
     def now_ns(self) -> int:
-        """Return the time at which everything launched so far has ended."""
+        """Wait until everything launched so far has ended, and return the host's time."""
 
     def circumstances(self) -> Sequence[object]:
-        """Return what of this machine shapes findings besides the profile, in terms of JSON."""
+        """Return what findings depend on besides the profile, as a JSON value."""

@@ -1,1 +1,1 @@
-"""Several processes of one job: what they agree on, so that all of them run the same programs."""
+"""Agreement between the ranks of one job, so that all of them run the same programs."""

@@ -1,10 +1,10 @@
-"""What one graph decides in common with the other ranks: who multiplies, its first plan and every later one.
+"""What the ranks agree on for one graph: libraries for its matmuls, its first plan, and every later plan.
 
-    Commons(ranks).enroll(compilation);  Commons.settle(proposed, own) -> Compilation | None
-    Commons.settle_names(subject, names) -> names
+    Agreement(ranks).enroll(compilation);  Agreement.settle(proposed, own) -> Compilation | None
+    Agreement.settle_names(subject, names) -> names
 
-`ranks.py` knows texts under topics; here a text is a list of names, or a plan with the costs that it was made
-from. Note [What ranks agree on] in `ranks.py` says why.
+`ranks.py` settles texts under topics; here a text is a list of names, or a plan with the costs that it was made from.
+Note [What ranks agree on] in `ranks.py` says why.
 """
 
 from __future__ import annotations
@@ -21,28 +21,33 @@ from apollo_compile.store.plan_file import fingerprint
 
 
 @dataclass(eq=False, slots=True)
-class Commons:
-    """What one graph and the other ranks settle."""
+class Agreement:
+    """Makes all ranks run the same plans and libraries for one graph."""
 
     ranks: Ranks
     topic: str = ""
-    """Name of the graph among the ranks."""
+    """Topic of the graph, the same on all ranks that compile it."""
     num_settled: int = 0
 
     def enroll(self, compilation: Compilation) -> None:
-        """Name the graph by its segments and lanes."""
+        """Set the topic, from the graph's segments and number of units."""
         if not self.ranks.is_alone:
             graph, units = fingerprint(compilation.partition.graph), compilation.profile.units
             self.topic = self.ranks.enroll(graph, compilation.capture.name, units=units)
 
     def settle(self, proposed: Compilation | None, own: Compilation, runner: StageRunner) -> Compilation | None:
-        """Return what all ranks run from now on; `own`, which is of the same segments, is what this one would run.
+        """Return the plan that all ranks run from now on.
 
-        None is nobody's plan: to keep the one that runs, or, if none does yet, to leave the graph to Inductor. That is
-        also what a plan is that the store cannot take.
+        None means no new plan: the current one is kept, or, if there is none yet, the graph falls back. A plan that is
+        too large for the store is proposed as None.
+
+        Arguments:
+            proposed: the plan that this rank proposes, or None.
+            own: a compilation of the same segments on this rank, which an agreed plan is applied to.
+            runner: runs the stages behind the plan.
 
         Raises:
-            RankError: what was settled is unknown, or not legal here.
+            RankError: the agreed plan is unknown, or not legal here.
         """
         if self.ranks.is_alone:
             return proposed
@@ -62,10 +67,10 @@ class Commons:
             raise self.ranks.fail(why) from error
 
     def settle_names(self, subject: str, names: Iterable[str]) -> frozenset[str]:
-        """Return what all ranks take for `names`.
+        """Return the names that all ranks use instead of their own `names`.
 
         Raises:
-            RankError: what was settled is unknown, or no list of names.
+            RankError: the agreed names are unknown, or cannot be read.
         """
         own = frozenset(names)
         if self.ranks.is_alone:

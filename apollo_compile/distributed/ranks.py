@@ -1,46 +1,46 @@
-"""What the ranks of one job decide in common, and how.
+"""How the ranks of one job agree.
 
     find_ranks() -> Ranks;  Ranks.settle(topic, proposal) -> what the first rank proposed
 
 Note [What ranks agree on]
-    Whatever the plans are, ranks cannot wait for each other's collectives for ever: every segment with a collective
-    comes after the one before it in graph order (`passes/capture.py`), every plan and program is checked for that, and
-    Inductor keeps the same order. So agreement is not needed for progress, but for two other reasons. Two ways of
-    running a graph differ in the last bits, and parameters that tensor parallelism keeps equal on all ranks would drift
-    apart. And a step that one rank runs by its plan and another by Inductor's code measures neither.
+    Plans cannot make ranks deadlock in each other's collectives: every segment with a collective comes after the
+    previous one in graph order (`passes/capture.py`), every plan and program is checked for that, and Inductor keeps
+    the same order. Agreement is needed for two other reasons. Two variants of a graph differ in the last bits, so
+    parameters that tensor parallelism keeps equal on all ranks would drift apart. And a step in which one rank runs its
+    plan and another Inductor's code measures neither variant.
 
-    Therefore these things are settled in common: the costs and plan of every graph, which library computes its matrix
-    products, every later plan, who competes in a comparison, and the times of every round of it. All that follows from
-    them (which entrant leaves, who wins, what the next step runs) is a function of what was settled and of the number
-    of steps, so all ranks switch at the same step.
+    Therefore the ranks settle: the costs and plan of every graph, which library computes its matmuls, every later plan,
+    the selections of a comparison, and the times of each of its rounds. Everything else (which selection is eliminated,
+    which one wins, what the next step runs) is a function of these and of the number of steps, so all ranks switch at
+    the same step.
 
     The first rank to arrive decides, by one compare-and-set in the store of the default process group; the others take
-    what they find there. Nobody ever waits for another rank, so a graph that one rank compiles and another never sees
-    (a modality absent from its batch) blocks nobody. A vote or an average would need all ranks to be there. Ranks that
-    a collective holds in step measure about the same, so it hardly matters which one is first.
+    the value that they find there. No rank ever waits for another, so a graph that one rank compiles and another never
+    sees (a modality absent from its batch) blocks nobody. A vote or an average would need all ranks. Ranks that a
+    collective keeps in step measure about the same, so it hardly matters which one is first.
 
-    A topic names the segments of the graph, its number of units, and how often the rank has compiled these segments,
-    for whatever units; not its place in the program. A rank with other segments (another stage of a pipeline) settles
-    other topics, and decides alone where nobody else has them. After the verdict nothing is settled any more, and so no
-    step talks to the store: with several ranks there is no comparison after a drift.
+    A topic identifies the segments of the graph, the number of units, and how often the rank has compiled these
+    segments (for any number of units); not the graph's position in the program. A rank with other segments (another
+    pipeline stage) settles other topics, and decides alone if no other rank has them. After the verdict nothing is
+    settled any more, and so no step talks to the store: with several ranks there is no comparison after a drift.
 
-    What fails on one rank must not make it run another way than the others. There are two answers. (1) It takes part
-    without a proposal of its own, in the same step as it would have had one. A rank whose measurements or planning fail
-    proposes to keep the plan, and takes another one if that was settled. A rank on which Inductor cannot compile a
-    graph proposes a comparison without Inductor: at once, while the others wait for one step before they propose one
-    with it. Where every step has a collective, no rank begins the next step before all have begun this one, so the
-    failure is known to all. A graph whose plan is too large for the store is proposed to be left to Inductor.
-    (2) It stops with a `RankError`, now and in whatever it is asked to decide later, also if somebody catches the first
-    one: when the store does not answer, since nobody can tell what the others decided; when what was settled is of
-    another version, is damaged, is not legal for its segments, or cannot be run here; and when anything unforeseen
-    fails in a comparison. The others notice when a collective misses it, as for any error on one rank.
+    A failure on one rank must not make it run another variant than the others. There are two cases. (1) The rank takes
+    part in the same step, with a proposal that needs nothing from what failed. A rank whose measurements or planning
+    fail proposes to keep the plan, and takes another plan if that was settled. A rank on which Inductor cannot compile
+    a graph proposes a comparison without Inductor: at once, while the others wait for one step before they propose one
+    with it. If every step has a collective, no rank begins the next step before all have begun this one, so the failure
+    is known to all. If a plan is too large for the store, the proposal is that the graph falls back.
+    (2) The rank stops with a `RankError`, now and at every later decision, even if the first error is caught: when the
+    store does not answer, since the decision of the others is unknown; when the settled value is of another version,
+    damaged, not legal for its segments, or cannot be run here; and when anything unforeseen fails in a comparison. The
+    other ranks notice at the next collective, as with any error on one rank.
 
-    Where the process group has no store (which is a property of its kind, and so the same on all ranks) nothing can be
-    settled, and Inductor runs every graph on every rank. Before a graph has a topic, when it cannot be captured, or its
-    segments cannot be compiled, it is Inductor's on that rank alone, with a WARNING; its collectives keep their order.
+    If the process group has no store (a property of its kind, so the same on all ranks), nothing can be settled, and
+    every graph falls back on every rank. If a graph cannot be captured, or its segments cannot be compiled, before it
+    has a topic, it falls back on that rank alone, with a WARNING; its collectives keep their order.
 
-A process is one of several ranks as long as its group lives: what it measures is measured beside the others, and so is
-no finding for a process of its own.
+A process is one of several ranks as long as its group lives: its measurements are taken beside the other ranks, so they
+are not findings for a single process.
 """
 
 from __future__ import annotations
@@ -57,24 +57,24 @@ from apollo_compile.errors import RankError
 _logger = logging.getLogger(__name__)
 
 MAX_BYTES = 4 * 2**20
-"""Of a proposal. A TCPStore closes the connection that sends more than 8 MiB."""
+"""Largest proposal. A TCPStore closes a connection that sends more than 8 MiB."""
 
 SAME_EVERYWHERE = "give every rank the same versions of apollo_compile and torch, the same options, and as many cores"
 
 
 class Store(Protocol):
-    """What is needed of a store of torch.distributed."""
+    """The interface that is used of a store of torch.distributed."""
 
     def compare_set(self, key: str, expected: str, desired: str, /) -> bytes:
-        """Set a key to `desired` if its value is `expected`, which is empty for none, and return what it has then."""
+        """Set a key to `desired` if its value is `expected` (empty: no value); return its value afterwards."""
 
 
 class Ranks:
     """The ranks of a job, as one of them sees them.
 
     Arguments:
-        store: where they meet; None if they cannot.
-        is_alone: whether there is one only; by default so without a store.
+        store: the store that they share; None if there is none.
+        is_alone: whether there is only one rank; by default, if there is no store.
     """
 
     def __init__(self, store: Store | None, *, is_alone: bool | None = None) -> None:
@@ -89,7 +89,7 @@ class Ranks:
         self._failure: str | None = None
 
     def fail(self, why: str, remedy: str = SAME_EVERYWHERE) -> RankError:
-        """Return the error with which this rank stops; whatever it is asked to settle later raises it again."""
+        """Return the error with which this rank stops; every later `settle` and `check` raises it again."""
         if self._failure is None:
             self._failure = (
                 f"this rank stops, since it cannot run what the other ranks run: {why}; {remedy}, or set "
@@ -111,8 +111,8 @@ class Ranks:
 
         Arguments:
             graph: fingerprint of its segments.
-            name: what to call it in the log.
-            units: for how many it is planned; who has another number cannot run the same plans.
+            name: name of the graph in log lines.
+            units: number of units that it is planned for; ranks with another number cannot run the same plans.
         """
         with self._lock:
             number, self._num_graphs = self._num_graphs, self._num_graphs + 1
@@ -128,10 +128,10 @@ class Ranks:
         return topic
 
     def settle(self, topic: str, proposal: str) -> str:
-        """Return what the first rank proposed under this topic: `proposal`, if it is this one. Waits for no rank.
+        """Return what the first rank proposed under this topic; on that rank, `proposal`. Never waits for another rank.
 
         Raises:
-            RankError: what was settled cannot be known: the store failed, now or earlier, or another version of this
+            RankError: the settled value is unknown: the store failed, now or earlier, or another version of this
                 package has written to it.
         """
         self.check()
@@ -143,7 +143,7 @@ class Ranks:
             if len(proposal) > MAX_BYTES:
                 raise ValueError(f"a proposal of {len(proposal)} bytes is too large for the store")
             settled = self._store.compare_set(topic, "", f"{__version__}\n{proposal}").decode()
-        except Exception as error:  # whatever the store's kind raises
+        except Exception as error:  # it depends on the kind of store
             reason = str(error).partition("\n")[0]
             why = f"{topic!r} was not settled with them: {type(error).__name__}: {reason}"
             raise self.fail(why, "start the job again from its last checkpoint") from error
@@ -155,12 +155,12 @@ class Ranks:
 
 _ranks_lock = threading.Lock()
 _ranks: weakref.WeakKeyDictionary[object, Ranks] = weakref.WeakKeyDictionary()
-"""By default process group, of which there is one at a time; guarded by `_ranks_lock`."""
+"""Ranks by default process group, of which there is one at a time; guarded by `_ranks_lock`."""
 
 
 def find_ranks() -> Ranks:
     """Return the ranks of the default process group; the same object as long as that group lives."""
-    import torch.distributed as dist  # reports know the comparison, which knows this file, and are read without torch
+    import torch.distributed as dist  # reports import this file indirectly, and must work without torch
 
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
         return Ranks(None)
@@ -174,12 +174,12 @@ def find_ranks() -> Ranks:
 def _open_store(group: Any) -> Store | None:
     import torch.distributed as dist
 
-    try:  # a connection of its own: what goes wrong with it is not the process group's trouble
+    try:  # a separate connection, so that its errors do not affect the process group
         store: Store = dist.PrefixStore("apollo_compile", group.get_group_store().clone())  # type: ignore[attr-defined]
         return store
-    except dist.DistError as error:  # the others may have reached it
+    except dist.DistError as error:  # other ranks may have reached it
         raise RankError(f"this rank stops, since it cannot reach the store of its process group: {error}") from error
-    except Exception as error:  # a group without a store, or one of a kind that cannot be shared
+    except Exception as error:  # a group without a store, or a store that cannot be cloned
         _logger.warning(
             "Inductor runs all graphs, since ranks cannot agree on plans: their process group has no store: %s: %s",
             type(error).__name__,

@@ -1,6 +1,6 @@
 """The report of one model, with a method for every form in which people and programs read it.
 
-    Report(graphs, handed_over, verdicts, breaks, states)
+    Report(graphs, fallbacks, verdicts, breaks, states)
 
 A report is frozen plain data (`values.py`) with a method per rendering; renderings compute no numbers.
 `to_json` and `from_json` are inverse, so a report can be read in another process, on another machine, or years later.
@@ -27,7 +27,7 @@ from apollo_compile.reports.values import ModelSummary
 from apollo_compile.reports.words import explain_place
 from apollo_compile.store.files import check_format, read_file
 
-FORMAT = 2
+FORMAT = 3
 """Number of the JSON form."""
 
 _MAX_BYTES = 256 * 2**20
@@ -112,7 +112,7 @@ class Report(ModelSummary):
 
 def merge_reports(reports: Iterable[Report]) -> Report:
     """Return one report of several Dynamo graphs; where two of them have the same name, later ones get a number."""
-    found = Report(graphs=(), handed_over=())
+    found = Report(graphs=(), fallbacks=())
     taken: set[str] = set()
     for report in reports:
         own = _names(report)
@@ -121,7 +121,7 @@ def merge_reports(reports: Iterable[Report]) -> Report:
         taken |= {name + ending for name in own}
         found = Report(
             graphs=found.graphs + tuple(replace(graph, name=graph.name + ending) for graph in report.graphs),
-            handed_over=found.handed_over + tuple((name + ending, reason) for name, reason in report.handed_over),
+            fallbacks=found.fallbacks + tuple((name + ending, reason) for name, reason in report.fallbacks),
             verdicts=found.verdicts + tuple((name + ending, verdict) for name, verdict in report.verdicts),
             breaks=found.breaks + tuple(replace(each, graph=each.graph + ending) for each in report.breaks),
             states=found.states + tuple(replace(state, graph=state.graph + ending) for state in report.states),
@@ -131,7 +131,7 @@ def merge_reports(reports: Iterable[Report]) -> Report:
 
 def _names(report: Report) -> set[str]:
     names = [graph.name for graph in report.graphs]
-    names += [name for name, _ in (*report.handed_over, *report.verdicts)]
+    names += [name for name, _ in (*report.fallbacks, *report.verdicts)]
     names += [found.graph for found in report.breaks] + [state.graph for state in report.states]
     return set(names)
 

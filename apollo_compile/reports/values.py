@@ -351,7 +351,7 @@ class ModelSummary:
     """All graphs of one model."""
 
     graphs: tuple[GraphSummary, ...]
-    handed_over: tuple[tuple[str, str], ...]
+    fallbacks: tuple[tuple[str, str], ...]
     """Graphs that Inductor runs whole, and why."""
     verdicts: tuple[tuple[str, Verdict], ...] = ()
     """By name of the Dynamo graph, the result of its comparison."""

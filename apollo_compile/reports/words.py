@@ -255,7 +255,7 @@ def explain_place(report: ModelSummary, name: str) -> str:
         chosen = [segment for segment in graph.segments if segment.name == name]
         chosen = chosen or [s for s in graph.segments if s.module == name or s.module.startswith(f"{name}.")]
         parts += [_explain_segment(graph, segment) for segment in chosen]
-    reasons = [f"{graph}: runs in Inductor, whole, because {reason}" for graph, reason in report.handed_over]
+    reasons = [f"{graph}: runs in Inductor, whole, because {reason}" for graph, reason in report.fallbacks]
     if parts:
         return "\n\n".join(parts)
     known = [known for graph in report.graphs for s in graph.segments for known in (s.name, s.module) if known]

@@ -2,29 +2,29 @@
 
     [graphs of one model, each with its variants] -> Verdict
 
-A plan rests on predictions, and a user switches to us only if the worst case is what they had. So the variants of a
-model are compared: its segments one after the other, its plan, the plan of the best list schedule, and the whole graphs
-as Inductor compiles them; on a GPU also the plan's order on streams without quotas, on streams of different priorities,
-and on lanes that overlap. `comparison.py` says how two are compared, `procedure.py` in which order, `drift.py` when a
-verdict is looked at again. Here is when that happens:
+A plan rests on predictions, and a model must never run slower than with Inductor alone. So variants are compared by
+measuring: the serial plan, the plan, the best list schedule, and the whole graphs as Inductor compiles them; on a GPU
+also the plan's order on streams without quotas, on streams of different priorities, and on overlapping lanes.
+`comparison.py` has the statistics of one comparison, `procedure.py` the order of comparisons, `drift.py` the detection
+of drift. This file decides when they run:
 
-Steps       A step begins when the first graph runs and the graph before it was another: forwards in a row belong to one
-            step. What the graphs run only ever changes between steps.
-Memory      Before a turn, and before Inductor compiles, free memory goes back to the system: what one variant left
-            behind is in pieces of other sizes than the next one needs, so the variants would add up. A turn's first
-            step, which is not timed, gets its own again. While several models compete, none does so, for it would fall
-            into another's timed steps.
-Drift       The winner's steps stay watched. If they take longer or shorter than they did, what is compiled is compared
-            again; if Inductor never had to compile, as a plan was ahead by `CLEAR`, that is weighed anew.
-Latecomers  A graph that runs for the first time after the verdict, as the backward of a model that was evaluated before
-            it was trained, learns its plan; then all is compared again, with Inductor. Not with several ranks.
-Earlier     Where an earlier process came to a verdict about every graph that runs (`store/history.py`), that one holds,
-            and is watched as one of this process. After a drift Inductor may compile, as in a first comparison.
-Ranks       With several ranks drift is not watched, so that a verdict is final.
+Steps       A step begins when the first graph runs after a different graph: consecutive forwards belong to one step.
+            Graphs switch variants only between steps.
+Memory      Before a turn, and before Inductor compiles, free memory goes back to the system: the free blocks of one
+            variant do not fit the sizes that the next one needs, so memory would add up over variants. The first step
+            of a turn, which is not timed, allocates again. While several models are compared at once, none of them
+            trims memory, since that would disturb the timed steps of another.
+Drift       The winner's steps stay watched. If their time changes, the compiled variants are compared again; if
+            Inductor has not compiled yet, because a plan was ahead by `CLEAR`, that is reconsidered.
+Latecomers  A graph that first runs after the verdict (the backward of a model that was evaluated before it was trained)
+            finishes learning its plan; then everything is compared again, Inductor included. Not with several ranks.
+Earlier     If an earlier process reached a verdict about every graph that runs (`store/history.py`), that verdict is
+            adopted and watched like one of this process. After a drift, Inductor may compile, as in a first comparison.
+Ranks       With several ranks drift is not watched, so a verdict is final.
 
-Guarantees: if anything fails, all graphs run their plans and nothing is compared any more, or, with several ranks, of
-which the others go on with it, the step raises a `RankError`. Whoever interrupts it, as one may while Inductor
-compiles, has it begin again with the next step; with several ranks, plans run from then on.
+Guarantees: if anything fails, all graphs run their plans and comparisons end; with several ranks, where the others go
+on comparing, the step raises a `RankError` instead. An interrupt (as during an Inductor compile) restarts the
+comparison with the next step; with several ranks, plans run from then on.
 """
 
 from __future__ import annotations
@@ -43,29 +43,29 @@ from apollo_compile.session.comparison import MIN_ROUNDS, Comparison
 from apollo_compile.session.drift import WATCH_EVERY, DriftWatch
 from apollo_compile.session.procedure import (
     COMPILE_SHARE,
-    Ballots,
+    ComparisonAgreement,
     Known,
     Procedure,
     TunableGraph,
+    indices_of_running,
     nearest,
-    places_of_running,
 )
 
 _tuners: weakref.WeakSet[Autotuner] = weakref.WeakSet()
-"""Those of this process that tidy; they are made by the threads that compile."""
+"""Autotuners of this process that trim memory, made by the threads that compile."""
 
 
 class Autotuner:
-    """Decides about the graphs of one model, and watches the winner afterwards.
+    """Selects the variants of one model's graphs, and watches the winner afterwards.
 
     Arguments:
-        graphs: the graphs of the model whose variant is not decided yet; the one that a step runs first comes first.
-            The list may grow until the first comparison.
+        graphs: the graphs of the model whose variant is not fixed; the one that a step runs first comes first. The list
+            may grow until the first comparison.
         tell: called with every verdict.
-        ranks: who must come to the same verdict.
-        tidy: called before every turn, before Inductor compiles, and where an earlier verdict begins to count: what is
-            free then is of no use to what follows.
-        is_watched: whether drift is looked for afterwards; calls that take as long as their sizes make them drift.
+        ranks: the ranks that must reach the same verdict.
+        trim_memory: gives free memory back to the system; called before every turn, before Inductor compiles, and when
+            an earlier verdict is adopted.
+        is_watched: whether to detect drift afterwards; not for dynamic shapes, where times change with the sizes.
     """
 
     def __init__(
@@ -74,28 +74,28 @@ class Autotuner:
         tell: Callable[[Verdict], None],
         ranks: Ranks | None = None,
         *,
-        tidy: Callable[[], None] | None = None,
+        trim_memory: Callable[[], None] | None = None,
         is_watched: bool = True,
     ) -> None:
         self.verdict: Verdict | None = None
         self._all_graphs = graphs
         self._graphs: tuple[TunableGraph, ...] = ()
-        """Those that take part in the latest decision."""
+        """The graphs of the latest decision."""
         self._compared: frozenset[int] = frozenset()
-        """Those of all graphs that had run when it began, by their place."""
+        """Indices of the graphs that had run when it began."""
         self._tell = tell
         self._ranks = ranks or Ranks(None)
-        self._give_back = tidy
-        if tidy is not None:
+        self._release_free_memory = trim_memory
+        if trim_memory is not None:
             _tuners.add(self)
         self._is_watched = is_watched and self._ranks.is_alone
-        self._ballots = Ballots(self._ranks)
+        self._agreement = ComparisonAgreement(self._ranks)
         self._comparison: Comparison | None = None
         self._procedure: Procedure | None = None
-        self._comparisons: Generator[Comparison | None, None, Verdict] = _none_is_held()
+        self._comparisons: Generator[Comparison | None, None, Verdict] = _no_comparisons()
         self._watch = DriftWatch()
         self._num_unwatched: float = 0
-        """Steps until one begins that is looked at, that one included; until then they cost nothing."""
+        """Steps until the next watched one, that one included; the others cost nothing."""
         self._callers: set[int] = set()
         """Threads that are between `enter` and `leave`."""
         self._last: TunableGraph | None = None
@@ -103,68 +103,69 @@ class Autotuner:
         self._is_closed = False
         self._lock = threading.Lock()
 
-    def _tidy(self) -> None:
-        """Give back free memory, unless that falls into timed steps of another model."""
-        if self._give_back is not None and not any(other.is_comparing for other in _tuners if other is not self):
-            self._give_back()
+    def _trim_memory(self) -> None:
+        """Trim memory, unless that would disturb the timed steps of another model."""
+        trim = self._release_free_memory
+        if trim is not None and not any(other.is_comparing for other in _tuners if other is not self):
+            trim()
 
     @property
     def is_watched(self) -> bool:
-        """Whether drift is looked for after the verdict."""
+        """Whether drift is detected after the verdict."""
         return self._is_watched
 
     @property
     def is_comparing(self) -> bool:
-        """Whether a comparison is being held."""
+        """Whether a comparison is running."""
         return self._procedure is not None
 
     @property
     def progress(self) -> str:
-        """Say where the comparison is that is being held, or will be."""
+        """Return the progress of the comparison that runs or comes next."""
         comparison = self._comparison
         return f"a comparison begins, of at least {MIN_ROUNDS} rounds" if comparison is None else comparison.progress
 
     @property
     def is_settled(self) -> bool:
-        """Whether nothing is being decided: there is a verdict, or there will be none."""
+        """Whether autotuning is over: there is a verdict, or there will be none."""
         is_decided = self.verdict is not None or all(graph.remembered is not None for graph in self._all_graphs)
         return self._is_closed or (is_decided and self._procedure is None and not self._latecomers())
 
-    def passes(self, graph: TunableGraph) -> bool:
-        """Return whether this call of a graph goes by unwatched: then neither `enter` nor `leave` is to be called."""
-        left = self._num_unwatched
-        if left <= 0:
+    def skips(self, graph: TunableGraph) -> bool:
+        """Return whether this call of a graph is not watched; the caller then calls neither `enter` nor `leave`."""
+        remaining = self._num_unwatched
+        if remaining <= 0:
             return False
         graphs = self._all_graphs
         if graph is graphs[0] and (self._last is not graph or len(graphs) == 1 or not self._is_unrolled(graph)):
-            if left <= 1:
+            if remaining <= 1:
                 self._num_unwatched = 0
                 return False
-            self._num_unwatched = left - 1
+            self._num_unwatched = remaining - 1
         self._last = graph
         return True
 
     def enter(self, graph: TunableGraph) -> None:
-        """Call this before a graph runs; if a step begins with it, the variant of every graph is set for the step.
+        """Call this before a graph runs; at the beginning of a step, it sets the variant of every graph.
 
         Raises:
-            RankError: with several ranks, this one cannot do as the others; it does not run on.
-            Exception: a variant could not be made ready; all graphs run their plans from now on.
-            KeyboardInterrupt: as others that are no `Exception`; the comparison begins anew with the next step.
+            RankError: this rank cannot run what the other ranks run, so it stops.
+            Exception: a variant could not be prepared; all graphs run their plans from now on.
+            KeyboardInterrupt: this, or any other `BaseException`: the comparison restarts with the next step.
         """
         caller = threading.get_ident()
         self._callers.add(caller)
         if len(self._callers) > 1:
             self._watch.spoil()
         if graph is not self._all_graphs[0] or not self._lock.acquire(blocking=False):
-            return  # in the midst of a step, or in another thread's
+            return  # not the beginning of a step, or another thread is here
         try:
             self._ranks.check()
             if not self._is_closed and not self._is_unrolled(graph):
                 self._begin_step()
         except BaseException as error:
             self._callers.discard(caller)
-            self._is_closed = isinstance(error, Exception) or not self._ranks.is_alone  # others do not begin anew
+            self._is_closed = isinstance(error, Exception) or not self._ranks.is_alone  # the other ranks do not restart
             self._abandon()
             if self._ranks.is_alone or isinstance(error, RankError) or not isinstance(error, Exception):
                 raise
@@ -173,10 +174,10 @@ class Autotuner:
             self._lock.release()
 
     def leave(self, graph: TunableGraph, ns: int | None) -> None:
-        """Call this after a graph ran, with how long it took; None if it raised."""
+        """Call this after a graph ran, with its nanoseconds; None if it raised."""
         self._callers.discard(threading.get_ident())
         if ns is None or not self._lock.acquire(blocking=False):
-            return  # another thread is at it: its time and this one are worth nothing
+            return  # calls overlap with another thread's: neither time counts
         try:
             self._last = graph
             if self._comparison is not None:
@@ -189,11 +190,11 @@ class Autotuner:
             self._lock.release()
 
     def _is_unrolled(self, graph: TunableGraph) -> bool:
-        """Whether the graph runs again before the others of its step did: several forwards, then their backwards."""
+        """Whether the graph repeats within a step: several forwards, then their backwards."""
         return self._last is graph and any(other.has_run for other in self._all_graphs[1:])
 
     def _abandon(self) -> None:
-        """Run plans, or, if the comparison was only interrupted, what was decided before it."""
+        """Run plans, or, if the comparison was only interrupted, the selection of the verdict before it."""
         self._procedure = self._comparison = None
         decided = () if self._is_closed or self.verdict is None else self.verdict.selection
         variants = itertools.chain(decided, itertools.repeat(Variant.PLAN))
@@ -212,15 +213,15 @@ class Autotuner:
             selection = self._comparison.begin_step()
             if selection is not None:
                 if self._comparison.is_in_first_step:
-                    self._tidy()
+                    self._trim_memory()
                 self._procedure.use(selection)
-                for graph, *variants in zip(self._graphs, *self._comparison.selections_left, strict=True):
+                for graph, *variants in zip(self._graphs, *self._comparison.remaining_selections, strict=True):
                     graph.keep(variants)
                 return
             self._advance()
 
     def _is_called_for(self) -> bool:
-        """Whether there is something to decide; if an earlier process did, its verdict is this one's."""
+        """Whether a comparison should begin; a verdict of an earlier process is adopted instead."""
         if self.verdict is None or self.verdict.is_remembered:
             if not self._is_ready():
                 return False
@@ -229,11 +230,11 @@ class Autotuner:
                 return True
             if self.verdict != remembered[0]:
                 self.verdict = remembered[0]
-                self._tidy()
+                self._trim_memory()
         if latecomers := self._latecomers():
             for graph in latecomers:
                 if not graph.is_settled:
-                    graph.use(Variant.PLAN)  # only so it can learn; even one that is to run in turn
+                    graph.use(Variant.PLAN)  # only a plan that runs can learn, even a serial one
             return self._is_ready()
         if not self._is_watched:
             self._num_unwatched = math.inf
@@ -247,30 +248,30 @@ class Autotuner:
         return False
 
     def _is_inductor_due(self) -> bool:
-        """Whether Inductor never competed, and the loop has run for so long that its compile can pay."""
+        """Whether Inductor was never compared, and the loop has run long enough for its compile to pay off."""
         if self.verdict is None or self.verdict.has_compared(Variant.INDUCTOR):
             return False
         prepare_ns = sum(graph.prepare_ns for graph in self._all_graphs if graph.has_run)
         return 0 < prepare_ns <= COMPILE_SHARE * self._watch.total_ns
 
     def _latecomers(self) -> Sequence[TunableGraph]:
-        """Return the graphs that the verdict of this process is not about, as they ran for the first time after it."""
+        """Return the graphs that first ran after the verdict of this process, which does not cover them."""
         if self.verdict is None or self.verdict.is_remembered or not self._ranks.is_alone:
             return ()
         return [g for place, g in enumerate(self._all_graphs) if g.has_run and place not in self._compared]
 
     def _is_ready(self) -> bool:
-        """Whether every plan is final, apart from those of graphs that the user does not run."""
+        """Whether the plan of every graph that has run is final."""
         return self._all_graphs[0].has_run and all(g.is_settled or not g.has_run for g in self._all_graphs)
 
     def _new_procedure(self) -> Procedure:
         last = self.verdict
         known = Known(
             verdict=last,
-            is_first=last is None or last.is_remembered or places_of_running(self._all_graphs) != self._compared,
+            is_first=last is None or last.is_remembered or indices_of_running(self._all_graphs) != self._compared,
             is_inductor_due=self._is_inductor_due() or not self._is_watched,
         )
-        return Procedure(self._all_graphs, known, self._ballots, self._tidy)
+        return Procedure(self._all_graphs, known, self._agreement, self._trim_memory)
 
     def _advance(self) -> None:
         """Go to the next comparison, or to the end."""
@@ -288,6 +289,6 @@ class Autotuner:
             self._tell(self.verdict)
 
 
-def _none_is_held() -> Generator[Comparison | None, None, Verdict]:
+def _no_comparisons() -> Generator[Comparison | None, None, Verdict]:
     raise AssertionError("nothing is being decided")
     yield

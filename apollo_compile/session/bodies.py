@@ -1,6 +1,6 @@
-"""Compile the bodies of a graph: which library computes their matmuls, native code, and code for lanes of a GPU.
+"""Compile the bodies of a graph: choose libraries for matmuls, compile native code, and tune code for GPU lanes.
 
-compile_code(graph_module, compilation, config, target, commons, contract, ...) -> Code
+compile_code(graph_module, compilation, config, target, agreement, contract, ...) -> Code
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import fx
 
 from apollo_compile.config import Config
 from apollo_compile.device.target import Code, CompiledBody, Contract, Target
-from apollo_compile.distributed.agreement import Commons
+from apollo_compile.distributed.agreement import Agreement
 from apollo_compile.ir import BodyId
 from apollo_compile.ir.text import format_count
 from apollo_compile.pipeline import Compilation
@@ -33,7 +33,7 @@ def compile_code(
     compilation: Compilation,
     config: Config,
     target: Target,
-    commons: Commons,
+    agreement: Agreement,
     contract: Contract,
     at: Callable[[str, int, int], None] = lambda phase, number, count: None,
     **kwargs: Any,
@@ -42,15 +42,15 @@ def compile_code(
 
     Arguments:
         graph_module: the graph after AOTAutograd.
-        compilation: its products.
-        config: says what kind of code.
-        target: where it runs.
-        commons: with whom libraries are settled.
+        compilation: the products of its stages.
+        config: its `runtime` options say how bodies are compiled.
+        target: the device that it runs on.
+        agreement: makes all ranks choose the same libraries.
         contract: what the caller of the graph promises.
-        at: called with what is being done to which of how many bodies.
-        kwargs: what AOTAutograd passed for the whole graph.
+        at: reports progress: the phase, the number of the body, and how many there are.
+        kwargs: arguments that AOTAutograd passed for the whole graph.
     """
-    bodies = _compile_bodies(graph_module, compilation, config, target, commons, at=at, **kwargs)
+    bodies = _compile_bodies(graph_module, compilation, config, target, agreement, at=at, **kwargs)
     tuned = _tune_bodies(graph_module, compilation, target, config, **kwargs)
     return Code(bodies=bodies, contract=contract, tuned=tuned)
 
@@ -60,7 +60,7 @@ def _compile_bodies(
     compilation: Compilation,
     config: Config,
     target: Target,
-    commons: Commons,
+    agreement: Agreement,
     at: Callable[[str, int, int], None] = lambda phase, number, count: None,
     **kwargs: Any,
 ) -> tuple[CompiledBody, ...]:
@@ -69,19 +69,23 @@ def _compile_bodies(
         return interpret_bodies(pieces)
     if config.runtime.onednn and target.has_native_bodies and may_choose_library():
         at("which library multiplies", 0, 0)
-        _choose_libraries([piece.graph for _, piece, _ in pieces], compilation, config, commons)
+        _choose_libraries([piece.graph for _, piece, _ in pieces], compilation, config, agreement)
     is_native = config.runtime.bodies == "native" and target.has_native_bodies
     bodies = compile_bodies(pieces, native=is_native, at=at, **kwargs)
-    tell_of_python(compilation, bodies)
+    log_python_bodies(compilation, bodies)
     return bodies
 
 
-_losses = itertools.count()
-"""How often it was told that bodies keep Python though they need not."""
+_num_warnings = itertools.count()
+"""Counts warnings about bodies that need Python because the C++ wrapper failed."""
 
 
-def tell_of_python(compilation: Compilation, bodies: Sequence[CompiledBody]) -> None:
-    """Say why bodies keep Python: where they need not, in one warning of the process, for the reason is mostly one."""
+def log_python_bodies(compilation: Compilation, bodies: Sequence[CompiledBody]) -> None:
+    """Log why bodies run under the GIL.
+
+    Bodies that call Python are one INFO line. A failed C++ wrapper is a WARNING, once per process, since the reason is
+    mostly the same for all of them.
+    """
     kept = [
         (body.name, made.keeps_python)
         for body, made in zip(compilation.partition.bodies, bodies, strict=True)
@@ -95,7 +99,7 @@ def tell_of_python(compilation: Compilation, bodies: Sequence[CompiledBody]) -> 
     lost = [(name, why.reason) for name, why in kept if why.is_lost]
     if lost:
         _logger.log(
-            logging.INFO if next(_losses) else logging.WARNING,
+            logging.INFO if next(_num_warnings) else logging.WARNING,
             "%s: %d of %s could not be compiled to run without Python, so lanes take turns under the GIL and gain "
             "little or nothing: Inductor's C++ wrapper failed for segment %s: %s; 'apollo doctor' tells whether any "
             "body can be native here (told once; others of this process in INFO lines)",
@@ -106,13 +110,15 @@ def tell_of_python(compilation: Compilation, bodies: Sequence[CompiledBody]) -> 
         )
 
 
-def _choose_libraries(graphs: Sequence[fx.Graph], compilation: Compilation, config: Config, commons: Commons) -> None:
-    """Give matrix products of the graphs of bodies to oneDNN where it is faster on the cores that they run on."""
+def _choose_libraries(
+    graphs: Sequence[fx.Graph], compilation: Compilation, config: Config, agreement: Agreement
+) -> None:
+    """Let oneDNN compute the matmuls for which it is faster on the number of cores that their bodies run on."""
     with_cores = list(zip(graphs, _cores_of_bodies(compilation), strict=True))
     libraries = libraries_in(config.device.cache if config.plan.remember else None)
     with real_tensors():
         faster = libraries.choose((matmul, cores) for graph, cores in with_cores for matmul in find_matmuls(graph))
-    names = commons.settle_names("products for oneDNN", (f"{matmul.name} on {cores}" for matmul, cores in faster))
+    names = agreement.settle_names("products for oneDNN", (f"{matmul.name} on {cores}" for matmul, cores in faster))
 
     def is_for_onednn(matmul: Matmul, *, cores: int) -> bool:
         return f"{matmul.name} on {cores}" in names
@@ -124,7 +130,7 @@ def _choose_libraries(graphs: Sequence[fx.Graph], compilation: Compilation, conf
 
 
 def _cores_of_bodies(compilation: Compilation) -> list[int]:
-    """Return on how many cores most segments of each body are planned to run."""
+    """Return, per body, the number of cores that most of its segments are planned on."""
     counts = [Counter[int]() for _ in compilation.partition.bodies]
     segments = compilation.partition.graph.segments
     for assignment in compilation.plan.assignments:
@@ -135,7 +141,7 @@ def _cores_of_bodies(compilation: Compilation) -> list[int]:
 def _tune_bodies(
     graph_module: fx.GraphModule, compilation: Compilation, target: Target, config: Config, **kwargs: Any
 ) -> Mapping[tuple[BodyId, int], CompiledBody]:
-    """Return code of all bodies for lanes with fewer units than the device has, where that may be other code."""
+    """Return code of all bodies for lanes smaller than the device, where Inductor's choices depend on the units."""
     lanes = compilation.plan.lanes
     tuned_lanes = target.tuned_lanes(lanes)
     if not tuned_lanes or config.runtime.bodies == "eager" or not depends_on_units():
@@ -143,7 +149,7 @@ def _tune_bodies(
     found = {}
     for units, lane in tuned_lanes.items():
         pieces = [(body.name, *extract_body(graph_module, body)) for body in compilation.partition.bodies]
-        with target.compile_scope(lane):  # where kernels are timed that Inductor chooses among
+        with target.compile_scope(lane):  # Inductor's autotuning times kernels on this lane
             left_out = len(lanes[0].units) - units
             bodies = compile_bodies(pieces, native=False, units=units, left_out=left_out, **kwargs)
         found.update({(BodyId(number), units): body for number, body in enumerate(bodies)})

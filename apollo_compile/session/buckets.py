@@ -2,22 +2,22 @@
 
     sizes of a call -> bucket -> the graph that is planned for it
 
-Segments, their order and their code are the same for every size, so any plan is right for all of them; what changes
-with the sizes is how long segments take, and with it which plan is best. So each bucket has a plan of its own, which
-learns from its own runs and has its own comparison, as the graph of a static shape.
+Segments, their order and their code are the same for every size, so any plan is correct for all sizes; durations change
+with the sizes, and with them the best plan. So each bucket has its own plan, which learns from its own runs and has its
+own comparison, like a graph with static shapes.
 
-Bucket      A size up to 8 is its own bucket; above, there are four to each doubling. What is in one bucket differs by
-            less than a quarter in every size.
-            Symbols on which neither bytes nor work depend, as a number that is only added, do not count.
+Bucket      A size up to 8 is its own bucket; above, there are four buckets per doubling. Sizes in one bucket differ by
+            less than a quarter.
+            Symbols on which neither bytes nor work depend (a number that is only added) do not count.
 New bucket  Its first calls run on the plan of the nearest bucket, by the logarithms of the sizes. When it is called
-            again, a plan of its own is made in the background, on one thread for the process, which mostly waits for
-            the planner's process (`planner/apart.py`): no step waits for a plan, nor does the end of the program. One
-            new bucket of a graph is planned at a time; what else is new waits until it is called again.
-Bounds      At most `MAX_BUCKETS` plans are kept per graph; the one that was not used for longest makes room. How often
-            a bucket must have been called before it is planned doubles with every `MAX_BUCKETS` plans made, so that
-            sizes of great variety do not keep the planner busy for ever.
+            again, its own plan is made in the background, on one thread per process, which mostly waits for the
+            planner's process (`planner/apart.py`): neither a step nor the end of the program waits for a plan. A graph
+            plans one new bucket at a time; other new buckets wait for their next call.
+Bounds      At most `MAX_BUCKETS` plans are kept per graph; the least recently used one is evicted. The number of calls
+            before a bucket is planned doubles with every `MAX_BUCKETS` plans made, so that widely varying sizes do not
+            keep the planner busy for ever.
 
-Guarantees: no plan is made twice for a bucket that is kept; a plan that cannot be made is one WARNING, and its bucket
+Guarantees: no plan is made twice for a bucket that is kept; if planning fails, there is one WARNING, and the bucket
 runs on the plan of its neighbour from then on.
 """
 
@@ -44,13 +44,13 @@ _logger = logging.getLogger(__name__)
 MAX_BUCKETS = 16
 
 FIRST_PATIENCE = 2
-"""Calls of a new bucket before it is planned, while few have been."""
+"""Calls of a new bucket before it is planned, for the first `MAX_BUCKETS` plans."""
 
 _MOST_COUNTED = 1024
-"""New buckets whose calls are counted; beyond, counting begins anew."""
+"""New buckets whose calls are counted; beyond that, counts are reset."""
 
 Bucket = tuple[int, ...]
-"""Per symbol, the largest size of its range."""
+"""Per symbol, the largest size in its bucket."""
 
 _Result = TypeVar("_Result")
 
@@ -62,7 +62,7 @@ class Planned(Protocol):
         """Run it, and learn from that."""
 
     def run_once(self, inputs: list[Any]) -> Sequence[Any]:
-        """Run it as it runs now, for sizes of another bucket, which say nothing of this one."""
+        """Run it for sizes of another bucket, without learning from their durations."""
 
 
 _Graph = TypeVar("_Graph", bound=Planned)
@@ -71,7 +71,7 @@ _Graph = TypeVar("_Graph", bound=Planned)
 def bucket_of(size: int) -> int:
     """Return the largest size of the bucket that `size` is in.
 
-    A number below zero is in the bucket of its opposite.
+    A negative number is in the bucket of its absolute value.
 
     >>> [bucket_of(size) for size in (1, 8, 9, 10, 11, 64, 65, 80, 81)]
     [1, 8, 10, 10, 12, 64, 80, 80, 96]
@@ -87,13 +87,14 @@ class GraphFamily(Generic[_Graph]):
     """The plans of one graph, by bucket: callable as AOTAutograd calls the graph.
 
     Arguments:
-        name: of the graph, for messages.
-        boundary: says where the sizes are among the inputs.
-        symbols: those of the boundary's on which plans depend.
-        sizes: what all symbols were when `first` was planned.
+        name: name of the graph, for messages.
+        boundary: has the positions of the sizes among the inputs.
+        symbols: the symbols of the boundary on which plans depend.
+        sizes: the values of all symbols when `first` was planned.
+        first: the graph as planned for `sizes`.
         make: plans the graph for other sizes; called in the background.
-        drop: called with a graph that is no longer kept.
-        is_strict: raise what `make` raises, in the call after it.
+        drop: called with a graph that was evicted.
+        is_strict: re-raise an error of `make` in the next call.
     """
 
     def __init__(
@@ -130,17 +131,17 @@ class GraphFamily(Generic[_Graph]):
 
     @property
     def buckets(self) -> Mapping[Bucket, _Graph]:
-        """What there is a plan for."""
+        """The graphs with a plan, by bucket."""
         return dict(self._graphs)
 
     def __call__(self, inputs: list[Any]) -> Sequence[Any]:
-        """Run the graph on the plan of its sizes, or on the nearest one while that is made."""
+        """Run the graph on the plan of its bucket, or on that of the nearest bucket while it is being made."""
         sizes = {name: inputs[position] for name, position in self._boundary.symbols}
         bucket = self._bucket(sizes)
         taken = self._boundary.take(inputs)
         graph = self._graphs.get(bucket)
         if graph is None:
-            outputs = self._stand_in(bucket, sizes).run_once(inputs)
+            outputs = self._nearest_graph(bucket, sizes).run_once(inputs)
         else:
             self._used[bucket] = next(self._clock)
             self.latest = graph
@@ -150,11 +151,11 @@ class GraphFamily(Generic[_Graph]):
     def _bucket(self, sizes: Mapping[str, int]) -> Bucket:
         return tuple(bucket_of(sizes[name]) for name in self._symbols)
 
-    def _stand_in(self, bucket: Bucket, sizes: Mapping[str, int]) -> _Graph:
-        """Return the graph of the nearest bucket, and see to it that this one gets its own."""
+    def _nearest_graph(self, bucket: Bucket, sizes: Mapping[str, int]) -> _Graph:
+        """Return the graph of the nearest bucket; request a plan for this bucket if it was called often enough."""
         with self._lock:
             nearest = min(self._graphs, key=lambda other: _distance(bucket, other))
-            if bucket in self._graphs:  # it has been planned since the caller looked
+            if bucket in self._graphs:  # it was planned in the meantime
                 return self._graphs[bucket]
             if len(self._missed) >= _MOST_COUNTED:
                 self._missed.clear()
@@ -197,45 +198,46 @@ def _distance(first: Bucket, second: Bucket) -> float:
 
 
 def in_background(work: Callable[[], _Result]) -> Future[_Result]:
-    """Do something on the thread that plans, after all that it was given before.
+    """Queue `work` on the planning thread.
 
-    Where the program has come to its end, nothing is begun any more, and the future stays as it is.
+    At the end of the program nothing is started any more, and the future never completes.
     """
     try:
         planner = _planner()
-    except RuntimeError:  # the interpreter starts no thread now
+    except RuntimeError:  # the interpreter is shutting down: no new threads
         return Future()
     return planner.submit(work)
 
 
 def at_once(work: Callable[[], _Result]) -> Future[_Result]:
-    """Do something now; the future is done."""
+    """Do `work` now and return a completed future."""
     future: Future[_Result] = Future()
     try:
         future.set_result(work())
-    except Exception as error:  # raised again where the result is asked for
+    except Exception as error:  # raised again by `result()`
         future.set_exception(error)
     return future
 
 
 _END_LIMIT_S = 10.0
-"""For what is being planned when the program ends; list schedules, which take over then, take less."""
+"""How long the end of the program waits for a plan in progress; list schedules, which take over then, take less."""
 
 
 class _Planner:
-    """A thread that does one thing after the other, and that the end of the program does not wait for.
+    """A thread that runs tasks in order, and that the end of the program does not wait for.
 
-    That of an executor would not do: Python joins it before it calls anybody, and what it waits for may never come.
+    A `ThreadPoolExecutor` would not do: Python joins its threads before exit handlers run, and the task may be waiting
+    for a process that only an exit handler ends.
     """
 
     def __init__(self) -> None:
-        self._left: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._tasks: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._is_ending = False
         self._thread = threading.Thread(target=self._work, name="apollo-plan", daemon=True)
         self._thread.start()
 
     def submit(self, work: Callable[[], _Result]) -> Future[_Result]:
-        """Do something when all that was there before is done."""
+        """Queue `work` behind all earlier tasks."""
         future: Future[_Result] = Future()
 
         def do() -> None:
@@ -244,18 +246,18 @@ class _Planner:
             except BaseException as error:
                 future.set_exception(error)
 
-        self._left.put(do)
+        self._tasks.put(do)
         return future
 
     def end(self) -> None:
-        """Do nothing more; wait for what is being done, since a thread in native code must not outlive Python."""
+        """Start no more tasks; wait for the running one, since a thread in native code must not outlive Python."""
         self._is_ending = True
-        self._left.put(lambda: None)
+        self._tasks.put(lambda: None)
         self._thread.join(_END_LIMIT_S)
 
     def _work(self) -> None:
         while not self._is_ending:
-            self._left.get()()  # without a name, nothing of it is kept until the next one comes
+            self._tasks.get()()  # no variable: it would keep the task alive until the next one
 
 
 @functools.cache

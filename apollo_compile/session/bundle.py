@@ -1,12 +1,12 @@
-"""What AOTAutograd's cache keeps of a graph, so that the next process neither traces nor compiles it.
+"""Cache entries of graphs in AOTAutograd's cache: with them, the next process neither traces nor compiles.
 
     SegmentsBundle    a graph that runs in segments
-    WholeBundle       a graph that Inductor compiled whole, while the other one of its model runs in segments
-    FallbackBundle    what is known of a Dynamo graph that falls back
+    WholeBundle       a graph that Inductor compiled whole, while the other graph of its model runs in segments
+    FallbackBundle    why a Dynamo graph falls back
 
-Inductor keeps the code of every segment by itself; but to ask for it takes a traced graph, and tracing takes most of a
-warm start. A bundle holds what was made of the graph: segments, plan, and the code of bodies. What is known only later,
-the plan from measured durations and the verdict, is in the history, which is asked again when a bundle becomes a graph.
+Inductor caches the code of every segment by itself; but looking it up takes a traced graph, and tracing takes most of a
+warm start. A bundle holds the compiled graph: segments, plan, and the code of bodies. What is known only later (the
+plan from measured durations, and the verdict) is in the history, which is consulted when a bundle is loaded.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ class SegmentsBundle:
     """A graph that runs in segments, as data."""
 
     compilation: Compilation
-    """As planned at first."""
+    """With the first plan."""
     history_key: str | None
-    """Where what later runs found out about it is kept; None where nothing is."""
+    """Key of its finding in the history; None where findings are not kept."""
     bodies: tuple[BundledBody, ...]
     contract: Contract
     original: bytes | None
-    """The graph that Inductor would compile whole; None where no comparison is held."""
+    """The graph for Inductor to compile whole; None where variants are not compared."""
     kwargs: Mapping[str, Any]
-    """What AOTAutograd says of that graph."""
+    """Arguments that AOTAutograd passed for that graph."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,20 +43,20 @@ class WholeBundle:
 
     role: Role
     reason: str
-    """Why it is Inductor's."""
-    left: Compilation | None
-    """Its plan, where it has one that is not worth compiling."""
+    """Why Inductor compiles it."""
+    unprofitable: Compilation | None
+    """Its plan, if it has one that is not worth compiling."""
     history_key: str | None
     code: Any
-    """Inductor's."""
+    """Inductor's code."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FallbackBundle:
-    """Why a Dynamo graph falls back to torch.compile, which keeps its code in its own caches."""
+    """Why a Dynamo graph falls back to torch.compile, which has its own caches for the code."""
 
     role: Role
     reason: str
-    left: Compilation | None
+    unprofitable: Compilation | None
     """Its plan, where it has one that is not worth compiling."""
     history_key: str | None

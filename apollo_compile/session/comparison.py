@@ -1,23 +1,23 @@
-"""One comparison: selections of variants take turns in the user's own steps until one is left.
+"""One comparison: selections of variants take turns in the user's own steps until one remains.
 
-A selection is the variant that every graph of a model runs. Nothing runs twice for it: a step of the training loop,
-forward and backward, belongs to one selection, the next steps to another.
+A selection is the variant of every graph of a model. Measuring runs nothing twice: one step of the training loop,
+forward and backward, belongs to one selection, a later step to another.
 
-Turns       Selections take turns of `STEPS_PER_TURN` steps; the first of a turn is not timed, since it brings the
-            code and data of the selection back into the caches. Where steps are short, noise is long, so after the
-            first round a turn is as many steps, up to `MAX_STEPS_PER_TURN`, as take `TURN_NS` without the first. A
-            round is one turn of each, every other round in reverse, so that drift of the machine falls on all. The
-            time of a selection in a round is the sum over the graphs of the median of its timed calls: forward and
-            backward are judged together. What counts between two selections is the ratio of their times in the same
-            round, since a disturbed round disturbs both.
-End         After `MIN_ROUNDS`, a selection leaves that has lost to the leader (least median ratio) by more than `TIE`,
-            in every round but one in eight: a one-sided sign test at about 5 %. The comparison ends when one is left,
-            or after `MAX_ROUNDS`. The winner is the first selection, in the order given (simplest first), whose median
-            ratio to the leader is within `TIE`: a more complicated variant has to be worth it. It need not be sure: to
-            take the wrong one of two equals costs nothing, and where times vary by a fifth, a rule that asks for three
-            wins in four misses more than half of the plans that are a tenth faster.
+Turns       Selections take turns of `STEPS_PER_TURN` steps; the first step of a turn is not timed, since it brings the
+            code and data of the selection back into the caches. Short steps are noisy, so after the first round a turn
+            has as many timed steps as take `TURN_NS`, up to `MAX_STEPS_PER_TURN` steps in all. A round is one turn of
+            each selection, every other round in reverse order, so that drift of the machine affects all alike. The
+            time of a selection in a round is the sum over the graphs of the median of its timed calls, so forward and
+            backward are judged together. Two selections are compared by the ratio of their times in the same round,
+            since a disturbance slows both.
+End         After `MIN_ROUNDS`, a selection is eliminated if it lost to the leader (least median ratio) by more than
+            `TIE`, in every round but one in eight: a one-sided sign test at about 5 %. The comparison ends when one
+            selection remains, or after `MAX_ROUNDS`. The winner is the first selection, in the order given (simplest
+            first), whose median ratio to the leader is within `TIE`: a more complicated variant has to be worth it. The
+            winner need not be certain: taking the wrong one of two equals costs nothing, and where times vary by a
+            fifth, a rule that asks for three wins in four misses more than half of the plans that are a tenth faster.
 
-Guarantees: a round counts only if all selections ran the same graphs in it, and all that the model ran before.
+Guarantees: a round counts only if all selections ran the same graphs in it, including all required ones.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ TURN_NS = 10_000_000
 MIN_ROUNDS = 5
 MAX_ROUNDS = 12
 TIE = 0.01
-"""What two times may differ by, as a share, and be equal."""
+"""Relative difference below which two times count as equal."""
 ALLOWED_WINS = 8
-"""A loser may have won one round in so many."""
+"""A loser may have won at most one in this many rounds."""
 
 Round = Mapping[str, Mapping[int, float]]
 """Per selection and graph, the median nanoseconds of its calls."""
 
 
 class Comparison:
-    """Entrants take turns until one is left; see the top of this file for the rules.
+    """Selections take turns until one remains; see the top of this file for the rules.
 
     Arguments:
-        selections: what every one of them runs, by name; the simplest first, which wins ties.
-        required: graphs that a turn must have timed for its round to count.
-        settle: returns the round that counts, given the one that was measured here.
+        selections: by name, the simplest first; it wins ties.
+        required: indices of graphs that every turn must have timed for its round to count.
+        settle: maps the round measured on this rank to the one that all ranks use.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Comparison:
 
     @property
     def progress(self) -> str:
-        """Say which round it is in."""
+        """Return which round it is in, as text."""
         number = self._num_rounds + 1
         limit = f"at least {MIN_ROUNDS}" if number <= MIN_ROUNDS else f"at most {MAX_ROUNDS}"
         return f"round {number} of {limit} between {', '.join(self._alive)}"
@@ -91,12 +91,12 @@ class Comparison:
         return len(self._alive) == 1 or self._num_rounds >= MAX_ROUNDS
 
     @property
-    def selections_left(self) -> Sequence[Selection]:
-        """What the selections run that may still win."""
+    def remaining_selections(self) -> Sequence[Selection]:
+        """The selections that may still win."""
         return [self.selections[name] for name in self._alive]
 
     def begin_step(self) -> Selection | None:
-        """Return what the step that begins now runs, or None if the comparison is over."""
+        """Return the selection for the step that begins now, or None if the comparison is over."""
         if self._steps_in_turn == self._steps_per_turn:
             self._end_turn()
         if self.is_over:
@@ -107,16 +107,16 @@ class Comparison:
 
     @property
     def is_in_first_step(self) -> bool:
-        """Whether the step that goes on is the first of a turn."""
+        """Whether the current step is the first of a turn."""
         return self._steps_in_turn == 1
 
     def record(self, graph: int, ns: int) -> None:
-        """Note the duration of one call in the step that is going on."""
+        """Record the duration of one call in the current step."""
         if self._steps_in_turn > 1:
             self._samples[graph].append(ns)
 
     def winner(self) -> str:
-        """Return the first selection that is as fast as the leader, ties included."""
+        """Return the first selection that is as fast as the leader, up to a tie."""
         leader = self._leader()
         return next(name for name in self._alive if self.ratio(name, leader) <= 1 + TIE)
 
@@ -126,7 +126,7 @@ class Comparison:
         return statistics.median(ratios) if ratios else 1.0
 
     def standing(self, name: str, winner: str) -> Standing:
-        """Return how an selection did."""
+        """Return the times of a selection, relative to the winner."""
         times = [sum(result[name].values()) for result in self._rounds if name in result]
         return Standing(
             name=name,
@@ -175,30 +175,30 @@ class Comparison:
 
 
 class Results:
-    """What the comparisons of one decision have shown.
+    """The results of all comparisons of one decision.
 
     Arguments:
-        required: graphs that must have run for a round to count.
+        required: indices of graphs that must have run for a round to count.
         settle: as for `Comparison`.
     """
 
     def __init__(self, required: Sequence[int], settle: Callable[[Round], Round]) -> None:
         self.selections: dict[str, Selection] = {}
         self.ratios: dict[str, float] = {}
-        """Of every selection to the latest winner."""
+        """Time of every selection over that of the latest winner."""
         self._graph_ratios: dict[str, dict[int, float]] = {}
-        """The same for one graph alone."""
+        """The same per graph."""
         self._required = required
         self._settle = settle
         self._comparisons: list[Comparison] = []
         self._standings: dict[str, Standing] = {}
 
-    def hold(self, selections: Mapping[str, Selection], stays: str) -> Generator[Comparison, None, str]:
-        """Hold a comparison and return the winner: `stays`, an selection, if too few rounds could be compared."""
+    def hold(self, selections: Mapping[str, Selection], incumbent: str) -> Generator[Comparison, None, str]:
+        """Run a comparison and return the name of the winner; it is `incumbent` if too few rounds count."""
         comparison = Comparison(selections, self._required, self._settle)
         if not comparison.is_over:
             yield comparison
-        winner = comparison.winner() if comparison.num_rounds >= MIN_ROUNDS else stays
+        winner = comparison.winner() if comparison.num_rounds >= MIN_ROUNDS else incumbent
         self.selections.update(selections)
         self._comparisons.append(comparison)
         known = next((name for name in selections if name in self.ratios), winner)  # the winner before this comparison
@@ -214,9 +214,9 @@ class Results:
         return winner
 
     def mixture(self, winner: str) -> Selection | None:
-        """Return the selection with the fastest way of every graph, if that is not the winner's.
+        """Return the selection of the fastest variant of every graph; None if it was compared already.
 
-        Ratios of different comparisons are chained, so this is a guess: the mixture has to beat the winner.
+        Ratios of different comparisons are chained, so this is a guess: the mixture still has to beat the winner.
         """
         selection = list(self.selections[winner])
         for graph in self._required:
@@ -226,7 +226,7 @@ class Results:
         return None if tuple(selection) in self.selections.values() else tuple(selection)
 
     def verdict(self, winner: str, *, prepare_ns: int) -> Verdict:
-        """Return the verdict, with everybody's ratio to the winner; Inductor took `prepare_ns` to compile for it."""
+        """Return the verdict with all ratios to the winner; `prepare_ns` is how long Inductor compiled for it."""
         standings = [replace(self._standings[name], ratio=ratio) for name, ratio in self.ratios.items()]
         return Verdict(
             winner=winner,
@@ -238,6 +238,6 @@ class Results:
 
 
 def _steps_per_turn(step_ns: float) -> int:
-    """Return how many steps a turn has, the one that is not timed included."""
+    """Return the number of steps in a turn, the untimed one included."""
     timed = math.ceil(TURN_NS / max(1.0, step_ns))
     return min(max(STEPS_PER_TURN, 1 + timed), MAX_STEPS_PER_TURN)

@@ -1,14 +1,14 @@
-"""Compile a Dynamo graph: AOTAutograd makes a forward and a backward of it, or an inference graph, and each is planned.
+"""Compile a Dynamo graph: AOTAutograd splits it into forward and backward, or an inference graph; each is planned.
 
-    GraphCompiler(model, settings).compile(graph_module, example_inputs) -> what Dynamo calls
+    GraphCompiler(model, settings).compile(graph_module, example_inputs) -> the function that Dynamo calls
 
 Note [fallback]: a Dynamo graph that segments cannot express, or that would gain nothing from them, gets exactly what
 `torch.compile(mode=..., options=...)` makes of it: same code, same caches, same memory. One INFO line says why.
-Whether it falls back is known when its forward, or inference graph, has been planned. AOTAutograd has traced it by
-then, with settings of ours; so what was made is dropped, and the Dynamo graph, of which AOTAutograd had a copy, is
-compiled again. Where AOTAutograd's cache is in use, the reason is kept there, so that a later process knows it without
-planning. A backward that cannot run in segments though its forward does is compiled whole by Inductor, and so is one of
-the two where measurements said that this is the best for it alone.
+Whether it falls back is known once its forward, or inference graph, has been planned. By then AOTAutograd has traced a
+copy of the Dynamo graph with our settings; that result is dropped, and the Dynamo graph itself is compiled again. Where
+AOTAutograd's cache is in use, the reason is cached there, so that a later process knows it without planning. A backward
+that cannot run in segments although its forward does is compiled whole by Inductor, and so is either graph if
+autotuning found that Inductor is the fastest variant for that graph alone.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torch import fx
 from apollo_compile.config import Config
 from apollo_compile.device.open import reason_without_lanes
 from apollo_compile.device.target import Code, Contract, Run
-from apollo_compile.distributed.agreement import Commons
+from apollo_compile.distributed.agreement import Agreement
 from apollo_compile.errors import NothingToGainError, RankError, UnsupportedGraphError
 from apollo_compile.ir import Role, Variant
 from apollo_compile.pipeline import Compilation
@@ -38,7 +38,7 @@ from apollo_compile.session.families import make_family, with_sizes
 from apollo_compile.session.graph import CompiledGraph, has_free_plans
 from apollo_compile.session.model import CompiledModel
 from apollo_compile.session.planning import is_autotuned, log_summary, plan_graph, reason_to_fall_back, role_of
-from apollo_compile.session.restore import Restorer, is_for_both, replaced
+from apollo_compile.session.restore import Restorer, dynamo_graph_falls_back, placeholder_run
 from apollo_compile.torch_bridge.aot_cache import Bundle, Cache
 from apollo_compile.torch_bridge.aot_graph import clone_graph, user_outputs, written_inputs
 from apollo_compile.torch_bridge.boundary import Boundary, extract_boundary
@@ -55,7 +55,7 @@ _logger = logging.getLogger(__name__)
 
 
 class GraphCompiler:
-    """Compiles one Dynamo graph, in segments or as torch.compile does with these settings of Inductor."""
+    """Compiles one Dynamo graph, in segments or by torch.compile with these Inductor settings."""
 
     def __init__(self, model: CompiledModel, settings: Mapping[str, Any]) -> None:
         self._model = model
@@ -63,11 +63,11 @@ class GraphCompiler:
         self._restorer = Restorer(model)
 
     def compile(self, graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        """Return what Dynamo calls.
+        """Return the function that Dynamo calls.
 
         Raises:
             Exception: whatever torch.compile alone would raise.
-            RankError: ranks cannot agree on what runs.
+            RankError: the ranks cannot agree on a plan.
         """
         model = self._model
         reason = reason_without_lanes(example_inputs, model.target.device)
@@ -85,7 +85,7 @@ class GraphCompiler:
                     cache=self._cache(graph_module, example_inputs),
                     settings=self._settings,
                 )
-        except Exception as error:  # if torch.compile alone raises it too, then from there
+        except Exception as error:  # an error of the user's model comes again from torch.compile
             if model.config.debug.strict or isinstance(error, RankError) or is_for_dynamo(error):
                 raise
             model.forget_graphs()
@@ -93,7 +93,7 @@ class GraphCompiler:
         return self._compile_plainly(graph_module, example_inputs) if model.falls_back else compiled
 
     def _cache(self, graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> Cache | None:
-        """Return how AOTAutograd's cache gives the graphs of a Dynamo graph back; None where it is not to have them."""
+        """Return how AOTAutograd's cache loads the graphs of a Dynamo graph; None where they are not to be cached."""
         key = self._model.warm_start.bundle_key(graph_module, example_inputs)
         return None if key is None else Cache(key=key, unbundle=self._restorer.unbundle)
 
@@ -104,10 +104,10 @@ class GraphCompiler:
         model, restorer = self._model, self._restorer
         role = role_of(kwargs)
         name = model.name_of(role)
-        if role is not Role.BACKWARD:  # what came from AOTAutograd's cache was not enough
+        if role is not Role.BACKWARD:  # graphs loaded from AOTAutograd's cache were incomplete
             model.forget_graphs()
         elif model.falls_back:  # with its forward
-            return replaced, partial(restorer.bundle_fallback, role, "", None)
+            return placeholder_run, partial(restorer.bundle_fallback, role, "", None)
         outdated = model.warm_start.outdated
         if model.config.debug.strict and outdated is not None and not isinstance(outdated, UnsupportedGraphError):
             raise outdated
@@ -117,28 +117,29 @@ class GraphCompiler:
             piece, inputs, own, boundary = (graph_module, example_inputs, kwargs, None) if aside is None else aside
             adopt_layouts(piece, inputs)
             compiled, bundle = self._compile_in_segments(piece, boundary, name=name, role=role, **own)
-        except RankError:  # Inductor's code would be another than what the other ranks run
+        except RankError:  # a fallback would run other code than the other ranks
             raise
-        except Exception as error:  # whatever it is, Inductor still can: training must not stop because of us
+        except Exception as error:  # Inductor can still compile it: training must not stop
             is_refusal = isinstance(error, UnsupportedGraphError | NothingToGainError)
             if model.config.debug.strict and not is_refusal:
                 raise
             reason = str(error) if is_refusal else f"{type(error).__name__}: {error}"
-            left = model.left[-1] if isinstance(error, NothingToGainError) else None
-            level = logging.INFO if is_refusal else logging.WARNING  # what is no refusal is a defect of ours
+            unprofitable = model.unprofitable[-1] if isinstance(error, NothingToGainError) else None
+            level = logging.INFO if is_refusal else logging.WARNING  # anything but a refusal is a bug of ours
             is_kept = is_refusal and aside is None and outdated is None
-            if is_for_both(role, left):
+            if dynamo_graph_falls_back(role, unprofitable):
                 model.fall_back(reason, level=level)
                 report_output_strides(graph_module)
-                return replaced, partial(restorer.bundle_fallback, role, reason, left) if is_kept else None
+                bundle = partial(restorer.bundle_fallback, role, reason, unprofitable) if is_kept else None
+                return placeholder_run, bundle
             model.log_fallback(name, reason, level=level)
             try:
                 run = self._compile_whole(graph_module, example_inputs, **kwargs)
             except Exception as failure:
                 if role is not Role.BACKWARD or not model.warm_start.has_bundles:
                     raise
-                return _fails(failure), None  # it compiles with the forward, and may never be called
-            return run, partial(restorer.bundle_whole, role, reason, left, run) if is_kept else None
+                return _failing_run(failure), None  # it compiles with the forward, and may never be called
+            return run, partial(restorer.bundle_whole, role, reason, unprofitable, run) if is_kept else None
         report_output_strides(graph_module)
         return compiled, bundle if outdated is None else None
 
@@ -147,9 +148,9 @@ class GraphCompiler:
     ) -> tuple[Run, Bundle | None]:
         begin = time.perf_counter_ns()
         model = self._model
-        config, target, commons = model.config, model.target, Commons(model.ranks)
+        config, target, agreement = model.config, model.target, Agreement(model.ranks)
         sizes, base = {} if boundary is None else boundary.sizes, name
-        self._refuse(sizes)
+        self._check_supported(sizes)
         if sizes:
             name = with_sizes(name, sizes)
         compilation = plan_graph(
@@ -159,20 +160,20 @@ class GraphCompiler:
             profile=target.profile,
             config=config,
             device=target.device,
-            commons=commons,
+            agreement=agreement,
             recall=model.warm_start.recall,
         )
         planned = time.perf_counter_ns()
         reason = reason_to_fall_back(compilation, config)
         if reason is not None:
-            model.left.append(compilation)
+            model.unprofitable.append(compilation)
             if compilation.finding is None:
                 model.warm_start.keep(compilation, Variant.INDUCTOR, None)
             raise NothingToGainError(reason)
         original = clone_graph(graph_module) if is_autotuned(compilation.plan, config) else None
         compile_original = None if original is None else partial(compile_again, original, current_settings(), **kwargs)
-        target.start(compilation.plan.lanes)  # where threads may not be pinned, nothing is compiled in vain
-        code, config = self._compile_code(graph_module, compilation, commons, name=name, **kwargs)
+        target.start(compilation.plan.lanes)  # fails before anything is compiled if threads cannot be pinned
+        code, config = self._compile_code(graph_module, compilation, agreement, name=name, **kwargs)
         if config is not model.config:  # without a compiler
             compile_original = None
         is_family = bool(sizes) and has_free_plans(compilation.plan, config)
@@ -183,7 +184,7 @@ class GraphCompiler:
             target=target,
             compile_whole=compile_original,
             autotuner=None if compile_original is None or sizes else model.autotuner,
-            commons=commons,
+            agreement=agreement,
             boundary=None if is_family else boundary,
             submit=in_background if is_family else at_once,
         )
@@ -197,11 +198,11 @@ class GraphCompiler:
         model.add(graph)
         return graph, partial(self._restorer.bundle_segments, graph, original, kwargs) if boundary is None else None
 
-    def _refuse(self, sizes: Mapping[str, int]) -> None:
-        """Refuse what cannot be planned for several ranks or for several sizes.
+    def _check_supported(self, sizes: Mapping[str, int]) -> None:
+        """Check that the graph can be planned for this job's ranks and for its dynamic sizes.
 
         Raises:
-            UnsupportedGraphError: always then.
+            UnsupportedGraphError: it cannot.
         """
         ranks = self._model.ranks
         if not ranks.can_agree:
@@ -217,9 +218,9 @@ class GraphCompiler:
             )
 
     def _compile_code(
-        self, graph_module: fx.GraphModule, compilation: Compilation, commons: Commons, *, name: str, **kwargs: Any
+        self, graph_module: fx.GraphModule, compilation: Compilation, agreement: Agreement, *, name: str, **kwargs: Any
     ) -> tuple[Code, Config]:
-        """Return the code of a graph, and with which options it was made: without a C++ compiler, operators run."""
+        """Return the code of a graph and the options it was compiled with: eager bodies if there is no C++ compiler."""
         config, target = self._model.config, self._model.target
         contract = Contract(
             static_inputs=frozenset(kwargs.get("static_input_idxs") or ()),
@@ -230,24 +231,24 @@ class GraphCompiler:
         try:
             with Progress(f"compiling {name}") as progress:
                 code = compile_code(
-                    graph_module, compilation, config, target, commons, contract, at=progress.at, **kwargs
+                    graph_module, compilation, config, target, agreement, contract, at=progress.at, **kwargs
                 )
         except Exception as error:
-            self._accept_no_compiler(error)
+            self._accept_missing_compiler(error)
             config = replace(config, runtime=replace(config.runtime, bodies="eager"))
-            code = compile_code(graph_module, compilation, config, target, commons, contract)
+            code = compile_code(graph_module, compilation, config, target, agreement, contract)
         return code, config
 
     # ---------------------------------------------------------------------------------------------- by Inductor
 
     def _compile_plainly(self, graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        """Compile the Dynamo graph as torch.compile does, or, without a C++ compiler, run it operator by operator."""
+        """Compile the Dynamo graph as torch.compile does; without a C++ compiler, interpret it."""
         with copy_of_dynamo_graph(graph_module) as kept, Progress(f"compiling {self._model.name}") as progress:
             progress.at("as torch.compile does,")
             try:
                 return compile_plainly(graph_module, example_inputs, self._settings)
             except Exception as error:
-                self._note_no_compiler(error)
+                self._note_missing_compiler(error)
                 with with_settings(self._settings):
                     return compile_with_inductor(
                         kept,
@@ -260,21 +261,21 @@ class GraphCompiler:
     def _compile_whole(
         self, graph_module: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any
     ) -> Callable[[list[Any]], Sequence[Any]]:
-        """Let Inductor compile the graph whole, or, without a C++ compiler, run it operator by operator."""
+        """Let Inductor compile the whole graph; without a C++ compiler, interpret it."""
         original = clone_graph(graph_module)
         try:
             compiled: Run = compile_whole(graph_module, example_inputs, **kwargs)
             return compiled
         except Exception as error:
-            self._note_no_compiler(error)
+            self._note_missing_compiler(error)
             return interpret_whole(original)
 
-    def _note_no_compiler(self, error: Exception) -> None:
-        complaint = self._accept_no_compiler(error)
+    def _note_missing_compiler(self, error: Exception) -> None:
+        complaint = self._accept_missing_compiler(error)
         self._model.add_to_reason(f"operator by operator, since {complaint}")
 
-    def _accept_no_compiler(self, error: Exception) -> str:
-        """Say that the C++ compiler does not work, and return what is wrong, if `error` tells; raise it if not."""
+    def _accept_missing_compiler(self, error: Exception) -> str:
+        """Warn that the C++ compiler does not work and return what is wrong with it; re-raise any other error."""
         complaint = compiler_complaint(error)
         if complaint is None or self._model.config.debug.strict or not self._model.target.can_interpret:
             raise error
@@ -282,8 +283,8 @@ class GraphCompiler:
         return complaint
 
 
-def _fails(error: Exception) -> Run:
-    """Return a graph that cannot run; what its error was raised from is not kept."""
+def _failing_run(error: Exception) -> Run:
+    """Return a graph that raises `error` when it is called; the frames of its traceback are cleared."""
     traceback.clear_frames(error.__traceback__)
 
     def fail(inputs: list[Any]) -> Sequence[Any]:
@@ -294,7 +295,7 @@ def _fails(error: Exception) -> Run:
 
 @functools.cache
 def _warn_of_compiler(complaint: str) -> None:
-    """Say once that nothing can be compiled, however many graphs there are."""
+    """Warn once per process that no C++ code can be compiled."""
     _logger.warning(
         "graphs run operator by operator, since no C++ code can be compiled: %s; 'apollo doctor' looks into it",
         complaint,

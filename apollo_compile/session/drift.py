@@ -1,11 +1,10 @@
-"""Whether the steps of a model have come to take longer or shorter than they did.
+"""Detect drift: the steps of a model take longer or shorter than they did after the verdict.
 
-One in `WATCH_EVERY` steps stays watched, and the others cost nothing. Which one is decided when a step begins and holds
-for all its graphs: a sample is a whole step, the sum over the graphs of their mean call, so that it does not depend on
-how many forwards come before their backwards, or how often the model is evaluated between two steps. A step in which
-not all graphs ran that have run before, or in which calls of several threads overlapped, is no sample. Times have
-drifted if the medians of `DRIFT_STEPS` samples are off by `DRIFT` from the first such median twice in a row. Each time
-that changes nothing, the next drift is at least twice as far away.
+One in `WATCH_EVERY` steps is watched; the others cost nothing. A sample is a whole step: the sum over the graphs of
+their mean call, so it depends neither on how many forwards come before their backwards nor on how often the model is
+evaluated between two steps. A step in which some graph did not run, or in which calls of several threads overlapped, is
+no sample. Times have drifted if the medians of `DRIFT_STEPS` samples differ by `DRIFT` from the first such median twice
+in a row. Each time a drift leads to the same verdict, the number of steps before the next drift at least doubles.
 """
 
 from __future__ import annotations
@@ -23,16 +22,16 @@ class DriftWatch:
 
     def __init__(self) -> None:
         self.total_ns = 0
-        """How long the loop has run with a verdict, about."""
+        """Approximate time that the loop has run since the verdict."""
         self._patience = 1
         self.restart(is_confirmed=False)
 
     def restart(self, *, is_confirmed: bool) -> None:
-        """Begin anew after a verdict; be more patient if it was the one before."""
+        """Start over after a verdict; double the patience if it confirmed the verdict before."""
         self._patience = 2 * self._patience if is_confirmed else 1
         self._samples: list[float] = []
         self._calls: dict[int, list[int]] | None = None
-        """Of the step that is watched, per graph: how many, and how long they took together."""
+        """Number and total nanoseconds of the calls in the watched step, by graph."""
         self._is_spoilt = False
         self._steps = 0
         self._usual: float | None = None
@@ -40,26 +39,26 @@ class DriftWatch:
 
     @property
     def is_in_step(self) -> bool:
-        """Whether a watched step has begun and was not ended."""
+        """Whether a watched step is in progress."""
         return self._calls is not None
 
     def begin_step(self, *, is_spoilt: bool) -> None:
-        """Watch the step that begins now; no sample is taken from one that is spoilt."""
+        """Watch the step that begins now; a spoilt step gives no sample."""
         self._calls, self._is_spoilt = {}, is_spoilt
 
     def record(self, graph: object, ns: int) -> None:
-        """Add a call to the step that is going on."""
+        """Add a call to the current step."""
         if self._calls is not None:
             counted = self._calls.setdefault(id(graph), [0, 0])
             counted[0] += 1
             counted[1] += ns
 
     def spoil(self) -> None:
-        """Take no sample from the step that is going on."""
+        """Take no sample from the current step."""
         self._is_spoilt = True
 
     def has_drifted(self, graphs: Iterable[object]) -> bool:
-        """End a step, in which all of `graphs` should have run; return whether the comparison should be held again."""
+        """End a step, in which all of `graphs` should have run; return whether to compare again."""
         calls, self._calls = self._calls or {}, None
         self.total_ns += WATCH_EVERY * sum(ns for _, ns in calls.values())
         if self._is_spoilt or calls.keys() != {id(graph) for graph in graphs}:

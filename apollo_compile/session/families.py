@@ -1,4 +1,4 @@
-"""Graphs with dynamic shapes: each bucket of sizes gets a graph of its own, with the code of the first.
+"""Graphs with dynamic shapes: each bucket of sizes gets its own planned graph, all with the same code.
 
 make_family(model, first, graph_module, boundary, name) -> GraphFamily
 """
@@ -34,11 +34,11 @@ def make_family(
     """Return a graph with dynamic shapes.
 
     Arguments:
-        model: takes the graphs of other sizes.
-        first: what the graph is for the sizes that it was traced with.
+        model: the model that the graphs of other sizes are added to.
+        first: the graph for the sizes that it was traced with.
         graph_module: the graph after AOTAutograd.
-        boundary: says where the sizes are among the inputs.
-        name: of the graph, without sizes.
+        boundary: has the positions of the sizes among the inputs.
+        name: name of the graph, without sizes.
     """
     config, profile = model.config, model.target.profile
     compile_whole = None if first.compile_whole is None else _once(first.compile_whole)
@@ -76,15 +76,15 @@ def make_family(
 
 
 def _once(work: Callable[[], Run]) -> Callable[[], Run]:
-    """Return a function that does `work` in its first call, and gives its result or its error in every one."""
-    lock, left = threading.Lock(), [work]
+    """Return a function that does `work` in its first call, and returns its result or raises its error in all."""
+    lock, pending = threading.Lock(), [work]
     done: list[Future[Run]] = []
 
     def give() -> Run:
         with lock:
-            if not done:  # in an interrupt, it is done again
-                done.append(at_once(left[0]))
-                left.clear()  # it holds a graph
+            if not done:  # an interrupt leaves it empty, so the next call tries again
+                done.append(at_once(pending[0]))
+                pending.clear()  # it keeps a graph alive
             return done[0].result()
 
     return give

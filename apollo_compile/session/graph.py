@@ -1,7 +1,7 @@
 """One FX graph of a model, compiled in segments: `CompiledGraph`, which AOTAutograd calls in every step.
 
-What it runs may change between steps: it is planned again with what it has measured (`learner.py`), and autotuning of
-its model (`autotune.py`) may have it run another variant than its plan (`variants.py`).
+What it runs may change between steps: it is planned again with measured durations (`learner.py`), and the autotuning of
+its model (`autotune.py`) may choose another variant than its plan (`variants.py`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 from apollo_compile.config import Config
 from apollo_compile.device.target import Code, CompiledBody, Run, Runnable, Target
-from apollo_compile.distributed.agreement import Commons
+from apollo_compile.distributed.agreement import Agreement
 from apollo_compile.distributed.ranks import Ranks
 from apollo_compile.errors import RankError
 from apollo_compile.ir import LaneId, Plan, Trace, Variant, Verdict
@@ -32,35 +32,35 @@ from apollo_compile.torch_bridge.boundary import Boundary
 _logger = logging.getLogger(__name__)
 
 COMPILE_NS_PER_OPERATOR = 50_000_000
-"""What Inductor and the C++ compiler take per operator of a whole graph, about."""
+"""Approximate compile time of Inductor and the C++ compiler per operator of a whole graph."""
 
 
 @dataclass(eq=False)
 class CompiledGraph:
-    """Runs one FX graph as the variant that it is told to; AOTAutograd calls it with a list that it empties.
+    """Runs one FX graph as its current variant; AOTAutograd calls it with a list of inputs, which it empties.
 
     No slots: AOTAutograd wraps the callable of a backward and finds `_boxed_call` in its `__dict__`.
     """
 
     first: Compilation
-    """What it begins with; where an earlier process has found out more, with its plan and its variant."""
+    """The first plan, and what an earlier process found for this graph, if anything."""
     code: Code
     config: Config
     target: Target
     compile_whole: Callable[[], Run] | None = None
-    """Compiles the graph as Inductor alone would; None where variants are not compared."""
+    """Compiles the whole graph as Inductor alone would; None where variants are not compared."""
     autotuner: Autotuner | None = None
-    """Decides between variants for the whole model; None where the plan runs whatever is measured."""
-    commons: Commons = field(default_factory=lambda: Commons(Ranks(None)))
-    """What its plans are settled with."""
+    """Selects variants for the whole model; None where the plan always runs."""
+    agreement: Agreement = field(default_factory=lambda: Agreement(Ranks(None)))
+    """Makes all ranks run the same plans."""
     boundary: Boundary | None = None
-    """What else than tensors it takes and returns."""
+    """Inputs and outputs that are not tensors."""
     submit: Callable[[Callable[[], Compilation]], Future[Compilation]] = at_once
-    """Has it planned again: now, or in the background."""
+    """Runs a replan: now, or in the background."""
     is_resized: bool = False
-    """Whether it is planned for other sizes than those that it was traced with."""
+    """Whether it is planned for sizes other than those it was traced with."""
     is_deterministic: bool = field(init=False)
-    """Whether it was compiled for the same numbers every time, and so keeps its plan."""
+    """Whether deterministic algorithms were on when it was compiled, so that it keeps its plan."""
     variants: Variants = field(init=False)
     learner: Learner = field(init=False)
     has_run: bool = field(init=False, default=False)
@@ -74,13 +74,13 @@ class CompiledGraph:
         may_be_listed = self.config.plan.memory_quota is None
         self.variants = Variants(self.first, self.code, self.target, may_be_listed=may_be_listed)
         is_free = self.config.plan.replan and self.config.plan.planner != "serial" and not self.is_deterministic
-        # One plan for all sizes is not observed: what they take says nothing of each other.
+        # One plan for all sizes is not observed: durations of different sizes are not comparable.
         is_for_its_sizes = not self.first.capture.sizes or has_free_plans(self.first.plan, self.config)
         self.learner = Learner(
             self.variants,
             self.target,
             self.config,
-            self.commons,
+            self.agreement,
             self.submit,
             is_settled=not (is_free and is_for_its_sizes) or finding is not None,
         )
@@ -95,11 +95,11 @@ class CompiledGraph:
         return self.boundary.give(self._call(inputs), taken)
 
     def planned_as(self, compilation: Compilation) -> CompiledGraph:
-        """Return the same graph and code with a plan for other sizes, which has learnt nothing yet."""
+        """Return the same graph and code with a plan for other sizes and no observations."""
         return replace(self, first=compilation, autotuner=None, is_resized=True)
 
     def run_once(self, inputs: list[Any]) -> Sequence[Any]:
-        """Run it as it runs now; nothing is learnt from that."""
+        """Run the current variant, without measuring."""
         return self.variants.run(inputs)
 
     def _call(self, inputs: list[torch.Tensor]) -> Sequence[Any]:
@@ -116,7 +116,7 @@ class CompiledGraph:
         return outputs
 
     def _run_watched(self, inputs: list[torch.Tensor], autotuner: Autotuner) -> Sequence[Any]:
-        """Run as autotuning wants it, and tell it how long that took."""
+        """Run the variant that autotuning selects, and record the time."""
         self._choose(autotuner)
         taken_ns, begin = None, self.target.now_ns()
         try:
@@ -127,13 +127,17 @@ class CompiledGraph:
         return outputs
 
     def _is_left_alone(self, autotuner: Autotuner) -> bool:
-        """Whether nothing about this call is to be decided or measured."""
+        """Whether autotuning ignores this call."""
         if self.target.is_synchronous:
-            return autotuner.passes(self)
+            return autotuner.skips(self)
         return autotuner.is_settled or self.target.is_capturing()
 
     def _choose(self, autotuner: Autotuner) -> None:
-        """Let autotuning say how this step runs; if that fails, plans run from now on, unless other ranks go on."""
+        """Let autotuning select the variants of this step; if that fails, plans run from now on.
+
+        Raises:
+            RankError: this rank cannot run what the other ranks run.
+        """
         try:
             autotuner.enter(self)
         except RankError:
@@ -163,7 +167,7 @@ class CompiledGraph:
 
     @property
     def num_replans(self) -> int:
-        """How often it was planned again with measured durations."""
+        """Number of replans with measured durations."""
         return self.learner.num_replans
 
     def trace(self) -> Trace:
@@ -172,23 +176,23 @@ class CompiledGraph:
 
     @property
     def progress(self) -> str | None:
-        """Say what of its plan is being decided; None where it is final, or not what runs."""
+        """The progress of its plan, as text; None where the plan is final, or does not run."""
         return self.learner.progress if self.variant == Variant.PLAN else None
 
     @property
     def variant_of_plan(self) -> Variant:
-        """Return how it runs now; `PLAN` too where the plan is to run in turn, and it does."""
+        """The current variant; `PLAN` also where the plan is serial and the serial variant runs."""
         return Variant.PLAN if self.variant == Variant.SERIAL and not self.compilation.plan.uses_lanes else self.variant
 
     def lane_bytes(self) -> Mapping[LaneId, int]:
-        """Return the device memory that every lane holds for the plan; on a CPU none does."""
+        """Return the device memory that every lane holds for the plan; empty on a CPU."""
         return self.variants.plan.lane_bytes()
 
     # ---------------------------------------------------------------------------------------- what autotuning asks
 
     @property
     def variant(self) -> Variant:
-        """Which variant it runs now."""
+        """The variant that it runs now."""
         return self.variants.current
 
     @property
@@ -212,30 +216,30 @@ class CompiledGraph:
 
     @property
     def remembered(self) -> Verdict | None:
-        """Return the verdict of an earlier process, with whose plan it runs."""
+        """The verdict of an earlier process, whose plan it runs; None if there is none."""
         finding = self.compilation.finding
         return None if finding is None else finding.verdict
 
     @property
     def topic(self) -> str:
         """Its name among the ranks."""
-        return self.commons.topic
+        return self.agreement.topic
 
     def keep(self, variants: Collection[Variant]) -> None:
-        """Let go of what other variants captured; one that is used again captures again."""
+        """Release the CUDA graphs of all other variants; a variant that runs again captures again."""
         self.variants.release_others(variants)
 
     def adopt_variant(self) -> Variant:
-        """Make the list schedule, if that is how it runs, the plan that reports show and later processes begin with."""
+        """If the list schedule runs, make it the plan, for reports and later processes; return the current variant."""
         return self.variants.promote_list_schedule()
 
     @property
     def prepare_ns(self) -> int:
-        """How long Inductor takes to compile the whole graph, about; 0 where it has, or is not to."""
+        """Approximate time that Inductor needs to compile the whole graph; 0 if it has, or never will."""
         return 0 if self.compile_whole is None else COMPILE_NS_PER_OPERATOR * len(self.compilation.capture.nodes)
 
     def prepare(self) -> None:
-        """Compile the graph as Inductor would; if it cannot, say so and leave that variant out."""
+        """Compile the whole graph with Inductor; if that fails, warn and do without that variant."""
         compile_whole = self.compile_whole
         if compile_whole is None:
             return
@@ -246,7 +250,7 @@ class CompiledGraph:
                 progress.at("Inductor, to be compared with its segments,")
                 run = compile_whole()
             self.variants.add_whole(run)
-        except Exception as error:  # variants are compared without it
+        except Exception as error:  # the other variants are still compared
             if self.config.debug.strict:
                 raise
             _logger.warning("%s: Inductor did not compile it whole: %s: %s", name, type(error).__name__, error)
@@ -254,6 +258,6 @@ class CompiledGraph:
 
 
 def has_free_plans(plan: Plan, config: Config) -> bool:
-    """Whether other sizes may get other plans: not if somebody wants this plan, or the same numbers every time."""
+    """Whether other sizes may get other plans: not with a pinned or serial plan, or deterministic algorithms."""
     is_asked_for = plan.pinned or config.plan.planner == "serial"
     return not is_asked_for and not are_numbers_fixed()

@@ -1,10 +1,10 @@
-"""How the plan of one graph becomes final: it is planned again with what was measured.
+"""How the plan of one graph becomes final: it is planned again with measured durations.
 
-    Learner.after_run(): observes the run that just ended;    Learner.before_run(inputs): times bodies where runs do not
+    Learner.after_run(): observes the run that just ended;    Learner.time_bodies(inputs): where runs have no spans
 
-The first runs of a plan are measured. When they say that it rests on wrong durations, it is planned again with the
-measured ones, up to `MAX_REPLANS` times, each time after `OBSERVED_RUNS` runs of the plan at hand. On a device where a
-run does not tell when its segments ran, the second call times every body on every quota instead.
+The first runs of a plan are measured. If the durations that it was made from turn out wrong, it is planned again with
+the measured ones, up to `MAX_REPLANS` times, each time after `OBSERVED_RUNS` runs of the current plan. On a device
+whose runs have no spans, the second call times every body on every quota instead.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 
 from apollo_compile.config import Config
 from apollo_compile.device.target import Target
-from apollo_compile.distributed.agreement import Commons
+from apollo_compile.distributed.agreement import Agreement
 from apollo_compile.ir import Observations
 from apollo_compile.observe import StageRunner
 from apollo_compile.passes.cost import estimate_costs
@@ -44,15 +44,15 @@ MAX_REPLANS = 3
 
 
 class Learner:
-    """Observes the runs of one graph, and has it planned again.
+    """Observes the runs of one graph, and replans it.
 
     Arguments:
-        variants: of the graph; its plan is what changes.
-        target: where it runs.
-        config: with the options of the planner.
-        commons: what its plans are settled with.
-        submit: has it planned again: now, or in the background.
-        is_settled: whether the plan is final as it is.
+        variants: the variants of the graph; the learner replaces the plan.
+        target: the device that it runs on.
+        config: its `plan` options hold for replans.
+        agreement: makes all ranks run the same plans.
+        submit: runs a replan: now, or in the background.
+        is_settled: whether the plan is final from the start.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Learner:
         variants: Variants,
         target: Target,
         config: Config,
-        commons: Commons,
+        agreement: Agreement,
         submit: Callable[[Callable[[], Compilation]], Future[Compilation]],
         *,
         is_settled: bool,
@@ -71,12 +71,12 @@ class Learner:
         self._variants = variants
         self._target = target
         self._config = config
-        self._commons = commons
+        self._agreement = agreement
         self._observations = variants.compilation.observations
         self._runs = self._num_observed = 0
-        """Runs of this plan, and those of them that say how long its segments take."""
+        """Runs of this plan, and those of them that were observed."""
         self._has_failed = False
-        """Whether a part of learning failed; it is not tried again."""
+        """Whether observing or replanning raised an error; neither is tried again."""
         self._lock = threading.Lock()
         self._proposal: Future[Compilation] | None = None
         self._asked_ns = 0
@@ -88,12 +88,12 @@ class Learner:
 
     @property
     def is_cold(self) -> bool:
-        """Whether the plan's last run is no measurement, as the first ones are not."""
+        """Whether the plan's last run was a warm-up run, which is not a measurement."""
         return self._target.is_synchronous and self._variants.plan.num_runs <= SKIPPED_RUNS
 
     @property
     def progress(self) -> str | None:
-        """Say what of the plan is being decided; None where it is final."""
+        """The progress of the plan, as text; None where it is final."""
         if self.is_settled:
             return None
         if self._proposal is not None:
@@ -104,9 +104,9 @@ class Learner:
         return f"{self._runs} of {SKIPPED_RUNS + OBSERVED_RUNS} runs of its plan{again}"
 
     def after_run(self) -> None:
-        """Watch the run that just ended; plan again when enough was seen, or say so where that is settled in common."""
+        """Observe the run that just ended; replan, in agreement with all ranks, when enough runs were observed."""
         if not self._lock.acquire(blocking=False):
-            return  # another thread runs the same graph and learns
+            return  # another thread runs the same graph and observes it
         try:
             if self._proposal is None:
                 self._runs += 1
@@ -120,7 +120,7 @@ class Learner:
             self._lock.release()
 
     def time_bodies(self, inputs: Sequence[torch.Tensor]) -> None:
-        """Time every body on every quota, then plan again; what was planned before came from formulas."""
+        """Time every body on every quota, then replan; the plan before rests on formulas."""
         if not self._lock.acquire(blocking=False):
             return
         try:
@@ -134,34 +134,34 @@ class Learner:
             self._lock.release()
 
     def _try(self, work: Callable[[], _Found]) -> _Found | None:
-        """Do a part of learning and return what it finds; once one has failed, nothing is done, and the plan is kept.
+        """Return the result of `work`; None if it fails, or if earlier work failed: then the plan is kept.
 
-        Other ranks may decide otherwise, in a step that all of them count to: until then, this one counts with them.
+        Other ranks may still agree on another plan after a fixed number of runs, so runs are still counted here.
         """
         if self._has_failed:
             return None
         try:
             return work()
-        except Exception as error:  # training goes on with the plan it has
+        except Exception as error:  # training continues with the current plan
             if self._config.debug.strict:
                 raise
             self._has_failed = True
-            self._tell_of_failure(error)
+            self._log_failure(error)
             return None
 
-    def _tell_of_failure(self, error: Exception) -> None:
+    def _log_failure(self, error: Exception) -> None:
         name = self._variants.compilation.capture.name
         _logger.warning("%s keeps its plan: %s: %s", name, type(error).__name__, error)
 
     def _observe_run(self) -> None:
         old = self._variants.compilation
         graph, trace = old.partition.graph, self._variants.plan.trace()
-        if len(trace.spans) == len(graph.segments):  # not in a run without lanes, as all of them may be
+        if len(trace.spans) == len(graph.segments):  # not in a run without lanes, and there may be only such runs
             self._observations = observe_trace(trace, old.plan, graph, old.costs, self._observations)
             self._num_observed += 1
 
     def _plan_again(self) -> None:
-        """Ask for a plan from what was measured, if there is reason to."""
+        """Request a plan with measured durations, if those of the current plan were wrong."""
         old = self._variants.compilation
         if old.plan.pinned or self._num_observed == 0 or self.num_replans >= MAX_REPLANS:
             return
@@ -184,10 +184,10 @@ class Learner:
         )
 
     def _take_proposal(self) -> None:
-        """Go over to the plan that was asked for, if it is there; with several ranks, to what the first one proposes.
+        """Switch to the requested plan when it is ready; with several ranks, to the one that the first rank proposed.
 
         Raises:
-            RankError: that is not known, or cannot be run here.
+            RankError: the plan that ranks agreed on is unknown, or cannot run here.
         """
         if self._proposal is not None and not self._proposal.done():
             return
@@ -195,23 +195,23 @@ class Learner:
         if proposal is None:
             self._asked_ns = time.perf_counter_ns()
         proposed = None if proposal is None else self._try(proposal.result)
-        new = self._commons.settle(proposed, self._variants.compilation, StageRunner())
+        new = self._agreement.settle(proposed, self._variants.compilation, StageRunner())
         if new is None:
             self.is_settled = True
             return
         try:
-            self._go_over_to(new)
-        except Exception as error:  # there is a plan, but it cannot be made
+            self._switch_to(new)
+        except Exception as error:  # the plan exists, but cannot be loaded
             if self._config.debug.strict:
                 raise
-            if not self._commons.ranks.is_alone:
+            if not self._agreement.ranks.is_alone:
                 name = self._variants.compilation.capture.name
                 why = f"{name} cannot go over to the plan that ranks agreed on: {type(error).__name__}: {error}"
-                raise self._commons.ranks.fail(why) from error
+                raise self._agreement.ranks.fail(why) from error
             self.is_settled = True
-            self._tell_of_failure(error)
+            self._log_failure(error)
 
-    def _go_over_to(self, new: Compilation) -> None:
+    def _switch_to(self, new: Compilation) -> None:
         old = self._variants.compilation
         if is_same_placement(old.plan, new.plan):
             self._variants.update(new)

@@ -1,4 +1,4 @@
-"""All graphs that come from one Dynamo graph: what runs them, what fell back and why, and what is not decided yet."""
+"""All graphs that come from one Dynamo graph: their variants, fallbacks with reasons, and the state of autotuning."""
 
 from __future__ import annotations
 
@@ -24,38 +24,42 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(eq=False, kw_only=True)
 class CompiledModel:
-    """Keeps the graphs of one Dynamo graph, and decides with their times which variant each of them runs."""
+    """Owns the graphs of one Dynamo graph, and the autotuner that selects their variants."""
 
     name: str
-    """Of the Dynamo graph, with which the names of its graphs begin."""
+    """Name of the Dynamo graph; the names of its graphs begin with it."""
     config: Config
     target: Target
     storages: frozenset[Hashable] = frozenset()
-    """Of the tensors that it was compiled for; a module's parameters are among them, so a report finds it."""
+    """Storages of the tensors that it was compiled for; a report finds it by a module's parameters among them."""
     code: frozenset[CodeType] = frozenset()
-    """That it was traced from; by it, a report finds what reads no parameter."""
+    """Code objects that it was traced from; by them, a report finds a graph that reads no parameter."""
     graphs: list[CompiledGraph] = field(default_factory=list)
     autotuned: list[CompiledGraph] = field(default_factory=list)
-    """Those of them whose variant is decided by measuring, in common."""
+    """Those of them that `autotuner` selects variants for, together."""
     families: list[GraphFamily[CompiledGraph]] = field(default_factory=list)
-    """Of those with dynamic shapes, the plans by bucket of sizes; their graphs are among `graphs` too."""
-    handed_over: list[tuple[str, str]] = field(default_factory=list)
-    """Name and reason of what Inductor runs: the Dynamo graph where that falls back, else a graph of it."""
+    """Graphs with dynamic shapes, with a plan per bucket of sizes; their graphs are also in `graphs`."""
+    fallbacks: list[tuple[str, str]] = field(default_factory=list)
+    """Name and reason of every fallback: of the whole Dynamo graph, or of one of its graphs."""
     falls_back: bool = False
-    """Whether the Dynamo graph is to be compiled as by torch.compile alone: Note [fallback] in `compile.py`."""
-    left: list[Compilation] = field(default_factory=list)
-    """Those of them that have a plan, but one that is not worth compiling."""
-    ended_by: GraphBreak | None = None
-    """What broke the Dynamo graph off; None where it ended with the function."""
+    """Whether the whole Dynamo graph falls back to torch.compile: Note [fallback] in `compile.py`."""
+    unprofitable: list[Compilation] = field(default_factory=list)
+    """Plans of fallbacks that were planned, where the plan is not worth compiling."""
+    graph_break: GraphBreak | None = None
+    """The graph break that ended the Dynamo graph; None where it ended with the function."""
     ranks: Ranks = field(default_factory=lambda: Ranks(None))
-    """Who decides with this process."""
+    """The ranks that must run the same plans and variants."""
     autotuner: Autotuner = field(init=False)
     warm_start: WarmStart = field(init=False)
 
     def __post_init__(self) -> None:
-        """Prepare what decides about the graphs to come, and what they take over from earlier processes."""
+        """Create the autotuner and the warm start for the graphs to come."""
         self.autotuner = Autotuner(
-            self.autotuned, self._keep_verdict, self.ranks, tidy=self.target.tidy, is_watched=self.target.is_synchronous
+            self.autotuned,
+            self._keep_verdict,
+            self.ranks,
+            trim_memory=self.target.trim_memory,
+            is_watched=self.target.is_synchronous,
         )
         self.warm_start = WarmStart(
             name=self.name,
@@ -69,48 +73,48 @@ class CompiledModel:
         return f"{self.name} {role}"
 
     def add(self, graph: CompiledGraph) -> None:
-        """Take a graph that was compiled in segments."""
+        """Add a graph that was compiled in segments."""
         self.graphs.append(graph)
         if graph.autotuner is not None:
             self.autotuned.append(graph)
 
     def add_family(self, family: GraphFamily[CompiledGraph]) -> None:
-        """Take a graph with dynamic shapes."""
+        """Add a graph with dynamic shapes."""
         self.graphs.append(family.latest)
         self.families.append(family)
 
     def forget_graphs(self) -> None:
-        """Begin anew: what was compiled until now is not what will run."""
+        """Drop all graphs: the Dynamo graph is compiled again."""
         self.falls_back = False
-        for known in (self.graphs, self.autotuned, self.families, self.left, self.handed_over):
+        for known in (self.graphs, self.autotuned, self.families, self.unprofitable, self.fallbacks):
             known.clear()
 
     def fall_back(self, reason: str, *, level: int) -> None:
-        """Let torch.compile alone compile the Dynamo graph, and log why."""
+        """Let the whole Dynamo graph fall back to torch.compile, and log why."""
         self.falls_back = True
         self.log_fallback(self.name, reason, level=level)
 
     def log_fallback(self, name: str, reason: str, *, level: int) -> None:
-        """Note what does not run in segments, and log why."""
-        self.handed_over.append((name, reason))
-        whose = "torch.compile" if self.falls_back else "Inductor"
-        _logger.log(level, "%s falls back to %s: %s", name, whose, reason)
+        """Record a fallback, and log why."""
+        self.fallbacks.append((name, reason))
+        compiler = "torch.compile" if self.falls_back else "Inductor"
+        _logger.log(level, "%s falls back to %s: %s", name, compiler, reason)
 
     def add_to_reason(self, detail: str) -> None:
-        """Add to why the latest graph fell back."""
-        name, reason = self.handed_over.pop()
-        self.handed_over.append((name, f"{reason}; {detail}"))
+        """Append a detail to the reason of the latest fallback."""
+        name, reason = self.fallbacks.pop()
+        self.fallbacks.append((name, f"{reason}; {detail}"))
 
     @property
     def verdict(self) -> Verdict | None:
-        """What autotuning said, in an earlier process if not in this one."""
-        findings = [item.finding for item in (*(graph.compilation for graph in self.graphs), *self.left)]
+        """The verdict of autotuning, from an earlier process if not from this one."""
+        findings = [item.finding for item in (*(graph.compilation for graph in self.graphs), *self.unprofitable)]
         remembered = (finding.verdict for finding in findings if finding is not None and finding.verdict is not None)
         return self.autotuner.verdict or next(remembered, None)
 
     @property
     def verdicts(self) -> list[tuple[str, Verdict]]:
-        """What was decided, with the name of what it was about."""
+        """All verdicts, each with the name of its model or graph."""
         found = [] if self.verdict is None else [(self.name, self.verdict)]
         for graph in self.graphs:
             if graph.autotuner is not None and graph.autotuner is not self.autotuner and graph.autotuner.verdict:
@@ -118,23 +122,23 @@ class CompiledModel:
         return found
 
     def current_graphs(self) -> list[CompiledGraph]:
-        """Return the graphs, of those with dynamic shapes only what ran last."""
+        """Return the graphs; of a family with dynamic shapes, only the graph that ran last."""
         others = {id(graph) for family in self.families for graph in family.buckets.values()}
         return [graph for graph in self.graphs if id(graph) not in others] + [each.latest for each in self.families]
 
     def state(self) -> State:
-        """Return whether anything about its graphs is still being decided, and where in that it is."""
+        """Return whether its graphs are settled, still measuring, or fall back, with the details."""
         if self.falls_back:
-            return State(graph=self.name, stage=Stage.FALLS_BACK, detail=self.handed_over[0][1])
+            return State(graph=self.name, stage=Stage.FALLS_BACK, detail=self.fallbacks[0][1])
         running = [graph for graph in self.current_graphs() if graph.has_run]
-        if not running and not self.handed_over:
+        if not running and not self.fallbacks:
             return State(graph=self.name, stage=Stage.MEASURING, detail="not called yet")
         waits = [graph.progress for graph in running]
         waits += [g.autotuner.progress for g in running if g.autotuner is not None and not g.autotuner.is_settled]
         wait = next((wait for wait in waits if wait is not None), None)
         if wait is not None:
             return State(graph=self.name, stage=Stage.MEASURING, detail=wait)
-        rest = ", ".join(name for name, _ in self.handed_over)
+        rest = ", ".join(name for name, _ in self.fallbacks)
         return State(graph=self.name, stage=Stage.SETTLED, detail=f"Inductor runs {rest}" if rest else "")
 
     def _keep_verdict(self, verdict: Verdict) -> None:
@@ -145,8 +149,8 @@ class CompiledModel:
             if graph.has_run and is_worth_keeping:
                 self.warm_start.keep(graph.compilation, graph.variant, verdict)
             if is_inductor_known and all(other.has_run for other in self.autotuned):
-                graph.compile_whole = None  # it holds a graph; later comparisons are held among what is compiled now
-            if not self.target.is_synchronous:  # what lost holds much memory, and no drift is looked for there
+                graph.compile_whole = None  # frees a graph; later comparisons take what is compiled by now
+            if not self.target.is_synchronous:  # losers hold much memory, and drift is not watched there
                 graph.variants.unload_others()
         self.target.keep_only({graph.variant for graph in self.autotuned} | {Variant.PLAN})
-        self.target.tidy()  # each variant left its own behind
+        self.target.trim_memory()  # every variant left free blocks

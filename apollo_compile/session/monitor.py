@@ -1,27 +1,28 @@
-"""Stage 8: what running a program says about its plan.
+"""Stage 8: turn the trace of a run into observations, and decide whether to replan.
 
     (Trace, Plan, SegmentGraph, CostTable, Observations) -> Observations
     (Plan, CostTable before, CostTable now) -> whether to plan again
 
 Equal segments share a body, so a measurement belongs to a body on a number of units: every span of a trace is a sample
-of (body of its segment, units of its lane). The entries are what the next cost table is made from.
+of (body of its segment, units of its lane). The next cost table is made from these entries.
 
-A cost is what a segment takes alone, but a span was measured beside others. So a span counts as its duration divided by
+A cost is the duration of a segment that runs alone, but a span was measured beside others. So each span's duration is
+divided by
 
     1 + sum over spans j on other lanes of  overlap(j) / duration * weight(j) * (factor(own share, share of j) - 1)
 
-the mean of the slowdown that the planner's simulator would apply (`planner/simulate.py`): shares are those of waiting
-for memory, and the weight is the units of j's lane over all units that the span's own lane leaves.
+the mean slowdown that the planner's simulator would apply (`planner/simulate.py`): a share is the fraction of time
+spent waiting for memory, and the weight is the units of j's lane over all units outside the span's own lane.
 
-A median of all samples ever seen would need all of them, and would be slow to notice that the machine has changed. An
-entry keeps one number instead, the running estimate, and moves it towards the median of the new samples m by
+A median of all samples would need to keep them, and would be slow to notice that the machine has changed. An entry
+keeps one running estimate instead, and moves it towards the median m of the new samples by
 
     median += (m - median) * weight,    weight = max(k / (count + k), LEAST_WEIGHT) for k new samples
 
 which is the mean of the per-run medians, weighted by samples, until LEAST_WEIGHT makes it an exponential average over
 about the last 1 / LEAST_WEIGHT runs. Noise on a machine only ever adds time, so the two directions differ: a step up is
-at most MAX_STEP of the estimate, so that one disturbed run fades; and a run in less than half the estimate starts the
-entry anew, since what was measured before it was a cold start. (The compromise of a Robbins-Monro quantile estimate
+at most MAX_STEP of the estimate, so that one disturbed run fades; and a run of less than half the estimate resets the
+entry, since the samples before it were a cold start. (The compromise of a Robbins-Monro quantile estimate
 with Huber's clipping, https://doi.org/10.1214/aoms/1177729586 and https://doi.org/10.1214/aoms/1177703732.)
 
 Guarantees: entries are unique and ascending in (body, units); entries without new samples are unchanged; the result
@@ -47,7 +48,7 @@ from apollo_compile.ir import (
 from apollo_compile.planner.problem import Interference
 
 LEAST_WEIGHT = 0.05
-"""Weight of the newest run however many there were."""
+"""Least weight of the newest run, however many there were before."""
 
 MAX_STEP = 0.25
 """Largest step upward by one run, as a share of the estimate."""
@@ -68,7 +69,7 @@ def observe_trace(
 
 
 def should_replan(plan: Plan, before: CostTable, now: CostTable) -> bool:
-    """Return whether the plan was made from durations that have turned out wrong by more than `TOLERANCE`.
+    """Return whether the durations that the plan was made from were wrong by more than `TOLERANCE`.
 
     Only the modes that the plan uses count: they are the ones that were measured.
     """

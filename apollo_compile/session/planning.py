@@ -1,4 +1,4 @@
-"""Plan one FX graph after AOTAutograd, and say whether segments may be faster than the graph as Inductor compiles it.
+"""Plan one FX graph after AOTAutograd, and decide whether segments may be faster than Inductor's code of the graph.
 
 plan_graph(graph_module, ...) -> Compilation;    reason_to_fall_back(compilation, config) -> str | None
 """
@@ -15,7 +15,7 @@ from torch import fx
 
 from apollo_compile.config import Config
 from apollo_compile.device.profile import DeviceProfile
-from apollo_compile.distributed.agreement import Commons
+from apollo_compile.distributed.agreement import Agreement
 from apollo_compile.errors import UnsupportedGraphError
 from apollo_compile.ir import Capture, Partition, Plan, Role, Variant, check, text
 from apollo_compile.ir.text import format_count
@@ -33,10 +33,10 @@ _logger = logging.getLogger(__name__)
 _CPU = torch.device("cpu")
 
 WRAPPER_NS_PER_KERNEL = 8_000
-"""What Inductor's Python wrapper takes per kernel, about; the C++ wrapper of a body takes less than a tenth of it."""
+"""Approximate cost of Inductor's Python wrapper per kernel; a body's C++ wrapper takes less than a tenth of it."""
 
 WORTH_NATIVE = 0.05
-"""Share of that in a graph's predicted time from which segments are compiled though nothing else speaks for them."""
+"""Share of the wrapper in a graph's predicted time from which native segments are worth compiling for that alone."""
 
 
 def plan_graph(
@@ -47,16 +47,16 @@ def plan_graph(
     profile: DeviceProfile,
     config: Config,
     device: torch.device = _CPU,
-    commons: Commons | None = None,
+    agreement: Agreement | None = None,
     recall: Callable[[Capture, Partition], Finding | None] = lambda capture, partition: None,
 ) -> Compilation:
     """Take a graph after AOTAutograd through all stages up to the program, and dump it if `debug.dump` says so.
 
-    With `commons`, the plan is the one that all ranks run; with `recall`, one that an earlier process found.
+    With `agreement`, the plan is the one that all ranks agree on; with `recall`, it may be one from an earlier process.
 
     Raises:
-        UnsupportedGraphError: the graph has something that segments cannot express, or its plan cannot be settled.
-        RankError: the plan that was settled is not known, or not legal here.
+        UnsupportedGraphError: segments cannot express the graph, or its plan is too large for ranks to agree on.
+        RankError: the plan that ranks agreed on is unknown, or not legal here.
     """
     dump = config.debug.dump / folder_of(name) if config.debug.dump is not None else None
     runner = StageRunner(dump)
@@ -76,11 +76,11 @@ def plan_graph(
         config=config,
         runner=runner,
         recall=partial(recall, capture),
-        is_alone=commons is None or commons.ranks.is_alone,
+        is_alone=agreement is None or agreement.ranks.is_alone,
     )
-    if commons is not None:
-        commons.enroll(compilation)
-        settled = commons.settle(compilation, compilation, runner)
+    if agreement is not None:
+        agreement.enroll(compilation)
+        settled = agreement.settle(compilation, compilation, runner)
         if settled is None:
             raise UnsupportedGraphError(
                 f"its plan of {format_count(len(compilation.plan.assignments), 'segment')} is too large for the store "
@@ -95,10 +95,10 @@ def plan_graph(
 
 
 def reason_to_fall_back(compilation: Compilation, config: Config) -> str | None:
-    """Return why a graph is better run by Inductor from the start; None where its plan is worth compiling."""
+    """Return why a graph should fall back to Inductor from the start; None where its plan is worth compiling."""
     if compilation.finding is not None and compilation.finding.verdict is not None:
-        is_left = compilation.finding.variant == Variant.INDUCTOR
-        return f"Inductor ran it when autotuning was over: {compilation.finding.verdict}" if is_left else None
+        has_inductor_won = compilation.finding.variant == Variant.INDUCTOR
+        return f"Inductor ran it when autotuning was over: {compilation.finding.verdict}" if has_inductor_won else None
     if _may_gain(compilation, config) or not is_autotuned(compilation.plan, config):
         return None
     return _nothing_to_gain(compilation.plan)
@@ -107,11 +107,11 @@ def reason_to_fall_back(compilation: Compilation, config: Config) -> str | None:
 def _may_gain(compilation: Compilation, config: Config) -> bool:
     """Return whether segments could be faster than the graph as Inductor compiles it.
 
-    With lanes, or without: native segments in turn are other code than the whole graph, whose kernels reach across them
-    and are called from Python. No formula says which is faster; on chains of layers it was segments by up to 13 %, or
-    Inductor by 3 %. One segment differs by Python between kernels alone. On a GPU what competes are CUDA graphs, which
-    plain Inductor is not, and formulas are far off until bodies were timed: a product that just fits the whole device
-    takes twice as long on a lane that is a little smaller.
+    Segments may win without lanes, too: serial native segments are different code from the whole graph, whose kernels
+    fuse across segments and are called from Python. No formula tells which is faster; on chains of layers, segments
+    were up to 13 % faster, or Inductor 3 %. A single segment differs only in the Python between kernels. On a GPU,
+    variants run as CUDA graphs, plain Inductor does not, and formulas are inaccurate until bodies are timed: a matmul
+    that just fits the whole device takes twice as long on a slightly smaller lane.
     """
     if not compilation.profile.is_predictable:
         return True
@@ -121,12 +121,12 @@ def _may_gain(compilation: Compilation, config: Config) -> bool:
 
 
 def is_autotuned(plan: Plan, config: Config) -> bool:
-    """Whether measured times may overrule the plan: not if somebody wants this plan, its limit, or the same numbers."""
+    """Whether measured times may overrule the plan: not if it is pinned, or an option or determinism forbids it."""
     return may_be_autotuned(config) and not plan.pinned
 
 
 def _wrapper_share(compilation: Compilation) -> float:
-    """Return how much Python between kernels would add to the segments in turn, as a share of their time."""
+    """Return the time of Python between kernels, as a share of the time of the serial plan."""
     kernels = sum(kernel.count for segment in compilation.partition.graph.segments for kernel in segment.work.parts)
     return kernels * WRAPPER_NS_PER_KERNEL / max(1, compilation.plan.serial_ns)
 
@@ -148,7 +148,7 @@ def role_of(kwargs: Mapping[str, Any]) -> Role:
 
 
 def log_summary(compilation: Compilation, planning_ns: int, compiling_ns: int, *, did: str = "compiled") -> None:
-    """Log what was made of a graph, in one line."""
+    """Log the plan of a graph and the times of its compile, in one line."""
     plan = compilation.plan
     lanes = {assignment.lane for assignment in plan.assignments}
     _logger.info(

@@ -1,20 +1,20 @@
-"""How autotuning decides: one comparison after the other.
+"""The order of comparisons in autotuning.
 
-    1. The plan against its segments in turn, and against the list schedule where that is predicted to be about as fast;
-       on a GPU also against the variants whose lanes share units. They are the same code, so this needs no compiling.
-    2. Inductor compiles the whole graphs and meets the winner. Where a plan is ahead by `CLEAR`, Inductor's version
-       would have to beat its own pieces by that much, so the compile waits until it can pay: until the training loop
-       has run for so long that the compile takes no more than `COMPILE_SHARE` of that time.
-    3. If another variant was faster for one of the graphs alone, the mixture meets the winner; not where all graphs of
-       a model have to run the same variant.
+    1. The plan is compared with the serial plan, and with the list schedule if that is predicted to be about as fast;
+       on a GPU also with the variants whose lanes share units. They share their code, so nothing is compiled.
+    2. Inductor compiles the whole graphs, and they are compared with the winner. If a plan is ahead by `CLEAR`,
+       Inductor's whole graphs would have to beat Inductor's own segments by that much, so the compile is postponed
+       until it takes no more than `COMPILE_SHARE` of the time that the training loop has run.
+    3. If another variant was faster for one of the graphs alone, the mixture is compared with the winner; not where all
+       graphs of a model have to run the same variant.
 
-A verdict takes `MIN_ROUNDS` comparable rounds: with fewer, what was to be beaten stays, at first the plan.
+A verdict takes `MIN_ROUNDS` rounds that count: with fewer, the incumbent stays, which is the plan at first.
 
-With several ranks, what is compared is what the first rank to begin proposes, and the times of a round are those of the
-first rank to end it, on all ranks. All else follows from them and from the number of steps, so all ranks run the same
-variants in the same step and end with the same verdict: Note [What ranks agree on] in `distributed/ranks.py`. Inductor
-competes whatever the lead, if it compiles every graph on every rank: a rank where it does not says so at once, and the
-others begin the comparison one step after they compiled.
+With several ranks, all compare the selections that the first rank to begin proposes, and use the times of the first
+rank to end a round. Everything else follows from these and from the number of steps, so all ranks run the same variants
+in the same step and reach the same verdict: Note [What ranks agree on] in `distributed/ranks.py`. Inductor is compared
+whatever the lead, provided that it compiles every graph on every rank: a rank on which a compile fails proposes a
+comparison without Inductor at once, and the others propose theirs one step after they compiled.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from apollo_compile.session.comparison import Comparison, Results, Round
 
 CLEAR = 1.20
 COMPILE_SHARE = 0.05
-"""Of the time that the training loop has run, what Inductor's compile may take where a plan is clearly ahead."""
+"""Inductor's compile may take this share of the training loop's time when a plan is clearly ahead."""
 
 MIXTURE = "best of each graph"
 SHARED_VARIANTS = (Variant.STREAMS, Variant.PRIORITIES, Variant.OVERLAPPING)
-"""Variants that run the plan on lanes which share units, the simplest first."""
+"""Variants that run the plan on lanes that share units, the simplest first."""
 
 _SIMPLEST_FIRST = (Variant.INDUCTOR, Variant.SERIAL, *SHARED_VARIANTS, Variant.LISTED, Variant.PLAN)
 
@@ -48,14 +48,14 @@ class TunableGraph(Protocol):
 
     @property
     def available(self) -> Sequence[Variant]:
-        """Ways that it can run now, among `SERIAL`, `LISTED`, `PLAN` and `INDUCTOR`; on a GPU, `SHARED_WAYS` too."""
+        """Variants that it can run now: `SERIAL`, `LISTED`, `PLAN`, `INDUCTOR`; on a GPU, `SHARED_VARIANTS` too."""
 
     @property
     def is_bound(self) -> bool:
-        """Whether all graphs of its model have to run the same way, `INDUCTOR` too.
+        """Whether all graphs of its model have to run the same variant, `INDUCTOR` included.
 
-        So it is on a GPU, where a backward replays on what its forward left in the memory of a CUDA graph, which every
-        variant has of its own. A graph that is bound can run every variant, whether that is one of its own or not.
+        They have to on a GPU, where a backward's CUDA graph reads what its forward saved in CUDA-graph memory, which is
+        separate for each variant. A bound graph can run every variant, even one that is not in `available`.
         """
 
     @property
@@ -68,69 +68,68 @@ class TunableGraph(Protocol):
 
     @property
     def remembered(self) -> Verdict | None:
-        """What an earlier process decided, by which it runs; None if that is to be found out."""
+        """The verdict of an earlier process, which it follows; None if there is none."""
 
     @property
     def topic(self) -> str:
         """Its name among the ranks."""
 
     def use(self, variant: Variant) -> None:
-        """Run this way from the next call on."""
+        """Run this variant from the next call on."""
 
     @property
     def prepare_ns(self) -> int:
-        """How long `prepare` takes, about; 0 if there is nothing left to do."""
+        """Approximate time that `prepare` takes; 0 if it has nothing to do."""
 
     def prepare(self) -> None:
-        """Make `INDUCTOR` one of its ways; takes as long as a compile."""
+        """Compile the whole graph with Inductor, so that `INDUCTOR` becomes available."""
 
     def adopt_variant(self) -> Variant:
-        """Make the list schedule, if that is how it runs, its plan; return how it runs. The comparison is over."""
+        """After autotuning: if the list schedule runs, make it the plan; return the current variant."""
 
     def keep(self, variants: Collection[Variant]) -> None:
-        """Let go of the device memory that all other ways keep for their next step; they can still be used."""
+        """Release the device memory that all other variants hold for their next step; they can still be used."""
 
 
-class Ballots:
-    """What ranks agree on while they compare: the selections, and the times of every round.
+class ComparisonAgreement:
+    """Makes all ranks use the same selections and the same times of every round.
 
     Arguments:
-        graphs: all that may take part; their names among the ranks are part of every topic.
-        ranks: who must come to the same verdict.
+        ranks: the ranks that must reach the same verdict.
     """
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
-        self._num_rounds, self._num_ballots = itertools.count(), itertools.count()
+        self._num_rounds, self._num_proposals = itertools.count(), itertools.count()
 
     def agree(
         self, selections: Mapping[str, Selection], running: Collection[int], graphs: Sequence[TunableGraph]
     ) -> tuple[Mapping[str, Selection], Collection[int]]:
-        """Return what is compared on all ranks, and the places of the graphs whose times count.
+        """Return the selections that all ranks compare, and the indices of the graphs whose times count.
 
         Arguments:
-            selections: what this rank would compare.
-            running: places of the graphs that have run here.
-            graphs: of the model.
+            selections: what this rank proposes to compare.
+            running: indices of the graphs that have run here.
+            graphs: the graphs of the model; their topics are part of the topic of every proposal.
 
         Raises:
             RankError: one of the selections cannot run here.
         """
         if self.ranks.is_alone:
             return selections, running
-        own = _Ballot(selections=selections, graphs=tuple(sorted(running)))
-        topic = f"{_topic_of(graphs)}/comparison {next(self._num_ballots)}"
-        ballot = from_json(_Ballot, json.loads(self.ranks.settle(topic, json.dumps(to_json(own)))))
-        for name, selection in ballot.selections.items():
+        own = _Proposal(selections=selections, graphs=tuple(sorted(running)))
+        topic = f"{_topic_of(graphs)}/comparison {next(self._num_proposals)}"
+        agreed = from_json(_Proposal, json.loads(self.ranks.settle(topic, json.dumps(to_json(own)))))
+        for name, selection in agreed.selections.items():
             lacking = [
                 variant for graph, variant in zip(graphs, selection, strict=True) if not _can_run(graph, variant)
             ]
             if lacking:
                 raise self.ranks.fail(f"{name!r} competes on the other ranks, and this one cannot run '{lacking[0]}'")
-        return ballot.selections, ballot.graphs
+        return agreed.selections, agreed.graphs
 
     def settle(self, measured: Round, graphs: Sequence[TunableGraph]) -> Round:
-        """Return the times of a round that all ranks go by."""
+        """Return the times of a round that all ranks use."""
         if self.ranks.is_alone:
             return measured
         topic = f"{_topic_of(graphs)}/round {next(self._num_rounds)}"
@@ -142,65 +141,69 @@ class Ballots:
 
 
 def _topic_of(graphs: Sequence[TunableGraph]) -> str:
-    """Name the graphs of a model among the ranks: where one of them could not be compiled, they are others."""
+    """Return one topic for the graphs of a model; it differs on a rank that could not compile all of them."""
     return hashlib.sha256(" ".join(graph.topic for graph in graphs).encode()).hexdigest()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Known:
-    """What a decision begins with."""
+    """What is known before a decision."""
 
     verdict: Verdict | None
-    """The one before."""
+    """The previous one."""
     is_first: bool
-    """Whether this process has not decided yet about the graphs that run."""
+    """Whether this process has no verdict yet about the graphs that run."""
     is_inductor_due: bool
-    """Whether Inductor's compile can pay, or nobody will look again."""
+    """Whether Inductor should compile even if a plan is clearly ahead: it pays off by now, or drift is not watched."""
 
 
 class Procedure:
     """One decision about the graphs of a model.
 
     Arguments:
-        graphs: of the model.
-        known: what it begins with.
-        ballots: with whom it is taken.
-        tidy: called before Inductor compiles.
+        graphs: the graphs of the model.
+        known: what is known before it.
+        agreement: with the other ranks.
+        trim_memory: gives free memory back to the system; called before Inductor compiles.
     """
 
     def __init__(
-        self, graphs: Sequence[TunableGraph], known: Known, ballots: Ballots, tidy: Callable[[], None]
+        self,
+        graphs: Sequence[TunableGraph],
+        known: Known,
+        agreement: ComparisonAgreement,
+        trim_memory: Callable[[], None],
     ) -> None:
         self.graphs = tuple(graphs)
-        self.compared = places_of_running(self.graphs)
-        """Places of the graphs that had run when it began, on all ranks."""
+        self.compared = indices_of_running(self.graphs)
+        """Indices of the graphs that had run when it began, on all ranks."""
         self._known = known
-        self._ballots = ballots
-        self._tidy = tidy
+        self._agreement = agreement
+        self._trim_memory = trim_memory
         self._prepared_ns = 0
-        """How long Inductor compiled for it."""
+        """Time that Inductor spent compiling for it."""
 
     def run(self) -> Generator[Comparison | None, None, Verdict]:
-        """Hold one comparison after the other.
+        """Run the comparisons in order and return the verdict.
 
-        Each yield is a comparison that is over when the generator goes on, or None for one step in which none is held.
+        Each yield is a comparison, which is over when the generator resumes, or None for a step without a comparison.
         """
         known, last = self._known, self._known.verdict
         is_inductor_known = not known.is_first and last is not None and last.has_compared(Variant.INDUCTOR)
         running: Collection[int] = self.compared
         if known.is_first and any(Variant.INDUCTOR in self.graphs[place].available for place in running):
-            self._prepare(running)  # of the others it is known what Inductor makes of them
-        selections, running = self._ballots.agree(self._selections_of(_SIMPLEST_FIRST), running, self.graphs)
-        results = Results(sorted(running), lambda measured: self._ballots.settle(measured, self.graphs))
-        stays = next(
+            self._prepare(running)  # some have been compiled by Inductor before
+        selections, running = self._agreement.agree(self._selections_of(_SIMPLEST_FIRST), running, self.graphs)
+        results = Results(sorted(running), lambda measured: self._agreement.settle(measured, self.graphs))
+        incumbent = next(
             (name for name, each in selections.items() if last and each == last.selection), list(selections)[-1]
         )
-        winner = yield from results.hold(selections, stays)
+        winner = yield from results.hold(selections, incumbent)
         is_clear = winner in (Variant.LISTED, Variant.PLAN) and results.ratios.get(Variant.SERIAL, 1.0) >= CLEAR
         has_met = is_inductor_known or Variant.INDUCTOR in selections
         if not has_met and (known.is_inductor_due or not is_clear):
             self._prepare(running)
-            rivals = yield from self._meet_inductor(winner, selections[winner], running)
+            rivals = yield from self._selections_with_inductor(winner, selections[winner], running)
             if len(rivals) > 1:
                 winner = yield from results.hold(rivals, winner)
         mixture = None if any(graph.is_bound for graph in self.graphs) else results.mixture(winner)
@@ -210,35 +213,35 @@ class Procedure:
         return results.verdict(winner, prepare_ns=self._prepared_ns)
 
     def use(self, selection: Selection) -> None:
-        """Let every graph run its variant from the next call on."""
+        """Set the variant of every graph, from the next call on."""
         for graph, variant in zip(self.graphs, selection, strict=True):
             graph.use(variant)
 
     def _prepare(self, running: Collection[int]) -> None:
-        self._tidy()
+        self._trim_memory()
         begin = time.perf_counter_ns()
         for place in sorted(running):
             self.graphs[place].prepare()
         self._prepared_ns += time.perf_counter_ns() - begin
 
-    def _meet_inductor(
+    def _selections_with_inductor(
         self, winner: str, selection: Selection, running: Collection[int]
     ) -> Generator[None, None, Mapping[str, Selection]]:
-        """Return what competes after Inductor compiled: `winner` alone if it could not, on whichever rank that was."""
+        """Return the selections to compare after Inductor compiled: `winner` alone if that failed on any rank."""
         rivals: Mapping[str, Selection] = {**self._selections_of((Variant.INDUCTOR,)), winner: selection}
-        if self._ballots.ranks.is_alone:
+        if self._agreement.ranks.is_alone:
             return rivals
         self.use(selection)
         if all(Variant.INDUCTOR in self.graphs[place].available for place in running):
-            yield None  # a step, in which a rank where that is not so can say it
-            rivals, _ = self._ballots.agree(rivals, running, self.graphs)
+            yield None  # for one step, so that a rank on which it failed proposes first
+            rivals, _ = self._agreement.agree(rivals, running, self.graphs)
         else:
-            rivals, _ = self._ballots.agree({winner: selection}, running, self.graphs)
+            rivals, _ = self._agreement.agree({winner: selection}, running, self.graphs)
             yield None
         return rivals
 
     def _selections_of(self, variants: Sequence[Variant]) -> dict[str, Selection]:
-        """Return the distinct selections of these variants; the first name of a selection stays."""
+        """Return the distinct selections of these variants; equal selections keep the first name."""
         found: dict[Selection, str] = {}
         for variant in variants:
             has = [variant in graph.available for graph in self.graphs]
@@ -249,15 +252,15 @@ class Procedure:
         return {name: selection for selection, name in found.items()}
 
 
-def places_of_running(graphs: Sequence[TunableGraph]) -> frozenset[int]:
-    """Return the places of the graphs that were ever called."""
+def indices_of_running(graphs: Sequence[TunableGraph]) -> frozenset[int]:
+    """Return the indices of the graphs that were ever called."""
     return frozenset(place for place, graph in enumerate(graphs) if graph.has_run)
 
 
 def nearest(graph: TunableGraph, variant: Variant) -> Variant:
-    """Return the variant, or the simplest that the graph has: its plan may be to run in turn.
+    """Return the variant, or the simplest available one where the graph lacks it, as with a serial plan.
 
-    A graph without a list schedule of its own runs its plan, which may be that.
+    A graph without a separate list schedule runs its plan, which may be that schedule.
     """
     if graph.is_bound and (variant is not Variant.INDUCTOR or variant in graph.available):
         return variant
@@ -273,20 +276,20 @@ def _can_run(graph: TunableGraph, variant: Variant) -> bool:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Ballot:
-    """Who competes, as it goes through the store."""
+class _Proposal:
+    """The selections to compare, as written to the store."""
 
     selections: Mapping[str, Selection]
     graphs: tuple[int, ...]
-    """Places of those that have run: a round without one of them does not count."""
+    """Indices of those that have run: a round without one of them does not count."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Settled:
-    """A round as it goes through the store."""
+    """A round as written to the store."""
 
     times: Mapping[str, Mapping[str, float]]
 
     def by_graph(self) -> Round:
-        """Return the round; keys of a JSON object are texts."""
+        """Return the round with integer keys, which JSON objects do not have."""
         return {name: {int(graph): ns for graph, ns in times.items()} for name, times in self.times.items()}

@@ -1,6 +1,6 @@
 """What this process has compiled and still keeps: the models of `torch.compile(..., backend="apollo")`.
 
-register(model);    compiled_models();    find_models(model);    is_settled(model);    ways_of(model)
+register(model);    compiled_models();    find_models(model);    is_settled(model);    variants_of(model)
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from apollo_compile.torch_bridge.compile_context import is_part_of, original_cal
 from apollo_compile.torch_bridge.storages import storages_of
 
 _models: weakref.WeakValueDictionary[int, CompiledModel] = weakref.WeakValueDictionary()
-"""Compiled models by age; each lives as long as Dynamo keeps the function that was compiled for it."""
+"""Compiled models in the order of their compiles; each lives as long as Dynamo keeps the compiled function."""
 
 _ages = itertools.count()
 
 
 def register(model: CompiledModel) -> None:
-    """Let a model be found for as long as somebody keeps it."""
+    """Register a model, by a weak reference."""
     _models[next(_ages)] = model
 
 
 def compiled_models() -> list[CompiledModel]:
-    """Return what this process has compiled and still keeps, oldest first."""
+    """Return the compiled models that are still alive, oldest first."""
     return [model for _, model in sorted(_models.items())]
 
 
 def find_models(model: Callable[..., Any]) -> list[CompiledModel]:
-    """Return what was compiled for a module, a function or a method, whether it is the compiled one or not.
+    """Return the compiled models of a module, a function or a method; it may be the original or the compiled one.
 
-    For a module with parameters or buffers, and for its methods, these are the graphs that read any of them. For
-    others they are the graphs that their code is part of, what Dynamo made of it behind a graph break included.
+    A module with parameters or buffers, or a method of it, is found by graphs that read any of them. Anything else is
+    found by its code, including the resume functions that Dynamo makes after a graph break.
     """
     original = original_callable(model)
     owner = getattr(original, "__self__", original)
@@ -59,21 +59,21 @@ def _function_of(run: Callable[..., Any]) -> Any:
 
 
 def is_settled(model: Callable[..., Any]) -> bool:
-    """Return whether nothing about `model` is being decided any more: its plans are final, its comparisons are over.
+    """Return whether the plans of `model` are final and its comparisons are over.
 
-    What was compiled and never called is not waited for.
+    Models that were compiled but never called are ignored.
     """
     models = (found for found in find_models(model) if any(graph.has_run for graph in found.current_graphs()))
     return all(each.state().stage is not Stage.MEASURING for each in models)
 
 
 def variants_of(model: Callable[..., Any]) -> list[str]:
-    """Return the ways that the graphs of `model` run, each once; of those that went to Inductor whole, `INDUCTOR`."""
+    """Return the variants that the graphs of `model` run, each once; for fallbacks, `INDUCTOR`."""
     variants = []
     for found in find_models(model):
         for graph in found.current_graphs():
             if graph.has_run:
-                is_in_turn = graph.variant == Variant.PLAN and not graph.compilation.plan.uses_lanes
-                variants.append(Variant.SERIAL if is_in_turn else graph.variant)
-        variants += [Variant.INDUCTOR] * len(found.handed_over)
+                is_serial = graph.variant == Variant.PLAN and not graph.compilation.plan.uses_lanes
+                variants.append(Variant.SERIAL if is_serial else graph.variant)
+        variants += [Variant.INDUCTOR] * len(found.fallbacks)
     return list(dict.fromkeys(variants))

@@ -1,4 +1,4 @@
-"""What AOTAutograd's cache keeps of a model's graphs, and graphs made of that in a later process.
+"""Bundle a model's graphs for AOTAutograd's cache, and restore them in a later process.
 
 Restorer.bundle_segments(...), bundle_whole(...), bundle_fallback(...)    when a graph was compiled
 Restorer.unbundle(bundle) -> Run                                          when the cache has it
@@ -16,12 +16,12 @@ from typing import Any
 from torch import fx
 
 from apollo_compile.device.target import Code, Run
-from apollo_compile.distributed.agreement import Commons
+from apollo_compile.distributed.agreement import Agreement
 from apollo_compile.errors import UnsupportedGraphError
 from apollo_compile.ir import Role, Variant
 from apollo_compile.observe import StageRunner
 from apollo_compile.pipeline import Compilation, compile_finding, rename
-from apollo_compile.session.bodies import tell_of_python
+from apollo_compile.session.bodies import log_python_bodies
 from apollo_compile.session.bundle import FallbackBundle, SegmentsBundle, WholeBundle
 from apollo_compile.session.graph import CompiledGraph
 from apollo_compile.session.model import CompiledModel
@@ -42,19 +42,19 @@ _logger = logging.getLogger(__name__)
 
 
 class Restorer:
-    """Makes bundles of the graphs of a model, and graphs of bundles."""
+    """Bundles the graphs of a model, and restores graphs from bundles."""
 
     def __init__(self, model: CompiledModel) -> None:
         self._model = model
 
     def unbundle(self, bundle: SegmentsBundle | WholeBundle | FallbackBundle) -> Run:
-        """Make a graph of what an earlier process compiled.
+        """Restore a graph that an earlier process compiled.
 
         Raises:
-            Exception: whatever stands against it; all graphs are compiled anew then.
+            Exception: the bundle cannot be used; then all graphs are compiled again.
         """
-        if self._model.falls_back:  # this is the backward of a forward that does
-            return replaced
+        if self._model.falls_back:  # its forward fell back
+            return placeholder_run
         try:
             match bundle:
                 case FallbackBundle():
@@ -63,29 +63,29 @@ class Restorer:
                     return self._unbundle_whole(bundle)
                 case SegmentsBundle():
                     return self._unbundle_segments(bundle)
-        except Exception as error:  # AOTAutograd takes it for a graph that it has not
+        except Exception as error:  # AOTAutograd treats it as a cache miss
             self._model.warm_start.outdate(error)
             _logger.info("%s is compiled anew: %s: %s", self._model.name, type(error).__name__, error)
             raise
 
     def _unbundle_fallback(self, bundle: FallbackBundle) -> Run:
-        self._take_left(bundle)
+        self._restore_unprofitable(bundle)
         self._model.fall_back(bundle.reason, level=logging.INFO)
-        return replaced
+        return placeholder_run
 
     def _unbundle_whole(self, bundle: WholeBundle) -> Run:
-        self._take_left(bundle)
+        self._restore_unprofitable(bundle)
         compiled = unbundle_code(bundle.code)
         self._model.log_fallback(self._model.name_of(bundle.role), bundle.reason, level=logging.INFO)
         return compiled
 
-    def _take_left(self, bundle: WholeBundle | FallbackBundle) -> None:
-        if bundle.left is None:
+    def _restore_unprofitable(self, bundle: WholeBundle | FallbackBundle) -> None:
+        if bundle.unprofitable is None:
             return
         finding = self._model.warm_start.recall_under(self._model.name_of(bundle.role), bundle.history_key)
-        if bundle.left.finding is not None and (finding is None or finding.variant != Variant.INDUCTOR):
+        if bundle.unprofitable.finding is not None and (finding is None or finding.variant != Variant.INDUCTOR):
             raise UnsupportedGraphError("that Inductor is faster is known no longer")
-        self._model.left.append(rename(bundle.left, self._model.name_of(bundle.role)))
+        self._model.unprofitable.append(rename(bundle.unprofitable, self._model.name_of(bundle.role)))
 
     def _unbundle_segments(self, bundle: SegmentsBundle) -> Run:
         begin = time.perf_counter_ns()
@@ -101,10 +101,10 @@ class Restorer:
         compile_whole = None if original is None else partial(_compile_bundled, original, current_settings(), kwargs)
         reason = reason_to_fall_back(compilation, self._model.config)
         if reason is not None:
-            self._model.left.append(compilation)
-            if is_for_both(compilation.capture.role, compilation):
+            self._model.unprofitable.append(compilation)
+            if dynamo_graph_falls_back(compilation.capture.role, compilation):
                 self._model.fall_back(reason, level=logging.INFO)
-                return replaced
+                return placeholder_run
             if compile_whole is None:
                 raise UnsupportedGraphError("there is no graph that Inductor could compile")
             compiled = compile_whole()
@@ -113,7 +113,7 @@ class Restorer:
         self._model.target.start(compilation.plan.lanes)
         planned = time.perf_counter_ns()
         bodies = tuple(map(unbundle_body, bundle.bodies))
-        tell_of_python(compilation, bodies)
+        log_python_bodies(compilation, bodies)
         graph = CompiledGraph(
             first=compilation,
             code=Code(bodies=bodies, contract=bundle.contract),
@@ -121,26 +121,26 @@ class Restorer:
             target=self._model.target,
             compile_whole=compile_whole,
             autotuner=None if compile_whole is None else self._model.autotuner,
-            commons=Commons(self._model.ranks),
+            agreement=Agreement(self._model.ranks),
         )
         self._model.add(graph)
         log_summary(compilation, planned - begin, time.perf_counter_ns() - planned, did="loaded")
         return graph
 
-    def bundle_fallback(self, role: Role, reason: str, left: Compilation | None) -> FallbackBundle:
-        """Return what is kept of a graph whose Dynamo graph falls back."""
+    def bundle_fallback(self, role: Role, reason: str, unprofitable: Compilation | None) -> FallbackBundle:
+        """Return the bundle of a graph whose Dynamo graph falls back."""
         key = self._model.warm_start.key_of(self._model.name_of(role))
-        return FallbackBundle(role=role, reason=reason, left=left, history_key=key)
+        return FallbackBundle(role=role, reason=reason, unprofitable=unprofitable, history_key=key)
 
-    def bundle_whole(self, role: Role, reason: str, left: Compilation | None, run: Run) -> WholeBundle:
-        """Return what is kept of a graph that Inductor compiled whole."""
+    def bundle_whole(self, role: Role, reason: str, unprofitable: Compilation | None, run: Run) -> WholeBundle:
+        """Return the bundle of a graph that Inductor compiled whole."""
         key = self._model.warm_start.key_of(self._model.name_of(role))
-        return WholeBundle(role=role, reason=reason, left=left, history_key=key, code=bundle_code(run))
+        return WholeBundle(role=role, reason=reason, unprofitable=unprofitable, history_key=key, code=bundle_code(run))
 
     def bundle_segments(
         self, graph: CompiledGraph, original: fx.GraphModule | None, kwargs: Mapping[str, Any]
     ) -> SegmentsBundle:
-        """Return what is kept of a graph that runs in segments."""
+        """Return the bundle of a graph that runs in segments."""
         return SegmentsBundle(
             compilation=graph.compilation,
             history_key=self._model.warm_start.key_of(graph.compilation.capture.name),
@@ -151,21 +151,24 @@ class Restorer:
         )
 
 
-def is_for_both(role: Role, left: Compilation | None) -> bool:
-    """Return whether the Dynamo graph falls back where this graph does: with a forward, unless the two were mixed."""
-    finding = None if left is None else left.finding
+def dynamo_graph_falls_back(role: Role, unprofitable: Compilation | None) -> bool:
+    """Return whether the whole Dynamo graph falls back where this graph does.
+
+    So it is for a forward or inference graph, unless autotuning selected segments for the other graph of the model.
+    """
+    finding = None if unprofitable is None else unprofitable.finding
     verdict = None if finding is None else finding.verdict
     return role is not Role.BACKWARD and (verdict is None or set(verdict.selection) == {Variant.INDUCTOR})
 
 
 def _compile_bundled(original: bytes, settings: Mapping[str, Any], kwargs: Mapping[str, Any]) -> Run:
-    """Compile a graph of a bundle as Inductor alone would."""
+    """Compile the whole graph in a bundle with Inductor."""
     return compile_again(unbundle_graph(original), settings, **kwargs)
 
 
-def replaced(inputs: list[Any]) -> Sequence[Any]:
-    """Stand for a graph of a Dynamo graph that falls back, until that is compiled by torch.compile alone."""
+def placeholder_run(inputs: list[Any]) -> Sequence[Any]:
+    """Placeholder for a graph of a Dynamo graph that falls back; never called, as torch.compile compiles it again."""
     raise AssertionError("a graph that falls back runs what torch.compile makes of it")
 
 
-replaced._boxed_call = True  # type: ignore[attr-defined]
+placeholder_run._boxed_call = True  # type: ignore[attr-defined]

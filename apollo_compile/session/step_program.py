@@ -139,14 +139,14 @@ def find_micro(
     Raises:
         UnsupportedGraphError: they cannot be linked, with the reason.
     """
-    if model.handed_over:
-        name, reason = model.handed_over[0]
+    if model.fallbacks:
+        name, reason = model.fallbacks[0]
         raise UnsupportedGraphError(f"{name} falls back: {reason}")
     by_role = {graph.compilation.capture.role: graph for graph in model.graphs}
     if by_role.keys() != {Role.FORWARD, Role.BACKWARD} or len(model.graphs) != 2:
         raise UnsupportedGraphError(f"{model.name} has {len(model.graphs)} graphs; expected a forward and a backward")
     forward, backward = by_role[Role.FORWARD], by_role[Role.BACKWARD]
-    if not forward.target.is_synchronous or not forward.commons.ranks.is_alone:
+    if not forward.target.is_synchronous or not forward.agreement.ranks.is_alone:
         raise UnsupportedGraphError("steps are linked for a CPU and a single process only")
     if forward.boundary is not None or backward.boundary is not None:
         raise UnsupportedGraphError(f"{model.name} takes sizes or objects besides tensors")

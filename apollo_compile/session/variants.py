@@ -2,8 +2,8 @@
 
     Variants(compilation, code, target, ...);  available, use(variant), run(inputs), adopt(compilation)
 
-The plan is always there, and so are its segments in turn. A list schedule is there where it is predicted to be about as
-fast as the plan, and Inductor's code of the whole graph once it was compiled.
+The plan and the serial plan are always available; a list schedule if it is predicted to be about as fast as the plan,
+and Inductor's code of the whole graph once it is compiled.
 """
 
 from __future__ import annotations
@@ -19,46 +19,46 @@ from apollo_compile.pipeline import Compilation, compile_plan
 from apollo_compile.session.monitor import is_same_placement
 
 CLOSE = 0.05
-"""Of a plan's predicted time, what a list schedule may be behind and compete all the same: predictions are wrong by
-about as much."""
+"""A list schedule is compared if its predicted time is above the plan's by at most this share: the error of predictions
+is about as large."""
 
 
 class Variants:
-    """What one graph can run, and which of it runs now."""
+    """The variants of one graph, and the one that runs now."""
 
     current: Variant
     run: Run
     """Runs the current variant."""
 
     def __init__(self, compilation: Compilation, code: Code, target: Target, *, may_be_listed: bool) -> None:
-        """Load the plan; `may_be_listed`: whether a list schedule may compete with it."""
+        """Load the plan; `may_be_listed` allows the list schedule as a variant."""
         self.code = code
         self._target = target
         self._may_be_listed = may_be_listed and Variant.LISTED in target.variants
         self._loaded: dict[Variant, Runnable] = {}
-        """All but the plan."""
+        """Loaded variants other than the plan."""
         self.current = Variant.PLAN
         self.adopt(compilation)
 
     def adopt(self, compilation: Compilation, runnable: Runnable | None = None) -> None:
         """Run this compilation of the same capture and partition from the next call on.
 
-        `runnable` is what an earlier call made of it (`plan`), for those who go back and forth.
+        `runnable` is its program, if an earlier call has loaded it (as `plan`).
         """
         self.plan = self._target.load(compilation, self.code, Variant.PLAN) if runnable is None else runnable
         self.compilation = compilation
         self._listed: tuple[Compilation, Runnable] | None = None
         self._has_looked = False
-        self._loaded.pop(Variant.LISTED, None)  # it was for other costs
+        self._loaded.pop(Variant.LISTED, None)  # it was made from other costs
         self.use(Variant.PLAN if self.current is Variant.LISTED else self.current)
 
     def update(self, compilation: Compilation) -> None:
-        """Take over a plan of the same lanes and order, whose durations are nearer to the truth."""
+        """Replace the plan by one with the same lanes and order, but measured durations."""
         self.compilation = compilation
 
     @property
     def available(self) -> Sequence[Variant]:
-        """What can run now; a plan that is to run in turn is not a variant of its own."""
+        """The variants that can run now; a serial plan counts as `SERIAL`, not as `PLAN`."""
         own = {Variant.SERIAL}
         if self.compilation.plan.uses_lanes:
             own |= {Variant.PLAN, *self._target.variants} - {Variant.LISTED}
@@ -76,28 +76,28 @@ class Variants:
         self.current = variant
 
     def add_whole(self, run: Run) -> None:
-        """Add the whole graph as Inductor compiled it."""
+        """Add the `INDUCTOR` variant: the whole graph as Inductor compiled it."""
         self._loaded[Variant.INDUCTOR] = self._target.load_whole(self.compilation, self.code, run)
 
     def loaded(self) -> Mapping[Variant, Runnable]:
-        """Return what was loaded until now."""
+        """Return the loaded variants."""
         return {Variant.PLAN: self.plan, **self._loaded}
 
     def release_others(self, kept: Collection[Variant]) -> None:
-        """Let go of the memory that other variants hold for their next run; they can still run."""
+        """Release the memory that variants not in `kept` hold for their next run; they can still run."""
         loaded = self.loaded()
         used = [loaded[variant] for variant in kept if variant in loaded]
         for runnable in loaded.values():
-            if not any(runnable is each for each in used):  # a plan that is to run in turn is two variants
+            if not any(runnable is each for each in used):  # a serial plan is both PLAN and SERIAL
                 runnable.release()
 
     def unload_others(self) -> None:
-        """Let go of all variants but the current one and the plan."""
+        """Unload all variants but the current one and the plan."""
         self.release_others([self.current])
         self._loaded = {variant: each for variant, each in self._loaded.items() if variant is self.current}
 
     def promote_list_schedule(self) -> Variant:
-        """Make the list schedule, if that is what runs, the plan; return what runs."""
+        """If the list schedule runs, make it the plan; return the current variant."""
         if self.current is Variant.LISTED and self._listed is not None:
             self.adopt(*self._listed)
         return self.current
@@ -109,14 +109,14 @@ class Variants:
             if not self.compilation.plan.uses_lanes and not self._target.binds_graphs:
                 return self.plan
             old = self.compilation
-            in_turn = self.with_plan(make_serial_plan(old.partition.graph, old.costs, old.plan))
-            return self._target.load(in_turn, self.code, variant)
+            serial = self.with_plan(make_serial_plan(old.partition.graph, old.costs, old.plan))
+            return self._target.load(serial, self.code, variant)
         if variant in self._target.variants:
             return self._target.load(self.compilation, self.code, variant)
         raise KeyError(f"{self.compilation.capture.name} cannot run the variant '{variant}'; it has {self.available}")
 
     def _has_list_schedule(self) -> bool:
-        """Whether a list schedule may be as fast as the plan; it is made when that is asked for the first time."""
+        """Whether there is a list schedule about as fast as the plan; the first call makes it."""
         old = self.compilation
         if self._may_be_listed and not old.plan.pinned and not self._has_looked:
             self._has_looked = True
@@ -129,7 +129,7 @@ class Variants:
         return self._listed is not None
 
     def with_plan(self, plan: Plan) -> Compilation:
-        """Return the compilation with another plan of the same costs."""
+        """Return the compilation with another plan, made from the same costs."""
         old = self.compilation
         return compile_plan(
             old.capture, old.partition, old.observations, old.costs, plan, profile=old.profile, runner=StageRunner()

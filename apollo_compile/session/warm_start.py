@@ -1,11 +1,12 @@
-"""What a Dynamo graph takes over from earlier processes, and leaves to later ones.
+"""Warm start: what a Dynamo graph reuses from earlier processes and keeps for later ones.
 
     recall(capture, partition) -> Finding | None;    keep(compilation, variant, verdict)        through history.py
     bundle_key(graph_module, example_inputs) -> str | None;    outdate(error)               through bundle.py
 
-Findings are plans, what they were made from, and verdicts. Bundles are compiled graphs, which AOTAutograd's cache keeps
-under a key that comes from here. Both hold for the same circumstances only; where nothing may be kept, nothing is
-recalled either. A directory that cannot be read or written costs the next process time, and this one nothing.
+Findings are plans, the observations that they were made from, and verdicts. Bundles are compiled graphs, which
+AOTAutograd's cache stores under a key that is made here. Both are reused under the same circumstances only (machine,
+profile, options, compiler settings); where nothing may be kept, nothing is recalled either. If the directory cannot be
+read or written, this process goes on, and the next one plans and measures again.
 """
 
 from __future__ import annotations
@@ -40,31 +41,31 @@ class WarmStart:
     """Findings and bundles of the graphs that come from one Dynamo graph."""
 
     name: str
-    """Of the Dynamo graph."""
+    """Name of the Dynamo graph."""
     config: Config
     target: Target
     is_for_others: bool
-    """Whether another process would find the same: one rank alone, on lanes of a CPU."""
+    """Whether findings are useful to another process: a single rank, on lanes of a CPU."""
     outdated: Exception | None = None
-    """Why the bundles that are there cannot be used."""
+    """Why the existing bundles cannot be used."""
     _keys: dict[str, str] = field(default_factory=dict)
-    """Of findings, by graph."""
+    """Keys of findings, by the name of the graph."""
     _bundles: History | None = None
-    """Says which bundles are right; None where AOTAutograd's cache is not to have the graphs."""
+    """Has the current generation of bundles; None where graphs are not cached."""
     _bundle_name: str = ""
-    """What all of them have in common; a new generation begins when one was found that is no longer right."""
+    """Their key without the generation; a new generation begins when a bundle turns out to be unusable."""
 
     @property
     def has_bundles(self) -> bool:
-        """Whether AOTAutograd's cache is to have the graphs; a backward compiles with its forward then."""
+        """Whether graphs go into AOTAutograd's cache; then a backward is compiled with its forward."""
         return self._bundles is not None
 
     def key_of(self, name: str) -> str | None:
-        """Return under which key the finding of a graph is kept; None where it is not."""
+        """Return the key of a graph's finding; None where it is not kept."""
         return self._keys.get(name)
 
     def recall(self, capture: Capture, partition: Partition) -> Finding | None:
-        """Return what is known about a graph from earlier processes."""
+        """Return the finding of an earlier process about a graph; None if there is none."""
         if self._history is None or capture.sizes:
             return None
         try:
@@ -77,31 +78,31 @@ class WarmStart:
             return None
 
     def recall_under(self, name: str, key: str | None) -> Finding | None:
-        """Return what is known under the key that a bundle holds, and keep what becomes of the graph there too."""
+        """Return the finding under the key that a bundle holds; later findings of the graph use that key, too."""
         if key is not None:
             self._keys[name] = key
         return self._find(key)
 
     def keep(self, compilation: Compilation, variant: Variant, verdict: Verdict | None) -> None:
-        """Leave to later processes how a graph runs and why."""
+        """Keep plan, variant and verdict of a graph for later processes."""
         history = self._history
-        if history is None or compilation.capture.sizes:  # other sizes are planned in no time, and in the background
+        if history is None or compilation.capture.sizes:  # dynamic sizes are planned quickly, and in the background
             return
         finding = Finding(
             observations=compilation.observations, plan=compilation.plan, variant=variant, verdict=verdict
         )
         try:
             history.keep(self._keys[compilation.capture.name], finding)
-        except Exception as error:  # this may be in the midst of a user's step
+        except Exception as error:  # a failure here must not stop training
             if self.config.debug.strict:
                 raise
             _logger.info("%s: not kept for the next run: %s: %s", self.name, type(error).__name__, error)
 
     def bundle_key(self, graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> str | None:
-        """Return the key of the graphs in AOTAutograd's cache; None where it is not to have them.
+        """Return the key of the graphs in AOTAutograd's cache; None where they are not to be cached.
 
-        It has what runs on CPU lanes of one process, unless stages or operators are to be watched one by one, or what
-        an operator does is the user's to change.
+        Graphs of a single process on CPU lanes are cached, unless dumps, a plan file or eager bodies are asked for, or
+        a graph has custom operators, whose implementation may change.
         """
         config = self.config
         is_usual = config.runtime.bodies != "eager" and config.plan.file is None and config.debug.dump is None
@@ -115,21 +116,24 @@ class WarmStart:
         return f"{self._bundle_name} {self._bundles.generation(self._bundle_name)}"
 
     def outdate(self, error: Exception) -> None:
-        """Note that a bundle cannot be used: the next process would find the same one."""
+        """Record that a bundle cannot be used, and begin a new generation, so that the next process ignores it."""
         self.outdated = error
         if self._bundles is not None:
             self._bundles.begin_generation(self._bundle_name)
 
     @property
     def _history(self) -> History | None:
-        """Where findings are kept; None where what is found out here is nobody else's business."""
+        """The store of findings; None where findings of this process are not to be reused."""
         config = self.config
         is_kept = config.plan.remember and config.plan.file is None and self.is_for_others and may_be_autotuned(config)
         return History(config.device.cache / "history") if is_kept and config.device.cache is not None else None
 
     @functools.cached_property
     def _circumstances(self) -> str:
-        """What shapes graphs and findings besides the Dynamo graph; settings may be others when a backward compiles."""
+        """What graphs and findings depend on besides the Dynamo graph.
+
+        It is computed once, since Inductor's settings may differ when a backward compiles.
+        """
         return circumstances(
             fingerprint=machine_fingerprint(self.target.profile.units),
             profile=self.target.profile,
@@ -139,7 +143,7 @@ class WarmStart:
         )
 
     def _is_profile_kept(self) -> bool:
-        """Whether the next process plans for the same device: what a busy machine gave is measured every time."""
+        """Whether the next process plans with the same profile: one measured on a busy machine is not kept."""
         if self.config.device.profile is not None or self.config.device.cache is None:
             return self.config.device.profile is not None
         path = cached_profile_path(self.config.device.cache, self.target.profile.units)
@@ -156,7 +160,7 @@ class WarmStart:
 
 
 def may_be_autotuned(config: Config) -> bool:
-    """Whether measured times may overrule plans; if not, there is nothing to find out."""
+    """Whether measured times may overrule plans; if not, there are no findings."""
     return (
         config.plan.autotune
         and config.runtime.bodies != "eager"
@@ -167,5 +171,5 @@ def may_be_autotuned(config: Config) -> bool:
 
 
 def are_numbers_fixed() -> bool:
-    """Whether the user wants the same numbers every time: then no time that is measured may change what runs."""
+    """Whether the user wants reproducible numbers: then no measured time may change what runs."""
     return torch.are_deterministic_algorithms_enabled()

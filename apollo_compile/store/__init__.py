@@ -1,9 +1,9 @@
-"""What outlives the process: plans, device profiles, and what was found out by measuring.
+"""Files that outlive the process: plans, device profiles, and findings from measurements.
 
 files.py         the one mechanism: format, age, eviction, lock, atomic write, damage
-keys.py          under which keys things are kept
-history.py       what was found out about a graph, and generations of bundles
-matmul_gains.py  which library was the faster for which matrix products
+keys.py          keys of findings and bundles
+history.py       findings about graphs, and generations of bundles
+matmul_gains.py  which library is faster for which matmul
 profiles.py      files of device profiles
 plan_file.py     files of plans
 """

@@ -1,21 +1,20 @@
-"""The one mechanism for what outlives a process: format, age, eviction, lock, atomic write, damage.
+"""The one mechanism for files that outlive a process: format, age, eviction, lock, atomic write, damage.
 
     FileFormat(kind=..., number=..., content=...)   what files of one kind hold: read, write, inspect
     Store(directory, format, ...)                   files of one kind in a directory of the cache, by key
-    Found                                           what was found: CURRENT, MISSING, STALE or DAMAGED
+    Found                                           result of a read: CURRENT, MISSING, STALE or DAMAGED
 
-A file is an object of JSON: the number of its format, and the fields of a frozen dataclass. The number is raised where
-a file of before would be misunderstood; a file with another one counts as damaged.
+A file is a JSON object: the number of its format, and the fields of a frozen dataclass. The number is raised when files
+of the old format would be misread; a file with another number counts as damaged.
 
-Files that a user names are read with `FileFormat.read`, which raises what is wrong with them. Files of the cache are in
-a `Store`, which does not: whatever is in one, and whether there is one, `read` returns `Found`, and the worst that
-follows is that something is found out again. Writing raises `OSError`; the caller says what it costs that nothing is
-kept.
+Files that a user names are read with `FileFormat.read`, which raises errors. Files of the cache are in a `Store`, whose
+`read` raises nothing: it returns `Found` for any content, or none, and at worst something is measured or planned again.
+Writing raises `OSError`; the caller logs what it costs that nothing is kept.
 
-A write is atomic: a reader sees the old file or the new one, never a part. So readers and writers need no lock; where
-what is written depends on what was there (`Store.update`), the processes that share a directory take turns under a lock
-in its file `.lock`. With `max_age_s`, content is stale when it is older than that, or of a clock that was ahead. With
-`max_files`, a write removes the files that were written longest ago.
+A write is atomic: a reader sees the old file or the new one, never a part. So readers and writers need no lock; for a
+read-modify-write (`Store.update`), the processes that share a directory take a lock in its file `.lock`. With
+`max_age_s`, content is stale when it is older than that, or dated in the future. With `max_files`, a write evicts the
+oldest files.
 """
 
 from __future__ import annotations
@@ -35,24 +34,24 @@ from typing import Any, Generic, TypeVar
 from apollo_compile.json_form import from_json, parse, to_json
 
 LOCK = ".lock"
-"""The file in a directory whose holder may read, change and write its files."""
+"""Lock file of a directory; its holder may update files there."""
 
 LOCK_TIMEOUT_S = 10.0
-"""A lock is held for milliseconds; who holds it longer has been stopped, and must not stop others."""
+"""A lock is held for milliseconds; a process that holds it longer was stopped, and must not block others."""
 
 MAX_AGE_S = 7 * 24 * 3600
-"""How long what was measured counts. Nobody is still writing a file that a writer left half written before that."""
+"""Age at which measurements expire, and at which a temporary file is known to be abandoned."""
 
 
 class FileState(enum.StrEnum):
-    """What a file is worth."""
+    """Whether a file can be used."""
 
     CURRENT = "current"
     MISSING = "missing"
     STALE = "stale"
-    """Whole, but too old."""
+    """Intact, but too old."""
     DAMAGED = "damaged"
-    """It cannot be read, or is something else."""
+    """Unreadable, or of another kind or format."""
 
 
 _Content = TypeVar("_Content")
@@ -60,18 +59,18 @@ _Content = TypeVar("_Content")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Found(Generic[_Content]):
-    """What was found under a key or a path."""
+    """The result of reading a key or a path."""
 
     state: FileState
     detail: str = ""
-    """In words, where it is not current."""
+    """Why it is not current, as text."""
     content: _Content | None = None
-    """Of a current file."""
+    """The content, if current."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Dated:
-    """Content that ages: a machine changes in ways that no key shows."""
+    """Content that expires: a machine changes in ways that no key captures."""
 
     made_at: float
     """Seconds since the epoch."""
@@ -79,10 +78,10 @@ class Dated:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FileFormat(Generic[_Content]):
-    """What files of one kind hold."""
+    """The format of one kind of file."""
 
     kind: str
-    """What messages call it."""
+    """Name of the kind in messages."""
     number: int
     content: type[_Content]
     """A frozen dataclass."""
@@ -92,11 +91,11 @@ class FileFormat(Generic[_Content]):
     """None writes everything on one line."""
 
     def format(self, content: _Content) -> str:
-        """Return the text of a file; the same content is the same text."""
+        """Return the text of a file; equal content gives equal text."""
         return json.dumps({"format": self.number, **to_json(content)}, indent=self.indent) + "\n"
 
     def parse(self, text: str) -> _Content:
-        """Return the content of a file's text. Raises `ValueError` where it is of another kind or another format."""
+        """Return the content of a file's text. Raises `ValueError` if it is of another kind or format."""
         return self._content_of(parse(text))
 
     def read(self, path: Path) -> _Content:
@@ -104,16 +103,16 @@ class FileFormat(Generic[_Content]):
 
         Raises:
             OSError: it cannot be read.
-            ValueError: it is of another kind or another format, or a field of it is not what it should be.
+            ValueError: it is of another kind or format, or a field has a wrong value.
         """
         return self._content_of(read_file(path, max_bytes=self.max_bytes))
 
     def write(self, path: Path, content: _Content) -> None:
-        """Write a file, at once or not at all. Raises `OSError` where that is impossible."""
+        """Write a file atomically. Raises `OSError` if that fails."""
         write_file(path, self.format(content))
 
     def inspect(self, path: Path) -> Found[_Content]:
-        """Return what is in a file, whatever that is."""
+        """Return the state and content of a file. Raises nothing."""
         try:
             content = self.read(path)
         except (FileNotFoundError, NotADirectoryError):
@@ -142,11 +141,11 @@ class Store(Generic[_Content]):
         """Keep files in `directory`.
 
         Arguments:
-            directory: may have files of other kinds too.
-            format: of the files.
-            names: of the files, with `{key}` in it; no other kind of file in the directory has such a name.
-            max_age_s: above which content is stale, which must be `Dated` then.
-            max_files: how many are kept, the youngest ones.
+            directory: may have files of other kinds, too.
+            format: format of the files.
+            names: pattern of file names, with `{key}`; no other kind of file in the directory matches it.
+            max_age_s: age above which content is stale; it must be `Dated` then.
+            max_files: number of files kept, the youngest ones.
         """
         assert max_age_s is None or issubclass(format.content, Dated), "content without a date does not age"
         self._directory = directory
@@ -160,7 +159,7 @@ class Store(Generic[_Content]):
         return self._directory / self._names.format(key=key)
 
     def read(self, key: str) -> Found[_Content]:
-        """Return what is kept under a key. Raises nothing."""
+        """Return the state and content under a key. Raises nothing."""
         found = self._format.inspect(self.path(key))
         if self._max_age_s is None or not isinstance(found.content, Dated):
             return found
@@ -173,19 +172,19 @@ class Store(Generic[_Content]):
         return found
 
     def write(self, key: str, content: _Content) -> None:
-        """Keep content under a key, in place of what was there, and evict. Raises `OSError` where it is impossible."""
+        """Write the content of a key, and evict. Raises `OSError` if that fails."""
         self._format.write(self.path(key), content)
         self._evict()
 
     def update(self, key: str, change: Callable[[_Content | None], _Content]) -> _Content:
-        """Keep what `change` makes of the current content, None where there is none; return it.
+        """Write and return `change(current content)`; the current content is None if there is none.
 
         No other process or thread updates a file of the directory meanwhile.
 
         Raises:
-            OSError: it cannot be written, or the lock is not to be had.
+            OSError: it cannot be written, or the lock cannot be taken.
         """
-        from filelock import FileLock  # it imports asyncio, and most processes update nothing
+        from filelock import FileLock  # slow to import (asyncio), and most processes update nothing
 
         self._directory.mkdir(parents=True, exist_ok=True)
         with FileLock(self._directory / LOCK, timeout=LOCK_TIMEOUT_S, poll_interval=0.01):
@@ -194,17 +193,17 @@ class Store(Generic[_Content]):
         return content
 
     def _evict(self) -> None:
-        """Remove the oldest files, and what writers left behind that were killed."""
+        """Remove the oldest files, and temporary files of killed writers."""
         leftovers = [path for age_s, path in self._ages("{}.*.tmp") if age_s > MAX_AGE_S]
         surplus = [] if self._max_files is None else [path for _, path in self._ages("{}")][self._max_files :]
         for path in [*leftovers, *surplus]:
             path.unlink(missing_ok=True)
 
     def _ages(self, pattern: str) -> Iterator[tuple[float, Path]]:
-        """Yield the seconds since files of this kind were written, the youngest first."""
+        """Yield age in seconds and path of the files of this kind, the youngest first."""
         times = []
         for path in self._directory.glob(pattern.format(self._names.format(key="*"))):
-            with contextlib.suppress(FileNotFoundError):  # another process evicts too
+            with contextlib.suppress(FileNotFoundError):  # another process evicted it
                 times.append((path.stat().st_mtime, path))
         now = time.time()
         return ((now - written_at, path) for written_at, path in sorted(times, reverse=True))
@@ -214,10 +213,10 @@ class Store(Generic[_Content]):
 
 
 def check_format(content: Any, kind: str, number: int) -> dict[str, Any]:
-    """Return `content`, which is a `kind` of thing that says of itself which number its format has.
+    """Return `content` if it is a JSON object whose field `format` is `number`; `kind` is its name in messages.
 
     Raises:
-        ValueError: it is something else.
+        ValueError: it is not.
     """
     if not isinstance(content, dict):
         raise ValueError(f"expected a {kind} of format {number}, got {type(content).__name__}")
@@ -227,13 +226,13 @@ def check_format(content: Any, kind: str, number: int) -> dict[str, Any]:
 
 
 def read_file(path: Path, *, max_bytes: int) -> Any:
-    """Return the content of a file of JSON.
+    """Return the content of a JSON file.
 
     Raises:
         OSError: it cannot be read.
-        ValueError: it is too large, no regular file, or no JSON.
+        ValueError: it is too large, not a regular file, or not JSON.
     """
-    if not stat.S_ISREG(path.stat().st_mode):  # before it is opened: a pipe would wait for its writer
+    if not stat.S_ISREG(path.stat().st_mode):  # checked before opening: a pipe would block
         raise ValueError("it is no regular file")
     with path.open("rb") as file:
         content = file.read(max_bytes + 1)
@@ -243,7 +242,7 @@ def read_file(path: Path, *, max_bytes: int) -> Any:
 
 
 def write_file(path: Path, text: str) -> None:
-    """Write a file and the folders that it is in, at once or not at all. Raises `OSError` where that is impossible."""
+    """Write a file atomically, and create its folders. Raises `OSError` if that fails."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}.tmp")
     try:

@@ -1,18 +1,17 @@
-"""What earlier processes found out about a graph, so that the next one begins where they ended.
+"""Findings about graphs, so that the next process begins where an earlier one ended.
 
     History(directory).recall(key) -> Finding | None;    keep(key, finding)
     History(directory).generation(name) -> int;          begin_generation(name)
 
-A training run that is started again plans the same graphs, measures the same bodies and compares the same variants. Its
-finding per graph is a file: the plan, the measured durations that the plan was made from, and which variant won. A plan
-that comes from there is not planned again, and a variant that won runs from the first step on; the others are not even
-compiled.
+A restarted training run plans the same graphs, measures the same bodies and compares the same variants. So each graph
+has a file with its finding: the plan, the measured durations that it was made from, and the variant that won. A
+recalled plan is not planned again, and the winner runs from the first step on; other variants are not even compiled.
 
-A finding is forgotten after `MAX_AGE_S`, because a machine changes in ways that no key shows, and the `MAX_FILES`
-youngest are kept. One that cannot be read, or whose plan is not legal for the graph, is as if it were not there.
+A finding expires after `MAX_AGE_S`, because a machine changes in ways that no key captures, and only the `MAX_FILES`
+youngest are kept. A finding that cannot be read, or whose plan is not legal for the graph, is ignored.
 
-AOTAutograd's cache keeps bundles of graphs (`session/bundle.py`), and cannot be told that one is wrong. So the number
-of a generation is part of their key there, and a new one begins when a bundle could not be used.
+AOTAutograd's cache has no way to invalidate a bundle of a graph (`session/bundle.py`). So the number of a generation is
+part of a bundle's key, and a new generation begins when a bundle could not be used.
 """
 
 from __future__ import annotations
@@ -32,15 +31,15 @@ MAX_FILES = 512
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """What is known about one graph."""
+    """What an earlier process found for one graph."""
 
     observations: Observations
-    """What the plan was made from."""
+    """Measurements that the plan was made from."""
     plan: Plan
     variant: Variant
-    """How it ran when autotuning of its model was over."""
+    """The variant that ran when autotuning of its model was over."""
     verdict: Verdict | None
-    """What autotuning said; None if there was nothing to compare."""
+    """The verdict of autotuning; None if there was nothing to compare."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,7 +67,7 @@ class History:
         self._generations = Store(directory, _GENERATIONS, names="{key}.generation", max_files=MAX_FILES)
 
     def recall(self, key: str) -> Finding | None:
-        """Return what was found, unless that is too long ago."""
+        """Return a finding; None if there is none, or it is too old or damaged."""
         found = self._findings.read(key)
         if found.state is FileState.DAMAGED:
             path = self._findings.path(key)
@@ -76,19 +75,19 @@ class History:
         return None if found.content is None else found.content.finding
 
     def keep(self, key: str, finding: Finding) -> None:
-        """Write a finding; where that is impossible, the next process finds it out again."""
+        """Write a finding; if that fails, log it, and the next process measures again."""
         try:
             self._findings.write(key, _FindingFile(made_at=time.time(), finding=finding))
         except OSError as error:
             _logger.info("what was found out about a graph is not kept: %s", error)
 
     def generation(self, name: str) -> int:
-        """Return the number of the bundles of that name that are right."""
+        """Return the current generation of the bundles of that name."""
         found = self._generations.read(name).content
         return 0 if found is None else found.generation
 
     def begin_generation(self, name: str) -> None:
-        """Let bundles of that name be made anew by the next process that wants them."""
+        """Invalidate all bundles of that name: later processes make new ones."""
         try:
             self._generations.update(name, _next_generation)
         except OSError as error:

@@ -1,12 +1,12 @@
-"""Under which keys things are kept: a key holds all that shaped what it stands for, and nothing else.
+"""Keys of findings and bundles: a key contains everything that its value depends on, and nothing else.
 
-    circumstances(...)                              what shapes findings and bundles besides the graph
-    finding_key(capture, partition, around)         of what was found out about a graph
-    bundle_key(around, paths)                       of what AOTAutograd's cache keeps of a Dynamo graph
-    digest(parts)                                   a text of fixed length for any of it
+    circumstances(...)                              what findings and bundles depend on besides the graph
+    finding_key(capture, partition, circumstances)  key of a graph's finding
+    bundle_key(circumstances, paths)                key of a Dynamo graph's bundles in AOTAutograd's cache
+    digest(parts)                                   hash of a JSON value
 
-Findings are for the same graph, machine, topology of its cores, profile, options, settings of Inductor, and versions of
-torch and of this package. Bundles hold objects of this package, so they are for the same code of it too.
+Findings are reused for the same graph, machine, core topology, profile, options, Inductor settings, and versions of
+torch and of this package. Bundles contain objects of this package, so they are also bound to its exact code.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from apollo_compile.store.profiles import format_profile
 def circumstances(
     *, fingerprint: Fingerprint, profile: DeviceProfile, config: Config, machine: Sequence[object], compiler: str
 ) -> str:
-    """Return what shapes findings and bundles besides a graph, as a text that is the same for the same ones.
+    """Return what findings and bundles depend on besides a graph, as a canonical text.
 
     Arguments:
-        fingerprint: of the machine.
-        profile: what plans count on.
-        config: of the compile; where things are kept, and what is logged, shapes nothing.
-        machine: what else of the machine shapes them, in terms of JSON.
+        fingerprint: fingerprint of the machine.
+        profile: the profile that plans are made for.
+        config: options of the compile; cache locations and logging do not matter.
+        machine: further properties of the machine that matter, as a JSON value.
         compiler: Inductor's settings as a text.
     """
     parts = [
@@ -50,12 +50,12 @@ def circumstances(
     return json.dumps(parts)
 
 
-def finding_key(capture: Capture, partition: Partition, around: str) -> str:
-    """Return the key of a graph's finding; `around` are its circumstances."""
+def finding_key(capture: Capture, partition: Partition, circumstances: str) -> str:
+    """Return the key of a graph's finding under these `circumstances`."""
     graph = partition.graph
     return digest(
         [
-            around,
+            circumstances,
             capture.role,
             [repr(node) for node in capture.nodes],
             [repr(segment) for segment in graph.segments],
@@ -64,24 +64,24 @@ def finding_key(capture: Capture, partition: Partition, around: str) -> str:
     )
 
 
-def bundle_key(around: str, paths: str) -> str:
-    """Return what shapes the bundles of a Dynamo graph besides what AOTAutograd knows.
+def bundle_key(circumstances: str, paths: str) -> str:
+    """Return the part of a bundle's key that AOTAutograd does not add itself.
 
     Arguments:
-        around: its circumstances.
-        paths: which modules its nodes come from; segments are cut and named after them.
+        circumstances: see `circumstances`.
+        paths: the modules that its nodes come from; segments are cut and named by them.
     """
-    return digest([_own_code(), around, paths])
+    return digest([_own_code(), circumstances, paths])
 
 
 def digest(parts: object) -> str:
-    """Return a hash of something in terms of JSON, as 64 letters and digits."""
+    """Return a hash of a JSON value, as 64 hexadecimal digits."""
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
 @functools.cache
 def _own_code() -> str:
-    """Return a digest of this package: bundles hold its objects, and are for no other version."""
+    """Return a digest of this package's code: bundles contain its objects."""
     code = hashlib.sha256()
     root = Path(apollo_compile.__file__).parent
     for path in sorted([*root.rglob("*.py"), *root.glob("_native*")]):

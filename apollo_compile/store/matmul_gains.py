@@ -1,10 +1,10 @@
-"""How many times as fast oneDNN computes a matrix product as BLAS: what processes of this machine have measured.
+"""Measured gains of oneDNN over BLAS, per matmul, shared by the processes of a machine.
 
-    MatmulGains(directory).recall(fingerprint) -> gains by the name of a product
+    MatmulGains(directory).recall(fingerprint) -> gains by the name of a matmul
     MatmulGains(directory).add(fingerprint, gains) -> gains, with those of other processes
 
-There is one file per number of cores. It is forgotten as a whole, `MAX_AGE_S` after its first entry was measured, or
-when the machine is another; the `MAX_ENTRIES` youngest entries are kept.
+A gain is BLAS's time over oneDNN's. There is one file per number of cores. It expires as a whole, `MAX_AGE_S` after its
+first entry was measured, or when the fingerprint of the machine changes; the `MAX_ENTRIES` youngest entries are kept.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class MatmulGains:
         self._store = Store(directory, _FORMAT, names="matmul-{key}.json", max_age_s=MAX_AGE_S)
 
     def recall(self, fingerprint: Fingerprint) -> Mapping[str, float]:
-        """Return what was measured on the machine and the cores that `fingerprint` is of."""
+        """Return the gains measured on the machine and number of cores in `fingerprint`."""
         key = _key_of(fingerprint)
         found = self._store.read(key)
         if found.state is FileState.DAMAGED:
@@ -48,7 +48,7 @@ class MatmulGains:
         return found.content.gains if found.content is not None and found.content.fingerprint == fingerprint else {}
 
     def add(self, fingerprint: Fingerprint, gains: Mapping[str, float]) -> Mapping[str, float]:
-        """Keep what was just measured; return it with what other processes have kept meanwhile."""
+        """Add gains that were just measured; return them merged with those of other processes."""
 
         def change(before: _GainsFile | None) -> _GainsFile:
             if before is None or before.fingerprint != fingerprint:

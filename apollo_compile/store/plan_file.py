@@ -3,11 +3,11 @@
     save_plan(plan, graph, path)            write one plan
     load_plan(path, graph, lanes) -> Plan   read the plan of a graph: from its file, or from a directory of dumps
     read_plans(path) -> [NamedPlan]         read plans without their graphs, to look at them
-    is_plan(path)                           tell a file of a plan, or a directory, from other files
+    is_plan(path)                           tell a plan file, or a directory, from other files
 
-A file holds the plan and a fingerprint of the graph that it is for: segments, buffers and dependencies, not their work.
-A directory is what `debug.dump` wrote: `0_0_forward/plan.json` for the graph `0/0 forward`. Files are data: every field
-is checked against its type, and no content is executed.
+A file holds the plan and a fingerprint of its graph: segments, buffers and dependencies, but not their work. A
+directory is one that `debug.dump` wrote: `0_0_forward/plan.json` for the graph `0/0 forward`. Files are data: every
+field is checked against its type, and no content is executed.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _FORMAT = FileFormat(kind="plan", number=1, content=_Content, max_bytes=64 * 2**
 
 
 def save_plan(plan: Plan, graph: SegmentGraph, path: Path) -> None:
-    """Write a plan, at once or not at all: the same plan, the same bytes. Raises `OSError` where that is impossible."""
+    """Write a plan atomically; equal plans give equal bytes. Raises `OSError` if that fails."""
     about = _About(
         name=graph.name, fingerprint=fingerprint(graph), segments=tuple(segment.name for segment in graph.segments)
     )
@@ -53,7 +53,7 @@ def save_plan(plan: Plan, graph: SegmentGraph, path: Path) -> None:
 
 
 def folder_of(name: str) -> str:
-    """Return the folder in a directory of dumps that a graph of this name has: `0_0_forward` for `0/0 forward`."""
+    """Return the folder of a graph in a directory of dumps: `0_0_forward` for `0/0 forward`."""
     return re.sub(r"[^\w.,=\[\]-]+", "_", name)
 
 
@@ -61,7 +61,7 @@ def load_plan(path: Path, graph: SegmentGraph, lanes: tuple[Lane, ...]) -> Plan:
     """Return the plan in a file or in a directory of dumps, which must be for `graph` on `lanes`.
 
     Raises:
-        PlanFileError: the file cannot be read, is no plan, or its plan is for another graph or other lanes.
+        PlanFileError: the file cannot be read, is not a plan, or its plan is for another graph or other lanes.
     """
     file = path / folder_of(graph.name) / FILE_NAME if path.is_dir() else path
     try:
@@ -81,10 +81,10 @@ def load_plan(path: Path, graph: SegmentGraph, lanes: tuple[Lane, ...]) -> Plan:
 
 
 def check_fits(plan: Plan, graph: SegmentGraph, lanes: tuple[Lane, ...], name: str) -> None:
-    """Refuse a plan that is not one of this graph on these lanes; `name` is what the message calls it.
+    """Check that a plan is for this graph on these lanes; `name` is its name in messages.
 
     Raises:
-        PlanFileError: it has other lanes, leaves segments out, or starts one before what it depends on.
+        PlanFileError: it has other lanes, misses segments, or starts one before a segment that it depends on.
     """
     if plan.lanes != lanes:
         raise PlanFileError(
@@ -103,10 +103,10 @@ def check_fits(plan: Plan, graph: SegmentGraph, lanes: tuple[Lane, ...], name: s
 
 
 class NamedPlan(NamedTuple):
-    """A plan as a file has it, without its graph."""
+    """A plan from a file, without its graph."""
 
     name: str
-    """Of the graph."""
+    """Name of the graph."""
     segments: tuple[str, ...]
     plan: Plan
 
@@ -115,7 +115,7 @@ def read_plans(path: Path) -> tuple[NamedPlan, ...]:
     """Return the plan in a file, or all plans in a directory of dumps, by the name of their graph.
 
     Raises:
-        PlanFileError: a file cannot be read or is no plan, or the directory has none.
+        PlanFileError: a file cannot be read or is not a plan, or the directory has none.
     """
     files = sorted(path.glob(f"*/{FILE_NAME}")) if path.is_dir() else [path]
     if not files:
@@ -136,7 +136,7 @@ def read_plans(path: Path) -> tuple[NamedPlan, ...]:
 
 
 def is_plan(path: Path) -> bool:
-    """Return whether this is a directory, or a file that says it holds a plan; that may be wrong in every detail."""
+    """Return whether this is a directory, or a file that claims to hold a plan, which may still be malformed."""
     if path.is_dir():
         return True
     try:
@@ -147,7 +147,7 @@ def is_plan(path: Path) -> bool:
 
 
 def fingerprint(graph: SegmentGraph) -> str:
-    """Return a hash of what a plan refers to: segments, their buffers and their dependencies."""
+    """Return a hash of the segments, buffers and dependencies that a plan refers to."""
     structure = [
         [(s.name, s.body, s.inputs, s.outputs, s.after) for s in graph.segments],
         [(b.producer, b.readers, b.num_bytes, b.is_output) for b in graph.buffers],

@@ -1,13 +1,13 @@
-"""Files of device profiles: those that come with the package, those a user names, and those of the cache.
+"""Files of device profiles: packaged ones, files that a user names, and files in the cache.
 
     load_profile(path), save_profile(...)       a file that a user names; `load_profile` also takes a packaged name
     default_profile(units)                      the packaged profile of CPUs: the same on every machine
-    cached_profile_path(...)                    the file in which the profile of this machine, or of a GPU, is kept
-    inspect_profile(path, fingerprint)          what a file is worth on the machine that `fingerprint` is of
-    find_profile(path, fingerprint)             the same, with a WARNING where a user should calibrate again
+    cached_profile_path(...)                    the cached profile of this machine, or of a GPU
+    inspect_profile(path, fingerprint)          whether a file can be used on the machine with this fingerprint
+    find_profile(path, fingerprint)             the same, with a WARNING if the user should calibrate again
 
-A file has the fingerprint of what its profile was measured on. One that is damaged, or was measured on something else,
-is not used; what a user calibrated is kept on disk even so, for it took minutes to make.
+A file has the fingerprint of the machine that its profile was measured on. A file that is damaged or stale is not used;
+a calibrated profile stays on disk even so, since it took minutes to make.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def load_profile(path: Path) -> DeviceProfile:
     """Read a profile from a file, or the packaged profile of that name if there is no such file.
 
     Raises:
-        ConfigError: the file cannot be read or is no profile.
+        ConfigError: the file cannot be read or is not a profile.
     """
     try:
         return _FORMAT.read(path).profile
@@ -79,7 +79,7 @@ def _unreadable(path: Path, error: Exception) -> ConfigError:
 
 
 def save_profile(profile: DeviceProfile, path: Path, *, fingerprint: Fingerprint | None = None) -> None:
-    """Write a profile to a file, at once or not at all. Raises `OSError` where that is impossible."""
+    """Write a profile to a file atomically. Raises `OSError` if that fails."""
     _FORMAT.write(path, _Content(fingerprint=fingerprint, profile=profile))
 
 
@@ -92,43 +92,43 @@ def format_profile(profile: DeviceProfile, *, fingerprint: Fingerprint | None = 
 
 
 def cached_profile_path(cache_dir: Path, units: int) -> Path:
-    """Return the file in which the profile of this machine for `units` units is kept."""
+    """Return the file of the cached profile of this machine for `units` units."""
     return cache_dir / f"profile-{units}.json"
 
 
 def cached_gpu_profile_path(cache_dir: Path, fingerprint: Fingerprint) -> Path:
-    """Return the file in which the profile of a GPU is kept."""
+    """Return the file of the cached profile of a GPU."""
     name = "".join(letter if letter.isalnum() else "-" for letter in fingerprint.device)
     return cache_dir / f"profile-{name}-{fingerprint.units}.json"
 
 
 class ProfileState(enum.StrEnum):
-    """What a file of a profile is worth."""
+    """Whether a profile's file can be used."""
 
     CURRENT = "current"
-    """Measured on this machine as it is."""
+    """Calibrated on this machine in its present state."""
     SCALED = "scaled"
-    """The same, but by the quick measurement."""
+    """The same, but from the quick measurement."""
     MISSING = "missing"
     STALE = "stale"
-    """Measured on something else."""
+    """Measured on another machine or version of torch."""
     DAMAGED = "damaged"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProfileInspection:
-    """What was found in a file."""
+    """The result of reading a profile's file."""
 
     state: ProfileState
     detail: str
     profile: DeviceProfile | None
-    """If it can be used."""
+    """The profile, if it can be used."""
     is_replaceable: bool = False
-    """Whether a quick measurement may take its place: what a user calibrated is kept, even if it is stale."""
+    """Whether a quick measurement may replace it: a calibrated profile is kept, even if stale."""
 
 
 def inspect_profile(path: Path, fingerprint: Fingerprint) -> ProfileInspection:
-    """Return whether the profile in a file is one of the machine that `fingerprint` is of."""
+    """Return the profile in a file, and whether it was measured on the machine with this fingerprint."""
     found = _FORMAT.inspect(path)
     if found.content is None:
         is_missing = found.state is FileState.MISSING
@@ -144,7 +144,7 @@ def inspect_profile(path: Path, fingerprint: Fingerprint) -> ProfileInspection:
 
 
 def find_profile(path: Path, fingerprint: Fingerprint) -> ProfileInspection:
-    """Return what a file holds; warn where a user should calibrate again."""
+    """Return the result of `inspect_profile`; warn if the user should calibrate again."""
     found = inspect_profile(path, fingerprint)
     if found.profile is None and not found.is_replaceable:
         _logger.warning(

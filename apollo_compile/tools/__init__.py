@@ -1,1 +1,1 @@
-"""What people call: the command line, dry runs, comparisons, measurements, and the doctor."""
+"""User-facing tools: the command line, dry runs, comparisons, measurements, and the doctor."""

@@ -1,20 +1,20 @@
-"""Measure variants of one model against each other, fairly.
+"""Measure variants of one model against each other.
 
     (Task, variants) -> Measurement
 
-Every variant lives in a process of its own: allocator settings, OpenMP teams and pinned threads belong to a process,
-and one variant's would change another's. The parent lets them run in turns, only one at a time, in alternating order
-(ABCD, DCBA, ...), so that drift of the machine falls on all of them. Note [idle children] says what the others do.
+Every variant has its own process: allocator settings, OpenMP teams and pinned threads are per process, and one
+variant's would affect another's. The parent lets them take turns, one at a time, in alternating order (ABCD, DCBA,
+...), so that drift of the machine affects all of them alike. See Note [idle children] for the others.
 
     turn     one untimed step, which brings code and weights back into the caches, then `steps_per_turn` timed steps
-    round    one turn of every variant; rounds are what the bootstrap resamples, because steps of one turn are alike
+    round    one turn of every variant; the bootstrap resamples rounds, because steps of one turn are correlated
     step     forward, loss and backward (train), or forward without gradients (inference), timed inside the child from
              the call to its return; gradients are set to None between steps, outside the timing
 
 Before its first turn a child builds the task, takes one cold step (compile included), and saves loss and gradients of
-that step, which the parent compares with those of the reference, eager where it takes part.
+that step. The parent compares them with those of the reference, which is eager if it is among the variants.
 
-Note [idle children]: a child waits in a read on its socket. The OpenMP workers of its last step still spin for some
+Note [idle children]: a child waits in a read on its socket. The OpenMP workers of its last step spin for some more
 milliseconds, so the parent pauses for PAUSE_S between turns.
 
 The harness returns data and prints nothing; the command line and `benchmarks/` print.
@@ -48,17 +48,18 @@ from apollo_compile.errors import ApolloError
 from apollo_compile.units import NS_PER_S
 
 PAUSE_S = 0.01
-"""Longer than the OpenMP workers of a child spin after its last step."""
+"""Pause between turns, longer than OpenMP workers spin after a child's last step."""
 
 DType = Literal["float32", "bfloat16"]
 
 TOLERANCES: Mapping[DType, float] = {"float32": 1e-3, "bfloat16": 5e-2}
-"""Relative difference of loss and gradients from the reference that is no error. float32 sums in another order differ
-by about 1e-5 over a whole model. bfloat16 has 8 bits, and compilers keep intermediate results in float32 that eager
+"""Accepted relative difference of loss and gradients from the reference. float32 sums in another order differ by about
+1e-5 over a whole model. bfloat16 has 8 bits of precision, and compilers keep intermediate results in float32 that eager
 rounds: gradients of single elements differ by some percent."""
 
 MAX_WARMUP = 3000
-"""Steps after which a variant is measured whether it has settled or not: more than a comparison of short steps has."""
+"""Most warm-up steps; then a variant is measured even if autotuning is not over. A comparison of short steps has
+fewer."""
 
 _START_TIMEOUT_S = 1800.0
 _TURN_TIMEOUT_S = 600.0
@@ -71,14 +72,14 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Variant:
-    """One way to run a model: a backend of `torch.compile` with options, or eager."""
+    """A measured variant of a model: a backend of `torch.compile` with options, or eager."""
 
     name: str
     backend: str | None
     """None is eager."""
     options: Mapping[str, Any] = field(default_factory=dict)
     cores: int | None = None
-    """Cores that its process may use; None is all that this one may."""
+    """Cores that its process may use; None means the cores of this process."""
     keeps_memory: bool = False
     """Whether its process gets apollo's allocator settings, which otherwise only `backend="apollo"` has."""
 
@@ -110,20 +111,20 @@ KEPT_MEMORY: tuple[Variant, ...] = (
     Variant(name="inductor-kept-memory", backend="inductor", keeps_memory=True),
     Variant(name="eager-kept-memory", backend=None, keeps_memory=True),
 )
-"""The same code with apollo's allocator settings: what of a gain is due to kept memory."""
+"""The same code with apollo's allocator settings, to see how much of a gain is due to kept memory."""
 
 ONE_CORE: tuple[Variant, ...] = (
     Variant(name="eager-one-core", backend=None, cores=1),
     Variant(name="inductor-one-core", backend="inductor", cores=1),
     Variant(name="apollo-one-core", backend="apollo", cores=1),
 )
-"""The same on one core: what `Measurement.efficiencies` goes by."""
+"""The same on one core, for `Measurement.efficiencies`."""
 
 AGAIN: tuple[Variant, ...] = (Variant(name="inductor-again", backend="inductor"),)
-"""Inductor's default once more: how far two processes that run the same code are apart."""
+"""Inductor's default again, to see how much two processes with the same code differ."""
 
 LIBRARIES: tuple[Variant, ...] = (Variant(name="apollo-blas", backend="apollo", options={"runtime.onednn": False}),)
-"""apollo with all matrix products where eager and Inductor have them."""
+"""apollo with all matmuls in BLAS, as in eager and Inductor."""
 
 PLANS: tuple[Variant, ...] = tuple(
     Variant(
@@ -133,12 +134,12 @@ PLANS: tuple[Variant, ...] = tuple(
     )
     for variant in ("together", "apart")
 )
-"""The plan, whatever else would be faster; gradients of weights are in their layers' segments, or in their own."""
+"""The plan without autotuning; weight gradients are in their layers' segments, or in separate ones."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Task:
-    """What to measure: how a child builds it, and what a step is."""
+    """The measured task: how a child builds it, and what a step is."""
 
     builder: str
     """`module:function`; it returns an object with `model`, `inputs` (keyword arguments) and `loss` (of the output)."""
@@ -150,7 +151,7 @@ class Task:
 
     @property
     def tolerance(self) -> float:
-        """Relative difference of loss and gradients from the reference that is no error."""
+        """Accepted relative difference of loss and gradients from the reference."""
         return TOLERANCES[self.dtype]
 
 
@@ -171,7 +172,7 @@ class Summary:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Difference:
-    """How far the first step's numbers are from the reference's."""
+    """Differences of the first step's numbers from the reference."""
 
     loss_abs: float
     loss_rel: float
@@ -182,18 +183,19 @@ class Difference:
     worst: str
     """The parameter with that difference."""
     gradient_scale: float
-    """Largest element of the reference's gradients; zero makes the comparison say nothing."""
+    """Largest element of the reference's gradients; if it is zero, the comparison is meaningless."""
     unmatched: tuple[str, ...]
-    """Parameters with a gradient in one of the two only, zeros aside: AOTAutograd makes them where eager has none."""
+    """Parameters with a nonzero gradient in only one of the two; AOTAutograd makes zero gradients where eager has
+    none."""
 
     def is_within(self, tolerance: float) -> bool:
-        """Tell whether the numbers are the reference's up to `tolerance`, relative; NaN never is."""
+        """Return whether the numbers match the reference up to a relative `tolerance`; NaN never does."""
         return not self.unmatched and self.loss_rel <= tolerance and self.gradient_rel <= tolerance
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VariantResult:
-    """All that was measured of one variant."""
+    """All measurements of one variant."""
 
     variant: str
     cold_s: float
@@ -201,12 +203,12 @@ class VariantResult:
     rounds_ns: tuple[tuple[int, ...], ...]
     """Timed steps by round."""
     peak_bytes: int | None
-    """Largest resident memory of the process in its timed steps; None where the system does not tell."""
+    """Largest resident memory of the process in its timed steps; None if the system does not tell."""
     loss: float
     summary: Summary
     difference: Difference
     ran: tuple[str, ...] = ()
-    """What apollo ran in the end: ways of `apollo_compile.session.autotune`, each once; empty for other backends."""
+    """Variants that apollo ran in the end (`apollo_compile.ir.Variant`), each once; empty for other backends."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -220,8 +222,8 @@ class Measurement:
     """Vendor, model and features of the CPU that it was taken on."""
     results: tuple[VariantResult, ...]
     efficiencies: Mapping[str, float] = field(default_factory=dict)
-    """How well variants use all cores: the fastest step on one core over the number of cores, over their own; 1 is that
-    of work which is spread over the cores without any loss. Empty where nothing was measured on one core."""
+    """Parallel efficiency of variants: the fastest step on one core, divided by the number of cores and by the
+    variant's step; 1 is perfect scaling. Empty if nothing was measured on one core."""
 
     def by_variant(self) -> dict[str, VariantResult]:
         """Return the results by the name of their variant."""
@@ -229,22 +231,22 @@ class Measurement:
 
 
 class Child(Protocol):
-    """A process that holds one variant of a task."""
+    """A process that runs one variant of a task."""
 
     def start(self) -> Mapping[str, Any]:
         """Build, take the cold step and save its numbers; return `cold_s`, `loss` and `digest` (a path)."""
 
     def warm_up(self, steps: int) -> int:
-        """Take at least so many steps, and more until nothing is being decided; return how many it took."""
+        """Take at least `steps` steps, and more until autotuning is over; return the number of steps."""
 
     def run(self, untimed: int, timed: int) -> Sequence[int]:
         """Take steps; return the nanoseconds of the timed ones."""
 
     def peak_bytes(self) -> int | None:
-        """Return the largest resident memory since it was warm."""
+        """Return the largest resident memory since the warm-up."""
 
     def ran(self) -> Sequence[str]:
-        """Return what apollo runs, each way once; nothing where another backend does."""
+        """Return the variants that apollo runs, each once; empty for other backends."""
 
 
 # ------------------------------------------------------------------------------------------------------ interface
@@ -264,17 +266,17 @@ def measure(
 
     Arguments:
         task: what a step is.
-        variants: speed-ups are over Inductor, differences against eager, or the first variant where they are absent.
+        variants: speed-ups are over Inductor, differences against eager, or the first variant if they are absent.
         rounds: turns of every variant.
         steps_per_turn: timed steps of a turn.
-        warmup: untimed steps of every variant before the first round, at least; apollo takes as many more as it needs
-            to settle on a plan.
-        cold: give every child an empty Inductor cache, and let apollo forget earlier runs, so that `cold_s` is a
-            cold compile.
-        progress: called with a line of text now and then.
+        warmup: least number of untimed steps of every variant before the first round; apollo takes more until
+            autotuning is over.
+        cold: give every child an empty Inductor cache, and let apollo ignore earlier runs, so that `cold_s` is a cold
+            compile.
+        progress: called with lines of text that describe the progress.
 
     Raises:
-        ApolloError: a child failed; the message ends with what it wrote.
+        ApolloError: a child failed; the message ends with its output.
     """
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="apollo-bench-")))
@@ -299,7 +301,7 @@ def measure_children(
     progress: Progress | None = None,
     pause: Callable[[float], None] = time.sleep,
 ) -> Measurement:
-    """Start the children one after the other, let them take turns, and summarize."""
+    """Start the children one after the other, let them take turns, and summarize the times."""
     tell = progress or (lambda line: None)
     started: dict[str, Mapping[str, Any]] = {}
     for number, (name, child) in enumerate(children.items(), 1):
@@ -330,7 +332,7 @@ def summarize(rounds_ns: Sequence[Sequence[int]], baseline_ns: Sequence[Sequence
     """Return statistics of step times by round, compared with those of the baseline in the same rounds."""
     own, base = np.asarray(rounds_ns, dtype=np.float64), np.asarray(baseline_ns, dtype=np.float64)
     picks = np.random.default_rng(seed).integers(len(own), size=(_NUM_RESAMPLES, len(own)))
-    ratios = _medians(base, picks) / _medians(own, picks)  # the same rounds of both, since a disturbed round hits both
+    ratios = _medians(base, picks) / _medians(own, picks)  # the same rounds of both, since a disturbance affects both
     low, high = np.percentile(ratios, (2.5, 97.5))
     p10, median, p90 = np.percentile(own, (10, 50, 90))
     return Summary(
@@ -347,8 +349,8 @@ def summarize(rounds_ns: Sequence[Sequence[int]], baseline_ns: Sequence[Sequence
 def compare_digests(digest: Mapping[str, Any], reference: Mapping[str, Any]) -> Difference:
     """Compare loss and gradients of one step with those of the reference.
 
-    A gradient that is zero in exact arithmetic, such as that of a key's bias, is noise in both: the scale of a
-    parameter is its largest element, but at least a thousandth of the largest gradient of the model.
+    A gradient that is zero in exact arithmetic, such as that of a key's bias, is noise in both. So the scale of a
+    parameter is its largest element, but at least a thousandth of the model's largest gradient.
     """
     names = sorted((set(digest) & set(reference)) - {_LOSS})
     scale = max((_largest(reference[name]) for name in names), default=0.0)
@@ -358,7 +360,7 @@ def compare_digests(digest: Mapping[str, Any], reference: Mapping[str, Any]) -> 
         difference = _largest(digest[name] - reference[name])
         relative = difference / max(_largest(reference[name]), floor, _TINY)
         gradient_abs = max(gradient_abs, difference) if difference == difference else difference
-        if not relative <= gradient_rel:  # so that NaN is the worst of all, and stays it
+        if not relative <= gradient_rel:  # NaN counts as the worst difference
             gradient_rel, worst = (relative, name) if gradient_rel == gradient_rel else (gradient_rel, worst)
     loss, expected = float(digest[_LOSS]), float(reference[_LOSS])
     return Difference(
@@ -375,7 +377,7 @@ def compare_digests(digest: Mapping[str, Any], reference: Mapping[str, Any]) -> 
 
 
 def machine_facts() -> dict[str, Any]:
-    """Return what a reader needs to repeat a measurement: versions, commit, CPU, cores."""
+    """Return the facts needed to reproduce a measurement: versions, commit, CPU, cores."""
     import torch
 
     return {
@@ -394,10 +396,10 @@ def to_json(measurement: Measurement) -> dict[str, Any]:
     return asdict(measurement)
 
 
-# ------------------------------------------------------------------------------------------------------- reckoning
+# ------------------------------------------------------------------------------------------------------ statistics
 
 _LOSS = "\0loss"
-"""Name of the loss in a digest; no parameter can be called that."""
+"""Name of the loss in a digest, which no parameter can have."""
 
 
 def _collect(
@@ -444,7 +446,7 @@ def _load_digest(started: Mapping[str, Any]) -> dict[str, npt.NDArray[np.float32
 
 
 def _save_digest(path: Path, gradients: Mapping[str, npt.NDArray[np.float32]]) -> None:
-    # Parameters may be called `file`, which is an argument of savez: the arrays are numbered instead.
+    # A parameter may be named `file`, which is an argument of savez, so arrays are numbered.
     arrays: dict[str, Any] = {f"a{number}": array for number, array in enumerate(gradients.values())}
     np.savez(path, names=np.asarray(json.dumps(list(gradients))), **arrays)
 
@@ -471,7 +473,7 @@ def _commit() -> str | None:
 
 
 class _Process:
-    """The parent's side of a child: sends one request, waits for one answer."""
+    """The parent's handle of a child: sends one request, waits for one answer."""
 
     def __init__(self, name: str, process: subprocess.Popen[bytes], pipe: Connection, log: Path) -> None:
         self._name, self._process, self._pipe, self._log = name, process, pipe, log
@@ -542,7 +544,7 @@ def _spawn(task: Task, variant: Variant, folder: Path, *, cold: bool) -> Iterato
     try:
         yield _Process(variant.name, process, pipe, log)
     finally:
-        pipe.close()  # the child reads the end of its socket and leaves
+        pipe.close()  # the child sees the end of its socket and exits
         try:
             process.wait(20)
         except subprocess.TimeoutExpired:
@@ -551,7 +553,7 @@ def _spawn(task: Task, variant: Variant, folder: Path, *, cold: bool) -> Iterato
 
 
 def serve(order: Mapping[str, Any]) -> None:
-    """Be a child: answer requests until the parent closes the socket."""
+    """Run a child: answer requests until the parent closes the socket."""
     if order["variant"]["cores"] is not None:  # before torch counts them
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: order["variant"]["cores"]])
     pipe = Connection(order["fd"])
@@ -572,8 +574,8 @@ def serve(order: Mapping[str, Any]) -> None:
             pipe.send((True, traceback.format_exc()))
 
 
-def _forget_peak() -> bool:
-    """Let the kernel begin anew to watch the largest resident memory of this process; return whether it does."""
+def _reset_peak() -> bool:
+    """Reset the kernel's peak of this process's resident memory; return whether that worked."""
     try:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:
@@ -582,13 +584,13 @@ def _forget_peak() -> bool:
 
 
 def _peak_bytes() -> int:
-    """Return the largest resident memory that the kernel saw; Linux only."""
+    """Return the peak resident memory of this process; Linux only."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
 
 
 class _Stepper:
-    """A built and compiled task, in the child."""
+    """The built and compiled task in a child."""
 
     def __init__(self, order: Mapping[str, Any]) -> None:
         import torch
@@ -598,7 +600,7 @@ class _Stepper:
         task, variant = order["task"], order["variant"]
         module, _, function = task["builder"].partition(":")
         for seed in (random.seed, np.random.seed, torch.manual_seed):
-            seed(0)  # weights and inputs that the builder draws are equal in all variants
+            seed(0)  # random weights and inputs are equal in all variants
         self._built = getattr(importlib.import_module(module), function)(**task["arguments"])
         self._device = next((parameter.device.type for parameter in self._built.model.parameters()), "cpu")
         self._is_training = task["mode"] == "train"
@@ -623,7 +625,7 @@ class _Stepper:
         _save_digest(digest, gradients)
         self._clear()
         if self._keeps_memory:
-            trim_memory()  # compiling left much behind; apollo does the same
+            trim_memory()  # free memory from compiling; apollo does the same
         return {"cold_s": cold_ns / NS_PER_S, "loss": float(loss.detach()), "digest": str(digest)}
 
     def warm_up(self, steps: int) -> int:
@@ -634,7 +636,7 @@ class _Stepper:
             self._step()
             self._clear()
             taken += 1
-        self._watches_peak = _forget_peak()
+        self._watches_peak = _reset_peak()
         return taken
 
     def peak_bytes(self) -> int | None:

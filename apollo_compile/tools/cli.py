@@ -10,10 +10,9 @@
 A TARGET is `path/to/file.py:function` or `package.module:function`; the function returns a model and its inputs
 (see `apollo_compile.tools.targets`). Every command has `--json`.
 
-The exit code is 0, 1 if the command could not do what it is for or found what it looks for (wrong numbers in bench,
-errors in doctor), 2 if it was called wrongly. Results go to standard output, progress to standard error: a bar on a
-terminal, plain lines elsewhere. A command is a function that takes the parsed arguments and returns the exit code;
-`_parser` says which there are.
+The exit code is 0; 1 if the command failed or found problems (wrong numbers in bench, errors in doctor); 2 if its
+arguments are wrong. Results go to standard output, progress to standard error: a bar on a terminal, plain lines
+elsewhere. A command is a function that takes the parsed arguments and returns the exit code; `_parser` lists them.
 """
 
 from __future__ import annotations
@@ -42,14 +41,14 @@ TARGET_HELP = "path/to/file.py:function or package.module:function that returns 
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command in `arguments`, by default those of the process; return the exit code."""
+    """Run the command in `arguments` (default: those of the process) and return the exit code."""
     args = _parser().parse_args(arguments)
     try:
         status = int(args.run(args))
         sys.stdout.flush()
         return status
-    except BrokenPipeError:  # whoever reads, such as `head`, has read enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python complains when it exits
+    except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python reports an error at exit
         return 141  # what shells report for it
     except (ApolloError, LookupError, OSError, ValueError) as error:
         print(f"apollo {args.command}: {_message(error)}", file=sys.stderr)
@@ -60,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _message(error: BaseException) -> str:
-    """Return the text of an error; that of a KeyError is only its key, that of an OSError begins with a number."""
+    """Return the text of an error, without the quotes of a KeyError and the number of an OSError."""
     if isinstance(error, OSError) and error.strerror and error.filename is not None:
         return f"{error.filename}: {error.strerror}"
     text = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
@@ -189,7 +188,7 @@ def _setting(text: str) -> tuple[str, Any]:
 
 
 def _comparison(text: str) -> tuple[str, Any]:
-    """Return the name of a comparison, as `explain` calls it, and its value."""
+    """Return the argument of `explain` for a comparison, and its value."""
     name, _, values = text.partition("=")
     if text == "rules":
         return "rules", True
@@ -201,7 +200,7 @@ def _comparison(text: str) -> tuple[str, Any]:
 
 
 def _comparisons(args: argparse.Namespace) -> dict[str, Any]:
-    """Return what is to be compared, as arguments of `explain`; what was given twice adds up."""
+    """Return the comparisons as arguments of `explain`; repeated ones are concatenated."""
     found: dict[str, Any] = {}
     for name, value in args.what_if:
         found[name] = value if name == "rules" else (*found.get(name, ()), *value)
@@ -299,7 +298,7 @@ def _run_and_report(args: argparse.Namespace) -> Report:
 
 def _show(report: Report, args: argparse.Namespace) -> int:
     """Write and print a report as the arguments ask."""
-    answer = report.why(args.why) if args.why else None  # first, for a wrong name should write nothing
+    answer = report.why(args.why) if args.why else None  # first, so that a wrong name writes no files
     for path, render in ((args.html, report.to_html), (args.trace, report.to_trace), (args.dot, report.to_dot)):
         if path is not None:
             path.write_text(render(), encoding="utf-8")
@@ -335,7 +334,7 @@ def _bench(args: argparse.Namespace) -> int:
         dtype=args.dtype,
     )
     with _Progress() as progress:
-        inputs = load_target(args.target, dict(args.set)).inputs  # a wrong target is told before any process starts
+        inputs = load_target(args.target, dict(args.set)).inputs  # a wrong target fails before any process starts
         progress.tell(f"inputs: {', '.join(inputs)}")
         measurement = measure(
             task,
@@ -469,13 +468,13 @@ class _Progress:
             self._bar.close()
 
     def __call__(self, what: str, done: int, total: int) -> None:
-        """Show the step that begins, where their number is known."""
+        """Show the step that begins, of a known number of steps."""
         if self._bar is not None:
             self._bar.total = total
         self._show(what, done)
 
     def tell(self, what: str) -> None:
-        """Show the step that begins, where nobody knows how many there are."""
+        """Show the step that begins, of an unknown number of steps."""
         self._show(what, 0 if self._bar is None else self._bar.n + 1)
 
     def _show(self, what: str, done: int) -> None:

@@ -1,9 +1,9 @@
-"""Is this machine fit for apollo? What is wrong, and what to do about it.
+"""Check whether this machine is fit for apollo, and advise what to do if not.
 
     look() -> Facts -> diagnose(facts) -> [Finding]
 
-`look` asks the machine and never raises: what it cannot find out is a fact as well. `diagnose` judges facts and asks
-nobody, so every case can be tested on any machine.
+`look` inspects the machine and never raises: what it cannot determine is recorded as a fact, too. `diagnose` is a pure
+function of the facts, so every case can be tested on any machine.
 """
 
 from __future__ import annotations
@@ -35,51 +35,51 @@ _COMPILE_TIMEOUT_S = 60
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Facts:
-    """What a machine and its software are, as far as they tell."""
+    """Facts about a machine and its software."""
 
     python: str
     torch: str | None
-    """Version; None where it cannot be imported."""
+    """Version; None if it cannot be imported."""
     torch_problem: str | None = None
     native_problem: str | None = None
-    """Why the native runtime does not load; None where it does."""
+    """Why the native runtime does not load; None if it does."""
     handles_problem: str | None = None
-    """Why torch's tensor handles cannot be used; None where they can."""
+    """Why torch's tensor handles cannot be used; None if they can."""
     config_problem: str | None = None
-    """Why the environment's settings are refused; None where they are not."""
+    """Why settings in the environment are invalid; None if they are valid."""
     plan_problem: str | None = None
-    """Why the plans that it names cannot be read; None where they can."""
+    """Why the plans in APOLLO_PLAN cannot be read; None if they can."""
     compiler: str | None = None
     compiler_problem: str | None = None
-    """Why a program with OpenMP cannot be compiled; None where it can."""
+    """Why a program with OpenMP cannot be compiled; None if it can."""
     body_problem: str | None = None
-    """Why lanes need Python for a body that was compiled; None where they do not, or where none could be compiled."""
+    """Why a compiled test body runs under the GIL; None if it does not, or if none could be compiled."""
     cores: int
-    """Of the machine."""
+    """Cores of the machine."""
     allowed_cores: int
-    """That this process may run on."""
+    """Cores that this process may run on."""
     core_limit: float | None = None
-    """Cores' worth of time that the container grants; None where there is no limit."""
+    """CPU time in cores that the container grants; None if there is no limit."""
     threads: int | None = None
-    """That torch uses."""
+    """Threads that torch uses."""
     has_openmp: bool | None = None
-    """Whether torch was built with it."""
+    """Whether torch was built with OpenMP."""
     profile: ProfileState | None = None
     profile_path: Path | None = None
     profile_detail: str = ""
     cache: Path | None = None
     cache_problem: str | None = None
-    """Why the cache directory cannot be written; None where it can."""
+    """Why the cache directory cannot be written; None if it can."""
     ortools: str | None = None
     cuda_devices: tuple[str, ...] = ()
     cuda_build: str | None = None
-    """Version of CUDA that torch was built with; None for a build without."""
+    """CUDA version that torch was built with; None if it was built without CUDA."""
     cuda_findings: tuple[Finding, ...] = ()
-    """What running something on lanes of the first of them showed."""
+    """Findings from experiments on the first CUDA device."""
 
 
 def diagnose(facts: Facts) -> tuple[Finding, ...]:
-    """Return what was found, in the order in which one would repair it."""
+    """Return the findings, in the order in which to fix them."""
     return (
         Finding(level=Level.OK, subject="python", message=facts.python),
         _torch(facts),
@@ -97,7 +97,7 @@ def diagnose(facts: Facts) -> tuple[Finding, ...]:
 
 
 def is_fit(findings: tuple[Finding, ...]) -> bool:
-    """Tell whether apollo works here."""
+    """Return whether apollo works here."""
     return all(finding.level is not Level.ERROR for finding in findings)
 
 
@@ -190,13 +190,13 @@ def _compiler(facts: Facts) -> Finding:
 
 
 def _can_compile(facts: Facts) -> bool:
-    """Whether nothing that was found keeps bodies from being compiled."""
+    """Whether no finding prevents bodies from being compiled."""
     return all(finding.level is not Level.ERROR for finding in (_torch(facts), *_native(facts), _compiler(facts)))
 
 
 def _bodies(facts: Facts) -> list[Finding]:
     if not _can_compile(facts):
-        return []  # that comes first
+        return []  # other findings must be fixed first
     if facts.body_problem is not None:
         return [
             Finding(
@@ -313,7 +313,7 @@ def _ortools(facts: Facts) -> Finding:
 
 def _cuda(facts: Facts) -> list[Finding]:
     if _torch(facts).level is Level.ERROR:
-        return []  # nobody could ask it
+        return []  # torch cannot be asked for devices
     if facts.cuda_devices:
         names = ", ".join(facts.cuda_devices)
         return [
@@ -333,7 +333,7 @@ def _cuda(facts: Facts) -> list[Finding]:
 
 
 def look() -> Facts:
-    """Return what this machine is."""
+    """Return the facts about this machine."""
     version, torch_problem = _import_torch()
     parsed = _version(version) if version else None
     is_usable = parsed is not None and parsed >= LEAST_TORCH and torch_problem is None
@@ -378,7 +378,7 @@ def look() -> Facts:
 
 
 def _import_torch() -> tuple[str | None, str | None]:
-    """Return the version of torch, and what is wrong with it."""
+    """Return the version of torch, and the problem with it, if any."""
     try:
         import torch
     except Exception as error:  # a broken installation may raise anything
@@ -408,7 +408,7 @@ def _handles_problem() -> str | None:
 
 
 def _body_problem() -> str | None:
-    """Return why lanes need Python for a small body that is compiled here; None if they do not."""
+    """Compile a small body; return why it runs under the GIL, or None if it does not."""
     try:
         import torch
         from torch.fx.experimental.proxy_tensor import make_fx
@@ -436,7 +436,7 @@ def _look_at_config() -> tuple[Config | None, str | None]:
 
 
 def _profile_problem(config: Config) -> str | None:
-    """Return why the profile that was named cannot be used; None if it can, or if none was."""
+    """Return why the configured profile cannot be used; None if it can, or if none is configured."""
     if config.device.profile is None:
         return None
     try:
@@ -449,7 +449,7 @@ def _profile_problem(config: Config) -> str | None:
 
 
 def _plan_problem(config: Config) -> str | None:
-    """Return why the plans that were named cannot be read; None if they can, or if none were."""
+    """Return why the configured plans cannot be read; None if they can, or if none are configured."""
     if config.plan.file is None:
         return None
     try:
@@ -499,7 +499,7 @@ def _examine_cuda() -> tuple[Finding, ...]:
 
 
 def _units(allowed: int, threads: int | None) -> int:
-    """Return for how many cores graphs are planned here, also where the native runtime does not load."""
+    """Return the number of cores that graphs are planned for, even if the native runtime does not load."""
     try:
         from apollo_compile.device.cpu.execute import available_units
 
@@ -547,7 +547,7 @@ def _ortools_version() -> str | None:
     try:
         import_module("ortools.sat.python.cp_model")
         return metadata.version("ortools")
-    except Exception:  # a broken installation may raise anything, and is as good as none
+    except Exception:  # a broken installation may raise anything
         return None
 
 

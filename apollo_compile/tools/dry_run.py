@@ -1,9 +1,9 @@
-"""Take a model through all stages up to the program, forward and backward, and compile nothing.
+"""Run all stages up to the program on a model, forward and backward, without compiling.
 
     trace(model, call, config, profile) -> DryRun
 
-Dynamo traces the model, AOTAutograd makes graphs of what it hands over, and these are planned. They then run in eager,
-once, so that code behind a graph break sees real numbers.
+Dynamo traces the model, AOTAutograd makes forward and backward graphs, and these are planned. Then they run once in
+eager, so that code after a graph break gets real values.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from apollo_compile.torch_bridge.settings import inductor_settings, with_setting
 
 @dataclass(kw_only=True, slots=True)
 class DryRun:
-    """Stands where the backend stands: plans what Dynamo and AOTAutograd hand over, and runs it in eager."""
+    """Takes the place of the backend: plans the graphs of Dynamo and AOTAutograd, and runs them in eager."""
 
     config: Config
     profile: DeviceProfile
     graphs: dict[str, list[tuple[Compilation, str | None]]] = field(default_factory=dict)
-    """By the name of their Dynamo graph, each with the reason where Inductor would get it."""
-    handed_over: list[tuple[str, str]] = field(default_factory=list)
+    """Planned graphs by the name of their Dynamo graph, each with the reason if it would fall back."""
+    fallbacks: list[tuple[str, str]] = field(default_factory=list)
     breaks: list[GraphBreak] = field(default_factory=list)
 
     @property
@@ -55,7 +55,7 @@ class DryRun:
     def compile(
         self, graph_module: fx.GraphModule, example_inputs: Sequence[Any], before_write: Callable[[Sequence[Any]], None]
     ) -> Callable[..., Any]:
-        """Take a Dynamo graph; what it writes to is told before."""
+        """Plan a Dynamo graph; `before_write` is called with the arguments that it writes to, before it runs."""
         name = name_dynamo_graph()
         self.graphs[name] = []
         found = find_break(graph_module, name)
@@ -89,7 +89,7 @@ class DryRun:
     ) -> tuple[Run, None]:
         role = role_of(kwargs)
         written |= written_arguments()
-        if role is Role.BACKWARD and dynamo_name in dict(self.handed_over):  # it falls back with its forward
+        if role is Role.BACKWARD and dynamo_name in dict(self.fallbacks):  # its forward falls back
             return _run_in_eager(graph_module), None
         graph_name = f"{dynamo_name} {role}"
         subject = graph_name if role is Role.BACKWARD else dynamo_name
@@ -97,29 +97,29 @@ class DryRun:
             adopt_layouts(graph_module, example_inputs)
             compilation = plan_graph(graph_module, name=graph_name, role=role, profile=self.profile, config=self.config)
         except UnsupportedGraphError as error:
-            self.handed_over.append((subject, str(error)))
-        except Exception as error:  # the backend goes on with Inductor then, so this is what would happen
+            self.fallbacks.append((subject, str(error)))
+        except Exception as error:  # the backend would fall back, too
             if self.config.debug.strict:
                 raise
-            self.handed_over.append((subject, f"{type(error).__name__}: {error}"))
+            self.fallbacks.append((subject, f"{type(error).__name__}: {error}"))
         else:
             reason = reason_to_fall_back(compilation, self.config)
             self.graphs[dynamo_name].append((compilation, reason))
             if reason is not None:
-                self.handed_over.append((subject, reason))
+                self.fallbacks.append((subject, reason))
         return _run_in_eager(graph_module), None
 
 
 def trace(model: Callable[..., Any], call: Call, config: Config, profile: DeviceProfile) -> DryRun:
-    """Return the plans of one call of a model, which it does not change.
+    """Return the plans of one call of a model; the model is not changed.
 
     Raises:
-        TargetError: the model or its inputs cannot be copied, or Dynamo compiles nothing of it.
+        TargetError: the model or its inputs cannot be copied, or Dynamo finds nothing to compile.
     """
     dry_run = DryRun(config=config, profile=profile)
     args, kwargs = copy_inputs(call)
     private = PrivateCopy(original_callable(model))
-    # Own cache entries, so that neither those of the user's compiled model nor its limit of recompiles are touched.
+    # Separate cache entries, so that the user's compiled model and its recompile limit are not affected.
     compile_model: Callable[..., Callable[..., Any]] = torch.compile
     own_entries = {"isolate_recompiles": True} if "isolate_recompiles" in signature(torch.compile).parameters else {}
     used = [(dry_run, private)]
@@ -134,7 +134,7 @@ def trace(model: Callable[..., Any], call: Call, config: Config, profile: Device
         with same_random_states():
             compile_model(private.run, backend=compile_graph, dynamic=False, **own_entries)(*args, **kwargs)
     finally:
-        used.clear()  # Dynamo remembers backends and graphs for good; it is not to keep the plans and the copy as well
+        used.clear()  # Dynamo keeps backends and graphs for ever; this frees the plans and the copy
     if not dry_run.graphs:
         raise TargetError(
             "Dynamo found nothing to compile: expected a call that runs operators of torch on its inputs, in a process "

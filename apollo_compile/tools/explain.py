@@ -5,10 +5,10 @@
 A call of the model is traced, and every graph goes through the stages up to the program; nothing is compiled
 (`dry_run.py`).
 
-Guarantees: a module, its gradients, parameters and buffers, the inputs and all random states are as they were, also
-when it is one of its methods that is called. Buffers, attributes and inputs are copied for as long as the call lasts;
-parameters are only where a graph writes to them. What is changed otherwise stays changed: by a plain function, by hooks
-elsewhere, and parameters by code that Dynamo leaves to Python.
+Guarantees: a call of a module, or of its methods, changes neither its gradients, parameters and buffers, nor the
+inputs, nor random states. Buffers, attributes and inputs are copied for the duration of the call, parameters only if a
+graph writes to them. Not undone are: side effects of a plain function, of hooks on other objects, and writes to
+parameters by code that Dynamo does not compile.
 """
 
 from __future__ import annotations
@@ -53,17 +53,18 @@ def explain(
         options: as for `torch.compile(..., options=...)`.
         units: numbers of units to compare with. Every comparison plans all graphs again.
         profiles: device profiles to compare with, paths or packaged names.
-        batches: batch sizes to compare with: inputs are repeated or cut along their first dimension.
-        rules: whether to compare with the rules of other systems.
-        progress: called with a line of text now and then.
+        batches: batch sizes to compare with: inputs are repeated or truncated along their first dimension.
+        rules: whether to compare with the scheduling rules of other systems.
+        progress: called with lines of text that describe the progress.
 
     Raises:
-        TargetError: the model cannot be called, it or its inputs cannot be copied, or they have no batch dimension
-            though `batches` are given.
-        ConfigError: an option is unknown or has a wrong value, a profile cannot be read, or there are to be no units.
+        TargetError: the model is not callable, it or its inputs cannot be copied, or `batches` are given and the inputs
+            have no batch dimension.
+        ConfigError: an option is unknown or has a wrong value, a profile cannot be read, or `units` has a number below
+            1.
     """
     _check_call(model, args, kwargs)
-    tell = progress or _tell_nobody
+    tell = progress or _ignore
     config = load_config(options)
     tell("tracing and planning")
     dry_run = trace(model, (tuple(args), dict(kwargs or {})), config, select_profile(config))
@@ -82,7 +83,7 @@ def explain(
         )
     report = Report(
         graphs=tuple(graphs),
-        handed_over=tuple(dry_run.handed_over),
+        fallbacks=tuple(dry_run.fallbacks),
         breaks=tuple(dry_run.breaks),
         states=tuple(_state(dry_run, name) for name in dry_run.graphs),
     )
@@ -105,7 +106,7 @@ def _state(dry_run: DryRun, name: str) -> State:
     """Return whether the graphs of a Dynamo graph were planned, or why it falls back."""
     if any(reason is None for _, reason in dry_run.graphs[name]):
         return State(graph=name, stage=Stage.PLANNED, detail="nothing was run")
-    reasons = [reason for graph, reason in dry_run.handed_over if graph == name]
+    reasons = [reason for graph, reason in dry_run.fallbacks if graph == name]
     return State(graph=name, stage=Stage.FALLS_BACK, detail="; ".join(reasons))
 
 
@@ -119,19 +120,19 @@ def compare_batches(
     batches: Sequence[int],
     progress: Progress | None = None,
 ) -> Report:
-    """Return the report of a call of `model` with other batch sizes to compare with.
+    """Return `report` with a row per batch size in `batches`.
 
-    The model is traced and planned for each of them. What was measured on one batch says nothing about the kernels of
-    another, so these rows rest on formulas alone.
+    The model is traced and planned for each of them. Measurements of one batch size do not apply to another, so these
+    rows rest on formulas alone.
 
     Raises:
         TargetError: the inputs have no batch dimension.
         ConfigError: an option is unknown or has a wrong value.
     """
-    tell = progress or _tell_nobody
+    tell = progress or _ignore
     config = load_config(options)
     profile = select_profile(config)
-    not_dumped = replace(config, debug=replace(config.debug, dump=None))  # the directory has the plans asked for
+    not_dumped = replace(config, debug=replace(config.debug, dump=None))  # the dump directory is for the original batch
     graphs = list(report.graphs)
     for batch in batches:
         tell(f"batch {batch}: tracing and planning")
@@ -150,10 +151,10 @@ def compare_batches(
 
 
 def _match(graphs: Sequence[GraphSummary], traced: Sequence[Compilation]) -> Iterator[tuple[int, Plan]]:
-    """Yield the index of each graph of a report with the plan of the graph that is the same part of the model.
+    """Yield the index of each graph of a report with the plan of the traced graph for the same part of the model.
 
-    Each trace has names of its own, and a report may have graphs of a model in part, or again for other inputs. So a
-    graph is known by its role and by its modules, and those that have these in common by their order.
+    Names differ between traces, and a report may contain only some graphs of a model, or several for other inputs. So
+    graphs are matched by role and modules, and equal ones by their order.
     """
     modules = [{segment.module for segment in item.partition.graph.segments} for item in traced]
     num_used = [0] * len(traced)
@@ -169,5 +170,5 @@ def _match(graphs: Sequence[GraphSummary], traced: Sequence[Compilation]) -> Ite
             yield index, traced[best].plan
 
 
-def _tell_nobody(line: str) -> None:
-    """Take a line of progress that nobody asked for."""
+def _ignore(line: str) -> None:
+    """Ignore a line of progress."""

@@ -1,9 +1,9 @@
-"""Run a user's model without a trace: what a call may change is copied, and its parameters are shared until written.
+"""Run a user's model without side effects: state is copied, and parameters are copied on write.
 
 with same_random_states(): ...
-PrivateCopy(model).run(...)     the model's structure and buffers are copies, its parameters share their memory
-copy_inputs(call)               inputs with memory of their own
-with_batch(call, batch)         the same for another batch size
+PrivateCopy(model).run(...)     modules and buffers are copies, parameters share the memory of the originals
+copy_inputs(call)               a deep copy of the inputs
+with_batch(call, batch)         the inputs with another batch size
 """
 
 from __future__ import annotations
@@ -27,13 +27,14 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class PrivateCopy:
-    """A module, or one of its methods, that may be called though nothing of the user's is to change.
+    """A copy of a module, or of one of its methods, whose calls do not change the original.
 
-    Attributes, buffers and submodules are copied. Parameters are others, without gradients and with version counters of
-    their own, but they lie in the memory of the user's until `own` is told of a write. A function is not copied.
+    Attributes, buffers and submodules are copied. Parameters are new objects, without gradients and with their own
+    version counters, but share the memory of the originals until `own` is called before a write. A function is not
+    copied.
 
     Raises:
-        TargetError: the module holds something that cannot be copied.
+        TargetError: the module has an attribute that cannot be copied.
     """
 
     def __init__(self, model: Callable[..., Any]) -> None:
@@ -44,14 +45,14 @@ class PrivateCopy:
             shared = {
                 id(parameter): nn.Parameter(parameter.data, parameter.requires_grad)
                 for parameter in owner.parameters()
-                if type(parameter) is nn.Parameter  # others, as those of lazy modules, know how they are copied
+                if type(parameter) is nn.Parameter  # subclasses, as in lazy modules, define their own copy
             }
             advice = "see what it holds besides tensors"
             self.run = _copy(model, f"the model, a {type(owner).__name__},", advice, dict(shared))
             self._shared = {id(parameter): parameter for parameter in shared.values()}
 
     def own(self, tensors: Sequence[Any]) -> None:
-        """Give parameters among these tensors memory of their own: something is about to write to them."""
+        """Copy the memory of parameters among these tensors, before something writes to them."""
         for tensor in tensors:
             parameter = self._shared.pop(id(tensor), None)
             if parameter is not None:
@@ -59,10 +60,10 @@ class PrivateCopy:
 
 
 def copy_inputs(call: Call) -> Call:
-    """Return the arguments of a call with memory of their own.
+    """Return a deep copy of the arguments of a call.
 
     Raises:
-        TargetError: one of them cannot be copied.
+        TargetError: an argument cannot be copied.
     """
     copied: Call = _copy(call, "the inputs", "pass tensors that are leaves: call detach() on them", {})
     return copied
@@ -79,7 +80,7 @@ def _copy(value: Any, what: str, advice: str, memo: dict[int, Any]) -> Any:
 
 @contextmanager
 def same_random_states() -> Iterator[None]:
-    """Leave the random states of Python, NumPy and torch as they were."""
+    """Restore the random states of Python, NumPy and torch at the end of the `with`."""
     python, numpy = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng():
@@ -90,10 +91,10 @@ def same_random_states() -> Iterator[None]:
 
 
 def with_batch(call: Call, batch: int) -> Call:
-    """Return the call with inputs of another batch size: the first dimension that most tensors have.
+    """Return the call with inputs of another batch size; the batch size is the most common first dimension.
 
     Raises:
-        TargetError: there is no such dimension, or the batch is empty.
+        TargetError: no tensor has a dimension, or `batch` is below 1.
     """
     sizes = Counter(tensor.shape[0] for tensor in tensors_of(call) if tensor.dim() > 0)
     if not sizes or batch < 1:

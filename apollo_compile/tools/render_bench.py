@@ -1,4 +1,4 @@
-"""Measurements as tables for people."""
+"""Render measurements as text tables."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ COLUMNS = (
 )
 
 MIN_ROUNDS = 5
-"""Fewer have no bootstrap interval worth the name."""
+"""Rounds below which no bootstrap interval is shown."""
 
 
 def format_measurement(measurement: Measurement) -> str:
@@ -68,6 +68,6 @@ def _row(measurement: Measurement, result: VariantResult) -> tuple[str, ...]:
 def _show_gradients(difference: Difference) -> str:
     if difference.unmatched:
         return f"{len(difference.unmatched)} unmatched"
-    if difference.gradient_scale == 0:  # no gradients in inference; a contrastive loss of one sample is constant
+    if difference.gradient_scale == 0:  # inference, or a constant loss, such as a contrastive loss of one sample
         return "all zero" if difference.gradient_rel == 0 else "should be zero"
     return f"{difference.gradient_rel:.1e}"

@@ -1,4 +1,4 @@
-"""What was done to compiled models, and what their last step measured: `apollo_compile.report`."""
+"""Report how compiled models run, with measurements of their last step: `apollo_compile.report`."""
 
 from __future__ import annotations
 
@@ -23,21 +23,22 @@ def report(
     profiles: Sequence[str] = (),
     rules: bool = False,
 ) -> Report:
-    """Return what was done to a compiled model and what its last step measured; print it to read it.
+    """Return how a compiled model runs, with measurements of its last step; print it to read it.
 
     Arguments:
-        model: a module, a function or a method, compiled or as it was before. Graphs of a module are found by the
-            parameters and buffers that they read; those of a function, or of a module that has none, by its code. None
-            is all that this process compiled and still keeps: graphs of what FSDP2 gathers read no parameter.
+        model: a module, a function or a method, the compiled or the original one. Graphs of a module are found by the
+            parameters and buffers that they read; those of a function, or of a module without any, by its code. None
+            reports all live compiled models, as needed for FSDP2, where graphs read gathered copies of parameters.
         units: numbers of units to compare with. Every comparison plans all graphs again.
         profiles: device profiles to compare with, paths or packaged names.
-        rules: whether to compare with the rules of other systems.
+        rules: whether to compare with the scheduling rules of other systems.
 
-    Other batch sizes take inputs, which no compiled model keeps: see `apollo_compile.tools.explain.compare_batches`.
+    Comparing batch sizes needs inputs, which compiled models do not keep: see
+    `apollo_compile.tools.explain.compare_batches`.
 
     Raises:
-        TargetError: `model` cannot be called.
-        ConfigError: a profile cannot be read, or there are to be no units.
+        TargetError: `model` is not callable.
+        ConfigError: a profile cannot be read, or `units` has a number below 1.
     """
     if model is not None and not callable(model):
         raise TargetError(
@@ -48,9 +49,9 @@ def report(
     return merge_reports(
         Report(
             graphs=tuple(_summarize(entry, units, profiles, rules=rules)),
-            handed_over=tuple(entry.handed_over),
+            fallbacks=tuple(entry.fallbacks),
             verdicts=tuple(entry.verdicts),
-            breaks=() if entry.ended_by is None else (entry.ended_by,),
+            breaks=() if entry.graph_break is None else (entry.graph_break,),
             states=(entry.state(),),
         )
         for entry in found
@@ -60,7 +61,7 @@ def report(
 def _summarize(
     model: CompiledModel, units: Sequence[int], profiles: Sequence[str], *, rules: bool
 ) -> list[GraphSummary]:
-    """Return the numbers of a model's graphs, those that Inductor runs included: forward before backward."""
+    """Return the summaries of a model's graphs, planned fallbacks included: forward before backward."""
     compare = functools.partial(what_if, config=model.config, units=units, profiles=profiles)
     graphs = [
         summarize(
@@ -79,13 +80,13 @@ def _summarize(
     ]
     graphs += [
         summarize(
-            left,
+            compilation,
             Trace(),
             variant=Variant.INDUCTOR,
-            what_if=compare(left),
-            baselines=other_rules(left) if rules else (),
+            what_if=compare(compilation),
+            baselines=other_rules(compilation) if rules else (),
             lane_memory_quota=model.target.lane_memory_quota,
         )
-        for left in model.left
+        for compilation in model.unprofitable
     ]
     return sorted(graphs, key=lambda graph: graph.role is Role.BACKWARD)

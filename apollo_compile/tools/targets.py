@@ -1,10 +1,10 @@
-"""What a command is to look at: a function of the user that returns a model and its inputs.
+"""The target of a command: a user's function that returns a model and its inputs.
 
     load_target("train.py:build", {"batch": 8}) -> Target
 
 The function returns `(model, inputs)`, where inputs are a tuple (positional), a dictionary (by name) or one tensor; or
-an object with `model`, `inputs` and, if it likes, `loss`, a function of the model's output. Without one, the loss is
-the output's `loss`, or the sum of all floating point numbers in it.
+an object with `model`, `inputs` and, optionally, `loss`, a function of the model's output. Without it, the loss is the
+output's `loss`, or the sum of all floating-point numbers in the output.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Target:
 
     @property
     def inputs(self) -> Mapping[str, Any]:
-        """All inputs by name, as `apollo_compile.tools.bench` wants them.
+        """All inputs by name, as `apollo_compile.tools.bench` takes them.
 
         Raises:
             TargetError: a positional input has no name.
@@ -55,7 +55,7 @@ class Target:
 
 
 def load_target(text: str, arguments: Mapping[str, Any] | None = None) -> Target:
-    """Return what the function named `text` builds: `path/to/file.py:function` or `package.module:function`.
+    """Call the function named by `text`, `path/to/file.py:function` or `package.module:function`; return its target.
 
     Raises:
         TargetError: there is no such file or function, it fails, or it returns something else.
@@ -76,7 +76,7 @@ def load_target(text: str, arguments: Mapping[str, Any] | None = None) -> Target
 
 
 def build(target: str, arguments: Mapping[str, Any] | None = None) -> Target:
-    """Return a target by name: the builder that `apollo_compile.tools.bench` calls in its children."""
+    """Return a target by name; `apollo_compile.tools.bench` calls it in its child processes."""
     return load_target(target, arguments)
 
 
@@ -89,7 +89,7 @@ def _import(place: str) -> ModuleType:
             raise TargetError(f"there is no file {place}")
         folder = str(path.resolve().parent)
         if folder not in sys.path:
-            sys.path.insert(0, folder)  # as python does for a script: the file may import its neighbours
+            sys.path.insert(0, folder)  # as for a script: the file may import files beside it
         spec = importlib.util.spec_from_file_location(path.stem, path)
         assert spec is not None and spec.loader is not None, "a file that ends in .py has a loader"
         module = importlib.util.module_from_spec(spec)
@@ -123,10 +123,10 @@ def _read(name: str, built: Any) -> Target:
 
 
 def default_loss(output: Any) -> torch.Tensor:
-    """Return the output's own loss, or the sum of all floating point numbers in it.
+    """Return the output's own loss, or the sum of all floating-point numbers in it.
 
     Raises:
-        TargetError: there are none.
+        TargetError: there is neither.
     """
     own = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if isinstance(own, torch.Tensor):

@@ -1,10 +1,10 @@
-"""What a graph would take on other devices, and by the rules of other systems.
+"""Predict a graph's time on other devices, and with the scheduling rules of other systems.
 
     what_if(compilation, config, units=..., profiles=...) -> [WhatIf]
     other_rules(compilation) -> ((name, nanoseconds), ...)
 
-Heuristics with little effort plan for other numbers of units, or another device profile: these plans are there to be
-compared. They keep the memory quota of the plan that runs; a device on which no plan keeps it has no row.
+Plans for other numbers of units, or another device profile, come from heuristics with a small time limit, for
+comparison only. They observe the memory quota; a device without a plan that meets the quota has no row.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ from apollo_compile.store.profiles import load_profile
 _logger = logging.getLogger(__name__)
 
 EFFORT = 0.1
-"""As a share of the time limit of the plan that runs."""
+"""Share of `plan.time_limit_s` that a comparison may take."""
 
 
 def what_if(
     compilation: Compilation, config: Config, *, units: Sequence[int] = (), profiles: Sequence[str] = ()
 ) -> tuple[WhatIf, ...]:
-    """Return what the plan of a graph would take on `units` of its device, and on the devices of `profiles`.
+    """Return predicted times of a graph on other numbers of units of its device, and on the devices of `profiles`.
 
     Arguments:
-        compilation: the graph, its device and what was measured on it.
-        config: with the options of the planner.
+        compilation: the graph, its device, and measurements on it.
+        config: its `plan` options apply.
         units: numbers of units of the same device.
         profiles: paths or packaged names.
 
     Raises:
-        ConfigError: a profile cannot be read, or there are to be no units.
+        ConfigError: a profile cannot be read, or `units` has a number below 1.
     """
     if min(units, default=1) < 1:
         raise ConfigError(f"cannot compare with {min(units)} units: expected at least 1")
@@ -59,7 +59,7 @@ def what_if(
 
 
 def other_rules(compilation: Compilation) -> tuple[tuple[str, int], ...]:
-    """Return what other systems' rules would take on the same lanes: name and predicted makespan in nanoseconds."""
+    """Return names of other systems' scheduling rules, with their predicted makespans in ns on the same lanes."""
     problem = to_problem(compilation.partition.graph, compilation.costs, compilation.plan.lanes)
     return tuple((name, execute(problem, baseline(problem)).makespan) for name, baseline in BASELINES.items())
 

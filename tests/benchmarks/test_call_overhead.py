@@ -31,12 +31,12 @@ def test_the_interval_holds_the_difference_and_not_much_more() -> None:
 
 
 @pytest.mark.soak
-def test_a_model_is_timed_when_its_contest_is_over() -> None:
+def test_a_model_is_timed_when_its_comparison_is_over() -> None:
     """And every graph of it says what runs."""
     model, value = make_models()["scale"]
     found = compare("scale", model, value, rounds=2)
     assert [each.mode for each in found] == ["forward", "step"]
-    # a drift of the machine may have called for another contest since, so that `is_settled` would say more
+    # a drift of the machine may have called for another comparison since, so that `is_settled` would say more
     selections = [graph.selection for each in registry.find_models(model) for graph in each.graphs]
     assert selections and all(each is None or each.verdict is not None for each in selections)
     for each in found:

@@ -24,7 +24,7 @@ def test_backends_take_turns_and_the_table_has_medians(
     seconds = {"inductor": iter([40.0, 2.0, 9.0, 4.0]), "apollo": iter([60.0, 1.0, 3.0, 2.0])}
 
     def run(name: str, size: str, backend: str, folder: Path, *, settle: bool) -> dict[str, float]:
-        assert settle == (len(calls) < 2), "cold processes alone see the contest to its end"
+        assert settle == (len(calls) < 2), "cold processes alone see the comparison to its end"
         calls.append((name, backend, folder))
         return {"first_step_s": next(seconds[backend]), "later_s": 7.0, "peak_bytes": 2**20 * len(calls)}
 

@@ -56,7 +56,7 @@ def test_leaked_threads_are_seen() -> None:
     assert slices[0].resident_bytes > 2**20
 
 
-def test_a_contest_that_is_held_again_begins_the_watch_anew() -> None:
+def test_a_comparison_that_is_held_again_begins_the_watch_anew() -> None:
     """What is compiled for it is no growth of what runs."""
     calls: list[int] = []
 

@@ -112,7 +112,7 @@ def test_without_a_store_nothing_is_settled(
     with torch.no_grad():
         run = torch.compile(model, backend="apollo", options={"debug.strict": True})
         torch.testing.assert_close(run(x), model(x))
-    ((_, reason),) = registry.find_models(model)[0].handed_over
+    ((_, reason),) = registry.find_models(model)[0].fallbacks
     assert reason == "several ranks cannot agree on its plan: their process group has no store"
 
 

@@ -89,7 +89,7 @@ def test_clip_trains_as_in_one_process(seen: Seen, reference: dict[str, Any], na
         assert len(expected) == 20
         torch.testing.assert_close(result["losses"], expected, rtol=1e-4, atol=1e-5)
         _assert_close(result["state"], reference["state"])
-        assert result["handed_over"] == []
+        assert result["fallbacks"] == []
         assert len(result["plans"]) == 2
         if name == "fsdp":  # the other plans come from measured times, which may favour one lane
             assert all(_num_lanes(plan) > 1 for plan in result["plans"])
@@ -107,7 +107,9 @@ def test_native_bodies_read_parameters_whose_memory_comes_and_goes(seen: Seen) -
         assert len(compiled) == 2 and not any("onto 1 lanes" in line for line in compiled)
 
 
-@pytest.mark.parametrize("name", ["ddp", "buckets", "fsdp", "fsdp, native", "contest", "contest, tensor parallel"])
+@pytest.mark.parametrize(
+    "name", ["ddp", "buckets", "fsdp", "fsdp, native", "comparison", "comparison, tensor parallel"]
+)
 def test_ranks_run_the_same_plans(seen: Seen, name: str) -> None:
     """To the nanosecond of what is predicted, though two of these believe and measure different things."""
     first, second = seen(name)
@@ -120,7 +122,7 @@ def test_ranks_run_the_same_plans(seen: Seen, name: str) -> None:
 def test_a_graph_for_every_bucket_trains_as_one_process(seen: Seen) -> None:
     """Each is cut and planned for itself, forward and backward; gradients are the average over the ranks."""
     for result in seen("buckets"):
-        assert result["handed_over"] == []
+        assert result["fallbacks"] == []
         assert len(result["plans"]) >= 4
         assert result["reported"].count(Role.FORWARD) == result["reported"].count(Role.BACKWARD) >= 2
         assert not result["is_settled"]  # after two steps its plans are still observed
@@ -132,7 +134,7 @@ def test_layers_split_by_dtensor_train_as_before(seen: Seen) -> None:
     """Collectives run on lanes of one rank and in turn on the other, each in its own plan, in one order."""
     results = seen("tensor parallel")
     for result in results:
-        assert result["handed_over"] == []
+        assert result["fallbacks"] == []
         _assert_close(result["found"], result["expected"], atol=1e-6)
     first, second = results
     assert first["collectives"] == second["collectives"]
@@ -154,12 +156,12 @@ def test_collectives_in_two_branches_meet_their_own(seen_by_three: Seen) -> None
             torch.testing.assert_close(found, result["expected"], rtol=1e-4, atol=1e-5)
 
 
-CONTESTS = pytest.mark.parametrize("name", ["contest", "contest, fsdp", "contest, tensor parallel"])
+COMPARISONS = pytest.mark.parametrize("name", ["comparison", "comparison, fsdp", "comparison, tensor parallel"])
 
 
-@CONTESTS
+@COMPARISONS
 def test_all_ranks_switch_in_the_same_step_to_the_same_winner(seen: Seen, name: str) -> None:
-    """While the ways compete, and at the end; with collectives in the graphs or beside them."""
+    """While the variants compete, and at the end; with collectives in the graphs or beside them."""
     first, second = seen(name)
     assert first["verdict"] is not None
     assert first["verdict"] == second["verdict"]
@@ -170,16 +172,16 @@ def test_all_ranks_switch_in_the_same_step_to_the_same_winner(seen: Seen, name: 
     assert num_steps >= 2 * MIN_ROUNDS * STEPS_PER_TURN
 
 
-@CONTESTS
+@COMPARISONS
 def test_models_train_while_their_ways_compete(seen: Seen, name: str) -> None:
-    """Whichever way the ranks went in a step, parameters are those of one process."""
+    """Whichever variant the ranks ran in a step, parameters are those of one process."""
     for result in seen(name):
         _assert_close(result["found"], result["expected"])
 
 
 def test_where_inductor_fails_on_one_rank_it_competes_on_none(seen: Seen) -> None:
-    """That rank has one line for each graph; both run the same way in every step, and come to the same verdict."""
-    first, second = seen("contest, fault")
+    """That rank has one line for each graph; both run the same variant in every step, and come to the same verdict."""
+    first, second = seen("comparison, fault")
     assert first["verdict"] is not None and first["verdict"] == second["verdict"]
     assert first["variants"] == second["variants"]
     assert {variant for variants in first["variants"] for variant in variants} == {Variant.SERIAL, Variant.PLAN}
@@ -192,7 +194,7 @@ def test_where_inductor_fails_on_one_rank_it_competes_on_none(seen: Seen) -> Non
 
 def test_a_rank_that_loses_the_store_stops_and_the_other_goes_on(seen: Seen) -> None:
     """In the step in which it would have to know what the other decided, and in every one after that."""
-    first, second = seen("contest, lost store")
+    first, second = seen("comparison, lost store")
     assert first["verdict"] is not None and set(first["errors"]) == {None}
     assert second["verdict"] is None
     begin = second["errors"].index(next(filter(None, second["errors"])))
@@ -211,13 +213,13 @@ def test_ranks_run_the_same_in_every_step_if_one_of_them_cannot_learn(seen: Seen
 
 def test_a_report_without_a_model_has_the_graphs_of_fsdp(seen: Seen) -> None:
     """They read what was gathered, which is no parameter of the model."""
-    for result in seen("contest, fsdp"):
+    for result in seen("comparison, fsdp"):
         assert result["reported"] == [True, True]
 
 
 def test_what_tensor_parallelism_keeps_equal_stays_equal(seen: Seen) -> None:
-    """To the last bit, since ranks go the same way in every step of a contest."""
-    first, second = seen("contest, tensor parallel")
+    """To the last bit, since ranks run the same variant in every step of a comparison."""
+    first, second = seen("comparison, tensor parallel")
     assert len(first["replicated"]) == 2
     for key, value in first["replicated"].items():
         assert torch.equal(value, second["replicated"][key]), key
@@ -225,7 +227,7 @@ def test_what_tensor_parallelism_keeps_equal_stays_equal(seen: Seen) -> None:
 
 def test_a_plan_and_inductors_code_meet_in_collectives(seen: Seen) -> None:
     """One rank runs lanes and the other what Inductor made of the whole: one order, right sums."""
-    first, second = seen("contest, tensor parallel")
+    first, second = seen("comparison, tensor parallel")
     assert first["last_ways"] == [Variant.PLAN, Variant.PLAN] and second["last_ways"] == [
         Variant.INDUCTOR,
         Variant.INDUCTOR,
@@ -239,8 +241,8 @@ def test_a_rank_that_cannot_compile_alone_meets_the_lanes_of_another(seen: Seen,
     """Inductor runs its graph, which one WARNING says; collectives keep their order, so both have the right sums."""
     first, second = seen(fault)
     (plan,) = first["plans"]
-    assert _num_lanes(plan) > 1 and len(first["collectives"][0]) == 2 and first["handed_over"] == []
-    ((name, reason),) = second["handed_over"]
+    assert _num_lanes(plan) > 1 and len(first["collectives"][0]) == 2 and first["fallbacks"] == []
+    ((name, reason),) = second["fallbacks"]
     assert second["plans"] == [] and reason == "RuntimeError: out of luck"
     _assert_one_warning(first, second, f"{name} falls back to torch.compile: RuntimeError: out of luck")
 
@@ -277,7 +279,7 @@ def test_dynamic_shapes_train_in_inductor_on_all_ranks(seen: Seen) -> None:
     """Each says why; gradients are the average over the ranks, whatever their batches."""
     for result in seen("dynamic"):
         assert result["plans"] == []
-        assert result["handed_over"] and all("several ranks do not agree" in why for _, why in result["handed_over"])
+        assert result["fallbacks"] and all("several ranks do not agree" in why for _, why in result["fallbacks"])
         torch.testing.assert_close(result["found"], result["expected"], rtol=1e-4, atol=1e-6)
 
 

@@ -41,8 +41,8 @@ from tests.end_to_end.models import NEVER_AS_LONG_NS
 SIZE = 2
 """Ranks of most scenarios."""
 STEPS = 20
-CONTEST_STEPS = (3 + 2 + 2) * comparison.MIN_ROUNDS * comparison.STEPS_PER_TURN + 10
-"""Enough for a contest of three and two of two, where none goes on beyond the least number of rounds."""
+COMPARISON_STEPS = (3 + 2 + 2) * comparison.MIN_ROUNDS * comparison.STEPS_PER_TURN + 10
+"""Enough for a comparison of three and two of two, where none goes on beyond the least number of rounds."""
 FEW_STEPS = 3
 LEARNING_RATE = 3.0
 """For losses as small as those of the models here; a hundred steps do not learn everything."""
@@ -245,12 +245,12 @@ def train_fsdp_natively(rank: int, folder: Path) -> Result:
     return {**result, "native": [body.entry_address is not None for graph in entry.graphs for body in graph.bodies]}
 
 
-def train_fsdp_contest(rank: int, folder: Path) -> Result:
-    """A model under FSDP2 whose ways compete; its code is that of DDP's contest."""
+def train_fsdp_comparison(rank: int, folder: Path) -> Result:
+    """A model under FSDP2 whose variants compete; its code is that of DDP's comparison."""
     alone, model = _twice(Pair)
     fully_shard(model, mesh=init_device_mesh("cpu", (SIZE,)), reshard_after_forward=True)
-    result, _ = _hold_contest(model, model, inputs(rank))
-    _train(alone, CONTEST_STEPS, [inputs(other) for other in range(SIZE)])
+    result, _ = _hold_comparison(model, model, inputs(rank))
+    _train(alone, COMPARISON_STEPS, [inputs(other) for other in range(SIZE)])
     reported = {graph.name for graph in apollo_compile.report().graphs}  # by a parameter it finds none
     names = [graph.compilation.capture.name for graph in registry.compiled_models()[-1].graphs]
     states = {"expected": _whole_state(alone), "found": _whole_state(model)}
@@ -269,11 +269,11 @@ def train_tensor_parallel(rank: int, folder: Path) -> Result:
     return {"expected": expected, "found": found, **_graphs(model)}
 
 
-def train_tensor_parallel_contest(rank: int, folder: Path) -> Result:
-    """The ways of layers that are split compete; afterwards one rank runs its plans, and the other Inductor's code."""
+def train_tensor_parallel_comparison(rank: int, folder: Path) -> Result:
+    """Variants of layers that are split compete; afterwards one rank runs its plans, and the other Inductor's code."""
     alone, model = _twice(Towers)
     _split_layers(model)
-    result, run = _hold_contest(model, model, inputs(0))
+    result, run = _hold_comparison(model, model, inputs(0))
     replicated = {n: v.to_local().clone() for n, v in model.state_dict().items() if v.placements[0].is_replicate()}
     (entry,) = registry.find_models(model)
     for graph in entry.graphs:
@@ -283,7 +283,7 @@ def train_tensor_parallel_contest(rank: int, folder: Path) -> Result:
         **result,
         "replicated": replicated,
         "last_ways": [graph.variant for graph in entry.graphs],
-        "expected": _train(alone, CONTEST_STEPS + FEW_STEPS, [inputs(0)]),
+        "expected": _train(alone, COMPARISON_STEPS + FEW_STEPS, [inputs(0)]),
         "found": found,
     }
 
@@ -297,11 +297,11 @@ def run_branches(rank: int, folder: Path) -> Result:
         return {"expected": model(inputs(rank)), "found": [run(inputs(rank)) for _ in range(5)], **_graphs(model)}
 
 
-def train_contest(rank: int, folder: Path) -> Result:
-    """A model under DDP whose ways compete."""
+def train_comparison(rank: int, folder: Path) -> Result:
+    """A model under DDP whose variants compete."""
     alone, model = _twice(Pair)
-    result, _ = _hold_contest(model, DistributedDataParallel(model), inputs(rank))
-    _train(alone, CONTEST_STEPS, [inputs(other) for other in range(SIZE)])
+    result, _ = _hold_comparison(model, DistributedDataParallel(model), inputs(rank))
+    _train(alone, COMPARISON_STEPS, [inputs(other) for other in range(SIZE)])
     return {**result, "expected": _whole_state(alone), "found": _whole_state(model)}
 
 
@@ -372,11 +372,11 @@ def learn_with_fault(rank: int, folder: Path) -> Result:
         return {"expected": model(x), "found": found, "ran": ran, **_graphs(model)}
 
 
-def hold_contest_with_fault(rank: int, folder: Path) -> Result:
-    """A model under DDP whose ways compete; Inductor can compile it on rank 0 only."""
+def hold_comparison_with_fault(rank: int, folder: Path) -> Result:
+    """A model under DDP whose variants compete; Inductor can compile it on rank 0 only."""
     _, model = _twice(Pair)
     with _failing(session_compile, "compile_again") if rank == 1 else nullcontext():
-        result, _ = _hold_contest(model, DistributedDataParallel(model), inputs(rank), {"debug.strict": False})
+        result, _ = _hold_comparison(model, DistributedDataParallel(model), inputs(rank), {"debug.strict": False})
     return {**result, "found": _whole_state(model)}
 
 
@@ -394,7 +394,7 @@ class _Cut:
 
 
 def lose_store(rank: int, folder: Path) -> Result:
-    """Rank 1 loses the store while the ways of a model compete; no collective holds the ranks in step."""
+    """Rank 1 loses the store while the variants of a model compete; no collective holds the ranks in step."""
     assert dist.group.WORLD is not None
     store = _Cut(dist.PrefixStore("lose_store", dist.group.WORLD.get_group_store().clone()))
     ranks = Ranks(store)
@@ -402,8 +402,8 @@ def lose_store(rank: int, folder: Path) -> Result:
     options = {**LANES, "debug.strict": False, "plan.autotune": True, "plan.replan": False}
     run = torch.compile(model, backend="apollo", options=options)
     errors: list[str | None] = []
-    with patch.object(backend, "find_ranks", lambda: ranks), _short_contests():
-        for step in range(CONTEST_STEPS):
+    with patch.object(backend, "find_ranks", lambda: ranks), _short_comparisons():
+        for step in range(COMPARISON_STEPS):
             store.is_cut = rank == 1 and step > comparison.STEPS_PER_TURN
             try:
                 run(inputs(rank)).square().mean().backward()
@@ -443,12 +443,12 @@ SCENARIOS: dict[int, dict[str, Callable[[int, Path], Result]]] = {
         "buckets": train_buckets,
         "fsdp": train_fsdp,
         "fsdp, native": train_fsdp_natively,
-        "contest, tensor parallel": train_tensor_parallel_contest,
+        "comparison, tensor parallel": train_tensor_parallel_comparison,
         "tensor parallel": train_tensor_parallel,
-        "contest": train_contest,
-        "contest, fsdp": train_fsdp_contest,
-        "contest, fault": hold_contest_with_fault,
-        "contest, lost store": lose_store,
+        "comparison": train_comparison,
+        "comparison, fsdp": train_fsdp_comparison,
+        "comparison, fault": hold_comparison_with_fault,
+        "comparison, lost store": lose_store,
         "learning, fault": learn_with_fault,
         "dynamic": run_dynamic,
         **{name: partial(run_with_fault, fault) for name, fault in FAULTS.items()},
@@ -544,27 +544,27 @@ def _train(
     return {"output": outputs[0].detach().clone(), **gradients, **_whole_state(model)}
 
 
-def _hold_contest(
+def _hold_comparison(
     model: nn.Module, wrapped: nn.Module, x: torch.Tensor, options: Mapping[str, object] | None = None
 ) -> tuple[Result, Callable[..., Any]]:
-    """Train while the ways compete, Inductor's among them; note which one every step ran on every graph."""
+    """Train while the variants compete, Inductor's among them; note which one every step ran on every graph."""
     usual = {**LANES, "plan.autotune": True, "plan.replan": False}
     run = torch.compile(wrapped, backend="apollo", options={**usual, **(options or {})})
     variants = []
-    with _short_contests():
-        for _ in range(CONTEST_STEPS):
+    with _short_comparisons():
+        for _ in range(COMPARISON_STEPS):
             _train(model, 1, [x], run)
             variants.append([graph.variant for graph in registry.compiled_models()[-1].graphs])
     return {"variants": variants, "verdict": _verdict(), **_graphs(model)}, run
 
 
-def _short_contests() -> AbstractContextManager[Any]:
-    """Let no contest go on beyond the least number of rounds, of short turns."""
+def _short_comparisons() -> AbstractContextManager[Any]:
+    """Let no comparison go on beyond the least number of rounds, of short turns."""
     return patch.multiple(comparison, MAX_ROUNDS=comparison.MIN_ROUNDS, TURN_NS=0)
 
 
 def _verdict() -> tuple[str, Selection, int] | None:
-    """Return what the contest of the newest model said."""
+    """Return what the comparison of the newest model said."""
     verdict = registry.compiled_models()[-1].autotuner.verdict
     return None if verdict is None else (verdict.winner, verdict.selection, verdict.num_steps)
 
@@ -596,5 +596,5 @@ def _graphs(model: nn.Module) -> Result:
             for graph in entry.graphs
         ],
         "replans": [graph.num_replans for entry in models for graph in entry.graphs],
-        "handed_over": [reason for entry in models for reason in entry.handed_over],
+        "fallbacks": [reason for entry in models for reason in entry.fallbacks],
     }

@@ -1,4 +1,4 @@
-"""The contest between the plan, its segments in turn and Inductor, in real training loops."""
+"""Autotuning between the plan, the serial plan and Inductor, in real training loops."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ AUTOTUNED = {
 """The packaged profile gives two towers lanes on every machine with two cores; times measured on a busy one may not."""
 
 ENOUGH = 30 + (3 + 2 + 2) * MAX_ROUNDS * MAX_STEPS_PER_TURN
-"""Steps after which learning is over, and contests of three, of two with Inductor, and of two with a mixture."""
+"""Steps after which learning is over, and comparisons of three, of two with Inductor, and of two with a mixture."""
 
 
 class Pictures(nn.Module):
@@ -58,7 +58,7 @@ class Pictures(nn.Module):
 
 
 def train_until_settled(run: nn.Module, inputs: tuple[torch.Tensor, torch.Tensor], steps: int = ENOUGH) -> None:
-    """Take steps until nothing is being decided; later ones could show drift, which opens the contest again."""
+    """Take steps until nothing is being decided; later ones could show drift, which opens the comparison again."""
     for _ in range(steps):
         run(*inputs).square().mean().backward()
         if registry.is_settled(run):
@@ -88,10 +88,10 @@ def deterministic() -> Iterator[None]:
 
 @needs_two_cores
 def test_training_is_as_in_eager_while_the_ways_compete() -> None:
-    """Every step runs another way than some before it; no number shows that."""
+    """Every step runs another variant than some before it; no number shows that."""
     torch.manual_seed(0)
     model, inputs = TwoTowers(), two_tower_inputs()
-    steps = 3 * (MIN_ROUNDS + 1) * STEPS_PER_TURN  # into what follows the first contest
+    steps = 3 * (MIN_ROUNDS + 1) * STEPS_PER_TURN  # into what follows the first comparison
     eager = train(model, lambda run: run(*inputs).square().mean(), steps=steps)
     variants: list[tuple[str, ...]] = []
 
@@ -139,7 +139,7 @@ def test_a_list_schedule_competes_and_where_it_wins_it_is_the_plan(monkeypatch: 
 
 @needs_two_cores
 def test_going_over_to_segments_in_turn_asks_no_planner() -> None:
-    """Whether a step of a contest does it, or an earlier process found it out; the bound is that of the plan."""
+    """Whether a step of a comparison does it, or an earlier process found it out; the bound is that of the plan."""
     run, inputs, found = compiled_towers()
     bounds = [graph.bound_ns for graph in apollo_compile.report(run).graphs]
     apart.stop_planner()
@@ -158,7 +158,7 @@ def test_going_over_to_segments_in_turn_asks_no_planner() -> None:
 
 @needs_two_cores
 def test_the_verdict_is_logged_once_and_stands_in_the_report(caplog: pytest.LogCaptureFixture) -> None:
-    """With the time of every way, and how many steps it took."""
+    """With the time of every variant, and how many steps it took."""
     with caplog.at_level(logging.INFO, logger="apollo_compile"):
         run, inputs, found = compiled_towers()
         assert not registry.is_settled(run)
@@ -232,7 +232,7 @@ def test_a_graph_of_one_segment_is_inductors_from_the_start(caplog: pytest.LogCa
 
 
 @needs_two_cores
-def test_what_is_free_when_the_contest_ends_is_given_back() -> None:
+def test_what_is_free_when_the_comparison_ends_is_given_back() -> None:
     """Freed memory stays in the process while it is wanted again at every step; what the losers left is not."""
     run, inputs, _ = compiled_towers()
     if not execute.keep_memory():
@@ -370,7 +370,7 @@ def test_inductors_version_is_compiled_with_the_settings_of_the_bodies(monkeypat
 @pytest.mark.soak
 @needs_two_cores
 def test_inductors_version_is_compiled_under_any_mode_of_the_caller() -> None:
-    """The contest may reach it in the midst of a step under autocast or inference mode."""
+    """The comparison may reach it in the midst of a step under autocast or inference mode."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     model, inputs = TwoTowers(), two_tower_inputs()
@@ -387,10 +387,10 @@ def test_inductors_version_is_compiled_under_any_mode_of_the_caller() -> None:
 
 
 @needs_two_cores
-def test_a_contest_that_fails_leaves_the_plan_running(
+def test_a_comparison_that_fails_leaves_the_plan_running(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A defect of ours in the midst of a contest is one warning, and training goes on with the plans."""
+    """A defect of ours in the midst of a comparison is one warning, and training goes on with the plans."""
     run, inputs, found = compiled_towers(**{"debug.strict": False})
     for _ in range(2):
         run(*inputs).square().mean().backward()
@@ -458,7 +458,7 @@ def test_a_second_run_begins_where_the_first_one_ended(
 @pytest.mark.soak
 @needs_two_cores
 @pytest.mark.parametrize("gone", [0, 1])
-def test_a_graph_that_is_not_remembered_has_its_contest_alone(gone: int, tmp_path: Path) -> None:
+def test_a_graph_that_is_not_remembered_has_its_comparison_alone(gone: int, tmp_path: Path) -> None:
     """Forward or backward, whichever file is lost: the other one runs as it did, and everything is decided again."""
     options = {"plan.remember": True, "device.cache": tmp_path}
     for _ in range(2):

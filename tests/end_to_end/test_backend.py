@@ -191,7 +191,7 @@ def test_a_shape_that_depends_on_data_falls_back_in_one_line(caplog: pytest.LogC
     (line,) = [record.getMessage() for record in caplog.records if "falls back" in record.getMessage()]
     assert "no input of the graph says what u0 is" in line
     report = apollo_compile.report(layer)
-    (reason,) = report.handed_over
+    (reason,) = report.fallbacks
     assert "has a dynamic shape" in reason[1]
     assert str(report).splitlines()[0] == f"falls back: {reason[1]}"
 
@@ -219,7 +219,7 @@ def test_towers_of_a_model_that_reads_a_number_run_side_by_side() -> None:
                 run(*inputs, torch.zeros_like(tokens))
     report = apollo_compile.report(run)
     (graph,) = report.graphs
-    assert report.handed_over == report.breaks == ()
+    assert report.fallbacks == report.breaks == ()
     assert graph.num_lanes > 1
 
 
@@ -261,7 +261,7 @@ def test_a_model_that_checks_a_number_trains_as_in_eager(caplog: pytest.LogCaptu
             assert_same_training(eager, train(model, loss_of, backend="apollo", options=STRICT))
         report = apollo_compile.report(runs[-1])
         assert [graph.role.value for graph in report.graphs] == roles
-    (reason,) = [reason for _, reason in report.handed_over]
+    (reason,) = [reason for _, reason in report.fallbacks]
     assert "returns _local_scalar_dense, a SymInt" in reason
     assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
 
@@ -315,7 +315,7 @@ def test_a_backward_in_segments_reads_what_inductors_forward_saved(first_axis: i
     assert_same_training(eager, train(model, loss_of, backend="apollo", options=options))
     (found,) = registry.compiled_models()[-1:]
     assert [graph.compilation.capture.role for graph in found.graphs] == ["backward"]
-    assert [name for name, _ in found.handed_over] == [f"{found.name} forward"]
+    assert [name for name, _ in found.fallbacks] == [f"{found.name} forward"]
 
 
 def test_one_compile_thread_compiles_when_a_body_is_needed() -> None:

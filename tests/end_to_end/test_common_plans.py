@@ -16,7 +16,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 
 from apollo_compile import __version__, backend
 from apollo_compile.device.cpu.execute import available_units
-from apollo_compile.distributed.agreement import Commons
+from apollo_compile.distributed.agreement import Agreement
 from apollo_compile.distributed.ranks import Ranks, Store
 from apollo_compile.errors import RankError
 from apollo_compile.ir import Plan
@@ -94,7 +94,7 @@ class Followed:
     steps: list[list[tuple[Plan, bool]]]
     """Per step and graph, its plan, and whether that was final."""
     replans: list[int]
-    handed_over: list[str]
+    fallbacks: list[str]
 
 
 def follow(
@@ -120,8 +120,8 @@ def follow(
         for _ in range(steps):
             run(*inputs).square().mean().backward()
             seen.append([(graph.compilation.plan, graph.is_settled) for graph in entry.graphs])
-    reasons = [reason for _, reason in entry.handed_over]
-    return Followed(steps=seen, replans=[graph.num_replans for graph in entry.graphs], handed_over=reasons)
+    reasons = [reason for _, reason in entry.fallbacks]
+    return Followed(steps=seen, replans=[graph.num_replans for graph in entry.graphs], fallbacks=reasons)
 
 
 def fail(*args: object, **kwargs: object) -> Any:
@@ -172,8 +172,8 @@ def test_a_plan_that_is_too_large_for_the_store_leaves_the_graph_to_inductor_on_
         patched.setattr("apollo_compile.distributed.agreement.MAX_BYTES", 100)
         first = follow(store, monkeypatch, steps=0)
     second = follow(store, monkeypatch, steps=0)
-    assert first.handed_over == second.handed_over != []
-    assert all("is too large for the store in which ranks agree on it" in reason for reason in first.handed_over)
+    assert first.fallbacks == second.fallbacks != []
+    assert all("is too large for the store in which ranks agree on it" in reason for reason in first.fallbacks)
 
 
 def test_a_plan_from_a_file_is_that_of_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,6 +214,6 @@ def test_a_rank_that_cannot_run_the_plan_of_all_stops(text: str, reason: str, mo
 
 def test_libraries_that_another_rank_cannot_name_stop_the_rank() -> None:
     """Which library computes a product shows in the last bits."""
-    commons = Commons(Ranks(Meddler("{", key="products")), topic="graph")
+    agreement = Agreement(Ranks(Meddler("{", key="products")), topic="graph")
     with pytest.raises(RankError, match="the products that ranks agreed on cannot be read"):
-        commons.settle_names("products", ["a", "b"])
+        agreement.settle_names("products", ["a", "b"])

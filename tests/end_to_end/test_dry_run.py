@@ -199,7 +199,7 @@ def test_a_graph_that_is_inductors_has_its_plan_in_the_report() -> None:
     for report in (planned, apollo_compile.report(run)):
         (graph,) = report.graphs
         assert graph.variant == "Inductor"
-        assert [f"{name} inference" for name, _ in report.handed_over] == [graph.name]
+        assert [f"{name} inference" for name, _ in report.fallbacks] == [graph.name]
         assert "Nothing can overlap" in str(report) and "nothing to gain" in str(report)
         assert str(report).startswith("falls back: nothing to gain: ")
 
@@ -347,5 +347,5 @@ def test_what_has_no_parameters_has_a_report(run: Any) -> None:
 def test_a_plan_that_cannot_be_made_is_a_reason() -> None:
     """The backend would fall back, and so does the dry run."""
     report = explain(nn.Linear(64, 64), (torch.randn(8, 64),), options={"plan.memory_quota": 1})
-    assert all("InfeasiblePlanError" in reason for _, reason in report.handed_over)
-    assert report.handed_over
+    assert all("InfeasiblePlanError" in reason for _, reason in report.fallbacks)
+    assert report.fallbacks

@@ -86,7 +86,7 @@ def test_training_is_as_in_eager_at_every_length(caplog: pytest.LogCaptureFixtur
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
     assert "Inductor" not in caplog.text
     model = registry.compiled_models()[-1]
-    assert model.handed_over == []
+    assert model.fallbacks == []
     traced = [graph for graph in model.graphs if not graph.is_resized]
     assert [graph.compilation.capture.role for graph in traced] == ["forward", "backward"]
     for graph in traced:
@@ -190,7 +190,7 @@ def test_a_storm_of_sizes_waits_for_no_plan_and_is_compiled_twice(monkeypatch: p
 
 @pytest.mark.soak
 @needs_two_cores
-@sizes("compiled code, and the contest of ways")
+@sizes("compiled code, and the comparison of variants")
 def test_compiled_code_of_every_way_serves_every_size() -> None:
     """The plan, its segments in turn, and Inductor's version, which is compiled after Dynamo has fixed its guards."""
     torch._dynamo.reset()
@@ -234,7 +234,7 @@ def test_sizes_are_marked_by_hand() -> None:
         torch._dynamo.mark_dynamic(left, 1)
         torch.testing.assert_close(run(left, right), model(left, right), rtol=1e-4, atol=1e-5)
     (found,) = registry.find_models(model)
-    assert found.handed_over == []
+    assert found.fallbacks == []
     assert len(found.graphs[0].compilation.capture.sizes) == 1
 
 
@@ -273,7 +273,7 @@ def test_sizes_go_through_graph_breaks(op: Callable[[int], float]) -> None:
     made = [model for model in registry.compiled_models() if model not in others]
     assert any(graph.compilation.capture.sizes for model in made for graph in model.graphs)
     if op is not half:
-        assert [model.handed_over for model in made] == [[]] * len(made)
+        assert [model.fallbacks for model in made] == [[]] * len(made)
 
 
 @pytest.mark.parametrize("option", ["plan.memory_quota", "plan.planner", "deterministic"])
@@ -296,10 +296,10 @@ def test_who_asks_for_one_plan_gets_one(option: str) -> None:
         torch.use_deterministic_algorithms(False)
     (found,) = registry.find_models(model)
     if option == "plan.memory_quota":
-        assert all("memory quota" in reason for _, reason in found.handed_over)
+        assert all("memory quota" in reason for _, reason in found.fallbacks)
         assert found.graphs == []
     else:
-        assert found.handed_over == []
+        assert found.fallbacks == []
         assert [graph.is_resized for graph in found.graphs] == [False] * len(found.graphs)
         assert all(graph.is_settled for graph in found.graphs)
 
@@ -313,7 +313,7 @@ def _num_shape_envs() -> int:
 
 
 def test_a_graph_that_gets_no_plans_by_size_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Inductor runs it, so it is in no report as one with segments, and in no contest."""
+    """Inductor runs it, so it is in no report as one with segments, and in no comparison."""
 
     def refuse(*args: object) -> None:
         raise UnsupportedGraphError("no formulas for this graph")
@@ -324,7 +324,7 @@ def test_a_graph_that_gets_no_plans_by_size_leaves_nothing_behind(monkeypatch: p
     with torch.no_grad():
         torch.testing.assert_close(run(x), layer(x))
     report = apollo_compile.report(layer)
-    assert [reason for _, reason in report.handed_over] == ["no formulas for this graph"]
+    assert [reason for _, reason in report.fallbacks] == ["no formulas for this graph"]
     assert report.graphs == ()
     (model,) = registry.find_models(layer)
     assert model.graphs == model.autotuned == model.families == []
@@ -400,7 +400,7 @@ def test_a_ragged_size_is_refused_in_words() -> None:
     inputs = _jagged((3, 4)), torch.rand(7, 8)
     (nested, product), (expected, expected_product) = run(*inputs), mix(*inputs)
     torch.testing.assert_close((nested.values(), product), (expected.values(), expected_product))
-    ((_, reason),) = registry.compiled_models()[-1].handed_over
+    ((_, reason),) = registry.compiled_models()[-1].fallbacks
     assert "is the ragged size of a jagged nested tensor" in reason
 
 
@@ -419,4 +419,4 @@ def test_a_nested_tensor_that_the_graph_makes_runs_in_segments() -> None:
         values = torch.rand(sum(lengths), 8)
         torch.testing.assert_close(run(values, offsets), embed(values, offsets), rtol=1e-4, atol=1e-5)
     models = registry.compiled_models()
-    assert any(graph.has_run for graph in models[-1].graphs) and not models[-1].handed_over
+    assert any(graph.has_run for graph in models[-1].graphs) and not models[-1].fallbacks

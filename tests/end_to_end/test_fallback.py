@@ -98,7 +98,7 @@ def test_the_code_is_that_of_torch_compile(kind: str, mode: str | None, no_cache
         expected = code_of(model, x, backend="inductor", mode=mode)
         assert code_of(model, x, backend="apollo", mode=mode, options=USUAL) == expected
     found = registry.compiled_models()[-1]
-    assert found.graphs == [] and [name for name, _ in found.handed_over] == [found.name]
+    assert found.graphs == [] and [name for name, _ in found.fallbacks] == [found.name]
 
 
 def test_modes_and_options_of_inductor_reach_what_falls_back(no_caches: None) -> None:
@@ -187,7 +187,7 @@ def test_that_a_graph_falls_back_is_remembered(
             monkeypatch.setattr(session_compile, "plan_graph", lambda *args, **kwargs: pytest.fail("planned again"))
     lines = [record.getMessage() for record in caplog.records if "falls back" in record.getMessage()]
     assert len(lines) == 2 and len({line.partition(" ")[2] for line in lines}) == 1
-    assert len(first.left) == 1 and "nothing to gain" in first.handed_over[0][1]
+    assert len(first.unprofitable) == 1 and "nothing to gain" in first.fallbacks[0][1]
 
 
 @pytest.mark.parametrize("kind", [Product, Chosen])
@@ -204,8 +204,8 @@ def test_one_line_says_why_a_graph_falls_back(kind: type[nn.Module], caplog: pyt
     (line,) = [record for record in caplog.records if "fall" in record.getMessage()]
     assert line.levelno == logging.INFO
     (found,) = registry.find_models(model)
-    assert line.getMessage() == f"{found.name} falls back to torch.compile: {found.handed_over[0][1]}"
-    assert found.handed_over[0][1] in str(apollo_compile.report(run))
+    assert line.getMessage() == f"{found.name} falls back to torch.compile: {found.fallbacks[0][1]}"
+    assert found.fallbacks[0][1] in str(apollo_compile.report(run))
     assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 

@@ -38,7 +38,7 @@ OVERRIDDEN: list[tuple[type, str]] = [
 
 @pytest.fixture(autouse=True)
 def _a_process_that_warned_of_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session_bodies, "_losses", itertools.count())
+    monkeypatch.setattr(session_bodies, "_num_warnings", itertools.count())
 
 
 def compile_one(function: Callable[..., Any], *inputs: torch.Tensor) -> CompiledBody:

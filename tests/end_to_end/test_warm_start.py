@@ -57,7 +57,7 @@ def training_of(model: nn.Module, *inputs: torch.Tensor, **options: Any) -> tupl
 
 
 def let_win(variant: str, model: nn.Module, inputs: tuple[torch.Tensor, ...], options: dict[str, Any]) -> None:
-    """Train until the contest is over, and let its finding say that `way` won, whichever did."""
+    """Train until the comparison is over, and let its finding say that `variant` won, whichever did."""
     run = torch.compile(model, backend="apollo", options={**STRICT, **options})
     for _ in range(2000):
         run(*inputs).square().mean().backward()
@@ -65,7 +65,7 @@ def let_win(variant: str, model: nn.Module, inputs: tuple[torch.Tensor, ...], op
             break
     (found,) = registry.find_models(model)
     verdict = found.autotuner.verdict
-    assert verdict is not None and verdict.standings[0].num_rounds > 0, (found.handed_over, verdict)
+    assert verdict is not None and verdict.standings[0].num_rounds > 0, (found.fallbacks, verdict)
     files = sorted((options["device.cache"] / "history").iterdir())
     assert len(files) == 2
     for file in files:
@@ -154,16 +154,16 @@ def test_a_graph_that_falls_back_does_so_again(monkeypatch: pytest.MonkeyPatch) 
     model, inputs = nn.Linear(1024, 1024, bias=False), (torch.randn(512, 1024),)
     options = {"plan.autotune": True}
     expected, first = training_of(model, *inputs, **options)
-    assert [len(first.graphs), len(first.left)] == [0, 1], first.handed_over
+    assert [len(first.graphs), len(first.unprofitable)] == [0, 1], first.fallbacks
     assert hits() == (0, 2)
     forbid_tracing(monkeypatch)
     got, second = training_of(model, *inputs, **options)
     assert hits() == (2, 2)
     assert_same_training(expected, got)
-    reasons = [reason for _, reason in first.handed_over]
-    assert [reason for _, reason in second.handed_over] == reasons
-    assert [found.partition.graph.segments for found in second.left] == [
-        found.partition.graph.segments for found in first.left
+    reasons = [reason for _, reason in first.fallbacks]
+    assert [reason for _, reason in second.fallbacks] == reasons
+    assert [found.partition.graph.segments for found in second.unprofitable] == [
+        found.partition.graph.segments for found in first.unprofitable
     ]
 
 
@@ -201,7 +201,7 @@ def test_every_way_can_be_taken_by_a_graph_that_came_back(variant: str) -> None:
 @needs_two_cores
 @pytest.mark.parametrize("variant", [Variant.INDUCTOR, pytest.param(Variant.SERIAL, marks=pytest.mark.soak)])
 def test_a_verdict_that_came_later_holds(variant: str, tmp_path: Path) -> None:
-    """The bundle is of the first step; what the contest said after that stands in the history."""
+    """The bundle is of the first step; what the comparison said after that stands in the history."""
     torch.manual_seed(0)
     model, inputs = TwoTowers(), two_tower_inputs()
     options = {"plan.autotune": True, "plan.min_gain": 0.0, "device.cache": tmp_path}
@@ -209,7 +209,7 @@ def test_a_verdict_that_came_later_holds(variant: str, tmp_path: Path) -> None:
     training, found = training_of(model, *inputs, **options)
     assert hits() == (1, 2 if variant == Variant.INDUCTOR else 1)
     assert [graph.variant for graph in found.graphs] == ([] if variant == Variant.INDUCTOR else [variant, variant])
-    assert [name for name, _ in found.handed_over] == ([found.name] if variant == Variant.INDUCTOR else [])
+    assert [name for name, _ in found.fallbacks] == ([found.name] if variant == Variant.INDUCTOR else [])
     assert found.verdict is not None and found.verdict.is_remembered
     assert_same_training(train(model, lambda run: run(*inputs).square().mean()), training)
 
@@ -224,13 +224,13 @@ def test_inductors_code_is_not_kept_longer_than_the_verdict(tmp_path: Path) -> N
     let_win(Variant.INDUCTOR, model, inputs, options)
     with torch.compiler.config.patch(cache_key_tag=f"{tmp_path} whole"):
         _, found = training_of(model, *inputs, **options)
-        assert [len(found.graphs), len(found.left)] == [0, 1]
+        assert [len(found.graphs), len(found.unprofitable)] == [0, 1]
         counters.clear()
         for file in (tmp_path / "history").iterdir():
             file.unlink()
         training, found = training_of(model, *inputs, **options)
     assert hits() == (0, 1)
-    assert [len(found.graphs), len(found.left)] == [2, 0]
+    assert [len(found.graphs), len(found.unprofitable)] == [2, 0]
     assert_same_training(train(model, lambda run: run(*inputs).square().mean()), training)
 
 

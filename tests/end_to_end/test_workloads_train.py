@@ -93,7 +93,7 @@ def test_llava_is_one_graph_in_segments_where_dynamo_may_capture_numbers() -> No
         apollo = train(workload.model, loss_of, steps=2, backend="apollo", options=options)
     report = apollo_compile.report(runs[-1])
     assert [graph.role.value for graph in report.graphs] == ["forward", "backward"]
-    assert report.breaks == report.handed_over == ()
+    assert report.breaks == report.fallbacks == ()
     assert_as_accurate(train(exact.model, lambda run: _loss_of(exact, run), steps=2), eager, apollo)
 
 

@@ -85,7 +85,7 @@ def damaged_bytes(draw: st.DrawFn, content: bytes) -> bytes:
                 changed[draw(st.integers(0, len(changed) - 1))] = draw(st.integers(0, 255))
             return bytes(changed)
         case "deep":
-            return draw(st.sampled_from((b"[", b'{"format":', b'{"format":2,"report":['))) * draw(
+            return draw(st.sampled_from((b"[", b'{"format":', b'{"format":3,"report":['))) * draw(
                 st.integers(1, 20_000)
             )
         case _:

@@ -20,7 +20,7 @@ from apollo_compile import __version__
 from apollo_compile.device.fingerprint import Fingerprint
 from apollo_compile.device.lanes import lane_catalogue
 from apollo_compile.device.profile import DeviceProfile
-from apollo_compile.distributed.agreement import Commons
+from apollo_compile.distributed.agreement import Agreement
 from apollo_compile.distributed.ranks import Ranks
 from apollo_compile.errors import ApolloError, ConfigError, InvariantError, PlanFileError, RankError, ReportFileError
 from apollo_compile.ir import KernelKind, Observations, Standing, Variant, Verdict
@@ -74,7 +74,7 @@ def _report() -> Report:
     )
     return Report(
         graphs=(summarize(compilation, invent_run(compilation)),),
-        handed_over=(("1/0", "why"),),
+        fallbacks=(("1/0", "why"),),
         verdicts=(("0/0", Verdict(winner="plan", selection=("plan",), standings=standings, num_steps=30)),),
         breaks=(a_break(),),
     )
@@ -297,7 +297,7 @@ def test_a_damaged_plan_of_another_rank_is_legal_or_stops_the_rank(text: str) ->
     """It is checked against the graph as a plan of this rank is; if it is none, nobody can tell what the others run."""
     own = _compilation()
     try:
-        settled = Commons(Ranks(_Store("plan", text)), topic="graph").settle(own, own, StageRunner())
+        settled = Agreement(Ranks(_Store("plan", text)), topic="graph").settle(own, own, StageRunner())
     except RankError:
         return
     if settled is not None:
@@ -307,7 +307,7 @@ def test_a_damaged_plan_of_another_rank_is_legal_or_stops_the_rank(text: str) ->
 @FUZZ
 @given(damaged_json({"times": {variant: {"0": 1e6, "1": 2e6} for variant in (Variant.SERIAL, Variant.PLAN)}}))
 def test_damaged_times_of_another_rank_are_compared_or_stop_the_rank(text: str) -> None:
-    """Whatever they are, every graph ends with a way that it has."""
+    """Whatever they are, every graph ends with a variant that it has."""
     graphs = [Graph({Variant.SERIAL: 10, Variant.PLAN: 9, Variant.INDUCTOR: 10}) for _ in range(2)]
     machine = Machine(*graphs, ranks=Ranks(_Store("round", text)))
     try:

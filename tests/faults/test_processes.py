@@ -229,7 +229,7 @@ def test_without_a_compiler_graphs_run_operator_by_operator(tmp_path: Path, scri
             run = torch.compile(detach, backend="apollo", dynamic=True, options=options)
             assert [value.requires_grad for value in run(x)] == [True, True, False]
         from apollo_compile.session import registry
-        reasons = [reason for _, reason in registry.compiled_models()[-1].handed_over]
+        reasons = [reason for _, reason in registry.compiled_models()[-1].fallbacks]
         assert reasons and all("operator by operator" in reason for reason in reasons)
         print("done")
         """,
@@ -248,7 +248,7 @@ loss = lambda run: run(*x).square().mean()
 expected = train(model, loss, steps=3)
 assert_same_training(expected, train(model, loss, steps=3, backend="apollo", options={"debug.dump": "FOLDER/dump"}))
 (compiled,) = registry.compiled_models()
-assert [graph.has_run for graph in compiled.graphs] == [True, True], compiled.handed_over
+assert [graph.has_run for graph in compiled.graphs] == [True, True], compiled.fallbacks
 print("done")
 """
 

@@ -203,8 +203,8 @@ def test_an_allocator_that_fails_in_compiled_code_is_the_users_error() -> None:
 
 
 @pytest.mark.soak
-def test_training_that_skips_failed_steps_ends_as_eager_does_contest_included() -> None:
-    """Every third step fails somewhere; the contest goes on, and its verdict comes."""
+def test_training_that_skips_failed_steps_ends_as_eager_does_autotuning_included() -> None:
+    """Every third step fails somewhere; the comparison goes on, and its verdict comes."""
     model, x = _model_and_input()
 
     def loss_of(run: Callable[..., torch.Tensor]) -> torch.Tensor:

@@ -44,7 +44,7 @@ VERDICT = Verdict(
     ),
     num_steps=36,
 )
-"""Of two ways, the one measured in 5 rounds and the other in 7."""
+"""Of two variants, the one measured in 5 rounds and the other in 7."""
 
 
 def compile_graph(graph: SegmentGraph, *, units: int = UNITS, time_limit_s: float = 2.0) -> Compilation:
@@ -113,7 +113,7 @@ def workload_report(name: str) -> Report:
         summaries.append(
             summarize(compilation, invent_run(compilation), what_if=(row,), baselines=other_rules(compilation))
         )
-    return Report(graphs=tuple(summaries), handed_over=())
+    return Report(graphs=tuple(summaries), fallbacks=())
 
 
 def a_break(**changes: object) -> GraphBreak:

@@ -33,7 +33,7 @@ def full_report(workload: str = "clip") -> Report:
     """Return a report with everything that a report can have."""
     return replace(
         workload_report(workload),
-        handed_over=(("1/0 forward", "x is on device cuda:0 <script>alert(1)</script>"),),
+        fallbacks=(("1/0 forward", "x is on device cuda:0 <script>alert(1)</script>"),),
         verdicts=(("0/0", VERDICT),),
         breaks=(a_break(),),
         states=(STATE,),
@@ -102,7 +102,7 @@ def test_five_hundred_segments_make_a_page_under_a_megabyte() -> None:
         for segment in graph.segments
     )
     made = compile_graph(replace(graph, segments=named), time_limit_s=0.1)
-    text = Report(graphs=(summarize(made, invent_run(made)),), handed_over=()).to_html()
+    text = Report(graphs=(summarize(made, invent_run(made)),), fallbacks=()).to_html()
     assert text.count('class="bar') >= 1500
     assert len(text.encode()) < MAX_PAGE_BYTES
 
@@ -134,7 +134,7 @@ def test_axes_have_round_times_and_boxes_do_not_overlap(workload: str) -> None:
 
 def test_a_report_of_nothing_is_a_page_too() -> None:
     """It says what to do."""
-    assert "call the compiled model first" in Report(graphs=(), handed_over=()).to_html()
+    assert "call the compiled model first" in Report(graphs=(), fallbacks=()).to_html()
 
 
 # --------------------------------------------------------------------------------------------------------- in a browser
@@ -161,7 +161,7 @@ class Tab:
 @pytest.fixture
 def tab(browser: Any, tmp_path: Path) -> Iterator[Any]:
     """The page of the small report with a run, on a laptop."""
-    report = Report(graphs=(summarize(compilation(), RUN),), handed_over=(), breaks=(a_break(),), states=(STATE,))
+    report = Report(graphs=(summarize(compilation(), RUN),), fallbacks=(), breaks=(a_break(),), states=(STATE,))
     report.save_html(tmp_path / "report.html")
     opened = Tab(browser, tmp_path / "report.html", viewport={"width": 1280, "height": 900})
     yield opened.page

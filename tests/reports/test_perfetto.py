@@ -52,7 +52,7 @@ def two_graphs() -> Report:
         spans=tuple(replace(s, start_ns=s.start_ns * ODD, end_ns=s.end_ns * ODD) for s in RUN.spans),
         duration_ns=RUN.duration_ns * ODD,
     )
-    return Report(graphs=tuple(summarize(compilation(), run) for run in (RUN, long)), handed_over=())
+    return Report(graphs=tuple(summarize(compilation(), run) for run in (RUN, long)), fallbacks=())
 
 
 @pytest.fixture

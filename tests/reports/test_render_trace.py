@@ -89,10 +89,10 @@ def test_a_trace_is_valid_and_has_every_segment_on_every_track(workload: str) ->
 
 def test_a_trace_without_a_run_has_no_measured_track() -> None:
     """Nor is there anything in the trace of nothing."""
-    trace = json.loads(Report(graphs=(summarize(compilation(), NOTHING),), handed_over=()).to_trace())
+    trace = json.loads(Report(graphs=(summarize(compilation(), NOTHING),), fallbacks=()).to_trace())
     validate(trace)
     assert {e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "process_name"} == {"serial", "predicted"}
-    assert json.loads(Report(graphs=(), handed_over=()).to_trace())["traceEvents"] == []
+    assert json.loads(Report(graphs=(), fallbacks=()).to_trace())["traceEvents"] == []
 
 
 def test_the_validator_refuses_broken_traces() -> None:

@@ -28,7 +28,7 @@ from tests.reports.test_summary import NOTHING, RUN, compilation, trace
 
 def small(letters: str = "*AB*") -> Report:
     """Return a report of the diamond of four segments."""
-    return Report(graphs=(summarize(compilation(letters), RUN),), handed_over=())
+    return Report(graphs=(summarize(compilation(letters), RUN),), fallbacks=())
 
 
 # -------------------------------------------------------------------------------------------------------------- numbers
@@ -80,7 +80,7 @@ def test_what_runs_side_by_side_within_a_branch_is_told() -> None:
         summary = summarize(replace(made, partition=partition), run)
         (pair,) = [pair for pair in summary.pairs if pair.first == pair.second == "layers"]
         assert (pair.could_overlap_ns, pair.overlap_ns) == (225, 300 if run is RUN else 200)
-        text = " ".join(describe(summary, Report(graphs=(summary,), handed_over=())))
+        text = " ".join(describe(summary, Report(graphs=(summary,), fallbacks=())))
         assert told in text and "Between modules there is next to nothing to overlap" in text
 
 
@@ -116,7 +116,7 @@ def test_json_is_read_back_as_the_same_report() -> None:
     graphs = workload_report("clip").graphs
     report = Report(
         graphs=graphs,
-        handed_over=(("1/0 forward", "x is on device cuda:0"),),
+        fallbacks=(("1/0 forward", "x is on device cuda:0"),),
         verdicts=(("0/0", VERDICT),),
         breaks=(a_break(),),
         states=(State(graph="0/0", stage=Stage.MEASURING, detail="round 3 of at least 5"),),
@@ -125,7 +125,7 @@ def test_json_is_read_back_as_the_same_report() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "[]", "{}", '{"format": 2}', '{"format": 1, "report": {}}', '{"format": 2, "report": {"graphs": 3}}']
+    "text", ["", "[]", "{}", '{"format": 3}', '{"format": 2, "report": {}}', '{"format": 3, "report": {"graphs": 3}}']
 )
 def test_what_is_no_report_is_refused(text: str) -> None:
     """With what was expected."""
@@ -176,8 +176,8 @@ def test_the_first_line_says_how_far_it_is(states: tuple[State, ...], told: str)
 
 def test_a_first_call_is_no_measurement() -> None:
     """Text, page and JSON say that there will be one; a dry run has none to come."""
-    cold = Report(graphs=(summarize(compilation(), NOTHING, is_cold=True),), handed_over=())
-    planned = Report(graphs=(summarize(compilation(), NOTHING),), handed_over=())
+    cold = Report(graphs=(summarize(compilation(), NOTHING, is_cold=True),), fallbacks=())
+    planned = Report(graphs=(summarize(compilation(), NOTHING),), fallbacks=())
     assert "  not measured yet: the first call of a plan is cold, and left out" in str(cold).splitlines()
     assert "<dt>Measured</dt><dd>not yet</dd>" in cold.to_html()
     assert json.loads(cold.to_json())["report"]["graphs"][0]["is_cold"] is True
@@ -205,7 +205,7 @@ def test_a_model_without_branches_is_told_that_nothing_can_overlap(workload: str
 def test_independent_branches_that_run_in_turn_get_a_reason() -> None:
     """On one lane, because halves of the device take longer; because Inductor runs the graph; for lack of units."""
     made = summarize(compilation("****"), NOTHING)
-    report = Report(graphs=(made,), handed_over=())
+    report = Report(graphs=(made,), fallbacks=())
     assert "on 1 of the 2 units they take 1.33x as long as on all" in " ".join(describe(made, report))
     assert "Inductor runs the graph" in " ".join(describe(replace(made, variant=Variant.INDUCTOR), report))
     one = replace(made, device=replace(made.device, units=1))
@@ -216,18 +216,18 @@ def test_a_disturbed_run_says_nothing_of_the_plan() -> None:
     """The two layers are planned side by side for 200 ns; in a run in which they were not, the plan is not to blame."""
     apart = trace((0, 0, 10, 60), (1, 1, 70, 470), (2, 2, 480, 780), (3, 0, 800, 880), duration_ns=1000)
     made = summarize(compilation(), apart)
-    text = " ".join(describe(made, Report(graphs=(made,), handed_over=())))
+    text = " ".join(describe(made, Report(graphs=(made,), fallbacks=())))
     assert "image and text are planned to overlap for 200 ns, and did for 0 ns in the last run: one run, which" in text
     assert "the plan gains more elsewhere" not in text
     elsewhere = summarize(compilation("*AA*"), apart)
-    assert "run one after the other" in " ".join(describe(elsewhere, Report(graphs=(elsewhere,), handed_over=())))
+    assert "run one after the other" in " ".join(describe(elsewhere, Report(graphs=(elsewhere,), fallbacks=())))
 
 
 def test_operators_without_a_formula_are_named() -> None:
     """By those whose formulas are asked for; a model that has formulas for all is told nothing of them."""
     made = compilation("****")
-    report = Report(graphs=(), handed_over=())
-    assert "known by bytes alone" not in " ".join(describe(summarize(made, NOTHING), report))
+    report = Report(graphs=(), fallbacks=())
+    assert "Counted by their bytes" not in " ".join(describe(summarize(made, NOTHING), report))
     rough = replace(made, capture=replace(made.capture, without_formula=("aten._cdist_forward.default",)))
     text = " ".join(describe(summarize(rough, NOTHING), report))
     assert "work is known by bytes alone: aten._cdist_forward.default." in text
@@ -252,7 +252,7 @@ def test_comparisons_without_batches_say_how_to_get_them() -> None:
     units = WhatIf(change="8 units", units=8, serial_ns=200, predicted_ns=100)
     batch = WhatIf(change="batch 16", units=2, serial_ns=200, predicted_ns=100, batch=16)
     for rows, is_told in (((units,), True), ((units, batch), False), ((), False)):
-        report = Report(graphs=(summarize(compilation(), RUN, what_if=rows),), handed_over=())
+        report = Report(graphs=(summarize(compilation(), RUN, what_if=rows),), fallbacks=())
         assert (OTHER_BATCHES in str(report)) is (escape(OTHER_BATCHES) in report.to_html()) is is_told
 
 
@@ -290,13 +290,13 @@ def test_why_names_times_needs_and_neighbours() -> None:
     report = workload_report("clip")
     assert report.why("text_model").count("granted") > 20
     assert "does not run its plan now but Inductor" in explain_place(
-        Report(graphs=(replace(small().graphs[0], variant=Variant.INDUCTOR),), handed_over=()), "embed"
+        Report(graphs=(replace(small().graphs[0], variant=Variant.INDUCTOR),), fallbacks=()), "embed"
     )
 
 
 def test_why_of_an_unknown_name_lists_similar_ones() -> None:
     """And why graphs are not there at all."""
-    report = replace(small(), handed_over=(("1/0 forward", "dynamic shapes"),))
+    report = replace(small(), fallbacks=(("1/0 forward", "dynamic shapes"),))
     with pytest.raises(LookupError, match=r"similar: image\.layers\.0(.|\n)*dynamic shapes"):
         report.why("image.layer.0")
 
@@ -335,7 +335,7 @@ def test_a_difference_names_moves_and_times() -> None:
 
 def test_graphs_that_one_side_lacks_are_named() -> None:
     """In both directions."""
-    nothing = Report(graphs=(), handed_over=())
+    nothing = Report(graphs=(), fallbacks=())
     assert small().diff(nothing).only_before == ("test",)
     assert str(nothing.diff(small())) == "test: only in the second"
     assert str(nothing.diff(nothing)) == "no graph in either"
@@ -344,7 +344,7 @@ def test_graphs_that_one_side_lacks_are_named() -> None:
 def test_graphs_of_the_same_name_are_all_compared() -> None:
     """As files may have them: the first with the first, the second with the second."""
     one, other = small("*AB*").graphs[0], small("****").graphs[0]
-    before, after = (Report(graphs=graphs, handed_over=()) for graphs in ((one, other), (one, one, other)))
+    before, after = (Report(graphs=graphs, fallbacks=()) for graphs in ((one, other), (one, one, other)))
     difference = before.diff(after)
     assert [graph.is_same_plan for graph in difference.graphs] == [True, False]
     assert difference.only_after == ("test",) and difference.only_before == ()
@@ -354,15 +354,15 @@ def test_reports_of_several_dynamo_graphs_become_one_with_unique_names() -> None
     """Whatever tells of a graph gets the same number."""
     each = replace(
         small(),
-        handed_over=(("0/0 backward", "x is on device cuda:0"),),
+        fallbacks=(("0/0 backward", "x is on device cuda:0"),),
         verdicts=(("0/0", VERDICT),),
         breaks=(a_break(),),
         states=(State(graph="0/0", stage=Stage.SETTLED),),
     )
-    merged = merge_reports([each, Report(graphs=(), handed_over=(("1/0 forward", "x"),)), each, each])
+    merged = merge_reports([each, Report(graphs=(), fallbacks=(("1/0 forward", "x"),)), each, each])
     endings = ["", "#2", "#3"]
     assert [graph.name for graph in merged.graphs] == [f"test{ending}" for ending in endings]
-    assert [name for name, _ in merged.handed_over] == [
+    assert [name for name, _ in merged.fallbacks] == [
         "0/0 backward", "1/0 forward", "0/0 backward#2", "0/0 backward#3"
     ]  # fmt: skip
     assert [name for name, _ in merged.verdicts] == [f"0/0{ending}" for ending in endings]
@@ -412,20 +412,18 @@ def test_branches_of_one_graph_have_different_colours() -> None:
     graphs = [tuple(f"{letter}{number}" for number in range(5)) for letter in "abc"]
     graphs.append(("b0", "c4", "a0"))
     summary = small().graphs[0]
-    found = color_of_branches(
-        Report(graphs=tuple(replace(summary, branches=names) for names in graphs), handed_over=())
-    )
+    found = color_of_branches(Report(graphs=tuple(replace(summary, branches=names) for names in graphs), fallbacks=()))
     assert [set(colors) for colors in found] == [set(names) for names in graphs]
     assert [len(set(colors.values())) for colors in found] == [5, 5, 5, 3]
     assert found[3]["b0"] == found[1]["b0"]
-    (many,) = color_of_branches(Report(graphs=(replace(summary, branches=tuple(map(str, range(20)))),), handed_over=()))
+    (many,) = color_of_branches(Report(graphs=(replace(summary, branches=tuple(map(str, range(20)))),), fallbacks=()))
     assert len(many) == 20 and set(many.values()) == set(range(len(COLORS)))
 
 
 def test_what_a_plan_of_one_unit_says() -> None:
     """No lanes, no waits; the same forms."""
     made = compile_graph(load_graphs()["clip_forward"], units=1)
-    report = Report(graphs=(summarize(made, invent_run(made)),), handed_over=())
+    report = Report(graphs=(summarize(made, invent_run(made)),), fallbacks=())
     assert "1 lane" in str(report)
     assert json.loads(report.to_json())["report"]["graphs"][0]["waits"] == []
 

@@ -219,7 +219,7 @@ def test_the_text_has_every_number() -> None:
     """Of the graph, of the run, and of the segments; a star marks predictions from measurements."""
     made = compilation()
     summary = summarize(made, RUN, baselines=other_rules(made))
-    text = render_text(Report(graphs=(summary,), handed_over=()))
+    text = render_text(Report(graphs=(summary,), fallbacks=()))
     lines = text.splitlines()
     assert lines[0] == "test: 4 segments (3 bodies) on 3 lanes, greedy plan"
     assert lines[1] == "  predicted 510 ns; on one lane 560 ns (1.10x); no plan is under 123 ns (gap 314.6%)"
@@ -249,16 +249,16 @@ def test_lanes_show_their_memory_against_their_quota() -> None:
     assert {(lane.taken_bytes, lane.quota_bytes) for lane in on_cores.lanes} == {(None, None)}
     on_sms = summarize(replace(made, profile=replace(made.profile, kind="cuda")), RUN, **memory)
     assert [(lane.taken_bytes, lane.quota_bytes) for lane in on_sms.lanes] == [(None, 8192), (3072, 8192), (5120, 8192)]
-    rows = {graph: str(Report(graphs=(graph,), handed_over=())).splitlines() for graph in (on_cores, on_sms)}
+    rows = {graph: str(Report(graphs=(graph,), fallbacks=())).splitlines() for graph in (on_cores, on_sms)}
     peak = format_bytes(made.memory.peak_bytes_by_lane[1]).split()
     titles = "units    segments    predicted at work    measured    planned peak"
     assert [" ".join(row.split()) for row in rows[on_cores] if "planned peak" in row][1:] == [" ".join(titles.split())]
     lane_1 = ["lane", "1", "1", "1", "400", "ns", "400", "ns", *peak]
     assert lane_1 in [row.split() for row in rows[on_cores]]
     assert [*lane_1, "3.0", "KiB", "8.0", "KiB"] in [row.split() for row in rows[on_sms]]
-    page = Report(graphs=(on_sms,), handed_over=()).to_html()
+    page = Report(graphs=(on_sms,), fallbacks=()).to_html()
     assert '<td class="n" data-v="5120">5.0 KiB</td><td class="n" data-v="8192">8.0 KiB</td></tr>' in page
-    report = Report(graphs=(on_sms,), handed_over=())
+    report = Report(graphs=(on_sms,), fallbacks=())
     peak = format_bytes(made.memory.peak_bytes_by_lane[1])
     assert rf"\nlane 1 (1 unit): planned peak {peak}, took 3.0 KiB, quota 8.0 KiB\n" in report.to_dot()
     found = {
@@ -266,7 +266,7 @@ def test_lanes_show_their_memory_against_their_quota() -> None:
     }
     assert (found["lane 1 took"], found["lane 1 may take"]) == ({"bytes": 3072}, {"bytes": 8192})
     assert "lane 0 may take" in found and "lane 0 took" not in found
-    on_cores_trace = Report(graphs=(on_cores,), handed_over=()).to_trace()
+    on_cores_trace = Report(graphs=(on_cores,), fallbacks=()).to_trace()
     assert "took" not in on_cores_trace and "may take" not in on_cores_trace
 
 
@@ -285,7 +285,7 @@ def test_what_lanes_hold_adds_up_to_what_the_graph_holds() -> None:
 
 def test_the_text_before_a_run_has_no_measured_line() -> None:
     """And no measured column to read."""
-    text = str(Report(graphs=(summarize(compilation("****"), NOTHING),), handed_over=()))
+    text = str(Report(graphs=(summarize(compilation("****"), NOTHING),), fallbacks=()))
     assert text.splitlines()[0] == "test: 4 segments (3 bodies) on 1 lane, greedy plan"
     assert "measured" not in text
     assert "1.00x" in text
@@ -297,7 +297,7 @@ def test_the_text_before_a_run_has_no_measured_line() -> None:
 def test_graphs_that_inductor_runs_are_listed_with_the_reason() -> None:
     """After those that run in segments."""
     summary = summarize(compilation(), NOTHING)
-    report = Report(graphs=(summary, summary), handed_over=(("1/0 forward", "x is on device cuda:0"),))
+    report = Report(graphs=(summary, summary), fallbacks=(("1/0 forward", "x is on device cuda:0"),))
     text = str(report)
     assert text == render_text(report)
     blocks = text.split("\n\n")
@@ -307,7 +307,7 @@ def test_graphs_that_inductor_runs_are_listed_with_the_reason() -> None:
 
 def test_a_report_of_nothing_says_what_to_do() -> None:
     """Before the first call, or for a model that was never compiled."""
-    text = str(Report(graphs=(), handed_over=()))
+    text = str(Report(graphs=(), fallbacks=()))
     assert text.startswith("nothing compiled for this model has run yet: call the compiled model first")
     assert "Without a model, report() is of all that was compiled" in text
 
@@ -345,7 +345,7 @@ def test_a_graph_without_segments_has_a_text() -> None:
         peak_bytes=0,
         memory_quota=None,
     )
-    text = str(Report(graphs=(empty,), handed_over=()))
+    text = str(Report(graphs=(empty,), fallbacks=()))
     assert text.startswith("empty: 0 segments (0 bodies) on 0 lanes, serial plan\n  predicted 0 ns")
 
 
@@ -358,25 +358,25 @@ def test_a_report_says_where_a_plan_comes_from() -> None:
     summary = summarize(searched_for, NOTHING, num_replans=2, baselines=other_rules(searched_for))
     assert summary.gap == pytest.approx(510 / 123 - 1)
     assert dict(summary.baselines)["serial"] == made.plan.serial_ns
-    text = str(Report(graphs=(summary,), handed_over=()))
+    text = str(Report(graphs=(summary,), fallbacks=()))
     assert "best of 2 candidates; solver 1.0, seed 7; stopped by the time limit; planned again from measured" in text
     assert "by the rules of others: equal split " in text
-    assert "by the rules" not in str(Report(graphs=(summarize(searched_for, NOTHING),), handed_over=()))
+    assert "by the rules" not in str(Report(graphs=(summarize(searched_for, NOTHING),), fallbacks=()))
     pinned = summarize(replace(made, plan=replace(made.plan, pinned=True)), NOTHING)
-    assert "read from a plan file" in str(Report(graphs=(pinned,), handed_over=()))
+    assert "read from a plan file" in str(Report(graphs=(pinned,), fallbacks=()))
 
 
-def test_a_report_shows_the_contest_and_what_runs_instead_of_the_plan() -> None:
+def test_a_report_shows_the_comparison_and_what_runs_instead_of_the_plan() -> None:
     """Who was compared, by how much the others are slower, and in how many rounds."""
     summary = summarize(compilation(), NOTHING, variant=Variant.INDUCTOR)
-    text = render_text(Report(graphs=(summary,), handed_over=(), verdicts=(("0/0", VERDICT),)))
+    text = render_text(Report(graphs=(summary,), fallbacks=(), verdicts=(("0/0", VERDICT),)))
     assert "does not run its plan now but Inductor" in text
     assert "0/0: chosen by measuring" in text
     rows = [line.split() for line in text.splitlines()]
     assert ["Inductor", "2.00", "ms", "1.000", "5"] in rows
     assert ["segments", "in", "turn", "2.50", "ms", "1.250", "7"] in rows
     assert "measured in 36 steps of the training loop" in text
-    assert "does not run" not in render_text(Report(graphs=(summarize(compilation(), NOTHING),), handed_over=()))
+    assert "does not run" not in render_text(Report(graphs=(summarize(compilation(), NOTHING),), fallbacks=()))
 
 
 def test_a_report_marks_where_a_prediction_comes_from() -> None:
@@ -389,7 +389,7 @@ def test_a_report_marks_where_a_prediction_comes_from() -> None:
     )
     rows = [
         line.split()
-        for line in render_text(Report(graphs=(replace(summary, segments=segments),), handed_over=())).splitlines()
+        for line in render_text(Report(graphs=(replace(summary, segments=segments),), fallbacks=())).splitlines()
     ]
     marks = {row[0]: row[7:-1] for row in rows if row and row[0] in sources}
     assert marks == {CostSource.FORMULA: [], CostSource.MEASURED: ["*"], CostSource.SCALED: ["~"]}

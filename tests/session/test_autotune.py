@@ -1,4 +1,4 @@
-"""The contest between ways of running a model, on machines whose speed the test makes up."""
+"""The autotuning between variants of a model, on machines whose speed the test makes up."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SERIAL, LISTED, PLAN, STREAMS, PRIORITIES, OVERLAPPING, INDUCTOR = Variant
 
 @dataclass(eq=False)
 class Graph:
-    """A graph whose ways take a given time."""
+    """A graph whose variants take a given time."""
 
     times: Mapping[str, float]
     available: list[str] = field(default_factory=lambda: [SERIAL, PLAN])
@@ -76,7 +76,7 @@ class Machine:
         self.tidied: list[int] = []
         """Steps that had begun whenever memory was to be given back."""
         self.autotuner = Autotuner(
-            graphs, self.verdicts.append, ranks, tidy=lambda: self.tidied.append(len(graphs[0].used))
+            graphs, self.verdicts.append, ranks, trim_memory=lambda: self.tidied.append(len(graphs[0].used))
         )
         self.speed = 1.0
         self.num_watched = 0
@@ -91,7 +91,7 @@ class Machine:
         for index, graph in enumerate(self.graphs):
             if only and index not in only:
                 continue
-            is_watched = not self.autotuner.passes(graph)
+            is_watched = not self.autotuner.skips(graph)
             self.num_watched += is_watched
             if is_watched:
                 self.autotuner.enter(graph)
@@ -131,7 +131,7 @@ WINDOW = DRIFT_STEPS * WATCH_EVERY
 """Steps between two looks at how long they take."""
 
 
-def test_a_contest_says_in_which_round_it_is() -> None:
+def test_a_comparison_says_in_which_round_it_is() -> None:
     """And who takes turns; before it and after it there is no round."""
     machine = Machine(Graph({SERIAL: 10, PLAN: 9.9, INDUCTOR: 10}), noise=0.3)
     told = []
@@ -224,7 +224,7 @@ def test_most_steps_after_the_verdict_are_not_looked_at() -> None:
     assert alone.num_watched == before  # with several ranks a verdict is final
 
 
-def test_who_leaves_the_contest_keeps_no_memory() -> None:
+def test_who_leaves_the_comparison_keeps_no_memory() -> None:
     """At once, while the others go on; what a mixture takes up again has it again."""
     available = [SERIAL, STREAMS, PRIORITIES, PLAN]
     forward = Graph(
@@ -316,7 +316,7 @@ def test_a_plan_that_is_a_little_faster_beats_inductor() -> None:
 
 
 def test_every_graph_gets_its_own_way_where_that_is_fastest() -> None:
-    """Forward gains by lanes, backward loses: neither pure entrant is the best."""
+    """Forward gains by lanes, backward loses: neither pure selection is the best."""
     forward = Graph({SERIAL: 10, PLAN: 6, INDUCTOR: 10})
     backward = Graph({SERIAL: 20, PLAN: 23, INDUCTOR: 18})
     machine = Machine(forward, backward)
@@ -343,7 +343,7 @@ def test_on_a_noisy_machine_the_winner_is_never_far_from_the_best(seed: int) -> 
 
 
 def test_noise_hides_no_plan_that_is_a_tenth_faster() -> None:
-    """Steps take up to a fifth longer at random, and one in five twice as long: in nine contests of ten it wins."""
+    """Steps take up to a fifth longer at random, and one in five twice as long: in nine comparisons of ten it wins."""
     winners = []
     for seed in range(100):
         machine = Machine(Graph({SERIAL: 10, PLAN: 9, INDUCTOR: 10}, prepare_ns=10**7), seed=seed, noise=0.2)
@@ -371,7 +371,7 @@ def test_short_steps_are_timed_more_often() -> None:
     assert num_wins >= 45
 
 
-def test_all_graphs_of_a_step_run_the_same_entrant() -> None:
+def test_all_graphs_of_a_step_run_the_same_selection() -> None:
     """The choice changes between steps, never between forward and backward."""
     forward, backward = Graph({SERIAL: 10, PLAN: 7}), Graph({SERIAL: 20, PLAN: 15})
     machine = Machine(forward, backward)
@@ -380,7 +380,7 @@ def test_all_graphs_of_a_step_run_the_same_entrant() -> None:
     assert set(forward.used) == {SERIAL, PLAN}
 
 
-def test_the_contest_waits_until_the_plans_are_final() -> None:
+def test_the_comparison_waits_until_the_plans_are_final() -> None:
     """A graph that learns would be judged by a plan that it is about to drop; one that never runs is not waited for."""
     forward, backward = (
         Graph({SERIAL: 10, PLAN: 7}, is_settled=False),
@@ -405,7 +405,7 @@ def test_the_contest_waits_until_the_plans_are_final() -> None:
 
 
 def test_rounds_with_different_graphs_do_not_count() -> None:
-    """A loop that skips the backward in some steps must not make the entrant of those steps the winner."""
+    """A loop that skips the backward in some steps must not make the selection of those steps the winner."""
     forward, backward = (
         Graph({SERIAL: 11, PLAN: 9, INDUCTOR: 11}),
         Graph({SERIAL: 22, PLAN: 19, INDUCTOR: 22}),
@@ -419,7 +419,7 @@ def test_rounds_with_different_graphs_do_not_count() -> None:
     assert machine.verdicts[0].winner == PLAN
 
 
-def test_a_mixture_is_found_though_its_parts_lost_different_contests() -> None:
+def test_a_mixture_is_found_though_its_parts_lost_different_comparisons() -> None:
     """The plan's forward is the fastest, but the plan as a whole loses to its segments, and they to Inductor."""
     forward = Graph({SERIAL: 10, PLAN: 6, INDUCTOR: 9.8})
     backward = Graph({SERIAL: 20, PLAN: 26, INDUCTOR: 18})
@@ -447,7 +447,7 @@ def test_forwards_in_a_row_belong_to_one_step() -> None:
 
 
 def test_where_nothing_can_be_compared_the_plan_stays() -> None:
-    """One entrant's backward never runs: its steps are not those of the other."""
+    """One selection's backward never runs: its steps are not those of the other."""
     forward, backward = (
         Graph({SERIAL: 10, PLAN: 11, INDUCTOR: 10}),
         Graph({SERIAL: 20, PLAN: 21, INDUCTOR: 20}),
@@ -489,7 +489,7 @@ def test_a_few_comparable_rounds_are_no_verdict() -> None:
     assert 0 < verdict.standings[0].num_rounds < MIN_ROUNDS
 
 
-def test_an_interrupted_contest_is_held_again() -> None:
+def test_an_interrupted_comparison_is_held_again() -> None:
     """As whoever works in a notebook interrupts a step in which Inductor compiles, and runs it again."""
     forward, backward = (
         Graph({SERIAL: 10, PLAN: 9.9, INDUCTOR: 7}),
@@ -511,8 +511,8 @@ def test_an_interrupted_contest_is_held_again() -> None:
     assert machine.autotuner.is_settled
 
 
-def test_an_interrupted_contest_leaves_an_earlier_verdict_as_it_was() -> None:
-    """The winner runs on; the graph for which the contest was held is decided about later."""
+def test_an_interrupted_comparison_leaves_an_earlier_verdict_as_it_was() -> None:
+    """The winner runs on; the graph for which the comparison was held is decided about later."""
     forward, backward = (
         Graph({SERIAL: 10, PLAN: 9.9, INDUCTOR: 7}),
         Graph({SERIAL: 20, PLAN: 19.9, INDUCTOR: 15}),
@@ -548,7 +548,7 @@ def test_one_of_several_ranks_that_is_interrupted_runs_its_plan() -> None:
 
 
 def test_after_a_failure_all_graphs_run_their_plans() -> None:
-    """Also if it strikes in the midst of another entrant's turn, or while Inductor compiles."""
+    """Also if it strikes in the midst of another selection's turn, or while Inductor compiles."""
     forward, backward = Graph({SERIAL: 10, PLAN: 9.9}), Graph({SERIAL: 20, PLAN: 19.9})
 
     def fail() -> None:
@@ -567,7 +567,7 @@ def test_after_a_failure_all_graphs_run_their_plans() -> None:
 
 
 def test_two_threads_in_one_model_do_no_harm() -> None:
-    """Calls cross at every point; none raises, and the contest ends."""
+    """Calls cross at every point; none raises, and the comparison ends."""
     forward, backward = Graph({SERIAL: 10, PLAN: 7}), Graph({SERIAL: 20, PLAN: 15})
     machine = Machine(forward, backward)
     failures: list[BaseException] = []
@@ -590,7 +590,7 @@ def test_two_threads_in_one_model_do_no_harm() -> None:
     assert failures == []
 
 
-def test_one_way_needs_no_contest_but_inductors() -> None:
+def test_one_variant_needs_no_comparison_but_inductors() -> None:
     """A plan that runs in turn is Inductor's rival only by its pieces."""
     graph = Graph({SERIAL: 10, INDUCTOR: 10.5}, available=[SERIAL], variant=SERIAL)
     machine = Machine(graph)
@@ -601,7 +601,7 @@ def test_one_way_needs_no_contest_but_inductors() -> None:
     assert all(s.num_rounds >= MIN_ROUNDS for s in verdict.standings)
 
 
-def test_a_rival_that_cannot_be_compiled_does_not_stop_the_contest() -> None:
+def test_a_rival_that_cannot_be_compiled_does_not_stop_the_comparison() -> None:
     """The graph logs it; what there is competes."""
     graph = Graph({SERIAL: 10, PLAN: 9.9})
     graph.prepare = lambda: None  # type: ignore[method-assign]
@@ -632,8 +632,8 @@ def test_when_a_clear_lead_is_gone_inductor_competes_too() -> None:
     assert [v.winner for v in machine.verdicts] == [PLAN, INDUCTOR] and graph.num_prepared == 1
 
 
-def test_drift_reopens_the_contest_and_a_repeated_verdict_makes_it_patient() -> None:
-    """Times that change for good change the verdict; one that goes up and down does not cost a contest each."""
+def test_drift_reopens_the_comparison_and_a_repeated_verdict_makes_it_patient() -> None:
+    """Times that change for good change the verdict; one that goes up and down does not cost a comparison each."""
     graph, backward = halves({SERIAL: 10, PLAN: 7, INDUCTOR: 10})
     machine = Machine(graph, backward)
     machine.run(ENOUGH)
@@ -728,12 +728,12 @@ def settled_machine(forward: float, backward: float) -> Machine:
 
 
 def multiply(graph: Graph, factor: float) -> None:
-    """Let all ways of a graph take so many times as long."""
+    """Let all variants of a graph take so many times as long."""
     graph.times = {variant: factor * time for variant, time in graph.times.items()}
 
 
 @pytest.mark.parametrize("slower", [0, 1])
-def test_drift_of_any_graph_of_a_step_reopens_the_contest(slower: int) -> None:
+def test_drift_of_any_graph_of_a_step_reopens_the_comparison(slower: int) -> None:
     """A forward that takes 30 times as long is seen as a backward is, though it took a tenth of the step."""
     machine = settled_machine(5, 50)
     multiply(machine.graphs[slower], 30)
@@ -801,7 +801,7 @@ def test_a_step_that_raises_is_no_sample() -> None:
     for failing, number in itertools.product((backward, forward), range(5 * WINDOW)):
         for graph in (forward, backward):
             fails = graph is failing and number % 2 == 0
-            is_watched = not machine.autotuner.passes(graph)
+            is_watched = not machine.autotuner.skips(graph)
             if is_watched:
                 machine.autotuner.enter(graph)
                 machine.autotuner.leave(graph, None if fails else round(1e6 * graph.times[graph.variant]))
@@ -817,7 +817,7 @@ def test_steps_of_another_thread_at_the_same_time_are_no_drift() -> None:
     machine.run(4 * WINDOW)  # how long a step takes is known
 
     def call(graph: Graph, *, begin: Callable[[], object], end: Callable[[], object]) -> None:
-        is_watched = not machine.autotuner.passes(graph)
+        is_watched = not machine.autotuner.skips(graph)
         if is_watched:
             machine.autotuner.enter(graph)
         begin()
@@ -838,18 +838,18 @@ def test_steps_of_another_thread_at_the_same_time_are_no_drift() -> None:
     assert len(machine.verdicts) == 2
 
 
-def test_a_contest_ends_after_its_last_round_even_without_a_comparable_one() -> None:
-    """Nothing that a user does keeps a slow entrant in the game for ever."""
-    contest = Comparison({SERIAL: (SERIAL,), PLAN: (PLAN,)})
+def test_a_comparison_ends_after_its_last_round_even_without_a_comparable_one() -> None:
+    """Nothing that a user does keeps a slow selection in the game for ever."""
+    comparison = Comparison({SERIAL: (SERIAL,), PLAN: (PLAN,)})
     steps = 0
-    while contest.begin_step() is not None:
+    while comparison.begin_step() is not None:
         steps += 1
-    assert steps == contest.num_steps == 2 * MAX_ROUNDS * STEPS_PER_TURN
-    assert contest.winner() == SERIAL
+    assert steps == comparison.num_steps == 2 * MAX_ROUNDS * STEPS_PER_TURN
+    assert comparison.winner() == SERIAL
 
 
 def test_another_thread_in_the_middle_of_a_step_changes_nothing() -> None:
-    """Only the graph that a step begins with moves the contest on."""
+    """Only the graph that a step begins with moves the comparison on."""
     forward, backward = Graph({SERIAL: 10, PLAN: 7}), Graph({SERIAL: 20, PLAN: 15})
     machine = Machine(forward, backward)
     machine.run(3)
@@ -971,7 +971,7 @@ def test_where_inductor_fails_on_one_rank_it_competes_on_none(seed: int) -> None
 
 
 def test_a_rank_that_cannot_run_what_competes_on_the_others_stops() -> None:
-    """One that nothing held in step with them: they have begun a contest with Inductor when it cannot compile."""
+    """One that nothing held in step with them: they have begun a comparison with Inductor when it cannot compile."""
     ahead, behind = ranks_with(CountingStore(), *[{SERIAL: 10, PLAN: 9, INDUCTOR: 5}] * 2)
     behind.graphs[0].is_compilable = False
     ahead.run(ENOUGH)
@@ -1007,7 +1007,7 @@ class Breakable(CountingStore):
 
 @pytest.mark.parametrize("steps", [1, 3 * STEPS_PER_TURN])
 def test_a_rank_that_loses_the_store_stops_and_the_others_go_on(steps: int) -> None:
-    """Before its contest or in the midst of it: it cannot know what the others run."""
+    """Before its comparison or in the midst of it: it cannot know what the others run."""
     store, lost = CountingStore(), Breakable()
     lost._store = store._store
     well, hurt = (ranks_with(each, {SERIAL: 10, PLAN: 9, INDUCTOR: 12})[0] for each in (store, lost))
@@ -1021,7 +1021,7 @@ def test_a_rank_that_loses_the_store_stops_and_the_others_go_on(steps: int) -> N
 
 
 def test_a_way_that_cannot_be_run_on_one_rank_stops_it() -> None:
-    """Alone it would close the contest and run its plans; here the others go on with theirs."""
+    """Alone it would close the comparison and run its plans; here the others go on with theirs."""
     (machine,) = ranks_with(CountingStore(), {SERIAL: 7, PLAN: 10, INDUCTOR: 12})
 
     def fail(variant: str) -> None:

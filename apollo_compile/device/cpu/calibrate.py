@@ -4,21 +4,21 @@
 
 Three things are measured, for one unit, for all units and for every number of units in the lane catalogue:
 
-runtime     Bodies compiled by Inductor, run by the native runtime as segments are: what calling a body costs, what
-            every tensor adds, what a kernel adds whose code is in no cache, how fast a fused loop computes, how long
-            a hand-over between lanes takes.
-kernels     Calls of torch that segments consist of, small to large: matrix products, attention, convolutions, loops
-            over vectors that are in the cache (near) or not (far), scatters. Rates are what is left of a call's time
-            beyond fixed times and bytes, so that the roofline gives the time that was measured.
-neighbours  The same runtime with one half of the units multiplying matrices or copying memory, beside the other half
-            doing the one or the other.
+runtime     Bodies compiled by Inductor, run by the native runtime as segments are: the cost of calling a body, of each
+            tensor, and of a kernel whose code is in no cache; the speed of a fused loop; and the time of a hand-over
+            between lanes.
+kernels     Torch kernels that segments consist of, small to large: matmuls, attention, convolutions, loops over
+            vectors that are in the cache (near) or not (far), scatters. A rate is fitted to the time that remains
+            after fixed times and memory, so that the roofline reproduces the measured time.
+neighbours  The same runtime with one half of the units computing matmuls or copying memory, beside the other half
+            doing either.
 
-On a shared machine the same code takes up to twice as long from one moment to the next. So rounds go over everything
-in turn instead of repeating one thing, and of the times in all rounds the median counts, as it does of the steps that
-are predicted. Rounds in which the process got less CPU time than its threads should have had are another process's
-doing; if they are many, the calibration says so.
+On a shared machine the same code takes up to twice as long from one moment to the next. So each round measures
+everything once, instead of repeating one thing, and the median over the rounds counts, as predictions are about median
+steps. A round in which the process got less CPU time than its threads should have had was disturbed by another process;
+if many rounds are, the calibration says so.
 
-All regions of OpenMP run on the calling thread: a second team beside the first one slows both down for good.
+All OpenMP regions run on the calling thread: a second thread team permanently slows both down.
 
 This file is the procedure; `probes.py` has the kernels, `runtime.py` the runtime and neighbours, `fit.py` the rates.
 """
@@ -41,13 +41,13 @@ from apollo_compile.device.lanes import lane_catalogue
 from apollo_compile.device.profile import DeviceProfile
 
 Progress: TypeAlias = Callable[[str, int, int], None]
-"""What is being done, how many steps are done, and how many there are."""
+"""Called with the phase, the number of steps done, and the number of steps."""
 
 ROUNDS = 100
-"""Rounds over everything."""
+"""Rounds, each of which measures everything once."""
 
 _WITNESS_SIDE = 512
-"""Rows and columns of a matrix product that uses every core for a while."""
+"""Rows and columns of a matmul that uses every core for a while."""
 
 _MOST_DISTURBED = 0.5
 """Share of disturbed rounds above which a profile is not worth keeping."""
@@ -59,11 +59,11 @@ class Calibration:
 
     profile: DeviceProfile
     disturbed_share: float
-    """Share of the rounds, or of the runs of neighbours, in which other processes held a core."""
+    """Share of the rounds, or of the neighbour runs, in which other processes occupied a core."""
 
     @property
     def is_disturbed(self) -> bool:
-        """Whether so many rounds were disturbed that the profile should not be kept."""
+        """Whether too many rounds were disturbed for the profile to be kept."""
         return self.disturbed_share > _MOST_DISTURBED
 
 
@@ -72,7 +72,7 @@ def calibrate(units: int, *, rounds: int = ROUNDS, progress: Progress = lambda w
 
     Arguments:
         units: cores to use.
-        rounds: over everything; with fewer than the default, a neighbour of a moment shows in the profile.
+        rounds: number of rounds; with fewer than the default, a short disturbance affects the profile.
         progress: called before every step.
 
     Raises:
@@ -126,7 +126,7 @@ class _Steps:
 
 
 def _cpu_share() -> float:
-    """Return the CPU time that large products get, over wall time: as many cores as torch may use, if they are free."""
+    """Return CPU time over wall time of large matmuls: the number of torch's threads, if all cores are free."""
     values = torch.ones(_WITNESS_SIDE, _WITNESS_SIDE)
     total = torch.mm(values, values)
     begin, cpu_begin = time.perf_counter_ns(), time.process_time_ns()

@@ -1,9 +1,9 @@
-"""How much time of its cores the process may use, as the control groups of Linux grant it to containers and jobs.
+"""CPU time that Linux control groups grant to the process, as in containers and batch jobs.
 
-    granted_cores() -> cores' worth of time, or None where there is no limit
+    granted_cores() -> CPU time in cores, or None if there is no limit
 
-Every group above the process's own counts, and both versions of the interface may be there at once. A file that is
-missing or cannot be read limits nothing.
+The limits of all parent groups count, too, and both versions of the interface may be present. A file that is missing or
+cannot be read means no limit.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ MEMBERSHIP = Path("/proc/self/cgroup")
 
 
 def granted_cores() -> float | None:
-    """Return how many cores' worth of time the process is granted; None where there is no limit."""
+    """Return the granted CPU time in cores; None if there is no limit."""
     return min(_limits(ROOT, MEMBERSHIP), default=None)
 
 
@@ -35,7 +35,7 @@ def _limits(root: Path, membership: Path) -> Iterator[float]:
 
 
 def _quotas(root: Path, path: str, files: tuple[str, ...]) -> Iterator[float]:
-    """Yield the quotas, in periods, of a group and all above it; "max" or a negative one is none."""
+    """Yield quota over period of a group and all its parents; "max" and negative quotas mean no limit."""
     own = Path(path.lstrip("/"))
     for group in (own, *own.parents):
         with contextlib.suppress(OSError, ValueError, ZeroDivisionError):

@@ -1,19 +1,19 @@
-"""Which of the machine's cores belong to this process, where a launcher started several that share them.
+"""Which cores belong to this process, if a launcher started several on the machine; and core topology.
 
     divide_cores(allowed, launchers, rank, size) -> CoreShare
 
-Lanes are pinned, so two processes that counted the same cores would put their lanes on top of each other. A launcher
-tells every process its number among those on the machine and how many there are (`LOCAL_RANK`, `LOCAL_WORLD_SIZE`).
+Lanes are pinned, so without a division, lanes of several processes would be pinned to the same cores. A launcher tells
+every process its local rank and the number of local ranks (`LOCAL_RANK`, `LOCAL_WORLD_SIZE`).
 
-* A process with another core mask than its parent's was bound on purpose (numactl, `--cpu-bind`): its mask is its own.
-* Else the ranks have one mask in common: each gets an equal, contiguous part of it, at least one core.
+* A process whose core mask differs from its parent's was bound on purpose (numactl, `--cpu-bind`): it owns its mask.
+* Otherwise the ranks share one mask: each gets an equal, contiguous part of it, at least one core.
 
-Contiguous, since neighbours in number mostly share a cache or a socket. The cores of other ranks come behind the own
-ones, for those who ask for more with `device.units`.
+Parts are contiguous, since cores with adjacent numbers mostly share a cache or a socket. The cores of other ranks come
+after the own ones, for users who ask for more with `device.units`.
 
-    lie_of_cores(cores) -> one tuple per core
+    core_topology(cores) -> one tuple per core
 
-says how cores lie to each other: two threads of one core are worth less than two cores.
+tells which cores share a physical core, a cache or a socket: two threads of one core are worth less than two cores.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ class CoreShare:
     """Every core that it may run on, its own ones first."""
     num_own: int
     rank: int = 0
-    """Among the processes of a launcher on this machine."""
+    """Local rank."""
     size: int = 1
-    """How many they are."""
+    """Number of local ranks."""
 
     @property
     def own(self) -> tuple[int, ...]:
-        """The cores that no other rank has."""
+        """The cores that belong to this rank alone."""
         return self.order[: self.num_own]
 
 
@@ -49,9 +49,9 @@ def divide_cores(allowed: Sequence[int], launchers: Sequence[int] | None, rank: 
 
     Arguments:
         allowed: cores that this process may run on, ascending.
-        launchers: those of its parent; None where they cannot be known, which counts as the same.
-        rank: number of this process on this machine.
-        size: how many there are.
+        launchers: the cores of its parent; None if unknown, which is treated as the same cores.
+        rank: local rank of this process.
+        size: number of local ranks.
     """
     if size == 1 or (launchers is not None and sorted(launchers) != sorted(allowed)):
         return CoreShare(order=tuple(allowed), num_own=len(allowed), rank=rank, size=size)
@@ -63,7 +63,7 @@ def divide_cores(allowed: Sequence[int], launchers: Sequence[int] | None, rank: 
 
 
 def share_cores(allowed: Sequence[int]) -> CoreShare:
-    """Return the share of this process in the cores that it may run on, ascending."""
+    """Return this process's share of the cores that it may run on (`allowed`, ascending)."""
     rank, size = local_rank()
     return divide_cores(allowed, _launchers_cores() if size > 1 else None, rank, size)
 
@@ -76,13 +76,14 @@ def _launchers_cores() -> list[int] | None:
 
 
 _SHARED = ("topology/core_cpus_list", "cache/index3/shared_cpu_list", "topology/physical_package_id")
-"""What cores may have in common: the physical core, the last cache, the socket."""
+"""What cores may share: the physical core, the last-level cache, the socket."""
 
 
-def lie_of_cores(cores: Sequence[int], root: Path = Path("/sys/devices/system/cpu")) -> tuple[tuple[int, ...], ...]:
-    """Return for every core which physical core, last cache and socket it is on; the same for cores that lie alike.
+def core_topology(cores: Sequence[int], root: Path = Path("/sys/devices/system/cpu")) -> tuple[tuple[int, ...], ...]:
+    """Return, for every core, the numbers of its physical core, last-level cache and socket.
 
-    They are numbered in the order of `cores`. What the system does not tell counts as shared by all.
+    Numbers are assigned in the order of `cores`, so equal topologies give equal results. A property that the system
+    does not tell counts as shared by all cores.
     """
     told = [[_read(root / f"cpu{core}" / name) for core in cores] for name in _SHARED]
     numbered = [[list(dict.fromkeys(texts)).index(text) for text in texts] for texts in told]

@@ -1,16 +1,14 @@
-"""Find the profile of this machine: calibrated if it was, else the packaged one scaled to it.
+"""Find the profile of this machine: the calibrated one if it exists, else the packaged one scaled to it.
 
     discover_profile(units, cache_dir=...) -> DeviceProfile
 
-Where nobody has calibrated, a quick measurement on one thread (a matrix product and an addition of vectors, in about a
-twentieth of a second) scales the packaged profile, and that is kept instead. One thread, because a team of OpenMP
-threads on top of the caller's slows every later parallel region down. Another process on the core makes a device look
-slow, so a round counts as disturbed where the process got less CPU time than it should have had; a disturbed result is
-used, but not kept.
+Without a calibrated profile, a quick measurement on one thread (a matmul and a vector addition, about 50 ms) scales the
+packaged profile, and the result is cached. It uses one thread, because a second OpenMP thread team beside the caller's
+slows every later parallel region. Another process on the core makes the device look slow, so a round counts as
+disturbed if the process got less CPU time than it should have had; a disturbed result is used, but not cached.
 
-A file that is damaged, or was measured on something else, is one WARNING that says what changed; the scaled default
-takes its place. A directory that cannot be written costs one measurement per process. torch is imported only to
-measure.
+A file that is damaged, or was measured on another machine, is one WARNING that says what changed; the scaled default is
+used instead. If the directory cannot be written, every process measures once. torch is imported only to measure.
 """
 
 from __future__ import annotations
@@ -32,10 +30,10 @@ from apollo_compile.units import NS_PER_S
 _logger = logging.getLogger(__name__)
 
 LEAST_CPU_SHARE = 0.8
-"""CPU time over wall time and thread below which another process held a core."""
+"""CPU time over wall time, per thread, below which another process occupied a core."""
 
-_PRODUCT_SIZE = 256
-"""Rows, depth and columns."""
+_MATMUL_SIZE = 256
+"""M, N and K of the matmul."""
 
 _VECTOR_BYTES = 8 * 2**20
 _ROUNDS = 12
@@ -44,7 +42,7 @@ _ROUNDS = 12
 def discover_profile(units: int, *, cache_dir: Path | None = None) -> DeviceProfile:
     """Return the profile of this machine for `units` units, the same at every call in one process.
 
-    `cache_dir` keeps profiles between processes; None keeps them in this process only.
+    `cache_dir` is the directory of cached profiles; None caches in this process only.
     """
     return _discover(units, cache_dir)
 
@@ -74,12 +72,12 @@ def _discover(units: int, cache_dir: Path | None) -> DeviceProfile:
 def _scale_default(units: int) -> tuple[DeviceProfile, bool]:
     """Return the packaged profile scaled to this machine, and whether other processes disturbed its measurement."""
     default = default_profile(units)
-    # Torch's modes belong to a thread, and a compile runs under one that makes every tensor a fake: a product of fakes
-    # takes a millisecond whatever its size. So a thread of its own measures.
+    # Torch's modes are per thread, and a compile runs under one that makes all tensors fake: a matmul of fake tensors
+    # takes a millisecond whatever its size. So a separate thread measures.
     with ThreadPoolExecutor(1) as thread:
-        product_ns, addition_ns, is_disturbed = thread.submit(_measure_quickly).result()
-    flops, num_bytes = 2 * _PRODUCT_SIZE**3, 3 * _VECTOR_BYTES
-    faster = flops / product_ns * NS_PER_S / default.flops_per_s(KernelKind.MATMUL, "float32", flops, 1)
+        matmul_ns, addition_ns, is_disturbed = thread.submit(_measure_quickly).result()
+    flops, num_bytes = 2 * _MATMUL_SIZE**3, 3 * _VECTOR_BYTES
+    faster = flops / matmul_ns * NS_PER_S / default.flops_per_s(KernelKind.MATMUL, "float32", flops, 1)
     wider = num_bytes / addition_ns * NS_PER_S / default.near_rate(num_bytes, 1)
     profile = replace(
         default,
@@ -98,23 +96,23 @@ def _scale(rates: Sequence[Rate], factor: float) -> tuple[Rate, ...]:
 
 
 def _measure_quickly() -> tuple[int, int, bool]:
-    """Return the nanoseconds of a matrix product and of an addition of vectors, and whether they were disturbed."""
+    """Return the nanoseconds of a matmul and of a vector addition, and whether they were disturbed."""
     import torch
 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # of this thread
     with torch.no_grad():
-        size = (_PRODUCT_SIZE, _PRODUCT_SIZE)
-        left, right, product = (torch.ones(size, dtype=torch.float32, device="cpu") for _ in range(3))
+        size = (_MATMUL_SIZE, _MATMUL_SIZE)
+        left, right, out = (torch.ones(size, dtype=torch.float32, device="cpu") for _ in range(3))
         vector, total = (torch.ones(_VECTOR_BYTES // 4, dtype=torch.float32, device="cpu") for _ in range(2))
-        product_ns, product_share = _best_of(lambda: torch.mm(left, right, out=product))
+        matmul_ns, matmul_share = _best_of(lambda: torch.mm(left, right, out=out))
         addition_ns, addition_share = _best_of(lambda: total.add_(vector))
     torch.set_num_threads(threads)  # the last thread that sets it decides for new threads
-    return product_ns, addition_ns, min(product_share, addition_share) < LEAST_CPU_SHARE
+    return matmul_ns, addition_ns, min(matmul_share, addition_share) < LEAST_CPU_SHARE
 
 
 def _best_of(call: Callable[[], object]) -> tuple[int, float]:
-    """Return the wall time of the fastest round, and the CPU time the thread got in it as a share of wall time."""
+    """Return the wall time of the fastest round, and the thread's CPU time in it as a share of wall time."""
     call()  # the first call loads code and touches pages
     rounds = []
     for _ in range(_ROUNDS):

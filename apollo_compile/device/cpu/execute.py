@@ -2,9 +2,9 @@
 
     (Program, bodies) -> Executable;  Executable.run(inputs) -> outputs;  Executable.trace() -> Trace
 
-The lanes of a catalogue are threads of the process, made on first use and shared by all executables. Lane 0 has every
-unit and therefore is the thread that calls: it has the OpenMP team that the rest of the user's program uses too, and
-a second team would only slow both down. The other lanes are pinned threads.
+The lanes of a catalogue are threads of the process, started on first use and shared by all executables. Lane 0 has
+every unit and is the calling thread: it owns the OpenMP team that the rest of the user's program uses, too, and a
+second team would slow both down. The other lanes are pinned threads.
 """
 
 from __future__ import annotations
@@ -50,17 +50,17 @@ _logger = logging.getLogger(__name__)
 
 
 class Executable:
-    """A program with its bodies, ready to run; `run` may be called from any thread, one call runs at a time."""
+    """A loaded program; `run` may be called from any thread, one call runs at a time."""
 
     def __init__(
         self, program: Program, graph: SegmentGraph, bodies: Sequence[CompiledBody], *, mutates: bool, park_team: bool
     ) -> None:
-        """Start the lanes of the program, unless another executable has; `mutates`: whether inputs are written to."""
+        """Start the lanes if they are not running; `mutates`: whether the program writes to inputs."""
         self._graph = graph
         self._bodies = tuple(bodies)
         self._mutates = mutates
         self.num_runs = 0
-        """On lanes."""
+        """Number of runs on lanes."""
         clone, destroy = tensor_api()
         self._native = _native.Executor(
             start_lanes(program.lanes, park_team=park_team),
@@ -75,14 +75,14 @@ class Executable:
         )
 
     def run(self, inputs: list[torch.Tensor]) -> list[torch.Tensor | None]:
-        """Run once; `inputs` is emptied, so that the lanes can let go of each tensor after its last reader.
+        """Run once; `inputs` is emptied, so that lanes can free each tensor after its last reader.
 
         Raises:
-            Exception: whatever a body raised, as itself, with the name of its segment added as a note.
+            Exception: whatever a body raised, with the name of its segment added as a note.
             RuntimeClosedError: the process was forked from the one that owns the lanes.
         """
-        if getattr(_inside, "a_body", False) or (self._mutates and torch.is_inference_mode_enabled()):
-            return self._run_here(inputs)
+        if getattr(_thread_state, "is_in_body", False) or (self._mutates and torch.is_inference_mode_enabled()):
+            return self._run_serially(inputs)
         handles = to_handles(inputs)
         inputs.clear()
         self.num_runs += 1
@@ -112,21 +112,21 @@ class Executable:
         )
 
     def measure(self, inputs: Sequence[torch.Tensor]) -> Observations | None:
-        """Return None: every run tells it."""
+        """Return None: runs have spans."""
         return None
 
     def lane_bytes(self) -> Mapping[LaneId, int]:
-        """Return none: buffers are the process's."""
+        """Return an empty mapping: lanes hold no memory."""
         return {}
 
     def release(self) -> None:
-        """Nothing is held between runs."""
+        """Do nothing: no memory is held between runs."""
 
-    def _run_here(self, inputs: list[torch.Tensor]) -> list[torch.Tensor | None]:
-        """Run on this thread, in graph order.
+    def _run_serially(self, inputs: list[torch.Tensor]) -> list[torch.Tensor | None]:
+        """Run on the calling thread, in graph order.
 
-        For two cases that lanes cannot serve: a body that itself calls a compiled function, whose lanes are taken; and
-        inference tensors that are written to, since inference mode belongs to the thread that entered it.
+        Lanes cannot serve two cases: a body that itself calls a compiled function, as the lanes are busy; and writes to
+        inference tensors, since inference mode belongs to the thread that entered it.
         """
         values = dict(zip(self._graph.inputs, inputs, strict=True))
         inputs.clear()
@@ -137,7 +137,7 @@ class Executable:
 
 
 def encode(instructions: Sequence[Instruction]) -> list[int]:
-    """Return the instructions of one lane as the runtime reads them."""
+    """Return the instructions of one lane in the runtime's encoding."""
     code: list[int] = []
     for instruction in instructions:
         match instruction:
@@ -169,29 +169,30 @@ def _to_native(body: CompiledBody) -> _native.NativeBody | Callable[[list[Any]],
 
     def run(handles: list[Any]) -> list[Any]:
         tensors = from_handles(handles)
-        _inside.a_body = True
+        _thread_state.is_in_body = True
         try:
             return to_handles(list(function(tensors)))
         finally:
-            _inside.a_body = False
+            _thread_state.is_in_body = False
 
     return run
 
 
-_inside = threading.local()
-"""`a_body` is true on a thread while it runs the body of a segment under the GIL."""
+_thread_state = threading.local()
+"""`is_in_body` is true on a thread while it runs the body of a segment under the GIL."""
 
 
 _lanes_lock = threading.Lock()
 _lanes_by_key: dict[tuple[tuple[Lane, ...], bool], _native.Lanes] = {}
-"""By catalogue and parking; guarded by `_lanes_lock`. Kept until the process ends."""
+"""Lanes by catalogue and `park_team`; guarded by `_lanes_lock`, kept until the process ends."""
 
 _is_forked = False
-"""Whether this process is a fork: its first thread may have lost its OpenMP team, so it is no lane of several units."""
+"""Whether this process was forked: its first thread may have lost its OpenMP team, so it cannot be a lane of several
+units."""
 
 
 def _forget_lanes() -> None:
-    """In a forked child: lanes are threads, which the parent keeps, and so may be the lock."""
+    """In a forked child, drop the lanes, whose threads stay with the parent, and the lock, which may be held."""
     global _lanes_lock, _is_forked
     _lanes_lock, _is_forked = threading.Lock(), True
     _lanes_by_key.clear()
@@ -201,27 +202,27 @@ os.register_at_fork(after_in_child=_forget_lanes)
 
 
 def available_units() -> int:
-    """Return the number of cores for lanes: its own that torch has threads for, as far as control groups grant time."""
+    """Return the number of cores for lanes: this rank's cores, limited by torch's threads and by control groups."""
     share, granted = core_share(), granted_cores()
     units = min(len(share.own), torch.get_num_threads())
     if granted is None or granted / share.size >= units:
         return units
-    _tell_of_quota(units, granted / share.size)
+    _warn_of_quota(units, granted / share.size)
     return max(1, int(granted / share.size))
 
 
 def most_units() -> int:
-    """Return the number of cores that torch uses: with those of other local ranks, and whatever time is granted."""
+    """Return the number of cores that torch uses, regardless of other local ranks and control groups."""
     return min(len(_native.available_cores()), torch.get_num_threads())
 
 
 def core_share() -> CoreShare:
-    """Return the cores that this process may run on, its own ones first."""
+    """Return the cores that this process may run on, those of this rank first."""
     return share_cores(_native.available_cores())
 
 
 @functools.cache
-def _tell_of_quota(units: int, granted: float) -> None:
+def _warn_of_quota(units: int, granted: float) -> None:
     _logger.warning(
         "the process may run on %d cores, but its control group grants %.3g cores' worth of time: lanes use %d; "
         "torch.set_num_threads does the same for the rest of the program",
@@ -232,20 +233,20 @@ def _tell_of_quota(units: int, granted: float) -> None:
 
 
 def keep_memory() -> bool:
-    """Keep freed memory in the process; return whether the C library will."""
+    """Keep freed memory in the process (glibc's mallopt); return whether the C library can."""
     return _native.keep_memory()
 
 
 def trim_memory() -> None:
-    """Give back what is free now: what was compiled, or ran on other lanes before, left memory that nothing uses."""
+    """Give free memory back to the system, such as that used by compiling or by other lanes."""
     _native.trim_memory()
 
 
 def start_lanes(lanes: tuple[Lane, ...], *, park_team: bool) -> _native.Lanes:
-    """Return the running lanes of a catalogue, made if there are none.
+    """Return the lanes of a catalogue, and start them if they are not running.
 
     Raises:
-        RuntimeError: threads may not be pinned.
+        RuntimeError: threads cannot be pinned.
     """
     key = (lanes, park_team)
     with _lanes_lock:
@@ -254,7 +255,7 @@ def start_lanes(lanes: tuple[Lane, ...], *, park_team: bool) -> _native.Lanes:
             cores = [sorted(order[unit] for unit in lane.units) for lane in lanes]
             has_lost_team = _is_forked and len(lanes[0].units) > 1
             if len(lanes[0].units) == most_units() and not has_lost_team:
-                cores[0] = []  # the caller lane; with fewer units than torch uses, it must be held to them like any
+                cores[0] = []  # the calling thread; with fewer units than torch uses, it must be pinned, too
             num_threads = torch.get_num_threads()
             try:
                 _lanes_by_key[key] = _native.Lanes(
@@ -263,5 +264,5 @@ def start_lanes(lanes: tuple[Lane, ...], *, park_team: bool) -> _native.Lanes:
                     park_team=park_team and not _is_forked,
                 )
             finally:
-                torch.set_num_threads(num_threads)  # a lane's quota is not to be the default of new threads
+                torch.set_num_threads(num_threads)  # else a lane's quota would be the default of new threads
         return _lanes_by_key[key]

@@ -1,6 +1,6 @@
-"""Samples -> DeviceProfile: rates with which the roofline gives the times that were measured.
+"""Samples -> DeviceProfile: fit rates so that the roofline reproduces the measured times.
 
-A rate is what is left of a call's time beyond fixed times and bytes.
+A rate is fitted to the time of a call that remains after fixed times and memory.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from apollo_compile.ir import KernelKind
 from apollo_compile.units import NS_PER_S
 
 _LEAST_SHARE = 0.1
-"""Share of a call's time that is its work at least, however long everything else is taken to be."""
+"""Least share of a call's time that is attributed to its work."""
 
 
 def fit_profile(units: int, counts: Sequence[int], samples: Sequence[Sample], runtime: RuntimeTimes) -> DeviceProfile:
-    """Choose rates so that the roofline gives the times that were measured."""
+    """Return the profile whose roofline reproduces the measured times."""
     waits = [sample.times[units] - sample.times[1] / units for sample in samples if sample.probe.is_parallel]
     parallel_ns = max(0.0, min(waits)) if units > 1 else 0.0
 
     def rate(sample: Sample, amount: int, size: int, other_ns: Callable[[int], float]) -> Rate:
-        """Return the rate of `amount` in the time that fixed times and `other_ns(units)` leave."""
+        """Return the rate of `amount` in the time that remains after fixed times and `other_ns(units)`."""
         per_s = []
         for count in counts:
             fixed_ns = runtime.kernel_ns + (parallel_ns if count > 1 else 0.0) + other_ns(count)
@@ -40,7 +40,7 @@ def fit_profile(units: int, counts: Sequence[int], samples: Sequence[Sample], ru
 
     far: list[Rate] = []
     arithmetic: dict[tuple[KernelKind, str], list[Rate]] = defaultdict(list)
-    for sample in samples:  # near bytes come first: the others build on them
+    for sample in samples:  # near-byte samples come first: the other rates depend on them
         probe = sample.probe
         if probe.flops:
             table = arithmetic[probe.kind, probe.dtype]

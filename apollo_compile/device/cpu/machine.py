@@ -1,8 +1,8 @@
-"""What the system says of this machine's CPU. Nothing here imports torch.
+"""Name, features and fingerprint of this machine's CPU. Nothing here imports torch.
 
-machine_fingerprint(units)  what a measurement on this machine depends on
+machine_fingerprint(units)  the fingerprint of measurements on this machine
 cpu_model()                 the name of the CPU
-cpu_description()           vendor, model, and the features that decide which kernels libraries have for it
+cpu_description()           vendor, model, and the features that libraries choose kernels by
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from pathlib import Path
 from apollo_compile.device.fingerprint import Fingerprint, installed_torch
 
 CPU_FEATURES = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
-"""Flags of an x86 CPU that decide which kernels libraries of matrix products have for it."""
+"""Flags of an x86 CPU by which GEMM libraries choose kernels."""
 
 
 def machine_fingerprint(units: int) -> Fingerprint:
-    """Return what a measurement on this machine depends on."""
+    """Return the fingerprint of measurements on this machine."""
     cores = os.cpu_count() or 1
     return Fingerprint(device=cpu_model(), driver=None, torch=installed_torch(), cores=cores, units=units)
 
 
 def cpu_model() -> str:
-    """Return the name of the CPU, as far as the system tells."""
+    """Return the name of the CPU, or of its architecture if the system does not tell."""
     return _cpu_facts().get("model name") or platform.processor() or platform.machine()
 
 
 def cpu_description() -> str:
-    """Return vendor and model of the CPU, and which of `CPU_FEATURES` it has: a step's time depends on all of them."""
+    """Return model and vendor of the CPU, and which of `CPU_FEATURES` it has: step times depend on all of them."""
     facts = _cpu_facts()
     flags = facts.get("flags", "").split()
     told = [facts.get("vendor_id", ""), *(feature for feature in CPU_FEATURES if feature in flags)]
@@ -38,7 +38,7 @@ def cpu_description() -> str:
 
 
 def _cpu_facts() -> Mapping[str, str]:
-    """Return what Linux says of the first CPU, by the name of the fact."""
+    """Return the fields of the first CPU in /proc/cpuinfo, by name."""
     try:
         first, _, _ = Path("/proc/cpuinfo").read_text().partition("\n\n")
     except OSError:

@@ -1,9 +1,9 @@
-"""Calls of torch that segments consist of, small to large, and how long they take.
+"""Microbenchmarks of torch kernels that segments consist of, small to large.
 
     make_probes() -> probes;  TimedProbe(probe, counts).time(round, units);  .sample() -> Sample
 
-Matrix products, attention, loops over vectors that are in the cache (near) or not (far), scatters. A short call is
-repeated inside a round, a long one takes part in some rounds only.
+Matmuls, attention, loops over vectors that are in the cache (near) or not (far), scatters. A short call is repeated
+within a round, a long one is measured in some rounds only.
 """
 
 from __future__ import annotations
@@ -23,46 +23,46 @@ from apollo_compile.ir import (
 Call: TypeAlias = Callable[[], object]
 
 _BATCH_NS = 300_000
-"""A shorter call is repeated inside a round."""
+"""A call is repeated for about this long in a round."""
 
 _TURN_NS = 4_000_000
-"""A longer call takes part in some rounds only."""
+"""A longer call is measured in some rounds only."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Probe:
-    """A call that stands for one kernel, or for several of one size."""
+    """A call that runs one kernel, or several of the same size."""
 
     kind: KernelKind
     flops: int = 0
-    """Of one kernel."""
+    """Flops of one kernel."""
     near_bytes: int = 0
     far_bytes: int = 0
     footprint: int = 0
-    """Bytes that are touched before the far bytes are read again."""
+    """Bytes touched between two reads of the same far bytes."""
     dtype: str = "float32"
     kernels: int = 1
     is_parallel: bool = False
-    """Whether its time tells what going parallel costs."""
+    """Whether `parallel_ns` is fitted to its time."""
     call: Call
-    """Does nothing where the kernel is a compiled body."""
+    """Does nothing if the kernel is a compiled body, which is timed elsewhere."""
 
     @property
     def bytes_moved(self) -> int:
-        """All bytes of one kernel."""
+        """Bytes that one kernel moves."""
         return self.near_bytes + self.far_bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sample:
-    """A probe and the nanoseconds of one of its kernels, by number of units."""
+    """A probe with the nanoseconds of one kernel, by number of units."""
 
     probe: Probe
     times: dict[int, float]
 
 
 def make_probes() -> list[Probe]:
-    """Return the probes; those that only add vectors come first, since what the others tell builds on them."""
+    """Return the probes; vector additions come first, since the rates of the others depend on them."""
     probes = [_near_probe(kib) for kib in (48, 192, 768, 3072, 12288, 49152, 196608)]
     probes += [_far_probe(mib) for mib in (2, 4, 16, 64)]
     probes += [_matmul_probe(size, torch.float32) for size in (16, 32, 64, 128, 256, 512)]
@@ -83,8 +83,8 @@ def _near_probe(kib: int) -> Probe:
 
 
 def _far_probe(mib: int) -> Probe:
-    """Reads other vectors at every call, and comes back to them after `mib` MiB of others."""
-    count = 2**16  # torch gives shorter vectors to one thread
+    """Cycle through `mib` MiB of vectors, so that each call reads vectors that were not read recently."""
+    count = 2**16  # torch uses one thread for shorter vectors
     pairs = itertools.cycle([(torch.ones(count), torch.ones(count)) for _ in range(mib * 2**20 // (8 * count))])
     total = torch.empty(count)
 
@@ -96,7 +96,7 @@ def _far_probe(mib: int) -> Probe:
 
 
 def _matmul_probe(size: int, dtype: torch.dtype) -> Probe:
-    """A layer's product with its bias, and the product of its weight's gradient, half of each."""
+    """One matmul of a linear layer with bias, and one of its weight gradient."""
     values, weight, total = (torch.ones(size, size, dtype=dtype) for _ in range(3))
     bias, transposed, weight_transposed = torch.ones(size, dtype=dtype), values.t(), weight.t()
 
@@ -143,7 +143,7 @@ def _attention_probes(batch: int, heads: int, tokens: int, width: int) -> list[P
 
 
 def _scatter_probe(rows: int) -> Probe:
-    """Adds rows of gradients to those of an embedding."""
+    """Add rows of gradients to an embedding table."""
     table, gradient, indices = torch.zeros(1000, 64), torch.ones(rows, 64), torch.arange(rows) % 997
     return Probe(
         kind=KernelKind.SCATTER,
@@ -164,7 +164,7 @@ def _scan_probe(columns: int) -> Probe:
 
 
 class TimedProbe:
-    """A probe and its times in all rounds."""
+    """A probe with its times in all rounds."""
 
     def __init__(self, probe: Probe, counts: Sequence[int]) -> None:
         with torch.no_grad():
@@ -173,19 +173,19 @@ class TimedProbe:
         self._times: dict[int, list[float]] = {count: [] for count in counts}
 
     def time(self, number: int, units: int) -> None:
-        """Take part in a round, unless the call is so long that it takes part in some only."""
+        """Measure the probe in a round; a long call is skipped in most rounds."""
         if number % max(1, round(self._expected_ns / _TURN_NS)) == 0:
             elapsed_ns = _time(self._probe.call, max(1, round(_BATCH_NS / self._expected_ns)))
             self._times[units].append(elapsed_ns / self._probe.kernels)
 
     def sample(self) -> Sample:
-        """Return the median of all rounds."""
+        """Return the medians over all rounds."""
         times = {units: typical(found) for units, found in self._times.items()}
         return Sample(probe=self._probe, times=times)
 
 
 def _expect(call: Call) -> float:
-    """Return about how long a call takes."""
+    """Return the approximate duration of a call."""
     _time(call, 1)  # loads code and touches pages
     return _time(call, 3)
 

@@ -1,9 +1,9 @@
-"""What the runtime costs, and kernels that only Inductor makes: bodies, run as segments are.
+"""Microbenchmarks of the runtime, and of kernels that only Inductor generates: bodies, run as segments are.
 
     RuntimePrograms(units, counts).run();  .fixed_times() -> RuntimeTimes;  .samples(times) -> samples
 
-What calling a body costs, what every tensor adds, what a kernel adds whose code is in no cache, how fast a fused loop
-computes, how long a hand-over between lanes takes, and how lanes slow each other.
+They measure the cost of calling a body, of each tensor, and of a kernel whose code is in no cache; the speed of fused
+loops and convolutions; the time of a hand-over between lanes; and how lanes slow each other down.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from apollo_compile.ir import KernelKind, Span
 from apollo_compile.torch_bridge.bodies import compile_bodies
 
 _MEMORY_BYTES = 16 * 2**20
-"""Of a vector that no cache near a core holds."""
+"""Size of a vector that fits into no cache near a core."""
 
 _EVICT_BYTES = 2**21
-"""Of a vector that takes the place of most code in the caches near a core, as a step of a small model does."""
+"""Size of a vector that evicts most code from the caches near a core, as a step of a small model does."""
 
 _LOOP_ELEMENTS = (2**13, 2**16)
-"""What the bodies with a fused loop work on: short enough for the start of a team to show, and longer."""
+"""Sizes of the fused loops: one short enough for the start of a thread team to show, and a longer one."""
 
 _CONVOLUTIONS = ((4, 64, 64), (8, 128, 256))
-"""Images, rows and columns of an image, and channels of the result."""
+"""Number of images, their side in pixels, and output channels."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _CompiledProbe:
-    """A kernel that is measured as a body, because Inductor makes it, or changes the layout of what it takes."""
+    """A kernel measured as a body, because Inductor generates it, or changes the layout of its inputs."""
 
     name: str
     probe: Probe
@@ -46,19 +46,19 @@ class _CompiledProbe:
 
 
 def _loop_probe(elements: int) -> _CompiledProbe:
-    """Computes what the gradient of GELU does."""
+    """A loop with the arithmetic of GELU's gradient."""
 
     def loop(value: torch.Tensor) -> tuple[torch.Tensor, ...]:
         density = torch.exp(value * value * -0.5) * 0.3989
         return (value * density + 0.5 * (1 + torch.erf(value * 0.7071)),)
 
-    flops = (8 + 12 + 20) * elements  # products and sums, an exponential, an error function
+    flops = (8 + 12 + 20) * elements  # multiplications and additions, an exponential, an error function
     probe = Probe(kind=KernelKind.LOOP, flops=flops, near_bytes=8 * elements, is_parallel=True, call=_do_nothing)
     return _CompiledProbe(name=f"loop of {elements}", probe=probe, function=loop, inputs=(torch.rand(elements),))
 
 
 def _convolutions(images: int, side: int, channels: int) -> list[_CompiledProbe]:
-    """Cuts images into patches of 16 x 16, and finds the gradient of the weight."""
+    """A convolution with 16 x 16 patches, and its weight gradient."""
     shape: tuple[Any, ...] = ([16, 16], [0, 0], [1, 1], False, [0, 0], 1)
     backward = torch.ops.aten.convolution_backward.default
 
@@ -92,7 +92,7 @@ def _do_nothing() -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RuntimeTimes:
-    """Fixed times, in nanoseconds."""
+    """Fixed times in nanoseconds, and slowdown factors."""
 
     kernel_ns: float
     cold_ns: float
@@ -103,16 +103,16 @@ class RuntimeTimes:
 
 
 _LAUNCHED = ("small", "wide", "chain")
-"""Bodies whose times tell what a launch costs."""
+"""Bodies that the fixed times are computed from."""
 
 _NEIGHBOURS = ("arithmetic", "memory")
-"""Bodies that are run beside each other."""
+"""Bodies that run beside each other."""
 
 _CHAIN = 8
-"""Products in the body that has many kernels; each is followed by a loop."""
+"""Matmuls in the body with many kernels; each is followed by a loop."""
 
 _WIDTH = 16
-"""Tensors that the wide body takes, and as many that it returns."""
+"""Number of inputs, and of outputs, of the wide body."""
 
 
 def _compile_trial_bodies(probes: Sequence[_CompiledProbe]) -> dict[str, TrialBody]:
@@ -152,17 +152,17 @@ def _compile_trial_bodies(probes: Sequence[_CompiledProbe]) -> dict[str, TrialBo
 
 
 class RuntimePrograms:
-    """Programs of test bodies, and what their runs say about the runtime."""
+    """Programs of test bodies, and the times computed from their runs."""
 
     def __init__(self, units: int, counts: Sequence[int]) -> None:
-        """Compile them; kernels run on every number of units in `counts`."""
+        """Compile the programs; kernels run on every number of units in `counts`."""
         self._counts = tuple(counts)
         self._compiled = [
             *map(_loop_probe, _LOOP_ELEMENTS),
             *itertools.chain(*(_convolutions(*c) for c in _CONVOLUTIONS)),
         ]
         bodies = _compile_trial_bodies(self._compiled)
-        # Every body runs three times in a row, and the others before it again: the first time its code is cold.
+        # Each body runs three times in a row, after the other bodies: the first time its code is cold.
         launches = [(name, 1) for probe in _LAUNCHED for name in ("evict", probe, probe, probe)]
         self._launches = TrialProgram(bodies, launches, lanes_of(units, 1))
         self._kernels = {
@@ -170,25 +170,25 @@ class RuntimePrograms:
             for compiled in self._compiled
             for count in counts
         }
-        self._in_turns: list[TrialProgram] = []
+        self._alternating: list[TrialProgram] = []
         self._beside: dict[tuple[str, str | None], TrialProgram] = {}
         if units > 1:
             halves = lanes_of(units, -(-units // 2))
-            for lane in (0, 2):  # one that shares units with the lane before, one that does not
+            for lane in (0, 2):  # a lane that shares units with lane 1, and one that does not
                 steps = [("arithmetic", 1), ("small", lane)] * 3
-                self._in_turns.append(TrialProgram(bodies, steps, halves, waits=Waits.IN_TURNS))
+                self._alternating.append(TrialProgram(bodies, steps, halves, waits=Waits.FOR_PREVIOUS))
             for own, other in itertools.product(_NEIGHBOURS, (None, *_NEIGHBOURS)):
                 steps = [] if other is None else [(other, 2)]
                 steps += [(own, 1)] * 3 + [(other, 2) for _ in range(8) if other is not None]
-                self._beside[own, other] = TrialProgram(bodies, steps, halves, waits=Waits.FOR_THE_FIRST)
+                self._beside[own, other] = TrialProgram(bodies, steps, halves, waits=Waits.FOR_FIRST)
 
     def run(self) -> None:
-        """Take part in a round."""
-        for program in (self._launches, *self._kernels.values(), *self._in_turns, *self._beside.values()):
+        """Run all programs once, in a round."""
+        for program in (self._launches, *self._kernels.values(), *self._alternating, *self._beside.values()):
             program.run()
 
     def fixed_times(self) -> RuntimeTimes:
-        """Return what launches, tensors, kernels, hand-overs and neighbours cost, by the median of all rounds."""
+        """Return the costs of launches, tensors, kernels, hand-overs and neighbours, from medians over all rounds."""
         cold: dict[str, list[int]] = defaultdict(list)
         warm: dict[str, list[int]] = defaultdict(list)
         for spans in self._launches.runs:
@@ -209,12 +209,12 @@ class RuntimePrograms:
         )
 
     def disturbed_share(self) -> float:
-        """Return the share of runs of neighbours in which one lane had ended before the other began."""
+        """Return the share of neighbour runs in which one lane had ended before the other began."""
         runs = [spans for program in self._beside.values() for spans in program.runs]
         return sum(not _times_beside(spans) for spans in runs) / max(1, len(runs))
 
     def samples(self, fixed: RuntimeTimes) -> list[Sample]:
-        """Return the compiled kernels, without what it costs to call their bodies."""
+        """Return the times of the compiled kernels, without the cost of calling their bodies."""
         samples = []
         for compiled in self._compiled:
             call_ns = fixed.launch_ns + fixed.tensor_ns * (len(compiled.inputs) + 1)
@@ -227,9 +227,9 @@ class RuntimePrograms:
         return samples
 
     def _handover_ns(self) -> float:
-        """Return the longer of both kinds: the planner knows one."""
+        """Return the longer hand-over of both kinds of lanes, since the planner has one number."""
         longest = 0.0
-        for program in self._in_turns:
+        for program in self._alternating:
             pairs = [pair for spans in program.runs for pair in zip(spans[::2], spans[1::2], strict=True)]
             longest = max(longest, typical([later.start_ns - earlier.end_ns for earlier, later in pairs]))
         return longest
@@ -257,9 +257,9 @@ def _times_on(lane: int, spans: Sequence[Span]) -> list[int]:
 
 
 def _times_beside(spans: Sequence[Span]) -> list[int]:
-    """Return the times of the segments on lane 1 that ended while lane 2, if it has any, was still at work.
+    """Return the times of the segments on lane 1 that ended while lane 2, if used, was still running.
 
-    There is none if another process held the core of one of the lanes.
+    It is empty if another process occupied the core of one of the lanes.
     """
     last = max((span.end_ns for span in spans if span.lane == 2), default=None)
     return _times_on(1, [span for span in spans if last is None or span.end_ns <= last])

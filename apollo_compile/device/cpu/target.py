@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager
 import torch
 
 from apollo_compile.config import Config
-from apollo_compile.device.cpu.cores import lie_of_cores
+from apollo_compile.device.cpu.cores import core_topology
 from apollo_compile.device.cpu.execute import Executable, core_share, keep_memory, start_lanes, trim_memory
 from apollo_compile.device.profile import DeviceProfile
 from apollo_compile.device.target import Code, Run
@@ -38,25 +38,25 @@ class CpuTarget:
         self._runtime = config.runtime
 
     def start(self, lanes: tuple[Lane, ...]) -> None:
-        """Pin the threads, and keep freed memory in the process.
+        """Start the pinned threads, and keep freed memory in the process.
 
         Raises:
-            RuntimeError: threads may not be pinned.
+            RuntimeError: threads cannot be pinned.
         """
         if self._runtime.keep_memory:
             keep_memory()
         start_lanes(lanes, park_team=self._runtime.park_team)
 
     def tuned_lanes(self, lanes: Sequence[Lane]) -> Mapping[int, Lane]:
-        """Return none: a body is told how many threads it has when it runs."""
+        """Return an empty mapping: a body gets its number of threads when it runs."""
         return {}
 
     def compile_scope(self, lane: Lane) -> AbstractContextManager[None]:
-        """Change nothing."""
+        """Return a context that does nothing."""
         return contextlib.nullcontext()
 
     def load(self, compilation: Compilation, code: Code, variant: Variant) -> Executable:
-        """Return the program on native lanes."""
+        """Load the program onto native lanes."""
         return Executable(
             compilation.program,
             compilation.partition.graph,
@@ -66,19 +66,19 @@ class CpuTarget:
         )
 
     def load_whole(self, compilation: Compilation, code: Code, run: Run) -> CalledWhole:
-        """Return the compiled graph as it is."""
+        """Wrap the compiled graph; the calling thread runs it."""
         return CalledWhole(run)
 
     def keep_only(self, variants: Collection[Variant]) -> None:
-        """Graphs share nothing."""
+        """Do nothing: graphs share no memory."""
 
-    def tidy(self) -> None:
-        """Give free memory back, if it was to be kept until now."""
+    def trim_memory(self) -> None:
+        """Give free memory back to the system, if `runtime.keep_memory` keeps it in the process."""
         if self._runtime.keep_memory:
             trim_memory()
 
     def is_capturing(self) -> bool:
-        """Return False: nobody can."""
+        """Return False: there are no captures on a CPU."""
         return False
 
     def now_ns(self) -> int:
@@ -86,12 +86,12 @@ class CpuTarget:
         return time.perf_counter_ns()
 
     def circumstances(self) -> Sequence[object]:
-        """Return how the lanes' cores lie to each other, and for how many of them torch has threads."""
-        return [lie_of_cores(core_share().order[: self.profile.units]), torch.get_num_threads()]
+        """Return the topology of the lanes' cores, and torch's number of threads."""
+        return [core_topology(core_share().order[: self.profile.units]), torch.get_num_threads()]
 
 
 class CalledWhole:
-    """A graph that Inductor compiled, called by the thread that calls the model."""
+    """A graph that Inductor compiled, run by the calling thread."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
@@ -106,8 +106,8 @@ class CalledWhole:
         return None
 
     def lane_bytes(self) -> Mapping[LaneId, int]:
-        """Return none: lanes are not used."""
+        """Return an empty mapping: lanes are not used."""
         return {}
 
     def release(self) -> None:
-        """Nothing is held."""
+        """Do nothing: no memory is held."""

@@ -1,4 +1,4 @@
-"""Programs of test bodies on lanes, run once a round by the native runtime, as segments are.
+"""Programs of test bodies on lanes, for calibration: the native runtime runs them once a round.
 
     TrialProgram(bodies, steps, lanes).run();  .runs -> the spans of every run
 
@@ -39,7 +39,7 @@ from apollo_compile.passes.sync import eliminate_syncs
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrialBody:
-    """A compiled body, and what it takes."""
+    """A compiled body with its inputs."""
 
     body: CompiledBody
     inputs: tuple[torch.Tensor, ...]
@@ -47,30 +47,30 @@ class TrialBody:
 
 
 def lanes_of(units: int, first: int) -> tuple[Lane, ...]:
-    """Return a lane with all units, then one with the first few, then one with the others; no two are the same."""
+    """Return a lane of all units, one of the `first` units, and one of the others; only the first if they are equal."""
     ranges = [range(units), range(first), range(first, units)]
     chosen = [tuple(units) for units in ranges[: 1 if first == units else 3]]
     return tuple(Lane(id=LaneId(index), units=units) for index, units in enumerate(chosen))
 
 
 class Waits(Enum):
-    """What a step waits for, besides the one before it on its lane."""
+    """What a step waits for, besides the previous step on its lane."""
 
     FOR_NOTHING = auto()
-    FOR_THE_FIRST = auto()
-    """For the first of all, so that lanes do not begin at moments of their own."""
-    IN_TURNS = auto()
-    """For the one before it."""
+    FOR_FIRST = auto()
+    """The first step of the program, so that all lanes begin together."""
+    FOR_PREVIOUS = auto()
+    """The previous step, on any lane."""
 
     def before(self, step: int) -> tuple[SegmentId, ...]:
-        """Return the step, if any, that `step` waits for."""
+        """Return the step that `step` waits for, if any."""
         if self is Waits.FOR_NOTHING or step == 0:
             return ()
-        return (SegmentId(0 if self is Waits.FOR_THE_FIRST else step - 1),)
+        return (SegmentId(0 if self is Waits.FOR_FIRST else step - 1),)
 
 
 class TrialProgram:
-    """Bodies on lanes, run once a round. Steps on one lane run in order; where there is one only, it takes all."""
+    """A program of bodies on lanes. Steps on one lane run in order; if there is only one lane, it runs all."""
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class TrialProgram:
         """Spans of every run, by step."""
 
     def run(self) -> None:
-        """Run twice, since the first time brings code and data back into the caches; keep the second."""
+        """Run twice, since the first run warms the caches; keep the spans of the second."""
         for _ in range(2):
             self._executable.run(list(self._inputs))
         self.runs.append(sorted(self._executable.trace().spans, key=lambda span: span.segment))

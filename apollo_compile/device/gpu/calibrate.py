@@ -1,20 +1,20 @@
-"""Measure a GPU: what lanes of every size achieve, what hand-overs cost, what neighbours cost each other.
+"""Measure a GPU: rates on lanes of every size, the cost of hand-overs, and slowdowns of neighbours.
 
     calibrate_gpu(gpu, sheet, ...) -> DeviceProfile
 
-Everything is timed inside the quota that it is about: captured on a lane of so many SMs, between two events that are
-nodes of the CUDA graph, and replayed. So nothing that the host does is in a time.
+Everything is timed under its quota: captured on a lane of that many SMs, between two events that are nodes of the CUDA
+graph, and replayed. So times contain no work of the host.
 
-quotas      Products of matrices of several sizes, attention, and additions of vectors that fit into the cache and that
-            do not, on lanes of one atom, two atoms and so on up to all, and on the whole device. The additions tell how
-            many SMs saturate the memory. Times go in waves, so no number of SMs is left out; a rate is that of full
-            waves, as predictions take it.
-fixed       A chain of kernels that do next to nothing: what one kernel takes at least. The same chain back and forth
-            between two lanes: what a hand-over adds. A segment adds no node to a CUDA graph but its kernels, so
-            launching one takes nothing.
-neighbours  A product and an addition on one half of the device, while the other half does the one or the other.
+quotas      Matmuls of several sizes, attention, and vector additions that fit into the cache or do not, on lanes of one
+            atom, two atoms and so on up to all, and on the whole device. The additions show how many SMs saturate the
+            memory. Times are quantized by waves, so every number of SMs is measured; a rate is that of full waves, as
+            predictions assume.
+fixed       A chain of almost empty kernels gives the least time of a kernel. The same chain, alternating between two
+            lanes, gives the cost of a hand-over. A segment adds only its kernels to a CUDA graph, so launching a
+            segment costs nothing.
+neighbours  A matmul or an addition on one half of the device, while the other half runs a matmul or an addition.
 
-What is not measured (other types of elements, convolutions, scatters) stays what the data sheet says.
+Rates that are not measured (other dtypes, convolutions, scatters) are taken from the data sheet.
 """
 
 from __future__ import annotations
@@ -40,54 +40,54 @@ UNTIMED_REPLAYS = 2
 TIMED_REPLAYS = 7
 
 CHAIN = 64
-"""Kernels of a chain."""
+"""Kernels in a chain."""
 
-PRODUCT_LAUNCHES = 4
-"""Products in a row, since a small one takes hardly longer than the clock's step; as many come before them."""
+MATMUL_LAUNCHES = 4
+"""Matmuls timed together, since a small one hardly exceeds the clock's resolution; as many warm up before them."""
 
 CACHED_LAUNCHES = 4
-"""Additions in a row whose vectors are in the cache; as many come before them."""
+"""Additions of cached vectors timed together; as many warm up before them."""
 
 NEIGHBOUR_ROUNDS = 4
-"""Times that a neighbour does its work while the other is timed, so that it is at work from beginning to end."""
+"""Safety factor for the work of a neighbour, so that it is busy during all of the timed work."""
 
 Progress: TypeAlias = Callable[[str, int, int], None]
-"""What is being done, how many steps are done, and how many there are."""
+"""Called with the phase, the number of steps done, and the number of steps."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sizes:
-    """How large the test kernels are; the defaults fill an H200."""
+    """Sizes of the test kernels; the defaults fill an H200."""
 
     sides: tuple[int, ...] = (512, 1024, 2048, 4096)
     """Rows and columns of matrices, ascending."""
     tokens: int = 2048
-    """Of an attention with 16 sequences, 16 heads and 64 columns a head."""
+    """Tokens of an attention with 16 sequences, 16 heads and a head dimension of 64."""
     cached_bytes: int = 24 * 2**20
-    """That an addition moves again and again; it stays in the cache."""
+    """Bytes that an addition moves repeatedly, within the cache."""
     streamed_bytes: int = 768 * 2**20
-    """That an addition moves and that no cache holds."""
+    """Bytes that an addition moves, more than any cache holds."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Probe:
-    """A kernel that is timed; called like a body."""
+    """A timed kernel; called like a body."""
 
     name: str
     run: Callable[[], object]
     kind: KernelKind | None = None
-    """Whose arithmetic it measures; None where it measures memory or nothing but itself."""
+    """The kind whose arithmetic it measures; None for memory and fixed times."""
     dtype: str = ""
     amount: int = 0
-    """Flops or bytes of one launch."""
+    """Flops or bytes per launch."""
     tiles: int = 0
-    """Of its result, each for one SM; 0 where waves do not matter."""
+    """Tiles of its output, each computed by one SM; 0 if waves do not matter."""
     launches: int = 1
-    """That are timed together; if there are several, as many come before them, which leave their data in the cache."""
+    """Launches timed together; if several, as many come before them, to warm the cache."""
 
     @property
     def all_launches(self) -> int:
-        """With those that come before."""
+        """Number of launches, warm-up included."""
         return 2 * self.launches if self.launches > 1 else 1
 
     def __call__(self, inputs: list[torch.Tensor]) -> Sequence[torch.Tensor]:
@@ -105,14 +105,14 @@ def calibrate_gpu(
     sizes: Sizes | None = None,
     progress: Progress = lambda what, done, total: None,
 ) -> DeviceProfile:
-    """Return `sheet` with what was measured in the place of what it says.
+    """Return `sheet` with measured numbers where there are any.
 
     Arguments:
         gpu: the device; no other work should run on it.
-        sheet: its profile by the data sheet, with its own numbers of units and atoms.
-        name: of the device.
-        device: where its tensors are.
-        sizes: of the test kernels.
+        sheet: the data-sheet profile, with this device's units and atoms.
+        name: name of the device.
+        device: torch device of its tensors.
+        sizes: sizes of the test kernels.
         progress: called before every step.
     """
     sizes = sizes or Sizes()
@@ -139,14 +139,14 @@ def calibrate_gpu(
 def time_on(
     gpu: Gpu, lane: Lane, probes: Sequence[Probe], neighbour: tuple[Lane, Probe] | None = None, rounds: int = 1
 ) -> dict[str, int]:
-    """Return the median nanoseconds of one launch of probes on a lane, one probe after the other, by their names.
+    """Return the median nanoseconds per launch of each probe on a lane, by name; probes run one after the other.
 
     Arguments:
         gpu: the device.
-        lane: where they are timed.
-        probes: what is timed; all of them are in one CUDA graph.
-        neighbour: a probe on another lane that runs `rounds` times beside them.
-        rounds: of the neighbour.
+        lane: the lane that probes are timed on.
+        probes: the timed probes, all in one CUDA graph.
+        neighbour: another lane, and a probe that runs on it at the same time.
+        rounds: launches of the neighbour's probe.
     """
     timers: dict[str, tuple[Event, Event]] = {}
 
@@ -173,7 +173,7 @@ def time_on(
 
 def _replayed(gpu: Gpu, work: Callable[[Stream], None], timers: Mapping[str, tuple[Event, Event]]) -> dict[str, int]:
     """Return the median nanoseconds between the pairs of timers that `work` records."""
-    work(gpu.caller_stream())  # loads code, and lets libraries take their workspaces
+    work(gpu.caller_stream())  # loads code, and lets libraries allocate workspaces
     gpu.synchronize()
     recording = gpu.capture(work, None)
     times: dict[str, list[int]] = {name: [] for name in timers}
@@ -187,18 +187,18 @@ def _replayed(gpu: Gpu, work: Callable[[Stream], None], timers: Mapping[str, tup
 
 
 def _borders(sheet: DeviceProfile) -> list[int]:
-    """Return where atoms begin and end."""
+    """Return the borders of the atoms."""
     return atom_borders(sheet.atoms or (1,) * sheet.units)
 
 
 def _lanes(sheet: DeviceProfile) -> list[Lane]:
-    """Return a lane of every number of atoms, and one with every unit."""
+    """Return one lane per number of atoms, and one with every unit."""
     counts = sorted({*_borders(sheet)[1:], sheet.units})
     return [Lane(id=LaneId(index + 1), units=tuple(range(count))) for index, count in enumerate(counts)]
 
 
 def _halves(sheet: DeviceProfile) -> tuple[Lane, Lane] | None:
-    """Return two lanes of as many atoms; None of a device with one."""
+    """Return two lanes with equal numbers of atoms; None if the device has one atom."""
     borders = _borders(sheet)
     half = (len(borders) - 1) // 2
     if half == 0:
@@ -210,30 +210,30 @@ def _halves(sheet: DeviceProfile) -> tuple[Lane, Lane] | None:
 
 # ---------------------------------------------------------------------------------------------------------- probes
 
-_PRODUCT = "product"
+_MATMUL = "product"
 _CACHED = "cached bytes"
 _STREAMED = "streamed bytes"
 
 
 def _make_probes(sizes: Sizes, device: torch.device) -> list[Probe]:
     dtypes = (torch.bfloat16, torch.float16, torch.float32)
-    probes = [_product(side, dtype, device) for dtype in dtypes for side in sizes.sides]
+    probes = [_matmul(side, dtype, device) for dtype in dtypes for side in sizes.sides]
     probes += _attention(sizes.tokens, device)
     cached = _addition(_CACHED, sizes.cached_bytes, device, launches=CACHED_LAUNCHES)
     return [*probes, cached, _addition(_STREAMED, sizes.streamed_bytes, device)]
 
 
-def _product(side: int, dtype: torch.dtype, device: torch.device) -> Probe:
+def _matmul(side: int, dtype: torch.dtype, device: torch.device) -> Probe:
     left, right = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(2))
     total, kind = torch.empty_like(left), str(dtype).removeprefix("torch.")
     return Probe(
-        name=f"{_PRODUCT} {kind} {side}",
+        name=f"{_MATMUL} {kind} {side}",
         run=lambda: torch.mm(left, right, out=total),
         kind=KernelKind.MATMUL,
         dtype=kind,
         amount=2 * side**3,
         tiles=_num_tiles(side, side),
-        launches=PRODUCT_LAUNCHES,
+        launches=MATMUL_LAUNCHES,
     )
 
 
@@ -273,19 +273,19 @@ def _addition(name: str, num_bytes: int, device: torch.device, launches: int = 1
 
 
 def _fixed_times(gpu: Gpu, device: torch.device, sheet: DeviceProfile) -> tuple[int, int]:
-    """Return the nanoseconds of a kernel that does next to nothing, and what a hand-over adds."""
+    """Return the nanoseconds of an almost empty kernel, and of a hand-over."""
     value = torch.zeros(1, device=device)
     nothing = Probe(name="nothing", run=lambda: value.add_(1))
     halves = _halves(sheet)
     if halves is None:
         return _chain(gpu, nothing, [None]) // CHAIN, sheet.handover_ns
     one, other = halves
-    alone, in_turns = _chain(gpu, nothing, [one]), _chain(gpu, nothing, [one, other])
-    return alone // CHAIN, max(0, in_turns - alone) // (CHAIN - 1)
+    alone, alternating = _chain(gpu, nothing, [one]), _chain(gpu, nothing, [one, other])
+    return alone // CHAIN, max(0, alternating - alone) // (CHAIN - 1)
 
 
 def _chain(gpu: Gpu, probe: Probe, lanes: Sequence[Lane | None]) -> int:
-    """Return the nanoseconds of a chain of kernels that goes from lane to lane."""
+    """Return the nanoseconds of a chain of kernels that alternates between lanes."""
     timers: dict[str, tuple[Event, Event]] = {}
 
     def work(origin: Stream) -> None:
@@ -307,7 +307,7 @@ def _chain(gpu: Gpu, probe: Probe, lanes: Sequence[Lane | None]) -> int:
 def _slowdown(
     gpu: Gpu, halves: tuple[Lane, Lane] | None, probes: Sequence[Probe]
 ) -> tuple[tuple[float, float], tuple[float, float]]:
-    """Return how many times longer (arithmetic, memory) takes beside (arithmetic, memory)."""
+    """Return the slowdown factors of (arithmetic, memory) beside (arithmetic, memory)."""
     if halves is None:
         return ((1.0, 1.0), (1.0, 1.0))
     own, other = halves
@@ -317,8 +317,8 @@ def _slowdown(
         rounds = NEIGHBOUR_ROUNDS * -(-mine.all_launches * alone // its_own)
         return round(max(1.0, time_on(gpu, own, [mine], (other, its), rounds)[mine.name] / alone), 3)
 
-    products = [probe for probe in probes if (probe.kind, probe.dtype) == (KernelKind.MATMUL, "bfloat16")]
-    arithmetic = max(products, key=lambda probe: probe.amount)
+    matmuls = [probe for probe in probes if (probe.kind, probe.dtype) == (KernelKind.MATMUL, "bfloat16")]
+    arithmetic = max(matmuls, key=lambda probe: probe.amount)
     memory = next(probe for probe in probes if probe.name == _STREAMED)
     return (
         (factor(arithmetic, arithmetic), factor(arithmetic, memory)),
@@ -339,7 +339,7 @@ def _make_profile(
     handover_ns: int,
     slowdown: tuple[tuple[float, float], tuple[float, float]],
 ) -> DeviceProfile:
-    """Choose rates so that the roofline gives the times that were measured."""
+    """Return the profile whose roofline reproduces the measured times."""
     counts = sorted(times)
     unit_counts = tuple(counts if counts[0] == 1 else [1, *counts])
 
@@ -348,7 +348,7 @@ def _make_profile(
         measured = probe.amount / work_ns * NS_PER_S
         if probe.kind is None:
             return measured
-        # a product that is cut finer than its tiles would promise more to larger ones than there is
+        # a split-K matmul uses more SMs than it has tiles, so its rate would be too high for larger ones
         return min(measured, sheet.flops_per_s(probe.kind, probe.dtype, probe.amount, count))
 
     def rates(probe: Probe) -> tuple[float, ...]:

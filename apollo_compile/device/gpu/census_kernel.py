@@ -1,4 +1,4 @@
-"""The kernel that says where it runs: each block notes its SM and spins, so that no SM that may be used stays unused.
+"""A kernel that records where it runs: each block stores its SM and spins, so that blocks spread over all SMs.
 
 Imported only where there is a GPU: Triton reads the source of this file and compiles it for the device.
 """
@@ -14,7 +14,7 @@ COLUMNS = 3
 """SM, start and end in nanoseconds of the device's clock."""
 
 BLOCKS_PER_SM = 16
-"""More than one, so that a busy SM is no reason for another to get no block."""
+"""More than one, so that every SM gets a block even if others are busy."""
 
 
 @triton.jit

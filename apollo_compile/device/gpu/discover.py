@@ -17,36 +17,36 @@ from apollo_compile.store.profiles import ProfileState, cached_gpu_profile_path,
 _logger = logging.getLogger(__name__)
 
 DRIVER_RELEASE = Path("/sys/module/nvidia/version")
-"""Where Linux tells the release of NVIDIA's driver."""
+"""File with the release of NVIDIA's driver on Linux."""
 
 
 def discover_gpu_profile(fingerprint: Fingerprint, *, cache_dir: Path | None = None) -> DeviceProfile:
-    """Return the profile of the GPU that `fingerprint` is of; an H200's by the data sheet where it was not measured."""
+    """Return the profile of the GPU with this fingerprint; the data-sheet profile of an H200 if it was not measured."""
     path = None if cache_dir is None else cached_gpu_profile_path(cache_dir, fingerprint)
     found = None if path is None else find_profile(path, fingerprint)
     if found is not None and found.profile is not None:
         return found.profile
     substitute = packaged_profile("h200")
-    if found is None or found.state is ProfileState.MISSING:  # else it was said what is wrong with the file
+    if found is None or found.state is ProfileState.MISSING:  # else there was a warning about the file
         _warn_of_substitute(fingerprint.device, substitute.name)
     return substitute
 
 
 @functools.cache
 def _warn_of_substitute(device: str, name: str) -> None:
-    """Say once per GPU that it counts as another one."""
+    """Warn once per GPU that plans use the profile of another one."""
     if not f"{name} ".startswith(f"{device} "):
         _logger.warning("%s was not measured: plans count on an %s; 'apollo calibrate --gpu' measures it", device, name)
 
 
 def gpu_fingerprint(name: str, *, cuda: int, units: int, release_file: Path = DRIVER_RELEASE) -> Fingerprint:
-    """Return what a measurement of a GPU depends on.
+    """Return the fingerprint of measurements on a GPU.
 
     Arguments:
-        name: of the GPU.
-        cuda: version of CUDA that the driver speaks, as 13000; many releases of the driver speak the same.
-        units: all its SMs.
-        release_file: where the kernel tells the release of its driver; the version of CUDA alone counts without one.
+        name: name of the GPU.
+        cuda: CUDA version of the driver, as 13000; many driver releases have the same.
+        units: number of its SMs.
+        release_file: file with the release of the driver; without it, only the CUDA version is used.
     """
     try:
         driver = f"{release_file.read_text(encoding='utf-8').strip()} (CUDA {cuda})"

@@ -1,18 +1,18 @@
-"""What this GPU, driver and torch can do for lanes, shown by running it.
+"""Check by experiment what this GPU, driver and torch can do for lanes.
 
-    examine_cuda() -> findings, in the order in which one rests on the other
+    examine_cuda() -> findings; each check relies on those before it
 
-driver      libcuda opens and has what lanes need
-split       the device gives its SMs out in atoms of equal size
+driver      libcuda opens and has the functions that lanes need
+split       the device assigns its SMs in atoms of equal size
 connections the environment does not put all streams through one hardware queue
-profile     the times that plans rest on were measured on this GPU
+profile     the profile that plans rest on was measured on this GPU
 lanes ...   for three splits: kernels of a lane run on exactly the SMs that it was granted, lanes of one split share
             none, the sets stay the same over launches, eager and replayed, and lanes run side by side
 nodes ...   every kernel of the captured graph belongs to the context of the lane that launched it
-overlap     lanes of different splits share exactly the SMs that their atoms say
+overlap     lanes of different splits share exactly the SMs of their common atoms
 
-The judgements are functions of what was seen, and tested without a GPU; what is seen comes from `census_kernel.py`,
-launched by the same code that launches segments.
+Verdicts are pure functions of observations, tested without a GPU; observations come from `census_kernel.py`, launched
+by the same code that launches segments.
 """
 
 from __future__ import annotations
@@ -42,11 +42,12 @@ NUM_LAUNCHES = 20
 SPIN_NS = 200_000
 
 EXTRA_SMS = 2
-"""On compute capability 9, the driver may add so many to every green context once a module uses dynamic parallelism."""
+"""On compute capability 9, the driver may add this many SMs to every green context once a module uses dynamic
+parallelism."""
 
 
 MOST_STRAYS = 5
-"""Kernels outside their lane that a finding names."""
+"""Most kernels outside their lane that a finding names."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,7 +56,7 @@ class CapturedKernel:
 
     name: str
     context: int
-    """The CUcontext that decides on which SMs it runs; 0 where the driver does not tell."""
+    """The CUcontext, which determines its SMs; 0 if the driver does not tell."""
     lane: LaneId
     """The lane on which its segment was launched."""
     segment: SegmentId
@@ -63,7 +64,7 @@ class CapturedKernel:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Census:
-    """Where the blocks of one launch ran, by lane."""
+    """SMs and times of the blocks of one launch, by lane."""
 
     sms: Mapping[LaneId, frozenset[int]]
     begin_ns: Mapping[LaneId, int]
@@ -71,7 +72,7 @@ class Census:
 
 
 def examine_cuda(ordinal: int = 0) -> tuple[Finding, ...]:
-    """Return what was found out about the GPU of that number; one note where there is none."""
+    """Return the findings about the GPU of that number; one note if there is no GPU."""
     if not torch.cuda.is_available():
         text = "torch sees no CUDA device; lanes on a GPU need an NVIDIA GPU, its driver, and torch built for CUDA"
         return (Finding(subject="GPU", level=Level.NOTE, message=text),)
@@ -106,7 +107,7 @@ def _inspect_profile(gpu: TorchGpu) -> ProfileInspection:
 
 
 def examine_lanes(gpu: TorchGpu) -> tuple[Finding, ...]:
-    """Return what censuses of three splits and of overlapping lanes show."""
+    """Return the findings from censuses of three splits and of overlapping lanes."""
     extra = EXTRA_SMS if gpu.native.compute_capability[0] == 9 else 0
     findings: list[Finding] = []
     for shares in ((1, 1), (3, 1), (3, 5, 8)):
@@ -117,7 +118,7 @@ def examine_lanes(gpu: TorchGpu) -> tuple[Finding, ...]:
 
 
 def split_lanes(sizes: Sequence[int], shares: Sequence[int]) -> tuple[Lane, ...]:
-    """Return one lane per share of the device, disjoint, in whole atoms of these sizes; each has at least one.
+    """Return disjoint lanes of whole atoms of these sizes, in proportion to `shares`; each has at least one atom.
 
     Raises:
         ValueError: there are more shares than atoms.
@@ -126,7 +127,7 @@ def split_lanes(sizes: Sequence[int], shares: Sequence[int]) -> tuple[Lane, ...]
     if num_atoms < len(shares):
         raise ValueError(f"{num_atoms} atoms are too few for {len(shares)} lanes; use fewer lanes")
     borders = [round(num_atoms * part / sum(shares)) for part in itertools.accumulate(shares, initial=0)]
-    for index in range(1, len(borders)):  # nobody goes away empty: neither those before nor those behind
+    for index in range(1, len(borders)):  # every lane gets an atom: those before and those after
         borders[index] = max(borders[index], borders[index - 1] + 1)
         borders[index] = min(borders[index], num_atoms - (len(borders) - 1 - index))
     return tuple(
@@ -135,13 +136,13 @@ def split_lanes(sizes: Sequence[int], shares: Sequence[int]) -> tuple[Lane, ...]
 
 
 def lane_of_atoms(number: int, sizes: Sequence[int], first: int, last: int) -> Lane:
-    """Return the lane of atoms `first` up to `last`, which it does not have."""
+    """Return the lane of the atoms from `first` up to, but without, `last`."""
     borders = atom_borders(sizes)
     return Lane(id=LaneId(number), units=tuple(range(borders[first], borders[last])))
 
 
 def _attempt(name: str, look: Callable[[], Sequence[Finding]]) -> Sequence[Finding]:
-    """Return what `look` finds; what it raises is a finding too, and the next examination goes on."""
+    """Return the findings of `look`; an exception becomes a finding, so that other checks still run."""
     try:
         return look()
     except Exception as error:
@@ -158,7 +159,7 @@ def _examine_split(gpu: TorchGpu, lanes: Sequence[Lane], name: str, extra: int) 
 
 
 def _examine_overlap(gpu: TorchGpu, extra: int) -> list[Finding]:
-    """Look at two lanes that share the middle half of the device, one after the other."""
+    """Take the censuses of two lanes that share the middle half of the device, one after the other."""
     sizes = gpu.native.atom_sizes
     quarter, end = len(sizes) // 4, len(sizes)
     lanes = [lane_of_atoms(1, sizes, 0, end - quarter), lane_of_atoms(2, sizes, quarter, end)]
@@ -170,7 +171,7 @@ class CensusProbe:
     """Lanes with one census kernel on each, launched as a program is."""
 
     def __init__(self, gpu: TorchGpu, lanes: Sequence[Lane]) -> None:
-        """Make the lanes."""
+        """Create the lanes."""
         from apollo_compile.device.gpu.census_kernel import BLOCKS_PER_SM, COLUMNS, launch_census
 
         self._gpu = gpu
@@ -190,7 +191,7 @@ class CensusProbe:
         self._launcher = Launcher(_one_segment_per_lane(lanes), [body], gpu)
 
     def take(self, count: int) -> list[Census]:
-        """Launch that often."""
+        """Return the censuses of `count` launches."""
         found = []
         for _ in range(count + 1):
             self._launcher.launch(list(self._outs), self._gpu.caller_stream())
@@ -198,7 +199,7 @@ class CensusProbe:
         return found[1:]  # the first may wait for the kernel to be compiled
 
     def take_replayed(self, count: int) -> tuple[list[Census], list[CapturedKernel]]:
-        """Replay that often; return also the kernels of the captured graph."""
+        """Return the censuses of `count` replays, and the kernels of the captured graph."""
         self._launcher.launch(list(self._outs), self._gpu.caller_stream())
         recording, kernels = walk_capture(self._gpu, self._launcher, self._outs)
         found = []
@@ -221,7 +222,7 @@ class CensusProbe:
 
 
 class WalkedGpu(Protocol):
-    """What a walk over a capture needs of a device; `TorchGpu` is one."""
+    """The interface of a device that `walk_capture` needs; `TorchGpu` implements it."""
 
     def walk_capture(self) -> CaptureWalk:
         """Return a new walk."""
@@ -234,19 +235,19 @@ class WalkedGpu(Protocol):
 
 
 class CaptureWalk(Protocol):
-    """What the driver tells of a capture while it goes on."""
+    """Inspects a capture in progress, through the driver."""
 
     def new_kernels(self, stream: int) -> list[tuple[int, str]]:
-        """Return context and name of the kernels that a CUstream has got since this was last called for any."""
+        """Return context and name of the kernels added to a CUstream since the last call for any stream."""
 
 
 def walk_capture(
     gpu: WalkedGpu, launcher: Launcher, inputs: Sequence[torch.Tensor]
 ) -> tuple[Recording, list[CapturedKernel]]:
-    """Capture what `launcher` launches, and tell of every kernel which lane launched it and which it belongs to.
+    """Capture what `launcher` launches; return all kernels with the lane that launched them and their context.
 
-    The capture is looked at behind every launch, while it goes on: what is new then is of that launch. A kernel on
-    another stream is new when the lane waits for that stream, as it has to before the body ends.
+    The capture is inspected after every launch: new kernels belong to that launch. A kernel on another stream appears
+    when the lane waits for that stream, which it must do before the body ends.
     """
     kernels: list[CapturedKernel] = []
     walk = gpu.walk_capture()
@@ -264,7 +265,7 @@ def walk_capture(
 
 
 def contexts_of(gpu: TorchGpu, lanes: Iterable[Lane]) -> dict[int, LaneId]:
-    """Return the lanes by the context of their kernels; a lane with every SM has the primary one."""
+    """Return lanes by the context of their kernels; a lane with every SM uses the primary context."""
     found = {}
     for lane in lanes:
         is_whole = len(lane.units) == gpu.native.num_sms
@@ -327,10 +328,10 @@ def judge_censuses(name: str, granted: Mapping[LaneId, int], censuses: Sequence[
     """Judge where the kernels of disjoint lanes ran.
 
     Arguments:
-        name: of the finding.
-        granted: SMs that the driver says each lane has.
+        name: subject of the finding.
+        granted: number of SMs that the driver reports for each lane.
         censuses: one per launch.
-        extra: SMs that the driver may add to every lane; then lanes may share as many.
+        extra: SMs that the driver may add to every lane; lanes may then share that many.
     """
     for number, census in enumerate(censuses):
         for lane, count in granted.items():
@@ -365,8 +366,8 @@ def judge_nodes(name: str, kernels: Sequence[CapturedKernel], contexts: Mapping[
     """Judge the kernels of a captured graph.
 
     Arguments:
-        name: of the finding.
-        kernels: all of the graph.
+        name: subject of the finding.
+        kernels: all kernels of the graph.
         contexts: lanes by the context that their kernels must have.
     """
     launching = {kernel.lane for kernel in kernels}

@@ -2,27 +2,27 @@
 
     (Program, bodies) -> CudaExecutable;  CudaExecutable.run(inputs) -> outputs
 
-The first runs are launched on the lanes, which also loads code and fills caches. Then the same launches are captured,
-forks and joins included, as one CUDA graph over all lanes, and later runs replay it. A replay works on fixed addresses:
+The first runs are launched on the lanes, which also loads code and warms caches. Then the same launches are captured,
+forks and joins included, as one CUDA graph over all lanes, and later runs replay it. A replay uses fixed addresses:
 
-in place    Parameters, inputs that the graph writes to, and in a backward what its captured forward keeps. They are not
-            copied; a replay requires that they are where they were.
+in place    Parameters, inputs that the graph writes to, and, in a backward, tensors that its captured forward saved.
+            They are not copied; a replay requires that their addresses are unchanged.
 copied in   All other inputs.
-copied out  Outputs that the user can see, and may still look at when the next step overwrites them.
-lent        Gradients stay in the graph's memory, and the caller gets views of it: training lets them go before the next
-            backward. One that is not let go (they are added up over steps, or somebody collects them) is found out
+copied out  Outputs that the user sees, who may still read them when the next step overwrites the graph's memory.
+lent        Gradients stay in the graph's memory, and the caller gets views of it: training frees them before the next
+            backward. If one is still referenced (gradients are accumulated over steps, or collected), that is detected
             before a replay overwrites it; then the graph is captured again, and its gradients are copied out.
-kept        What a forward saves for its backward stays in the graph's memory, and the caller gets a view of it. As long
-            as such a view lives, a replay would overwrite it.
+saved       Tensors that a forward saves for its backward stay in the graph's memory, and the caller gets views of it.
+            As long as such a view lives, a replay would overwrite it.
 
-A run that cannot replay (inputs elsewhere, something kept is still in use: a second forward before the backward, a
-graph kept by `retain_graph`) is launched on the lanes, in fresh memory, and is right in any case. If parameters have
-moved for good, the graph is captured again, up to `MAX_CAPTURES` times. A capture that fails is one WARNING; lanes
-stay. A backward is captured once its forward was.
+A run that cannot replay (inputs have moved, or saved tensors are still in use, by a second forward before the backward
+or by `retain_graph`) is launched on the lanes, in fresh memory, which is always correct. If parameters have moved for
+good, the graph is captured again, up to `MAX_CAPTURES` times. If a capture fails, there is one WARNING, and runs are
+launched on the lanes. A backward is captured after its forward.
 
-A backward that lends nothing shares the memory of its forward: what the forward only needed while it ran is free by
-then. That is so only if the forward was captured first, so a forward always begins with memory of its own; and it would
-write over what is lent, so a backward that lends has memory of its own too.
+A backward that lends nothing shares the memory pool of its forward, where the forward's temporaries are free by then.
+That requires that the forward is captured first, so a forward always gets a new pool. Reusing the forward's pool would
+overwrite lent gradients, so a backward that lends gets a new pool, too.
 """
 
 from __future__ import annotations
@@ -54,48 +54,48 @@ MAX_CAPTURES = 3
 
 @dataclass(eq=False, slots=True)
 class ModelMemory:
-    """What the graphs of one model share."""
+    """State that the graphs of one model share."""
 
     forward: Captured | None = None
     """The latest captured forward."""
     stream: Stream | None = None
-    """The caller's, at the last replay of any of them."""
+    """The caller's stream at the last replay of any of them."""
 
 
 @dataclass(eq=False, slots=True)
 class Captured:
-    """A CUDA graph with the addresses that it works on."""
+    """A CUDA graph with the addresses that it uses."""
 
     recording: Recording
     addresses: dict[int, int]
-    """Of the inputs that are in place, by position."""
+    """Addresses of the inputs in place, by position."""
     slots: dict[int, torch.Tensor]
-    """Where the other inputs are copied to."""
+    """Tensors that the other inputs are copied to, by position."""
     outputs: list[torch.Tensor | None]
-    kept: frozenset[int]
-    """Where the memory of what is kept begins."""
-    unused: dict[int, int]
-    """By handle of its memory, how often what is kept or lent is referred to while nobody has use for it."""
-    in_place: frozenset[int]
-    """Where the memory of inputs in place begins."""
+    saved: frozenset[int]
+    """Storage addresses of outputs that are saved for backward."""
+    baseline_refcounts: dict[int, int]
+    """Baseline reference count per storage of saved and lent outputs, by handle: without any user."""
+    in_place_storages: frozenset[int]
+    """Storage addresses of the inputs in place."""
     copied: tuple[_Copied, ...]
-    """What is copied out."""
+    """Copies to make after a replay."""
     copied_outputs: frozenset[int]
-    """The outputs that are copies, by position; what is copied may also be kept, as another output."""
+    """Positions of outputs that are copied out; the same tensor may also be saved, as another output."""
     memory: tuple[LaneMemory, ...]
 
     def reads(self, inputs: Sequence[torch.Tensor]) -> bool:
-        """Whether a replay would read these inputs: those in place are where they were."""
+        """Whether a replay would read these inputs: those in place have unchanged addresses."""
         return [inputs[index].data_ptr() for index in self.addresses] == list(self.addresses.values())
 
     def can_replay(self, inputs: Sequence[torch.Tensor]) -> bool:
-        """Whether a replay would read these inputs, and nobody has use for what the last one made."""
-        return self.reads(inputs) and count_uses(self.unused) == list(self.unused.values())
+        """Whether a replay would read these inputs and overwrite nothing that is still in use."""
+        return self.reads(inputs) and count_uses(self.baseline_refcounts) == list(self.baseline_refcounts.values())
 
 
 @dataclass(eq=False)
 class CudaExecutable:
-    """A program with its bodies, ready to run; one call runs at a time, of all on the device."""
+    """A loaded program; one call runs at a time, of all programs on the device."""
 
     program: Program
     graph: SegmentGraph
@@ -104,41 +104,41 @@ class CudaExecutable:
     contract: Contract
     shared: ModelMemory
     urgency: Mapping[LaneId, int] = field(default_factory=dict)
-    """Which lanes go first where they share units."""
+    """Priorities of lanes that share units."""
     tuned: Mapping[tuple[BodyId, int], CompiledBody] = field(default_factory=dict)
-    """What lanes run instead of a body, by its id and their number of units."""
+    """Code tuned for lanes of one size, by id of the body and number of units."""
     lane_memory_quota: int | None = None
     strict: bool = False
     """Raise what would otherwise be logged."""
     num_captures: int = 0
     num_replays: int = 0
     num_launches: int = 0
-    """Runs on lanes."""
+    """Runs that were launched on the lanes."""
     _captured: Captured | None = None
     _addresses: dict[int, int] = field(default_factory=dict)
-    """Of the parameters, when a run last could not replay."""
+    """Addresses of inputs that can be in place, at the last run that could not replay."""
     _is_capturable: bool = True
 
     def __post_init__(self) -> None:
-        """Find the streams, and what is in place."""
+        """Create the launcher, and find outputs that are inputs."""
         functions = [body.function for body in self.bodies]
         self._tuned = {key: body.function for key, body in self.tuned.items()}
         self._launcher = Launcher(self.program, functions, self.gpu, self.urgency, self._tuned)
         position = {buffer: index for index, buffer in enumerate(self.program.inputs)}
-        self._passed_on = {
+        self._passthrough = {
             index: position[buffer]
             for index, buffer in enumerate(self.program.outputs)
             if buffer is not None and buffer in position
         }
-        """Outputs that are inputs: the caller's own tensors, whatever runs."""
+        """Positions of outputs that are inputs, with the position of the input: the caller's own tensors."""
         if self.contract.written_inputs is None or self.contract.unsafe is not None:
             self._is_capturable = False
-        # A quota is of a forward and its backward together, which share memory then.
-        self._lends = self.graph.role is Role.BACKWARD and self.lane_memory_quota is None
+        # A quota holds for a forward and its backward together, so they must share memory.
+        self._lends_gradients = self.graph.role is Role.BACKWARD and self.lane_memory_quota is None
 
     @property
     def lane_memory(self) -> tuple[LaneMemory, ...]:
-        """Device memory by lane of the CUDA graph; empty where there is none."""
+        """Device memory of the CUDA graph by lane; empty if there is none."""
         return () if self._captured is None else self._captured.memory
 
     def run(self, inputs: list[torch.Tensor]) -> list[torch.Tensor | None]:
@@ -148,13 +148,13 @@ class CudaExecutable:
             Exception: whatever a body raised.
             MemoryQuotaError: a lane takes more memory than it may.
         """
-        with self.gpu.turn:
+        with self.gpu.launch_lock:
             if self.gpu.is_capturing() or not self._is_capturable:
                 return self._launch(inputs)
             if self._captured is not None and self._captured.can_replay(inputs):
                 return self._replay(self._captured, inputs)
-            if self._captured is not None and self._lends and self._captured.reads(inputs):
-                self._lends = False  # somebody holds a gradient that a replay would overwrite
+            if self._captured is not None and self._lends_gradients and self._captured.reads(inputs):
+                self._lends_gradients = False  # somebody holds a gradient that a replay would overwrite
                 self.release()
             in_place = self._find_in_place(inputs)
             if in_place is not None and self._should_capture(inputs, in_place):
@@ -164,8 +164,8 @@ class CudaExecutable:
             return self._launch(inputs)
 
     def release(self) -> None:
-        """Let the CUDA graph and its memory go; later runs capture it again."""
-        with self.gpu.turn:
+        """Release the CUDA graph and its memory; later runs capture it again."""
+        with self.gpu.launch_lock:
             if self._captured is None:
                 return
             if self.shared.forward is self._captured:
@@ -174,10 +174,10 @@ class CudaExecutable:
             self.num_captures -= 1  # no input has moved
 
     def measure(self, inputs: Sequence[torch.Tensor]) -> Observations:
-        """Return how long every body takes on every number of units that a lane has, for these inputs.
+        """Time every body on every number of units that a lane has, for these inputs.
 
         Raises:
-            UnsupportedGraphError: it is not known what the graph writes to, so that it cannot be run for this alone.
+            UnsupportedGraphError: the graph may write to unknown tensors, so it cannot be run just to be timed.
             Exception: something cannot be captured.
         """
         written = self.contract.written_inputs
@@ -185,9 +185,9 @@ class CudaExecutable:
             raise UnsupportedGraphError(f"{self.graph.name} writes to other tensors than its inputs; it is not timed")
         if self.contract.unsafe is not None:
             raise UnsupportedGraphError(f"{self.graph.name} has {self.contract.unsafe}, which no CUDA graph may hold")
-        with self.gpu.turn:
+        with self.gpu.launch_lock:
             functions = [body.function for body in self.bodies]
-            self.gpu.synchronize()  # nobody uses what lanes made before
+            self.gpu.synchronize()  # earlier outputs of lanes are no longer in use
             return measure_bodies(
                 self.graph,
                 functions,
@@ -200,15 +200,15 @@ class CudaExecutable:
 
     @property
     def num_runs(self) -> int:
-        """Runs on lanes, launched or replayed."""
+        """Number of runs, launched or replayed."""
         return self.num_launches + self.num_replays
 
     def lane_bytes(self) -> Mapping[LaneId, int]:
-        """Return what every lane took when the program was captured."""
+        """Return the bytes that every lane allocated in the capture."""
         return {each.lane: each.num_bytes for each in self.lane_memory}
 
     def trace(self) -> Trace:
-        """Return no spans: a replay does not tell when its segments ran; `measure` says how long bodies take."""
+        """Return no spans: a replay does not measure segments; `measure` times bodies."""
         return Trace(spans=(), duration_ns=0)
 
     def _launch(self, inputs: list[torch.Tensor]) -> list[torch.Tensor | None]:
@@ -219,23 +219,23 @@ class CudaExecutable:
         return self._launcher.launch(inputs, stream)
 
     def _order_after_other_callers(self, stream: Stream) -> None:
-        """Let the lanes wait for all streams that may use what lanes made before, and that is free by now."""
+        """Make lanes wait for all streams that may still read earlier outputs of lanes, whose memory is free by now."""
         self.gpu.callers.add(stream)
         order_after(self.gpu, list(self.gpu.callers - {stream}), list(self._launcher.streams.values()))
 
     def _find_in_place(self, inputs: Sequence[torch.Tensor]) -> frozenset[int] | None:
-        """Return the inputs that a capture can leave where they are; None if this is not the run for it.
+        """Return the positions of inputs that a capture can use in place; None if this run must not be captured.
 
-        A forward waits until its parameters are where they were. What a backward reads may come from a forward that ran
-        on lanes; it waits for a replayed one, and copies whatever that did not keep.
+        A forward is captured when the addresses of its parameters did not change since the last run. A backward is
+        captured after a replayed forward; inputs that the forward's CUDA graph did not save are copied.
         """
         static, written = self.contract.static_inputs, self.contract.written_inputs or frozenset()
         if self.graph.role is Role.BACKWARD:
             forward = self.shared.forward
-            memory = [_memory_of(tensor) for tensor in inputs]
-            if forward is None or not forward.kept <= set(memory):
+            memory = [_storage_address(tensor) for tensor in inputs]
+            if forward is None or not forward.saved <= set(memory):
                 return None
-            stable = forward.kept | forward.in_place
+            stable = forward.saved | forward.in_place_storages
             return frozenset(index for index in static if memory[index] in stable) | written
         addresses = {index: inputs[index].data_ptr() for index in static | written}
         is_settled, self._addresses = addresses == self._addresses, addresses
@@ -255,7 +255,7 @@ class CudaExecutable:
         except MemoryQuotaError:
             self._is_capturable = False
             raise
-        except Exception as error:  # lanes run what cannot be captured
+        except Exception as error:  # runs are launched on the lanes instead
             self._is_capturable = False
             if self.strict:
                 raise
@@ -271,9 +271,11 @@ class CudaExecutable:
             arguments = [slots.get(index, tensor) for index, tensor in enumerate(inputs)]
             outputs.extend(self._launcher.launch(arguments, origin))
 
-        # Communication reads gradients on streams of its own, which a replay would not wait for.
-        self._lends = self._lends and not (torch.distributed.is_available() and torch.distributed.is_initialized())
-        forward = self.shared.forward if self.graph.role is Role.BACKWARD and not self._lends else None
+        # Collectives read gradients on streams of their own, which a replay would not wait for.
+        self._lends_gradients = self._lends_gradients and not (
+            torch.distributed.is_available() and torch.distributed.is_initialized()
+        )
+        forward = self.shared.forward if self.graph.role is Role.BACKWARD and not self._lends_gradients else None
         shares = None if forward is None else forward.recording
         recording = self.gpu.capture(work, shares)
         memory = account(
@@ -283,32 +285,32 @@ class CudaExecutable:
             launched=self._segments_by_lane(),
             quota=self.lane_memory_quota,
         )
-        not_ours = frozenset(_memory_of(inputs[index]) for index in in_place)
-        inputs_read = not_ours | {_memory_of(slot) for slot in slots.values()}
-        kept: dict[int, torch.Tensor] = {}
+        in_place_storages = frozenset(_storage_address(inputs[index]) for index in in_place)
+        inputs_read = in_place_storages | {_storage_address(slot) for slot in slots.values()}
+        saved: dict[int, torch.Tensor] = {}
         lent: dict[int, torch.Tensor] = {}
         to_copy: dict[int, torch.Tensor] = {}
         for index, output in enumerate(outputs):
-            if output is None or index in self._passed_on:
+            if output is None or index in self._passthrough:
                 continue
-            place = _memory_of(output)
+            place = _storage_address(output)
             if index not in self.contract.user_outputs:
-                kept[place] = output
-            elif self._lends and place and place not in inputs_read:
+                saved[place] = output
+            elif self._lends_gradients and place and place not in inputs_read:
                 lent[place] = output
             else:
                 to_copy[index] = output
-        kept = {place: output for place, output in kept.items() if place not in not_ours}
+        saved = {place: output for place, output in saved.items() if place not in in_place_storages}
         copied = _find_copied(to_copy.values())
-        handles = storage_handles([*kept.values(), *lent.values()])
+        handles = storage_handles([*saved.values(), *lent.values()])
         captured = Captured(
             recording=recording,
             addresses={index: inputs[index].data_ptr() for index in sorted(in_place)},
             slots=slots,
-            outputs=[None if index in self._passed_on else output for index, output in enumerate(outputs)],
-            kept=frozenset(kept),
-            unused=dict(zip(handles, count_uses(handles), strict=True)),
-            in_place=not_ours,
+            outputs=[None if index in self._passthrough else output for index, output in enumerate(outputs)],
+            saved=frozenset(saved),
+            baseline_refcounts=dict(zip(handles, count_uses(handles), strict=True)),
+            in_place_storages=in_place_storages,
             copied=copied,
             copied_outputs=frozenset(to_copy),
             memory=memory,
@@ -324,8 +326,10 @@ class CudaExecutable:
         captured.recording.replay()
         copies = [_slot_for(each.source) for each in captured.copied]
         self.gpu.copy(copies, [each.source for each in captured.copied])
-        # One tensor that is returned twice is one again: autograd would else let two parameters have one gradient.
-        views = {id(out): out.detach() for out in captured.outputs if out is not None}  # which can be counted
+        # A tensor that is returned twice must stay one object: else autograd gives one gradient to two parameters.
+        views = {
+            id(out): out.detach() for out in captured.outputs if out is not None
+        }  # new objects, so that their references can be counted
         copied = {
             id(output): _in_copy(output, each, copy)
             for each, copy in zip(captured.copied, copies, strict=True)
@@ -335,13 +339,13 @@ class CudaExecutable:
             None if out is None else copied[id(out)] if index in captured.copied_outputs else views[id(out)]
             for index, out in enumerate(captured.outputs)
         ]
-        for index, place in self._passed_on.items():
+        for index, place in self._passthrough.items():
             returned[index] = inputs[place]
         inputs.clear()
         return returned
 
     def _order_after_last_replay(self) -> None:
-        """Let the caller's stream wait for the one of the last replay, which worked in the same memory."""
+        """Make the caller's stream wait for the stream of the last replay, which uses the same memory."""
         stream, last = self.gpu.caller_stream(), self.shared.stream
         if last is not None and last != stream:
             event = self.gpu.new_event()
@@ -358,17 +362,17 @@ class CudaExecutable:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Copied:
-    """Outputs that share memory, and the part of it that is copied for them."""
+    """Outputs that share a storage, and the part of it that is copied for them."""
 
     source: torch.Tensor
-    """The output itself if it is the only one; else bytes, from the first to the last that any of them has."""
+    """The output itself if it is the only one; else the range of bytes that contains all of them."""
     outputs: tuple[torch.Tensor, ...]
 
 
 def _find_copied(outputs: Iterable[torch.Tensor]) -> tuple[_Copied, ...]:
     by_memory: dict[int, dict[int, torch.Tensor]] = defaultdict(dict)
     for output in outputs:
-        by_memory[_memory_of(output) or -id(output)][id(output)] = output  # an empty one has no memory
+        by_memory[_storage_address(output) or -id(output)][id(output)] = output  # an empty tensor has no storage
     found = []
     for together in by_memory.values():
         first, *others = together.values()
@@ -378,7 +382,7 @@ def _find_copied(outputs: Iterable[torch.Tensor]) -> tuple[_Copied, ...]:
 
 
 def _bytes_of(tensors: Collection[torch.Tensor]) -> torch.Tensor:
-    """Return the bytes of one memory that hold all the tensors, from where every type of element may begin."""
+    """Return the aligned range of bytes in one storage that contains all the tensors."""
     storage = next(iter(tensors)).untyped_storage()
     begin = min(_first_byte(tensor) for tensor in tensors) // _ALIGNMENT * _ALIGNMENT
     end = max(_first_byte(tensor) + _num_bytes(tensor) for tensor in tensors)
@@ -387,11 +391,11 @@ def _bytes_of(tensors: Collection[torch.Tensor]) -> torch.Tensor:
 
 
 _ALIGNMENT = 16
-"""Bytes of the largest element."""
+"""Size of the largest element type in bytes."""
 
 
 def _in_copy(output: torch.Tensor, copied: _Copied, copy: torch.Tensor) -> torch.Tensor:
-    """Return the tensor that lies in the copy as `output` does in what was copied."""
+    """Return the view of `copy` that corresponds to `output` in the source."""
     if copied.source is output:
         return copy
     offset = (_first_byte(output) - copied.source.storage_offset()) // output.element_size()
@@ -400,7 +404,7 @@ def _in_copy(output: torch.Tensor, copied: _Copied, copy: torch.Tensor) -> torch
 
 
 def _first_byte(tensor: torch.Tensor) -> int:
-    """Return where a tensor begins in its memory."""
+    """Return the offset of a tensor in its storage, in bytes."""
     return int(tensor.storage_offset()) * tensor.element_size()
 
 
@@ -412,16 +416,16 @@ def _num_bytes(tensor: torch.Tensor) -> int:
     return (1 + sum((size - 1) * stride for size, stride in steps)) * tensor.element_size()
 
 
-def _memory_of(tensor: torch.Tensor) -> int:
-    """Return where the memory begins that a tensor is a part of."""
+def _storage_address(tensor: torch.Tensor) -> int:
+    """Return the address of a tensor's storage."""
     return tensor.untyped_storage().data_ptr()
 
 
 def _slot_for(tensor: torch.Tensor) -> torch.Tensor:
-    """Return new memory laid out as `tensor`.
+    """Return an empty tensor with the layout of `tensor`.
 
     Raises:
-        UnsupportedGraphError: elements of the tensor share memory, so that it cannot be copied into.
+        UnsupportedGraphError: elements of the tensor share memory, so it cannot be a target of a copy.
     """
     if _overlaps_itself(tensor):
         raise UnsupportedGraphError(

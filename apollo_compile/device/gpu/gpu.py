@@ -1,7 +1,8 @@
-"""The one interface to the device: streams, events, captures. Everything else of lanes on a GPU is ordinary Python.
+"""The one interface to the GPU: streams, events, captures. All other code for lanes on a GPU is ordinary Python.
 
-`Gpu` is what the executor needs, `TorchGpu` is torch.cuda with lanes of the native runtime. Tests hand in a stand-in
-that keeps the rules of streams and CUDA graphs on CPU tensors, so the order of all operations is tested without a GPU.
+`Gpu` is the interface that the executor uses, `TorchGpu` implements it with torch.cuda and lanes of the native runtime.
+Tests use a fake that enforces the rules of streams and CUDA graphs on CPU tensors, so the order of all operations is
+tested without a GPU.
 """
 
 from __future__ import annotations
@@ -34,36 +35,36 @@ class Sharing(enum.Enum):
     APART = enum.auto()
     """A lane has the units that the plan gives it, and no others."""
     OVERLAPPING = enum.auto()
-    """It has half of those beside them as well, so that lanes overlap; more urgent lanes go first."""
+    """It also has half of the units on either side, so that lanes overlap; more urgent lanes go first."""
     URGENCY = enum.auto()
     """It may use every unit; more urgent lanes go first."""
     FREE = enum.auto()
-    """It may use every unit: only the order of the plan is kept."""
+    """It may use every unit, without priorities."""
 
 
 class Recording(Protocol):
-    """A captured CUDA graph; its memory stays where it is until the recording is gone."""
+    """A captured CUDA graph; its memory stays allocated as long as the recording exists."""
 
     def replay(self) -> None:
-        """Run all of it again; what follows on the caller's stream comes after it."""
+        """Replay it, in order with the caller's stream."""
 
     def bytes_of(self, stream: Stream) -> int:
-        """Return the bytes of device memory that a lane's stream took while it was captured."""
+        """Return the bytes of device memory allocated on a lane's stream during the capture."""
 
 
 class Gpu(Protocol):
-    """What lanes need of a device."""
+    """The interface of a device that lanes use."""
 
     @property
-    def turn(self) -> threading.RLock:
-        """Held by who launches: lanes are the same streams for all, and torch captures one CUDA graph at a time."""
+    def launch_lock(self) -> threading.RLock:
+        """Held while launching: all programs share the lanes' streams, and torch captures one CUDA graph at a time."""
 
     @property
     def callers(self) -> set[Stream]:
-        """Streams from which something was launched on lanes, and which may use what these made; guarded by `turn`."""
+        """Streams that lanes were launched from, and that may use their outputs; guarded by `launch_lock`."""
 
     def caller_stream(self) -> Stream:
-        """Return the stream that the caller works on."""
+        """Return the caller's current stream."""
 
     def lane_stream(self, lane: Lane, urgency: int = 0) -> Stream | None:
         """Return the stream of a lane; None for one with every unit, which is the caller's own stream.
@@ -72,50 +73,50 @@ class Gpu(Protocol):
         """
 
     def sharing(self, sharing: Sharing) -> Gpu:
-        """Return the same device with lanes that share it that way; the same at every call."""
+        """Return the same device with lanes that share it in this way; every call returns the same object."""
 
     def is_capturing(self) -> bool:
-        """Whether somebody captures what is launched on the caller's stream."""
+        """Whether the caller's stream is being captured."""
 
     def new_event(self) -> Event:
-        """Return an event that nothing has recorded yet."""
+        """Return a new event."""
 
     def new_timer(self) -> Event:
-        """Return an event that tells the time, at every replay if it is recorded in a capture."""
+        """Return a new event with timing; if recorded in a capture, every replay records it again."""
 
     def elapsed_ns(self, begin: Event, end: Event) -> int:
-        """Return the nanoseconds between two timers that were passed."""
+        """Return the nanoseconds between two completed timers."""
 
     def random_numbers_kept(self) -> contextlib.AbstractContextManager[None]:
-        """Put the generators of random numbers back at the end of a `with`."""
+        """Restore the state of random number generators at the end of a `with`."""
 
     def record(self, event: Event, stream: Stream) -> None:
-        """Let `event` stand for everything launched on `stream` so far."""
+        """Record `event` behind everything launched on `stream` so far."""
 
     def wait(self, event: Event, stream: Stream) -> None:
-        """Let everything launched on `stream` from now on come after `event`."""
+        """Make later launches on `stream` wait for `event`."""
 
     def call(self, body: Body, inputs: list[torch.Tensor], stream: Stream) -> Sequence[torch.Tensor]:
-        """Launch a body on `stream`, with libraries told of the units of its lane; it empties `inputs`."""
+        """Launch a body on `stream`, with libraries limited to the units of its lane; it empties `inputs`."""
 
     def on_lane(self, lane: Lane) -> contextlib.AbstractContextManager[None]:
-        """Work on the stream of a lane in a `with`, for as long as that takes; libraries are not told of its units."""
+        """Make a lane's stream current in a `with`; libraries are not limited to its units."""
 
     def capture(self, work: Callable[[Stream], None], shares: Recording | None) -> Recording:
         """Capture what `work(origin)` launches from the stream `origin`, without running it.
 
-        `shares` is an earlier recording whose memory may be used again where it is not held.
+        `shares` is an earlier recording, whose free memory is reused.
         """
 
     def copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
         """Copy each source into its target, on the caller's stream."""
 
     def synchronize(self) -> None:
-        """Wait until the device has done everything."""
+        """Wait until the device is idle."""
 
 
 def open_device(ordinal: int) -> _native.CudaDevice:
-    """Return the device with its atoms.
+    """Return the native device with its atoms.
 
     Raises:
         CudaError: there is no driver, no such device, or the driver is too old for lanes.
@@ -124,10 +125,10 @@ def open_device(ordinal: int) -> _native.CudaDevice:
 
 
 def require_cuda() -> None:
-    """Raise where torch sees no GPU.
+    """Check that torch sees a GPU.
 
     Raises:
-        CudaError: always then, with what to do.
+        CudaError: it does not; the message says what to do.
     """
     if not torch.cuda.is_available():
         why = "torch was built without CUDA" if torch.version.cuda is None else "torch sees no CUDA device"
@@ -135,10 +136,10 @@ def require_cuda() -> None:
 
 
 def atoms_of(lane: Lane, sizes: Sequence[int]) -> list[int]:
-    """Return the atoms whose units the lane has, of atoms of these sizes.
+    """Return the indices of a lane's atoms, given the sizes of all atoms.
 
     Raises:
-        ValueError: the lane has a part of an atom.
+        ValueError: the lane has only a part of an atom.
     """
     units = set(lane.units)
     ranges = [range(first, last) for first, last in itertools.pairwise(atom_borders(sizes))]
@@ -149,14 +150,14 @@ def atoms_of(lane: Lane, sizes: Sequence[int]) -> list[int]:
 
 
 def widen(atoms: Sequence[int], num_atoms: int) -> list[int]:
-    """Return the atoms of a lane and, of a device with `num_atoms`, half of those on either side of them."""
+    """Return the atoms of a lane and half of the other atoms on either side, on a device with `num_atoms`."""
     first, last = min(atoms), max(atoms)
     return list(range(first - first // 2, last + 1 + (num_atoms - 1 - last) // 2))
 
 
 @functools.cache
-def _common(ordinal: int) -> tuple[threading.RLock, set[Stream]]:
-    """Return what everybody has in common who launches on a device: see `Gpu`."""
+def _shared_state(ordinal: int) -> tuple[threading.RLock, set[Stream]]:
+    """Return the state that all programs on a device share: `Gpu.launch_lock` and `Gpu.callers`."""
     return threading.RLock(), set()
 
 
@@ -175,10 +176,10 @@ class TorchGpu:
         self._sharing = sharing
         self._streams: dict[tuple[Lane, int], Stream] = {}
         self._left_out: dict[int, int] = {}
-        """SMs that are not a lane's, by the handle of its stream."""
+        """Number of SMs outside a lane, by the handle of its stream."""
         self._capture_stream: Stream | None = None
         self._others: dict[Sharing, TorchGpu] = {sharing: self}
-        self.turn, self.callers = _common(ordinal)
+        self.launch_lock, self.callers = _shared_state(ordinal)
 
     def caller_stream(self) -> Stream:
         """Return torch's current stream of the device."""
@@ -196,7 +197,7 @@ class TorchGpu:
         return self._streams[lane, priority]
 
     def sharing(self, sharing: Sharing) -> TorchGpu:
-        """Return the device with other streams as lanes; the same at every call."""
+        """Return the device with other streams as lanes; every call returns the same object."""
         if sharing not in self._others:
             self._others[sharing] = other = TorchGpu(self.device.index, sharing)
             other._others = self._others
@@ -223,7 +224,7 @@ class TorchGpu:
         return torch.cuda.is_current_stream_capturing()
 
     def new_event(self) -> Event:
-        """Return an event without timing, which is the cheap kind."""
+        """Return an event without timing, which is cheaper."""
         return torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     def new_timer(self) -> Event:
@@ -231,13 +232,13 @@ class TorchGpu:
         return torch.cuda.Event(enable_timing=True, external=True)  # type: ignore[no-untyped-call]
 
     def elapsed_ns(self, begin: Event, end: Event) -> int:
-        """Return the time between them, which the device resolves to half a microsecond."""
+        """Return the time between two timers, with a resolution of half a microsecond."""
         elapsed_ms: float = begin.elapsed_time(end)
         return round(elapsed_ms * NS_PER_MS)
 
     @contextlib.contextmanager
     def random_numbers_kept(self) -> Iterator[None]:
-        """Keep the generators of the CPU and of this device."""
+        """Restore the generators of the CPU and of this device."""
         with torch.random.fork_rng(devices=[self.device]):
             yield
 
@@ -266,16 +267,16 @@ class TorchGpu:
         return handle
 
     def walk_capture(self) -> _native.CaptureWalk:
-        """Return what tells of the kernels of a capture while it goes on."""
+        """Return an inspector of the kernels of a capture in progress."""
         return _native.CaptureWalk(self.native)
 
     def capture(self, work: Callable[[Stream], None], shares: Recording | None) -> TorchRecording:
-        """Capture with torch's own class, which takes care of random numbers and of the pool."""
+        """Capture with torch's own class, which handles random numbers and the memory pool."""
         pool = shares.graph.pool() if isinstance(shares, TorchRecording) else torch.cuda.graph_pool_handle()
         origin = self._origin()
         graph = torch.cuda.CUDAGraph()
         with (
-            torch.cuda.stream(origin),  # left whatever happens; torch.cuda.graph stays on it where its end is an error
+            torch.cuda.stream(origin),  # restores the stream even where torch.cuda.graph fails to, after an error
             _fresh_workspaces(),
             torch.cuda.graph(graph, pool=pool, stream=origin, capture_error_mode="thread_local"),
         ):
@@ -283,13 +284,13 @@ class TorchGpu:
         return TorchRecording(graph, pool)
 
     def _origin(self) -> Stream:
-        """Return the stream on which captures begin and end: not the default one, which cannot be captured."""
+        """Return the stream on which captures begin and end; the default stream cannot be captured."""
         if self._capture_stream is None:
             self._capture_stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         return self._capture_stream
 
     def copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-        """Copy in as few launches as torch can."""
+        """Copy with as few launches as torch can."""
         if targets:
             torch._foreach_copy_(list(targets), list(sources))
 
@@ -310,18 +311,18 @@ class TorchRecording:
         self.graph.replay()
 
     def bytes_of(self, stream: Stream) -> int:
-        """Return the bytes of the pool's segments that belong to the stream."""
+        """Return the bytes of the pool's allocator segments that belong to the stream."""
         return sum(each["total_size"] for each in self.segments() if each["stream"] == stream.cuda_stream)
 
     def segments(self) -> list[dict[str, Any]]:
-        """Return the allocator's segments of the pool, as `torch.cuda.memory_snapshot` tells them."""
+        """Return the pool's allocator segments from `torch.cuda.memory_snapshot`."""
         found: list[dict[str, Any]] = torch.cuda.memory_snapshot(self._pool)  # type: ignore[no-untyped-call]
         return found
 
 
 @contextlib.contextmanager
 def _fresh_workspaces() -> Iterator[None]:
-    """Let cuBLAS take its workspaces from the pool of the capture, and give them back to it."""
+    """Make cuBLAS allocate workspaces from the pool of the capture, and free them at its end."""
     clear_workspaces()
     try:
         yield

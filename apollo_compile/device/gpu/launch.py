@@ -1,17 +1,17 @@
-"""A program as the host launches it.
+"""Launch a program from the host.
 
-    host_order(program)  -> one order of all instructions that keeps every lane's, with each record before its waits
+    host_order(program)  -> one order of all instructions that keeps each lane's order, with records before their waits
     launch(...)          -> the outputs, once everything is launched
 
-The host launches all lanes from one thread; the device keeps them apart. A wait for an event that is not recorded yet
-would be no wait at all, so the order puts records first; among what may come next, lanes take turns, one launch each,
-so that no lane starts late because the host is busy with another.
+The host launches all lanes from one thread; the device runs them in parallel. A wait for an event that is not recorded
+yet would have no effect, so records come before their waits; otherwise lanes take turns, one launch each, so that no
+lane starts late because the host is busy with another.
 
     fork    every lane that the program uses waits for the caller's stream
-    ...     launches, and the records and waits that the sync plan kept
+    ...     launches, and the records and waits of the sync plan
     join    the caller's stream waits for every lane
 
-All buffers are held until the join but those that the memory plan lets go; see Note [who owns a buffer].
+Buffers are held until the join unless the memory plan releases them earlier; see Note [who owns a buffer].
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from apollo_compile.ir import BodyId, BufferId, Instruction, LaneId, Launch, Pro
 HostOrder = tuple[tuple[LaneId, Instruction], ...]
 
 Tuned = Mapping[tuple[BodyId, int], Body]
-"""Code of bodies that is for lanes with just so many units, where it is not the same for all."""
+"""Code tuned for lanes of one size, by body and number of units."""
 
 Launched = Callable[[LaneId, Launch, Stream], None]
-"""Called behind the launch of every body, with its lane and the stream that it was launched on."""
+"""Called after the launch of every body, with its lane, its instruction and its stream."""
 
 
 def host_order(program: Program) -> HostOrder:
@@ -63,7 +63,7 @@ def host_order(program: Program) -> HostOrder:
 
 
 def order_after(gpu: Gpu, earlier: Sequence[Stream], later: Sequence[Stream]) -> None:
-    """Let what comes on each later stream begin after what was launched on all earlier ones."""
+    """Make later launches on the `later` streams wait for everything launched on the `earlier` streams."""
     for source in earlier if later else ():
         event: Event = gpu.new_event()
         gpu.record(event, source)
@@ -73,16 +73,16 @@ def order_after(gpu: Gpu, earlier: Sequence[Stream], later: Sequence[Stream]) ->
 
 @contextlib.contextmanager
 def forked(gpu: Gpu, origin: Stream, lanes: Sequence[Stream]) -> Iterator[None]:
-    """Let lanes begin after what is on `origin`, and what comes on `origin` behind the `with` after the lanes.
+    """Fork the lanes from `origin`, and join them at the end of the `with`.
 
-    So it is where something raises too: the end of a capture with a lane that is not joined is an error of its own,
-    which would hide the first.
+    They are joined after an exception, too: ending a capture with an unjoined lane is another error, which would hide
+    the first one.
     """
     order_after(gpu, [origin], lanes)
     try:
         yield
     except BaseException:
-        with contextlib.suppress(RuntimeError):  # what was raised may have ended the capture
+        with contextlib.suppress(RuntimeError):  # the exception may have ended the capture
             order_after(gpu, lanes, [origin])
         raise
     order_after(gpu, lanes, [origin])
@@ -99,9 +99,9 @@ class Launcher:
         urgency: Mapping[LaneId, int] | None = None,
         tuned: Tuned | None = None,
     ) -> None:
-        """Find the streams; those of lanes that the program does not use are not made.
+        """Create the streams of the lanes that the program uses.
 
-        `urgency` says which lanes go first where they share units; `tuned` is used before `bodies`.
+        `urgency` gives priorities to lanes that share units; `tuned` takes precedence over `bodies`.
         """
         self._program = program
         self._bodies = tuple(bodies)
@@ -117,7 +117,7 @@ class Launcher:
 
     @property
     def streams(self) -> dict[LaneId, Stream]:
-        """Streams by lane; lanes on the caller's stream are not among them."""
+        """Streams by lane, without lanes on the caller's stream."""
         return self._streams
 
     def launch(
@@ -125,7 +125,7 @@ class Launcher:
     ) -> list[torch.Tensor | None]:
         """Launch everything from the stream `origin` and return the outputs; `inputs` is emptied.
 
-        Events are new ones: a capture and a run outside must not share any.
+        It uses new events, since a capture and a run outside of it must not share events.
         """
         gpu, lanes = self._gpu, list(self._streams.values())
         values: dict[BufferId, torch.Tensor] = dict(zip(self._program.inputs, inputs, strict=True))
@@ -149,10 +149,10 @@ class Launcher:
 
 
 def _launch_body(launch: Launch, body: Body, values: dict[BufferId, torch.Tensor], gpu: Gpu, stream: Stream) -> None:
-    """Launch a body on `stream`; what it takes leaves `values`, and what it makes comes there."""
+    """Launch a body on `stream`; inputs that it takes are removed from `values`, and outputs are added."""
     arguments = [values[buffer] for buffer in launch.inputs]
     for buffer, takes in zip(launch.inputs, launch.takes, strict=True):
         if takes:
-            values.pop(buffer, None)  # the body takes one buffer twice where it reads it twice
+            values.pop(buffer, None)  # a buffer that is read twice is taken twice
     made = gpu.call(body, arguments, stream)
     values.update(zip(launch.outputs, made, strict=True))

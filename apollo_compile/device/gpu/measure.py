@@ -1,12 +1,11 @@
-"""How long every body takes on every quota, measured inside the quota.
+"""Time every body on every quota.
 
     measure_bodies(...) -> Observations
 
-The graph is launched once, so that all code is loaded and tuned, and then captured, its segments one after the other on
-the whole device; the first segment of every body runs on one lane of each size as well, with nothing beside it, between
-two events that are part of the CUDA graph. Replays fill in the times, without the time that the host takes to launch.
-Nothing the caller can see changes: inputs that the graph writes to are copies, and random numbers go on from where they
-were.
+The graph is launched once, so that all code is loaded and tuned, and then captured with serial segments on the whole
+device; the first segment of every body also runs on one lane of each size, alone, between two events that are nodes of
+the CUDA graph. Replays measure the times, without the host's launch time. Nothing that the caller can see changes:
+inputs that the graph writes to are copied, and the state of random number generators is restored.
 """
 
 from __future__ import annotations
@@ -39,11 +38,11 @@ def measure_bodies(
     Arguments:
         graph: segments in a topological order.
         bodies: by id.
-        lanes: the catalogue; of lanes with as many units, the first is measured.
+        lanes: the catalogue; of lanes with equal numbers of units, the first is measured.
         gpu: their device.
-        inputs: of the graph, in order; they are read again at every replay.
+        inputs: inputs of the graph, in order; every replay reads them.
         written: positions of the inputs that the graph writes to.
-        tuned: what lanes run instead of a body, by its id and their number of units.
+        tuned: code tuned for lanes of one size, by body and number of units.
     """
     given = list(inputs)
     for index in written:
@@ -51,7 +50,7 @@ def measure_bodies(
     probe = _Probe(graph, bodies, lanes, gpu, given, tuned or {})
     times: dict[tuple[BodyId, int], list[int]] = {}
     with gpu.random_numbers_kept():
-        probe.launch(gpu.caller_stream())  # a body that is tuned at its first run waits for the device
+        probe.launch(gpu.caller_stream())  # autotuning at a body's first run synchronizes, which a capture forbids
         gpu.synchronize()
         recording = gpu.capture(probe.launch, None)
         for number in range(UNTIMED_REPLAYS + TIMED_REPLAYS):
@@ -69,7 +68,7 @@ def measure_bodies(
 
 
 class _Probe:
-    """Launches a graph with its bodies on lanes of every size in between."""
+    """Launches a graph, with every body timed on lanes of every size in between."""
 
     def __init__(
         self,
@@ -92,7 +91,7 @@ class _Probe:
         self._first = {segment.body: segment.id for segment in reversed(graph.segments)}
 
     def launch(self, origin: Stream) -> None:
-        """Launch everything from `origin`; a buffer goes with its last reader, which all others come before."""
+        """Launch everything from `origin`; a buffer is freed after its last reader."""
         values = dict(zip(self._graph.inputs, self._inputs, strict=True))
         last = {
             buffer: segment.id for segment in self._graph.segments for buffer in (*segment.inputs, *segment.outputs)
@@ -116,7 +115,7 @@ class _Probe:
             gpu.record(begin, stream)
             made = gpu.call(self._tuned.get((segment.body, units), self._bodies[segment.body]), arguments, stream)
             gpu.record(end, stream)
-        del made  # of the lane, which has nothing beside it
+        del made  # freed on the lane, where nothing else runs
         self.timers[segment.body, units] = (begin, end)
 
 

@@ -1,9 +1,9 @@
-"""Bytes that every lane took, against what it may take.
+"""Check the device memory of every lane against its quota.
 
     account(recording, streams, quota) -> LaneMemory per lane, or MemoryQuotaError
 
-A CUDA graph allocates while it is captured and never again, so this is where a quota is kept: the allocator's segments
-say which stream each belongs to, and a lane is a stream. A graph over its quota is dropped before it ever ran.
+A CUDA graph allocates only while it is captured, so the quota is checked then: each of the allocator's segments belongs
+to a stream, and a lane is a stream. A CUDA graph over its quota is dropped before it runs.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ def account(
     launched: Mapping[LaneId, tuple[SegmentId, ...]],
     quota: int | None,
 ) -> tuple[LaneMemory, ...]:
-    """Return what every lane took.
+    """Return the memory of every lane.
 
     Arguments:
-        recording: the captured graph.
-        streams: the lanes' streams.
-        graph: whose segments the lanes launched.
-        launched: segments of every lane, for the message.
-        quota: bytes that one lane may take; None is no limit.
+        recording: the captured CUDA graph.
+        streams: streams by lane.
+        graph: the graph whose segments the lanes launched.
+        launched: segments by lane, for the message.
+        quota: bytes that one lane may take; None means no limit.
 
     Raises:
         MemoryQuotaError: a lane took more.

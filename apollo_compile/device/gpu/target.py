@@ -27,7 +27,7 @@ _SHARING: Mapping[Variant, Sharing] = {
     Variant.PRIORITIES: Sharing.URGENCY,
     Variant.OVERLAPPING: Sharing.OVERLAPPING,
 }
-"""How lanes share the device where a graph does not run as planned."""
+"""How lanes share the device in the variants that use the plan without its quotas."""
 
 
 class GpuTarget:
@@ -35,7 +35,7 @@ class GpuTarget:
 
     variants: Collection[Variant] = tuple(_SHARING)
     is_synchronous = False
-    binds_graphs = True  # a backward replays on what its forward left in memory that every variant has of its own
+    binds_graphs = True  # a backward's CUDA graph reads what its forward saved, in memory of the same variant
     keeps_findings = False
     has_native_bodies = False
     can_interpret = False
@@ -46,22 +46,22 @@ class GpuTarget:
         self.device = device
         self.lane_memory_quota = config.device.lane_memory_quota
         self.memories: dict[Variant, ModelMemory] = defaultdict(ModelMemory)
-        """By variant, what the graphs share."""
+        """Memory that the graphs share, by variant."""
         self._config = config
 
     def start(self, lanes: tuple[Lane, ...]) -> None:
-        """Streams are made when something is launched."""
+        """Do nothing: streams are created at the first launch."""
 
     def tuned_lanes(self, lanes: Sequence[Lane]) -> Mapping[int, Lane]:
-        """Return one lane of every size but the whole device."""
+        """Return one lane of every size except the whole device."""
         return {len(lane.units): lane for lane in lanes[1:]}
 
     def compile_scope(self, lane: Lane) -> AbstractContextManager[None]:
-        """Work on the lane's stream."""
+        """Return a context in which the lane's stream is current."""
         return self.gpu.on_lane(lane)
 
     def load(self, compilation: Compilation, code: Code, variant: Variant) -> CudaExecutable:
-        """Return the program with lanes that share the device as the variant says."""
+        """Load the program, with lanes that share the device as the variant says."""
         sharing = _SHARING.get(variant)
         return CudaExecutable(
             program=compilation.program,
@@ -77,7 +77,7 @@ class GpuTarget:
         )
 
     def load_whole(self, compilation: Compilation, code: Code, run: Run) -> CudaExecutable:
-        """Return the compiled graph as one CUDA graph, as plans are."""
+        """Load the compiled graph as a program of one segment, which becomes a CUDA graph like a plan."""
         graph, program, make_body = as_one_segment(compilation.partition.graph, compilation.plan.lanes[0])
         return CudaExecutable(
             program=program,
@@ -90,22 +90,22 @@ class GpuTarget:
         )
 
     def keep_only(self, variants: Collection[Variant]) -> None:
-        """Forget the memory of all other variants."""
+        """Drop the shared memory of all other variants."""
         for variant in self.memories.keys() - set(variants):
             del self.memories[variant]
 
-    def tidy(self) -> None:
-        """What captured graphs let go is torch's."""
+    def trim_memory(self) -> None:
+        """Do nothing: torch's allocator owns the memory of released CUDA graphs."""
 
     def is_capturing(self) -> bool:
         """Whether the caller's stream is being captured."""
         return self.gpu.is_capturing()
 
     def now_ns(self) -> int:
-        """Wait for the device, and return the host's time."""
+        """Synchronize with the device, and return the host's time."""
         self.gpu.synchronize()
         return time.perf_counter_ns()
 
     def circumstances(self) -> Sequence[object]:
-        """Return nothing: no findings are kept."""
+        """Return an empty list: no findings are kept."""
         return []

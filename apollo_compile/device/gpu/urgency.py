@@ -1,9 +1,9 @@
-"""Which lanes should go first where they share units.
+"""Priorities of lanes that share units.
 
     rank_lanes(graph, plan, costs) -> urgency by lane, 0 for the least urgent
 
-A lane is as urgent as the longest path from any of its segments to the end of the graph: what delays that delays the
-step. Durations are those on the whole device, since lanes that share units are not held to their quotas.
+A lane is as urgent as the longest path from any of its segments to the end of the graph: a delay there delays the step.
+Durations are those on the whole device, since lanes that share units are not held to their quotas.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from apollo_compile.ir import CostTable, LaneId, Plan, SegmentGraph
 
 
 def rank_lanes(graph: SegmentGraph, plan: Plan, costs: CostTable) -> dict[LaneId, int]:
-    """Return how urgent the lanes are that a plan uses; of lanes with equal paths the first is the most urgent.
+    """Return the urgency of the lanes that a plan uses; of lanes with equal paths, the first is the most urgent.
 
     Arguments:
         graph: segments in a topological order.
-        plan: of the graph.
-        costs: of its segments.
+        plan: plan of the graph.
+        costs: costs of its segments.
     """
     rest_ns = [0] * len(graph.segments)
     for segment in reversed(graph.segments):

@@ -1,9 +1,9 @@
-"""A whole graph as Inductor compiles it, as a program of one segment on the whole device.
+"""The whole graph as Inductor compiles it, as a program of one segment on the whole device.
 
-    as_one_segment(graph, lane) -> SegmentGraph, Program, and what makes a body of the compiled graph
+    as_one_segment(graph, lane) -> SegmentGraph, Program, and a function that makes the body from the compiled graph
 
-So it runs as plans do: on the caller's stream at first, then as one CUDA graph. That is what lanes have to beat;
-without it they would win by the launches that a CUDA graph saves.
+So it runs in the same form as plans: on the caller's stream at first, then as one CUDA graph. Without a CUDA graph for
+Inductor's code, plans would win by the launch overhead that their CUDA graph saves.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from apollo_compile.ir import BodyId, BufferId, Lane, LaneId, Launch, Program, S
 def as_one_segment(
     graph: SegmentGraph, lane: Lane
 ) -> tuple[SegmentGraph, Program, Callable[[Callable[[list[Any]], Sequence[Any]]], Body]]:
-    """Return `graph` with one segment that does all of it, and its program on `lane`, which has every unit.
+    """Return `graph` as a single segment, its program on `lane`, which has every unit, and a function `make_body`.
 
-    The function that is returned with them makes the body: of a callable that takes the inputs of the graph in a list
-    and returns its outputs, nothing and its own inputs among them.
+    `make_body(run)` makes the body from a callable that takes the inputs of the graph in a list and returns its
+    outputs, which may include None and inputs.
     """
     inputs = set(graph.inputs)
     places: dict[BufferId, int] = {}

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from apollo_compile.device.cpu.cores import divide_cores, lie_of_cores, share_cores
+from apollo_compile.device.cpu.cores import core_topology, divide_cores, share_cores
 
 
 @pytest.mark.parametrize("num_cores", [1, 2, 3, 8, 12, 64])
@@ -64,7 +64,7 @@ def test_cores_that_lie_alike_are_the_same_and_threads_of_one_core_are_not(tmp_p
             file = tmp_path / f"cpu{core}" / name
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(text + "\n")
-    neighbours, siblings, strangers = (lie_of_cores(cores, tmp_path) for cores in ((0, 1), (0, 4), (0, 2)))
+    neighbours, siblings, strangers = (core_topology(cores, tmp_path) for cores in ((0, 1), (0, 4), (0, 2)))
     assert len({neighbours, siblings, strangers}) == 3
-    assert lie_of_cores((2, 3), tmp_path) == lie_of_cores((7, 6), tmp_path) == neighbours
-    assert lie_of_cores((0, 1), tmp_path / "hidden") == ((0, 0, 0), (0, 0, 0))
+    assert core_topology((2, 3), tmp_path) == core_topology((7, 6), tmp_path) == neighbours
+    assert core_topology((0, 1), tmp_path / "hidden") == ((0, 0, 0), (0, 0, 0))

@@ -84,7 +84,7 @@ class FakeGpu:
         self.races: list[str] = []
         self.recordings: list[FakeRecording] = []
         self.caller = CALLER
-        self.turn = threading.RLock()
+        self.launch_lock = threading.RLock()
         self.callers: set[str] = set()
         self.others: dict[Sharing, FakeGpu] = {}
         self.urgency: dict[str, int] = {}
