@@ -17,7 +17,8 @@ that step. The parent compares them with those of the reference, which is eager 
 Note [idle children]: a child waits in a read on its socket. The OpenMP workers of its last step spin for some more
 milliseconds, so the parent pauses for PAUSE_S between turns.
 
-The harness returns data and prints nothing; the command line and `benchmarks/` print.
+The harness returns data and prints nothing; the command line and `benchmarks/` print. It is one file of some 650 lines,
+since parent and children are two ends of one protocol.
 """
 
 from __future__ import annotations

@@ -95,7 +95,10 @@ class Captured:
 
 @dataclass(eq=False)
 class CudaExecutable:
-    """A loaded program; one call runs at a time, of all programs on the device."""
+    """A loaded program; one call runs at a time, of all programs on the device.
+
+    Longer than other classes: launching, capturing, replaying and letting go are states of one thing.
+    """
 
     program: Program
     graph: SegmentGraph
