@@ -145,7 +145,7 @@ class Step:
             return loss_fn(model, part)
 
         compile_function: Callable[..., Callable[[Any], Any]] = torch.compile
-        backend = partial(_compile_and_note, self._notes, options)
+        backend = partial(_compile_and_note, weakref.ref(self._notes), options)  # Dynamo keeps backends for good
         self._loss_of = compile_function(loss_of, backend=backend, dynamic=False, fullgraph=True)
         self._loss_in_pieces = compile_function(loss_of, backend="apollo", dynamic=False, options=dict(options))
         self._problem = ""
@@ -323,10 +323,14 @@ class _Notes:
 
 
 def _compile_and_note(
-    notes: _Notes, options: Mapping[str, Any], graph_module: fx.GraphModule, example_inputs: Sequence[Any]
+    reference: weakref.ref[_Notes],
+    options: Mapping[str, Any],
+    graph_module: fx.GraphModule,
+    example_inputs: Sequence[Any],
 ) -> Callable[..., Any]:
     compiled, model = compile_dynamo_graph(graph_module, example_inputs, options=options)
-    return compiled if model is None else _Graph(compiled=compiled, model=model, notes=notes)
+    notes = reference()
+    return compiled if model is None or notes is None else _Graph(compiled=compiled, model=model, notes=notes)
 
 
 class _Tuned:

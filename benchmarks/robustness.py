@@ -145,7 +145,9 @@ def _without_numbers(problem: str) -> str:
 
 def _head(reason: str) -> str:
     """Return what happened, without the details that follow a colon, and without the number of the graph."""
-    text = re.sub(r"\d+/\d+(\.\d+)?( (forward|backward|inference))?", "a graph", re.sub(r"^\w+Error: ", "", reason))
+    text = re.sub(
+        r"graph\d+_\w+|\d+/\d+(\.\d+)? (forward|backward|inference)", "a graph", re.sub(r"^\w+Error: ", "", reason)
+    )
     return re.split(r": | \(", text)[0]
 
 

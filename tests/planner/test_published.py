@@ -32,9 +32,9 @@ def model_of(problem: Problem, budgets: Sequence[Budget]) -> Model:
     model = build_model(problem, [range(len(task.modes)) for task in problem.tasks], (0, longest))
     for budget in budgets:
         consumed = [
-            amount * variant.on
-            for variants, amounts in zip(model.variants, budget.consumption, strict=True)
-            for variant, amount in zip(variants, amounts, strict=True)
+            amount * mode.on
+            for modes, amounts in zip(model.task_modes, budget.consumption, strict=True)
+            for mode, amount in zip(modes, amounts, strict=True)
         ]
         model.cp.add(sum(consumed) <= budget.limit)
     return model
