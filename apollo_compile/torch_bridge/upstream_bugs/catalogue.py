@@ -68,6 +68,7 @@ UPSTREAM_BUGS = (
         defect="adds transposed values at the wrong addresses, in code that several threads run",
         report="https://github.com/pytorch/pytorch/issues/191837",
         seen_in=("2.13",),
+        fixed_in="2.14.1",
         test="test_torch_adds_transposed_values_elsewhere",
     ),
 )
