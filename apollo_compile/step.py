@@ -244,9 +244,14 @@ class Step:
 
     def _link(self, graph: _Graph, num_parts: int) -> _Tuned | None:
         """Link what was compiled; say why where that is impossible."""
+        programs = (tuned.program for tuned in self._linked.get(graph, {}).values() if tuned is not None)
+        micro = next((program.micro for program in programs), None)
+        if micro is None and graph.inputs is None:
+            return None  # a line has said why
         try:
-            owned = {id(each) for each in (*self._model.parameters(), *self._model.buffers())}
-            micro = find_micro(graph.model, graph.inputs, owned, graph.loss_dtype)
+            if micro is None:
+                owned = {id(each) for each in (*self._model.parameters(), *self._model.buffers())}
+                micro = find_micro(graph.model, graph.inputs or (), owned, graph.loss_dtype)
             program = link_step(micro, num_parts, name=f"{graph.model.name} step")
         except UnsupportedGraphError as error:
             _logger.info("%s: %s", STAYS, error)
@@ -257,7 +262,7 @@ class Step:
             _logger.warning("%s: %s: %s", STAYS, type(error).__name__, error)
             return None
         finally:
-            graph.inputs = ()  # they hold a batch
+            graph.inputs = None  # they hold a batch
         graph.is_linked = True
         return _Tuned(program, is_compared=self._config.plan.autotune)
 
@@ -281,8 +286,8 @@ class _Graph:
     compiled: Callable[..., Any]
     model: CompiledModel
     notes: _Notes
-    inputs: tuple[object, ...] = ()
-    """Of its latest run, until it was linked."""
+    inputs: tuple[object, ...] | None = ()
+    """Of its latest run; None once it is known whether it can be linked."""
     loss_dtype: torch.dtype = torch.float32
     is_linked: bool = False
 
@@ -313,7 +318,7 @@ class _Notes:
         if self._noted is None:
             self.latest = graph
             outputs = graph.compiled(*inputs)
-            if not graph.is_linked:
+            if graph.inputs is not None:
                 graph.inputs, graph.loss_dtype = inputs, outputs[0].dtype
             return outputs
         if not graph.is_linked:

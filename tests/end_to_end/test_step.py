@@ -142,6 +142,31 @@ def test_without_an_optimizer_gradients_are_added_to_what_is_there() -> None:
     assert ran_as_program(step)
 
 
+def test_batches_may_have_different_numbers_of_micro_batches() -> None:
+    """A split into parts of one size runs one graph, and has a program for every number of parts."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = Chain()
+    expected = copy.deepcopy(model)
+
+    def split(batch: Batch, _: int) -> list[Batch]:
+        return list(split_evenly(batch, len(batch["x"]) // 8))
+
+    step = compile_step(model, chain_loss, split=split, options=EAGER)
+    for seed in range(8):
+        count = 2 + seed % 2
+        batch = chain_batch(seed, size=8 * count)
+        model.zero_grad()
+        expected.zero_grad()
+        torch.testing.assert_close(
+            step(batch), run_loop(expected, chain_loss, batch, count, None), rtol=1e-4, atol=1e-5
+        )
+        for parameter, other in zip(model.parameters(), expected.parameters(), strict=True):
+            torch.testing.assert_close(parameter.grad, other.grad, rtol=1e-3, atol=1e-5)
+    assert len(step.verdicts) == 2
+    assert ran_as_program(step)
+
+
 def test_dropout_draws_what_the_compiled_loop_draws() -> None:
     """Micro-batches draw in their order, so the same seed gives the same numbers."""
     torch._dynamo.reset()
