@@ -52,8 +52,12 @@ def compile_dynamo_graph(
     *,
     options: Mapping[str, Any] | None = None,
     mode: str | None = None,
+    is_for_step: bool = False,
 ) -> tuple[Callable[..., Any], CompiledModel | None]:
-    """Return the compiled function of `apollo` and its model, which is None if the backend is disabled."""
+    """Return the compiled function of `apollo` and its model, which is None if the backend is disabled.
+
+    With `is_for_step`, graphs are compiled in segments also where Inductor is as fast, to be linked into a step.
+    """
     config = load_config(options)
     if config.debug.log is not None:
         _set_log_level(config.debug.log)
@@ -67,6 +71,7 @@ def compile_dynamo_graph(
         storages=storages_of(traced_tensors(graph_module, example_inputs)),
         code=traced_code(),
         ranks=find_ranks(),
+        is_for_step=is_for_step,
     )
     release_symbols_with(model)
     model.graph_break = find_break(graph_module, model.name)

@@ -1,19 +1,20 @@
-"""The training step as the unit: forward, loss and backward of all micro-batches as one program.
+"""The training step as the unit: forward, loss, backward and optimizer of all micro-batches as one program.
 
     step = compile_step(model, loss_fn, optimizer, microbatches=4);    loss = step(batch)
 
 The first steps are the plain loop, over the loss function as `torch.compile(backend="apollo")` compiles it. When
 nothing about that is being decided any more, what was compiled is linked into one program (`session/step_program.py`),
-and in the steps that follow programs and the loop take turns until the fastest is known (`session/comparison.py`). What
-cannot be linked stays the loop, and one line says why.
+and in the steps that follow the program, the loop and Inductor's code of the whole traced step take turns until the
+fastest is known (`session/step_tuning.py`). What cannot be linked stays the loop, and one line says why.
 
 Note [guards]: a program takes its inputs from Dynamo. For every micro-batch the compiled loss function is called, so
 Dynamo checks its guards and looks up parameters, buffers and whatever else the code refers to; but the graph that it
 calls only notes its inputs. Where Dynamo calls another graph than the one that was linked, or compiles one, the step is
 a loop.
 
-Guarantees: losses and gradients are those of the loop, with sums in the same order; the optimizer is the user's own and
-steps as in the loop.
+Guarantees: losses and gradients are those of the loop, with sums in the same order; parameters are updated by the
+user's own optimizer, module by module where it treats every parameter by itself (`torch_bridge/optimizers.py`), else at
+the end.
 """
 
 from __future__ import annotations
@@ -34,19 +35,19 @@ from apollo_compile.backend import compile_dynamo_graph
 from apollo_compile.config import load_config
 from apollo_compile.errors import ConfigError, TargetError, UnsupportedGraphError
 from apollo_compile.ir import Variant
+from apollo_compile.progress import Progress
 from apollo_compile.reports.values import Stage
-from apollo_compile.session.comparison import Comparison
 from apollo_compile.session.model import CompiledModel
-from apollo_compile.session.step_program import StepProgram, find_micro, link_step
+from apollo_compile.session.step_program import Micro, find_micro, link_step, own_gradients
+from apollo_compile.session.step_tuning import StepTuner
+from apollo_compile.session.warm_start import may_be_compared
 from apollo_compile.torch_bridge.graph_breaks import problem_of
+from apollo_compile.torch_bridge.optimizers import StepInParts
+from apollo_compile.torch_bridge.settings import inductor_settings
+from apollo_compile.torch_bridge.traced_step import compile_traced_step
 from apollo_compile.torch_bridge.trees import flatten
-from apollo_compile.units import format_ns
 
 _logger = logging.getLogger(__name__)
-
-LOOP = "loop over micro-batches"
-IN_TURN = "one program, segments in turn"
-PROGRAM = "one program"
 
 STAYS = "the step stays a loop over micro-batches"
 
@@ -136,10 +137,13 @@ class Step:
         self._clip_grad_norm = clip_grad_norm
         self._split = split
         self._weigh = weigh
-        self._config = load_config(options)
+        self.config = load_config(options)
         self._notes = _Notes()
-        self._linked: weakref.WeakKeyDictionary[_Graph, dict[int, _Tuned | None]] = weakref.WeakKeyDictionary()
-        """By graph and number of micro-batches; None where only the loop can run."""
+        self._linked: weakref.WeakKeyDictionary[_Graph, dict[int, StepTuner | str]] = weakref.WeakKeyDictionary()
+        """By graph and number of micro-batches; the reason where only the loop can run."""
+
+        self._loss_fn = loss_fn
+        self._parts_problem = None if optimizer is None else StepInParts.problem_of(optimizer)
 
         def loss_of(part: Any) -> Any:
             return loss_fn(model, part)
@@ -162,26 +166,38 @@ class Step:
         if self._optimizer is not None:
             self._optimizer.zero_grad()
         noted = self._note_inputs(parts)
-        loss = self._run_loop(parts, weights) if noted is None else self._run_tuned(noted, parts, weights)
         if noted is None:
+            loss = self._run_loop(parts, weights)
             self._link_latest(len(parts))
-        if self._clip_grad_norm is not None:
-            torch.nn.utils.clip_grad_norm_(self._model.parameters(), self._clip_grad_norm)
-        if self._optimizer is not None:
-            self._optimizer.step()
+            return loss
+        tuner = noted.tuner
+        variant = tuner.begin_step()
+        begin = time.perf_counter_ns()
+        loss = self._run(variant, noted, parts, weights)
+        took = time.perf_counter_ns() - begin
+        tuner.record(took + (noted.took_ns if variant in _PROGRAMS else 0))
         return loss
 
     @property
     def verdicts(self) -> list[str]:
         """What runs steps of every kind that were linked or refused, and what it was compared with."""
-        if self._problem:
-            return [f"{LOOP}: {self._problem}"]
-        each = (tuned for linked in self._linked.values() for tuned in linked.values())
-        return [LOOP if tuned is None else tuned.verdict for tuned in each]
+        loops = [f"{Variant.LOOP}: {reason}" for reason in self.reasons_for_loops]
+        return [*loops, *(str(tuner) for tuner in self.tuners)]
+
+    @property
+    def tuners(self) -> list[StepTuner]:
+        """Programs, and what is known of how fast they are: one for every kind of batch."""
+        return [each for linked in self._linked.values() for each in linked.values() if isinstance(each, StepTuner)]
+
+    @property
+    def reasons_for_loops(self) -> list[str]:
+        """Why steps of some kind can only run as a loop."""
+        refused = (each for linked in self._linked.values() for each in linked.values() if isinstance(each, str))
+        return list(dict.fromkeys([*([self._problem] if self._problem else []), *refused]))
 
     def _note_inputs(self, parts: Sequence[Any]) -> _Noted | None:
         """Return the program of a step and its inputs: Note [guards]; None where there is none, or the loop has won."""
-        if not any(tuned is not None and tuned.may_win for each in self._linked.values() for tuned in each.values()):
+        if not any(tuner.may_leave_loop for tuner in self.tuners):
             return None
         begin = time.perf_counter_ns()
         with self._notes.noting() as noted:
@@ -191,21 +207,50 @@ class Step:
             except _NotLinkedError:
                 return None
         graph = noted[0][0]
-        tuned = self._linked.get(graph, {}).get(len(parts))
+        tuner = self._linked.get(graph, {}).get(len(parts))
         inputs = [each for _, each in noted]
-        if tuned is None or any(other is not graph for other, _ in noted):
+        if not isinstance(tuner, StepTuner) or any(other is not graph for other, _ in noted):
             return None
-        if not (tuned.may_win and tuned.program.may_run() and tuned.program.takes(inputs)):
+        if not (tuner.may_leave_loop and tuner.program.may_run() and tuner.program.takes(inputs)):
             return None
-        return _Noted(tuned, inputs, time.perf_counter_ns() - begin)
+        return _Noted(tuner, inputs, time.perf_counter_ns() - begin)
 
-    def _run_tuned(self, noted: _Noted, parts: Sequence[Any], weights: Sequence[float]) -> torch.Tensor:
-        """Run whatever is being measured, or has won."""
-        tuned = noted.tuned
-        is_loop = tuned.begin_step() == LOOP
-        begin = time.perf_counter_ns()
-        loss = self._run_loop(parts, weights) if is_loop else tuned.run(noted.inputs, weights)
-        tuned.record(time.perf_counter_ns() - begin + (0 if is_loop else noted.took_ns))
+    def _run(self, variant: Variant, noted: _Noted, parts: Sequence[Any], weights: Sequence[float]) -> torch.Tensor:
+        """Take the step as this variant."""
+        program = noted.tuner.program
+        if variant is Variant.TRACED:
+            return self._run_traced(noted.tuner, parts, weights)
+        if variant is Variant.LOOP:
+            return self._run_loop(parts, weights)
+        program.variants.use(variant)
+        losses, gradients = program.run(noted.inputs, weights)
+        for parameter, gradient in zip(program.parameters, gradients, strict=True):
+            parameter.grad = gradient
+        if program.optimizer is None and self._optimizer is not None:
+            self._optimizer.step()
+        total = losses[0] * weights[0]
+        for loss, weight in zip(losses[1:], weights[1:], strict=True):
+            total = total + loss * weight
+        return total
+
+    def _run_traced(self, tuner: StepTuner, parts: Sequence[Any], weights: Sequence[float]) -> torch.Tensor:
+        """Take the step as Inductor compiled it whole, or as the loop where Inductor cannot."""
+        dtype = tuner.program.micro.loss_dtype
+        factors = [torch.tensor(weight, dtype=dtype) for weight in weights]
+        try:
+            if tuner.is_tried:
+                loss, gradients = tuner.traced(parts, factors)
+            else:
+                with Progress(f"compiling {tuner.program.name} as one graph") as progress:
+                    progress.at("Inductor, to be compared with the program,")
+                    loss, gradients = tuner.traced(parts, factors)
+        except Exception as error:  # a defect of the model shows in the loop, too
+            tuner.drop_traced(error)
+            return self._run_loop(parts, weights)
+        parameters = tuner.program.parameters
+        for parameter, gradient in zip(parameters, own_gradients(gradients, parameters, ()), strict=True):
+            parameter.grad = gradient
+        self._finish()
         return loss
 
     def _run_loop(self, parts: Sequence[Any], weights: Sequence[float]) -> torch.Tensor:
@@ -215,7 +260,15 @@ class Step:
             weighted.backward()  # type: ignore[no-untyped-call]
             total = weighted.detach() if total is None else total + weighted.detach()
         assert total is not None
+        self._finish()
         return total
+
+    def _finish(self) -> None:
+        """Clip gradients and step the optimizer."""
+        if self._clip_grad_norm is not None:
+            torch.nn.utils.clip_grad_norm_(self._model.parameters(), self._clip_grad_norm)
+        if self._optimizer is not None:
+            self._optimizer.step()
 
     def _compute(self, part: Any) -> Any:
         """Call the compiled loss function; one that is no single graph is compiled in pieces."""
@@ -242,29 +295,60 @@ class Step:
         if graph.model.state().stage is not Stage.MEASURING:
             self._linked.setdefault(graph, {})[num_parts] = self._link(graph, num_parts)
 
-    def _link(self, graph: _Graph, num_parts: int) -> _Tuned | None:
-        """Link what was compiled; say why where that is impossible."""
-        programs = (tuned.program for tuned in self._linked.get(graph, {}).values() if tuned is not None)
-        micro = next((program.micro for program in programs), None)
-        if micro is None and graph.inputs is None:
-            return None  # a line has said why
+    def _link(self, graph: _Graph, num_parts: int) -> StepTuner | str:
+        """Link what was compiled; where that is impossible, log why and return the reason."""
         try:
-            if micro is None:
-                owned = {id(each) for each in (*self._model.parameters(), *self._model.buffers())}
-                micro = find_micro(graph.model, graph.inputs or (), owned, graph.loss_dtype)
-            program = link_step(micro, num_parts, name=f"{graph.model.name} step")
+            return self._link_program(graph, self._micro_of(graph), num_parts)
         except UnsupportedGraphError as error:
-            _logger.info("%s: %s", STAYS, error)
-            return None
+            reason = str(error)
+            _logger.info("%s: %s", STAYS, reason)
         except Exception as error:  # training goes on as it did
-            if self._config.debug.strict:
+            if self.config.debug.strict:
                 raise
-            _logger.warning("%s: %s: %s", STAYS, type(error).__name__, error)
-            return None
+            reason = f"{type(error).__name__}: {error}"
+            _logger.warning("%s: %s", STAYS, reason)
         finally:
             graph.inputs = None  # they hold a batch
+        return reason
+
+    def _micro_of(self, graph: _Graph) -> Micro:
+        """Return the graphs of one micro-batch, which programs for other numbers of micro-batches may have."""
+        for linked in self._linked.get(graph, {}).values():
+            if isinstance(linked, str):
+                raise UnsupportedGraphError(linked)
+            return linked.program.micro
+        assert graph.inputs is not None
+        owned = {id(each) for each in (*self._model.parameters(), *self._model.buffers())}
+        return find_micro(graph.model, graph.inputs, owned, graph.loss_dtype)
+
+    def _link_program(self, graph: _Graph, micro: Micro, num_parts: int) -> StepTuner:
+        name = f"{graph.model.name} step" if num_parts == 1 else f"{graph.model.name} step of {num_parts} micro-batches"
+        if self._parts_problem is not None:
+            _logger.info("%s: the optimizer steps after the program: %s", name, self._parts_problem)
+        optimizer = None if self._optimizer is None or self._parts_problem else StepInParts(self._optimizer)
+        program = link_step(
+            micro,
+            num_parts,
+            name=name,
+            optimizer=optimizer,
+            clip_grad_norm=self._clip_grad_norm,
+            model_parameters=list(self._model.parameters()),
+        )
         graph.is_linked = True
-        return _Tuned(program, is_compared=self._config.plan.autotune)
+        loss_fn, model = self._loss_fn, self._model
+        return StepTuner(
+            program,
+            graph.model.warm_start,
+            is_compared=may_be_compared(self.config),
+            make_traced=lambda: compile_traced_step(
+                lambda part: _loss_in(loss_fn(model, part)),
+                program.parameters,
+                inductor_settings(self.config.mode, self.config.inductor),
+            ),
+        )
+
+
+_PROGRAMS = (Variant.PLAN, Variant.SERIAL)
 
 
 class _NotLinkedError(Exception):
@@ -274,7 +358,7 @@ class _NotLinkedError(Exception):
 class _Noted(NamedTuple):
     """A program of a step with its inputs, and how long it took to note them."""
 
-    tuned: _Tuned
+    tuner: StepTuner
     inputs: Sequence[Sequence[torch.Tensor]]
     took_ns: int
 
@@ -333,62 +417,9 @@ def _compile_and_note(
     graph_module: fx.GraphModule,
     example_inputs: Sequence[Any],
 ) -> Callable[..., Any]:
-    compiled, model = compile_dynamo_graph(graph_module, example_inputs, options=options)
+    compiled, model = compile_dynamo_graph(graph_module, example_inputs, options=options, is_for_step=True)
     notes = reference()
     return compiled if model is None or notes is None else _Graph(compiled=compiled, model=model, notes=notes)
-
-
-class _Tuned:
-    """A linked step, and what is known of how fast it is."""
-
-    def __init__(self, program: StepProgram, *, is_compared: bool) -> None:
-        """Begin with the program where nothing is to be compared, and with the loop elsewhere."""
-        self.program = program
-        selections: dict[str, tuple[Variant, ...]] = {LOOP: (Variant.INDUCTOR,), IN_TURN: (Variant.SERIAL,)}
-        if program.variants.compilation.plan.uses_lanes:
-            selections[PROGRAM] = (Variant.PLAN,)
-        self._comparison = Comparison(selections) if is_compared else None
-        self._current = LOOP if is_compared else PROGRAM
-        self.verdict = "being measured" if is_compared else PROGRAM
-
-    @property
-    def may_win(self) -> bool:
-        """Whether the loop has not won."""
-        return self._comparison is not None or self._current != LOOP
-
-    def begin_step(self) -> str:
-        """Return what the step that begins now runs."""
-        comparison = self._comparison
-        if comparison is None:
-            return self._current
-        selection = comparison.begin_step()
-        if selection is not None:
-            self._current = next(name for name, each in comparison.selections.items() if each == selection)
-            return self._current
-        self._current = winner = comparison.winner()
-        standings = [comparison.standing(name, winner) for name in comparison.selections]
-        times = (f"{each.name} {format_ns(round(each.step_ns))} ({each.ratio:.2f}x)" for each in standings)
-        self.verdict = ", ".join(times)
-        name = self.program.variants.compilation.capture.name
-        _logger.info("%s: chosen by measuring: %s; %s", name, winner, self.verdict)
-        self._comparison = None
-        return self._current
-
-    def record(self, ns: int) -> None:
-        """Note how long the step took, forward to gradients."""
-        if self._comparison is not None:
-            self._comparison.record(0, ns)
-
-    def run(self, inputs: Sequence[Sequence[torch.Tensor]], weights: Sequence[float]) -> torch.Tensor:
-        """Run the program, leave gradients, and return the loss."""
-        self.program.variants.use(Variant.SERIAL if self._current == IN_TURN else Variant.PLAN)
-        losses, gradients = self.program.run(inputs, weights)
-        for parameter, gradient in zip(self.program.parameters, gradients, strict=True):
-            parameter.grad = gradient
-        total = losses[0] * weights[0]
-        for loss, weight in zip(losses[1:], weights[1:], strict=True):
-            total = total + loss * weight
-        return total
 
 
 def split_evenly(batch: Any, count: int) -> Sequence[Any]:

@@ -33,6 +33,17 @@ class Role(enum.StrEnum):
     FORWARD = "forward"
     BACKWARD = "backward"
     INFERENCE = "inference"
+    STEP = "step"
+    """Forward and backward in one graph: a function that calls `backward` itself."""
+
+
+class Phase(enum.StrEnum):
+    """Parts of a training step."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    UPDATE = "update"
+    """What happens to gradients: sums over micro-batches, clipping, the optimizer."""
 
 
 class KernelKind(enum.StrEnum):
@@ -206,6 +217,8 @@ class Segment:
     """Bytes that it allocates while it runs, besides its outputs."""
     has_collective: bool = False
     """Whether it communicates with other ranks, who must do so in the same order."""
+    phase: Phase | None = None
+    """Its part of a training step, in the graph of a whole step."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

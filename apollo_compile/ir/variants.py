@@ -1,4 +1,4 @@
-"""The variants of a graph, between which autotuning decides."""
+"""The variants of a graph or of a training step, between which autotuning decides."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import enum
 
 
 class Variant(enum.StrEnum):
-    """One way to run a graph; its value is its name in reports and in files."""
+    """One way to run a graph or a step; its value is its name in reports and in files."""
 
     SERIAL = "segments in turn"
     """The serial plan: segments one after the other on the whole device."""
@@ -21,3 +21,7 @@ class Variant(enum.StrEnum):
     """On a GPU: the plan, on lanes that share units with their neighbours."""
     INDUCTOR = "Inductor"
     """The whole graph as Inductor compiles it."""
+    LOOP = "loop over micro-batches"
+    """A step: forward and backward of one micro-batch after the other, as autograd calls them, then the optimizer."""
+    TRACED = "Inductor, traced step"
+    """A step: forward and backward of all micro-batches in one graph, as Dynamo traces and Inductor compiles it."""

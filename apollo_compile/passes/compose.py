@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from apollo_compile.ir import BodyId, Buffer, BufferId, Role, Segment, SegmentGraph, SegmentId
+from apollo_compile.ir import BodyId, Buffer, BufferId, Phase, Role, Segment, SegmentGraph, SegmentId
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,7 +32,8 @@ class Call:
     graph: int
     """Which of the graphs."""
     label: str
-    """Suffix of the names of its segments, e.g. `micro-batch 2`; empty for a graph that is called once."""
+    """Suffix of the names of its segments, e.g. `@2` for a micro-batch; empty for a graph that is called once."""
+    phase: Phase
     takes: tuple[str, ...]
     """Names of its inputs, in order."""
     makes: tuple[str | None, ...]
@@ -120,7 +121,8 @@ class _Linker:
                 replace(
                     segment,
                     id=own,
-                    name=f"{segment.name} {call.label}".strip(),
+                    name=f"{segment.name}{call.label}",
+                    phase=call.phase,
                     body=BodyId(self._first_body[call.graph] + segment.body),
                     inputs=taken,
                     outputs=tuple(buffers[buffer] for buffer in segment.outputs),
@@ -144,7 +146,7 @@ class _Linker:
         )
         return SegmentGraph(
             name=name,
-            role=Role.INFERENCE,
+            role=Role.STEP,
             segments=tuple(self._segments),
             buffers=buffers,
             inputs=tuple(self._buffer_of[value] for value in inputs),
@@ -160,7 +162,7 @@ class _Linker:
         names = {buffer: value for value, buffer in zip(call.makes, graph.outputs, strict=True) if value is not None}
         for buffer in graph.buffers:
             if buffer.producer is not None:
-                value = names.get(buffer.id) or f"{buffer.name} {call.label}".strip()
+                value = names.get(buffer.id) or f"{buffer.name}{call.label}"
                 placed[buffer.id] = self._new_buffer(value, SegmentId(first + buffer.producer), buffer.num_bytes)
         for made, returned in zip(call.makes, graph.outputs, strict=True):
             if made is not None and returned is not None:

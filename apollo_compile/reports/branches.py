@@ -30,8 +30,13 @@ WITHOUT_MODULE = "(no module)"
 
 
 def name_branches(compilation: Compilation) -> list[str]:
-    """Return the branch of every segment: a prefix of its module's name, so short that there are few branches."""
+    """Return the branch of every segment: a prefix of its module's name, so short that there are few branches.
+
+    In a whole training step, branches are its phases, since what overlaps there are the phases of micro-batches.
+    """
     graph = compilation.partition.graph
+    if all(segment.phase is not None for segment in graph.segments):
+        return [str(segment.phase) for segment in graph.segments]
     paths = [_path(segment.module) for segment in graph.segments]
     serial = [modes[-1].duration_ns for modes in compilation.costs.modes]
     best = ["(all)"] * len(paths)

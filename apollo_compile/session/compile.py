@@ -164,7 +164,7 @@ class GraphCompiler:
             recall=model.warm_start.recall,
         )
         planned = time.perf_counter_ns()
-        reason = reason_to_fall_back(compilation, config)
+        reason = None if model.is_for_step else reason_to_fall_back(compilation, config)
         if reason is not None:
             model.unprofitable.append(compilation)
             if compilation.finding is None:

@@ -49,6 +49,8 @@ class CompiledModel:
     """The graph break that ended the Dynamo graph; None where it ended with the function."""
     ranks: Ranks = field(default_factory=lambda: Ranks(None))
     """The ranks that must run the same plans and variants."""
+    is_for_step: bool = False
+    """Whether its graphs are linked into a training step, so that their segments are needed whichever variant wins."""
     autotuner: Autotuner = field(init=False)
     warm_start: WarmStart = field(init=False)
 
@@ -66,6 +68,7 @@ class CompiledModel:
             config=self.config,
             target=self.target,
             is_for_others=self.ranks.is_alone and self.target.keeps_findings,
+            is_for_step=self.is_for_step,
         )
 
     def name_of(self, role: Role) -> str:

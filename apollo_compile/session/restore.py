@@ -99,7 +99,7 @@ class Restorer:
             compilation = found or compilation
         original, kwargs = bundle.original, bundle.kwargs
         compile_whole = None if original is None else partial(_compile_bundled, original, current_settings(), kwargs)
-        reason = reason_to_fall_back(compilation, self._model.config)
+        reason = None if self._model.is_for_step else reason_to_fall_back(compilation, self._model.config)
         if reason is not None:
             self._model.unprofitable.append(compilation)
             if dynamo_graph_falls_back(compilation.capture.role, compilation):

@@ -3,8 +3,9 @@
     find_micro(model, ...) -> Micro;    link_step(micro, number of micro-batches) -> StepProgram
 
 Nothing is traced or compiled again: segments and bodies are those of the graphs that `torch.compile` made for one
-micro-batch. What is new is a sum of gradients behind every segment of a backward, and one plan for all of it, in which
-the forward of one micro-batch may run beside the backward of another.
+micro-batch. What is new are sums of gradients, clipping and the optimizer (`step_segments.py`), and one plan for all,
+in which the forward of one micro-batch may run beside the backward of another, and the optimizer of a module beside the
+backward of others.
 
 AOTAutograd names values alike in a forward and its backward: what a forward returns under the name that an input of the
 backward has is that input. Inputs of the forward are those of the Dynamo graph, in order; outputs of the backward are
@@ -23,24 +24,31 @@ from apollo_compile.errors import UnsupportedGraphError
 from apollo_compile.ir import (
     Body,
     BodyId,
-    Buffer,
     BufferId,
     Capture,
-    Kernel,
     Observations,
     Partition,
+    Phase,
     Role,
-    Segment,
     SegmentGraph,
     SegmentId,
-    Work,
 )
 from apollo_compile.observe import StageRunner
 from apollo_compile.passes.compose import Call, compose_step
 from apollo_compile.pipeline import Compilation, plan_partition
 from apollo_compile.session.graph import CompiledGraph
 from apollo_compile.session.model import CompiledModel
+from apollo_compile.session.step_segments import (
+    Group,
+    OneSegment,
+    add_gradients,
+    group_gradients,
+    limit_gradients,
+    measure_gradients,
+    update_parameters,
+)
 from apollo_compile.session.variants import Variants
+from apollo_compile.torch_bridge.optimizers import StepInParts
 
 _TANGENT = "tangents_"
 """How AOTAutograd's names of gradients that a backward is given begin."""
@@ -77,6 +85,15 @@ class StepProgram:
     """What it can run: its plan, and its segments in turn."""
     micro: Micro
     num_parts: int
+    optimizer: StepInParts | None
+    """Steps inside the program; None where it steps afterwards, or there is none."""
+    others: Sequence[torch.Tensor]
+    """Where gradients are clipped, parameters that the program makes no gradients for: any of theirs would count."""
+
+    @property
+    def name(self) -> str:
+        """Return the name of the step."""
+        return self.variants.compilation.capture.name
 
     @property
     def parameters(self) -> Sequence[torch.Tensor]:
@@ -84,7 +101,14 @@ class StepProgram:
         return list(self.micro.parameters.values())
 
     def may_run(self) -> bool:
-        """Whether gradients are the program's to make: none is there, and nobody hooks into the making of any."""
+        """Whether gradients are the program's to make: none is there, and nobody hooks into the making of any.
+
+        If the optimizer steps inside, its step has to be as it was when the program was linked.
+        """
+        if self.optimizer is not None and not self.optimizer.can_step(self.parameters):
+            return False
+        if any(other.grad is not None for other in self.others):
+            return False
         return all(
             parameter.grad is None
             and not parameter._backward_hooks
@@ -115,14 +139,28 @@ class StepProgram:
         taken = {tensor.untyped_storage().data_ptr() for tensor in given}
         with torch.no_grad():
             outputs = self.variants.run(given)
-            gradients = []
-            for parameter, gradient in zip(self.parameters, outputs[self.num_parts :], strict=True):
-                assert gradient is not None
-                memory = gradient.untyped_storage().data_ptr()
-                is_own = memory not in taken and gradient.stride() == parameter.stride()
-                gradients.append(gradient if is_own else torch.empty_like(parameter).copy_(gradient))
-                taken.add(memory)  # autograd gives no two parameters one gradient either
-        return outputs[: self.num_parts], gradients
+            made = [gradient for gradient in outputs[self.num_parts :] if gradient is not None]
+            return outputs[: self.num_parts], own_gradients(made, self.parameters, taken)
+
+
+def own_gradients(
+    gradients: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor], taken: Collection[int]
+) -> Sequence[torch.Tensor]:
+    """Return gradients as autograd leaves them in `.grad`: laid out like their parameters, each in memory of its own.
+
+    Arguments:
+        gradients: by parameter.
+        parameters: what they are for.
+        taken: addresses of memory that is in use.
+    """
+    used = set(taken)
+    owned = []
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        memory = gradient.untyped_storage().data_ptr()
+        is_own = memory not in used and gradient.stride() == parameter.stride()
+        owned.append(gradient if is_own else torch.empty_like(parameter).copy_(gradient))
+        used.add(memory)
+    return owned
 
 
 def find_micro(
@@ -181,31 +219,42 @@ def find_micro(
     )
 
 
-def link_step(micro: Micro, num_micro_batches: int, *, name: str) -> StepProgram:
+def link_step(
+    micro: Micro,
+    num_micro_batches: int,
+    *,
+    name: str,
+    optimizer: StepInParts | None = None,
+    clip_grad_norm: float | None = None,
+    model_parameters: Sequence[torch.Tensor] = (),
+) -> StepProgram:
     """Return the program of a step.
 
     Arguments:
         micro: the graphs of one micro-batch.
         num_micro_batches: how many of them a step has.
         name: of the step.
+        optimizer: steps inside the program, module by module; None leaves gradients only.
+        clip_grad_norm: largest norm of all gradients together; None does not clip.
+        model_parameters: all of the model, in the order in which the squares of their norms are added up.
     """
     forward, backward = micro.forward, micro.backward
-    sums = _sums_of(micro) if num_micro_batches > 1 else ()
-    wired = _wire(micro, num_micro_batches, sums)
-    graphs = [forward.compilation.partition.graph, backward.compilation.partition.graph]
+    wiring = _Wiring(micro, num_micro_batches)
+    wiring.add_micro_batches()
+    wiring.finish_gradients(optimizer, clip_grad_norm, model_parameters)
     graph = compose_step(
         name,
-        [*graphs, *(each.graph for each in sums)],
-        wired.calls,
-        inputs=wired.inputs,
-        outputs=[*wired.losses, *wired.gradients],
+        wiring.graphs,
+        wiring.calls,
+        inputs=wiring.inputs,
+        outputs=[*wiring.losses, *wiring.gradients.values()],
         ordered={0: _ordered(forward.compilation), 1: _ordered(backward.compilation)},
     )
-    bodies = (*forward.bodies, *backward.bodies, *(CompiledBody(function=_add_pairs) for _ in sums))
-    places = {value: place for place, value in enumerate(wired.inputs)}
-    written = frozenset(places[value] for call in wired.calls for value in call.writes)
+    bodies = (*forward.bodies, *backward.bodies, *wiring.bodies)
+    places = {value: place for place, value in enumerate(wiring.inputs)}
+    written = frozenset(places[value] for call in wiring.calls for value in call.writes)
     compilation = plan_partition(
-        Capture(name=name, role=Role.INFERENCE, nodes=(), outputs=()),
+        Capture(name=name, role=Role.STEP, nodes=(), outputs=()),
         Partition(graph=graph, bodies=_name_bodies(graph, len(bodies)), nodes_by_segment=()),
         _join_observations(forward, backward),
         profile=forward.target.profile,
@@ -213,70 +262,129 @@ def link_step(micro: Micro, num_micro_batches: int, *, name: str) -> StepProgram
         runner=StageRunner(),
     )
     code = Code(bodies=bodies, contract=Contract(written_inputs=written))
+    own = {id(parameter) for parameter in micro.parameters.values()}
     return StepProgram(
         variants=Variants(compilation, code, forward.target, may_be_listed=False),
         micro=micro,
         num_parts=num_micro_batches,
+        optimizer=optimizer,
+        others=[] if clip_grad_norm is None else [each for each in model_parameters if id(each) not in own],
     )
 
 
 # ------------------------------------------------------------------------------------------------------------ calls
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Wired:
-    """The calls of a step, with names for all values that go from one to the other."""
+class _Wiring:
+    """Builds the calls of a step, with names for all values that go from one to the other."""
 
-    calls: list[Call]
-    inputs: list[str]
-    losses: list[str]
-    gradients: list[str]
-    """By parameter."""
+    def __init__(self, micro: Micro, num_micro_batches: int) -> None:
+        self._micro = micro
+        self._count = num_micro_batches
+        forward, backward = micro.forward.compilation.partition.graph, micro.backward.compilation.partition.graph
+        self._groups = group_gradients(backward, list(micro.parameters))
+        self.graphs = [forward, backward]
+        self.bodies: list[CompiledBody] = []
+        """Of the graphs besides the first two."""
+        self.calls: list[Call] = []
+        self.losses: list[str] = []
+        self.gradients: dict[int, str] = {}
+        """By place of the parameter."""
 
+    @property
+    def inputs(self) -> list[str]:
+        """Names of what the step takes: state, then inputs and weights of the micro-batches."""
+        micro, parts = self._micro, range(self._count)
+        own = [
+            f"input {place}@{part}" for part in parts for place in range(micro.num_inputs) if place not in micro.state
+        ]
+        return [*(f"state {place}" for place in micro.state), *own, *(f"weight@{part}" for part in parts)]
 
-def _wire(micro: Micro, count: int, sums: Sequence[_Sum]) -> _Wired:
-    forward = micro.forward.compilation.partition.graph
-    backward = micro.backward.compilation.partition.graph
-    calls: list[Call] = []
-    losses: list[str] = []
-    totals: dict[int, str] = {}
-    for part in range(count):
-        label = f"@{part}" if count > 1 else ""
+    def add_micro_batches(self) -> None:
+        """Add the forward and the backward of every micro-batch, and the sums of their gradients."""
+        adders = [self._add_graph(add_gradients(group)) for group in self._groups] if self._count > 1 else []
+        for part in range(self._count):
+            made = self._add_micro_batch(part)
+            if part == 0:
+                self.gradients = made
+                continue
+            for group, adder in zip(self._groups, adders, strict=True):
+                earlier, later = ([each[place] for place in group.sizes] for each in (self.gradients, made))
+                self._replace_gradients(group, adder, [*earlier, *later], label=f"@{part}")
+
+    def finish_gradients(
+        self, optimizer: StepInParts | None, limit: float | None, parameter_order: Sequence[torch.Tensor]
+    ) -> None:
+        """Add what happens to gradients when they are final: clipping and the optimizer."""
+        parameters = self._micro.parameters
+        factor = []
+        if limit is not None:
+            norms = [f"norms {number}" for number in range(len(self._groups))]
+            for group, norm in zip(self._groups, norms, strict=True):
+                measure = self._add_graph(measure_gradients(group))
+                self._call(measure, [self.gradients[place] for place in group.sizes], [norm])
+            place_of = {id(parameter): place for place, parameter in parameters.items()}
+            order = [place_of[id(each)] for each in parameter_order if id(each) in place_of]
+            factor = ["factor"]
+            self._call(self._add_graph(limit_gradients(self._groups, order, limit)), norms, factor)
+        if optimizer is None and limit is None:
+            return
+        for group in self._groups:
+            update = self._add_graph(update_parameters(group, parameters, optimizer, is_clipped=limit is not None))
+            owners = [] if optimizer is None else [f"state {place}" for place in group.sizes]
+            taken = [*owners, *(self.gradients[place] for place in group.sizes), *factor]
+            if limit is None:
+                self._call(update, taken, [], writes=owners)
+            else:
+                self._replace_gradients(group, update, taken, writes=owners)
+
+    def _add_micro_batch(self, part: int) -> dict[int, str]:
+        """Add one forward and backward; return the names of the gradients by place."""
+        micro = self._micro
+        forward, backward = self.graphs[:2]
+        label = f"@{part}" if self._count > 1 else ""
         takes = [f"state {p}" if p in micro.state else f"input {p}@{part}" for p in range(micro.num_inputs)]
         values = dict(zip(_names(forward, forward.inputs), takes, strict=True))
-        calls.append(_call(0, micro.forward, label, takes, values))
-        losses.append(values[_name(forward, forward.outputs[micro.loss])])
+        self.calls.append(_call(0, micro.forward, Phase.FORWARD, label, takes, values))
+        self.losses.append(values[_name(forward, forward.outputs[micro.loss])])
         reads = [
             f"weight@{part}" if name.startswith(_TANGENT) else values[name]
             for name in _names(backward, backward.inputs)
         ]
         values = dict(zip(_names(backward, backward.inputs), reads, strict=True))
-        calls.append(_call(1, micro.backward, f" backward{label}", reads, values))
-        made = {place: values[_name(backward, backward.outputs[place])] for place in micro.parameters}
-        if part == 0:
-            totals = made
-            continue
-        for number, each in enumerate(sums):
-            after = {place: f"sum {place}@{part}" for place in each.places}
-            calls.append(
-                Call(
-                    graph=2 + number,
-                    label=label,
-                    takes=(*(totals[place] for place in each.places), *(made[place] for place in each.places)),
-                    makes=tuple(after.values()),
-                )
+        self.calls.append(_call(1, micro.backward, Phase.BACKWARD, f":backward{label}", reads, values))
+        return {place: values[_name(backward, backward.outputs[place])] for place in micro.parameters}
+
+    def _add_graph(self, added: OneSegment) -> int:
+        self.graphs.append(added.graph)
+        self.bodies.append(added.body)
+        return len(self.graphs) - 1
+
+    def _replace_gradients(
+        self, group: Group, graph: int, takes: Sequence[str], *, writes: Sequence[str] = (), label: str = ""
+    ) -> None:
+        after = {place: f"gradient {place} of call {len(self.calls)}" for place in group.sizes}
+        self._call(graph, takes, list(after.values()), writes=writes, label=label)
+        self.gradients.update(after)
+
+    def _call(
+        self, graph: int, takes: Sequence[str], makes: Sequence[str], *, writes: Sequence[str] = (), label: str = ""
+    ) -> None:
+        self.calls.append(
+            Call(
+                graph=graph,
+                phase=Phase.UPDATE,
+                label=label,
+                takes=tuple(takes),
+                makes=tuple(makes),
+                writes=frozenset(writes),
             )
-            totals = {**totals, **after}
-    own = [f"input {p}@{part}" for part in range(count) for p in range(micro.num_inputs) if p not in micro.state]
-    return _Wired(
-        calls=calls,
-        inputs=[*(f"state {p}" for p in micro.state), *own, *(f"weight@{part}" for part in range(count))],
-        losses=losses,
-        gradients=[totals[place] for place in micro.parameters],
-    )
+        )
 
 
-def _call(number: int, compiled: CompiledGraph, label: str, takes: Sequence[str], values: dict[str, str]) -> Call:
+def _call(
+    number: int, compiled: CompiledGraph, phase: Phase, label: str, takes: Sequence[str], values: dict[str, str]
+) -> Call:
     """Return a call of a compiled graph; `values` are names in the step by names in the graph, and get its outputs."""
     graph = compiled.compilation.partition.graph
     makes: list[str | None] = []
@@ -290,7 +398,8 @@ def _call(number: int, compiled: CompiledGraph, label: str, takes: Sequence[str]
     written = compiled.code.contract.written_inputs or frozenset()
     return Call(
         graph=number,
-        label=label.strip(),
+        phase=phase,
+        label=label,
         takes=tuple(takes),
         makes=tuple(makes),
         writes=frozenset(takes[place] for place in written),
@@ -312,81 +421,6 @@ def _ordered(compilation: Compilation) -> list[SegmentId]:
     nodes = compilation.capture.nodes
     contents = compilation.partition.nodes_by_segment
     return [SegmentId(s) for s, content in enumerate(contents) if any(nodes[node].keeps_order for node in content)]
-
-
-# ------------------------------------------------------------------------------------------------------------- sums
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Sum:
-    """Adds the gradients that one segment of the backward makes to those of earlier micro-batches."""
-
-    places: tuple[int, ...]
-    """Of the parameters."""
-    graph: SegmentGraph
-
-
-def _sums_of(micro: Micro) -> tuple[_Sum, ...]:
-    backward = micro.backward.compilation.partition.graph
-    groups: dict[SegmentId | None, list[int]] = {}
-    for place in micro.parameters:
-        buffer = backward.outputs[place]
-        assert buffer is not None
-        groups.setdefault(backward.buffers[buffer].producer, []).append(place)
-    found = []
-    for producer, places in groups.items():
-        made = [backward.buffers[buffer] for place in places if (buffer := backward.outputs[place]) is not None]
-        module = "" if producer is None else backward.segments[producer].module
-        name = "~sum" if producer is None else f"{backward.segments[producer].name}:sum"
-        found.append(_Sum(places=tuple(places), graph=_sum_graph(name, module, [each.num_bytes for each in made])))
-    return tuple(found)
-
-
-def _sum_graph(name: str, module: str, sizes: Sequence[int]) -> SegmentGraph:
-    """Return the graph of one segment that adds as many pairs of tensors as there are sizes in bytes."""
-    count = len(sizes)
-    segment = SegmentId(0)
-    buffers = [
-        Buffer(
-            id=BufferId(number),
-            name=f"term{number}",
-            producer=None if number < 2 * count else segment,
-            readers=(segment,) if number < 2 * count else (),
-            num_bytes=sizes[number % count],
-            is_output=number >= 2 * count,
-        )
-        for number in range(3 * count)
-    ]
-    inputs, outputs = tuple(b.id for b in buffers[: 2 * count]), tuple(b.id for b in buffers[2 * count :])
-    total = sum(sizes)
-    parts = tuple(Kernel(flops=size // 4, bytes_moved=3 * size, bytes_from_outside=2 * size) for size in sizes)
-    work = Work(flops=total // 4, bytes_read=2 * total, bytes_written=total, kernels=count, parts=parts)
-    return SegmentGraph(
-        name=name,
-        role=Role.INFERENCE,
-        segments=(
-            Segment(
-                id=segment,
-                name=name,
-                module=module,
-                body=BodyId(0),
-                inputs=inputs,
-                outputs=outputs,
-                after=(),
-                work=work,
-            ),
-        ),
-        buffers=tuple(buffers),
-        inputs=inputs,
-        outputs=outputs,
-    )
-
-
-def _add_pairs(terms: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """Add the first half of the tensors to the second half, as autograd adds gradients of one backward to another's."""
-    half = len(terms) // 2
-    sums: Sequence[torch.Tensor] = torch._foreach_add(terms[:half], terms[half:])
-    return sums
 
 
 # ----------------------------------------------------------------------------------------------------------- bodies

@@ -36,6 +36,10 @@ from apollo_compile.torch_bridge.settings import compiler_settings
 _logger = logging.getLogger(__name__)
 
 
+_KEPT = (Variant.PLAN, Variant.SERIAL, Variant.INDUCTOR, Variant.LOOP, Variant.TRACED)
+"""Variants that a later process can run; the last two are those of a training step."""
+
+
 @dataclass(eq=False, kw_only=True)
 class WarmStart:
     """Findings and bundles of the graphs that come from one Dynamo graph."""
@@ -46,6 +50,8 @@ class WarmStart:
     target: Target
     is_for_others: bool
     """Whether findings are useful to another process: a single rank, on lanes of a CPU."""
+    is_for_step: bool = False
+    """Whether graphs are linked into a training step: then one is compiled in segments also where Inductor had won."""
     outdated: Exception | None = None
     """Why the existing bundles cannot be used."""
     _keys: dict[str, str] = field(default_factory=dict)
@@ -112,7 +118,8 @@ class WarmStart:
         if has_custom_operator(graph_module) or not self._is_profile_kept() or config.device.cache is None:
             return None
         self._bundles = History(config.device.cache / "history")
-        self._bundle_name = bundle_key(self._circumstances, module_paths(graph_module))
+        paths = module_paths(graph_module)
+        self._bundle_name = bundle_key(self._circumstances, f"step {paths}" if self.is_for_step else paths)
         return f"{self._bundle_name} {self._bundles.generation(self._bundle_name)}"
 
     def outdate(self, error: Exception) -> None:
@@ -152,18 +159,24 @@ class WarmStart:
     def _find(self, key: str | None) -> Finding | None:
         history = self._history
         finding = None if history is None or key is None else history.recall(key)
-        if finding is None or finding.variant not in (Variant.PLAN, Variant.SERIAL, Variant.INDUCTOR):
+        if finding is None or finding.variant not in _KEPT:
             return None
+        if self.is_for_step and finding.variant is Variant.INDUCTOR:
+            return replace(finding, variant=Variant.PLAN, verdict=None)
         if finding.verdict is None:
             return finding
         return replace(finding, verdict=replace(finding.verdict, is_remembered=True))
 
 
 def may_be_autotuned(config: Config) -> bool:
-    """Whether measured times may overrule plans; if not, there are no findings."""
+    """Whether measured times may overrule the plans of graphs; if not, there are no findings."""
+    return config.runtime.bodies != "eager" and may_be_compared(config)
+
+
+def may_be_compared(config: Config) -> bool:
+    """Whether measured times may decide what runs."""
     return (
         config.plan.autotune
-        and config.runtime.bodies != "eager"
         and config.plan.planner != "serial"
         and config.plan.memory_quota is None
         and not are_numbers_fixed()

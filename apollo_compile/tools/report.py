@@ -10,14 +10,16 @@ from apollo_compile.errors import TargetError
 from apollo_compile.ir import Role, Trace, Variant
 from apollo_compile.reports.report import Report, merge_reports
 from apollo_compile.reports.summary import summarize
-from apollo_compile.reports.values import GraphSummary
+from apollo_compile.reports.values import GraphSummary, Stage, State
 from apollo_compile.session.model import CompiledModel
 from apollo_compile.session.registry import compiled_models, find_models
+from apollo_compile.session.step_tuning import StepTuner
+from apollo_compile.step import Step
 from apollo_compile.tools.what_if import other_rules, what_if
 
 
 def report(
-    model: Callable[..., Any] | None = None,
+    model: Callable[..., Any] | Step | None = None,
     *,
     units: Sequence[int] = (),
     profiles: Sequence[str] = (),
@@ -27,8 +29,9 @@ def report(
 
     Arguments:
         model: a module, a function or a method, the compiled or the original one. Graphs of a module are found by the
-            parameters and buffers that they read; those of a function, or of a module without any, by its code. None
-            reports all live compiled models, as needed for FSDP2, where graphs read gathered copies of parameters.
+            parameters and buffers that they read; those of a function, or of a module without any, by its code. For a
+            step of `compile_step`, its programs; the graphs of its model are those of the module. None reports all live
+            compiled models, as needed for FSDP2, where graphs read gathered copies of parameters.
         units: numbers of units to compare with. Every comparison plans all graphs again.
         profiles: device profiles to compare with, paths or packaged names.
         rules: whether to compare with the scheduling rules of other systems.
@@ -45,6 +48,8 @@ def report(
             f"there is no report of a {type(model).__name__}: expected a module or a function that was compiled; "
             "report() without arguments tells of all that was compiled"
         )
+    if isinstance(model, Step):
+        return _report_step(model, units, profiles, rules=rules)
     found = compiled_models() if model is None else find_models(model)
     return merge_reports(
         Report(
@@ -55,6 +60,47 @@ def report(
             states=(entry.state(),),
         )
         for entry in found
+    )
+
+
+def _report_step(step: Step, units: Sequence[int], profiles: Sequence[str], *, rules: bool) -> Report:
+    """Return a report of the programs of a step; what only runs as a loop is a fallback."""
+    programs = [
+        Report(
+            graphs=(_summarize_step(step, tuner, units, profiles, rules=rules),),
+            fallbacks=(),
+            verdicts=() if tuner.verdict is None else ((tuner.program.name, tuner.verdict),),
+            states=(
+                State(
+                    graph=tuner.program.name,
+                    stage=Stage.SETTLED if tuner.is_settled else Stage.MEASURING,
+                    detail=str(tuner),
+                ),
+            ),
+        )
+        for tuner in step.tuners
+    ]
+    loops = [
+        Report(
+            graphs=(),
+            fallbacks=(),
+            states=(State(graph="step", stage=Stage.FALLS_BACK, detail=f"{Variant.LOOP}: {reason}"),),
+        )
+        for reason in step.reasons_for_loops
+    ]
+    return merge_reports([*programs, *loops])
+
+
+def _summarize_step(
+    step: Step, tuner: StepTuner, units: Sequence[int], profiles: Sequence[str], *, rules: bool
+) -> GraphSummary:
+    variants = tuner.program.variants
+    return summarize(
+        variants.compilation,
+        variants.plan.trace(),
+        variant=tuner.current,
+        what_if=what_if(variants.compilation, step.config, units=units, profiles=profiles),
+        baselines=other_rules(variants.compilation) if rules else (),
     )
 
 

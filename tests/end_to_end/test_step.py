@@ -210,17 +210,129 @@ def test_parts_count_as_much_as_the_user_says() -> None:
     assert ran_as_program(step)
 
 
-def test_gradients_are_clipped_together() -> None:
-    """By the norm of all of them, before the optimizer steps."""
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW, None])
+def test_gradients_are_clipped_together(optimizer: Callable[..., torch.optim.Optimizer] | None) -> None:
+    """By the norm of all of them, as `clip_grad_norm_` does, before the optimizer steps."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = Chain()
-    step = compile_step(model, chain_loss, microbatches=2, clip_grad_norm=0.01, options=EAGER)
-    for seed in range(3):
+    expected = copy.deepcopy(model)
+    own, others = (None if optimizer is None else optimizer(each.parameters(), lr=0.1) for each in (model, expected))
+    step = compile_step(model, chain_loss, own, microbatches=2, clip_grad_norm=0.1, options=EAGER)
+    for seed in range(5):
         model.zero_grad()
+        expected.zero_grad()
         step(chain_batch(seed))
-        norm = torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]).norm()
-        assert float(norm) <= 0.0101
+        run_loop(expected, chain_loss, chain_batch(seed), 2, None)
+        torch.nn.utils.clip_grad_norm_(expected.parameters(), 0.1)
+        if others is not None:
+            others.step()
+        for parameter, other in zip(model.parameters(), expected.parameters(), strict=True):
+            torch.testing.assert_close(parameter.grad, other.grad, rtol=1e-3, atol=1e-6)
+    torch.testing.assert_close(state_of(model), state_of(expected), rtol=1e-3, atol=1e-5)
+    assert ran_as_program(step)
+
+
+@pytest.mark.parametrize("clip", [None, 0.1])
+def test_programs_give_the_bits_of_the_compiled_loop_with_deterministic_algorithms(clip: float | None) -> None:
+    """Sums, the norm and the optimizer do the same arithmetic in the same order."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = Chain(dropout=0.5)
+    expected = copy.deepcopy(model)
+    own, others = (torch.optim.AdamW(each.parameters(), lr=0.01) for each in (model, expected))
+    torch.use_deterministic_algorithms(True)
+    try:
+        step = compile_step(model, chain_loss, own, microbatches=4, clip_grad_norm=clip, options=EAGER)
+        run = torch.compile(lambda part: chain_loss(expected, part), backend="apollo", options=EAGER, dynamic=False)
+        for seed in range(4):
+            torch.manual_seed(seed)
+            loss = step(chain_batch(seed))
+            torch.manual_seed(seed)
+            wanted = run_loop(expected, lambda _, part: run(part), chain_batch(seed), 4, None)
+            if clip is not None:
+                torch.nn.utils.clip_grad_norm_(expected.parameters(), clip)
+            others.step()
+            others.zero_grad()
+            assert torch.equal(loss, wanted)
+            for parameter, other in zip(model.parameters(), expected.parameters(), strict=True):
+                assert torch.equal(parameter, other)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert ran_as_program(step)
+
+
+def test_groups_schedulers_and_checkpoints_are_those_of_the_optimizer() -> None:
+    """Two groups with settings of their own, a scheduler that changes both, and a checkpoint that the loop resumes."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = Chain()
+    expected = copy.deepcopy(model)
+
+    def optimizer_of(module: nn.Module) -> torch.optim.Optimizer:
+        first, *rest = list(module.parameters())
+        return torch.optim.AdamW([{"params": [first], "lr": 0.1, "weight_decay": 0.5}, {"params": rest}], lr=0.01)
+
+    own, others = optimizer_of(model), optimizer_of(expected)
+    schedulers = [torch.optim.lr_scheduler.ExponentialLR(each, gamma=0.5) for each in (own, others)]
+    step = compile_step(model, chain_loss, own, microbatches=2, options=EAGER)
+    for seed in range(6):
+        step(chain_batch(seed))
+        run_loop(expected, chain_loss, chain_batch(seed), 2, others)
+        for scheduler in schedulers:
+            scheduler.step()
+        if seed == 3:  # each goes on from what the other has saved
+            saved = [
+                copy.deepcopy((each.state_dict(), net.state_dict())) for each, net in ((own, model), (others, expected))
+            ]
+            for (state, weights), each, net in zip(reversed(saved), (own, others), (model, expected), strict=True):
+                each.load_state_dict(state)
+                net.load_state_dict(weights)
+    assert ran_as_program(step)
+    torch.testing.assert_close(state_of(model), state_of(expected), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(own.state_dict(), others.state_dict(), rtol=1e-3, atol=1e-5)
+
+
+def test_an_optimizer_that_needs_all_parameters_steps_after_the_program(caplog: pytest.LogCaptureFixture) -> None:
+    """So does one that somebody hooks into; a line says why."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = Chain()
+    expected = copy.deepcopy(model)
+
+    class Halved(torch.optim.SGD):
+        """Takes half a step."""
+
+        def step(self, closure: Any = None) -> Any:
+            norm = sum(float(p.grad.norm()) for group in self.param_groups for p in group["params"])
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    parameter.grad.div_(norm)
+            return super().step(closure)
+
+    own, others = Halved(model.parameters(), lr=0.1), Halved(expected.parameters(), lr=0.1)
+    step = compile_step(model, chain_loss, own, microbatches=2, options=EAGER)
+    with caplog.at_level(logging.INFO, "apollo_compile"):
+        for seed in range(4):
+            step(chain_batch(seed))
+            run_loop(expected, chain_loss, chain_batch(seed), 2, others)
+    assert ran_as_program(step)
+    assert "the optimizer steps after the program: Halved may use several parameters together" in caplog.text
+    torch.testing.assert_close(state_of(model), state_of(expected), rtol=1e-4, atol=1e-5)
+
+
+def test_hooks_of_an_optimizer_run_once_a_step() -> None:
+    """They expect all gradients, so such a step is a loop."""
+    torch._dynamo.reset()
+    model = Chain()
+    own = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = compile_step(model, chain_loss, own, microbatches=2, options=EAGER)
+    seen: list[int] = []
+    for seed in range(5):
+        if seed == 3:
+            own.register_step_post_hook(lambda *_: seen.append(1))
+        step(chain_batch(seed))
+    assert len(seen) == 2
 
 
 def breaks_the_graph(model: nn.Module, batch: Batch) -> torch.Tensor:
@@ -412,7 +524,8 @@ def test_variants_of_a_step_are_compared_and_one_stays() -> None:
         if step.verdicts and "being measured" not in step.verdicts:
             break
     (verdict,) = step.verdicts
-    assert "loop over micro-batches" in verdict and "one program" in verdict
+    for variant in ("loop over micro-batches", "segments in turn", "Inductor, traced step"):
+        assert variant in verdict
 
 
 def test_a_batch_that_cannot_be_split_is_refused_in_words() -> None:

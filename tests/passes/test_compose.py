@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from apollo_compile.ir import Buffer, BufferId, SegmentGraph, SegmentId
+from apollo_compile.ir import Buffer, BufferId, Phase, SegmentGraph, SegmentId
 from apollo_compile.passes.compose import Call, compose_step
 from tests.builders import graph, random_graph
 
@@ -111,7 +111,9 @@ def test_every_legal_order_of_a_step_computes_what_its_calls_compute_in_turn(see
             f"value{number}.{place}" if rng.random() < 0.8 else None for place in range(len(graphs[which].outputs))
         )
         writes = frozenset(name for name in takes[1:] if rng.random() < 0.4)
-        calls.append(Call(graph=which, label=f"call {number}", takes=takes, makes=makes, writes=writes))
+        calls.append(
+            Call(graph=which, label=f" call {number}", phase=Phase.FORWARD, takes=takes, makes=makes, writes=writes)
+        )
         made_values += [name for name in makes if name is not None]
     graphs = [in_write_order(made, made.inputs[1:]) for made in graphs]
     first_body = [0, 1 + max(segment.body for segment in graphs[0].segments)]
@@ -143,7 +145,14 @@ def test_micro_batches_depend_on_each_other_only_where_something_is_written() ->
 
     def step(writes: frozenset[str]) -> SegmentGraph:
         calls = [
-            Call(graph=0, label=f"{n}", takes=(f"batch{n}", "state"), makes=(f"loss{n}",), writes=writes)
+            Call(
+                graph=0,
+                label=f"@{n}",
+                phase=Phase.FORWARD,
+                takes=(f"batch{n}", "state"),
+                makes=(f"loss{n}",),
+                writes=writes,
+            )
             for n in (0, 1)
         ]
         names = ["batch0", "batch1", "state"]
@@ -158,19 +167,28 @@ def test_micro_batches_depend_on_each_other_only_where_something_is_written() ->
 def test_segments_that_draw_random_numbers_keep_the_order_of_the_calls() -> None:
     """The second call draws after the first one has."""
     made = graph((), (0,), (0,))
-    calls = [Call(graph=0, label=f"{n}", takes=("x",), makes=(f"a{n}", f"b{n}")) for n in (0, 1)]
+    calls = [Call(graph=0, label=f"@{n}", phase=Phase.FORWARD, takes=("x",), makes=(f"a{n}", f"b{n}")) for n in (0, 1)]
     step = compose_step("step", [made], calls, inputs=["x"], outputs=["a1"], ordered={0: {SegmentId(1)}})
     assert step.segments[4].after == (SegmentId(1),)
     assert [segment.body for segment in step.segments] == 2 * [0, 1, 2]
-    assert [segment.name for segment in step.segments] == ["m0 0", "m1 0", "m2 0", "m0 1", "m1 1", "m2 1"]
+    assert [segment.name for segment in step.segments] == ["m0@0", "m1@0", "m2@0", "m0@1", "m1@1", "m2@1"]
 
 
 @pytest.mark.parametrize(
     ("call", "problem"),
     [
-        (Call(graph=0, label="", takes=("y",), makes=("a",)), "test takes 'y', which is neither an input"),
-        (Call(graph=0, label="", takes=("x", "x"), makes=("a",)), "has 1 inputs and 1 outputs; it is called with 2"),
-        (Call(graph=0, label="", takes=("x",), makes=("x",)), "two values of a step have the name 'x'"),
+        (
+            Call(graph=0, label="", phase=Phase.FORWARD, takes=("y",), makes=("a",)),
+            "test takes 'y', which is neither an input",
+        ),
+        (
+            Call(graph=0, label="", phase=Phase.FORWARD, takes=("x", "x"), makes=("a",)),
+            "has 1 inputs and 1 outputs; it is called with 2",
+        ),
+        (
+            Call(graph=0, label="", phase=Phase.FORWARD, takes=("x",), makes=("x",)),
+            "two values of a step have the name 'x'",
+        ),
     ],
 )
 def test_a_call_that_does_not_fit_is_refused(call: Call, problem: str) -> None:

@@ -1,0 +1,200 @@
+"""Segments of a training step that no compiled graph has: sums of gradients, their norm, and the optimizer.
+
+    group_gradients(backward, places) -> [Group];    add, measure, limit, update -> OneSegment
+
+Gradients are treated group by group: those that one segment of the backward makes are final at the same time, so their
+sum, and what the optimizer does with them, may run while the backward goes on elsewhere. Only clipping joins all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from apollo_compile.device.target import CompiledBody
+from apollo_compile.ir import (
+    BodyId,
+    Buffer,
+    BufferId,
+    Kernel,
+    Role,
+    Segment,
+    SegmentGraph,
+    SegmentId,
+    Work,
+    merge_kernels,
+)
+from apollo_compile.torch_bridge.optimizers import StepInParts
+
+_NORM_BYTES = 4
+
+_Function = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Group:
+    """Parameters whose gradients one segment of the backward makes."""
+
+    name: str
+    """Of that segment; `~inputs` for gradients that no segment makes."""
+    module: str
+    sizes: Mapping[int, int]
+    """Bytes of the gradients, by the place of the parameter."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OneSegment:
+    """A graph of one segment, and its code."""
+
+    graph: SegmentGraph
+    body: CompiledBody
+
+
+def group_gradients(backward: SegmentGraph, places: Sequence[int]) -> Sequence[Group]:
+    """Return the groups of the parameters that the backward makes gradients for, at these places of its outputs."""
+    groups: dict[SegmentId | None, dict[int, int]] = {}
+    for place in places:
+        buffer = backward.outputs[place]
+        assert buffer is not None
+        made = backward.buffers[buffer]
+        groups.setdefault(made.producer, {})[place] = made.num_bytes
+    return [
+        Group(
+            name="~inputs" if producer is None else backward.segments[producer].name,
+            module="" if producer is None else backward.segments[producer].module,
+            sizes=sizes,
+        )
+        for producer, sizes in groups.items()
+    ]
+
+
+def add_gradients(group: Group) -> OneSegment:
+    """Add gradients to those of earlier micro-batches, as autograd adds those of one backward to another's.
+
+    Takes the earlier ones, then the later ones; makes the sums.
+    """
+    sizes = tuple(group.sizes.values())
+    return _one_segment(group, "sum", takes=2 * sizes, makes=sizes, flops=sum(sizes) // 4, body=_add_pairs)
+
+
+def measure_gradients(group: Group) -> OneSegment:
+    """Measure gradients: takes them and makes one tensor with the norm of each."""
+    sizes = tuple(group.sizes.values())
+    return _one_segment(
+        group, "norm", takes=sizes, makes=(_NORM_BYTES * len(sizes),), flops=sum(sizes) // 2, body=_measure
+    )
+
+
+def limit_gradients(groups: Sequence[Group], order: Sequence[int], limit: float) -> OneSegment:
+    """Find by how much gradients are scaled: takes the norms of all groups and makes the factor, at most 1.
+
+    Arguments:
+        groups: in the order of the norms.
+        order: places of the parameters, in the order in which norms are added up.
+        limit: largest norm of all gradients together.
+    """
+    taken = [place for group in groups for place in group.sizes]
+    index = torch.tensor([taken.index(place) for place in order])
+
+    def find_factor(norms: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+        total = torch.linalg.vector_norm(torch.cat(norms)[index])
+        return [torch.clamp(limit / (total + 1e-6), max=1.0)]
+
+    everything = Group(name="gradients", module="", sizes={})
+    takes = tuple(_NORM_BYTES * len(group.sizes) for group in groups)
+    return _one_segment(everything, "clip", takes=takes, makes=(_NORM_BYTES,), flops=len(taken), body=find_factor)
+
+
+def update_parameters(
+    group: Group, parameters: Mapping[int, torch.Tensor], optimizer: StepInParts | None, *, is_clipped: bool
+) -> OneSegment:
+    """Step the optimizer for one group: takes parameters, to which it writes, and gradients.
+
+    Where gradients are clipped, it takes the factor too, and makes the clipped gradients. Without an optimizer it takes
+    no parameters.
+    """
+    count, sizes = len(group.sizes), tuple(group.sizes.values())
+    owners = [parameters[place] for place in group.sizes]  # those that the optimizer knows, not aliases of them
+
+    def update(taken: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+        gradients = taken[-count - is_clipped :][:count]
+        if is_clipped:
+            gradients = list(torch._foreach_mul(gradients, taken[-1]))
+        if optimizer is not None:
+            optimizer.step(owners, gradients)
+        return gradients if is_clipped else []
+
+    moved = sum(sizes) * (2 if is_clipped else 0) + (0 if optimizer is None else optimizer.bytes_moved(sum(sizes)))
+    return _one_segment(
+        group,
+        "scale" if optimizer is None else "update",
+        takes=(*(() if optimizer is None else sizes), *sizes, *((_NORM_BYTES,) if is_clipped else ())),
+        makes=sizes if is_clipped else (),
+        flops=sum(sizes),
+        moved=moved,
+        body=update,
+    )
+
+
+def _one_segment(
+    group: Group, what: str, *, takes: Sequence[int], makes: Sequence[int], flops: int, body: _Function, moved: int = 0
+) -> OneSegment:
+    """Return a graph of one segment that takes and makes tensors of these sizes in bytes."""
+    segment = SegmentId(0)
+    name = f"{group.name}:{what}"
+    buffers = [
+        Buffer(
+            id=BufferId(number),
+            name=f"{'taken' if number < len(takes) else 'made'}{number}",
+            producer=None if number < len(takes) else segment,
+            readers=(segment,) if number < len(takes) else (),
+            num_bytes=size,
+            is_output=number >= len(takes),
+        )
+        for number, size in enumerate((*takes, *makes))
+    ]
+    inputs, outputs = tuple(b.id for b in buffers[: len(takes)]), tuple(b.id for b in buffers[len(takes) :])
+    moved = moved or sum(takes) + sum(makes)
+    kernels = tuple(
+        Kernel(flops=flops // len(takes), bytes_moved=moved // len(takes), bytes_from_outside=moved // len(takes))
+        for _ in takes
+    )
+    work = Work(
+        flops=flops,
+        bytes_read=moved - sum(makes),
+        bytes_written=sum(makes),
+        kernels=len(kernels),
+        parts=merge_kernels(kernels),
+    )
+    graph = SegmentGraph(
+        name=name,
+        role=Role.INFERENCE,
+        segments=(
+            Segment(
+                id=segment,
+                name=name,
+                module=group.module,
+                body=BodyId(0),
+                inputs=inputs,
+                outputs=outputs,
+                after=(),
+                work=work,
+            ),
+        ),
+        buffers=tuple(buffers),
+        inputs=inputs,
+        outputs=outputs,
+    )
+    return OneSegment(graph=graph, body=CompiledBody(function=body))
+
+
+def _add_pairs(terms: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+    half = len(terms) // 2
+    sums: Sequence[torch.Tensor] = torch._foreach_add(terms[:half], terms[half:])
+    return sums
+
+
+def _measure(gradients: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+    return [torch.stack([torch.linalg.vector_norm(gradient) for gradient in gradients])]

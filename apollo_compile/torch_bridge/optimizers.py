@@ -1,0 +1,110 @@
+"""Step an optimizer of torch for some of its parameters at a time.
+
+The optimizers of torch treat every parameter by itself, so a step may be taken module by module, as soon as the
+gradients of a module are final: `StepInParts`.
+
+Note [parts]: a part is the user's own optimizer object seen through a view, which shares its state and its settings and
+has fewer parameters. Its class does the work, so numbers, `state_dict()`, schedulers and checkpoints are torch's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.optim import optimizer as torch_optimizer
+
+_EACH_PARAMETER_ALONE = {
+    getattr(torch.optim, name)
+    for name in ("SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "Adagrad", "Adadelta", "ASGD")
+}
+"""Classes that use one parameter and its gradient at a time."""
+
+_TENSORS_READ_AND_WRITTEN = {torch.optim.SGD: 3, torch.optim.Adam: 7, torch.optim.AdamW: 7}
+"""Times the size of a parameter, without momentum for SGD."""
+
+
+class StepInParts:
+    """Takes the step of an optimizer for some of its parameters at a time; see Note [parts]."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        """Look at the groups of parameters; `can_step` tells when they have changed."""
+        self._optimizer = optimizer
+        self._group_of = self._find_groups()
+
+    @staticmethod
+    def problem_of(optimizer: torch.optim.Optimizer) -> str | None:
+        """Return why an optimizer can only step for all parameters together; None if it can in parts."""
+        if type(optimizer) not in _EACH_PARAMETER_ALONE:
+            return f"{type(optimizer).__name__} may use several parameters together"
+        if any(group.get("differentiable") or group.get("capturable") for group in optimizer.param_groups):
+            return "the optimizer is differentiable or capturable"
+        return None
+
+    def can_step(self, parameters: Sequence[torch.Tensor]) -> bool:
+        """Whether a step in parts is the optimizer's own: same groups, all state there, nobody hooks into a step."""
+        optimizer = self._optimizer
+        hooks = (
+            optimizer._optimizer_step_pre_hooks,
+            optimizer._optimizer_step_post_hooks,
+            torch_optimizer._global_optimizer_pre_hooks,
+            torch_optimizer._global_optimizer_post_hooks,
+        )
+        if any(hooks) or self._find_groups() != self._group_of:
+            return False
+        needs_state = any(optimizer.state.values())  # plain SGD has none
+        return not needs_state or all(optimizer.state.get(each) for each in parameters if id(each) in self._group_of)
+
+    def step(self, parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
+        """Update the parameters that the optimizer has, with these gradients; `.grad` is left as it was."""
+        members: dict[int, list[torch.Tensor]] = {}
+        for parameter in parameters:
+            if (group := self._group_of.get(id(parameter))) is not None:
+                members.setdefault(group, []).append(parameter)
+        optimizer = self._optimizer
+        groups = [self._choose_kernel(optimizer.param_groups[number], own) for number, own in members.items()]
+        view = object.__new__(type(optimizer))
+        view.__dict__.update({**optimizer.__dict__, "param_groups": groups})
+        step: Callable[[torch.optim.Optimizer], Any] = type(optimizer).step
+        before = [parameter.grad for parameter in parameters]
+        try:
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                parameter.grad = _as_laid_out(gradient, parameter)
+            step(view)
+        finally:
+            for parameter, gradient_before in zip(parameters, before, strict=True):
+                parameter.grad = gradient_before
+
+    def bytes_moved(self, num_bytes: int) -> int:
+        """Return about how many bytes a step reads and writes for parameters of so many bytes."""
+        has_momentum = any(group.get("momentum") for group in self._optimizer.param_groups)
+        return num_bytes * (_TENSORS_READ_AND_WRITTEN.get(type(self._optimizer), 7) + 2 * has_momentum)
+
+    def _find_groups(self) -> dict[int, int]:
+        groups = enumerate(self._optimizer.param_groups)
+        return {id(parameter): number for number, group in groups for parameter in group["params"]}
+
+    def _choose_kernel(self, group: Mapping[str, Any], parameters: list[torch.Tensor]) -> dict[str, Any]:
+        """Return a group with other parameters; with the fused kernel, where the user has left the choice to torch.
+
+        Its numbers differ by rounding from those of the loop over operators that torch takes on a CPU, so with
+        deterministic algorithms that loop stays.
+        """
+        is_free = "fused" in group and group["fused"] is None and group.get("foreach") is None
+        may_fuse = is_free and not torch.are_deterministic_algorithms_enabled()
+        fuses = may_fuse and all(self._fits_fused_kernel(parameter) for parameter in parameters)
+        return {**group, "params": parameters, **({"fused": True} if fuses else {})}
+
+    def _fits_fused_kernel(self, parameter: torch.Tensor) -> bool:
+        """Whether a parameter and its state are laid out alike: the kernel goes through their memory side by side."""
+        state = self._optimizer.state.get(parameter, {})
+        alike = (each for each in state.values() if isinstance(each, torch.Tensor) and each.shape == parameter.shape)
+        is_real = parameter.is_floating_point() and parameter.device.type in ("cpu", "cuda")
+        return is_real and all(each.stride() == parameter.stride() for each in alike)
+
+
+def _as_laid_out(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """Return the gradient with the strides of its parameter, which a fused kernel expects."""
+    is_alike = gradient.stride() == parameter.stride()
+    return gradient if is_alike else torch.empty_like(parameter).copy_(gradient)

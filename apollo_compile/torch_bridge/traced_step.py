@@ -1,0 +1,50 @@
+"""A training step as Dynamo traces it whole, and as Inductor compiles it: forward and backward are one graph.
+
+Nothing is saved from one graph to another, and what a backward needs may be computed again without a decision in
+advance, so on a chain this is the fastest code that Inductor makes. Dynamo traces gradients since torch 2.11
+(`trace_autograd_ops`, off by default).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+TracedStep = Callable[[Sequence[Any], Sequence[torch.Tensor]], tuple[torch.Tensor, Sequence[torch.Tensor]]]
+"""Takes the micro-batches and their weights; returns the weighted sum of the losses and its gradients."""
+
+
+def compile_traced_step(
+    loss_of: Callable[[Any], torch.Tensor], parameters: Sequence[torch.Tensor], settings: Mapping[str, Any]
+) -> TracedStep:
+    """Return the loss and the gradients of a step, compiled by Inductor as one graph when it is first called.
+
+    Arguments:
+        loss_of: returns the loss of a micro-batch.
+        parameters: what gets gradients; all of them are used.
+        settings: of Inductor, by their names in `torch._inductor.config`.
+    """
+
+    def run(parts: Sequence[Any], weights: Sequence[torch.Tensor]) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
+        total: torch.Tensor | None = None
+        gradients: Sequence[torch.Tensor] | None = None
+        for part, weight in zip(parts, weights, strict=True):
+            loss = loss_of(part) * weight
+            made = torch.autograd.grad(loss, parameters)
+            loss = loss.detach()
+            total = loss if total is None else total + loss
+            gradients = made if gradients is None else [a + b for a, b in zip(gradients, made, strict=True)]
+        assert total is not None
+        assert gradients is not None
+        return total, gradients
+
+    compiled = torch.compile(run, fullgraph=True, dynamic=False, options=dict(settings))
+
+    def call(parts: Sequence[Any], weights: Sequence[torch.Tensor]) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
+        with torch._dynamo.config.patch(trace_autograd_ops=True):
+            made: tuple[torch.Tensor, Sequence[torch.Tensor]] = compiled(parts, weights)
+            return made
+
+    return call

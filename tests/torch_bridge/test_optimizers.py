@@ -1,0 +1,102 @@
+"""A step in parts is the step of the optimizer, for every optimizer that may be taken so."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+
+from apollo_compile.torch_bridge.optimizers import StepInParts
+
+CASES: list[tuple[str, Mapping[str, Any]]] = [
+    ("SGD", {"lr": 0.1}),
+    ("SGD", {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
+    ("SGD", {"lr": 0.1, "momentum": 0.9, "maximize": True}),
+    ("AdamW", {"lr": 0.1}),
+    ("AdamW", {"lr": 0.1, "fused": True}),
+    ("AdamW", {"lr": 0.1, "foreach": True}),
+    ("Adam", {"lr": 0.1, "amsgrad": True}),
+    ("Adam", {"lr": torch.tensor(0.1)}),
+    *((name, {}) for name in ("Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "Adagrad", "Adadelta", "ASGD")),
+]
+
+
+def gradients_of(step: int, shapes: list[torch.Size]) -> list[torch.Tensor]:
+    """Return gradients; one of them is laid out unlike its parameter."""
+    generator = torch.Generator().manual_seed(step)
+    made = [torch.randn(shape, generator=generator) for shape in shapes]
+    return [made[0].t().contiguous().t(), *made[1:]]
+
+
+@pytest.mark.parametrize(("name", "settings"), CASES, ids=[f"{name}-{'-'.join(given)}" for name, given in CASES])
+@pytest.mark.parametrize("are_numbers_fixed", [False, True], ids=["free", "deterministic"])
+def test_steps_in_parts_are_those_of_the_optimizer(
+    name: str, settings: Mapping[str, Any], are_numbers_fixed: bool
+) -> None:
+    """Parameters and state, up to the rounding of a fused kernel; bit by bit with deterministic algorithms."""
+    torch.manual_seed(0)
+    torch.use_deterministic_algorithms(are_numbers_fixed)
+    try:
+        mine = [torch.nn.Parameter(torch.randn(3 + number, 4)) for number in range(4)]
+        others = copy.deepcopy(mine)
+        own, expected = (
+            getattr(torch.optim, name)([{"params": each[:2]}, {"params": each[2:], "lr": 0.01}], **settings)
+            for each in (mine, others)
+        )
+        parts = StepInParts(own)
+        assert StepInParts.problem_of(own) is None
+        for number in range(4):
+            gradients = gradients_of(number, [each.shape for each in mine])
+            for parameter, gradient in zip(others, gradients, strict=True):
+                parameter.grad = gradient.contiguous()
+            expected.step()
+            if number == 0:  # makes the state
+                for parameter, gradient in zip(mine, gradients, strict=True):
+                    parameter.grad = gradient.contiguous()
+                own.step()
+                own.zero_grad()
+                continue
+            assert parts.can_step(mine)
+            parts.step(mine[1:3], gradients[1:3])
+            parts.step([mine[0], mine[3]], [gradients[0], gradients[3]])
+            assert all(parameter.grad is None for parameter in mine)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    tolerance = {"rtol": 0.0, "atol": 0.0} if are_numbers_fixed else {"rtol": 1e-5, "atol": 1e-6}
+    torch.testing.assert_close(mine, others, **tolerance)
+    torch.testing.assert_close(own.state_dict(), expected.state_dict(), **tolerance)
+
+
+def test_an_optimizer_is_taken_whole_where_parts_would_not_be_its_step() -> None:
+    """Unknown classes, hooks, parameters without state, and groups that have changed."""
+    parameters = [torch.nn.Parameter(torch.randn(2)) for _ in range(3)]
+
+    class Own(torch.optim.SGD):
+        """May do anything."""
+
+    assert "Own may use several parameters" in str(StepInParts.problem_of(Own(parameters)))
+    assert "LBFGS may use several parameters" in str(StepInParts.problem_of(torch.optim.LBFGS(parameters)))
+    optimizer = torch.optim.AdamW(parameters[:2])
+    parts = StepInParts(optimizer)
+    for parameter in parameters[:1]:
+        parameter.grad = torch.ones(2)
+    optimizer.step()
+    assert parts.can_step(parameters[:1])
+    assert not parts.can_step(parameters[:2])  # the second has no state yet
+    hook = optimizer.register_step_pre_hook(lambda *_: None)
+    assert not parts.can_step(parameters[:1])
+    hook.remove()
+    optimizer.add_param_group({"params": parameters[2:]})
+    assert not parts.can_step(parameters[:1])
+
+
+def test_parameters_of_no_group_stay() -> None:
+    """As where a part of the model is frozen by leaving it out of the optimizer."""
+    inside, outside = torch.nn.Parameter(torch.zeros(2)), torch.nn.Parameter(torch.zeros(2))
+    parts = StepInParts(torch.optim.SGD([inside], lr=1.0))
+    parts.step([inside, outside], [torch.ones(2), torch.ones(2)])
+    assert inside.tolist() == [-1.0, -1.0]
+    assert outside.tolist() == [0.0, 0.0]
