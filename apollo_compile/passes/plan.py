@@ -298,5 +298,5 @@ def _explain_infeasible(
     return InfeasiblePlanError(
         f"no plan for {graph.name} fits {format_bytes(memory_quota)}: in graph order it takes {format_bytes(peak)}, "
         f"and segment {largest} ({graph.segments[largest].name}) alone makes {format_bytes(needed[largest])}; raise "
-        "'plan.memory_quota'"
+        f"'plan.memory_quota' to {peak} bytes"
     )

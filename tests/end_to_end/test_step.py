@@ -13,7 +13,9 @@ import torch
 from torch import nn
 
 from apollo_compile.errors import ConfigError, TargetError
+from apollo_compile.reports.report import Report
 from apollo_compile.step import Step, compile_step, split_evenly
+from apollo_compile.tools.report import report
 from tests.end_to_end.models import TwoTowers, two_tower_inputs
 
 EAGER = {"runtime.bodies": "eager", "plan.autotune": False, "plan.replan": False, "plan.min_gain": 0.0}
@@ -526,6 +528,50 @@ def test_variants_of_a_step_are_compared_and_one_stays() -> None:
     (verdict,) = step.verdicts
     for variant in ("loop over micro-batches", "segments in turn", "Inductor, traced step"):
         assert variant in verdict
+
+
+def test_memory_is_traded_for_overlap_within_the_quota(caplog: pytest.LogCaptureFixture) -> None:
+    """Micro-batches in turn need the least; a quota below that is refused with what would work."""
+    wide = {name: torch.randn(64, 64) for name in ("x", "y")}
+
+    def plan(quota: int | None) -> Step:
+        torch._dynamo.reset()
+        model = Chain(width=64)
+        options = {**EAGER, **({} if quota is None else {"plan.memory_quota": quota})}
+        step = compile_step(model, chain_loss, torch.optim.SGD(model.parameters()), microbatches=4, options=options)
+        for _ in range(2):
+            step(wide)
+        return step
+
+    (free,) = report(plan(None)).graphs
+    with caplog.at_level(logging.WARNING, "apollo_compile"):
+        assert "loop" in plan(100_000).verdicts[0]
+    least = re.search(r"raise 'plan.memory_quota' to (\d+) bytes", caplog.text)
+    assert least is not None
+    tight, half = (report(plan(quota)).graphs[0] for quota in (int(least[1]), (int(least[1]) + free.peak_bytes) // 2))
+    for summary in (tight, half):
+        assert summary.memory_quota is not None
+        assert summary.peak_bytes <= summary.memory_quota
+    assert free.predicted_ns <= half.predicted_ns <= tight.predicted_ns
+
+
+def test_a_report_shows_the_phases_of_a_step() -> None:
+    """Micro-batches overlap phase by phase, and what cannot be linked says why."""
+    torch._dynamo.reset()
+    model = Chain()
+    step = compile_step(model, chain_loss, torch.optim.SGD(model.parameters()), microbatches=2, options=EAGER)
+    for seed in range(3):
+        step(chain_batch(seed))
+    shown = report(step)
+    (summary,) = shown.graphs
+    assert summary.branches == ("forward", "backward", "update")
+    assert summary.measured is not None
+    assert {pair.first for pair in summary.pairs} <= set(summary.branches)
+    assert str(shown).startswith("settled")
+    assert Report.from_json(shown.to_json()) == shown
+    refused = compile_step(Chain(), breaks_the_graph, options=EAGER)
+    refused(chain_batch(0))
+    assert "falls back: loop over micro-batches" in str(report(refused))
 
 
 def test_a_batch_that_cannot_be_split_is_refused_in_words() -> None:
