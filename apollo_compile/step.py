@@ -3,9 +3,9 @@
     step = compile_step(model, loss_fn, optimizer, microbatches=4);    loss = step(batch)
 
 The first steps are the plain loop, over the loss function as `torch.compile(backend="apollo")` compiles it. When
-nothing about that is being decided any more, what was compiled is linked into one program (`session/step_program.py`),
+nothing about that is being decided any more, what was compiled is linked into one program (`session/step/`),
 and in the steps that follow the program, the loop and Inductor's code of the whole traced step take turns until the
-fastest is known (`session/step_tuning.py`). What cannot be linked stays the loop, and one line says why.
+fastest is known (`session/step/tuning.py`). What cannot be linked stays the loop, and one line says why.
 
 Note [guards]: a program takes its inputs from Dynamo. For every micro-batch the compiled loss function is called, so
 Dynamo checks its guards and looks up parameters, buffers and whatever else the code refers to; but the graph that it
@@ -38,8 +38,10 @@ from apollo_compile.ir import Variant
 from apollo_compile.progress import Progress
 from apollo_compile.reports.values import Stage
 from apollo_compile.session.model import CompiledModel
-from apollo_compile.session.step_program import Micro, find_micro, link_step, own_gradients
-from apollo_compile.session.step_tuning import StepTuner
+from apollo_compile.session.step.graph import compose_micro_batches
+from apollo_compile.session.step.micro_batch import Micro, find_micro
+from apollo_compile.session.step.program import link_step, own_gradients
+from apollo_compile.session.step.tuning import StepTuner
 from apollo_compile.session.warm_start import may_be_compared
 from apollo_compile.torch_bridge.graph_breaks import problem_of
 from apollo_compile.torch_bridge.optimizers import StepInParts
@@ -326,13 +328,23 @@ class Step:
         if self._parts_problem is not None:
             _logger.info("%s: the optimizer steps after the program: %s", name, self._parts_problem)
         optimizer = None if self._optimizer is None or self._parts_problem else StepInParts(self._optimizer)
-        program = link_step(
+        parameters = list(self._model.parameters())
+        trained = {id(parameter) for parameter in micro.parameters.values()}
+        step = compose_micro_batches(
             micro,
             num_parts,
             name=name,
             optimizer=optimizer,
             clip_grad_norm=self._clip_grad_norm,
-            model_parameters=list(self._model.parameters()),
+            model_parameters=parameters,
+        )
+        program = link_step(
+            micro,
+            step,
+            optimizer=optimizer,
+            others=[] if self._clip_grad_norm is None else [each for each in parameters if id(each) not in trained],
+            target=graph.model.target,
+            config=self.config,
         )
         graph.is_linked = True
         loss_fn, model = self._loss_fn, self._model

@@ -13,7 +13,7 @@ from apollo_compile.reports.summary import summarize
 from apollo_compile.reports.values import GraphSummary, Stage, State
 from apollo_compile.session.model import CompiledModel
 from apollo_compile.session.registry import compiled_models, find_models
-from apollo_compile.session.step_tuning import StepTuner
+from apollo_compile.session.step.tuning import StepTuner
 from apollo_compile.step import Step
 from apollo_compile.tools.what_if import other_rules, what_if
 

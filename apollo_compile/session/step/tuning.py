@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from apollo_compile.ir import Variant, Verdict
 from apollo_compile.session.comparison import MIN_ROUNDS, Comparison
-from apollo_compile.session.step_program import StepProgram
+from apollo_compile.session.step.program import StepProgram
 from apollo_compile.session.warm_start import WarmStart
 from apollo_compile.torch_bridge.traced_step import TracedStep
 

@@ -1,0 +1,277 @@
+"""The graph of a training step: forward and backward of one micro-batch, called once for each of them.
+
+    compose_micro_batches(micro, number of micro-batches, ...) -> StepGraph;    plan_step(...) -> Compilation
+
+Nothing is traced or compiled again: segments and bodies are those of the graphs that `torch.compile` made for one
+micro-batch. What is new are sums of gradients, clipping and the optimizer (`segments.py`), and one plan for all, in
+which the forward of one micro-batch may run beside the backward of another, and the optimizer of a module beside the
+backward of others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from apollo_compile.config import Config
+from apollo_compile.device.profile import DeviceProfile
+from apollo_compile.device.target import CompiledBody
+from apollo_compile.errors import UnsupportedGraphError
+from apollo_compile.ir import (
+    Body,
+    BodyId,
+    BufferId,
+    Capture,
+    Observations,
+    Partition,
+    Phase,
+    Role,
+    SegmentGraph,
+    SegmentId,
+)
+from apollo_compile.observe import StageRunner
+from apollo_compile.passes.compose import Call, compose_step
+from apollo_compile.pipeline import Compilation, plan_partition
+from apollo_compile.session.step.micro_batch import TANGENT, Half, Micro, names_of
+from apollo_compile.session.step.segments import (
+    Group,
+    OneSegment,
+    add_gradients,
+    group_gradients,
+    limit_gradients,
+    measure_gradients,
+    update_parameters,
+)
+from apollo_compile.torch_bridge.optimizers import StepInParts
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepGraph:
+    """The graph of a step, before it is planned."""
+
+    graph: SegmentGraph
+    num_micro_batches: int
+    bodies: Sequence[CompiledBody]
+    written: frozenset[int]
+    """Places of the inputs that it writes to."""
+
+
+def compose_micro_batches(
+    micro: Micro,
+    num_micro_batches: int,
+    *,
+    name: str,
+    optimizer: StepInParts | None = None,
+    clip_grad_norm: float | None = None,
+    model_parameters: Sequence[torch.Tensor] = (),
+) -> StepGraph:
+    """Return the graph of a step.
+
+    Arguments:
+        micro: the graphs of one micro-batch.
+        num_micro_batches: how many of them a step has.
+        name: of the step.
+        optimizer: steps inside the program, module by module; None leaves gradients only.
+        clip_grad_norm: largest norm of all gradients together; None does not clip.
+        model_parameters: all of the model, in the order in which the squares of their norms are added up.
+    """
+    wiring = _Wiring(micro, num_micro_batches)
+    wiring.add_micro_batches()
+    wiring.finish_gradients(optimizer, clip_grad_norm, model_parameters)
+    graph = compose_step(
+        name,
+        wiring.graphs,
+        wiring.calls,
+        inputs=wiring.inputs,
+        outputs=[*wiring.losses, *wiring.gradients.values()],
+        ordered={0: _ordered(micro.forward.compilation), 1: _ordered(micro.backward.compilation)},
+    )
+    places = {value: place for place, value in enumerate(wiring.inputs)}
+    return StepGraph(
+        graph=graph,
+        num_micro_batches=num_micro_batches,
+        bodies=(*micro.forward.bodies, *micro.backward.bodies, *wiring.bodies),
+        written=frozenset(places[value] for call in wiring.calls for value in call.writes),
+    )
+
+
+def plan_step(micro: Micro, step: StepGraph, *, profile: DeviceProfile, config: Config) -> Compilation:
+    """Return the plan of a step.
+
+    Raises:
+        InfeasiblePlanError: no plan meets the memory quota.
+    """
+    name = step.graph.name
+    return plan_partition(
+        Capture(name=name, role=Role.STEP, nodes=(), outputs=()),
+        Partition(graph=step.graph, bodies=_name_bodies(step.graph), nodes_by_segment=()),
+        _join_observations(micro.forward, micro.backward),
+        profile=profile,
+        config=config,
+        runner=StageRunner(),
+    )
+
+
+# ------------------------------------------------------------------------------------------------------------ calls
+
+
+class _Wiring:
+    """Builds the calls of a step, with names for all values that go from one to the other."""
+
+    def __init__(self, micro: Micro, num_micro_batches: int) -> None:
+        self._micro = micro
+        self._count = num_micro_batches
+        forward, backward = micro.forward.graph, micro.backward.graph
+        self._groups = group_gradients(backward, list(micro.parameters))
+        self.graphs = [forward, backward]
+        self.bodies: list[CompiledBody] = []
+        """Of the graphs besides the first two."""
+        self.calls: list[Call] = []
+        self.losses: list[str] = []
+        self.gradients: dict[int, str] = {}
+        """By place of the parameter."""
+
+    @property
+    def inputs(self) -> list[str]:
+        """Names of what the step takes: state, then inputs and weights of the micro-batches."""
+        micro, parts = self._micro, range(self._count)
+        own = [
+            f"input {place}@{part}" for part in parts for place in range(micro.num_inputs) if place not in micro.state
+        ]
+        return [*(f"state {place}" for place in micro.state), *own, *(f"weight@{part}" for part in parts)]
+
+    def add_micro_batches(self) -> None:
+        """Add the forward and the backward of every micro-batch, and the sums of their gradients."""
+        adders = [self._add_graph(add_gradients(group)) for group in self._groups] if self._count > 1 else []
+        for part in range(self._count):
+            made = self._add_micro_batch(part)
+            if part == 0:
+                self.gradients = made
+                continue
+            for group, adder in zip(self._groups, adders, strict=True):
+                earlier, later = ([each[place] for place in group.sizes] for each in (self.gradients, made))
+                self._replace_gradients(group, adder, [*earlier, *later], label=f"@{part}")
+
+    def finish_gradients(
+        self, optimizer: StepInParts | None, limit: float | None, parameter_order: Sequence[torch.Tensor]
+    ) -> None:
+        """Add what happens to gradients when they are final: clipping and the optimizer."""
+        parameters = self._micro.parameters
+        factor = []
+        if limit is not None:
+            norms = [f"norms {number}" for number in range(len(self._groups))]
+            for group, norm in zip(self._groups, norms, strict=True):
+                measure = self._add_graph(measure_gradients(group))
+                self._call(measure, [self.gradients[place] for place in group.sizes], [norm])
+            place_of = {id(parameter): place for place, parameter in parameters.items()}
+            order = [place_of[id(each)] for each in parameter_order if id(each) in place_of]
+            factor = ["factor"]
+            self._call(self._add_graph(limit_gradients(self._groups, order, limit)), norms, factor)
+        if optimizer is None and limit is None:
+            return
+        for group in self._groups:
+            update = self._add_graph(update_parameters(group, parameters, optimizer, is_clipped=limit is not None))
+            owners = [] if optimizer is None else [f"state {place}" for place in group.sizes]
+            taken = [*owners, *(self.gradients[place] for place in group.sizes), *factor]
+            if limit is None:
+                self._call(update, taken, [], writes=owners)
+            else:
+                self._replace_gradients(group, update, taken, writes=owners)
+
+    def _add_micro_batch(self, part: int) -> dict[int, str]:
+        """Add one forward and backward; return the names of the gradients by place."""
+        micro = self._micro
+        forward, backward = self.graphs[:2]
+        label = f"@{part}" if self._count > 1 else ""
+        takes = [f"state {p}" if p in micro.state else f"input {p}@{part}" for p in range(micro.num_inputs)]
+        values = dict(zip(names_of(forward, forward.inputs), takes, strict=True))
+        self.calls.append(_call(0, micro.forward, Phase.FORWARD, label, takes, values))
+        self.losses.append(values[_name(forward, forward.outputs[micro.loss])])
+        reads = [
+            f"weight@{part}" if name.startswith(TANGENT) else values[name]
+            for name in names_of(backward, backward.inputs)
+        ]
+        values = dict(zip(names_of(backward, backward.inputs), reads, strict=True))
+        self.calls.append(_call(1, micro.backward, Phase.BACKWARD, f":backward{label}", reads, values))
+        return {place: values[_name(backward, backward.outputs[place])] for place in micro.parameters}
+
+    def _add_graph(self, added: OneSegment) -> int:
+        self.graphs.append(added.graph)
+        self.bodies.append(added.body)
+        return len(self.graphs) - 1
+
+    def _replace_gradients(
+        self, group: Group, graph: int, takes: Sequence[str], *, writes: Sequence[str] = (), label: str = ""
+    ) -> None:
+        after = {place: f"gradient {place} of call {len(self.calls)}" for place in group.sizes}
+        self._call(graph, takes, list(after.values()), writes=writes, label=label)
+        self.gradients.update(after)
+
+    def _call(
+        self, graph: int, takes: Sequence[str], makes: Sequence[str], *, writes: Sequence[str] = (), label: str = ""
+    ) -> None:
+        self.calls.append(
+            Call(
+                graph=graph,
+                phase=Phase.UPDATE,
+                label=label,
+                takes=tuple(takes),
+                makes=tuple(makes),
+                writes=frozenset(writes),
+            )
+        )
+
+
+def _call(number: int, half: Half, phase: Phase, label: str, takes: Sequence[str], values: dict[str, str]) -> Call:
+    """Return a call of a compiled graph; `values` are names in the step by names in the graph, and get its outputs."""
+    graph = half.graph
+    makes: list[str | None] = []
+    for buffer in graph.outputs:
+        name = None if buffer is None else graph.buffers[buffer].name
+        if name is None or name in values:  # nothing, an input that is passed on, or what is returned twice
+            makes.append(None)
+        else:
+            values[name] = f"{name}{label}"
+            makes.append(values[name])
+    written = half.contract.written_inputs or frozenset()
+    return Call(
+        graph=number,
+        phase=phase,
+        label=label,
+        takes=tuple(takes),
+        makes=tuple(makes),
+        writes=frozenset(takes[place] for place in written),
+    )
+
+
+def _name(graph: SegmentGraph, buffer: BufferId | None) -> str:
+    if buffer is None:
+        raise UnsupportedGraphError(f"{graph.name} returns nothing where a value is needed")
+    return graph.buffers[buffer].name
+
+
+def _ordered(compilation: Compilation) -> list[SegmentId]:
+    """Return the segments that draw random numbers or have effects."""
+    nodes = compilation.capture.nodes
+    contents = compilation.partition.nodes_by_segment
+    return [SegmentId(s) for s, content in enumerate(contents) if any(nodes[node].keeps_order for node in content)]
+
+
+# ----------------------------------------------------------------------------------------------------------- bodies
+
+
+def _name_bodies(graph: SegmentGraph) -> tuple[Body, ...]:
+    first = {segment.body: segment.name for segment in reversed(graph.segments)}
+    return tuple(
+        Body(id=BodyId(number), name=first.get(BodyId(number), ""), nodes=(), inputs=(), outputs=())
+        for number in range(1 + max(first, default=-1))
+    )
+
+
+def _join_observations(forward: Half, backward: Half) -> Observations:
+    """Return what was measured of both graphs, by the ids that bodies have in the step."""
+    behind = 1 + max((segment.body for segment in forward.graph.segments), default=-1)
+    moved = [replace(entry, body=BodyId(entry.body + behind)) for entry in backward.observations.entries]
+    return Observations(entries=(*forward.observations.entries, *moved))

@@ -1,0 +1,152 @@
+"""Forward and backward of one micro-batch, and where their inputs come from.
+
+    find_micro(model, inputs, ...) -> Micro         from what was compiled for the loss of a micro-batch
+    join_halves(forward, backward, ...) -> Micro    from two graphs, compiled or only planned
+
+AOTAutograd names values alike in a forward and its backward: what a forward returns under the name that an input of the
+backward has is that input. Inputs of the forward are those of the Dynamo graph, in order; outputs of the backward are
+their gradients, in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from apollo_compile.device.target import CompiledBody, Contract
+from apollo_compile.errors import UnsupportedGraphError
+from apollo_compile.ir import BufferId, Observations, Role, SegmentGraph
+from apollo_compile.pipeline import Compilation
+from apollo_compile.session.graph import CompiledGraph
+from apollo_compile.session.model import CompiledModel
+
+TANGENT = "tangents_"
+"""How AOTAutograd's names of gradients that a backward is given begin."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Half:
+    """The forward or the backward of one micro-batch."""
+
+    compilation: Compilation
+    contract: Contract
+    bodies: Sequence[CompiledBody] = ()
+    """Its code by id of the body; empty where it is only planned."""
+    observations: Observations = field(default_factory=Observations)
+
+    @classmethod
+    def of(cls, graph: CompiledGraph) -> Half:
+        """Return a compiled graph with what was measured of it."""
+        return cls(
+            compilation=graph.compilation,
+            contract=graph.code.contract,
+            bodies=graph.bodies,
+            observations=graph.learner.observations,
+        )
+
+    @property
+    def graph(self) -> SegmentGraph:
+        """Return its segments."""
+        return self.compilation.partition.graph
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Micro:
+    """Forward and backward of one micro-batch, and where the inputs of the forward come from."""
+
+    forward: Half
+    backward: Half
+    state: Mapping[int, torch.Tensor]
+    """Inputs of the forward that all micro-batches share, by place: parameters and buffers."""
+    num_inputs: int
+    """Of the forward."""
+    loss: int
+    """Place of the loss among the outputs of the forward."""
+    loss_dtype: torch.dtype
+
+    @property
+    def parameters(self) -> Mapping[int, torch.Tensor]:
+        """What gets gradients, by its place among the inputs of the forward."""
+        outputs = self.backward.graph.outputs
+        return {
+            place: tensor for place, tensor in self.state.items() if tensor.requires_grad and outputs[place] is not None
+        }
+
+
+def find_micro(
+    model: CompiledModel, inputs: Sequence[object], owned: Collection[int], loss_dtype: torch.dtype
+) -> Micro:
+    """Return the graphs of a micro-batch that was trained on.
+
+    Arguments:
+        model: what was compiled for the loss of a micro-batch.
+        inputs: with which Dynamo called it last.
+        owned: ids of the module's parameters and buffers.
+        loss_dtype: of the loss.
+
+    Raises:
+        UnsupportedGraphError: they cannot be linked, with the reason.
+    """
+    if model.fallbacks:
+        name, reason = model.fallbacks[0]
+        raise UnsupportedGraphError(f"{name} falls back: {reason}")
+    by_role = {graph.compilation.capture.role: graph for graph in model.graphs}
+    if by_role.keys() != {Role.FORWARD, Role.BACKWARD} or len(model.graphs) != 2:
+        raise UnsupportedGraphError(f"{model.name} has {len(model.graphs)} graphs; expected a forward and a backward")
+    forward, backward = by_role[Role.FORWARD], by_role[Role.BACKWARD]
+    if not forward.target.is_synchronous or not forward.agreement.ranks.is_alone:
+        raise UnsupportedGraphError("steps are linked for a CPU and a single process only")
+    if forward.boundary is not None or backward.boundary is not None:
+        raise UnsupportedGraphError(f"{model.name} takes sizes or objects besides tensors")
+    return join_halves(model.name, Half.of(forward), Half.of(backward), inputs, owned, loss_dtype)
+
+
+def join_halves(
+    name: str,
+    forward: Half,
+    backward: Half,
+    inputs: Sequence[object],
+    owned: Collection[int],
+    loss_dtype: torch.dtype = torch.float32,
+) -> Micro:
+    """Return forward and backward as the graphs of one micro-batch; arguments are as for `find_micro`.
+
+    Raises:
+        UnsupportedGraphError: they cannot be linked, with the reason.
+    """
+    tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
+    graph, other = forward.graph, backward.graph
+    if not len(graph.inputs) == len(other.outputs) == len(tensors) == len(inputs):
+        raise UnsupportedGraphError(
+            f"the forward takes {len(graph.inputs)} tensors and the backward makes {len(other.outputs)} gradients for "
+            f"{len(inputs)} inputs of {name}: some of them share memory, or are no plain tensors"
+        )
+    state = {place: tensor for place, tensor in enumerate(tensors) if id(tensor) in owned}
+    written = (forward.contract.written_inputs or frozenset()) - state.keys()
+    if written:
+        raise UnsupportedGraphError("the loss function writes to something else than the buffers of the model")
+    if any(tensor.requires_grad for place, tensor in enumerate(tensors) if place not in state):
+        raise UnsupportedGraphError("something else than parameters of the model requires gradients")
+    if not all(tensor.is_leaf for tensor in state.values()):
+        raise UnsupportedGraphError("a parameter is computed from others")
+    tangents = [value for value in names_of(other, other.inputs) if value.startswith(TANGENT)]
+    if len(tangents) != 1:
+        raise UnsupportedGraphError(f"{len(tangents)} outputs of the loss function need gradients; expected the loss")
+    if len(forward.contract.user_outputs) != 1:
+        raise UnsupportedGraphError("the loss function returns other tensors besides the loss")
+    known = {*names_of(graph, graph.inputs), *names_of(graph, graph.outputs), *tangents}
+    if unknown := set(names_of(other, other.inputs)) - known:
+        raise UnsupportedGraphError(f"the backward reads {sorted(unknown)[0]}, which the forward does not return")
+    if None in (forward.contract.written_inputs, backward.contract.written_inputs):
+        raise UnsupportedGraphError(f"{name} writes to other tensors than its inputs")
+    (loss,) = forward.contract.user_outputs
+    return Micro(
+        forward=forward, backward=backward, state=state, num_inputs=len(tensors), loss=loss, loss_dtype=loss_dtype
+    )
+
+
+def names_of(graph: SegmentGraph, buffers: Sequence[BufferId | None]) -> list[str]:
+    """Return the names of buffers, those that are None left out."""
+    return [graph.buffers[buffer].name for buffer in buffers if buffer is not None]
