@@ -13,15 +13,17 @@ if TYPE_CHECKING:
     from apollo_compile.reports.report import Report
     from apollo_compile.step import compile_step
     from apollo_compile.tools.explain import explain
+    from apollo_compile.tools.explain_step import explain_step
     from apollo_compile.tools.report import report
 
-__all__ = ["Report", "compile_step", "explain", "known_options", "report"]
+__all__ = ["Report", "compile_step", "explain", "explain_step", "known_options", "report"]
 __version__ = "0.1.0"
 
 _MODULES = {
     "Report": "apollo_compile.reports.report",
     "compile_step": "apollo_compile.step",
     "explain": "apollo_compile.tools.explain",
+    "explain_step": "apollo_compile.tools.explain_step",
     "known_options": "apollo_compile.config",
     "report": "apollo_compile.tools.report",
 }

@@ -38,7 +38,7 @@ from apollo_compile.ir import Variant
 from apollo_compile.progress import Progress
 from apollo_compile.reports.values import Stage
 from apollo_compile.session.model import CompiledModel
-from apollo_compile.session.step.graph import compose_micro_batches
+from apollo_compile.session.step.graph import compose_micro_batches, step_name
 from apollo_compile.session.step.micro_batch import Micro, find_micro
 from apollo_compile.session.step.program import link_step, own_gradients
 from apollo_compile.session.step.tuning import StepTuner
@@ -100,12 +100,7 @@ def compile_step(
         TargetError: `model` is no module, or is compiled.
         ConfigError: `microbatches` is less than 1, or an option is unknown or has a wrong value.
     """
-    if not isinstance(model, nn.Module):
-        raise TargetError(f"cannot compile steps of a {type(model).__name__}: expected a torch.nn.Module")
-    if hasattr(model, "_orig_mod"):
-        raise TargetError("the model is compiled already: pass the module that was given to torch.compile")
-    if microbatches < 1:
-        raise ConfigError(f"microbatches is {microbatches}; expected at least 1")
+    check_arguments(model, microbatches)
     return Step(
         model,
         loss_fn,
@@ -116,6 +111,21 @@ def compile_step(
         weigh=weigh,
         options=dict(options or {}),
     )
+
+
+def check_arguments(model: object, microbatches: int) -> None:
+    """Check what a step is compiled for.
+
+    Raises:
+        TargetError: `model` is no module, or is compiled.
+        ConfigError: `microbatches` is less than 1.
+    """
+    if not isinstance(model, nn.Module):
+        raise TargetError(f"cannot compile steps of a {type(model).__name__}: expected a torch.nn.Module")
+    if hasattr(model, "_orig_mod"):
+        raise TargetError("the model is compiled already: pass the module that was given to torch.compile")
+    if microbatches < 1:
+        raise ConfigError(f"microbatches is {microbatches}; expected at least 1")
 
 
 class Step:
@@ -281,8 +291,8 @@ class Step:
                 problem = problem_of(error)
                 if problem is None:
                     raise
-                self._problem = problem
-                _logger.info("%s: the loss function is not one graph: %s", STAYS, problem)
+                self._problem = f"the loss function is not one graph: {problem}"
+                _logger.info("%s: %s", STAYS, self._problem)
         return self._loss_in_pieces(part)
 
     def _weights_of(self, parts: Sequence[Any]) -> Sequence[float]:
@@ -324,7 +334,7 @@ class Step:
         return find_micro(graph.model, graph.inputs, owned, graph.loss_dtype)
 
     def _link_program(self, graph: _Graph, micro: Micro, num_parts: int) -> StepTuner:
-        name = f"{graph.model.name} step" if num_parts == 1 else f"{graph.model.name} step of {num_parts} micro-batches"
+        name = step_name(graph.model.name, num_parts)
         if self._parts_problem is not None:
             _logger.info("%s: the optimizer steps after the program: %s", name, self._parts_problem)
         optimizer = None if self._optimizer is None or self._parts_problem else StepInParts(self._optimizer)

@@ -25,8 +25,8 @@ from apollo_compile.pipeline import Compilation
 from apollo_compile.reports.report import Report
 from apollo_compile.reports.summary import summarize
 from apollo_compile.reports.values import GraphSummary, Stage, State, WhatIf
-from apollo_compile.tools.dry_run import DryRun, trace
-from apollo_compile.tools.private_copy import with_batch
+from apollo_compile.session.dry_run import DryRun, trace
+from apollo_compile.session.private_copy import with_batch
 from apollo_compile.tools.what_if import other_rules, what_if
 
 Progress = Callable[[str], None]

@@ -15,6 +15,7 @@ from torch import nn
 from apollo_compile.errors import ConfigError, TargetError
 from apollo_compile.reports.report import Report
 from apollo_compile.step import Step, compile_step, split_evenly
+from apollo_compile.tools.explain_step import explain_step
 from apollo_compile.tools.report import report
 from tests.end_to_end.models import TwoTowers, two_tower_inputs
 
@@ -572,6 +573,28 @@ def test_a_report_shows_the_phases_of_a_step() -> None:
     refused = compile_step(Chain(), breaks_the_graph, options=EAGER)
     refused(chain_batch(0))
     assert "falls back: loop over micro-batches" in str(report(refused))
+
+
+def test_a_step_is_planned_without_training_as_it_will_be() -> None:
+    """The same segments on the same lanes as the program that runs later; nothing has changed before."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = Chain(dropout=0.5)
+    own = torch.optim.AdamW(model.parameters())
+    before = state_of(model)
+    settings = {"microbatches": 2, "clip_grad_norm": 1.0, "options": EAGER}
+    planned = explain_step(model, chain_loss, chain_batch(0), own, **settings)
+    torch.testing.assert_close(state_of(model), before, rtol=0, atol=0)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert not own.state
+    step = compile_step(model, chain_loss, own, **settings)
+    for seed in range(2):
+        step(chain_batch(seed))
+    (expected,), (found,) = planned.graphs, report(step).graphs
+    assert sorted(each.name for each in found.segments) == sorted(each.name for each in expected.segments)
+    assert str(planned).startswith("planned")
+    refused = explain_step(model, breaks_the_graph, chain_batch(0), own, **settings)
+    assert "falls back: loop over micro-batches: the loss function is not one graph" in str(refused)
 
 
 def test_a_batch_that_cannot_be_split_is_refused_in_words() -> None:

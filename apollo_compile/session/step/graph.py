@@ -117,6 +117,11 @@ def plan_step(micro: Micro, step: StepGraph, *, profile: DeviceProfile, config: 
 # ------------------------------------------------------------------------------------------------------------ calls
 
 
+def step_name(name: str, num_micro_batches: int) -> str:
+    """Return the name of a step; `name` is that of the Dynamo graph of the loss."""
+    return f"{name} step" if num_micro_batches == 1 else f"{name} step of {num_micro_batches} micro-batches"
+
+
 class _Wiring:
     """Builds the calls of a step, with names for all values that go from one to the other."""
 

@@ -19,12 +19,13 @@ from torch import fx
 
 from apollo_compile.config import Config
 from apollo_compile.device.profile import DeviceProfile
-from apollo_compile.device.target import Run
+from apollo_compile.device.target import Contract, Run
 from apollo_compile.errors import TargetError, UnsupportedGraphError
 from apollo_compile.ir import GraphBreak, Role
 from apollo_compile.pipeline import Compilation
 from apollo_compile.session.planning import plan_graph, reason_to_fall_back, role_of
-from apollo_compile.tools.private_copy import Call, PrivateCopy, copy_inputs, same_random_states
+from apollo_compile.session.private_copy import Call, PrivateCopy, copy_inputs, same_random_states
+from apollo_compile.torch_bridge.aot_graph import user_outputs, written_inputs
 from apollo_compile.torch_bridge.compile_context import name_dynamo_graph, original_callable, written_arguments
 from apollo_compile.torch_bridge.frontend import compile_with_inductor
 from apollo_compile.torch_bridge.graph_breaks import find_break
@@ -42,6 +43,16 @@ class DryRun:
     """Planned graphs by the name of their Dynamo graph, each with the reason if it would fall back."""
     fallbacks: list[tuple[str, str]] = field(default_factory=list)
     breaks: list[GraphBreak] = field(default_factory=list)
+    contracts: dict[str, Contract] = field(default_factory=dict)
+    """By the name of the planned graph."""
+    inputs: dict[str, tuple[Any, ...]] = field(default_factory=dict)
+    """With what Dynamo called a graph, by its name: parameters and buffers are those of the private copy."""
+    state: tuple[torch.Tensor, ...] = ()
+    """Parameters and buffers of the private copy."""
+
+    def owns(self, tensor: object) -> bool:
+        """Return whether a tensor is a parameter or buffer of the private copy."""
+        return any(tensor is each for each in self.state)
 
     @property
     def planned(self) -> list[tuple[Compilation, str | None]]:
@@ -69,11 +80,13 @@ class DryRun:
                 example_inputs,
                 partial(self._plan, name, written),
                 recompute_masks=self.config.runtime.recompute_masks,
+                eager_randomness=self.config.runtime.bodies == "eager",
                 backward_at_once=True,
                 settings=settings,
             )
 
         def run(*arguments: Any) -> Any:
+            self.inputs[name] = arguments
             before_write([arguments[position] for position in written if position < len(arguments)])
             return compiled(*arguments)
 
@@ -95,6 +108,9 @@ class DryRun:
         subject = graph_name if role is Role.BACKWARD else dynamo_name
         try:
             adopt_layouts(graph_module, example_inputs)
+            self.contracts[graph_name] = Contract(
+                written_inputs=written_inputs(graph_module), user_outputs=user_outputs(graph_module)
+            )
             compilation = plan_graph(graph_module, name=graph_name, role=role, profile=self.profile, config=self.config)
         except UnsupportedGraphError as error:
             self.fallbacks.append((subject, str(error)))
@@ -110,8 +126,24 @@ class DryRun:
         return _run_in_eager(graph_module), None
 
 
-def trace(model: Callable[..., Any], call: Call, config: Config, profile: DeviceProfile) -> DryRun:
+def trace(
+    model: Callable[..., Any],
+    call: Call,
+    config: Config,
+    profile: DeviceProfile,
+    *,
+    uses: Callable[[Any], Callable[..., Any]] = lambda copied: copied,
+    fullgraph: bool = False,
+) -> DryRun:
     """Return the plans of one call of a model; the model is not changed.
+
+    Arguments:
+        model: a module or a function.
+        call: the arguments.
+        config: its options apply.
+        profile: the device.
+        uses: given the copy of the model, returns what is called.
+        fullgraph: whether a graph break is an error.
 
     Raises:
         TargetError: the model or its inputs cannot be copied, or Dynamo finds nothing to compile.
@@ -119,6 +151,7 @@ def trace(model: Callable[..., Any], call: Call, config: Config, profile: Device
     dry_run = DryRun(config=config, profile=profile)
     args, kwargs = copy_inputs(call)
     private = PrivateCopy(original_callable(model))
+    dry_run.state = private.state()
     # Separate cache entries, so that the user's compiled model and its recompile limit are not affected.
     compile_model: Callable[..., Callable[..., Any]] = torch.compile
     own_entries = {"isolate_recompiles": True} if "isolate_recompiles" in signature(torch.compile).parameters else {}
@@ -132,7 +165,9 @@ def trace(model: Callable[..., Any], call: Call, config: Config, profile: Device
 
     try:
         with same_random_states():
-            compile_model(private.run, backend=compile_graph, dynamic=False, **own_entries)(*args, **kwargs)
+            compile_model(uses(private.run), backend=compile_graph, dynamic=False, fullgraph=fullgraph, **own_entries)(
+                *args, **kwargs
+            )
     finally:
         used.clear()  # Dynamo keeps backends and graphs for ever; this frees the plans and the copy
     if not dry_run.graphs:

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from apollo_compile.errors import TargetError
-from apollo_compile.tools.targets import tensors_of
+from apollo_compile.torch_bridge.trees import leaves_of
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword arguments."""
@@ -50,6 +50,11 @@ class PrivateCopy:
             advice = "see what it holds besides tensors"
             self.run = _copy(model, f"the model, a {type(owner).__name__},", advice, dict(shared))
             self._shared = {id(parameter): parameter for parameter in shared.values()}
+
+    def state(self) -> tuple[torch.Tensor, ...]:
+        """Return parameters and buffers of the copy; nothing for a function."""
+        owner = getattr(self.run, "__self__", self.run)
+        return (*owner.parameters(), *owner.buffers()) if isinstance(owner, nn.Module) else ()
 
     def own(self, tensors: Sequence[Any]) -> None:
         """Copy the memory of parameters among these tensors, before something writes to them."""
@@ -96,7 +101,7 @@ def with_batch(call: Call, batch: int) -> Call:
     Raises:
         TargetError: no tensor has a dimension, or `batch` is below 1.
     """
-    sizes = Counter(tensor.shape[0] for tensor in tensors_of(call) if tensor.dim() > 0)
+    sizes = Counter(leaf.shape[0] for leaf in leaves_of(call) if isinstance(leaf, torch.Tensor) and leaf.dim() > 0)
     if not sizes or batch < 1:
         raise TargetError(f"cannot try batch {batch}: expected a batch of at least 1 and inputs with a first dimension")
     size = sizes.most_common(1)[0][0]

@@ -1,0 +1,111 @@
+"""Plan a training step without training: what `compile_step` would link, from graphs that are only planned.
+
+predict_step(model, loss_fn, parts, ...) -> Prediction
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from apollo_compile.config import Config
+from apollo_compile.device.profile import DeviceProfile
+from apollo_compile.errors import UnsupportedGraphError
+from apollo_compile.ir import Role
+from apollo_compile.pipeline import Compilation
+from apollo_compile.session.dry_run import DryRun, trace
+from apollo_compile.session.step.graph import compose_micro_batches, plan_step, step_name
+from apollo_compile.session.step.micro_batch import Half, join_halves
+from apollo_compile.torch_bridge.graph_breaks import problem_of
+from apollo_compile.torch_bridge.optimizers import StepInParts
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prediction:
+    """How a step would be planned."""
+
+    compilation: Compilation | None
+    """None where it can only run as a loop."""
+    reason: str
+    """Why it can only run as a loop; empty where it need not."""
+
+
+def predict_step(
+    model: nn.Module,
+    loss_fn: Callable[[nn.Module, Any], Any],
+    parts: Sequence[Any],
+    *,
+    optimizer: torch.optim.Optimizer | None,
+    clip_grad_norm: float | None,
+    config: Config,
+    profile: DeviceProfile,
+) -> Prediction:
+    """Return the plan of a step; the model is traced on a copy and not changed.
+
+    Arguments:
+        model: the module that is trained.
+        loss_fn: returns the loss of a micro-batch, or a tuple that begins with it.
+        parts: the micro-batches; the first is traced.
+        optimizer: as for `compile_step`.
+        clip_grad_norm: as for `compile_step`.
+        config: its options apply.
+        profile: the device.
+
+    Raises:
+        TargetError: the model or its inputs cannot be copied, or Dynamo finds nothing to compile.
+        InfeasiblePlanError: no plan meets the memory quota.
+    """
+    try:
+        dry_run = trace(
+            model,
+            ((parts[0],), {}),
+            config,
+            profile,
+            uses=lambda copied: lambda part: loss_fn(copied, part),
+            fullgraph=True,
+        )
+    except Exception as error:
+        problem = problem_of(error)
+        if problem is None:
+            raise
+        return Prediction(compilation=None, reason=f"the loss function is not one graph: {problem}")
+    try:
+        return Prediction(compilation=_plan(dry_run, len(parts), optimizer, clip_grad_norm, config), reason="")
+    except UnsupportedGraphError as error:
+        return Prediction(compilation=None, reason=str(error))
+
+
+def _plan(
+    dry_run: DryRun,
+    num_micro_batches: int,
+    optimizer: torch.optim.Optimizer | None,
+    clip_grad_norm: float | None,
+    config: Config,
+) -> Compilation:
+    ((name, planned),) = dry_run.graphs.items()
+    by_role = {compilation.capture.role: compilation for compilation, _ in planned}
+    if by_role.keys() != {Role.FORWARD, Role.BACKWARD}:
+        reasons = [reason for _, reason in dry_run.fallbacks]
+        raise UnsupportedGraphError(
+            f"{name} is no forward with a backward{': ' if reasons else ''}{'; '.join(reasons)}"
+        )
+    forward, backward = (
+        Half(compilation=by_role[role], contract=dry_run.contracts[by_role[role].capture.name])
+        for role in (Role.FORWARD, Role.BACKWARD)
+    )
+    inputs = dry_run.inputs[name]
+    micro = join_halves(name, forward, backward, inputs, {id(each) for each in inputs if dry_run.owns(each)})
+    steps_inside = optimizer is not None and StepInParts.problem_of(optimizer) is None
+    step = compose_micro_batches(
+        micro,
+        num_micro_batches,
+        name=step_name(name, num_micro_batches),
+        optimizer=StepInParts(optimizer) if optimizer is not None and steps_inside else None,
+        clip_grad_norm=clip_grad_norm,
+        model_parameters=list(micro.parameters.values()),
+    )
+    return plan_step(micro, step, profile=dry_run.profile, config=config)

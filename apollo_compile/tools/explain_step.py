@@ -1,0 +1,83 @@
+"""Plan a training step before it runs: `apollo_compile.explain_step`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from apollo_compile.config import load_config
+from apollo_compile.device.open import select_profile
+from apollo_compile.ir import Trace, Variant
+from apollo_compile.reports.report import Report
+from apollo_compile.reports.summary import summarize
+from apollo_compile.reports.values import Stage, State
+from apollo_compile.session.step.prediction import predict_step
+from apollo_compile.step import check_arguments, split_evenly
+from apollo_compile.tools.what_if import other_rules, what_if
+
+
+def explain_step(
+    model: nn.Module,
+    loss_fn: Callable[[nn.Module, Any], Any],
+    batch: Any,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    microbatches: int = 1,
+    clip_grad_norm: float | None = None,
+    split: Callable[[Any, int], Sequence[Any]] | None = None,
+    options: Mapping[str, Any] | None = None,
+    units: Sequence[int] = (),
+    profiles: Sequence[str] = (),
+    rules: bool = False,
+) -> Report:
+    """Return how a training step of `compile_step` would be planned, without training.
+
+    The model is traced on a copy that shares the memory of its parameters; neither the model nor the optimizer changes.
+
+    Arguments:
+        model: the module that is to be trained, not compiled.
+        loss_fn: as for `compile_step`.
+        batch: the batch of one step.
+        optimizer: as for `compile_step`.
+        microbatches: into how many parts of equal size the batch is split.
+        clip_grad_norm: as for `compile_step`.
+        split: as for `compile_step`.
+        options: as for `torch.compile(..., options=...)`.
+        units: numbers of units to compare with. Every comparison plans all graphs again.
+        profiles: device profiles to compare with, paths or packaged names.
+        rules: whether to compare with the scheduling rules of other systems.
+
+    Raises:
+        TargetError: `model` is no module, or cannot be copied; the batch cannot be split.
+        ConfigError: an argument or an option has a wrong value.
+        InfeasiblePlanError: no plan meets the memory quota.
+    """
+    check_arguments(model, microbatches)
+    config = load_config(options)
+    found = predict_step(
+        model,
+        loss_fn,
+        (split or split_evenly)(batch, microbatches),
+        optimizer=optimizer,
+        clip_grad_norm=clip_grad_norm,
+        config=config,
+        profile=select_profile(config),
+    )
+    if found.compilation is None:
+        detail = f"{Variant.LOOP}: {found.reason}"
+        return Report(
+            graphs=(),
+            fallbacks=(),
+            states=(State(graph="step", stage=Stage.FALLS_BACK, detail=detail),),
+        )
+    compilation = found.compilation
+    summary = summarize(
+        compilation,
+        Trace(),
+        what_if=what_if(compilation, config, units=units, profiles=profiles),
+        baselines=other_rules(compilation) if rules else (),
+    )
+    return Report(graphs=(summary,), fallbacks=(), states=(State(graph=compilation.capture.name, stage=Stage.PLANNED),))
