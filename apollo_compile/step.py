@@ -26,20 +26,23 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import fx, nn
 
 from apollo_compile.backend import compile_dynamo_graph
 from apollo_compile.config import load_config
-from apollo_compile.errors import ConfigError, TargetError, UnsupportedGraphError
+from apollo_compile.device.open import select_profile
+from apollo_compile.errors import ApolloError, ConfigError, TargetError, UnsupportedGraphError
 from apollo_compile.ir import Variant
 from apollo_compile.progress import Progress
 from apollo_compile.reports.values import Stage
 from apollo_compile.session.model import CompiledModel
 from apollo_compile.session.step.graph import compose_micro_batches, step_name
 from apollo_compile.session.step.micro_batch import Micro, find_micro
+from apollo_compile.session.step.parts import PartsChooser
+from apollo_compile.session.step.prediction import predict_step
 from apollo_compile.session.step.program import link_step, own_gradients
 from apollo_compile.session.step.tuning import StepTuner
 from apollo_compile.session.warm_start import may_be_compared
@@ -68,7 +71,7 @@ def compile_step(
     loss_fn: LossFunction,
     optimizer: torch.optim.Optimizer | None = None,
     *,
-    microbatches: int = 1,
+    microbatches: int | Literal["auto"] = 1,
     clip_grad_norm: float | None = None,
     split: Split | None = None,
     weigh: Weigh | None = None,
@@ -76,8 +79,8 @@ def compile_step(
 ) -> Step:
     """Return a function that takes one training step per call: `loss = step(batch)`.
 
-    A step computes the loss of every micro-batch and the gradients of their weighted mean, and, with an optimizer,
-    clips gradients, steps and leaves them in `.grad`, as this loop does:
+    A step computes the loss of every micro-batch and the gradients of their weighted mean, clips them, steps the
+    optimizer and leaves gradients in `.grad`, as this loop does:
 
         optimizer.zero_grad()
         for part, weight in zip(split(batch, microbatches), weights):
@@ -89,8 +92,10 @@ def compile_step(
         model: the module that is trained, not compiled.
         loss_fn: `loss_fn(model, micro_batch)` returns the loss, a tensor without dimensions, or a tuple that begins
             with it. One that returns other tensors too, or has graph breaks, runs as a loop.
-        optimizer: steps at the end; None leaves gradients in `.grad`, added to what is there.
-        microbatches: into how many parts of equal size a batch is split.
+        optimizer: steps inside the program, module by module, if it is one of torch that treats every parameter by
+            itself, else at the end; None leaves gradients in `.grad`, added to what is there.
+        microbatches: into how many parts of equal size a batch is split. "auto" tries 1, 2 and 4, by prediction and
+            by measuring; the loss has to be a mean over samples, so that gradients do not depend on the split.
         clip_grad_norm: largest norm of all gradients together; None does not clip.
         split: `split(batch, microbatches)` returns the parts; None cuts all tensors along dimension 0.
         weigh: how much a micro-batch counts; None is equally. Weights are divided by their sum.
@@ -98,7 +103,7 @@ def compile_step(
 
     Raises:
         TargetError: `model` is no module, or is compiled.
-        ConfigError: `microbatches` is less than 1, or an option is unknown or has a wrong value.
+        ConfigError: `microbatches` is neither "auto" nor above 0, or an option is unknown or has a wrong value.
     """
     check_arguments(model, microbatches)
     return Step(
@@ -113,19 +118,19 @@ def compile_step(
     )
 
 
-def check_arguments(model: object, microbatches: int) -> None:
+def check_arguments(model: object, microbatches: int | str) -> None:
     """Check what a step is compiled for.
 
     Raises:
         TargetError: `model` is no module, or is compiled.
-        ConfigError: `microbatches` is less than 1.
+        ConfigError: `microbatches` is neither "auto" nor a number above 0.
     """
     if not isinstance(model, nn.Module):
         raise TargetError(f"cannot compile steps of a {type(model).__name__}: expected a torch.nn.Module")
     if hasattr(model, "_orig_mod"):
         raise TargetError("the model is compiled already: pass the module that was given to torch.compile")
-    if microbatches < 1:
-        raise ConfigError(f"microbatches is {microbatches}; expected at least 1")
+    if microbatches != "auto" and (isinstance(microbatches, str) or microbatches < 1):
+        raise ConfigError(f"microbatches is {microbatches!r}; expected at least 1, or 'auto'")
 
 
 class Step:
@@ -137,7 +142,7 @@ class Step:
         loss_fn: LossFunction,
         optimizer: torch.optim.Optimizer | None,
         *,
-        num_parts: int,
+        num_parts: int | Literal["auto"],
         clip_grad_norm: float | None,
         split: Split,
         weigh: Weigh | None,
@@ -145,7 +150,6 @@ class Step:
     ) -> None:
         self._model = model
         self._optimizer = optimizer
-        self._num_parts = num_parts
         self._clip_grad_norm = clip_grad_norm
         self._split = split
         self._weigh = weigh
@@ -166,6 +170,12 @@ class Step:
         self._loss_in_pieces = compile_function(loss_of, backend="apollo", dynamic=False, options=dict(options))
         self._problem = ""
         """Why the loss function is no single graph; empty where it is."""
+        self._num_parts = 1 if num_parts == "auto" else num_parts
+        self._latest_batch: Any = None
+        """The batch of a step that runs, for predictions about it."""
+        self._chooser: PartsChooser | None = None
+        if num_parts == "auto":
+            self._chooser = PartsChooser(self._is_settled, self._predict, is_compared=may_be_compared(self.config))
 
     def __call__(self, batch: Any) -> torch.Tensor:
         """Take one step; return the weighted mean of the losses, without a graph.
@@ -173,7 +183,20 @@ class Step:
         Raises:
             Exception: whatever the model, the loss function or the optimizer raises.
         """
-        parts = self._split(batch, self._num_parts)
+        if self._chooser is None:
+            return self._take(self._split(batch, self._num_parts))
+        parts = self._try_split(batch, self._chooser.count)
+        if parts is None:  # such as a smaller last batch
+            return self._take(self._split(batch, 1))
+        self._latest_batch = batch
+        begin = time.perf_counter_ns()
+        loss = self._take(parts)
+        self._chooser.step_ended(time.perf_counter_ns() - begin)
+        self._latest_batch = None
+        return loss
+
+    def _take(self, parts: Sequence[Any]) -> torch.Tensor:
+        """Take a step of these micro-batches."""
         weights = self._weights_of(parts)
         if self._optimizer is not None:
             self._optimizer.zero_grad()
@@ -197,6 +220,11 @@ class Step:
         return [*loops, *(str(tuner) for tuner in self.tuners)]
 
     @property
+    def num_micro_batches(self) -> str:
+        """How many micro-batches a step has, and why."""
+        return str(self._num_parts) if self._chooser is None else self._chooser.verdict
+
+    @property
     def tuners(self) -> list[StepTuner]:
         """Programs, and what is known of how fast they are: one for every kind of batch."""
         return [each for linked in self._linked.values() for each in linked.values() if isinstance(each, StepTuner)]
@@ -206,6 +234,37 @@ class Step:
         """Why steps of some kind can only run as a loop."""
         refused = (each for linked in self._linked.values() for each in linked.values() if isinstance(each, str))
         return list(dict.fromkeys([*([self._problem] if self._problem else []), *refused]))
+
+    def _try_split(self, batch: Any, count: int) -> Sequence[Any] | None:
+        try:
+            return self._split(batch, count)
+        except TargetError:
+            return None
+
+    def _is_settled(self, num_parts: int) -> bool:
+        """Whether it is known what runs steps of so many micro-batches."""
+        known = (linked[num_parts] for linked in self._linked.values() if num_parts in linked)
+        return bool(self._problem) or any(isinstance(each, str) or each.is_settled for each in known)
+
+    def _predict(self, num_parts: int) -> int | None:
+        """Return the predicted time of the program of the latest batch in so many micro-batches."""
+        parts = self._try_split(self._latest_batch, num_parts)
+        if parts is None or self._problem:
+            return None
+        try:
+            found = predict_step(
+                self._model,
+                self._loss_fn,
+                parts,
+                optimizer=self._optimizer,
+                clip_grad_norm=self._clip_grad_norm,
+                config=self.config,
+                profile=select_profile(self.config),
+            )
+        except ApolloError as error:
+            _logger.info("a step of %d micro-batches cannot be predicted: %s", num_parts, error)
+            return None
+        return None if found.compilation is None else found.compilation.plan.makespan_ns
 
     def _note_inputs(self, parts: Sequence[Any]) -> _Noted | None:
         """Return the program of a step and its inputs: Note [guards]; None where there is none, or the loop has won."""
