@@ -46,7 +46,7 @@ from apollo_compile.session.step.prediction import predict_step
 from apollo_compile.session.step.program import link_step, own_gradients
 from apollo_compile.session.step.tuning import StepTuner
 from apollo_compile.session.warm_start import may_be_compared
-from apollo_compile.torch_bridge.graph_breaks import problem_of
+from apollo_compile.torch_bridge.graph_breaks import is_limit_hit, problem_of
 from apollo_compile.torch_bridge.optimizers import StepInParts
 from apollo_compile.torch_bridge.settings import inductor_settings
 from apollo_compile.torch_bridge.traced_step import compile_traced_step
@@ -164,10 +164,13 @@ class Step:
         def loss_of(part: Any) -> Any:
             return loss_fn(model, part)
 
+        def loss_of_any(part: Any) -> Any:  # a code object of its own, whose compiles count apart
+            return loss_fn(model, part)
+
         compile_function: Callable[..., Callable[[Any], Any]] = torch.compile
         backend = partial(_compile_and_note, weakref.ref(self._notes), options)  # Dynamo keeps backends for good
         self._loss_of = compile_function(loss_of, backend=backend, dynamic=False, fullgraph=True)
-        self._loss_in_pieces = compile_function(loss_of, backend="apollo", dynamic=False, options=dict(options))
+        self._loss_in_pieces = compile_function(loss_of_any, backend="apollo", options=dict(options))
         self._problem = ""
         """Why the loss function is no single graph; empty where it is."""
         self._num_parts = 1 if num_parts == "auto" else num_parts
@@ -277,6 +280,10 @@ class Step:
                     self._loss_of(part)
             except _NotLinkedError:
                 return None
+            except Exception as error:
+                if problem_of(error) is None:
+                    raise
+                return None  # too many kinds of batches: the loop runs this one in pieces
         graph = noted[0][0]
         tuner = self._linked.get(graph, {}).get(len(parts))
         inputs = [each for _, each in noted]
@@ -350,6 +357,8 @@ class Step:
                 problem = problem_of(error)
                 if problem is None:
                     raise
+                if is_limit_hit(error):  # what was compiled for other batches still runs
+                    return self._loss_in_pieces(part)
                 self._problem = f"the loss function is not one graph: {problem}"
                 _logger.info("%s: %s", STAYS, self._problem)
         return self._loss_in_pieces(part)

@@ -46,6 +46,11 @@ def problem_of(error: Exception) -> str | None:
     return (lines[0] if lines else "Dynamo gives no reason") + where
 
 
+def is_limit_hit(error: Exception) -> bool:
+    """Return whether Dynamo compiles no more graphs for a function, since it has compiled so many."""
+    return isinstance(error, FailOnRecompileLimitHit)
+
+
 def find_break(graph_module: fx.GraphModule, name: str) -> GraphBreak | None:
     """Return the break that ended the Dynamo graph `name`; None where it ended with the function."""
     reason = getattr(graph_module, "compile_subgraph_reason", None)

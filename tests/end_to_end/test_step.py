@@ -6,6 +6,7 @@ import copy
 import logging
 import re
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -556,6 +557,45 @@ def test_the_number_of_micro_batches_may_be_left_open(is_measured: bool, caplog:
     assert "predicted for the program of a step, by their number: 1: " in caplog.text
     assert step.num_micro_batches[0] in "124"
     assert ("by prediction" in step.num_micro_batches) is not is_measured
+
+
+def test_batches_of_very_many_sizes_train_and_programs_stay() -> None:
+    """Dynamo compiles a limited number of graphs; further sizes run in pieces."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16))
+    expected = copy.deepcopy(model)
+    step = compile_step(model, chain_loss, options=EAGER)
+    for seed, size in enumerate([4, 4, *range(5, 16), 4, 15]):
+        model.zero_grad()
+        expected.zero_grad()
+        batch = chain_batch(seed, size)
+        torch.testing.assert_close(step(batch), run_loop(expected, chain_loss, batch, 1, None), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(model[0].weight.grad, expected[0].weight.grad, rtol=1e-4, atol=1e-5)
+    assert len(step.tuners) == torch._dynamo.config.recompile_limit
+    assert not step.reasons_for_loops
+
+
+@pytest.mark.soak
+def test_a_later_process_begins_with_what_was_found(tmp_path: Path) -> None:
+    """The verdict about a step is kept as those about graphs are."""
+    options = {"device.cache": str(tmp_path)}
+    verdicts = []
+    for _ in range(2):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(16, 16), nn.Tanh())
+        step = compile_step(model, chain_loss, microbatches=2, options=options)
+        for seed in range(1000):
+            model.zero_grad()
+            step(chain_batch(seed))
+            if step.tuners and step.tuners[0].is_settled:
+                break
+        verdicts.append(step.tuners[0].verdict)
+    first, second = verdicts
+    assert first is not None and second is not None
+    assert not first.is_remembered
+    assert second.is_remembered and second.winner == first.winner
 
 
 def test_memory_is_traded_for_overlap_within_the_quota(caplog: pytest.LogCaptureFixture) -> None:
