@@ -1,6 +1,6 @@
 """Compile the bodies of a graph: choose libraries for matmuls, compile native code, and tune code for GPU lanes.
 
-compile_code(graph_module, compilation, config, target, agreement, contract, ...) -> Code
+compile_code(traced, compilation, config, target, agreement, ...) -> Code
 """
 
 from __future__ import annotations
@@ -10,12 +10,11 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
 
 from torch import fx
 
 from apollo_compile.config import Config
-from apollo_compile.device.target import Code, CompiledBody, Contract, Target
+from apollo_compile.device.target import Code, CompiledBody, Target
 from apollo_compile.distributed.agreement import Agreement
 from apollo_compile.ir import BodyId
 from apollo_compile.ir.text import format_count
@@ -24,54 +23,50 @@ from apollo_compile.torch_bridge.bodies import compile_bodies, extract_body
 from apollo_compile.torch_bridge.interpret import interpret_bodies, real_tensors
 from apollo_compile.torch_bridge.onednn import Matmul, find_matmuls, libraries_in, replace_with_onednn
 from apollo_compile.torch_bridge.settings import depends_on_units, may_choose_library
+from apollo_compile.torch_bridge.traced import TracedGraph
 
 _logger = logging.getLogger(__name__)
 
 
 def compile_code(
-    graph_module: fx.GraphModule,
+    traced: TracedGraph,
     compilation: Compilation,
     config: Config,
     target: Target,
     agreement: Agreement,
-    contract: Contract,
     at: Callable[[str, int, int], None] = lambda phase, number, count: None,
-    **kwargs: Any,
 ) -> Code:
     """Return the code of all bodies of a graph.
 
     Arguments:
-        graph_module: the graph after AOTAutograd.
+        traced: the graph after AOTAutograd.
         compilation: the products of its stages.
         config: its `runtime` options say how bodies are compiled.
         target: the device that it runs on.
         agreement: makes all ranks choose the same libraries.
-        contract: what the caller of the graph promises.
         at: reports progress: the phase, the number of the body, and how many there are.
-        kwargs: arguments that AOTAutograd passed for the whole graph.
     """
-    bodies = _compile_bodies(graph_module, compilation, config, target, agreement, at=at, **kwargs)
-    tuned = _tune_bodies(graph_module, compilation, target, config, **kwargs)
-    return Code(bodies=bodies, contract=contract, tuned=tuned)
+    bodies = _compile_bodies(traced, compilation, config, target, agreement, at=at)
+    tuned = _tune_bodies(traced, compilation, target, config)
+    return Code(bodies=bodies, contract=traced.contract, tuned=tuned)
 
 
 def _compile_bodies(
-    graph_module: fx.GraphModule,
+    traced: TracedGraph,
     compilation: Compilation,
     config: Config,
     target: Target,
     agreement: Agreement,
-    at: Callable[[str, int, int], None] = lambda phase, number, count: None,
-    **kwargs: Any,
+    at: Callable[[str, int, int], None],
 ) -> tuple[CompiledBody, ...]:
-    pieces = [(body.name, *extract_body(graph_module, body)) for body in compilation.partition.bodies]
+    pieces = [(body.name, *extract_body(traced.graph_module, body)) for body in compilation.partition.bodies]
     if config.runtime.bodies == "eager":
         return interpret_bodies(pieces)
     if config.runtime.onednn and target.has_native_bodies and may_choose_library():
         at("which library multiplies", 0, 0)
         _choose_libraries([piece.graph for _, piece, _ in pieces], compilation, config, agreement)
     is_native = config.runtime.bodies == "native" and target.has_native_bodies
-    bodies = compile_bodies(pieces, native=is_native, at=at, **kwargs)
+    bodies = compile_bodies(pieces, native=is_native, at=at, **traced.kwargs)
     log_python_bodies(compilation, bodies)
     return bodies
 
@@ -139,7 +134,7 @@ def _cores_of_bodies(compilation: Compilation) -> list[int]:
 
 
 def _tune_bodies(
-    graph_module: fx.GraphModule, compilation: Compilation, target: Target, config: Config, **kwargs: Any
+    traced: TracedGraph, compilation: Compilation, target: Target, config: Config
 ) -> Mapping[tuple[BodyId, int], CompiledBody]:
     """Return code of all bodies for lanes smaller than the device, where Inductor's choices depend on the units."""
     lanes = compilation.plan.lanes
@@ -148,9 +143,9 @@ def _tune_bodies(
         return {}
     found = {}
     for units, lane in tuned_lanes.items():
-        pieces = [(body.name, *extract_body(graph_module, body)) for body in compilation.partition.bodies]
+        pieces = [(body.name, *extract_body(traced.graph_module, body)) for body in compilation.partition.bodies]
         with target.compile_scope(lane):  # Inductor's autotuning times kernels on this lane
             left_out = len(lanes[0].units) - units
-            bodies = compile_bodies(pieces, native=False, units=units, left_out=left_out, **kwargs)
+            bodies = compile_bodies(pieces, native=False, units=units, left_out=left_out, **traced.kwargs)
         found.update({(BodyId(number), units): body for number, body in enumerate(bodies)})
     return found

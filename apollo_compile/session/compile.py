@@ -26,7 +26,7 @@ from torch import fx
 
 from apollo_compile.config import Config
 from apollo_compile.device.open import reason_without_lanes
-from apollo_compile.device.target import Code, Contract, Run
+from apollo_compile.device.target import Code, Run
 from apollo_compile.distributed.agreement import Agreement
 from apollo_compile.errors import NothingToGainError, RankError, UnsupportedGraphError
 from apollo_compile.ir import Role, Variant
@@ -40,15 +40,14 @@ from apollo_compile.session.model import CompiledModel
 from apollo_compile.session.planning import is_autotuned, log_summary, plan_graph, reason_to_fall_back, role_of
 from apollo_compile.session.restore import Restorer, dynamo_graph_falls_back, placeholder_run
 from apollo_compile.torch_bridge.aot_cache import Bundle, Cache
-from apollo_compile.torch_bridge.aot_graph import clone_graph, user_outputs, written_inputs
-from apollo_compile.torch_bridge.boundary import Boundary, extract_boundary
-from apollo_compile.torch_bridge.cuda_private import find_uncapturable
+from apollo_compile.torch_bridge.aot_graph import clone_graph
 from apollo_compile.torch_bridge.cxx_compiler import compiler_complaint
 from apollo_compile.torch_bridge.dynamo_graph import copy_of_dynamo_graph
 from apollo_compile.torch_bridge.frontend import compile_plainly, compile_with_inductor, is_for_dynamo
 from apollo_compile.torch_bridge.interpret import interpret_whole
-from apollo_compile.torch_bridge.layouts import adopt_layouts, report_output_strides
+from apollo_compile.torch_bridge.layouts import report_output_strides
 from apollo_compile.torch_bridge.settings import current_settings, with_settings
+from apollo_compile.torch_bridge.traced import TracedGraph, take_graph
 from apollo_compile.torch_bridge.whole import compile_again, compile_whole
 
 _logger = logging.getLogger(__name__)
@@ -111,12 +110,10 @@ class GraphCompiler:
         outdated = model.warm_start.outdated
         if model.config.debug.strict and outdated is not None and not isinstance(outdated, UnsupportedGraphError):
             raise outdated
-        aside = None
+        traced = None
         try:
-            aside = extract_boundary(graph_module, example_inputs, kwargs)
-            piece, inputs, own, boundary = (graph_module, example_inputs, kwargs, None) if aside is None else aside
-            adopt_layouts(piece, inputs)
-            compiled, bundle = self._compile_in_segments(piece, boundary, name=name, role=role, **own)
+            traced = take_graph(graph_module, example_inputs, kwargs)
+            compiled, bundle = self._compile_in_segments(traced, name=name, role=role)
         except RankError:  # a fallback would run other code than the other ranks
             raise
         except Exception as error:  # Inductor can still compile it: training must not stop
@@ -126,7 +123,7 @@ class GraphCompiler:
             reason = str(error) if is_refusal else f"{type(error).__name__}: {error}"
             unprofitable = model.unprofitable[-1] if isinstance(error, NothingToGainError) else None
             level = logging.INFO if is_refusal else logging.WARNING  # anything but a refusal is a bug of ours
-            is_kept = is_refusal and aside is None and outdated is None
+            is_kept = is_refusal and outdated is None and (traced is None or traced.boundary is None)
             if dynamo_graph_falls_back(role, unprofitable):
                 model.fall_back(reason, level=level)
                 report_output_strides(graph_module)
@@ -143,13 +140,12 @@ class GraphCompiler:
         report_output_strides(graph_module)
         return compiled, bundle if outdated is None else None
 
-    def _compile_in_segments(
-        self, graph_module: fx.GraphModule, boundary: Boundary | None, *, name: str, role: Role, **kwargs: Any
-    ) -> tuple[Run, Bundle | None]:
+    def _compile_in_segments(self, traced: TracedGraph, *, name: str, role: Role) -> tuple[Run, Bundle | None]:
         begin = time.perf_counter_ns()
         model = self._model
+        graph_module, boundary, kwargs = traced.graph_module, traced.boundary, traced.kwargs
         config, target, agreement = model.config, model.target, Agreement(model.ranks)
-        sizes, base = {} if boundary is None else boundary.sizes, name
+        sizes, base = traced.sizes, name
         self._check_supported(sizes)
         if sizes:
             name = with_sizes(name, sizes)
@@ -173,7 +169,7 @@ class GraphCompiler:
         original = clone_graph(graph_module) if is_autotuned(compilation.plan, config) else None
         compile_original = None if original is None else partial(compile_again, original, current_settings(), **kwargs)
         target.start(compilation.plan.lanes)  # fails before anything is compiled if threads cannot be pinned
-        code, config = self._compile_code(graph_module, compilation, agreement, name=name, **kwargs)
+        code, config = self._compile_code(traced, compilation, agreement, name=name)
         if config is not model.config:  # without a compiler
             compile_original = None
         is_family = bool(sizes) and has_free_plans(compilation.plan, config)
@@ -218,25 +214,17 @@ class GraphCompiler:
             )
 
     def _compile_code(
-        self, graph_module: fx.GraphModule, compilation: Compilation, agreement: Agreement, *, name: str, **kwargs: Any
+        self, traced: TracedGraph, compilation: Compilation, agreement: Agreement, *, name: str
     ) -> tuple[Code, Config]:
         """Return the code of a graph and the options it was compiled with: eager bodies if there is no C++ compiler."""
         config, target = self._model.config, self._model.target
-        contract = Contract(
-            static_inputs=frozenset(kwargs.get("static_input_idxs") or ()),
-            written_inputs=written_inputs(graph_module),
-            user_outputs=user_outputs(graph_module),
-            unsafe=find_uncapturable(graph_module),
-        )
         try:
             with Progress(f"compiling {name}") as progress:
-                code = compile_code(
-                    graph_module, compilation, config, target, agreement, contract, at=progress.at, **kwargs
-                )
+                code = compile_code(traced, compilation, config, target, agreement, at=progress.at)
         except Exception as error:
             self._accept_missing_compiler(error)
             config = replace(config, runtime=replace(config.runtime, bodies="eager"))
-            code = compile_code(graph_module, compilation, config, target, agreement, contract)
+            code = compile_code(traced, compilation, config, target, agreement)
         return code, config
 
     # ---------------------------------------------------------------------------------------------- by Inductor

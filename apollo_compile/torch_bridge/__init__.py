@@ -2,7 +2,7 @@
 
     frontend        from Dynamo's graph through AOTAutograd to our inner compiler     joint_passes, settings
     dynamo_graph    graphs before AOTAutograd                                         graph_breaks
-    aot_graph       graphs after it                                                   boundary, layouts
+    traced          graphs after it, with boundary and contract                       aot_graph, boundary, layouts
     bodies          pieces of a graph, compiled for lanes                             cpp_wrapper, onednn
     whole           whole graphs, compiled as by Inductor alone
     interpret       bodies and whole graphs, run without a compiler
