@@ -3,7 +3,6 @@
 ApolloError
 |-- ConfigError            an option or environment variable is unknown or has a wrong value
 |-- UnsupportedGraphError  a graph cannot run in segments, so it falls back to Inductor
-|-- NothingToGainError     no plan of a graph is worth compiling, so it falls back to Inductor
 |-- PlanFileError          a plan file cannot be read, or is for another graph or device
 |-- ReportFileError        a file is not a report
 |-- InfeasiblePlanError    no plan meets the memory quota
@@ -30,10 +29,6 @@ class ConfigError(ApolloError, ValueError):
 
 class UnsupportedGraphError(ApolloError):
     """A graph has something that segments cannot express; the message says what and where."""
-
-
-class NothingToGainError(ApolloError):
-    """No plan of a graph is worth compiling its segments; the message says what was predicted."""
 
 
 class PlanFileError(ApolloError, ValueError):

@@ -18,6 +18,7 @@ from typing import Any
 from apollo_compile.device.target import Contract
 from apollo_compile.ir import Role
 from apollo_compile.pipeline import Compilation
+from apollo_compile.session.planning import Fallback
 from apollo_compile.torch_bridge.serialize import BundledBody
 
 
@@ -42,10 +43,7 @@ class WholeBundle:
     """A graph that Inductor compiled whole, as data."""
 
     role: Role
-    reason: str
-    """Why Inductor compiles it."""
-    unprofitable: Compilation | None
-    """Its plan, if it has one that is not worth compiling."""
+    fallback: Fallback
     history_key: str | None
     code: Any
     """Inductor's code."""
@@ -56,7 +54,5 @@ class FallbackBundle:
     """Why a Dynamo graph falls back to torch.compile, which has its own caches for the code."""
 
     role: Role
-    reason: str
-    unprofitable: Compilation | None
-    """Its plan, where it has one that is not worth compiling."""
+    fallback: Fallback
     history_key: str | None

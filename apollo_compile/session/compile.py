@@ -28,7 +28,7 @@ from apollo_compile.config import Config
 from apollo_compile.device.open import reason_without_lanes
 from apollo_compile.device.target import Code, Run
 from apollo_compile.distributed.agreement import Agreement
-from apollo_compile.errors import NothingToGainError, RankError, UnsupportedGraphError
+from apollo_compile.errors import RankError, UnsupportedGraphError
 from apollo_compile.ir import Role, Variant
 from apollo_compile.pipeline import Compilation
 from apollo_compile.progress import Progress
@@ -37,7 +37,14 @@ from apollo_compile.session.buckets import at_once, in_background
 from apollo_compile.session.families import make_family, with_sizes
 from apollo_compile.session.graph import CompiledGraph, has_free_plans
 from apollo_compile.session.model import CompiledModel
-from apollo_compile.session.planning import is_autotuned, log_summary, plan_graph, reason_to_fall_back, role_of
+from apollo_compile.session.planning import (
+    Fallback,
+    is_autotuned,
+    log_summary,
+    plan_graph,
+    reason_to_fall_back,
+    role_of,
+)
 from apollo_compile.session.restore import Restorer, dynamo_graph_falls_back, placeholder_run
 from apollo_compile.torch_bridge.aot_cache import Bundle, Cache
 from apollo_compile.torch_bridge.aot_graph import clone_graph
@@ -71,7 +78,7 @@ class GraphCompiler:
         model = self._model
         reason = reason_without_lanes(example_inputs, model.target.device)
         if reason is not None:
-            model.fall_back(reason, level=logging.INFO)
+            model.fall_back(Fallback(reason=reason))
             return self._compile_plainly(graph_module, example_inputs)
         try:
             with with_settings(self._settings), copy_of_dynamo_graph(graph_module) as copied:
@@ -88,7 +95,7 @@ class GraphCompiler:
             if model.config.debug.strict or isinstance(error, RankError) or is_for_dynamo(error):
                 raise
             model.forget_graphs()
-            model.fall_back(f"{type(error).__name__}: {error}", level=logging.WARNING)
+            model.fall_back(Fallback(reason=f"{type(error).__name__}: {error}", level=logging.WARNING))
         return self._compile_plainly(graph_module, example_inputs) if model.falls_back else compiled
 
     def _cache(self, graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> Cache | None:
@@ -106,41 +113,57 @@ class GraphCompiler:
         if role is not Role.BACKWARD:  # graphs loaded from AOTAutograd's cache were incomplete
             model.forget_graphs()
         elif model.falls_back:  # with its forward
-            return placeholder_run, partial(restorer.bundle_fallback, role, "", None)
+            return placeholder_run, partial(restorer.bundle_fallback, role, Fallback(reason=""))
         outdated = model.warm_start.outdated
         if model.config.debug.strict and outdated is not None and not isinstance(outdated, UnsupportedGraphError):
             raise outdated
-        traced = None
+        traced: TracedGraph | None = None
+        made: tuple[Run, Bundle | None] | Fallback
         try:
             traced = take_graph(graph_module, example_inputs, kwargs)
-            compiled, bundle = self._compile_in_segments(traced, name=name, role=role)
+            made = self._compile_in_segments(traced, name=name, role=role)
         except RankError:  # a fallback would run other code than the other ranks
             raise
-        except Exception as error:  # Inductor can still compile it: training must not stop
-            is_refusal = isinstance(error, UnsupportedGraphError | NothingToGainError)
-            if model.config.debug.strict and not is_refusal:
+        except UnsupportedGraphError as error:
+            made = Fallback(reason=str(error))
+        except Exception as error:  # a bug of ours, but Inductor can still compile it: training must not stop
+            if model.config.debug.strict:
                 raise
-            reason = str(error) if is_refusal else f"{type(error).__name__}: {error}"
-            unprofitable = model.unprofitable[-1] if isinstance(error, NothingToGainError) else None
-            level = logging.INFO if is_refusal else logging.WARNING  # anything but a refusal is a bug of ours
-            is_kept = is_refusal and outdated is None and (traced is None or traced.boundary is None)
-            if dynamo_graph_falls_back(role, unprofitable):
-                model.fall_back(reason, level=level)
-                report_output_strides(graph_module)
-                bundle = partial(restorer.bundle_fallback, role, reason, unprofitable) if is_kept else None
-                return placeholder_run, bundle
-            model.log_fallback(name, reason, level=level)
-            try:
-                run = self._compile_whole(graph_module, example_inputs, **kwargs)
-            except Exception as failure:
-                if role is not Role.BACKWARD or not model.warm_start.has_bundles:
-                    raise
-                return _failing_run(failure), None  # it compiles with the forward, and may never be called
-            return run, partial(restorer.bundle_whole, role, reason, unprofitable, run) if is_kept else None
-        report_output_strides(graph_module)
-        return compiled, bundle if outdated is None else None
+            made = Fallback(reason=f"{type(error).__name__}: {error}", level=logging.WARNING)
+        if not isinstance(made, Fallback):
+            report_output_strides(graph_module)
+            run, bundle = made
+            return run, bundle if outdated is None else None
+        is_kept = outdated is None and made.level == logging.INFO and (traced is None or traced.boundary is None)
+        run, bundle = self._compile_fallback(made, graph_module, example_inputs, role, **kwargs)
+        return run, bundle if is_kept else None
 
-    def _compile_in_segments(self, traced: TracedGraph, *, name: str, role: Role) -> tuple[Run, Bundle | None]:
+    def _compile_fallback(
+        self, fallback: Fallback, graph_module: fx.GraphModule, example_inputs: Sequence[Any], role: Role, **kwargs: Any
+    ) -> tuple[Run, Bundle | None]:
+        """Let Inductor compile a graph whole, or the Dynamo graph that it comes from."""
+        model, restorer = self._model, self._restorer
+        if dynamo_graph_falls_back(role, fallback):
+            model.fall_back(fallback)
+            report_output_strides(graph_module)
+            return placeholder_run, partial(restorer.bundle_fallback, role, fallback)
+        model.add_fallback(model.name_of(role), fallback)
+        try:
+            run = self._compile_whole(graph_module, example_inputs, **kwargs)
+        except Exception as failure:
+            if role is not Role.BACKWARD or not model.warm_start.has_bundles:
+                raise
+            return _failing_run(failure), None  # it compiles with the forward, and may never be called
+        return run, partial(restorer.bundle_whole, role, fallback, run)
+
+    def _compile_in_segments(
+        self, traced: TracedGraph, *, name: str, role: Role
+    ) -> tuple[Run, Bundle | None] | Fallback:
+        """Plan a graph, and compile its bodies if the plan may gain.
+
+        Raises:
+            UnsupportedGraphError: segments cannot express the graph.
+        """
         begin = time.perf_counter_ns()
         model = self._model
         graph_module, boundary, kwargs = traced.graph_module, traced.boundary, traced.kwargs
@@ -162,10 +185,9 @@ class GraphCompiler:
         planned = time.perf_counter_ns()
         reason = None if model.is_for_step else reason_to_fall_back(compilation, config)
         if reason is not None:
-            model.unprofitable.append(compilation)
             if compilation.finding is None:
                 model.warm_start.keep(compilation, Variant.INDUCTOR, None)
-            raise NothingToGainError(reason)
+            return Fallback(reason=reason, unprofitable=compilation)
         original = clone_graph(graph_module) if is_autotuned(compilation.plan, config) else None
         compile_original = None if original is None else partial(compile_again, original, current_settings(), **kwargs)
         target.start(compilation.plan.lanes)  # fails before anything is compiled if threads cannot be pinned

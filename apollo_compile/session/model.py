@@ -17,6 +17,7 @@ from apollo_compile.session.autotune import Autotuner
 from apollo_compile.session.buckets import GraphFamily
 from apollo_compile.session.comparison import MIN_ROUNDS
 from apollo_compile.session.graph import CompiledGraph
+from apollo_compile.session.planning import Fallback
 from apollo_compile.session.warm_start import WarmStart
 
 _logger = logging.getLogger(__name__)
@@ -92,16 +93,18 @@ class CompiledModel:
         for known in (self.graphs, self.autotuned, self.families, self.unprofitable, self.fallbacks):
             known.clear()
 
-    def fall_back(self, reason: str, *, level: int) -> None:
+    def fall_back(self, fallback: Fallback) -> None:
         """Let the whole Dynamo graph fall back to torch.compile, and log why."""
         self.falls_back = True
-        self.log_fallback(self.name, reason, level=level)
+        self.add_fallback(self.name, fallback)
 
-    def log_fallback(self, name: str, reason: str, *, level: int) -> None:
-        """Record a fallback, and log why."""
-        self.fallbacks.append((name, reason))
+    def add_fallback(self, name: str, fallback: Fallback) -> None:
+        """Add a fallback, and log why."""
+        self.fallbacks.append((name, fallback.reason))
+        if fallback.unprofitable is not None:
+            self.unprofitable.append(fallback.unprofitable)
         compiler = "torch.compile" if self.falls_back else "Inductor"
-        _logger.log(level, "%s falls back to %s: %s", name, compiler, reason)
+        _logger.log(fallback.level, "%s falls back to %s: %s", name, compiler, fallback.reason)
 
     def add_to_reason(self, detail: str) -> None:
         """Append a detail to the reason of the latest fallback."""

@@ -1,12 +1,14 @@
 """Plan one FX graph after AOTAutograd, and decide whether segments may be faster than Inductor's code of the graph.
 
 plan_graph(graph_module, ...) -> Compilation;    reason_to_fall_back(compilation, config) -> str | None
+Fallback    why a graph does not run in segments
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -37,6 +39,17 @@ WRAPPER_NS_PER_KERNEL = 8_000
 
 WORTH_NATIVE = 0.05
 """Share of the wrapper in a graph's predicted time from which native segments are worth compiling for that alone."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fallback:
+    """Why a graph does not run in segments."""
+
+    reason: str
+    unprofitable: Compilation | None = None
+    """Its plan, if it has one that is not worth compiling."""
+    level: int = logging.INFO
+    """Level of the log line; a WARNING is for what should have worked."""
 
 
 def plan_graph(

@@ -20,12 +20,12 @@ from apollo_compile.distributed.agreement import Agreement
 from apollo_compile.errors import UnsupportedGraphError
 from apollo_compile.ir import Role, Variant
 from apollo_compile.observe import StageRunner
-from apollo_compile.pipeline import Compilation, compile_finding, rename
+from apollo_compile.pipeline import compile_finding, rename
 from apollo_compile.session.bodies import log_python_bodies
 from apollo_compile.session.bundle import FallbackBundle, SegmentsBundle, WholeBundle
 from apollo_compile.session.graph import CompiledGraph
 from apollo_compile.session.model import CompiledModel
-from apollo_compile.session.planning import log_summary, reason_to_fall_back
+from apollo_compile.session.planning import Fallback, log_summary, reason_to_fall_back
 from apollo_compile.torch_bridge.compile_scope import shared_kwargs
 from apollo_compile.torch_bridge.serialize import (
     bundle_body,
@@ -69,23 +69,23 @@ class Restorer:
             raise
 
     def _unbundle_fallback(self, bundle: FallbackBundle) -> Run:
-        self._restore_unprofitable(bundle)
-        self._model.fall_back(bundle.reason, level=logging.INFO)
+        self._model.fall_back(self._restore_reason(bundle))
         return placeholder_run
 
     def _unbundle_whole(self, bundle: WholeBundle) -> Run:
-        self._restore_unprofitable(bundle)
+        fallback = self._restore_reason(bundle)
         compiled = unbundle_code(bundle.code)
-        self._model.log_fallback(self._model.name_of(bundle.role), bundle.reason, level=logging.INFO)
+        self._model.add_fallback(self._model.name_of(bundle.role), fallback)
         return compiled
 
-    def _restore_unprofitable(self, bundle: WholeBundle | FallbackBundle) -> None:
-        if bundle.unprofitable is None:
-            return
-        finding = self._model.warm_start.recall_under(self._model.name_of(bundle.role), bundle.history_key)
-        if bundle.unprofitable.finding is not None and (finding is None or finding.variant != Variant.INDUCTOR):
+    def _restore_reason(self, bundle: WholeBundle | FallbackBundle) -> Fallback:
+        unprofitable, name = bundle.fallback.unprofitable, self._model.name_of(bundle.role)
+        if unprofitable is None:
+            return bundle.fallback
+        finding = self._model.warm_start.recall_under(name, bundle.history_key)
+        if unprofitable.finding is not None and (finding is None or finding.variant != Variant.INDUCTOR):
             raise UnsupportedGraphError("that Inductor is faster is known no longer")
-        self._model.unprofitable.append(rename(bundle.unprofitable, self._model.name_of(bundle.role)))
+        return replace(bundle.fallback, unprofitable=rename(unprofitable, name))
 
     def _unbundle_segments(self, bundle: SegmentsBundle) -> Run:
         begin = time.perf_counter_ns()
@@ -101,14 +101,14 @@ class Restorer:
         compile_whole = None if original is None else partial(_compile_bundled, original, current_settings(), kwargs)
         reason = None if self._model.is_for_step else reason_to_fall_back(compilation, self._model.config)
         if reason is not None:
-            self._model.unprofitable.append(compilation)
-            if dynamo_graph_falls_back(compilation.capture.role, compilation):
-                self._model.fall_back(reason, level=logging.INFO)
+            fallback = Fallback(reason=reason, unprofitable=compilation)
+            if dynamo_graph_falls_back(compilation.capture.role, fallback):
+                self._model.fall_back(fallback)
                 return placeholder_run
             if compile_whole is None:
                 raise UnsupportedGraphError("there is no graph that Inductor could compile")
             compiled = compile_whole()
-            self._model.log_fallback(name, reason, level=logging.INFO)
+            self._model.add_fallback(name, fallback)
             return compiled
         self._model.target.start(compilation.plan.lanes)
         planned = time.perf_counter_ns()
@@ -127,15 +127,15 @@ class Restorer:
         log_summary(compilation, planned - begin, time.perf_counter_ns() - planned, did="loaded")
         return graph
 
-    def bundle_fallback(self, role: Role, reason: str, unprofitable: Compilation | None) -> FallbackBundle:
+    def bundle_fallback(self, role: Role, fallback: Fallback) -> FallbackBundle:
         """Return the bundle of a graph whose Dynamo graph falls back."""
         key = self._model.warm_start.key_of(self._model.name_of(role))
-        return FallbackBundle(role=role, reason=reason, unprofitable=unprofitable, history_key=key)
+        return FallbackBundle(role=role, fallback=fallback, history_key=key)
 
-    def bundle_whole(self, role: Role, reason: str, unprofitable: Compilation | None, run: Run) -> WholeBundle:
+    def bundle_whole(self, role: Role, fallback: Fallback, run: Run) -> WholeBundle:
         """Return the bundle of a graph that Inductor compiled whole."""
         key = self._model.warm_start.key_of(self._model.name_of(role))
-        return WholeBundle(role=role, reason=reason, unprofitable=unprofitable, history_key=key, code=bundle_code(run))
+        return WholeBundle(role=role, fallback=fallback, history_key=key, code=bundle_code(run))
 
     def bundle_segments(
         self, graph: CompiledGraph, original: fx.GraphModule | None, kwargs: Mapping[str, Any]
@@ -151,12 +151,12 @@ class Restorer:
         )
 
 
-def dynamo_graph_falls_back(role: Role, unprofitable: Compilation | None) -> bool:
+def dynamo_graph_falls_back(role: Role, fallback: Fallback) -> bool:
     """Return whether the whole Dynamo graph falls back where this graph does.
 
     So it is for a forward or inference graph, unless autotuning selected segments for the other graph of the model.
     """
-    finding = None if unprofitable is None else unprofitable.finding
+    finding = None if fallback.unprofitable is None else fallback.unprofitable.finding
     verdict = None if finding is None else finding.verdict
     return role is not Role.BACKWARD and (verdict is None or set(verdict.selection) == {Variant.INDUCTOR})
 
