@@ -10,7 +10,6 @@ dynamic shapes for other sizes, with the segments of the first plan.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -87,24 +86,14 @@ class Decision:
     plan: Plan
 
 
-def compile_capture(
-    capture: Capture,
-    *,
-    profile: DeviceProfile,
-    config: Config,
-    runner: StageRunner,
-    recall: Callable[[Partition], Finding | None] = lambda partition: None,
-    is_alone: bool = True,
-) -> Compilation:
-    """Run all stages on a capture; if `recall` returns a finding, its plan is used.
+def partition_capture(
+    capture: Capture, *, profile: DeviceProfile, config: Config, runner: StageRunner, is_alone: bool = True
+) -> Partition:
+    """Run the stage partition on a capture.
 
     With several ranks (`is_alone` false), the partition does not depend on the profile, so that all ranks cut alike.
-
-    Raises:
-        InfeasiblePlanError: no plan meets the memory quota.
-        PlanFileError: with `debug.strict`, the plan file cannot be read or is for another graph.
     """
-    partition = runner.run(
+    partition: Partition = runner.run(
         "partition",
         partition_graph,
         capture,
@@ -113,7 +102,24 @@ def compile_capture(
         check=partial(check.check_partition, capture=capture),
         text=text.format_partition,
     )
-    finding = recall(partition)
+    return partition
+
+
+def compile_partition(
+    capture: Capture,
+    partition: Partition,
+    finding: Finding | None = None,
+    *,
+    profile: DeviceProfile,
+    config: Config,
+    runner: StageRunner,
+) -> Compilation:
+    """Run the stages after partition: on the plan of an earlier process if there is one and it is legal, else anew.
+
+    Raises:
+        InfeasiblePlanError: no plan meets the memory quota.
+        PlanFileError: with `debug.strict`, the plan file cannot be read or is for another graph.
+    """
     found = None if finding is None else compile_finding(capture, partition, finding, profile=profile, runner=runner)
     if found is not None:
         return found

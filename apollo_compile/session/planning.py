@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from apollo_compile.ir import Capture, Partition, Plan, Role, Variant, check, te
 from apollo_compile.ir.text import format_count
 from apollo_compile.observe import StageRunner, warn_of_files
 from apollo_compile.passes.capture import capture_graph
-from apollo_compile.pipeline import Compilation, compile_capture
+from apollo_compile.pipeline import Compilation, compile_partition, partition_capture
 from apollo_compile.session.warm_start import may_be_autotuned
 from apollo_compile.store.history import Finding
 from apollo_compile.store.plan_file import FILE_NAME, folder_of, save_plan
@@ -83,14 +82,10 @@ def plan_graph(
         check=check.check_capture,
         text=text.format_capture,
     )
-    compilation = compile_capture(
-        capture,
-        profile=profile,
-        config=config,
-        runner=runner,
-        recall=partial(recall, capture),
-        is_alone=agreement is None or agreement.ranks.is_alone,
-    )
+    is_alone = agreement is None or agreement.ranks.is_alone
+    partition = partition_capture(capture, profile=profile, config=config, runner=runner, is_alone=is_alone)
+    finding = recall(capture, partition)
+    compilation = compile_partition(capture, partition, finding, profile=profile, config=config, runner=runner)
     if agreement is not None:
         agreement.enroll(compilation)
         settled = agreement.settle(compilation, compilation, runner)

@@ -275,7 +275,7 @@ def test_a_defect_of_ours_is_logged_and_the_graph_still_runs(
     def fail(*args: object, **kwargs: object) -> None:
         raise RuntimeError("a defect")
 
-    monkeypatch.setattr(planning, "compile_capture", fail)
+    monkeypatch.setattr(planning, "compile_partition", fail)
     layer = nn.Linear(4, 4)
     x = torch.ones(2, 4)
     with caplog.at_level(logging.WARNING, logger="apollo_compile"), torch.no_grad():
