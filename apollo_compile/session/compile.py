@@ -24,7 +24,6 @@ from typing import Any
 
 from torch import fx
 
-from apollo_compile.config import Config
 from apollo_compile.device.open import reason_without_lanes
 from apollo_compile.device.target import Code, Run
 from apollo_compile.distributed.agreement import Agreement
@@ -35,7 +34,7 @@ from apollo_compile.progress import Progress
 from apollo_compile.session.bodies import compile_code
 from apollo_compile.session.buckets import at_once, in_background
 from apollo_compile.session.families import make_family, with_sizes
-from apollo_compile.session.graph import CompiledGraph, has_free_plans
+from apollo_compile.session.graph import has_free_plans
 from apollo_compile.session.model import CompiledModel
 from apollo_compile.session.planning import (
     Fallback,
@@ -191,17 +190,12 @@ class GraphCompiler:
         original = clone_graph(graph_module) if is_autotuned(compilation.plan, config) else None
         compile_original = None if original is None else partial(compile_again, original, current_settings(), **kwargs)
         target.start(compilation.plan.lanes)  # fails before anything is compiled if threads cannot be pinned
-        code, config = self._compile_code(traced, compilation, agreement, name=name)
-        if config is not model.config:  # without a compiler
-            compile_original = None
+        code, is_compiled = self._compile_code(traced, compilation, agreement, name=name)
         is_family = bool(sizes) and has_free_plans(compilation.plan, config)
-        graph = CompiledGraph(
-            first=compilation,
-            code=code,
-            config=config,
-            target=target,
-            compile_whole=compile_original,
-            autotuner=None if compile_original is None or sizes else model.autotuner,
+        graph = model.load(
+            compilation,
+            code,
+            compile_whole=compile_original if is_compiled else None,
             agreement=agreement,
             boundary=None if is_family else boundary,
             submit=in_background if is_family else at_once,
@@ -237,17 +231,16 @@ class GraphCompiler:
 
     def _compile_code(
         self, traced: TracedGraph, compilation: Compilation, agreement: Agreement, *, name: str
-    ) -> tuple[Code, Config]:
-        """Return the code of a graph and the options it was compiled with: eager bodies if there is no C++ compiler."""
+    ) -> tuple[Code, bool]:
+        """Return the code of a graph, and whether it is as the options say: eager bodies if no C++ compiler works."""
         config, target = self._model.config, self._model.target
         try:
             with Progress(f"compiling {name}") as progress:
-                code = compile_code(traced, compilation, config, target, agreement, at=progress.at)
+                return compile_code(traced, compilation, config, target, agreement, at=progress.at), True
         except Exception as error:
             self._accept_missing_compiler(error)
-            config = replace(config, runtime=replace(config.runtime, bodies="eager"))
-            code = compile_code(traced, compilation, config, target, agreement)
-        return code, config
+            in_eager = replace(config, runtime=replace(config.runtime, bodies="eager"))
+            return compile_code(traced, compilation, in_eager, target, agreement), False
 
     # ---------------------------------------------------------------------------------------------- by Inductor
 

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from types import CodeType
 
 from apollo_compile.config import Config
-from apollo_compile.device.target import Target
+from apollo_compile.device.target import Code, Run, Target
+from apollo_compile.distributed.agreement import Agreement
 from apollo_compile.distributed.ranks import Ranks
 from apollo_compile.ir import GraphBreak, Role, Variant, Verdict
 from apollo_compile.pipeline import Compilation
 from apollo_compile.reports.values import Stage, State
 from apollo_compile.session.autotune import Autotuner
-from apollo_compile.session.buckets import GraphFamily
+from apollo_compile.session.buckets import GraphFamily, at_once
 from apollo_compile.session.comparison import MIN_ROUNDS
 from apollo_compile.session.graph import CompiledGraph
 from apollo_compile.session.planning import Fallback
 from apollo_compile.session.warm_start import WarmStart
+from apollo_compile.torch_bridge.boundary import Boundary
 
 _logger = logging.getLogger(__name__)
 
@@ -75,6 +78,39 @@ class CompiledModel:
     def name_of(self, role: Role) -> str:
         """Return the name of one of its graphs."""
         return f"{self.name} {role}"
+
+    def load(
+        self,
+        compilation: Compilation,
+        code: Code,
+        *,
+        compile_whole: Callable[[], Run] | None,
+        agreement: Agreement,
+        boundary: Boundary | None = None,
+        submit: Callable[[Callable[[], Compilation]], Future[Compilation]] = at_once,
+    ) -> CompiledGraph:
+        """Return a graph that runs in segments, whether they were compiled now or by an earlier process.
+
+        Arguments:
+            compilation: its first plan.
+            code: its bodies, and the contract with its caller.
+            compile_whole: compiles the whole graph as Inductor alone would; None where variants are not compared.
+            agreement: makes all ranks run the same plans.
+            boundary: its inputs and outputs that are not tensors.
+            submit: runs a replan: now, or in the background.
+        """
+        is_compared = compile_whole is not None and not compilation.capture.sizes  # each bucket of sizes by itself
+        return CompiledGraph(
+            first=compilation,
+            code=code,
+            config=self.config,
+            target=self.target,
+            compile_whole=compile_whole,
+            autotuner=self.autotuner if is_compared else None,
+            agreement=agreement,
+            boundary=boundary,
+            submit=submit,
+        )
 
     def add(self, graph: CompiledGraph) -> None:
         """Add a graph that was compiled in segments."""

@@ -114,15 +114,9 @@ class Restorer:
         planned = time.perf_counter_ns()
         bodies = tuple(map(unbundle_body, bundle.bodies))
         log_python_bodies(compilation, bodies)
-        graph = CompiledGraph(
-            first=compilation,
-            code=Code(bodies=bodies, contract=bundle.contract),
-            config=self._model.config,
-            target=self._model.target,
-            compile_whole=compile_whole,
-            autotuner=None if compile_whole is None else self._model.autotuner,
-            agreement=Agreement(self._model.ranks),
-        )
+        code = Code(bodies=bodies, contract=bundle.contract)
+        agreement = Agreement(self._model.ranks)
+        graph = self._model.load(compilation, code, compile_whole=compile_whole, agreement=agreement)
         self._model.add(graph)
         log_summary(compilation, planned - begin, time.perf_counter_ns() - planned, did="loaded")
         return graph
