@@ -30,11 +30,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from apollo_compile.device.cpu.machine import cpu_description
+from apollo_compile.device.cpu.matmul_libraries import LEAST_FLOPS
 from apollo_compile.tools.bench import machine_facts
 from apollo_compile.torch_bridge.bodies import compile_bodies
 from apollo_compile.torch_bridge.frontend import compile_with_inductor
 from apollo_compile.torch_bridge.interpret import interpret_whole
-from apollo_compile.torch_bridge.onednn import LEAST_FLOPS, Matmul, find_matmuls, onednn_linear
+from apollo_compile.torch_bridge.onednn import Matmul, find_matmuls, onednn_linear
 from benchmarks.run import batch_sizes, workloads
 from benchmarks.workloads import build
 

@@ -11,7 +11,7 @@ time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     import torch
 
     from apollo_compile.pipeline import Compilation
+    from apollo_compile.torch_bridge.onednn import Matmul
 
 Run = Callable[[list[Any]], Sequence[Any]]
 """Runs a graph: takes the inputs in a list, which it empties, and returns the outputs."""
@@ -146,8 +147,12 @@ class Target(Protocol):
         """Whether a later process can reuse code and verdicts."""
 
     @property
+    def keeps_profile(self) -> bool:
+        """Whether the next process plans with the same profile: one measured on a busy machine is not kept."""
+
+    @property
     def has_native_bodies(self) -> bool:
-        """Whether a body can run without Python; then its matmuls may also come from several libraries."""
+        """Whether a body can run without Python; then `faster_with_onednn` is asked about its matmuls."""
 
     @property
     def can_interpret(self) -> bool:
@@ -166,6 +171,12 @@ class Target(Protocol):
 
     def tuned_lanes(self, lanes: Sequence[Lane]) -> Mapping[int, Lane]:
         """Return the lanes to tune code for, by their number of units."""
+
+    def faster_with_onednn(self, cases: Iterable[tuple[Matmul, int]]) -> Collection[tuple[Matmul, int]]:
+        """Return those of these matmuls, each with a number of units, that oneDNN computes faster than BLAS.
+
+        What is not yet known is measured, so call it inside `interpret.real_tensors` during a compile.
+        """
 
     def compile_scope(self, lane: Lane) -> AbstractContextManager[None]:
         """Return a context in which the compiler's autotuning times kernels on this lane."""
@@ -189,4 +200,4 @@ class Target(Protocol):
         """Wait until everything launched so far has ended, and return the host's time."""
 
     def circumstances(self) -> Sequence[object]:
-        """Return what findings depend on besides the profile, as a JSON value."""
+        """Return what findings depend on besides the profile, as JSON values."""

@@ -21,7 +21,7 @@ from apollo_compile.ir.text import format_count
 from apollo_compile.pipeline import Compilation
 from apollo_compile.torch_bridge.bodies import compile_bodies, extract_body
 from apollo_compile.torch_bridge.interpret import interpret_bodies, real_tensors
-from apollo_compile.torch_bridge.onednn import Matmul, find_matmuls, libraries_in, replace_with_onednn
+from apollo_compile.torch_bridge.onednn import Matmul, find_matmuls, replace_with_onednn
 from apollo_compile.torch_bridge.settings import depends_on_units, may_choose_library
 from apollo_compile.torch_bridge.traced import TracedGraph
 
@@ -64,7 +64,7 @@ def _compile_bodies(
         return interpret_bodies(pieces)
     if config.runtime.onednn and target.has_native_bodies and may_choose_library():
         at("which library multiplies", 0, 0)
-        _choose_libraries([piece.graph for _, piece, _ in pieces], compilation, config, agreement)
+        _choose_libraries([piece.graph for _, piece, _ in pieces], compilation, target, agreement)
     is_native = config.runtime.bodies == "native" and target.has_native_bodies
     bodies = compile_bodies(pieces, native=is_native, at=at, **traced.kwargs)
     log_python_bodies(compilation, bodies)
@@ -106,13 +106,14 @@ def log_python_bodies(compilation: Compilation, bodies: Sequence[CompiledBody]) 
 
 
 def _choose_libraries(
-    graphs: Sequence[fx.Graph], compilation: Compilation, config: Config, agreement: Agreement
+    graphs: Sequence[fx.Graph], compilation: Compilation, target: Target, agreement: Agreement
 ) -> None:
     """Let oneDNN compute the matmuls for which it is faster on the number of cores that their bodies run on."""
     with_cores = list(zip(graphs, _cores_of_bodies(compilation), strict=True))
-    libraries = libraries_in(config.device.cache if config.plan.remember else None)
     with real_tensors():
-        faster = libraries.choose((matmul, cores) for graph, cores in with_cores for matmul in find_matmuls(graph))
+        faster = target.faster_with_onednn(
+            (matmul, cores) for graph, cores in with_cores for matmul in find_matmuls(graph)
+        )
     names = agreement.settle_names("products for oneDNN", (f"{matmul.name} on {cores}" for matmul, cores in faster))
 
     def is_for_onednn(matmul: Matmul, *, cores: int) -> bool:

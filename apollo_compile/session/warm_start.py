@@ -21,13 +21,11 @@ import torch
 from torch import fx
 
 from apollo_compile.config import Config
-from apollo_compile.device.cpu.machine import machine_fingerprint
 from apollo_compile.device.target import Target
 from apollo_compile.ir import Capture, Partition, Variant, Verdict
 from apollo_compile.pipeline import Compilation
 from apollo_compile.store.history import Finding, History
 from apollo_compile.store.keys import bundle_key, circumstances, finding_key
-from apollo_compile.store.profiles import cached_profile_path, inspect_profile
 from apollo_compile.torch_bridge.aot_cache import may_cache
 from apollo_compile.torch_bridge.aot_graph import has_custom_operator
 from apollo_compile.torch_bridge.dynamo_graph import module_paths
@@ -115,7 +113,7 @@ class WarmStart:
         is_here = all(item.device == self.target.device for item in example_inputs if isinstance(item, torch.Tensor))
         if not (config.plan.remember and is_usual and is_here and self.is_for_others and may_cache()):
             return None
-        if has_custom_operator(graph_module) or not self._is_profile_kept() or config.device.cache is None:
+        if has_custom_operator(graph_module) or not self.target.keeps_profile or config.device.cache is None:
             return None
         self._bundles = History(config.device.cache / "history")
         paths = module_paths(graph_module)
@@ -142,19 +140,11 @@ class WarmStart:
         It is computed once, since Inductor's settings may differ when a backward compiles.
         """
         return circumstances(
-            fingerprint=machine_fingerprint(self.target.profile.units),
             profile=self.target.profile,
             config=self.config,
             machine=self.target.circumstances(),
             compiler=compiler_settings(),
         )
-
-    def _is_profile_kept(self) -> bool:
-        """Whether the next process plans with the same profile: one measured on a busy machine is not kept."""
-        if self.config.device.profile is not None or self.config.device.cache is None:
-            return self.config.device.profile is not None
-        path = cached_profile_path(self.config.device.cache, self.target.profile.units)
-        return inspect_profile(path, machine_fingerprint(self.target.profile.units)).profile == self.target.profile
 
     def _find(self, key: str | None) -> Finding | None:
         history = self._history

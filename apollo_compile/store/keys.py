@@ -20,29 +20,23 @@ from pathlib import Path
 
 import apollo_compile
 from apollo_compile.config import Config
-from apollo_compile.device.fingerprint import Fingerprint
 from apollo_compile.device.profile import DeviceProfile
 from apollo_compile.ir import Capture, Partition
-from apollo_compile.json_form import to_json
 from apollo_compile.store.profiles import format_profile
 
 
-def circumstances(
-    *, fingerprint: Fingerprint, profile: DeviceProfile, config: Config, machine: Sequence[object], compiler: str
-) -> str:
+def circumstances(*, profile: DeviceProfile, config: Config, machine: Sequence[object], compiler: str) -> str:
     """Return what findings and bundles depend on besides a graph, as a canonical text.
 
     Arguments:
-        fingerprint: fingerprint of the machine.
         profile: the profile that plans are made for.
         config: options of the compile; cache locations and logging do not matter.
-        machine: further properties of the machine that matter, as a JSON value.
+        machine: properties of the machine that matter, as JSON values.
         compiler: Inductor's settings as a text.
     """
     parts = [
         apollo_compile.__version__,
-        to_json(fingerprint),
-        machine,
+        *machine,
         compiler,
         format_profile(profile),
         [repr(asdict(options)) for options in (config.partition, config.plan, config.runtime)],

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import torch
 import torch._inductor.config as inductor_config
 
-from apollo_compile.torch_bridge.settings import current_settings
+from apollo_compile.torch_bridge.settings import current_settings, may_choose_library
 
 
 def test_a_setting_that_torch_gave_up_is_no_warning(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -15,3 +16,24 @@ def test_a_setting_that_torch_gave_up_is_no_warning(monkeypatch: pytest.MonkeyPa
     settings = current_settings()
     with inductor_config.patch(dict(settings)):
         assert "max_fusion_size" not in settings and "fallback_random" in settings
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
+@pytest.mark.filterwarnings("ignore:TF32 acceleration")
+def test_the_user_may_have_forbidden_a_choice_of_libraries() -> None:
+    """Deterministic algorithms, oneDNN switched off, less precision."""
+    assert may_choose_library()
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert not may_choose_library()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    with torch.backends.mkldnn.flags(enabled=False):
+        assert not may_choose_library()
+    before = torch.backends.mkldnn.matmul.fp32_precision
+    torch.backends.mkldnn.matmul.fp32_precision = "bf16"
+    try:
+        assert not may_choose_library()
+    finally:
+        torch.backends.mkldnn.matmul.fp32_precision = before
+    assert may_choose_library()

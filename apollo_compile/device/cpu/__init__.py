@@ -7,6 +7,7 @@ runtime.py    microbenchmarks of the runtime, and of kernels that only Inductor 
 trials.py     programs of test bodies on lanes
 fit.py        measured times -> the rates of a profile
 discover.py   the profile of this machine: calibrated, or scaled by a quick measurement
+matmul_libraries.py  which matmuls oneDNN computes faster than BLAS
 machine.py    name, features and fingerprint of the CPU
 cores.py      which cores belong to this process, beside other local ranks; core topology
 cgroup.py     CPU time granted by control groups

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 
 import torch
@@ -15,10 +15,15 @@ import torch
 from apollo_compile.config import Config
 from apollo_compile.device.cpu.cores import core_topology
 from apollo_compile.device.cpu.execute import Executable, core_share, keep_memory, start_lanes, trim_memory
+from apollo_compile.device.cpu.machine import machine_fingerprint
+from apollo_compile.device.cpu.matmul_libraries import libraries_in
 from apollo_compile.device.profile import DeviceProfile
 from apollo_compile.device.target import Code, Run
 from apollo_compile.ir import Lane, LaneId, Observations, Trace, Variant
+from apollo_compile.json_form import to_json
 from apollo_compile.pipeline import Compilation
+from apollo_compile.store.profiles import cached_profile_path, inspect_profile
+from apollo_compile.torch_bridge.onednn import Matmul
 
 
 class CpuTarget:
@@ -35,7 +40,16 @@ class CpuTarget:
 
     def __init__(self, profile: DeviceProfile, config: Config) -> None:
         self.profile = profile
-        self._runtime = config.runtime
+        self._config = config
+
+    @property
+    def keeps_profile(self) -> bool:
+        """Whether the next process plans with the same profile: one measured on a busy machine is not kept."""
+        device = self._config.device
+        if device.profile is not None or device.cache is None:
+            return device.profile is not None
+        path = cached_profile_path(device.cache, self.profile.units)
+        return inspect_profile(path, machine_fingerprint(self.profile.units)).profile == self.profile
 
     def start(self, lanes: tuple[Lane, ...]) -> None:
         """Start the pinned threads, and keep freed memory in the process.
@@ -43,13 +57,18 @@ class CpuTarget:
         Raises:
             RuntimeError: threads cannot be pinned.
         """
-        if self._runtime.keep_memory:
+        if self._config.runtime.keep_memory:
             keep_memory()
-        start_lanes(lanes, park_team=self._runtime.park_team)
+        start_lanes(lanes, park_team=self._config.runtime.park_team)
 
     def tuned_lanes(self, lanes: Sequence[Lane]) -> Mapping[int, Lane]:
         """Return an empty mapping: a body gets its number of threads when it runs."""
         return {}
+
+    def faster_with_onednn(self, cases: Iterable[tuple[Matmul, int]]) -> Collection[tuple[Matmul, int]]:
+        """Return the matmuls and numbers of cores for which oneDNN was measured to be faster."""
+        config = self._config
+        return libraries_in(config.device.cache if config.plan.remember else None).choose(cases)
 
     def compile_scope(self, lane: Lane) -> AbstractContextManager[None]:
         """Return a context that does nothing."""
@@ -62,7 +81,7 @@ class CpuTarget:
             compilation.partition.graph,
             code.bodies,
             mutates=code.contract.writes,
-            park_team=self._runtime.park_team,
+            park_team=self._config.runtime.park_team,
         )
 
     def load_whole(self, compilation: Compilation, code: Code, run: Run) -> CalledWhole:
@@ -74,7 +93,7 @@ class CpuTarget:
 
     def trim_memory(self) -> None:
         """Give free memory back to the system, if `runtime.keep_memory` keeps it in the process."""
-        if self._runtime.keep_memory:
+        if self._config.runtime.keep_memory:
             trim_memory()
 
     def is_capturing(self) -> bool:
@@ -86,8 +105,10 @@ class CpuTarget:
         return time.perf_counter_ns()
 
     def circumstances(self) -> Sequence[object]:
-        """Return the topology of the lanes' cores, and torch's number of threads."""
-        return [core_topology(core_share().order[: self.profile.units]), torch.get_num_threads()]
+        """Return the fingerprint of the machine, the topology of the lanes' cores, and torch's number of threads."""
+        units = self.profile.units
+        topology = core_topology(core_share().order[:units])
+        return [to_json(machine_fingerprint(units)), [topology, torch.get_num_threads()]]
 
 
 class CalledWhole:

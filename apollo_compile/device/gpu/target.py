@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 
 import torch
@@ -21,6 +21,7 @@ from apollo_compile.device.profile import DeviceProfile
 from apollo_compile.device.target import Code, CompiledBody, Run
 from apollo_compile.ir import Lane, Variant
 from apollo_compile.pipeline import Compilation
+from apollo_compile.torch_bridge.onednn import Matmul
 
 _SHARING: Mapping[Variant, Sharing] = {
     Variant.STREAMS: Sharing.FREE,
@@ -37,6 +38,7 @@ class GpuTarget:
     is_synchronous = False
     binds_graphs = True  # a backward's CUDA graph reads what its forward saved, in memory of the same variant
     keeps_findings = False
+    keeps_profile = False
     has_native_bodies = False
     can_interpret = False
 
@@ -55,6 +57,10 @@ class GpuTarget:
     def tuned_lanes(self, lanes: Sequence[Lane]) -> Mapping[int, Lane]:
         """Return one lane of every size except the whole device."""
         return {len(lane.units): lane for lane in lanes[1:]}
+
+    def faster_with_onednn(self, cases: Iterable[tuple[Matmul, int]]) -> Collection[tuple[Matmul, int]]:
+        """Return nothing: oneDNN computes on CPUs."""
+        return ()
 
     def compile_scope(self, lane: Lane) -> AbstractContextManager[None]:
         """Return a context in which the lane's stream is current."""

@@ -1,0 +1,191 @@
+"""Which library multiplies: oneDNN where it was measured to be faster on this CPU, BLAS else.
+
+    Libraries(directory).choose(cases) -> cases     those for oneDNN; each is measured once, then remembered
+
+oneDNN has a longer call overhead than BLAS and a faster kernel: on an EPYC core with AVX-512, matmuls of 10 us in MKL
+took twice as long in oneDNN, and most matmuls of more than 1 ms in MKL took 5 to 20 % less. The crossover depends on
+the machine, the shape, the layout of both matrices and the number of cores, so each matmul is measured, on matrices of
+its shape. To a transposed left matrix, the measurement adds a copy within the caches: Note [transposed left] in
+`torch_bridge/onednn.py`.
+
+Note [C++ template]: Inductor's own GEMM (`max_autotune_gemm_backends="CPP"`) is not among the libraries. It is made for
+a right matrix that is packed once, at compile time; weights in training are inputs. Called on such matrices it took
+about twice as long as the better library at every measured shape (docs/planning.md, section 7).
+
+Note [large matmuls]: the gain at a matmul of a millisecond holds for larger ones too. So the longest dimension of a
+large matmul is halved until it is below the limits, and many matmuls share one measurement.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import logging
+import os
+import statistics
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from apollo_compile.device.cpu.machine import machine_fingerprint
+from apollo_compile.store.matmul_gains import MatmulGains
+from apollo_compile.torch_bridge.onednn import Matmul, call_onednn
+
+_logger = logging.getLogger(__name__)
+
+LEAST_FLOPS = 2_000_000
+"""Smallest matmul that is measured; smaller ones take less time than the call overhead of oneDNN."""
+
+MOST_FLOPS = 200_000_000
+MOST_BYTES = 64 * 2**20
+"""Limits of a matmul that is measured; it stands for larger ones: Note [large matmuls]."""
+
+MARGIN = 0.02
+"""Share of BLAS' time that oneDNN must save."""
+
+_MEASURE_NS = 20_000_000
+_LEAST_SAMPLES = 3
+
+_FAR_BYTES = 8 * 2**20
+"""Bytes that exceed the caches of one core."""
+
+_lock = threading.RLock()
+"""Held during a measurement: two at once would disturb each other."""
+
+
+def _renew_lock() -> None:
+    """In a forked child: a thread of the parent may have held it."""
+    global _lock
+    _lock = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_renew_lock)
+
+
+class Libraries:
+    """Measures and remembers which library is faster for which matmuls."""
+
+    def __init__(self, directory: Path | None) -> None:
+        """Store measurements in `directory`, which need not exist yet; None keeps them in this process only."""
+        self._kept = None if directory is None else MatmulGains(directory)
+        self._gains: dict[int, dict[str, float]] = {}
+        """Speed-up of oneDNN over BLAS, by number of cores and name of the matmul."""
+        self._unable: set[tuple[Matmul, int]] = set()
+        """Matmuls and numbers of cores that could not be measured in this process."""
+
+    def choose(self, cases: Iterable[tuple[Matmul, int]]) -> set[tuple[Matmul, int]]:
+        """Return the matmuls and numbers of cores for which oneDNN is faster, after measuring those not yet known.
+
+        During a compile, call it inside `interpret.real_tensors`.
+        """
+        chosen: set[tuple[Matmul, int]] = set()
+        measured: defaultdict[int, dict[str, float]] = defaultdict(dict)
+        with _lock:
+            for matmul, cores in dict.fromkeys(cases):
+                if matmul.flops < LEAST_FLOPS:
+                    continue
+                sample, gains = _sample_of(matmul), self._known(cores)
+                gain = gains.get(sample.name)
+                if gain is None and (sample, cores) not in self._unable:
+                    gain = _measure_gain(sample, cores)
+                    if gain is None:
+                        self._unable.add((sample, cores))
+                    else:
+                        gains[sample.name] = measured[cores][sample.name] = gain
+                if gain is not None and gain * (1 - MARGIN) > 1:
+                    chosen.add((matmul, cores))
+            if self._kept is not None:
+                for cores, new in measured.items():
+                    self._gains[cores].update(self._kept.add(machine_fingerprint(cores), new))
+        return chosen
+
+    def _known(self, cores: int) -> dict[str, float]:
+        if cores not in self._gains:
+            kept = {} if self._kept is None else self._kept.recall(machine_fingerprint(cores))
+            self._gains[cores] = dict(kept)
+        return self._gains[cores]
+
+
+@functools.cache
+def libraries_in(directory: Path | None) -> Libraries:
+    """Return the `Libraries` of this process for a directory."""
+    return Libraries(directory)
+
+
+def _sample_of(matmul: Matmul) -> Matmul:
+    """Return the matmul that is measured in place of a large one: Note [large matmuls]."""
+    while matmul.flops > MOST_FLOPS or matmul.num_bytes > MOST_BYTES:
+        sizes = {"rows": matmul.rows, "inner": matmul.inner, "columns": matmul.columns}
+        longest = max(sizes, key=lambda name: sizes[name])
+        matmul = replace(matmul, **{longest: sizes[longest] // 2})  # type: ignore[arg-type]
+    return matmul
+
+
+def _measure_gain(matmul: Matmul, cores: int) -> float | None:
+    """Return the speed-up of oneDNN over BLAS; None if one of them cannot compute the matmul."""
+    threads = torch.get_num_threads()
+    try:
+        if cores != threads:
+            torch.set_num_threads(cores)
+        blas, onednn = _typical_times([_calls(matmul) for _ in range(-(-_FAR_BYTES // matmul.num_bytes))])
+        if matmul.is_left_transposed:
+            onednn += _writing_time(matmul)
+    except RuntimeError as error:  # not every build of oneDNN supports every matmul
+        _logger.info("%s stays with BLAS: %s", matmul.name, error)
+        return None
+    finally:
+        if cores != threads:
+            torch.set_num_threads(threads)
+    _logger.debug("oneDNN is %.2fx as fast as BLAS on %d cores: %s", blas / onednn, cores, matmul.name)
+    return blas / onednn
+
+
+def _calls(matmul: Matmul) -> list[Callable[[], object]]:
+    """Return a call of BLAS and a call of oneDNN, on new matrices."""
+    left = _ones(matmul.rows, matmul.inner)
+    given = _ones(matmul.inner, matmul.rows).t() if matmul.is_left_transposed else left
+    if matmul.is_right_transposed:
+        right = _ones(matmul.columns, matmul.inner).t()
+    else:
+        right = _ones(matmul.inner, matmul.columns)
+    weight, bias = right.t(), _ones(matmul.columns) if matmul.has_bias else None
+    return [
+        lambda: torch.mm(given, right) if bias is None else torch.addmm(bias, given, right),
+        lambda: call_onednn(left, weight, bias),
+    ]
+
+
+def _writing_time(matmul: Matmul) -> float:
+    """Return about the nanoseconds that it takes to write the left matrix a second time while it is computed."""
+    left, again = _ones(matmul.rows, matmul.inner), _ones(matmul.rows, matmul.inner)
+    (taken,) = _typical_times([[lambda: again.copy_(left)]])
+    return taken
+
+
+def _ones(*shape: int) -> torch.Tensor:
+    return torch.ones(shape, dtype=torch.float32, device="cpu")
+
+
+def _typical_times(copies: Sequence[Sequence[Callable[[], object]]]) -> list[float]:
+    """Return the median nanoseconds of each call.
+
+    Calls alternate, because the speed of the machine changes over time. Copies alternate too, because in a step other
+    matrices are used before the same matmul runs again.
+    """
+    for call in copies[0]:  # warm-up
+        call()
+    times: list[list[int]] = [[] for _ in copies[0]]
+    begin = time.perf_counter_ns()
+    for calls in itertools.cycle(copies):
+        for call, samples in zip(calls, times, strict=True):
+            start = time.perf_counter_ns()
+            call()
+            samples.append(time.perf_counter_ns() - start)
+        if len(times[0]) >= _LEAST_SAMPLES and time.perf_counter_ns() - begin >= _MEASURE_NS:
+            break
+    return [statistics.median(samples) for samples in times]

@@ -1,0 +1,151 @@
+"""Matmuls go to the library that was measured to be the faster, and each is measured once."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from apollo_compile.device.cpu import matmul_libraries
+from apollo_compile.device.cpu.matmul_libraries import LEAST_FLOPS, MARGIN, MOST_BYTES, MOST_FLOPS, Libraries
+from apollo_compile.torch_bridge.onednn import Matmul
+
+pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
+
+
+def a_matmul(rows: int = 256, **changes: Any) -> Matmul:
+    """Return a product that is worth measuring."""
+    lies: dict[str, Any] = {"is_left_transposed": False, "is_right_transposed": True, "has_bias": False}
+    return Matmul(**{"rows": rows, "inner": 64, "columns": 128, **lies, **changes})
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Matmul, int]]:
+    """Return what is measured; oneDNN is twice as fast where there is a bias, else half as fast."""
+    found: list[tuple[Matmul, int]] = []
+
+    def measure(product: Matmul, cores: int) -> float:
+        found.append((product, cores))
+        return 2.0 if product.has_bias else 0.5
+
+    monkeypatch.setattr(matmul_libraries, "_measure_gain", measure)
+    return found
+
+
+LOSES, WINS = a_matmul(), a_matmul(has_bias=True)
+
+
+def test_a_product_is_measured_once_per_number_of_cores(measured: list[Any], tmp_path: Path) -> None:
+    """And in the next process not again."""
+    cases = [(LOSES, 1), (WINS, 1), (WINS, 1), (LOSES, 2)]
+    for libraries in (Libraries(tmp_path / "new"), Libraries(tmp_path / "new")):
+        for _ in range(2):
+            assert libraries.choose(cases) == {(WINS, 1)}
+    assert measured == [(LOSES, 1), (WINS, 1), (LOSES, 2)]
+
+
+def test_processes_keep_what_others_have_measured(measured: list[Any], tmp_path: Path) -> None:
+    """Although both had looked into the file before."""
+    one, other = Libraries(tmp_path), Libraries(tmp_path)
+    for libraries, rows in ((one, 256), (other, 300), (one, 400)):
+        libraries.choose([(a_matmul(rows), 1)])
+    Libraries(tmp_path).choose([(a_matmul(rows), 1) for rows in (256, 300, 400)])
+    assert len(measured) == 3
+
+
+def test_threads_that_compile_at_once_measure_one_after_the_other(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """And each product once."""
+    inside, seen = threading.Lock(), []
+
+    def measure(product: Matmul, cores: int) -> float:
+        assert inside.acquire(blocking=False)
+        time.sleep(0.001)
+        seen.append(product)
+        inside.release()
+        return 2.0
+
+    monkeypatch.setattr(matmul_libraries, "_measure_gain", measure)
+    libraries, cases = Libraries(tmp_path), [(a_matmul(rows), 1) for rows in range(256, 276)]
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(libraries.choose, [cases] * 4)) == [set(cases)] * 4
+    assert len(seen) == 20
+
+
+def test_nothing_is_kept_without_a_directory(measured: list[Any], tmp_path: Path) -> None:
+    """It is known in this process only."""
+    libraries = Libraries(None)
+    assert [libraries.choose([(WINS, 1)]) for _ in range(2)] == [{(WINS, 1)}] * 2
+    assert len(measured) == 1 and not list(tmp_path.iterdir())
+
+
+def test_small_products_are_left_and_smaller_ones_stand_for_large_ones(measured: list[Any]) -> None:
+    """The borders are numbers of operations and of bytes."""
+    libraries, small = Libraries(None), a_matmul(4, has_bias=True)
+    assert small.flops < LEAST_FLOPS and not libraries.choose([(small, 1)]) and not measured
+    large = {(a_matmul(rows, has_bias=True), 1) for rows in (2**20, 2**21)}
+    assert libraries.choose(large) == large
+    ((product, _),) = measured
+    assert MOST_FLOPS / 2 < product.flops <= MOST_FLOPS and (product.inner, product.columns) == (64, 128)
+    flat = a_matmul(1, inner=2**13, columns=2**14, has_bias=True)
+    assert flat.flops > MOST_FLOPS and libraries.choose([(flat, 1)])
+    assert MOST_BYTES / 2 < measured[-1][0].num_bytes <= MOST_BYTES
+
+
+@pytest.mark.parametrize(("gain", "is_enough"), [(1 + MARGIN / 2, False), (1 + 2 * MARGIN, True)])
+def test_a_gain_within_noise_is_none(monkeypatch: pytest.MonkeyPatch, gain: float, is_enough: bool) -> None:
+    """BLAS is what the user had."""
+    monkeypatch.setattr(matmul_libraries, "_measure_gain", lambda product, cores: gain)
+    assert bool(Libraries(None).choose([(LOSES, 1)])) == is_enough
+
+
+def test_what_cannot_be_used_is_measured_anew(measured: list[Any], tmp_path: Path) -> None:
+    """And is right afterwards."""
+    assert Libraries(tmp_path).choose([(WINS, 1)])
+    (tmp_path / "matmul-1.json").write_text("[]")
+    assert Libraries(tmp_path).choose([(WINS, 1)])
+    assert Libraries(tmp_path).choose([(WINS, 1)])
+    assert len(measured) == 2
+
+
+def test_a_directory_that_cannot_be_written_costs_a_measurement_only(measured: list[Any], tmp_path: Path) -> None:
+    """A file is in its place."""
+    (tmp_path / "file").write_text("")
+    for _ in range(2):
+        assert Libraries(tmp_path / "file").choose([(WINS, 1)])
+    assert len(measured) == 2
+
+
+@pytest.mark.parametrize("left", [False, True])
+@pytest.mark.parametrize("right", [False, True])
+def test_a_measurement_leaves_threads_as_they_were(left: bool, right: bool, tmp_path: Path) -> None:
+    """It takes place, and gives a ratio of times."""
+    threads = torch.get_num_threads()
+    product = a_matmul(is_left_transposed=left, is_right_transposed=right, has_bias=right)
+    Libraries(tmp_path).choose([(product, threads + 1)])
+    assert torch.get_num_threads() == threads
+    (path,) = tmp_path.glob("matmul-*.json")
+    (gain,) = json.loads(path.read_text())["gains"].values()
+    assert 0.01 < gain < 100
+
+
+def test_what_a_library_cannot_compute_stays_with_blas(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """That is asked once by a process, and no other one is told; threads stay as they were."""
+    calls: list[torch.Tensor] = []
+
+    def refuse(value: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        calls.append(value)
+        raise RuntimeError("could not create a primitive descriptor")
+
+    monkeypatch.setattr(matmul_libraries, "call_onednn", refuse)
+    threads, libraries = torch.get_num_threads(), Libraries(tmp_path)
+    for _ in range(2):
+        assert not libraries.choose([(WINS, threads + 1)])
+    assert len(calls) == 1 and torch.get_num_threads() == threads and not list(tmp_path.iterdir())

@@ -1,0 +1,40 @@
+"""What a CPU tells the session about itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from apollo_compile.config import load_config
+from apollo_compile.device.cpu.machine import machine_fingerprint
+from apollo_compile.device.cpu.target import CpuTarget
+from apollo_compile.device.fingerprint import Fingerprint
+from apollo_compile.json_form import from_json
+from apollo_compile.store.profiles import cached_profile_path, default_profile, save_profile
+
+
+def test_findings_depend_on_the_machine_and_on_the_number_of_threads() -> None:
+    """Torch's version is in the fingerprint."""
+    target, threads = CpuTarget(default_profile(1), load_config()), torch.get_num_threads()
+    before = target.circumstances()
+    assert from_json(Fingerprint, before[0]) == machine_fingerprint(1)
+    try:
+        torch.set_num_threads(threads + 1)
+        assert target.circumstances() != before
+    finally:
+        torch.set_num_threads(threads)
+    assert target.circumstances() == before
+
+
+def test_a_profile_is_kept_if_the_next_process_finds_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was named by the user, or is in the cache."""
+    profile = default_profile(1)
+    assert CpuTarget(profile, load_config({"device.cache": tmp_path, "device.profile": "cpu"})).keeps_profile
+    monkeypatch.delenv("APOLLO_PROFILE")
+    config = load_config({"device.cache": tmp_path})
+    assert not CpuTarget(profile, config).keeps_profile
+    save_profile(profile, cached_profile_path(tmp_path, 1), fingerprint=machine_fingerprint(1))
+    assert CpuTarget(profile, config).keeps_profile
+    assert not CpuTarget(default_profile(2), config).keeps_profile
