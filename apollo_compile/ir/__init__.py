@@ -1,7 +1,7 @@
 """Values: what the stages of the compiler take and return, how they are checked, and how they are printed.
 
 values.py   the products of all stages, frozen dataclasses; `from apollo_compile.ir import Plan`
-variants.py the ways to run a graph
+variants.py the variants of a graph
 check       whether a product is legal, computed in other ways than the stages compute it
 text.py     products as text, for people and for `APOLLO_DUMP`
 """

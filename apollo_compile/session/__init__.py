@@ -1,1 +1,1 @@
-"""What happens while a model trains: graphs run, are observed, planned again, and compared with other ways to run."""
+"""What happens while a model trains: graphs run, are observed, planned again, and compared with other variants."""

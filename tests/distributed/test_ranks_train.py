@@ -173,7 +173,7 @@ def test_all_ranks_switch_in_the_same_step_to_the_same_winner(seen: Seen, name: 
 
 
 @COMPARISONS
-def test_models_train_while_their_ways_compete(seen: Seen, name: str) -> None:
+def test_models_train_while_their_variants_compete(seen: Seen, name: str) -> None:
     """Whichever variant the ranks ran in a step, parameters are those of one process."""
     for result in seen(name):
         _assert_close(result["found"], result["expected"])

@@ -87,7 +87,7 @@ def deterministic() -> Iterator[None]:
 
 
 @needs_two_cores
-def test_training_is_as_in_eager_while_the_ways_compete() -> None:
+def test_training_is_as_in_eager_while_the_variants_compete() -> None:
     """Every step runs another variant than some before it; no number shows that."""
     torch.manual_seed(0)
     model, inputs = TwoTowers(), two_tower_inputs()
@@ -191,7 +191,7 @@ def test_the_verdict_is_logged_once_and_stands_in_the_report(caplog: pytest.LogC
         pytest.param((Variant.SERIAL, Variant.INDUCTOR), "pictures", marks=pytest.mark.soak),
     ],
 )
-def test_ways_can_be_mixed_between_forward_and_backward(variants: tuple[str, str], kind: str) -> None:
+def test_variants_can_be_mixed_between_forward_and_backward(variants: tuple[str, str], kind: str) -> None:
     """What one saves, the other reads: same tensors, same strides."""
     torch._dynamo.reset()
     torch.manual_seed(0)
@@ -301,7 +301,7 @@ def test_a_backward_that_comes_after_the_verdict_is_decided_about_too() -> None:
 def test_whoever_asks_for_the_same_numbers_gets_the_plan(
     deterministic: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Ways and plans differ in the last bits, so under deterministic algorithms measured times decide nothing."""
+    """Variants and plans differ in the last bits, so under deterministic algorithms measured times decide nothing."""
     monkeypatch.setattr("apollo_compile.session.learner.should_replan", lambda *measured: True)
     with caplog.at_level(logging.INFO, logger="apollo_compile"):
         run, inputs, found = compiled_towers(**{"plan.replan": True})

@@ -191,7 +191,7 @@ def test_a_storm_of_sizes_waits_for_no_plan_and_is_compiled_twice(monkeypatch: p
 @pytest.mark.soak
 @needs_two_cores
 @sizes("compiled code, and the comparison of variants")
-def test_compiled_code_of_every_way_serves_every_size() -> None:
+def test_compiled_code_of_every_variant_serves_every_size() -> None:
     """The plan, its segments in turn, and Inductor's version, which is compiled after Dynamo has fixed its guards."""
     torch._dynamo.reset()
     torch.manual_seed(0)

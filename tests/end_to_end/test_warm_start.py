@@ -172,7 +172,7 @@ def test_a_graph_that_falls_back_does_so_again(monkeypatch: pytest.MonkeyPatch) 
     "variant",
     [Variant.INDUCTOR, *(pytest.param(variant, marks=pytest.mark.soak) for variant in (Variant.SERIAL, Variant.PLAN))],
 )
-def test_every_way_can_be_taken_by_a_graph_that_came_back(variant: str) -> None:
+def test_every_variant_can_be_used_by_a_graph_that_came_back(variant: str) -> None:
     """Inductor compiles the graph of the bundle, and what its code saves fits the backward's segments."""
     torch.manual_seed(0)
     model, inputs = TwoTowers(), two_tower_inputs()

@@ -337,7 +337,7 @@ def test_other_shapes_get_graphs_of_their_own(compiler: Compiler) -> None:
 
 
 @pytest.mark.soak
-def test_the_ways_on_a_gpu_compete() -> None:
+def test_the_variants_on_a_gpu_compete() -> None:
     """One stream, streams, priorities, lanes, overlapping ones, perhaps Inductor; outputs are eager's all along."""
     compiler = new_compiler(**COMPILED, **{"plan.autotune": True})
     model, inputs = TwoTowers(depth=1), two_tower_inputs()
@@ -366,8 +366,8 @@ def test_the_ways_on_a_gpu_compete() -> None:
 
 @pytest.mark.parametrize("is_lopsided", (False, True), ids=("lanes", "a backward in turn"))
 @pytest.mark.parametrize("variant", (Variant.SERIAL, *SHARED_VARIANTS))
-def test_every_way_replays_forward_and_backward(compiler: Compiler, variant: str, is_lopsided: bool) -> None:
-    """With memory of its own, so that captures of one way do not stop another; also where one of both has no lanes."""
+def test_every_variant_replays_forward_and_backward(compiler: Compiler, variant: str, is_lopsided: bool) -> None:
+    """With memory of its own, so that captures of one variant do not stop another; also where one of both has no lanes."""
     model = TwoTowers(depth=1)
     run, made, inputs = warmed_up(compiler, model)
     if is_lopsided:
