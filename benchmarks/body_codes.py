@@ -42,7 +42,7 @@ from tqdm import tqdm
 from apollo_compile import backend
 from apollo_compile.session import registry
 from apollo_compile.session.graph import CompiledGraph
-from apollo_compile.tools.bench import machine_facts
+from apollo_compile.tools.bench.facts import machine_facts
 from apollo_compile.units import NS_PER_MS
 from benchmarks.plan_error import find_slowness
 from benchmarks.run import batch_sizes, names_of

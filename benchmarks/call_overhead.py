@@ -31,7 +31,8 @@ from tqdm import tqdm
 from apollo_compile.ir import Variant
 from apollo_compile.ir.text import format_count
 from apollo_compile.session import registry
-from apollo_compile.tools.bench import machine_facts, turn_orders
+from apollo_compile.tools.bench.facts import machine_facts
+from apollo_compile.tools.bench.turns import turn_orders
 from apollo_compile.units import format_ns
 
 CALLS = 100

@@ -22,8 +22,10 @@ import torch
 from tqdm import tqdm
 
 import apollo_compile
-from apollo_compile.tools.bench import VARIANTS, Measurement, Task, measure
-from apollo_compile.tools.render_bench import format_measurement
+from apollo_compile.tools.bench.numbers import Measurement
+from apollo_compile.tools.bench.render import format_measurement
+from apollo_compile.tools.bench.task import VARIANTS, Task
+from apollo_compile.tools.bench.turns import measure
 from apollo_compile.units import format_ns, seconds_to_ns
 from benchmarks.run import variants
 from benchmarks.workloads import Workload, build

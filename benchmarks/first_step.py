@@ -27,7 +27,8 @@ from typing import Any
 from tabulate import tabulate
 from tqdm import tqdm
 
-from apollo_compile.tools.bench import MAX_WARMUP, machine_facts
+from apollo_compile.tools.bench.child import MAX_WARMUP
+from apollo_compile.tools.bench.facts import machine_facts
 from apollo_compile.units import NS_PER_S, format_bytes
 from benchmarks.run import names_of
 from benchmarks.workloads.specs import SPECS

@@ -31,7 +31,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from apollo_compile.device.cpu.machine import cpu_description
 from apollo_compile.device.cpu.matmul_libraries import LEAST_FLOPS
-from apollo_compile.tools.bench import machine_facts
+from apollo_compile.tools.bench.facts import machine_facts
 from apollo_compile.torch_bridge.bodies import compile_bodies
 from apollo_compile.torch_bridge.frontend import compile_with_inductor
 from apollo_compile.torch_bridge.interpret import interpret_whole

@@ -37,7 +37,7 @@ from apollo_compile.device.gpu.gpu import TorchGpu
 from apollo_compile.device.lanes import lane_catalogue
 from apollo_compile.errors import CudaError
 from apollo_compile.session import registry
-from apollo_compile.tools.bench import machine_facts
+from apollo_compile.tools.bench.facts import machine_facts
 from apollo_compile.units import format_bytes, format_ns
 from benchmarks.gpu_checks import CHECKS, OPTIONS, THOROUGH_CHECKS, Outcome
 from benchmarks.harness.gpu_busy import busy_share, profile_step, read_step, side_by_side_share

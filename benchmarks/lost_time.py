@@ -32,7 +32,7 @@ from tabulate import tabulate
 
 from apollo_compile.ir import Lane, Plan, SegmentGraph, Trace
 from apollo_compile.session import registry
-from apollo_compile.tools.bench import machine_facts
+from apollo_compile.tools.bench.facts import machine_facts
 from benchmarks.model_error import durations_by_segment, measure_plans, plan_on_lane
 from benchmarks.run import names_of
 from benchmarks.workloads import Workload, build

@@ -58,7 +58,7 @@ from apollo_compile.pipeline import Compilation, compile_plan
 from apollo_compile.session import registry
 from apollo_compile.session.graph import CompiledGraph
 from apollo_compile.store.profiles import save_profile
-from apollo_compile.tools.bench import machine_facts
+from apollo_compile.tools.bench.facts import machine_facts
 from benchmarks.run import names_of
 from benchmarks.workloads import Workload, build
 from benchmarks.workloads.specs import SPECS

@@ -121,7 +121,7 @@ class Result:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run what is not in the file yet, print a line for each case; return the exit code."""
-    from apollo_compile.tools.bench import machine_facts
+    from apollo_compile.tools.bench.facts import machine_facts
 
     args = _parse(arguments)
     commit = str(machine_facts()["commit"])
@@ -149,7 +149,7 @@ def load(path: Path) -> list[Result]:
 
 def save(path: Path, results: Iterable[Result]) -> None:
     """Write results and the versions that they are for; each has its own commit."""
-    from apollo_compile.tools.bench import machine_facts
+    from apollo_compile.tools.bench.facts import machine_facts
 
     path.parent.mkdir(parents=True, exist_ok=True)
     machine = {name: fact for name, fact in machine_facts().items() if name != "commit"}

@@ -49,7 +49,7 @@ from apollo_compile.planner.baselines import BASELINES
 from apollo_compile.session import registry
 from apollo_compile.session.graph import CompiledGraph
 from apollo_compile.session.monitor import is_same_placement, observe_trace
-from apollo_compile.tools.bench import machine_facts
+from apollo_compile.tools.bench.facts import machine_facts
 from apollo_compile.units import NS_PER_MS
 from benchmarks.model_error import plan_on_lane
 from benchmarks.run import names_of

@@ -39,7 +39,7 @@ from apollo_compile.planner.problem import Problem, Schedule
 from apollo_compile.planner.simulate import execute
 from apollo_compile.planner.solve import Effort, solve
 from apollo_compile.store.profiles import default_profile, load_profile
-from apollo_compile.tools.bench import machine_facts
+from apollo_compile.tools.bench.facts import machine_facts
 from apollo_compile.units import NS_PER_MS
 from benchmarks.graphs import load_graphs
 from benchmarks.workloads.synthetic import synthetic_graphs

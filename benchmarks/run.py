@@ -24,7 +24,10 @@ from pathlib import Path
 
 from tabulate import tabulate
 
-from apollo_compile.tools.bench import (
+from apollo_compile.tools.bench.facts import machine_facts
+from apollo_compile.tools.bench.numbers import Measurement, to_json
+from apollo_compile.tools.bench.render import format_measurement
+from apollo_compile.tools.bench.task import (
     AGAIN,
     INDUCTOR_MODES,
     KEPT_MEMORY,
@@ -33,14 +36,10 @@ from apollo_compile.tools.bench import (
     PLANS,
     TOLERANCES,
     VARIANTS,
-    Measurement,
     Task,
     Variant,
-    machine_facts,
-    measure,
-    to_json,
 )
-from apollo_compile.tools.render_bench import format_measurement
+from apollo_compile.tools.bench.turns import measure
 from benchmarks.workloads.specs import SPECS
 
 _KNOWN = {variant.name: variant for variant in (*VARIANTS, *KEPT_MEMORY, *ONE_CORE, *AGAIN, *LIBRARIES, *PLANS)}

@@ -43,7 +43,7 @@ from torch.utils._pytree import tree_leaves
 
 from apollo_compile.device.cpu.execute import trim_memory
 from apollo_compile.session import registry
-from apollo_compile.tools.bench import machine_facts
+from apollo_compile.tools.bench.facts import machine_facts
 from apollo_compile.units import NS_PER_S, format_bytes
 from benchmarks.steady import Slice, find_growth, look
 from benchmarks.sweep import make_options

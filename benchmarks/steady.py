@@ -29,7 +29,7 @@ from tabulate import tabulate
 from tqdm import tqdm
 
 from apollo_compile.session import registry
-from apollo_compile.tools.bench import machine_facts
+from apollo_compile.tools.bench.facts import machine_facts
 from apollo_compile.units import NS_PER_MS, format_bytes
 from benchmarks.workloads import build
 from benchmarks.workloads.specs import SPECS

@@ -196,7 +196,7 @@ def model_names() -> dict[str, str]:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run what is not in the file yet, print a line for each case; return the exit code."""
-    from apollo_compile.tools.bench import machine_facts
+    from apollo_compile.tools.bench.facts import machine_facts
 
     args = _parse(arguments)
     results = load(args.json) if args.json is not None and args.json.exists() else []
@@ -226,7 +226,7 @@ def load(path: Path) -> list[Result]:
 
 def save(path: Path, results: Sequence[Result]) -> None:
     """Write results and the versions that they are for; each has its own commit."""
-    from apollo_compile.tools.bench import machine_facts
+    from apollo_compile.tools.bench.facts import machine_facts
 
     path.parent.mkdir(parents=True, exist_ok=True)
     machine = {name: fact for name, fact in machine_facts().items() if name != "commit"}

@@ -188,7 +188,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     if lines:
         file: Path = session.config.getoption("--robustness")
         known = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-        commit = importlib.import_module("apollo_compile.tools.bench").machine_facts()["commit"]
+        commit = importlib.import_module("apollo_compile.tools.bench.facts").machine_facts()["commit"]
         for line in lines.values():
             line["commit"] = commit
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -261,7 +261,7 @@ def _run_and_report(args: argparse.Namespace) -> Report:
     import torch
 
     from apollo_compile.session.registry import is_settled
-    from apollo_compile.tools.bench import MAX_WARMUP
+    from apollo_compile.tools.bench.child import MAX_WARMUP
     from apollo_compile.tools.explain import compare_batches
     from apollo_compile.tools.report import report
     from apollo_compile.tools.targets import load_target
@@ -312,9 +312,11 @@ def _show(report: Report, args: argparse.Namespace) -> int:
 
 
 def _bench(args: argparse.Namespace) -> int:
-    from apollo_compile.tools.bench import KEPT_MEMORY, VARIANTS, Task, machine_facts, measure
-    from apollo_compile.tools.bench import to_json as measurement_to_json
-    from apollo_compile.tools.render_bench import format_measurement
+    from apollo_compile.tools.bench.facts import machine_facts
+    from apollo_compile.tools.bench.numbers import to_json as measurement_to_json
+    from apollo_compile.tools.bench.render import format_measurement
+    from apollo_compile.tools.bench.task import KEPT_MEMORY, VARIANTS, Task
+    from apollo_compile.tools.bench.turns import measure
     from apollo_compile.tools.targets import load_target
 
     known = {variant.name: variant for variant in (*VARIANTS, *KEPT_MEMORY)}

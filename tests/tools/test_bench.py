@@ -17,25 +17,11 @@ import pytest
 
 from apollo_compile.device.cpu.machine import CPU_FEATURES, cpu_description, cpu_model
 from apollo_compile.errors import ApolloError
-from apollo_compile.tools.bench import _LOSS as LOSS
-from apollo_compile.tools.bench import (
-    INDUCTOR_MODES,
-    KEPT_MEMORY,
-    TOLERANCES,
-    VARIANTS,
-    Measurement,
-    Task,
-    Variant,
-    compare_digests,
-    machine_facts,
-    measure,
-    measure_children,
-    summarize,
-    to_json,
-    turn_orders,
-)
-from apollo_compile.tools.bench import _save_digest as save_digest
-from apollo_compile.tools.render_bench import format_measurement
+from apollo_compile.tools.bench.facts import machine_facts
+from apollo_compile.tools.bench.numbers import LOSS, Measurement, compare_digests, save_digest, summarize, to_json
+from apollo_compile.tools.bench.render import format_measurement
+from apollo_compile.tools.bench.task import INDUCTOR_MODES, KEPT_MEMORY, TOLERANCES, VARIANTS, Task, Variant
+from apollo_compile.tools.bench.turns import measure, measure_children, turn_orders
 from benchmarks.run import batches, format_overview, workloads
 from benchmarks.workloads.specs import SPECS
 

@@ -21,8 +21,9 @@ from apollo_compile.device.cpu.calibrate import Calibration, Progress  # noqa: E
 from apollo_compile.device.cpu.discover import discover_profile  # noqa: E402
 from apollo_compile.reports.report import Report  # noqa: E402
 from apollo_compile.store.profiles import cached_profile_path, default_profile, load_profile  # noqa: E402
-from apollo_compile.tools import bench  # noqa: E402
-from apollo_compile.tools.bench import Measurement, Task, Variant, VariantResult  # noqa: E402
+from apollo_compile.tools.bench import turns  # noqa: E402
+from apollo_compile.tools.bench.numbers import LOSS, Measurement, VariantResult, compare_digests, summarize  # noqa: E402
+from apollo_compile.tools.bench.task import Task, Variant  # noqa: E402
 from apollo_compile.tools.cli import main  # noqa: E402
 from apollo_compile.tools.targets import build  # noqa: E402
 from tests.reports.reports import workload_report  # noqa: E402
@@ -320,14 +321,14 @@ def test_bench_prints_a_table_and_refuses_wrong_numbers(
                 rounds_ns=times,
                 peak_bytes=None,
                 loss=1.0,
-                summary=bench.summarize(times, times),
-                difference=bench.compare_digests(_digest(difference["loss"]), _digest(1.0)),
+                summary=summarize(times, times),
+                difference=compare_digests(_digest(difference["loss"]), _digest(1.0)),
             )
             for variant in variants
         )
         return Measurement(task=task, baseline="eager", reference="eager", cpu="a CPU", results=results)
 
-    monkeypatch.setattr(bench, "measure", measure)
+    monkeypatch.setattr(turns, "measure", measure)
     arguments = ["--variants", "eager,apollo", "--set", "batch=2", "--inference", "--dtype", "bfloat16"]
     assert main(["bench", f"{model_file}:build", *arguments]) == 0
     assert "taken in bfloat16 on a CPU" in capsys.readouterr().out
@@ -346,7 +347,7 @@ def test_bench_prints_a_table_and_refuses_wrong_numbers(
 
 
 def _digest(loss: float) -> dict[str, Any]:
-    return {bench._LOSS: np.asarray(loss), "weight": np.ones(2, dtype=np.float32)}
+    return {LOSS: np.asarray(loss), "weight": np.ones(2, dtype=np.float32)}
 
 
 def test_doctor_prints_findings(capsys: pytest.CaptureFixture[str]) -> None:

@@ -367,7 +367,7 @@ def test_the_variants_on_a_gpu_compete() -> None:
 @pytest.mark.parametrize("is_lopsided", (False, True), ids=("lanes", "a backward in turn"))
 @pytest.mark.parametrize("variant", (Variant.SERIAL, *SHARED_VARIANTS))
 def test_every_variant_replays_forward_and_backward(compiler: Compiler, variant: str, is_lopsided: bool) -> None:
-    """With memory of its own, so that captures of one variant do not stop another; also where one of both has no lanes."""
+    """With memory of its own: captures of one variant do not stop another; also where one of both has no lanes."""
     model = TwoTowers(depth=1)
     run, made, inputs = warmed_up(compiler, model)
     if is_lopsided:

@@ -9,7 +9,7 @@ from tabulate import tabulate
 from apollo_compile.units import format_bytes, format_ns
 
 if TYPE_CHECKING:
-    from apollo_compile.tools.bench import Difference, Measurement, VariantResult
+    from apollo_compile.tools.bench.numbers import Difference, Measurement, VariantResult
 
 COLUMNS = (
     "variant",

@@ -1,0 +1,101 @@
+"""What is measured: a task, and the variants of a model that are compared on it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+DType = Literal["float32", "bfloat16"]
+
+TOLERANCES: Mapping[DType, float] = {"float32": 1e-3, "bfloat16": 5e-2}
+"""Accepted relative difference of loss and gradients from the reference. float32 sums in another order differ by about
+1e-5 over a whole model. bfloat16 has 8 bits of precision, and compilers keep intermediate results in float32 that eager
+rounds: gradients of single elements differ by some percent."""
+
+Mode = Literal["train", "inference"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Variant:
+    """A measured variant of a model: a backend of `torch.compile` with options, or eager."""
+
+    name: str
+    backend: str | None
+    """None is eager."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    cores: int | None = None
+    """Cores that its process may use; None means the cores of this process."""
+    keeps_memory: bool = False
+    """Whether its process gets apollo's allocator settings, which otherwise only `backend="apollo"` has."""
+
+
+INDUCTOR_MODES: tuple[Variant, ...] = (
+    Variant(name="inductor", backend="inductor"),
+    Variant(
+        name="inductor-max-autotune",
+        backend="inductor",
+        options={
+            "max_autotune": True,
+            "coordinate_descent_tuning": True,
+            "max_autotune_gemm_backends": "CPP,ATEN",
+        },
+    ),
+)
+"""Inductor's default, and `mode="max-autotune-no-cudagraphs"` with the backends that multiply matrices on a CPU:
+`torch.compile` takes a mode or options, so these are the options that the mode stands for."""
+
+VARIANTS: tuple[Variant, ...] = (
+    Variant(name="eager", backend=None),
+    *INDUCTOR_MODES,
+    Variant(name="apollo-serial", backend="apollo", options={"plan.planner": "serial"}),
+    Variant(name="apollo", backend="apollo"),
+)
+"""Eager, the modes of Inductor, the bodies of apollo on one lane in graph order, and apollo."""
+
+KEPT_MEMORY: tuple[Variant, ...] = (
+    Variant(name="inductor-kept-memory", backend="inductor", keeps_memory=True),
+    Variant(name="eager-kept-memory", backend=None, keeps_memory=True),
+)
+"""The same code with apollo's allocator settings, to see how much of a gain is due to kept memory."""
+
+ONE_CORE: tuple[Variant, ...] = (
+    Variant(name="eager-one-core", backend=None, cores=1),
+    Variant(name="inductor-one-core", backend="inductor", cores=1),
+    Variant(name="apollo-one-core", backend="apollo", cores=1),
+)
+"""The same on one core, for `Measurement.efficiencies`."""
+
+AGAIN: tuple[Variant, ...] = (Variant(name="inductor-again", backend="inductor"),)
+"""Inductor's default again, to see how much two processes with the same code differ."""
+
+LIBRARIES: tuple[Variant, ...] = (Variant(name="apollo-blas", backend="apollo", options={"runtime.onednn": False}),)
+"""apollo with all matmuls in BLAS, as in eager and Inductor."""
+
+PLANS: tuple[Variant, ...] = tuple(
+    Variant(
+        name=f"plan-{variant}",
+        backend="apollo",
+        options={"plan.autotune": False, "partition.weight_gradients": variant},
+    )
+    for variant in ("together", "apart")
+)
+"""The plan without autotuning; weight gradients are in their layers' segments, or in separate ones."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Task:
+    """The measured task: how a child builds it, and what a step is."""
+
+    builder: str
+    """`module:function`; it returns an object with `model`, `inputs` (keyword arguments) and `loss` (of the output)."""
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    """Keyword arguments of the builder, representable in JSON."""
+    mode: Mode = "train"
+    dtype: DType = "float32"
+    """With `bfloat16`, forward and loss are under `torch.autocast`; parameters and gradients stay float32."""
+
+    @property
+    def tolerance(self) -> float:
+        """Accepted relative difference of loss and gradients from the reference."""
+        return TOLERANCES[self.dtype]

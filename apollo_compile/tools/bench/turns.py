@@ -1,0 +1,209 @@
+"""Variants take turns in processes of their own.
+
+    measure(task, variants) -> Measurement
+
+Note [idle children]: a child waits in a read on its socket. The OpenMP workers of its last step spin for some more
+milliseconds, so the parent pauses for PAUSE_S between turns.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Protocol
+
+from apollo_compile.errors import ApolloError
+from apollo_compile.tools.bench.numbers import Measurement, collect
+from apollo_compile.tools.bench.task import VARIANTS, Task, Variant
+
+PAUSE_S = 0.01
+"""Pause between turns, longer than OpenMP workers spin after a child's last step."""
+
+_START_TIMEOUT_S = 1800.0
+_TURN_TIMEOUT_S = 600.0
+
+Progress = Callable[[str], None]
+
+
+class Child(Protocol):
+    """A process that runs one variant of a task."""
+
+    def start(self) -> Mapping[str, Any]:
+        """Build, take the cold step and save its numbers; return `cold_s`, `loss` and `digest` (a path)."""
+
+    def warm_up(self, steps: int) -> int:
+        """Take at least `steps` steps, and more until autotuning is over; return the number of steps."""
+
+    def run(self, untimed: int, timed: int) -> Sequence[int]:
+        """Take steps; return the nanoseconds of the timed ones."""
+
+    def peak_bytes(self) -> int | None:
+        """Return the largest resident memory since the warm-up."""
+
+    def ran(self) -> Sequence[str]:
+        """Return the variants that apollo runs, each once; empty for other backends."""
+
+
+def measure(
+    task: Task,
+    variants: Sequence[Variant] = VARIANTS,
+    *,
+    rounds: int = 10,
+    steps_per_turn: int = 3,
+    warmup: int = 5,
+    cold: bool = True,
+    progress: Progress | None = None,
+) -> Measurement:
+    """Measure `variants` of `task` interleaved, each in its own process.
+
+    Arguments:
+        task: what a step is.
+        variants: speed-ups are over Inductor, differences against eager, or the first variant if they are absent.
+        rounds: turns of every variant.
+        steps_per_turn: timed steps of a turn.
+        warmup: least number of untimed steps of every variant before the first round; apollo takes more until
+            autotuning is over.
+        cold: give every child an empty Inductor cache, and let apollo ignore earlier runs, so that `cold_s` is a cold
+            compile.
+        progress: called with lines of text that describe the progress.
+
+    Raises:
+        ApolloError: a child failed; the message ends with its output.
+    """
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="apollo-bench-")))
+        chosen = [_forgetful(variant) if cold and variant.backend == "apollo" else variant for variant in variants]
+        children = {variant.name: stack.enter_context(_spawn(task, variant, folder, cold=cold)) for variant in chosen}
+        return measure_children(
+            task, children, rounds=rounds, steps_per_turn=steps_per_turn, warmup=warmup, progress=progress
+        )
+
+
+def _forgetful(variant: Variant) -> Variant:
+    return replace(variant, options={"plan.remember": False, **variant.options})
+
+
+def measure_children(
+    task: Task,
+    children: Mapping[str, Child],
+    *,
+    rounds: int,
+    steps_per_turn: int,
+    warmup: int,
+    progress: Progress | None = None,
+    pause: Callable[[float], None] = time.sleep,
+) -> Measurement:
+    """Start the children one after the other, let them take turns, and summarize the times."""
+    tell = progress or (lambda line: None)
+    started: dict[str, Mapping[str, Any]] = {}
+    for number, (name, child) in enumerate(children.items(), 1):
+        tell(f"[{number}/{len(children)}] {name}: building and taking the first step")
+        started[name] = child.start()
+        tell(f"[{number}/{len(children)}] {name}: first step took {started[name]['cold_s']:.1f} s")
+    for name, child in children.items():
+        tell(f"{name}: warmed up in {child.warm_up(warmup)} steps")
+        pause(PAUSE_S)
+    times: dict[str, list[tuple[int, ...]]] = {name: [] for name in children}
+    for number, order in enumerate(turn_orders(tuple(children), rounds), 1):
+        tell(f"round {number}/{rounds}")
+        for name in order:
+            times[name].append(tuple(children[name].run(1, steps_per_turn)))
+            pause(PAUSE_S)
+    peaks = {name: child.peak_bytes() for name, child in children.items()}
+    ran = {name: tuple(child.ran()) for name, child in children.items()}
+    return collect(task, started, times, peaks, ran)
+
+
+def turn_orders(names: Sequence[str], rounds: int) -> Iterator[tuple[str, ...]]:
+    """Yield the order of turns per round: forwards, backwards, forwards, ..."""
+    for number in range(rounds):
+        yield tuple(names) if number % 2 == 0 else tuple(reversed(names))
+
+
+class _Process:
+    """The parent's handle of a child: sends one request, waits for one answer."""
+
+    def __init__(self, name: str, process: subprocess.Popen[bytes], pipe: Connection, log: Path) -> None:
+        self._name, self._process, self._pipe, self._log = name, process, pipe, log
+
+    def start(self) -> Mapping[str, Any]:
+        answer: Mapping[str, Any] = self._ask(("start",), _START_TIMEOUT_S)
+        return answer
+
+    def warm_up(self, steps: int) -> int:
+        return int(self._ask(("warm_up", steps), _START_TIMEOUT_S))
+
+    def run(self, untimed: int, timed: int) -> Sequence[int]:
+        answer: Sequence[int] = self._ask(("run", untimed, timed), _TURN_TIMEOUT_S)
+        return answer
+
+    def peak_bytes(self) -> int | None:
+        answer: int | None = self._ask(("peak_bytes",), _TURN_TIMEOUT_S)
+        return answer
+
+    def ran(self) -> Sequence[str]:
+        answer: Sequence[str] = self._ask(("ran",), _TURN_TIMEOUT_S)
+        return answer
+
+    def _ask(self, request: tuple[Any, ...], timeout_s: float) -> Any:
+        try:
+            self._pipe.send(request)
+            if not self._pipe.poll(timeout_s):
+                raise ApolloError(
+                    f"variant {self._name!r} did not answer {request!r} within {timeout_s:.0f} s{self._tail()}"
+                )
+            is_error, answer = self._pipe.recv()
+        except (EOFError, OSError) as error:
+            code = self._process.wait(10)
+            raise ApolloError(f"variant {self._name!r} died at {request!r}, exit code {code}{self._tail()}") from error
+        if is_error:
+            raise ApolloError(f"variant {self._name!r} failed at {request!r}:\n{answer}")
+        return answer
+
+    def _tail(self) -> str:
+        lines = self._log.read_text(errors="replace").splitlines()[-20:]
+        return "; it wrote:\n" + "\n".join(lines) if lines else ""
+
+
+@contextmanager
+def _spawn(task: Task, variant: Variant, folder: Path, *, cold: bool) -> Iterator[_Process]:
+    ours, theirs = socket.socketpair()
+    log = folder / f"{variant.name}.log"
+    order = {
+        "path": sys.path,
+        "task": asdict(task),
+        "variant": asdict(variant),
+        "digest": str(folder / f"{variant.name}.npz"),
+        "fd": theirs.fileno(),
+    }
+    code = (
+        "import json, sys; order = json.loads(sys.argv[1]); sys.path[:] = order['path']; "
+        "from apollo_compile.tools.bench.child import serve; serve(order)"
+    )
+    command = [sys.executable, "-c", code, json.dumps(order)]
+    if cold:
+        command = ["env", f"TORCHINDUCTOR_CACHE_DIR={folder / variant.name}", *command]
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
+        )
+    theirs.close()
+    pipe = Connection(ours.detach())
+    try:
+        yield _Process(variant.name, process, pipe, log)
+    finally:
+        pipe.close()  # the child sees the end of its socket and exits
+        try:
+            process.wait(20)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
