@@ -1,7 +1,7 @@
 """Values: what the stages of the compiler take and return, how they are checked, and how they are printed.
 
 values.py   the products of all stages, frozen dataclasses; `from apollo_compile.ir import Plan`
-variants.py the variants of a graph
+variants.py the variants of a graph, and the verdict between them
 check       whether a product is legal, computed in other ways than the stages compute it
 text.py     products as text, for people and for `APOLLO_DUMP`
 """
@@ -45,17 +45,14 @@ from apollo_compile.ir.values import (
     Segment,
     SegmentGraph,
     SegmentId,
-    Selection,
     Span,
-    Standing,
     SyncPlan,
     Trace,
-    Verdict,
     Wait,
     Work,
     merge_kernels,
 )
-from apollo_compile.ir.variants import Variant
+from apollo_compile.ir.variants import Selection, Standing, Variant, Verdict
 
 __all__ = [
     "Assignment",
