@@ -3,6 +3,7 @@
     gpu.py       the one interface to torch.cuda and to the driver; tests replace it by a recording fake
     launch.py    launches a program from the host: one order over all lanes, forks, joins, waits
     execute.py   Program + bodies -> CudaExecutable: lanes at first, one CUDA graph afterwards
+    captured.py  a captured CUDA graph: addresses that it uses, and copies around each replay
     whole.py     a whole graph of Inductor as a program of one segment
     measure.py   times every body on every quota
     urgency.py   priorities of lanes that share SMs

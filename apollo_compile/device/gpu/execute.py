@@ -28,13 +28,13 @@ overwrite lent gradients, so a backward that lends gets a new pool, too.
 from __future__ import annotations
 
 import logging
-from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
-from apollo_compile.device.gpu.gpu import Gpu, Recording, Stream
+from apollo_compile.device.gpu.captured import Captured, find_copied, slot_for, storage_address
+from apollo_compile.device.gpu.gpu import Gpu, Stream
 from apollo_compile.device.gpu.launch import Launcher, order_after
 from apollo_compile.device.gpu.measure import measure_bodies
 from apollo_compile.device.gpu.quota import LaneMemory, account
@@ -62,43 +62,9 @@ class ModelMemory:
     """The caller's stream at the last replay of any of them."""
 
 
-@dataclass(eq=False, slots=True)
-class Captured:
-    """A CUDA graph with the addresses that it uses."""
-
-    recording: Recording
-    addresses: dict[int, int]
-    """Addresses of the inputs in place, by position."""
-    slots: dict[int, torch.Tensor]
-    """Tensors that the other inputs are copied to, by position."""
-    outputs: list[torch.Tensor | None]
-    saved: frozenset[int]
-    """Storage addresses of outputs that are saved for backward."""
-    baseline_refcounts: dict[int, int]
-    """Baseline reference count per storage of saved and lent outputs, by handle: without any user."""
-    in_place_storages: frozenset[int]
-    """Storage addresses of the inputs in place."""
-    copied: tuple[_Copied, ...]
-    """Copies to make after a replay."""
-    copied_outputs: frozenset[int]
-    """Positions of outputs that are copied out; the same tensor may also be saved, as another output."""
-    memory: tuple[LaneMemory, ...]
-
-    def reads(self, inputs: Sequence[torch.Tensor]) -> bool:
-        """Whether a replay would read these inputs: those in place have unchanged addresses."""
-        return [inputs[index].data_ptr() for index in self.addresses] == list(self.addresses.values())
-
-    def can_replay(self, inputs: Sequence[torch.Tensor]) -> bool:
-        """Whether a replay would read these inputs and overwrite nothing that is still in use."""
-        return self.reads(inputs) and count_uses(self.baseline_refcounts) == list(self.baseline_refcounts.values())
-
-
 @dataclass(eq=False)
 class CudaExecutable:
-    """A loaded program; one call runs at a time, of all programs on the device.
-
-    Longer than other classes: launching, capturing, replaying and letting go are states of one thing.
-    """
+    """A loaded program; one call runs at a time, of all programs on the device."""
 
     program: Program
     graph: SegmentGraph
@@ -235,7 +201,7 @@ class CudaExecutable:
         static, written = self.contract.static_inputs, self.contract.written_inputs or frozenset()
         if self.graph.role is Role.BACKWARD:
             forward = self.shared.forward
-            memory = [_storage_address(tensor) for tensor in inputs]
+            memory = [storage_address(tensor) for tensor in inputs]
             if forward is None or not forward.saved <= set(memory):
                 return None
             stable = forward.saved | forward.in_place_storages
@@ -267,7 +233,7 @@ class CudaExecutable:
             )
 
     def _make_captured(self, inputs: Sequence[torch.Tensor], in_place: frozenset[int]) -> Captured:
-        slots = {index: _slot_for(tensor) for index, tensor in enumerate(inputs) if index not in in_place}
+        slots = {index: slot_for(tensor) for index, tensor in enumerate(inputs) if index not in in_place}
         outputs: list[torch.Tensor | None] = []
 
         def work(origin: Stream) -> None:
@@ -288,15 +254,15 @@ class CudaExecutable:
             launched=self._segments_by_lane(),
             quota=self.lane_memory_quota,
         )
-        in_place_storages = frozenset(_storage_address(inputs[index]) for index in in_place)
-        inputs_read = in_place_storages | {_storage_address(slot) for slot in slots.values()}
+        in_place_storages = frozenset(storage_address(inputs[index]) for index in in_place)
+        inputs_read = in_place_storages | {storage_address(slot) for slot in slots.values()}
         saved: dict[int, torch.Tensor] = {}
         lent: dict[int, torch.Tensor] = {}
         to_copy: dict[int, torch.Tensor] = {}
         for index, output in enumerate(outputs):
             if output is None or index in self._passthrough:
                 continue
-            place = _storage_address(output)
+            place = storage_address(output)
             if index not in self.contract.user_outputs:
                 saved[place] = output
             elif self._lends_gradients and place and place not in inputs_read:
@@ -304,7 +270,7 @@ class CudaExecutable:
             else:
                 to_copy[index] = output
         saved = {place: output for place, output in saved.items() if place not in in_place_storages}
-        copied = _find_copied(to_copy.values())
+        copied = find_copied(to_copy.values())
         handles = storage_handles([*saved.values(), *lent.values()])
         captured = Captured(
             recording=recording,
@@ -325,23 +291,7 @@ class CudaExecutable:
     def _replay(self, captured: Captured, inputs: list[torch.Tensor]) -> list[torch.Tensor | None]:
         self.num_replays += 1
         self._order_after_last_replay()
-        self.gpu.copy(list(captured.slots.values()), [inputs[index] for index in captured.slots])
-        captured.recording.replay()
-        copies = [_slot_for(each.source) for each in captured.copied]
-        self.gpu.copy(copies, [each.source for each in captured.copied])
-        # A tensor that is returned twice must stay one object: else autograd gives one gradient to two parameters.
-        views = {
-            id(out): out.detach() for out in captured.outputs if out is not None
-        }  # new objects, so that their references can be counted
-        copied = {
-            id(output): _in_copy(output, each, copy)
-            for each, copy in zip(captured.copied, copies, strict=True)
-            for output in each.outputs
-        }
-        returned = [
-            None if out is None else copied[id(out)] if index in captured.copied_outputs else views[id(out)]
-            for index, out in enumerate(captured.outputs)
-        ]
+        returned = captured.replay(self.gpu, inputs)
         for index, place in self._passthrough.items():
             returned[index] = inputs[place]
         inputs.clear()
@@ -361,82 +311,3 @@ class CudaExecutable:
             lane.id: tuple(each.segment for each in instructions if isinstance(each, Launch))
             for lane, instructions in zip(self.program.lanes, self.program.instructions, strict=True)
         }
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Copied:
-    """Outputs that share a storage, and the part of it that is copied for them."""
-
-    source: torch.Tensor
-    """The output itself if it is the only one; else the range of bytes that contains all of them."""
-    outputs: tuple[torch.Tensor, ...]
-
-
-def _find_copied(outputs: Iterable[torch.Tensor]) -> tuple[_Copied, ...]:
-    by_memory: dict[int, dict[int, torch.Tensor]] = defaultdict(dict)
-    for output in outputs:
-        by_memory[_storage_address(output) or -id(output)][id(output)] = output  # an empty tensor has no storage
-    found = []
-    for together in by_memory.values():
-        first, *others = together.values()
-        source = _bytes_of(together.values()) if others or _overlaps_itself(first) else first
-        found.append(_Copied(source=source, outputs=tuple(together.values())))
-    return tuple(found)
-
-
-def _bytes_of(tensors: Collection[torch.Tensor]) -> torch.Tensor:
-    """Return the aligned range of bytes in one storage that contains all the tensors."""
-    storage = next(iter(tensors)).untyped_storage()
-    begin = min(_first_byte(tensor) for tensor in tensors) // _ALIGNMENT * _ALIGNMENT
-    end = max(_first_byte(tensor) + _num_bytes(tensor) for tensor in tensors)
-    empty = torch.empty(0, dtype=torch.uint8, device=storage.device)
-    return empty.set_(storage, begin, (end - begin,), (1,))
-
-
-_ALIGNMENT = 16
-"""Size of the largest element type in bytes."""
-
-
-def _in_copy(output: torch.Tensor, copied: _Copied, copy: torch.Tensor) -> torch.Tensor:
-    """Return the view of `copy` that corresponds to `output` in the source."""
-    if copied.source is output:
-        return copy
-    offset = (_first_byte(output) - copied.source.storage_offset()) // output.element_size()
-    empty = torch.empty(0, dtype=output.dtype, device=output.device)
-    return empty.set_(copy.untyped_storage(), offset, output.shape, output.stride())
-
-
-def _first_byte(tensor: torch.Tensor) -> int:
-    """Return the offset of a tensor in its storage, in bytes."""
-    return int(tensor.storage_offset()) * tensor.element_size()
-
-
-def _num_bytes(tensor: torch.Tensor) -> int:
-    """Return the bytes from the first element of a tensor to its last."""
-    if tensor.numel() == 0:
-        return 0
-    steps = zip(tensor.shape, tensor.stride(), strict=True)
-    return (1 + sum((size - 1) * stride for size, stride in steps)) * tensor.element_size()
-
-
-def _storage_address(tensor: torch.Tensor) -> int:
-    """Return the address of a tensor's storage."""
-    return tensor.untyped_storage().data_ptr()
-
-
-def _slot_for(tensor: torch.Tensor) -> torch.Tensor:
-    """Return an empty tensor with the layout of `tensor`.
-
-    Raises:
-        UnsupportedGraphError: elements of the tensor share memory, so it cannot be a target of a copy.
-    """
-    if _overlaps_itself(tensor):
-        raise UnsupportedGraphError(
-            f"a tensor of shape {tuple(tensor.shape)} and strides {tuple(tensor.stride())} cannot be copied for a CUDA "
-            "graph: its elements share memory; make it contiguous"
-        )
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
-
-
-def _overlaps_itself(tensor: torch.Tensor) -> bool:
-    return any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
