@@ -3,8 +3,10 @@
     capture -> partition -> cost -> plan -> sync -> memory -> emit
 
 Each stage is a function from products to a product, with the check that its product must pass and the text that
-`APOLLO_DUMP` writes. Replanning runs the stages from `cost` on, with more observations. So does planning a graph with
-dynamic shapes for other sizes, with the segments of the first plan.
+`APOLLO_DUMP` writes. The stages from partition on need no torch, and run here. `session/planning.py` runs capture,
+which reads a graph of torch, and looks for the plan of an earlier process between partition and cost. Replanning runs
+the stages from `cost` on, with more observations. So does planning a graph with dynamic shapes for other sizes, with
+the segments of the first plan.
 """
 
 from __future__ import annotations
