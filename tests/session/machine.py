@@ -15,7 +15,7 @@ from apollo_compile.session.autotune import Autotuner
 from apollo_compile.session.comparison import MAX_ROUNDS, MIN_ROUNDS, STEPS_PER_TURN
 from apollo_compile.session.drift import DRIFT_STEPS, WATCH_EVERY
 
-SERIAL, LISTED, PLAN, STREAMS, PRIORITIES, OVERLAPPING, INDUCTOR = Variant
+SERIAL, LISTED, PLAN, STREAMS, PRIORITIES, OVERLAPPING, INDUCTOR, *_ = Variant
 
 ENOUGH = 5 * MAX_ROUNDS * STEPS_PER_TURN * 3
 """Steps in which every comparison ends."""
