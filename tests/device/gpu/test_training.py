@@ -388,7 +388,7 @@ def test_every_variant_replays_forward_and_backward(compiler: Compiler, variant:
     compiler.check(replays=[3, 0 if is_lopsided else 3])
 
 
-def test_ways_that_are_not_kept_capture_again(compiler: Compiler) -> None:
+def test_variants_that_are_not_kept_capture_again(compiler: Compiler) -> None:
     """Their memory is gone in between; that of the others is not touched."""
     model = TwoTowers(depth=1)
     run, made, inputs = warmed_up(compiler, model)
