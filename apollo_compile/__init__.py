@@ -10,21 +10,34 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from apollo_compile.config import known_options
+    from apollo_compile.distributed.loader.costs import ModuleCosts
     from apollo_compile.reports.report import Report
     from apollo_compile.step import compile_step
     from apollo_compile.tools.explain import explain
     from apollo_compile.tools.explain_step import explain_step
+    from apollo_compile.tools.module_costs import module_costs
     from apollo_compile.tools.report import report
 
-__all__ = ["Report", "compile_step", "explain", "explain_step", "known_options", "report"]
+__all__ = [
+    "ModuleCosts",
+    "Report",
+    "compile_step",
+    "explain",
+    "explain_step",
+    "known_options",
+    "module_costs",
+    "report",
+]
 __version__ = "0.1.0"
 
 _MODULES = {
+    "ModuleCosts": "apollo_compile.distributed.loader.costs",
     "Report": "apollo_compile.reports.report",
     "compile_step": "apollo_compile.step",
     "explain": "apollo_compile.tools.explain",
     "explain_step": "apollo_compile.tools.explain_step",
     "known_options": "apollo_compile.config",
+    "module_costs": "apollo_compile.tools.module_costs",
     "report": "apollo_compile.tools.report",
 }
 

@@ -9,6 +9,7 @@ ApolloError
 |-- CudaError              a CUDA driver call failed, or the driver lacks what lanes need
 |-- RankError              this rank cannot run what the ranks of its job agreed on, so it stops
 |-- MemoryQuotaError       a lane took more memory than its quota
+|-- SampleError            the size or cost of a sample is missing or unusable
 |-- TargetError            a model or its inputs cannot be built or traced
 |-- InvariantError         a product is not legal: a bug of ours, found by the check after a stage
 `-- RuntimeClosedError     the runtime was used after it was closed, or from a forked child
@@ -53,6 +54,10 @@ class RankError(ApolloError, RuntimeError):
 
 class MemoryQuotaError(ApolloError):
     """A lane took more memory than its quota; the message names the lane, its segments, and the bytes."""
+
+
+class SampleError(ApolloError, ValueError):
+    """The size or cost of a sample is missing, negative or not a number; the message names the sample."""
 
 
 class TargetError(ApolloError):
