@@ -11,6 +11,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from apollo_compile.config import known_options
     from apollo_compile.distributed.loader.costs import ModuleCosts
+    from apollo_compile.distributed.loader.ranks import share_costs, weigh_loss
+    from apollo_compile.distributed.loader.sampler import BalancedBatchSampler
+    from apollo_compile.distributed.loader.stream import BalancedStreamSampler
     from apollo_compile.reports.report import Report
     from apollo_compile.step import compile_step
     from apollo_compile.tools.explain import explain
@@ -19,6 +22,8 @@ if TYPE_CHECKING:
     from apollo_compile.tools.report import report
 
 __all__ = [
+    "BalancedBatchSampler",
+    "BalancedStreamSampler",
     "ModuleCosts",
     "Report",
     "compile_step",
@@ -27,10 +32,14 @@ __all__ = [
     "known_options",
     "module_costs",
     "report",
+    "share_costs",
+    "weigh_loss",
 ]
 __version__ = "0.1.0"
 
 _MODULES = {
+    "BalancedBatchSampler": "apollo_compile.distributed.loader.sampler",
+    "BalancedStreamSampler": "apollo_compile.distributed.loader.stream",
     "ModuleCosts": "apollo_compile.distributed.loader.costs",
     "Report": "apollo_compile.reports.report",
     "compile_step": "apollo_compile.step",
@@ -39,6 +48,8 @@ _MODULES = {
     "known_options": "apollo_compile.config",
     "module_costs": "apollo_compile.tools.module_costs",
     "report": "apollo_compile.tools.report",
+    "share_costs": "apollo_compile.distributed.loader.ranks",
+    "weigh_loss": "apollo_compile.distributed.loader.ranks",
 }
 
 

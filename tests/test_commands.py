@@ -13,6 +13,7 @@ COMMANDS = ("planner --only 'layered 10' --devices cpu16 --time-limits 0.1 --jso
 """Arguments of `python -m benchmarks.`; tests/benchmarks/test_demo.py runs the demo."""
 
 LONG = (
+    "balance --ranks 2 --shares 0.5 --samples 2000 --steps 4 --planned 20000 --json {folder}/written",
     "body_codes --workloads two_tower --size tiny --rounds 4 --codes eager --json {folder}/written",
     "call_overhead --rounds 2 --json {folder}/written",
     "gemm_template --workloads two_tower --size tiny --batch 64 --products 2 --seconds 0.01 --json {folder}/written",

@@ -175,7 +175,7 @@ def test_an_unknown_public_name_is_an_error_that_lists_the_known_ones() -> None:
     """As of any module."""
     assert apollo_compile.__all__
     with pytest.raises(
-        AttributeError, match=r"^module 'apollo_compile' has no attribute 'compile'; public names: ModuleCosts"
+        AttributeError, match=r"^module 'apollo_compile' has no attribute 'compile'; public names: BalancedBatchSampler"
     ):
         apollo_compile.compile  # noqa: B018
 

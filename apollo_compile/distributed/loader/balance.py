@@ -1,0 +1,70 @@
+"""The loads of ranks over steps, before and after balancing.
+
+    Balance(phases, before_ns, after_ns)
+    print(balance);  balance.save_html(path);  balance.save_trace(path)
+
+Torch-free.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from apollo_compile.distributed.loader.assign import Integers
+from apollo_compile.distributed.loader.picture import render_html, render_trace
+from apollo_compile.units import format_ns
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Balance:
+    """What every rank takes in every phase, by predicted costs.
+
+    A round is a micro-batch of a step: what runs between two collectives of all ranks is a phase of a round.
+    """
+
+    phases: tuple[str, ...]
+    before_ns: Integers
+    """(rounds, ranks, phases) nanoseconds, with samples dealt in turn, as by `DistributedSampler`."""
+    after_ns: Integers
+    """The same with samples moved between ranks."""
+
+    def __str__(self) -> str:
+        before, after = self.ratio(self.before_ns), self.ratio(self.after_ns)
+        num_rounds, num_ranks, _ = self.after_ns.shape
+        faster = step_ns(self.before_ns).sum() / max(1, step_ns(self.after_ns).sum())
+        return (
+            f"{num_rounds} rounds on {num_ranks} ranks: slowest rank over mean {before:.2f} in turn, {after:.2f} "
+            f"balanced; {format_ns(step_ns(self.before_ns).mean())} and {format_ns(step_ns(self.after_ns).mean())} a "
+            f"round, {faster:.2f}x as fast"
+        )
+
+    @staticmethod
+    def ratio(loads_ns: Integers) -> float:
+        """Return the time of all rounds over what it would be if every phase took as long on every rank."""
+        mean = loads_ns.sum() / loads_ns.shape[1]
+        return float(step_ns(loads_ns).sum() / mean) if mean else 1.0
+
+    def to_html(self) -> str:
+        """Return a self-contained HTML page: it needs no network and no other file."""
+        return render_html(self)
+
+    def save_html(self, path: str | Path) -> None:
+        """Write `to_html` to a file."""
+        Path(path).write_text(self.to_html(), encoding="utf-8")
+
+    def to_trace(self) -> str:
+        """Return both as timelines in the trace-event format, which Perfetto and chrome://tracing open."""
+        return json.dumps(render_trace(self))
+
+    def save_trace(self, path: str | Path) -> None:
+        """Write `to_trace` to a file."""
+        Path(path).write_text(self.to_trace(), encoding="utf-8")
+
+
+def step_ns(loads_ns: Integers) -> Integers:
+    """Return the (rounds,) nanoseconds that rounds take: the slowest rank of each phase, one after the other."""
+    return np.asarray(loads_ns.max(axis=1).sum(axis=1))
