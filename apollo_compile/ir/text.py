@@ -55,7 +55,7 @@ def format_capture(capture: Capture) -> str:
             ),
             format_bytes(node.num_bytes),
             node.work.flops,
-            node.module,
+            node.module + (":backward" if node.is_backward else ""),
         )
         for node in capture.nodes
     ]

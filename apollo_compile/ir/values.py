@@ -149,6 +149,8 @@ class Node:
     """Whether it draws random numbers or has a side effect, so that such nodes keep their order."""
     module: str = ""
     """FQN of the module the node came from; empty where the metadata did not survive."""
+    is_backward: bool = False
+    """Whether autograd made it, in a graph with both forward and backward."""
     num_bytes: int = 0
     """Size of the value."""
     work: Work = Work()

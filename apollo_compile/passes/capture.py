@@ -56,6 +56,9 @@ from apollo_compile.operators.writes import frees_storage, resizes_storage, writ
 
 _CPU = torch.device("cpu")
 
+_ROOT = r"^[LG]\['([^']*)'\]\.?"
+"""The beginning of a module's path: a local or global variable."""
+
 _Symbolic = torch.SymInt | torch.SymFloat | torch.SymBool
 
 
@@ -66,6 +69,7 @@ def capture_graph(graph_module: fx.GraphModule, *, name: str, role: Role, device
         UnsupportedGraphError: lanes cannot run the graph; the message names the node.
     """
     symbols = _Symbols(graph_module, device)
+    keeps_roots = len({_root_of(fx_node) for fx_node in graph_module.graph.nodes} - {""}) > 1
     ids: dict[fx.Node, NodeId] = {}
     nodes: list[Node] = []
     order = _OrderKeeper()
@@ -100,7 +104,8 @@ def capture_graph(graph_module: fx.GraphModule, *, name: str, role: Role, device
                 is_collective=runs_collective,
                 is_alone=resizes_storage(fx_node),
                 keeps_order=kind is NodeKind.COMPUTE and (draws(fx_node) or has_effect(fx_node)),
-                module=module_path(fx_node),
+                module=module_path(fx_node, keeps_root=keeps_roots),
+                is_backward=role is Role.STEP and bool(fx_node.meta.get("autograd_backward")),
                 sizes=tuple(sorted(ids[value] for value in symbols.needed_by(fx_node))),
                 num_bytes=evaluate_formula(_num_bytes(fx_node), symbols.hints),
                 work=Work() if work is None else evaluate(work, symbols.hints),
@@ -159,17 +164,29 @@ def resize_capture(capture: Capture, formulas: Formulas, sizes: Mapping[str, int
     return replace(capture, name=name, nodes=nodes, sizes=tuple(sorted(sizes.items())))
 
 
-def module_path(fx_node: fx.Node) -> str:
-    """Return the FQN of the innermost module that a node came from, or an empty string."""
-    stack = fx_node.meta.get("nn_module_stack") or fx_node.meta.get("fwd_nn_module_stack")
-    if not stack:
-        return ""
-    path: str = list(stack.values())[-1][0]
+def module_path(fx_node: fx.Node, *, keeps_root: bool = False) -> str:
+    """Return the FQN of the innermost module that a node came from, or an empty string.
+
+    With `keeps_root` it begins with the name of the variable that holds the model, for code that calls several.
+    """
+    path = _raw_path(fx_node)
     path = re.sub(r"_modules\['([^']*)'\]", r"\1", path)
-    path = re.sub(r"^[LG]\['[^']*'\]\.?", "", path)
+    path = re.sub(_ROOT, r"\1." if keeps_root else "", path)
     path = re.sub(r"\[['\"]?([^'\"\]]*)['\"]?\]", r".\1", path)
     path = re.sub(r"(^|\.)_orig_mod(?=\.|$)", "", path)
     return re.sub(r"^_?self\.", "", path).strip(".")
+
+
+def _raw_path(fx_node: fx.Node) -> str:
+    """Return the innermost module as Dynamo names it, such as `L['self']._modules['encoder']`, or an empty string."""
+    stack = fx_node.meta.get("nn_module_stack") or fx_node.meta.get("fwd_nn_module_stack")
+    return str(list(stack.values())[-1][0]) if stack else ""
+
+
+def _root_of(fx_node: fx.Node) -> str:
+    """Return the variable that holds the model a node came from, or an empty string."""
+    found = re.match(_ROOT, _raw_path(fx_node))
+    return found[1] if found else ""
 
 
 class _Symbols:

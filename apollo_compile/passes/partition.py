@@ -27,6 +27,11 @@ delay the layers after it; as a segment of their own (`layers.3:weights`) they f
 leaves idle, even in a model with a single tower. The price is a segment boundary that fusion does not cross, so with
 `weight_gradients` at "auto" both partitions are made, and the caller, who knows the device, says which is better.
 
+In the graph of a whole step, a layer occurs forward and backward, once for every micro-batch. Forward and backward of a
+layer are pieces of their own (`layers.3`, `layers.3:backward`). What follows the backward of one layer only, and that
+no layer waits for, are its updates (`layers.3:update`): sums of its gradients over micro-batches and what the optimizer
+does with them. Those of one level are one piece, connected or not, or every parameter would have one.
+
 Guarantees: every compute node is in exactly one segment, the segment graph is acyclic and numbered in a topological
 order close to graph order, equal segments share one body. Leaves lanes and start times to the planner.
 """
@@ -61,6 +66,9 @@ from apollo_compile.ir import (
 _FLOPS_PER_BYTE = 2
 """Flops that take about as long as moving one byte; weighs pieces against each other while no device is known."""
 
+_UPDATE = ":update"
+"""Ends the labels of what is done with the gradients of a layer."""
+
 _ALONE = "~"
 """Label of nodes that must be alone, whichever layer they came from; no module has this name."""
 
@@ -83,7 +91,7 @@ def partition_graph(
             without; called if `weight_gradients` is "auto" and the two differ. None keeps the second.
     """
     config = config or PartitionConfig()
-    may_separate = capture.role is Role.BACKWARD and config.granularity == "layer"
+    may_separate = capture.role in (Role.BACKWARD, Role.STEP) and config.granularity == "layer"
     placement = config.weight_gradients if may_separate else "together"
     if placement == "auto" and is_better is not None:
         apart, together = (_cut(capture, config, separates_weight_gradients=separates) for separates in (True, False))
@@ -94,24 +102,28 @@ def partition_graph(
 def _cut(capture: Capture, config: PartitionConfig, *, separates_weight_gradients: bool) -> Partition:
     clusters = _find_clusters(capture)
     labels = _label_clusters(capture, clusters)
+    is_update = [False] * len(labels)
     weight = [sum(_weight(capture.nodes[node].work) for node in cluster) for cluster in clusters.members]
     named = sum(w for w, label in zip(weight, labels, strict=True) if label) >= _NAMED_SHARE * sum(weight)
     if named:
+        if capture.role is Role.STEP:
+            labels, is_update = _label_updates(clusters, labels)
         labels = _spread_labels(clusters, labels)
         labels = [_ALONE if alone else label for alone, label in zip(clusters.are_alone, labels, strict=True)]
-        groups = _group_by_level(clusters, labels)
+        groups = _group_by_level(clusters, labels, is_update)
     else:
         labels = [""] * len(labels)
         groups = list(range(len(labels)))
     is_apart = [False] * len(groups)
     if separates_weight_gradients and named:
-        is_apart = _find_weight_gradients(capture, clusters, labels, groups)
+        is_apart = _find_weight_gradients(capture, clusters, labels, groups, is_update)
+        sides: Sequence[Hashable] = groups if capture.role is Role.STEP else labels  # micro-batches stay apart
         groups = _number(
-            label if apart else group for label, group, apart in zip(labels, groups, is_apart, strict=True)
+            (side,) if apart else group for side, group, apart in zip(sides, groups, is_apart, strict=True)
         )
     pieces = _Pieces(clusters, groups, labels, weight)
     _contract(pieces, config, named=named)
-    return _build(capture, clusters, pieces.in_order(), is_apart)
+    return _build(capture, clusters, pieces.in_order(), labels, is_apart)
 
 
 def resize_partition(partition: Partition, capture: Capture) -> Partition:
@@ -142,6 +154,8 @@ class _Clusters:
     members: list[list[NodeId]]
     cluster_by_node: dict[NodeId, int]
     predecessors: list[set[int]]
+    are_backward: list[bool]
+    """Whether autograd made a cluster of a graph with forward and backward."""
     are_alone: list[bool]
     """Whether a cluster shares its segment only with other clusters that must be alone."""
 
@@ -174,7 +188,8 @@ def _find_clusters(capture: Capture) -> _Clusters:
         earlier = {cluster_by_node[value] for value in node.after if value in cluster_by_node}
         predecessors[host] |= (producers | earlier) - {host}
     are_alone = [any(nodes[node].is_alone for node in cluster) for cluster in members]
-    return _Clusters(members, cluster_by_node, predecessors, are_alone)
+    are_backward = [nodes[cluster[0]].is_backward for cluster in members]
+    return _Clusters(members, cluster_by_node, predecessors, are_backward, are_alone)
 
 
 def _weight(work: Work) -> float:
@@ -203,6 +218,31 @@ def _label_clusters(capture: Capture, clusters: _Clusters) -> list[str]:
     return [layer_of(capture.nodes[members[0]].module) for members in clusters.members]
 
 
+def _label_updates(clusters: _Clusters, labels: list[str]) -> tuple[list[str], list[bool]]:
+    """Label the updates of every layer of a whole step, and return labels and whether a cluster belongs to updates.
+
+    An update follows the backward of a single layer, by whatever micro-batch, and no layer waits for it.
+    """
+    layers: list[set[str]] = []
+    """The layers met first on the paths that lead to a cluster."""
+    follows_backward: list[bool] = []
+    for cluster, before in enumerate(clusters.predecessors):
+        follows_backward.append(clusters.are_backward[cluster] or any(follows_backward[other] for other in before))
+        layers.append({labels[cluster]} if labels[cluster] else set().union(*(layers[other] for other in before)))
+    successors = _successors(clusters.predecessors)
+    is_awaited = [False] * len(labels)
+    for cluster in reversed(range(len(labels))):
+        is_awaited[cluster] = any(labels[other] or is_awaited[other] for other in successors[cluster])
+    found = [
+        not label and not awaited and follows and len(only) == 1
+        for label, awaited, follows, only in zip(labels, is_awaited, follows_backward, layers, strict=True)
+    ]
+    updated = [
+        f"{min(only)}{_UPDATE}" if each else label for label, each, only in zip(labels, found, layers, strict=True)
+    ]
+    return updated, found
+
+
 def _spread_labels(clusters: _Clusters, labels: list[str]) -> list[str]:
     """Give clusters without a label that of the only labelled piece next to them: on both sides, before, or after.
 
@@ -210,7 +250,7 @@ def _spread_labels(clusters: _Clusters, labels: list[str]) -> list[str]:
     use; with either, it would make the two uses dependent.
     """
     successors = _successors(clusters.predecessors)
-    piece = _connect(clusters, labels)
+    piece = _connect(clusters, _keys(clusters, labels))
     spread = []
     for cluster, label in enumerate(labels):
         if not label:
@@ -265,42 +305,58 @@ def _successors(predecessors: Sequence[Iterable[int]]) -> list[set[int]]:
     return successors
 
 
-def _group_by_level(clusters: _Clusters, labels: list[str]) -> list[int]:
-    """Return the group of every cluster: connected clusters of one label and one level.
+def _group_by_level(clusters: _Clusters, labels: list[str], is_update: list[bool]) -> list[int]:
+    """Return the group of every cluster: connected clusters of one label and one level, forward and backward apart.
 
-    A cluster's level is the number of label switches on the longest path to it.
+    A cluster's level is the number of label switches on the longest path to it. Updates need not be connected.
     """
+    keys = _keys(clusters, labels)
     level: list[int] = []
     for cluster, before in enumerate(clusters.predecessors):
-        level.append(max((level[other] + (labels[other] != labels[cluster]) for other in before), default=0))
-    return _number(_connect(clusters, list(zip(labels, level, strict=True))))
+        level.append(max((level[other] + (keys[other] != keys[cluster]) for other in before), default=0))
+    at_level: list[Hashable] = list(zip(keys, level, strict=True))
+    connected = _connect(clusters, at_level)
+    return _number(key if loose else piece for key, loose, piece in zip(at_level, is_update, connected, strict=True))
+
+
+def _keys(clusters: _Clusters, labels: list[str]) -> list[Hashable]:
+    """Return the labels, with those of forward and backward told apart."""
+    return list(zip(labels, clusters.are_backward, strict=True))
 
 
 # ------------------------------------------------------------------------------------------------ weight gradients
 
 
-def _find_weight_gradients(capture: Capture, clusters: _Clusters, labels: list[str], groups: list[int]) -> list[bool]:
+def _find_weight_gradients(
+    capture: Capture, clusters: _Clusters, labels: list[str], groups: list[int], is_update: list[bool]
+) -> list[bool]:
     """Return for every cluster whether it belongs to the weight gradients of its layer, as far as other matmuls remain.
 
-    A matmul is a weight gradient if no other matmul and no other group depends on it. Its successors belong to it, and
-    so do predecessors that nothing else needs.
+    A matmul is a weight gradient if no other matmul and no other group depends on it, updates aside. Its successors in
+    its group belong to it, and so do predecessors that nothing else needs.
     """
     successors, order = _successors(clusters.predecessors), range(len(groups))
     is_matmul = [_is_matmul(capture, members) for members in clusters.members]
+    may_be = [capture.role is Role.BACKWARD or backward for backward in clusters.are_backward]
     stays_in_group, has_no_later_matmul, found = [False] * len(groups), [False] * len(groups), [False] * len(groups)
     for cluster in reversed(order):
         after = successors[cluster]
-        stays_in_group[cluster] = all(stays_in_group[other] and groups[other] == groups[cluster] for other in after)
+        stays_in_group[cluster] = all(
+            is_update[other] or (stays_in_group[other] and groups[other] == groups[cluster]) for other in after
+        )
         has_no_later_matmul[cluster] = all(has_no_later_matmul[other] and not is_matmul[other] for other in after)
-        found[cluster] = is_matmul[cluster] and stays_in_group[cluster] and has_no_later_matmul[cluster]
+        is_last = stays_in_group[cluster] and has_no_later_matmul[cluster]
+        found[cluster] = is_matmul[cluster] and is_last and may_be[cluster] and not is_update[cluster]
     for cluster in order:
-        found[cluster] = found[cluster] or any(found[other] for other in clusters.predecessors[cluster])
+        follows = any(found[other] for other in clusters.predecessors[cluster])
+        found[cluster] = found[cluster] or (follows and not is_update[cluster])
     for cluster in reversed(order):
         has_successors = bool(successors[cluster])
         is_for_them = has_successors and stays_in_group[cluster] and all(found[other] for other in successors[cluster])
         found[cluster] = found[cluster] or (is_for_them and not is_matmul[cluster])
-    keep_matmuls = {labels[cluster] for cluster in order if is_matmul[cluster] and not found[cluster]}
-    return [found[cluster] and labels[cluster] in keep_matmuls for cluster in order]
+    keys = _keys(clusters, labels)
+    keep_matmuls = {keys[cluster] for cluster in order if is_matmul[cluster] and not found[cluster]}
+    return [found[cluster] and keys[cluster] in keep_matmuls for cluster in order]
 
 
 def _is_matmul(capture: Capture, members: list[NodeId]) -> bool:
@@ -454,7 +510,9 @@ def _apply(pieces: _Pieces, rule: Callable[[int, int], bool]) -> bool:
 # -------------------------------------------------------------------------------------------------------- segments
 
 
-def _build(capture: Capture, clusters: _Clusters, pieces: list[list[int]], is_apart: list[bool]) -> Partition:
+def _build(
+    capture: Capture, clusters: _Clusters, pieces: list[list[int]], labels: list[str], is_apart: list[bool]
+) -> Partition:
     nodes = capture.nodes
     segment_by_cluster = {cluster: SegmentId(s) for s, piece in enumerate(pieces) for cluster in piece}
     segment_by_node = {node: segment_by_cluster[cluster] for node, cluster in clusters.cluster_by_node.items()}
@@ -491,7 +549,8 @@ def _build(capture: Capture, clusters: _Clusters, pieces: list[list[int]], is_ap
     segments = []
     names = _Names()
     for s, content in enumerate(contents):
-        module, name = _name(capture, content, names, is_weights=all(is_apart[cluster] for cluster in pieces[s]))
+        is_weights = all(is_apart[cluster] for cluster in pieces[s])
+        module, name = _name(capture, content, names, labels[pieces[s][0]], is_weights=is_weights)
         needs = segment_needs([nodes[node] for node in content], outputs=made[s])
         key = _body_key(nodes, content, needed[s], made[s])
         body = bodies.setdefault(
@@ -577,15 +636,20 @@ class _Names:
         return name if self._count[name] == 1 else f"{name}#{self._count[name]}"
 
 
-def _name(capture: Capture, content: tuple[NodeId, ...], names: _Names, *, is_weights: bool) -> tuple[str, str]:
+def _name(
+    capture: Capture, content: tuple[NodeId, ...], names: _Names, label: str, *, is_weights: bool
+) -> tuple[str, str]:
     """Return the module that most of the segment's work belongs to, and a unique name."""
-    weight_by_layer: dict[str, float] = defaultdict(float)
+    weight_by_side: dict[tuple[str, bool], float] = defaultdict(float)
     for node in content:
         layer = layer_of(capture.nodes[node].module)
         if layer and capture.nodes[node].kind is NodeKind.COMPUTE:
-            weight_by_layer[layer] += 1 + _weight(capture.nodes[node].work)
-    if weight_by_layer:
-        module = max(weight_by_layer, key=lambda layer: weight_by_layer[layer])
-        return module, names.unique(f"{module}:weights" if is_weights else module)
+            weight_by_side[layer, capture.nodes[node].is_backward] += 1 + _weight(capture.nodes[node].work)
+    if weight_by_side:
+        module, is_backward = max(weight_by_side, key=lambda side: weight_by_side[side])
+        suffix = ":weights" if is_weights else ":backward" if is_backward else ""
+        return module, names.unique(module + suffix)
+    if label.endswith(_UPDATE):
+        return label.removesuffix(_UPDATE), names.unique(label)
     first = next((n for n in content if capture.nodes[n].kind is NodeKind.COMPUTE), content[0])
     return "", names.unique(f"~{capture.nodes[first].name}")

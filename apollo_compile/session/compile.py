@@ -107,7 +107,7 @@ class GraphCompiler:
     ) -> tuple[Run, Bundle | None]:
         """Compile one graph after AOTAutograd; `kwargs` are those of Inductor's inner compiler."""
         model, restorer = self._model, self._restorer
-        role = role_of(kwargs)
+        role = role_of(graph_module, kwargs)
         name = model.name_of(role)
         if role is not Role.BACKWARD:  # graphs loaded from AOTAutograd's cache were incomplete
             model.forget_graphs()

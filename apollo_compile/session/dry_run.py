@@ -100,7 +100,7 @@ class DryRun:
         example_inputs: Sequence[Any],
         **kwargs: Any,
     ) -> tuple[Run, None]:
-        role = role_of(kwargs)
+        role = role_of(graph_module, kwargs)
         written |= written_arguments()
         if role is Role.BACKWARD and dynamo_name in dict(self.fallbacks):  # its forward falls back
             return _run_in_eager(graph_module), None

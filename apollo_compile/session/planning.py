@@ -27,6 +27,7 @@ from apollo_compile.session.warm_start import may_be_autotuned
 from apollo_compile.store.history import Finding
 from apollo_compile.store.plan_file import FILE_NAME, folder_of, save_plan
 from apollo_compile.torch_bridge.structured_trace import trace_artifact
+from apollo_compile.torch_bridge.traced_backward import is_whole_step
 from apollo_compile.units import format_ns
 
 _logger = logging.getLogger(__name__)
@@ -148,11 +149,13 @@ def _nothing_to_gain(plan: Plan) -> str:
     )
 
 
-def role_of(kwargs: Mapping[str, Any]) -> Role:
-    """Return the role of a graph from what AOTAutograd passes with it."""
+def role_of(graph_module: fx.GraphModule, kwargs: Mapping[str, Any]) -> Role:
+    """Return the role of a graph from what AOTAutograd passes with it, and from what is in it."""
     if kwargs.get("is_backward"):
         return Role.BACKWARD
-    return Role.INFERENCE if kwargs.get("is_inference") else Role.FORWARD
+    if not kwargs.get("is_inference"):
+        return Role.FORWARD
+    return Role.STEP if is_whole_step(graph_module) else Role.INFERENCE
 
 
 def log_summary(compilation: Compilation, planning_ns: int, compiling_ns: int, *, did: str = "compiled") -> None:

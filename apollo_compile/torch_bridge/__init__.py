@@ -3,6 +3,7 @@
     frontend        from Dynamo's graph through AOTAutograd to our inner compiler     joint_passes, settings
     dynamo_graph    graphs before AOTAutograd                                         graph_breaks
     traced          graphs after it, with boundary and contract                       aot_graph, boundary, layouts
+    traced_backward backwards inside Dynamo's graphs
     bodies          pieces of a graph, compiled for lanes                             cpp_wrapper, onednn
     whole           whole graphs, compiled as by Inductor alone
     interpret       bodies and whole graphs, run without a compiler

@@ -26,6 +26,7 @@ from torch._inductor.compile_fx import compile_fx
 from apollo_compile.device.target import Run
 from apollo_compile.torch_bridge.aot_cache import Bundle, Cache, CachedGraph, unbundled_by
 from apollo_compile.torch_bridge.joint_passes import JointPasses
+from apollo_compile.torch_bridge.traced_backward import remember_modules
 
 InnerCompile = Callable[..., tuple[Run, Bundle | None]]
 """`compile(graph_module, example_inputs, **kwargs)`; the bundle is None if the graph must not be cached."""
@@ -48,7 +49,7 @@ def compile_with_inductor(
     """Run AOTAutograd and Inductor's graph passes on a Dynamo graph; `inner_compile` gets the post-AOT graphs.
 
     Arguments:
-        graph_module: what Dynamo traced.
+        graph_module: what Dynamo traced; compiling changes it.
         example_inputs: its inputs.
         inner_compile: compiles the forward and the backward.
         recompute_masks: let the min-cut partitioner recompute cheap values in the backward instead of saving them:
@@ -71,6 +72,7 @@ def compile_with_inductor(
     if backward_at_once or cache is not None:
         patches["force_non_lazy_backward_lowering"] = True
     graphs: list[CachedGraph] = []
+    remember_modules(graph_module)
 
     def compile_behind_passes(*args: Any, **kwargs: Any) -> Any:
         with (

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 _FLAGS = {
     "capture_scalar_outputs": "torch._dynamo.config.capture_scalar_outputs = True",
     "capture_dynamic_output_shape_ops": "torch._dynamo.config.capture_dynamic_output_shape_ops = True",
+    "trace_autograd_ops": "torch._dynamo.config.trace_autograd_ops = True",
 }
 """Dynamo's flags that avoid a break, by the name that its messages mention."""
 

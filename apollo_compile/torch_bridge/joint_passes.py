@@ -1,6 +1,7 @@
 """Passes over the joint graph of forward and backward, before those of Inductor.
 
-The user's own come first. Ours avoid wrong results of torch: each is a file of `upstream_bugs/`.
+Backwards that Dynamo traced get their names before anything else, while their nodes are as AOTAutograd made them. The
+user's own passes come then. Ours avoid wrong results of torch: each is a file of `upstream_bugs/`.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from torch import fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from apollo_compile.torch_bridge.compile_scope import CACHE_KEY_TAG
+from apollo_compile.torch_bridge.traced_backward import name_backward
 from apollo_compile.torch_bridge.upstream_bugs.late_reads import keep_reads
 from apollo_compile.torch_bridge.upstream_bugs.lost_copies import keep_copies, lower_clones
 from apollo_compile.torch_bridge.upstream_bugs.misplaced_resizes import settle_resizes
@@ -27,6 +29,7 @@ class JointPasses(CustomGraphPass):
 
     def __call__(self, graph: fx.Graph) -> None:
         """Run the user's own passes, and then the workarounds for defects of torch."""
+        name_backward(graph)
         for custom in self._users:
             custom(graph)
         lower_clones()

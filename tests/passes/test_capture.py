@@ -130,6 +130,34 @@ def test_a_backward_node_has_the_module_of_its_forward() -> None:
     assert module_path(node) == "encoder"
 
 
+def test_modules_of_several_models_begin_with_the_variables_that_hold_them() -> None:
+    """Where code calls one model only, or everything belongs to `self`, they do not."""
+
+    def modules(*paths: str) -> list[str]:
+        hand = Hand()
+        value = hand.input("x", 2)
+        for path in paths:
+            value = hand.call(aten.neg.default, value)
+            value.meta["nn_module_stack"] = {"key": (path, torch.nn.Module)}
+        return [node.module for node in hand.capture(value).nodes[1:]]
+
+    assert modules("L['image'].layers[0]", "G['text'].layers[0]") == ["image.layers.0", "text.layers.0"]
+    assert modules("L['image']", "L['self'].head") == ["image", "head"]
+    assert modules("L['image'].layers[0]", "L['image'].head") == ["layers.0", "head"]
+
+
+def test_what_autograd_made_is_told_apart_in_whole_steps_only() -> None:
+    """A graph with the backward alone has nothing to tell it from."""
+    hand = Hand()
+    first = hand.call(aten.neg.default, hand.input("x", 2))
+    second = hand.call(aten.neg.default, first)
+    second.meta["autograd_backward"] = True
+    graph_module = hand.module([second])
+    for role in Role:
+        made = capture_graph(graph_module, name="test", role=role)
+        assert [node.is_backward for node in made.nodes] == [False, False, role is Role.STEP]
+
+
 # ----------------------------------------------------------------------------------------------------------- kinds
 
 

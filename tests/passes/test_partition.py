@@ -27,6 +27,7 @@ from apollo_compile.ir import (
 from apollo_compile.ir.check import check_capture, check_partition
 from apollo_compile.passes.capture import capture_graph
 from apollo_compile.passes.partition import layer_of, partition_graph
+from apollo_compile.session.planning import role_of
 from apollo_compile.torch_bridge.bodies import extract_body
 from apollo_compile.torch_bridge.frontend import compile_with_inductor
 from apollo_compile.torch_bridge.layouts import report_output_strides
@@ -102,8 +103,7 @@ def record(
     graphs: dict[Role, Recorded] = {}
 
     def inner_compile(graph_module: fx.GraphModule, _: Any, **kwargs: Any) -> tuple[Recorded, None]:
-        role = Role.BACKWARD if kwargs.get("is_backward") else Role.FORWARD
-        role = Role.INFERENCE if kwargs.get("is_inference") else role
+        role = role_of(graph_module, kwargs)
         assert role not in graphs, "a graph break: the model does not test what it should"
         graphs[role] = Recorded(graph_module, role)
         report_output_strides(graph_module)
@@ -116,7 +116,8 @@ def record(
         result = torch.compile(function, backend=backend, dynamic=False)(*copies(inputs))
         if train:
             results = [r for r in (result if isinstance(result, tuple) else (result,)) if r.requires_grad]
-            sum((r * r).sum() for r in results).backward()  # type: ignore[union-attr]
+            if results:  # else the function is a whole step
+                sum((r * r).sum() for r in results).backward()  # type: ignore[union-attr]
     return graphs
 
 
@@ -738,7 +739,12 @@ def random_capture(rng: random.Random) -> Capture:
             )
         )
     outputs = [rng.choice([None, *readable]) for _ in range(rng.randrange(0, 6))]
-    return Capture(name="random", role=rng.choice(list(Role)), nodes=tuple(nodes), outputs=tuple(outputs))
+    role = rng.choice(list(Role))
+    if role is Role.STEP:
+        begin, end = sorted(rng.choices(range(count), k=2))
+        nodes = [replace(node, is_backward=begin <= node.id < end) for node in nodes]
+        nodes = [replace(node, module="" if node.id >= end else node.module) for node in nodes]
+    return Capture(name="random", role=role, nodes=tuple(nodes), outputs=tuple(outputs))
 
 
 @pytest.mark.parametrize("seed", range(200))
@@ -756,6 +762,77 @@ def test_every_graph_has_a_legal_partition(seed: int) -> None:
         assert partition_graph(made, config=config) == partition
         counts.append(len(partition.graph.segments))
     assert counts[0] <= counts[1]
+
+
+# ------------------------------------------------------------------------------------------------------ whole steps
+
+
+@functools.cache
+def whole_step(num_parts: int) -> Recorded:
+    """Return the graph of a step of two towers with SGD."""
+    torch.manual_seed(0)
+    model = TwoTowers(8, 2, dropout=0.2)
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        total = torch.zeros(())
+        for left, right in zip(x.chunk(num_parts), y.chunk(num_parts), strict=True):
+            loss = model(left, right).square().mean()
+            loss.backward()
+            total = total + loss.detach()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.sub_(0.1 * parameter.grad)
+                parameter.grad = None
+        return total
+
+    with torch._dynamo.config.patch(trace_autograd_ops=True):  # type: ignore[no-untyped-call]
+        return record(step, (sized(6, 8), sized(6, 8)))[Role.STEP]
+
+
+@pytest.mark.parametrize("num_parts", (1, 2))
+@pytest.mark.parametrize("config", (LAYER, FINE, MODULE, APART), ids=("layer", "fine", "module", "apart"))
+def test_bodies_replay_whole_steps_bit_for_bit(num_parts: int, config: PartitionConfig) -> None:
+    """Forward, backward, sums of gradients, and writes to parameters that every micro-batch has read."""
+    partition = assert_replays(whole_step(num_parts), config)
+    assert len(partition.graph.segments) > 1
+
+
+@pytest.mark.parametrize("num_parts", (1, 2))
+@pytest.mark.parametrize("config", (LAYER, FINE, APART), ids=("layer", "fine", "apart"))
+def test_towers_of_a_whole_step_are_independent_but_for_the_loss(num_parts: int, config: PartitionConfig) -> None:
+    """No layer of one tower waits for a layer of the other."""
+    graph = partition_graph(whole_step(num_parts).captured, config=config).graph
+    before = closure(graph)
+    backwards = [s for s in graph.segments if s.name.partition("#")[0].endswith((":backward", ":weights"))]
+    image, text = ([s for s in backwards if s.name.startswith(f"{tower}.layers")] for tower in ("image", "text"))
+    assert len(image) >= 2 * num_parts and len(text) >= 2 * num_parts
+    for left in image:
+        for right in text:
+            assert left.id not in before[right.id] and right.id not in before[left.id], f"{left.name}, {right.name}"
+
+
+def test_updates_of_a_layer_are_one_segment_however_many_parameters_it_has() -> None:
+    """They wait for the backwards of all micro-batches of their layer, and nothing waits for them."""
+    graph = partition_graph(whole_step(2).captured, config=PartitionConfig(min_segment_share=0.0)).graph
+    before = closure(graph)
+    for layer in (f"{tower}.layers.{index}" for tower in ("image", "text") for index in range(2)):
+        own = [segment for segment in graph.segments if segment.module == layer]
+        *_, last = (segment for segment in own if segment.name.partition("#")[0] == f"{layer}:update")
+        assert {s.id for s in own if ":backward" in s.name} <= before[last.id]
+        assert not any(last.id in each for each in before)
+        assert sum(":update" in segment.name for segment in own) <= 2, "one for the first gradient, one for the sum"
+
+
+def test_weight_gradients_of_micro_batches_stay_apart() -> None:
+    """Those of the first need not wait for those of the second."""
+    graph = partition_graph(whole_step(2).captured, config=APART).graph
+    before = closure(graph)
+    for layer in (f"{tower}.layers.{index}" for tower in ("image", "text") for index in range(2)):
+        own = [segment for segment in graph.segments if segment.module == layer]
+        backwards = {segment.id for segment in own if ":backward" in segment.name}
+        weights = [segment for segment in own if ":weights" in segment.name]
+        assert len(weights) >= 2
+        assert not any(backwards <= before[segment.id] for segment in weights)
 
 
 # ------------------------------------------------------------------------------------------------ weight gradients

@@ -1,0 +1,260 @@
+"""Functions that are a whole step, forward and backward in one graph: eager's numbers, segments of layers, lanes."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from apollo_compile.ir import Role
+from apollo_compile.pipeline import Compilation
+from apollo_compile.session import registry
+from apollo_compile.tools.report import report
+from tests.end_to_end.models import STRICT, Tower, TwoTowers, two_tower_inputs
+
+Step = Callable[..., torch.Tensor]
+Batch = tuple[torch.Tensor, ...]
+
+UNCOMPILED = {"backend": "apollo", "options": {**STRICT, "runtime.bodies": "eager", "plan.min_gain": 0.0}}
+"""Bodies that take no time to compile, and lanes wherever they are predicted to gain anything."""
+
+RATE = 0.05
+
+
+@pytest.fixture(autouse=True)
+def _dynamo_traces_backwards() -> Iterator[None]:
+    """As a user says it, around calls of what is compiled."""
+    with torch._dynamo.config.patch(trace_autograd_ops=True):  # type: ignore[no-untyped-call]
+        yield
+
+
+def by_backward(model: nn.Module, count: int = 1) -> Step:
+    """Return a step that calls `backward` for every micro-batch."""
+
+    def step(*batch: torch.Tensor) -> torch.Tensor:
+        total = torch.zeros(())
+        for part in zip(*(each.chunk(count) for each in batch), strict=True):
+            loss = model(*part).square().mean() / count
+            loss.backward()
+            total = total + loss.detach()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.sub_(RATE * parameter.grad)
+                parameter.grad = None
+        return total
+
+    return step
+
+
+def by_grad(model: nn.Module, count: int = 1) -> Step:
+    """Return the same step with `torch.autograd.grad`."""
+
+    def step(*batch: torch.Tensor) -> torch.Tensor:
+        parameters = list(model.parameters())
+        sums = [torch.zeros_like(parameter) for parameter in parameters]
+        total = torch.zeros(())
+        for part in zip(*(each.chunk(count) for each in batch), strict=True):
+            loss = model(*part).square().mean() / count
+            gradients = torch.autograd.grad(loss, parameters)
+            sums = [each + gradient for each, gradient in zip(sums, gradients, strict=True)]
+            total = total + loss.detach()
+        with torch.no_grad():
+            for parameter, gradient in zip(parameters, sums, strict=True):
+                parameter.sub_(RATE * gradient)
+        return total
+
+    return step
+
+
+def leaving(model: nn.Module) -> Step:
+    """Return a step that leaves gradients in `.grad`."""
+
+    def step(*batch: torch.Tensor) -> torch.Tensor:
+        loss = model(*batch).square().mean()
+        loss.backward()
+        return loss.detach()
+
+    return step
+
+
+MAKE_STEP = {"backward": by_backward, "grad": by_grad}
+MODELS: dict[str, tuple[Callable[[], nn.Module], Batch]] = {
+    "towers": (lambda: TwoTowers(depth=1), two_tower_inputs()),
+    "chain": (lambda: Tower(64, 2), two_tower_inputs()[:1]),
+}
+
+
+def run(step: Step, batch: Batch, *, steps: int = 3) -> list[torch.Tensor]:
+    """Return the losses of some steps."""
+    torch.manual_seed(3)
+    return [step(*batch).clone() for _ in range(steps)]
+
+
+def compilation_of(model: nn.Module) -> Compilation:
+    """Return the products of the only graph that trains a model."""
+    (found,) = registry.find_models(model)
+    assert not found.fallbacks
+    (graph,) = found.graphs
+    return graph.compilation
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize(("name", "how"), [("towers", "backward"), ("towers", "grad"), ("chain", "backward")])
+def test_losses_and_parameters_are_eagers(name: str, how: str, count: int) -> None:
+    """After every step, whichever way gradients are asked for."""
+    torch.manual_seed(0)
+    make, batch = MODELS[name]
+    model = make()
+    expected = copy.deepcopy(model)
+    losses = run(torch.compile(MAKE_STEP[how](model, count), **UNCOMPILED), batch)
+    torch.testing.assert_close(losses, run(MAKE_STEP[how](expected, count), batch))
+    torch.testing.assert_close(model.state_dict(), expected.state_dict())
+    assert losses[0] > losses[-1]
+    assert compilation_of(model).capture.role is Role.STEP
+
+
+def test_compiled_bodies_give_eagers_numbers() -> None:
+    """What Inductor makes of forwards, backwards and updates."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
+    expected = copy.deepcopy(model)
+    batch = two_tower_inputs()[:1]
+    options = {**STRICT, "partition.min_segment_share": 0.2}
+    losses = run(torch.compile(by_backward(model), backend="apollo", options=options), batch)
+    torch.testing.assert_close(losses, run(by_backward(expected), batch))
+    torch.testing.assert_close(model.state_dict(), expected.state_dict())
+
+
+def test_gradients_may_be_left_for_an_optimizer_and_add_up() -> None:
+    """In `.grad`, where they are added to what is there."""
+    torch.manual_seed(0)
+    model = TwoTowers(depth=1)
+    expected = copy.deepcopy(model)
+    run(torch.compile(leaving(model), **UNCOMPILED), two_tower_inputs(), steps=2)
+    run(leaving(expected), two_tower_inputs(), steps=2)
+    for actual, wanted in zip(model.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(actual.grad, wanted.grad)
+
+
+def test_dropout_draws_as_eager_draws() -> None:
+    """With the operators of eager PyTorch, one micro-batch after the other; the backward uses the forward's masks."""
+    torch.manual_seed(0)
+    model = TwoTowers(depth=1, dropout=0.3)
+    expected = copy.deepcopy(model)
+    losses = run(torch.compile(by_backward(model, 2), **UNCOMPILED), two_tower_inputs())
+    torch.testing.assert_close(losses, run(by_backward(expected, 2), two_tower_inputs()))
+    torch.testing.assert_close(model.state_dict(), expected.state_dict())
+
+
+# -------------------------------------------------------------------------------------------------------- segments
+
+
+@pytest.fixture(scope="module")
+def towers() -> Compilation:
+    """A step of two towers with two micro-batches, cut as fine as it is named."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = TwoTowers(depth=2)
+    step = by_backward(model, 2)
+    options = {**UNCOMPILED["options"], "partition.min_segment_share": 0.0}  # type: ignore[dict-item]
+    with torch._dynamo.config.patch(trace_autograd_ops=True):  # type: ignore[no-untyped-call]
+        torch.compile(step, backend="apollo", options=options)(*two_tower_inputs())
+    return compilation_of(model)
+
+
+def names(compilation: Compilation, suffix: str) -> Sequence[str]:
+    """Return the names of the segments that end so, without their numbers."""
+    found = (segment.name.partition("#")[0] for segment in compilation.partition.graph.segments)
+    return [name for name in found if name.endswith(suffix)]
+
+
+def test_every_layer_has_a_backward_per_micro_batch(towers: Compilation) -> None:
+    """And its updates in one piece after both."""
+    layers = [f"{tower}.layers.{index}" for tower in ("image", "text") for index in range(2)]
+    assert set(layers) <= set(names(towers, ""))
+    backwards, updates = names(towers, ":backward"), names(towers, ":update")
+    for layer in layers:
+        assert backwards.count(f"{layer}:backward") >= 2
+        assert f"{layer}:update" in updates
+    assert {name.partition(":")[0] for name in backwards} >= set(layers)
+
+
+def test_nearly_all_of_a_backward_has_a_module(towers: Compilation) -> None:
+    """By work; the rest is the loss and what joins the towers."""
+    work = {True: 0, False: 0}
+    for node in towers.capture.nodes:
+        if node.is_backward:
+            work[bool(node.module)] += node.work.flops
+    assert work[True] > 0.9 * (work[True] + work[False])
+
+
+def test_backwards_of_two_towers_overlap_in_the_plan(towers: Compilation) -> None:
+    """They depend on the same loss and on nothing of each other."""
+    if torch.get_num_threads() == 1:
+        pytest.skip("one core has one lane")
+    spans: Mapping[str, list[Any]] = {"image": [], "text": []}
+    for segment, each in zip(towers.partition.graph.segments, towers.plan.assignments, strict=True):
+        tower, _, rest = segment.name.partition(".")
+        if tower in spans and ":backward" in rest:
+            spans[tower].append(each)
+    assert any(
+        one.start_ns < other.end_ns and other.start_ns < one.end_ns and one.lane != other.lane
+        for one in spans["image"]
+        for other in spans["text"]
+    )
+
+
+def test_models_of_a_step_keep_their_names() -> None:
+    """Where it calls several, layers of one are not taken for layers of another."""
+    torch.manual_seed(0)
+    image, text = Tower(64, 1), Tower(64, 1)
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        loss = (image(x) @ text(y).T).square().mean()
+        loss.backward()
+        return loss.detach()
+
+    torch.compile(step, **UNCOMPILED)(*two_tower_inputs())
+    found = {segment.module for segment in compilation_of(image).partition.graph.segments}
+    assert {"image.layers.0", "text.layers.0"} <= found
+
+
+# --------------------------------------------------------------------------------------------------------- refusals
+
+
+def test_without_the_flag_the_graph_breaks_and_the_report_names_it() -> None:
+    """The step runs all the same: forward in segments, backward by autograd."""
+    torch.manual_seed(0)
+    model = TwoTowers(depth=1)
+    expected = copy.deepcopy(model)
+    with torch._dynamo.config.patch(trace_autograd_ops=False):  # type: ignore[no-untyped-call]
+        losses = run(torch.compile(leaving(model), **UNCOMPILED), two_tower_inputs(), steps=1)
+    torch.testing.assert_close(losses, run(leaving(expected), two_tower_inputs(), steps=1))
+    assert "torch._dynamo.config.trace_autograd_ops = True" in str(report(model))
+
+
+def test_what_dynamo_cannot_trace_runs_in_pieces() -> None:
+    """An optimizer's own step breaks the graph; the numbers are eager's."""
+    torch.manual_seed(0)
+    model = TwoTowers(depth=1)
+    expected = copy.deepcopy(model)
+
+    def stepping(of: nn.Module) -> Step:
+        optimizer = torch.optim.SGD(of.parameters(), lr=RATE)
+
+        def step(*batch: torch.Tensor) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = of(*batch).square().mean()
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        return step
+
+    losses = run(torch.compile(stepping(model), **UNCOMPILED), two_tower_inputs())
+    torch.testing.assert_close(losses, run(stepping(expected), two_tower_inputs()))
+    torch.testing.assert_close(model.state_dict(), expected.state_dict())
