@@ -21,6 +21,7 @@ from apollo_compile.torch_bridge.frontend import compile_plainly, keep_with
 from apollo_compile.torch_bridge.graph_breaks import find_break
 from apollo_compile.torch_bridge.settings import inductor_settings
 from apollo_compile.torch_bridge.storages import storages_of
+from apollo_compile.torch_bridge.traced_backward import refuse_hooks
 from apollo_compile.torch_bridge.upstream_bugs.kept_symbols import release_symbols_with
 
 
@@ -64,11 +65,13 @@ def compile_dynamo_graph(
     settings = inductor_settings(config.mode if mode is None else mode, config.inductor)
     if config.disable:
         return compile_plainly(graph_module, example_inputs, settings), None
+    tensors = traced_tensors(graph_module, example_inputs)
+    refuse_hooks(graph_module, tensors)
     model = CompiledModel(
         name=name_dynamo_graph(),
         config=config,
         target=open_target(example_inputs, config),
-        storages=storages_of(traced_tensors(graph_module, example_inputs)),
+        storages=storages_of(tensors),
         code=traced_code(),
         ranks=find_ranks(),
         is_for_step=is_for_step,

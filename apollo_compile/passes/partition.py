@@ -308,12 +308,17 @@ def _successors(predecessors: Sequence[Iterable[int]]) -> list[set[int]]:
 def _group_by_level(clusters: _Clusters, labels: list[str], is_update: list[bool]) -> list[int]:
     """Return the group of every cluster: connected clusters of one label and one level, forward and backward apart.
 
-    A cluster's level is the number of label switches on the longest path to it. Updates need not be connected.
+    A cluster's level is the number of label switches on the longest path to it. What the backward computes from values
+    of the forward alone, such as masks, moves up to the level of what uses it, or it would be computed in the forward
+    and kept. Updates need not be connected.
     """
     keys = _keys(clusters, labels)
     level: list[int] = []
     for cluster, before in enumerate(clusters.predecessors):
         level.append(max((level[other] + (keys[other] != keys[cluster]) for other in before), default=0))
+    for cluster, after in reversed(list(enumerate(_successors(clusters.predecessors)))):
+        if clusters.are_backward[cluster] and after and all(keys[other] == keys[cluster] for other in after):
+            level[cluster] = min(level[other] for other in after)
     at_level: list[Hashable] = list(zip(keys, level, strict=True))
     connected = _connect(clusters, at_level)
     return _number(key if loose else piece for key, loose, piece in zip(at_level, is_update, connected, strict=True))

@@ -193,7 +193,7 @@ class _Traced:
             )
 
     def _keep(self, graph_module: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> tuple[Run, None]:
-        role = role_of(kwargs)
+        role = role_of(graph_module, kwargs)
         aside = extract_boundary(graph_module, example_inputs, kwargs)
         piece, inputs = (graph_module, example_inputs) if aside is None else aside[:2]
         adopt_layouts(piece, inputs)

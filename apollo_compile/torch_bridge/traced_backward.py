@@ -1,5 +1,6 @@
 """Backwards that Dynamo traced inside a function, so that forward and backward are one graph.
 
+    refuse_hooks(dynamo_graph, tensors) before AOTAutograd: let the function run in eager if Dynamo has left hooks out
     remember_modules(dynamo_graph)      before AOTAutograd: let it say which forward node every backward node is of
     name_backward(graph)                after it: give every backward node the modules of that forward node
     is_whole_step(graph_module)         whether forward and backward are both in the graph
@@ -12,15 +13,42 @@ the modules over. Without names, the backward of the whole model would be one pi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import fx
+from torch._dynamo.exc import SkipFrame
 from torch._functorch._aot_autograd.logging_utils import setup_stacktrace_preservation_hooks
+
+_logger = logging.getLogger(__name__)
 
 _CACHE_HASH = "apollo: torch.autograd.grad with numbered nodes"
 """Tells AOTAutograd's cache that `differentiate` depends on nothing but its arguments."""
+
+
+def refuse_hooks(graph_module: fx.GraphModule, tensors: Iterable[torch.Tensor]) -> None:
+    """Refuse traced backwards of tensors that have hooks: Dynamo leaves them out, and gradients would be wrong.
+
+    Arguments:
+        graph_module: Dynamo's graph.
+        tensors: the real tensors that it takes.
+
+    Raises:
+        SkipFrame: for Dynamo, which then runs the function in eager.
+    """
+    if not graph_module.graph.find_nodes(op="call_function", target=torch.autograd.grad):
+        return
+    for tensor in tensors:
+        if tensor.requires_grad and (tensor._backward_hooks or tensor._post_accumulate_grad_hooks):
+            problem = (
+                f"a step that calls backward itself runs in eager: its tensor of shape {tuple(tensor.shape)} has hooks "
+                "for its gradient, which Dynamo leaves out of the graph; remove them, or call backward outside of what "
+                "is compiled"
+            )
+            _logger.warning(problem)
+            raise SkipFrame(problem)
 
 
 def remember_modules(graph_module: fx.GraphModule) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -235,6 +236,29 @@ def test_without_the_flag_the_graph_breaks_and_the_report_names_it() -> None:
         losses = run(torch.compile(leaving(model), **UNCOMPILED), two_tower_inputs(), steps=1)
     torch.testing.assert_close(losses, run(leaving(expected), two_tower_inputs(), steps=1))
     assert "torch._dynamo.config.trace_autograd_ops = True" in str(report(model))
+
+
+@pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_hooks_on_gradients_run_in_eager(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Dynamo leaves them out of the graph, so a line says why, and the gradients are eager's."""
+    torch.manual_seed(0)
+    model = nn.Linear(64, 64)
+    expected = copy.deepcopy(model)
+
+    def double(tensor: torch.Tensor) -> torch.Tensor | None:
+        if kind == "register_hook":
+            return 2 * tensor
+        tensor.grad = None if tensor.grad is None else 2 * tensor.grad
+        return None
+
+    for each in (model, expected):
+        getattr(each.weight, kind)(double)
+    batch = two_tower_inputs()[:1]
+    with caplog.at_level(logging.WARNING, logger="apollo_compile"):
+        run(torch.compile(leaving(model), **UNCOMPILED), batch, steps=1)
+    run(leaving(expected), batch, steps=1)
+    torch.testing.assert_close(model.weight.grad, expected.weight.grad)
+    assert "hooks" in caplog.text and not registry.find_models(model)
 
 
 def test_what_dynamo_cannot_trace_runs_in_pieces() -> None:

@@ -823,6 +823,16 @@ def test_updates_of_a_layer_are_one_segment_however_many_parameters_it_has() -> 
         assert sum(":update" in segment.name for segment in own) <= 2, "one for the first gradient, one for the sum"
 
 
+@pytest.mark.parametrize("config", (LAYER, APART), ids=("layer", "apart"))
+def test_what_only_a_backward_needs_is_computed_there(config: PartitionConfig) -> None:
+    """Normalised values and masks depend on the forward alone; made there, they would be written and kept."""
+    made = whole_step(1).captured
+    partition = partition_graph(made, config=config)
+    for segment, content in zip(partition.graph.segments, partition.nodes_by_segment, strict=True):
+        if ":" not in segment.name and segment.module:
+            assert not any(made.nodes[node].is_backward for node in content), segment.name
+
+
 def test_weight_gradients_of_micro_batches_stay_apart() -> None:
     """Those of the first need not wait for those of the second."""
     graph = partition_graph(whole_step(2).captured, config=APART).graph
