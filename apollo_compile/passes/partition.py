@@ -56,6 +56,7 @@ from apollo_compile.ir import (
     NodeId,
     NodeKind,
     Partition,
+    Phase,
     Role,
     Segment,
     SegmentGraph,
@@ -555,7 +556,7 @@ def _build(
     names = _Names()
     for s, content in enumerate(contents):
         is_weights = all(is_apart[cluster] for cluster in pieces[s])
-        module, name = _name(capture, content, names, labels[pieces[s][0]], is_weights=is_weights)
+        module, name, phase = _name(capture, content, names, labels[pieces[s][0]], is_weights=is_weights)
         needs = segment_needs([nodes[node] for node in content], outputs=made[s])
         key = _body_key(nodes, content, needed[s], made[s])
         body = bodies.setdefault(
@@ -574,6 +575,7 @@ def _build(
                 work=needs.work,
                 workspace_bytes=needs.workspace_bytes,
                 has_collective=any(nodes[node].is_collective for node in content),
+                phase=phase if capture.role is Role.STEP else None,
             )
         )
     return Partition(
@@ -643,8 +645,8 @@ class _Names:
 
 def _name(
     capture: Capture, content: tuple[NodeId, ...], names: _Names, label: str, *, is_weights: bool
-) -> tuple[str, str]:
-    """Return the module that most of the segment's work belongs to, and a unique name."""
+) -> tuple[str, str, Phase]:
+    """Return the module that most of the segment's work belongs to, a unique name, and its part of a whole step."""
     weight_by_side: dict[tuple[str, bool], float] = defaultdict(float)
     for node in content:
         layer = layer_of(capture.nodes[node].module)
@@ -653,8 +655,9 @@ def _name(
     if weight_by_side:
         module, is_backward = max(weight_by_side, key=lambda side: weight_by_side[side])
         suffix = ":weights" if is_weights else ":backward" if is_backward else ""
-        return module, names.unique(module + suffix)
+        return module, names.unique(module + suffix), Phase.BACKWARD if is_backward else Phase.FORWARD
     if label.endswith(_UPDATE):
-        return label.removesuffix(_UPDATE), names.unique(label)
+        return label.removesuffix(_UPDATE), names.unique(label), Phase.UPDATE
     first = next((n for n in content if capture.nodes[n].kind is NodeKind.COMPUTE), content[0])
-    return "", names.unique(f"~{capture.nodes[first].name}")
+    phase = Phase.BACKWARD if capture.nodes[first].is_backward else Phase.FORWARD
+    return "", names.unique(f"~{capture.nodes[first].name}"), phase

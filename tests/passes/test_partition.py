@@ -20,6 +20,7 @@ from apollo_compile.ir import (
     NodeId,
     NodeKind,
     Partition,
+    Phase,
     Role,
     SegmentGraph,
     Work,
@@ -820,6 +821,7 @@ def test_updates_of_a_layer_are_one_segment_however_many_parameters_it_has() -> 
         *_, last = (segment for segment in own if segment.name.partition("#")[0] == f"{layer}:update")
         assert {s.id for s in own if ":backward" in s.name} <= before[last.id]
         assert not any(last.id in each for each in before)
+        assert last.phase is Phase.UPDATE
         assert sum(":update" in segment.name for segment in own) <= 2, "one for the first gradient, one for the sum"
 
 
@@ -829,7 +831,7 @@ def test_what_only_a_backward_needs_is_computed_there(config: PartitionConfig) -
     made = whole_step(1).captured
     partition = partition_graph(made, config=config)
     for segment, content in zip(partition.graph.segments, partition.nodes_by_segment, strict=True):
-        if ":" not in segment.name and segment.module:
+        if segment.phase is Phase.FORWARD and segment.module:
             assert not any(made.nodes[node].is_backward for node in content), segment.name
 
 
