@@ -34,6 +34,8 @@ does with them. Those of one level are one piece, connected or not, or every par
 
 Guarantees: every compute node is in exactly one segment, the segment graph is acyclic and numbered in a topological
 order close to graph order, equal segments share one body. Leaves lanes and start times to the planner.
+
+A pass is one file; this one is long because all its steps work on the same clusters.
 """
 
 from __future__ import annotations
