@@ -8,6 +8,7 @@ ApolloError
 |-- InfeasiblePlanError    no plan meets the memory quota
 |-- CudaError              a CUDA driver call failed, or the driver lacks what lanes need
 |-- RankError              this rank cannot run what the ranks of its job agreed on, so it stops
+|-- PipelinePlanError      a pipeline or its plan cannot run, or breaks a limit
 |-- MemoryQuotaError       a lane took more memory than its quota
 |-- SampleError            the size or cost of a sample is missing or unusable
 |-- TargetError            a model or its inputs cannot be built or traced
@@ -50,6 +51,10 @@ class CudaError(ApolloError, RuntimeError):
 
 class RankError(ApolloError, RuntimeError):
     """This rank cannot obtain or run what the ranks of its job agreed on; the message says what differs."""
+
+
+class PipelinePlanError(ApolloError, ValueError):
+    """A schedule or plan of a pipeline cannot run, or breaks a limit; the message names rank and micro-batch."""
 
 
 class MemoryQuotaError(ApolloError):

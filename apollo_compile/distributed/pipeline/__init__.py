@@ -1,0 +1,1 @@
+"""Pipelines whose bubbles run encoders: schedules, event simulation, filling, memory, published figures."""

@@ -1,0 +1,168 @@
+"""Free time of the devices of a pipeline: before, between, behind and inside its operations.
+
+    PipelineTimeline(simulate(...), ...).walk(rank, ...) -> free intervals
+    delay_forwards(bars, ...) -> bars
+
+The pipeline's operations keep their distances. Only a pause moves them: all that would start at its time or later
+start later by its duration. That breaks no dependency, since what starts later than something else is moved whenever
+that is moved, and it opens a bubble of that length on every rank.
+"""
+
+from __future__ import annotations
+
+import bisect
+import copy
+import itertools
+from collections.abc import Iterator, Sequence
+
+from apollo_compile.distributed.pipeline.simulate import end_of
+from apollo_compile.distributed.pipeline.values import Bar, Gaps, Kind, Op, Pause, Schedule, StageTimes
+
+FOREVER = 2**62
+"""End of free time that nothing limits."""
+
+
+class PipelineTimeline:
+    """When the operations of a pipeline run, with the pauses so far.
+
+    Arguments:
+        plain: its operations without pauses, by rank and start.
+        schedule: the pipeline.
+        times: durations of its stages.
+    """
+
+    def __init__(self, plain: Sequence[Bar], schedule: Schedule, times: StageTimes) -> None:
+        self.num_ranks = schedule.num_ranks
+        self.times = times
+        self._plain = plain
+        self.plain_ns = end_of(self._plain, times)
+        """Step without pauses."""
+        self._starts: list[list[int]] = [[] for _ in range(schedule.num_ranks)]
+        self._durations: list[list[int]] = [[] for _ in range(schedule.num_ranks)]
+        self._gaps: list[list[Gaps]] = [[] for _ in range(schedule.num_ranks)]
+        self._start_of: dict[Op, int] = {}
+        for bar in self._plain:
+            self._starts[bar.device].append(bar.start_ns)
+            self._durations[bar.device].append(bar.end_ns - bar.start_ns)
+            self._gaps[bar.device].append(times.gaps(bar.op))
+            self._start_of[bar.op] = bar.start_ns
+        self._times: list[int] = []
+        self._delays = [0]
+
+    def without_pauses(self) -> PipelineTimeline:
+        """Return a timeline of the same operations without pauses; it shares what does not change."""
+        other = copy.copy(self)
+        other._times, other._delays = [], [0]
+        return other
+
+    @property
+    def pauses(self) -> tuple[Pause, ...]:
+        """The pauses so far, by time."""
+        lengths = (later - now for now, later in itertools.pairwise(self._delays))
+        return tuple(map(Pause, self._times, lengths))
+
+    def pause(self, at_ns: int, duration_ns: int) -> None:
+        """Add a pause; `at_ns` is a time without pauses, not before the pauses so far."""
+        assert not self._times or at_ns >= self._times[-1]
+        self._times.append(at_ns)
+        self._delays.append(self._delays[-1] + duration_ns)
+
+    def shifted(self, plain_ns: int) -> int:
+        """Return when something starts that starts at `plain_ns` without pauses."""
+        return plain_ns + self._delays[bisect.bisect_right(self._times, plain_ns)]
+
+    def plain_start(self, kind: Kind, microbatch: int, stage: int) -> int:
+        """Return the start of an operation without pauses."""
+        return self._start_of[Op(kind, microbatch, stage)]
+
+    def start_of(self, kind: Kind, microbatch: int, stage: int) -> int:
+        """Return the start of an operation."""
+        return self.shifted(self.plain_start(kind, microbatch, stage))
+
+    def end_of(self, kind: Kind, microbatch: int, stage: int) -> int:
+        """Return the end of an operation."""
+        op = Op(kind, microbatch, stage)
+        return self.shifted(self._start_of[op]) + self.times.duration_ns(op)
+
+    @property
+    def pipeline_end_ns(self) -> int:
+        """End of the last operation."""
+        return self.plain_ns - self.times.trail_ns + self._delays[-1]
+
+    def bars(self) -> tuple[Bar, ...]:
+        """Return the operations by rank and start."""
+        return tuple(
+            bar._replace(start_ns=(start := self.shifted(bar.start_ns)), end_ns=start + bar.end_ns - bar.start_ns)
+            for bar in self._plain
+        )
+
+    def first_start(self, rank: int) -> int:
+        """Return when the first operation of a rank starts."""
+        return self.shifted(self._starts[rank][0])
+
+    def num_before(self, rank: int, plain_ns: int) -> int:
+        """Return how many operations of a rank start before a time without pauses."""
+        return bisect.bisect_left(self._starts[rank], plain_ns)
+
+    def num_operations(self, rank: int) -> int:
+        """Return how many operations a rank has."""
+        return len(self._starts[rank])
+
+    def walk(self, rank: int, index: int, from_ns: int, stop: int, least_ns: int) -> Iterator[tuple[int, int, int]]:
+        """Yield (index, begin, end) of free time of a rank from a time on.
+
+        Arguments:
+            rank: whose time.
+            index: of the operation before which `from_ns` is, or during which.
+            from_ns: nothing earlier is yielded.
+            stop: index of the operation before which free time never ends: those from it on are taken to pause.
+            least_ns: shorter free time is not yielded.
+        """
+        starts, durations, gaps = self._starts[rank], self._durations[rank], self._gaps[rank]
+        begin = self.shifted(starts[index - 1]) + durations[index - 1] if index else 0
+        begin = max(begin, from_ns)
+        while index < stop:
+            start = self.shifted(starts[index])
+            if start - begin >= least_ns:
+                yield index, begin, start
+            end = start + durations[index]
+            count, length = gaps[index].count, gaps[index].duration_ns
+            for number in range(count if length >= least_ns else 0):
+                gap = start + (number + 1) * (durations[index] - count * length) // count + number * length
+                if gap + length - begin >= least_ns:
+                    yield index, max(begin, gap), gap + length
+            begin = max(begin, end)
+            index += 1
+        yield index, begin, FOREVER
+
+
+def delay_forwards(bars: Sequence[Bar], schedule: Schedule, times: StageTimes) -> tuple[Bar, ...]:
+    """Return the bars with every forward as late as backwards and order allow; no backward moves."""
+    start_of = {bar.op: bar.start_ns for bar in bars}
+    next_of = {op: later for order in schedule.orders for op, later in itertools.pairwise(order)}
+    for bar in sorted(bars, key=lambda bar: bar.start_ns, reverse=True):
+        if bar.op.kind is Kind.FORWARD:
+            limits = [start_of[next_of[bar.op]]] if bar.op in next_of else [bar.end_ns]
+            reader = bar.op._replace(stage=bar.op.stage + 1)
+            if reader in start_of:
+                limits.append(start_of[reader] - (times.transfer_ns if schedule.num_ranks > 1 else 0))
+            start_of[bar.op] = max(bar.start_ns, min(limits) - (bar.end_ns - bar.start_ns))
+    return tuple(
+        bar._replace(start_ns=(start := start_of[bar.op]), end_ns=start + bar.end_ns - bar.start_ns) for bar in bars
+    )
+
+
+def bubbles_of(bars: Sequence[Bar], num_devices: int, num_ranks: int, end_ns: int) -> list[list[tuple[int, int]]]:
+    """Return, by device, the intervals of a step in which nothing runs; gaps inside operations are not counted."""
+    found = []
+    for device in range(num_devices):
+        own = [b for b in bars if (b.device == device if b.op.is_encoder else b.device == device % num_ranks)]
+        free, begin = [], 0
+        for bar in sorted(own, key=lambda bar: bar.start_ns):
+            if bar.start_ns > begin:
+                free.append((begin, bar.start_ns))
+            begin = max(begin, bar.end_ns)
+        if end_ns > begin:
+            free.append((begin, end_ns))
+        found.append(free)
+    return found

@@ -1,0 +1,115 @@
+"""Choose the parallel plan of an encoder beside a pipeline: over how many stages and tensor ranks it is split.
+
+    encoder_plans(sizes, memory) -> plans;  choose_plan(plans, ...) -> the best one, and its steps
+
+The encoder's pipeline depth divides the pipeline's number of ranks, its tensor parallelism that of the pipeline, so
+that replicas fill the devices of one pipeline evenly. Plans that do not fit into memory are dropped; of the others the
+coarse fill is compared, which takes a fraction of the time, and the best ones are filled finely.
+Method: Optimus (arXiv 2408.03505).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from apollo_compile.distributed.pipeline.fill import fill
+from apollo_compile.distributed.pipeline.values import Encoder, FilledPlan, Filling, Schedule, StageTimes
+from apollo_compile.errors import PipelinePlanError
+
+BYTES_PER_PARAMETER = 6
+"""Weights and gradients in two bytes each; optimizer state is divided among the ranks of data parallelism."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EncoderPlan:
+    """How one encoder is split on the devices of one pipeline."""
+
+    pipeline_parallel: int
+    tensor_parallel: int
+    num_replicas: int
+    """Per pipeline."""
+    memory_bytes: int
+    """Of a device: weights of pipeline and encoder, and the pipeline's activations."""
+
+
+def encoder_plans(
+    *,
+    pipeline_parallel: int,
+    tensor_parallel: int,
+    pipeline_parameters: int,
+    encoder_parameters: int,
+    activation_bytes: int,
+    memory_bytes: int,
+) -> tuple[EncoderPlan, ...]:
+    """Return the plans of an encoder that fit into memory, those with the shortest kernels first.
+
+    Arguments:
+        pipeline_parallel: ranks of the pipeline.
+        tensor_parallel: devices that share a stage of it.
+        pipeline_parameters: of the pipelined model.
+        encoder_parameters: of the encoder.
+        activation_bytes: that the pipeline holds on a device.
+        memory_bytes: of a device.
+
+    Raises:
+        PipelinePlanError: none fits.
+    """
+    num_devices = pipeline_parallel * tensor_parallel
+    found: list[EncoderPlan] = []
+    for tensor in _divisors(tensor_parallel):
+        for depth in _divisors(pipeline_parallel):
+            num_replicas = num_devices // (tensor * depth)
+            weights = BYTES_PER_PARAMETER * (num_replicas * encoder_parameters + pipeline_parameters) // num_devices
+            plan = EncoderPlan(
+                pipeline_parallel=depth,
+                tensor_parallel=tensor,
+                num_replicas=num_replicas,
+                memory_bytes=weights + activation_bytes,
+            )
+            found.append(plan)
+    fitting = [plan for plan in found if plan.memory_bytes <= memory_bytes]
+    if not fitting:
+        least = min(plan.memory_bytes for plan in found)
+        raise PipelinePlanError(
+            f"no plan of the encoder fits: the smallest needs {least} bytes per device, there are {memory_bytes}; "
+            "use more devices per pipeline, or a smaller micro-batch"
+        )
+    return tuple(sorted(fitting, key=lambda plan: (-plan.tensor_parallel, plan.pipeline_parallel)))
+
+
+def place_replicas(plan: EncoderPlan, pipeline_parallel: int, tensor_parallel: int) -> tuple[tuple[int, ...], ...]:
+    """Return the devices of every replica: neighbouring ranks in one column."""
+    return tuple(
+        tuple(column * pipeline_parallel + first + stage for stage in range(plan.pipeline_parallel))
+        for column in range(tensor_parallel // plan.tensor_parallel)
+        for first in range(0, pipeline_parallel, plan.pipeline_parallel)
+    )
+
+
+def choose_plan(
+    plans: Sequence[EncoderPlan],
+    make_encoder: Callable[[EncoderPlan], Encoder],
+    schedule: Schedule,
+    times: StageTimes,
+    *,
+    num_fine: int = 1,
+) -> tuple[EncoderPlan, FilledPlan, FilledPlan]:
+    """Return the plan with the shortest step, and the step with it, filled coarsely and finely.
+
+    Arguments:
+        plans: what to choose from.
+        make_encoder: returns the encoder with a plan.
+        schedule: the pipeline.
+        times: durations of its stages.
+        num_fine: how many plans are filled finely, the best coarse ones.
+    """
+    coarse = [(plan, fill(schedule, times, (make_encoder(plan),), filling=Filling.COARSE)) for plan in plans]
+    least_ns = min(filled.step_ns for _, filled in coarse)
+    coarse.sort(key=lambda item: round(100 * item[1].step_ns / least_ns))  # stable: of nearly equal ones the first
+    tried = [(plan, rough, fill(schedule, times, rough.encoders)) for plan, rough in coarse[:num_fine]]
+    return min(tried, key=lambda item: item[2].step_ns)
+
+
+def _divisors(number: int) -> list[int]:
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]

@@ -1,0 +1,91 @@
+"""Steps of pipelines as text.
+
+format_steps(steps), format_comparison(rows, results) -> str
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tabulate import tabulate
+
+from apollo_compile.distributed.pipeline.memory import peak_live
+from apollo_compile.distributed.pipeline.optimus import Row, SizeResult
+from apollo_compile.distributed.pipeline.values import FilledPlan, PipelineSteps
+from apollo_compile.units import format_ns
+
+
+def format_steps(steps: PipelineSteps) -> str:
+    """Return one row per way of filling, and what a micro-batch of every encoder takes."""
+    rows = [
+        (
+            name,
+            format_ns(plan.step_ns),
+            "" if plan is steps.plain else f"+{format_ns(plan.step_ns - plan.plain_ns)}",
+            f"{plan.hidden_share:.1%}" if plan.encoders else "",
+            _format_live(plan),
+            len(plan.pauses) if plan.encoders else "",
+        )
+        for name, plan in steps.by_name.items()
+    ]
+    table: str = tabulate(
+        rows,
+        headers=("encoder work", "step", "longer by", "hidden", "live micro-batches", "pauses"),
+        colalign=("left", "right", "right", "right", "right", "right"),
+        disable_numparse=True,
+    )
+    schedule = steps.plain.schedule
+    lines = [
+        f"{steps.title}: {schedule.name}, {schedule.num_ranks} ranks, {schedule.num_stages} stages, "
+        f"{schedule.num_microbatches} micro-batches",
+        table,
+    ]
+    if steps.coarse is None:
+        lines.append("coarse: not possible, since encoders may not hold as many micro-batches as it takes")
+    return "\n".join(lines)
+
+
+def _format_live(plan: FilledPlan) -> str:
+    """Return the most live micro-batches of a replica, by encoder."""
+    return ", ".join(
+        f"{encoder.name} {max(live)}" for encoder, live in zip(plan.encoders, peak_live(plan), strict=True)
+    )
+
+
+def format_comparison(rows: Sequence[Row], results: Sequence[SizeResult]) -> str:
+    """Return every computed figure beside the published one; the last lines name those that miss."""
+    cells = []
+    for row in rows:
+        digits = "{:.2f}" if row.is_relative or row.name.startswith("balanced") else "{:.1%}"
+        difference = f"{row.difference:+.1%}" if row.is_relative or digits == "{:.1%}" else f"{row.difference:+.2f}"
+        cells.append(
+            (
+                row.num_gpus,
+                row.name,
+                digits.format(row.computed),
+                digits.format(row.published),
+                difference,
+                "" if row.is_within else "misses",
+            )
+        )
+    table: str = tabulate(
+        cells,
+        headers=("GPUs", "figure", "computed", "published", "difference", ""),
+        colalign=("right", "left", "right", "right", "right", "left"),
+        disable_numparse=True,
+    )
+    plans = {
+        (result.encoder_plan.pipeline_parallel, result.encoder_plan.tensor_parallel, result.encoder_plan.num_replicas)
+        for result in results
+    }
+    lines = [
+        table,
+        *(
+            f"encoder: {depth} stages, tensor parallelism {tensor}, {count} replicas per pipeline"
+            for depth, tensor, count in sorted(plans)
+        ),
+        "simulated; times within 7 %, speed-ups within 0.03, shares within 1 point count as reproduced",
+    ]
+    missed = [f"{row.name} at {row.num_gpus}" for row in rows if not row.is_within]
+    lines.append(f"{len(missed)} of {len(rows)} miss" + (f": {'; '.join(missed)}" if missed else ""))
+    return "\n".join(lines)

@@ -1,0 +1,209 @@
+"""Values of a pipeline: its operations, schedule and durations, the encoders beside it, and the plan of one step.
+
+Words: a pipeline has `num_ranks` ranks and `num_stages` stages; stage s runs on rank s % num_ranks. An encoder has
+replicas, each of which computes whole micro-batches on one device or on several in turn. A device is a column of a
+rank: where tensor parallelism splits a stage over eight devices and an encoder over four, a rank has two columns.
+Device d belongs to rank d % num_ranks. Times are nanoseconds from the begin of the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Enum
+from typing import NamedTuple
+
+
+class Kind(Enum):
+    """What an operation computes."""
+
+    FORWARD = "F"
+    BACKWARD = "B"
+    ENCODER_FORWARD = "EF"
+    ENCODER_BACKWARD = "EB"
+
+
+class Op(NamedTuple):
+    """One operation: a stage of the pipeline, or a segment of an encoder, for one micro-batch."""
+
+    kind: Kind
+    microbatch: int
+    stage: int = 0
+    """Stage of the pipeline, or of the encoder."""
+    encoder: int = 0
+    segment: int = 0
+
+    @property
+    def is_encoder(self) -> bool:
+        """Whether it belongs to an encoder."""
+        return self.kind in (Kind.ENCODER_FORWARD, Kind.ENCODER_BACKWARD)
+
+    def __str__(self) -> str:
+        """Return for example `2F5`, stage 2 of micro-batch 5, or `EF5 of encoder 0, stage 0, segment 1`."""
+        if self.is_encoder:
+            place = f"encoder {self.encoder}, stage {self.stage}, segment {self.segment}"
+            return f"{self.kind.value}{self.microbatch} of {place}"
+        return f"{self.stage}{self.kind.value}{self.microbatch}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Schedule:
+    """In which order the ranks of a pipeline compute their stages."""
+
+    name: str
+    num_ranks: int
+    num_stages: int
+    num_microbatches: int
+    orders: tuple[tuple[Op, ...], ...]
+    """By rank."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Gaps:
+    """Idle intervals inside an operation, evenly spaced: its compute waits for collectives of tensor parallelism."""
+
+    count: int = 0
+    duration_ns: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StageTimes:
+    """How long the stages of a pipeline take for one micro-batch."""
+
+    forward_ns: tuple[int, ...]
+    """By stage, the gaps included."""
+    backward_ns: tuple[int, ...]
+    transfer_ns: int = 0
+    """From one rank to another: activations, gradients, features."""
+    lead_ns: int = 0
+    """Idle time of all devices before the first forward, while data parallelism gathers parameters."""
+    trail_ns: int = 0
+    """Idle time after the last backward, while it reduces gradients."""
+    forward_gaps: Gaps = Gaps()
+    backward_gaps: Gaps = Gaps()
+
+    def duration_ns(self, op: Op) -> int:
+        """Return the duration of an operation of the pipeline."""
+        return (self.forward_ns if op.kind is Kind.FORWARD else self.backward_ns)[op.stage]
+
+    def gaps(self, op: Op) -> Gaps:
+        """Return the gaps inside an operation of the pipeline."""
+        return self.forward_gaps if op.kind is Kind.FORWARD else self.backward_gaps
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Encoder:
+    """An encoder beside a pipeline, and its parallel plan."""
+
+    name: str
+    forward_ns: tuple[tuple[int, ...], ...]
+    """Durations of its segments for one micro-batch, by stage of the encoder. A segment is never interrupted."""
+    backward_ns: tuple[tuple[int, ...], ...] = ()
+    """The same for the backward, in the order in which it runs: the last stage first. Empty: frozen."""
+    replicas: tuple[tuple[int, ...], ...]
+    """By replica, the device of every stage of the encoder."""
+    feeds: int = 0
+    """Stage of the pipeline that reads the features."""
+    max_live: int | None = None
+    """Limit of micro-batches per replica that are between the begin of their forward and the end of their backward;
+    with a frozen encoder between the begin of their forward and the forward that reads the features."""
+
+    @property
+    def is_frozen(self) -> bool:
+        """Whether it has no backward."""
+        return not self.backward_ns
+
+    @property
+    def work_ns(self) -> int:
+        """Time of devices that one micro-batch takes."""
+        return sum(map(sum, self.forward_ns)) + sum(map(sum, self.backward_ns))
+
+
+class Bar(NamedTuple):
+    """When an operation runs; for encoders, `num_segments` segments of it that follow one another at once."""
+
+    op: Op
+    device: int
+    start_ns: int
+    end_ns: int
+    num_segments: int = 1
+
+
+class Pause(NamedTuple):
+    """All operations of the pipeline that start at `at_ns` or later without pauses start later by a duration."""
+
+    at_ns: int
+    duration_ns: int
+
+
+class Filling(Enum):
+    """How encoder work is placed."""
+
+    COARSE = "coarse"
+    """All forwards before the pipeline begins, all backwards after it has ended, on every rank."""
+    FINE = "fine"
+    """Forwards and backwards in all bubbles; the pipeline pauses where that is not enough."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FilledPlan:
+    """One step of a pipeline with encoders, on every device."""
+
+    filling: Filling
+    schedule: Schedule
+    times: StageTimes
+    encoders: tuple[Encoder, ...]
+    replica_of: tuple[tuple[int, ...], ...]
+    """By encoder and micro-batch."""
+    pauses: tuple[Pause, ...]
+    bars: tuple[Bar, ...]
+    """Of the pipeline, with the ranks as devices, and of the encoders; by device and start."""
+    plain_ns: int
+    """Step of the pipeline without encoders."""
+    step_ns: int
+
+    @property
+    def num_devices(self) -> int:
+        """Devices: columns times ranks."""
+        return count_devices(self.schedule, self.encoders)
+
+    @property
+    def work_ns(self) -> int:
+        """Encoder work of the step, summed over devices."""
+        return self.schedule.num_microbatches * sum(encoder.work_ns for encoder in self.encoders)
+
+    @property
+    def hidden_share(self) -> float:
+        """Share of the encoder work that does not make the step longer; 1 without encoders."""
+        if not self.work_ns:
+            return 1.0
+        return 1 - (self.step_ns - self.plain_ns) * self.num_devices / self.work_ns
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PipelineSteps:
+    """Steps of one pipeline, to be compared: without encoders, and with their work placed in two ways."""
+
+    title: str
+    plain: FilledPlan
+    coarse: FilledPlan | None
+    """None: encoders may not hold as many micro-batches as it takes."""
+    fine: FilledPlan
+
+    @property
+    def by_name(self) -> dict[str, FilledPlan]:
+        """The steps by name, in the order in which they are shown."""
+        steps = {"without encoders": self.plain, "coarse": self.coarse, "fine": self.fine}
+        return {name: plan for name, plan in steps.items() if plan is not None}
+
+
+def count_devices(schedule: Schedule, encoders: Iterable[Encoder]) -> int:
+    """Return the devices that hold stages or replicas: as many columns as the encoders need."""
+    ranks = schedule.num_ranks
+    used = [device for encoder in encoders for replica in encoder.replicas for device in replica]
+    return ranks * (max(used, default=0) // ranks + 1)
+
+
+def one_replica_per_rank(num_ranks: int) -> tuple[tuple[int, ...], ...]:
+    """Return the replicas of an encoder that every rank holds whole."""
+    return tuple((rank,) for rank in range(num_ranks))

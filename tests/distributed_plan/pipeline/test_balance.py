@@ -1,0 +1,31 @@
+"""Layers among stages, against all divisions."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+
+from apollo_compile.distributed.pipeline.balance import balance_layers, sum_stages
+from apollo_compile.errors import PipelinePlanError
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_the_most_expensive_stage_is_as_cheap_as_possible(seed: int) -> None:
+    """Of all divisions into contiguous stages."""
+    rng = random.Random(seed)
+    costs = [rng.randint(0, 20) for _ in range(rng.randint(1, 9))]
+    num_stages = rng.randint(1, len(costs))
+    counts = balance_layers(costs, num_stages)
+    assert len(counts) == num_stages and sum(counts) == len(costs) and min(counts) >= 1
+    ways = itertools.combinations(range(1, len(costs)), num_stages - 1)
+    best = min(max(sum(costs[begin:end]) for begin, end in itertools.pairwise((0, *cuts, len(costs)))) for cuts in ways)
+    assert max(sum_stages(costs, counts)) == best
+    assert sum(sum_stages(costs, counts)) == sum(costs)
+
+
+def test_more_stages_than_layers_are_refused() -> None:
+    """A stage without layers has nothing to pass on."""
+    with pytest.raises(PipelinePlanError, match="2 layers cannot be divided among 3 stages"):
+        balance_layers([1, 1], 3)
