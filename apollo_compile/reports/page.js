@@ -155,7 +155,7 @@ function makeChart(section, chart) {
     if (!bar) return;
     const id = bar.dataset.s;
     const row = rows.get(id);
-    const needs = new Set(row.dataset.after.split(" "));
+    const needs = new Set(row ? row.dataset.after.split(" ") : []);
     for (const other of chart.querySelectorAll(".bar")) {
       other.classList.toggle("on", other.dataset.s === id);
       other.classList.toggle("needs", needs.has(other.dataset.s));
@@ -163,8 +163,13 @@ function makeChart(section, chart) {
     for (const line of chart.querySelectorAll(".waits line")) {
       line.classList.toggle("on", line.dataset.a === id || line.dataset.b === id);
     }
-    row.classList.add("on");
-    fillTip(row);
+    if (row) {
+      row.classList.add("on");
+      fillTip(row);
+    } else { // a bar without a row in a table says all itself
+      tip.textContent = bar.getAttribute("aria-label");
+      tip.hidden = false;
+    }
     const box = bar.getBoundingClientRect();
     const view = bar.closest(".scroll").getBoundingClientRect();
     placeTip(event ? event.clientX : Math.max(box.left, view.left), event ? event.clientY : box.bottom);

@@ -53,7 +53,11 @@ COLUMN_WIDTH, NODE_WIDTH, NODE_HEIGHT, NODE_GAP = 280, 230, 46, 16
 def render_html(report: ModelSummary) -> str:
     """Return the page."""
     return _template().render(
-        report=report, state=describe_state(report), describe=describe, css=_read("page.css"), js=_read("page.js")
+        report=report,
+        state=describe_state(report),
+        describe=describe,
+        css=read_asset("page.css"),
+        js=read_asset("page.js"),
     )
 
 
@@ -99,10 +103,11 @@ def _template() -> jinja2.Template:
         scale=time_scale,
         is_long=is_long,
     )
-    return environment.from_string(_read("page.html"))
+    return environment.from_string(read_asset("page.html"))
 
 
-def _read(name: str) -> str:
+def read_asset(name: str) -> str:
+    """Return the text of a file beside this one."""
     return resources.files("apollo_compile.reports").joinpath(name).read_text(encoding="utf-8")
 
 
@@ -164,7 +169,11 @@ class Tick(NamedTuple):
 
 def place_ticks(graph: GraphSummary) -> list[Tick]:
     """Return round times on the scale of a graph, ten steps of which are minor."""
-    scale_ns = time_scale(graph)
+    return make_ticks(time_scale(graph))
+
+
+def make_ticks(scale_ns: int) -> list[Tick]:
+    """Return round times on a scale, ten steps of which are minor."""
     rough = scale_ns / TICKS
     size = 10 ** math.floor(math.log10(rough))
     step = next((size * factor for factor in (1, 2, 5) if size * factor >= rough), 10 * size)

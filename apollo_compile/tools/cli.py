@@ -6,6 +6,7 @@
     apollo calibrate           measure this machine, keep its device profile
     apollo doctor              is this machine fit for apollo?
     apollo plan-diff A B       what differs between two reports, or two directories of dumps
+    apollo pipeline simulate   a training step over several devices, with encoders in the pipeline's bubbles
 
 A TARGET is `path/to/file.py:function` or `package.module:function`; the function returns a model and its inputs
 (see `apollo_compile.tools.targets`). Every command has `--json`.
@@ -123,6 +124,19 @@ def _parser() -> argparse.ArgumentParser:
             name, type=Path, help="a saved report (.json), a plan.json, or an APOLLO_DUMP directory"
         )
     difference.add_argument("--exit-code", action="store_true", help="exit with 1 if the plans differ")
+
+    pipelines = commands.add_parser("pipeline", help="pipelines over several devices, with encoders in their bubbles")
+    simulate = _command(
+        pipelines.add_subparsers(dest="action", required=True, metavar="ACTION"),
+        "simulate",
+        _simulate_pipeline,
+        "simulate a step of a pipeline, before and after encoder work is placed in its bubbles",
+    )
+    simulate.add_argument(
+        "source", metavar="SOURCE", help="optimus-3072 (published figures beside computed ones), or a JSON file"
+    )
+    simulate.add_argument("--html", type=Path, metavar="FILE", help="write the steps as a page")
+    simulate.add_argument("--trace", type=Path, metavar="FILE", help="write the steps for Perfetto")
     return parser
 
 
@@ -449,6 +463,20 @@ def _sides(path: Path) -> tuple[Side, ...]:
     from apollo_compile.store.plan_file import is_plan, read_plans
 
     return sides_of_plans(read_plans(path)) if is_plan(path) else sides_of_report(Report.load(path))
+
+
+def _simulate_pipeline(args: argparse.Namespace) -> int:
+    from apollo_compile.reports.render_pipeline import render_pipeline_html, render_pipeline_trace
+    from apollo_compile.tools.simulate_pipeline import simulate_source
+
+    with _Progress() as progress:
+        simulation = simulate_source(args.source, progress=progress.tell)
+    if args.html is not None:
+        args.html.write_text(render_pipeline_html(simulation.steps), encoding="utf-8")
+    if args.trace is not None:
+        args.trace.write_text(json.dumps(render_pipeline_trace(simulation.steps)), encoding="utf-8")
+    print(json.dumps(simulation.facts) if args.json else simulation.text)
+    return 0
 
 
 class _Progress:

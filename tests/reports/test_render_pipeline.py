@@ -1,0 +1,186 @@
+"""Pictures of pipelines: a page of bounded size, and a trace with everything in it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import defaultdict
+from typing import Any
+
+import pytest
+
+from apollo_compile.distributed.pipeline.fill import fill
+from apollo_compile.distributed.pipeline.schedules import interleaved, one_forward_one_backward
+from apollo_compile.distributed.pipeline.values import (
+    Encoder,
+    FilledPlan,
+    Filling,
+    Gaps,
+    PipelineSteps,
+    StageTimes,
+)
+from apollo_compile.reports.render_pipeline import device_rows, make_blocks, render_pipeline_html, render_pipeline_trace
+from apollo_compile.units import NS_PER_MS
+from tests.reports.test_page import Page
+
+
+def make_steps(
+    num_microbatches: int, stages_per_rank: int = 1, *, columns: int = 1, name: str = "vision"
+) -> PipelineSteps:
+    """Return the steps of a pipeline of four ranks with one encoder, which uses gaps where there are several stages."""
+    if stages_per_rank == 1:
+        schedule = one_forward_one_backward(4, num_microbatches)
+    else:
+        schedule = interleaved(4, stages_per_rank, num_microbatches)
+    gaps = Gaps(count=4, duration_ns=2 * NS_PER_MS) if stages_per_rank > 1 else Gaps()
+    times = StageTimes(
+        forward_ns=(40 * NS_PER_MS,) * schedule.num_stages,
+        backward_ns=(80 * NS_PER_MS,) * schedule.num_stages,
+        lead_ns=30 * NS_PER_MS,
+        forward_gaps=gaps,
+        backward_gaps=gaps,
+    )
+    encoder = Encoder(
+        name=name,
+        forward_ns=((2 * NS_PER_MS,) * 20,),
+        backward_ns=((2 * NS_PER_MS,) * 40,),
+        replicas=tuple((device,) for device in range(4 * columns)),
+    )
+    plain, coarse, fine = (
+        fill(schedule, times, encoders, filling=filling)
+        for encoders, filling in (((), Filling.FINE), ((encoder,), Filling.COARSE), ((encoder,), Filling.FINE))
+    )
+    return PipelineSteps(title="four ranks <script>", plain=plain, coarse=coarse, fine=fine)
+
+
+@pytest.fixture(scope="module")
+def steps() -> PipelineSteps:
+    """A small pipeline."""
+    return make_steps(8)
+
+
+def test_a_page_needs_nothing_else_and_names_every_part(steps: PipelineSteps) -> None:
+    """No address in it; what comes from outside is text; what scrolls or is drawn has a name."""
+    text = render_pipeline_html(steps)
+    page = Page(text)
+    assert not re.search(r"https?://|@import|url\(", text)
+    assert "four ranks &lt;script&gt;" in text and "four ranks <script>" not in text
+    for tag, attributes in page.tags:
+        if attributes.get("role") in ("list", "listitem", "region", "group") or attributes.get("tabindex") == "0":
+            assert attributes.get("aria-label"), (tag, attributes)
+    bars = [attributes for _, attributes in page.tags if attributes.get("class", "") and "bar k" in attributes["class"]]
+    assert len(bars) == sum(len(plan.bars) for plan in steps.by_name.values())
+    assert "forwards and backwards" not in text, "nothing is merged here"
+
+
+def test_a_step_of_many_operations_is_a_page_of_bounded_size() -> None:
+    """Short bars are drawn as one; the table still counts every nanosecond."""
+    large = make_steps(64, 8)
+    assert len(large.fine.bars) > 4000
+    text = render_pipeline_html(large)
+    assert len(text) < 1_000_000
+    assert "Short bars are drawn as one" in text and "forwards and backwards" in text
+    for plan in large.by_name.values():
+        ends: dict[int, int] = defaultdict(int)
+        for block in make_blocks(plan):
+            assert ends[block.device] <= block.start_ns < block.end_ns <= plan.step_ns
+            ends[block.device] = block.end_ns
+
+
+@pytest.mark.parametrize("columns", [1, 2])
+def test_the_table_of_devices_adds_up(columns: int) -> None:
+    """Pipeline, encoder and bubbles are the step on every device, without gaps; encoder work is that of the plan."""
+    for plan in make_steps(8, columns=columns).by_name.values():
+        rows = device_rows(plan)
+        assert len(rows) == plan.num_devices
+        assert sum(row.forward_ns + row.backward_ns for row in rows) == plan.work_ns
+        for row in rows:
+            assert row.pipeline_ns + row.forward_ns + row.backward_ns + row.bubble_ns == plan.step_ns
+            assert ("column" in row.label) == (plan.num_devices > 4)
+
+
+def validate(events: list[dict[str, Any]]) -> None:
+    """Check that slices of a track are nested or apart, and that times and numbers are what the format wants."""
+    tracks: dict[int, list[tuple[float, float]]] = defaultdict(list)
+    processes: dict[int, int] = {}
+    for event in events:
+        assert event["name"] and event["pid"] > 0 and 0 < event["tid"] < 2**31
+        assert processes.setdefault(event["tid"], event["pid"]) == event["pid"]
+        if event["ph"] == "M":
+            assert "ts" not in event
+            continue
+        assert event["ts"] >= 0
+        if event["ph"] == "X":
+            assert event["dur"] > 0
+            tracks[event["tid"]].append((event["ts"], event["ts"] + event["dur"]))
+    for slices in tracks.values():
+        open_until: list[float] = []
+        for begin, end in sorted(slices, key=lambda item: (item[0], -item[1])):
+            while open_until and open_until[-1] <= begin + 1e-6:
+                open_until.pop()
+            assert not open_until or end <= open_until[-1] + 1e-6, "slices are nested or apart"
+            open_until.append(end)
+
+
+@pytest.mark.parametrize(("microbatches", "stages"), [(8, 1), (8, 2)])
+def test_a_trace_has_every_operation_and_every_bubble_on_the_track_of_its_rank(microbatches: int, stages: int) -> None:
+    """Before and after are processes; encoder work in a gap is inside its operation."""
+    steps = make_steps(microbatches, stages)
+    trace = json.loads(json.dumps(render_pipeline_trace(steps)))
+    events = trace["traceEvents"]
+    validate(events)
+    processes = {e["args"]["name"]: e["pid"] for e in events if e["name"] == "process_name"}
+    assert list(processes) == ["without encoders", "coarse", "fine"]
+    for name, plan in steps.by_name.items():
+        own = [event for event in events if event["pid"] == processes[name]]
+        assert [e["args"]["name"] for e in own if e["name"] == "thread_name"] == [f"rank {rank}" for rank in range(4)]
+        spans = defaultdict(float)
+        for event in own:
+            if event["ph"] == "X":
+                spans[event["cat"]] += event["dur"] * 1000
+        assert sum(e["ph"] == "X" and e["cat"] != "bubble" for e in own) == len(plan.bars)
+        assert spans["encoder forward"] + spans["encoder backward"] == pytest.approx(plan.work_ns)
+        assert spans["bubble"] == pytest.approx(sum(row.bubble_ns for row in device_rows(plan)))
+        counts = [event["args"]["idle"] for event in own if event["ph"] == "C"]
+        assert counts[-1] == 0 and 0 < max(counts) <= 4
+
+
+def test_perfettos_rules_are_checked() -> None:
+    """Else the validator would show nothing."""
+    events = render_pipeline_trace(make_steps(8))["traceEvents"]
+    slice_ = next(event for event in events if event["ph"] == "X" and event["cat"] == "forward")
+    with pytest.raises(AssertionError, match="nested or apart"):
+        validate([*events, {**slice_, "ts": slice_["ts"] - slice_["dur"] / 2, "cat": "forward"}])
+
+
+def test_bubbles_shrink_from_picture_to_picture(steps: PipelineSteps) -> None:
+    """Encoder work fills them; the step gets longer by less than that work."""
+
+    def idle_ns(plan: FilledPlan) -> int:
+        return sum(row.bubble_ns for row in device_rows(plan))
+
+    assert steps.coarse is not None
+    assert idle_ns(steps.fine) < idle_ns(steps.plain)
+    assert idle_ns(steps.fine) <= idle_ns(steps.coarse)
+
+
+def test_a_page_works_in_a_browser(browser: Any, steps: PipelineSteps) -> None:
+    """Bars tell what they are, one step can be shown alone, zoom changes the width, tables sort; nothing fails."""
+    page = browser.new_page()
+    page.set_default_timeout(180_000)
+    errors: list[str] = []
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    page.set_content(render_pipeline_html(steps))
+    page.locator(".line[data-line=fine] .bar").nth(3).hover(force=True)
+    assert "rank 0" in page.locator("#tip").inner_text()
+    page.keyboard.press("Tab")
+    page.locator("button[data-show=coarse]").click()
+    assert [line.is_visible() for line in page.locator(".line").all()] == [False, True, False]
+    page.locator("button[data-zoom='2']").click()
+    assert page.locator("output").inner_text() == "2x"
+    page.locator(".line[data-line=coarse] .scroll").focus()
+    page.keyboard.press("ArrowRight")
+    assert "rank 0" in page.locator("#tip").inner_text()
+    page.locator("table").first.locator("button").nth(4).click()
+    assert errors == []
+    page.close()
