@@ -28,5 +28,5 @@ def check_signatures(known: Signatures) -> None:
             has = "has no such method" if found is None else f"has {name}({found})"
             expected = " or ".join(f"{name}({each})" for each in parameters)
             raise UnsupportedGraphError(
-                f"Inductor's {owner.__name__} changed: expected {expected}; torch {torch.__version__} {has}; {ADVICE}"
+                f"torch's {owner.__name__} changed: expected {expected}; torch {torch.__version__} {has}; {ADVICE}"
             )

@@ -79,14 +79,17 @@ def _find_culprit(
     heads: Mapping[int, Op], place: Mapping[Op, int], missing: Mapping[Op, Sequence[Op]]
 ) -> tuple[int, Op, Op]:
     """Return the device, operation and input that keep the others waiting, following who waits for whom."""
-    device, seen = min(heads), set[int]()
-    while True:
-        seen.add(device)
+    device, chain = min(heads), list[tuple[int, Op, Op]]()
+    while device not in (seen := [waiting for waiting, _, _ in chain]):
         op = heads[device]
         needed = missing[op][0]
-        if needed not in place or place[needed] in seen:
-            return device, op, needed
+        chain.append((device, op, needed))
+        if needed not in place:
+            return chain[-1]
         device = place[needed]
+    circle = chain[seen.index(device) :]
+    # Of a circle that goes through an encoder, its place in the order is what is wrong.
+    return next((link for link in circle if link[2].is_encoder), circle[-1])
 
 
 def inputs_of(op: Op, last_stage: int, encoders: Sequence[Encoder]) -> Iterator[Op]:

@@ -1,0 +1,437 @@
+"""Run encoders in the bubbles of a pipeline of torch.distributed.pipelining.
+
+    step = fill_bubbles(schedule, encoders, times=..., group=...);  step(*args, target=..., encoder_inputs=...)
+
+Every rank of the pipeline holds a replica of each encoder. All ranks follow the plan that the first one made
+(`pipeline/fill.py`) or was given: which replica computes which micro-batch, and between which operations of the
+pipeline. Features go to the stage that reads them, and their gradients come back, by isend and irecv on a process group
+of their own, so that they do not wait behind the pipeline's activations. After the step, gradients of the replicas are
+summed over that group: every replica ends with those of the whole batch, as if it had computed all of it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from apollo_compile.distributed.pipeline.case import PipelineCase, make_schedule
+from apollo_compile.distributed.pipeline.check import check_orders
+from apollo_compile.distributed.pipeline.fill import fill
+from apollo_compile.distributed.pipeline.simulate import orders_of
+from apollo_compile.distributed.pipeline.values import Encoder, Kind, Op, StageTimes, one_replica_per_rank
+from apollo_compile.errors import PipelinePlanError
+from apollo_compile.torch_bridge.pipelining import Facts, Item, Operation, facts_of, runtime_of
+
+Orders = tuple[tuple[Op, ...], ...]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class BubbleEncoder:
+    """An encoder that runs in bubbles: this rank's replica, and what the plan needs to know of it."""
+
+    segments: Sequence[nn.Module]
+    """Modules that are called one after the other, each with what the one before it returned (one tensor). The plan
+    places them one by one, so more segments fill smaller bubbles. Compile each with `backend="apollo"` if you like."""
+    feeds: str
+    """Keyword argument by which a stage reads the features; None for a micro-batch without input."""
+    features: torch.Tensor
+    """Example of the features of one micro-batch: shape and type, which are the same for all."""
+    forward_ns: Sequence[int]
+    """Duration of every segment for one micro-batch."""
+    backward_ns: Sequence[int] = ()
+    """Duration of every segment's backward, in the order of `segments`; not needed if nothing is trained."""
+    stage: int = 0
+    """Stage that reads the features."""
+    max_live: int | None = None
+    """Limit of micro-batches that a rank holds between the begin of forward and the end of backward."""
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """Parameters that are trained, each once."""
+        found = dict.fromkeys(p for segment in self.segments for p in segment.parameters() if p.requires_grad)
+        return list(found)
+
+
+class FilledPipeline:
+    """A step of a pipeline with encoders in its bubbles; `fill_bubbles` makes it."""
+
+    def __init__(
+        self,
+        schedule: Any,
+        encoders: Sequence[BubbleEncoder],
+        group: dist.ProcessGroup | None,
+        orders: Orders,
+        replica_of: Sequence[Sequence[int]],
+    ) -> None:
+        self.orders = orders
+        """Operations of every rank, in order."""
+        self.replica_of = tuple(map(tuple, replica_of))
+        """By encoder and micro-batch, the rank that computes it."""
+        self._facts = facts_of(schedule)
+        self._encoders = encoders
+        self._group = group
+        self._work: list[_Task] = []
+        self._step = runtime_of(schedule, [self._items_of(rank, row) for rank, row in enumerate(orders)], self._run)
+        self._state = _State()
+
+    def __call__(self, *args: Any, encoder_inputs: Mapping[str, Sequence[Any] | torch.Tensor], **kwargs: Any) -> Any:
+        """Run one step; gradients accumulate as those of `schedule.step` do.
+
+        Arguments:
+            args: those of `schedule.step`.
+            encoder_inputs: by the name that an encoder feeds, its input for every micro-batch: a tensor that is split
+                along its first dimension, or a list, in which None is a micro-batch without input. The same on all
+                ranks, apart from values of micro-batches that other ranks compute (`replica_of`).
+            kwargs: those of `schedule.step`.
+        """
+        inputs = [self._split(encoder, encoder_inputs) for encoder in self._encoders]
+        self._state = _State(inputs=inputs)
+        before = [[(p, p.grad) for p in encoder.parameters] for encoder in self._encoders]
+        for pairs in before:
+            for parameter, _ in pairs:
+                parameter.grad = None
+        for index, encoder in enumerate(self._encoders):
+            if self._reader_of(encoder) == self._facts.rank:
+                given = any(value is not None for value in inputs[index])
+                kwargs[encoder.feeds] = self._placeholder(encoder) if given else None
+        result = self._step(*args, **kwargs)
+        for request in self._state.sent:
+            request.wait()
+        self._state = _State()
+        for pairs, parts in zip(before, inputs, strict=True):
+            if any(part is not None for part in parts):
+                self._reduce(pairs)
+            else:
+                _restore(pairs)
+        return result
+
+    # ------------------------------------------------------------------------------------------------------ the order
+
+    def _items_of(self, rank: int, row: Sequence[Op]) -> list[Item]:
+        """Return what a rank does: the pipeline's operations, and numbers of the tasks of this rank between them."""
+        found: list[Item] = []
+
+        def add(task: _Task) -> None:
+            if rank == self._facts.rank:
+                self._work.append(task)
+                found.append(len(self._work) - 1)
+
+        for op in row:
+            if op.is_encoder:
+                add(_Task(_Job.FORWARD if op.kind is Kind.ENCODER_FORWARD else _Job.BACKWARD, op))
+                continue
+            readers = [index for index, encoder in enumerate(self._encoders) if encoder.stage == op.stage]
+            if op.kind is Kind.FORWARD:
+                for index in readers:
+                    add(_Task(_Job.RECEIVE, op._replace(encoder=index)))
+            found.append(Operation(is_forward=op.kind is Kind.FORWARD, stage=op.stage, microbatch=op.microbatch))
+            if op.kind is Kind.BACKWARD:
+                for index in readers:
+                    if self._encoders[index].parameters:
+                        add(_Task(_Job.RETURN, op._replace(encoder=index)))
+        return found
+
+    def _run(self, number: int, kwargs: list[dict[str, Any]]) -> None:
+        """Run a task."""
+        job, op = self._work[number]
+        value = self._state.inputs[op.encoder][op.microbatch]
+        if value is None:
+            if job is _Job.RECEIVE:
+                kwargs[op.microbatch] = {**kwargs[op.microbatch], self._encoders[op.encoder].feeds: None}
+            return
+        match job:
+            case _Job.FORWARD:
+                self._forward(op, value)
+            case _Job.RECEIVE:
+                name = self._encoders[op.encoder].feeds
+                kwargs[op.microbatch] = {**kwargs[op.microbatch], name: self._receive(op)}
+            case _Job.RETURN:
+                self._return(op)
+            case _Job.BACKWARD:
+                self._backward(op)
+
+    # ------------------------------------------------------------------------------------------------------- the tasks
+
+    def _forward(self, op: Op, value: Any) -> None:
+        encoder, key = self._encoders[op.encoder], (op.encoder, op.microbatch)
+        tape = self._state.tapes.setdefault(key, [])
+        if op.segment:
+            value = tape[-1].output.detach().requires_grad_(tape[-1].output.requires_grad)
+        with torch.set_grad_enabled(bool(encoder.parameters)):
+            output = encoder.segments[op.segment](value)
+        if not isinstance(output, torch.Tensor):
+            raise PipelinePlanError(
+                f"segment {op.segment} of the encoder of {encoder.feeds} returned a {type(output).__name__}; "
+                "segments hand on one tensor: wrap it so that it returns one"
+            )
+        tape.append(_Taped(value, output))
+        if op.segment < len(encoder.segments) - 1:
+            return
+        wanted = encoder.features
+        if output.shape != wanted.shape or output.dtype != wanted.dtype:
+            raise PipelinePlanError(
+                f"features of {encoder.feeds} for micro-batch {op.microbatch} are {tuple(output.shape)} of "
+                f"{output.dtype}; the example is {tuple(wanted.shape)} of {wanted.dtype}; give one of that shape"
+            )
+        reader = self._reader_of(encoder)
+        if reader == self._facts.rank:
+            self._state.features[key] = output.detach()
+        else:
+            self._send(output.detach().contiguous(), reader, op)
+        if not encoder.parameters:
+            del self._state.tapes[key]
+
+    def _receive(self, op: Op) -> torch.Tensor:
+        """Return the features of a micro-batch for the stage that reads them; their gradient will be kept."""
+        encoder, key = self._encoders[op.encoder], (op.encoder, op.microbatch)
+        source = self.replica_of[op.encoder][op.microbatch]
+        is_here = source == self._facts.rank
+        features = self._state.features.pop(key) if is_here else self._wait_for(encoder, source, op)
+        if encoder.parameters:
+            features.requires_grad_()
+            gradients = self._state.gradients
+            keep = functools.partial(gradients.__setitem__, key)
+            features.register_hook(keep)  # type: ignore[no-untyped-call]
+        return features
+
+    def _return(self, op: Op) -> None:
+        """Send the gradient of the features to the replica that made them."""
+        encoder, key = self._encoders[op.encoder], (op.encoder, op.microbatch)
+        source = self.replica_of[op.encoder][op.microbatch]
+        gradient = self._state.gradients.pop(key, None)
+        if gradient is None:  # the stage did not use the features of this micro-batch
+            gradient = torch.zeros_like(encoder.features, device=self._facts.device)
+        if self._facts.scales_gradients:
+            gradient = gradient / self._facts.num_microbatches
+        if source == self._facts.rank:
+            self._state.gradients[key] = gradient
+        else:
+            self._send(gradient.contiguous(), source, op)
+
+    def _backward(self, op: Op) -> None:
+        encoder, key = self._encoders[op.encoder], (op.encoder, op.microbatch)
+        reader = self._reader_of(encoder)
+        tape = self._state.tapes[key]
+        if op.segment or reader == self._facts.rank:
+            gradient = self._state.gradients.pop(key)
+        else:
+            gradient = self._wait_for(encoder, reader, op)
+        taped = tape.pop()
+        if taped.output.requires_grad:
+            torch.autograd.backward(taped.output, gradient)
+        if tape:
+            before = taped.value.grad
+            self._state.gradients[key] = torch.zeros_like(taped.value) if before is None else before
+        else:
+            del self._state.tapes[key]
+
+    # --------------------------------------------------------------------------------------------- between the ranks
+
+    def _reader_of(self, encoder: BubbleEncoder) -> int:
+        return encoder.stage % self._facts.num_ranks
+
+    def _tag(self, op: Op) -> int:
+        """Return what tells messages between two ranks apart: features and gradients of every micro-batch."""
+        is_gradient = op.kind in (Kind.BACKWARD, Kind.ENCODER_BACKWARD)
+        return 2 * (op.encoder * self._facts.num_microbatches + op.microbatch) + is_gradient
+
+    def _send(self, tensor: torch.Tensor, to: int, op: Op) -> None:
+        request = dist.isend(tensor, group=self._group, group_dst=to, tag=self._tag(op))
+        assert request is not None, "this rank is part of the group"
+        self._state.sent.append(request)
+        self._state.buffers.append(tensor)
+
+    def _wait_for(self, encoder: BubbleEncoder, source: int, op: Op) -> torch.Tensor:
+        buffer = torch.empty_like(encoder.features, device=self._facts.device, requires_grad=False)
+        request = dist.irecv(buffer, group=self._group, group_src=source, tag=self._tag(op))
+        assert request is not None, "this rank is part of the group"
+        request.wait()
+        return buffer
+
+    def _reduce(self, pairs: Sequence[tuple[nn.Parameter, torch.Tensor | None]]) -> None:
+        """Sum this step's gradients over the replicas, and add what was there before."""
+        by_type: dict[torch.dtype, list[tuple[nn.Parameter, torch.Tensor | None]]] = {}
+        for parameter, before in pairs:
+            by_type.setdefault(parameter.dtype, []).append((parameter, before))
+        for dtype, same in by_type.items():
+            is_there = torch.tensor([p.grad is not None for p, _ in same], dtype=dtype, device=same[0][0].device)
+            grads = [torch.zeros_like(p) if p.grad is None else p.grad for p, _ in same]
+            flat = torch.cat([is_there, *(grad.reshape(-1) for grad in grads)])
+            dist.all_reduce(flat, group=self._group)
+            counts, *parts = torch.split(flat, [len(same), *(grad.numel() for grad in grads)])
+            for (parameter, before), count, part in zip(same, counts.tolist(), parts, strict=True):
+                if count == 0:  # nobody used it: no gradient, as anywhere else
+                    parameter.grad = before
+                else:
+                    grad = part.view_as(parameter)
+                    parameter.grad = grad.clone() if before is None else before + grad
+
+    # --------------------------------------------------------------------------------------------------------- inputs
+
+    def _split(self, encoder: BubbleEncoder, given: Mapping[str, Sequence[Any] | torch.Tensor]) -> list[Any]:
+        """Return the input of every micro-batch."""
+        num_microbatches = self._facts.num_microbatches
+        if encoder.feeds not in given:
+            raise PipelinePlanError(
+                f"encoder_inputs has no {encoder.feeds!r}, it has {sorted(given)}; give a tensor or one input per "
+                "micro-batch, None where there is none"
+            )
+        value = given[encoder.feeds]
+        parts = list(value.chunk(num_microbatches) if isinstance(value, torch.Tensor) else value)
+        if len(parts) != num_microbatches:
+            raise PipelinePlanError(
+                f"encoder_inputs[{encoder.feeds!r}] has {len(parts)} parts; expected one for each of "
+                f"{num_microbatches} micro-batches"
+            )
+        return parts
+
+    def _placeholder(self, encoder: BubbleEncoder) -> torch.Tensor:
+        """Return what torch splits for micro-batches and infers shapes from; it takes no memory."""
+        features = encoder.features
+        shape = (features.shape[0] * self._facts.num_microbatches, *features.shape[1:])
+        return torch.zeros((), dtype=features.dtype, device=self._facts.device).expand(shape)
+
+
+def _restore(pairs: Sequence[tuple[nn.Parameter, torch.Tensor | None]]) -> None:
+    for parameter, before in pairs:
+        parameter.grad = before
+
+
+class _Job(Enum):
+    FORWARD = "forward"
+    """Run a segment."""
+    RECEIVE = "receive"
+    """Get features before the forward that reads them."""
+    RETURN = "return"
+    """Send gradients of features after the backward that made them."""
+    BACKWARD = "backward"
+    """Run a segment's backward."""
+
+
+class _Task(NamedTuple):
+    job: _Job
+    op: Op
+
+
+class _Taped(NamedTuple):
+    """Input and output of a segment, until its backward."""
+
+    value: Any
+    output: torch.Tensor
+
+
+@dataclass(slots=True)
+class _State:
+    """What is alive during one step; keys are encoder and micro-batch."""
+
+    inputs: list[list[Any]] = field(default_factory=list)
+    tapes: dict[tuple[int, int], list[_Taped]] = field(default_factory=dict)
+    features: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
+    gradients: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
+    sent: list[dist.Work] = field(default_factory=list)
+    buffers: list[torch.Tensor] = field(default_factory=list)
+    """What is being sent."""
+
+
+def fill_bubbles(
+    schedule: Any,
+    encoders: BubbleEncoder | Sequence[BubbleEncoder],
+    *,
+    times: StageTimes,
+    group: dist.ProcessGroup | None = None,
+    orders: Orders | None = None,
+    replica_of: Sequence[Sequence[int]] | None = None,
+) -> FilledPipeline:
+    """Return a step of a pipeline with encoders in its bubbles; every rank of the pipeline calls it.
+
+    Arguments:
+        schedule: a `Schedule1F1B`, `ScheduleGPipe` or `ScheduleInterleaved1F1B` with a loss function. It is not
+            changed; call the result in place of `schedule.step`.
+        encoders: the encoders, each with this rank's replica, whose parameters are equal on all ranks.
+        times: durations of the stages; ratios matter, not seconds.
+        group: process group of the pipeline's ranks, in their order, for features and gradients alone; None makes
+            one, which takes all ranks of the job if the pipeline has them all.
+        orders: operations of every rank to follow in place of a plan, with `replica_of`.
+        replica_of: by encoder and micro-batch, the rank that computes it.
+
+    Raises:
+        PipelinePlanError: something cannot be filled, or cannot run in the given order; the message says what.
+    """
+    facts = facts_of(schedule)
+    all_encoders = [encoders] if isinstance(encoders, BubbleEncoder) else list(encoders)
+    for encoder in all_encoders:
+        _require_runnable(encoder)
+    plain = make_schedule(
+        PipelineCase(
+            schedule=facts.name,
+            num_ranks=facts.num_ranks,
+            stages_per_rank=facts.stages_per_rank,
+            num_microbatches=facts.num_microbatches,
+            times=times,
+            encoders=(),
+        )
+    )
+    planned = tuple(_as_planned(encoder, facts.num_ranks) for encoder in all_encoders)
+    if (orders is None) != (replica_of is None):
+        raise PipelinePlanError("orders and replica_of describe one plan; give both or none")
+    if orders is None or replica_of is None:
+        plan = fill(plain, times, planned)
+        orders, replica_of = orders_of(plan), plan.replica_of
+    check_orders(orders, plain, planned, replica_of)
+    own_group = _make_group(facts) if group is None else group
+    shared: list[Any] = [orders, replica_of]
+    dist.broadcast_object_list(shared, group=own_group, group_src=0)
+    orders, replica_of = shared
+    check_orders(orders, plain, planned, replica_of)
+    return FilledPipeline(schedule, all_encoders, own_group, orders, replica_of)
+
+
+def _require_runnable(encoder: BubbleEncoder) -> None:
+    """Raise if an encoder cannot run in bubbles."""
+    if any(isinstance(m, FSDPModule) for segment in encoder.segments for m in segment.modules()):
+        raise PipelinePlanError(
+            f"the encoder of {encoder.feeds} is sharded by FSDP2: its ranks would have to run at the same time, and "
+            "replicas do not; give every rank a whole replica"
+        )
+    is_trained = bool(encoder.parameters)
+    for name, durations, is_needed in (
+        ("forward_ns", encoder.forward_ns, True),
+        ("backward_ns", encoder.backward_ns, is_trained),
+    ):
+        if is_needed and len(durations) != len(encoder.segments):
+            raise PipelinePlanError(
+                f"the encoder of {encoder.feeds} has {len(encoder.segments)} segments and {len(durations)} durations "
+                f"in {name}; give one per segment"
+            )
+
+
+def _as_planned(encoder: BubbleEncoder, num_ranks: int) -> Encoder:
+    """Return an encoder as the planner knows it."""
+    return Encoder(
+        name=encoder.feeds,
+        forward_ns=(tuple(encoder.forward_ns),),
+        backward_ns=(tuple(encoder.backward_ns)[::-1],) if encoder.parameters else (),
+        replicas=one_replica_per_rank(num_ranks),
+        feeds=encoder.stage,
+        max_live=encoder.max_live,
+    )
+
+
+def _make_group(facts: Facts) -> dist.ProcessGroup | None:
+    """Return a group of the pipeline's ranks."""
+    ranks = dist.get_process_group_ranks(facts.group)
+    if len(ranks) != dist.get_world_size():
+        raise PipelinePlanError(
+            f"the pipeline has {len(ranks)} of {dist.get_world_size()} ranks, and a group is made by all of them: make "
+            "one per pipeline with torch.distributed.new_group on every rank, and give it as group"
+        )
+    group: dist.ProcessGroup | None = dist.new_group(ranks)
+    return group

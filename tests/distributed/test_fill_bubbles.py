@@ -1,0 +1,143 @@
+"""Two ranks over gloo with encoders in the bubbles of their pipeline: the numbers of encoders on the first stage.
+
+The ranks start once and run everything one after the other; a test reads what they wrote.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from tests.distributed import pipeline_work as work
+from tests.distributed.conftest import DURATIONS
+
+pytestmark = pytest.mark.skipif(
+    not (dist.is_available() and dist.is_gloo_available()), reason="torch was built without gloo"
+)
+
+Seen = Callable[[str], list[dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def seen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Seen:
+    """Run the scenarios; return what the ranks saw of one."""
+    folder: Path = tmp_path_factory.mktemp("pipelines")
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # any free port
+    mp.get_context("forkserver").set_forkserver_preload([work.__name__])
+    ranks = mp.start_processes(
+        work.run_rank, (store.port, folder), nprocs=work.SIZE, join=False, start_method="forkserver"
+    )
+    deadline = time.monotonic() + 2 * work.PATIENCE.total_seconds()
+    try:
+        while not ranks.join(timeout=5):
+            if time.monotonic() > deadline:
+                pytest.fail(f"the ranks hang: they have done {sorted(path.stem for path in folder.glob('*.pt'))} only")
+    finally:
+        for process in ranks.processes:
+            if process.is_alive():
+                process.kill()
+
+    def read(name: str) -> list[dict[str, Any]]:
+        return [torch.load(folder / f"{name} {rank}.pt", weights_only=False) for rank in range(work.SIZE)]
+
+    for name in (*work.SCENARIOS, work.LAST):
+        seconds = max(result["took"] for result in read(name))
+        request.config.stash[DURATIONS].append((f"a pipeline of {work.SIZE} ranks, {name}", seconds))
+    return read
+
+
+def assert_same(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
+    """Losses of the last rank, stages of every rank, and the encoders of all ranks are those of the first stage."""
+    torch.testing.assert_close(found[-1]["losses"], expected[-1]["losses"], rtol=1e-4, atol=1e-4)
+    assert len(found[-1]["losses"]) == work.STEPS * work.MICROBATCHES
+    for mine, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine["stages"], theirs["stages"], rtol=1e-3, atol=2e-4)
+        # Gradients are summed over the ranks, so all replicas are equal to the last bit.
+        torch.testing.assert_close(mine["encoders"], found[0]["encoders"], rtol=0, atol=0)
+        torch.testing.assert_close(mine["encoders"], expected[0]["encoders"], rtol=1e-3, atol=2e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "reference"),
+    [
+        ("1f1b in bubbles", "1f1b on stage 0"),
+        ("1f1b in bubbles, few live", "1f1b on stage 0"),
+        ("gpipe in bubbles", "1f1b on stage 0"),
+        ("interleaved in bubbles", "interleaved on stage 0"),
+        ("frozen in bubbles", "frozen on stage 0"),
+        ("two in bubbles", "two on stage 0"),
+    ],
+)
+def test_ten_steps_give_the_numbers_of_the_encoder_on_the_first_stage(seen: Seen, name: str, reference: str) -> None:
+    """Losses of all micro-batches, and all parameters."""
+    assert_same(seen(name), seen(reference))
+
+
+def test_both_ranks_run_encoders_between_operations_of_the_pipeline(seen: Seen) -> None:
+    """Else there would be nothing to compare: the one plan has segments of one encoder on both, and in bubbles."""
+    ranks = seen("1f1b in bubbles")
+    assert ranks[0]["orders"] == ranks[1]["orders"]
+    for row in ranks[0]["orders"]:
+        is_encoder = [op.startswith("E") for op in row]
+        assert any(is_encoder)
+    inner = [row[row.index(next(op for op in row if "F0" in op and op[0].isdigit())) :] for row in ranks[0]["orders"]]
+    assert any(op.startswith("EF") for row in inner for op in row)
+
+
+def test_frozen_encoders_do_not_change(seen: Seen) -> None:
+    """And trained ones do."""
+    start = work.make_vit(1).state_dict()
+    torch.testing.assert_close(seen("frozen in bubbles")[0]["encoders"]["images"], start, rtol=0, atol=0)
+    trained = seen("1f1b in bubbles")[0]["encoders"]["images"]
+    assert all(not torch.equal(trained[key], value) for key, value in start.items() if "in_proj_bias" not in key)
+
+
+def test_micro_batches_of_text_alone_need_no_encoder(seen: Seen) -> None:
+    """Two of every step and all of one step: the numbers of one process without a pipeline."""
+    expected, found = seen("text only, alone")[0], seen("text only")
+    torch.testing.assert_close(found[-1]["losses"], expected["losses"], rtol=1e-4, atol=1e-4)
+    for rank, result in enumerate(found):
+        torch.testing.assert_close(result["stages"][0], expected["stages"][rank], rtol=1e-3, atol=2e-4)
+        torch.testing.assert_close(result["encoders"], expected["encoders"], rtol=1e-3, atol=2e-4)
+
+
+def test_gradients_accumulate_over_steps(seen: Seen) -> None:
+    """Two equal steps give twice the gradient of one, on both ranks: what was there is not summed over ranks again."""
+    ranks = seen("accumulate")
+    for result in ranks:
+        first, second = result["gradients"]
+        torch.testing.assert_close(second, [2 * grad for grad in first])
+        torch.testing.assert_close(first, ranks[0]["gradients"][0], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("order", "micro-batch 2 stops at 0F2, which needs EF2 of encoder 0, stage 0, segment 2"),
+        ("stage under FSDP2", "is sharded by FSDP2, whose unsharding would not wait for encoders; shard the optimizer"),
+        ("encoder under FSDP2", "encoder of images is sharded by FSDP2"),
+        ("durations", "has 3 segments and 1 durations in forward_ns; give one per segment"),
+        ("schedule", "bubbles of a object cannot be filled; use one of Schedule1F1B"),
+        ("inputs", "encoder_inputs has no 'images', it has []"),
+        ("parts", "has 1 parts; expected one for each of 4 micro-batches"),
+    ],
+)
+def test_what_cannot_be_filled_is_refused_in_words(seen: Seen, name: str, message: str) -> None:
+    """On every rank, before anything runs."""
+    results = [result[name] for result in seen("refusals")]
+    if name == "stage under FSDP2":
+        assert [result.split(" is ")[0] for result in results] == ["stage 0", "stage 1"]
+    assert all(message in result for result in results), results
+
+
+def test_a_rank_whose_features_never_come_ends_with_an_error(seen: Seen) -> None:
+    """Within the timeout of the group that was given for them."""
+    error = seen(work.LAST)[0]["error"].lower()
+    assert "timed out" in error or "timeout" in error or "closed" in error, error
