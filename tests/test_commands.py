@@ -15,6 +15,7 @@ COMMANDS = ("planner --only 'layered 10' --devices cpu16 --time-limits 0.1 --jso
 LONG = (
     "balance --ranks 2 --shares 0.5 --samples 2000 --steps 4 --planned 20000 --json {folder}/written",
     "body_codes --workloads two_tower --size tiny --rounds 4 --codes eager --json {folder}/written",
+    "bubbles --ranks 2 --microbatches 4 --scale 0.02 --rounds 1 --json {folder}/written",
     "call_overhead --rounds 2 --json {folder}/written",
     "gemm_template --workloads two_tower --size tiny --batch 64 --products 2 --seconds 0.01 --json {folder}/written",
     "graphs --only vit_control --folder {folder}",
