@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from apollo_compile.config import known_options
+    from apollo_compile.distributed.fill_bubbles import BubbleEncoder, fill_bubbles
     from apollo_compile.distributed.loader.costs import ModuleCosts
     from apollo_compile.distributed.loader.ranks import share_costs, weigh_loss
     from apollo_compile.distributed.loader.sampler import BalancedBatchSampler
     from apollo_compile.distributed.loader.stream import BalancedStreamSampler
+    from apollo_compile.distributed.pipeline.values import StageTimes
     from apollo_compile.reports.report import Report
     from apollo_compile.step import compile_step
     from apollo_compile.tools.explain import explain
@@ -24,11 +26,14 @@ if TYPE_CHECKING:
 __all__ = [
     "BalancedBatchSampler",
     "BalancedStreamSampler",
+    "BubbleEncoder",
     "ModuleCosts",
     "Report",
+    "StageTimes",
     "compile_step",
     "explain",
     "explain_step",
+    "fill_bubbles",
     "known_options",
     "module_costs",
     "report",
@@ -40,11 +45,14 @@ __version__ = "0.1.0"
 _MODULES = {
     "BalancedBatchSampler": "apollo_compile.distributed.loader.sampler",
     "BalancedStreamSampler": "apollo_compile.distributed.loader.stream",
+    "BubbleEncoder": "apollo_compile.distributed.fill_bubbles",
     "ModuleCosts": "apollo_compile.distributed.loader.costs",
     "Report": "apollo_compile.reports.report",
+    "StageTimes": "apollo_compile.distributed.pipeline.values",
     "compile_step": "apollo_compile.step",
     "explain": "apollo_compile.tools.explain",
     "explain_step": "apollo_compile.tools.explain_step",
+    "fill_bubbles": "apollo_compile.distributed.fill_bubbles",
     "known_options": "apollo_compile.config",
     "module_costs": "apollo_compile.tools.module_costs",
     "report": "apollo_compile.tools.report",

@@ -66,8 +66,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def _pages() -> list[Any]:
     """Pages that start processes, or show many defects of Inductor's, take half a minute each."""
-    is_long = {"commands", "distributed", "loader", "robustness"}
-    is_long = {"commands", "distributed", "pipelines", "robustness"}
+    is_long = {"commands", "distributed", "loader", "pipelines", "robustness"}
     return [pytest.param(page, id=page.stem, marks=pytest.mark.soak if page.stem in is_long else ()) for page in PAGES]
 
 

@@ -104,11 +104,13 @@ def choose_plan(
         times: durations of its stages.
         num_fine: how many plans are filled finely, the best coarse ones.
     """
-    coarse = [(plan, fill(schedule, times, (make_encoder(plan),), filling=Filling.COARSE)) for plan in plans]
-    least_ns = min(filled.step_ns for _, filled in coarse)
-    coarse.sort(key=lambda item: round(100 * item[1].step_ns / least_ns))  # stable: of nearly equal ones the first
-    tried = [(plan, rough, fill(schedule, times, rough.encoders)) for plan, rough in coarse[:num_fine]]
-    return min(tried, key=lambda item: item[2].step_ns)
+    made = [(plan, make_encoder(plan)) for plan in plans]
+    steps_ns = [fill(schedule, times, (encoder,), filling=Filling.COARSE, max_moves=0).step_ns for _, encoder in made]
+    ranks = [round(100 * step_ns / min(steps_ns)) for step_ns in steps_ns]
+    best = sorted(range(len(made)), key=ranks.__getitem__)[:num_fine]  # stable: of nearly equal ones the first
+    tried = [(*made[index], fill(schedule, times, (made[index][1],))) for index in best]
+    plan, encoder, fine = min(tried, key=lambda item: item[2].step_ns)
+    return plan, fill(schedule, times, (encoder,), filling=Filling.COARSE), fine
 
 
 def _divisors(number: int) -> list[int]:

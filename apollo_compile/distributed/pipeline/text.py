@@ -81,7 +81,7 @@ def format_comparison(rows: Sequence[Row], results: Sequence[SizeResult]) -> str
     lines = [
         table,
         *(
-            f"encoder: {depth} stages, tensor parallelism {tensor}, {count} replicas per pipeline"
+            f"encoder: pipeline depth {depth}, tensor parallelism {tensor}, {count} replicas per pipeline"
             for depth, tensor, count in sorted(plans)
         ),
         "simulated; times within 7 %, speed-ups within 0.03, shares within 1 point count as reproduced",
