@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,15 @@ import pytest
 from apollo_compile.device.cpu.machine import CPU_FEATURES, cpu_description, cpu_model
 from apollo_compile.errors import ApolloError
 from apollo_compile.tools.bench.facts import machine_facts
-from apollo_compile.tools.bench.numbers import LOSS, Measurement, compare_digests, save_digest, summarize, to_json
+from apollo_compile.tools.bench.numbers import (
+    LOSS,
+    Measurement,
+    Numbers,
+    compare_digests,
+    save_digest,
+    summarize,
+    to_json,
+)
 from apollo_compile.tools.bench.render import format_measurement
 from apollo_compile.tools.bench.task import INDUCTOR_MODES, KEPT_MEMORY, TOLERANCES, VARIANTS, Task, Variant
 from apollo_compile.tools.bench.turns import measure, measure_children, turn_orders
@@ -59,10 +67,9 @@ class _FakeChild:
     folder: Path
     loss: float = 1.0
 
-    def start(self) -> Mapping[str, Any]:
+    def start(self) -> float:
         self.log.append(f"start {self.name}")
-        save_digest(self.folder / f"{self.name}.npz", {"file": np.full(3, self.loss, dtype=np.float32)})
-        return {"cold_s": 1.0, "loss": self.loss, "digest": str(self.folder / f"{self.name}.npz")}
+        return 1.0
 
     def warm_up(self, steps: int) -> int:
         self.log.append(f"{self.name} warms up {steps}")
@@ -77,6 +84,10 @@ class _FakeChild:
 
     def ran(self) -> Sequence[str]:
         return ["segments in turn", "Inductor"] if self.name == "apollo" else []
+
+    def numbers(self) -> Numbers:
+        save_digest(self.folder / f"{self.name}.npz", {"file": np.full(3, self.loss, dtype=np.float32)})
+        return {"loss": self.loss, "digest": str(self.folder / f"{self.name}.npz")}
 
 
 def test_turns_alternate_their_order() -> None:

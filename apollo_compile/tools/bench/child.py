@@ -1,6 +1,10 @@
 """The process of one variant: builds and compiles the task, and takes steps when it is asked to.
 
 serve(order)    until the parent closes the socket
+
+What a step is, and what of it is compared, is the stepper's to say (`Variant.stepper`). That of this file takes
+forward, loss and backward, or forward alone, and compares loss and gradients of its first step; benchmarks derive
+others from it.
 """
 
 from __future__ import annotations
@@ -16,8 +20,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from apollo_compile.tools.bench.numbers import save_digest
+from apollo_compile.tools.bench.numbers import Numbers, save_digest
 from apollo_compile.units import NS_PER_S
 
 MAX_WARMUP = 3000
@@ -30,7 +35,7 @@ def serve(order: Mapping[str, Any]) -> None:
     if order["variant"]["cores"] is not None:  # before torch counts them
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: order["variant"]["cores"]])
     pipe = Connection(order["fd"])
-    stepper: _Stepper | None = None
+    stepper: Stepper | None = None
     while True:
         try:
             request = pipe.recv()
@@ -38,8 +43,9 @@ def serve(order: Mapping[str, Any]) -> None:
             return
         try:
             if request[0] == "start":
-                stepper = _Stepper(order)
-                answer: Any = stepper.start(Path(order["digest"]))
+                module, _, name = order["variant"]["stepper"].partition(":")
+                stepper = getattr(importlib.import_module(module), name)(order)
+                answer: Any = stepper.start()
             elif stepper is not None:
                 answer = getattr(stepper, request[0])(*request[1:])
             pipe.send((False, answer))
@@ -62,10 +68,11 @@ def _peak_bytes() -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
 
 
-class _Stepper:
-    """The built and compiled task in a child."""
+class Stepper:
+    """The built and compiled task in a child; a step is forward, loss and backward, or forward alone."""
 
     def __init__(self, order: Mapping[str, Any]) -> None:
+        """Build the task; an order is what the parent sends (`_spawn`)."""
         import torch
 
         from apollo_compile.device.cpu.execute import keep_memory
@@ -74,73 +81,103 @@ class _Stepper:
         module, _, function = task["builder"].partition(":")
         for seed in (random.seed, np.random.seed, torch.manual_seed):
             seed(0)  # random weights and inputs are equal in all variants
-        self._built = getattr(importlib.import_module(module), function)(**task["arguments"])
-        self._device = next((parameter.device.type for parameter in self._built.model.parameters()), "cpu")
+        self.built = getattr(importlib.import_module(module), function)(**task["arguments"])
+        self._device = next((parameter.device.type for parameter in self.built.model.parameters()), "cpu")
         self._is_training = task["mode"] == "train"
         self._is_reduced = task["dtype"] == "bfloat16"
+        self._digest = Path(order["digest"])
         self._watches_peak = False
         self._keeps_memory = variant["keeps_memory"]
         if self._keeps_memory:
             keep_memory()
-        self._call: Callable[..., Any] = self._built.model
-        if variant["backend"] is not None:
-            options = dict(variant["options"]) or None
-            self._call = torch.compile(self._built.model, backend=variant["backend"], options=options)
+        self.prepare(variant["backend"], dict(variant["options"]))
 
-    def start(self, digest: Path) -> dict[str, Any]:
+    def prepare(self, backend: str | None, options: dict[str, Any]) -> None:
+        """Compile the model, or leave it as it is where there is no backend."""
+        import torch
+
+        self._call: Callable[..., Any] = self.built.model
+        if backend is not None:
+            self._call = torch.compile(self.built.model, backend=backend, options=options or None)
+
+    def start(self) -> float:
+        """Take the cold step; return its seconds."""
         from apollo_compile.device.cpu.execute import trim_memory
 
         begin = time.perf_counter_ns()
-        loss = self._step()
+        loss = self.step()
         cold_ns = time.perf_counter_ns() - begin
-        parameters = self._built.model.named_parameters()
-        gradients = {name: p.grad.float().numpy() for name, p in parameters if p.grad is not None}
-        save_digest(digest, gradients)
-        self._clear()
+        self.keep_first(loss)
+        self.clear()
         if self._keeps_memory:
             trim_memory()  # free memory from compiling; apollo does the same
-        return {"cold_s": cold_ns / NS_PER_S, "loss": float(loss.detach()), "digest": str(digest)}
+        return cold_ns / NS_PER_S
+
+    def keep_first(self, loss: Any) -> None:
+        """Keep loss and gradients of the first step."""
+        parameters = self.built.model.named_parameters()
+        gradients = {name: p.grad.float().numpy() for name, p in parameters if p.grad is not None}
+        self._numbers = self.save_numbers(loss, gradients)
+
+    def save_numbers(self, loss: Any, values: Mapping[str, npt.NDArray[np.float32]]) -> Numbers:
+        """Write what is compared, an array for each parameter besides the loss."""
+        save_digest(self._digest, values)
+        return {"loss": float(loss.detach()), "digest": str(self._digest)}
+
+    def numbers(self) -> Numbers:
+        """Return what is compared with the reference."""
+        return self._numbers
 
     def warm_up(self, steps: int) -> int:
-        from apollo_compile.session.registry import is_settled
-
+        """Take at least `steps` steps, and more until autotuning is over; return the number of steps."""
         taken = 0
-        while taken < steps or (taken < MAX_WARMUP and not is_settled(self._built.model)):
-            self._step()
-            self._clear()
+        while taken < steps or (taken < MAX_WARMUP and not self.is_settled()):
+            self.step()
+            self.clear()
             taken += 1
         self._watches_peak = _reset_peak()
         return taken
 
+    def is_settled(self) -> bool:
+        """Return whether nothing is being decided by measuring any more."""
+        from apollo_compile.session.registry import is_settled
+
+        return is_settled(self.built.model)
+
     def peak_bytes(self) -> int | None:
+        """Return the largest resident memory since the warm-up, or None if the system does not tell."""
         return _peak_bytes() if self._watches_peak else None
 
     def ran(self) -> list[str]:
+        """Return the variants that apollo runs, each once."""
         from apollo_compile.session.registry import variants_of
 
-        return variants_of(self._built.model)
+        return variants_of(self.built.model)
 
     def run(self, untimed: int, timed: int) -> list[int]:
+        """Take steps; return the nanoseconds of the timed ones."""
         times: list[int] = []
         for _ in range(untimed + timed):
             begin = time.perf_counter_ns()
-            self._step()
+            self.step()
             times.append(time.perf_counter_ns() - begin)
-            self._clear()
+            self.clear()
         return times[untimed:]
 
-    def _step(self) -> Any:
+    def step(self) -> Any:
+        """Take one step, which is what is timed; return the loss."""
         import torch
 
         with (
             torch.set_grad_enabled(self._is_training),
             torch.autocast(self._device, torch.bfloat16, enabled=self._is_reduced),
         ):
-            loss = self._built.loss(self._call(**self._built.inputs))
+            loss = self.built.loss(self._call(**self.built.inputs))
         if self._is_training:
             loss.backward()
         return loss
 
-    def _clear(self) -> None:
-        for parameter in self._built.model.parameters():
+    def clear(self) -> None:
+        """Drop what a step leaves behind, untimed."""
+        for parameter in self.built.model.parameters():
             parameter.grad = None

@@ -1,6 +1,6 @@
 """From the measured steps of all variants to numbers: speed-ups with their intervals, and differences from a reference.
 
-collect(task, started, times, peaks, ran) -> Measurement
+collect(task, cold_s, numbers, times, peaks, ran) -> Measurement
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +23,14 @@ _TINY = 1.2e-38  # the smallest normal float32
 
 LOSS = "\0loss"
 """Name of the loss in a digest, which no parameter can have."""
+
+
+class Numbers(TypedDict):
+    """What a child computed."""
+
+    loss: float
+    digest: str
+    """Path of an array for each parameter, as `save_digest` writes it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -155,7 +163,8 @@ def to_json(measurement: Measurement) -> dict[str, Any]:
 
 def collect(
     task: Task,
-    started: Mapping[str, Mapping[str, Any]],
+    cold_s: Mapping[str, float],
+    numbers: Mapping[str, Numbers],
     times: Mapping[str, Sequence[tuple[int, ...]]],
     peaks: Mapping[str, int | None],
     ran: Mapping[str, tuple[str, ...]],
@@ -164,24 +173,25 @@ def collect(
 
     Arguments:
         task: what a step was.
-        started: by variant, what `Child.start` returned.
+        cold_s: by variant, seconds of the first step.
+        numbers: by variant, what is compared with the reference.
         times: by variant, nanoseconds of the timed steps by round.
         peaks: by variant, largest resident memory in bytes.
         ran: by variant, what apollo ran in the end.
     """
-    names = tuple(started)
+    names = tuple(numbers)
     baseline = "inductor" if "inductor" in names else names[0]
     reference = "eager" if "eager" in names else names[0]
-    expected = _load_digest(started[reference])
+    expected = _load_digest(numbers[reference])
     results = tuple(
         VariantResult(
             variant=name,
-            cold_s=float(started[name]["cold_s"]),
+            cold_s=cold_s[name],
             rounds_ns=tuple(times[name]),
             peak_bytes=peaks[name],
-            loss=float(started[name]["loss"]),
+            loss=numbers[name]["loss"],
             summary=summarize(times[name], times[baseline]),
-            difference=compare_digests(_load_digest(started[name]), expected),
+            difference=compare_digests(_load_digest(numbers[name]), expected),
             ran=ran[name],
         )
         for name in names
@@ -199,17 +209,17 @@ def collect(
     )
 
 
-def _load_digest(started: Mapping[str, Any]) -> dict[str, npt.NDArray[np.float32]]:
-    with np.load(started["digest"]) as arrays:
+def _load_digest(numbers: Numbers) -> dict[str, npt.NDArray[np.float32]]:
+    with np.load(numbers["digest"]) as arrays:
         names = json.loads(str(arrays["names"]))
-        return {name: arrays[f"a{number}"] for number, name in enumerate(names)} | {LOSS: np.asarray(started["loss"])}
+        return {name: arrays[f"a{number}"] for number, name in enumerate(names)} | {LOSS: np.asarray(numbers["loss"])}
 
 
-def save_digest(path: Path, gradients: Mapping[str, npt.NDArray[np.float32]]) -> None:
-    """Write the gradients of a step to a file, by parameter."""
+def save_digest(path: Path, values: Mapping[str, npt.NDArray[np.float32]]) -> None:
+    """Write an array for each parameter to a file."""
     # A parameter may be named `file`, which is an argument of savez, so arrays are numbered.
-    arrays: dict[str, Any] = {f"a{number}": array for number, array in enumerate(gradients.values())}
-    np.savez(path, names=np.asarray(json.dumps(list(gradients))), **arrays)
+    arrays: dict[str, Any] = {f"a{number}": array for number, array in enumerate(values.values())}
+    np.savez(path, names=np.asarray(json.dumps(list(values))), **arrays)
 
 
 def _medians(rounds_ns: npt.NDArray[np.float64], picks: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:

@@ -21,7 +21,6 @@ COLUMNS = (
     "first step",
     "peak memory",
     "loss",
-    "gradients",
 )
 
 MIN_ROUNDS = 5
@@ -30,13 +29,16 @@ MIN_ROUNDS = 5
 
 def format_measurement(measurement: Measurement) -> str:
     """Return one row per variant; `speed-up` is over the baseline, differences are from the reference."""
+    compared = measurement.task.compared
     table: str = tabulate(
-        [_row(measurement, result) for result in measurement.results], headers=COLUMNS, disable_numparse=True
+        [_row(measurement, result) for result in measurement.results],
+        headers=(*COLUMNS, compared),
+        disable_numparse=True,
     )
     told = (
         f"{table}\n"
         f"speed-up: median of {measurement.baseline} over this median, above 1 is faster; "
-        f"loss, gradients: largest relative difference from {measurement.reference}\n"
+        f"loss, {compared}: largest relative difference from {measurement.reference}\n"
         f"taken in {measurement.task.dtype} on {measurement.cpu}"
     )
     ran = [f"{result.variant}: {', '.join(result.ran)}" for result in measurement.results if result.ran]

@@ -28,6 +28,8 @@ class Variant:
     """Cores that its process may use; None means the cores of this process."""
     keeps_memory: bool = False
     """Whether its process gets apollo's allocator settings, which otherwise only `backend="apollo"` has."""
+    stepper: str = "apollo_compile.tools.bench.child:Stepper"
+    """`module:class`, a `Stepper`: what a step of this variant is."""
 
 
 INDUCTOR_MODES: tuple[Variant, ...] = (
@@ -94,6 +96,8 @@ class Task:
     mode: Mode = "train"
     dtype: DType = "float32"
     """With `bfloat16`, forward and loss are under `torch.autocast`; parameters and gradients stay float32."""
+    compared: str = "gradients"
+    """What of the parameters its steppers compare besides the loss."""
 
     @property
     def tolerance(self) -> float:

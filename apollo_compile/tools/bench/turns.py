@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from apollo_compile.errors import ApolloError
-from apollo_compile.tools.bench.numbers import Measurement, collect
+from apollo_compile.tools.bench.numbers import Measurement, Numbers, collect
 from apollo_compile.tools.bench.task import VARIANTS, Task, Variant
 
 PAUSE_S = 0.01
@@ -37,8 +37,8 @@ Progress = Callable[[str], None]
 class Child(Protocol):
     """A process that runs one variant of a task."""
 
-    def start(self) -> Mapping[str, Any]:
-        """Build, take the cold step and save its numbers; return `cold_s`, `loss` and `digest` (a path)."""
+    def start(self) -> float:
+        """Build and take the cold step; return its seconds."""
 
     def warm_up(self, steps: int) -> int:
         """Take at least `steps` steps, and more until autotuning is over; return the number of steps."""
@@ -51,6 +51,9 @@ class Child(Protocol):
 
     def ran(self) -> Sequence[str]:
         """Return the variants that apollo runs, each once; empty for other backends."""
+
+    def numbers(self) -> Numbers:
+        """Return what is compared with the reference; asked last."""
 
 
 def measure(
@@ -104,11 +107,11 @@ def measure_children(
 ) -> Measurement:
     """Start the children one after the other, let them take turns, and summarize the times."""
     tell = progress or (lambda line: None)
-    started: dict[str, Mapping[str, Any]] = {}
+    cold_s: dict[str, float] = {}
     for number, (name, child) in enumerate(children.items(), 1):
         tell(f"[{number}/{len(children)}] {name}: building and taking the first step")
-        started[name] = child.start()
-        tell(f"[{number}/{len(children)}] {name}: first step took {started[name]['cold_s']:.1f} s")
+        cold_s[name] = child.start()
+        tell(f"[{number}/{len(children)}] {name}: first step took {cold_s[name]:.1f} s")
     for name, child in children.items():
         tell(f"{name}: warmed up in {child.warm_up(warmup)} steps")
         pause(PAUSE_S)
@@ -120,7 +123,8 @@ def measure_children(
             pause(PAUSE_S)
     peaks = {name: child.peak_bytes() for name, child in children.items()}
     ran = {name: tuple(child.ran()) for name, child in children.items()}
-    return collect(task, started, times, peaks, ran)
+    numbers = {name: child.numbers() for name, child in children.items()}
+    return collect(task, cold_s, numbers, times, peaks, ran)
 
 
 def turn_orders(names: Sequence[str], rounds: int) -> Iterator[tuple[str, ...]]:
@@ -135,9 +139,8 @@ class _Process:
     def __init__(self, name: str, process: subprocess.Popen[bytes], pipe: Connection, log: Path) -> None:
         self._name, self._process, self._pipe, self._log = name, process, pipe, log
 
-    def start(self) -> Mapping[str, Any]:
-        answer: Mapping[str, Any] = self._ask(("start",), _START_TIMEOUT_S)
-        return answer
+    def start(self) -> float:
+        return float(self._ask(("start",), _START_TIMEOUT_S))
 
     def warm_up(self, steps: int) -> int:
         return int(self._ask(("warm_up", steps), _START_TIMEOUT_S))
@@ -152,6 +155,10 @@ class _Process:
 
     def ran(self) -> Sequence[str]:
         answer: Sequence[str] = self._ask(("ran",), _TURN_TIMEOUT_S)
+        return answer
+
+    def numbers(self) -> Numbers:
+        answer: Numbers = self._ask(("numbers",), _TURN_TIMEOUT_S)
         return answer
 
     def _ask(self, request: tuple[Any, ...], timeout_s: float) -> Any:
