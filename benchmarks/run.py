@@ -25,7 +25,7 @@ from pathlib import Path
 from tabulate import tabulate
 
 from apollo_compile.tools.bench.facts import machine_facts
-from apollo_compile.tools.bench.numbers import Measurement, to_json
+from apollo_compile.tools.bench.numbers import Measurement, VariantResult, to_json
 from apollo_compile.tools.bench.render import format_measurement
 from apollo_compile.tools.bench.task import (
     AGAIN,
@@ -55,8 +55,7 @@ _BRANCHED = ("two_tower", "clip", "flava", "clap")
 def main(arguments: list[str] | None = None) -> int:
     """Measure, print tables, write JSON; return the exit code."""
     args = _parse(arguments)
-    measurements: list[Measurement] = []
-    wrong: list[str] = []
+    cases = []
     for name, mode, dtype in itertools.product(args.workloads, args.modes, args.dtypes):
         for batch in args.batch or _BATCHES.get(name, _OTHER_BATCHES):
             task = Task(
@@ -66,28 +65,51 @@ def main(arguments: list[str] | None = None) -> int:
                 dtype=dtype,
             )
             title = f"{name}, {args.size}, batch {batch or 'of the spec'}, {mode}, {dtype}"
-            print(f"\n== {title}", flush=True)
-            measurement = measure(
-                task,
-                args.variants,
-                rounds=-(-args.steps // args.steps_per_turn),
-                steps_per_turn=args.steps_per_turn,
-                cold=not args.warm_cache,
-                progress=lambda line: print(f"   {line}", file=sys.stderr, flush=True),
-            )
-            print(format_measurement(measurement), flush=True)
-            measurements.append(measurement)
-            wrong += [
-                f"{title}: {result.variant} differs at {result.difference.worst or 'the loss'}"
-                for result in measurement.results
-                if not result.difference.is_within(task.tolerance)
-            ]
-            _write(args.json, measurements)  # after each, so that an interrupted run keeps what it has
+            cases.append((title, task, args.variants))
+    measurements, wrong = measure_tasks(cases, args)
     if len(measurements) > 1:
         print(f"\n{format_overview(measurements)}", flush=True)
     for line in wrong:
         print(f"WRONG NUMBERS: {line}")
     return 1 if wrong else 0
+
+
+def measure_tasks(
+    cases: Iterable[tuple[str, Task, Sequence[Variant]]],
+    args: argparse.Namespace,
+    is_judged: Callable[[Task, VariantResult], bool] = lambda task, result: True,
+) -> tuple[list[Measurement], list[str]]:
+    """Measure one task after the other, print each, and write all that there are so far.
+
+    Arguments:
+        cases: title, task and variants.
+        args: of the command line: `steps`, `steps_per_turn`, `warm_cache`, `json`.
+        is_judged: whether a variant's numbers have to be those of the reference.
+
+    Returns:
+        All measurements, and a line for each variant whose numbers are wrong.
+    """
+    measurements: list[Measurement] = []
+    wrong: list[str] = []
+    for title, task, chosen in cases:
+        print(f"\n== {title}", flush=True)
+        measurement = measure(
+            task,
+            chosen,
+            rounds=-(-args.steps // args.steps_per_turn),
+            steps_per_turn=args.steps_per_turn,
+            cold=not args.warm_cache,
+            progress=lambda line: print(f"   {line}", file=sys.stderr, flush=True),
+        )
+        print(format_measurement(measurement), flush=True)
+        measurements.append(measurement)
+        wrong += [
+            f"{title}: {result.variant} differs at {result.difference.worst or 'the loss'}"
+            for result in measurement.results
+            if is_judged(task, result) and not result.difference.is_within(task.tolerance)
+        ]
+        _write(args.json, measurements)  # after each, so that an interrupted run keeps what it has
+    return measurements, wrong
 
 
 def format_overview(measurements: Sequence[Measurement]) -> str:

@@ -1,0 +1,283 @@
+"""Whole training steps, for `tools/bench` to measure: micro-batches, their gradients, and the optimizer.
+
+    Task(builder="benchmarks.harness.whole_steps:build_task", arguments={...}, compared=COMPARED)
+    Variant(name=..., backend=..., stepper=LOOP)
+
+A step begins with `zero_grad` and ends with the optimizer's, and is timed as a whole. The digest is how much every
+parameter changed in `COMPARED_STEPS` steps from the first weights on, after all that was timed, so that it is the
+settled variant that is compared.
+
+    LOOP          the loop over micro-batches as users write it, the model in eager or compiled
+    FULL_BATCH    the same with all micro-batches as one
+    TRACED        forward and backward of all micro-batches as one graph of Dynamo's, then the optimizer
+    TRACED_WHOLE  the optimizer inside that graph, too
+    COMPILED      `apollo_compile.compile_step`
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.adamw import adamw
+
+from apollo_compile.step import compile_step, split_evenly
+from apollo_compile.tools.bench.child import Stepper
+from apollo_compile.tools.bench.numbers import Numbers
+from benchmarks.workloads import build
+from benchmarks.workloads.chain import build_chain
+
+LOOP, FULL_BATCH, TRACED, TRACED_WHOLE, COMPILED = (
+    f"{__name__}:{name}" for name in ("Loop", "FullBatch", "TracedStep", "TracedWholeStep", "CompiledStep")
+)
+
+COMPARED = "changes of weights"
+COMPARED_STEPS = 3
+
+SGD_RATE = 0.01
+ADAMW: Mapping[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "weight_decay": 0.01, "eps": 1e-3}
+"""A large epsilon: by default AdamW turns gradients that are zero but for rounding, such as those of a key's bias, into
+full steps in a random direction, and no two variants would be alike."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepTask:
+    """A model, one batch, and how steps are taken on it."""
+
+    model: nn.Module
+    batch: Mapping[str, Tensor]
+    loss_fn: Callable[[nn.Module, Mapping[str, Tensor]], Tensor]
+    optimizer: str
+    """`sgd` or `adamw`."""
+    microbatches: int
+
+
+def build_task(*, name: str, size: str, batch: int, optimizer: str, microbatches: int) -> StepTask:
+    """Return a task on a workload, or on the chain, with so many samples in a step."""
+    workload = build_chain(size, batch=batch) if name == "chain" else build(name, size, batch=batch)
+    constants = {key: value for key, value in workload.inputs.items() if not isinstance(value, Tensor)}
+
+    def loss_fn(model: nn.Module, part: Mapping[str, Tensor]) -> Tensor:
+        return workload.loss(model(**part, **constants))
+
+    return StepTask(
+        model=workload.model,
+        batch={key: value for key, value in workload.inputs.items() if isinstance(value, Tensor)},
+        loss_fn=loss_fn,
+        optimizer=optimizer,
+        microbatches=microbatches,
+    )
+
+
+def make_optimizer(task: StepTask) -> torch.optim.Optimizer:
+    """Return the optimizer as users have it: one native call for all parameters."""
+    if task.optimizer == "sgd":
+        return torch.optim.SGD(task.model.parameters(), lr=SGD_RATE, fused=True)
+    return torch.optim.AdamW(task.model.parameters(), fused=True, **ADAMW)
+
+
+class Loop(Stepper):
+    """The plain loop over micro-batches, on a model in eager or compiled by itself."""
+
+    built: StepTask
+
+    def __init__(self, order: Mapping[str, Any]) -> None:
+        # LLaVA checks a number that it reads from a tensor, which breaks the graph of every backend otherwise.
+        torch._dynamo.config.capture_scalar_outputs = True
+        super().__init__(order)
+
+    def prepare(self, backend: str | None, options: dict[str, Any]) -> None:
+        """Compile what computes the loss, and make the optimizer."""
+        self.optimizer = make_optimizer(self.built)
+        self._first = copy.deepcopy((self.built.model.state_dict(), self.optimizer.state_dict()))
+        self.compile(backend, options)
+
+    def compile(self, backend: str | None, options: dict[str, Any]) -> None:
+        """Compile the model, as users do."""
+        self._run: Any = self.built.model
+        if backend is not None:
+            self._run = torch.compile(self.built.model, backend=backend, options=options or None)
+
+    def step(self) -> Tensor:
+        """Take one step; return the mean of the losses."""
+        parts = self.parts()
+        self.optimizer.zero_grad()
+        total: Tensor | None = None
+        for part in parts:
+            loss = self.built.loss_fn(self._run, part) / len(parts)
+            loss.backward()
+            total = loss.detach() if total is None else total + loss.detach()
+        self.optimizer.step()
+        assert total is not None
+        return total
+
+    def parts(self) -> Sequence[Mapping[str, Tensor]]:
+        """Return the micro-batches."""
+        return split_evenly(self.built.batch, self.built.microbatches)
+
+    def clear(self) -> None:
+        """Leave gradients to the next step, which drops them."""
+
+    def keep_first(self, loss: Any) -> None:
+        """Keep nothing: what is compared are steps of the settled variant."""
+
+    def numbers(self) -> Numbers:
+        """Begin again, and return the loss and how the weights changed."""
+        self.begin_again()
+        for _ in range(COMPARED_STEPS):
+            loss = self.step()
+        first, _ = self._first
+        parameters = self.built.model.named_parameters()
+        return self.save_numbers(loss, {name: (p.detach() - first[name]).float().numpy() for name, p in parameters})
+
+    def begin_again(self) -> None:
+        """Load the first weights, and an optimizer that has not stepped."""
+        weights, state = self._first
+        self.built.model.load_state_dict(weights)
+        self.optimizer.load_state_dict(state)
+
+
+class FullBatch(Loop):
+    """One batch instead of micro-batches."""
+
+    def parts(self) -> Sequence[Mapping[str, Tensor]]:
+        """Return the batch as it is."""
+        return [self.built.batch]
+
+
+class TracedStep(Loop):
+    """Forward and backward of all micro-batches as one graph, for whatever backend compiles it."""
+
+    def compile(self, backend: str | None, options: dict[str, Any]) -> None:
+        """Let Dynamo trace the calls of autograd."""
+        torch._dynamo.config.trace_autograd_ops = True  # for good: the process takes no other steps
+        self.parameters = _trained(self.built)
+        self._compute = torch.compile(
+            self._whole(), backend=backend or "eager", fullgraph=True, dynamic=False, options=options or None
+        )
+
+    def _whole(self) -> Callable[[Sequence[Mapping[str, Tensor]]], Any]:
+        return _sum_gradients(self.built, self.parameters)
+
+    def step(self) -> Tensor:
+        """Take one step."""
+        self.optimizer.zero_grad()
+        loss, gradients = self._compute(self.parts())
+        for parameter, gradient in zip(self.parameters, gradients, strict=True):
+            parameter.grad = gradient
+        self.optimizer.step()
+        return loss
+
+
+class TracedWholeStep(TracedStep):
+    """The update inside the graph, too: the functional form of the optimizer, on a state of its own."""
+
+    def _whole(self) -> Callable[[Sequence[Mapping[str, Tensor]]], Any]:
+        compute, parameters = _sum_gradients(self.built, self.parameters), self.parameters
+        if self.built.optimizer == "sgd":
+            self._state: tuple[list[Tensor], ...] = ()
+
+            def take(parts: Sequence[Mapping[str, Tensor]]) -> Tensor:
+                loss, gradients = compute(parts)
+                with torch.no_grad():
+                    torch._foreach_add_(parameters, gradients, alpha=-SGD_RATE)
+                return loss
+
+            return take
+        means, squares = ([torch.zeros_like(each) for each in parameters] for _ in range(2))
+        steps = [torch.zeros(()) for _ in parameters]
+        self._state = (means, squares, steps)
+        beta1, beta2 = ADAMW["betas"]
+
+        def take_adamw(parts: Sequence[Mapping[str, Tensor]]) -> Tensor:
+            loss, gradients = compute(parts)
+            with torch.no_grad():
+                adamw(
+                    parameters,
+                    gradients,
+                    means,
+                    squares,
+                    [],
+                    steps,
+                    foreach=True,
+                    capturable=True,  # the number of the step is a tensor, so that Dynamo does not see another one
+                    amsgrad=False,
+                    beta1=beta1,
+                    beta2=beta2,
+                    lr=ADAMW["lr"],
+                    weight_decay=ADAMW["weight_decay"],
+                    eps=ADAMW["eps"],
+                    maximize=False,
+                )
+            return loss
+
+        return take_adamw
+
+    def step(self) -> Tensor:
+        """Take one step."""
+        loss: Tensor = self._compute(self.parts())
+        return loss
+
+    def begin_again(self) -> None:
+        """Load the first weights, and clear the state."""
+        super().begin_again()
+        for tensors in self._state:
+            for tensor in tensors:
+                tensor.zero_()
+
+
+class CompiledStep(Loop):
+    """The step as `compile_step` makes it."""
+
+    def compile(self, backend: str | None, options: dict[str, Any]) -> None:
+        """Compile the step; `backend` is apollo."""
+        built = self.built
+        self._take = compile_step(
+            built.model, built.loss_fn, self.optimizer, microbatches=built.microbatches, options=options
+        )
+
+    def step(self) -> Tensor:
+        """Take one step."""
+        return self._take(self.built.batch)
+
+    def is_settled(self) -> bool:
+        """Return whether the comparison of whole steps is over."""
+        return bool(self._take.verdicts) and all(tuner.is_settled for tuner in self._take.tuners)
+
+    def ran(self) -> list[str]:
+        """Return what was chosen, and from what."""
+        return self._take.verdicts
+
+
+def _trained(task: StepTask) -> list[nn.Parameter]:
+    """Return the parameters that get gradients."""
+    parameters = [each for each in task.model.parameters() if each.requires_grad]
+    buffers = {name: buffer.clone() for name, buffer in task.model.named_buffers()}
+    loss = task.loss_fn(task.model, task.batch)
+    gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
+    with torch.no_grad():
+        for name, buffer in task.model.named_buffers():
+            buffer.copy_(buffers[name])
+    return [each for each, gradient in zip(parameters, gradients, strict=True) if gradient is not None]
+
+
+def _sum_gradients(
+    task: StepTask, parameters: Sequence[nn.Parameter]
+) -> Callable[[Sequence[Mapping[str, Tensor]]], tuple[Tensor, list[Tensor]]]:
+    """Return a function from micro-batches to their loss and its gradients, added in the loop's order."""
+    model, loss_fn = task.model, task.loss_fn
+
+    def compute(parts: Sequence[Mapping[str, Tensor]]) -> tuple[Tensor, list[Tensor]]:
+        total, gradients = torch.zeros(()), []
+        for part in parts:
+            loss = loss_fn(model, part) / len(parts)
+            made = torch.autograd.grad(loss, parameters)
+            gradients = [a + b for a, b in zip(gradients, made, strict=True)] if gradients else list(made)
+            total = total + loss.detach()
+        return total, gradients
+
+    return compute

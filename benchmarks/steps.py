@@ -1,0 +1,140 @@
+"""Measure whole training steps: micro-batches, their gradients, and the optimizer.
+
+    python -m benchmarks.steps --workloads clip,llava --optimizers adamw --microbatches 1,4 --json out.json
+    python -m benchmarks.steps --workloads all --microbatches 1,2,4 --warm-cache --json out.json
+
+A step is `zero_grad`, forward and backward of every micro-batch, and the optimizer's step, on a batch of `--batch`
+samples. Variants are the loop in eager, compiled by Inductor and by apollo; the whole step traced as one graph for
+Inductor, with the optimizer after it or inside; the full batch with Inductor; and `compile_step`, with its comparison
+and without. How steps are timed: `apollo_compile.tools.bench`; what they are: `benchmarks.harness.whole_steps`.
+
+The last table compares `compile_step` with each of its rivals, with 95 % intervals over rounds. Exit code 1: after the
+same number of steps, a variant's loss or weights are not those of the loop in eager. A full batch is another training
+than its micro-batches where samples of a batch are compared with each other, and not judged there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from tabulate import tabulate
+
+from apollo_compile.tools.bench.numbers import Measurement, VariantResult, summarize
+from apollo_compile.tools.bench.task import Task, Variant
+from benchmarks.harness.whole_steps import COMPARED, COMPILED, FULL_BATCH, LOOP, TRACED, TRACED_WHOLE
+from benchmarks.run import batch_sizes, measure_tasks, names_of
+
+WORKLOADS = ("clip", "flava", "llava", "whisper", "vit_control", "two_tower", "chain")
+
+CONTRASTED = ("clip", "flava", "two_tower")
+"""Workloads whose loss compares the samples of a batch: of one sample it is constant, and of a full batch another."""
+
+STEP, LOOP_OF_APOLLO = "apollo-step", "apollo"
+
+VARIANTS: tuple[Variant, ...] = (
+    Variant(name="eager", backend=None, stepper=LOOP),
+    Variant(name="inductor", backend="inductor", stepper=LOOP),
+    Variant(name="inductor-traced", backend="inductor", stepper=TRACED),
+    Variant(name="inductor-traced-whole", backend="inductor", stepper=TRACED_WHOLE),
+    Variant(name="inductor-full-batch", backend="inductor", stepper=FULL_BATCH),
+    Variant(name=LOOP_OF_APOLLO, backend="apollo", stepper=LOOP),
+    Variant(name="apollo-step-program", backend="apollo", options={"plan.autotune": False}, stepper=COMPILED),
+    Variant(name=STEP, backend="apollo", stepper=COMPILED),
+)
+
+KEPT_MEMORY = (Variant(name="inductor-traced-kept-memory", backend="inductor", stepper=TRACED, keeps_memory=True),)
+"""The strongest rival with apollo's allocator settings, to see how much of a gain is due to kept memory."""
+
+KNOWN = {variant.name: variant for variant in (*VARIANTS, *KEPT_MEMORY)}
+
+RIVALS = ("inductor", "inductor-traced", "inductor-traced-whole", "inductor-full-batch", LOOP_OF_APOLLO)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measure, print tables, write JSON; return the exit code."""
+    args = _parse(arguments)
+    cases = []
+    for name, optimizer, count in itertools.product(args.workloads, args.optimizers, args.microbatches):
+        batch = args.batch or (8 if name in CONTRASTED else 4)
+        title = f"{name}, {args.size}, {optimizer}, batch {batch} in {count} micro-batches"
+        chosen = [each for each in args.variants if count > 1 or each.stepper != FULL_BATCH]
+        cases.append((title, make_task(name, args.size, batch, optimizer, count), chosen))
+    measurements, wrong = measure_tasks(cases, args, is_judged)
+    if len(measurements) > 1:
+        print(f"\n{format_overview(measurements)}", flush=True)
+    for line in wrong:
+        print(f"WRONG NUMBERS: {line}")
+    return 1 if wrong else 0
+
+
+def make_task(name: str, size: str, batch: int, optimizer: str, microbatches: int) -> Task:
+    """Return the task of a workload."""
+    arguments = {"name": name, "size": size, "batch": batch, "optimizer": optimizer, "microbatches": microbatches}
+    return Task(builder="benchmarks.harness.whole_steps:build_task", arguments=arguments, compared=COMPARED)
+
+
+def is_judged(task: Task, result: VariantResult) -> bool:
+    """Return whether the variant trains as the loop does."""
+    return result.variant != "inductor-full-batch" or task.arguments["name"] not in CONTRASTED
+
+
+def format_overview(measurements: Sequence[Measurement]) -> str:
+    """Return how many times as fast as each rival a compiled step is, with intervals, and geometric means."""
+    rows: list[tuple[str, ...]] = []
+    ratios: dict[str, list[float]] = {}
+    for measurement in measurements:
+        found, task = measurement.by_variant(), measurement.task.arguments
+        if STEP not in found:
+            continue
+        own = found[STEP].rounds_ns
+        cells = []
+        for rival in RIVALS:
+            if rival not in found:
+                cells.append("-")
+                continue
+            over = summarize(own, found[rival].rounds_ns)
+            ratios.setdefault(rival, []).append(over.speedup)
+            cells.append(f"{over.speedup:.2f}x ({over.speedup_low:.2f} .. {over.speedup_high:.2f})")
+        label = f"{task['name']}, {task['optimizer']}, batch {task['batch']} in {task['microbatches']}"
+        rows.append((label, *cells, ", ".join(found[STEP].ran)))
+    means = (f"{statistics.geometric_mean(ratios[rival]):.2f}x" if rival in ratios else "-" for rival in RIVALS)
+    rows.append((f"geometric mean of {len(rows)}", *means, ""))
+    headers = (f"{STEP} over", *RIVALS, "chosen")
+    table: str = tabulate(rows, headers=headers, disable_numparse=True)
+    return table
+
+
+def _parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.steps", description="Measure whole training steps.")
+    parser.add_argument(
+        "--workloads", type=_workloads, default=["clip", "llava"], help=f"all, or some of {', '.join(WORKLOADS)}"
+    )
+    parser.add_argument("--size", choices=("tiny", "small"), default="small")
+    parser.add_argument("--batch", type=int, help="samples of a step; by default 8 where they are compared, else 4")
+    parser.add_argument("--optimizers", type=names_of(("sgd", "adamw")), default=["adamw"], help="sgd, adamw")
+    parser.add_argument("--microbatches", type=batch_sizes, default=[1, 4], help="numbers of micro-batches, e.g. 1,2,4")
+    parser.add_argument("--variants", type=_variants, default=list(VARIANTS), help=", ".join(KNOWN))
+    parser.add_argument("--steps", type=int, default=30, help="timed steps of every variant")
+    parser.add_argument("--steps-per-turn", type=int, default=3, help="timed steps before the next variant's turn")
+    parser.add_argument(
+        "--warm-cache", action="store_true", help="use the user's Inductor cache; first steps are not cold"
+    )
+    parser.add_argument("--json", type=Path, help="write everything there, machine and versions included")
+    return parser.parse_args(arguments)
+
+
+def _workloads(text: str) -> list[str]:
+    return list(WORKLOADS) if text == "all" else names_of(WORKLOADS)(text)
+
+
+def _variants(text: str) -> list[Variant]:
+    return [KNOWN[name] for name in names_of(KNOWN)(text)]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,138 @@
+"""The benchmark of whole steps: every variant trains as the loop does, and ratios are told with their rivals."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from apollo_compile.ir import Variant  # noqa: E402
+from apollo_compile.tools.bench.numbers import Numbers, save_digest  # noqa: E402
+from apollo_compile.tools.bench.turns import measure_children  # noqa: E402
+from benchmarks.harness import whole_steps  # noqa: E402
+from benchmarks.harness.whole_steps import CompiledStep, FullBatch, Loop, TracedStep, TracedWholeStep  # noqa: E402
+from benchmarks.steps import KNOWN, VARIANTS, format_overview, is_judged, make_task  # noqa: E402
+from benchmarks.workloads.chain import build_chain  # noqa: E402
+
+EAGER = {"runtime.bodies": "eager", "plan.autotune": False, "plan.replan": False, "plan.min_gain": 0.0}
+
+KINDS: Mapping[type[Loop], tuple[str | None, Mapping[str, Any]]] = {
+    Loop: ("apollo", EAGER),
+    FullBatch: (None, {}),
+    TracedStep: ("aot_eager", {}),
+    TracedWholeStep: ("aot_eager", {}),
+    CompiledStep: ("apollo", EAGER),
+}
+ALWAYS = {(FullBatch, "sgd"), (TracedWholeStep, "sgd"), (CompiledStep, "adamw")}
+"""In every run; the others are traced as well, which takes a while."""
+
+
+@pytest.fixture(autouse=True)
+def _as_before() -> Iterator[None]:
+    """Steppers set up Dynamo for good, because their process does nothing else."""
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(capture_scalar_outputs=False, trace_autograd_ops=False):
+        yield
+
+
+def _numbers(
+    kind: type[Loop], backend: str | None, options: Mapping[str, Any], optimizer: str, folder: Path
+) -> tuple[float, dict[str, Any]]:
+    """Return the loss and the digest of a stepper that is asked in this process."""
+    order = {
+        "task": asdict(make_task("chain", "tiny", 4, optimizer, 2)),
+        "variant": {"backend": backend, "options": options, "keeps_memory": False},
+        "digest": str(folder / f"{kind.__name__}.npz"),
+    }
+    stepper = kind(order)
+    assert stepper.start() > 0
+    stepper.warm_up(3)
+    assert len(stepper.run(1, 2)) == 2
+    if kind is CompiledStep:
+        assert stepper.ran() == [Variant.PLAN]
+    numbers = stepper.numbers()
+    with np.load(numbers["digest"]) as arrays:
+        return numbers["loss"], {name: arrays[name] for name in arrays.files if name != "names"}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(torch._dynamo.config, "trace_autograd_ops"), reason="this torch traces no backward()")
+@pytest.mark.parametrize(
+    ("kind", "optimizer"),
+    [
+        pytest.param(kind, optimizer, marks=() if (kind, optimizer) in ALWAYS else pytest.mark.soak)
+        for kind in KINDS
+        for optimizer in ("sgd", "adamw")
+    ],
+)
+def test_all_kinds_of_steps_train_alike(kind: type[Loop], optimizer: str, tmp_path: Path) -> None:
+    """After whatever was timed, the first weights are there again, and change as those of the loop did in eager."""
+    loss, changes = _numbers(Loop, None, {}, optimizer, tmp_path)
+    largest = max(np.abs(change).max() for change in changes.values())
+    other, others = _numbers(kind, *KINDS[kind], optimizer, tmp_path)
+    assert largest > 1e-4 and other == pytest.approx(loss, rel=1e-5)
+    for name, change in changes.items():
+        np.testing.assert_allclose(others[name], change, rtol=0, atol=1e-3 * largest, err_msg=name)
+
+
+def test_every_variant_has_a_stepper_and_the_reference_comes_first() -> None:
+    """Names of classes are data for other processes."""
+    for variant in KNOWN.values():
+        module, _, name = variant.stepper.partition(":")
+        assert module == whole_steps.__name__ and issubclass(getattr(whole_steps, name), Loop)
+    assert VARIANTS[0].name == "eager"
+
+
+class _FakeChild:
+    def __init__(self, step_ns: int, path: Path, loss: float = 1.0) -> None:
+        self.step_ns, self.path, self.loss = step_ns, path, loss
+
+    def start(self) -> float:
+        return 1.0
+
+    def warm_up(self, steps: int) -> int:
+        return steps
+
+    def run(self, untimed: int, timed: int) -> list[int]:
+        return [self.step_ns] * timed
+
+    def peak_bytes(self) -> None:
+        return None
+
+    def ran(self) -> list[str]:
+        return ["one program"]
+
+    def numbers(self) -> Numbers:
+        save_digest(self.path, {})
+        return {"loss": self.loss, "digest": str(self.path)}
+
+
+def test_the_overview_has_a_ratio_over_every_rival_with_its_interval(tmp_path: Path) -> None:
+    """Rivals that were not measured are left out, in the mean, too; a full batch may be another training."""
+    times = {"eager": 500, "inductor": 400, "inductor-traced": 200, "inductor-full-batch": 100, "apollo-step": 200}
+    rows = []
+    for name, batch in (("clip", 8), ("llava", 4)):
+        children = {each: _FakeChild(ns, tmp_path / f"{each}.npz") for each, ns in times.items()}
+        task = make_task(name, "tiny", batch, "adamw", 4)
+        made = measure_children(task, children, rounds=5, steps_per_turn=1, warmup=0, pause=lambda seconds: None)
+        rows.append(made)
+        judged = {result.variant for result in made.results if is_judged(task, result)}
+        assert ("inductor-full-batch" in judged) == (name == "llava")
+    lines = [[cell.strip() for cell in line.split("  ") if cell.strip()] for line in format_overview(rows).splitlines()]
+    ratios = ["2.00x (2.00 .. 2.00)", "1.00x (1.00 .. 1.00)", "-", "0.50x (0.50 .. 0.50)", "-"]
+    assert lines[2] == ["clip, adamw, batch 8 in 4", *ratios, "one program"]
+    assert lines[-1] == ["geometric mean of 2", "2.00x", "1.00x", "-", "0.50x", "-"]
+
+
+def test_the_chain_is_the_same_every_time() -> None:
+    """Weights and inputs; its loss is that of predicting tokens."""
+    first, second = build_chain(), build_chain()
+    losses = [each.loss(each.model(**each.inputs)).detach() for each in (first, second)]
+    assert torch.equal(*losses) and 1 < float(losses[0]) < 10
