@@ -12,7 +12,9 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from apollo_compile.ir import Variant
 from apollo_compile.session import registry
+from apollo_compile.step import compile_step
 from apollo_compile.store.profiles import default_profile, save_profile
 from tests.end_to_end.models import STRICT
 from tests.random_models import RandomModel, Step, inputs, loss_of, recipes
@@ -130,3 +132,59 @@ def test_random_models_that_are_compiled_train_as_in_eager(free_lanes: dict[str,
     """Fewer, of larger segments, since each of them goes through a compiler."""
     large = {**free_lanes, "partition.min_segment_share": 0.2}
     assert _check(large, max(6, settings.default.max_examples // 20)) > 0
+
+
+Part = tuple[torch.Tensor, torch.Tensor]
+
+
+def _loss_of_part(model: RandomModel, part: Part) -> torch.Tensor:
+    return loss_of(model(*part))
+
+
+def _check_steps(options: dict[str, Any], most: int, most_steps: int) -> int:
+    """Compare steps of up to `most` random models with the loop over micro-batches; return how many were linked."""
+    num_linked = 0
+
+    @settings(max_examples=most)
+    @given(recipe=recipes(most_steps), count=st.sampled_from((1, 2, 3)))
+    def check(recipe: list[Step], count: int) -> None:
+        nonlocal num_linked
+        torch._dynamo.reset()
+        expected = RandomModel(recipe)
+        x, y = inputs(recipe)
+        batch = [(x.detach() * (1 + number), y * (1 + number / 2)) for number in range(count)]
+        if not _loss_of_part(copy.deepcopy(expected), batch[0]).requires_grad:
+            return
+        model = copy.deepcopy(expected)
+        step = compile_step(
+            model,
+            _loss_of_part,  # type: ignore[arg-type]
+            torch.optim.SGD(model.parameters(), lr=1e-3),
+            split=lambda batch, _: batch,
+            options={**STRICT, **options, "plan.replan": False},
+        )
+        optimizer = torch.optim.SGD(expected.parameters(), lr=1e-3)
+        for _ in range(3):
+            optimizer.zero_grad()
+            losses = [_loss_of_part(expected, part) * (1 / count) for part in batch]
+            for each in losses:
+                each.backward()
+            optimizer.step()
+            wanted = torch.stack(losses).detach().sum()
+            torch.testing.assert_close(step(batch), wanted, rtol=1e-9, atol=1e-9, equal_nan=True)
+            for left, right in zip(model.parameters(), expected.parameters(), strict=True):
+                torch.testing.assert_close(left.grad, right.grad, rtol=1e-9, atol=1e-9, equal_nan=True)
+            torch.testing.assert_close(model.state_dict(), expected.state_dict(), rtol=1e-9, atol=1e-9, equal_nan=True)
+        num_linked += step.verdicts == [Variant.PLAN]
+
+    check()
+    return num_linked
+
+
+@pytest.mark.slow
+@pytest.mark.robustness("Special operators", "random ones, steps of several micro-batches")
+def test_steps_of_random_models_are_those_of_the_loop(free_lanes: dict[str, Any]) -> None:
+    """Few in every run, since each is traced; many in `make soak`."""
+    is_soak = settings.default.max_examples != settings.get_profile("default").max_examples
+    most, most_steps = (settings.default.max_examples, 24) if is_soak else (10, 10)
+    assert _check_steps({**free_lanes, "runtime.bodies": "eager"}, most, most_steps) > most // 3

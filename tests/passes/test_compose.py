@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -10,7 +11,11 @@ import pytest
 
 from apollo_compile.ir import Buffer, BufferId, Phase, SegmentGraph, SegmentId
 from apollo_compile.passes.compose import Call, compose_step
-from tests.builders import graph, random_graph
+from apollo_compile.passes.emit import emit_program
+from apollo_compile.passes.memory import plan_memory
+from apollo_compile.passes.sync import eliminate_syncs
+from tests.builders import graph, random_costs, random_graph, random_lanes, random_plan
+from tests.races import find_races
 
 Memory = dict[BufferId, int]
 
@@ -137,6 +142,41 @@ def test_every_legal_order_of_a_step_computes_what_its_calls_compute_in_turn(see
             rng, step, {b: given[name] for name, b in zip(inputs, step.inputs, strict=True)}, writes
         )
         assert {name: memory[buffer_of[name]] for name in outputs} == {name: expected[name] for name in outputs}
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_programs_of_steps_have_no_races(seed: int) -> None:
+    """A forward that writes to a running mean, a backward, and sums of gradients, on random lanes."""
+    rng = random.Random(seed)
+    made_of = (random_graph(rng, rng.randrange(2, 7)) for _ in itertools.count())
+    forward, backward = itertools.islice((each for each in made_of if each.outputs), 2)
+    forward = with_inputs(forward, 2, rng)
+    forward = in_write_order(forward, forward.inputs[-1:])
+    backward = with_inputs(backward, len(forward.outputs), rng)
+    add = with_inputs(graph(()), 1, rng)
+    calls, total = [], ""
+    for part in range(rng.randrange(1, 5)):
+        saved = tuple(f"saved{part}.{place}" for place in range(len(forward.outputs)))
+        takes = (*(f"batch{part}.{n}" for n in range(len(forward.inputs) - 1)), "mean")
+        calls.append(
+            Call(graph=0, phase=Phase.FORWARD, label=f"{part}", takes=takes, makes=saved, writes=frozenset({"mean"}))
+        )
+        made = tuple(f"gradient{part}.{place}" for place in range(len(backward.outputs)))
+        takes = (*(f"weight{part}.{n}" for n in range(len(backward.inputs) - len(saved))), *saved)
+        calls.append(Call(graph=1, phase=Phase.BACKWARD, label=f"{part}", takes=takes, makes=made))
+        if total:
+            calls.append(
+                Call(graph=2, phase=Phase.BACKWARD, label=f"{part}", takes=(total, made[0]), makes=(f"total{part}",))
+            )
+        total = f"total{part}" if total else made[0]
+    inputs = list(dict.fromkeys(name for call in calls for name in call.takes if name[0] in "bmw"))
+    step = compose_step("step", [forward, backward, add], calls, inputs=inputs, outputs=[total])
+
+    lanes = random_lanes(rng)
+    planned = random_plan(rng, step, lanes, random_costs(rng, step, lanes))
+    syncs = eliminate_syncs(step, planned)
+    program = emit_program(step, planned, syncs, plan_memory(step, planned, syncs))
+    assert [defect for _ in range(3) for defect in find_races(program, step, rng)] == []
 
 
 def test_micro_batches_depend_on_each_other_only_where_something_is_written() -> None:
