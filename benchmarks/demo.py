@@ -4,8 +4,9 @@
 
 (a) trains a Hugging Face `CLIPModel` with random weights on random data; (b) prints the partition report: modules,
 segments, lanes, quotas, predicted and measured times; (c) loss and gradients against eager; (d) the table eager,
-Inductor and its max-autotune mode, apollo on one lane, apollo, measured interleaved in processes of their own. Exit
-code 1: wrong numbers.
+Inductor and its max-autotune mode, apollo on one lane, apollo, measured interleaved in processes of their own; (e) in
+the same way, whole steps with AdamW: the loop over micro-batches in eager and on apollo, and `compile_step`. Exit code
+1: wrong numbers.
 """
 
 from __future__ import annotations
@@ -28,7 +29,11 @@ from apollo_compile.tools.bench.task import VARIANTS, Task
 from apollo_compile.tools.bench.turns import measure
 from apollo_compile.units import format_ns, seconds_to_ns
 from benchmarks.run import variants
+from benchmarks.steps import LOOP_OF_APOLLO, STEP, make_task
+from benchmarks.steps import VARIANTS as STEP_VARIANTS
 from benchmarks.workloads import Workload, build
+
+MICRO_BATCHES = 2
 
 LINES = 10
 """Lines of progress where the output is no terminal."""
@@ -63,6 +68,17 @@ def main(arguments: list[str] | None = None) -> int:
     is_right = _print_differences(measurement)
     _headline("Step times")
     print(format_measurement(measurement))
+
+    _headline(f"Whole steps: AdamW, batch {args.batch} in {MICRO_BATCHES} micro-batches, the loop and one program")
+    steps = measure(
+        make_task("clip", args.size, args.batch, "adamw", MICRO_BATCHES),
+        [each for each in STEP_VARIANTS if each.name in ("eager", LOOP_OF_APOLLO, STEP)],
+        rounds=args.rounds,
+        cold=False,  # much of it has been compiled by now
+        progress=lambda line: print(f"   {line}", file=sys.stderr, flush=True),
+    )
+    print(format_measurement(steps))
+    is_right = is_right and all(each.difference.is_within(steps.task.tolerance) for each in steps.results)
     is_falling = math.isfinite(losses[-1]) and losses[-1] < losses[0]
     if not is_falling:
         print(f"WRONG: the loss did not fall: {losses[0]:.4f} -> {losses[-1]:.4f}")

@@ -31,7 +31,8 @@ def test_the_demo_trains_reports_and_compares(capsys: pytest.CaptureFixture[str]
     code = main([*arguments, "--variants", ",".join(VARIANTS)])
     printed, errors = capsys.readouterr()
     assert code == 0, printed + errors
-    _, training, report, _, gradients, times = printed.split("=== ")
+    _, training, report, _, gradients, times, steps = printed.split("=== ")
     assert "step   3/3" in training
     assert "vision_model.encoder.layers.1" in report and "text_model.encoder.layers.1" in report
     assert all(f"\n{variant} " in text for variant in VARIANTS for text in (gradients, times))
+    assert all(f"\n{variant} " in steps for variant in ("eager", "apollo", "apollo-step"))
