@@ -7,10 +7,7 @@ nothing about that is being decided any more, what was compiled is linked into o
 and in the steps that follow the program, the loop and Inductor's code of the whole traced step take turns until the
 fastest is known (`session/step/tuning.py`). What cannot be linked stays the loop, and one line says why.
 
-Note [guards]: a program takes its inputs from Dynamo. For every micro-batch the compiled loss function is called, so
-Dynamo checks its guards and looks up parameters, buffers and whatever else the code refers to; but the graph that it
-calls only notes its inputs. Where Dynamo calls another graph than the one that was linked, or compiles one, the step is
-a loop.
+A program takes its inputs from Dynamo, whose guards hold: Note [guards] in `session/step/notes.py`.
 
 Guarantees: losses and gradients are those of the loop, with sums in the same order; parameters are updated by the
 user's own optimizer, module by module where it treats every parameter by itself (`torch_bridge/optimizers.py`), else at
@@ -22,11 +19,9 @@ from __future__ import annotations
 import logging
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import fx, nn
@@ -34,27 +29,31 @@ from torch import fx, nn
 from apollo_compile.backend import compile_dynamo_graph
 from apollo_compile.config import load_config
 from apollo_compile.device.open import select_profile
-from apollo_compile.errors import ApolloError, ConfigError, TargetError, UnsupportedGraphError
+from apollo_compile.errors import ConfigError, TargetError, UnsupportedGraphError
 from apollo_compile.ir import Variant
 from apollo_compile.progress import Progress
 from apollo_compile.reports.values import Stage
-from apollo_compile.session.model import CompiledModel
 from apollo_compile.session.step.graph import compose_micro_batches, step_name
 from apollo_compile.session.step.micro_batch import Micro, find_micro
-from apollo_compile.session.step.parts import PartsChooser
+from apollo_compile.session.step.micro_batch_count import MicroBatchCount
+from apollo_compile.session.step.notes import LossGraph, Noted, Notes, NotLinkedError
 from apollo_compile.session.step.prediction import predict_step
-from apollo_compile.session.step.program import link_step, own_gradients
+from apollo_compile.session.step.program import leave_gradients, link_step, own_gradients
+from apollo_compile.session.step.split import kind_of, split_evenly
 from apollo_compile.session.step.tuning import StepTuner
 from apollo_compile.session.warm_start import may_be_compared
+from apollo_compile.torch_bridge.compile_context import compile_apart
 from apollo_compile.torch_bridge.graph_breaks import is_limit_hit, problem_of
 from apollo_compile.torch_bridge.optimizers import StepInParts
 from apollo_compile.torch_bridge.settings import inductor_settings
-from apollo_compile.torch_bridge.traced_step import compile_traced_step
-from apollo_compile.torch_bridge.trees import flatten
+from apollo_compile.torch_bridge.traced_step import compile_traced_step, is_compile_error
 
 _logger = logging.getLogger(__name__)
 
 STAYS = "the step stays a loop over micro-batches"
+
+MAX_LINKS = 4
+"""How often a graph is linked, since the parameters of its model may be replaced."""
 
 LossFunction = Callable[[nn.Module, Any], Any]
 """`loss_fn(model, micro_batch)` returns the loss, or a tuple that begins with it."""
@@ -105,12 +104,12 @@ def compile_step(
         TargetError: `model` is no module, or is compiled.
         ConfigError: `microbatches` is neither "auto" nor above 0, or an option is unknown or has a wrong value.
     """
-    check_arguments(model, microbatches)
+    check_arguments(model, microbatches, clip_grad_norm)
     return Step(
         model,
         loss_fn,
         optimizer,
-        num_parts=microbatches,
+        microbatches=microbatches,
         clip_grad_norm=clip_grad_norm,
         split=split or split_evenly,
         weigh=weigh,
@@ -118,19 +117,22 @@ def compile_step(
     )
 
 
-def check_arguments(model: object, microbatches: int | str) -> None:
+def check_arguments(model: object, microbatches: object, clip_grad_norm: float | None) -> None:
     """Check what a step is compiled for.
 
     Raises:
         TargetError: `model` is no module, or is compiled.
-        ConfigError: `microbatches` is neither "auto" nor a number above 0.
+        ConfigError: `microbatches` is neither "auto" nor a number above 0, or `clip_grad_norm` is not above 0.
     """
     if not isinstance(model, nn.Module):
         raise TargetError(f"cannot compile steps of a {type(model).__name__}: expected a torch.nn.Module")
     if hasattr(model, "_orig_mod"):
         raise TargetError("the model is compiled already: pass the module that was given to torch.compile")
-    if microbatches != "auto" and (isinstance(microbatches, str) or microbatches < 1):
+    is_count = isinstance(microbatches, int) and not isinstance(microbatches, bool) and microbatches >= 1
+    if not is_count and microbatches != "auto":
         raise ConfigError(f"microbatches is {microbatches!r}; expected at least 1, or 'auto'")
+    if clip_grad_norm is not None and not clip_grad_norm > 0:
+        raise ConfigError(f"clip_grad_norm is {clip_grad_norm!r}; expected a norm above 0, or None")
 
 
 class Step:
@@ -142,24 +144,26 @@ class Step:
         loss_fn: LossFunction,
         optimizer: torch.optim.Optimizer | None,
         *,
-        num_parts: int | Literal["auto"],
+        microbatches: int | Literal["auto"],
         clip_grad_norm: float | None,
         split: Split,
         weigh: Weigh | None,
         options: Mapping[str, Any],
     ) -> None:
+        self.config = load_config(options)
         self._model = model
+        self._loss_fn = loss_fn
         self._optimizer = optimizer
         self._clip_grad_norm = clip_grad_norm
         self._split = split
         self._weigh = weigh
-        self.config = load_config(options)
-        self._notes = _Notes()
-        self._linked: weakref.WeakKeyDictionary[_Graph, dict[int, StepTuner | str]] = weakref.WeakKeyDictionary()
-        """By graph and number of micro-batches; the reason where only the loop can run."""
-
-        self._loss_fn = loss_fn
-        self._parts_problem = None if optimizer is None else StepInParts.problem_of(optimizer)
+        self._why_not_in_parts = None if optimizer is None else StepInParts.problem_of(optimizer)
+        self._why_not_one_graph = ""
+        self._graphs: weakref.WeakSet[LossGraph] = weakref.WeakSet()
+        """Graphs of the loss function that ran."""
+        self._graph_of: weakref.WeakValueDictionary[Hashable, LossGraph] = weakref.WeakValueDictionary()
+        """The graph that ran last for a kind of micro-batch; Dynamo may call another one the next time."""
+        self._notes = Notes(lambda: {id(each) for each in (*model.parameters(), *model.buffers())})
 
         def loss_of(part: Any) -> Any:
             return loss_fn(model, part)
@@ -167,54 +171,34 @@ class Step:
         def loss_of_any(part: Any) -> Any:  # a code object of its own, whose compiles count apart
             return loss_fn(model, part)
 
-        compile_function: Callable[..., Callable[[Any], Any]] = torch.compile
         backend = partial(_compile_and_note, weakref.ref(self._notes), options)  # Dynamo keeps backends for good
-        self._loss_of = compile_function(loss_of, backend=backend, dynamic=False, fullgraph=True)
-        self._loss_in_pieces = compile_function(loss_of_any, backend="apollo", options=dict(options))
-        self._problem = ""
-        """Why the loss function is no single graph; empty where it is."""
-        self._num_parts = 1 if num_parts == "auto" else num_parts
-        self._latest_batch: Any = None
+        self._loss_of = compile_apart(loss_of, backend=backend, dynamic=False, fullgraph=True)
+        self._loss_in_pieces = compile_apart(loss_of_any, backend="apollo", options=dict(options))
+        self._num_micro_batches = 1 if microbatches == "auto" else microbatches
+        self._batch: Any = None
         """The batch of a step that runs, for predictions about it."""
-        self._chooser: PartsChooser | None = None
-        if num_parts == "auto":
-            self._chooser = PartsChooser(self._is_settled, self._predict, is_compared=may_be_compared(self.config))
+        self._count: MicroBatchCount | None = None
+        if microbatches == "auto":
+            self._count = MicroBatchCount(self._is_settled, self._predict, is_compared=may_be_compared(self.config))
 
     def __call__(self, batch: Any) -> torch.Tensor:
         """Take one step; return the weighted mean of the losses, without a graph.
 
         Raises:
+            TargetError: the batch cannot be split, or all weights are zero.
             Exception: whatever the model, the loss function or the optimizer raises.
         """
-        if self._chooser is None:
-            return self._take(self._split(batch, self._num_parts))
-        parts = self._try_split(batch, self._chooser.count)
-        if parts is None:  # such as a smaller last batch
-            return self._take(self._split(batch, 1))
-        self._latest_batch = batch
-        begin = time.perf_counter_ns()
-        loss = self._take(parts)
-        self._chooser.step_ended(time.perf_counter_ns() - begin)
-        self._latest_batch = None
-        return loss
-
-    def _take(self, parts: Sequence[Any]) -> torch.Tensor:
-        """Take a step of these micro-batches."""
-        weights = self._weights_of(parts)
-        if self._optimizer is not None:
-            self._optimizer.zero_grad()
-        noted = self._note_inputs(parts)
-        if noted is None:
-            loss = self._run_loop(parts, weights)
-            self._link_latest(len(parts))
+        if self._count is None:
+            return self._take(list(self._split(batch, self._num_micro_batches)))
+        parts = self._try_split(batch, self._count.count)
+        self._batch = batch
+        try:
+            begin = time.perf_counter_ns()
+            loss = self._take(list(self._split(batch, 1)) if parts is None else parts)
+            self._count.step_ended(None if parts is None else time.perf_counter_ns() - begin)
             return loss
-        tuner = noted.tuner
-        variant = tuner.begin_step()
-        begin = time.perf_counter_ns()
-        loss = self._run(variant, noted, parts, weights)
-        took = time.perf_counter_ns() - begin
-        tuner.record(took + (noted.took_ns if variant in _PROGRAMS else 0))
-        return loss
+        finally:
+            self._batch = None
 
     @property
     def verdicts(self) -> list[str]:
@@ -225,121 +209,128 @@ class Step:
     @property
     def num_micro_batches(self) -> str:
         """How many micro-batches a step has, and why."""
-        return str(self._num_parts) if self._chooser is None else self._chooser.verdict
+        return str(self._num_micro_batches) if self._count is None else self._count.verdict
 
     @property
     def tuners(self) -> list[StepTuner]:
         """Programs, and what is known of how fast they are: one for every kind of batch."""
-        return [each for linked in self._linked.values() for each in linked.values() if isinstance(each, StepTuner)]
+        return [each for graph in self._graphs for each in graph.outcomes.values() if isinstance(each, StepTuner)]
 
     @property
     def reasons_for_loops(self) -> list[str]:
         """Why steps of some kind can only run as a loop."""
-        refused = (each for linked in self._linked.values() for each in linked.values() if isinstance(each, str))
-        return list(dict.fromkeys([*([self._problem] if self._problem else []), *refused]))
+        refused = (each for graph in self._graphs for each in graph.outcomes.values() if isinstance(each, str))
+        return list(dict.fromkeys([*([self._why_not_one_graph] if self._why_not_one_graph else []), *refused]))
 
-    def _try_split(self, batch: Any, count: int) -> Sequence[Any] | None:
-        try:
-            return self._split(batch, count)
-        except TargetError:
-            return None
+    # -------------------------------------------------------------------------------------------- taking a step
 
-    def _is_settled(self, num_parts: int) -> bool:
-        """Whether it is known what runs steps of so many micro-batches."""
-        known = (linked[num_parts] for linked in self._linked.values() if num_parts in linked)
-        return bool(self._problem) or any(isinstance(each, str) or each.is_settled for each in known)
-
-    def _predict(self, num_parts: int) -> int | None:
-        """Return the predicted time of the program of the latest batch in so many micro-batches."""
-        parts = self._try_split(self._latest_batch, num_parts)
-        if parts is None or self._problem:
-            return None
-        try:
-            found = predict_step(
-                self._model,
-                self._loss_fn,
-                parts,
-                optimizer=self._optimizer,
-                clip_grad_norm=self._clip_grad_norm,
-                config=self.config,
-                profile=select_profile(self.config),
-            )
-        except ApolloError as error:
-            _logger.info("a step of %d micro-batches cannot be predicted: %s", num_parts, error)
-            return None
-        return None if found.compilation is None else found.compilation.plan.makespan_ns
-
-    def _note_inputs(self, parts: Sequence[Any]) -> _Noted | None:
-        """Return the program of a step and its inputs: Note [guards]; None where there is none, or the loop has won."""
-        if not any(tuner.may_leave_loop for tuner in self.tuners):
-            return None
+    def _take(self, parts: Sequence[Any]) -> torch.Tensor:
+        """Take a step of these micro-batches, and link what it ran if that is to be a program."""
+        weights = self._weights_of(parts)
+        if self._optimizer is not None:
+            self._optimizer.zero_grad()
+        kind = kind_of(parts)
+        expected = None if kind is None else self._graph_of.get((kind, self._model.training))
+        tuner = None if expected is None else expected.outcomes.get(len(parts))
+        if expected is not None and isinstance(tuner, StepTuner):
+            variant = tuner.begin_step()
+            begin = time.perf_counter_ns()
+            loss = self._run(variant, tuner, expected, parts, weights)
+            if loss is not None:
+                tuner.record(time.perf_counter_ns() - begin)
+                return loss
         begin = time.perf_counter_ns()
+        self._notes.latest = None
+        loss = self._run_loop(parts, weights)
+        graph = self._notes.latest
+        if graph is None or kind is None:  # micro-batches that are not alike have no program
+            return loss
+        if graph is expected and isinstance(tuner, StepTuner) and variant is Variant.LOOP:
+            tuner.record(time.perf_counter_ns() - begin)
+        self._graph_of[kind, self._model.training] = graph
+        self._graphs.add(graph)
+        if len(parts) not in graph.outcomes and graph.model.state().stage is not Stage.MEASURING:
+            graph.outcomes[len(parts)] = self._link(graph, len(parts))
+        return loss
+
+    def _run(
+        self, variant: Variant, tuner: StepTuner, graph: LossGraph, parts: Sequence[Any], weights: Sequence[float]
+    ) -> torch.Tensor | None:
+        """Take the step as this variant; None where that is a loop, or has to be one this time."""
+        if variant is Variant.LOOP:
+            return None
+        reason = tuner.program.reason_for_loop()
+        if reason != tuner.held_back:
+            tuner.held_back = reason
+            if reason is not None:
+                _logger.info("%s: a %s for now: %s", tuner.program.name, Variant.LOOP, reason)
+        if reason is not None:
+            return None
+        if variant is Variant.TRACED:
+            return self._run_traced(tuner, parts, weights)
+        noted = self._note_inputs(parts, graph)
+        if noted is None:
+            return None
+        program = tuner.program
+        program.variants.use(variant)
+        losses, gradients = program.run([each.inputs for each in noted], weights)
+        for each, loss in zip(noted, losses, strict=True):  # the loss function may have kept it
+            each.loss.copy_(loss)
+        leave_gradients(program.parameters, gradients)
+        if program.optimizer is None and self._optimizer is not None:
+            self._optimizer.step()
+        return _weighted_sum(losses, weights)
+
+    def _note_inputs(self, parts: Sequence[Any], graph: LossGraph) -> Sequence[Noted] | None:
+        """Return what Dynamo gives to the graph for every micro-batch; None where it calls another one."""
         with self._notes.noting() as noted:
             try:
                 for part in parts:
                     self._loss_of(part)
-            except _NotLinkedError:
+            except NotLinkedError:
                 return None
             except Exception as error:
                 if problem_of(error) is None:
                     raise
                 return None  # too many kinds of batches: the loop runs this one in pieces
-        graph = noted[0][0]
-        tuner = self._linked.get(graph, {}).get(len(parts))
-        inputs = [each for _, each in noted]
-        if not isinstance(tuner, StepTuner) or any(other is not graph for other, _ in noted):
+        tuner = graph.outcomes[len(parts)]
+        assert isinstance(tuner, StepTuner)
+        if any(each.graph is not graph for each in noted):
             return None
-        if not (tuner.may_leave_loop and tuner.program.may_run() and tuner.program.takes(inputs)):
+        if not tuner.program.takes([each.inputs for each in noted]):
+            graph.unlink()
             return None
-        return _Noted(tuner, inputs, time.perf_counter_ns() - begin)
+        return noted
 
-    def _run(self, variant: Variant, noted: _Noted, parts: Sequence[Any], weights: Sequence[float]) -> torch.Tensor:
-        """Take the step as this variant."""
-        program = noted.tuner.program
-        if variant is Variant.TRACED:
-            return self._run_traced(noted.tuner, parts, weights)
-        if variant is Variant.LOOP:
-            return self._run_loop(parts, weights)
-        program.variants.use(variant)
-        losses, gradients = program.run(noted.inputs, weights)
-        for parameter, gradient in zip(program.parameters, gradients, strict=True):
-            parameter.grad = gradient
-        if program.optimizer is None and self._optimizer is not None:
-            self._optimizer.step()
-        total = losses[0] * weights[0]
-        for loss, weight in zip(losses[1:], weights[1:], strict=True):
-            total = total + loss * weight
-        return total
-
-    def _run_traced(self, tuner: StepTuner, parts: Sequence[Any], weights: Sequence[float]) -> torch.Tensor:
-        """Take the step as Inductor compiled it whole, or as the loop where Inductor cannot."""
+    def _run_traced(self, tuner: StepTuner, parts: Sequence[Any], weights: Sequence[float]) -> torch.Tensor | None:
+        """Take the step as Inductor compiled it whole; None where Inductor cannot compile it."""
         dtype = tuner.program.micro.loss_dtype
         factors = [torch.tensor(weight, dtype=dtype) for weight in weights]
-        try:
-            if tuner.is_tried:
-                loss, gradients = tuner.traced(parts, factors)
-            else:
+        if tuner.is_tried:
+            loss, gradients = tuner.traced(parts, factors)
+        else:
+            try:
                 with Progress(f"compiling {tuner.program.name} as one graph") as progress:
                     progress.at("Inductor, to be compared with the program,")
                     loss, gradients = tuner.traced(parts, factors)
-        except Exception as error:  # a defect of the model shows in the loop, too
-            tuner.drop_traced(error)
-            return self._run_loop(parts, weights)
+            except Exception as error:
+                if not is_compile_error(error):
+                    raise
+                tuner.drop_traced(error)
+                return None
         parameters = tuner.program.parameters
-        for parameter, gradient in zip(parameters, own_gradients(gradients, parameters, ()), strict=True):
-            parameter.grad = gradient
+        leave_gradients(parameters, own_gradients(gradients, parameters, ()))
         self._finish()
         return loss
 
     def _run_loop(self, parts: Sequence[Any], weights: Sequence[float]) -> torch.Tensor:
-        total: torch.Tensor | None = None
+        losses = []
         for part, weight in zip(parts, weights, strict=True):
-            weighted = _loss_in(self._compute(part)) * weight
-            weighted.backward()  # type: ignore[no-untyped-call]
-            total = weighted.detach() if total is None else total + weighted.detach()
-        assert total is not None
+            loss = _loss_in(self._compute(part))
+            (loss * weight).backward()  # type: ignore[no-untyped-call]
+            losses.append(loss.detach())
         self._finish()
-        return total
+        return _weighted_sum(losses, weights)
 
     def _finish(self) -> None:
         """Clip gradients and step the optimizer."""
@@ -350,7 +341,7 @@ class Step:
 
     def _compute(self, part: Any) -> Any:
         """Call the compiled loss function; one that is no single graph is compiled in pieces."""
-        if not self._problem:
+        if not self._why_not_one_graph:
             try:
                 return self._loss_of(part)
             except Exception as error:
@@ -359,26 +350,22 @@ class Step:
                     raise
                 if is_limit_hit(error):  # what was compiled for other batches still runs
                     return self._loss_in_pieces(part)
-                self._problem = f"the loss function is not one graph: {problem}"
-                _logger.info("%s: %s", STAYS, self._problem)
+                self._why_not_one_graph = f"the loss function is not one graph: {problem}"
+                _logger.info("%s: %s", STAYS, self._why_not_one_graph)
         return self._loss_in_pieces(part)
 
     def _weights_of(self, parts: Sequence[Any]) -> Sequence[float]:
         counts = [1.0 if self._weigh is None else float(self._weigh(part)) for part in parts]
+        if not sum(counts):
+            raise TargetError(f"the {len(parts)} micro-batches weigh {counts}; expected a sum other than zero")
         return [count / sum(counts) for count in counts]
 
-    def _link_latest(self, num_parts: int) -> None:
-        """Link the graph that ran last, when nothing about it is being decided any more."""
-        graph = self._notes.latest
-        if graph is None or self._problem or num_parts in self._linked.get(graph, {}):
-            return
-        if graph.model.state().stage is not Stage.MEASURING:
-            self._linked.setdefault(graph, {})[num_parts] = self._link(graph, num_parts)
+    # ------------------------------------------------------------------------------------------------- linking
 
-    def _link(self, graph: _Graph, num_parts: int) -> StepTuner | str:
+    def _link(self, graph: LossGraph, num_micro_batches: int) -> StepTuner | str:
         """Link what was compiled; where that is impossible, log why and return the reason."""
         try:
-            return self._link_program(graph, self._micro_of(graph), num_parts)
+            return self._link_program(graph, self._micro_of(graph), num_micro_batches)
         except UnsupportedGraphError as error:
             reason = str(error)
             _logger.info("%s: %s", STAYS, reason)
@@ -387,30 +374,37 @@ class Step:
                 raise
             reason = f"{type(error).__name__}: {error}"
             _logger.warning("%s: %s", STAYS, reason)
-        finally:
-            graph.inputs = None  # they hold a batch
         return reason
 
-    def _micro_of(self, graph: _Graph) -> Micro:
-        """Return the graphs of one micro-batch, which programs for other numbers of micro-batches may have."""
-        for linked in self._linked.get(graph, {}).values():
-            if isinstance(linked, str):
-                raise UnsupportedGraphError(linked)
-            return linked.program.micro
+    def _micro_of(self, graph: LossGraph) -> Micro:
+        """Return forward and backward of one micro-batch, which programs for other numbers of them share."""
+        if graph.micro is not None:
+            return graph.micro
+        if graph.refusal:
+            raise UnsupportedGraphError(graph.refusal)
         assert graph.inputs is not None
+        graph.num_links += 1
         owned = {id(each) for each in (*self._model.parameters(), *self._model.buffers())}
-        return find_micro(graph.model, graph.inputs, owned, graph.loss_dtype)
+        try:
+            if graph.num_links > MAX_LINKS:
+                raise UnsupportedGraphError("the parameters of the model are replaced again and again")
+            graph.micro = find_micro(graph.model, graph.inputs, owned, graph.loss_dtype)
+        except UnsupportedGraphError as error:
+            graph.refusal = str(error)
+            raise
+        finally:
+            graph.is_decided, graph.inputs = True, None
+        return graph.micro
 
-    def _link_program(self, graph: _Graph, micro: Micro, num_parts: int) -> StepTuner:
-        name = step_name(graph.model.name, num_parts)
-        if self._parts_problem is not None:
-            _logger.info("%s: the optimizer steps after the program: %s", name, self._parts_problem)
-        optimizer = None if self._optimizer is None or self._parts_problem else StepInParts(self._optimizer)
+    def _link_program(self, graph: LossGraph, micro: Micro, num_micro_batches: int) -> StepTuner:
+        name = step_name(graph.model.name, num_micro_batches)
+        if self._why_not_in_parts is not None:
+            _logger.info("%s: the optimizer steps after the program: %s", name, self._why_not_in_parts)
+        optimizer = None if self._optimizer is None or self._why_not_in_parts else StepInParts(self._optimizer)
         parameters = list(self._model.parameters())
-        trained = {id(parameter) for parameter in micro.parameters.values()}
         step = compose_micro_batches(
             micro,
-            num_parts,
+            num_micro_batches,
             name=name,
             optimizer=optimizer,
             clip_grad_norm=self._clip_grad_norm,
@@ -420,11 +414,11 @@ class Step:
             micro,
             step,
             optimizer=optimizer,
-            others=[] if self._clip_grad_norm is None else [each for each in parameters if id(each) not in trained],
+            clip_grad_norm=self._clip_grad_norm,
+            model_parameters=parameters,
             target=graph.model.target,
             config=self.config,
         )
-        graph.is_linked = True
         loss_fn, model = self._loss_fn, self._model
         return StepTuner(
             program,
@@ -437,100 +431,63 @@ class Step:
             ),
         )
 
+    # --------------------------------------------------------------------------------- number of micro-batches
 
-_PROGRAMS = (Variant.PLAN, Variant.SERIAL)
-
-
-class _NotLinkedError(Exception):
-    """Dynamo calls a graph that is in no program."""
-
-
-class _Noted(NamedTuple):
-    """A program of a step with its inputs, and how long it took to note them."""
-
-    tuner: StepTuner
-    inputs: Sequence[Sequence[torch.Tensor]]
-    took_ns: int
-
-
-@dataclass(eq=False, slots=True, weakref_slot=True)
-class _Graph:
-    """A Dynamo graph of the loss function: it runs, or, where a program is to take its inputs, only notes them."""
-
-    compiled: Callable[..., Any]
-    model: CompiledModel
-    notes: _Notes
-    inputs: tuple[object, ...] | None = ()
-    """Of its latest run; None once it is known whether it can be linked."""
-    loss_dtype: torch.dtype = torch.float32
-    is_linked: bool = False
-
-    def __call__(self, *inputs: Any) -> Any:
-        """Run the graph, unless a program does."""
-        return self.notes.call(self, inputs)
-
-
-class _Notes:
-    """Which graph ran last, and what programs are to take."""
-
-    def __init__(self) -> None:
-        self.latest: _Graph | None = None
-        self._noted: list[tuple[_Graph, tuple[Any, ...]]] | None = None
-
-    @contextmanager
-    def noting(self) -> Iterator[list[tuple[_Graph, tuple[Any, ...]]]]:
-        """Let calls of linked graphs only note their inputs in a `with`, and calls of others raise."""
-        noted: list[tuple[_Graph, tuple[Any, ...]]] = []
-        self._noted = noted
+    def _try_split(self, batch: Any, count: int) -> list[Any] | None:
+        """Return so many micro-batches; None where the batch cannot be split so."""
         try:
-            yield noted
-        finally:
-            self._noted = None
+            parts = list(self._split(batch, count))
+        except Exception as error:  # of the user's function, for a number that the user has not asked for
+            if count == 1:
+                raise
+            _logger.debug("no %d micro-batches: %s: %s", count, type(error).__name__, error)
+            return None
+        return parts if len(parts) == count else None
 
-    def call(self, graph: _Graph, inputs: tuple[Any, ...]) -> Any:
-        """Run the graph, or note its inputs and return a loss that nobody reads."""
-        if self._noted is None:
-            self.latest = graph
-            outputs = graph.compiled(*inputs)
-            if graph.inputs is not None:
-                graph.inputs, graph.loss_dtype = inputs, outputs[0].dtype
-            return outputs
-        if not graph.is_linked:
-            raise _NotLinkedError
-        self._noted.append((graph, inputs))
-        return (torch.zeros(()),)
+    def _is_settled(self, count: int) -> bool:
+        """Whether it is known what runs steps of so many micro-batches, of some kind."""
+        known = (graph.outcomes[count] for graph in self._graphs if count in graph.outcomes)
+        return bool(self._why_not_one_graph) or any(isinstance(each, str) or each.is_settled for each in known)
+
+    def _predict(self, count: int) -> int | None:
+        """Return the predicted nanoseconds of the program of the present batch in so many micro-batches."""
+        parts = self._try_split(self._batch, count)
+        if parts is None or self._why_not_one_graph:
+            return None
+        try:
+            found = predict_step(
+                self._model,
+                self._loss_fn,
+                parts,
+                optimizer=self._optimizer,
+                clip_grad_norm=self._clip_grad_norm,
+                config=self.config,
+                profile=select_profile(self.config),
+            )
+        except Exception as error:  # another number of micro-batches is an offer, and training goes on without it
+            if self.config.debug.strict:
+                raise
+            _logger.info("%d micro-batches cannot be predicted: %s: %s", count, type(error).__name__, error)
+            return None
+        return None if found.compilation is None else found.compilation.plan.makespan_ns
 
 
 def _compile_and_note(
-    reference: weakref.ref[_Notes],
+    reference: weakref.ref[Notes],
     options: Mapping[str, Any],
     graph_module: fx.GraphModule,
     example_inputs: Sequence[Any],
 ) -> Callable[..., Any]:
     compiled, model = compile_dynamo_graph(graph_module, example_inputs, options=options, is_for_step=True)
     notes = reference()
-    return compiled if model is None or notes is None else _Graph(compiled=compiled, model=model, notes=notes)
+    return compiled if model is None or notes is None else LossGraph(compiled=compiled, model=model, notes=notes)
 
 
-def split_evenly(batch: Any, count: int) -> Sequence[Any]:
-    """Return `count` parts of a batch, with all tensors cut along dimension 0.
-
-    Raises:
-        TargetError: a tensor has no dimension, or another size along it than the others, or one that is no multiple of
-            `count`.
-    """
-    leaves, _, unflatten = flatten(batch)
-    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-    if count == 1:
-        return [batch]
-    sizes = {tensor.shape[0] if tensor.dim() else 0 for tensor in tensors}
-    if len(sizes) != 1 or min(sizes) == 0 or min(sizes) % count:
-        raise TargetError(
-            f"cannot split a batch into {count} micro-batches: its tensors have sizes {sorted(sizes)} along "
-            f"dimension 0; expected one size, a multiple of {count}, or pass split="
-        )
-    pieces = [leaf.chunk(count) if isinstance(leaf, torch.Tensor) else count * (leaf,) for leaf in leaves]
-    return [unflatten(part) for part in zip(*pieces, strict=True)]
+def _weighted_sum(losses: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
+    total = losses[0] * weights[0]
+    for loss, weight in zip(losses[1:], weights[1:], strict=True):
+        total = total + loss * weight
+    return total
 
 
 def _loss_in(returned: Any) -> torch.Tensor:

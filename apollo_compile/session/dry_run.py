@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from inspect import signature
 from typing import Any
 
 import torch
@@ -26,7 +25,12 @@ from apollo_compile.pipeline import Compilation
 from apollo_compile.session.planning import plan_graph, reason_to_fall_back, role_of
 from apollo_compile.session.private_copy import Call, PrivateCopy, copy_inputs, same_random_states
 from apollo_compile.torch_bridge.aot_graph import user_outputs, written_inputs
-from apollo_compile.torch_bridge.compile_context import name_dynamo_graph, original_callable, written_arguments
+from apollo_compile.torch_bridge.compile_context import (
+    compile_apart,
+    name_dynamo_graph,
+    original_callable,
+    written_arguments,
+)
 from apollo_compile.torch_bridge.frontend import compile_with_inductor
 from apollo_compile.torch_bridge.graph_breaks import find_break
 from apollo_compile.torch_bridge.layouts import adopt_layouts
@@ -152,9 +156,6 @@ def trace(
     args, kwargs = copy_inputs(call)
     private = PrivateCopy(original_callable(model))
     dry_run.state = private.state()
-    # Separate cache entries, so that the user's compiled model and its recompile limit are not affected.
-    compile_model: Callable[..., Callable[..., Any]] = torch.compile
-    own_entries = {"isolate_recompiles": True} if "isolate_recompiles" in signature(torch.compile).parameters else {}
     used = [(dry_run, private)]
 
     def compile_graph(graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -165,9 +166,7 @@ def trace(
 
     try:
         with same_random_states():
-            compile_model(uses(private.run), backend=compile_graph, dynamic=False, fullgraph=fullgraph, **own_entries)(
-                *args, **kwargs
-            )
+            compile_apart(uses(private.run), backend=compile_graph, dynamic=False, fullgraph=fullgraph)(*args, **kwargs)
     finally:
         used.clear()  # Dynamo keeps backends and graphs for ever; this frees the plans and the copy
     if not dry_run.graphs:

@@ -33,7 +33,7 @@ class Variants:
     def __init__(self, compilation: Compilation, code: Code, target: Target, *, may_be_listed: bool) -> None:
         """Load the plan; `may_be_listed` allows the list schedule as a variant."""
         self.code = code
-        self._target = target
+        self.target = target
         self._may_be_listed = may_be_listed and Variant.LISTED in target.variants
         self._loaded: dict[Variant, Runnable] = {}
         """Loaded variants other than the plan."""
@@ -45,7 +45,7 @@ class Variants:
 
         `runnable` is its program, if an earlier call has loaded it (as `plan`).
         """
-        self.plan = self._target.load(compilation, self.code, Variant.PLAN) if runnable is None else runnable
+        self.plan = self.target.load(compilation, self.code, Variant.PLAN) if runnable is None else runnable
         self.compilation = compilation
         self._listed: tuple[Compilation, Runnable] | None = None
         self._has_looked = False
@@ -61,7 +61,7 @@ class Variants:
         """The variants that can run now; a serial plan counts as `SERIAL`, not as `PLAN`."""
         own = {Variant.SERIAL}
         if self.compilation.plan.uses_lanes:
-            own |= {Variant.PLAN, *self._target.variants} - {Variant.LISTED}
+            own |= {Variant.PLAN, *self.target.variants} - {Variant.LISTED}
             own |= {Variant.LISTED} if self._has_list_schedule() else set()
         return (*sorted(own), *sorted(self._loaded.keys() - own))
 
@@ -77,7 +77,7 @@ class Variants:
 
     def add_whole(self, run: Run) -> None:
         """Add the `INDUCTOR` variant: the whole graph as Inductor compiled it."""
-        self._loaded[Variant.INDUCTOR] = self._target.load_whole(self.compilation, self.code, run)
+        self._loaded[Variant.INDUCTOR] = self.target.load_whole(self.compilation, self.code, run)
 
     def loaded(self) -> Mapping[Variant, Runnable]:
         """Return the loaded variants."""
@@ -106,13 +106,13 @@ class Variants:
         if variant is Variant.LISTED and self._has_list_schedule() and self._listed is not None:
             return self._listed[1]
         if variant is Variant.SERIAL:
-            if not self.compilation.plan.uses_lanes and not self._target.binds_graphs:
+            if not self.compilation.plan.uses_lanes and not self.target.binds_graphs:
                 return self.plan
             old = self.compilation
             serial = self.with_plan(make_serial_plan(old.partition.graph, old.costs, old.plan))
-            return self._target.load(serial, self.code, variant)
-        if variant in self._target.variants:
-            return self._target.load(self.compilation, self.code, variant)
+            return self.target.load(serial, self.code, variant)
+        if variant in self.target.variants:
+            return self.target.load(self.compilation, self.code, variant)
         raise KeyError(f"{self.compilation.capture.name} cannot run the variant '{variant}'; it has {self.available}")
 
     def _has_list_schedule(self) -> bool:
@@ -125,7 +125,7 @@ class Variants:
             if is_close and plan.uses_lanes and not is_same_placement(plan, old.plan):
                 check_plan(plan, old.partition.graph, old.costs)
                 compilation = self.with_plan(plan)
-                self._listed = compilation, self._target.load(compilation, self.code, Variant.LISTED)
+                self._listed = compilation, self.target.load(compilation, self.code, Variant.LISTED)
         return self._listed is not None
 
     def with_plan(self, plan: Plan) -> Compilation:

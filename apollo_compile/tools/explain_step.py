@@ -10,12 +10,14 @@ from torch import nn
 
 from apollo_compile.config import load_config
 from apollo_compile.device.open import select_profile
+from apollo_compile.errors import ConfigError
 from apollo_compile.ir import Trace, Variant
 from apollo_compile.reports.report import Report
 from apollo_compile.reports.summary import summarize
 from apollo_compile.reports.values import Stage, State
 from apollo_compile.session.step.prediction import predict_step
-from apollo_compile.step import check_arguments, split_evenly
+from apollo_compile.session.step.split import split_evenly
+from apollo_compile.step import check_arguments
 from apollo_compile.tools.what_if import other_rules, what_if
 
 
@@ -55,7 +57,9 @@ def explain_step(
         ConfigError: an argument or an option has a wrong value.
         InfeasiblePlanError: no plan meets the memory quota.
     """
-    check_arguments(model, microbatches)
+    check_arguments(model, microbatches, clip_grad_norm)
+    if not isinstance(microbatches, int):
+        raise ConfigError("explain_step plans one number of micro-batches: expected a number, got 'auto'")
     config = load_config(options)
     found = predict_step(
         model,

@@ -15,7 +15,6 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +37,7 @@ from apollo_compile.session.planning import role_of
 from apollo_compile.session.private_copy import Call, PrivateCopy, copy_inputs, same_random_states
 from apollo_compile.store.profiles import load_profile
 from apollo_compile.torch_bridge.boundary import extract_boundary
-from apollo_compile.torch_bridge.compile_context import original_callable
+from apollo_compile.torch_bridge.compile_context import compile_apart, original_callable
 from apollo_compile.torch_bridge.dynamic_sizes import find_size, follow_dimension
 from apollo_compile.torch_bridge.frontend import compile_with_inductor
 from apollo_compile.torch_bridge.graph_breaks import problem_of
@@ -210,8 +209,6 @@ def _trace(model: Callable[..., Any], call: Call, dimensions: Mapping[str, _Dime
     for each in dimensions.values():
         for tensor, dimension in each.same:
             follow_dimension(tensor, dimension)
-    compile_model: Callable[..., Callable[..., Any]] = torch.compile
-    own_entries = {"isolate_recompiles": True} if "isolate_recompiles" in signature(torch.compile).parameters else {}
     args, kwargs = call
     used = [traced]
 
@@ -220,9 +217,7 @@ def _trace(model: Callable[..., Any], call: Call, dimensions: Mapping[str, _Dime
 
     try:
         with same_random_states():
-            compile_model(private.run, backend=compile_graph, dynamic=False, fullgraph=True, **own_entries)(
-                *args, **kwargs
-            )
+            compile_apart(private.run, backend=compile_graph, dynamic=False, fullgraph=True)(*args, **kwargs)
     except Exception as error:
         cause = next((each for each in _causes(error) if isinstance(each, UnsupportedGraphError)), None)
         problem = str(cause) if cause is not None else problem_of(error)

@@ -1,6 +1,7 @@
 """What Dynamo knows about the current compile: its id, and the code that was traced.
 
     name_dynamo_graph() -> "0/0";    traced_code() -> code objects;    written_arguments() -> positions
+    compile_apart(function) -> torch.compile with cache entries of its own
     original_callable(run) -> the argument of `torch.compile`
     is_part_of(code, function) -> whether a traced code object belongs to a function
 
@@ -14,9 +15,12 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections import Counter
+from collections.abc import Callable
+from inspect import signature
 from types import CodeType
 from typing import Any
 
+import torch
 from torch._guards import CompileContext, TracingContext
 
 _RESUMED = "torch_dynamo_resume_in_"
@@ -27,6 +31,13 @@ _num_named: weakref.WeakKeyDictionary[CompileContext, Counter[int]] = weakref.We
 
 _outside = itertools.count(1)
 """Numbers of graphs that come without Dynamo, from callers of the backend itself."""
+
+
+def compile_apart(function: Callable[..., Any], **settings: Any) -> Callable[..., Any]:
+    """Return `torch.compile(function, ...)` with cache entries of its own, so that no recompile limit is shared."""
+    compile_function: Callable[..., Callable[..., Any]] = torch.compile
+    apart = {"isolate_recompiles": True} if "isolate_recompiles" in signature(torch.compile).parameters else {}
+    return compile_function(function, **settings, **apart)
 
 
 def name_dynamo_graph() -> str:

@@ -29,9 +29,10 @@ class StepInParts:
     """Takes the step of an optimizer for some of its parameters at a time; see Note [parts]."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        """Look at the groups of parameters; `can_step` tells when they have changed."""
+        """Look at the groups of parameters; `refresh` looks again."""
         self._optimizer = optimizer
-        self._group_of = self._find_groups()
+        self._group_of: dict[int, int] = {}
+        self.refresh()
 
     @staticmethod
     def problem_of(optimizer: torch.optim.Optimizer) -> str | None:
@@ -42,8 +43,17 @@ class StepInParts:
             return "the optimizer is differentiable or capturable"
         return None
 
-    def can_step(self, parameters: Sequence[torch.Tensor]) -> bool:
-        """Whether a step in parts is the optimizer's own: same groups, all state there, nobody hooks into a step."""
+    def refresh(self) -> None:
+        """Look at the groups of parameters before a step, since groups and checkpoints change them."""
+        groups = enumerate(self._optimizer.param_groups)
+        self._group_of = {id(parameter): number for number, group in groups for parameter in group["params"]}
+
+    def has(self, parameter: torch.Tensor) -> bool:
+        """Return whether the optimizer steps a parameter."""
+        return id(parameter) in self._group_of
+
+    def reason_against(self) -> str | None:
+        """Return why a step in parts would not be the optimizer's own now: somebody hooks into it, or replaced it."""
         optimizer = self._optimizer
         hooks = (
             optimizer._optimizer_step_pre_hooks,
@@ -51,10 +61,13 @@ class StepInParts:
             torch_optimizer._global_optimizer_pre_hooks,
             torch_optimizer._global_optimizer_post_hooks,
         )
-        if any(hooks) or self._find_groups() != self._group_of:
-            return False
-        needs_state = any(optimizer.state.values())  # plain SGD has none
-        return not needs_state or all(optimizer.state.get(each) for each in parameters if id(each) in self._group_of)
+        if any(hooks):
+            return "the optimizer's step has hooks"
+        own = optimizer.__dict__.get("step")
+        is_of_scheduler = getattr(own, "_wrapped_by_lr_sched", False)  # counts calls, which we do as well
+        if own is not None and not (is_of_scheduler and getattr(own, "__wrapped__", None) is type(optimizer).step):
+            return "the optimizer's step was replaced"
+        return None
 
     def step(self, parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
         """Update the parameters that the optimizer has, with these gradients; `.grad` is left as it was."""
@@ -72,6 +85,7 @@ class StepInParts:
             for parameter, gradient in zip(parameters, gradients, strict=True):
                 parameter.grad = _as_laid_out(gradient, parameter)
             step(view)
+            optimizer.__dict__["_opt_called"] = True  # for schedulers, which warn of steps that were not taken
         finally:
             for parameter, gradient_before in zip(parameters, before, strict=True):
                 parameter.grad = gradient_before
@@ -80,10 +94,6 @@ class StepInParts:
         """Return about how many bytes a step reads and writes for parameters of so many bytes."""
         has_momentum = any(group.get("momentum") for group in self._optimizer.param_groups)
         return num_bytes * (_TENSORS_READ_AND_WRITTEN.get(type(self._optimizer), 7) + 2 * has_momentum)
-
-    def _find_groups(self) -> dict[int, int]:
-        groups = enumerate(self._optimizer.param_groups)
-        return {id(parameter): number for number, group in groups for parameter in group["params"]}
 
     def _choose_kernel(self, group: Mapping[str, Any], parameters: list[torch.Tensor]) -> dict[str, Any]:
         """Return a group with other parameters; with the fused kernel, where the user has left the choice to torch.

@@ -11,9 +11,17 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch._dynamo.exc import TorchDynamoException
+
+from apollo_compile.torch_bridge.compile_context import compile_apart
 
 TracedStep = Callable[[Sequence[Any], Sequence[torch.Tensor]], tuple[torch.Tensor, Sequence[torch.Tensor]]]
 """Takes the micro-batches and their weights; returns the weighted sum of the losses and its gradients."""
+
+
+def is_compile_error(error: Exception) -> bool:
+    """Return whether Dynamo or Inductor failed, not the code that they compiled."""
+    return isinstance(error, TorchDynamoException)
 
 
 def compile_traced_step(
@@ -40,7 +48,7 @@ def compile_traced_step(
         assert gradients is not None
         return total, gradients
 
-    compiled = torch.compile(run, fullgraph=True, dynamic=False, options=dict(settings))
+    compiled = compile_apart(run, fullgraph=True, dynamic=False, options=dict(settings))
 
     def call(parts: Sequence[Any], weights: Sequence[torch.Tensor]) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
         with torch._dynamo.config.patch(trace_autograd_ops=True):

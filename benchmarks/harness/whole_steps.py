@@ -25,7 +25,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
-from apollo_compile.step import compile_step, split_evenly
+from apollo_compile.session.step.split import split_evenly
+from apollo_compile.step import compile_step
 from apollo_compile.tools.bench.child import Stepper
 from apollo_compile.tools.bench.numbers import Numbers
 from benchmarks.workloads import build

@@ -15,7 +15,8 @@ from torch import nn
 
 from apollo_compile.errors import ConfigError, TargetError
 from apollo_compile.reports.report import Report
-from apollo_compile.step import Step, compile_step, split_evenly
+from apollo_compile.session.step.split import split_evenly
+from apollo_compile.step import Step, compile_step
 from apollo_compile.tools.explain_step import explain_step
 from apollo_compile.tools.report import report
 from tests.end_to_end.models import TwoTowers, two_tower_inputs

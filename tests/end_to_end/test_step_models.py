@@ -16,7 +16,8 @@ from torch import nn
 
 from apollo_compile.ir import Program, Wait
 from apollo_compile.session.step.program import StepProgram
-from apollo_compile.step import Step, compile_step, split_evenly
+from apollo_compile.session.step.split import split_evenly
+from apollo_compile.step import Step, compile_step
 from benchmarks.harness.whole_steps import draw_class_tokens
 from benchmarks.steady import find_growth, watch
 from benchmarks.workloads import build

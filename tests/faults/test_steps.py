@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from apollo_compile.ir import Variant
-from apollo_compile.step import compile_step, split_evenly
+from apollo_compile.session.step.split import split_evenly
+from apollo_compile.step import compile_step
 from tests.end_to_end.models import STRICT
 
 COUNT, SAMPLES = 4, 2

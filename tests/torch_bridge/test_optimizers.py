@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -59,7 +60,8 @@ def test_steps_in_parts_are_those_of_the_optimizer(
                 own.step()
                 own.zero_grad()
                 continue
-            assert parts.can_step(mine)
+            parts.refresh()
+            assert parts.reason_against() is None
             parts.step(mine[1:3], gradients[1:3])
             parts.step([mine[0], mine[3]], [gradients[0], gradients[3]])
             assert all(parameter.grad is None for parameter in mine)
@@ -71,7 +73,7 @@ def test_steps_in_parts_are_those_of_the_optimizer(
 
 
 def test_an_optimizer_is_taken_whole_where_parts_would_not_be_its_step() -> None:
-    """Unknown classes, hooks, parameters without state, and groups that have changed."""
+    """Unknown classes, hooks, and a step that was replaced; a scheduler's counter is no such step."""
     parameters = [torch.nn.Parameter(torch.randn(2)) for _ in range(3)]
 
     class Own(torch.optim.SGD):
@@ -81,16 +83,38 @@ def test_an_optimizer_is_taken_whole_where_parts_would_not_be_its_step() -> None
     assert "LBFGS may use several parameters" in str(StepInParts.problem_of(torch.optim.LBFGS(parameters)))
     optimizer = torch.optim.AdamW(parameters[:2])
     parts = StepInParts(optimizer)
-    for parameter in parameters[:1]:
-        parameter.grad = torch.ones(2)
-    optimizer.step()
-    assert parts.can_step(parameters[:1])
-    assert not parts.can_step(parameters[:2])  # the second has no state yet
+    torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.9)
+    assert parts.reason_against() is None
     hook = optimizer.register_step_pre_hook(lambda *_: None)
-    assert not parts.can_step(parameters[:1])
+    assert "hooks" in str(parts.reason_against())
     hook.remove()
-    optimizer.add_param_group({"params": parameters[2:]})
-    assert not parts.can_step(parameters[:1])
+    step = optimizer.step
+    optimizer.step = lambda *args: step(*args)  # type: ignore[method-assign]
+    assert "replaced" in str(parts.reason_against())
+
+
+def test_groups_may_change_between_steps() -> None:
+    """A parameter that is added is stepped; its state is made as it is needed."""
+    parameters = [torch.nn.Parameter(torch.zeros(2)) for _ in range(2)]
+    optimizer = torch.optim.SGD(parameters[:1], lr=1.0, momentum=0.5)
+    parts = StepInParts(optimizer)
+    optimizer.add_param_group({"params": parameters[1:], "lr": 2.0})
+    parts.refresh()
+    for _ in range(2):
+        parts.step(parameters, [torch.ones(2), torch.ones(2)])
+    assert parameters[0].tolist() == [-2.5, -2.5]
+    assert parameters[1].tolist() == [-5.0, -5.0]
+
+
+def test_schedulers_see_steps_in_parts() -> None:
+    """One that is made later does not warn that the optimizer has not stepped."""
+    parameter = torch.nn.Parameter(torch.zeros(2))
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.9)
+    StepInParts(optimizer).step([parameter], [torch.ones(2)])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        scheduler.step()
 
 
 def test_parameters_of_no_group_stay() -> None:

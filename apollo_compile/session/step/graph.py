@@ -24,6 +24,7 @@ from apollo_compile.ir import (
     BodyId,
     BufferId,
     Capture,
+    Node,
     Observations,
     Partition,
     Phase,
@@ -105,7 +106,7 @@ def plan_step(micro: Micro, step: StepGraph, *, profile: DeviceProfile, config: 
     """
     name = step.graph.name
     return plan_partition(
-        Capture(name=name, role=Role.STEP, nodes=(), outputs=()),
+        Capture(name=name, role=Role.STEP, nodes=_nodes_of(micro), outputs=()),
         Partition(graph=step.graph, bodies=_name_bodies(step.graph), nodes_by_segment=()),
         _join_observations(micro.forward, micro.backward),
         profile=profile,
@@ -265,6 +266,11 @@ def _ordered(compilation: Compilation) -> list[SegmentId]:
 
 
 # ----------------------------------------------------------------------------------------------------------- bodies
+
+
+def _nodes_of(micro: Micro) -> tuple[Node, ...]:
+    """Return the nodes of both graphs, which tell this step from others that are cut alike."""
+    return (*micro.forward.compilation.capture.nodes, *micro.backward.compilation.capture.nodes)
 
 
 def _name_bodies(graph: SegmentGraph) -> tuple[Body, ...]:

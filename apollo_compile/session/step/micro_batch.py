@@ -135,7 +135,9 @@ def join_halves(
     if len(tangents) != 1:
         raise UnsupportedGraphError(f"{len(tangents)} outputs of the loss function need gradients; expected the loss")
     if len(forward.contract.user_outputs) != 1:
-        raise UnsupportedGraphError("the loss function returns other tensors besides the loss")
+        raise UnsupportedGraphError(
+            "the loss function returns other tensors besides the loss, or the model assigns some"
+        )
     known = {*names_of(graph, graph.inputs), *names_of(graph, graph.outputs), *tangents}
     if unknown := set(names_of(other, other.inputs)) - known:
         raise UnsupportedGraphError(f"the backward reads {sorted(unknown)[0]}, which the forward does not return")

@@ -28,6 +28,8 @@ class StepProgram:
     num_parts: int
     optimizer: StepInParts | None
     """Steps inside the program; None where it steps afterwards, or there is none."""
+    is_clipped: bool
+    """Whether gradients are clipped inside."""
     others: Sequence[torch.Tensor]
     """Where gradients are clipped, parameters that the program makes no gradients for: any of theirs would count."""
 
@@ -41,21 +43,27 @@ class StepProgram:
         """What gets gradients, in their order among the outputs."""
         return list(self.micro.parameters.values())
 
-    def may_run(self) -> bool:
-        """Whether gradients are the program's to make: none is there, and nobody hooks into the making of any.
+    def reason_for_loop(self) -> str | None:
+        """Return why a step has to be a loop now; None if the program can take it.
 
-        If the optimizer steps inside, its step has to be as it was when the program was linked.
+        Gradients that are there are added to, as `backward` does, but for those that clipping or the optimizer inside
+        would have to know of.
         """
-        if self.optimizer is not None and not self.optimizer.can_step(self.parameters):
-            return False
+        if self.optimizer is not None:
+            self.optimizer.refresh()
+            if (reason := self.optimizer.reason_against()) is not None:
+                return reason
         if any(other.grad is not None for other in self.others):
-            return False
-        return all(
-            parameter.grad is None
-            and not parameter._backward_hooks
-            and not getattr(parameter, "_post_accumulate_grad_hooks", None)
-            for parameter in self.parameters
-        )
+            return "gradients are clipped, and a parameter that gets none in this step has one"
+        for parameter in self.parameters:
+            if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+                return "a gradient has hooks"
+            if parameter.grad is not None:
+                if self.is_clipped or (self.optimizer is not None and self.optimizer.has(parameter)):
+                    return "gradients are there already that clipping or the optimizer has to know of"
+                if self.num_parts > 1 and torch.are_deterministic_algorithms_enabled():
+                    return "gradients are there already, and sums keep their order with deterministic algorithms"
+        return None
 
     def takes(self, inputs: Sequence[Sequence[torch.Tensor]]) -> bool:
         """Whether all micro-batches share the tensors that they shared when it was linked, and gradients go to them."""
@@ -78,10 +86,20 @@ class StepProgram:
         tangents = [torch.tensor(weight, dtype=self.micro.loss_dtype) for weight in weights]
         given = [*(inputs[0][place] for place in state), *own, *tangents]
         taken = {tensor.untyped_storage().data_ptr() for tensor in given}
-        with torch.no_grad():
+        # Bodies were traced under autocast if there was any, and lanes know of none.
+        with torch.no_grad(), torch.autocast(self.variants.target.device.type, enabled=False):
             outputs = self.variants.run(given)
             made = [gradient for gradient in outputs[self.num_parts :] if gradient is not None]
             return outputs[: self.num_parts], own_gradients(made, self.parameters, taken)
+
+
+def leave_gradients(parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
+    """Leave gradients in `.grad`, added to what is there."""
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        if parameter.grad is None:
+            parameter.grad = gradient
+        else:
+            parameter.grad.add_(gradient)
 
 
 def own_gradients(
@@ -109,7 +127,8 @@ def link_step(
     step: StepGraph,
     *,
     optimizer: StepInParts | None,
-    others: Sequence[torch.Tensor],
+    clip_grad_norm: float | None,
+    model_parameters: Sequence[torch.Tensor],
     target: Target,
     config: Config,
 ) -> StepProgram:
@@ -119,13 +138,15 @@ def link_step(
         micro: the graphs of one micro-batch.
         step: what was composed of them.
         optimizer: steps inside.
-        others: parameters that must not have gradients, since they would count where gradients are clipped.
+        clip_grad_norm: to which gradients are clipped inside; None does not clip.
+        model_parameters: all parameters of the model.
         target: the device that it runs on.
         config: its `plan` options apply.
 
     Raises:
         InfeasiblePlanError: no plan meets the memory quota.
     """
+    trained = {id(parameter) for parameter in micro.parameters.values()}
     compilation = plan_step(micro, step, profile=target.profile, config=config)
     code = Code(bodies=tuple(step.bodies), contract=Contract(written_inputs=step.written))
     return StepProgram(
@@ -133,5 +154,6 @@ def link_step(
         micro=micro,
         num_parts=step.num_micro_batches,
         optimizer=optimizer,
-        others=others,
+        is_clipped=clip_grad_norm is not None,
+        others=[] if clip_grad_norm is None else [each for each in model_parameters if id(each) not in trained],
     )

@@ -39,6 +39,8 @@ class StepTuner:
         self.program = program
         self.verdict: Verdict | None = None
         """None while variants are compared, and where they never are."""
+        self.held_back: str | None = None
+        """Why the latest step was a loop where something else was to run."""
         self._warm_start = warm_start
         self._make_traced = make_traced
         self._traced: TracedStep | None = None
@@ -57,11 +59,6 @@ class StepTuner:
     def is_settled(self) -> bool:
         """Whether it is known what runs."""
         return self._is_settled
-
-    @property
-    def may_leave_loop(self) -> bool:
-        """Whether anything but the loop may run from now on."""
-        return not self._is_settled or self._current is not Variant.LOOP
 
     @property
     def current(self) -> Variant:
@@ -98,14 +95,18 @@ class StepTuner:
             self._comparison.record(0, ns)
 
     def drop_traced(self, error: Exception) -> None:
-        """Do without Inductor's code of the traced step, which failed."""
+        """Do without Inductor's code of the traced step, which did not compile; compare the others."""
         first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
         _logger.info("%s: Inductor does not compile the traced step: %s: %s", self._name, type(error).__name__, first)
         self.is_tried, self._traced = True, None
-        if self._is_settled:  # an earlier process had it
-            self._current = Variant.LOOP
+        self._is_settled, self.verdict, self._current = False, None, Variant.LOOP
 
     def __str__(self) -> str:
+        now = f"; now a {Variant.LOOP}: {self.held_back}" if self.held_back else ""
+        return f"{self._state}{now}"
+
+    @property
+    def _state(self) -> str:
         if self.verdict is not None:
             return str(self.verdict)
         if self._is_settled:
@@ -121,10 +122,14 @@ class StepTuner:
         return [Variant.LOOP, *traced, *self.program.variants.available]
 
     def _settle(self, comparison: Comparison) -> None:
-        winner = comparison.winner() if comparison.num_rounds >= MIN_ROUNDS else str(Variant.LOOP)
+        is_known = comparison.num_rounds >= MIN_ROUNDS  # not where most steps had to be loops
+        winner = comparison.winner() if is_known else str(Variant.LOOP)
         standings = [comparison.standing(name, winner) for name in comparison.selections]
         self._current = Variant(winner)
         self._is_settled, self._comparison = True, None
+        if not is_known:
+            _logger.info("%s: the loop stays, since too few steps could be compared", self._name)
+            return
         self.verdict = Verdict(
             winner=winner,
             selection=(self._current,),

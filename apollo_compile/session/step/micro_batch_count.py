@@ -1,6 +1,6 @@
 """Into how many micro-batches a step is split, where the user leaves that open.
 
-    PartsChooser(settled, predict, ...);    count: of the step that begins now;    step_ended(ns)
+    MicroBatchCount(settled, predict, ...);    count: of the step that begins now;    step_ended(ns)
 
 One micro-batch, the whole batch, runs first, until it is known what runs it fastest. Numbers whose program is predicted
 to be faster by `WORTH` are compiled and tuned next, one after the other, and then all take turns, by the rules of
@@ -21,11 +21,14 @@ _logger = logging.getLogger(__name__)
 CANDIDATES = (2, 4)
 """Numbers of micro-batches besides 1."""
 
+MAX_MISSES = 20
+"""Batches that could not be split into a number of micro-batches, after which it is given up."""
+
 WORTH = 0.02
 """Share of the predicted time that a number has to save."""
 
 
-class PartsChooser:
+class MicroBatchCount:
     """Chooses the number of micro-batches of a step.
 
     Arguments:
@@ -45,11 +48,11 @@ class PartsChooser:
         self.count = next(self._procedure)
         """Number of micro-batches of the step that begins now."""
 
-    def step_ended(self, ns: int) -> None:
-        """Note how long a step of `count` micro-batches took."""
+    def step_ended(self, ns: int | None) -> None:
+        """Note how long a step of `count` micro-batches took; None if the batch could not be split so."""
         self.count = self._procedure.send(ns)
 
-    def _choose(self) -> Generator[int, int, None]:
+    def _choose(self) -> Generator[int, int | None, None]:
         yield from self._settle(1)
         predicted = {count: ns for count in (1, *CANDIDATES) if (ns := self._predict(count)) is not None}
         alive = [1]
@@ -64,21 +67,29 @@ class PartsChooser:
             winner = 1
             self.verdict = f"1: no other number is predicted to be faster: {times}"
         else:
-            for count in alive[1:]:
-                yield from self._settle(count)
+            for count in list(alive[1:]):
+                if not (yield from self._settle(count)):
+                    alive.remove(count)
             winner = yield from self._compare(alive)
         _logger.info("micro-batches: %s", self.verdict)
         while True:
             yield winner
 
-    def _settle(self, count: int) -> Generator[int, int, None]:
+    def _settle(self, count: int) -> Generator[int, int | None, bool]:
+        """Take steps until it is known what runs them; return False where batches cannot be split so."""
+        num_misses = 0
         while not self._settled(count):
-            yield count
+            num_misses += (yield count) is None
+            if num_misses > MAX_MISSES:
+                return False
+        return True
 
-    def _compare(self, counts: Sequence[int]) -> Generator[int, int, int]:
+    def _compare(self, counts: Sequence[int]) -> Generator[int, int | None, int]:
         comparison = Comparison({str(count): count * (Variant.PLAN,) for count in counts})
         while (selection := comparison.begin_step()) is not None:
-            comparison.record(0, (yield len(selection)))
+            ns = yield len(selection)
+            if ns is not None:
+                comparison.record(0, ns)
         winner = comparison.winner() if comparison.num_rounds >= MIN_ROUNDS else "1"
         standings = [comparison.standing(str(count), winner) for count in counts]
         times = (f"{each.name}: {format_ns(round(each.step_ns))} ({each.ratio:.2f}x)" for each in standings)

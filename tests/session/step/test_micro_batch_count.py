@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from apollo_compile.session.step.parts import PartsChooser
+from apollo_compile.session.step.micro_batch_count import MicroBatchCount
 
 STEPS_TO_SETTLE = 3
 
@@ -16,7 +16,9 @@ def choose(
 ) -> tuple[str, list[int]]:
     """Return the verdict, and how many micro-batches each step had until nothing changed any more."""
     taken: list[int] = []
-    chooser = PartsChooser(lambda count: taken.count(count) >= STEPS_TO_SETTLE, predicted.get, is_compared=is_compared)
+    chooser = MicroBatchCount(
+        lambda count: taken.count(count) >= STEPS_TO_SETTLE, predicted.get, is_compared=is_compared
+    )
     for _ in range(1000):
         taken.append(chooser.count)
         chooser.step_ended(measured.get(chooser.count, 10**9))
@@ -52,3 +54,12 @@ def test_predictions_decide_where_times_may_not() -> None:
     verdict, taken = choose({1: 100, 2: 90, 4: 95}, {}, is_compared=False)
     assert verdict.startswith("2, by prediction")
     assert taken[STEPS_TO_SETTLE:] == (1000 - STEPS_TO_SETTLE) * [2]
+
+
+def test_a_number_that_batches_cannot_be_split_into_is_given_up() -> None:
+    """Its steps run whole and are not measured."""
+    chooser = MicroBatchCount(lambda count: count == 1, {1: 100, 2: 50, 4: 50}.get, is_compared=True)
+    for _ in range(200):
+        chooser.step_ended(None if chooser.count > 1 else 1000)
+    assert chooser.count == 1
+    assert chooser.verdict.startswith("1")

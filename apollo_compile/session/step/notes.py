@@ -1,0 +1,108 @@
+"""Let a program take its inputs from Dynamo: graphs of the loss function that run, or only note what they are given.
+
+Note [guards]: for every micro-batch the compiled loss function is called, so Dynamo checks its guards and looks up
+parameters, buffers and whatever else the code refers to; but the graph that it calls only notes its inputs, and returns
+a loss that gets its value when the program has run. Where Dynamo calls another graph than the one that was linked, or
+compiles one, the step is a loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from apollo_compile.session.model import CompiledModel
+from apollo_compile.session.step.micro_batch import Micro
+from apollo_compile.session.step.tuning import StepTuner
+
+
+class NotLinkedError(Exception):
+    """Dynamo calls a graph that is in no program."""
+
+
+@dataclass(eq=False, slots=True, weakref_slot=True)
+class LossGraph:
+    """A Dynamo graph of the loss function: it runs, or, where a program is to take its inputs, only notes them."""
+
+    compiled: Callable[..., Any]
+    model: CompiledModel
+    notes: Notes
+    inputs: tuple[Any, ...] | None = None
+    """Of its latest run, until it is known whether it can be linked; only tensors of the model have data."""
+    loss_dtype: torch.dtype = torch.float32
+    is_decided: bool = False
+    """Whether it is known whether it can be linked."""
+    micro: Micro | None = None
+    """Forward and backward, if they can be linked."""
+    outcomes: dict[int, StepTuner | str] = field(default_factory=dict)
+    """By number of micro-batches: what is known of the step, or why it can only run as a loop."""
+    refusal: str = ""
+    """Why they cannot be linked."""
+    num_links: int = 0
+    """How often its forward and backward were found."""
+
+    def __call__(self, *inputs: Any) -> Any:
+        """Run the graph, unless a program does."""
+        return self.notes.call(self, inputs)
+
+    def unlink(self) -> None:
+        """Forget its programs, whose parameters are not those of the model any more."""
+        self.outcomes.clear()
+        self.micro, self.is_decided = None, False
+
+
+@dataclass(frozen=True, slots=True)
+class Noted:
+    """What one call of a graph was given, and the loss that it returned, which has no value yet."""
+
+    graph: LossGraph
+    inputs: Sequence[Any]
+    loss: torch.Tensor
+
+
+class Notes:
+    """Which graph ran last, and what programs are to take."""
+
+    def __init__(self, owned: Callable[[], Collection[int]]) -> None:
+        """Take the ids of the model's parameters and buffers from `owned`."""
+        self.latest: LossGraph | None = None
+        self._owned = owned
+        self._noted: list[Noted] | None = None
+
+    @contextmanager
+    def noting(self) -> Iterator[list[Noted]]:
+        """Let calls of linked graphs only note their inputs in a `with`, and calls of others raise."""
+        noted: list[Noted] = []
+        self._noted = noted
+        try:
+            yield noted
+        finally:
+            self._noted = None
+
+    def call(self, graph: LossGraph, inputs: tuple[Any, ...]) -> Any:
+        """Run the graph, or note its inputs."""
+        if self._noted is None:
+            self.latest = graph
+            outputs = graph.compiled(*inputs)
+            if not graph.is_decided:
+                graph.inputs, graph.loss_dtype = _without_batch(inputs, self._owned()), outputs[0].dtype
+            return outputs
+        if graph.micro is None:
+            raise NotLinkedError
+        loss = torch.full((), torch.nan, dtype=graph.loss_dtype)
+        self._noted.append(Noted(graph, inputs, loss))
+        return (loss,)
+
+
+def _without_batch(inputs: Sequence[Any], owned: Collection[int]) -> tuple[Any, ...]:
+    """Return inputs with empty tensors in the place of those of the batch, which would be kept alive."""
+    return tuple(
+        torch.empty(0, dtype=value.dtype, requires_grad=value.requires_grad)
+        if isinstance(value, torch.Tensor) and id(value) not in owned
+        else value
+        for value in inputs
+    )

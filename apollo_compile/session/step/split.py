@@ -1,0 +1,67 @@
+"""Split a batch into micro-batches, and tell kinds of micro-batches apart."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import torch
+
+from apollo_compile.errors import TargetError
+from apollo_compile.torch_bridge.trees import flatten
+
+
+def split_evenly(batch: Any, count: int) -> Sequence[Any]:
+    """Return `count` parts of a batch, with all tensors cut along dimension 0.
+
+    Raises:
+        TargetError: there is no tensor, one has no dimension, or another size along it than the others, or one that is
+            no multiple of `count`; or a list has an element for every sample.
+    """
+    if count == 1:
+        return [batch]
+    leaves, _, unflatten = flatten(batch)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    if not tensors:
+        raise TargetError(
+            f"cannot split a batch into {count} micro-batches: found no tensors in a {type(batch).__name__}; expected "
+            "tensors, in dictionaries, lists or tuples, or pass split="
+        )
+    sizes = {tensor.shape[0] if tensor.dim() else 0 for tensor in tensors}
+    if len(sizes) != 1 or min(sizes) == 0 or min(sizes) % count:
+        raise TargetError(
+            f"cannot split a batch into {count} micro-batches: its tensors have sizes {sorted(sizes)} along "
+            f"dimension 0; expected one size, a multiple of {count}, or pass split="
+        )
+    _refuse_lists(batch, min(sizes), count)
+    pieces = [leaf.chunk(count) if isinstance(leaf, torch.Tensor) else count * (leaf,) for leaf in leaves]
+    return [unflatten(part) for part in zip(*pieces, strict=True)]
+
+
+def kind_of(parts: Sequence[Any]) -> Hashable | None:
+    """Return what micro-batches have in common that decides how they are compiled; None if they are not alike."""
+    kinds = {_kind_of_one(part) for part in parts}
+    return next(iter(kinds)) if len(kinds) == 1 else None
+
+
+def _kind_of_one(part: Any) -> Hashable:
+    leaves, structure, _ = flatten(part)
+    return structure, tuple(
+        (leaf.shape, leaf.dtype, leaf.requires_grad) if isinstance(leaf, torch.Tensor) else type(leaf)
+        for leaf in leaves
+    )
+
+
+def _refuse_lists(value: Any, size: int, count: int) -> None:
+    """Refuse lists of something else than tensors with an element for every sample: they would not be split."""
+    if isinstance(value, dict):
+        for each in value.values():
+            _refuse_lists(each, size, count)
+    elif isinstance(value, list | tuple):
+        if len(value) == size and not any(isinstance(each, torch.Tensor | dict | list | tuple) for each in value):
+            raise TargetError(
+                f"cannot split a batch into {count} micro-batches: a {type(value).__name__} in it has {size} elements, "
+                f"one for every sample, such as {value[0]!r}; expected a tensor there, or pass split="
+            )
+        for each in value:
+            _refuse_lists(each, size, count)
