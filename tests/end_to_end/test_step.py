@@ -599,6 +599,103 @@ def test_a_later_process_begins_with_what_was_found(tmp_path: Path) -> None:
     assert second.is_remembered and second.winner == first.winner
 
 
+def test_an_optimizer_step_that_was_replaced_is_called() -> None:
+    """As by frameworks that count, clamp or average in it."""
+    torch._dynamo.reset()
+    model = Chain()
+    own = torch.optim.SGD(model.parameters(), lr=0.01)
+    calls: list[int] = []
+    original = own.step
+
+    def counted(*args: Any) -> Any:
+        calls.append(1)
+        return original(*args)
+
+    own.step = counted  # type: ignore[method-assign]
+    step = compile_step(model, chain_loss, own, microbatches=2, options=EAGER)
+    for seed in range(4):
+        step(chain_batch(seed))
+    assert len(calls) == 4
+    assert "the optimizer's step was replaced" in step.verdicts[0]
+
+
+def test_a_loss_that_the_loss_function_keeps_has_its_value() -> None:
+    """The usual way to log it: Dynamo stores what the graph returned, before a program has run."""
+    torch._dynamo.reset()
+    model = Chain()
+    logs: dict[str, torch.Tensor] = {}
+
+    def keep(model: nn.Module, batch: Batch) -> torch.Tensor:
+        loss = chain_loss(model, batch)
+        logs["loss"] = loss
+        return loss
+
+    step = compile_step(model, keep, options=EAGER)
+    for seed in range(4):
+        loss = step(chain_batch(seed))
+        torch.testing.assert_close(logs["loss"].detach(), loss)
+    assert ran_as_program(step)
+
+
+def test_gradients_of_parameters_without_an_optimizer_add_up() -> None:
+    """As with the loop, where only a part of the model is in the optimizer; the program runs all the same."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = Chain()
+    expected = copy.deepcopy(model)
+    own, others = (torch.optim.SGD(each.layers[0].parameters(), lr=0.1) for each in (model, expected))  # type: ignore[operator]
+    step = compile_step(model, chain_loss, own, microbatches=2, options=EAGER)
+    for seed in range(4):
+        step(chain_batch(seed))
+        run_loop(expected, chain_loss, chain_batch(seed), 2, others)
+    for parameter, other in zip(model.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, other.grad, rtol=1e-3, atol=1e-5)
+    assert ran_as_program(step)
+
+
+def test_every_step_of_a_process_may_be_a_program() -> None:
+    """Dynamo's limit of compiles is for each of them, as in a sweep over settings."""
+    torch._dynamo.reset()
+    steps = [compile_step(nn.Sequential(nn.Linear(16, 16)), chain_loss, options=EAGER) for _ in range(10)]
+    for step in steps:
+        for seed in range(2):
+            step(chain_batch(seed, 4))
+    assert all(ran_as_program(step) for step in steps)
+
+
+def test_replaced_parameters_are_linked_anew() -> None:
+    """As `load_state_dict(assign=True)` replaces them."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16))
+    step = compile_step(model, chain_loss, options=EAGER)
+    for seed in range(8):
+        if seed == 3:
+            model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+        model.zero_grad()
+        expected = copy.deepcopy(model)
+        step(chain_batch(seed))
+        run_loop(expected, chain_loss, chain_batch(seed), 1, None)
+        torch.testing.assert_close(model[0].weight.grad, expected[0].weight.grad, rtol=1e-4, atol=1e-5)
+    assert ran_as_program(step)
+
+
+@pytest.mark.parametrize(
+    ("batch", "problem"),
+    [
+        (
+            {"x": torch.zeros(8, 2), "weights": [0.5] * 8},
+            "a list in it has 8 elements, one for every sample, such as 0.5",
+        ),
+        ({"names": "no tensors"}, "found no tensors in a dict"),
+    ],
+)
+def test_what_would_not_be_split_is_refused(batch: Any, problem: str) -> None:
+    """A list per sample would go to every micro-batch whole."""
+    with pytest.raises(TargetError, match=problem):
+        split_evenly(batch, 2)
+
+
 def test_memory_is_traded_for_overlap_within_the_quota(caplog: pytest.LogCaptureFixture) -> None:
     """Micro-batches in turn need the least; a quota below that is refused with what would work."""
     wide = {name: torch.randn(64, 64) for name in ("x", "y")}
@@ -676,6 +773,10 @@ def test_wrong_arguments_are_refused_in_words() -> None:
     """Before anything is compiled."""
     with pytest.raises(ConfigError, match="microbatches is 0; expected at least 1, or 'auto'"):
         compile_step(Chain(), chain_loss, microbatches=0)
+    with pytest.raises(ConfigError, match=r"clip_grad_norm is -1\.0; expected a norm above 0"):
+        compile_step(Chain(), chain_loss, clip_grad_norm=-1.0)
+    with pytest.raises(TargetError, match=r"micro-batches weigh \[0\.0, 0\.0\]"):
+        compile_step(Chain(), chain_loss, microbatches=2, weigh=lambda part: 0.0)(chain_batch(0))
     with pytest.raises(TargetError, match="is compiled already"):
         compile_step(torch.compile(Chain()), chain_loss)  # type: ignore[arg-type]
     with pytest.raises(TargetError, match=r"of a function: expected a torch\.nn\.Module"):
