@@ -13,23 +13,28 @@ prefix `inductor.` is for Inductor's own options, `{"inductor.max_autotune": Tru
 | APOLLO_PLAN      | `plan.file`       | plan file, or a directory that `debug.dump` wrote: run these plans |
 | APOLLO_PROFILE   | `device.profile`  | device profile to use instead of this machine's: a path or a packaged name |
 
-The default of `device.cache` follows XDG_CACHE_HOME. CUDA's own variables are only read to be reported. LOCAL_RANK and
-LOCAL_WORLD_SIZE, which launchers set, tell how many processes share the machine.
+Yes or no is 1 or 0, true or false, yes or no, in any case. An empty variable counts as not set, and an unknown one that
+begins with APOLLO_ gets a WARNING. The default of `device.cache` follows XDG_CACHE_HOME. CUDA's own variables are only
+read to be reported. LOCAL_RANK and LOCAL_WORLD_SIZE, which launchers set, tell how many processes share the machine.
 """
 
 from __future__ import annotations
 
+import difflib
+import functools
 import logging
 import math
 import os
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from apollo_compile.errors import ConfigError
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -154,6 +159,8 @@ _VARIABLES = {
     "APOLLO_PROFILE": "device.profile",
 }
 
+_PREFIX = "APOLLO_"
+
 _RANGES: dict[str, tuple[float, float]] = {
     "partition.min_segment_share": (0, 1),
     "partition.max_segment_share": (0, 1),
@@ -170,29 +177,34 @@ _INDUCTOR = "inductor"
 """The group of Inductor's options, which Inductor checks."""
 
 _FLAG_OPTIONS = frozenset({"disable"})
-_FLAGS = {"1": True, "true": True, "0": False, "false": False}
+_FLAGS = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
 
 
 def load_config(options: Mapping[str, Any] | None = None) -> Config:
     """Merge options over environment over defaults.
 
     Raises:
-        ConfigError: an option is unknown, or a value has the wrong type or is not allowed.
+        ConfigError: an option is unknown, a value has the wrong type or is not allowed, or there is no plan file.
     """
     config = Config()
     for variable, name in _VARIABLES.items():
         text = os.environ.get(variable)
         if text is not None and text != "":
-            value = _FLAGS.get(text.lower(), text) if name in _FLAG_OPTIONS else text
             origin = f"environment variable {variable}"
+            value = _read_flag(text, origin) if name in _FLAG_OPTIONS else text
             config = _set(config, name.split("."), value, origin)
             _check_level(name, value, origin)
+            _check_plan_file(name, value, origin)
+    for variable in os.environ.keys() - _VARIABLES.keys():
+        if variable.startswith(_PREFIX):
+            _warn_of_variable(variable)
     inductor, own = _take_inductor(options or {})
     config = replace(config, inductor=inductor)
     for name, value in _flatten(own):
         config = _set(config, name.split("."), value, f"option {name!r}")
         _check_range(name, value)
         _check_level(name, value, f"option {name!r}")
+        _check_plan_file(name, value, f"option {name!r}")
     return config if config.device.cache else _set(config, ["device", "cache"], _user_cache(), "cache directory")
 
 
@@ -272,10 +284,41 @@ def _set(tree: Any, path: list[str], value: Any, origin: str, prefix: str = "") 
     if name in hints and rest and not is_group:
         raise ConfigError(f"unknown {origin}: {prefix}{name} expects a value, and no mapping of options")
     if name not in hints:
-        raise ConfigError(f"unknown {origin} for backend 'apollo'; known options: {', '.join(known_options())}")
+        guess = _guess(".".join([*filter(None, prefix.split(".")), *path]), known_options())
+        raise ConfigError(f"unknown {origin} for backend 'apollo'{guess}; known options: {', '.join(known_options())}")
     if rest:
         return replace(tree, **{name: _set(getattr(tree, name), rest, value, origin, f"{prefix}{name}.")})
     return replace(tree, **{name: _convert(value, hints[name], origin)})
+
+
+def _guess(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
+    """Return a question for the known name that is most like an unknown one; empty if none is."""
+    similar = difflib.get_close_matches(name, known, n=1, cutoff=cutoff)
+    return f", did you mean {similar[0]}?" if similar else ""
+
+
+@functools.cache
+def _warn_of_variable(variable: str) -> None:
+    """Warn once per process of a variable that is not read."""
+    _logger.warning(
+        "environment variable %s is ignored%s; known variables: %s",
+        variable,
+        _guess(variable, _VARIABLES, cutoff=0.8),  # all of them begin alike
+        ", ".join(_VARIABLES),
+    )
+
+
+def _read_flag(text: str, origin: str) -> bool:
+    if text.lower() not in _FLAGS:
+        raise ConfigError(f"{origin} has value {text!r}; expected 1 or 0, true or false, yes or no")
+    return _FLAGS[text.lower()]
+
+
+def _check_plan_file(name: str, value: Any, origin: str) -> None:
+    if name == "plan.file" and value is not None and not Path(value).exists():
+        raise ConfigError(
+            f"{origin} is {str(value)!r}, where nothing is; expected a plan.json, or a directory that debug.dump wrote"
+        )
 
 
 def _check_range(name: str, value: Any) -> None:

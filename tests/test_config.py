@@ -79,19 +79,23 @@ def test_options_leave_defaults_alone() -> None:
     [
         ("APOLLO_DISABLE", "disable", "1", True, False),
         ("APOLLO_DISABLE", "disable", "true", True, False),
-        ("APOLLO_DISABLE", "disable", "True", True, False),
+        ("APOLLO_DISABLE", "disable", "Yes", True, False),
         ("APOLLO_DISABLE", "disable", "0", False, True),
         ("APOLLO_DISABLE", "disable", "false", False, True),
+        ("APOLLO_DISABLE", "disable", "NO", False, True),
         ("APOLLO_DUMP", "debug.dump", "some/where", Path("some/where"), Path("else/where")),
         ("APOLLO_LOG", "debug.log", "DEBUG", "DEBUG", "WARNING"),
-        ("APOLLO_PLAN", "plan.file", "plans", Path("plans"), Path("other")),
+        ("APOLLO_PLAN", "plan.file", "plans", Path("plans"), Path("plans/plan.json")),
         ("APOLLO_PROFILE", "device.profile", "my.json", Path("my.json"), Path("other.json")),
     ],
 )
 def test_options_go_over_environment_over_defaults(
-    monkeypatch: pytest.MonkeyPatch, variable: str, name: str, text: str, expected: Any, over: Any
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, variable: str, name: str, text: str, expected: Any, over: Any
 ) -> None:
-    """An empty variable counts as not set."""
+    """An empty variable counts as not set; there are plans."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "plans").mkdir()
+    (tmp_path / "plans" / "plan.json").touch()
     default = option(Config(), name)
     assert option(load_config(), name) == default
     monkeypatch.setenv(variable, "")
@@ -122,20 +126,23 @@ def test_the_cache_is_the_users_unless_it_is_given(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize(
-    ("options", "name"),
+    ("options", "name", "guess"),
     [
-        ({"plan.planer": "serial"}, "plan.planer"),
-        ({"plan": {"planer": "serial"}}, "plan.planer"),
-        ({"planner": "serial"}, "planner"),
-        ({"": 1}, ""),
-        ({"plan.": 1}, "plan."),
+        ({"plan.planer": "serial"}, "plan.planer", ", did you mean plan.planner?"),
+        ({"plan": {"planer": "serial"}}, "plan.planer", ", did you mean plan.planner?"),
+        ({"planner": "serial"}, "planner", ", did you mean plan.planner?"),
+        ({"": 1}, "", ""),
+        ({"xyz": 1}, "xyz", ""),
+        ({"memory": {"plan.quota": 1}}, "memory.plan.quota", ", did you mean plan.memory_quota?"),
     ],
 )
-def test_an_unknown_option_is_an_error_that_lists_the_known_ones(options: Mapping[str, Any], name: str) -> None:
+def test_an_unknown_option_is_an_error_that_guesses_and_lists_the_known_ones(
+    options: Mapping[str, Any], name: str, guess: str
+) -> None:
     """Whether it is dotted or nested."""
     with pytest.raises(ConfigError) as caught:
         load_config(options)
-    assert str(caught.value) == f"unknown option {name!r} for backend 'apollo'; known options: {KNOWN}"
+    assert str(caught.value) == f"unknown option {name!r} for backend 'apollo'{guess}; known options: {KNOWN}"
     assert isinstance(caught.value, ApolloError) and isinstance(caught.value, ValueError)
 
 
@@ -219,10 +226,42 @@ def test_a_wrong_value_is_an_error_that_says_what_was_expected(options: Mapping[
 
 def test_a_wrong_value_of_a_variable_names_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     """It comes from outside the program, so the user must know where to look."""
-    monkeypatch.setenv("APOLLO_DISABLE", "yes")
+    monkeypatch.setenv("APOLLO_DISABLE", "perhaps")
     with pytest.raises(ConfigError) as caught:
         load_config()
-    expected = "environment variable APOLLO_DISABLE has value 'yes' of type str; expected bool"
+    expected = "environment variable APOLLO_DISABLE has value 'perhaps'; expected 1 or 0, true or false, yes or no"
+    assert str(caught.value) == expected
+
+
+def test_a_variable_that_nobody_reads_gets_one_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With the variable that was meant, if one is like it."""
+    monkeypatch.setenv("APOLLO_DISABEL", "1")
+    monkeypatch.setenv("APOLLO_XYZ", "1")
+    monkeypatch.setenv("NOT_APOLLO_DISABEL", "1")
+    with caplog.at_level("WARNING", logger="apollo_compile"):
+        assert [load_config().disable for _ in range(2)] == [False, False]
+    known = "known variables: APOLLO_DISABLE, APOLLO_DUMP, APOLLO_LOG, APOLLO_PLAN, APOLLO_PROFILE"
+    assert sorted(record.getMessage() for record in caplog.records) == [
+        f"environment variable APOLLO_DISABEL is ignored, did you mean APOLLO_DISABLE?; {known}",
+        f"environment variable APOLLO_XYZ is ignored; {known}",
+    ]
+
+
+@pytest.mark.parametrize("where", ["option 'plan.file'", "environment variable APOLLO_PLAN"])
+def test_a_plan_file_that_does_not_exist_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, where: str
+) -> None:
+    """The user asked for a plan, and another one must not run instead."""
+    absent = tmp_path / "plan.json"
+    if where.startswith("environment"):
+        monkeypatch.setenv("APOLLO_PLAN", str(absent))
+    with pytest.raises(ConfigError) as caught:
+        load_config({} if where.startswith("environment") else {"plan": {"file": absent}})
+    expected = (
+        f"{where} is {str(absent)!r}, where nothing is; expected a plan.json, or a directory that debug.dump wrote"
+    )
     assert str(caught.value) == expected
 
 

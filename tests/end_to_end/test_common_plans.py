@@ -177,13 +177,13 @@ def test_a_plan_that_is_too_large_for_the_store_leaves_the_graph_to_inductor_on_
 
 
 def test_a_plan_from_a_file_is_that_of_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the file is missing on one rank, that one has a line about it, and runs what the first rank has read."""
+    """Where the file is damaged on one rank, that one has a line about it, and runs what the first rank has read."""
     dump, store = tmp_path / "dump", dist.HashStore()
     follow(dist.HashStore(), monkeypatch, steps=0, **{"plan.planner": "serial", "debug.dump": dump})
     (file,) = dump.glob("*_forward/plan.json")
-    first, second = (
-        follow(store, monkeypatch, steps=1, **{"plan.file": path}) for path in (file, tmp_path / "missing.json")
-    )
+    damaged = tmp_path / "damaged.json"
+    damaged.write_text("{")
+    first, second = (follow(store, monkeypatch, steps=1, **{"plan.file": path}) for path in (file, damaged))
     assert first.steps[0][0] == second.steps[0][0]
     assert first.steps[0][0][0].pinned
 

@@ -219,16 +219,17 @@ def test_a_wrong_setting_and_a_blocked_cache_are_findings(tmp_path: Path, monkey
         ("APOLLO_DISABLE", "perhaps", "APOLLO_DISABLE"),
         ("APOLLO_LOG", "LOUD", "APOLLO_LOG has value 'LOUD'; choose one of"),
         ("APOLLO_PROFILE", absent, "cannot read device profile"),
+        ("APOLLO_PLAN", absent, "where nothing is"),
         ("APOLLO_PROFILE", "h200", "is for a cuda device"),
     ):
         with monkeypatch.context() as patch:
             patch.setenv(variable, value)
             facts = look()
         assert message in find(facts, "settings").message and not is_fit(diagnose(facts))
-    monkeypatch.setenv("APOLLO_PLAN", absent)
+    monkeypatch.setenv("APOLLO_PLAN", str(blocked))
     monkeypatch.setenv("APOLLO_PROFILE", "cpu")
     facts = look()
-    assert find(facts, "settings").level is Level.WARNING and absent in find(facts, "settings").message
+    assert find(facts, "settings").level is Level.WARNING and str(blocked) in find(facts, "settings").message
     assert find(facts, "device profile").message == "cpu, named by APOLLO_PROFILE"
 
 
