@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from apollo_compile.tools.explain import explain
     from apollo_compile.tools.explain_step import explain_step
     from apollo_compile.tools.module_costs import module_costs
-    from apollo_compile.tools.report import report
+    from apollo_compile.tools.report import report, status
 
 __all__ = [
     "BalancedBatchSampler",
@@ -38,6 +38,7 @@ __all__ = [
     "module_costs",
     "report",
     "share_costs",
+    "status",
     "weigh_loss",
 ]
 __version__ = "0.1.0"
@@ -57,6 +58,7 @@ _MODULES = {
     "module_costs": "apollo_compile.tools.module_costs",
     "report": "apollo_compile.tools.report",
     "share_costs": "apollo_compile.distributed.loader.ranks",
+    "status": "apollo_compile.tools.report",
     "weigh_loss": "apollo_compile.distributed.loader.ranks",
 }
 

@@ -14,7 +14,7 @@ from apollo_compile.distributed.ranks import find_ranks
 from apollo_compile.session.compile import GraphCompiler
 from apollo_compile.session.model import CompiledModel
 from apollo_compile.session.registry import register
-from apollo_compile.torch_bridge.compile_context import name_dynamo_graph, traced_code
+from apollo_compile.torch_bridge.compile_context import name_dynamo_graph, recompile_reason, traced_code
 from apollo_compile.torch_bridge.cuda_private import reset_cuda_graphs
 from apollo_compile.torch_bridge.dynamo_graph import traced_tensors
 from apollo_compile.torch_bridge.frontend import compile_plainly, keep_with
@@ -67,8 +67,10 @@ def compile_dynamo_graph(
         return compile_plainly(graph_module, example_inputs, settings), None
     tensors = traced_tensors(graph_module, example_inputs)
     refuse_hooks(graph_module, tensors)
+    reason = recompile_reason()
     model = CompiledModel(
         name=name_dynamo_graph(),
+        again=f" again, since {reason}" if reason else "",
         config=config,
         target=open_target(example_inputs, config),
         storages=storages_of(tensors),

@@ -1,21 +1,24 @@
-"""Progress lines for a user who waits for a long compile.
+"""Progress of a compile for a user who waits for it.
 
     with Progress("compiling 0/0 forward") as progress:
         progress.at("body", 5, 14)
 
-A compile that takes longer than `PATIENCE_S` logs one line per phase: `compiling 0/0 forward: body 5 of 14 after 10 s`.
-The level is INFO, since nothing is wrong; but the line must be seen by default, so it goes to standard error if logging
-is not configured, and to the configured handlers otherwise. A level above INFO on the package's or this file's logger
-switches it off, as `APOLLO_LOG=WARNING` does. Local ranks mostly compile the same, so only the first one logs.
+A compile that takes longer than `PATIENCE_S` shows a bar if standard error is a terminal and logging is not configured.
+Otherwise it logs one line per phase: `compiling 0/0 forward: body 5 of 14 after 10 s`. The level is INFO, since nothing
+is wrong; but the line must be seen by default, so it goes to standard error if logging is not configured, and to the
+configured handlers otherwise. A level above INFO on the package's or this file's logger switches both off, as
+`APOLLO_LOG=WARNING` does. Local ranks mostly compile the same, so only the first one shows anything.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import sys
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 from apollo_compile.config import local_rank
 
@@ -25,7 +28,7 @@ PATIENCE_S = 10.0
 
 
 class Progress:
-    """Tracks the phase of one compile, and logs it if the compile takes long; a timer thread checks that.
+    """Tracks the phase of one compile, and shows it if the compile takes long; a timer thread checks that.
 
     Arguments:
         what: description of the compile, for the line.
@@ -37,10 +40,11 @@ class Progress:
         self._clock = clock
         self._begin = clock()
         self._phase: str | None = None
-        self._step = ""
+        self._number = self._count = 0
         self._told: set[str] = set()
+        self._bar: Any = None
         self._lock = threading.Lock()
-        """Guards the phase and the phases that were logged."""
+        """Guards the phase, the phases that were logged, and the bar."""
         self._timer = threading.Timer(PATIENCE_S, self.look)
         self._timer.daemon = True
 
@@ -51,31 +55,59 @@ class Progress:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Stop the timer."""
+        """Stop the timer, and remove the bar."""
         self._timer.cancel()
+        with self._lock:
+            self._phase = None
+            if self._bar is not None:
+                self._bar.close()
+                self._bar = None
 
     def at(self, phase: str, number: int = 0, count: int = 0) -> None:
         """Record the current phase, and the number of the step and of all steps, if known."""
         with self._lock:
-            self._phase, self._step = phase, f" {number} of {count}" if count else ""
+            self._phase, self._number, self._count = phase, number, count
         self.look()
 
     def look(self) -> None:
-        """Log the phase, if the compile has taken long and the phase was not logged yet."""
+        """Show the phase, if the compile has taken long: on the bar, or in a line if that was not logged yet."""
         with self._lock:
             elapsed_s = self._clock() - self._begin
-            if self._phase is None or self._phase in self._told or elapsed_s < PATIENCE_S:
+            if self._phase is None or elapsed_s < PATIENCE_S or not _is_wanted():
                 return
-            self._told.add(self._phase)
-            told = f"{self._what}: {self._phase}{self._step} after {elapsed_s:.0f} s"
-        _tell(told)
+            if self._bar is not None or _has_terminal():
+                self._draw(f"{self._what}: {self._phase}")
+            elif self._phase not in self._told:
+                self._told.add(self._phase)
+                step = f" {self._number} of {self._count}" if self._count else ""
+                _tell(f"{self._what}: {self._phase}{step} after {elapsed_s:.0f} s")
+
+    def _draw(self, text: str) -> None:
+        if self._bar is None:
+            from tqdm import tqdm  # imported only for a compile that takes long
+
+            self._bar = tqdm(file=sys.stderr, leave=False, bar_format=_WITHOUT_STEPS)
+        self._bar.bar_format = _WITH_STEPS if self._count else _WITHOUT_STEPS
+        self._bar.total, self._bar.n = self._count or None, self._number
+        self._bar.set_description_str(text)  # draws it
+
+
+_WITH_STEPS, _WITHOUT_STEPS = "{desc} {n_fmt} of {total_fmt} |{bar}|", "{desc}"
+"""Formats of the bar; there is no time, since it is drawn only when something changes."""
+
+
+def _is_wanted() -> bool:
+    """Whether the level of the package's or this file's logger lets an INFO through, on the first local rank."""
+    levels = (logging.getLogger(name).level for name in (__name__, __name__.partition(".")[0]))
+    level = next((level for level in levels if level != logging.NOTSET), logging.INFO)
+    return level <= logging.INFO and local_rank()[0] == 0
+
+
+def _has_terminal() -> bool:
+    return not _logger.hasHandlers() and sys.stderr is not None and sys.stderr.isatty()
 
 
 def _tell(line: str) -> None:
-    levels = (logging.getLogger(name).level for name in (__name__, __name__.partition(".")[0]))
-    level = next((level for level in levels if level != logging.NOTSET), logging.INFO)
-    if level > logging.INFO or local_rank()[0] > 0:
-        return
     record = _logger.makeRecord(_logger.name, logging.INFO, __file__, 0, line, (), None)
     if _logger.hasHandlers():
         _logger.handle(record)

@@ -6,7 +6,9 @@ render_html.py  one page without network, from page.html, page.css and page.js
 render_trace.py the trace-event format, for Perfetto
 render_dot.py   for Graphviz
 diff.py         differences between two reports
+metrics.py      numbers for dashboards
 words.py        explanations in sentences: what overlapped, what did not and why, what to try
+why.py          why a segment or module runs where and when it does
 colors.py       colours of branches
 summary.py      (Compilation, Trace) -> GraphSummary: every number is computed once, here
 timelines.py        or here, if it is a function of time,

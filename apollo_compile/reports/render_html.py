@@ -54,7 +54,7 @@ def render_html(report: ModelSummary) -> str:
     """Return the page."""
     return _template().render(
         report=report,
-        state=describe_state(report),
+        state=describe_state(report.states),
         describe=describe,
         css=read_asset("page.css"),
         js=read_asset("page.js"),

@@ -26,7 +26,7 @@ from apollo_compile.units import format_bytes, format_ns
 
 def render_text(report: ModelSummary) -> str:
     """Return the stages, a block per graph, fallbacks with reasons, results of comparisons, and graph breaks."""
-    blocks = [describe_state(report)] if report.states else []
+    blocks = [describe_state(report.states)] if report.states else []
     blocks += [_render_graph(graph, report) for graph in report.graphs]
     blocks += [f"{name}: runs in Inductor, whole\n  because {reason}" for name, reason in report.fallbacks]
     blocks += [f"{name}: chosen by measuring\n{_render_verdict(verdict)}" for name, verdict in report.verdicts]

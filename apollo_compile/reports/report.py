@@ -19,12 +19,13 @@ from apollo_compile.errors import ReportFileError
 from apollo_compile.json_form import from_json, parse, to_json
 from apollo_compile.reports.check import check_summary
 from apollo_compile.reports.diff import Difference, compare, sides_of_report
+from apollo_compile.reports.metrics import metrics_of
 from apollo_compile.reports.render_dot import render_dot
 from apollo_compile.reports.render_html import render_frame, render_html
 from apollo_compile.reports.render_text import render_text
 from apollo_compile.reports.render_trace import render_trace
 from apollo_compile.reports.values import ModelSummary
-from apollo_compile.reports.words import explain_place
+from apollo_compile.reports.why import explain_place
 from apollo_compile.store.files import check_format, read_file
 
 FORMAT = 3
@@ -94,16 +95,25 @@ class Report(ModelSummary):
         """Return the graph of modules and segments for Graphviz, one subgraph per FX graph."""
         return render_dot(self)
 
-    def why(self, name: str) -> str:
-        """Explain why a segment, or every segment of a module, runs where and when it does.
+    def metrics(self) -> dict[str, float]:
+        """Return the main numbers as a flat dictionary for dashboards; what is not known yet has no entry.
+
+        Names begin with `apollo/`. Times are in milliseconds, memory is in bytes, and gains are ratios; counts and
+        flags are floats too, so that all can be drawn. `apollo_compile.reports.metrics` has the meaning of each.
+        """
+        return metrics_of(self)
+
+    def why(self, name: str, *, verbose: bool = False) -> str:
+        """Explain in at most three sentences why a segment, or a module, runs where and when it does.
 
         Arguments:
             name: of a segment, or of a module, which includes its submodules.
+            verbose: a paragraph per segment instead, with its times on every number of units.
 
         Raises:
             LookupError: nothing has that name; the message lists similar names.
         """
-        return explain_place(self, name)
+        return explain_place(self, name, verbose=verbose)
 
     def diff(self, other: Report) -> Difference:
         """Return the differences from this report's plans to those of `other`; print it to read it."""

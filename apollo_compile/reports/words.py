@@ -1,8 +1,7 @@
 """Explanations in sentences: what overlapped, what did not and why, what limits the plan, what to try.
 
-    describe_state(report) -> stage of the Dynamo graphs, the first line of a report
+    describe_state(states) -> stage of the Dynamo graphs, the first line of a report
     describe(graph, report) -> sentences about one graph
-    explain_place(report, name) -> why a segment or a module runs where and when it does
 
 Sentences only interpret numbers of the summary. Every sentence has a condition, because one that holds for every model
 helps nobody.
@@ -10,7 +9,7 @@ helps nobody.
 
 from __future__ import annotations
 
-import difflib
+from collections.abc import Sequence
 
 from apollo_compile.ir import Variant
 from apollo_compile.ir.text import format_count
@@ -20,8 +19,8 @@ from apollo_compile.reports.values import (
     Limit,
     ModelSummary,
     PairSummary,
-    SegmentSummary,
     Stage,
+    State,
 )
 from apollo_compile.units import format_ns
 
@@ -38,6 +37,9 @@ SMALL_GAIN = 1.02
 """Gain below which lanes are not worth a sentence."""
 
 MAX_PAIRS = 4
+
+MAX_GRAPHS = 4
+"""Graphs that a line about states names, per stage."""
 
 OTHER_BATCHES = (
     "other batches take the model's inputs: apollo explain --what-if batch=16,32, or explain(..., batches=(16, 32))"
@@ -56,20 +58,17 @@ NOTHING_YET = (
 NOT_MEASURED_YET = "not measured yet: the first call of a plan is cold, and left out"
 
 
-def describe_state(report: ModelSummary) -> str:
-    """Return the stages of the Dynamo graphs, with details; empty if unknown."""
-    if len({(state.stage, state.detail) for state in report.states}) == 1:
-        return _with_detail(report.states[0].stage, report.states[0].detail)
-    by_stage = {stage: [state for state in report.states if state.stage is stage] for stage in Stage}
-    return "; ".join(
-        f"{stage}: {', '.join(_with_detail(state.graph, state.detail) for state in states)}"
-        for stage, states in by_stage.items()
-        if states
-    )
+def describe_state(states: Sequence[State]) -> str:
+    """Return the stages of Dynamo graphs in one line, with details; empty if there is none."""
+    if len({(state.stage, state.detail) for state in states}) == 1:
+        return f"{states[0].stage}: {states[0].detail}" if states[0].detail else states[0].stage
+    by_stage = {stage: [state for state in states if state.stage is stage] for stage in Stage}
+    return "; ".join(f"{stage}: {_list(found)}" for stage, found in by_stage.items() if found)
 
 
-def _with_detail(what: str, detail: str) -> str:
-    return f"{what}: {detail}" if detail else what
+def _list(states: Sequence[State]) -> str:
+    shown = [f"{state.graph} ({state.detail})" if state.detail else state.graph for state in states[:MAX_GRAPHS]]
+    return ", ".join(shown) + (f" and {len(states) - MAX_GRAPHS} more" if len(states) > MAX_GRAPHS else "")
 
 
 def describe(graph: GraphSummary, report: ModelSummary) -> tuple[str, ...]:
@@ -239,92 +238,3 @@ def _remedies(graph: GraphSummary, report: ModelSummary) -> list[str]:
     if best is not None and best.gain > max(graph.gain, 1) * SMALL_GAIN:
         found.append(f"With {best.change} the plan is predicted to be {best.gain:.2f}x as fast as one lane there.")
     return found
-
-
-# ------------------------------------------------------------------------------------------------------------- why
-
-
-def explain_place(report: ModelSummary, name: str) -> str:
-    """Return why the segment `name`, or the segments of the module `name`, run where they do.
-
-    Raises:
-        LookupError: nothing has that name.
-    """
-    parts = []
-    for graph in report.graphs:
-        chosen = [segment for segment in graph.segments if segment.name == name]
-        chosen = chosen or [s for s in graph.segments if s.module == name or s.module.startswith(f"{name}.")]
-        parts += [_explain_segment(graph, segment) for segment in chosen]
-    reasons = [f"{graph}: runs in Inductor, whole, because {reason}" for graph, reason in report.fallbacks]
-    if parts:
-        return "\n\n".join(parts)
-    known = [known for graph in report.graphs for s in graph.segments for known in (s.name, s.module) if known]
-    similar = difflib.get_close_matches(name, known, n=3, cutoff=0.3)
-    hint = f"similar: {', '.join(similar)}" if similar else f"known: {', '.join(list(dict.fromkeys(known))[:10])}"
-    raise LookupError("\n".join([f"no segment or module is called {name!r}; {hint}", *reasons]))
-
-
-def _explain_segment(graph: GraphSummary, segment: SegmentSummary) -> str:
-    bars = {bar.segment: bar for bar in next(t for t in graph.timelines if t.name == "predicted").bars}
-    bar = bars[segment.id]
-    by_id = {other.id: other for other in graph.segments}
-    lines = [
-        f"{segment.name} in {graph.name}: lane {segment.lane}, {_units(segment.units)} granted, "
-        f"{_units(segment.asked_units)} asked; planned from {format_ns(bar.start_ns)} to {format_ns(bar.end_ns)}"
-    ]
-    times = ", ".join(f"{format_ns(choice.duration_ns)} on {choice.units}" for choice in segment.choices)
-    lines.append(f"  Alone it takes {times} ({segment.choices[-1].source.value}); it is bound by {_bound_by(segment)}.")
-    before = [bars[other] for other in segment.after]
-    units = {lane.id: set(lane.units) for lane in graph.lanes}
-    on_lane = [b for b in bars.values() if units[b.lane] & units[segment.lane] and b.end_ns <= bar.start_ns]
-    last_needed = max(before, key=lambda other: other.end_ns, default=None)
-    last_on_lane = max(on_lane, key=lambda other: other.end_ns, default=None)
-    if last_needed is None:
-        lines.append("  It depends on no other segment.")
-    else:
-        which = "which" if len(before) == 1 else "the last of which"
-        lines.append(
-            f"  It needs {_names([by_id[other].name for other in segment.after])}, {which} ends at "
-            f"{format_ns(last_needed.end_ns)}."
-        )
-    if last_on_lane is not None and (last_needed is None or last_on_lane.end_ns > last_needed.end_ns):
-        earlier = by_id[last_on_lane.segment].name
-        lines.append(f"  Units of its lane are at work on {earlier} until {format_ns(last_on_lane.end_ns)}.")
-    beside = [
-        other
-        for other in bars.values()
-        if other.segment != segment.id and other.start_ns < bar.end_ns > bar.start_ns and other.end_ns > bar.start_ns
-    ]
-    if beside:
-        lines.append(f"  Beside it run {_names([by_id[other.segment].name for other in beside])}.")
-    else:
-        lines.append("  Nothing runs beside it.")
-    if segment.units < segment.asked_units:
-        fastest = min(choice.duration_ns for choice in segment.choices)
-        lines.append(
-            f"  With {_units(segment.asked_units)} it would take {format_ns(fastest)}, but what runs beside it would "
-            f"have to wait: in sum the plan is {graph.gain:.2f}x as fast as one lane."
-        )
-    if graph.variant != Variant.PLAN:
-        lines.append(f"  The graph does not run its plan now but {graph.variant}: see the verdict.")
-    return "\n".join(lines)
-
-
-def _units(count: int) -> str:
-    return format_count(count, "unit")
-
-
-def _bound_by(segment: SegmentSummary) -> str:
-    if segment.bottleneck is Bottleneck.WAITING:
-        return f"waiting, {format_ns(segment.waited_ns)} before it starts"
-    share = {
-        Bottleneck.MEMORY: segment.memory_share,
-        Bottleneck.LAUNCH: segment.launch_share,
-        Bottleneck.COMPUTE: 1 - segment.memory_share - segment.launch_share,
-    }[segment.bottleneck]
-    return f"{segment.bottleneck.value} ({share:.0%})"
-
-
-def _names(names: list[str]) -> str:
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(names[:3]) + more

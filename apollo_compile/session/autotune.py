@@ -123,7 +123,13 @@ class Autotuner:
     def progress(self) -> str:
         """Return the progress of the comparison that runs or comes next."""
         comparison = self._comparison
-        return f"a comparison begins, of at least {MIN_ROUNDS} rounds" if comparison is None else comparison.progress
+        if comparison is None:
+            return f"a comparison begins, of at least {MIN_ROUNDS} rounds"
+        is_inductor_to_come = Variant.INDUCTOR not in comparison.selections and any(
+            graph.has_run and graph.prepare_ns for graph in self._graphs
+        )
+        left = comparison.steps_left(2 if is_inductor_to_come else 0)
+        return f"{comparison.progress}, about {left} steps left, between {comparison.remaining_names}"
 
     @property
     def is_settled(self) -> bool:

@@ -83,7 +83,22 @@ class Comparison:
         """Return which round it is in, as text."""
         number = self._num_rounds + 1
         limit = f"at least {MIN_ROUNDS}" if number <= MIN_ROUNDS else f"at most {MAX_ROUNDS}"
-        return f"round {number} of {limit} between {', '.join(self._alive)}"
+        return f"round {number} of {limit}"
+
+    @property
+    def remaining_names(self) -> str:
+        """Return the names of the selections that may still win, as text."""
+        *others, last = self._alive
+        return f"{', '.join(others)} and {last}" if others else last
+
+    def steps_left(self, num_rivals_later: int) -> int:
+        """Return about how many steps are left if all rounds count.
+
+        Arguments:
+            num_rivals_later: selections of a comparison that follows; 0 if none does.
+        """
+        turns = max(1, MIN_ROUNDS - self._num_rounds) * len(self._alive) - self._turn
+        return (turns + MIN_ROUNDS * num_rivals_later) * self._steps_per_turn - self._steps_in_turn
 
     @property
     def is_over(self) -> bool:

@@ -235,7 +235,7 @@ class GraphCompiler:
         """Return the code of a graph, and whether it is as the options say: eager bodies if no C++ compiler works."""
         config, target = self._model.config, self._model.target
         try:
-            with Progress(f"compiling {name}") as progress:
+            with Progress(f"compiling {name}{self._model.again}") as progress:
                 return compile_code(traced, compilation, config, target, agreement, at=progress.at), True
         except Exception as error:
             self._accept_missing_compiler(error)
@@ -246,7 +246,10 @@ class GraphCompiler:
 
     def _compile_plainly(self, graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compile the Dynamo graph as torch.compile does; without a C++ compiler, interpret it."""
-        with copy_of_dynamo_graph(graph_module) as kept, Progress(f"compiling {self._model.name}") as progress:
+        with (
+            copy_of_dynamo_graph(graph_module) as kept,
+            Progress(f"compiling {self._model.name}{self._model.again}") as progress,
+        ):
             progress.at("as torch.compile does,")
             try:
                 return compile_plainly(graph_module, example_inputs, self._settings)

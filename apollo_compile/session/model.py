@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from types import CodeType
@@ -49,6 +49,8 @@ class CompiledModel:
     """Whether the whole Dynamo graph falls back to torch.compile: Note [fallback] in `compile.py`."""
     unprofitable: list[Compilation] = field(default_factory=list)
     """Plans of fallbacks that were planned, where the plan is not worth compiling."""
+    again: str = ""
+    """Why Dynamo compiled the code again, as the end of a phrase; empty for a first compile."""
     graph_break: GraphBreak | None = None
     """The graph break that ended the Dynamo graph; None where it ended with the function."""
     ranks: Ranks = field(default_factory=lambda: Ranks(None))
@@ -168,6 +170,14 @@ class CompiledModel:
         others = {id(graph) for family in self.families for graph in family.buckets.values()}
         return [graph for graph in self.graphs if id(graph) not in others] + [each.latest for each in self.families]
 
+    def running_variants(self) -> list[Variant]:
+        """Return the variants of the graphs that have run; a serial plan counts as `SERIAL`."""
+        return [
+            graph.variant if graph.variant != Variant.PLAN or graph.compilation.plan.uses_lanes else Variant.SERIAL
+            for graph in self.current_graphs()
+            if graph.has_run
+        ]
+
     def state(self) -> State:
         """Return whether its graphs are settled, still measuring, or fall back, with the details."""
         if self.falls_back:
@@ -180,8 +190,9 @@ class CompiledModel:
         wait = next((wait for wait in waits if wait is not None), None)
         if wait is not None:
             return State(graph=self.name, stage=Stage.MEASURING, detail=wait)
-        rest = ", ".join(name for name, _ in self.fallbacks)
-        return State(graph=self.name, stage=Stage.SETTLED, detail=f"Inductor runs {rest}" if rest else "")
+        parts = [describe_result(self.verdicts, self.running_variants())] if running else []
+        parts += [f"Inductor runs {name}" for name, _ in self.fallbacks]
+        return State(graph=self.name, stage=Stage.SETTLED, detail="; ".join(parts))
 
     def _keep_verdict(self, verdict: Verdict) -> None:
         _logger.info("%s: chosen by measuring: %s", self.name, verdict)
@@ -196,3 +207,14 @@ class CompiledModel:
                 graph.variants.unload_others()
         self.target.keep_only({graph.variant for graph in self.autotuned} | {Variant.PLAN})
         self.target.trim_memory()  # every variant left free blocks
+
+
+def describe_result(verdicts: Sequence[tuple[str, Verdict]], variants: Iterable[Variant]) -> str:
+    """Return what runs in the end, and how much faster it was than Inductor, or than the next in its comparison."""
+    if len(verdicts) != 1:
+        return ", ".join(dict.fromkeys(variants))
+    winner, *others = verdicts[0][1].standings
+    if not others:
+        return winner.name
+    rival = next((other for other in others if other.name == Variant.INDUCTOR), others[0])
+    return f"{winner.name}, {rival.ratio:.2f}x as fast as {rival.name}"

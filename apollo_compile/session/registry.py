@@ -71,9 +71,5 @@ def variants_of(model: Callable[..., Any]) -> list[str]:
     """Return the variants that the graphs of `model` run, each once; for fallbacks, `INDUCTOR`."""
     variants = []
     for found in find_models(model):
-        for graph in found.current_graphs():
-            if graph.has_run:
-                is_serial = graph.variant == Variant.PLAN and not graph.compilation.plan.uses_lanes
-                variants.append(Variant.SERIAL if is_serial else graph.variant)
-        variants += [Variant.INDUCTOR] * len(found.fallbacks)
+        variants += found.running_variants() + [Variant.INDUCTOR] * len(found.fallbacks)
     return list(dict.fromkeys(variants))

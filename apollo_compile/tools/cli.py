@@ -32,6 +32,7 @@ from apollo_compile import __version__
 from apollo_compile.config import load_config
 from apollo_compile.errors import ApolloError
 from apollo_compile.json_form import to_json
+from apollo_compile.tools.target_name import split_target
 from apollo_compile.units import format_ns, seconds_to_ns
 
 if TYPE_CHECKING:
@@ -189,6 +190,7 @@ def _add_renderings(command: argparse.ArgumentParser) -> None:
     command.add_argument("--dot", type=Path, metavar="FILE", help="write the graph of segments for Graphviz")
     command.add_argument("--save", type=Path, metavar="FILE", help="write the report as JSON")
     command.add_argument("--why", metavar="NAME", help="say why this segment or module runs where it does")
+    command.add_argument("--verbose", action="store_true", help="with --why: a paragraph per segment")
 
 
 def _setting(text: str) -> tuple[str, Any]:
@@ -235,6 +237,7 @@ def _counts(text: str) -> tuple[int, ...]:
 
 
 def _explain(args: argparse.Namespace) -> int:
+    split_target(args.target)  # before torch is imported, which takes seconds
     from apollo_compile.tools.explain import explain
     from apollo_compile.tools.targets import load_target
 
@@ -262,7 +265,7 @@ def _report(args: argparse.Namespace) -> int:
                 f"a saved report is shown as it is; --{', --'.join(ignored)} would need file.py:function instead"
             )
         if Path(args.target).suffix == ".py":
-            raise ApolloError(f"{args.target} is code, no saved report; name its function: {args.target}:function")
+            split_target(args.target)
         return _show(Report.load(args.target), args)
     return _show(_run_and_report(args), args)
 
@@ -312,7 +315,9 @@ def _run_and_report(args: argparse.Namespace) -> Report:
 
 def _show(report: Report, args: argparse.Namespace) -> int:
     """Write and print a report as the arguments ask."""
-    answer = report.why(args.why) if args.why else None  # first, so that a wrong name writes no files
+    answer = (
+        report.why(args.why, verbose=args.verbose) if args.why else None
+    )  # first, so that a wrong name writes no files
     for path, render in ((args.html, report.to_html), (args.trace, report.to_trace), (args.dot, report.to_dot)):
         if path is not None:
             path.write_text(render(), encoding="utf-8")
@@ -326,6 +331,7 @@ def _show(report: Report, args: argparse.Namespace) -> int:
 
 
 def _bench(args: argparse.Namespace) -> int:
+    split_target(args.target)
     from apollo_compile.tools.bench.facts import machine_facts
     from apollo_compile.tools.bench.numbers import to_json as measurement_to_json
     from apollo_compile.tools.bench.render import format_measurement

@@ -1,4 +1,4 @@
-"""Report how compiled models run, with measurements of their last step: `apollo_compile.report`."""
+"""Report how compiled models run: `apollo_compile.report`, and its first line, `apollo_compile.status`."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from apollo_compile.ir import Role, Trace, Variant
 from apollo_compile.reports.report import Report, merge_reports
 from apollo_compile.reports.summary import summarize
 from apollo_compile.reports.values import GraphSummary, Stage, State
+from apollo_compile.reports.words import NOTHING_YET, describe_state
 from apollo_compile.session.model import CompiledModel
 from apollo_compile.session.registry import compiled_models, find_models
 from apollo_compile.session.step.tuning import StepTuner
@@ -43,14 +44,8 @@ def report(
         TargetError: `model` is not callable.
         ConfigError: a profile cannot be read, or `units` has a number below 1.
     """
-    if model is not None and not callable(model):
-        raise TargetError(
-            f"there is no report of a {type(model).__name__}: expected a module or a function that was compiled; "
-            "report() without arguments tells of all that was compiled"
-        )
     if isinstance(model, Step):
         return _report_step(model, units, profiles, rules=rules)
-    found = compiled_models() if model is None else find_models(model)
     return merge_reports(
         Report(
             graphs=tuple(_summarize(entry, units, profiles, rules=rules)),
@@ -59,7 +54,7 @@ def report(
             breaks=() if entry.graph_break is None else (entry.graph_break,),
             states=(entry.state(),),
         )
-        for entry in found
+        for entry in _find(model, "report")
     )
 
 
@@ -70,13 +65,7 @@ def _report_step(step: Step, units: Sequence[int], profiles: Sequence[str], *, r
             graphs=(_summarize_step(step, tuner, units, profiles, rules=rules),),
             fallbacks=(),
             verdicts=() if tuner.verdict is None else ((tuner.program.name, tuner.verdict),),
-            states=(
-                State(
-                    graph=tuner.program.name,
-                    stage=Stage.SETTLED if tuner.is_settled else Stage.MEASURING,
-                    detail=str(tuner),
-                ),
-            ),
+            states=(_state_of(tuner),),
         )
         for tuner in step.tuners
     ]
@@ -84,7 +73,7 @@ def _report_step(step: Step, units: Sequence[int], profiles: Sequence[str], *, r
         Report(
             graphs=(),
             fallbacks=(),
-            states=(State(graph="step", stage=Stage.FALLS_BACK, detail=f"{Variant.LOOP}: {reason}"),),
+            states=(_state_of_loop(reason),),
         )
         for reason in step.reasons_for_loops
     ]
@@ -102,6 +91,44 @@ def _summarize_step(
         what_if=what_if(variants.compilation, step.config, units=units, profiles=profiles),
         baselines=other_rules(variants.compilation) if rules else (),
     )
+
+
+def _state_of(tuner: StepTuner) -> State:
+    stage = Stage.SETTLED if tuner.is_settled else Stage.MEASURING
+    return State(graph=tuner.program.name, stage=stage, detail=str(tuner))
+
+
+def _state_of_loop(reason: str) -> State:
+    return State(graph="step", stage=Stage.FALLS_BACK, detail=f"{Variant.LOOP}: {reason}")
+
+
+def status(model: Callable[..., Any] | None = None) -> str:
+    """Return in one line how far autotuning is, without making a report: the first line of `report`.
+
+    It begins with `measuring`, `settled` or `falls back`, as in `settled: plan, 1.21x as fast as Inductor`. If nothing
+    has been compiled yet, it says so.
+
+    Arguments:
+        model: as for `report`.
+
+    Raises:
+        TargetError: `model` is not callable.
+    """
+    if isinstance(model, Step):
+        states = [*map(_state_of, model.tuners), *map(_state_of_loop, model.reasons_for_loops)]
+    else:
+        states = [entry.state() for entry in _find(model, "status")]
+    reports = (Report(graphs=(), fallbacks=(), states=(state,)) for state in states)
+    return describe_state(merge_reports(reports).states) or NOTHING_YET
+
+
+def _find(model: Callable[..., Any] | None, what: str) -> list[CompiledModel]:
+    if model is not None and not callable(model):
+        raise TargetError(
+            f"there is no {what} of a {type(model).__name__}: expected a module or a function that was compiled; "
+            f"{what}() without arguments tells of all that was compiled"
+        )
+    return compiled_models() if model is None else find_models(model)
 
 
 def _summarize(

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from apollo_compile.errors import TargetError
+from apollo_compile.tools.target_name import split_target
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,9 +61,7 @@ def load_target(text: str, arguments: Mapping[str, Any] | None = None) -> Target
     Raises:
         TargetError: there is no such file or function, it fails, or it returns something else.
     """
-    place, _, name = text.rpartition(":")
-    if not place or not name.isidentifier():
-        raise TargetError(f"{text!r} names no function; expected path/to/file.py:function or package.module:function")
+    place, name = split_target(text)
     module = _import(place)
     function = getattr(module, name, None)
     if not callable(function):

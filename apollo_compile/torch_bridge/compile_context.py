@@ -2,6 +2,7 @@
 
     name_dynamo_graph() -> "0/0";    traced_code() -> code objects;    written_arguments() -> positions
     compile_apart(function) -> torch.compile with cache entries of its own
+    recompile_reason() -> "size 0 of x changed from 4 to 3"
     original_callable(run) -> the argument of `torch.compile`
     is_part_of(code, function) -> whether a traced code object belongs to a function
 
@@ -13,6 +14,7 @@ backend in a compile, as for DDP's buckets, later ones are `0/0.2`, `0/0.3`.
 from __future__ import annotations
 
 import itertools
+import re
 import weakref
 from collections import Counter
 from collections.abc import Callable
@@ -21,6 +23,7 @@ from types import CodeType
 from typing import Any
 
 import torch
+from torch._dynamo.utils import get_metrics_context
 from torch._guards import CompileContext, TracingContext
 
 _RESUMED = "torch_dynamo_resume_in_"
@@ -52,6 +55,22 @@ def name_dynamo_graph() -> str:
 
 def _numbered(name: str, number: int) -> str:
     return name if number == 1 else f"{name}.{number}"
+
+
+def recompile_reason() -> str:
+    """Return why Dynamo compiles this code again, in a few words; empty for a first compile, or if it is unknown."""
+    metrics = getattr(get_metrics_context(), "_metrics", {})
+    reason = str(metrics.get("recompile_reason") or "")
+    changed = _CHANGED_SIZE.search(reason)
+    if changed is not None:
+        return f"size {changed[2]} of {changed[1]} changed from {changed[3]} to {changed[4]}"
+    return reason.partition(": ")[2].partition("\n")[0][:_MAX_REASON].strip()
+
+
+_CHANGED_SIZE = re.compile(r"tensor '(.+?)' size mismatch at index (\d+)\. expected (\d+), actual (\d+)")
+
+_MAX_REASON = 100
+"""Characters of a guard of Dynamo's, which may be long."""
 
 
 def traced_code() -> frozenset[CodeType]:

@@ -166,11 +166,16 @@ def test_the_verdict_is_logged_once_and_stands_in_the_report(caplog: pytest.LogC
             run(*inputs).square().mean().backward()
         (state,) = apollo_compile.report(run).states
         assert (state.graph, state.stage) == (found.name, "measuring")
-        assert re.fullmatch(rf"round \d+ of at \w+ \d+ between .*{Variant.SERIAL}.*", state.detail)
+        assert re.fullmatch(
+            rf"round \d+ of at \w+ \d+, about \d+ steps left, between .*{Variant.SERIAL}.*", state.detail
+        )
         train_until_settled(run, inputs)
     (line,) = [r.getMessage() for r in caplog.records if "chosen by measuring" in r.getMessage()]
     text = str(apollo_compile.report(run))
-    assert text.startswith("settled\n")
+    assert re.match(r"settled: \w[\w ]*, \d\.\d\dx as fast as \w[\w ]*\n", text)
+    metrics = apollo_compile.report(run).metrics()
+    assert metrics["apollo/settled"] == 1
+    assert metrics["apollo/step_ms"] == pytest.approx(found.autotuner.verdict.standings[0].step_ns / 1e6)
     verdict = found.autotuner.verdict
     assert verdict is not None
     assert tuple(graph.variant for graph in found.graphs) == verdict.selection

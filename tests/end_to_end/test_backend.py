@@ -6,6 +6,7 @@ import dataclasses
 import gc
 import json
 import logging
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -386,7 +387,9 @@ def test_the_report_names_segments_lanes_and_times() -> None:
         assert str(found).startswith("measuring: 2 of 6 runs of its plan\n")
     for _ in range((1 + MAX_REPLANS) * (SKIPPED_RUNS + OBSERVED_RUNS)):
         run(*two_tower_inputs()).square().mean().backward()
-    assert str(apollo_compile.report(run)).startswith("settled\n")
+    assert str(apollo_compile.report(run)).startswith(f"{apollo_compile.status(run)}\n")
+    assert re.fullmatch(r"settled: (plan|segments in turn)", apollo_compile.status(model))
+    assert apollo_compile.status(nn.Linear(1, 1)) == str(apollo_compile.report(nn.Linear(1, 1)))
     assert "call the compiled model first" in str(apollo_compile.report(nn.Linear(1, 1)))
 
 

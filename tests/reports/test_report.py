@@ -19,7 +19,7 @@ from apollo_compile.reports.colors import COLORS, color_of_branches
 from apollo_compile.reports.report import Report, merge_reports
 from apollo_compile.reports.summary import summarize
 from apollo_compile.reports.values import Bottleneck, Limit, Stage, State, WhatIf
-from apollo_compile.reports.words import OTHER_BATCHES, describe, explain_place
+from apollo_compile.reports.words import OTHER_BATCHES, describe, describe_state
 from apollo_compile.tools.what_if import what_if
 from benchmarks.graphs import WORKLOADS, load_graphs
 from tests.reports.reports import VERDICT, a_break, compile_graph, invent_run, workload_report
@@ -144,22 +144,23 @@ def test_a_report_with_memory_of_more_lanes_than_it_has_is_refused() -> None:
 # ---------------------------------------------------------------------------------------------------------------- words
 
 
-SETTLED = State(graph="0/0", stage=Stage.SETTLED)
-MEASURING = State(graph="1/0", stage=Stage.MEASURING, detail="round 3 of at least 5 between segments in turn, plan")
+SETTLED = State(graph="0/0", stage=Stage.SETTLED, detail="plan, 1.21x as fast as Inductor")
+MEASURING = State(graph="1/0", stage=Stage.MEASURING, detail="round 3 of at least 5, about 40 steps left")
 FALLEN_BACK = State(graph="2/0", stage=Stage.FALLS_BACK, detail="x is on device cuda:0 <&>")
 
 
 @pytest.mark.parametrize(
     ("states", "told"),
     [
-        ((SETTLED,), "settled"),
-        ((SETTLED, replace(SETTLED, graph="1/0")), "settled"),
-        ((MEASURING,), "measuring: round 3 of at least 5 between segments in turn, plan"),
+        ((replace(SETTLED, detail=""),), "settled"),
+        ((SETTLED,), "settled: plan, 1.21x as fast as Inductor"),
+        ((SETTLED, replace(SETTLED, graph="1/0")), "settled: plan, 1.21x as fast as Inductor"),
+        ((MEASURING,), "measuring: round 3 of at least 5, about 40 steps left"),
         ((FALLEN_BACK,), "falls back: x is on device cuda:0 <&>"),
         (
-            (SETTLED, MEASURING, FALLEN_BACK),
-            "measuring: 1/0: round 3 of at least 5 between segments in turn, plan; "
-            "falls back: 2/0: x is on device cuda:0 <&>; settled: 0/0",
+            (SETTLED, MEASURING, FALLEN_BACK, replace(SETTLED, graph="3/0", detail="")),
+            "measuring: 1/0 (round 3 of at least 5, about 40 steps left); "
+            "falls back: 2/0 (x is on device cuda:0 <&>); settled: 0/0 (plan, 1.21x as fast as Inductor), 3/0",
         ),
     ],
 )
@@ -172,6 +173,14 @@ def test_the_first_line_says_how_far_it_is(states: tuple[State, ...], told: str)
     found = json.loads(report.to_json())["report"]["states"]
     assert [(each["graph"], each["stage"]) for each in found] == [(each.graph, each.stage) for each in states]
     assert str(small()).startswith("test: ") and 'class="state"' not in small().to_html()
+
+
+def test_the_first_line_names_few_of_many_graphs() -> None:
+    """A model with many graph breaks has many."""
+    states = [replace(SETTLED, graph=f"{number}/0", detail="plan" if number else "") for number in range(32)]
+    assert describe_state(states) == "settled: 0/0, 1/0 (plan), 2/0 (plan), 3/0 (plan) and 28 more"
+    assert describe_state(states[1:]) == "settled: plan"
+    assert describe_state([]) == ""
 
 
 def test_a_first_call_is_no_measurement() -> None:
@@ -279,19 +288,44 @@ def test_comparisons_keep_the_memory_quota() -> None:
     assert gains(**{"plan.memory_quota": in_turn // 2}) == []
 
 
-def test_why_names_times_needs_and_neighbours() -> None:
+def test_why_answers_in_three_sentences() -> None:
+    """Where, why then, and what runs beside it; of a module, about the graph in which it takes most."""
+    assert small().why("image.layers.0") == (
+        "image.layers.0 runs in test on lane 1, with 1 unit of 2 asked for, from 50 ns to 450 ns by plan. "
+        "It starts at 50 ns, when embed has ended, which it needs. "
+        "Beside it run text.layers.0, for 200 ns in all."
+    )
+    assert (
+        small()
+        .why("embed")
+        .endswith(
+            "It starts at 0 ns, for it needs no other segment. Nothing runs beside it, for its lane has all 2 units."
+        )
+    )
+    assert "It starts at 450 ns, when image.layers.0 has left the units of its lane." in small("*BB*").why("text")
+    report = workload_report("clip")
+    where, then, beside = report.why("text_model").split(". ")
+    assert re.fullmatch(
+        r"text_model is \d+ segments in (clip_\w+), (clip_\w+) on lanes? [\d, ]+, planned for .* of work", where
+    )
+    assert then.startswith("In clip_backward it starts at ")
+    assert beside.startswith("Beside it run vision_model.") and " more, for " in beside
+    whole = Report(graphs=(replace(small().graphs[0], variant=Variant.INDUCTOR),), fallbacks=())
+    assert whole.why("embed").endswith("The graph does not run its plan now but Inductor: see the verdict.")
+
+
+def test_why_in_full_names_times_needs_and_neighbours() -> None:
     """Of one segment, and of all segments of a module."""
-    text = small().why("image.layers.0")
+    text = small().why("image.layers.0", verbose=True)
     assert "lane 1, 1 unit granted, 2 units asked; planned from 50 ns to 450 ns" in text
     assert "Alone it takes 400 ns on 1, 300 ns on 2" in text
     assert "It needs embed, which ends at 50 ns." in text
     assert "Beside it run text.layers.0." in text
     assert "With 2 units it would take 300 ns" in text
     report = workload_report("clip")
-    assert report.why("text_model").count("granted") > 20
-    assert "does not run its plan now but Inductor" in explain_place(
-        Report(graphs=(replace(small().graphs[0], variant=Variant.INDUCTOR),), fallbacks=()), "embed"
-    )
+    assert report.why("text_model", verbose=True).count("granted") > 20
+    whole = Report(graphs=(replace(small().graphs[0], variant=Variant.INDUCTOR),), fallbacks=())
+    assert "does not run its plan now but Inductor" in whole.why("embed", verbose=True)
 
 
 def test_why_of_an_unknown_name_lists_similar_ones() -> None:

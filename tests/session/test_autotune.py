@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import threading
 
 import pytest
@@ -29,16 +30,22 @@ from tests.session.machine import (
 
 
 def test_a_comparison_says_in_which_round_it_is() -> None:
-    """And who takes turns; before it and after it there is no round."""
+    """About how many steps are left, and who takes turns; before it and after it there is no round."""
     machine = Machine(Graph({SERIAL: 10, PLAN: 9.9, INDUCTOR: 10}), noise=0.3)
     told = []
     while not machine.verdicts:
         machine.step()
         told.append(machine.autotuner.progress)
-    rounds = list(dict.fromkeys(told))
-    assert rounds[0] == f"a comparison begins, of at least {MIN_ROUNDS} rounds"
-    assert rounds[1:4] == [f"round {number} of at least {MIN_ROUNDS} between {SERIAL}, {PLAN}" for number in (1, 2, 3)]
-    assert f"round {MIN_ROUNDS + 1} of at most {MAX_ROUNDS} between {SERIAL}, {PLAN}" in rounds
+    line = re.compile(r"(round \d+ of at \w+ \d+), about (\d+) steps left, between (.*)")
+    found = [match.groups() for text in told if (match := line.fullmatch(text)) is not None]
+    rounds = list(dict.fromkeys((name, rivals) for name, _, rivals in found))
+    both = f"{SERIAL} and {PLAN}"
+    assert told[0] == f"a comparison begins, of at least {MIN_ROUNDS} rounds"
+    assert rounds[:3] == [(f"round {number} of at least {MIN_ROUNDS}", both) for number in (1, 2, 3)]
+    assert (f"round {MIN_ROUNDS + 1} of at most {MAX_ROUNDS}", both) in rounds
+    # Two comparisons of two variants, of which one step is done; a step later it is one less.
+    least = 2 * 2 * MIN_ROUNDS * STEPS_PER_TURN
+    assert [int(left) for _, left, _ in found[:4]] == [least - done for done in (1, 2, 3, 4)]
     assert machine.autotuner.is_settled
 
 

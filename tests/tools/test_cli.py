@@ -207,7 +207,9 @@ def test_explain_prints_json_and_answers_why(model_file: str, capsys: pytest.Cap
 @pytest.mark.parametrize(
     ("target", "message"),
     [
-        ("towers", "names no function"),
+        ("towers", "names no function; expected path/to/file.py:function or package.module:function"),
+        ("absent.py", "names no function, and there is no such file"),
+        ("{file}", "names no function; expected one that returns (model, inputs): {file}:build, {file}:by_name"),
         ("absent.py:build", "there is no file absent.py"),
         ("absent_module:build", "cannot import absent_module: ModuleNotFoundError"),
         ("{file}:absent", "has no function 'absent'; it has: broken, build, by_name, nothing"),
@@ -221,7 +223,21 @@ def test_a_wrong_target_is_one_line(
     """That names the fault."""
     assert main(["explain", target.format(file=model_file)]) == 1
     last = capsys.readouterr().err.splitlines()[-1]
-    assert last.startswith("apollo explain: ") and message in last
+    assert last.startswith("apollo explain: ") and message.format(file=model_file) in last
+
+
+@pytest.mark.parametrize("command", ["explain", "bench", "report"])
+def test_a_target_without_a_function_is_answered_before_torch_is_imported(tmp_path: Path, command: str) -> None:
+    """Which takes seconds; the file is not run either."""
+    file = tmp_path / "models.py"
+    file.write_text("import absent\n\ndef build(): ...\n\ndef _hidden(): ...\n")
+    code = (
+        "import sys; from apollo_compile.tools.cli import main; "
+        f"print(main([{command!r}, {str(file)!r}]), 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "1 False\n"
+    assert done.stderr.endswith(f"names no function; expected one that returns (model, inputs): {file}:build\n")
 
 
 def test_a_saved_report_is_shown_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -238,14 +254,16 @@ def test_a_saved_report_is_shown_again(tmp_path: Path, capsys: pytest.CaptureFix
     assert stopped.value.code == 2
     assert "shown as it is; --what-if, --steps would need file.py:function" in capsys.readouterr().err
     assert main(["report", str(path), "--why", "text_model", "--json"]) == 0
-    assert "granted" in json.loads(capsys.readouterr().out)["why"]
+    assert json.loads(capsys.readouterr().out)["why"].startswith("text_model is ")
+    assert main(["report", str(path), "--why", "text_model", "--verbose"]) == 0
+    assert "granted" in capsys.readouterr().out
     (tmp_path / "other.json").write_text("{}")
     assert main(["report", str(tmp_path / "other.json")]) == 1
     assert "this is no report" in capsys.readouterr().err
     assert main(["report", str(tmp_path / "absent.json")]) == 1
     assert capsys.readouterr().err.endswith("absent.json: No such file or directory\n")
     assert main(["report", "model.py"]) == 1
-    assert "name its function: model.py:function" in capsys.readouterr().err
+    assert "'model.py' names no function, and there is no such file" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -1,0 +1,83 @@
+"""Numbers of a report for dashboards: one flat dictionary.
+
+    ModelSummary -> {"apollo/step_ms": 49.7, ...}
+
+Every value is a float, which TensorBoard, Weights & Biases and MLflow draw as a curve. A number that is not known yet
+has no entry, so that no curve begins with a guess.
+
+| Name                         | Value                                                                                |
+| ---------------------------- | ------------------------------------------------------------------------------------ |
+| apollo/settled               | 1 if nothing is being decided, else 0                                                |
+| apollo/graphs_on_lanes       | graphs that run on lanes                                                             |
+| apollo/graphs_in_turn        | graphs that run their segments one after the other                                   |
+| apollo/graphs_in_inductor    | planned graphs that run as Inductor compiled them whole                              |
+| apollo/fallbacks             | fallbacks, planned or not                                                            |
+| apollo/step_ms               | milliseconds of a step in compiled graphs, as autotuning measured its winners        |
+| apollo/gain_over_serial      | time of the segments in turn over `step_ms`, measured side by side                   |
+| apollo/gain_over_inductor    | time of Inductor's whole graphs over `step_ms`, likewise                             |
+| apollo/predicted_gain        | predicted time on one lane over that of the plans                                    |
+| apollo/overlap               | share of the graphs' time in which two lanes or more were at work, in the last step  |
+| apollo/peak_bytes            | largest planned peak of buffers between segments of a graph                          |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from apollo_compile.ir import Variant, Verdict
+from apollo_compile.reports.values import GraphSummary, ModelSummary, Stage
+
+PREFIX = "apollo/"
+
+
+def metrics_of(report: ModelSummary) -> dict[str, float]:
+    """Return the numbers that are known, by name; the table above has their meaning."""
+    graphs, verdicts = report.graphs, [verdict for _, verdict in report.verdicts if verdict.is_measured]
+    stages = {state.stage for state in report.states}
+    found = {
+        "settled": float(Stage.MEASURING not in stages) if stages else None,
+        "graphs_on_lanes": sum(_is_on_lanes(graph) for graph in graphs),
+        "graphs_in_turn": sum(
+            graph.variant == Variant.SERIAL or (graph.variant == Variant.PLAN and graph.num_lanes < 2)
+            for graph in graphs
+        ),
+        "graphs_in_inductor": sum(graph.variant == Variant.INDUCTOR for graph in graphs),
+        "fallbacks": len(report.fallbacks),
+        "step_ms": sum(verdict.standings[0].step_ns for verdict in verdicts) / 1e6 if verdicts else None,
+        "gain_over_serial": _gain(verdicts, Variant.SERIAL),
+        "gain_over_inductor": _gain(verdicts, Variant.INDUCTOR),
+        "predicted_gain": _ratio((graph.serial_ns, graph.predicted_ns) for graph in graphs),
+        "overlap": _overlap(graphs),
+        "peak_bytes": max((graph.peak_bytes for graph in graphs), default=None),
+    }
+    return {PREFIX + name: float(value) for name, value in found.items() if value is not None}
+
+
+def _is_on_lanes(graph: GraphSummary) -> bool:
+    return graph.num_lanes > 1 and graph.variant not in (Variant.SERIAL, Variant.INDUCTOR, Variant.LOOP)
+
+
+def _gain(verdicts: Iterable[Verdict], variant: Variant) -> float | None:
+    """Return the time of a variant over that of the winners; None unless every comparison had it."""
+    times = []
+    for verdict in verdicts:
+        ratio = next((standing.ratio for standing in verdict.standings if standing.name == variant), None)
+        if ratio is None:
+            return None
+        times.append((verdict.standings[0].step_ns * ratio, verdict.standings[0].step_ns))
+    return _ratio(times)
+
+
+def _overlap(graphs: Iterable[GraphSummary]) -> float | None:
+    """Return the measured overlap over the time of all graphs; None before a graph on lanes was measured."""
+    graphs = tuple(graphs)
+    if any(_is_on_lanes(graph) and graph.measured is None for graph in graphs):
+        return None
+    lines = [(graph.latest, _is_on_lanes(graph)) for graph in graphs]
+    return _ratio((line.overlap * line.duration_ns * is_on_lanes, line.duration_ns) for line, is_on_lanes in lines)
+
+
+def _ratio(parts: Iterable[tuple[float, float]]) -> float | None:
+    """Return the sum of the numerators over that of the denominators; None if that is 0."""
+    above, below = (sum(column) for column in zip((0.0, 0.0), *parts, strict=True))
+    return above / below if below else None

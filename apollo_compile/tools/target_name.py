@@ -1,0 +1,42 @@
+"""The name of a command's target, which is checked before torch is imported.
+
+split_target("train.py:build") -> ("train.py", "build")
+"""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+from apollo_compile.errors import TargetError
+
+
+def split_target(text: str) -> tuple[str, str]:
+    """Return the file or module, and the function, that `text` names.
+
+    Raises:
+        TargetError: it names no function; the message lists those of a file that exists.
+    """
+    place, _, name = text.rpartition(":")
+    if place and name.isidentifier():
+        return place, name
+    forms = "path/to/file.py:function or package.module:function"
+    if Path(text).suffix != ".py":
+        raise TargetError(f"{text!r} names no function; expected {forms}")
+    if not Path(text).exists():
+        raise TargetError(f"{text!r} names no function, and there is no such file; expected {forms}")
+    known = [f"{text}:{function}" for function in _functions_of(Path(text))]
+    raise TargetError(f"{text!r} names no function; expected one that returns (model, inputs): {_list(known, text)}")
+
+
+def _list(known: list[str], text: str) -> str:
+    return ", ".join(known) if known else f"{text}:function, but the file defines none"
+
+
+def _functions_of(path: Path) -> list[str]:
+    """Return the public functions that a file defines, in order; none if it cannot be parsed."""
+    try:
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, SyntaxError):
+        return []
+    return [node.name for node in tree.body if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")]
