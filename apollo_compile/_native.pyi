@@ -2,7 +2,7 @@
 Run the segments of a program on lanes of CPU cores, and make lanes of the SMs of a GPU.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from typing_extensions import CapsuleType
 
@@ -83,6 +83,14 @@ class NativeBody:
         exceptions that only name the call that failed.
         """
 
+class Ranges:
+    """Names of the ranges that a profile has of the segments of a program."""
+
+    def __init__(self, names: Sequence[str], addresses: Mapping[str, int]) -> None:
+        """
+        Take a name per segment, and the addresses of functions of torch, by the name in `ProfilerApi`.
+        """
+
 class Executor:
     """
     Executes one program on lanes, as often as wanted.
@@ -108,10 +116,11 @@ class Executor:
         program that cannot be executed.
         """
 
-    def run(self, inputs: list[CapsuleType]) -> list[CapsuleType | None]:
+    def run(self, inputs: list[CapsuleType], ranges: Ranges | None = None) -> list[CapsuleType | None]:
         """
         Run the program once, without the GIL, and return its outputs.
 
+        With `ranges`, the profile that torch records has a range per segment, on the thread that runs it.
         The first exception of a body stops the run and is raised here; so is KeyboardInterrupt on the
         main thread. Raises RuntimeClosedError on closed lanes and in a forked child.
         """

@@ -27,6 +27,7 @@
 #include "apollo/machine.h"
 #include "apollo/native_body.h"
 #include "apollo/program.h"
+#include "apollo/ranges.h"
 #include "apollo/tensor.h"
 
 namespace nb = nanobind;
@@ -185,11 +186,11 @@ struct PyExecutor {
     executor.reset();
   }
 
-  nb::list run(const nb::list& inputs) {
+  nb::list run(const nb::list& inputs, const apollo::Ranges* ranges) {
     std::vector<apollo::Tensor> tensors = take_handles(executor->tensor_api(), inputs);
     {
       const nb::gil_scoped_release no_gil;
-      tensors = executor->run(std::move(tensors), poll());
+      tensors = executor->run(std::move(tensors), poll(), ranges);
     }
     nb::list outputs;
     for (apollo::Tensor& tensor : tensors) {
@@ -275,6 +276,29 @@ void init_native_body(apollo::NativeBody* self, std::uintptr_t entry_address, co
                          reinterpret_cast<apollo::NativeBody::ErrorText>(error_text_address));
 }
 
+template <typename Function>
+void set_function(Function& function, const std::map<std::string, std::uintptr_t>& addresses, const char* name) {
+  const auto found = addresses.find(name);
+  if (found == addresses.end() || found->second == 0) {
+    throw std::invalid_argument("ranges need the address of the function '" + std::string(name) + "'");
+  }
+  function = reinterpret_cast<Function>(found->second);
+}
+
+void init_ranges(apollo::Ranges* self, std::vector<std::string> names,
+                 const std::map<std::string, std::uintptr_t>& addresses) {
+  apollo::ProfilerApi api;
+  set_function(api.has_callbacks, addresses, "has_callbacks");
+  set_function(api.callbacks, addresses, "callbacks");
+  set_function(api.set_callbacks, addresses, "set_callbacks");
+  set_function(api.clear_callbacks, addresses, "clear_callbacks");
+  set_function(api.state, addresses, "state");
+  set_function(api.set_state, addresses, "set_state");
+  set_function(api.begin, addresses, "begin");
+  set_function(api.end, addresses, "end");
+  new (self) apollo::Ranges{api, std::move(names)};
+}
+
 }  // namespace
 
 NB_MODULE(_native, m) {
@@ -347,6 +371,12 @@ NB_MODULE(_native, m) {
            "`torch_exception_get_what_without_backtrace`, or 0 where torch has none: its text replaces\n"
            "exceptions that only name the call that failed.");
 
+  nb::class_<apollo::Ranges>(m, "Ranges", "Names of the ranges that a profile has of the segments of a program.")
+      .def("__init__", &init_ranges, "names"_a, "addresses"_a,
+           nb::sig("def __init__(self, names: collections.abc.Sequence[str], addresses: "
+                   "collections.abc.Mapping[str, int]) -> None"),
+           "Take a name per segment, and the addresses of functions of torch, by the name in `ProfilerApi`.");
+
   nb::class_<PyExecutor>(m, "Executor", nb::type_slots(executor_slots),
                          "Executes one program on lanes, as often as wanted.\n\n"
                          "Tensors cross as unnamed capsules that hold an AtenTensorHandle, as\n"
@@ -372,10 +402,11 @@ NB_MODULE(_native, m) {
            "An output of -1 is None. `clone_address` and `destroy_address` are those of\n"
            "`aoti_torch_new_tensor_handle` and `aoti_torch_delete_tensor_object`. Raises InvariantError for a\n"
            "program that cannot be executed.")
-      .def("run", &PyExecutor::run, "inputs"_a,
-           nb::sig("def run(self, inputs: list[typing_extensions.CapsuleType]) -> list[typing_extensions.CapsuleType | "
-                   "None]"),
+      .def("run", &PyExecutor::run, "inputs"_a, "ranges"_a.none() = nb::none(),
+           nb::sig("def run(self, inputs: list[typing_extensions.CapsuleType], ranges: Ranges | None = None) -> "
+                   "list[typing_extensions.CapsuleType | None]"),
            "Run the program once, without the GIL, and return its outputs.\n\n"
+           "With `ranges`, the profile that torch records has a range per segment, on the thread that runs it.\n"
            "The first exception of a body stops the run and is raised here; so is KeyboardInterrupt on the\n"
            "main thread. Raises RuntimeClosedError on closed lanes and in a forked child.")
       .def("spans", &PyExecutor::spans,

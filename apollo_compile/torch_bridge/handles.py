@@ -23,16 +23,21 @@ from apollo_compile.errors import UnsupportedGraphError
 @functools.cache
 def tensor_api() -> tuple[int, int]:
     """Return the addresses of torch's C functions that clone and delete a tensor handle."""
-    return _address("aoti_torch_new_tensor_handle"), _address("aoti_torch_delete_tensor_object")
+    return address_of("aoti_torch_new_tensor_handle"), address_of("aoti_torch_delete_tensor_object")
 
 
 @functools.cache
 def error_text_address() -> int:
     """Return the address of torch's C function that gives the text of a thread's last error; 0 in older releases."""
-    return _address("torch_exception_get_what_without_backtrace", default=0)
+    return address_of("torch_exception_get_what_without_backtrace", default=0)
 
 
-def _address(name: str, default: int | None = None) -> int:
+def address_of(name: str, default: int | None = None) -> int:
+    """Return the address of a function of torch's library, or `default` if there is none.
+
+    Raises:
+        UnsupportedGraphError: there is none, and no default.
+    """
     library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
     function = getattr(library, name, None)
     if function is None:

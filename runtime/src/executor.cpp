@@ -55,7 +55,10 @@ Executor::Executor(std::shared_ptr<LaneSet> lanes, TensorApi api, Program progra
     tasks_.push_back(std::make_shared<CpuLane::Task>([this, lane, joins = joins_] {
       // After the last arrival the run may end and the executor be destroyed: the task keeps the joins alive.
       const bool is_awaited = waits_.ends[index(lane)].is_awaited;
-      execute(lane, 0, program_.lanes[index(lane)].size());
+      {
+        const Participation participation(profile_);
+        execute(lane, 0, program_.lanes[index(lane)].size());
+      }
       if (is_awaited) {
         joins[waits_.pauses.size()].arrive(epoch_, waits_.ends[index(lane)].left);
       }
@@ -64,15 +67,20 @@ Executor::Executor(std::shared_ptr<LaneSet> lanes, TensorApi api, Program progra
   }
 }
 
-std::vector<Tensor> Executor::run(std::vector<Tensor> inputs, const Poll& poll) {
+std::vector<Tensor> Executor::run(std::vector<Tensor> inputs, const Poll& poll, const Ranges* ranges) {
   if (inputs.size() != program_.inputs.size()) {
     throw std::invalid_argument("cannot run the program: it takes " + std::to_string(program_.inputs.size()) +
                                 " inputs and got " + std::to_string(inputs.size()));
+  }
+  if (ranges != nullptr && static_cast<int>(ranges->names.size()) != program_.num_segments()) {
+    throw std::invalid_argument("cannot run the program with " + std::to_string(ranges->names.size()) +
+                                " names: it has " + std::to_string(program_.num_segments()) + " segments");
   }
   const LaneSet::Turn turn = lanes_->take_turn(poll);
   const std::lock_guard lock(run_mutex_);
 
   start_ = std::chrono::steady_clock::now();
+  profile_ = Profile(ranges);
   ++epoch_;
   failure_.clear();
   std::fill(spans_.begin(), spans_.end(), kNoSpan);
@@ -93,6 +101,7 @@ std::vector<Tensor> Executor::run(std::vector<Tensor> inputs, const Poll& poll) 
   for (Tensor& slot : slots_) {
     slot.reset();
   }
+  profile_ = Profile();
   {
     const std::lock_guard last_lock(last_mutex_);
     last_spans_ = spans_;
@@ -203,7 +212,10 @@ void Executor::launch(const Launch& launch, int lane) {
   std::fill(inputs.begin(), inputs.end(), nullptr);
   std::fill(outputs.begin(), outputs.end(), nullptr);
   gather_inputs(launch, inputs);
-  bodies_[index(launch.body)]->run(inputs, outputs);
+  {
+    const Range range(profile_, launch.segment);
+    bodies_[index(launch.body)]->run(inputs, outputs);
+  }
   for (std::size_t i = 0; i < outputs.size(); ++i) {
     slots_[index(launch.outputs[i])] = Tensor(api_, outputs[i]);
   }

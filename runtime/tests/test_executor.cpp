@@ -1,10 +1,14 @@
 #include <dirent.h>
 #include <sched.h>
 
+#include <algorithm>
+#include <atomic>
+#include <mutex>
 #include <semaphore>
 #include <stdexcept>
 #include <string>
 #include <thread>
+#include <utility>
 
 #include "apollo/native_body.h"
 #include "fakes.h"
@@ -87,6 +91,75 @@ void fail(void** inputs, void**) {
   throw std::out_of_range("native");
 }
 
+/// A profiler that writes the names of ranges to where the callbacks of their thread say.
+namespace profiler {
+
+struct Recorder {
+  std::mutex mutex;
+  std::vector<std::string> names;  // guarded by mutex
+};
+
+std::atomic<int> num_open{0};
+thread_local bool has_callbacks_here = false;
+thread_local std::shared_ptr<void> state_here;
+
+bool has_callbacks() { return has_callbacks_here; }
+const void* callbacks() { return &has_callbacks_here; }
+void set_callbacks(const void* callbacks) { has_callbacks_here = *static_cast<const bool*>(callbacks); }
+void clear_callbacks() { has_callbacks_here = false; }
+std::shared_ptr<void> state() { return state_here; }
+void set_state(std::shared_ptr<void> state) { state_here = std::move(state); }
+
+std::int32_t begin(const char* name, void*, void* const*, std::uint64_t, void** range) {
+  if (!has_callbacks_here) {
+    return 1;
+  }
+  Recorder& recorder = *static_cast<Recorder*>(state_here.get());
+  const std::lock_guard lock(recorder.mutex);
+  recorder.names.emplace_back(name);
+  ++num_open;
+  *range = &recorder;
+  return 0;
+}
+
+std::int32_t end(void* range) {
+  CHECK(range == state_here.get());
+  --num_open;
+  return 0;
+}
+
+const apollo::Ranges kRanges{
+    {&has_callbacks, &callbacks, &set_callbacks, &clear_callbacks, &state, &set_state, &begin, &end},
+    {"left", "right", "sum"}};
+
+/// Records what this thread does as long as it lives.
+class Recording {
+ public:
+  Recording() {
+    state_here = recorder_;
+    has_callbacks_here = true;
+  }
+  ~Recording() {
+    has_callbacks_here = false;
+    state_here = nullptr;
+  }
+
+  /// Returns the names of the ranges until now, sorted, and forgets them.
+  std::vector<std::string> take_names() {
+    CHECK(num_open == 0);
+    const std::lock_guard lock(recorder_->mutex);
+    std::sort(recorder_->names.begin(), recorder_->names.end());
+    return std::exchange(recorder_->names, {});
+  }
+
+  bool is_last() const { return recorder_.use_count() == 2; }  // the other one is this thread's
+
+ private:
+  std::shared_ptr<Recorder> recorder_ = std::make_shared<Recorder>();
+};
+
+}  // namespace profiler
+
 Program single_program() {
   Program program;
   program.lanes = {{Launch{0, 0, {{0, false}}, {1}}}};
@@ -101,6 +174,37 @@ Program single_program() {
 TEST(random_programs_compute_the_same_on_lanes) { test_random_programs(false); }
 
 TEST(random_programs_compute_the_same_with_parking_asked_for) { test_random_programs(true); }
+
+TEST(a_profile_has_a_range_per_segment_and_lanes_leave_it_again) {
+  const auto lanes = fakes::lanes(2);
+  Executor executor(lanes, fakes::kApi, join_program(), {fakes::body(add), fakes::body(add), fakes::body(add)});
+  const auto run = [&](const apollo::Ranges* ranges) {
+    CHECK(fakes::value_of(executor.run(fakes::tensors(5), {}, ranges)[0]) == 13);
+  };
+  using Names = std::vector<std::string>;
+  run(&profiler::kRanges);  // nothing records
+  for (int repeat = 0; repeat < 20; ++repeat) {
+    profiler::Recording recording;
+    run(nullptr);
+    CHECK(recording.take_names() == Names());
+    run(&profiler::kRanges);
+    CHECK(recording.take_names() == (Names{"left", "right", "sum"}));
+    run(nullptr);  // its lanes have left the run before
+    CHECK(recording.take_names() == Names());
+    CHECK(recording.is_last());
+  }
+}
+
+TEST(a_range_ends_where_a_body_fails) {
+  Executor executor(fakes::lanes(0), fakes::kApi, single_program(),
+                    {fakes::body([](const auto&) -> std::uint64_t { throw std::out_of_range("body"); })});
+  apollo::Ranges ranges = profiler::kRanges;
+  CHECK_THROWS(std::invalid_argument, executor.run(fakes::tensors(5), {}, &ranges));  // three names, one segment
+  ranges.names = {"only"};
+  profiler::Recording recording;
+  CHECK_THROWS(std::out_of_range, executor.run(fakes::tensors(5), {}, &ranges));
+  CHECK(recording.take_names() == std::vector<std::string>{"only"});
+}
 
 TEST(spans_name_lane_core_and_order) {
   const auto lanes = fakes::lanes(2);

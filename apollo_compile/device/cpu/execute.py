@@ -45,6 +45,7 @@ from apollo_compile.torch_bridge.handles import (
     tensor_api,
     to_handles,
 )
+from apollo_compile.torch_bridge.profiler import is_profiling, profiler_functions
 
 _logger = logging.getLogger(__name__)
 
@@ -87,7 +88,7 @@ class Executable:
         inputs.clear()
         self.num_runs += 1
         try:
-            outputs = self._native.run(handles)
+            outputs = self._native.run(handles, self._ranges if is_profiling() else None)
         except RuntimeClosedError:
             raise
         except Exception as error:
@@ -99,6 +100,13 @@ class Executable:
             return from_handles(outputs)  # type: ignore[return-value]
         made = iter(from_handles([handle for handle in outputs if handle is not None]))
         return [None if handle is None else next(made) for handle in outputs]
+
+    @functools.cached_property
+    def _ranges(self) -> _native.Ranges | None:
+        """Names of segments in a profile; None if this release of torch has no functions for it."""
+        functions = profiler_functions()
+        names = [f"{segment.name} ({self._graph.name})" for segment in self._graph.segments]
+        return None if functions is None else _native.Ranges(names, functions)
 
     def trace(self) -> Trace:
         """Return the spans of the last run; empty before the first."""

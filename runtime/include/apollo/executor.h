@@ -15,6 +15,7 @@
 #include "apollo/join.h"
 #include "apollo/lane_set.h"
 #include "apollo/program.h"
+#include "apollo/ranges.h"
 #include "apollo/tensor.h"
 #include "apollo/waits.h"
 
@@ -43,7 +44,10 @@ class Executor {
   ///
   /// The first exception of a body stops the run: lanes finish their current segment, start no other, and `run` throws
   /// that exception. An exception of `poll` has the same effect. Handles that the run still owns are then dropped.
-  std::vector<Tensor> run(std::vector<Tensor> inputs, const Poll& poll = {});
+  ///
+  /// With `ranges`, whose names are as many as the program's segments, lanes take part in the caller's profile for as
+  /// long as the run lasts, and it gets a range per segment on the thread that runs it.
+  std::vector<Tensor> run(std::vector<Tensor> inputs, const Poll& poll = {}, const Ranges* ranges = nullptr);
 
   int num_inputs() const { return static_cast<int>(program_.inputs.size()); }
   TensorApi tensor_api() const { return api_; }
@@ -79,6 +83,7 @@ class Executor {
   std::chrono::steady_clock::time_point start_;
   std::vector<Tensor> slots_;  // one per buffer; lanes touch a slot in the order of the program's events
   std::vector<Span> spans_;    // one per segment, written by its lane
+  Profile profile_;            // of the caller
   Failure failure_;
 
   mutable std::mutex last_mutex_;  // held briefly: the caller may be inside a run, a body or a signal handler
