@@ -58,6 +58,12 @@ class Executable:
     ) -> None:
         """Start the lanes if they are not running; `mutates`: whether the program writes to inputs."""
         self._graph = graph
+        self._lane_by_segment = {
+            instruction.segment: lane.id
+            for lane, instructions in zip(program.lanes, program.instructions, strict=True)
+            for instruction in instructions
+            if isinstance(instruction, Launch)
+        }
         self._bodies = tuple(bodies)
         self._mutates = mutates
         self.num_runs = 0
@@ -103,9 +109,13 @@ class Executable:
 
     @functools.cached_property
     def _ranges(self) -> _native.Ranges | None:
-        """Names of segments in a profile; None if this release of torch has no functions for it."""
+        """Names of segments in a profile; None if this release of torch has no functions for it.
+
+        The lane is part of a name because Kineto may give one of the threads a second name, that of the process.
+        """
         functions = profiler_functions()
-        names = [f"{segment.name} ({self._graph.name})" for segment in self._graph.segments]
+        lanes = self._lane_by_segment
+        names = [f"{each.name} ({self._graph.name}, lane {lanes[each.id]})" for each in self._graph.segments]
         return None if functions is None else _native.Ranges(names, functions)
 
     def trace(self) -> Trace:
