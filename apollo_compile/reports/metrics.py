@@ -29,6 +29,9 @@ from apollo_compile.reports.values import GraphSummary, ModelSummary, Stage
 
 PREFIX = "apollo/"
 
+_WITHOUT_LANES = (Variant.SERIAL, Variant.INDUCTOR, Variant.LOOP, Variant.TRACED)
+"""Variants that do not run a graph's plan on its lanes."""
+
 
 def metrics_of(report: ModelSummary) -> dict[str, float]:
     """Return the numbers that are known, by name; the table above has their meaning."""
@@ -54,7 +57,7 @@ def metrics_of(report: ModelSummary) -> dict[str, float]:
 
 
 def _is_on_lanes(graph: GraphSummary) -> bool:
-    return graph.num_lanes > 1 and graph.variant not in (Variant.SERIAL, Variant.INDUCTOR, Variant.LOOP)
+    return graph.num_lanes > 1 and graph.variant not in _WITHOUT_LANES
 
 
 def _gain(verdicts: Iterable[Verdict], variant: Variant) -> float | None:

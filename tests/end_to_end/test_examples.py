@@ -1,0 +1,106 @@
+"""The programs in examples/ have eager's losses, and run as programs."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from apollo_compile import backend
+from apollo_compile.config import Config, load_config
+from apollo_compile.session import registry
+
+FOLDER = Path(__file__).parents[2] / "examples"
+PROGRAMS = sorted(path.stem for path in FOLDER.glob("*.py"))
+
+
+@pytest.fixture
+def train_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., list[float]]]:
+    """A function that trains as a program does, with a tiny model, in a folder and a process group of its own."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(FOLDER))  # as for a script: one of them imports another
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    known = set(sys.modules)
+
+    def train(program: str, backend: str, steps: int) -> list[float]:
+        torch._dynamo.reset()
+        spec = importlib.util.spec_from_file_location(program, FOLDER / f"{program}.py")
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[program] = module
+        spec.loader.exec_module(module)
+        losses: list[float] = module.train(backend, steps=steps, width=32, layers=1)
+        return losses
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the frameworks' own
+        yield train
+    dist.destroy_process_group()
+    for name in set(sys.modules) - known:
+        if str(FOLDER) in str(getattr(sys.modules[name], "__file__", "")):
+            del sys.modules[name]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bodies", ["eager", pytest.param("native", marks=pytest.mark.soak)])
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_a_program_has_the_losses_of_eager(
+    program: str, bodies: str, train_in: Callable[..., list[float]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over so many steps that a whole step has been linked; something was compiled."""
+    if program in ("clip", "trainer"):
+        pytest.importorskip("transformers")
+    if program == "trainer":
+        pytest.importorskip("accelerate")
+
+    def load(options: Mapping[str, Any] | None = None) -> Config:
+        return load_config({"runtime.bodies": bodies, **(options or {})})
+
+    monkeypatch.setattr(backend, "load_config", load)
+    steps = 40 if program == "whole_step" else 4
+    expected = train_in(program, "eager", steps)
+    known = {id(model) for model in registry.compiled_models()}
+    assert train_in(program, "apollo", steps) == pytest.approx(expected, rel=1e-4)
+    assert len(set(expected)) == steps
+    assert any(id(model) not in known for model in registry.compiled_models())
+
+
+def test_the_page_of_examples_names_all_of_them() -> None:
+    """And no other."""
+    assert (
+        sorted(re.findall(r"^\| \[(\w+)\.py\]\(\1\.py\) \|", (FOLDER / "README.md").read_text(), re.MULTILINE))
+        == PROGRAMS
+    )
+    assert len(PROGRAMS) == 5
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_a_program_runs(program: str, tmp_path: Path) -> None:
+    """As its page says, and says in what state it is in the end."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"] if program == "ddp" else []
+    done = subprocess.run(
+        [sys.executable, *launcher, str(FOLDER / f"{program}.py")],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(FOLDER.parent), "GLOO_SOCKET_IFNAME": "lo"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=900,
+    )
+    assert done.returncode == 0, done.stderr
+    expected = (
+        "trainer/apollo.html" if program == "trainer" else r"step 50: loss \d\.\d+; (measuring|settled|falls back)"
+    )
+    assert re.search(expected, done.stdout)

@@ -1,0 +1,126 @@
+"""The recipes of docs/stacks.md have eager's losses; those whose framework is not installed are skipped."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import sys
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from apollo_compile.session import registry
+from tests.end_to_end.test_docs import ROOT, blocks_of
+
+RECIPES = {block.title: block.code for block in blocks_of(ROOT / "docs" / "stacks.md") if block.title}
+
+NEEDS = {
+    "accelerate": "accelerate",
+    "dit": "diffusers",
+    "lightning": "pytorch_lightning",
+    "loop": "torch",
+    "open_clip": "open_clip",
+    "resume": "torch",
+    "sentences": "sentence_transformers",
+    "timm": "timm",
+    "trainer": "accelerate",
+    "unet": "diffusers",
+}
+"""The package that a recipe needs; the Trainer needs accelerate beside transformers."""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A directory to work in, and no warnings: those are the frameworks' own."""
+    monkeypatch.chdir(tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield tmp_path
+
+
+def run(name: str, compiling: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Mapping[str, Any]:
+    """Return the variables of a recipe, run in a folder of its own with `compiling` as the arguments of compile."""
+    torch._dynamo.reset()
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    code = RECIPES[name]
+    assert code.count('backend="apollo"') == 1
+    module = ModuleType(f"recipe_{name}")
+    monkeypatch.setitem(
+        sys.modules, module.__name__, module
+    )  # Dynamo asks for the module of a function that it inlines
+    for seed in (random.seed, np.random.seed, torch.manual_seed):
+        seed(0)
+    exec(compile(code.replace('backend="apollo"', compiling), f"{name}.py", "exec"), vars(module))
+    return vars(module)
+
+
+def test_every_recipe_is_tested() -> None:
+    """And every row of the table has one, or a page of its own."""
+    assert RECIPES.keys() == NEEDS.keys()
+    rows = [line for line in (ROOT / "docs" / "stacks.md").read_text().splitlines() if line.startswith("| [")]
+    assert len(rows) == 8
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bodies", ["eager", pytest.param("native", marks=pytest.mark.soak)])
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_has_the_losses_of_eager(
+    name: str, bodies: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the same seed; some model was compiled for it."""
+    pytest.importorskip(NEEDS[name])
+    expected = run(name, 'backend="eager"', folder / "eager", monkeypatch)["losses"]
+    compiling = f'backend="apollo", options={{"runtime.bodies": "{bodies}"}}'
+    known = {id(model) for model in registry.compiled_models()}
+    own = run(name, compiling, folder / "apollo", monkeypatch)
+    assert any(id(model) not in known for model in registry.compiled_models())
+    assert own["losses"] == pytest.approx(expected, rel=1e-2 if name == "loop" else 1e-4)  # the loop uses bfloat16
+    assert len(expected) > 1 and all(math.isfinite(loss) and loss != 0 for loss in expected)
+
+
+@pytest.mark.slow
+def test_the_trainer_logs_metrics_and_saves_the_page(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Metrics after every row of the Trainer's own."""
+    pytest.importorskip("accelerate")
+    found = run("trainer", 'backend="apollo", options={"runtime.bodies": "eager"}', folder / "trainer", monkeypatch)
+    history = found["trainer"].state.log_history
+    own = [row for row in history if "apollo/settled" in row]
+    assert [row["step"] for row in own] == [row["step"] for row in history if "loss" in row or "train_loss" in row]
+    assert all(
+        row["apollo/graphs_on_lanes"] + row["apollo/graphs_in_turn"] + row["apollo/fallbacks"] > 0 for row in own
+    )
+    assert "<html" in (folder / "trainer" / "out" / "apollo.html").read_text()
+
+
+@pytest.mark.slow
+def test_lightning_logs_metrics_and_saves_the_page(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To every logger, every so many steps."""
+    lightning = pytest.importorskip("pytorch_lightning")
+
+    class Logger(lightning.loggers.logger.DummyLogger):  # type: ignore[misc, name-defined]
+        rows: list[tuple[int, dict[str, float]]] = []  # noqa: RUF012
+
+        def log_metrics(self, metrics: dict[str, float], step: int) -> None:
+            self.rows.append((step, metrics))
+
+    monkeypatch.setitem(
+        RECIPES,
+        "lightning",
+        RECIPES["lightning"]
+        .replace("logger=False", "logger=LOGGER, log_every_n_steps=2")
+        .replace("import torch\n", "import torch\nfrom tests.end_to_end.test_stacks import LOGGER\n", 1),
+    )
+    monkeypatch.setattr(sys.modules[__name__], "LOGGER", Logger(), raising=False)
+    run("lightning", 'backend="apollo", options={"runtime.bodies": "eager"}', folder / "lightning", monkeypatch)
+    own = [(step, metrics) for step, metrics in Logger.rows if "apollo/settled" in metrics]
+    assert [step for step, _ in own] == [2, 4]
+    assert json.dumps(own)
+    assert list(folder.rglob("apollo.html"))
