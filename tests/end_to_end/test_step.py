@@ -18,7 +18,7 @@ from apollo_compile.reports.report import Report
 from apollo_compile.session.step.split import split_evenly
 from apollo_compile.step import Step, compile_step
 from apollo_compile.tools.explain_step import explain_step
-from apollo_compile.tools.report import report
+from apollo_compile.tools.report import report, status
 from tests.end_to_end.models import TwoTowers, two_tower_inputs
 
 EAGER = {"runtime.bodies": "eager", "plan.autotune": False, "plan.replan": False, "plan.min_gain": 0.0}
@@ -734,10 +734,13 @@ def test_a_report_shows_the_phases_of_a_step() -> None:
     assert summary.measured is not None
     assert {pair.first for pair in summary.pairs} <= set(summary.branches)
     assert str(shown).startswith("settled")
+    assert status(step) == str(shown).splitlines()[0]
+    assert shown.metrics()["apollo/settled"] == 1
     assert Report.from_json(shown.to_json()) == shown
     refused = compile_step(Chain(), breaks_the_graph, options=EAGER)
     refused(chain_batch(0))
     assert "falls back: loop over micro-batches" in str(report(refused))
+    assert status(refused) == str(report(refused)).splitlines()[0]
 
 
 def test_a_step_is_planned_without_training_as_it_will_be() -> None:
