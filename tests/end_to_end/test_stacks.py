@@ -7,7 +7,7 @@ import math
 import random
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from apollo_compile.session import registry
+from apollo_compile.session.step.split import split_evenly
 from tests.end_to_end.test_docs import ROOT, blocks_of
 
 RECIPES = {block.title: block.code for block in blocks_of(ROOT / "docs" / "stacks.md") if block.title}
@@ -25,12 +26,14 @@ NEEDS = {
     "accelerate": "accelerate",
     "dit": "diffusers",
     "lightning": "pytorch_lightning",
+    "lightning_step": "pytorch_lightning",
     "loop": "torch",
     "open_clip": "open_clip",
     "resume": "torch",
     "sentences": "sentence_transformers",
     "timm": "timm",
     "trainer": "accelerate",
+    "trainer_step": "accelerate",
     "unet": "diffusers",
 }
 """The package that a recipe needs; the Trainer needs accelerate beside transformers."""
@@ -51,15 +54,34 @@ def run(name: str, compiling: str, folder: Path, monkeypatch: pytest.MonkeyPatch
     folder.mkdir()
     monkeypatch.chdir(folder)
     code = RECIPES[name]
-    assert code.count('backend="apollo"') == 1
+    assert code.count('backend="apollo"') + code.count("apollo_compile.compile_step(") == 1
     module = ModuleType(f"recipe_{name}")
     monkeypatch.setitem(
         sys.modules, module.__name__, module
     )  # Dynamo asks for the module of a function that it inlines
     for seed in (random.seed, np.random.seed, torch.manual_seed):
         seed(0)
+    if compiling == 'backend="eager"':
+        code = code.replace("apollo_compile.compile_step(", "in_eager(")
+        vars(module)["in_eager"] = in_eager
+    else:
+        code = code.replace("microbatches=2", f"microbatches=2, {compiling.partition(', ')[2]}")
     exec(compile(code.replace('backend="apollo"', compiling), f"{name}.py", "exec"), vars(module))
     return vars(module)
+
+
+def in_eager(model: torch.nn.Module, loss_fn: Callable[..., Any], *, microbatches: int) -> Callable[[Any], Any]:
+    """Return the loop that a step of `compile_step` stands for."""
+
+    def step(batch: Any) -> torch.Tensor:
+        total = torch.zeros(())
+        for part in split_evenly(batch, microbatches):
+            loss = loss_fn(model, part) / microbatches
+            loss.backward()
+            total = total + loss.detach()
+        return total
+
+    return step
 
 
 def test_every_recipe_is_tested() -> None:
