@@ -12,6 +12,9 @@ If the process cannot be started, dies, gives an invalid answer, or none within 
 killed, one WARNING says why, and this process uses the best list schedule instead, with a weaker bound. After
 `MAX_FAILURES` failures in a row no further process is started.
 
+Where OR-Tools cannot be imported, the process works without it: list schedules, annealing and weaker bounds. The first
+answer says so, in one WARNING.
+
 Processes and threads: one request at a time; Ctrl-C reaches the parent only, which kills the process if it was waiting
 for it; a forked child starts a process of its own. The parent's main module is not imported, unlike with `spawn`. At
 interpreter exit nobody waits for an answer: the process is killed, and threads that still plan do so without it.
@@ -21,6 +24,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import json
 import logging
 import os
@@ -33,6 +37,7 @@ import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from importlib import import_module
 from typing import Any
 
 from apollo_compile.errors import InfeasiblePlanError
@@ -142,6 +147,8 @@ _lock = threading.Lock()
 _process: _Process | None = None
 _num_failures = 0
 _is_ending = False
+_is_solver_missed = False
+"""Whether it was said that there is no OR-Tools."""
 
 
 def _ask(request: object, time_limit_s: float) -> Mapping[str, Any]:
@@ -150,7 +157,7 @@ def _ask(request: object, time_limit_s: float) -> Mapping[str, Any]:
     Raises:
         _ProcessError: there is no answer.
     """
-    global _num_failures
+    global _num_failures, _is_solver_missed
     with _lock:
         if _is_ending:
             raise _ProcessError("the program ends")
@@ -169,6 +176,14 @@ def _ask(request: object, time_limit_s: float) -> Mapping[str, Any]:
             stop_planner()
             raise
         _num_failures = 0
+        missing = answer.get("without_solver")
+        if missing and not _is_solver_missed:
+            _is_solver_missed = True
+            _logger.warning(
+                "OR-Tools cannot be imported: %s; plans are list schedules, improved by local search, and bounds are "
+                "weaker; 'apollo doctor' looks into it",
+                missing,
+            )
     for line in answer.get("warnings") or ():
         _logger.warning("%s", line)
     if "error" in answer:
@@ -302,11 +317,25 @@ def serve(fd: int) -> None:
 
 
 def _answer(problem: Problem, effort: Effort | None) -> dict[str, Any]:
+    missing = _solver_problem()
+    note = {"without_solver": missing} if missing else {}
     try:
         if effort is None:
-            return {"bound": lower_bound(problem)}
-        return {"solution": to_json(solve(problem, effort))}
+            return {"bound": lower_bound(problem, use_program=not missing), **note}
+        if missing:
+            effort = replace(effort, use_solver=False, use_ortools=False)
+        return {"solution": to_json(solve(problem, effort)), **note}
     except InfeasiblePlanError as error:
-        return {"infeasible": str(error)}
+        return {"infeasible": str(error), **note}
     except Exception as error:  # the parent logs it and plans without this process
         return {"error": f"{type(error).__name__}: {error}"}
+
+
+@functools.cache
+def _solver_problem() -> str | None:
+    """Return why OR-Tools cannot be imported; None if it can."""
+    try:
+        import_module("apollo_compile.planner.cp_sat")
+    except Exception as error:  # an installation with a library of another version may raise anything
+        return f"{type(error).__name__}: {error}"
+    return None

@@ -71,6 +71,9 @@ class Facts:
     cache_problem: str | None = None
     """Why the cache directory cannot be written; None if it can."""
     ortools: str | None = None
+    """Version; None if it cannot be imported."""
+    ortools_problem: str | None = None
+    """Why it cannot be imported, and which protobuf it asks for and finds; None if it can."""
     cuda_devices: tuple[str, ...] = ()
     cuda_build: str | None = None
     """CUDA version that torch was built with; None if it was built without CUDA."""
@@ -176,8 +179,9 @@ def _compiler(facts: Facts) -> Finding:
         return Finding(
             level=Level.ERROR,
             subject="C++ compiler",
-            message=f"there is none: looked for {', '.join(_COMPILERS)}",
-            advice="install g++: Inductor compiles every body with it",
+            message=f"there is none, so graphs run operator by operator: looked for {', '.join(_COMPILERS)}",
+            advice="install g++ and Python's headers (g++ and python3-dev on Debian): apollo_compile itself needs no "
+            "compiler, but Inductor compiles every body with it",
         )
     if facts.compiler_problem is not None:
         return Finding(
@@ -305,8 +309,8 @@ def _ortools(facts: Facts) -> Finding:
         return Finding(
             level=Level.WARNING,
             subject="OR-Tools",
-            message="cannot be imported: plans come from heuristics alone, and bounds are weaker",
-            advice="pip install ortools",
+            message=f"plans come from heuristics, and bounds are weaker: cannot be imported: {facts.ortools_problem}",
+            advice="pip install ortools; where that conflicts with another package, apollo works without it",
         )
     return Finding(level=Level.OK, subject="OR-Tools", message=facts.ortools)
 
@@ -338,6 +342,7 @@ def look() -> Facts:
     parsed = _version(version) if version else None
     is_usable = parsed is not None and parsed >= LEAST_TORCH and torch_problem is None
     native_problem = _problem_of("apollo_compile._native")
+    ortools, ortools_problem = _import_ortools()
     config, config_problem = _look_at_config()
     cache = None if config is None else config.device.cache
     compiler = next((found for name in _COMPILERS if (found := shutil.which(name))), None)
@@ -369,7 +374,8 @@ def look() -> Facts:
         profile_detail=detail,
         cache=cache,
         cache_problem=None if cache is None else _try_to_write(cache),
-        ortools=_ortools_version(),
+        ortools=ortools,
+        ortools_problem=ortools_problem,
         cuda_devices=_cuda_devices() if is_usable else (),
         cuda_build=_cuda_build() if is_usable else None,
         cuda_findings=_examine_cuda() if is_usable and native_problem is None else (),
@@ -543,12 +549,22 @@ def _try_to_write(folder: Path) -> str | None:
         return _format(error)
 
 
-def _ortools_version() -> str | None:
+def _import_ortools() -> tuple[str | None, str | None]:
+    """Return the version of OR-Tools, or why it cannot be imported."""
     try:
         import_module("ortools.sat.python.cp_model")
-        return metadata.version("ortools")
-    except Exception:  # a broken installation may raise anything
-        return None
+        return metadata.version("ortools"), None
+    except Exception as error:  # a broken installation may raise anything
+        return None, _format(error) + _protobufs()
+
+
+def _protobufs() -> str:
+    """Return which protobuf OR-Tools asks for and which there is, for a message: the two often differ."""
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        asked = [text for text in metadata.requires("ortools") or () if text.startswith("protobuf")]
+        if asked:
+            return f" (it asks for {asked[0]}, and {metadata.version('protobuf')} is installed)"
+    return ""
 
 
 def _format(error: BaseException) -> str:

@@ -37,6 +37,7 @@ def _fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Start and end without a process."""
     apart.stop_planner()
     monkeypatch.setattr(apart, "_num_failures", 0)
+    monkeypatch.setattr(apart, "_is_solver_missed", False)
     yield
     apart.stop_planner()
 
@@ -174,6 +175,23 @@ def test_a_process_that_cannot_start_is_not_tried_for_ever(
     caplog.clear()
     assert 0 < apart.bound_apart(PROBLEM) <= lower_bound(PROBLEM)
     assert "the bound is a weaker one" in caplog.text
+
+
+@pytest.mark.parametrize("code", ["raise ImportError('no solver')", "raise TypeError('another protobuf')"])
+def test_without_or_tools_plans_are_list_schedules_and_one_line_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path, code: str
+) -> None:
+    """Not installed, or with a protobuf that it does not work with; the process goes on, and so does the next one."""
+    (tmp_path / "ortools.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)  # the process gets the path of this one
+    without = solve(PROBLEM, replace(QUICK, use_solver=False, use_ortools=False))
+    for _ in range(2):
+        assert apart.solve_apart(PROBLEM, QUICK) == without
+        assert apart.bound_apart(PROBLEM) == lower_bound(PROBLEM, use_program=False)
+        apart.stop_planner()
+    (record,) = (record for record in caplog.records if record.levelno >= logging.WARNING)
+    reason = code.removeprefix("raise ").replace("('", ": ").removesuffix("')")
+    assert record.getMessage().startswith(f"OR-Tools cannot be imported: {reason}; plans are list schedules")
 
 
 def test_a_process_that_died_between_two_questions_is_replaced(caplog: pytest.LogCaptureFixture) -> None:

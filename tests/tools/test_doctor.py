@@ -78,7 +78,7 @@ def test_a_machine_in_order_has_nothing_to_do() -> None:
         ({"handles_problem": "no function"}, "native runtime", "error", "tensors of torch", "release of torch"),
         ({"config_problem": "APOLLO_LOG is 3"}, "settings", "error", "APOLLO_LOG", "environment variable"),
         ({"plan_problem": "cannot read a plan from x"}, "settings", "warning", "cannot read a plan", "APOLLO_PLAN"),
-        ({"compiler": None}, "C++ compiler", "error", "there is none", "install g++"),
+        ({"compiler": None}, "C++ compiler", "error", "none, so graphs run operator by operator", "install g++"),
         ({"compiler_problem": "omp.h: No such file"}, "C++ compiler", "error", "omp.h", "libgomp"),
         ({"body_problem": "TypeError: x"}, "native bodies", "warning", "under the GIL", "release of torch"),
         ({"allowed_cores": 1, "threads": 1}, "cores", "warning", "one core of 8", "more cores"),
@@ -95,7 +95,7 @@ def test_a_machine_in_order_has_nothing_to_do() -> None:
         ({"profile": ProfileState.STALE}, "device profile", "warning", "stale", "apollo calibrate"),
         ({"profile": ProfileState.DAMAGED}, "device profile", "warning", "damaged", "apollo calibrate"),
         ({"cache_problem": "PermissionError"}, "cache", "warning", "cannot be written", "XDG_CACHE_HOME"),
-        ({"ortools": None}, "OR-Tools", "warning", "heuristics", "pip install ortools"),
+        ({"ortools": None, "ortools_problem": "E: x"}, "OR-Tools", "warning", "imported: E: x", "pip install ortools"),
         ({"cuda_devices": ("NVIDIA H200",)}, "CUDA", "note", "NVIDIA H200", "device.cuda_lanes"),
         ({"cuda_build": "12.8"}, "CUDA", "ok", "sees no device", ""),
     ],
@@ -206,6 +206,20 @@ def test_a_wrong_torch_is_a_finding_without_a_traceback(tmp_path: Path, content:
     assert found["torch"]["level"] == "error" and message in found["torch"]["message"]
     assert found["C++ compiler"]["level"] == "ok"
     assert "CUDA" not in found and "device profile" not in found  # nobody could ask torch
+
+
+@pytest.mark.slow
+def test_a_solver_that_cannot_be_imported_is_a_finding_with_the_protobuf_it_asks_for(tmp_path: Path) -> None:
+    """Its usual cause; apollo works without it, which is no error."""
+    (tmp_path / "ortools").mkdir()
+    (tmp_path / "ortools" / "__init__.py").write_text("raise TypeError('Descriptors cannot be created directly')")
+    (tmp_path / "ortools-9.99.dist-info").mkdir()
+    metadata = "Metadata-Version: 2.1\nName: ortools\nVersion: 9.99\nRequires-Dist: protobuf<9.1,>=9.0\n"
+    (tmp_path / "ortools-9.99.dist-info" / "METADATA").write_text(metadata)
+    status, found, _ = run_doctor(PYTHONPATH=str(tmp_path))
+    assert status == 0 and found["OR-Tools"]["level"] == "warning"
+    assert "TypeError: Descriptors" in found["OR-Tools"]["message"]
+    assert "asks for protobuf<9.1,>=9.0, and " in found["OR-Tools"]["message"]
 
 
 def test_a_wrong_setting_and_a_blocked_cache_are_findings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
