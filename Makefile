@@ -17,6 +17,9 @@ OTHER_TESTS := $(if $(TORCH),tests/end_to_end,$(LONE_TESTS:%=--ignore=%))
 # Arguments, e.g. make demo DEMO="--size tiny --steps 3"
 DEMO ?=
 BENCH ?= --workloads all --batch all
+# The stable ABI of the extension begins with Python 3.12: a wheel for 3.11, and one that serves all later ones.
+WHEEL_PYTHONS ?= $(BASE_PYTHON) $(shell for python in python3.12 python3.13 python3.14; do \
+  $$python -c "" 2>/dev/null && echo $$python && break; done)
 SOAK ?= --minutes 30
 
 # Compiled pieces are kept between test runs, and so is bytecode: of what is installed, most is never imported, and the
@@ -24,7 +27,7 @@ SOAK ?= --minutes 30
 export TORCHINDUCTOR_CACHE_DIR := $(CURDIR)/build/inductor
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test check docs bench native stub native-test soak soak-native format clean
+.PHONY: demo test check docs wheel bench native stub native-test soak soak-native format clean
 
 demo: $(VENV)/installed native
 	$(BIN)/python -m benchmarks.demo $(DEMO)
@@ -45,6 +48,17 @@ check: $(VENV)/installed docs
 # The site, into build/site; a warning is an error.
 docs: $(VENV)/installed
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+
+# Wheels, into dist: for one interpreter after another, isolated, as anyone would build them. auditwheel gives each the tag
+# of the oldest C library that it runs with, and refuses one that needs a library of this machine.
+wheel: $(VENV)/installed
+	rm -rf dist build/wheels && mkdir -p build/wheels
+	for python in $(WHEEL_PYTHONS); do \
+	  MAKEFLAGS= PIP_CONSTRAINT=$(CURDIR)/constraints.txt \
+	    $(BIN)/python -m pip -q --python "$$(command -v $$python)" wheel --no-deps \
+	    --config-settings build-dir=build/wheels/{wheel_tag} --wheel-dir build/wheels . || exit; \
+	done
+	PATH=$(CURDIR)/$(BIN):$$PATH $(BIN)/auditwheel repair --wheel-dir dist build/wheels/*.whl
 
 bench: $(VENV)/installed native
 	$(BIN)/python -m benchmarks.run --json build/bench.json $(BENCH)
@@ -78,6 +92,7 @@ native-test-%: $(VENV)/tools
 # modules that torch's own tests describe, one of ten compiled, and the tests of the extension with an instrumented one.
 soak: $(VENV)/installed native
 	$(BIN)/python -m benchmarks.soak $(SOAK)
+	$(MAKE) wheel
 	$(BIN)/python -m pytest -m soak
 	$(BIN)/python -m pytest --hypothesis-profile soak -o faulthandler_timeout=0 -m "soak or not soak" \
 	  tests/end_to_end/test_random_models.py tests/faults/test_files.py

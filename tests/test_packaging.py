@@ -1,14 +1,19 @@
-"""What is shipped besides the code: the marker, documented and typed names."""
+"""What is shipped besides the code: the marker, facts about the package, wheels, documented and typed names."""
 
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
 import sys
 import tarfile
+import venv
+from email.message import Message
+from email.parser import Parser
 from importlib import resources
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -36,6 +41,17 @@ def test_type_checkers_of_users_see_the_types_of_the_package(tmp_path: Path) -> 
     assert "apollo_compile/py.typed" in names
 
 
+def test_the_package_says_whose_it_is_under_which_licence_and_for_what(tmp_path: Path) -> None:
+    """Which an index shows, and installers read; the version is that of the code."""
+    run_backend("prepare_metadata_for_build_wheel", tmp_path)
+    facts: Message = Parser().parsestr(next(tmp_path.glob("*.dist-info/METADATA")).read_text())
+    assert facts["Version"] == apollo_compile.__version__
+    assert (facts["License-Expression"], facts["License-File"]) == ("MIT", "LICENSE")
+    assert facts["Author"] in (ROOT / "LICENSE").read_text()
+    pythons = [f"Programming Language :: Python :: 3.{minor}" for minor in (11, 12, 13, 14)]
+    assert {*pythons, "Typing :: Typed", "Operating System :: POSIX :: Linux"} <= set(facts.get_all("Classifier") or ())
+
+
 def test_every_public_name_is_in_the_reference_and_in_the_program_whose_types_are_checked() -> None:
     """`make check` gives the program to mypy, with the package; the reference has every error as well."""
     reference = re.findall(r"^::: apollo_compile\.([\w.]+)$", (ROOT / "docs" / "api.md").read_text(), re.MULTILINE)
@@ -58,3 +74,62 @@ def test_pyright_accepts_the_program_too(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "pyright", "-p", str(tmp_path), "--pythonpath", sys.executable]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+TRAIN = """
+import copy, logging, shutil, torch
+import apollo_compile
+assert shutil.which("c++") is None and shutil.which("g++") is None
+class Towers(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.image, self.text = (torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU()) for _ in range(2))
+    def forward(self, image, text):
+        return self.image(image) @ self.text(text).T
+torch.manual_seed(0)
+model, inputs = Towers(), (torch.randn(8, 64), torch.randn(8, 64))
+losses = []
+for run in (copy.deepcopy(model), torch.compile(model, backend="apollo")):
+    optimizer = torch.optim.SGD(run.parameters(), lr=0.1)
+    for _ in range(3):
+        loss = torch.nn.functional.cross_entropy(run(*inputs), torch.arange(8))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    losses.append(loss.item())
+assert abs(losses[0] - losses[1]) < 1e-5, losses
+print(apollo_compile.report(model))
+"""
+
+
+@pytest.mark.soak
+def test_a_wheel_installs_imports_and_trains_without_a_compiler(tmp_path: Path) -> None:
+    """The wheel that `make wheel` made for this Python, in an environment of its own that finds torch in this one."""
+    tag = "cp311-cp311" if sys.version_info < (3, 12) else "cp312-abi3"
+    wheels = list((ROOT / "dist").glob(f"*-{apollo_compile.__version__}-{tag}-manylinux*.whl"))
+    if not wheels:
+        pytest.skip("there is no wheel: `make wheel` makes it")
+    venv.create(tmp_path / "fresh", with_pip=True)
+    python = tmp_path / "fresh" / "bin" / "python"
+    path = {"PATH": str(python.parent), "HOME": str(tmp_path)}
+    subprocess.run([python, "-m", "pip", "install", "-q", "--no-deps", "--no-index", *wheels], env=path, check=True)
+    (site,) = (tmp_path / "fresh").glob("lib/python*/site-packages")
+    torch = find_spec("torch")
+    assert torch is not None and torch.origin is not None
+    (site / "torch.pth").write_text(str(Path(torch.origin).parents[1]))  # comes behind its own, which has the wheel
+    inherited = {name: value for name, value in os.environ.items() if name not in ("CXX", "CC", "PYTHONPATH")}
+    done = {
+        name: subprocess.run(
+            [python, "-c", code], cwd=tmp_path, env={**inherited, **path}, capture_output=True, text=True, check=False
+        )
+        for name, code in (
+            ("train", TRAIN),
+            ("doctor", "from apollo_compile.tools.cli import main; main(['doctor'])"),
+            ("where", "import apollo_compile._native as native; print(native.__file__)"),
+        )
+    }
+    assert shutil.which("c++", path=path["PATH"]) is None
+    assert done["train"].returncode == 0, done["train"].stderr
+    assert done["train"].stderr.count("graphs run operator by operator") == 1
+    assert "install g++ and Python's headers" in done["doctor"].stdout
+    assert str(site) in done["where"].stdout, done["where"].stderr
