@@ -23,6 +23,7 @@ from apollo_compile.device.cpu.machine import machine_fingerprint
 from apollo_compile.planner import apart
 from apollo_compile.session import bodies, registry
 from apollo_compile.session import compile as session_compile
+from apollo_compile.session import model as session_model
 from apollo_compile.store.files import LOCK
 from apollo_compile.store.profiles import cached_profile_path, default_profile, save_profile
 from tests.end_to_end.models import STRICT, Training, assert_same_training, train
@@ -152,7 +153,7 @@ def test_ctrl_c_while_any_lane_works_ends_the_step_and_the_next_one_works() -> N
 
 @pytest.mark.parametrize(
     ("room", "place"),
-    [(session_compile, "plan_graph"), (bodies, "_compile_bodies"), (session_compile, "CompiledGraph")],
+    [(session_compile, "plan_graph"), (bodies, "_compile_bodies"), (session_model, "CompiledGraph")],
     ids=["plan", "bodies", "graph"],
 )
 def test_ctrl_c_while_a_graph_is_compiled_ends_the_call_and_the_next_one_compiles(
