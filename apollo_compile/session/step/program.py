@@ -25,7 +25,7 @@ class StepProgram:
     variants: Variants
     """What it can run: its plan, and its segments in turn."""
     micro: Micro
-    num_parts: int
+    num_micro_batches: int
     optimizer: StepInParts | None
     """Steps inside the program; None where it steps afterwards, or there is none."""
     is_clipped: bool
@@ -61,7 +61,7 @@ class StepProgram:
             if parameter.grad is not None:
                 if self.is_clipped or (self.optimizer is not None and self.optimizer.has(parameter)):
                     return "gradients are there already that clipping or the optimizer has to know of"
-                if self.num_parts > 1 and torch.are_deterministic_algorithms_enabled():
+                if self.num_micro_batches > 1 and torch.are_deterministic_algorithms_enabled():
                     return "gradients are there already, and sums keep their order with deterministic algorithms"
         return None
 
@@ -89,8 +89,8 @@ class StepProgram:
         # Bodies were traced under autocast if there was any, and lanes know of none.
         with torch.no_grad(), torch.autocast(self.variants.target.device.type, enabled=False):
             outputs = self.variants.run(given)
-            made = [gradient for gradient in outputs[self.num_parts :] if gradient is not None]
-            return outputs[: self.num_parts], own_gradients(made, self.parameters, taken)
+            made = [gradient for gradient in outputs[self.num_micro_batches :] if gradient is not None]
+            return outputs[: self.num_micro_batches], own_gradients(made, self.parameters, taken)
 
 
 def leave_gradients(parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
@@ -152,7 +152,7 @@ def link_step(
     return StepProgram(
         variants=Variants(compilation, code, target, may_be_listed=False),
         micro=micro,
-        num_parts=step.num_micro_batches,
+        num_micro_batches=step.num_micro_batches,
         optimizer=optimizer,
         is_clipped=clip_grad_norm is not None,
         others=[] if clip_grad_norm is None else [each for each in model_parameters if id(each) not in trained],
