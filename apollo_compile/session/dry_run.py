@@ -33,6 +33,7 @@ from apollo_compile.torch_bridge.compile_context import (
 )
 from apollo_compile.torch_bridge.frontend import compile_with_inductor
 from apollo_compile.torch_bridge.graph_breaks import find_break
+from apollo_compile.torch_bridge.interpret import run_as_traced
 from apollo_compile.torch_bridge.layouts import adopt_layouts
 from apollo_compile.torch_bridge.settings import inductor_settings, with_settings
 
@@ -107,7 +108,7 @@ class DryRun:
         role = role_of(graph_module, kwargs)
         written |= written_arguments()
         if role is Role.BACKWARD and dynamo_name in dict(self.fallbacks):  # its forward falls back
-            return _run_in_eager(graph_module), None
+            return run_as_traced(graph_module), None
         graph_name = f"{dynamo_name} {role}"
         subject = graph_name if role is Role.BACKWARD else dynamo_name
         try:
@@ -127,7 +128,7 @@ class DryRun:
             self.graphs[dynamo_name].append((compilation, reason))
             if reason is not None:
                 self.fallbacks.append((subject, reason))
-        return _run_in_eager(graph_module), None
+        return run_as_traced(graph_module), None
 
 
 def trace(
@@ -175,14 +176,3 @@ def trace(
             "in which Dynamo is on (see TORCHDYNAMO_DISABLE and torch.compiler.set_stance)"
         )
     return dry_run
-
-
-def _run_in_eager(graph_module: fx.GraphModule) -> Run:
-    def run(inputs: list[Any]) -> Sequence[Any]:
-        values = list(inputs)
-        inputs.clear()
-        outputs: Sequence[Any] = graph_module(*values)
-        return outputs
-
-    run._boxed_call = True  # type: ignore[attr-defined]
-    return run

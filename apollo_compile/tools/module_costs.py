@@ -41,6 +41,7 @@ from apollo_compile.torch_bridge.compile_context import compile_apart, original_
 from apollo_compile.torch_bridge.dynamic_sizes import find_size, follow_dimension
 from apollo_compile.torch_bridge.frontend import compile_with_inductor
 from apollo_compile.torch_bridge.graph_breaks import problem_of
+from apollo_compile.torch_bridge.interpret import run_as_traced
 from apollo_compile.torch_bridge.layouts import adopt_layouts
 from apollo_compile.torch_bridge.settings import inductor_settings, with_settings
 from apollo_compile.units import NS_PER_S
@@ -200,7 +201,7 @@ class _Traced:
         # Merging small pieces into neighbours would count them to other modules, and depend on the example's sizes.
         partition = partition_graph(capture, config=replace(self.config.partition, min_segment_share=0.0))
         self.graphs.append(_Graph(capture, read_formulas(piece, capture), partition))
-        return _run_in_eager(graph_module), None
+        return run_as_traced(graph_module), None
 
 
 def _trace(model: Callable[..., Any], call: Call, dimensions: Mapping[str, _Dimension], config: Config) -> _Traced:
@@ -238,17 +239,6 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
     while error is not None:
         yield error
         error = error.__cause__ or getattr(error, "inner_exception", None)
-
-
-def _run_in_eager(graph_module: fx.GraphModule) -> Run:
-    def run(inputs: list[Any]) -> Sequence[Any]:
-        values = list(inputs)
-        inputs.clear()
-        outputs: Sequence[Any] = graph_module(*values)
-        return outputs
-
-    run._boxed_call = True  # type: ignore[attr-defined]
-    return run
 
 
 class _Tables:

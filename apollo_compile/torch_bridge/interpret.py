@@ -2,6 +2,7 @@
 
     interpret_bodies(pieces)        bodies of segments
     interpret_whole(graph)          a whole graph, with the calling convention of a compiled graph
+    run_as_traced(graph)            the same without that care, for a dry run
     real_tensors()                  compute on real tensors during a compile
 
 Results are those of the compiled graph: the same random numbers for a seed, the traced strides, and tensors without
@@ -22,7 +23,7 @@ from torch._inductor.fx_passes.post_grad import view_to_reshape
 from torch.fx.graph import _BoxedCodeGen
 from torch.utils._python_dispatch import _disable_current_modes
 
-from apollo_compile.device.target import CompiledBody
+from apollo_compile.device.target import CompiledBody, Run
 from apollo_compile.torch_bridge.boundary import with_numbers
 from apollo_compile.torch_bridge.layouts import report_output_strides
 
@@ -39,6 +40,19 @@ def interpret_whole(graph_module: fx.GraphModule) -> Callable[[list[Any]], Seque
         context.output_strides.clear()  # a compile that failed may have filled it
     report_output_strides(graph_module)
     run = _interpret(graph_module)
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
+
+
+def run_as_traced(graph_module: fx.GraphModule) -> Run:
+    """Return a boxed function, as AOTAutograd calls it, that runs a post-AOT graph as it is, for a dry run."""
+
+    def run(inputs: list[Any]) -> Sequence[Any]:
+        values = list(inputs)
+        inputs.clear()
+        outputs: Sequence[Any] = graph_module(*values)
+        return outputs
+
     run._boxed_call = True  # type: ignore[attr-defined]
     return run
 
