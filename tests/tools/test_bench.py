@@ -319,7 +319,7 @@ def build_allocations() -> Any:
     import torch
 
     def count(size: torch.Tensor) -> torch.Tensor:
-        for number in range(6):
+        for number in range(TIMES + 3):
             if number == 3:
                 before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
             torch.ones(int(size))
@@ -332,14 +332,15 @@ def build_allocations() -> Any:
 
 PAGES = 16_384
 """Of 4 KiB; so many are more than the C library ever keeps by itself."""
+TIMES = 9
 
 
 def test_a_variant_may_keep_memory_as_apollo_does(builder: str) -> None:
-    """Then a large tensor takes no page faults when it comes again, but for the first time perhaps."""
+    """Then a large tensor that comes again takes no page faults, unless small ones split the memory that it left."""
     task = Task(builder=builder.replace("linear", "allocations"), mode="inference")
     (_, kept) = KEPT_MEMORY
     results = measure(task, (EAGER, kept), rounds=1, steps_per_turn=1).by_variant()
-    assert results["eager"].loss >= 3 * PAGES and results[kept.name].loss < 2 * PAGES
+    assert results["eager"].loss >= TIMES * PAGES and results[kept.name].loss < TIMES * PAGES / 2
 
 
 def build_precision() -> Any:
