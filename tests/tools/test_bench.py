@@ -330,9 +330,9 @@ def build_allocations() -> Any:
     return SimpleNamespace(model=model, inputs={"size": torch.tensor(PAGES * 1024)}, loss=lambda out: out)
 
 
-PAGES = 16_384
+PAGES = 9_216
 """Of 4 KiB; so many are more than the C library ever keeps by itself."""
-TIMES = 9
+TIMES = 6
 
 
 def test_a_variant_may_keep_memory_as_apollo_does(builder: str) -> None:
