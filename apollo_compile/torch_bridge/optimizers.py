@@ -34,6 +34,11 @@ class StepInParts:
         self._group_of: dict[int, int] = {}
         self.refresh()
 
+    @property
+    def name(self) -> str:
+        """Its class."""
+        return type(self._optimizer).__name__
+
     @staticmethod
     def problem_of(optimizer: torch.optim.Optimizer) -> str | None:
         """Return why an optimizer can only step for all parameters together; None if it can in parts."""

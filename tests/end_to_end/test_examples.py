@@ -1,8 +1,10 @@
-"""The programs in examples/ have eager's losses, and run as programs."""
+"""The programs in examples/ have eager's losses, and run as programs; the notebook runs."""
 
 from __future__ import annotations
 
+import ast
 import importlib.util
+import json
 import os
 import re
 import subprocess
@@ -21,6 +23,7 @@ from apollo_compile.config import Config, load_config
 from apollo_compile.session import registry
 
 FOLDER = Path(__file__).parents[2] / "examples"
+BODIES = ["eager", pytest.param("native", marks=pytest.mark.soak)]
 PROGRAMS = sorted(path.stem for path in FOLDER.glob("*.py"))
 
 
@@ -52,8 +55,17 @@ def train_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callab
             del sys.modules[name]
 
 
+def use_bodies(bodies: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let graphs run with these bodies, whatever the options are."""
+
+    def load(options: Mapping[str, Any] | None = None) -> Config:
+        return load_config({"runtime.bodies": bodies, **(options or {})})
+
+    monkeypatch.setattr(backend, "load_config", load)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("bodies", ["eager", pytest.param("native", marks=pytest.mark.soak)])
+@pytest.mark.parametrize("bodies", BODIES)
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_a_program_has_the_losses_of_eager(
     program: str, bodies: str, train_in: Callable[..., list[float]], monkeypatch: pytest.MonkeyPatch
@@ -63,11 +75,7 @@ def test_a_program_has_the_losses_of_eager(
         pytest.importorskip("transformers")
     if program == "trainer":
         pytest.importorskip("accelerate")
-
-    def load(options: Mapping[str, Any] | None = None) -> Config:
-        return load_config({"runtime.bodies": bodies, **(options or {})})
-
-    monkeypatch.setattr(backend, "load_config", load)
+    use_bodies(bodies, monkeypatch)
     steps = 40 if program == "whole_step" else 4
     expected = train_in(program, "eager", steps)
     known = {id(model) for model in registry.compiled_models()}
@@ -83,6 +91,31 @@ def test_the_page_of_examples_names_all_of_them() -> None:
         == PROGRAMS
     )
     assert len(PROGRAMS) == 5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bodies", BODIES)
+def test_the_notebook_runs(
+    bodies: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its cells are plain Python; what a cell ends with can be shown, and it ends with a step that has a state."""
+    monkeypatch.chdir(tmp_path)
+    use_bodies(bodies, monkeypatch)
+    torch._dynamo.reset()
+    cells = json.loads((FOLDER / "first_report.ipynb").read_text())["cells"]
+    names: dict[str, Any] = {}
+    shown = []
+    for number, source in enumerate("".join(each["source"]) for each in cells if each["cell_type"] == "code"):
+        *statements, last = ast.parse(source).body
+        exec(compile(ast.Module(statements, []), f"cell {number}", "exec"), names)
+        if isinstance(last, ast.Expr):
+            shown.append(eval(compile(ast.Expression(last.value), f"cell {number}", "eval"), names))
+        else:
+            exec(compile(ast.Module([last], []), f"cell {number}", "exec"), names)
+    planned, trained, metrics = (each for each in shown if each is not None)
+    assert all("<svg" in each._repr_html_() for each in (planned, trained))
+    assert metrics["state"] in ("measuring", "settled")
+    assert re.search(r"loss \d\.\d+; (measuring|settled|falls back)", capsys.readouterr().out.splitlines()[-1])
 
 
 @pytest.mark.soak

@@ -129,7 +129,7 @@ def update_parameters(
     moved = sum(sizes) * (2 if is_clipped else 0) + (0 if optimizer is None else optimizer.bytes_moved(sum(sizes)))
     return _one_segment(
         group,
-        "scale" if optimizer is None else "update",
+        "scale" if optimizer is None else optimizer.name,  # also in the key of what is kept about the step
         takes=(*(() if optimizer is None else sizes), *sizes, *((_NORM_BYTES,) if is_clipped else ())),
         makes=sizes if is_clipped else (),
         flops=sum(sizes),
