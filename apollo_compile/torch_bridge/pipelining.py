@@ -44,7 +44,10 @@ check_signatures(
         (_PipelineScheduleRuntime, "_step_microbatches"): (
             "self, arg_mbs, kwarg_mbs, target_mbs, losses, return_outputs, loss_kwargs",
         ),
-        (_PipelineScheduleRuntime, "step"): ("self, args, target, losses, return_outputs, loss_kwargs, kwargs",),
+        (_PipelineScheduleRuntime, "step"): (
+            "self, args, target, losses, return_outputs, loss_kwargs, kwargs",
+            "self, args, target, losses, return_outputs, loss_kwargs, arg_mbs, kwarg_mbs, target_mbs, kwargs",
+        ),
     }
 )
 

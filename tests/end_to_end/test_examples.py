@@ -113,8 +113,8 @@ def test_the_notebook_runs(
         else:
             exec(compile(ast.Module([last], []), f"cell {number}", "exec"), names)
     planned, trained, metrics = (each for each in shown if each is not None)
-    assert all("<svg" in each._repr_html_() for each in (planned, trained))
-    assert metrics["state"] in ("measuring", "settled")
+    assert all("&lt;svg" in each._repr_html_() for each in (planned, trained))  # in a frame of its own
+    assert metrics["apollo/predicted_gain"] >= 1
     assert re.search(r"loss \d\.\d+; (measuring|settled|falls back)", capsys.readouterr().out.splitlines()[-1])
 
 
