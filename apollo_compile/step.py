@@ -20,6 +20,7 @@ import logging
 import time
 import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
@@ -32,7 +33,7 @@ from apollo_compile.device.open import select_profile
 from apollo_compile.errors import ConfigError, TargetError, UnsupportedGraphError
 from apollo_compile.ir import Variant
 from apollo_compile.progress import Progress
-from apollo_compile.reports.values import Stage
+from apollo_compile.reports.values import Stage, State
 from apollo_compile.session.step.graph import compose_micro_batches, step_name
 from apollo_compile.session.step.micro_batch import Micro, find_micro
 from apollo_compile.session.step.micro_batch_count import MicroBatchCount
@@ -221,6 +222,12 @@ class Step:
         """Why steps of some kind can only run as a loop."""
         refused = (each for graph in self._graphs for each in graph.outcomes.values() if isinstance(each, str))
         return list(dict.fromkeys([*([self._why_not_one_graph] if self._why_not_one_graph else []), *refused]))
+
+    @property
+    def loops_first(self) -> list[State]:
+        """How far the graphs of loops are, of which no program has been made yet."""
+        waiting = [graph.model.state() for graph in self._graphs if not graph.outcomes]
+        return [replace(state, stage=Stage.MEASURING, detail=f"the loop first: {state.detail}") for state in waiting]
 
     # -------------------------------------------------------------------------------------------- taking a step
 

@@ -73,9 +73,9 @@ def _report_step(step: Step, units: Sequence[int], profiles: Sequence[str], *, r
         Report(
             graphs=(),
             fallbacks=(),
-            states=(_state_of_loop(reason),),
+            states=(state,),
         )
-        for reason in step.reasons_for_loops
+        for state in _states_of_loops(step)
     ]
     return merge_reports([*programs, *loops])
 
@@ -98,8 +98,9 @@ def _state_of(tuner: StepTuner) -> State:
     return State(graph=tuner.program.name, stage=stage, detail=str(tuner))
 
 
-def _state_of_loop(reason: str) -> State:
-    return State(graph="step", stage=Stage.FALLS_BACK, detail=f"{Variant.LOOP}: {reason}")
+def _states_of_loops(step: Step) -> list[State]:
+    refused = (f"{Variant.LOOP}: {reason}" for reason in step.reasons_for_loops)
+    return [*(State(graph="step", stage=Stage.FALLS_BACK, detail=each) for each in refused), *step.loops_first]
 
 
 def status(model: Callable[..., Any] | None = None) -> str:
@@ -115,7 +116,7 @@ def status(model: Callable[..., Any] | None = None) -> str:
         TargetError: `model` is not callable.
     """
     if isinstance(model, Step):
-        states = [*map(_state_of, model.tuners), *map(_state_of_loop, model.reasons_for_loops)]
+        states = [*map(_state_of, model.tuners), *_states_of_loops(model)]
     else:
         states = [entry.state() for entry in _find(model, "status")]
     reports = (Report(graphs=(), fallbacks=(), states=(state,)) for state in states)
