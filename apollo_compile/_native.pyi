@@ -214,6 +214,14 @@ class CudaDevice:
         Raises ValueError for atoms or a priority that the device has not, and CudaError.
         """
 
+    def stream(self, number: int, priority: int = 0) -> int:
+        """
+        Return the CUstream of that number at that priority, which may use every SM; the same one at every call.
+
+        It is no stream of torch's pool, so that nobody else uses it. Raises ValueError for a priority that the
+        device has not, and CudaError.
+        """
+
 class CaptureWalk:
     """Follows the capture of a CUDA graph on a device, while it goes on."""
 

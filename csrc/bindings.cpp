@@ -451,7 +451,14 @@ NB_MODULE(_native, m) {
       .def("lane", &apollo::CudaDevice::lane, "atoms"_a, "priority"_a = 0, nb::rv_policy::reference,
            nb::call_guard<nb::gil_scoped_release>(),
            "Return the lane of these atoms, ascending, at that priority; the same one at every call.\n\n"
-           "Raises ValueError for atoms or a priority that the device has not, and CudaError.");
+           "Raises ValueError for atoms or a priority that the device has not, and CudaError.")
+      .def(
+          "stream",
+          [](apollo::CudaDevice& self, int number, int priority) { return address_of(self.stream(number, priority)); },
+          "number"_a, "priority"_a = 0, nb::call_guard<nb::gil_scoped_release>(),
+          "Return the CUstream of that number at that priority, which may use every SM; the same one at every call.\n\n"
+          "It is no stream of torch's pool, so that nobody else uses it. Raises ValueError for a priority that the\n"
+          "device has not, and CudaError.");
 
   nb::class_<apollo::CaptureWalk>(m, "CaptureWalk",
                                   "Follows the capture of a CUDA graph on a device, while it goes on.")

@@ -68,6 +68,7 @@ CudaDevice::CudaDevice(int ordinal, const std::string& library) : driver_(librar
 
 CudaDevice::~CudaDevice() {
   lanes_.clear();
+  streams_.clear();
   driver_.cuDevicePrimaryCtxRelease(device_);
 }
 
@@ -137,7 +138,7 @@ std::vector<int> CudaDevice::atom_sizes() const {
   return sizes;
 }
 
-void CudaDevice::check_lane(const std::vector<int>& atoms, int priority) const {
+void CudaDevice::check_atoms(const std::vector<int>& atoms) const {
   const bool is_ascending =
       std::is_sorted(atoms.begin(), atoms.end()) && std::adjacent_find(atoms.begin(), atoms.end()) == atoms.end();
   if (atoms.empty() || !is_ascending || atoms.front() < 0 || atoms.back() >= num_atoms()) {
@@ -145,15 +146,19 @@ void CudaDevice::check_lane(const std::vector<int>& atoms, int priority) const {
                                 std::to_string(num_atoms() - 1) + ", ascending, on device " + std::to_string(ordinal_) +
                                 " (" + name_ + ", atoms of " + join(atom_sizes()) + " SMs)");
   }
+}
+
+void CudaDevice::check_priority(const std::string& what, int priority) const {
   if (priority > priorities_.first || priority < priorities_.second) {
-    throw std::invalid_argument("cannot make a lane of priority " + std::to_string(priority) + ": device " +
+    throw std::invalid_argument("cannot make " + what + " of priority " + std::to_string(priority) + ": device " +
                                 std::to_string(ordinal_) + " has priorities from " + std::to_string(priorities_.first) +
                                 ", last, to " + std::to_string(priorities_.second) + ", first");
   }
 }
 
 const CudaLane& CudaDevice::lane(const std::vector<int>& atoms, int priority) {
-  check_lane(atoms, priority);
+  check_atoms(atoms);
+  check_priority("a lane", priority);
   const std::lock_guard lock(mutex_);
   std::unique_ptr<CudaLane>& lane = lanes_[{atoms, priority}];
   if (lane == nullptr) {
@@ -170,6 +175,18 @@ const CudaLane& CudaDevice::lane(const std::vector<int>& atoms, int priority) {
     lane = std::make_unique<CudaLane>(driver_, device_, atoms, priority, resources, where);
   }
   return *lane;
+}
+
+cuda::Stream CudaDevice::stream(int number, int priority) {
+  check_priority("a stream", priority);
+  const std::lock_guard lock(mutex_);
+  std::unique_ptr<PlainStream>& stream = streams_[{number, priority}];
+  if (stream == nullptr) {
+    const std::string where = "stream " + std::to_string(number) + " on device " + std::to_string(ordinal_);
+    const Current current(driver_, primary_, where);
+    stream = std::make_unique<PlainStream>(driver_, priority, where);
+  }
+  return stream->handle();
 }
 
 std::pair<std::size_t, std::size_t> CudaDevice::memory() const {

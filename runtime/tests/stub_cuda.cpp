@@ -10,6 +10,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <numeric>
 #include <set>
 #include <string>
 #include <utility>
@@ -77,7 +78,8 @@ struct State {
   std::vector<std::unique_ptr<std::vector<bool>>> masks;
   std::map<void*, std::unique_ptr<Desc>> descs;
   std::map<void*, std::unique_ptr<Green>> greens;
-  std::map<void*, Green*> streams;
+  std::map<void*, Green*> streams;  // null for a stream that may use every SM
+  std::map<void*, int> priorities;  // by stream
   std::map<void*, std::vector<std::unique_ptr<Node>>> graphs;
   std::vector<std::unique_ptr<std::string>> names;
   std::vector<void*> current;
@@ -381,6 +383,21 @@ Result cuGreenCtxStreamCreate(Stream* stream, GreenContextHandle context, unsign
   ++green->num_streams;
   *stream = static_cast<Stream>(new_handle());
   state.streams[*stream] = green;
+  state.priorities[*stream] = priority;
+  return kSuccess;
+}
+
+Result cuStreamCreateWithPriority(Stream* stream, unsigned flags, int priority) {
+  ENTER(cuStreamCreateWithPriority)
+  if (state.current.empty()) {
+    return kInvalidContext;
+  }
+  if (flags != kStreamNonBlocking || priority > 0 || priority < -5) {
+    return kInvalidValue;  // the real one clamps a priority, and nobody would know
+  }
+  *stream = static_cast<Stream>(new_handle());
+  state.streams[*stream] = nullptr;
+  state.priorities[*stream] = priority;
   return kSuccess;
 }
 
@@ -390,7 +407,9 @@ Result cuStreamDestroy(Stream stream) {
   if (found == state.streams.end()) {
     return kInvalidHandle;
   }
-  --found->second->num_streams;
+  if (found->second != nullptr) {
+    --found->second->num_streams;
+  }
   state.streams.erase(found);
   return kSuccess;
 }
@@ -483,6 +502,7 @@ const std::map<std::string, Entry>& entries() {
       ENTRY(cuCtxGetStreamPriorityRange, 5050),
       ENTRY(cuMemGetInfo, 3020),
       ENTRY(cuStreamGetCaptureInfo, 12030),
+      ENTRY(cuStreamCreateWithPriority, 5050),
       ENTRY(cuStreamDestroy, 4000),
       ENTRY(cuDeviceGetDevResource, 12040),
       ENTRY(cuDevSmResourceSplitByCount, 12040),
@@ -579,12 +599,22 @@ EXPORT void stub_count(int* greens, int* streams, int* retained, int* current) {
   *current = static_cast<int>(state.current.size());
 }
 
-/// Writes the SMs of a stream's green context, ascending, and returns how many there are; -1 for no stream.
+/// Returns the priority of a stream; 1, which no stream has, for no stream.
+EXPORT int stub_priority_of_stream(void* stream) {
+  const std::lock_guard lock(mutex);
+  return state.streams.count(stream) == 0 ? 1 : state.priorities[stream];
+}
+
+/// Writes the SMs that a stream may use, ascending, and returns how many there are; -1 for no stream.
 EXPORT int stub_sms_of_stream(void* stream, int* sms) {
   const std::lock_guard lock(mutex);
   const auto found = state.streams.find(stream);
   if (found == state.streams.end()) {
     return -1;
+  }
+  if (found->second == nullptr) {
+    std::iota(sms, sms + state.num_sms, 0);
+    return state.num_sms;
   }
   std::copy(found->second->sms.begin(), found->second->sms.end(), sms);
   return static_cast<int>(found->second->sms.size());

@@ -47,6 +47,7 @@ void use_everything() {
   auto device = make_device();
   const apollo::CudaLane& lane = device.lane({0});
   static_cast<void>(device.memory());
+  static_cast<void>(device.stream(1));
   {
     const stub::Capture capture({lane.stream()});
     void* child = stub::function<void*()>("stub_make_graph")();
@@ -177,13 +178,14 @@ TEST(streams_go_before_their_contexts_and_the_primary_context_last) {
   stub::reset();
   {
     auto device = make_device();
+    device.stream(0);
     device.lane({0});
     device.lane({1});
   }
   const std::vector<std::string> calls = stub::log();
-  const std::vector<std::string> end(calls.end() - 5, calls.end());
+  const std::vector<std::string> end(calls.end() - 6, calls.end());
   CHECK(end == (std::vector<std::string>{"cuStreamDestroy", "cuGreenCtxDestroy", "cuStreamDestroy", "cuGreenCtxDestroy",
-                                         "cuDevicePrimaryCtxRelease"}));
+                                         "cuStreamDestroy", "cuDevicePrimaryCtxRelease"}));
   CHECK(stub::alive() == stub::Alive{});
 }
 
@@ -200,6 +202,35 @@ TEST(a_lane_that_fails_halfway_leaves_nothing_and_can_be_asked_for_again) {
     CHECK(stub::alive() == (stub::Alive{.greens = 0, .streams = 0, .retained = 1}));
     CHECK(device.lane(range(2, 4)).num_sms() == 16);
   }
+}
+
+TEST(a_plain_stream_may_use_every_sm_and_is_nobody_elses) {
+  stub::reset();
+  {
+    auto device = make_device();
+    apollo::cuda::Stream stream = device.stream(1, -2);
+    CHECK(stub::sms_of(stream) == range(0, 132));
+    CHECK(stub::function<int(void*)>("stub_priority_of_stream")(stream) == -2);
+    CHECK(device.stream(1, -2) == stream);
+    CHECK(device.stream(1) != stream && device.stream(2, -2) != stream);
+    CHECK(device.lane({0}).stream() != stream);
+    CHECK(stub::num_calls("cuStreamCreateWithPriority") == 3);
+    CHECK(stub::alive() == (stub::Alive{.greens = 1, .streams = 4, .retained = 1}));
+    CHECK(has(text_of([&] { device.stream(1, 1); }),
+              "cannot make a stream of priority 1: device 0 has priorities from 0, last, to -5, first"));
+    CHECK_THROWS(std::invalid_argument, device.stream(1, -6));
+  }
+  CHECK(stub::alive() == stub::Alive{});
+}
+
+TEST(a_plain_stream_that_fails_leaves_nothing_and_can_be_asked_for_again) {
+  stub::reset();
+  auto device = make_device();
+  stub::fail("cuStreamCreateWithPriority", apollo::cuda::kOutOfMemory);
+  CHECK(has(text_of([&] { device.stream(3); }),
+            "cuStreamCreateWithPriority failed for stream 3 on device 0: CUDA_ERROR_OUT_OF_MEMORY"));
+  CHECK(stub::alive() == (stub::Alive{.retained = 1}));
+  CHECK(stub::sms_of(device.stream(3)).size() == 132);
 }
 
 TEST(every_code_that_people_meet_has_advice) {
@@ -328,12 +359,12 @@ TEST(a_walk_asks_about_every_node_once) {
 
 TEST(every_call_of_the_driver_that_fails_is_told_or_made_good) {
   // A function is of one of two kinds. A failure of what undoes something is no exception; here is what is left behind
-  // then. Any other failure is a CudaError, and leaves nothing.
-  const std::map<std::string, stub::Alive> quiet = {
-      {"cuStreamDestroy", {.greens = 1, .streams = 1}},
-      {"cuGreenCtxDestroy", {.greens = 1}},
-      {"cuDevicePrimaryCtxRelease", {.retained = 1}},
-      {"cuCtxPopCurrent", {.current = 1}},
+  // then, by call: a lane goes before a plain stream. Any other failure is a CudaError, and leaves nothing.
+  const std::map<std::string, std::vector<stub::Alive>> quiet = {
+      {"cuStreamDestroy", {{.greens = 1, .streams = 1}, {.streams = 1}}},
+      {"cuGreenCtxDestroy", {{.greens = 1}}},
+      {"cuDevicePrimaryCtxRelease", {{.retained = 1}}},
+      {"cuCtxPopCurrent", {{.current = 1}, {.current = 1}, {.current = 1}}},
   };
   stub::reset();
   use_everything();
@@ -351,7 +382,7 @@ TEST(every_call_of_the_driver_that_fails_is_told_or_made_good) {
       const std::string text = text_of(use_everything);
       if (const auto found = quiet.find(name); found != quiet.end()) {
         require(text.empty(), name, "no exception");
-        require(stub::alive() == found->second, name, "nothing else is left");
+        require(stub::alive() == found->second.at(static_cast<std::size_t>(skip)), name, "nothing else is left");
       } else {
         require(has(text, name + " failed for "), name, "the error names the call");
         require(has(text, "CUDA_ERROR_OUT_OF_MEMORY (2, text of the stub), expected success; "), name, "and the code");

@@ -38,6 +38,7 @@ class CudaError : public std::runtime_error {
   X(cuCtxPopCurrent, 4000, (cuda::Context * context))                                                                \
   X(cuCtxGetStreamPriorityRange, 5050, (int* least, int* greatest))                                                  \
   X(cuMemGetInfo, 3020, (std::size_t* free_bytes, std::size_t* total_bytes))                                         \
+  X(cuStreamCreateWithPriority, 5050, (cuda::Stream * stream, unsigned flags, int priority))                         \
   X(cuStreamDestroy, 4000, (cuda::Stream stream))                                                                    \
   X(cuDeviceGetDevResource, 12040, (cuda::Device device, cuda::DevResource * resource, int type))                    \
   X(cuDevSmResourceSplitByCount, 12040,                                                                              \

@@ -9,6 +9,7 @@
 
 #include "apollo/cuda_driver.h"
 #include "apollo/green_context.h"
+#include "apollo/plain_stream.h"
 
 namespace apollo {
 
@@ -51,7 +52,7 @@ class CudaDevice {
   CudaDevice(const CudaDevice&) = delete;
   CudaDevice& operator=(const CudaDevice&) = delete;
 
-  /// Destroys every lane; no CUDA graph that was captured on one may be launched after that.
+  /// Destroys every lane and stream; no CUDA graph that was captured on one may be launched after that.
   ~CudaDevice();
 
   /// Returns the device that the process keeps until it ends, made on first use.
@@ -78,13 +79,19 @@ class CudaDevice {
   /// Throws std::invalid_argument for atoms or a priority that the device does not have, and CudaError.
   const CudaLane& lane(const std::vector<int>& atoms, int priority = 0);
 
+  /// Returns the stream of that number at that priority, which may use every SM; the same one at every call.
+  ///
+  /// Throws std::invalid_argument for a priority that the device does not have, and CudaError.
+  cuda::Stream stream(int number, int priority = 0);
+
   /// Returns the free and the total bytes of device memory. Throws CudaError.
   std::pair<std::size_t, std::size_t> memory() const;
 
  private:
   void split(const std::string& where);
   bool may_join(const cuda::DevResource& group, const cuda::DevResource& remaining, const std::string& where) const;
-  void check_lane(const std::vector<int>& atoms, int priority) const;
+  void check_atoms(const std::vector<int>& atoms) const;
+  void check_priority(const std::string& what, int priority) const;
 
   const CudaDriver driver_;
   const int ordinal_;
@@ -97,6 +104,7 @@ class CudaDevice {
   std::vector<std::vector<cuda::DevResource>> atoms_;  // each one group; the last also the left-over SMs
   std::mutex mutex_;
   std::map<std::pair<std::vector<int>, int>, std::unique_ptr<CudaLane>> lanes_;  // guarded by mutex_
+  std::map<std::pair<int, int>, std::unique_ptr<PlainStream>> streams_;          // guarded by mutex_
 };
 
 }  // namespace apollo

@@ -35,6 +35,7 @@ def stub(stub_library: Path, tmp_path: Path) -> Iterator[ctypes.CDLL]:
     library.stub_log.restype = ctypes.c_char_p
     library.stub_make_graph.restype = ctypes.c_void_p
     library.stub_sms_of_stream.argtypes = [ctypes.c_void_p, ctypes.POINTER(ctypes.c_int)]
+    library.stub_priority_of_stream.argtypes = [ctypes.c_void_p]
     library.stub_add_kernel.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int]
     library.stub_capture.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
     library.stub_append.argtypes = [ctypes.c_void_p]

@@ -102,6 +102,18 @@ def test_a_lane_is_made_once_per_priority(stub: ctypes.CDLL) -> None:
     assert urgent.context != lane.context != device.primary_context
 
 
+def test_a_plain_stream_may_use_every_sm(stub: ctypes.CDLL) -> None:
+    """It is made once per number and priority, and is nobody else's."""
+    device = open_stub(stub)
+    sms = (ctypes.c_int * 256)()
+    streams = [device.stream(1), device.stream(1, -3), device.stream(2, -3)]
+    assert [stub.stub_sms_of_stream(each, sms) for each in streams] == 3 * [132]
+    assert [stub.stub_priority_of_stream(each) for each in streams] == [0, -3, -3]
+    assert len({*streams, device.lane([0]).stream}) == 4 and device.stream(1, priority=-3) == streams[1]
+    with pytest.raises(ValueError, match="cannot make a stream of priority 1: device 0 has priorities from 0, last"):
+        device.stream(1, 1)
+
+
 def test_what_the_driver_refuses_is_a_cuda_error_that_says_what_to_do(stub: ctypes.CDLL) -> None:
     """What failed, what was expected and found, where, and what to do."""
     device = open_stub(stub)
