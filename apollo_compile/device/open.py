@@ -60,6 +60,9 @@ def _open_gpu(device: torch.device, config: Config) -> Target | None:
             raise
         _logger.warning("no lanes on %s: %s", device, error)
         return None
+    if gpu.captures.why_off is not None:
+        _logger.info("no lanes on %s: %s", device, gpu.captures.why_off)
+        return None
     return GpuTarget(gpu, _gpu_profile(gpu, config), config, device=gpu.device)
 
 

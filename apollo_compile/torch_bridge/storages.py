@@ -3,6 +3,7 @@
     storages_of(tensors)        identities of storages, to compare
     storage_handles(tensors)    handles of storages for `count_uses`
     count_uses(handles)         reference count of each storage
+    are_gone(storages)          whether no storage lives any more
 
 Nothing here keeps a storage alive.
 """
@@ -37,3 +38,8 @@ def storage_handles(tensors: Iterable[torch.Tensor]) -> list[int]:
 def count_uses(handles: Iterable[int]) -> list[int]:
     """Return the reference count of each storage."""
     return list(map(torch._C._storage_Use_Count, handles))
+
+
+def are_gone(storages: Iterable[StorageWeakRef]) -> bool:
+    """Return whether none of these storages lives any more."""
+    return all(storage.expired() for storage in storages)  # type: ignore[no-untyped-call]

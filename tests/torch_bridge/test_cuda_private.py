@@ -15,7 +15,12 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from apollo_compile.torch_bridge import bodies, cuda_private
 from apollo_compile.torch_bridge.bodies import compile_bodies
-from apollo_compile.torch_bridge.cuda_private import units_left_out
+from apollo_compile.torch_bridge.cuda_private import (
+    clear_workspaces,
+    has_saved_tensor_hooks,
+    retains_graph,
+    units_left_out,
+)
 
 
 def left_out() -> int | None:
@@ -100,3 +105,43 @@ def test_code_for_one_quota_is_not_used_for_another(monkeypatch: pytest.MonkeyPa
         return found["fxgraph_cache_hit"], found["fxgraph_cache_miss"]
 
     assert [compile_for(units) for units in (None, 66, 66, 132, None)] == [(0, 1), (0, 1), (1, 0), (0, 1), (1, 0)]
+
+
+def test_a_backward_knows_whether_its_graph_is_kept() -> None:
+    """Outside of one, nothing is."""
+    seen = []
+
+    class Look(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            seen.append(retains_graph())
+            return gradients[0]
+
+    assert not retains_graph()
+    loss = Look.apply(torch.ones(1, requires_grad=True))
+    loss.backward(retain_graph=True)
+    loss.backward()
+    assert seen == [True, False] and not retains_graph()
+
+
+def test_hooks_on_saved_tensors_are_seen() -> None:
+    """For as long as they are active."""
+    assert not has_saved_tensor_hooks()
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
+        assert has_saved_tensor_hooks()
+    assert not has_saved_tensor_hooks()
+
+
+def test_workspaces_are_cleared_on_the_streams_that_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other CUDA graphs may use those of other streams; all are cleared only where torch offers nothing else."""
+    cleared: list[int | None] = []
+    monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: cleared.append(None), raising=False)
+    monkeypatch.setattr(cuda_private, "_workspace_clearer", lambda: lambda stream: cleared.append(stream.value))
+    clear_workspaces([16, 32])
+    monkeypatch.setattr(cuda_private, "_workspace_clearer", lambda: None)
+    clear_workspaces([16, 32])
+    assert cleared == [16, 32, None]

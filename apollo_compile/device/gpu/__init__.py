@@ -4,6 +4,9 @@
     launch.py    launches a program from the host: one order over all lanes, forks, joins, waits
     execute.py   Program + bodies -> CudaExecutable: lanes at first, one CUDA graph afterwards
     captured.py  a captured CUDA graph: addresses that it uses, and copies around each replay
+    torch_capture.py  captures with torch's own class; what to do if that fails
+    memory.py    CUDA graphs that are alive: those of a model, and those of a device
+    lending.py   decides whether gradients stay in the memory of a CUDA graph
     whole.py     a whole graph of Inductor as a program of one segment
     measure.py   times every body on every quota
     urgency.py   priorities of lanes that share SMs

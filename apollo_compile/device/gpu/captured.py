@@ -1,6 +1,7 @@
 """A captured CUDA graph with the addresses that it uses, and the copies around each replay.
 
-    Captured.can_replay(inputs), Captured.replay(gpu, inputs) -> outputs
+    Captured.reads(inputs), Captured.is_free(), Captured.replay(gpu, inputs) -> outputs
+    Captured.release()      drops the CUDA graph with its memory, and those that read what it saved
     slot_for(tensor)        what an input is copied to
     find_copied(outputs)    what is copied out
 
@@ -11,65 +12,147 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from apollo_compile.device.gpu.gpu import Gpu, Recording
 from apollo_compile.device.gpu.quota import LaneMemory
 from apollo_compile.errors import UnsupportedGraphError
-from apollo_compile.torch_bridge.storages import count_uses
+from apollo_compile.ir import Role
+from apollo_compile.torch_bridge.storages import count_uses, storage_handles
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, slots=True, weakref_slot=True)
 class Captured:
     """A CUDA graph with the addresses that it uses."""
 
-    recording: Recording
+    role: Role
+    recording: Recording | None
+    """None once it is released."""
     addresses: dict[int, int]
     """Addresses of the inputs in place, by position."""
     slots: dict[int, torch.Tensor]
     """Tensors that the other inputs are copied to, by position."""
     outputs: list[torch.Tensor | None]
-    saved: frozenset[int]
-    """Storage addresses of outputs that are saved for backward."""
-    baseline_refcounts: dict[int, int]
-    """Baseline reference count per storage of saved and lent outputs, by handle: without any user."""
+    """None where there is none, or where it is an input."""
     in_place_storages: frozenset[int]
     """Storage addresses of the inputs in place."""
-    copied: tuple[Copied, ...]
-    """Copies to make after a replay."""
-    copied_outputs: frozenset[int]
-    """Positions of outputs that are copied out; the same tensor may also be saved, as another output."""
+    kept: KeptOutputs
     memory: tuple[LaneMemory, ...]
+    num_replays: int = 0
+    readers: list[Captured] = field(default_factory=list)
+    """CUDA graphs that read in place what this one saved; released with it."""
+
+    @property
+    def is_live(self) -> bool:
+        """Whether it can still be replayed."""
+        return self.recording is not None
+
+    @property
+    def saved(self) -> frozenset[int]:
+        """Storage addresses of outputs that are saved for backward."""
+        return self.kept.saved
 
     def reads(self, inputs: Sequence[torch.Tensor]) -> bool:
         """Whether a replay would read these inputs: those in place have unchanged addresses."""
         return [inputs[index].data_ptr() for index in self.addresses] == list(self.addresses.values())
 
-    def can_replay(self, inputs: Sequence[torch.Tensor]) -> bool:
-        """Whether a replay would read these inputs and overwrite nothing that is still in use."""
-        return self.reads(inputs) and count_uses(self.baseline_refcounts) == list(self.baseline_refcounts.values())
+    def is_free(self) -> bool:
+        """Whether nobody uses what a replay overwrites."""
+        return count_uses(self.kept.handles) == self.kept.baseline
+
+    def release(self) -> None:
+        """Drop the CUDA graph and its memory; what the caller still holds of it lives on."""
+        self.recording = None
+        self.memory = ()
+        self.kept = KeptOutputs()  # without handles of storages that may end now
+        self.slots.clear()
+        self.outputs.clear()
+        for reader in self.readers:
+            reader.release()
+        self.readers.clear()
 
     def replay(self, gpu: Gpu, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
         """Replay on the caller's stream, and return the outputs: views, and copies of those that are copied out."""
+        assert self.recording is not None, "a released CUDA graph is never replayed"
+        self.num_replays += 1
         gpu.copy(list(self.slots.values()), [inputs[index] for index in self.slots])
         self.recording.replay()
-        copies = [slot_for(each.source) for each in self.copied]
-        gpu.copy(copies, [each.source for each in self.copied])
+        kept = self.kept
+        copies = [slot_for(each.source) for each in kept.copied]
+        gpu.copy(copies, [each.source for each in kept.copied])
         # A tensor that is returned twice must stay one object: else autograd gives one gradient to two parameters.
         views = {
             id(out): out.detach() for out in self.outputs if out is not None
         }  # new objects, so that their references can be counted
         copied = {
             id(output): _in_copy(output, each, copy)
-            for each, copy in zip(self.copied, copies, strict=True)
+            for each, copy in zip(kept.copied, copies, strict=True)
             for output in each.outputs
         }
         return [
-            None if out is None else copied[id(out)] if index in self.copied_outputs else views[id(out)]
+            None if out is None else copied[id(out)] if index in kept.copied_outputs else views[id(out)]
             for index, out in enumerate(self.outputs)
         ]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KeptOutputs:
+    """What a replay does with its outputs."""
+
+    saved: frozenset[int] = frozenset()
+    """Storage addresses of outputs that are saved for backward."""
+    handles: tuple[int, ...] = ()
+    """Handles of the storages of saved and lent outputs, for `count_uses`."""
+    baseline: list[int] = field(default_factory=list)
+    """Their reference counts without any user."""
+    copied: tuple[Copied, ...] = ()
+    """Copies to make after a replay."""
+    copied_outputs: frozenset[int] = frozenset()
+    """Positions of outputs that are copied out; the same tensor may also be saved, as another output."""
+
+
+def keep_outputs(
+    outputs: Sequence[torch.Tensor | None],
+    *,
+    user_outputs: frozenset[int],
+    in_place: frozenset[int],
+    copied_in: frozenset[int],
+    lends: bool,
+) -> KeptOutputs:
+    """Return which outputs of a capture are saved, lent and copied out.
+
+    Arguments:
+        outputs: in the graph's memory; None is passed over.
+        user_outputs: positions of those that the user sees; the others are saved for backward.
+        in_place: storage addresses of the inputs in place; a saved view of one needs no protection.
+        copied_in: storage addresses of the slots of the other inputs; a view of one is never lent.
+        lends: whether the user's outputs are lent where they can be.
+    """
+    saved: dict[int, torch.Tensor] = {}
+    lent: dict[int, torch.Tensor] = {}
+    to_copy: dict[int, torch.Tensor] = {}
+    for index, output in enumerate(outputs):
+        if output is None:
+            continue
+        place = storage_address(output)
+        if index not in user_outputs:
+            saved[place] = output
+        elif lends and place and place not in in_place | copied_in:
+            lent[place] = output
+        else:
+            to_copy[index] = output
+    saved = {place: output for place, output in saved.items() if place not in in_place}
+    copied = find_copied(to_copy.values())
+    handles = storage_handles([*saved.values(), *lent.values()])
+    return KeptOutputs(
+        saved=frozenset(saved),
+        handles=tuple(handles),
+        baseline=count_uses(handles),
+        copied=copied,
+        copied_outputs=frozenset(to_copy),
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

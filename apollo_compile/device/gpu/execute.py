@@ -11,14 +11,21 @@ copied in   All other inputs.
 copied out  Outputs that the user sees, who may still read them when the next step overwrites the graph's memory.
 lent        Gradients stay in the graph's memory, and the caller gets views of it: training frees them before the next
             backward. If one is still referenced (gradients are accumulated over steps, or collected), that is detected
-            before a replay overwrites it; then the graph is captured again, and its gradients are copied out.
+            before a replay overwrites it; then the graph is captured again, and its gradients are copied out, until
+            they are found released again (`lending.py`).
 saved       Tensors that a forward saves for its backward stay in the graph's memory, and the caller gets views of it.
             As long as such a view lives, a replay would overwrite it.
 
 A run that cannot replay (inputs have moved, or saved tensors are still in use, by a second forward before the backward
-or by `retain_graph`) is launched on the lanes, in fresh memory, which is always correct. If parameters have moved for
-good, the graph is captured again, up to `MAX_CAPTURES` times. If a capture fails, there is one WARNING, and runs are
-launched on the lanes. A backward is captured after its forward.
+or by `retain_graph`) is launched on the lanes, in fresh memory, which is always correct. Parameters that move back and
+forth (averaged weights are swapped in for validation, FSDP2 gathers into memory that it frees) get a CUDA graph for
+each of two sets of addresses; a third set replaces the one that was not used for longest. Where that happens before a
+graph was replayed often enough to pay for its capture, the next set has to come back twice as often as the last.
+
+Before a capture the launches are rehearsed: run once more, on the streams and in the memory of the capture, with copies
+of what they write to and with the state of random number generators restored. So what fails for want of memory, or
+waits for the device, fails there, where nothing is lost; see Note [captures that fail]. Then there is one WARNING, and
+runs are launched on the lanes. A backward is captured after its forward.
 
 A backward that lends nothing shares the memory pool of its forward, where the forward's temporaries are free by then.
 That requires that the forward is captured first, so a forward always gets a new pool. Reusing the forward's pool would
@@ -28,38 +35,35 @@ overwrite lent gradients, so a backward that lends gets a new pool, too.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+import traceback
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
-from apollo_compile.device.gpu.captured import Captured, find_copied, slot_for, storage_address
+from apollo_compile.device.gpu.captured import Captured, keep_outputs, slot_for, storage_address
 from apollo_compile.device.gpu.gpu import Gpu, Stream
 from apollo_compile.device.gpu.launch import Launcher, order_after
+from apollo_compile.device.gpu.lending import Lending
 from apollo_compile.device.gpu.measure import measure_bodies
+from apollo_compile.device.gpu.memory import ModelMemory
 from apollo_compile.device.gpu.quota import LaneMemory, account
 from apollo_compile.device.target import CompiledBody, Contract
 from apollo_compile.errors import MemoryQuotaError, UnsupportedGraphError
 from apollo_compile.ir import BodyId, LaneId, Launch, Observations, Program, Role, SegmentGraph, SegmentId, Trace
-from apollo_compile.torch_bridge.storages import count_uses, storage_handles
+from apollo_compile.torch_bridge.cuda_private import has_saved_tensor_hooks, retains_graph
+from apollo_compile.units import format_bytes
 
 _logger = logging.getLogger(__name__)
 
 WARMUP_RUNS = 2
 """Runs on lanes before a capture."""
 
-MAX_CAPTURES = 3
-"""Captures of one program; beyond that its inputs move too often."""
+MOST_CAPTURES = 2
+"""CUDA graphs of one program that are kept, each for other addresses of the inputs in place."""
 
-
-@dataclass(eq=False, slots=True)
-class ModelMemory:
-    """State that the graphs of one model share."""
-
-    forward: Captured | None = None
-    """The latest captured forward."""
-    stream: Stream | None = None
-    """The caller's stream at the last replay of any of them."""
+FEWEST_REPLAYS = 8
+"""Replays of a CUDA graph that make up for its capture, which takes as long as a few runs on lanes."""
 
 
 @dataclass(eq=False)
@@ -83,10 +87,14 @@ class CudaExecutable:
     num_replays: int = 0
     num_launches: int = 0
     """Runs that were launched on the lanes."""
-    _captured: Captured | None = None
-    _addresses: dict[int, int] = field(default_factory=dict)
-    """Addresses of inputs that can be in place, at the last run that could not replay."""
-    _is_capturable: bool = True
+    capture_error: str | None = None
+    """Why the last capture failed; None if none did. Nothing is captured after a failure."""
+    _captures: list[Captured] = field(default_factory=list)
+    """At most `MOST_CAPTURES`, the one that was used last first."""
+    _sightings: dict[tuple[int, ...], int] = field(default_factory=dict)
+    """Number of runs that could not replay, by the addresses of inputs that can be in place; the latest few sets."""
+    _patience: int = 1
+    """Number of such runs with the same addresses before one of them is captured."""
 
     def __post_init__(self) -> None:
         """Create the launcher, and find outputs that are inputs."""
@@ -100,15 +108,22 @@ class CudaExecutable:
             if buffer is not None and buffer in position
         }
         """Positions of outputs that are inputs, with the position of the input: the caller's own tensors."""
-        if self.contract.written_inputs is None or self.contract.unsafe is not None:
-            self._is_capturable = False
+        self._is_capturable = self.contract.written_inputs is not None and self.contract.unsafe is None
         # A quota holds for a forward and its backward together, so they must share memory.
-        self._lends_gradients = self.graph.role is Role.BACKWARD and self.lane_memory_quota is None
+        self._lending = Lending(may_lend=self.graph.role is Role.BACKWARD and self.lane_memory_quota is None)
+        self._has_told_of_hooks = False
+        self._num_bytes = sum(buffer.num_bytes for buffer in self.graph.buffers if buffer.producer is not None)
+        """Bytes of the buffers that the graph makes; at most so much is alive at once, besides what bodies take."""
 
     @property
     def lane_memory(self) -> tuple[LaneMemory, ...]:
-        """Device memory of the CUDA graph by lane; empty if there is none."""
-        return () if self._captured is None else self._captured.memory
+        """Device memory by lane of the CUDA graph that was used last; empty if there is none."""
+        return next((each.memory for each in self._captures if each.is_live), ())
+
+    @property
+    def may_capture(self) -> bool:
+        """Whether runs may still become a CUDA graph."""
+        return self._is_capturable and self.shared.out_of_memory is None and self.gpu.captures.why_off is None
 
     def run(self, inputs: list[torch.Tensor]) -> list[torch.Tensor | None]:
         """Run once, in the order of the caller's stream; `inputs` is emptied.
@@ -118,29 +133,30 @@ class CudaExecutable:
             MemoryQuotaError: a lane takes more memory than it may.
         """
         with self.gpu.launch_lock:
-            if self.gpu.is_capturing() or not self._is_capturable:
+            if self.graph.role is Role.FORWARD:
+                self.shared.has_hooks = has_saved_tensor_hooks()
+            if self.gpu.is_capturing() or not self.may_capture or self._must_keep_forward():
                 return self._launch(inputs)
-            if self._captured is not None and self._captured.can_replay(inputs):
-                return self._replay(self._captured, inputs)
-            if self._captured is not None and self._lends_gradients and self._captured.reads(inputs):
-                self._lends_gradients = False  # somebody holds a gradient that a replay would overwrite
+            captured = self._find_captured(inputs)
+            is_free = captured is not None and captured.is_free()
+            if captured is not None and self._changes_lending(is_free=is_free):
                 self.release()
-            in_place = self._find_in_place(inputs)
-            if in_place is not None and self._should_capture(inputs, in_place):
-                self._capture(inputs, in_place)
-                if self._captured is not None and self._captured.can_replay(inputs):
-                    return self._replay(self._captured, inputs)
+                captured = None
+            if captured is None:
+                in_place = self._find_in_place(inputs)
+                if in_place is not None and self.num_launches >= WARMUP_RUNS:
+                    captured = self._capture(inputs, in_place)
+                is_free = captured is not None and captured.is_free()
+            if captured is not None and is_free:
+                return self._replay(captured, inputs)
             return self._launch(inputs)
 
     def release(self) -> None:
-        """Release the CUDA graph and its memory; later runs capture it again."""
+        """Release all CUDA graphs and their memory; later runs capture them again."""
         with self.gpu.launch_lock:
-            if self._captured is None:
-                return
-            if self.shared.forward is self._captured:
-                self.shared.forward = None
-            self._captured = None
-            self.num_captures -= 1  # no input has moved
+            for captured in self._captures:
+                captured.release()
+            self._captures.clear()
 
     def measure(self, inputs: Sequence[torch.Tensor]) -> Observations:
         """Time every body on every number of units that a lane has, for these inputs.
@@ -154,6 +170,8 @@ class CudaExecutable:
             raise UnsupportedGraphError(f"{self.graph.name} writes to other tensors than its inputs; it is not timed")
         if self.contract.unsafe is not None:
             raise UnsupportedGraphError(f"{self.graph.name} has {self.contract.unsafe}, which no CUDA graph may hold")
+        if self.gpu.captures.why_off is not None:
+            raise UnsupportedGraphError(f"{self.graph.name} is not timed: {self.gpu.captures.why_off}")
         with self.gpu.launch_lock:
             functions = [body.function for body in self.bodies]
             self.gpu.synchronize()  # earlier outputs of lanes are no longer in use
@@ -183,70 +201,140 @@ class CudaExecutable:
     def _launch(self, inputs: list[torch.Tensor]) -> list[torch.Tensor | None]:
         self.num_launches += 1
         stream = self.gpu.caller_stream()
-        if not self.gpu.is_capturing():
-            self._order_after_other_callers(stream)
-        return self._launcher.launch(inputs, stream)
+        if self.gpu.is_capturing():
+            return self._launcher.launch(inputs, stream)
+        self._order_after_other_callers(stream)
+        # To launch again is right only if nothing was written. To keep inputs for that takes memory, too.
+        may_fail = any(self.gpu.captures) and self.gpu.free_bytes() < 2 * self._num_bytes
+        spare = list(inputs) if may_fail and not self.contract.writes else None
+        try:
+            return self._launcher.launch(inputs, stream)
+        except torch.OutOfMemoryError:
+            if spare is None or not self.gpu.captures.release():
+                raise
+            _logger.info("%s has no memory to run on lanes: CUDA graphs are released for it", self.graph.name)
+        self.gpu.give_back_memory()
+        return self._launcher.launch(spare, stream)
 
     def _order_after_other_callers(self, stream: Stream) -> None:
         """Make lanes wait for all streams that may still read earlier outputs of lanes, whose memory is free by now."""
         self.gpu.callers.add(stream)
         order_after(self.gpu, list(self.gpu.callers - {stream}), list(self._launcher.streams.values()))
 
+    def _must_keep_forward(self) -> bool:
+        """Whether what the forward saved is needed once more, by a CUDA graph that uses its memory for other things."""
+        return self.graph.role is Role.BACKWARD and not self._lending.is_on and retains_graph()
+
+    def _find_captured(self, inputs: Sequence[torch.Tensor]) -> Captured | None:
+        """Return the CUDA graph that reads these inputs, and put it first."""
+        self._captures = [each for each in self._captures if each.is_live]
+        for place, captured in enumerate(self._captures):
+            if captured.reads(inputs):
+                self._captures.insert(0, self._captures.pop(place))
+                return captured
+        return None
+
+    def _changes_lending(self, *, is_free: bool) -> bool:
+        """Whether gradients, which are lent or copied out so far, are from now on treated the other way."""
+        if self._lending.is_on and not is_free:
+            self._lending.refuse()  # somebody holds one that a replay would overwrite
+            return True
+        return self._lending.resumes()
+
     def _find_in_place(self, inputs: Sequence[torch.Tensor]) -> frozenset[int] | None:
         """Return the positions of inputs that a capture can use in place; None if this run must not be captured.
 
-        A forward is captured when the addresses of its parameters did not change since the last run. A backward is
-        captured after a replayed forward; inputs that the forward's CUDA graph did not save are copied.
+        A forward is captured when the addresses of its parameters are settled. A backward is captured after a replayed
+        forward; inputs that the forward's CUDA graph did not save are copied.
         """
-        static, written = self.contract.static_inputs, self.contract.written_inputs or frozenset()
-        if self.graph.role is Role.BACKWARD:
-            forward = self.shared.forward
-            memory = [storage_address(tensor) for tensor in inputs]
-            if forward is None or not forward.saved <= set(memory):
+        in_place = self.contract.static_inputs
+        is_backward = self.graph.role is Role.BACKWARD
+        if is_backward:
+            forward = self._forward_of(inputs)
+            if forward is None:
+                self._tell_of_hooks()
                 return None
             stable = forward.saved | forward.in_place_storages
-            return frozenset(index for index in static if memory[index] in stable) | written
-        addresses = {index: inputs[index].data_ptr() for index in static | written}
-        is_settled, self._addresses = addresses == self._addresses, addresses
-        return static | written if is_settled else None
+            in_place = frozenset(index for index in in_place if storage_address(inputs[index]) in stable)
+        in_place |= self.contract.written_inputs or frozenset()
+        addresses = tuple(inputs[index].data_ptr() for index in sorted(in_place))
+        before = self._sightings.pop(addresses, 0)
+        self._sightings[addresses] = before + 1  # as the latest
+        if len(self._sightings) > MOST_CAPTURES:
+            del self._sightings[next(iter(self._sightings))]
+        is_settled = before + is_backward >= self._patience  # what a captured forward saved has settled
+        return in_place if is_settled or not addresses else None
 
-    def _should_capture(self, inputs: Sequence[torch.Tensor], in_place: frozenset[int]) -> bool:
-        if self.num_launches < WARMUP_RUNS or self.num_captures == MAX_CAPTURES:
-            return False
-        if self._captured is None:
-            return True
-        return self._captured.addresses != {index: inputs[index].data_ptr() for index in in_place}
+    def _forward_of(self, inputs: Sequence[torch.Tensor]) -> Captured | None:
+        """Return the captured forward that saved these inputs of a backward."""
+        memory = {storage_address(tensor) for tensor in inputs}
+        return next((each for each in self.shared.forwards if each.saved <= memory), None)
 
-    def _capture(self, inputs: Sequence[torch.Tensor], in_place: frozenset[int]) -> None:
+    def _tell_of_hooks(self) -> None:
+        """Say once why a backward is launched at every step, although its forward is replayed."""
+        if self.shared.has_hooks and self.shared.forwards and not self._has_told_of_hooks:
+            self._has_told_of_hooks = True
+            _logger.info(
+                "%s is launched on lanes at every step: saved_tensors_hooks replace what its forward saved, which a "
+                "CUDA graph would read in place; the forward is one",
+                self.graph.name,
+            )
+
+    def _capture(self, inputs: Sequence[torch.Tensor], in_place: frozenset[int]) -> Captured | None:
         self.num_captures += 1
+        self._make_place()
         try:
-            self._captured = self._make_captured(inputs, in_place)
+            captured = self._make_captured(inputs, in_place)
         except MemoryQuotaError:
             self._is_capturable = False
             raise
         except Exception as error:  # runs are launched on the lanes instead
-            self._is_capturable = False
+            self._give_up(error)
             if self.strict:
                 raise
-            _logger.warning(
-                "%s runs on lanes without a CUDA graph: %s: %s", self.graph.name, type(error).__name__, error
-            )
+            return None
+        self._captures.insert(0, captured)
+        self.shared.add(captured)
+        self.gpu.captures.add(captured)
+        return captured
+
+    def _make_place(self) -> None:
+        """Release the CUDA graph that was not used for longest, if there are as many as may be."""
+        while len(self._captures) >= MOST_CAPTURES:
+            oldest = self._captures.pop()
+            self._sightings.pop(tuple(oldest.addresses.values()), None)
+            if oldest.num_replays < FEWEST_REPLAYS:
+                self._patience *= 2
+            oldest.release()
+
+    def _give_up(self, error: Exception) -> None:
+        """Capture this program no more, and say so unless it was said; without memory, no graph of the model."""
+        self._is_capturable = False
+        self.capture_error = f"{type(error).__name__}: {error}"
+        if isinstance(error, torch.OutOfMemoryError):
+            traceback.clear_frames(error.__traceback__)  # which hold what was allocated
+            self.shared.out_of_memory = self.capture_error
+            self.shared.release()
+            self.gpu.give_back_memory()
+        if self.gpu.captures.why_off is None:
+            _logger.warning("%s runs on lanes without a CUDA graph: %s", self.graph.name, self.capture_error)
 
     def _make_captured(self, inputs: Sequence[torch.Tensor], in_place: frozenset[int]) -> Captured:
+        self._require_room()
+        # Collectives read gradients on streams of their own, which a replay would not wait for.
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            self._lending.forbid()
         slots = {index: slot_for(tensor) for index, tensor in enumerate(inputs) if index not in in_place}
+        forward = self._forward_of(inputs) if self.graph.role is Role.BACKWARD else None
+        shares = None if forward is None or self._lending.is_on else forward.recording
         outputs: list[torch.Tensor | None] = []
 
         def work(origin: Stream) -> None:
             arguments = [slots.get(index, tensor) for index, tensor in enumerate(inputs)]
             outputs.extend(self._launcher.launch(arguments, origin))
 
-        # Collectives read gradients on streams of their own, which a replay would not wait for.
-        self._lends_gradients = self._lends_gradients and not (
-            torch.distributed.is_available() and torch.distributed.is_initialized()
-        )
-        forward = self.shared.forward if self.graph.role is Role.BACKWARD and not self._lends_gradients else None
-        shares = None if forward is None else forward.recording
-        recording = self.gpu.capture(work, shares)
+        self._order_after_last_replay()
+        recording = self.gpu.capture(work, shares, self._rehearsal(inputs, slots))
         memory = account(
             recording,
             self._launcher.streams,
@@ -255,43 +343,58 @@ class CudaExecutable:
             quota=self.lane_memory_quota,
         )
         in_place_storages = frozenset(storage_address(inputs[index]) for index in in_place)
-        inputs_read = in_place_storages | {storage_address(slot) for slot in slots.values()}
-        saved: dict[int, torch.Tensor] = {}
-        lent: dict[int, torch.Tensor] = {}
-        to_copy: dict[int, torch.Tensor] = {}
-        for index, output in enumerate(outputs):
-            if output is None or index in self._passthrough:
-                continue
-            place = storage_address(output)
-            if index not in self.contract.user_outputs:
-                saved[place] = output
-            elif self._lends_gradients and place and place not in inputs_read:
-                lent[place] = output
-            else:
-                to_copy[index] = output
-        saved = {place: output for place, output in saved.items() if place not in in_place_storages}
-        copied = find_copied(to_copy.values())
-        handles = storage_handles([*saved.values(), *lent.values()])
+        outputs = [None if index in self._passthrough else output for index, output in enumerate(outputs)]
+        kept = keep_outputs(
+            outputs,
+            user_outputs=self.contract.user_outputs,
+            in_place=in_place_storages,
+            copied_in=frozenset(storage_address(slot) for slot in slots.values()),
+            lends=self._lending.is_on,
+        )
         captured = Captured(
+            role=self.graph.role,
             recording=recording,
             addresses={index: inputs[index].data_ptr() for index in sorted(in_place)},
             slots=slots,
-            outputs=[None if index in self._passthrough else output for index, output in enumerate(outputs)],
-            saved=frozenset(saved),
-            baseline_refcounts=dict(zip(handles, count_uses(handles), strict=True)),
+            outputs=outputs,
             in_place_storages=in_place_storages,
-            copied=copied,
-            copied_outputs=frozenset(to_copy),
+            kept=kept,
             memory=memory,
         )
-        if self.graph.role is Role.FORWARD:
-            self.shared.forward = captured
+        if forward is not None:
+            forward.readers.append(captured)
         return captured
+
+    def _require_room(self) -> None:
+        """Check that the buffers of the graph fit into free memory.
+
+        Raises:
+            torch.OutOfMemoryError: they do not.
+        """
+        free = self.gpu.free_bytes()
+        if self._num_bytes > free:
+            raise torch.OutOfMemoryError(
+                f"a CUDA graph of {self.graph.name} needs {format_bytes(self._num_bytes)} for its buffers, and "
+                f"{format_bytes(free)} are free; use a smaller batch, or turn 'device.cuda_lanes' off"
+            )
+
+    def _rehearsal(self, inputs: Sequence[torch.Tensor], slots: Mapping[int, torch.Tensor]) -> Callable[[Stream], None]:
+        """Return a function that launches what a capture launches, and writes to nothing that anybody sees."""
+        written = {index: inputs[index].clone() for index in self.contract.written_inputs or ()}
+        self.gpu.copy(list(slots.values()), [inputs[index] for index in slots])
+        stand_ins = {**slots, **written}
+
+        def rehearse(origin: Stream) -> None:
+            with self.gpu.random_numbers_kept():
+                self._launcher.launch([stand_ins.get(index, tensor) for index, tensor in enumerate(inputs)], origin)
+
+        return rehearse
 
     def _replay(self, captured: Captured, inputs: list[torch.Tensor]) -> list[torch.Tensor | None]:
         self.num_replays += 1
         self._order_after_last_replay()
         returned = captured.replay(self.gpu, inputs)
+        self._lending.note(returned)
         for index, place in self._passthrough.items():
             returned[index] = inputs[place]
         inputs.clear()

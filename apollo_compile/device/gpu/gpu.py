@@ -1,6 +1,7 @@
 """The one interface to the GPU: streams, events, captures. All other code for lanes on a GPU is ordinary Python.
 
-`Gpu` is the interface that the executor uses, `TorchGpu` implements it with torch.cuda and lanes of the native runtime.
+`Gpu` is the interface that the executor uses, `TorchGpu` implements it with torch.cuda and lanes of the native runtime
+(`torch_capture.py` captures).
 Tests use a fake that enforces the rules of streams and CUDA graphs on CPU tensors, so the order of all operations is
 tested without a GPU.
 """
@@ -18,10 +19,12 @@ from typing import Any, Protocol
 import torch
 
 from apollo_compile import _native
+from apollo_compile.device.gpu.memory import LiveCaptures
+from apollo_compile.device.gpu.torch_capture import TorchRecording, capture_with_torch
 from apollo_compile.device.lanes import atom_borders
 from apollo_compile.errors import CudaError
 from apollo_compile.ir import Lane
-from apollo_compile.torch_bridge.cuda_private import clear_workspaces, units_left_out
+from apollo_compile.torch_bridge.cuda_private import units_left_out
 from apollo_compile.units import NS_PER_MS
 
 Stream = Any
@@ -63,6 +66,10 @@ class Gpu(Protocol):
     def callers(self) -> set[Stream]:
         """Streams that lanes were launched from, and that may use their outputs; guarded by `launch_lock`."""
 
+    @property
+    def captures(self) -> LiveCaptures:
+        """The CUDA graphs on the device; guarded by `launch_lock`."""
+
     def caller_stream(self) -> Stream:
         """Return the caller's current stream."""
 
@@ -102,11 +109,30 @@ class Gpu(Protocol):
     def on_lane(self, lane: Lane) -> contextlib.AbstractContextManager[None]:
         """Make a lane's stream current in a `with`; libraries are not limited to its units."""
 
-    def capture(self, work: Callable[[Stream], None], shares: Recording | None) -> Recording:
+    def capture(
+        self,
+        work: Callable[[Stream], None],
+        shares: Recording | None,
+        rehearsal: Callable[[Stream], None] | None = None,
+    ) -> Recording:
         """Capture what `work(origin)` launches from the stream `origin`, without running it.
 
-        `shares` is an earlier recording, whose free memory is reused.
+        Arguments:
+            work: launches what is captured.
+            shares: an earlier recording, whose free memory is reused.
+            rehearsal: launches the same on other data; run before, on the streams and in the memory of the capture.
+
+        Raises:
+            Exception: whatever `work` and `rehearsal` raise.
+            torch.OutOfMemoryError: the memory does not suffice.
+            RuntimeError: the capture failed.
         """
+
+    def free_bytes(self) -> int:
+        """Return the bytes of device memory that can still be allocated, roughly."""
+
+    def give_back_memory(self) -> None:
+        """Return memory of the process that nothing uses to the device."""
 
     def copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
         """Copy each source into its target, on the caller's stream."""
@@ -156,9 +182,13 @@ def widen(atoms: Sequence[int], num_atoms: int) -> list[int]:
 
 
 @functools.cache
-def _shared_state(ordinal: int) -> tuple[threading.RLock, set[Stream]]:
-    """Return the state that all programs on a device share: `Gpu.launch_lock` and `Gpu.callers`."""
-    return threading.RLock(), set()
+def _shared_state(ordinal: int) -> tuple[threading.RLock, set[Stream], LiveCaptures]:
+    """Return the state that all programs on a device share: `Gpu.launch_lock`, `Gpu.callers` and `Gpu.captures`."""
+    return threading.RLock(), set(), LiveCaptures()
+
+
+_ORIGIN = 0
+"""Number of the plain stream on which captures begin and end; lane 0 has none, since it is the caller's own."""
 
 
 class TorchGpu:
@@ -177,9 +207,8 @@ class TorchGpu:
         self._streams: dict[tuple[Lane, int], Stream] = {}
         self._left_out: dict[int, int] = {}
         """Number of SMs outside a lane, by the handle of its stream."""
-        self._capture_stream: Stream | None = None
         self._others: dict[Sharing, TorchGpu] = {sharing: self}
-        self.launch_lock, self.callers = _shared_state(ordinal)
+        self.launch_lock, self.callers, self.captures = _shared_state(ordinal)
 
     def caller_stream(self) -> Stream:
         """Return torch's current stream of the device."""
@@ -205,7 +234,7 @@ class TorchGpu:
 
     def _make_stream(self, lane: Lane, priority: int) -> Stream:
         if self._sharing in (Sharing.FREE, Sharing.URGENCY):
-            return torch.cuda.Stream(self.device, priority=priority)  # type: ignore[no-untyped-call]
+            return self._wrap(self.native.stream(lane.id, priority))
         atoms = atoms_of(lane, self.native.atom_sizes)
         if self._sharing is Sharing.OVERLAPPING:
             atoms = widen(atoms, self.native.num_atoms)
@@ -217,7 +246,14 @@ class TorchGpu:
                 "'device.cuda_lanes' off and report the output of 'apollo doctor'"
             )
         self._left_out[native.stream] = self.native.num_sms - native.num_sms
-        return torch.cuda.ExternalStream(native.stream, device=self.device)  # type: ignore[no-untyped-call]
+        return self._wrap(native.stream)
+
+    def _wrap(self, handle: int) -> Stream:
+        """Return torch's view of a stream of the runtime.
+
+        Streams of torch itself come from a pool of 32: one of them may also be a stream of the user, or of collectives.
+        """
+        return torch.cuda.ExternalStream(handle, device=self.device)  # type: ignore[no-untyped-call]
 
     def is_capturing(self) -> bool:
         """Whether torch's current stream is being captured."""
@@ -270,24 +306,33 @@ class TorchGpu:
         """Return an inspector of the kernels of a capture in progress."""
         return _native.CaptureWalk(self.native)
 
-    def capture(self, work: Callable[[Stream], None], shares: Recording | None) -> TorchRecording:
+    def capture(
+        self,
+        work: Callable[[Stream], None],
+        shares: Recording | None,
+        rehearsal: Callable[[Stream], None] | None = None,
+    ) -> TorchRecording:
         """Capture with torch's own class, which handles random numbers and the memory pool."""
-        pool = shares.graph.pool() if isinstance(shares, TorchRecording) else torch.cuda.graph_pool_handle()
-        origin = self._origin()
-        graph = torch.cuda.CUDAGraph()
-        with (
-            torch.cuda.stream(origin),  # restores the stream even where torch.cuda.graph fails to, after an error
-            _fresh_workspaces(),
-            torch.cuda.graph(graph, pool=pool, stream=origin, capture_error_mode="thread_local"),
-        ):
-            work(origin)
-        return TorchRecording(graph, pool)
+        origin = self._wrap(self.native.stream(_ORIGIN))
+        lanes = (stream for gpu in self._others.values() for stream in gpu._streams.values())
+        return capture_with_torch(
+            work,
+            rehearsal,
+            device=self.device,
+            pool=shares.pool if isinstance(shares, TorchRecording) else None,
+            origin=origin,
+            streams={self.handle_of(stream) for stream in (origin, *lanes)},
+            captures=self.captures,
+        )
 
-    def _origin(self) -> Stream:
-        """Return the stream on which captures begin and end; the default stream cannot be captured."""
-        if self._capture_stream is None:
-            self._capture_stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
-        return self._capture_stream
+    def free_bytes(self) -> int:
+        """Return what the driver has, and what torch's allocator keeps without use."""
+        free, _ = self.native.memory()
+        return free + torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+
+    def give_back_memory(self) -> None:
+        """Empty the cache of torch's allocator."""
+        torch.cuda.empty_cache()
 
     def copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
         """Copy with as few launches as torch can."""
@@ -297,34 +342,3 @@ class TorchGpu:
     def synchronize(self) -> None:
         """Wait for the device."""
         torch.cuda.synchronize(self.device)
-
-
-class TorchRecording:
-    """A CUDA graph of torch."""
-
-    def __init__(self, graph: torch.cuda.CUDAGraph, pool: Any) -> None:
-        self.graph = graph
-        self._pool = pool
-
-    def replay(self) -> None:
-        """Launch the graph on torch's current stream, random numbers included."""
-        self.graph.replay()
-
-    def bytes_of(self, stream: Stream) -> int:
-        """Return the bytes of the pool's allocator segments that belong to the stream."""
-        return sum(each["total_size"] for each in self.segments() if each["stream"] == stream.cuda_stream)
-
-    def segments(self) -> list[dict[str, Any]]:
-        """Return the pool's allocator segments from `torch.cuda.memory_snapshot`."""
-        found: list[dict[str, Any]] = torch.cuda.memory_snapshot(self._pool)  # type: ignore[no-untyped-call]
-        return found
-
-
-@contextlib.contextmanager
-def _fresh_workspaces() -> Iterator[None]:
-    """Make cuBLAS allocate workspaces from the pool of the capture, and free them at its end."""
-    clear_workspaces()
-    try:
-        yield
-    finally:
-        clear_workspaces()

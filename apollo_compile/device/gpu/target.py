@@ -13,8 +13,9 @@ from contextlib import AbstractContextManager
 import torch
 
 from apollo_compile.config import Config
-from apollo_compile.device.gpu.execute import CudaExecutable, ModelMemory
+from apollo_compile.device.gpu.execute import CudaExecutable
 from apollo_compile.device.gpu.gpu import Gpu, Sharing
+from apollo_compile.device.gpu.memory import ModelMemory
 from apollo_compile.device.gpu.urgency import rank_lanes
 from apollo_compile.device.gpu.whole import as_one_segment
 from apollo_compile.device.profile import DeviceProfile

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 import torch
 
 from apollo_compile.device.gpu.gpu import Body, Recording, Sharing
+from apollo_compile.device.gpu.memory import LiveCaptures
 from apollo_compile.ir import Lane
 
 CALLER = "caller"
@@ -86,6 +87,9 @@ class FakeGpu:
         self.caller = CALLER
         self.launch_lock = threading.RLock()
         self.callers: set[str] = set()
+        self.captures = LiveCaptures()
+        self.free = 1 << 40
+        """Bytes that can be allocated, for who asks."""
         self.others: dict[Sharing, FakeGpu] = {}
         self.urgency: dict[str, int] = {}
         """By stream, as it was last asked for."""
@@ -112,7 +116,9 @@ class FakeGpu:
 
     def sharing(self, sharing: Sharing) -> FakeGpu:
         """Return another one, the same for the same sharing."""
-        return self.others.setdefault(sharing, FakeGpu(self.units))
+        other = self.others.setdefault(sharing, FakeGpu(self.units))
+        other.captures = self.captures
+        return other
 
     def is_capturing(self) -> bool:
         """Whether a test says that the user captures."""
@@ -183,10 +189,22 @@ class FakeGpu:
         yield
         self.log.append(("leave lane", str(len(lane.units))))
 
-    def capture(self, work: Callable[[str], None], shares: Recording | None) -> FakeRecording:
+    def free_bytes(self) -> int:
+        """Return what a test says."""
+        return self.free
+
+    def give_back_memory(self) -> None:
+        """Note it."""
+        self.log.append(("give back memory",))
+
+    def capture(
+        self, work: Callable[[str], None], shares: Recording | None, rehearsal: Callable[[str], None] | None = None
+    ) -> FakeRecording:
         """Capture; every stream has to come back to the origin, or that hides what `work` raises."""
         if self.fail_capture is not None:
             raise self.fail_capture
+        if rehearsal is not None:
+            self._rehearse(rehearsal)
         self.log.append(("capture",))
         self._freed.clear()  # a capture allocates from memory of its own, ...
         for clock in list(self._clocks.values()):
@@ -214,6 +232,15 @@ class FakeGpu:
 
     def synchronize(self) -> None:
         """Everything has happened."""
+
+    def _rehearse(self, rehearsal: Callable[[str], None]) -> None:
+        """Run it in memory of its own, after what the caller's stream has to do and before what comes."""
+        self.log.append(("rehearse",))
+        freed, self._freed = self._freed, defaultdict(list)
+        self._clocks[ORIGIN] |= self._clocks[self.caller]
+        rehearsal(ORIGIN)
+        self._clocks[self.caller] |= self._clocks[ORIGIN]
+        self._freed = freed
 
     def _enter(self, stream: str) -> None:
         assert self._capture is None or stream in self._capture.joined, f"{stream} is not part of the capture"

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
@@ -27,14 +26,10 @@ RIGHT = Lane(id=LaneId(2), units=tuple(range(96, 132)))
 def gpu(stub: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> TorchGpu:
     """Return the stub's device."""
 
-    def plain(device: torch.device, priority: int = 0) -> SimpleNamespace:
-        return SimpleNamespace(kind="plain", cuda_stream=-1, priority=priority)
-
     def external(handle: int, device: torch.device) -> SimpleNamespace:
-        return SimpleNamespace(kind="lane", cuda_stream=handle)
+        return SimpleNamespace(cuda_stream=handle)
 
     monkeypatch.setattr(torch.cuda, "init", lambda: None)
-    monkeypatch.setattr(torch.cuda, "Stream", plain)
     monkeypatch.setattr(torch.cuda, "ExternalStream", external)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
     monkeypatch.setattr("apollo_compile.device.gpu.gpu.open_device", lambda ordinal: _native.cuda_device(0, stub._name))
@@ -67,11 +62,25 @@ def test_overlapping_lanes_have_half_of_what_is_beside_them(gpu: TorchGpu, stub:
     assert native.lane(list(range(6, 16)), 0).stream == right.cuda_stream
 
 
-def test_plain_streams_have_priorities_only_where_these_are_asked_for(gpu: TorchGpu) -> None:
+def priority_of(stub: ctypes.CDLL, stream: SimpleNamespace) -> int:
+    """Return the priority of a stream."""
+    return int(stub.stub_priority_of_stream(stream.cuda_stream))
+
+
+def test_plain_streams_are_of_the_runtime_and_may_use_every_sm(gpu: TorchGpu, stub: ctypes.CDLL) -> None:
+    """None is one of torch's, which it gives to others as well; a lane keeps its own."""
+    free = gpu.sharing(Sharing.FREE)
+    left, right = free.lane_stream(LEFT), free.lane_stream(RIGHT)
+    assert len(sms_of(stub, left)) == len(sms_of(stub, right)) == 132
+    assert left.cuda_stream != right.cuda_stream and free.lane_stream(LEFT, 3) is left
+    assert stub.stub_log().decode().split().count("cuStreamCreateWithPriority") == 2
+
+
+def test_plain_streams_have_priorities_only_where_these_are_asked_for(gpu: TorchGpu, stub: ctypes.CDLL) -> None:
     """Within what the device has."""
-    by_urgency = gpu.sharing(Sharing.URGENCY)
-    assert [by_urgency.lane_stream(LEFT, urgency).priority for urgency in (0, 2, 99)] == [0, -2, -5]
-    assert [gpu.sharing(Sharing.FREE).lane_stream(LEFT, urgency).priority for urgency in (0, 2)] == [0, 0]
+    by_urgency, free = gpu.sharing(Sharing.URGENCY), gpu.sharing(Sharing.FREE)
+    assert [priority_of(stub, by_urgency.lane_stream(LEFT, urgency)) for urgency in (0, 2, 99)] == [0, -2, -5]
+    assert [priority_of(stub, free.lane_stream(LEFT, urgency)) for urgency in (0, 2)] == [0, 0]
     assert gpu.sharing(Sharing.APART) is gpu
     assert gpu.sharing(Sharing.FREE).sharing(Sharing.URGENCY) is by_urgency
 
@@ -100,29 +109,24 @@ def test_libraries_are_told_of_the_sms_that_are_not_the_lanes(
     assert torch._C._get_sm_carveout_experimental() is None
 
 
-def test_a_capture_that_ends_in_an_error_leaves_its_stream(gpu: TorchGpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch does not; all later work of the caller would be on it."""
-    current = ["the caller's"]
+def test_captures_begin_on_a_stream_of_their_own(gpu: TorchGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In whatever way lanes share the device; cuBLAS has workspaces on it and on all lanes, and on no other stream."""
+    seen = []
+    monkeypatch.setattr(
+        "apollo_compile.device.gpu.gpu.capture_with_torch",
+        lambda work, rehearsal, **options: seen.append((options["origin"].cuda_stream, set(options["streams"]))),
+    )
+    free = gpu.sharing(Sharing.FREE)
+    lanes = {gpu.lane_stream(LEFT).cuda_stream, free.lane_stream(LEFT).cuda_stream}
+    for each in (gpu, free):
+        each.capture(lambda origin: None, None)
+    origin = gpu.native.stream(0)
+    assert seen == 2 * [(origin, {origin, *lanes})] and origin not in lanes
+    assert free.captures is gpu.captures
 
-    @contextlib.contextmanager
-    def on(stream: object) -> Iterator[None]:
-        before, current[0] = current[0], "the capture's"
-        try:
-            yield
-        finally:
-            current[0] = before
 
-    @contextlib.contextmanager
-    def graph(made: object, **options: object) -> Iterator[None]:
-        current[0] = "the capture's"
-        yield
-        raise RuntimeError("a lane is not joined")
-
-    monkeypatch.setattr(torch.cuda, "stream", on)
-    monkeypatch.setattr(torch.cuda, "graph", graph)
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", SimpleNamespace)
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
-    monkeypatch.setattr("apollo_compile.device.gpu.gpu.clear_workspaces", lambda: None)
-    with pytest.raises(RuntimeError, match="a lane is not joined"):
-        gpu.capture(lambda stream: None, None)
-    assert current == ["the caller's"]
+def test_free_memory_is_the_drivers_and_what_torch_does_not_use(gpu: TorchGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In bytes."""
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 500)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 200)
+    assert gpu.free_bytes() == gpu.native.memory()[0] + 300

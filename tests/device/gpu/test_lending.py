@@ -1,0 +1,71 @@
+"""Whether gradients are lent: until one is held, and again once they are released."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from apollo_compile.device.gpu.lending import FIRST_PATIENCE, Lending
+from tests.device.gpu.fake_gpu import FakeGpu
+from tests.device.gpu.test_execute import make_pair, step
+
+
+def copied_until_lent(lending: Lending, *, is_held: bool, most: int = 1000) -> int:
+    """Return after how many copied runs gradients are lent again, if a gradient of each is held or not."""
+    held = []
+    for number in range(most):
+        if lending.resumes():
+            return number
+        gradient = torch.ones(1)
+        lending.note([gradient, None])
+        if is_held:
+            held.append(gradient)
+        del gradient
+    return most
+
+
+def test_gradients_are_lent_again_after_some_runs_in_which_they_were_released() -> None:
+    """Each time that was wrong, after twice as many."""
+    lending = Lending(may_lend=True)
+    assert lending.is_on and not lending.resumes()
+    for patience in (FIRST_PATIENCE, 2 * FIRST_PATIENCE, 4 * FIRST_PATIENCE):
+        lending.refuse()
+        assert not lending.is_on
+        assert copied_until_lent(lending, is_held=False) == patience and lending.is_on
+
+
+def test_gradients_that_are_always_held_are_asked_about_less_and_less() -> None:
+    """And never lent."""
+    lending = Lending(may_lend=True)
+    lending.refuse()
+    assert copied_until_lent(lending, is_held=True) == 1000
+    assert copied_until_lent(lending, is_held=False) > FIRST_PATIENCE
+
+
+@pytest.mark.parametrize("at_once", (True, False))
+def test_what_must_not_be_lent_never_is(at_once: bool) -> None:
+    """From the beginning, or from some run on."""
+    lending = Lending(may_lend=not at_once)
+    if not at_once:
+        lending.forbid()
+    assert not lending.is_on and copied_until_lent(lending, is_held=False) == 1000
+
+
+def test_a_gradient_that_was_held_once_is_no_reason_to_copy_for_ever() -> None:
+    """The graph is captured with copies, and after some steps without them again."""
+    gpu = FakeGpu(units=2)
+    forward, backward = make_pair(gpu)
+    weight = torch.randn(4)
+    for _ in range(4):
+        step((forward, backward), weight)
+    _, kept = forward.run([torch.ones(4), weight])
+    held = backward.run([kept, weight, torch.ones(4)])[0]  # type: ignore[list-item]
+    del kept
+    assert held is not None
+    wanted = held.clone()
+    for _ in range(FIRST_PATIENCE + 4):
+        step((forward, backward), weight)
+    assert torch.equal(held, wanted) and not gpu.races
+    copies = [bool(each.kept.copied) for each in gpu.captures if each.role is backward.graph.role]
+    assert (backward.num_captures, copies) == (3, [False])
+    assert backward.num_launches == 2
