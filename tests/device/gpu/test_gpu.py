@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from apollo_compile import _native
+from apollo_compile.config import load_config
+from apollo_compile.device import open as device_open
 from apollo_compile.device.gpu.gpu import Sharing, TorchGpu
 from apollo_compile.errors import CudaError
 from apollo_compile.ir import Lane, LaneId
@@ -130,3 +133,15 @@ def test_free_memory_is_the_drivers_and_what_torch_does_not_use(gpu: TorchGpu, m
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 500)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 200)
     assert gpu.free_bytes() == gpu.native.memory()[0] + 300
+
+
+def test_a_device_whose_captures_broke_torch_is_not_opened_again(
+    gpu: TorchGpu, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Graphs that are compiled later fall back."""
+    config = load_config({"device.profile": "h200"})
+    assert device_open._open_gpu(gpu.device, config) is not None
+    monkeypatch.setattr(gpu.captures, "why_off", "a capture failed")
+    with caplog.at_level(logging.INFO, logger="apollo_compile"):
+        assert device_open._open_gpu(gpu.device, config) is None
+    assert "no lanes on cuda:0: a capture failed" in caplog.text
