@@ -1,6 +1,6 @@
 """Steps of pipelines as text.
 
-format_steps(steps), format_comparison(rows, results) -> str
+format_steps(steps), format_comparison(rows, results), format_prediction(prediction) -> str
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from tabulate import tabulate
 
+from apollo_compile.distributed.pipeline.durations import Prediction
 from apollo_compile.distributed.pipeline.memory import peak_live
 from apollo_compile.distributed.pipeline.optimus import Row, SizeResult
 from apollo_compile.distributed.pipeline.values import FilledPlan, PipelineSteps
@@ -89,3 +90,29 @@ def format_comparison(rows: Sequence[Row], results: Sequence[SizeResult]) -> str
     missed = [f"{row.name} at {row.num_gpus}" for row in rows if not row.is_within]
     lines.append(f"{len(missed)} of {len(rows)} miss" + (f": {'; '.join(missed)}" if missed else ""))
     return "\n".join(lines)
+
+
+def format_prediction(prediction: Prediction, names: Sequence[str]) -> str:
+    """Return what a plan was made from and what it promises, on one line.
+
+    Arguments:
+        prediction: of the plan.
+        names: of the encoders.
+    """
+    durations, times = prediction.durations, prediction.durations.times
+    stages = f"stages {_format_range(times.forward_ns)} forward, {_format_range(times.backward_ns)} backward"
+    encoders = (
+        f"{name} {format_ns(sum(forward))} forward" + (f", {format_ns(sum(backward))} backward" if backward else "")
+        for name, forward, backward in zip(names, durations.forward_ns, durations.backward_ns, strict=True)
+    )
+    return (
+        f"{'; '.join([stages, *encoders])}; steps are predicted to take {format_ns(prediction.step_ns)}, "
+        f"{format_ns(prediction.plain_ns)} without encoders, with {prediction.hidden_share:.0%} of the encoder work "
+        "in bubbles"
+    )
+
+
+def _format_range(durations: Sequence[int]) -> str:
+    """Return the shortest and the longest duration."""
+    least, most = format_ns(min(durations)), format_ns(max(durations))
+    return least if least == most else f"{least} to {most}"
