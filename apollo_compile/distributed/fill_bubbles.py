@@ -1,19 +1,21 @@
 """Run encoders in the bubbles of a pipeline of torch.distributed.pipelining.
 
-    step = fill_bubbles(schedule, encoders, times=..., group=...);  step(*args, target=..., encoder_inputs=...)
+    step = fill_bubbles(schedule, encoders);  step(*args, target=..., encoder_inputs=...)
 
 Every rank of the pipeline holds a replica of each encoder. All ranks follow the plan that the first one made
 (`pipeline/fill.py`) or was given: which replica computes which micro-batch, and between which operations of the
-pipeline. Features go to the stage that reads them, and their gradients come back, by isend and irecv on a process group
-of their own, so that they do not wait behind the pipeline's activations. After the step, gradients of the replicas are
-summed over that group: every replica ends with those of the whole batch, as if it had computed all of it.
+pipeline. Durations that are not given are measured in the first steps, which follow a guess (`measured_plan.py`).
+Features go to the stage that reads them, and their gradients come back, by isend and irecv on a process group of their
+own, so that they do not wait behind the pipeline's activations. After the step, gradients of the replicas are summed
+over that group: every replica ends with those of the whole batch, as if it had computed all of it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -22,15 +24,21 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from apollo_compile.distributed.measured_plan import MeasuredPlan
 from apollo_compile.distributed.pipeline.case import PipelineCase, make_schedule
 from apollo_compile.distributed.pipeline.check import check_orders
-from apollo_compile.distributed.pipeline.fill import fill
-from apollo_compile.distributed.pipeline.simulate import orders_of
+from apollo_compile.distributed.pipeline.durations import (
+    GUESS_NS,
+    Durations,
+    Orders,
+    Piece,
+    Prediction,
+    StepPlan,
+    plan_step,
+)
 from apollo_compile.distributed.pipeline.values import Encoder, Kind, Op, StageTimes, one_replica_per_rank
 from apollo_compile.errors import PipelinePlanError
-from apollo_compile.torch_bridge.pipelining import Facts, Item, Operation, facts_of, runtime_of
-
-Orders = tuple[tuple[Op, ...], ...]
+from apollo_compile.torch_bridge.pipelining import Facts, FilledRuntime, Item, Operation, facts_of
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -44,10 +52,10 @@ class BubbleEncoder:
     """Keyword argument by which a stage reads the features; None for a micro-batch without input."""
     features: torch.Tensor
     """Example of the features of one micro-batch: shape and type, which are the same for all."""
-    forward_ns: Sequence[int]
-    """Duration of every segment for one micro-batch."""
+    forward_ns: Sequence[int] = ()
+    """Duration of every segment for one micro-batch; empty: it is measured."""
     backward_ns: Sequence[int] = ()
-    """Duration of every segment's backward, in the order of `segments`; not needed if nothing is trained."""
+    """Duration of every segment's backward, in the order of `segments`; empty: it is measured, if needed."""
     stage: int = 0
     """Stage that reads the features."""
     max_live: int | None = None
@@ -68,19 +76,35 @@ class FilledPipeline:
         schedule: Any,
         encoders: Sequence[BubbleEncoder],
         group: dist.ProcessGroup | None,
-        orders: Orders,
-        replica_of: Sequence[Sequence[int]],
+        plan: StepPlan,
+        measured: MeasuredPlan | None,
     ) -> None:
-        self.orders = orders
-        """Operations of every rank, in order."""
-        self.replica_of = tuple(map(tuple, replica_of))
-        """By encoder and micro-batch, the rank that computes it."""
         self._facts = facts_of(schedule)
         self._encoders = encoders
         self._group = group
+        self._measured = measured
         self._work: list[_Task] = []
-        self._step = runtime_of(schedule, [self._items_of(rank, row) for rank, row in enumerate(orders)], self._run)
+        self._runtime = FilledRuntime(schedule, self._run)
         self._state = _State()
+        self._follow(plan)
+
+    @property
+    def orders(self) -> Orders:
+        """Operations of every rank, in order."""
+        return self._plan.orders
+
+    @property
+    def replica_of(self) -> tuple[tuple[int, ...], ...]:
+        """By encoder and micro-batch, the rank that computes it; the next step follows it."""
+        return self._plan.replica_of
+
+    @property
+    def prediction(self) -> Prediction | None:
+        """Durations that the plan was made from, given or measured, and the step that it promises, in nanoseconds.
+
+        None while durations are measured, and where `orders` were given.
+        """
+        return self._plan.prediction
 
     def __call__(self, *args: Any, encoder_inputs: Mapping[str, Sequence[Any] | torch.Tensor], **kwargs: Any) -> Any:
         """Run one step; gradients accumulate as those of `schedule.step` do.
@@ -92,7 +116,9 @@ class FilledPipeline:
                 ranks, apart from values of micro-batches that other ranks compute (`replica_of`).
             kwargs: those of `schedule.step`.
         """
-        inputs = [self._split(encoder, encoder_inputs) for encoder in self._encoders]
+        inputs = [_split(encoder, encoder_inputs, self._facts.num_microbatches) for encoder in self._encoders]
+        if self._measured is not None:
+            self._measured.begin_step()
         self._state = _State(inputs=inputs)
         before = [[(p, p.grad) for p in encoder.parameters] for encoder in self._encoders]
         for pairs in before:
@@ -102,18 +128,28 @@ class FilledPipeline:
             if self._reader_of(encoder) == self._facts.rank:
                 given = any(value is not None for value in inputs[index])
                 kwargs[encoder.feeds] = self._placeholder(encoder) if given else None
-        result = self._step(*args, **kwargs)
+        result = self._runtime.step(*args, **kwargs)
         for request in self._state.sent:
             request.wait()
         self._state = _State()
         for pairs, parts in zip(before, inputs, strict=True):
             if any(part is not None for part in parts):
-                self._reduce(pairs)
+                _reduce(pairs, self._group)
             else:
                 _restore(pairs)
+        if self._measured is not None and (plan := self._measured.end_step()) is not None:
+            self._measured = None
+            self._follow(plan)
         return result
 
     # ------------------------------------------------------------------------------------------------------ the order
+
+    def _follow(self, plan: StepPlan) -> None:
+        """Follow a plan from the next step on."""
+        self._plan = plan
+        self._work.clear()
+        items = [self._items_of(rank, row) for rank, row in enumerate(plan.orders)]
+        self._runtime.follow(items, None if self._measured is None else self._measured.watch)
 
     def _items_of(self, rank: int, row: Sequence[Op]) -> list[Item]:
         """Return what a rank does: the pipeline's operations, and numbers of the tasks of this rank between them."""
@@ -165,7 +201,7 @@ class FilledPipeline:
         tape = self._state.tapes.setdefault(key, [])
         if op.segment:
             value = tape[-1].output.detach().requires_grad_(tape[-1].output.requires_grad)
-        with torch.set_grad_enabled(bool(encoder.parameters)):
+        with self._timed(op), torch.set_grad_enabled(bool(encoder.parameters)):
             output = encoder.segments[op.segment](value)
         if not isinstance(output, torch.Tensor):
             raise PipelinePlanError(
@@ -225,13 +261,26 @@ class FilledPipeline:
         else:
             gradient = self._wait_for(encoder, reader, op)
         taped = tape.pop()
-        if taped.output.requires_grad:
-            torch.autograd.backward(taped.output, gradient)
+        with self._timed(op):
+            if taped.output.requires_grad:
+                torch.autograd.backward(taped.output, gradient)
         if tape:
             before = taped.value.grad
             self._state.gradients[key] = torch.zeros_like(taped.value) if before is None else before
         else:
             del self._state.tapes[key]
+
+    @contextlib.contextmanager
+    def _timed(self, op: Op) -> Iterator[None]:
+        """Time the computation of a segment, while durations are measured."""
+        if self._measured is None:
+            yield
+            return
+        self._measured.watch.begin()
+        yield
+        is_forward = op.kind is Kind.ENCODER_FORWARD
+        last = len(self._encoders[op.encoder].segments) - 1
+        self._measured.watch.end(Piece(op.kind, op.segment if is_forward else last - op.segment, op.encoder))
 
     # --------------------------------------------------------------------------------------------- between the ranks
 
@@ -256,48 +305,49 @@ class FilledPipeline:
         request.wait()
         return buffer
 
-    def _reduce(self, pairs: Sequence[tuple[nn.Parameter, torch.Tensor | None]]) -> None:
-        """Sum this step's gradients over the replicas, and add what was there before."""
-        by_type: dict[torch.dtype, list[tuple[nn.Parameter, torch.Tensor | None]]] = {}
-        for parameter, before in pairs:
-            by_type.setdefault(parameter.dtype, []).append((parameter, before))
-        for dtype, same in by_type.items():
-            is_there = torch.tensor([p.grad is not None for p, _ in same], dtype=dtype, device=same[0][0].device)
-            grads = [torch.zeros_like(p) if p.grad is None else p.grad for p, _ in same]
-            flat = torch.cat([is_there, *(grad.reshape(-1) for grad in grads)])
-            dist.all_reduce(flat, group=self._group)
-            counts, *parts = torch.split(flat, [len(same), *(grad.numel() for grad in grads)])
-            for (parameter, before), count, part in zip(same, counts.tolist(), parts, strict=True):
-                if count == 0:  # nobody used it: no gradient, as anywhere else
-                    parameter.grad = before
-                else:
-                    grad = part.view_as(parameter)
-                    parameter.grad = grad.clone() if before is None else before + grad
-
-    # --------------------------------------------------------------------------------------------------------- inputs
-
-    def _split(self, encoder: BubbleEncoder, given: Mapping[str, Sequence[Any] | torch.Tensor]) -> list[Any]:
-        """Return the input of every micro-batch."""
-        num_microbatches = self._facts.num_microbatches
-        if encoder.feeds not in given:
-            raise PipelinePlanError(
-                f"encoder_inputs has no {encoder.feeds!r}, it has {sorted(given)}; give a tensor or one input per "
-                "micro-batch, None where there is none"
-            )
-        value = given[encoder.feeds]
-        parts = list(value.chunk(num_microbatches) if isinstance(value, torch.Tensor) else value)
-        if len(parts) != num_microbatches:
-            raise PipelinePlanError(
-                f"encoder_inputs[{encoder.feeds!r}] has {len(parts)} parts; expected one for each of "
-                f"{num_microbatches} micro-batches"
-            )
-        return parts
-
     def _placeholder(self, encoder: BubbleEncoder) -> torch.Tensor:
         """Return what torch splits for micro-batches and infers shapes from; it takes no memory."""
         features = encoder.features
         shape = (features.shape[0] * self._facts.num_microbatches, *features.shape[1:])
         return torch.zeros((), dtype=features.dtype, device=self._facts.device).expand(shape)
+
+
+def _split(
+    encoder: BubbleEncoder, given: Mapping[str, Sequence[Any] | torch.Tensor], num_microbatches: int
+) -> list[Any]:
+    """Return the input of every micro-batch."""
+    if encoder.feeds not in given:
+        raise PipelinePlanError(
+            f"encoder_inputs has no {encoder.feeds!r}, it has {sorted(given)}; give a tensor or one input per "
+            "micro-batch, None where there is none"
+        )
+    value = given[encoder.feeds]
+    parts = list(value.chunk(num_microbatches) if isinstance(value, torch.Tensor) else value)
+    if len(parts) != num_microbatches:
+        raise PipelinePlanError(
+            f"encoder_inputs[{encoder.feeds!r}] has {len(parts)} parts; expected one for each of "
+            f"{num_microbatches} micro-batches"
+        )
+    return parts
+
+
+def _reduce(pairs: Sequence[tuple[nn.Parameter, torch.Tensor | None]], group: dist.ProcessGroup | None) -> None:
+    """Sum this step's gradients over the replicas, and add what was there before."""
+    by_type: dict[torch.dtype, list[tuple[nn.Parameter, torch.Tensor | None]]] = {}
+    for parameter, before in pairs:
+        by_type.setdefault(parameter.dtype, []).append((parameter, before))
+    for dtype, same in by_type.items():
+        is_there = torch.tensor([p.grad is not None for p, _ in same], dtype=dtype, device=same[0][0].device)
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p, _ in same]
+        flat = torch.cat([is_there, *(grad.reshape(-1) for grad in grads)])
+        dist.all_reduce(flat, group=group)
+        counts, *parts = torch.split(flat, [len(same), *(grad.numel() for grad in grads)])
+        for (parameter, before), count, part in zip(same, counts.tolist(), parts, strict=True):
+            if count == 0:  # nobody used it: no gradient, as anywhere else
+                parameter.grad = before
+            else:
+                grad = part.view_as(parameter)
+                parameter.grad = grad.clone() if before is None else before + grad
 
 
 def _restore(pairs: Sequence[tuple[nn.Parameter, torch.Tensor | None]]) -> None:
@@ -345,7 +395,7 @@ def fill_bubbles(
     schedule: Any,
     encoders: BubbleEncoder | Sequence[BubbleEncoder],
     *,
-    times: StageTimes,
+    times: StageTimes | None = None,
     group: dist.ProcessGroup | None = None,
     orders: Orders | None = None,
     replica_of: Sequence[Sequence[int]] | None = None,
@@ -356,10 +406,11 @@ def fill_bubbles(
         schedule: a `Schedule1F1B`, `ScheduleGPipe` or `ScheduleInterleaved1F1B` with a loss function. It is not
             changed; call the result in place of `schedule.step`.
         encoders: the encoders, each with this rank's replica, whose parameters are equal on all ranks.
-        times: durations of the stages; ratios matter, not seconds.
+        times: durations of the stages; None: they are measured. If all durations are given, ratios matter, not seconds;
+            if only some are, they are nanoseconds.
         group: process group of the pipeline's ranks, in their order, for features and gradients alone; None makes
             one, which takes all ranks of the job if the pipeline has them all.
-        orders: operations of every rank to follow in place of a plan, with `replica_of`.
+        orders: operations of every rank to follow in place of a plan, with `replica_of`; nothing is measured.
         replica_of: by encoder and micro-batch, the rank that computes it.
 
     Raises:
@@ -369,29 +420,67 @@ def fill_bubbles(
     all_encoders = [encoders] if isinstance(encoders, BubbleEncoder) else list(encoders)
     for encoder in all_encoders:
         _require_runnable(encoder)
+    durations, wanted = _guess_missing(times, all_encoders, facts.num_ranks * facts.stages_per_rank)
     plain = make_schedule(
         PipelineCase(
             schedule=facts.name,
             num_ranks=facts.num_ranks,
             stages_per_rank=facts.stages_per_rank,
             num_microbatches=facts.num_microbatches,
-            times=times,
+            times=durations.times,
             encoders=(),
         )
     )
-    planned = tuple(_as_planned(encoder, facts.num_ranks) for encoder in all_encoders)
+    planned = tuple(
+        _as_planned(encoder, forward_ns, backward_ns, facts.num_ranks)
+        for encoder, forward_ns, backward_ns in zip(
+            all_encoders, durations.forward_ns, durations.backward_ns, strict=True
+        )
+    )
     if (orders is None) != (replica_of is None):
         raise PipelinePlanError("orders and replica_of describe one plan; give both or none")
     if orders is None or replica_of is None:
-        plan = fill(plain, times, planned)
-        orders, replica_of = orders_of(plan), plan.replica_of
-    check_orders(orders, plain, planned, replica_of)
+        plan = plan_step(plain, planned, durations)
+        if wanted:
+            plan = replace(plan, prediction=None)
+    else:
+        plan = StepPlan(orders=orders, replica_of=tuple(map(tuple, replica_of)), prediction=None)
+        wanted = frozenset()
+    check_orders(plan.orders, plain, planned, plan.replica_of)
     own_group = _make_group(facts) if group is None else group
-    shared: list[Any] = [orders, replica_of]
+    shared: list[Any] = [plan, wanted]
     dist.broadcast_object_list(shared, group=own_group, group_src=0)
-    orders, replica_of = shared
-    check_orders(orders, plain, planned, replica_of)
-    return FilledPipeline(schedule, all_encoders, own_group, orders, replica_of)
+    plan, wanted = shared
+    check_orders(plan.orders, plain, planned, plan.replica_of)
+    measured = None
+    if wanted:
+        measured = MeasuredPlan(
+            plain, planned, durations, wanted=wanted, first=plan, group=own_group, device=facts.device
+        )
+    return FilledPipeline(schedule, all_encoders, own_group, plan, measured)
+
+
+def _guess_missing(
+    times: StageTimes | None, encoders: Sequence[BubbleEncoder], num_stages: int
+) -> tuple[Durations, frozenset[Piece]]:
+    """Return durations, those that are not given guessed, and what they are the durations of."""
+    missing: set[Piece] = set()
+
+    def guess(kind: Kind, count: int, encoder: int = 0) -> tuple[int, ...]:
+        missing.update(Piece(kind, index, encoder) for index in range(count))
+        return (GUESS_NS[kind],) * count
+
+    if times is None:
+        times = StageTimes(forward_ns=guess(Kind.FORWARD, num_stages), backward_ns=guess(Kind.BACKWARD, num_stages))
+    forward_ns, backward_ns = [], []
+    for index, encoder in enumerate(encoders):
+        count = len(encoder.segments)
+        forward_ns.append(tuple(encoder.forward_ns) or guess(Kind.ENCODER_FORWARD, count, index))
+        is_trained = bool(encoder.parameters)
+        given = tuple(encoder.backward_ns) if is_trained else ()
+        backward_ns.append(given or guess(Kind.ENCODER_BACKWARD, count if is_trained else 0, index))
+    durations = Durations(times=times, forward_ns=tuple(forward_ns), backward_ns=tuple(backward_ns))
+    return durations, frozenset(missing)
 
 
 def _require_runnable(encoder: BubbleEncoder) -> None:
@@ -402,23 +491,25 @@ def _require_runnable(encoder: BubbleEncoder) -> None:
             "replicas do not; give every rank a whole replica"
         )
     is_trained = bool(encoder.parameters)
-    for name, durations, is_needed in (
+    for name, durations, is_used in (
         ("forward_ns", encoder.forward_ns, True),
         ("backward_ns", encoder.backward_ns, is_trained),
     ):
-        if is_needed and len(durations) != len(encoder.segments):
+        if is_used and len(durations) not in (0, len(encoder.segments)):
             raise PipelinePlanError(
                 f"the encoder of {encoder.feeds} has {len(encoder.segments)} segments and {len(durations)} durations "
-                f"in {name}; give one per segment"
+                f"in {name}; give one per segment, or none to have them measured"
             )
 
 
-def _as_planned(encoder: BubbleEncoder, num_ranks: int) -> Encoder:
+def _as_planned(
+    encoder: BubbleEncoder, forward_ns: tuple[int, ...], backward_ns: tuple[int, ...], num_ranks: int
+) -> Encoder:
     """Return an encoder as the planner knows it."""
     return Encoder(
         name=encoder.feeds,
-        forward_ns=(tuple(encoder.forward_ns),),
-        backward_ns=(tuple(encoder.backward_ns)[::-1],) if encoder.parameters else (),
+        forward_ns=(forward_ns,),
+        backward_ns=(backward_ns[::-1],) if backward_ns else (),
         replicas=one_replica_per_rank(num_ranks),
         feeds=encoder.stage,
         max_live=encoder.max_live,

@@ -1,14 +1,17 @@
 """Work of our own between the operations of a schedule of torch.distributed.pipelining.
 
-    facts_of(schedule) -> Facts;  runtime_of(schedule, orders, run) -> its step, with our work in it
+    facts_of(schedule) -> Facts
+    runtime = FilledRuntime(schedule, run);  runtime.follow(orders);  runtime.step(...)
 
 torch has no public way to run anything between the operations of a schedule. Its runtime, though, looks up a function
 by the type of an action before it knows the action, and its list of actions is plain data. So the schedule is lowered
 by torch as ever, with its sends and receives, and actions of a type of our own are put in between; nothing is patched.
+Operations are timed by such actions too. torch's forward and backward first wait for what they receive, which is not
+computing; so the action in front waits, and leaves nothing to wait for.
 
 Supported are schedules of full backwards with one or several stages per rank (`Schedule1F1B`, `ScheduleGPipe`,
 `ScheduleInterleaved1F1B`) of the releases whose signatures are listed below; anything else is refused when this file is
-imported, or by `runtime_of`. Stages under FSDP2 are refused: they are unsharded by actions that know no encoder.
+imported, or by `facts_of`. Stages under FSDP2 are refused: they are unsharded by actions that know no encoder.
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ from torch.distributed.pipelining.schedules import (
 
 from apollo_compile.errors import PipelinePlanError
 from apollo_compile.torch_bridge.signatures import check_signatures
+from apollo_compile.torch_bridge.stopwatch import Stopwatch
 
 SCHEDULES: Mapping[type, Literal["1f1b", "gpipe", "interleaved 1f1b"]] = {
     Schedule1F1B: "1f1b",
@@ -56,6 +60,9 @@ class _OwnAction(StrEnum):
     """The type of our actions; a string, since torch prints its value."""
 
     WORK = "WORK"
+    BEGIN = "BEGIN"
+    """In front of an operation that is timed, which is its only sub-action."""
+    END = "END"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -120,41 +127,72 @@ def _stages_of(schedule: Any) -> list[Any]:
     return schedule._stages if isinstance(schedule, ScheduleInterleaved1F1B) else [schedule._stage]
 
 
-def runtime_of(
-    schedule: Any, orders: Sequence[Sequence[Item]], run: Callable[[int, list[dict[str, Any]]], None]
-) -> Callable[..., Any]:
-    """Return the `step` of a schedule with work of our own between its operations.
+class FilledRuntime:
+    """The runtime of a schedule, with work of our own between its operations.
 
     Arguments:
         schedule: a schedule that `facts_of` accepts, on this rank.
-        orders: by rank, operations of the schedule and numbers of work, in the order in which they run.
         run: is called with the number of each piece of this rank's work, and the keyword arguments of the stages by
             micro-batch, which it may change.
     """
-    facts = facts_of(schedule)
-    runtime = _PipelineScheduleRuntime(  # type: ignore[no-untyped-call]
-        _stages_of(schedule),
-        schedule._n_microbatches,
-        loss_fn=schedule._loss_fn,
-        args_chunk_spec=schedule._args_chunk_spec,
-        kwargs_chunk_spec=schedule._kwargs_chunk_spec,
-        output_merge_spec=schedule._output_merge_spec,
-        scale_grads=schedule.scale_grads,
-    )
-    actions: dict[int, list[_Action | None]] = {
-        rank: [_action_of(item) for item in order if isinstance(item, Operation)] for rank, order in enumerate(orders)
-    }
-    runtime.pipeline_order = actions
-    runtime._prepare_schedule_with_comms(actions)
-    lowered = runtime.pipeline_order_with_comms
-    lowered[facts.rank] = _insert(lowered[facts.rank], orders[facts.rank])
 
-    def work(action: _Action, context: _PipelineContext) -> None:
-        run(action.stage_index, cast(list[dict[str, Any]], context.kwarg_mbs))
+    def __init__(self, schedule: Any, run: Callable[[int, list[dict[str, Any]]], None]) -> None:
+        self._rank = facts_of(schedule).rank
+        self._run = run
+        self._watch: Stopwatch | None = None
+        self._runtime = _PipelineScheduleRuntime(  # type: ignore[no-untyped-call]
+            _stages_of(schedule),
+            schedule._n_microbatches,
+            loss_fn=schedule._loss_fn,
+            args_chunk_spec=schedule._args_chunk_spec,
+            kwargs_chunk_spec=schedule._kwargs_chunk_spec,
+            output_merge_spec=schedule._output_merge_spec,
+            scale_grads=schedule.scale_grads,
+        )
+        own: Mapping[Any, Any] = {
+            _OwnAction.WORK: self._work,
+            _OwnAction.BEGIN: self._begin,
+            _OwnAction.END: self._end,
+        }
+        self._runtime._comp_type_to_function_map.update(own)
+        self.step: Callable[..., Any] = self._runtime.step
+        """In place of the schedule's."""
 
-    own: Mapping[Any, Any] = {_OwnAction.WORK: work}
-    runtime._comp_type_to_function_map.update(own)
-    return cast(Callable[..., Any], runtime.step)
+    def follow(self, orders: Sequence[Sequence[Item]], watch: Stopwatch | None = None) -> None:
+        """Run in these orders from the next step on; all ranks have to change at the same step.
+
+        Arguments:
+            orders: by rank, operations of the schedule and numbers of work, in the order in which they run.
+            watch: times the operations of this rank, which are the keys; None: nothing is timed.
+        """
+        actions: dict[int, list[_Action | None]] = {
+            rank: [_action_of(item) for item in order if isinstance(item, Operation)]
+            for rank, order in enumerate(orders)
+        }
+        self._watch = watch
+        self._runtime.pipeline_order = actions
+        self._runtime._prepare_schedule_with_comms(actions)
+        lowered = self._runtime.pipeline_order_with_comms
+        filled = _insert(lowered[self._rank], orders[self._rank])
+        lowered[self._rank] = filled if watch is None else _enclose(filled)
+
+    def _work(self, action: _Action, context: _PipelineContext) -> None:
+        self._run(action.stage_index, cast(list[dict[str, Any]], context.kwarg_mbs))
+
+    def _begin(self, action: _Action, context: _PipelineContext) -> None:
+        operation = _operation_of(action)
+        received = self._runtime.fwd_recv_ops if operation.is_forward else self._runtime.bwd_recv_ops
+        place = operation.stage, operation.microbatch
+        if place in received:
+            for work in received[place]:
+                work.wait()
+            received[place] = []  # the operation waits for nothing: gloo cannot wait for a message twice
+        assert self._watch is not None, "only timed operations are enclosed"
+        self._watch.begin()
+
+    def _end(self, action: _Action, context: _PipelineContext) -> None:
+        assert self._watch is not None, "only timed operations are enclosed"
+        self._watch.end(_operation_of(action))
 
 
 def _action_of(operation: Operation) -> _Action:
@@ -179,3 +217,30 @@ def _insert(lowered: Sequence[_Action], order: Sequence[Item]) -> list[_Action]:
             found.append(rest.pop(0))
         found.append(_Action(item, cast(_ComputationType, _OwnAction.WORK), 0))
     return [*found, *rest]
+
+
+def _enclose(actions: Sequence[_Action]) -> list[_Action]:
+    """Return actions with our own directly before and behind every operation."""
+    found: list[_Action] = []
+    for action in actions:
+        if action.is_compute_op:
+            begin, end = (
+                _Action(action.stage_index, cast(_ComputationType, kind), action.microbatch_index, (action,))
+                for kind in (_OwnAction.BEGIN, _OwnAction.END)
+            )
+            found += [begin, action, end]
+        else:
+            found.append(action)
+    return found
+
+
+def _operation_of(enclosing: _Action) -> Operation:
+    """Return the operation that an action encloses."""
+    assert enclosing.sub_actions is not None
+    (action,) = enclosing.sub_actions
+    assert action.microbatch_index is not None
+    return Operation(
+        is_forward=action.computation_type is _ComputationType.FORWARD,
+        stage=action.stage_index,
+        microbatch=action.microbatch_index,
+    )

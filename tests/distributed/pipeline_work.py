@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -17,8 +18,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
 from apollo_compile.distributed.fill_bubbles import BubbleEncoder, FilledPipeline, fill_bubbles
+from apollo_compile.distributed.measured_plan import MeasuredPlan
 from apollo_compile.distributed.pipeline.values import Kind, Op, StageTimes
 from apollo_compile.errors import PipelinePlanError
+from apollo_compile.units import NS_PER_MS
+from benchmarks.bubbles import Sleeper
 
 SIZE = 2
 STEPS = 10
@@ -131,15 +135,10 @@ def times_of(num_stages: int) -> StageTimes:
 
 
 def bubble_encoder(vit: nn.Sequential, feeds: str = "images", **more: Any) -> BubbleEncoder:
-    """Return a ViT as the planner wants it."""
-    return BubbleEncoder(
-        segments=list(vit),
-        feeds=feeds,
-        features=torch.zeros(BATCH // MICROBATCHES, PATCHES, WIDTH),
-        forward_ns=(5, 25, 25),
-        backward_ns=(10, 50, 50),
-        **more,
-    )
+    """Return a ViT as the planner wants it; its durations are given unless they are among the rest."""
+    features = torch.zeros(BATCH // MICROBATCHES, PATCHES, WIDTH)
+    given = {"forward_ns": (5, 25, 25), "backward_ns": (10, 50, 50), **more}
+    return BubbleEncoder(segments=list(vit), feeds=feeds, features=features, **given)
 
 
 def is_text(step: int, microbatch: int, text_only: Sequence[int]) -> bool:
@@ -155,9 +154,10 @@ def train(
     frozen: Sequence[str] = (),
     text_only: Sequence[int] = (),
     is_filled: bool,
+    is_measured: bool = False,
     **more: Any,
 ) -> Result:
-    """Train for some steps, with encoders in bubbles or on the first stage."""
+    """Train for some steps, with encoders in bubbles or on the first stage; durations are given or measured."""
     vits = {name: make_vit(seed) for seed, name in enumerate(encoders, 1)}
     for name in frozen:
         vits[name].requires_grad_(False)
@@ -165,12 +165,16 @@ def train(
     made, mine = make_schedule(schedule, make_stages(num_stages, None if is_filled else vits), rank)
     filled: FilledPipeline | None = None
     if is_filled:
+        if is_measured:
+            more = {"forward_ns": (), "backward_ns": (), **more}
         own = [bubble_encoder(vit, name, **more) for name, vit in vits.items()]
-        filled = fill_bubbles(made, own, times=times_of(num_stages))
+        filled = fill_bubbles(made, own, times=None if is_measured else times_of(num_stages))
     parameters = [p for module in (*mine, *(vits.values() if is_filled else ())) for p in module.parameters()]
     optimizer = torch.optim.SGD([p for p in parameters if p.requires_grad], lr=0.05, momentum=0.9)
     losses: list[float] = []
+    predictions = []
     for step in range(STEPS):
+        predictions.append(None if filled is None else filled.prediction)
         tokens, target, *media = batch_of(step)
         inputs = {
             name: [
@@ -195,6 +199,7 @@ def train(
         "stages": [{k: v for k, v in m.state_dict().items() if not k.startswith("inside")} for m in mine],
         "encoders": {name: vit.state_dict() for name, vit in vits.items()},
         "orders": None if filled is None else [[str(op) for op in row] for row in filled.orders],
+        "predictions": predictions,
     }
 
 
@@ -232,6 +237,87 @@ def accumulate(rank: int) -> Result:
         filled(*args, encoder_inputs={"images": images}, **({"target": target} if rank == SIZE - 1 else {}))
         found.append([p.grad.clone() for p in vit.parameters() if p.grad is not None])
     return {"gradients": found}
+
+
+STAGE_MS = ((40, 10), (10, 40))
+"""By stage, forward and backward: each rank waits for the other one, so that waiting would be seen."""
+SEGMENT_MS = ((4, 8), (20, 40))
+"""The same by segment of the encoder."""
+
+
+class FailingStage(Sleeper):
+    """A stage that takes no time; one of its backwards fails, counted from when that is set."""
+
+    num_left = 0
+
+    def forward(self, x: torch.Tensor, features: torch.Tensor | None = None) -> torch.Tensor:
+        x = super().forward(x, features)
+        x.register_hook(self.count_down)
+        return x
+
+    def count_down(self, gradient: torch.Tensor) -> None:
+        """Fail when enough gradients have come."""
+        self.num_left -= 1
+        if self.num_left == 0:
+            raise ArithmeticError("this backward fails")
+
+
+def step_sleepers(
+    rank: int,
+    num_steps: int,
+    stage: Sleeper,
+    segments: Sequence[Sleeper],
+    *,
+    times: StageTimes | None = None,
+    fails_in: int | None = None,
+) -> Result:
+    """Return what a pipeline of sleepers follows before every step and behind the last, and what is said of it."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logger = logging.getLogger(MeasuredPlan.__module__)
+    logger.setLevel(logging.INFO)
+    logger.addHandler(handler)
+    schedule = Schedule1F1B(
+        PipelineStage(stage, rank, SIZE, torch.device("cpu")),
+        MICROBATCHES,
+        loss_fn=lambda output, target: ((output - target) ** 2).sum(),
+    )
+    encoder = BubbleEncoder(segments=segments, feeds="features", features=torch.zeros(1, 4))
+    filled = fill_bubbles(schedule, encoder, times=times)
+    followed = [(filled.orders, filled.replica_of, filled.prediction)]
+    num_failed = 0
+    for step in range(1, num_steps + 1):
+        if step == fails_in:  # at the last backward, when no other rank waits for this one
+            stage.num_left = MICROBATCHES
+        rows = torch.ones(MICROBATCHES, 4)
+        try:
+            filled(
+                *([rows] if rank == 0 else []), encoder_inputs={"features": rows}, **({"target": rows} if rank else {})
+            )
+        except (ArithmeticError, RuntimeError):
+            num_failed += 1
+        followed.append((filled.orders, filled.replica_of, filled.prediction))
+    logger.removeHandler(handler)
+    return {"followed": followed, "lines": lines, "num_failed": num_failed}
+
+
+def measure(rank: int) -> Result:
+    """Measure sleepers of known durations."""
+    segments = [Sleeper(forward * NS_PER_MS, backward * NS_PER_MS) for forward, backward in SEGMENT_MS]
+    forward, backward = STAGE_MS[rank]
+    return step_sleepers(rank, 3, Sleeper(forward * NS_PER_MS, backward * NS_PER_MS), segments)
+
+
+def measure_segments(rank: int) -> Result:
+    """Measure an encoder beside stages whose durations are given."""
+    return step_sleepers(rank, 3, Sleeper(0, 0), [Sleeper(0, 0)], times=times_of(SIZE))
+
+
+def fail_once(rank: int, step: int) -> Result:
+    """Fail on the first rank in a step, go on, and measure."""
+    stage, frozen = FailingStage(0, 0), Sleeper(0, 0).requires_grad_(False)
+    return step_sleepers(rank, 6, stage, [frozen], fails_in=step if rank == 0 else None)
 
 
 def refusals(rank: int) -> Result:
@@ -313,6 +399,13 @@ SCENARIOS: Mapping[str, Callable[[int], Result]] = {
     "two in bubbles": partial(train, encoders=("images", "sounds"), frozen=("sounds",), is_filled=True),
     "text only": partial(train, text_only=(1, 3), is_filled=True),
     "text only, alone": lambda rank: train_alone(text_only=(1, 3)),
+    "1f1b in bubbles, measured": partial(train, is_filled=True, is_measured=True),
+    "interleaved in bubbles, measured": partial(train, schedule="interleaved", is_filled=True, is_measured=True),
+    "text only, measured": partial(train, text_only=(1, 3), is_filled=True, is_measured=True),
+    "measured": measure,
+    "segments measured": measure_segments,
+    "failure in step 2": partial(fail_once, step=2),
+    "failure in step 3": partial(fail_once, step=3),
     "accumulate": accumulate,
     "refusals": refusals,
 }

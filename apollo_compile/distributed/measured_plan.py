@@ -1,0 +1,105 @@
+"""Make the plan of a pipeline from what its ranks measure in their first steps.
+
+    measured = MeasuredPlan(...);  measured.begin_step();  measured.end_step() -> StepPlan | None
+
+Every rank times its own stages and segments with `measured.watch`. Behind the step in which that is enough, the first
+rank gathers the samples and plans, and all ranks get its plan at once, so that they change at the same step.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Hashable, Sequence
+
+import torch
+import torch.distributed as dist
+
+from apollo_compile.distributed.pipeline.durations import Durations, Piece, Samples, StepPlan, medians_of, plan_step
+from apollo_compile.distributed.pipeline.text import format_prediction
+from apollo_compile.distributed.pipeline.values import Encoder, Kind, Schedule
+from apollo_compile.errors import PipelinePlanError
+from apollo_compile.torch_bridge.pipelining import Operation
+from apollo_compile.torch_bridge.stopwatch import Stopwatch
+
+_logger = logging.getLogger(__name__)
+
+
+class MeasuredPlan:
+    """Measures, and makes the plan that follows.
+
+    Arguments:
+        schedule: the pipeline.
+        encoders: as the planner knows them.
+        durations: those that are given, and guesses in place of the wanted ones.
+        wanted: what is measured.
+        first: the plan that is followed until then.
+        group: process group of all ranks.
+        device: what the stages of this rank run on.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        encoders: Sequence[Encoder],
+        durations: Durations,
+        *,
+        wanted: frozenset[Piece],
+        first: StepPlan,
+        group: dist.ProcessGroup | None,
+        device: torch.device,
+    ) -> None:
+        self.watch = Stopwatch(device)
+        """Times operations of the pipeline and pieces of encoders, which are its keys."""
+        self._schedule = schedule
+        self._encoders = encoders
+        self._durations = durations
+        self._wanted = wanted
+        self._first = first
+        self._group = group
+        self._samples = Samples()
+
+    def begin_step(self) -> None:
+        """Begin to measure a step."""
+        if self._samples.is_due:  # the step before failed here, and other ranks may wait behind it
+            self._settle()
+        self.watch.clear()
+        self._samples.begin_step()
+
+    def end_step(self) -> StepPlan | None:
+        """Return the plan that all ranks follow from the next step on, once there is one; then nothing is measured."""
+        self._samples.end_step((_piece_of(key), duration_ns) for key, duration_ns in self.watch.read())
+        return self._settle() if self._samples.is_due else None
+
+    def _settle(self) -> StepPlan | None:
+        """Gather samples, and return the plan of the first rank; None if something is missing."""
+        samples = self._samples.take()
+        rank, size = dist.get_rank(self._group), dist.get_world_size(self._group)
+        everyone: list[dict[Piece, list[int]] | None] = [None] * size
+        dist.gather_object(samples, everyone if rank == 0 else None, group=self._group, group_dst=0)
+        shared: list[StepPlan | None] = [self._plan(everyone) if rank == 0 else None]
+        dist.broadcast_object_list(shared, group=self._group, group_src=0)
+        return shared[0]
+
+    def _plan(self, by_rank: Sequence[dict[Piece, list[int]] | None]) -> StepPlan | None:
+        found = medians_of(by_rank, self._wanted)
+        if found is None:
+            _logger.info("bubbles: the plan stays a guess: a step failed, or not everything has run twice")
+            return None
+        try:
+            durations = self._durations.with_measured(found)
+            plan = plan_step(self._schedule, self._encoders, durations, known=[self._first])
+        except PipelinePlanError as error:
+            _logger.warning("bubbles: the plan stays a guess: there is none for what was measured: %s", error)
+            return self._first
+        if plan.prediction is not None:
+            names = [encoder.name for encoder in self._encoders]
+            _logger.info("bubbles: measured %s", format_prediction(plan.prediction, names))
+        return plan
+
+
+def _piece_of(key: Hashable) -> Piece:
+    """Return what a key of the watch stands for."""
+    if isinstance(key, Operation):
+        return Piece(Kind.FORWARD if key.is_forward else Kind.BACKWARD, key.stage)
+    assert isinstance(key, Piece)
+    return key
