@@ -57,6 +57,7 @@ from benchmarks.harness.apart import run_apart
 from benchmarks.run import names_of
 from benchmarks.workloads import sweep_cases
 from benchmarks.workloads.specs import SPECS
+from benchmarks.workloads.sweep_today import TODAY
 
 if TYPE_CHECKING:
     import torch
@@ -98,6 +99,7 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "Text": sweep_cases.TEXT,
     "Vision": {**{name: SPECS[name] for name in PUBLIC["Vision"]}, **sweep_cases.VISION},
     "Sound": sweep_cases.SOUND,
+    "Today": TODAY,
 }
 OWN = "Hand-written"
 

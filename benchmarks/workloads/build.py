@@ -153,7 +153,10 @@ def _make_input(spec: Spec, batch: int | None, generator: torch.Generator, earli
     if batch is not None:
         shape[0] = batch
     if spec["kind"] == "image":
-        return torch.randn(shape, generator=generator)
+        drawn = torch.randn(shape, generator=generator)
+        return drawn.flatten(0, 1) if spec["packed"] else drawn
+    if spec["kind"] == "rows":
+        return torch.tensor(spec["rows"]).repeat(shape[0], 1)
     if spec["kind"] == "ones":
         return torch.ones(shape, dtype=torch.int64)
     ids = torch.randint(spec["low"], spec["high"], shape, generator=generator)

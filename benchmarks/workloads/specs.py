@@ -9,9 +9,11 @@ An input is a dict with a `kind`:
     ids      int64, uniform in [low, high), of `shape`; then `columns` ((column, token), ...) are set in every row,
              and `spans` ((first, last exclusive, token), ...) likewise; float32 if `floating`
     ones     int64 ones of `shape`
+    rows     int64, the `rows` of every sample one below the other; `shape` is the batch size alone
     labels   the input named `of`, with every position that holds one of `ignore` set to -100
 
-or a plain value, which is passed as it is. The first number of every shape is the batch size.
+or a plain value, which is passed as it is. The first number of every shape is the batch size; an input that is `packed`
+has its first two dimensions joined afterwards, as the patches of pictures of several sizes are.
 
 Sizes: `tiny` is for tests, `small` for measurements on a few cores. `base` are published models at batch sizes worth
 planning on a large device (CLIP ViT-B/32, FLAVA, CLAP with HTSAT and RoBERTa, LLaVA of ViT-L/14-336 and a Llama of
@@ -25,9 +27,9 @@ from typing import Any
 Spec = dict[str, Any]
 
 
-def image(*shape: int) -> Spec:
+def image(*shape: int, packed: bool = False) -> Spec:
     """Return a spec of a float32 input; shapes begin with the batch size."""
-    return {"kind": "image", "shape": shape}
+    return {"kind": "image", "shape": shape, "packed": packed}
 
 
 def ids(*shape: int, low: int = 3, high: int, **patches: Any) -> Spec:
@@ -38,6 +40,11 @@ def ids(*shape: int, low: int = 3, high: int, **patches: Any) -> Spec:
 def ones(*shape: int) -> Spec:
     """Return a spec of a mask that hides nothing."""
     return {"kind": "ones", "shape": shape}
+
+
+def rows(batch: int, *of_a_sample: tuple[int, ...]) -> Spec:
+    """Return a spec of numbers that every sample has in as many rows, such as the sizes of its pictures."""
+    return {"kind": "rows", "shape": (batch,), "rows": of_a_sample}
 
 
 def encoder(width: int, hidden: int, layers: int, heads: int, **rest: Any) -> Spec:

@@ -10,23 +10,23 @@ from typing import Any
 
 from benchmarks.workloads.specs import Spec, encoder, ids, image, ones
 
-_TOKENS = ids(2, 8, high=90)
+TOKENS = ids(2, 8, high=90)
 _MASK = ones(2, 8)
-_PICTURE = image(2, 3, 32, 32)
+PICTURE = image(2, 3, 32, 32)
 _SOUND = image(2, 400)
-_LABELS = {"kind": "labels", "of": "input_ids", "ignore": (99,)}
+LABELS = {"kind": "labels", "of": "input_ids", "ignore": (99,)}
 _CLASSES = ids(2, low=0, high=4)
-_CAPTIONED = {"input_ids": _TOKENS, "attention_mask": _MASK, "pixel_values": _PICTURE}
-_PAIRED = {**_CAPTIONED, "return_loss": True}
+CAPTIONED = {"input_ids": TOKENS, "attention_mask": _MASK, "pixel_values": PICTURE}
+_PAIRED = {**CAPTIONED, "return_loss": True}
 _SPOKEN = {"input_values": _SOUND, "labels": ids(2, 4, low=1, high=30)}
 
-_VOCABULARY = {"vocab_size": 100, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-_TEXT = encoder(32, 64, 2, 2, **_VOCABULARY, max_position_embeddings=24)
-_CAUSAL = {**_TEXT, "use_cache": False}
-_VISION = encoder(32, 64, 2, 2, image_size=32, patch_size=16)
-_CLASSIFIED = {"pixel_values": _PICTURE, "labels": _CLASSES}
+VOCABULARY = {"vocab_size": 100, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+TEXT_CONFIG = encoder(32, 64, 2, 2, **VOCABULARY, max_position_embeddings=24)
+CAUSAL = {**TEXT_CONFIG, "use_cache": False}
+VISION_CONFIG = encoder(32, 64, 2, 2, image_size=32, patch_size=16)
+_CLASSIFIED = {"pixel_values": PICTURE, "labels": _CLASSES}
 _SEQUENCE_TO_SEQUENCE = {
-    **_VOCABULARY,
+    **VOCABULARY,
     "d_model": 32,
     "encoder_layers": 2,
     "decoder_layers": 2,
@@ -39,7 +39,7 @@ _SEQUENCE_TO_SEQUENCE = {
     "use_cache": False,
 }
 _CONVOLVED = {
-    **_TEXT,
+    **TEXT_CONFIG,
     "vocab_size": 32,
     "conv_dim": [32, 32],
     "conv_stride": [5, 2],
@@ -50,81 +50,82 @@ _CONVOLVED = {
 }
 
 
-def _tiny(model: str, config: str, numbers: dict[str, Any], *, loss: str = "returned", **inputs: Any) -> Spec:
+def tiny(model: str, config: str, numbers: dict[str, Any], *, loss: str = "returned", **inputs: Any) -> Spec:
+    """Return a spec with one size: the names of its classes, the numbers of its config, and the inputs."""
     size = {"config": numbers, "inputs": inputs}
     return {"model": model, "config": config, "loss": loss, "branches": (), "sizes": {"tiny": size}}
 
 
 def _masked(family: str, **numbers: Any) -> Spec:
-    return _tiny(f"{family}ForMaskedLM", f"{family}Config", {**_TEXT, **numbers}, input_ids=_TOKENS, labels=_LABELS)
+    return tiny(f"{family}ForMaskedLM", f"{family}Config", {**TEXT_CONFIG, **numbers}, input_ids=TOKENS, labels=LABELS)
 
 
 def _causal(family: str, model: str = "{}ForCausalLM", **numbers: Any) -> Spec:
-    config = {**_CAUSAL, **numbers}
-    return _tiny(model.format(family), f"{family}Config", config, input_ids=_TOKENS, labels=_LABELS)
+    config = {**CAUSAL, **numbers}
+    return tiny(model.format(family), f"{family}Config", config, input_ids=TOKENS, labels=LABELS)
 
 
 def _classifier(family: str, **numbers: Any) -> Spec:
-    config = {**_VISION, "num_labels": 4, **numbers}
-    return _tiny(f"{family}ForImageClassification", f"{family}Config", config, **_CLASSIFIED)
+    config = {**VISION_CONFIG, "num_labels": 4, **numbers}
+    return tiny(f"{family}ForImageClassification", f"{family}Config", config, **_CLASSIFIED)
 
 
 MULTIMODAL: dict[str, Spec] = {
-    "altclip": _tiny(
+    "altclip": tiny(
         "AltCLIPModel",
         "AltCLIPConfig",
         {
             "projection_dim": 32,
-            "text_config": {**_TEXT, "project_dim": 32},
-            "vision_config": {**_VISION, "projection_dim": 32},
+            "text_config": {**TEXT_CONFIG, "project_dim": 32},
+            "vision_config": {**VISION_CONFIG, "projection_dim": 32},
         },
         **_PAIRED,
     ),
-    "blip": _tiny(
+    "blip": tiny(
         "BlipForConditionalGeneration",
         "BlipConfig",
         {
             "projection_dim": 32,
             "image_text_hidden_size": 32,
-            "text_config": {**_CAUSAL, "encoder_hidden_size": 32, "projection_dim": 32, "sep_token_id": 2},
-            "vision_config": _VISION,
+            "text_config": {**CAUSAL, "encoder_hidden_size": 32, "projection_dim": 32, "sep_token_id": 2},
+            "vision_config": VISION_CONFIG,
         },
-        **_CAPTIONED,
-        labels=_LABELS,
+        **CAPTIONED,
+        labels=LABELS,
     ),
-    "blip2": _tiny(
+    "blip2": tiny(
         "Blip2ForConditionalGeneration",
         "Blip2Config",
         {
             "num_query_tokens": 4,
             "image_token_index": 99,
-            "vision_config": _VISION,
-            "qformer_config": {**_TEXT, "encoder_hidden_size": 32},
-            "text_config": {**_CAUSAL, "model_type": "opt", "ffn_dim": 64, "word_embed_proj_dim": 32},
+            "vision_config": VISION_CONFIG,
+            "qformer_config": {**TEXT_CONFIG, "encoder_hidden_size": 32},
+            "text_config": {**CAUSAL, "model_type": "opt", "ffn_dim": 64, "word_embed_proj_dim": 32},
         },
         input_ids=ids(2, 12, high=90, spans=((0, 4, 99),)),
         attention_mask=ones(2, 12),
-        pixel_values=_PICTURE,
-        labels=_LABELS,
+        pixel_values=PICTURE,
+        labels=LABELS,
     ),
-    "bridgetower": _tiny(
+    "bridgetower": tiny(
         "BridgeTowerModel",
         "BridgeTowerConfig",
         {
             **encoder(64, 64, 2, 2),
-            "text_config": {**_TEXT, "hidden_size": 64},
-            "vision_config": {**_VISION, "hidden_size": 64},
+            "text_config": {**TEXT_CONFIG, "hidden_size": 64},
+            "vision_config": {**VISION_CONFIG, "hidden_size": 64},
         },
         loss="waves",
-        **_CAPTIONED,
+        **CAPTIONED,
     ),
-    "chinese_clip": _tiny(
+    "chinese_clip": tiny(
         "ChineseCLIPModel",
         "ChineseCLIPConfig",
-        {"projection_dim": 32, "text_config": _TEXT, "vision_config": _VISION},
+        {"projection_dim": 32, "text_config": TEXT_CONFIG, "vision_config": VISION_CONFIG},
         **_PAIRED,
     ),
-    "clipseg": _tiny(
+    "clipseg": tiny(
         "CLIPSegForImageSegmentation",
         "CLIPSegConfig",
         {
@@ -133,28 +134,28 @@ MULTIMODAL: dict[str, Spec] = {
             "extract_layers": [0, 1],
             "decoder_num_attention_heads": 2,
             "decoder_intermediate_size": 32,
-            "text_config": {**_TEXT, "projection_dim": 32},
-            "vision_config": _VISION,
+            "text_config": {**TEXT_CONFIG, "projection_dim": 32},
+            "vision_config": VISION_CONFIG,
         },
-        **_CAPTIONED,
+        **CAPTIONED,
         labels={"kind": "ids", "low": 0, "high": 2, "shape": (2, 32, 32), "floating": True},
     ),
-    "git": _tiny(
+    "git": tiny(
         "GitForCausalLM",
         "GitConfig",
-        {**_CAUSAL, "vision_config": _VISION},
-        **_CAPTIONED,
-        labels=_LABELS,
+        {**CAUSAL, "vision_config": VISION_CONFIG},
+        **CAPTIONED,
+        labels=LABELS,
     ),
-    "groupvit": _tiny(
+    "groupvit": tiny(
         "GroupViTModel",
         "GroupViTConfig",
         {
             "projection_dim": 32,
             "projection_intermediate_dim": 64,
-            "text_config": _TEXT,
+            "text_config": TEXT_CONFIG,
             "vision_config": {
-                **_VISION,
+                **VISION_CONFIG,
                 "image_size": 32,
                 "patch_size": 8,
                 "depths": [1, 1, 1],
@@ -163,15 +164,15 @@ MULTIMODAL: dict[str, Spec] = {
             },
         },
         loss="waves",
-        **_CAPTIONED,
+        **CAPTIONED,
     ),
-    "kosmos2": _tiny(
+    "kosmos2": tiny(
         "Kosmos2ForConditionalGeneration",
         "Kosmos2Config",
         {
             "latent_query_num": 4,
             "text_config": {
-                **_VOCABULARY,
+                **VOCABULARY,
                 "embed_dim": 32,
                 "layers": 2,
                 "ffn_dim": 64,
@@ -179,18 +180,18 @@ MULTIMODAL: dict[str, Spec] = {
                 "max_position_embeddings": 24,
                 "use_cache": False,
             },
-            "vision_config": _VISION,
+            "vision_config": VISION_CONFIG,
         },
-        input_ids=_TOKENS,
-        pixel_values=_PICTURE,
+        input_ids=TOKENS,
+        pixel_values=PICTURE,
         image_embeds_position_mask=ids(2, 8, low=0, high=1, spans=((1, 5, 1),)),
-        labels=_LABELS,
+        labels=LABELS,
     ),
-    "layoutlmv3": _tiny(
+    "layoutlmv3": tiny(
         "LayoutLMv3ForTokenClassification",
         "LayoutLMv3Config",
         {
-            **_TEXT,
+            **TEXT_CONFIG,
             "num_labels": 4,
             "input_size": 32,
             "patch_size": 16,
@@ -202,15 +203,15 @@ MULTIMODAL: dict[str, Spec] = {
             "has_relative_attention_bias": True,
             "has_spatial_attention_bias": True,
         },
-        **_CAPTIONED,
+        **CAPTIONED,
         bbox=ids(2, 8, 4, low=0, high=60),
         labels=ids(2, 8, low=0, high=4),
     ),
-    "lxmert": _tiny(
+    "lxmert": tiny(
         "LxmertModel",
         "LxmertConfig",
         {
-            **_TEXT,
+            **TEXT_CONFIG,
             "l_layers": 1,
             "x_layers": 1,
             "r_layers": 1,
@@ -218,26 +219,26 @@ MULTIMODAL: dict[str, Spec] = {
             "num_hidden_layers": {"vision": 1, "cross_encoder": 1, "language": 1},
         },
         loss="waves",
-        input_ids=_TOKENS,
+        input_ids=TOKENS,
         visual_feats=image(2, 4, 16),
         visual_pos=image(2, 4, 4),
     ),
-    "owlvit": _tiny(
+    "owlvit": tiny(
         "OwlViTModel",
         "OwlViTConfig",
         {
             "projection_dim": 32,
-            "text_config": {**_TEXT, "max_position_embeddings": 8},
-            "vision_config": _VISION,
+            "text_config": {**TEXT_CONFIG, "max_position_embeddings": 8},
+            "vision_config": VISION_CONFIG,
         },
         **_PAIRED,
     ),
-    "pix2struct": _tiny(
+    "pix2struct": tiny(
         "Pix2StructForConditionalGeneration",
         "Pix2StructConfig",
         {
             "text_config": {
-                **_VOCABULARY,
+                **VOCABULARY,
                 "hidden_size": 32,
                 "d_kv": 16,
                 "d_ff": 64,
@@ -258,23 +259,25 @@ MULTIMODAL: dict[str, Spec] = {
         },
         flattened_patches=ids(2, 6, 34, low=0, high=5, floating=True),
         attention_mask=ones(2, 6),
-        labels=_TOKENS,
+        labels=TOKENS,
     ),
-    "siglip": _tiny("SiglipModel", "SiglipConfig", {"text_config": _TEXT, "vision_config": _VISION}, **_PAIRED),
-    "vilt": _tiny(
+    "siglip": tiny(
+        "SiglipModel", "SiglipConfig", {"text_config": TEXT_CONFIG, "vision_config": VISION_CONFIG}, **_PAIRED
+    ),
+    "vilt": tiny(
         "ViltForQuestionAnswering",
         "ViltConfig",
-        {**_TEXT, **_VISION, "num_labels": 4, "max_image_length": -1},
-        **_CAPTIONED,
+        {**TEXT_CONFIG, **VISION_CONFIG, "num_labels": 4, "max_image_length": -1},
+        **CAPTIONED,
         labels=image(2, 4),
     ),
-    "vision_encoder_decoder": _tiny(
+    "vision_encoder_decoder": tiny(
         "VisionEncoderDecoderModel",
         "VisionEncoderDecoderConfig",
         {
-            "encoder": {**_VISION, "model_type": "vit"},
+            "encoder": {**VISION_CONFIG, "model_type": "vit"},
             "decoder": {
-                **_CAUSAL,
+                **CAUSAL,
                 "model_type": "bert",
                 "is_decoder": True,
                 "add_cross_attention": True,
@@ -282,24 +285,24 @@ MULTIMODAL: dict[str, Spec] = {
             "decoder_start_token_id": 1,
             "pad_token_id": 0,
         },
-        pixel_values=_PICTURE,
-        labels=_TOKENS,
+        pixel_values=PICTURE,
+        labels=TOKENS,
     ),
-    "vision_text_dual_encoder": _tiny(
+    "vision_text_dual_encoder": tiny(
         "VisionTextDualEncoderModel",
         "VisionTextDualEncoderConfig",
         {
             "projection_dim": 32,
-            "vision_config": {**_VISION, "model_type": "vit"},
-            "text_config": {**_TEXT, "model_type": "bert"},
+            "vision_config": {**VISION_CONFIG, "model_type": "vit"},
+            "text_config": {**TEXT_CONFIG, "model_type": "bert"},
         },
         **_PAIRED,
     ),
-    "visual_bert": _tiny(
+    "visual_bert": tiny(
         "VisualBertForPreTraining",
         "VisualBertConfig",
-        {**_TEXT, "visual_embedding_dim": 16},
-        input_ids=_TOKENS,
+        {**TEXT_CONFIG, "visual_embedding_dim": 16},
+        input_ids=TOKENS,
         attention_mask=_MASK,
         visual_embeds=image(2, 4, 16),
         visual_attention_mask=ones(2, 4),
@@ -307,7 +310,7 @@ MULTIMODAL: dict[str, Spec] = {
         labels=ids(2, 12, low=0, high=90),
         sentence_image_labels=ids(2, low=0, high=2),
     ),
-    "xclip": _tiny(
+    "xclip": tiny(
         "XCLIPModel",
         "XCLIPConfig",
         {
@@ -315,9 +318,9 @@ MULTIMODAL: dict[str, Spec] = {
             "prompt_layers": 1,
             "prompt_attention_dropout": 0.0,
             "prompt_num_attention_heads": 2,
-            "text_config": _TEXT,
+            "text_config": TEXT_CONFIG,
             "vision_config": {
-                **_VISION,
+                **VISION_CONFIG,
                 "mit_hidden_size": 32,
                 "mit_intermediate_size": 64,
                 "mit_num_hidden_layers": 1,
@@ -325,7 +328,7 @@ MULTIMODAL: dict[str, Spec] = {
                 "num_frames": 2,
             },
         },
-        input_ids=_TOKENS,
+        input_ids=TOKENS,
         attention_mask=_MASK,
         pixel_values=image(2, 2, 3, 32, 32),
         return_loss=True,
@@ -350,21 +353,19 @@ TEXT: dict[str, Spec] = {
     "mixtral": _causal("Mixtral", num_key_value_heads=1, num_local_experts=4, output_router_logits=True),
     "opt": _causal("OPT", ffn_dim=64, word_embed_proj_dim=32),
     "qwen3": _causal("Qwen3", num_key_value_heads=1, head_dim=16),
-    "xlnet": _tiny(
+    "xlnet": tiny(
         "XLNetLMHeadModel",
         "XLNetConfig",
         {"vocab_size": 100, "d_model": 32, "n_layer": 2, "n_head": 2, "d_inner": 64, "use_mems_train": False},
-        input_ids=_TOKENS,
-        labels=_LABELS,
+        input_ids=TOKENS,
+        labels=LABELS,
     ),
-    "bart": _tiny(
-        "BartForConditionalGeneration", "BartConfig", _SEQUENCE_TO_SEQUENCE, input_ids=_TOKENS, labels=_LABELS
-    ),
-    "t5": _tiny(
+    "bart": tiny("BartForConditionalGeneration", "BartConfig", _SEQUENCE_TO_SEQUENCE, input_ids=TOKENS, labels=LABELS),
+    "t5": tiny(
         "T5ForConditionalGeneration",
         "T5Config",
         {
-            **_VOCABULARY,
+            **VOCABULARY,
             "d_model": 32,
             "d_kv": 16,
             "d_ff": 64,
@@ -373,8 +374,8 @@ TEXT: dict[str, Spec] = {
             "decoder_start_token_id": 0,
             "use_cache": False,
         },
-        input_ids=_TOKENS,
-        labels=_LABELS,
+        input_ids=TOKENS,
+        labels=LABELS,
     ),
 }
 
@@ -396,7 +397,7 @@ VISION: dict[str, Spec] = {
         depthwise_padding=[],
         hidden_dim=320,
     ),
-    "imagegpt": _tiny(
+    "imagegpt": tiny(
         "ImageGPTForImageClassification",
         "ImageGPTConfig",
         {
@@ -408,7 +409,7 @@ VISION: dict[str, Spec] = {
             "num_labels": 4,
             "use_cache": False,
         },
-        input_ids=_TOKENS,
+        input_ids=TOKENS,
         labels=_CLASSES,
     ),
     "mobilenet_v2": _classifier("MobileNetV2", depth_multiplier=0.25, depth_divisible_by=8, min_depth=8),
@@ -422,7 +423,7 @@ VISION: dict[str, Spec] = {
     "resnet": _classifier(
         "ResNet", embedding_size=16, hidden_sizes=[16, 32], depths=[1, 2], layer_type="basic", num_stages=2
     ),
-    "segformer": _tiny(
+    "segformer": tiny(
         "SegformerForSemanticSegmentation",
         "SegformerConfig",
         {
@@ -437,34 +438,34 @@ VISION: dict[str, Spec] = {
             "mlp_ratios": [2, 2],
             "decoder_hidden_size": 32,
         },
-        pixel_values=_PICTURE,
+        pixel_values=PICTURE,
         labels=ids(2, 32, 32, low=0, high=4),
     ),
     "swin": _classifier("Swin", embed_dim=16, depths=[1, 2], num_attention_heads=[2, 2], window_size=4, patch_size=2),
     "swinv2": _classifier(
         "Swinv2", embed_dim=16, depths=[1, 2], num_attention_heads=[2, 2], window_size=4, patch_size=2
     ),
-    "vit_mae": _tiny(
+    "vit_mae": tiny(
         "ViTMAEForPreTraining",
         "ViTMAEConfig",
         {
-            **_VISION,
+            **VISION_CONFIG,
             "patch_size": 8,
             "decoder_hidden_size": 32,
             "decoder_intermediate_size": 64,
             "decoder_num_hidden_layers": 1,
             "decoder_num_attention_heads": 2,
         },
-        pixel_values=_PICTURE,
+        pixel_values=PICTURE,
         noise=image(2, 16),
     ),
-    "yolos": _tiny(
-        "YolosModel", "YolosConfig", {**_VISION, "image_size": [32, 32]}, loss="waves", pixel_values=_PICTURE
+    "yolos": tiny(
+        "YolosModel", "YolosConfig", {**VISION_CONFIG, "image_size": [32, 32]}, loss="waves", pixel_values=PICTURE
     ),
 }
 
 SOUND: dict[str, Spec] = {
-    "ast": _tiny(
+    "ast": tiny(
         "ASTForAudioClassification",
         "ASTConfig",
         {
@@ -479,18 +480,18 @@ SOUND: dict[str, Spec] = {
         input_values=image(2, 32, 16),
         labels=_CLASSES,
     ),
-    "data2vec_audio": _tiny(
+    "data2vec_audio": tiny(
         "Data2VecAudioForCTC",
         "Data2VecAudioConfig",
         {**_CONVOLVED, "conv_pos_kernel_size": 3, "num_conv_pos_embeddings": 2},
         **_SPOKEN,
     ),
-    "hubert": _tiny("HubertForCTC", "HubertConfig", _CONVOLVED, **_SPOKEN),
-    "speecht5": _tiny(
+    "hubert": tiny("HubertForCTC", "HubertConfig", _CONVOLVED, **_SPOKEN),
+    "speecht5": tiny(
         "SpeechT5ForTextToSpeech",
         "SpeechT5Config",
         {
-            **_VOCABULARY,
+            **VOCABULARY,
             "hidden_size": 32,
             "encoder_layers": 2,
             "encoder_ffn_dim": 64,
@@ -508,12 +509,10 @@ SOUND: dict[str, Spec] = {
             "use_guided_attention_loss": False,
             "use_cache": False,
         },
-        input_ids=_TOKENS,
+        input_ids=TOKENS,
         labels=image(2, 8, 8),
         speaker_embeddings=image(2, 8),
     ),
-    "wav2vec2": _tiny("Wav2Vec2ForCTC", "Wav2Vec2Config", _CONVOLVED, **_SPOKEN),
-    "wavlm": _tiny(
-        "WavLMForCTC", "WavLMConfig", {**_CONVOLVED, "num_buckets": 8, "max_bucket_distance": 16}, **_SPOKEN
-    ),
+    "wav2vec2": tiny("Wav2Vec2ForCTC", "Wav2Vec2Config", _CONVOLVED, **_SPOKEN),
+    "wavlm": tiny("WavLMForCTC", "WavLMConfig", {**_CONVOLVED, "num_buckets": 8, "max_bucket_distance": 16}, **_SPOKEN),
 }

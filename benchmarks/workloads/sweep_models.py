@@ -112,6 +112,49 @@ class UNet(nn.Module):
         return self.head(joined) + functional.interpolate(functional.avg_pool2d(side, 2), size=(32, 32))
 
 
+class DiffusionTransformer(nn.Module):
+    """A DiT: patches of noisy latents; timestep and class scale, shift and gate every block (adaLN-Zero).
+
+    Gates start at zero, as published, so that the first step trains little besides them.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(4, WIDTH, 2, 2)
+        self.positions = nn.Parameter(torch.randn(1, 16, WIDTH) * 0.02)
+        self.register_buffer("frequencies", torch.logspace(0, -4, WIDTH // 2))
+        self.timestep = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.SiLU(), nn.Linear(WIDTH, WIDTH))
+        self.classes = nn.Embedding(11, WIDTH)  # the last one is none, for guidance
+        self.blocks = nn.ModuleList(_DiffusionBlock() for _ in range(2))
+        self.last = nn.Linear(WIDTH, 2 * 2 * 4)
+
+    def forward(self, latents: Tensor, noise: Tensor, time: Tensor, label: Tensor) -> Tensor:
+        level = time.to(latents.dtype)[:, None, None, None] / 1000
+        x = self.patches(latents * (1 - level).sqrt() + noise * level.sqrt()).flatten(2).mT + self.positions
+        angles = time.to(latents.dtype)[:, None] * self.frequencies
+        condition = self.timestep(torch.cat([angles.cos(), angles.sin()], dim=1)) + self.classes(label)
+        for block in self.blocks:
+            x = block(x, condition)
+        found = self.last(functional.layer_norm(x, (WIDTH,))).mT
+        return functional.mse_loss(functional.fold(found, latents.shape[2:], 2, stride=2), noise)
+
+
+class _DiffusionBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+        self.feed = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(approximate="tanh"), nn.Linear(2 * WIDTH, WIDTH))
+        self.modulate = nn.Linear(WIDTH, 6 * WIDTH)
+        nn.init.zeros_(self.modulate.weight)
+        nn.init.zeros_(self.modulate.bias)
+
+    def forward(self, x: Tensor, condition: Tensor) -> Tensor:
+        shifts = self.modulate(functional.silu(condition)).unsqueeze(1).chunk(6, dim=-1)
+        attended = functional.layer_norm(x, (WIDTH,)) * (1 + shifts[0]) + shifts[1]
+        x = x + shifts[2] * self.attention(attended, attended, attended, need_weights=False)[0]
+        return x + shifts[3] * self.feed(functional.layer_norm(x, (WIDTH,)) * (1 + shifts[4]) + shifts[5])
+
+
 class Recommender(nn.Module):
     """Bags of embeddings of unequal lengths, and products of all pairs of features."""
 
@@ -381,6 +424,16 @@ _OWN: dict[str, tuple[Callable[[], nn.Module], int, Callable[[int], dict[str, An
     ),
     "checkpointed": (Checkpointed, 8, lambda batch: {"x": _floats(batch, WIDTH)}),
     "contrast": (Contrast, 4, lambda batch: {"one": _floats(batch, WIDTH), "other": _floats(batch, WIDTH)}),
+    "dit": (
+        DiffusionTransformer,
+        2,
+        lambda batch: {
+            "latents": _floats(batch, 4, 8, 8),
+            "noise": _floats(batch, 4, 8, 8),
+            "time": torch.randint(1000, (batch,)),
+            "label": torch.randint(11, (batch,)),
+        },
+    ),
     "experts": (Experts, 16, lambda batch: {"x": _floats(batch, WIDTH)}),
     "graph_breaks": (Broken, 8, lambda batch: {"x": _floats(batch, WIDTH)}),
     "message_passing": (
