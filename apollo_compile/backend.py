@@ -13,8 +13,8 @@ from apollo_compile.device.open import open_target
 from apollo_compile.distributed.ranks import find_ranks
 from apollo_compile.session.compile import GraphCompiler
 from apollo_compile.session.model import CompiledModel
-from apollo_compile.session.registry import register
-from apollo_compile.torch_bridge.compile_context import name_dynamo_graph, recompile_reason, traced_code
+from apollo_compile.session.registry import describe_calls, models_of_call, register
+from apollo_compile.torch_bridge.compile_context import called_now, name_dynamo_graph, recompile_reason, traced_code
 from apollo_compile.torch_bridge.cuda_private import reset_cuda_graphs
 from apollo_compile.torch_bridge.dynamo_graph import traced_tensors
 from apollo_compile.torch_bridge.frontend import compile_plainly, keep_with
@@ -23,6 +23,8 @@ from apollo_compile.torch_bridge.settings import inductor_settings
 from apollo_compile.torch_bridge.storages import storages_of
 from apollo_compile.torch_bridge.traced_backward import refuse_hooks
 from apollo_compile.torch_bridge.upstream_bugs.kept_symbols import release_symbols_with
+
+_logger = logging.getLogger(__name__)
 
 
 def apollo(
@@ -75,6 +77,7 @@ def compile_dynamo_graph(
         target=open_target(example_inputs, config),
         storages=storages_of(tensors),
         code=traced_code(),
+        called=called_now(),
         ranks=find_ranks(),
         is_for_step=is_for_step,
     )
@@ -84,10 +87,22 @@ def compile_dynamo_graph(
     model.target.trim_memory()  # free memory from compiling
     keep_with(compiled, model)
     register(model)
+    _warn_of_fragments(model)
     return compiled, model
 
 
 apollo.reset = reset_cuda_graphs  # type: ignore[attr-defined]
+
+
+def _warn_of_fragments(model: CompiledModel) -> None:
+    """Warn once per module or function that it falls into many graphs, as soon as there are many."""
+    called = None if model.called is None else model.called()
+    if called is None or any(each.has_warned for each in models_of_call(called)):
+        return
+    line = describe_calls([model], are_over=False)
+    if line:
+        _logger.warning("%s", line)
+        model.has_warned = True
 
 
 def _set_log_level(level: str) -> None:

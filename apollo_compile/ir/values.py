@@ -565,3 +565,5 @@ class GraphBreak:
     code: str
     remedies: tuple[str, ...]
     """Changes that remove it, the most promising first."""
+    callers: tuple[str, ...] = ()
+    """`file:line` of every call that leads to it, the outermost first, and of itself."""

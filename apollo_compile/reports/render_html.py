@@ -31,6 +31,7 @@ from apollo_compile.reports.words import (
     NOT_MEASURED_YET,
     NOTHING_YET,
     OTHER_BATCHES,
+    breaks_by_place,
     describe,
     describe_device,
     describe_search,
@@ -82,6 +83,7 @@ def _template() -> jinja2.Template:
     )
     environment.globals.update(
         PLAN=Variant.PLAN,
+        breaks_by_place=breaks_by_place,
         by_id=lambda graph: {segment.id: segment for segment in graph.segments},
         NODE_HEIGHT=NODE_HEIGHT,
         NODE_WIDTH=NODE_WIDTH,

@@ -16,6 +16,7 @@ from apollo_compile.reports.words import (
     NOT_MEASURED_YET,
     NOTHING_YET,
     OTHER_BATCHES,
+    breaks_by_place,
     describe,
     describe_device,
     describe_search,
@@ -27,10 +28,11 @@ from apollo_compile.units import format_bytes, format_ns
 def render_text(report: ModelSummary) -> str:
     """Return the stages, a block per graph, fallbacks with reasons, results of comparisons, and graph breaks."""
     blocks = [describe_state(report.states)] if report.states else []
+    blocks += [report.fragments] if report.fragments else []
     blocks += [_render_graph(graph, report) for graph in report.graphs]
     blocks += [f"{name}: runs in Inductor, whole\n  because {reason}" for name, reason in report.fallbacks]
     blocks += [f"{name}: chosen by measuring\n{_render_verdict(verdict)}" for name, verdict in report.verdicts]
-    blocks += [_render_break(found) for found in report.breaks]
+    blocks += [_render_break(found, graphs) for found, graphs in breaks_by_place(report.breaks)]
     return "\n\n".join(blocks) or NOTHING_YET
 
 
@@ -130,9 +132,9 @@ def _render_verdict(verdict: Verdict) -> str:
     return f"{table}\nmeasured in {verdict.num_steps} steps of {verdict.loop}{verdict.pause}"
 
 
-def _render_break(found: GraphBreak) -> str:
+def _render_break(found: GraphBreak, graphs: str) -> str:
     lines = [
-        f"graph break behind {found.graph}: {found.problem}",
+        f"graph break behind {graphs}: {found.problem}",
         f"  {found.file}:{found.line} in {found.function}: {found.code}",
     ]
     return "\n".join([*lines, *(f"  try: {remedy}" for remedy in found.remedies)])

@@ -1,6 +1,6 @@
 """The report of one model, with a method for every form in which people and programs read it.
 
-    Report(graphs, fallbacks, verdicts, breaks, states)
+    Report(graphs, fallbacks, verdicts, breaks, fragments, states)
 
 A report is frozen plain data (`values.py`) with a method per rendering; renderings compute no numbers.
 `to_json` and `from_json` are inverse, so a report can be read in another process, on another machine, or years later.

@@ -356,6 +356,8 @@ class ModelSummary:
     verdicts: tuple[tuple[str, Verdict], ...] = ()
     """By name of the Dynamo graph, the result of its comparison."""
     breaks: tuple[GraphBreak, ...] = ()
+    fragments: str = ""
+    """Where a call fell into many graphs: into how many, the main reason, and what to compile instead."""
     states: tuple[State, ...] = ()
     """Of every Dynamo graph; empty if unknown."""
 

@@ -2,6 +2,7 @@
 
     describe_state(states) -> stage of the Dynamo graphs, the first line of a report
     describe(graph, report) -> sentences about one graph
+    breaks_by_place(breaks) -> graph breaks that are alike, with the graphs that they end
 
 Sentences only interpret numbers of the summary. Every sentence has a condition, because one that holds for every model
 helps nobody.
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from apollo_compile.ir import Variant
+from apollo_compile.ir import GraphBreak, Variant
 from apollo_compile.ir.text import format_count
 from apollo_compile.reports.values import (
     Bottleneck,
@@ -67,8 +68,19 @@ def describe_state(states: Sequence[State]) -> str:
 
 
 def _list(states: Sequence[State]) -> str:
-    shown = [f"{state.graph} ({state.detail})" if state.detail else state.graph for state in states[:MAX_GRAPHS]]
-    return ", ".join(shown) + (f" and {len(states) - MAX_GRAPHS} more" if len(states) > MAX_GRAPHS else "")
+    return _first([f"{state.graph} ({state.detail})" if state.detail else state.graph for state in states])
+
+
+def breaks_by_place(breaks: Sequence[GraphBreak]) -> list[tuple[GraphBreak, str]]:
+    """Return one graph break for each line of code and problem, with the names of all graphs that end there."""
+    found: dict[tuple[str, int, str], list[GraphBreak]] = {}
+    for each in breaks:
+        found.setdefault((each.file, each.line, each.problem), []).append(each)
+    return [(alike[0], _first([each.graph for each in alike])) for alike in found.values()]
+
+
+def _first(names: Sequence[str]) -> str:
+    return ", ".join(names[:MAX_GRAPHS]) + (f" and {len(names) - MAX_GRAPHS} more" if len(names) > MAX_GRAPHS else "")
 
 
 def describe(graph: GraphSummary, report: ModelSummary) -> tuple[str, ...]:
@@ -226,7 +238,7 @@ def _remedies(graph: GraphSummary, report: ModelSummary) -> list[str]:
             f"{share[Bottleneck.COMPUTE]:.0%} of the time compute, and {largest.name} takes "
             f"{largest.predicted_ns / total:.0%} of it."
         )
-    if report.breaks:
+    if report.breaks and not report.fragments:  # that line says it of all graphs
         found.append(
             f"Try to remove the {len(report.breaks)} graph breaks below: nothing overlaps across a break."
             if len(report.breaks) > 1

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from types import CodeType
+from typing import Any
 
 from apollo_compile.config import Config
 from apollo_compile.device.target import Code, Run, Target
@@ -51,6 +53,10 @@ class CompiledModel:
     """Plans of fallbacks that were planned, where the plan is not worth compiling."""
     again: str = ""
     """Why Dynamo compiled the code again, as the end of a phrase; empty for a first compile."""
+    called: weakref.ref[Callable[..., Any]] | None = None
+    """What `torch.compile` was called with, where that is known."""
+    has_warned: bool = False
+    """Whether a warning told that its call fell into many graphs."""
     graph_break: GraphBreak | None = None
     """The graph break that ended the Dynamo graph; None where it ended with the function."""
     ranks: Ranks = field(default_factory=lambda: Ranks(None))

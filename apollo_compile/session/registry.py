@@ -1,13 +1,14 @@
 """What this process has compiled and still keeps: the models of `torch.compile(..., backend="apollo")`.
 
 register(model);    compiled_models();    find_models(model);    is_settled(model);    variants_of(model)
+describe_calls(models) -> a line for every call that fell into many graphs
 """
 
 from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from apollo_compile.ir import Variant
 from apollo_compile.reports.values import Stage
 from apollo_compile.session.model import CompiledModel
 from apollo_compile.torch_bridge.compile_context import is_part_of, original_callable
+from apollo_compile.torch_bridge.fragments import describe_fragments
 from apollo_compile.torch_bridge.storages import storages_of
 
 _models: weakref.WeakValueDictionary[int, CompiledModel] = weakref.WeakValueDictionary()
@@ -50,6 +52,25 @@ def find_models(model: Callable[..., Any]) -> list[CompiledModel]:
     if function is None:
         return []
     return [found for found in compiled_models() if any(is_part_of(code, function) for code in found.code)]
+
+
+def models_of_call(called: Callable[..., Any]) -> list[CompiledModel]:
+    """Return the compiled models that came of calls of `torch.compile(called)`."""
+    return [model for model in compiled_models() if model.called is not None and model.called() is called]
+
+
+def describe_calls(models: Iterable[CompiledModel], *, are_over: bool = True) -> str:
+    """Return a line for each call of `torch.compile` that these graphs are of and that fell into many; often empty.
+
+    Dynamo's own numbers tell graphs apart: the first is that of the code, the second counts its compiles.
+    """
+    lines = []
+    calls = [model.called() for model in models if model.called is not None]
+    for called in {id(call): call for call in calls if call is not None}.values():
+        own = {model.name.partition("/")[0]: model for model in models_of_call(called)}
+        breaks = [model.graph_break for model in own.values() if model.graph_break is not None]
+        lines.append(describe_fragments(called, len(own), breaks, is_over=are_over))
+    return "\n".join(filter(None, lines))
 
 
 def _function_of(run: Callable[..., Any]) -> Any:

@@ -28,6 +28,8 @@ from apollo_compile.reports.values import GraphSummary, Stage, State, WhatIf
 from apollo_compile.session.dry_run import DryRun, trace
 from apollo_compile.session.private_copy import with_batch
 from apollo_compile.tools.what_if import other_rules, what_if
+from apollo_compile.torch_bridge.compile_context import original_callable
+from apollo_compile.torch_bridge.fragments import describe_fragments
 
 Progress = Callable[[str], None]
 
@@ -85,6 +87,7 @@ def explain(
         graphs=tuple(graphs),
         fallbacks=tuple(dry_run.fallbacks),
         breaks=tuple(dry_run.breaks),
+        fragments=describe_fragments(original_callable(model), len(dry_run.graphs), dry_run.breaks, is_over=True),
         states=tuple(_state(dry_run, name) for name in dry_run.graphs),
     )
     return compare_batches(report, model, args, kwargs, options=options, batches=batches, progress=progress)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from apollo_compile.errors import TargetError
@@ -13,7 +14,7 @@ from apollo_compile.reports.summary import summarize
 from apollo_compile.reports.values import GraphSummary, Stage, State
 from apollo_compile.reports.words import NOTHING_YET, describe_state
 from apollo_compile.session.model import CompiledModel
-from apollo_compile.session.registry import compiled_models, find_models
+from apollo_compile.session.registry import compiled_models, describe_calls, find_models
 from apollo_compile.session.step.tuning import StepTuner
 from apollo_compile.step import Step
 from apollo_compile.tools.what_if import other_rules, what_if
@@ -46,7 +47,8 @@ def report(
     """
     if isinstance(model, Step):
         return _report_step(model, units, profiles, rules=rules)
-    return merge_reports(
+    found = _find(model, "report")
+    merged = merge_reports(
         Report(
             graphs=tuple(_summarize(entry, units, profiles, rules=rules)),
             fallbacks=tuple(entry.fallbacks),
@@ -54,8 +56,9 @@ def report(
             breaks=() if entry.graph_break is None else (entry.graph_break,),
             states=(entry.state(),),
         )
-        for entry in _find(model, "report")
+        for entry in found
     )
+    return replace(merged, fragments=describe_calls(found))
 
 
 def _report_step(step: Step, units: Sequence[int], profiles: Sequence[str], *, rules: bool) -> Report:

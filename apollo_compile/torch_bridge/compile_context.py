@@ -4,6 +4,7 @@
     compile_apart(function) -> torch.compile with cache entries of its own
     recompile_reason() -> "size 0 of x changed from 4 to 3"
     original_callable(run) -> the argument of `torch.compile`
+    called_now() -> the same of the call that Dynamo compiles for
     is_part_of(code, function) -> whether a traced code object belongs to a function
 
 Graphs are named by the id that `TORCH_LOGS` and `tlparse` show. The first number identifies the code that is compiled,
@@ -13,16 +14,18 @@ backend in a compile, as for DDP's buckets, later ones are `0/0.2`, `0/0.3`.
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import re
+import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable
-from inspect import signature
-from types import CodeType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
+from torch._dynamo import eval_frame
 from torch._dynamo.utils import get_metrics_context
 from torch._guards import CompileContext, TracingContext
 
@@ -39,7 +42,7 @@ _outside = itertools.count(1)
 def compile_apart(function: Callable[..., Any], **settings: Any) -> Callable[..., Any]:
     """Return `torch.compile(function, ...)` with cache entries of its own, so that no recompile limit is shared."""
     compile_function: Callable[..., Callable[..., Any]] = torch.compile
-    apart = {"isolate_recompiles": True} if "isolate_recompiles" in signature(torch.compile).parameters else {}
+    apart = {"isolate_recompiles": True} if "isolate_recompiles" in inspect.signature(torch.compile).parameters else {}
     return compile_function(function, **settings, **apart)
 
 
@@ -94,6 +97,31 @@ def original_callable(run: Any) -> Any:
         if inner is None:
             return run
         run = inner
+
+
+def called_now() -> weakref.ref[Callable[..., Any]] | None:
+    """Return the module or function of `torch.compile` whose call Dynamo compiles for now; None if it is not known.
+
+    It is found on the stack: Dynamo does not tell a backend, and the graphs of one call have nothing else in common.
+    """
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_name == _ENTRY and frame.f_code.co_filename == eval_frame.__file__:
+            called = inspect.unwrap(original_callable(frame.f_locals.get("fn")))
+            return _refer_to(getattr(called, "__self__", called))
+        frame = frame.f_back
+    return None
+
+
+def _refer_to(called: Any) -> weakref.ref[Callable[..., Any]] | None:
+    try:
+        return weakref.ref(called)
+    except TypeError:  # such as a function of C
+        return None
+
+
+_ENTRY = "compile_wrapper"
+"""The function that `torch.compile` returns; what it was given is its local variable `fn`."""
 
 
 def written_arguments() -> frozenset[int]:

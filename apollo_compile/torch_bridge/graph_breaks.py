@@ -69,6 +69,7 @@ def find_break(graph_module: fx.GraphModule, name: str) -> GraphBreak | None:
         function=last.name if last else "",
         code=(last.line or "") if last else "",
         remedies=_remedies(lines, [f"{frame.name} {frame.line}" for frame in frames]),
+        callers=tuple(f"{frame.filename}:{frame.lineno}" for frame in frames),
     )
 
 

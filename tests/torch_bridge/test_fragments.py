@@ -1,0 +1,149 @@
+"""Models that fall into many graphs: one line says into how many, why, and what to compile instead."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import Tensor, nn  # noqa: E402
+
+import apollo_compile  # noqa: E402
+
+OPTIONS = {"runtime.bodies": "eager", "plan.planner": "greedy", "plan.autotune": False}
+FLOOR = -1e9
+
+
+class Eye(nn.Module):
+    """Looks at its values between layers, as encoders do that take pictures of any size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Break the graph in every line."""
+        x = self.layers[0](x) if x.sum().item() > FLOOR else x
+        x = self.layers[1](x) if x.sum().item() > FLOOR else x
+        x = self.layers[2](x) if x.sum().item() > FLOOR else x
+        x = self.layers[3](x) if x.sum().item() > FLOOR else x
+        x = self.layers[4](x) if x.sum().item() > FLOOR else x
+        x = self.layers[5](x) if x.sum().item() > FLOOR else x
+        x = self.layers[6](x) if x.sum().item() > FLOOR else x
+        return self.layers[7](x) if x.sum().item() > FLOOR else x
+
+
+class Language(nn.Module):
+    """Breaks nowhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return x, changed."""
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
+class Sighted(nn.Module):
+    """A language model behind an eye."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.eye, self.language = Eye(), Language()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return a vector per row."""
+        return self.language(self.eye(x))
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A model after two training steps, and what was logged meanwhile."""
+
+    model: Sighted
+    run: Callable[[Tensor], Tensor]
+    lines: Sequence[str]
+
+
+@pytest.fixture(scope="module")
+def trained() -> Iterator[Trained]:
+    """Train once: it takes many compiles."""
+    torch._dynamo.reset()
+    lines: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("apollo_compile").addHandler(handler)
+    model = Sighted()
+    run = torch.compile(model, backend="apollo", options=OPTIONS)
+    for _ in range(2):
+        run(torch.randn(4, 8)).sum().backward()
+    logging.getLogger("apollo_compile").removeHandler(handler)
+    yield Trained(model, run, lines)
+    torch._dynamo.reset()
+
+
+def num_graphs(run: Callable[..., Any], *inputs: Tensor) -> int:
+    """Count the graphs that any other backend gets."""
+    found = []
+
+    def count(graph_module: torch.fx.GraphModule, _: list[Any]) -> Any:
+        found.append(graph_module)
+        return graph_module
+
+    torch.compile(run, backend=count, isolate_recompiles=True)(*inputs)
+    return len(found)
+
+
+def test_training_warns_once_of_many_graphs(trained: Trained) -> None:
+    """As soon as there are many, with the line of code and what to compile; the second step says nothing."""
+    (line,) = (line for line in trained.lines if "falls into" in line)
+    assert line.startswith("Sighted falls into more than 8 graphs, between which nothing overlaps: 1 of 8 graph breaks")
+    assert f"{__file__}:31 in forward: x = self.layers[0](x) if x.sum().item() > FLOOR else x (" in line
+    assert line.endswith("; compile language instead, where no graph broke so far (66% of the parameters)")
+    assert "\n" not in line
+
+
+def test_a_report_has_the_line_with_all_graphs(trained: Trained) -> None:
+    """In the text and on the page; sentences about single graphs do not repeat it."""
+    report = apollo_compile.report(trained.run)
+    count = num_graphs(trained.model, torch.randn(4, 8))
+    assert f"Sighted falls into {count} graphs" in report.fragments and "so far" not in report.fragments
+    assert str(report).count(report.fragments) == 1
+    assert report.fragments.split(" in forward")[0] in report.to_html()
+    assert "Try to remove" not in str(report)
+
+
+def test_what_is_named_compiles_whole(trained: Trained) -> None:
+    """Dynamo itself says so."""
+    torch.compile(trained.model.language, backend="eager", fullgraph=True)(torch.randn(4, 8))
+
+
+def test_explain_names_modules_of_a_function_by_its_own_names() -> None:
+    """Without training."""
+    torch._dynamo.reset()
+    model = Sighted()
+
+    def predict(x: Tensor) -> Tensor:
+        return model(x).relu()
+
+    report = apollo_compile.explain(predict, (torch.randn(4, 8),), options=OPTIONS)
+    assert "predict falls into" in report.fragments and "; compile model.language instead" in report.fragments
+
+
+def test_a_few_graphs_are_nothing_to_talk_about() -> None:
+    """One break is in the report like any other."""
+    torch._dynamo.reset()
+
+    def look(x: Tensor) -> Tensor:
+        return x.exp() if x.sum().item() > FLOOR else x
+
+    report = apollo_compile.explain(look, (torch.randn(4, 8),), options=OPTIONS)
+    assert report.breaks and not report.fragments
