@@ -101,6 +101,9 @@ class RuntimeConfig:
     step."""
     park_team: bool = True
     """Make the caller's OpenMP workers sleep instead of spin while lanes run."""
+    isolation: bool = False
+    """On a GPU, hold lanes to the SMs that the plan gives them, by green contexts; with False, lanes are plain streams,
+    which keep the order of the plan. On a CPU, lanes are always threads that are pinned to their cores."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -42,7 +42,7 @@ from dataclasses import dataclass, field
 import torch
 
 from apollo_compile.device.gpu.captured import Captured, keep_outputs, slot_for, storage_address
-from apollo_compile.device.gpu.gpu import Gpu, Stream
+from apollo_compile.device.gpu.gpu import Gpu, Sharing, Stream
 from apollo_compile.device.gpu.launch import Launcher, order_after
 from apollo_compile.device.gpu.lending import Lending
 from apollo_compile.device.gpu.measure import measure_bodies
@@ -179,7 +179,7 @@ class CudaExecutable:
                 self.graph,
                 functions,
                 self.program.lanes,
-                self.gpu,
+                self.gpu.sharing(Sharing.APART),  # plain streams would all get the whole device
                 inputs,
                 written=written,
                 tuned=self._tuned,

@@ -24,18 +24,21 @@ from apollo_compile.ir import Lane, Variant
 from apollo_compile.pipeline import Compilation
 from apollo_compile.torch_bridge.onednn import Matmul
 
-_SHARING: Mapping[Variant, Sharing] = {
+_SHARING: Mapping[Variant, Sharing] = {Variant.PLAN: Sharing.FREE, Variant.PRIORITIES: Sharing.URGENCY}
+"""How lanes share the device in the variants that run the plan: on plain streams."""
+
+_ISOLATED: Mapping[Variant, Sharing] = {
+    Variant.PLAN: Sharing.APART,
     Variant.STREAMS: Sharing.FREE,
     Variant.PRIORITIES: Sharing.URGENCY,
     Variant.OVERLAPPING: Sharing.OVERLAPPING,
 }
-"""How lanes share the device in the variants that use the plan without its quotas."""
+"""The same with `runtime.isolation`: the plan has its quotas."""
 
 
 class GpuTarget:
     """One GPU, with the memory that the graphs of one model share there."""
 
-    variants: Collection[Variant] = tuple(_SHARING)
     is_synchronous = False
     binds_graphs = True  # a backward's CUDA graph reads what its forward saved, in memory of the same variant
     keeps_findings = False
@@ -51,13 +54,19 @@ class GpuTarget:
         self.memories: dict[Variant, ModelMemory] = defaultdict(ModelMemory)
         """Memory that the graphs share, by variant."""
         self._config = config
+        self._sharing = _ISOLATED if config.runtime.isolation else _SHARING
+
+    @property
+    def variants(self) -> Collection[Variant]:
+        """The variants besides the plan that run the plan on lanes."""
+        return [variant for variant in self._sharing if variant is not Variant.PLAN]
 
     def start(self, lanes: tuple[Lane, ...]) -> None:
         """Do nothing: streams are created at the first launch."""
 
     def tuned_lanes(self, lanes: Sequence[Lane]) -> Mapping[int, Lane]:
-        """Return one lane of every size except the whole device."""
-        return {len(lane.units): lane for lane in lanes[1:]}
+        """Return one lane of every size except the whole device; none where lanes are plain streams."""
+        return {len(lane.units): lane for lane in lanes[1:]} if self._config.runtime.isolation else {}
 
     def faster_with_onednn(self, cases: Iterable[tuple[Matmul, int]]) -> Collection[tuple[Matmul, int]]:
         """Return nothing: oneDNN computes on CPUs."""
@@ -69,16 +78,16 @@ class GpuTarget:
 
     def load(self, compilation: Compilation, code: Code, variant: Variant) -> CudaExecutable:
         """Load the program, with lanes that share the device as the variant says."""
-        sharing = _SHARING.get(variant)
+        sharing = self._sharing.get(variant, Sharing.APART)
         return CudaExecutable(
             program=compilation.program,
             graph=compilation.partition.graph,
             bodies=code.bodies,
-            gpu=self.gpu if sharing is None else self.gpu.sharing(sharing),
+            gpu=self.gpu.sharing(sharing),
             contract=code.contract,
             shared=self.memories[variant],
             urgency=rank_lanes(compilation.partition.graph, compilation.plan, compilation.costs),
-            tuned=code.tuned if sharing is None else {},
+            tuned=code.tuned if sharing is Sharing.APART else {},
             lane_memory_quota=self.lane_memory_quota,
             strict=self._config.debug.strict,
         )

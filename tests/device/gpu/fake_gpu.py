@@ -90,7 +90,7 @@ class FakeGpu:
         self.captures = LiveCaptures()
         self.free = 1 << 40
         """Bytes that can be allocated, for who asks."""
-        self.others: dict[Sharing, FakeGpu] = {}
+        self.others: dict[Sharing, FakeGpu] = {Sharing.APART: self}
         self.urgency: dict[str, int] = {}
         """By stream, as it was last asked for."""
         self.fail_capture: Exception | None = None
@@ -115,10 +115,11 @@ class FakeGpu:
         return f"lane {lane.id}"
 
     def sharing(self, sharing: Sharing) -> FakeGpu:
-        """Return another one, the same for the same sharing."""
-        other = self.others.setdefault(sharing, FakeGpu(self.units))
-        other.captures = self.captures
-        return other
+        """Return another one, the same for the same sharing; at first lanes are apart."""
+        if sharing not in self.others:
+            self.others[sharing] = other = FakeGpu(self.units)
+            other.others, other.captures = self.others, self.captures
+        return self.others[sharing]
 
     def is_capturing(self) -> bool:
         """Whether a test says that the user captures."""
