@@ -31,7 +31,7 @@ from tqdm import tqdm
 from apollo_compile.device.profile import DeviceProfile
 from apollo_compile.ir import Observations, SegmentGraph
 from apollo_compile.passes.cost import estimate_costs
-from apollo_compile.passes.plan import to_problem
+from apollo_compile.passes.plan import lanes_for, to_problem
 from apollo_compile.planner.baselines import BASELINES
 from apollo_compile.planner.bounds import lower_bound
 from apollo_compile.planner.greedy import greedy_schedules
@@ -129,8 +129,8 @@ def main(arguments: list[str] | None = None) -> int:
 def measure(graph: SegmentGraph, device: str, time_limits_s: Iterable[float], *, seed: int = 0) -> Row:
     """Return what every method finds for a graph on a device."""
     profile = DEVICES[device]()
-    lanes = profile.lanes
-    problem = to_problem(graph, estimate_costs(graph, profile, Observations()), lanes)
+    costs = estimate_costs(graph, profile, Observations())
+    problem = to_problem(graph, costs, lanes_for(graph, costs, profile.lanes))
     return Row(
         graph=graph.name,
         device=device,

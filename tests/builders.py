@@ -10,13 +10,13 @@ Lane letters: `*` is lane 0, `A` lane 1, `B` lane 2, and so on.
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 
-from apollo_compile.device.lanes import lane_catalogue
+from apollo_compile.device.lanes import lane_catalogue, useful_lanes
 from apollo_compile.ir import (
     Assignment,
     BodyId,
@@ -221,10 +221,24 @@ def seeds(always: int, num: int) -> list[Any]:
     return [*range(always), *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(always, num))]
 
 
+_TWO_ABREAST: Mapping[int, tuple[Sequence[Collection[int]], tuple[int, ...]]] = {
+    2: (((0, 1), (0,), (1,)), (1, 1)),
+    4: (((0, 1, 2), (0,), (1, 2), (0, 1), (2,)), (2, 1, 1)),
+}
+"""Atoms of every lane, and the sizes of atoms, by the number of units."""
+
+
+def _atoms_of(lanes: Sequence[Lane]) -> tuple[Sequence[Collection[int]], tuple[int, ...]]:
+    """Return the atoms of every lane, and their sizes: units that belong to the same lanes are one atom."""
+    owners = [tuple(lane.id for lane in lanes if unit in lane.units) for unit in lanes[0].units]
+    atoms = list(dict.fromkeys(owners))
+    owned = [frozenset(atom for atom, owner in enumerate(atoms) if lane.id in owner) for lane in lanes]
+    return owned, tuple(owners.count(atom) for atom in atoms)
+
+
 def random_problem(rng: random.Random, num_tasks: int, num_units: int = 2) -> Problem:
-    """Return a planning problem on the lanes of a device with 2 or 4 units (1 or 3 atoms)."""
-    atoms = {2: ((0, 1), (0,), (1,)), 4: ((0, 1, 2), (0,), (1, 2), (0, 1), (2,))}[num_units]
-    sizes = {2: (1, 1), 4: (2, 1, 1)}[num_units]
+    """Return a planning problem on a device of 2 or 4 units with splits in two, or of 16 with the whole catalogue."""
+    atoms, sizes = _atoms_of(lane_catalogue(16)) if num_units == 16 else _TWO_ABREAST[num_units]
     tasks = []
     for task in range(num_tasks):
         work, exponent, memory_share = rng.randrange(5, 200), rng.uniform(0.0, 1.0), rng.random()
@@ -300,14 +314,14 @@ class Tower:
 
 
 class _Network:
-    """Collects tasks whose durations follow a roofline with whole waves, in ns, on the lanes of a device.
+    """Collects tasks whose durations follow a roofline with whole waves, in ns, on halves and quarters of a device.
 
     The device of 132 units has 600 TFLOP/s and 4 TB/s in all, 65 GB/s per unit, and takes 3 us per kernel.
     """
 
     def __init__(self, units: int) -> None:
         self.units = units
-        self.lanes = lane_catalogue(units)
+        self.lanes = useful_lanes(lane_catalogue(units), 2)
         self.tasks: list[Task] = []
 
     def add(self, flops: float, num_bytes: float, kernels: int, tiles: int, *predecessors: int) -> int:
@@ -332,14 +346,9 @@ class _Network:
         return self.add(flops, num_bytes, round(scale * layers * 12), tiles, *predecessors)
 
     def problem(self) -> Problem:
-        owners = [tuple(lane.id for lane in self.lanes if unit in lane.units) for unit in range(self.units)]
-        atoms = list(dict.fromkeys(owners))
-        return Problem(
-            tasks=tuple(self.tasks),
-            lanes=tuple(frozenset(a for a, owner in enumerate(atoms) if lane.id in owner) for lane in self.lanes),
-            atom_sizes=tuple(owners.count(atom) for atom in atoms),
-            handover=5_000,
-        )
+        atoms, sizes = _atoms_of(self.lanes)
+        lanes = tuple(frozenset(each) for each in atoms)
+        return Problem(tasks=tuple(self.tasks), lanes=lanes, atom_sizes=sizes, handover=5_000)
 
 
 CLIP = ((24, 16 * 257, 1024), (12, 16 * 77, 768))

@@ -1,11 +1,14 @@
 """The lane catalogue: the few lanes that a program on a device may use.
 
-    lane_catalogue(units, atoms) -> lanes
-    atom_borders(atoms)          -> the first unit of every atom, and the end of the last
+    lane_catalogue(units, atoms)  -> lanes
+    useful_lanes(lanes, abreast)  -> the lanes that are of use for so many segments at once
+    atom_borders(atoms)           -> the first unit of every atom, and the end of the last
 
-Lane 0 has every unit. The other lanes come from two splits: two halves, and three quarters beside one quarter. Lanes of
-different splits share units; a plan orders their segments so that they never run at the same time. A short catalogue
-costs little: plans from 3 to 14 lanes differ by a few percent, and every lane is a thread to keep.
+Lane 0 has every unit. The other lanes come from four splits: two halves, three quarters beside one quarter, three
+thirds, four quarters. Lanes of different splits share units, or go side by side where they do not, as a half beside two
+quarters; a plan orders segments on lanes that share units so that they never run at the same time. A short catalogue
+costs little: plans from 3 to 14 lanes differ by a few percent where two branches run at once, and every lane is a
+thread to keep.
 
 A GPU assigns its units in atoms of several SMs, not all of the same size: an H200 has 14 of 8 SMs and one of 20. Splits
 are at borders between atoms, and atoms are numbered in the order of their units.
@@ -30,18 +33,46 @@ def lane_catalogue(units: int, atoms: Sequence[int] | None = None) -> tuple[Lane
             f"a device of {units} units cannot have atoms of {atoms} units: expected at least 1 unit, and atoms of at "
             "least 1 that fit into them; check the device profile"
         )
-    ranges, end = [(0, units)], borders[-1]
-    inner = range(1, len(borders) - 1)
-    if len(borders) > 2:
-        half = min(inner, key=lambda index: (abs(2 * borders[index] - end), -index))
-        ranges += [(0, borders[half]), (borders[half], end)]
-    if len(borders) > 4:
-        most = min(inner, key=lambda index: (abs(4 * borders[index] - 3 * end), index % 2))
-        ranges += [(0, borders[most]), (borders[most], end)]
+    end, num_atoms = borders[-1], len(borders) - 1
+    inner = range(1, num_atoms)
+    splits: list[tuple[int, ...]] = []
+    """Of each, the units at which lanes begin and end."""
+    if num_atoms > 1:
+        half = borders[min(inner, key=lambda index: (abs(2 * borders[index] - end), -index))]
+        splits.append((0, half, end))
+    if num_atoms > 3:
+        most = borders[min(inner, key=lambda index: (abs(4 * borders[index] - 3 * end), index % 2))]
+        splits.append((0, most, end))
+    if num_atoms > 2:
+        third, two_thirds = (
+            borders[min(inner, key=lambda index: (abs(3 * borders[index] - part * end), -index))] for part in (1, 2)
+        )
+        splits.append((0, third, two_thirds, end))
+    if num_atoms > 3:
+        quarter = borders[min(inner, key=lambda index: abs(4 * borders[index] - end))]
+        splits.append((0, quarter, half, most, end))
+    ranges = [(0, units), *itertools.chain(*(itertools.pairwise(split) for split in splits if _is_cut(split)))]
     return tuple(
         Lane(id=LaneId(index), units=tuple(range(first, last)))
         for index, (first, last) in enumerate(dict.fromkeys(ranges))
     )
+
+
+def _is_cut(split: Sequence[int]) -> bool:
+    """Return whether every lane of a split has units: atoms may be too large for it."""
+    return all(first < last for first, last in itertools.pairwise(split))
+
+
+def useful_lanes(lanes: tuple[Lane, ...], abreast: int) -> tuple[Lane, ...]:
+    """Return the lanes that are of use where at most `abreast` segments run at once, lane 0 first.
+
+    For up to two, these are all units and the splits in two: a plan for them is found sooner among few lanes.
+    """
+    if abreast > 2:
+        return lanes
+    narrow = {frozenset(lane.units) for lane in lanes[1:]}
+    everything = frozenset[int]().union(*narrow)
+    return tuple(lane for lane in lanes if lane is lanes[0] or everything.difference(lane.units) in narrow)
 
 
 def atom_borders(atoms: Iterable[int]) -> list[int]:

@@ -8,6 +8,9 @@ count from the start of its producer to the end of its last reader, or to the en
 workspace of a mode counts while it runs. The planner returns a schedule and its predicted execution with interference;
 this file turns both into a plan.
 
+Few lanes make a search short. So it is over the lanes of splits in two, unless more segments could run at once and a
+list schedule on all lanes is shorter than the bound of any plan on those few: then no plan is lost by having more.
+
 The serial plan, everything on lane 0 in graph order, is an ordinary candidate: it is kept unless the planner's schedule
 is shorter by `min_gain`, because running segments concurrently has risks that the model does not see. A pinned plan
 (read from a file) keeps its lanes and its order; its times come from the current cost table.
@@ -20,17 +23,19 @@ Leaves to others: what runs when predictions are wrong (`session/autotune.py`), 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
+from apollo_compile.device.lanes import useful_lanes
 from apollo_compile.errors import InfeasiblePlanError, InvariantError
 from apollo_compile.ir import (
     Assignment,
     Candidate,
     CostTable,
     Lane,
-    LaneId,
     Mode,
     Origin,
     Plan,
@@ -40,6 +45,7 @@ from apollo_compile.ir import (
 )
 from apollo_compile.planner import problem as planning
 from apollo_compile.planner.apart import bound_apart, solve_apart
+from apollo_compile.planner.baselines import BASELINES
 from apollo_compile.planner.greedy import greedy_schedules
 from apollo_compile.planner.simulate import Execution, Simulator, execute, serial_schedule
 from apollo_compile.planner.solve import Effort, Solution
@@ -78,13 +84,15 @@ def make_plan(
     Raises:
         InfeasiblePlanError: no plan keeps the memory quota.
     """
-    problem = to_problem(graph, costs, lanes, memory_quota=memory_quota)
+    useful = lanes if pinned is not None else lanes_for(graph, costs, lanes, memory_quota=memory_quota)
+    problem = to_problem(graph, costs, useful, memory_quota=memory_quota)
     serial = serial_schedule(problem)
+    to_plan = partial(_to_plan, graph, costs, lanes, useful, problem)
     if pinned is not None:
         schedule = _follow(pinned, problem)
-        return _to_plan(graph, costs, lanes, problem, schedule, execute(problem, schedule), serial, pinned=pinned)
+        return to_plan(schedule, execute(problem, schedule), serial, pinned=pinned)
     if planner == "serial":
-        return _to_plan(graph, costs, lanes, problem, serial, execute(problem, serial), serial)
+        return to_plan(serial, execute(problem, serial), serial)
     effort = Effort(
         seed=seed,
         time_limit_s=time_limit_s,
@@ -99,19 +107,18 @@ def make_plan(
     chosen, execution = solution.schedule, solution.execution
     if execution.makespan > serial.makespan * (1 - min_gain) and problem.is_valid(serial):
         chosen, execution = serial, execute(problem, serial)
-    return _to_plan(graph, costs, lanes, problem, chosen, execution, serial, solution=solution)
+    return to_plan(chosen, execution, serial, solution=solution)
 
 
 def make_list_plan(graph: SegmentGraph, costs: CostTable, plan: Plan) -> Plan:
     """Return the best list schedule as a plan; `plan` is the planner's for the same costs."""
-    problem = to_problem(graph, costs, plan.lanes)
-    schedule, execution = _best_list_schedule(problem)
+    best = _best_list_schedule(graph, costs, plan.lanes)
     return replace(
         plan,
         origin=Origin.GREEDY,
-        assignments=_assign(graph, costs, plan.lanes, problem, schedule, execution),
-        makespan_ns=execution.makespan,
-        undisturbed_ns=schedule.makespan,
+        assignments=_assign(graph, costs, best.lanes, best.problem, best.schedule, best.execution),
+        makespan_ns=best.execution.makespan,
+        undisturbed_ns=best.schedule.makespan,
         solver=None,
     )
 
@@ -136,18 +143,87 @@ def make_serial_plan(graph: SegmentGraph, costs: CostTable, plan: Plan) -> Plan:
 
 def estimate_makespan(graph: SegmentGraph, costs: CostTable, lanes: tuple[Lane, ...]) -> int:
     """Return the makespan in ns of the best list schedule: an estimate of a plan's, without the search for a plan."""
-    return _best_list_schedule(to_problem(graph, costs, lanes))[1].makespan
+    return _best_list_schedule(graph, costs, lanes).execution.makespan
 
 
-def _best_list_schedule(problem: planning.Problem) -> tuple[planning.Schedule, Execution]:
-    found = [(schedule, execute(problem, schedule)) for schedule in greedy_schedules(problem)]
-    return min(found, key=lambda pair: pair[1].makespan)
+LEAST_SHARE = 0.05
+"""Of the time in which every segment has run, were there a device for each: segments abreast for less do not count."""
+
+
+def lanes_for(
+    graph: SegmentGraph, costs: CostTable, lanes: tuple[Lane, ...], *, memory_quota: int | None = None
+) -> tuple[Lane, ...]:
+    """Return those of `lanes` on which a plan is searched, lane 0 first; see the top of this file."""
+    few = useful_lanes(lanes, 2)
+    if few == lanes or _num_abreast(graph, costs) <= 2:
+        return few
+    problem = to_problem(graph, costs, lanes, memory_quota=memory_quota)
+    listed = _list_schedules(problem) + _executed(problem, (rule(problem) for rule in BASELINES.values()))
+    bound = bound_apart(to_problem(graph, costs, few, memory_quota=memory_quota))
+    return lanes if min((each.makespan for _, each in listed), default=bound) < bound else few
+
+
+def _num_abreast(graph: SegmentGraph, costs: CostTable) -> int:
+    """Return how many segments run at once where each starts as soon as possible on a device for itself."""
+    ends = [0] * len(graph.segments)
+    changes: list[tuple[int, int]] = []
+    for segment in graph.segments:
+        start = max((ends[other] for other in graph.predecessors(segment.id)), default=0)
+        ends[segment.id] = start + costs.modes[segment.id][-1].duration_ns
+        changes += [(start, 1), (ends[segment.id], -1)]
+    changes.sort()
+    time_by_count: dict[int, int] = {}
+    running = 0
+    for (now, change), (later, _) in itertools.pairwise(changes):
+        running += change
+        time_by_count[running] = time_by_count.get(running, 0) + later - now
+    left = LEAST_SHARE * max(ends, default=0)
+    for count in sorted(time_by_count, reverse=True):
+        left -= time_by_count[count]
+        if left <= 0:
+            return count
+    return 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Listed:
+    """The best list schedule, and the problem on whose lanes it is."""
+
+    lanes: tuple[Lane, ...]
+    problem: planning.Problem
+    schedule: planning.Schedule
+    execution: Execution
+
+
+def _best_list_schedule(graph: SegmentGraph, costs: CostTable, lanes: tuple[Lane, ...]) -> _Listed:
+    """Return the best on the lanes of splits in two, and on all lanes where more segments could run at once."""
+    few = useful_lanes(lanes, 2)
+    found = []
+    for each in (few,) if few == lanes or _num_abreast(graph, costs) <= 2 else (few, lanes):
+        problem = to_problem(graph, costs, each)
+        schedule, execution = min(_list_schedules(problem), key=lambda pair: pair[1].makespan)
+        found.append(_Listed(lanes=each, problem=problem, schedule=schedule, execution=execution))
+    return min(found, key=lambda listed: listed.execution.makespan)
+
+
+def _list_schedules(problem: planning.Problem) -> list[tuple[planning.Schedule, Execution]]:
+    return _executed(problem, greedy_schedules(problem))
+
+
+def _executed(
+    problem: planning.Problem, schedules: Iterable[planning.Schedule]
+) -> list[tuple[planning.Schedule, Execution]]:
+    """Return the schedules that keep the limits of resources, with their executions."""
+    return [(each, execute(problem, each)) for each in schedules if not any(problem.resource_violations(each))]
 
 
 def to_problem(
     graph: SegmentGraph, costs: CostTable, lanes: Sequence[Lane], *, memory_quota: int | None = None
 ) -> planning.Problem:
-    """Return the planning problem of a graph; the reference mode of every task is that of lane 0."""
+    """Return the planning problem of a graph.
+
+    Its lanes are numbered by their place in `lanes`; the first has every unit and is that of the reference modes.
+    """
     units_by_owners: dict[tuple[int, ...], int] = {}
     for unit in lanes[0].units:
         owners = tuple(index for index, lane in enumerate(lanes) if unit in lane.units)
@@ -165,7 +241,7 @@ def to_problem(
 
     tasks = []
     for segment in graph.segments:
-        modes = _mode_by_lane(graph, costs, lanes, segment.id)
+        modes = _mode_by_place(graph, costs, lanes, segment.id)
         tasks.append(
             planning.Task(
                 modes=tuple(task_mode(segment.id, lane, mode) for lane, mode in modes.items()),
@@ -186,16 +262,17 @@ def to_problem(
     )
 
 
-def _mode_by_lane(graph: SegmentGraph, costs: CostTable, lanes: Sequence[Lane], segment: SegmentId) -> dict[int, Mode]:
+def _mode_by_place(graph: SegmentGraph, costs: CostTable, lanes: Sequence[Lane], segment: SegmentId) -> dict[int, Mode]:
     mode_by_units = {mode.units: mode for mode in costs.modes[segment]}
-    found = {lane.id: mode_by_units[len(lane.units)] for lane in lanes if len(lane.units) in mode_by_units}
+    units = [len(lane.units) for lane in lanes]
+    found = {place: mode_by_units[count] for place, count in enumerate(units) if count in mode_by_units}
     if 0 not in found:
         raise InvariantError(
             f"make_plan: segment {segment} ({graph.segments[segment].name}) needs a mode with all "
-            f"{len(lanes[0].units)} units of lane 0, its modes have {sorted(mode_by_units)}; "
+            f"{units[0]} units of lane 0, its modes have {sorted(mode_by_units)}; "
             "give estimate_costs the profile that the lanes were made for"
         )
-    return {int(lane): mode for lane, mode in found.items()}
+    return found
 
 
 def _holds(graph: SegmentGraph) -> tuple[planning.Hold, ...]:
@@ -215,6 +292,7 @@ def _to_plan(
     graph: SegmentGraph,
     costs: CostTable,
     lanes: tuple[Lane, ...],
+    useful: tuple[Lane, ...],
     problem: planning.Problem,
     schedule: planning.Schedule,
     execution: Execution,
@@ -226,7 +304,7 @@ def _to_plan(
     return Plan(
         origin=pinned.origin if pinned else _origin(schedule, serial, solution),
         lanes=lanes,
-        assignments=_assign(graph, costs, lanes, problem, schedule, execution),
+        assignments=_assign(graph, costs, useful, problem, schedule, execution),
         makespan_ns=execution.makespan,
         undisturbed_ns=schedule.makespan,
         serial_ns=serial.makespan,
@@ -255,12 +333,12 @@ def _assign(
 ) -> tuple[Assignment, ...]:
     assignments = []
     for segment, (start, end) in enumerate(zip(execution.starts, execution.ends, strict=True)):
-        lane = problem.mode(schedule, segment).lane
-        mode = _mode_by_lane(graph, costs, lanes, SegmentId(segment))[lane]
+        place = problem.mode(schedule, segment).lane
+        mode = _mode_by_place(graph, costs, lanes, SegmentId(segment))[place]
         assignments.append(
             Assignment(
                 segment=SegmentId(segment),
-                lane=LaneId(lane),
+                lane=lanes[place].id,
                 quota=Quota(units=mode.units, memory_bytes=mode.memory_bytes),
                 start_ns=start,
                 duration_ns=end - start,

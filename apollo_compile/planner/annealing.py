@@ -32,7 +32,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from apollo_compile.planner.greedy import lane_families
+from apollo_compile.planner.greedy import splits
 from apollo_compile.planner.problem import Problem, Schedule
 from apollo_compile.planner.simulate import Partial, Simulator
 
@@ -194,7 +194,7 @@ class _Moves:
         """Per task, the first task of its chain; a chain continues from a task to its `next_in_chain`."""
         for task, before in enumerate(simulator.predecessors):
             self.chain_of.append(next((self.chain_of[p] for p in before if self.next_in_chain[p] == task), task))
-        self.splits = [tuple(lane for lane in family if lane) for family in lane_families(problem)[1:]]
+        self.splits = splits(problem)
 
     def draw(self, walk: _Walk) -> _Change | None:
         """Return a random change; None if it would change nothing."""

@@ -6,8 +6,9 @@ Each rule chooses a lane per task and an order; a task runs in its fastest mode 
 there. A replay then starts every task as early as the order allows. Devices and streams of the rules are mapped to
 lanes:
 
-* The equal split is the split (disjoint narrow lanes) that covers most units and whose lanes differ least. Its lanes
-  are the processors of rules with a fixed set of processors. Stream k is lane k of it, modulo its lanes.
+* An equal split is, of the splits into as many lanes, the one whose lanes differ least. Its lanes are the processors of
+  rules with a fixed set of processors. Stream k is lane k of it, modulo its lanes. These rules get the equal split with
+  which they make the shortest schedule.
 * In the originals, a task that runs alone has the whole device, because streams have no quota and processors of HEFT
   are separate devices. So for the rules with streams and for HEFT, a task that cannot overlap with any other, because
   all others come before or after it, is on lane 0.
@@ -23,6 +24,7 @@ import bisect
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 
+from apollo_compile.planner.greedy import splits
 from apollo_compile.planner.problem import Problem, Schedule
 from apollo_compile.planner.simulate import Simulator, serial_schedule
 
@@ -38,16 +40,20 @@ def equal_split(problem: Problem) -> Schedule:
     A branch is a chain in which each task is followed by its successor with the longest path to the end. A new branch
     takes the lane with the least work so far. No task is on lane 0, unless there is only one branch.
     """
-    simulator, split = Simulator(problem), _equal_split(problem)
+    simulator = Simulator(problem)
     branches = _branches(simulator)
-    if not split or not any(branches):
+    if not any(branches):
         return serial_schedule(problem)
-    load = dict.fromkeys(split, 0)
-    lane_by_branch: dict[int, int] = {}
-    for task, branch in enumerate(branches):
-        lane = lane_by_branch.setdefault(branch, min(split, key=load.__getitem__))
-        load[lane] += _duration(simulator, task, lane)
-    return _replay(simulator, range(len(branches)), [lane_by_branch[branch] for branch in branches])
+
+    def place(split: _Split) -> Schedule:
+        load = dict.fromkeys(split, 0)
+        lane_by_branch: dict[int, int] = {}
+        for task, branch in enumerate(branches):
+            lane = lane_by_branch.setdefault(branch, min(split, key=load.__getitem__))
+            load[lane] += _duration(simulator, task, lane)
+        return _replay(simulator, range(len(branches)), [lane_by_branch[branch] for branch in branches])
+
+    return _on_equal_splits(problem, place)
 
 
 def critical_path_round_robin(problem: Problem) -> Schedule:
@@ -57,13 +63,15 @@ def critical_path_round_robin(problem: Problem) -> Schedule:
     Source: `MultiCudaStreamScheduler.schedule_multi_cuda_streams` in apex/contrib/torchsched/inductor/scheduler.py,
     https://github.com/NVIDIA/apex
     """
-    simulator, split = Simulator(problem), _equal_split(problem)
-    if not split:
-        return serial_schedule(problem)
+    simulator = Simulator(problem)
     path = _deepest_path(simulator)
-    side_streams = itertools.cycle(range(1, len(split)))
-    streams = [0 if task in path else next(side_streams) for task in range(len(problem.tasks))]
-    return _replay(simulator, range(len(streams)), _lanes_of_streams(simulator, streams, split))
+
+    def place(split: _Split) -> Schedule:
+        side_streams = itertools.cycle(range(1, len(split)))
+        streams = [0 if task in path else next(side_streams) for task in range(len(problem.tasks))]
+        return _replay(simulator, range(len(streams)), _lanes_of_streams(simulator, streams, split))
+
+    return _on_equal_splits(problem, place)
 
 
 def first_successor_streams(problem: Problem) -> Schedule:
@@ -73,9 +81,7 @@ def first_successor_streams(problem: Problem) -> Schedule:
     memory of every kernel.
     Source: StreamAllocator.py in https://github.com/icloud-ecnu/Opara; https://arxiv.org/abs/2312.10351
     """
-    simulator, split = Simulator(problem), _equal_split(problem)
-    if not split:
-        return serial_schedule(problem)
+    simulator = Simulator(problem)
     streams: list[int] = []
     num_streams = 0
     is_claimed = [False] * len(problem.tasks)
@@ -87,7 +93,10 @@ def first_successor_streams(problem: Problem) -> Schedule:
         else:
             is_claimed[unclaimed] = True
             streams.append(streams[unclaimed])
-    return _replay(simulator, range(len(streams)), _lanes_of_streams(simulator, streams, split))
+    return _on_equal_splits(
+        problem,
+        lambda split: _replay(simulator, range(len(streams)), _lanes_of_streams(simulator, streams, split)),
+    )
 
 
 def heft(problem: Problem) -> Schedule:
@@ -98,24 +107,8 @@ def heft(problem: Problem) -> Schedule:
     Ties go to the wider lane. Source: Topcuoglu, Hariri, Wu, "Performance-effective and low-complexity task scheduling
     for heterogeneous computing", IEEE TPDS 13, 2002, https://doi.org/10.1109/71.993206
     """
-    simulator, split = Simulator(problem), _equal_split(problem)
-    if not split:
-        return serial_schedule(problem)
-    choices = _processors(simulator, split)
-    rank = _upward_ranks(simulator, choices)
-    calendar = _Calendar(problem)
-    starts, ends, lanes = [0] * len(rank), [0] * len(rank), [0] * len(rank)
-    for task in sorted(range(len(rank)), key=lambda task: -rank[task]):
-        for lane, duration in choices[task].items():
-            ready = [
-                ends[other] + (problem.handover if lanes[other] != lane else 0)
-                for other in simulator.predecessors[task]
-            ]
-            start = calendar.earliest_start(lane, duration, max(ready, default=0))
-            if not ends[task] or start + duration < ends[task]:
-                starts[task], ends[task], lanes[task] = start, start + duration, lane
-        calendar.book(lanes[task], starts[task], ends[task])
-    return _replay(simulator, sorted(range(len(rank)), key=starts.__getitem__), lanes)
+    simulator = Simulator(problem)
+    return _on_equal_splits(problem, lambda split: _heft_on(simulator, split))
 
 
 def wavefront(problem: Problem) -> Schedule:
@@ -130,8 +123,8 @@ def wavefront(problem: Problem) -> Schedule:
     Source: Wang et al., "Spindle: efficient distributed training of multi-task large models via wavefront scheduling",
     ASPLOS 2025, https://doi.org/10.1145/3676641.3715992
     """
-    splits = _splits(problem)
-    if not splits:
+    found = [_widest_first(problem, split) for split in splits(problem)]
+    if not found:
         return serial_schedule(problem)
     simulator = Simulator(problem)
     order: list[int] = []
@@ -140,7 +133,7 @@ def wavefront(problem: Problem) -> Schedule:
         left = chains
         while left:
             left.sort(key=lambda chain: (-_time_of(simulator, chain, 0), chain))
-            waves = [_wave(simulator, split, left) for split in ((0,), *splits)]
+            waves = [_wave(simulator, split, left) for split in ((0,), *found)]
             wave = max(waves, key=lambda wave: _work_rate(simulator, wave))
             for chain, (lane, tasks) in zip(left, wave, strict=False):
                 del chain[: len(tasks)]
@@ -165,28 +158,24 @@ BASELINES: dict[str, Callable[[Problem], Schedule]] = {
 # ----------------------------------------------------------------------------------------------------------- lanes
 
 
-def _splits(problem: Problem) -> list[tuple[int, ...]]:
-    """Return sets of at least two disjoint narrow lanes, each with the widest lane first."""
-    narrow = sorted(range(1, len(problem.lanes)), key=lambda lane: -_num_units(problem, lane))
-    found: dict[tuple[int, ...], None] = {}
-    for first in narrow:
-        chosen = [first]
-        for lane in narrow:
-            if not any(problem.lanes[lane] & problem.lanes[other] for other in chosen):
-                chosen.append(lane)
-        if len(chosen) > 1:
-            found[tuple(sorted(chosen, key=narrow.index))] = None
-    return list(found)
+_Split = tuple[int, ...]
+"""Lanes, the widest first."""
 
 
-def _equal_split(problem: Problem) -> tuple[int, ...]:
-    """Return the lanes of the split with most units, and among those the most equal one; none if there is no split."""
+def _widest_first(problem: Problem, split: _Split) -> _Split:
+    return tuple(sorted(split, key=lambda lane: -_num_units(problem, lane)))
 
-    def merit(split: tuple[int, ...]) -> tuple[int, int]:
+
+def _on_equal_splits(problem: Problem, place: Callable[[_Split], Schedule]) -> Schedule:
+    """Return the shortest of the schedules that a rule makes on the equal splits; the serial one if there are none."""
+    equal: dict[int, _Split] = {}
+    for split in splits(problem):
         units = [_num_units(problem, lane) for lane in split]
-        return sum(units), min(units) - max(units)
-
-    return max(_splits(problem), key=merit, default=())
+        known = [_num_units(problem, lane) for lane in equal.get(len(split), ())]
+        if not known or max(units) - min(units) < max(known) - min(known):
+            equal[len(split)] = split
+    schedules = [place(_widest_first(problem, split)) for split in equal.values()]
+    return min(schedules, key=lambda schedule: schedule.makespan, default=serial_schedule(problem))
 
 
 def _num_units(problem: Problem, lane: int) -> int:
@@ -297,6 +286,25 @@ def _time_of(simulator: Simulator, tasks: Iterable[int], lane: int) -> int:
 
 
 # ------------------------------------------------------------------------------------------------------------ HEFT
+
+
+def _heft_on(simulator: Simulator, split: _Split) -> Schedule:
+    problem = simulator.problem
+    choices = _processors(simulator, split)
+    rank = _upward_ranks(simulator, choices)
+    calendar = _Calendar(problem)
+    starts, ends, lanes = [0] * len(rank), [0] * len(rank), [0] * len(rank)
+    for task in sorted(range(len(rank)), key=lambda task: -rank[task]):
+        for lane, duration in choices[task].items():
+            ready = [
+                ends[other] + (problem.handover if lanes[other] != lane else 0)
+                for other in simulator.predecessors[task]
+            ]
+            start = calendar.earliest_start(lane, duration, max(ready, default=0))
+            if not ends[task] or start + duration < ends[task]:
+                starts[task], ends[task], lanes[task] = start, start + duration, lane
+        calendar.book(lanes[task], starts[task], ends[task])
+    return _replay(simulator, sorted(range(len(rank)), key=starts.__getitem__), lanes)
 
 
 def _processors(simulator: Simulator, split: Sequence[int]) -> list[dict[int, int]]:

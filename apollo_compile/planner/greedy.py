@@ -3,7 +3,7 @@
     greedy_schedules(problem) -> schedules, the serial one first
 
 A list scheduler appends one ready task at a time. Each `_Rule` of the portfolio fixes
-    lanes            all, or those of one split (a narrow lane, the lanes disjoint from it, and lane 0)
+    lanes            all, or those of one split and lane 0
     next task        the one that can start first, or the one of highest priority; priority = longest chain after it,
                      with durations on lane 0, of the slowest mode, or of the mode with the least units x time
     lane of a task   least  end + greed * (units x time) / all units:  greed 0 is earliest finish, a large one favours
@@ -90,19 +90,31 @@ def _portfolio(problem: Problem, simulator: Simulator) -> Iterator[_Rule]:
     for durations in (wide, slow, frugal):
         tails = tail_lengths(simulator.successors, durations)
         priorities.setdefault(tuple(tail + duration for tail, duration in zip(tails, durations, strict=True)))
+    families = lane_families(problem)
     for by_time, greed, chain_alone in _CHOICES:
         for priority in priorities:
-            for lanes in lane_families(problem):
+            for lanes in families:
                 yield _Rule(lanes=lanes, priority=priority, by_time=by_time, greed=greed, chain_alone=chain_alone)
 
 
 def lane_families(problem: Problem) -> list[tuple[int, ...]]:
-    """Return sets of lanes to plan with: all, and lane 0 with each narrow lane and the lanes disjoint from it."""
-    families: dict[tuple[int, ...], None] = {tuple(range(len(problem.lanes))): None}
-    for lane in range(1, len(problem.lanes)):
-        disjoint = [other for other in range(1, len(problem.lanes)) if not problem.lanes[other] & problem.lanes[lane]]
-        families.setdefault(tuple(sorted({0, lane, *disjoint})))
-    return list(families)
+    """Return sets of lanes to plan with: all, and lane 0 with the lanes of each split."""
+    return list(dict.fromkeys([tuple(range(len(problem.lanes))), *((0, *split) for split in splits(problem))]))
+
+
+def splits(problem: Problem) -> list[tuple[int, ...]]:
+    """Return sets of at least two narrow lanes that have no atom in common and together all that narrow lanes have."""
+    narrow = range(1, len(problem.lanes))
+    everything = frozenset[int]().union(*problem.lanes[1:])
+
+    def complete(chosen: tuple[int, ...], left: frozenset[int]) -> Iterator[tuple[int, ...]]:
+        if not left:
+            yield tuple(sorted(chosen))
+        for lane in narrow if left else ():
+            if min(left) in problem.lanes[lane] <= left:
+                yield from complete((*chosen, lane), left - problem.lanes[lane])
+
+    return sorted(split for split in complete((), everything) if len(split) > 1)
 
 
 def _areas(problem: Problem) -> list[list[float]]:

@@ -23,8 +23,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-MAX_LABELS = 100_000
-"""Limit of labels, at a few microseconds each; mostly, a few per pair of tasks and lane are enough."""
+MAX_STARTS = 500_000
+"""Limit of labels x lanes, each a microsecond or less; mostly, a few labels per pair of tasks and lane are enough."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -119,7 +119,7 @@ class _Search:
 
 
 def shortest_makespan(one: Chain, other: Chain, lanes: Sequence[frozenset[int]]) -> int | None:
-    """Return the shortest makespan of two chains that are not empty; None if it takes more than `MAX_LABELS` labels.
+    """Return the shortest makespan of two chains that are not empty; None if it takes more than `MAX_STARTS`.
 
     Arguments:
         one: a chain.
@@ -132,6 +132,6 @@ def shortest_makespan(one: Chain, other: Chain, lanes: Sequence[frozenset[int]])
     for num_ended in range(len(one.modes) + len(other.modes)):
         for first in range(max(0, num_ended - len(other.modes) + 1), min(len(one.modes) - 1, num_ended) + 1):
             num_labels += search.visit((first, num_ended - first))
-            if num_labels > MAX_LABELS:
+            if num_labels * len(lanes) > MAX_STARTS:
                 return None
     return search.best

@@ -115,9 +115,10 @@ def _render_segments(graph: GraphSummary) -> str:
 
 def _render_what_if(graph: GraphSummary) -> str:
     rows = [
-        (row.change, format_ns(row.serial_ns), format_ns(row.predicted_ns), f"{row.gain:.2f}x") for row in graph.what_if
+        (row.change, format_ns(row.serial_ns), format_ns(row.predicted_ns), f"{row.gain:.2f}x", row.num_abreast)
+        for row in graph.what_if
     ]
-    table = _table(rows, ("what if", "on one lane", "planned", "gain"), "lrrr")
+    table = _table(rows, ("what if", "on one lane", "planned", "gain", "abreast"), "lrrrr")
     return table if graph.compares_batches else f"{table}\n{OTHER_BATCHES}"
 
 

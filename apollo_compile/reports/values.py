@@ -186,6 +186,8 @@ class WhatIf:
     units: int
     serial_ns: int
     predicted_ns: int
+    num_abreast: int
+    """The largest number of segments that run at once in the plan."""
     batch: int | None = None
     """The number of samples, if that is what differs."""
 

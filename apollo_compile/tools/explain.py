@@ -148,6 +148,7 @@ def compare_batches(
                 units=profile.units,
                 serial_ns=plan.serial_ns,
                 predicted_ns=plan.makespan_ns,
+                num_abreast=plan.num_abreast,
             )
             graphs[index] = replace(graphs[index], what_if=(*graphs[index].what_if, row))
     return replace(report, graphs=tuple(graphs))

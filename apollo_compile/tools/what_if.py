@@ -19,7 +19,7 @@ from apollo_compile.errors import ConfigError, InfeasiblePlanError
 from apollo_compile.ir import Observations
 from apollo_compile.ir.text import format_count
 from apollo_compile.passes.cost import estimate_costs
-from apollo_compile.passes.plan import make_plan, to_problem
+from apollo_compile.passes.plan import lanes_for, make_plan, to_problem
 from apollo_compile.pipeline import Compilation
 from apollo_compile.planner.baselines import BASELINES
 from apollo_compile.planner.simulate import execute
@@ -60,7 +60,8 @@ def what_if(
 
 def other_rules(compilation: Compilation) -> tuple[tuple[str, int], ...]:
     """Return names of other systems' scheduling rules, with their predicted makespans in ns on the same lanes."""
-    problem = to_problem(compilation.partition.graph, compilation.costs, compilation.plan.lanes)
+    graph, costs = compilation.partition.graph, compilation.costs
+    problem = to_problem(graph, costs, lanes_for(graph, costs, compilation.plan.lanes))
     return tuple((name, execute(problem, baseline(problem)).makespan) for name, baseline in BASELINES.items())
 
 
@@ -85,7 +86,13 @@ def _plan_each(
         except InfeasiblePlanError as error:
             _logger.info("%s is not compared with %s: %s", graph.name, change, error)
             continue
-        yield WhatIf(change=change, units=profile.units, serial_ns=plan.serial_ns, predicted_ns=plan.makespan_ns)
+        yield WhatIf(
+            change=change,
+            units=profile.units,
+            serial_ns=plan.serial_ns,
+            predicted_ns=plan.makespan_ns,
+            num_abreast=plan.num_abreast,
+        )
 
 
 def _describe(profile: DeviceProfile, units: int) -> str:

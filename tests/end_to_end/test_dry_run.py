@@ -17,7 +17,7 @@ import apollo_compile
 from apollo_compile.errors import ConfigError, TargetError
 from apollo_compile.session import registry
 from apollo_compile.tools.explain import compare_batches, explain
-from tests.end_to_end.models import TwoTowers, two_tower_inputs
+from tests.end_to_end.models import Tower, TwoTowers, two_tower_inputs
 
 GREEDY = {"plan.planner": "greedy", "plan.time_limit_s": 0.2}
 
@@ -227,6 +227,29 @@ def test_other_devices_and_batches_are_compared() -> None:
     assert dict(graph.baselines)["serial"] == graph.serial_ns
     assert rows["batch 16"].serial_ns < graph.serial_ns < rows["batch 1024"].serial_ns
     assert rows["device profile h200"].units == 132
+
+
+class FourTowers(nn.Module):
+    """As ImageBind: encoders that meet in one loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoders = nn.ModuleList(Tower(64, 2) for _ in range(4))
+
+    def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
+        """Return the sum of the similarities of the first with the others."""
+        first, *others = (encoder(x) for encoder, x in zip(self.encoders, inputs, strict=True))
+        return sum((first @ other.T).sum() for other in others)
+
+
+def test_four_encoders_run_four_abreast_where_there_are_units_for_them() -> None:
+    """On 16 cores and on 132 SMs, as the report says; two cores run two at once."""
+    with torch.no_grad():
+        inputs = tuple(torch.ones(64, 64) for _ in range(4))
+        (graph,) = explain(FourTowers(), inputs, options=GREEDY, units=(2, 16), profiles=("h200",)).graphs
+    rows = {row.change: row for row in graph.what_if}
+    assert rows["16 units"].num_abreast > 2 and rows["device profile h200"].num_abreast > 2
+    assert all(row.num_abreast <= row.units for row in rows.values())
 
 
 def test_batches_are_compared_whatever_was_compiled_before() -> None:

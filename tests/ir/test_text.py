@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from apollo_compile.device.lanes import lane_catalogue
+from apollo_compile.device.lanes import lane_catalogue, useful_lanes
 from apollo_compile.ir import LaneId, SegmentId, Span, Trace, text
 from apollo_compile.passes.emit import emit_program
 from apollo_compile.passes.memory import plan_memory
@@ -20,7 +20,7 @@ Expect = Callable[[str, str], None]
 
 NAMES = ("embed", "vision.layers.0", "vision.layers.1", "text.layers.0", "text.layers.1", "head")
 GRAPH = graph((), (0,), (1,), (0,), (3,), (2, 4), names=NAMES, bodies=(0, 1, 1, 2, 2, 3), after={5: [1]})
-LANES = lane_catalogue(4)
+LANES = useful_lanes(lane_catalogue(4), 2)
 COSTS = costs(
     GRAPH,
     LANES,

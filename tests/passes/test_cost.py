@@ -3,7 +3,6 @@ from __future__ import annotations
 import pytest
 
 from apollo_compile.cost_model.roofline import predict
-from apollo_compile.device.lanes import lane_catalogue
 from apollo_compile.ir import BodyId, CostSource, Observation, Observations
 from apollo_compile.ir.check import check_costs
 from apollo_compile.passes.cost import estimate_costs
@@ -71,29 +70,3 @@ def test_a_measurement_elsewhere_scales_the_formula(units: int, nearest: int) ->
     mode = next(mode for mode in estimate_costs(made, CPU, seen).modes[0] if mode.units == units)
     assert mode.duration_ns == ratios[nearest] * formula[units]
     assert mode.source is (CostSource.MEASURED if units == nearest else CostSource.SCALED)
-
-
-@pytest.mark.parametrize(
-    ("units", "sizes"),
-    [
-        (1, [1]),
-        (2, [2, 1, 1]),
-        (3, [3, 2, 1]),
-        (4, [4, 2, 2, 3, 1]),
-        (5, [5, 3, 2, 4, 1]),
-        (132, [132, 66, 66, 99, 33]),
-    ],
-)
-def test_the_catalogue_has_all_units_then_halves_then_quarters(units: int, sizes: list[int]) -> None:
-    """Lanes of one split cover the device without overlap; no lane occurs twice."""
-    lanes = lane_catalogue(units)
-    assert [len(lane.units) for lane in lanes] == sizes
-    assert len({lane.units for lane in lanes}) == len(lanes)
-    for left, right in zip(lanes[1::2], lanes[2::2], strict=True):
-        assert left.units + right.units == lanes[0].units
-
-
-def test_a_device_without_units_is_refused() -> None:
-    """The message says where to look."""
-    with pytest.raises(ValueError, match="check the device profile"):
-        lane_catalogue(0)

@@ -13,7 +13,7 @@ from apollo_compile.passes.emit import emit_program
 from apollo_compile.passes.memory import plan_memory
 from apollo_compile.passes.plan import make_plan
 from apollo_compile.passes.sync import eliminate_syncs
-from tests.builders import graph, plan, random_costs, random_graph, random_lanes, random_plan
+from tests.builders import chains, graph, plan, random_costs, random_graph, random_lanes, random_plan
 from tests.races import find_races
 
 
@@ -51,6 +51,22 @@ def test_programs_have_no_races(seed: int) -> None:
     check_program(program, made, planned, syncs, memory)
     for _ in range(3):
         assert find_races(program, made, rng) == []
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_programs_on_halves_thirds_and_quarters_have_no_races(seed: int) -> None:
+    """Lanes of sixteen units, many of which share some: in random plans, and in the planner's."""
+    rng = random.Random(seed)
+    towers = [[rng.randrange(20, 200) for _ in range(rng.randrange(1, 6))] for _ in range(rng.randrange(3, 6))]
+    made, table, lanes = chains(*towers, units=16, efficiency=0.4, handover_ns=rng.choice((0, 5)))
+    for planned in (
+        random_plan(rng, made, lanes, table),
+        make_plan(made, table, lanes=lanes, planner="greedy", work_s=0.1),
+    ):
+        program, syncs, memory = emit(made, planned)
+        check_program(program, made, planned, syncs, memory)
+        for _ in range(3):
+            assert find_races(program, made, rng) == []
 
 
 @pytest.mark.parametrize("seed", range(60))

@@ -8,16 +8,25 @@ from dataclasses import replace
 
 import pytest
 
-from apollo_compile.device.lanes import lane_catalogue
+from apollo_compile.device.lanes import lane_catalogue, useful_lanes
 from apollo_compile.errors import InfeasiblePlanError, InvariantError
 from apollo_compile.ir import BufferId, CostTable, Mode, Observations, Origin, Plan, SegmentGraph
 from apollo_compile.ir.check import check_plan
 from apollo_compile.json_form import to_json
 from apollo_compile.passes.cost import estimate_costs
-from apollo_compile.passes.plan import estimate_makespan, make_list_plan, make_plan, make_serial_plan
+from apollo_compile.passes.plan import (
+    estimate_makespan,
+    lanes_for,
+    make_list_plan,
+    make_plan,
+    make_serial_plan,
+    to_problem,
+)
 from apollo_compile.planner import apart
 from apollo_compile.store.profiles import default_profile
 from tests.builders import chains, costs, graph, random_costs, random_graph, random_lanes
+from tests.builders import plan as place
+from tests.planner.oracle import find_optimum
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -53,6 +62,91 @@ def test_what_is_left_of_the_longer_branch_gets_all_units() -> None:
     held = max(a.end_ns for a in without if a.lane != 0) - min(a.start_ns for a in without if a.lane != 0)
     assert held < 800  # the long tower alone on one unit
     assert plan.makespan_ns < 800
+
+
+LITTLE = {"work_s": 0.1, "time_limit_s": 60.0}
+"""Little work, and a limit that no machine reaches."""
+
+
+@pytest.mark.parametrize(("num_branches", "units"), [(3, 16), (4, 4), (4, 16), (5, 16)])
+def test_as_many_branches_run_abreast_as_there_are_lanes_for(num_branches: int, units: int) -> None:
+    """Where few units are used best: shorter than on the lanes of splits in two, and never more than four at once."""
+    made, table, lanes = chains(*num_branches * [[100] * 3], units=units, efficiency=0.4)
+    plan = make_plan(made, table, lanes=lanes, **LITTLE)
+    check_plan(plan, made, table)
+    assert plan.num_abreast == min(4, num_branches)
+    in_two = make_plan(made, table, lanes=useful_lanes(lanes, 2), **LITTLE)
+    assert plan.makespan_ns < in_two.makespan_ns and in_two.num_abreast == 2
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_more_lanes_never_make_a_plan_longer(seed: int) -> None:
+    """Towers of random layers: on all lanes of the catalogue, plans are as short as with splits in two, or shorter."""
+    rng = random.Random(seed)
+    towers = [[rng.randrange(20, 200) for _ in range(rng.randrange(1, 5))] for _ in range(rng.randrange(2, 6))]
+    made, table, lanes = chains(*towers, units=rng.choice((4, 16)), efficiency=rng.uniform(0.2, 1.0), handover_ns=3)
+    plans = [make_plan(made, table, lanes=useful_lanes(lanes, abreast), **LITTLE) for abreast in (2, 4)]
+    for plan in plans:
+        check_plan(plan, made, table)
+    assert plans[1].makespan_ns <= plans[0].makespan_ns
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_plan_of_three_branches_is_optimal(seed: int) -> None:
+    """Exhaustive search finds nothing shorter on the lanes that were planned on."""
+    rng = random.Random(seed)
+    made, table, lanes = chains(*([rng.randrange(100, 200)] for _ in range(3)), units=16, efficiency=0.3)
+    plan = make_plan(made, table, lanes=lanes, min_gain=0.0, **LITTLE)
+    check_plan(plan, made, table)
+    assert plan.makespan_ns == find_optimum(to_problem(made, table, lanes_for(made, table, lanes)))
+
+
+@pytest.mark.parametrize(
+    ("towers", "efficiency", "num_lanes"),
+    [
+        ([[100] * 20], 0.4, 5),
+        ([[100] * 20, [100] * 20], 0.4, 5),
+        ([[100] * 20, [100] * 20, [90]], 0.4, 5),
+        ([[100] * 20, [100] * 20, [100] * 20], 0.4, 11),
+        ([[100] * 20, [100] * 20, [100] * 20], 1.0, 5),
+    ],
+)
+def test_graphs_are_planned_on_the_lanes_that_they_gain_by(
+    towers: list[list[int]], efficiency: float, num_lanes: int
+) -> None:
+    """Three branches need more than halves, unless they are as fast in turn; what is short does not count.
+
+    A plan keeps the whole catalogue.
+    """
+    made, table, lanes = chains(*towers, units=16, efficiency=efficiency)
+    assert lanes_for(made, table, lanes) == lanes[:num_lanes]
+    plan = make_plan(made, table, lanes=lanes, planner="greedy", **LITTLE)
+    check_plan(plan, made, table)
+    assert plan.lanes == lanes
+    assert {each.lane for each in plan.assignments} <= set(range(num_lanes))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_more_lanes_are_searched_only_where_no_plan_on_few_is_as_short(seed: int) -> None:
+    """So no plan is lost by having them: its makespan is under the bound of the few."""
+    rng = random.Random(100 + seed)
+    towers = [[rng.randrange(20, 200) for _ in range(rng.randrange(1, 5))] for _ in range(rng.randrange(3, 6))]
+    made, table, lanes = chains(*towers, units=16, efficiency=rng.uniform(0.2, 1.0), handover_ns=3)
+    few = useful_lanes(lanes, 2)
+    plans = [make_plan(made, table, lanes=each, planner="greedy", **LITTLE) for each in (few, lanes)]
+    if lanes_for(made, table, lanes) == few:
+        assert plans[1].assignments == plans[0].assignments
+    else:
+        assert plans[1].makespan_ns < plans[0].lower_bound_ns
+
+
+def test_a_pinned_plan_may_use_any_lane() -> None:
+    """Whatever its graph could use by the costs of today."""
+    made, table, lanes = chains([100] * 2, units=16)
+    pinned = place(made, "JI", lanes=lanes, costs=table)
+    plan = make_plan(made, table, lanes=lanes, pinned=pinned)
+    check_plan(plan, made, table)
+    assert [each.lane for each in plan.assignments] == [10, 9]
 
 
 @pytest.mark.parametrize("seed", range(20))

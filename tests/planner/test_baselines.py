@@ -99,6 +99,17 @@ def test_equal_split_gives_a_new_branch_the_half_with_less_work() -> None:
     assert schedule.makespan == 40
 
 
+@pytest.mark.parametrize("name", ["equal split", "first-successor streams", "HEFT", "wavefront"])
+@pytest.mark.parametrize("num_branches", [2, 3, 4])
+def test_as_many_branches_take_as_many_lanes(name: str, num_branches: int) -> None:
+    """Equal ones, on a device in halves, thirds and quarters, where a task takes as long on any number of units."""
+    cuts = [range(part * 12 // count, (part + 1) * 12 // count) for count in (1, 2, 3, 4) for part in range(count)]
+    task = Task(modes=tuple(Mode(lane=lane, duration=7) for lane in range(len(cuts))), predecessors=())
+    problem = Problem(tasks=(task,) * num_branches, lanes=tuple(map(frozenset, cuts)), atom_sizes=(1,) * 12)
+    schedule = BASELINES[name](problem)
+    assert schedule.makespan == 7 and len(set(lanes_of(problem, schedule))) == num_branches
+
+
 def test_round_robin_keeps_the_path_with_most_tasks_together() -> None:
     """Depth counts, not time: the one long task goes to the side stream."""
     short, long = scaled(4), scaled(400)

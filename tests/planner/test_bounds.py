@@ -12,7 +12,7 @@ from tests.builders import limited, random_problem, realistic_problems
 from tests.planner.oracle import find_optimum
 
 
-@pytest.mark.parametrize(("num_tasks", "num_units"), [(5, 2), (4, 4), (6, 2)])
+@pytest.mark.parametrize(("num_tasks", "num_units"), [(5, 2), (4, 4), (6, 2), (3, 16)])
 @pytest.mark.parametrize("seed", range(20))
 def test_the_bound_never_exceeds_the_optimum(num_tasks: int, num_units: int, seed: int) -> None:
     """Exhaustive search knows the truth."""

@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from apollo_compile.planner.greedy import greedy_schedules, lane_families
-from apollo_compile.planner.problem import Problem
+from apollo_compile.planner.greedy import greedy_schedules, lane_families, splits
+from apollo_compile.planner.problem import Mode, Problem, Task
 from apollo_compile.planner.simulate import serial_schedule
 from tests.builders import random_problem, realistic_problems
 from tests.planner.oracle import find_optimum
@@ -52,10 +52,21 @@ def test_list_schedules_of_real_models_beat_the_serial_schedule(name: str) -> No
     assert min(schedule.makespan for schedule in schedules) <= share * schedules[0].makespan
 
 
-def test_a_family_of_lanes_is_a_lane_with_its_neighbours_and_all_units() -> None:
-    """Halves, and three quarters beside a quarter, which also goes beside the first half."""
-    problem = random_problem(random.Random(0), 3, 4)
-    assert lane_families(problem) == [(0, 1, 2, 3, 4), (0, 1, 2, 4), (0, 1, 2), (0, 3, 4), (0, 1, 3, 4)]
+def test_a_family_of_lanes_is_a_split_and_all_units() -> None:
+    """Halves, and three quarters beside a quarter; then also a half beside two quarters, thirds, and quarters."""
+    assert lane_families(random_problem(random.Random(0), 3, 4)) == [(0, 1, 2, 3, 4), (0, 1, 2), (0, 3, 4)]
+    in_three, in_four = [(1, 4, 10), (2, 8, 9), (5, 6, 7)], [(4, 8, 9, 10)]
+    expected = sorted([(1, 2), (3, 4), *in_three, *in_four])
+    assert splits(random_problem(random.Random(0), 3, 16)) == expected
+
+
+def test_lanes_that_leave_units_out_are_no_split() -> None:
+    """Nor are lanes that share some."""
+    tasks = (Task(modes=(Mode(lane=0, duration=1),), predecessors=()),)
+    lanes = (frozenset({0, 1, 2}), frozenset({0}), frozenset({1, 2}), frozenset({0, 1}))
+    assert splits(Problem(tasks=tasks, lanes=lanes, atom_sizes=(1, 1, 1))) == [(1, 2)]
+    assert splits(Problem(tasks=tasks, lanes=lanes[:2], atom_sizes=(1, 1, 1))) == []
+    assert splits(Problem(tasks=tasks, lanes=(*lanes[:2], lanes[3]), atom_sizes=(1, 1, 1))) == []
 
 
 def test_without_lanes_there_is_only_the_serial_schedule() -> None:

@@ -61,6 +61,15 @@ def test_the_solution_of_a_tiny_problem_is_optimal(seed: int) -> None:
     assert solution.is_optimal  # so few tasks are proven with this little work
 
 
+@pytest.mark.parametrize("seed", range(10))
+def test_the_solution_on_lanes_for_four_abreast_is_optimal(seed: int) -> None:
+    """Of three tasks on eleven lanes; of more, exhaustive search would take minutes."""
+    problem = random_problem(random.Random(seed), 3, 16)
+    solution = solve(problem, QUICK)
+    check(problem, solution)
+    assert solution.schedule.makespan == find_optimum(problem)
+
+
 @pytest.mark.parametrize("seed", range(40))
 def test_the_solution_within_limits_is_optimal(seed: int) -> None:
     """With demands and holds for which the serial schedule just suffices."""

@@ -109,7 +109,7 @@ def workload_report(name: str) -> Report:
     summaries = []
     for role in ("forward", "backward"):
         compilation = compile_graph(graphs[f"{name}_{role}"])
-        row = WhatIf(change="8 units", units=8, serial_ns=2_000_000, predicted_ns=1_000_000)
+        row = WhatIf(change="8 units", units=8, serial_ns=2_000_000, predicted_ns=1_000_000, num_abreast=2)
         summaries.append(
             summarize(compilation, invent_run(compilation), what_if=(row,), baselines=other_rules(compilation))
         )

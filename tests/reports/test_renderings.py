@@ -121,10 +121,9 @@ def test_text_json_page_trace_and_dot_have_the_same_numbers(workload: str) -> No
             )
         for row in graph["what_if"]:
             gain = row["serial_ns"] / row["predicted_ns"]
-            shown = [format_ns(row["serial_ns"]), format_ns(row["predicted_ns"]), f"{gain:.2f}x"]
-            assert rows["data-change", row["change"]] == list(
-                zip((row["serial_ns"], row["predicted_ns"], gain), shown, strict=True)
-            )
+            values = (row["serial_ns"], row["predicted_ns"], gain, row["num_abreast"])
+            shown = [*map(format_ns, values[:2]), f"{gain:.2f}x", str(values[3])]
+            assert rows["data-change", row["change"]] == list(zip(values, shown, strict=True))
             assert [row["change"], *shown] in [re.split(r"\s{2,}", line) for line in block.splitlines()]
         for module in graph["modules"]:
             keys = ("serial_ns", "predicted_ns", "measured_ns")

@@ -258,8 +258,8 @@ def test_a_run_that_took_longer_than_predicted_is_told_with_what_did() -> None:
 
 def test_comparisons_without_batches_say_how_to_get_them() -> None:
     """On the page as in the text; a compiled model cannot be asked, for it does not keep its inputs."""
-    units = WhatIf(change="8 units", units=8, serial_ns=200, predicted_ns=100)
-    batch = WhatIf(change="batch 16", units=2, serial_ns=200, predicted_ns=100, batch=16)
+    units = WhatIf(change="8 units", units=8, serial_ns=200, predicted_ns=100, num_abreast=2)
+    batch = WhatIf(change="batch 16", units=2, serial_ns=200, predicted_ns=100, num_abreast=1, batch=16)
     for rows, is_told in (((units,), True), ((units, batch), False), ((), False)):
         report = Report(graphs=(summarize(compilation(), RUN, what_if=rows),), fallbacks=())
         assert (OTHER_BATCHES in str(report)) is (escape(OTHER_BATCHES) in report.to_html()) is is_told

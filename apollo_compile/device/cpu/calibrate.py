@@ -37,7 +37,7 @@ from apollo_compile.device.cpu.execute import keep_memory, most_units
 from apollo_compile.device.cpu.fit import fit_profile
 from apollo_compile.device.cpu.probes import TimedProbe, make_probes
 from apollo_compile.device.cpu.runtime import RuntimePrograms
-from apollo_compile.device.lanes import lane_catalogue
+from apollo_compile.device.lanes import lane_catalogue, useful_lanes
 from apollo_compile.device.profile import DeviceProfile
 
 Progress: TypeAlias = Callable[[str, int, int], None]
@@ -110,8 +110,8 @@ def calibrate(units: int, *, rounds: int = ROUNDS, progress: Progress = lambda w
 
 
 def _unit_counts(units: int) -> list[int]:
-    """Return the numbers of units to measure."""
-    return sorted({1, *(len(lane.units) for lane in lane_catalogue(units))})
+    """Return the numbers of units to measure: between them, rates are interpolated."""
+    return sorted({1, *(len(lane.units) for lane in useful_lanes(lane_catalogue(units), 2))})
 
 
 class _Steps:

@@ -40,6 +40,10 @@ OPTIONS = {
 }
 
 
+SIZES = tuple(dict.fromkeys(len(lane.units) for lane in load_profile(Path("h200")).lanes[1:]))
+"""Units of the lanes that are smaller than the device."""
+
+
 COMPILED = {"runtime.bodies": "python"}
 """What a GPU runs. What becomes of bodies is the same if they are not compiled, which takes most of the time."""
 
@@ -114,7 +118,7 @@ def test_training_replays_and_is_as_in_eager(options: dict[str, Any]) -> None:
 def test_measured_times_change_the_plan() -> None:
     """Lanes that take a hundred times as long as the whole device are not used; the numbers stay those of eager."""
     compiler = new_compiler(**{"plan.replan": True})
-    compiler.gpu.ns_by_stream = {f"lane {lane}": 100_000 for lane in range(1, 5)}
+    compiler.gpu.ns_by_stream = {f"lane {lane}": 100_000 for lane in range(1, 11)}
     model, inputs = TwoTowers(depth=1), two_tower_inputs()
     expected = train(model, loss_of(inputs), steps=6)
     assert_same_training(expected, train(model, loss_of(inputs), steps=6, backend=compiler))
@@ -128,7 +132,7 @@ def test_measured_times_change_the_plan() -> None:
 def test_without_isolation_bodies_are_timed_on_quotas_and_run_on_plain_streams() -> None:
     """Only the plan on streams, with priorities or without, competes with segments in turn."""
     compiler = new_compiler(**{"runtime.isolation": False, "plan.replan": True})
-    compiler.gpu.ns_by_stream = {f"lane {lane}": 1_300 for lane in range(1, 5)}
+    compiler.gpu.ns_by_stream = {f"lane {lane}": 600 for lane in range(1, 11)}
     model, inputs = TwoTowers(depth=1), two_tower_inputs()
     made = copy.deepcopy(model)
     run = torch.compile(made, backend=compiler)
@@ -141,7 +145,7 @@ def test_without_isolation_bodies_are_timed_on_quotas_and_run_on_plain_streams()
         for graph in compiler.models[0].graphs:
             assert graph.variant == variant
             assert set(graph.available) == {Variant.SERIAL, Variant.PLAN, Variant.PRIORITIES}
-            assert {mode.duration_ns for mode in graph.compilation.costs.modes[0]} == {1_000, 1_300}
+            assert {mode.duration_ns for mode in graph.compilation.costs.modes[0]} == {600, 1_000}
             graph.use(Variant.PRIORITIES)
     gpus = compiler.gpu.others
     assert set(gpus) == {Sharing.APART, Sharing.FREE, Sharing.URGENCY}
@@ -169,10 +173,10 @@ def test_code_that_depends_on_the_quota_is_made_for_every_quota(monkeypatch: pyt
     assert_same_training(expected, actual)
     for graph in compiler.models[0].graphs:
         bodies = range(len(graph.bodies))
-        assert graph.code.tuned.keys() == {(body, units) for body in bodies for units in (64, 96, 32)}
-    assert told == 8 * [132]  # two graphs, for the whole device and three sizes
+        assert graph.code.tuned.keys() == {(body, units) for body in bodies for units in SIZES}
+    assert told == 2 * (1 + len(SIZES)) * [132]  # two graphs, for the whole device and every size
     on_lanes = [entry for entry in compiler.gpu.log if entry[0] in ("enter lane", "leave lane")]
-    assert on_lanes == 2 * [(what, units) for units in ("64", "96", "32") for what in ("enter lane", "leave lane")]
+    assert on_lanes == 2 * [(what, str(units)) for units in SIZES for what in ("enter lane", "leave lane")]
 
 
 def test_masks_under_replay_are_those_of_runs_on_lanes(compiler: Compiler) -> None:
