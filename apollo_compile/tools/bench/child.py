@@ -72,7 +72,7 @@ class Stepper:
     """The built and compiled task in a child; a step is forward, loss and backward, or forward alone."""
 
     def __init__(self, order: Mapping[str, Any]) -> None:
-        """Build the task; an order is what the parent sends (`_spawn`)."""
+        """Build the task; an order is what the parent sends (`spawn`)."""
         import torch
 
         from apollo_compile.device.cpu.execute import keep_memory

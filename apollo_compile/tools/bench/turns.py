@@ -8,6 +8,7 @@ milliseconds, so the parent pauses for PAUSE_S between turns.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import subprocess
@@ -85,7 +86,7 @@ def measure(
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="apollo-bench-")))
         chosen = [_forgetful(variant) if cold and variant.backend == "apollo" else variant for variant in variants]
-        children = {variant.name: stack.enter_context(_spawn(task, variant, folder, cold=cold)) for variant in chosen}
+        children = {variant.name: stack.enter_context(spawn(task, variant, folder, cold=cold)) for variant in chosen}
         return measure_children(
             task, children, rounds=rounds, steps_per_turn=steps_per_turn, warmup=warmup, progress=progress
         )
@@ -133,37 +134,60 @@ def turn_orders(names: Sequence[str], rounds: int) -> Iterator[tuple[str, ...]]:
         yield tuple(names) if number % 2 == 0 else tuple(reversed(names))
 
 
-class _Process:
-    """The parent's handle of a child: sends one request, waits for one answer."""
+class ChildProcess:
+    """The parent's handle of a child: sends a request, waits for its answer."""
 
     def __init__(self, name: str, process: subprocess.Popen[bytes], pipe: Connection, log: Path) -> None:
         self._name, self._process, self._pipe, self._log = name, process, pipe, log
+        self._request: tuple[Any, ...] = ()
 
     def start(self) -> float:
-        return float(self._ask(("start",), _START_TIMEOUT_S))
+        """See `Child`, as for all that follow."""
+        return float(self.ask(("start",), _START_TIMEOUT_S))
 
     def warm_up(self, steps: int) -> int:
-        return int(self._ask(("warm_up", steps), _START_TIMEOUT_S))
+        """Warm up."""
+        return int(self.ask(("warm_up", steps), _START_TIMEOUT_S))
 
     def run(self, untimed: int, timed: int) -> Sequence[int]:
-        answer: Sequence[int] = self._ask(("run", untimed, timed), _TURN_TIMEOUT_S)
+        """Take steps."""
+        answer: Sequence[int] = self.ask(("run", untimed, timed), _TURN_TIMEOUT_S)
         return answer
 
     def peak_bytes(self) -> int | None:
-        answer: int | None = self._ask(("peak_bytes",), _TURN_TIMEOUT_S)
+        """Return the peak."""
+        answer: int | None = self.ask(("peak_bytes",), _TURN_TIMEOUT_S)
         return answer
 
     def ran(self) -> Sequence[str]:
-        answer: Sequence[str] = self._ask(("ran",), _TURN_TIMEOUT_S)
+        """Return what ran."""
+        answer: Sequence[str] = self.ask(("ran",), _TURN_TIMEOUT_S)
         return answer
 
     def numbers(self) -> Numbers:
-        answer: Numbers = self._ask(("numbers",), _TURN_TIMEOUT_S)
+        """Return what is compared."""
+        answer: Numbers = self.ask(("numbers",), _TURN_TIMEOUT_S)
         return answer
 
-    def _ask(self, request: tuple[Any, ...], timeout_s: float) -> Any:
-        try:
+    def ask(self, request: tuple[Any, ...], timeout_s: float) -> Any:
+        """Return the answer to a request: the name of a method of the child's stepper, and its arguments.
+
+        Raises:
+            ApolloError: the child failed, died, or did not answer in time; the message ends with its output.
+        """
+        self.send(request)
+        return self.receive(timeout_s)
+
+    def send(self, request: tuple[Any, ...]) -> None:
+        """Send a request, so that several children can work on one at the same time; `receive` returns the answer."""
+        self._request = request
+        with contextlib.suppress(OSError):  # a child that died is told of by `receive`
             self._pipe.send(request)
+
+    def receive(self, timeout_s: float) -> Any:
+        """Return the answer to the last request; see `ask`."""
+        request = self._request
+        try:
             if not self._pipe.poll(timeout_s):
                 raise ApolloError(
                     f"variant {self._name!r} did not answer {request!r} within {timeout_s:.0f} s{self._tail()}"
@@ -176,13 +200,23 @@ class _Process:
             raise ApolloError(f"variant {self._name!r} failed at {request!r}:\n{answer}")
         return answer
 
+    def kill(self) -> None:
+        """End the child at once."""
+        self._process.kill()
+
     def _tail(self) -> str:
         lines = self._log.read_text(errors="replace").splitlines()[-20:]
         return "; it wrote:\n" + "\n".join(lines) if lines else ""
 
 
 @contextmanager
-def _spawn(task: Task, variant: Variant, folder: Path, *, cold: bool) -> Iterator[_Process]:
+def spawn(
+    task: Task, variant: Variant, folder: Path, *, cold: bool, patience_s: float = 20.0
+) -> Iterator[ChildProcess]:
+    """Start the process of a variant, and end it after the `with`: by itself if it does so in `patience_s`.
+
+    Its output and what it writes go to files of the variant's name in `folder`; if `cold`, so does Inductor's cache.
+    """
     ours, theirs = socket.socketpair()
     log = folder / f"{variant.name}.log"
     order = {
@@ -206,11 +240,11 @@ def _spawn(task: Task, variant: Variant, folder: Path, *, cold: bool) -> Iterato
     theirs.close()
     pipe = Connection(ours.detach())
     try:
-        yield _Process(variant.name, process, pipe, log)
+        yield ChildProcess(variant.name, process, pipe, log)
     finally:
         pipe.close()  # the child sees the end of its socket and exits
         try:
-            process.wait(20)
+            process.wait(patience_s)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
