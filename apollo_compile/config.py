@@ -216,6 +216,26 @@ def cuda_connections() -> str | None:
     return os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")
 
 
+def environment_of_one_process() -> dict[str, str]:
+    """Return the environment without what launchers tell a rank: for a process that belongs to no job."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(_RANK_VARIABLES)}
+
+
+_RANK_VARIABLES = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_",
+    "GROUP_",
+    "ROLE_",
+    "MASTER_",
+    "TORCHELASTIC_",
+    "OMPI_",
+    "PMI",
+    "SLURM_",
+)
+"""How the variables of torchrun, MPI and Slurm begin."""
+
+
 def local_rank() -> tuple[int, int]:
     """Return the local rank of this process and the number of local ranks; (0, 1) without a launcher."""
     try:

@@ -51,6 +51,7 @@ def open_target(example_inputs: Sequence[Any], config: Config) -> Target:
 
 def _open_gpu(device: torch.device, config: Config) -> Target | None:
     from apollo_compile.device.gpu.gpu import TorchGpu
+    from apollo_compile.device.gpu.self_check import find_complaint
     from apollo_compile.device.gpu.target import GpuTarget
 
     try:
@@ -63,7 +64,9 @@ def _open_gpu(device: torch.device, config: Config) -> Target | None:
     if gpu.captures.why_off is not None:
         _logger.info("no lanes on %s: %s", device, gpu.captures.why_off)
         return None
-    return GpuTarget(gpu, _gpu_profile(gpu, config), config, device=gpu.device)
+    assert config.device.cache is not None, "load_config fills it in"
+    complaint = functools.partial(find_complaint, gpu, config.device.cache)
+    return GpuTarget(gpu, _gpu_profile(gpu, config), config, device=gpu.device, find_complaint=complaint)
 
 
 def reason_without_lanes(example_inputs: Sequence[Any], device: torch.device) -> str | None:

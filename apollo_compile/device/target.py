@@ -162,6 +162,12 @@ class Target(Protocol):
     def lane_memory_quota(self) -> int | None:
         """Bytes that one lane may hold; None means no limit."""
 
+    def complaint(self) -> str | None:
+        """Return why lanes must stay off on this machine, which was logged once; None if they may be used.
+
+        The first call on a kind of GPU, driver and torch may take seconds; later ones and later processes know.
+        """
+
     def start(self, lanes: tuple[Lane, ...]) -> None:
         """Start the lanes, before anything is compiled for them.
 

@@ -117,7 +117,10 @@ def _parser() -> argparse.ArgumentParser:
     calibrate.add_argument("--rounds", type=_positive, help="rounds over everything; default: 100")
     calibrate.add_argument("--output", type=Path, help="file for the profile; default: the user's cache")
 
-    _command(commands, "doctor", _doctor, "is this machine fit for apollo, and what to do if not?")
+    doctor = _command(commands, "doctor", _doctor, "is this machine fit for apollo, and what to do if not?")
+    doctor.add_argument(
+        "--self-check", action="store_true", help="try lanes on the GPU again, whatever was found before"
+    )
 
     difference = _command(commands, "plan-diff", _plan_diff, "what differs between two plans")
     for name in ("before", "after"):
@@ -444,7 +447,7 @@ def _calibrate_gpu(args: argparse.Namespace) -> int:
 def _doctor(args: argparse.Namespace) -> int:
     from apollo_compile.tools.doctor import diagnose, is_fit, look
 
-    findings = diagnose(look())
+    findings = diagnose(look(check_gpu_again=args.self_check))
     if args.json:
         print(json.dumps([to_json(finding) for finding in findings], indent=1))
     else:

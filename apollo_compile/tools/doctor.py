@@ -14,6 +14,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
+import time
 from dataclasses import dataclass, replace
 from importlib import import_module, metadata
 from pathlib import Path
@@ -78,7 +79,7 @@ class Facts:
     cuda_build: str | None = None
     """CUDA version that torch was built with; None if it was built without CUDA."""
     cuda_findings: tuple[Finding, ...] = ()
-    """Findings from experiments on the first CUDA device."""
+    """Findings about the first CUDA device, those of its self-check included."""
 
 
 def diagnose(facts: Facts) -> tuple[Finding, ...]:
@@ -336,8 +337,8 @@ def _cuda(facts: Facts) -> list[Finding]:
 # ------------------------------------------------------------------------------------------------------------ looking
 
 
-def look() -> Facts:
-    """Return the facts about this machine."""
+def look(*, check_gpu_again: bool = False) -> Facts:
+    """Return the facts about this machine; `check_gpu_again` tries lanes on a GPU whatever verdict is kept."""
     version, torch_problem = _import_torch()
     parsed = _version(version) if version else None
     is_usable = parsed is not None and parsed >= LEAST_TORCH and torch_problem is None
@@ -378,7 +379,7 @@ def look() -> Facts:
         ortools_problem=ortools_problem,
         cuda_devices=_cuda_devices() if is_usable else (),
         cuda_build=_cuda_build() if is_usable else None,
-        cuda_findings=_examine_cuda() if is_usable and native_problem is None else (),
+        cuda_findings=_examine_cuda(config, check_gpu_again) if is_usable and native_problem is None else (),
     )
     return replace(facts, body_problem=_body_problem()) if _can_compile(facts) else facts
 
@@ -491,7 +492,8 @@ def _cuda_build() -> str | None:
     return torch.version.cuda
 
 
-def _examine_cuda() -> tuple[Finding, ...]:
+def _examine_cuda(config: Config | None, check_again: bool) -> tuple[Finding, ...]:
+    """Return the findings about the first GPU: by looking, and by the kept self-check, or a new one."""
     import torch
 
     if not torch.cuda.is_available():
@@ -499,7 +501,16 @@ def _examine_cuda() -> tuple[Finding, ...]:
     try:
         from apollo_compile.device.gpu.examine import examine_cuda
 
-        return examine_cuda()
+        found = examine_cuda()
+        cache = None if config is None else config.device.cache
+        if cache is None or any(finding.level is Level.ERROR for finding in found):
+            return found  # there are no lanes to try
+        from apollo_compile.device.gpu.gpu import TorchGpu
+        from apollo_compile.device.gpu.self_check import check_gpu, describe
+
+        begin = time.time()
+        verdict = check_gpu(TorchGpu(0), cache, again=check_again)
+        return (*found, *describe(verdict, is_new=verdict.made_at >= begin))
     except Exception as error:  # a broken driver may raise anything
         return (Finding(level=Level.ERROR, subject="GPU", message=f"cannot be examined: {_format(error)}"),)
 

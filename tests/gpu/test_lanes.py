@@ -10,6 +10,8 @@ import torch
 from apollo_compile.device.findings import Level
 from apollo_compile.device.gpu.examine import examine_cuda
 from apollo_compile.device.gpu.execute import CudaExecutable
+from apollo_compile.device.gpu.gpu import TorchGpu
+from apollo_compile.device.gpu.self_check import run_checks
 from apollo_compile.session import registry
 from tests.end_to_end.models import TwoTowers, assert_same_training, train, two_tower_inputs
 
@@ -24,9 +26,9 @@ OPTIONS = {
 
 
 def test_the_examination_finds_nothing_wrong() -> None:
-    """Censuses in eager and in replay, nodes of captured graphs, lanes that overlap."""
-    findings = examine_cuda()
-    assert len(findings) >= 10
+    """Censuses in eager and in replay, nodes of captured graphs, lanes that overlap, and the experiments."""
+    findings = (*examine_cuda(), *run_checks(TorchGpu(0)))
+    assert len(findings) >= 13
     assert [finding for finding in findings if finding.level == Level.ERROR] == []
 
 

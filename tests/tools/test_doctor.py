@@ -40,7 +40,9 @@ def test_every_finding_is_explained_in_the_docs() -> None:
     """By its subject, those of a GPU included."""
     page = (ROOT / "docs" / "troubleshooting.md").read_text()
     explained = set(re.findall(r"^\| `([\w\+\- ]+)[^`]*` \|", page, re.MULTILINE))
-    assert {name.strip() for name in explained} >= _subjects("tools/doctor.py") | _subjects("device/gpu/examine.py")
+    gpu = ("examine.py", "experiments.py", "self_check.py")
+    subjects = _subjects("tools/doctor.py").union(*(_subjects(f"device/gpu/{file}") for file in gpu))
+    assert {name.strip() for name in explained} >= subjects
     assert len(_subjects("tools/doctor.py")) > 10 and {"driver", "split", "overlap"} <= _subjects(
         "device/gpu/examine.py"
     )
@@ -49,7 +51,7 @@ def test_every_finding_is_explained_in_the_docs() -> None:
 def _subjects(file: str) -> set[str]:
     """Return the subjects that are written in a file; of those with a name of lanes, the word before it."""
     code = (ROOT / "apollo_compile" / file).read_text()
-    return set(re.findall(r'subject="([^"]+)"', code)) | set(re.findall(r'f"(lanes|nodes) \{name\}', code))
+    return set(re.findall(r'subject ?= ?"([^"]+)"', code)) | set(re.findall(r'f"(lanes|nodes) \{name\}', code))
 
 
 def find(facts: Facts, subject: str) -> Finding:

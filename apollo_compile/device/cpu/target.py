@@ -51,6 +51,10 @@ class CpuTarget:
         path = cached_profile_path(device.cache, self.profile.units)
         return inspect_profile(path, machine_fingerprint(self.profile.units)).profile == self.profile
 
+    def complaint(self) -> str | None:
+        """Return None: threads and cores need no trial."""
+        return None
+
     def start(self, lanes: tuple[Lane, ...]) -> None:
         """Start the pinned threads, and keep freed memory in the process.
 

@@ -1,11 +1,14 @@
-"""Check by experiment what this GPU, driver and torch can do for lanes.
+"""Examine what this GPU, driver and torch can do for lanes.
 
-    examine_cuda() -> findings; each check relies on those before it
+    examine_cuda() -> findings without an experiment; each relies on those before it
 
 driver      libcuda opens and has the functions that lanes need
 split       the device assigns its SMs in atoms of equal size
 connections the environment does not put all streams through one hardware queue
 profile     the profile that plans rest on was measured on this GPU
+
+    examine_lanes(gpu) -> findings of kernels that run on lanes, which `self_check.py` does in a process of its own
+
 lanes ...   for three splits: kernels of a lane run on exactly the SMs that it was granted, lanes of one split share
             none, the sets stay the same over launches, eager and replayed, and lanes run side by side
 nodes ...   every kernel of the captured graph belongs to the context of the lane that launched it
@@ -72,7 +75,7 @@ class Census:
 
 
 def examine_cuda(ordinal: int = 0) -> tuple[Finding, ...]:
-    """Return the findings about the GPU of that number; one note if there is no GPU."""
+    """Return what can be found about the GPU of that number without running anything; one note if there is no GPU."""
     if not torch.cuda.is_available():
         text = "torch sees no CUDA device; lanes on a GPU need an NVIDIA GPU, its driver, and torch built for CUDA"
         return (Finding(subject="GPU", level=Level.NOTE, message=text),)
@@ -95,7 +98,6 @@ def examine_cuda(ordinal: int = 0) -> tuple[Finding, ...]:
         Finding(subject="split", level=Level.OK, message=split),
         judge_connections(cuda_connections()),
         judge_profile(_inspect_profile(gpu)),
-        *examine_lanes(gpu),
     )
 
 
@@ -111,10 +113,12 @@ def examine_lanes(gpu: TorchGpu) -> tuple[Finding, ...]:
     extra = EXTRA_SMS if gpu.native.compute_capability[0] == 9 else 0
     findings: list[Finding] = []
     for shares in ((1, 1), (3, 1), (3, 5, 8)):
+        if len(shares) > len(gpu.native.atom_sizes):
+            continue  # a small device has no lanes for this split
         lanes = split_lanes(gpu.native.atom_sizes, shares)
         name = " + ".join(str(len(lane.units)) for lane in lanes)
-        findings += _attempt(f"lanes {name}", lambda lanes=lanes, name=name: _examine_split(gpu, lanes, name, extra))  # type: ignore[misc]
-    return (*findings, *_attempt("overlap", lambda: _examine_overlap(gpu, extra)))
+        findings += attempt(f"lanes {name}", lambda lanes=lanes, name=name: _examine_split(gpu, lanes, name, extra))  # type: ignore[misc]
+    return (*findings, *attempt("overlap", lambda: _examine_overlap(gpu, extra)))
 
 
 def split_lanes(sizes: Sequence[int], shares: Sequence[int]) -> tuple[Lane, ...]:
@@ -141,7 +145,7 @@ def lane_of_atoms(number: int, sizes: Sequence[int], first: int, last: int) -> L
     return Lane(id=LaneId(number), units=tuple(range(borders[first], borders[last])))
 
 
-def _attempt(name: str, look: Callable[[], Sequence[Finding]]) -> Sequence[Finding]:
+def attempt(name: str, look: Callable[[], Sequence[Finding]]) -> Sequence[Finding]:
     """Return the findings of `look`; an exception becomes a finding, so that other checks still run."""
     try:
         return look()

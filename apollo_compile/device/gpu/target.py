@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 
 import torch
@@ -46,7 +46,15 @@ class GpuTarget:
     has_native_bodies = False
     can_interpret = False
 
-    def __init__(self, gpu: Gpu, profile: DeviceProfile, config: Config, *, device: torch.device) -> None:
+    def __init__(
+        self,
+        gpu: Gpu,
+        profile: DeviceProfile,
+        config: Config,
+        *,
+        device: torch.device,
+        find_complaint: Callable[[], str | None] = lambda: None,
+    ) -> None:
         self.gpu = gpu
         self.profile = profile
         self.device = device
@@ -54,12 +62,17 @@ class GpuTarget:
         self.memories: dict[Variant, ModelMemory] = defaultdict(ModelMemory)
         """Memory that the graphs share, by variant."""
         self._config = config
+        self._find_complaint = find_complaint
         self._sharing = _ISOLATED if config.runtime.isolation else _SHARING
 
     @property
     def variants(self) -> Collection[Variant]:
         """The variants besides the plan that run the plan on lanes."""
         return [variant for variant in self._sharing if variant is not Variant.PLAN]
+
+    def complaint(self) -> str | None:
+        """Return what the self-check of this GPU found wrong; None if nothing."""
+        return self._find_complaint()
 
     def start(self, lanes: tuple[Lane, ...]) -> None:
         """Do nothing: streams are created at the first launch."""

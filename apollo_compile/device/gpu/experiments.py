@@ -1,0 +1,487 @@
+"""Experiments on lanes: each computes something small on them and in eager, and compares bit by bit.
+
+    try_hand_overs(gpu)       two lanes and the caller's stream that wait for each other at every step, launched and
+                              replayed, with slow producers in front of quick readers
+    try_training_step(gpu)    forward and backward, launched and then replayed as a model's graphs are
+    try_dropout(gpu)          masks drawn on two lanes: other ones at every step, the same in forward and backward, and
+                              the same again from the same seed
+
+Before every replay all memory of the CUDA graphs is filled with NaNs, so what is read before it is written is seen in
+the result; inputs differ between runs, so what an earlier run left behind is, too. All numbers are small integers and
+matrices permute, which is exact in every precision and order of additions.
+
+They need no compiler, take about a second on a GPU, and run on the stand-in of the tests as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+import torch
+
+from apollo_compile.device.findings import Finding, Level
+from apollo_compile.device.gpu.examine import split_lanes
+from apollo_compile.device.gpu.execute import CudaExecutable, ModelMemory
+from apollo_compile.device.gpu.gpu import Body, Gpu, Recording, Stream, TorchRecording
+from apollo_compile.device.gpu.launch import Launcher
+from apollo_compile.device.target import CompiledBody, Contract
+from apollo_compile.ir import (
+    Assignment,
+    BodyId,
+    Buffer,
+    BufferId,
+    Lane,
+    LaneId,
+    Origin,
+    Plan,
+    Program,
+    Quota,
+    Role,
+    Segment,
+    SegmentGraph,
+    SegmentId,
+    Work,
+)
+from apollo_compile.passes.emit import emit_program
+from apollo_compile.passes.memory import plan_memory
+from apollo_compile.passes.sync import eliminate_syncs
+
+NUM_LEVELS = 12
+"""Hand-overs in either direction."""
+
+NUM_RUNS = 8
+"""Runs of every experiment, with other inputs."""
+
+SLOW_MATMULS = 4
+"""Matmuls of a slow segment; a quick one has none."""
+
+SEED = 7
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Step:
+    """One segment of an experiment: a body, the buffers that it reads, how many it makes, and its lane."""
+
+    body: int
+    reads: tuple[int, ...]
+    lane: int
+    makes: int = 1
+
+
+def write_program(
+    name: str, role: Role, num_inputs: int, steps: Sequence[Step], outputs: Sequence[int], lanes: tuple[Lane, ...]
+) -> tuple[SegmentGraph, Program]:
+    """Return the graph and the program of these steps, by the passes that make a model's.
+
+    Buffers are numbered in order: the inputs, then what each step makes. `lanes[0]` has every unit.
+    """
+    producers: list[int | None] = [None] * num_inputs
+    segments = []
+    for index, step in enumerate(steps):
+        made = range(len(producers), len(producers) + step.makes)
+        producers += [index] * step.makes
+        segments.append(
+            Segment(
+                id=SegmentId(index),
+                name=f"step {index}",
+                module="",
+                body=BodyId(step.body),
+                inputs=tuple(map(BufferId, step.reads)),
+                outputs=tuple(map(BufferId, made)),
+                after=(),
+                work=Work(),
+            )
+        )
+    buffers = tuple(
+        Buffer(
+            id=BufferId(index),
+            name=f"buffer {index}",
+            producer=None if producer is None else SegmentId(producer),
+            readers=tuple(SegmentId(reader) for reader, step in enumerate(steps) if index in step.reads),
+            num_bytes=1,
+            is_output=index in outputs,
+        )
+        for index, producer in enumerate(producers)
+    )
+    graph = SegmentGraph(
+        name=name,
+        role=role,
+        segments=tuple(segments),
+        buffers=buffers,
+        inputs=tuple(map(BufferId, range(num_inputs))),
+        outputs=tuple(map(BufferId, outputs)),
+    )
+    plan = _plan_in_order(steps, lanes)
+    syncs = eliminate_syncs(graph, plan)
+    return graph, emit_program(graph, plan, syncs, plan_memory(graph, plan, syncs, owners_release=True))
+
+
+def _plan_in_order(steps: Sequence[Step], lanes: tuple[Lane, ...]) -> Plan:
+    """Return the plan that starts the steps in their order; only what orders them on the device counts."""
+    assignments = tuple(
+        Assignment(
+            segment=SegmentId(index),
+            lane=lanes[step.lane].id,
+            quota=Quota(units=len(lanes[step.lane].units), memory_bytes=0),
+            start_ns=index,
+            duration_ns=1,
+        )
+        for index, step in enumerate(steps)
+    )
+    count = len(steps)
+    return Plan(
+        origin=Origin.GREEDY,
+        lanes=lanes,
+        assignments=assignments,
+        makespan_ns=count,
+        undisturbed_ns=count,
+        serial_ns=count,
+        lower_bound_ns=1,
+    )
+
+
+def three_lanes(sizes: Sequence[int]) -> tuple[Lane, ...]:
+    """Return the lane with all units of these atoms, and its two halves."""
+    whole = Lane(id=LaneId(0), units=tuple(range(sum(sizes))))
+    return (whole, *split_lanes(sizes, (1, 1)))
+
+
+def poison(recording: Recording) -> None:
+    """Fill all memory of a captured graph with NaNs; nobody may need anything in it."""
+    if not isinstance(recording, TorchRecording):
+        return  # the stand-in of the tests poisons by itself
+    torch.cuda.synchronize()
+    for segment in recording.segments():
+        torch.as_tensor(_DeviceBytes(segment["address"], segment["total_size"]), device="cuda").fill_(255)
+    torch.cuda.synchronize()
+
+
+class _DeviceBytes:
+    """Device memory at an address, for `torch.as_tensor`."""
+
+    def __init__(self, address: int, num_bytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (num_bytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "version": 2,
+        }
+
+
+class _RecordedGpu:
+    """A device that keeps what was captured on it, so that its memory can be poisoned."""
+
+    def __init__(self, gpu: Gpu) -> None:
+        self._gpu = gpu
+        self.recordings: list[Recording] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._gpu, name)
+
+    def capture(self, *arguments: Any, **options: Any) -> Recording:
+        """Capture, and keep the recording."""
+        self.recordings.append(self._gpu.capture(*arguments, **options))
+        return self.recordings[-1]
+
+    def poison(self) -> None:
+        """Poison everything that was captured."""
+        for recording in self.recordings:
+            poison(recording)
+
+
+# ------------------------------------------------------------------------------------------------------- hand-overs
+
+
+def try_hand_overs(gpu: Gpu, sizes: Sequence[int], device: torch.device, *, width: int = 1024) -> Finding:
+    """Return whether what one lane makes is what the other reads, in eager launches and in replays.
+
+    Arguments:
+        gpu: the device.
+        sizes: of its atoms.
+        device: of tensors there.
+        width: of the matrices; the more, the slower are slow segments.
+    """
+    subject = "hand-overs"
+    shuffle = _permutation(width, device)
+    bodies = [partial(_mix, shuffle, 0), partial(_mix, shuffle, SLOW_MATMULS)]
+    steps = _ladder()
+    last = 2 + len(steps) - 1
+    graph, program = write_program(subject, Role.INFERENCE, 2, steps, (last - 1, last), three_lanes(sizes))
+    launcher = Launcher(program, bodies, gpu)
+    for run in range(NUM_RUNS):
+        inputs = _integers(2, width, device, run)
+        made = launcher.launch(list(inputs), gpu.caller_stream())
+        if text := _differs(gpu, made, interpret(graph, bodies, inputs)):
+            return _error(subject, f"launch {run}: {text}")
+        del made
+    slots = [torch.empty_like(each) for each in inputs]
+    outputs: list[torch.Tensor | None] = []
+    recording = gpu.capture(lambda origin: outputs.extend(launcher.launch(list(slots), origin)), None)
+    for run in range(NUM_RUNS):
+        inputs = _integers(2, width, device, NUM_RUNS + run)
+        expected = interpret(graph, bodies, inputs)
+        poison(recording)
+        gpu.copy(slots, inputs)
+        recording.replay()
+        if text := _differs(gpu, outputs, expected):
+            return _error(subject, f"replay {run}: {text}")
+    text = f"{2 * NUM_LEVELS} of them are in order in {NUM_RUNS} launches and {NUM_RUNS} replays"
+    return Finding(subject=subject, level=Level.OK, message=text)
+
+
+def _ladder() -> tuple[Step, ...]:
+    """Return steps on lanes 1 and 2 that each read what both made before, slow ones on one lane beside quick ones.
+
+    Every fourth rung also goes over lane 0, the caller's stream.
+    """
+    steps: list[Step] = []
+    left, right, free = 0, 1, 2
+    for level in range(NUM_LEVELS):
+        is_left_slow = level % 2
+        steps += [Step(body=is_left_slow, reads=(left, right), lane=1)]
+        steps += [Step(body=1 - is_left_slow, reads=(right, left), lane=2)]
+        left, right, free = free, free + 1, free + 2
+        if level % 4 == 3:
+            steps += [Step(body=0, reads=(left, right), lane=0), Step(body=0, reads=(free, left), lane=1)]
+            left, right, free = free + 1, free, free + 2
+    steps += [Step(body=0, reads=(left, right), lane=1), Step(body=0, reads=(right, left), lane=2)]
+    return tuple(steps)
+
+
+def _mix(shuffle: torch.Tensor, matmuls: int, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return a mixture of two matrices of integers below 509; NaNs stay NaNs."""
+    second, first = inputs.pop(), inputs.pop()
+    total = (first + 2 * second + 1).remainder(509)
+    for _ in range(matmuls):
+        total = shuffle @ total
+    return [total]
+
+
+def interpret(graph: SegmentGraph, bodies: Sequence[Body], inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the outputs of a graph, its segments one after the other on the caller's stream."""
+    values = dict(zip(graph.inputs, inputs, strict=True))
+    for segment in graph.segments:
+        made = bodies[segment.body]([values[buffer] for buffer in segment.inputs])
+        values.update(zip(segment.outputs, made, strict=True))
+    return [values[buffer] for buffer in graph.outputs if buffer is not None]
+
+
+# ----------------------------------------------------------------------------------------------------- training steps
+
+
+@dataclass(frozen=True, slots=True)
+class _Pair:
+    """Forward and backward, loaded as those of a model are, and the same in eager."""
+
+    gpu: _RecordedGpu
+    graphs: tuple[SegmentGraph, SegmentGraph]
+    bodies: tuple[Sequence[Body], Sequence[Body]]
+    executables: tuple[CudaExecutable, CudaExecutable]
+
+    @property
+    def num_replays(self) -> int:
+        """Runs of either that were replays, of the one with fewer."""
+        return min(each.num_replays for each in self.executables)
+
+
+def _load_pair(
+    gpu: Gpu,
+    programs: Sequence[tuple[SegmentGraph, Program]],
+    bodies: tuple[Sequence[Body], Sequence[Body]],
+    contracts: Sequence[Contract],
+) -> _Pair:
+    recorded, shared = _RecordedGpu(gpu), ModelMemory()
+    forward, backward = (
+        CudaExecutable(
+            program=program,
+            graph=graph,
+            bodies=[CompiledBody(function=body) for body in own],
+            gpu=cast(Gpu, recorded),
+            contract=contract,
+            shared=shared,
+            strict=True,
+        )
+        for (graph, program), own, contract in zip(programs, bodies, contracts, strict=True)
+    )
+    return _Pair(recorded, (programs[0][0], programs[1][0]), bodies, (forward, backward))
+
+
+def try_training_step(gpu: Gpu, sizes: Sequence[int], device: torch.device, *, width: int = 512) -> Finding:
+    """Return whether a forward on two lanes and its backward give what eager does; arguments as above."""
+    subject = "training step"
+    lanes = three_lanes(sizes)
+    # Inputs are two parameters and two inputs, then what the forward saved and the gradient of its output.
+    forward = (
+        Step(body=0, reads=(0, 2), lane=1),
+        Step(body=0, reads=(1, 3), lane=2),
+        Step(body=1, reads=(4, 5), lane=1),
+    )
+    backward = (Step(body=0, reads=(0, 2, 4), lane=2), Step(body=0, reads=(1, 3, 4), lane=1))
+    pair = _load_pair(
+        gpu,
+        (
+            write_program("trial forward", Role.FORWARD, 4, forward, (6, 4, 5), lanes),
+            write_program("trial backward", Role.BACKWARD, 5, backward, (5, 6), lanes),
+        ),
+        ([_layer, _sum], [_layer_backward]),
+        (
+            Contract(static_inputs=frozenset({0, 1}), user_outputs=frozenset({0})),
+            Contract(static_inputs=frozenset({0, 1, 2, 3}), user_outputs=frozenset({0, 1})),
+        ),
+    )
+    parameters = [_permutation(width, device, seed) for seed in (1, 2)]
+    for run in range(NUM_RUNS):
+        inputs = [*parameters, *_integers(2, width, device, run)]
+        (gradient,) = _integers(1, width, device, 100 + run)
+        expected = interpret(pair.graphs[0], pair.bodies[0], inputs)
+        expected += interpret(pair.graphs[1], pair.bodies[1], [*parameters, *expected[1:], gradient])
+        if text := _differs(gpu, _train(pair, inputs, parameters, gradient), expected):
+            return _error(subject, f"step {run}, with {pair.num_replays} replays before: {text}")
+    return _judge_replays(subject, pair, f"{NUM_RUNS} steps are as in eager")
+
+
+def _train(
+    pair: _Pair, inputs: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor], gradient: torch.Tensor
+) -> list[torch.Tensor | None]:
+    """Return copies of what a forward returns and saves, and of the gradients; afterwards nobody refers to those."""
+    pair.gpu.poison()
+    forward, backward = pair.executables
+    made = forward.run(list(inputs))
+    returned = [None if each is None else each.clone() for each in made]
+    saved = [each for each in made[1:] if each is not None]
+    del made
+    return returned + [None if each is None else each.clone() for each in backward.run([*parameters, *saved, gradient])]
+
+
+def _layer(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    value, parameter = inputs.pop(), inputs.pop()
+    return [(parameter @ value - 100).relu()]
+
+
+def _sum(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    return [inputs.pop() + inputs.pop()]
+
+
+def _layer_backward(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    gradient, hidden, parameter = inputs.pop(), inputs.pop(), inputs.pop()
+    return [parameter.T @ torch.where(hidden > 0, gradient, hidden)]  # NaNs among what was saved stay NaNs
+
+
+# ------------------------------------------------------------------------------------------------------------ dropout
+
+
+def try_dropout(gpu: Gpu, sizes: Sequence[int], device: torch.device, *, width: int = 4096) -> Finding:
+    """Return whether masks drawn on two lanes are what they have to be; arguments as above."""
+    subject = "dropout"
+    lanes = three_lanes(sizes)
+    forward = (Step(body=0, reads=(0,), lane=1, makes=2), Step(body=0, reads=(1,), lane=2, makes=2))
+    backward = (Step(body=0, reads=(0, 2), lane=2), Step(body=0, reads=(1, 3), lane=1))
+    pair = _load_pair(
+        gpu,
+        (
+            write_program("trial dropout", Role.FORWARD, 2, forward, (2, 4, 3, 5), lanes),
+            write_program("trial dropout backward", Role.BACKWARD, 4, backward, (4, 5), lanes),
+        ),
+        ([_drop], [_drop_backward]),
+        (
+            Contract(user_outputs=frozenset({0, 1})),
+            Contract(static_inputs=frozenset({0, 1}), user_outputs=frozenset({0, 1})),
+        ),
+    )
+    ones = torch.ones(width, device=device)
+    for _ in range(NUM_RUNS):
+        _drop_once(pair, ones)
+    gpu.synchronize()
+    series: list[list[torch.Tensor]] = []
+    for _ in range(2):
+        torch.manual_seed(SEED)
+        series.append([])
+        for run in range(NUM_RUNS):
+            made = _drop_once(pair, ones)
+            gpu.synchronize()
+            if not all(bool(((each == 0) | (each == 2)).all()) for each in made):
+                return _error(subject, f"replay {run}: other values than 0 and 2")
+            if not all(torch.equal(one, other) for one, other in zip(made[:2], made[2:], strict=True)):
+                return _error(subject, f"replay {run}: a backward has another mask than its forward")
+            series[-1] += made[:2]
+    first, again = series
+    equal = next(((a, b) for b in range(len(first)) for a in range(b) if torch.equal(first[a], first[b])), None)
+    if equal is not None:
+        shown = " and ".join(f"lane {1 + index % 2} in replay {index // 2}" for index in equal)
+        return _error(subject, f"equal masks: {shown}")
+    if not all(torch.equal(one, other) for one, other in zip(first, again, strict=True)):
+        return _error(subject, "other masks from the same seed")
+    return _judge_replays(subject, pair, f"{len(first)} masks differ, and follow the seed")
+
+
+def _drop_once(pair: _Pair, ones: torch.Tensor) -> list[torch.Tensor]:
+    """Return copies of both outputs and of both gradients; afterwards nobody refers to what was saved."""
+    pair.gpu.poison()
+    forward, backward = pair.executables
+    *returned, first, second = (each for each in forward.run([ones, ones.clone()]) if each is not None)
+    copies = [each.clone() for each in returned]
+    inputs = [first, second, ones, ones]
+    del returned, first, second
+    return copies + [each.clone() for each in backward.run(inputs) if each is not None]
+
+
+def _drop(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    return list(torch.native_dropout(inputs.pop(), 0.5, True))
+
+
+def _drop_backward(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    gradient, mask = inputs.pop(), inputs.pop()
+    return [gradient * mask * 2]
+
+
+# ------------------------------------------------------------------------------------------------------------- pieces
+
+
+def _integers(count: int, width: int, device: torch.device, seed: int) -> list[torch.Tensor]:
+    """Return matrices of integers below 509, other ones for every seed."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(509, (width, width), generator=generator).float().to(device) for _ in range(count)]
+
+
+def _permutation(width: int, device: torch.device, seed: int = 0) -> torch.Tensor:
+    """Return a matrix that permutes rows."""
+    order = torch.randperm(width, generator=torch.Generator().manual_seed(seed))
+    return torch.eye(width)[order].to(device)
+
+
+def _differs(gpu: Gpu, made: Sequence[torch.Tensor | None], expected: Sequence[torch.Tensor]) -> str:
+    """Return how results differ from the expected ones; "" if they do not."""
+    gpu.synchronize()
+    for index, (found, wanted) in enumerate(zip(made, expected, strict=True)):
+        assert found is not None
+        if torch.equal(found, wanted):
+            continue
+        num_nans, num_wrong = int(found.isnan().sum()), int((found != wanted).sum())
+        what = "memory that was not written yet" if num_nans else "what an earlier run left behind"
+        return (
+            f"{num_wrong} of {found.numel()} elements of result {index} are wrong, {num_nans} are NaN: {what} was read"
+        )
+    return ""
+
+
+def _judge_replays(subject: str, pair: _Pair, text: str) -> Finding:
+    if pair.num_replays == 0:
+        return _error(subject, f"{text}, but none was replayed")
+    return Finding(subject=subject, level=Level.OK, message=f"{text}, {pair.num_replays} of them replayed")
+
+
+def _error(subject: str, text: str) -> Finding:
+    return Finding(subject=subject, level=Level.ERROR, message=text)
+
+
+Trial = Callable[[Gpu, Sequence[int], torch.device], Finding]
+
+TRIALS: Mapping[str, Trial] = {
+    "hand-overs": try_hand_overs,
+    "training step": try_training_step,
+    "dropout": try_dropout,
+}
+"""By the subject of their findings."""

@@ -1,0 +1,186 @@
+"""Whether lanes work on this machine: tried once per GPU, driver and torch, in a process of its own, and kept.
+
+    find_complaint(gpu, cache) -> str | None       why lanes must stay off; the first reason is logged, once
+    check_gpu(gpu, cache, again=...) -> SelfCheck  the verdict, kept or new
+    run_checks(gpu) -> findings                    what the process does
+
+Experiments may fail in ways that a process does not survive: a capture that is refused leaves torch's generator and
+allocator in it, and an illegal access ends the context. So they run in a process that has this one's Python path and
+environment but nothing of a launcher's: it is no rank. A process that crashes, hangs or answers nothing is an error
+like any other.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from apollo_compile.config import environment_of_one_process
+from apollo_compile.device.findings import Finding, Level
+from apollo_compile.device.fingerprint import Fingerprint
+from apollo_compile.device.gpu.discover import gpu_fingerprint
+from apollo_compile.device.gpu.examine import attempt, examine_lanes
+from apollo_compile.device.gpu.experiments import TRIALS, Trial
+from apollo_compile.device.gpu.gpu import TorchGpu, require_cuda
+from apollo_compile.store.self_checks import FORMAT, SelfCheck, SelfChecks
+
+_logger = logging.getLogger(__name__)
+
+LIMIT_S = 180.0
+"""Seconds after which the process hangs. It takes about ten: most of it imports torch and starts CUDA."""
+
+AGAIN = "'apollo doctor --self-check' tries again"
+
+_CODE = (
+    "import json, sys; answer, ordinal, sys.path[:] = json.loads(sys.argv[1]); "
+    "from apollo_compile.device.gpu.self_check import answer_into; answer_into(answer, ordinal)"
+)
+COMMAND = (sys.executable, "-c", _CODE)
+"""Command of the process; the file for its answer, the number of the GPU and the module path follow as JSON."""
+
+
+def find_complaint(gpu: TorchGpu, cache: Path) -> str | None:
+    """Return why lanes must stay off on this GPU; None if they may be used. The first call logs it as a WARNING.
+
+    The verdict is read from `cache`, or made and kept there, which takes seconds.
+    """
+    return _complaint_of(_fingerprint_of(gpu), gpu.device.index, cache)
+
+
+@functools.cache
+def _complaint_of(fingerprint: Fingerprint, ordinal: int, cache: Path) -> str | None:
+    complaint = _check(fingerprint, ordinal, cache, again=False).complaint
+    if complaint is not None:
+        text = "no lanes on cuda:%d (%s), since its self-check failed: %s; %s"
+        _logger.warning(text, ordinal, fingerprint.device, complaint, AGAIN)
+    return complaint
+
+
+def check_gpu(gpu: TorchGpu, cache: Path, *, again: bool = False) -> SelfCheck:
+    """Return the verdict about this GPU; `again` makes a new one whatever is kept."""
+    return _check(_fingerprint_of(gpu), gpu.device.index, cache, again=again)
+
+
+def _fingerprint_of(gpu: TorchGpu) -> Fingerprint:
+    native = gpu.native
+    return gpu_fingerprint(native.name, cuda=native.driver_version, units=native.num_sms)
+
+
+def _check(fingerprint: Fingerprint, ordinal: int, cache: Path, *, again: bool) -> SelfCheck:
+    def make() -> SelfCheck:
+        begin = time.monotonic()
+        made = check_apart(fingerprint, ordinal)
+        _logger.info("checked in %.1f s whether lanes work on %s", time.monotonic() - begin, fingerprint.device)
+        return made
+
+    return SelfChecks(cache).find(fingerprint, make, again=again)
+
+
+# ---------------------------------------------------------------------------------------------------------- the parent
+
+
+def check_apart(
+    fingerprint: Fingerprint, ordinal: int, *, limit_s: float = LIMIT_S, command: Sequence[str] = COMMAND
+) -> SelfCheck:
+    """Return the verdict of a process of its own about the GPU of that number, which has this fingerprint."""
+    try:
+        found = _run_apart(ordinal, limit_s, command)
+        if found.fingerprint != fingerprint:
+            seen = f"it saw {found.fingerprint.device}, {found.fingerprint.driver}, torch {found.fingerprint.torch}"
+            raise _ProcessError(
+                f"{seen}; this process has {fingerprint.device}: CUDA_VISIBLE_DEVICES changed meanwhile"
+            )
+        return found
+    except _ProcessError as error:
+        problem = Finding(subject="self-check", level=Level.ERROR, message=str(error))
+        return SelfCheck(made_at=time.time(), fingerprint=fingerprint, findings=(problem,))
+
+
+class _ProcessError(Exception):
+    """The process gave no verdict about this GPU; the message says why."""
+
+
+def _run_apart(ordinal: int, limit_s: float, command: Sequence[str]) -> SelfCheck:
+    with tempfile.TemporaryDirectory(prefix="apollo-self-check-") as folder:
+        answer = Path(folder) / "answer.json"
+        order = json.dumps([str(answer), ordinal, [str(place) for place in sys.path]])
+        try:
+            done = subprocess.run(
+                [*command, order],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
+                errors="replace",
+                check=False,
+                timeout=limit_s,
+                env=environment_of_one_process(),
+                process_group=0,  # Ctrl-C on a terminal is for this process, which then kills that one
+            )
+        except subprocess.TimeoutExpired:
+            raise _ProcessError(f"its process did not end in {limit_s:.0f} s and was killed") from None
+        except OSError as error:
+            raise _ProcessError(f"its process cannot be started: {error}") from error
+        if done.returncode != 0:
+            raise _ProcessError(f"its process {_ending(done.returncode)}{_last_line(done.stderr)}")
+        found = FORMAT.inspect(answer)
+        if found.content is None:
+            raise _ProcessError(f"its process left no answer: {found.detail}")
+        return found.content
+
+
+def _ending(code: int) -> str:
+    if code >= 0:
+        return f"ended with exit code {code}"
+    try:
+        return f"was killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"was killed by signal {-code}"
+
+
+def _last_line(text: str) -> str:
+    lines = [line for line in text.splitlines() if line.strip()]
+    return f": {lines[-1].strip()[:200]}" if lines else ""
+
+
+# --------------------------------------------------------------------------------------------------------- the process
+
+
+def answer_into(path: str, ordinal: int) -> None:
+    """Check the GPU of that number, and write the verdict into a file."""
+    require_cuda()
+    torch.cuda.set_device(ordinal)
+    gpu = TorchGpu(ordinal)
+    verdict = SelfCheck(made_at=time.time(), fingerprint=_fingerprint_of(gpu), findings=run_checks(gpu))
+    FORMAT.write(Path(path), verdict)
+
+
+def run_checks(gpu: TorchGpu, trials: Mapping[str, Trial] = TRIALS) -> tuple[Finding, ...]:
+    """Return the findings of the censuses and of the experiments; one that raises is an error, and others still run."""
+    findings = list(examine_lanes(gpu))
+    for subject, trial in trials.items():
+        findings += attempt(subject, lambda trial=trial: [trial(gpu, gpu.native.atom_sizes, gpu.device)])  # type: ignore[misc]
+    return tuple(findings)
+
+
+def describe(verdict: SelfCheck, *, is_new: bool) -> tuple[Finding, ...]:
+    """Return the findings of a verdict, with one in front that says how old it is, and what to do."""
+    made = time.strftime("%Y-%m-%d %H:%M", time.localtime(verdict.made_at))
+    when = "just now" if is_new else f"on {made}, with the same GPU, driver and torch"
+    if verdict.complaint is None:
+        head = Finding(subject="self-check", level=Level.OK, message=f"lanes work: tried {when}", advice="")
+        return (head, *verdict.findings)
+    text = f"lanes stay off: tried {when}, and failed"
+    head = Finding(subject="self-check", level=Level.ERROR, message=text, advice=AGAIN)
+    return (head, *(replace(each, advice="") for each in verdict.findings))

@@ -1,0 +1,106 @@
+"""Verdicts of self-checks: whether lanes work with a GPU, its driver and torch, shared by the processes of a machine.
+
+    SelfChecks(directory).read(fingerprint)          the kept verdict, or why there is none that counts
+    SelfChecks(directory).find(fingerprint, make)    the same; made and kept if there is none
+
+There is one file per kind of GPU. It counts for one driver and torch, and for one format: its number is raised with
+what is checked. A failed check is tried again after `RETRY_S`, since a busy machine may have caused it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from apollo_compile.device.findings import Finding, Level
+from apollo_compile.device.fingerprint import Fingerprint, describe_changes
+from apollo_compile.store.files import Dated, FileFormat, FileState, Found, Store
+
+_logger = logging.getLogger(__name__)
+
+RETRY_S = 24 * 3600
+"""Age at which a failed check no longer counts."""
+
+WAIT_S = 200.0
+"""How long a process waits for the check of another one, such as the other ranks of a job."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SelfCheck(Dated):
+    """What was found, and where."""
+
+    fingerprint: Fingerprint
+    findings: tuple[Finding, ...]
+
+    @property
+    def complaint(self) -> str | None:
+        """The first error; None if there is none."""
+        errors = (each for each in self.findings if each.level is Level.ERROR)
+        return next((f"{each.subject}: {each.message}" for each in errors), None)
+
+
+FORMAT = FileFormat(kind="self-check of a GPU", number=1, content=SelfCheck, max_bytes=2**20)
+
+
+class SelfChecks:
+    """Verdicts in a directory, which need not exist yet."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._store = Store(directory, FORMAT, names="self-check-{key}.json")
+
+    def read(self, fingerprint: Fingerprint) -> Found[SelfCheck]:
+        """Return the verdict for a GPU with this fingerprint. Raises nothing."""
+        found = self._store.read(_key_of(fingerprint))
+        if found.content is None:
+            return found
+        if changes := describe_changes(found.content.fingerprint, fingerprint):
+            return Found(state=FileState.STALE, detail=changes)
+        age_s = time.time() - found.content.made_at
+        if found.content.complaint is not None and not 0 <= age_s <= RETRY_S:
+            return Found(state=FileState.STALE, detail=f"it failed {age_s:.0f} s ago, and is tried again")
+        return found
+
+    def find(self, fingerprint: Fingerprint, make: Callable[[], SelfCheck], *, again: bool = False) -> SelfCheck:
+        """Return the kept verdict; without one that counts, or with `again`, make and keep one.
+
+        Other processes that want one meanwhile wait for it.
+        """
+        kept = None if again else self.read(fingerprint).content
+        if kept is not None:
+            return kept
+        with self._alone():
+            kept = None if again else self.read(fingerprint).content  # another process may have made it meanwhile
+            if kept is not None:
+                return kept
+            made = make()
+            try:
+                self._store.write(_key_of(fingerprint), made)
+            except OSError as error:
+                _logger.info("the next process checks this GPU again: %s", error)
+            return made
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Keep other processes from checking at the same time, where files can be locked."""
+        from filelock import FileLock, Timeout  # slow to import (asyncio), and most processes find a verdict
+
+        lock = FileLock(self._directory / ".self-check.lock", timeout=WAIT_S, poll_interval=0.05)
+        try:
+            self._directory.mkdir(parents=True, exist_ok=True)
+            lock.acquire()
+        except (OSError, Timeout) as error:
+            _logger.info("this GPU is checked without a lock: %s", error)
+        try:
+            yield
+        finally:
+            lock.release()
+
+
+def _key_of(fingerprint: Fingerprint) -> str:
+    name = "".join(letter if letter.isalnum() else "-" for letter in fingerprint.device)
+    return f"{name}-{fingerprint.units}"

@@ -1,0 +1,248 @@
+"""Each experiment passes on a device that keeps its rules, and finds the defect of one that does not."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from apollo_compile.device.findings import Finding, Level
+from apollo_compile.device.gpu.experiments import TRIALS, try_dropout, try_hand_overs, try_training_step
+from apollo_compile.device.gpu.gpu import Body, Recording, Stream
+from apollo_compile.device.gpu.self_check import run_checks
+from apollo_compile.ir import Lane
+from tests.device.gpu.fake_gpu import FakeGpu, FakeRecording
+from tests.device.gpu.test_examine import CensusGpu
+
+SIZES = [*15 * [8], 12]
+CPU = torch.device("cpu")
+WIDTHS = {"hand-overs": 8, "training step": 8, "dropout": 64}
+SMALL = {name: partial(trial, width=WIDTHS[name]) for name, trial in TRIALS.items()}  # type: ignore[call-arg]
+
+
+class Spoiled(FakeGpu):
+    """Does something to every captured graph, as a broken driver would."""
+
+    def __init__(self, spoil: Callable[[FakeRecording], None]) -> None:
+        super().__init__()
+        self._spoil = spoil
+
+    def capture(self, work: Callable[[Stream], None], shares: Recording | None) -> FakeRecording:
+        """Capture, and spoil it."""
+        recording = super().capture(work, shares)
+        self._spoil(recording)
+        return recording
+
+
+@pytest.mark.parametrize("name", TRIALS)
+def test_a_device_that_keeps_its_rules_passes(name: str) -> None:
+    """Without a race, with every lane in use."""
+    gpu = FakeGpu()
+    finding = SMALL[name](gpu, SIZES, CPU)
+    assert (finding.level, finding.subject) == (Level.OK, name), finding.message
+    assert not gpu.races
+    assert {entry[1] for entry in gpu.log if entry[0] == "launch"} >= {"lane 1", "lane 2"}
+
+
+def by_lane(recording: FakeRecording) -> None:
+    """Run one lane after the other, as if nothing waited."""
+    recording.operations.sort(key=lambda operation: operation[3])
+
+
+def one_is_lost(recording: FakeRecording) -> None:
+    """Leave out the second operation, so that what it writes stays poison."""
+    del recording.operations[1]
+
+
+@pytest.mark.parametrize("spoil", (by_lane, one_is_lost))
+@pytest.mark.parametrize("trial", (try_hand_overs, try_training_step))
+def test_what_is_read_too_early_is_found(trial: Any, spoil: Callable[[FakeRecording], None]) -> None:
+    """It is poison, which spreads to the result."""
+    finding = trial(Spoiled(spoil), SIZES, CPU, width=8)
+    assert finding.level is Level.ERROR
+    assert "are NaN: memory that was not written yet was read" in finding.message
+
+
+def test_a_launch_that_reads_what_is_not_written_is_found() -> None:
+    """Before anything is captured: one body of many got zeros."""
+
+    class Early(FakeGpu):
+        def call(self, body: Body, inputs: list[torch.Tensor], stream: Stream) -> Sequence[torch.Tensor]:
+            """Take an input away from the fifth body of lane 2."""
+            if stream == "lane 2" and self.log.count(("launch", stream)) == 4:
+                inputs[0] = torch.zeros_like(inputs[0])
+            return super().call(body, inputs, stream)
+
+    finding = try_hand_overs(Early(), SIZES, CPU, width=8)
+    assert finding.level is Level.ERROR
+    assert finding.message.startswith("launch 0: ") and "what an earlier run left behind was read" in finding.message
+
+
+def test_a_replay_that_leaves_old_results_is_found() -> None:
+    """Its inputs are new, and its outputs are those of the run before."""
+
+    def keep_first(recording: FakeRecording) -> None:
+        own, kept = recording.replay, []
+
+        def replay() -> None:
+            own()
+            outputs = [tensor for _, _, made, _ in recording.operations for tensor in made]
+            if not kept:
+                kept.extend(tensor.clone() for tensor in outputs)
+            for tensor, value in zip(outputs, kept, strict=True):
+                tensor.copy_(value)
+
+        recording.replay = replay  # type: ignore[method-assign]
+
+    finding = try_hand_overs(Spoiled(keep_first), SIZES, CPU, width=8)
+    assert finding.message.startswith("replay 1: ") and "0 are NaN: what an earlier run left behind" in finding.message
+
+
+def before_each_replay(act: Callable[[FakeRecording], object]) -> Callable[[FakeRecording], None]:
+    """Return what spoils a recording by doing something before each of its replays."""
+
+    def spoil(recording: FakeRecording) -> None:
+        own = recording.replay
+
+        def replay() -> None:
+            act(recording)
+            own()
+
+        recording.replay = replay  # type: ignore[method-assign]
+
+    return spoil
+
+
+def flip_masks(recording: FakeRecording) -> None:
+    """Overwrite the masks that a backward reads."""
+    for _, inputs, _, _ in recording.operations:
+        for tensor in inputs:
+            if tensor.dtype == torch.bool:
+                tensor.logical_not_()
+
+
+@pytest.mark.parametrize(
+    ("act", "text"),
+    [
+        (lambda recording: torch.manual_seed(3), "equal masks: lane 1 in replay 0 and lane 1 in replay 1"),
+        (lambda recording: torch.seed(), "other masks from the same seed"),
+        (flip_masks, "replay 0: a backward has another mask than its forward"),
+    ],
+)
+def test_wrong_masks_are_found(act: Callable[[FakeRecording], object], text: str) -> None:
+    """Equal ones, other ones from the same seed, and other ones in a backward."""
+    finding = try_dropout(Spoiled(before_each_replay(act)), SIZES, CPU, width=64)
+    assert (finding.level, finding.message) == (Level.ERROR, text)
+
+
+def test_lanes_that_draw_the_same_numbers_are_found() -> None:
+    """Each lane by itself would be right."""
+
+    class Same(FakeGpu):
+        def call(self, body: Body, inputs: list[torch.Tensor], stream: Stream) -> Sequence[torch.Tensor]:
+            """Begin where the other lane began."""
+
+            def run(arguments: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+                if len(arguments) == 1:  # a forward's
+                    torch.manual_seed(int(torch.initial_seed()) + (stream == "lane 1"))
+                return body(arguments)
+
+            return super().call(run, inputs, stream)
+
+    finding = try_dropout(Same(), SIZES, CPU, width=64)
+    assert finding.level is Level.ERROR and finding.message.startswith("equal masks: lane 1 in replay 0 and lane 2 in")
+
+
+class SmGpu(CensusGpu):
+    """Knows the SMs of every lane, which the stand-in of the census kernel notes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.compute_capability = (9, 0)
+        self.sms_at: dict[int, tuple[int, ...]] = {}
+        """By the address that a census is written to."""
+        self._sms: dict[str, tuple[int, ...]] = {}
+
+    def lane_stream(self, lane: Lane, urgency: int = 0) -> str | None:
+        """Return the lane's stream, in the context of its first atom."""
+        stream = super().lane_stream(lane, urgency)
+        if stream is not None:
+            self._sms[stream] = lane.units
+            self._contexts[stream] = 10 + lane.units[0] // 8
+        return stream
+
+    def call(self, body: Body, inputs: list[torch.Tensor], stream: Stream) -> Sequence[torch.Tensor]:
+        """Note where it runs."""
+        self.sms_at[inputs[0].data_ptr()] = self._sms.get(stream, tuple(range(132)))
+        return super().call(body, inputs, stream)
+
+    def walk_capture(self) -> SmGpu:
+        """Begin a new log."""
+        self.log.clear()
+        super().walk_capture()
+        return self
+
+
+def put_kernel(monkeypatch: pytest.MonkeyPatch, gpu: SmGpu, *, shift: int = 0) -> None:
+    """Put a stand-in in the place of the census kernel, which is Triton's; `shift` moves one lane's SMs."""
+
+    def launch_census(out: torch.Tensor, spin_ns: int) -> None:
+        sms = torch.tensor(gpu.sms_at[out.data_ptr()])
+        sms = sms + shift * (sms[0] > 0)
+        place = sms[torch.arange(len(out)) % len(sms)]
+        out.copy_(torch.stack([place, torch.ones_like(place), torch.full_like(place, spin_ns)], dim=1))
+
+    kernel = SimpleNamespace(BLOCKS_PER_SM=16, COLUMNS=3, launch_census=launch_census)
+    monkeypatch.setitem(sys.modules, "apollo_compile.device.gpu.census_kernel", kernel)
+
+
+def levels(findings: Sequence[Finding]) -> Mapping[str, Level]:
+    """Return levels by subject."""
+    return {finding.subject: finding.level for finding in findings}
+
+
+def test_all_checks_pass_on_a_device_that_keeps_its_rules(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Censuses of three splits, and the experiments."""
+    gpu = SmGpu()
+    put_kernel(monkeypatch, gpu)
+    findings = run_checks(gpu, SMALL)  # type: ignore[arg-type]
+    assert set(levels(findings).values()) == {Level.OK}, findings
+    assert len(findings) == 3 * 3 + 1 + len(TRIALS) and set(TRIALS) <= set(levels(findings))
+
+
+def test_kernels_on_other_sms_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the second lane reach into the first; experiments say nothing of that."""
+    gpu = SmGpu()
+    put_kernel(monkeypatch, gpu, shift=-4)
+    found = levels(run_checks(gpu, SMALL))  # type: ignore[arg-type]
+    assert found["lanes 64 + 68, replayed"] is Level.ERROR
+    assert all(found[name] is Level.OK for name in TRIALS)
+
+
+def test_an_experiment_that_raises_is_an_error_and_the_others_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A capture that is refused, for one."""
+    gpu = SmGpu()
+    put_kernel(monkeypatch, gpu)
+
+    def refuse(*arguments: Any) -> Finding:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    findings = run_checks(gpu, {**SMALL, "dropout": refuse})  # type: ignore[arg-type]
+    (bad,) = (finding for finding in findings if finding.level is Level.ERROR)
+    assert (bad.subject, bad.message) == ("dropout", "RuntimeError: operation not permitted when stream is capturing")
+
+
+def test_a_device_of_two_atoms_has_fewer_splits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which is no error."""
+    gpu = SmGpu()
+    gpu.units = gpu.num_sms = 16
+    gpu.atom_sizes = [8, 8]
+    put_kernel(monkeypatch, gpu)
+    findings = run_checks(gpu, {})  # type: ignore[arg-type]
+    assert not any(subject.count("+") == 2 for subject in levels(findings))
+    assert "lanes 8 + 8, eager" in levels(findings)

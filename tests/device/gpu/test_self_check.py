@@ -1,0 +1,174 @@
+"""The process of a self-check: whatever becomes of it is a verdict, which is kept and said once."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from apollo_compile.config import load_config
+from apollo_compile.device.cpu.target import CpuTarget
+from apollo_compile.device.findings import Finding, Level
+from apollo_compile.device.fingerprint import Fingerprint
+from apollo_compile.device.gpu.discover import gpu_fingerprint
+from apollo_compile.device.gpu.self_check import check_apart, check_gpu, describe, find_complaint
+from apollo_compile.device.gpu.target import GpuTarget
+from apollo_compile.store.profiles import default_profile, load_profile
+from apollo_compile.store.self_checks import FORMAT, SelfCheck, SelfChecks
+from tests.device.gpu.fake_gpu import FakeGpu
+
+GPU = SimpleNamespace(
+    device=torch.device("cuda", 1), native=SimpleNamespace(name="Fake GPU", driver_version=13000, num_sms=132)
+)
+MINE: Fingerprint = gpu_fingerprint("Fake GPU", cuda=13000, units=132)
+FINE = Finding(level=Level.OK, subject="hand-overs", message="are in order")
+WARNED = Finding(level=Level.WARNING, subject="lanes 64 + 68, eager", message="one after the other")
+BAD = Finding(level=Level.ERROR, subject="dropout", message="equal masks", advice="x")
+
+
+def verdict(*findings: Finding) -> SelfCheck:
+    """Return what was found just now."""
+    return SelfCheck(made_at=time.time(), fingerprint=MINE, findings=findings)
+
+
+def answering(text: str) -> tuple[str, ...]:
+    """Return a command that leaves this answer."""
+    code = "import json, sys; open(json.loads(sys.argv[1])[0], 'w').write(%r)"
+    return (sys.executable, "-S", "-c", code % text)
+
+
+@pytest.mark.parametrize("findings", [(FINE,), (FINE, BAD)])
+def test_the_answer_of_the_process_is_the_verdict(findings: tuple[Finding, ...]) -> None:
+    """Well or not."""
+    made = verdict(*findings)
+    assert check_apart(MINE, 0, command=answering(FORMAT.format(made))) == made
+
+
+@pytest.mark.parametrize(
+    ("code", "text"),
+    [
+        ("import os; os.abort()", "its process was killed by SIGABRT"),
+        (
+            "import sys; sys.exit('Traceback\\nRuntimeError: an illegal access\\n')",
+            "its process ended with exit code 1: RuntimeError: an illegal access",
+        ),
+        ("", "its process left no answer: there is no such file"),
+    ],
+)
+def test_a_process_that_fails_is_an_error(code: str, text: str) -> None:
+    """With how it ended."""
+    made = check_apart(MINE, 0, command=(sys.executable, "-S", "-c", code))
+    assert made.complaint == f"self-check: {text}" and made.fingerprint == MINE
+
+
+@pytest.mark.parametrize(
+    ("answer", "text"),
+    [
+        ("nonsense", "self-check: its process left no answer: "),
+        (
+            FORMAT.format(replace(verdict(FINE), fingerprint=replace(MINE, device="Other GPU"))),
+            "self-check: it saw Other GPU, ",
+        ),
+    ],
+)
+def test_an_answer_that_is_not_about_this_gpu_is_an_error(answer: str, text: str) -> None:
+    """Or about none."""
+    assert (check_apart(MINE, 0, command=answering(answer)).complaint or "").startswith(text)
+
+
+def test_a_process_that_hangs_is_killed() -> None:
+    """After its time."""
+    hangs = (sys.executable, "-S", "-c", "import threading; threading.Event().wait()")
+    made = check_apart(MINE, 0, limit_s=0.3, command=hangs)
+    assert made.complaint == "self-check: its process did not end in 0 s and was killed"
+
+
+def test_a_command_that_is_not_there_is_an_error() -> None:
+    """As where Python is embedded."""
+    made = check_apart(MINE, 0, command=("/no/such/program",))
+    assert (made.complaint or "").startswith("self-check: its process cannot be started: ")
+
+
+def test_the_process_is_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has what else is in the environment."""
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "TORCHELASTIC_RUN_ID", "OMPI_COMM_WORLD_RANK"):
+        monkeypatch.setenv(name, "3")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,2")
+    text = FORMAT.format(verdict(replace(FINE, message="NAMES")))
+    code = (
+        "import json, os, sys; open(json.loads(sys.argv[1])[0], 'w').write("
+        f"{text!r}.replace('NAMES', ' '.join(os.environ)))"
+    )
+    made = check_apart(MINE, 0, command=(sys.executable, "-S", "-c", code))
+    names = made.findings[0].message.split()
+    assert "CUDA_VISIBLE_DEVICES" in names and "PATH" in names
+    assert not [name for name in names if "RANK" in name or name.startswith(("WORLD", "MASTER", "TORCHELASTIC"))]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tells what is found without a GPU")
+def test_the_process_says_why_it_cannot_begin() -> None:
+    """Here, since there is no GPU."""
+    made = check_apart(MINE, 0, limit_s=900)
+    assert (made.complaint or "").startswith("self-check: its process ended with exit code 1: ")
+    assert "CUDA" in (made.complaint or "")
+
+
+def test_a_complaint_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Whoever asks; it says what to do."""
+    SelfChecks(tmp_path).find(MINE, lambda: verdict(FINE, BAD))
+    with caplog.at_level(logging.WARNING, logger="apollo_compile"):
+        found = [find_complaint(GPU, tmp_path) for _ in range(2)]  # type: ignore[arg-type]
+    assert found == 2 * ["dropout: equal masks"]
+    assert [record.getMessage() for record in caplog.records] == [
+        "no lanes on cuda:1 (Fake GPU), since its self-check failed: dropout: equal masks; 'apollo doctor "
+        "--self-check' tries again"
+    ]
+
+
+def test_without_an_error_there_is_no_complaint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A warning is none."""
+    kept = verdict(FINE, WARNED)
+    SelfChecks(tmp_path).find(MINE, lambda: kept)
+    assert find_complaint(GPU, tmp_path) is None and not caplog.records  # type: ignore[arg-type]
+    assert check_gpu(GPU, tmp_path) == kept  # type: ignore[arg-type]
+
+
+def test_targets_hand_on_the_complaint() -> None:
+    """A CPU has none."""
+    config = load_config()
+    assert CpuTarget(default_profile(2), config).complaint() is None
+    sheet, device = load_profile(Path("h200")), torch.device("cpu")
+    assert GpuTarget(FakeGpu(), sheet, config, device=device).complaint() is None
+    asked = GpuTarget(FakeGpu(), sheet, config, device=device, find_complaint=lambda: "hand-overs: late")
+    assert asked.complaint() == "hand-overs: late"
+
+
+@pytest.mark.parametrize(
+    ("findings", "is_new", "level", "text", "advice"),
+    [
+        ((FINE,), True, Level.OK, "lanes work: tried just now", ""),
+        ((FINE, WARNED), False, Level.OK, "lanes work: tried on 2001-09-0", ""),
+        (
+            (FINE, BAD),
+            False,
+            Level.ERROR,
+            "lanes stay off: tried on 2001-09-0",
+            "'apollo doctor --self-check' tries again",
+        ),
+    ],
+)
+def test_doctor_shows_the_verdict_and_its_age(
+    findings: tuple[Finding, ...], is_new: bool, level: Level, text: str, advice: str
+) -> None:
+    """In front of what was found."""
+    kept = replace(verdict(*findings), made_at=1e9)
+    head, *rest = describe(kept, is_new=is_new)
+    assert (head.subject, head.level, head.advice) == ("self-check", level, advice)
+    assert head.message.startswith(text)
+    assert [(each.subject, each.level) for each in rest] == [(each.subject, each.level) for each in findings]
