@@ -1,4 +1,4 @@
-"""Checks T0 to T13: what has to hold on a GPU before a step time of lanes means anything. See `gpu_suite.py`.
+"""Checks T0 to T13: what has to hold on a GPU before a step time of lanes means anything. See `gpu_suite/`.
 
 Each check is a function of the device that returns what it saw; what it cannot do it raises. Whether whole models are
 faster is the second half of the suite.
@@ -6,46 +6,48 @@ faster is the second half of the suite.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch._inductor.config as inductor_config
-from torch import nn
 from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from apollo_compile import backend
 from apollo_compile.device.findings import Finding, Level
 from apollo_compile.device.gpu.calibrate import calibrate_gpu
 from apollo_compile.device.gpu.examine import (
     EXTRA_SMS,
-    contexts_of,
-    examine_cuda,
-    judge_nodes,
     lane_of_atoms,
     split_lanes,
-    walk_capture,
 )
-from apollo_compile.device.gpu.execute import CudaExecutable
-from apollo_compile.device.gpu.gpu import Sharing, TorchGpu, TorchRecording
+from apollo_compile.device.gpu.gpu import Sharing, TorchGpu
 from apollo_compile.device.gpu.launch import Launcher, forked
+from apollo_compile.device.gpu.self_check import run_checks
 from apollo_compile.ir import BufferId, Lane, LaneId, Launch, Program
 from apollo_compile.json_form import to_json
-from apollo_compile.session import registry
 from apollo_compile.store.profiles import load_profile
 from apollo_compile.torch_bridge.bodies import compile_bodies
 from apollo_compile.units import format_bytes, format_ns
+from benchmarks.gpu_training_checks import (
+    backwards_have_the_masks_of_their_forwards,
+    kernels_of_a_model_are_in_their_lanes,
+    lanes_account_for_their_memory,
+    loops_are_as_in_eager,
+    masks_are_right_under_replay,
+    masks_are_those_of_inductor,
+    replays_do_not_race,
+    training_is_as_in_eager,
+)
 from benchmarks.harness.gpu_busy import marker_records, profile_step
 from benchmarks.harness.gpu_lanes import (
     SMALL_KERNELS,
@@ -59,21 +61,8 @@ from benchmarks.harness.gpu_lanes import (
     time_on,
     time_small_kernels,
 )
-from benchmarks.workloads.gpu import SHAPES, Encoder, build_gpu_workload
-
-OPTIONS = {
-    "debug.strict": True,
-    "device.cuda_lanes": True,
-    "plan.autotune": False,
-    "plan.min_gain": 0.0,
-    "plan.planner": "greedy",
-    "runtime.isolation": True,
-}
-"""Run the plan with its quotas, whatever is faster, and raise what would be hidden otherwise."""
-
-FORMULA_OPTIONS = {**OPTIONS, "plan.replan": False, "device.profile": "h200"}
-"""Keep the plan that rests on formulas and the data sheet, whatever was measured on this GPU: it has lanes even where
-small models gain nothing by them."""
+from benchmarks.harness.outcome import Check, Outcome
+from benchmarks.workloads.gpu import SHAPES, Encoder
 
 LANE_COUNTS = (2, 4, 8)
 """Lanes side by side, each with many small kernels."""
@@ -84,28 +73,9 @@ CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 LONGEST_PROCESS_S = 120
 """Seconds after which a process hangs."""
 
-UNCOUNTED_STEPS = 5
-"""Until forward and backward replay."""
-
-STEPS = 50
-DROPOUT = 0.3
-SLOPE_STEP = 1e-3
-"""How far parameters are moved to find the slope of the loss."""
 
 BLOCKS_THAT_FIT = 16
 """Blocks of one warp that an SM holds at once, on any GPU."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Outcome:
-    """What a check saw."""
-
-    is_met: bool
-    text: str
-    numbers: dict[str, Any] = field(default_factory=dict)
-
-
-Check = Callable[[TorchGpu], Outcome]
 
 
 def what_the_driver_gives(gpu: TorchGpu) -> Outcome:
@@ -124,9 +94,9 @@ def what_the_driver_gives(gpu: TorchGpu) -> Outcome:
     return Outcome(is_met=native.num_atoms >= 2, text=text, numbers=numbers)
 
 
-def lanes_keep_to_their_sms(gpu: TorchGpu) -> Outcome:
-    """T1, T2: censuses in eager and in replay, nodes of captured graphs, overlapping lanes."""
-    findings: Sequence[Finding] = examine_cuda(gpu.device.index)
+def lanes_pass_the_self_check(gpu: TorchGpu) -> Outcome:
+    """T1, T2, T4, T5: the self-check: censuses in eager and in replay, nodes of graphs, hand-overs, steps, dropout."""
+    findings: Sequence[Finding] = run_checks(gpu)
     bad = [finding for finding in findings if finding.level in (Level.ERROR, Level.WARNING)]
     shown = (
         "; ".join(f"{finding.subject}: {finding.message}" for finding in bad) or f"{len(findings)} findings, all well"
@@ -246,154 +216,6 @@ def _cooperative_on_a_lane(gpu: TorchGpu) -> str:
     return f"a cooperative grid of {blocks} blocks is not refused on one atom: a barrier in it would hang"
 
 
-def kernels_of_a_model_are_in_their_lanes(gpu: TorchGpu) -> Outcome:
-    """T2: every kernel of a model's forward is in the lane that launched it; library kernels too."""
-    run, inputs = _compiled(gpu, "flava")
-    taken: list[list[torch.Tensor]] = []
-    with torch.no_grad():
-        run(inputs)
-        compiled = registry.compiled_models()[-1].graphs[-1]
-        own = compiled.variants.run
-
-        def listen(arguments: list[torch.Tensor]) -> Any:
-            taken.append(list(arguments))
-            return own(arguments)
-
-        compiled.variants.run = listen
-        run(inputs)
-        executable = compiled.executable
-        launcher = Launcher(executable.program, [body.function for body in compiled.bodies], gpu)
-        _, kernels = walk_capture(gpu, launcher, taken[0])
-    lanes = zip(executable.program.lanes, executable.program.instructions, strict=True)
-    finding = judge_nodes("model", kernels, contexts_of(gpu, [lane for lane, work in lanes if work]))
-    numbers = {"kernels": [[each.lane, each.segment, each.name] for each in kernels]}
-    return Outcome(is_met=finding.level is not Level.ERROR, text=finding.message, numbers=numbers)
-
-
-def replays_do_not_race(gpu: TorchGpu, names: Sequence[str] = ("flava",), count: int = 200) -> Outcome:
-    """T4: training steps are replayed with the same numbers, with poison in all memory of the graphs before each."""
-    seen, is_met = {}, True
-    for name in names:
-        run, inputs = _compiled(gpu, name)
-        for _ in range(UNCOUNTED_STEPS):
-            expected = _step(run.model, run, inputs)
-        before, num_wrong = _num_replays(), 0
-        for _ in range(count):
-            for executable in _executables():
-                _poison(executable)
-            num_wrong += not _are_same(_step(run.model, run, inputs), expected)
-        replays = _num_replays() - before
-        has_lanes = _num_lanes() > 1 or len(SHAPES[name].towers) == 1  # of a chain nothing runs side by side
-        is_met = is_met and num_wrong == 0 and replays == 2 * count and has_lanes
-        seen[name] = f"{num_wrong} of {count} steps differ, with {replays} replays on {_num_lanes()} lanes"
-    return Outcome(is_met=is_met, text="; ".join(f"{name}: {text}" for name, text in seen.items()), numbers=seen)
-
-
-def _are_same(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> bool:
-    """Whether losses are equal, and gradients as far as libraries add them up in the same order; poison is neither."""
-    (loss, *gradients), (expected_loss, *expected_gradients) = found, expected
-    return torch.equal(loss, expected_loss) and all(
-        torch.allclose(one, other, rtol=1e-3, atol=1e-4 * other.abs().max().item())
-        for one, other in zip(gradients, expected_gradients, strict=True)
-    )
-
-
-def masks_are_right_under_replay(gpu: TorchGpu) -> Outcome:
-    """T5: other masks at every replay, the same again from the same seed."""
-    runs = []
-    for _ in range(2):
-        run, inputs = _compiled(gpu, "clip_b32", dropout=0.5)
-        torch.manual_seed(7)
-        with torch.no_grad():
-            runs.append([run(inputs).item() for _ in range(8)])
-    is_met = runs[0] == runs[1] and len(set(runs[0])) == 8
-    return Outcome(is_met=is_met, text=f"{len(set(runs[0]))} of 8 steps differ; reseeded: {runs[0] == runs[1]}")
-
-
-def training_is_as_in_eager(gpu: TorchGpu) -> Outcome:
-    """T7: losses and gradients over 12 steps, with the backward on autograd's thread."""
-    run, inputs = _compiled(gpu, "imagebind")
-    eager = build_gpu_workload("imagebind", batch=4, scale="tiny", device=str(gpu.device)).model
-    worst = 0.0
-    for _ in range(12):
-        pairs = zip(_step(eager, eager, inputs), _step(run.model, run, inputs), strict=True)
-        worst = max(worst, *((one - other).abs().max().item() for one, other in pairs))
-    text = f"largest difference {worst:.1e}, {_num_replays()} replays on {_num_lanes()} lanes"
-    is_met = worst < 1e-3 and _num_replays() >= 16 and _num_lanes() > 1
-    return Outcome(is_met=is_met, text=text, numbers={"worst": worst})
-
-
-def masks_are_those_of_inductor(gpu: TorchGpu) -> Outcome:
-    """T5, T7: losses and gradients of 50 steps with dropout are Inductor's, from the same seed of the generator.
-
-    Inductor draws the seeds of all its masks of a graph at once; so does the graph on lanes, in a replay as well.
-    Kernels of attention draw their own, in the order in which they are launched, which lanes change: there is
-    no dropout in attention here.
-    """
-    torch._dynamo.reset()
-    reference = build_gpu_workload("clip_b32", batch=4, scale="tiny", device=str(gpu.device), dropout=DROPOUT)
-    _drop_nothing_of_attention(reference.model)
-    expected = _train(reference.model, torch.compile(reference.model), reference.inputs)
-    run, inputs = _compiled(gpu, "clip_b32", dropout=DROPOUT)
-    _drop_nothing_of_attention(run.model)
-    found = _train(run.model, run, inputs)
-    worst = max(
-        (one - other).abs().max().item()
-        for step, its in zip(expected, found, strict=True)
-        for one, other in zip(step, its, strict=True)
-    )
-    num_masks = len({step[0].item() for step in found})
-    text = f"largest difference {worst:.1e} over {STEPS} steps, {num_masks} of them with masks of their own"
-    is_met = worst < 1e-3 and num_masks == STEPS and _num_replays() >= STEPS and _num_lanes() > 1
-    return Outcome(is_met=is_met, text=f"{text}; {_num_replays()} replays", numbers={"worst": worst})
-
-
-def _drop_nothing_of_attention(model: nn.Module) -> None:
-    for module in model.modules():
-        if isinstance(module, nn.MultiheadAttention):
-            module.dropout = 0.0
-
-
-def backwards_have_the_masks_of_their_forwards(gpu: TorchGpu) -> Outcome:
-    """T5: with dropout in attention too, gradients are the slopes of losses from the same seed, in replays."""
-    run, inputs = _compiled(gpu, "clip_b32", dropout=DROPOUT)
-    parameters = list(run.model.parameters())
-    generator = torch.Generator(gpu.device).manual_seed(1)
-    directions = [torch.randn(each.shape, generator=generator, device=gpu.device) for each in parameters]
-
-    def loss_at(place: float) -> float:
-        with torch.no_grad():
-            torch._foreach_add_(parameters, directions, alpha=place)
-        torch.manual_seed(7)
-        with _without_tf32():
-            loss = run(inputs).item()
-        with torch.no_grad():
-            torch._foreach_sub_(parameters, directions, alpha=place)
-        return float(loss)
-
-    for _ in range(UNCOUNTED_STEPS):
-        _step(run.model, run, inputs)
-    before = _num_replays()
-    torch.manual_seed(7)
-    _, *gradients = _step(run.model, run, inputs)
-    slope = sum(float((one * other).sum()) for one, other in zip(gradients, directions, strict=True))
-    found = (loss_at(SLOPE_STEP) - loss_at(-SLOPE_STEP)) / (2 * SLOPE_STEP)
-    difference = abs(found - slope) / max(abs(found), abs(slope), 1e-6)
-    replays = _num_replays() - before
-    text = f"slope {slope:.4f} by gradients, {found:.4f} by losses, {difference:.1%} apart, in {replays} replays"
-    return Outcome(
-        is_met=difference < 0.02 and replays == 4, text=text, numbers={"by gradients": slope, "found": found}
-    )
-
-
-def _train(
-    model: nn.Module, run: Callable[[dict[str, torch.Tensor]], torch.Tensor], inputs: dict[str, torch.Tensor]
-) -> list[list[torch.Tensor]]:
-    """Return the loss and all gradients of every step, from a fixed seed of the generator."""
-    torch.manual_seed(7)
-    return [_step(model, run, inputs) for _ in range(STEPS)]
-
-
 def splits_against_streams(gpu: TorchGpu) -> Outcome:
     """T8: two encoders side by side on every split in two, on overlapping lanes, by priorities, on streams, in turn."""
     encoders, inputs = [], []
@@ -487,17 +309,6 @@ def _tuned_product(
             is_inference=True,
         )
     return body.function
-
-
-def lanes_account_for_their_memory(gpu: TorchGpu) -> Outcome:
-    """T10: what lanes took, by the allocator's segments, for a forward of two encoders."""
-    run, inputs = _compiled(gpu, "clip_b32")
-    with torch.no_grad():
-        for _ in range(4):
-            run(inputs)
-    taken = {each.lane: each.num_bytes for each in (e for made in _executables() for e in made.lane_memory)}
-    shown = ", ".join(f"lane {lane} {format_bytes(size)}" for lane, size in taken.items())
-    return Outcome(is_met=bool(taken) and all(taken.values()), text=shown or "no lane took memory", numbers=taken)
 
 
 def a_longer_lane_can_go_on_with_every_sm(gpu: TorchGpu) -> Outcome:
@@ -640,6 +451,51 @@ recording.replay()
 """
 
 
+def a_refused_capture_leaves_dropout_alone(gpu: TorchGpu) -> Outcome:
+    """T13: after a capture that the driver refuses, dropout works, and so does the next capture; in its own process."""
+    done = subprocess.run(
+        [sys.executable, "-c", _HAS_A_REFUSED_CAPTURE, str(gpu.device.index)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=LONGEST_PROCESS_S,
+        cwd=Path(__file__).parents[1],
+    )
+    text = _last_line(done.stdout) if done.returncode == 0 else _last_line(done.stderr)
+    return Outcome(is_met=done.returncode == 0, text=text, numbers={"stderr": done.stderr[-2000:]})
+
+
+_HAS_A_REFUSED_CAPTURE = """
+import sys
+import torch
+from apollo_compile.device.gpu.gpu import TorchGpu
+gpu = TorchGpu(int(sys.argv[1]))
+ones = torch.ones(4096, device=gpu.device)
+def refused(origin):
+    torch.nn.functional.dropout(ones, 0.5)
+    ones.sum().item()  # a wait for the device, which invalidates a capture
+try:
+    gpu.capture(refused, None)
+except Exception as error:
+    told = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+else:
+    sys.exit("the driver does not refuse to wait in a capture")
+try:
+    torch.nn.functional.dropout(ones, 0.5).sum().item()
+except Exception as error:
+    sys.exit(f"dropout after {told}: {error}")
+outputs = []
+recording = gpu.capture(lambda origin: outputs.append(torch.nn.functional.dropout(ones, 0.5)), None)
+masks = []
+for _ in range(2):
+    recording.replay()
+    masks.append(outputs[0].clone())
+if torch.equal(*masks):
+    sys.exit(f"equal masks in replays after {told}")
+print(f"dropout and the next capture work after {told}")
+"""
+
+
 def calibration_is_plausible(gpu: TorchGpu) -> Outcome:
     """T1: lanes of every size, hand-overs and neighbours; more SMs are not much slower, and the cache is faster."""
     native = gpu.native
@@ -658,27 +514,30 @@ def calibration_is_plausible(gpu: TorchGpu) -> Outcome:
 
 
 CHECKS: tuple[tuple[str, Check], ...] = (
+    ("T1 T2 T4 T5 self-check", lanes_pass_the_self_check),
+    ("T4 races", replays_do_not_race),
+    ("T13 refused capture", a_refused_capture_leaves_dropout_alone),
+    ("T7 loops", loops_are_as_in_eager),
+    ("T5 slopes", backwards_have_the_masks_of_their_forwards),
     ("T0 driver", what_the_driver_gives),
-    ("T1 T2 SMs of lanes", lanes_keep_to_their_sms),
-    ("T2 kernels of a model", kernels_of_a_model_are_in_their_lanes),
-    ("T1 T6 products", products_scale_with_their_quota),
-    ("T6 clusters", clusters_fit_into_lanes),
     ("T3 overlap", lanes_run_at_the_same_time),
     ("T3 small kernels", many_small_kernels_keep_their_pace),
-    ("T3 queues", queues_of_the_device_are_enough),
-    ("T4 races", replays_do_not_race),
+    ("T1 T6 products", products_scale_with_their_quota),
+    ("T6 clusters", clusters_fit_into_lanes),
+    ("T9 carveout", carveout_helps_or_not),
+    ("T11 wider tail", a_longer_lane_can_go_on_with_every_sm),
+    ("T12 clocks", markers_agree),
+    ("T8 splits", splits_against_streams),
+    ("T13 failures", failures_and_recaptures_leave_no_trace),
+    ("T1 calibration", calibration_is_plausible),
+    ("T2 kernels of a model", kernels_of_a_model_are_in_their_lanes),
     ("T5 random numbers", masks_are_right_under_replay),
     ("T7 training", training_is_as_in_eager),
     ("T5 T7 dropout", masks_are_those_of_inductor),
-    ("T5 slopes", backwards_have_the_masks_of_their_forwards),
-    ("T8 splits", splits_against_streams),
-    ("T9 carveout", carveout_helps_or_not),
     ("T10 memory", lanes_account_for_their_memory),
-    ("T11 wider tail", a_longer_lane_can_go_on_with_every_sm),
-    ("T12 clocks", markers_agree),
-    ("T13 failures", failures_and_recaptures_leave_no_trace),
-    ("T1 calibration", calibration_is_plausible),
+    ("T3 queues", queues_of_the_device_are_enough),
 )
+"""In the order in which they are worth their time: a ten-minute suite gets to about the first half."""
 
 THOROUGH_CHECKS: tuple[tuple[str, Check], ...] = (
     *(
@@ -690,94 +549,5 @@ THOROUGH_CHECKS: tuple[tuple[str, Check], ...] = (
 """The same, with a thousand replays of every workload, and what takes Inductor minutes to tune."""
 
 
-# --------------------------------------------------------------------------------------------------------- helpers
-
-
-class _Compiled:
-    """A compiled tiny model, called with its inputs."""
-
-    def __init__(self, gpu: TorchGpu, name: str, dropout: float, options: Mapping[str, Any]) -> None:
-        torch._dynamo.reset()
-        workload = build_gpu_workload(name, batch=4, scale="tiny", device=str(gpu.device), dropout=dropout)
-        self.model: nn.Module = workload.model
-        self.inputs = workload.inputs
-        self._run = torch.compile(workload.model, backend=backend.apollo, options={**FORMULA_OPTIONS, **options})
-
-    def __call__(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-        return self._run(inputs)
-
-
-def _compiled(
-    gpu: TorchGpu, name: str, options: Mapping[str, Any] | None = None, *, dropout: float = 0.0
-) -> tuple[_Compiled, dict[str, torch.Tensor]]:
-    made = _Compiled(gpu, name, dropout, options or {})
-    return made, made.inputs
-
-
-@contextlib.contextmanager
-def _without_tf32() -> Iterator[None]:
-    """Multiply matrices of float32 as they are: rounded to TF32, small differences become large ones."""
-    before = torch.get_float32_matmul_precision()
-    places = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
-    precisions = [place.fp32_precision for place in places]  # by default "none": another key of caches than "ieee"
-    torch.set_float32_matmul_precision("highest")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
-        for place, precision in zip(places, precisions, strict=True):
-            place.fp32_precision = precision
-
-
-def _step(
-    model: nn.Module, run: Callable[[dict[str, torch.Tensor]], torch.Tensor], inputs: dict[str, torch.Tensor]
-) -> list[torch.Tensor]:
-    """Return the loss and all gradients of a training step."""
-    model.zero_grad(set_to_none=True)
-    with _without_tf32():
-        loss = run(inputs)
-        loss.backward()
-    return [loss.detach(), *(each.grad.clone() for each in model.parameters() if each.grad is not None)]
-
-
 def _last_line(text: str) -> str:
     return (text.splitlines() or [""])[-1]
-
-
-def _executables() -> list[CudaExecutable]:
-    """Return those of the model that was compiled last."""
-    graphs = registry.compiled_models()[-1].graphs
-    return [graph.executable for graph in graphs if isinstance(graph.executable, CudaExecutable)]
-
-
-def _num_replays() -> int:
-    return sum(each.num_replays for each in _executables())
-
-
-def _num_lanes() -> int:
-    """Return the lanes that the widest of its graphs uses."""
-    return max(sum(map(bool, each.program.instructions)) for each in _executables())
-
-
-def _poison(executable: CudaExecutable) -> None:
-    """Fill all memory of a captured graph with NaNs; nobody may hold anything in it."""
-    captured = executable._captured
-    if captured is None:
-        return
-    assert isinstance(captured.recording, TorchRecording)
-    torch.cuda.synchronize()
-    for segment in captured.recording.segments():
-        torch.as_tensor(_DeviceBytes(segment["address"], segment["total_size"]), device="cuda").fill_(255)
-    torch.cuda.synchronize()
-
-
-class _DeviceBytes:
-    """Device memory at an address, for `torch.as_tensor`."""
-
-    def __init__(self, address: int, num_bytes: int) -> None:
-        self.__cuda_array_interface__ = {
-            "shape": (num_bytes,),
-            "typestr": "|u1",
-            "data": (address, False),
-            "version": 2,
-        }

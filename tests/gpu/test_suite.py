@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from apollo_compile.device.gpu.gpu import TorchGpu
-from benchmarks.gpu_checks import CHECKS, Check
+from benchmarks.gpu_checks import CHECKS
+from benchmarks.harness.outcome import Check
 
 
 @pytest.mark.parametrize(("name", "check"), CHECKS, ids=[name for name, _ in CHECKS])

@@ -13,7 +13,7 @@ from torch import fx
 from apollo_compile import backend
 from apollo_compile.session import registry
 from apollo_compile.session.model import CompiledModel
-from benchmarks import gpu_checks
+from benchmarks import gpu_training_checks as checks
 from tests.device.gpu.test_training import COMPILED, Compiler
 
 DEVICE = SimpleNamespace(device=torch.device("cpu"))
@@ -52,14 +52,14 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> StandIn:
     made = StandIn()
     monkeypatch.setattr(backend, "apollo", made.compile)
     monkeypatch.setattr(registry, "compiled_models", made.models)
-    monkeypatch.setattr(gpu_checks, "_poison", made.poisoned.append)
+    monkeypatch.setattr(checks, "_poison", made.poisoned.append)
     return made
 
 
 @pytest.mark.soak
 def test_training_is_as_in_eager(stand_in: StandIn) -> None:
     """Twelve steps of four encoders."""
-    outcome = gpu_checks.training_is_as_in_eager(DEVICE)
+    outcome = checks.training_is_as_in_eager(DEVICE)
     assert outcome.is_met, outcome.text
     assert not stand_in.num_races()
 
@@ -68,21 +68,28 @@ def test_training_is_as_in_eager(stand_in: StandIn) -> None:
 def test_masks_are_those_of_inductor(stand_in: StandIn) -> None:
     """Fifty steps with dropout, from one seed, in graphs that are replayed; compiled, since eager draws other masks."""
     stand_in.options = COMPILED
-    outcome = gpu_checks.masks_are_those_of_inductor(DEVICE)
+    outcome = checks.masks_are_those_of_inductor(DEVICE)
     assert outcome.is_met, outcome.text
     assert not stand_in.num_races()
 
 
 def test_backwards_have_the_masks_of_their_forwards(stand_in: StandIn) -> None:
     """Gradients are slopes of the loss."""
-    outcome = gpu_checks.backwards_have_the_masks_of_their_forwards(DEVICE)
+    outcome = checks.backwards_have_the_masks_of_their_forwards(DEVICE)
+    assert outcome.is_met, outcome.text
+    assert not stand_in.num_races()
+
+
+def test_loops_are_as_in_eager(stand_in: StandIn) -> None:
+    """Graphs that are kept, gradients that add up, are held, or are dropped between forward and backward."""
+    outcome = checks.loops_are_as_in_eager(DEVICE)
     assert outcome.is_met, outcome.text
     assert not stand_in.num_races()
 
 
 def test_replays_do_not_race(stand_in: StandIn) -> None:
     """A trunk behind two encoders, poisoned before every step, forward and backward."""
-    outcome = gpu_checks.replays_do_not_race(DEVICE, count=6)
+    outcome = checks.replays_do_not_race(DEVICE, count=6)
     assert outcome.is_met, outcome.text
     assert len(stand_in.poisoned) == 2 * 6
     assert not stand_in.num_races()
@@ -97,5 +104,5 @@ def test_a_wrong_number_is_found(stand_in: StandIn) -> None:
         return [output * 1.5 for output in outputs] if len(calls) == 9 else outputs
 
     stand_in.spoil = spoil
-    outcome = gpu_checks.replays_do_not_race(DEVICE, count=6)
+    outcome = checks.replays_do_not_race(DEVICE, count=6)
     assert not outcome.is_met, outcome.text

@@ -1,0 +1,208 @@
+"""What can be known of the checks of a GPU without one; those of whole models: `tests/device/gpu/test_checks.py`."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from apollo_compile.device.gpu.gpu import Sharing
+from apollo_compile.device.profile import Rate
+from apollo_compile.store.profiles import load_profile
+from benchmarks import gpu_checks
+from benchmarks.gpu_checks import CHECKS, THOROUGH_CHECKS
+from benchmarks.harness.outcome import Check, Outcome
+from benchmarks.workloads import gpu as gpu_workloads
+from benchmarks.workloads.gpu import SHAPES
+from tests.device.gpu.fake_gpu import FakeGpu
+
+
+def test_every_check_has_a_name_and_says_what_it_is_for() -> None:
+    """By the numbers of the experiments."""
+    for name, check in (*CHECKS, THOROUGH_CHECKS[-1]):
+        assert check.__doc__ is not None and check.__doc__.split(":")[0].replace(",", "") in name
+    numbers = {word for name, _ in CHECKS for word in name.split() if word[0] == "T" and word[1:].isdigit()}
+    assert numbers == {f"T{number}" for number in range(14)}
+    assert [name for name, _ in THOROUGH_CHECKS] == [*(name for name, _ in CHECKS), "T9 persistent grids"]
+
+
+class CheckedGpu(FakeGpu):
+    """The stand-in, as checks see a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.device = torch.device("cpu")
+        self.native = SimpleNamespace(
+            num_sms=132, num_atoms=16, atom_sizes=[*15 * [8], 12], name="Fake", compute_capability=(9, 0)
+        )
+
+    def sharing(self, sharing: Sharing) -> CheckedGpu:
+        """Return another one."""
+        return self.others.setdefault(sharing, CheckedGpu())  # type: ignore[return-value, arg-type]
+
+
+@pytest.mark.parametrize("check", (gpu_checks.splits_against_streams, gpu_checks.many_small_kernels_keep_their_pace))
+def test_checks_that_only_launch_can_do_so(check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the stand-in, whose times mean nothing, but which refuses what a GPU would."""
+    tiny = gpu_workloads._tiny(SHAPES["clip_b32"])
+    monkeypatch.setattr(gpu_checks, "SHAPES", {**SHAPES, "clip_b32": tiny})
+    gpu = CheckedGpu()
+    outcome = check(gpu)  # type: ignore[arg-type]
+    assert outcome.text and all(ns > 0 for ns in outcome.numbers.values())
+    assert not gpu.races and not any(other.races for other in gpu.others.values())
+    if check is gpu_checks.splits_against_streams:
+        assert len(outcome.numbers) == 4 + 15 and {"8 + 124", "64 + 68", "120 + 12"} <= set(outcome.numbers)
+
+
+@pytest.mark.parametrize(
+    ("late_ns", "is_met", "text"),
+    [
+        (0, True, "with queues 1: 1 lane 2.0 us, 2 lanes 4.0 us; by default: 1 lane 2.0 us, 2 lanes 2.0 us; 32: "),
+        (2_000, False, "by default: 1 lane 2.0 us, 2 lanes 4.0 us; 32: 1 lane 2.0 us, 2 lanes 2.0 us"),
+    ],
+)
+def test_queues_are_tried_in_processes_of_their_own(
+    late_ns: int, is_met: bool, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever this one's environment says."""
+    monkeypatch.setenv(gpu_checks.CONNECTIONS, "4")
+    seen = []
+
+    def run(command: list[str], *, env: dict[str, str], **options: object) -> SimpleNamespace:
+        connections = env.get(gpu_checks.CONNECTIONS)
+        seen.append((connections, command[1:]))
+        late = {"1": 2_000, None: late_ns, "32": 0}[connections]
+        times = {"1 lane": 600_000, "2 lanes": 600_000 + 300 * late, "2 streams": 1}
+        return SimpleNamespace(returncode=0, stdout=f"a warning\n{json.dumps(times)}\n")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    outcome = gpu_checks.queues_of_the_device_are_enough(CheckedGpu())  # type: ignore[arg-type]
+    assert seen == [(each, ["-m", "benchmarks.harness.gpu_pace", "2", "4", "8"]) for each in ("1", None, "32")]
+    assert outcome.is_met is is_met and text in outcome.text
+
+
+def test_a_process_that_fails_is_told_with_its_last_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And by what it was started."""
+    failed = SimpleNamespace(returncode=1, stdout="", stderr="Traceback\nCudaError: no driver\n")
+    monkeypatch.setattr(subprocess, "run", lambda *arguments, **options: failed)
+    outcome = gpu_checks.queues_of_the_device_are_enough(CheckedGpu())  # type: ignore[arg-type]
+    assert (outcome.is_met, outcome.text) == (False, "CUDA_DEVICE_MAX_CONNECTIONS=1: CudaError: no driver")
+
+
+def fake_kernels(monkeypatch: pytest.MonkeyPatch, num_sms: int, *, is_refused: bool = True) -> None:
+    """Put stand-ins in the place of kernels, which note `num_sms` different SMs or spin as long as they were told."""
+
+    def launch_clusters(out: torch.Tensor, size: int) -> None:
+        out.copy_(torch.arange(len(out)) % num_sms)
+
+    launched: list[bool] = []
+
+    def launch_census(out: torch.Tensor, spin_ns: int, *, is_cooperative: bool = False) -> None:
+        launched.append(is_cooperative)
+        if launched.count(True) == 2 and is_refused:
+            raise RuntimeError("Triton Error [CUDA]: too many blocks in cooperative launch")
+        out[:, 2] = out[:, 1] + spin_ns
+
+    kernels = SimpleNamespace(CLUSTERS=(1, 2), launch_clusters=launch_clusters)
+    monkeypatch.setitem(sys.modules, "benchmarks.harness.gpu_kernels", kernels)
+    census = SimpleNamespace(COLUMNS=3, launch_census=launch_census)
+    monkeypatch.setitem(sys.modules, "apollo_compile.device.gpu.census_kernel", census)
+
+
+@pytest.mark.parametrize(
+    ("num_sms", "is_refused", "is_met", "text"),
+    [
+        (8, True, True, "clusters of 8 SMs of atoms 0: 1 5.0 us, 2 5.0 us; 24 SMs of atoms 0, 1, 2: 1 5.0 us"),
+        (
+            8,
+            True,
+            True,
+            "a cooperative grid of 2112 blocks is refused on one atom: Triton Error [CUDA]: too many",
+        ),
+        (8, False, True, "is not refused on one atom: a barrier in it would hang"),
+        (
+            26,
+            True,
+            False,
+            "clusters of 2 ran on 26 SMs of a lane of 8 SMs of atoms 0; clusters of 1 ran on 26 SMs",
+        ),
+    ],
+)
+def test_clusters_have_to_stay_on_their_lane(
+    num_sms: int, is_refused: bool, is_met: bool, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But for the SMs that the driver may add."""
+    fake_kernels(monkeypatch, num_sms, is_refused=is_refused)
+
+    def time_on(gpu: object, lane: object, call: Callable[[], None], repeats: int) -> int:
+        call()
+        return 5_000
+
+    monkeypatch.setattr(gpu_checks, "time_on", time_on)
+    outcome = gpu_checks.clusters_fit_into_lanes(CheckedGpu())  # type: ignore[arg-type]
+    assert outcome.is_met is is_met and text in outcome.text
+    old = CheckedGpu()
+    old.native.compute_capability = (8, 0)
+    assert gpu_checks.clusters_fit_into_lanes(old).text == "this GPU has no clusters"  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("profiled_ns", "is_met"), [(1_000_000, True), (2_000_000, False)])
+def test_clocks_have_to_agree(profiled_ns: int, is_met: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Events, the profiler and the kernel itself, of the same replay."""
+    fake_kernels(monkeypatch, 8)
+    gpu = CheckedGpu()
+    gpu.ns_by_stream = {"lane 1": 1_000_000, "lane 2": 1_000_000}
+
+    def profile_step(step: Callable[[], object], mark: Callable[[], None]) -> dict[str, object]:
+        step()
+        args = [{"grid": [64, 1, 1], "stream": 7, "context": context} for context in (1, 2)]
+        event = {"cat": "kernel", "name": "_note_and_spin", "ts": 3.0, "dur": profiled_ns / 1000}
+        return {"traceEvents": [{**event, "args": each} for each in args]}
+
+    monkeypatch.setattr(gpu_checks, "profile_step", profile_step)
+    outcome = gpu_checks.markers_agree(gpu)  # type: ignore[arg-type]
+    assert outcome.is_met is is_met
+    assert outcome.text.endswith("the profiler tells lanes apart by context") and not gpu.races
+
+
+@pytest.mark.parametrize(("near", "is_met"), [(2.0, True), (1.0, False), (0.9, False)])
+def test_a_cache_that_is_no_faster_than_memory_was_not_measured(
+    near: float, is_met: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """T1 says so of a calibration."""
+    sheet = load_profile(Path("h200"))
+    rates = tuple(near * rate for rate in sheet.far_bytes_per_s[0].per_s)
+    measured = replace(sheet, near_bytes_per_s=(Rate(size=1, per_s=rates), *sheet.near_bytes_per_s))
+    monkeypatch.setattr(gpu_checks, "calibrate_gpu", lambda *arguments, **options: measured)
+    assert gpu_checks.calibration_is_plausible(CheckedGpu()).is_met is is_met  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("code", "is_met", "text"),
+    [
+        (0, True, "dropout and the next capture work"),
+        (1, False, "RuntimeError: Offset increment outside graph capture"),
+    ],
+)
+def test_a_refused_capture_is_tried_in_a_process_of_its_own(
+    code: int, is_met: bool, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whose last line says what became of dropout."""
+    out, err = ("told\n" + text, "a warning") if is_met else ("told", "Traceback\n" + text)
+    done = SimpleNamespace(returncode=code, stdout=out, stderr=err)
+    monkeypatch.setattr(subprocess, "run", lambda *arguments, **options: done)
+    outcome: Outcome = gpu_checks.a_refused_capture_leaves_dropout_alone(CheckedGpu())  # type: ignore[arg-type]
+    assert (outcome.is_met, outcome.text) == (is_met, text)
+
+
+def test_code_for_processes_of_their_own_compiles() -> None:
+    """Where no GPU runs it."""
+    for code in (gpu_checks._ENDS_WITH_LANES, gpu_checks._HAS_A_REFUSED_CAPTURE):
+        compile(code, "process", "exec")
