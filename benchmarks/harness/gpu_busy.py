@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -71,8 +72,7 @@ def read_step(trace: Mapping[str, Any]) -> StepKernels:
     sizes: dict[int, set[int]] = {}
     for event in markers:
         sizes.setdefault(event["args"]["context"], set()).add(_blocks(event))
-    begin = max((event["ts"] + event["dur"] for event in markers), default=float("-inf"))
-    kernels = [_record(event) for event in events if event["ts"] >= begin and MARKER not in event["name"]]
+    kernels = [_record(event) for event in _events_after_markers(trace)]
     return StepKernels(
         kernels=tuple(sorted(kernels, key=lambda kernel: kernel.begin_ns)),
         sms={context: max(found) for context, found in sizes.items()},
@@ -84,6 +84,33 @@ def marker_records(trace: Mapping[str, Any]) -> list[KernelRecord]:
     """Return the markers of a trace, in order of time."""
     markers = [_record(event) for event in _kernel_events(trace) if MARKER in event["name"]]
     return sorted(markers, key=lambda kernel: kernel.begin_ns)
+
+
+CLASSES: tuple[tuple[str, str], ...] = (
+    ("attention", r"flash|fmha|attention|cudnn.*sdpa"),
+    ("matmul", r"gemm|cutlass|cublas|nvjet|wgmma|xmma|splitk|triton_.*_mm"),
+    ("optimizer", r"adam|multi_tensor_apply|fused_optimizer"),
+    ("Inductor's loops", r"^triton_"),
+    ("copies and fills", r"copy|memcpy|memset|fill|cat"),
+)
+"""Classes of kernels, by a pattern of their names; the first that matches counts."""
+
+
+def kernel_classes(trace: Mapping[str, Any]) -> dict[str, dict[str, int]]:
+    """Return the number of kernels and the sum of their times by class, after the last marker."""
+    found: dict[str, dict[str, int]] = {}
+    for event in _events_after_markers(trace):
+        name = next((name for name, pattern in CLASSES if re.search(pattern, event["name"], re.IGNORECASE)), "others")
+        entry = found.setdefault(name, {"kernels": 0, "ns": 0})
+        entry["kernels"] += 1
+        entry["ns"] += round(event["dur"] * 1000)
+    return dict(sorted(found.items(), key=lambda item: -item[1]["ns"]))
+
+
+def _events_after_markers(trace: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    events = _kernel_events(trace)
+    begin = max((event["ts"] + event["dur"] for event in events if MARKER in event["name"]), default=float("-inf"))
+    return [event for event in events if event["ts"] >= begin and MARKER not in event["name"]]
 
 
 def _kernel_events(trace: Mapping[str, Any]) -> list[Mapping[str, Any]]:

@@ -14,10 +14,14 @@ import torch
 from apollo_compile.device.gpu.examine import split_lanes
 from apollo_compile.device.gpu.gpu import Sharing, TorchGpu
 from apollo_compile.device.gpu.launch import Launcher
+from apollo_compile.device.lanes import lane_catalogue
 from apollo_compile.ir import BodyId, BufferId, Lane, LaneId, Launch, Program, SegmentId
 
 SPIN_NS = 1_000_000
 """How long a kernel spins that is to be seen by a clock."""
+
+MARK_NS = 20_000
+"""How long a marker runs."""
 
 SMALL_KERNELS = 300
 """Kernels in a row on every lane."""
@@ -74,6 +78,16 @@ def spinners(gpu: TorchGpu, count: int) -> Callable[[Any], object]:
 def launch_with(launcher: Launcher, inputs: Sequence[torch.Tensor], origin: Any) -> None:
     """Launch, and leave the inputs to the caller."""
     launcher.launch(list(inputs), origin)
+
+
+def mark_lanes(gpu: TorchGpu) -> None:
+    """Launch a marker on every lane of the catalogue: a kernel of as many blocks as the lane has SMs."""
+    from apollo_compile.device.gpu.census_kernel import COLUMNS, launch_census
+
+    for lane in lane_catalogue(gpu.native.num_sms, gpu.native.atom_sizes):
+        stream = gpu.lane_stream(lane) or gpu.caller_stream()
+        with torch.cuda.stream(stream):
+            launch_census(torch.zeros(len(lane.units), COLUMNS, dtype=torch.int64, device=gpu.device), MARK_NS)
 
 
 def time_on(gpu: TorchGpu, lane: Lane, call: Callable[[], object], repeats: int = 20) -> int:

@@ -198,7 +198,7 @@ class TracedWholeStep(TracedStep):
 
             return take
         means, squares = ([torch.zeros_like(each) for each in parameters] for _ in range(2))
-        steps = [torch.zeros(()) for _ in parameters]
+        steps = [torch.zeros((), device=each.device) for each in parameters]
         self._state = (means, squares, steps)
         beta1, beta2 = ADAMW["betas"]
 
@@ -281,12 +281,14 @@ def _sum_gradients(
     model, loss_fn = task.model, task.loss_fn
 
     def compute(parts: Sequence[Mapping[str, Tensor]]) -> tuple[Tensor, list[Tensor]]:
-        total, gradients = torch.zeros(()), []
+        total: Tensor | None = None
+        gradients: list[Tensor] = []
         for part in parts:
             loss = loss_fn(model, part) / len(parts)
             made = torch.autograd.grad(loss, parameters)
             gradients = [a + b for a, b in zip(gradients, made, strict=True)] if gradients else list(made)
-            total = total + loss.detach()
+            total = loss.detach() if total is None else total + loss.detach()
+        assert total is not None
         return total, gradients
 
     return compute

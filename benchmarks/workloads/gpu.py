@@ -13,6 +13,7 @@ and makes everything small, for tests.
 | flava      | FLAVA                                                    | image, text, then one over both |
 | llava      | LLaVA with a small language model                        | nothing: a chain                |
 | unified    | one trunk over text and image, a head for either         | two embedders, two heads        |
+| chain      | two layers of an encoder, two of a trunk: a control      | nothing                         |
 """
 
 from __future__ import annotations
@@ -85,6 +86,10 @@ SHAPES: Mapping[str, Shape] = {
         },
         trunk=Tower(width=1024, layers=12, heads=16, tokens=384),
         heads=2,
+    ),
+    "chain": Shape(
+        towers={"image": Tower(width=1024, layers=2, heads=16, tokens=257)},
+        trunk=Tower(width=1024, layers=2, heads=16, tokens=257),
     ),
 }
 """In the order in which they are worth measuring."""

@@ -1,0 +1,215 @@
+"""Check and measure a GPU in ten minutes.
+
+    python -m benchmarks.gpu_suite --json gpu.json
+    python -m benchmarks.gpu_suite --device cpu --json build/dry.json
+
+Stages, each with its part of the time: the device; checks; one stage per workload, in which all variants compile at the
+same time and are then measured in turns; a ledger of memory and kernels. The JSON file is written after every stage.
+A short table comes last, with the targets.
+
+Exit codes: 0, all is well; 1, a check failed, a variant has wrong losses, or apollo did not run; 3, there is no GPU,
+and nothing was measured. A missed target is a figure, not a failure.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from apollo_compile.tools.bench.task import Variant
+from apollo_compile.tools.bench.turns import spawn
+from benchmarks.gpu_suite.device import DeviceProcess, look_at_device, run_checks
+from benchmarks.gpu_suite.race import LOOP_STEPS, MOST_ROUNDS, Result, race
+from benchmarks.gpu_suite.stages import Clock, Report, Stage, run_stages
+from benchmarks.gpu_suite.tables import DRY, format_report
+from benchmarks.gpu_suite.targets import TOLERANCES, judge, loss_difference, title_of
+from benchmarks.gpu_suite.variants import APOLLO, APOLLO_STEP, START_LIMITS_S, VARIANTS, make_task
+from benchmarks.run import names_of
+from benchmarks.workloads.gpu import SHAPES
+
+NO_GPU = 3
+"""Exit code where there is none."""
+
+BUDGET_S = 570.0
+"""Nine and a half minutes: whoever lends a GPU for ten stops the suite then."""
+
+DEVICE_SHARE, CHECKS_SHARE, LEDGER_SHARE = 30.0, 110.0, 50.0
+WORKLOAD_SHARES: Mapping[str, float] = {"clip_b32": 200.0, "imagebind": 120.0, "chain": 60.0}
+"""Seconds of `BUDGET_S`; more or less time is divided in the same proportions."""
+OTHER_SHARE = 120.0
+"""Of any other workload."""
+
+RESULTS = Path(__file__).parents[1] / "results"
+
+Workload = tuple[str, int]
+"""Name and batch size."""
+
+DEFAULT_WORKLOADS: Sequence[Workload] = (("clip_b32", 32), ("imagebind", 8), ("chain", 32))
+
+
+def main(arguments: Sequence[str] | None = None, *, variants: Mapping[str, Variant] = VARIANTS) -> int:
+    """Check, measure, print tables, write JSON; return the exit code."""
+    args = _parse(arguments, variants)
+    is_dry = args.device == "cpu"
+    if is_dry:
+        print(DRY, flush=True)
+    elif not torch.cuda.is_available():
+        print("no GPU: torch sees no CUDA device, so nothing was checked or measured")
+        return NO_GPU
+    report = Report(is_dry=is_dry)
+    with (
+        tempfile.TemporaryDirectory(prefix="apollo-gpu-suite-") as made,
+        DeviceProcess(args.device, Path(made)) as process,
+    ):
+        stages = _stages(args, [variants[name] for name in args.variants], Path(made), process, time.monotonic)
+        run_stages(
+            stages,
+            report,
+            budget_s=args.budget,
+            clock=time.monotonic,
+            write=partial(_write, args.json, args.dtype),
+            tell=_tell,
+        )
+    print(format_report(report))
+    complaints = complaints_about(report, args.dtype)
+    print("".join(f"\n{line}" for line in complaints), end="\n" if complaints else "")
+    return 1 if complaints else 0
+
+
+def _stages(
+    args: argparse.Namespace, variants: Sequence[Variant], folder: Path, process: DeviceProcess, clock: Clock
+) -> list[Stage]:
+    looked = Stage(name="device", share=DEVICE_SHARE, run=partial(look_at_device, process, clock))
+    names = _check_names(args.device, thorough=args.thorough)
+    checks = Stage(name="checks", share=CHECKS_SHARE, run=partial(run_checks, process, clock, names))
+    workloads = [
+        Stage(
+            name=title_of(name, batch, args.dtype),
+            share=WORKLOAD_SHARES.get(name, OTHER_SHARE),
+            run=partial(_race, args, variants, folder, clock, (name, batch)),
+        )
+        for name, batch in args.workloads
+    ]
+    ledger = Stage(name="ledger", share=LEDGER_SHARE, run=partial(_ledger, args, variants, folder, clock))
+    wanted = [*([checks] if args.checks else []), *workloads, *([ledger] if args.ledger and workloads else [])]
+    return [looked, *wanted]
+
+
+def _check_names(device: str, *, thorough: bool) -> list[str]:
+    if device != "cuda":
+        return ["T1 T2 T4 T5 self-check"]
+    from benchmarks.gpu_checks import CHECKS, THOROUGH_CHECKS
+
+    return [name for name, _ in (THOROUGH_CHECKS if thorough else CHECKS)]
+
+
+def _race(
+    args: argparse.Namespace,
+    variants: Sequence[Variant],
+    folder: Path,
+    clock: Clock,
+    workload: Workload,
+    report: Report,
+    until: float,
+) -> None:
+    (name, batch), own = workload, folder / f"{workload[0]}-{workload[1]}"
+    own.mkdir()
+    report.workloads[title_of(name, batch, args.dtype)] = race(
+        make_task(name, batch=batch, scale=args.scale, device=args.device, dtype=args.dtype),
+        variants,
+        own,
+        until=until,
+        clock=clock,
+        start_limits_s=START_LIMITS_S,
+        loop_steps=args.loop_steps,
+        most_rounds=args.rounds,
+    )
+
+
+def _ledger(
+    args: argparse.Namespace, variants: Sequence[Variant], folder: Path, clock: Clock, report: Report, until: float
+) -> None:
+    """Look at memory and kernels of the first workload, with the code that its race compiled."""
+    name, batch = args.workloads[0]
+    task = make_task(name, batch=batch, scale=args.scale, device=args.device, dtype=args.dtype)
+    for variant in variants:
+        if variant.name not in (APOLLO, "reduce-overhead") or clock() >= until:
+            continue
+        with spawn(task, variant, folder / f"{name}-{batch}", cold=True, patience_s=0.0) as child:
+            child.ask(("start",), max(1.0, until - clock()))
+            child.ask(("warm_up", 8, max(0.0, (until - clock()) / 3)), max(1.0, until - clock()))
+            report.ledger[variant.name] = child.ask(("ledger",), max(1.0, until - clock()))
+
+
+def complaints_about(report: Report, dtype: str) -> list[str]:
+    """Return what is wrong: checks that failed, losses that are not the reference's, apollo that did not run."""
+    complaints = [f"check {check.name} failed" for check in report.checks if check.state == "failed"]
+    for title, results in report.workloads.items():
+        for name, result in results.items():
+            difference = loss_difference(results, name)
+            if difference is not None and not difference <= TOLERANCES[dtype]:
+                complaints.append(f"{title}: losses of {name} are {difference:.1e} apart from the reference's")
+            if name in (APOLLO, APOLLO_STEP) and result.note:
+                complaints.append(f"{title}: {name} did not run: {result.note}")
+    return complaints
+
+
+def _write(path: Path | None, dtype: str, report: Report) -> None:
+    workloads: dict[str, dict[str, Result]] = report.workloads
+    report.targets = judge(workloads, dtype=dtype, is_dry=report.is_dry)
+    if path is not None:
+        report.write(path)
+
+
+def _tell(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _parse(arguments: Sequence[str] | None, variants: Mapping[str, Variant]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_suite", description="Check and measure a GPU.")
+    default = ",".join(f"{name}:{batch}" for name, batch in DEFAULT_WORKLOADS)
+    parser.add_argument("--json", type=Path, help="write everything there, after every stage")
+    parser.add_argument("--budget", type=float, default=BUDGET_S, help="seconds for everything")
+    parser.add_argument(
+        "--workloads", type=_workloads, default=list(DEFAULT_WORKLOADS), help=f"name:batch, ...; default: {default}"
+    )
+    parser.add_argument("--variants", type=names_of(variants), default=list(variants), help=", ".join(variants))
+    parser.add_argument("--dtype", choices=tuple(TOLERANCES), default="bf16", help="bf16 is autocast")
+    parser.add_argument("--rounds", type=int, default=MOST_ROUNDS, help="at most so many turns of every variant")
+    parser.add_argument("--loop-steps", type=int, default=LOOP_STEPS, help="steps of a loop without waits")
+    parser.add_argument("--no-checks", dest="checks", action="store_false", help="workloads only")
+    parser.add_argument("--no-ledger", dest="ledger", action="store_false", help="no profile, no ledger of memory")
+    parser.add_argument("--thorough", action="store_true", help="1,000 replays of every workload in T4; minutes more")
+    parser.add_argument(
+        "--device",
+        choices=("cuda", "cpu"),
+        default="cuda",
+        help="cpu: a dry run with tiny models, whose figures mean nothing",
+    )
+    args = parser.parse_args(arguments)
+    args.scale = "full" if args.device == "cuda" else "tiny"
+    if args.device == "cpu" and args.json is not None and RESULTS in args.json.resolve().parents:
+        parser.error(f"{args.json} is among published results, and a dry run has none: write it elsewhere")
+    return args
+
+
+def _workloads(text: str) -> list[Workload]:
+    """Parse `name:batch, ...`."""
+    found = []
+    for part in text.split(","):
+        name, _, batch = part.strip().partition(":")
+        if name not in SHAPES or not batch.isdigit() or int(batch) < 1:
+            raise argparse.ArgumentTypeError(f"{part!r} is no workload; write name:batch, of {', '.join(SHAPES)}")
+        found.append((name, int(batch)))
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())

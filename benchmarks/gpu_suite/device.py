@@ -1,0 +1,198 @@
+"""The GPU itself, and the checks of lanes on it: asked of one process, which is started anew where one of them ends it.
+
+DeviceProcess(device, folder)             a context manager
+look_at_device(process, report, until)    copies, matmuls, versions
+run_checks(process, names, ...)           what doctor finds, then one check after the other
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from apollo_compile.errors import ApolloError
+from apollo_compile.json_form import to_json
+from apollo_compile.tools.bench.facts import machine_facts
+from apollo_compile.tools.bench.task import Task, Variant
+from apollo_compile.tools.bench.turns import ChildProcess, spawn
+from benchmarks.gpu_suite.stages import Clock, Report
+
+CHECK_LIMIT_S = 60.0
+"""Seconds after which one check hangs."""
+
+MATMUL_WIDTH = 8192
+COPY_BYTES = 2**30
+REPEATS = 10
+
+NO_TIME = "no time left"
+
+
+@dataclass(kw_only=True, slots=True)
+class CheckResult:
+    """One check, as it went."""
+
+    name: str
+    state: str
+    """`ok`, `failed` or `skipped`."""
+    text: str
+    numbers: Mapping[str, Any] = field(default_factory=dict)
+    seconds: float = 0.0
+
+
+# ---------------------------------------------------------------------------------------------------------- the parent
+
+
+class DeviceProcess:
+    """A process that looks at the device, started when it is first asked."""
+
+    def __init__(self, device: str, folder: Path, stepper: str = f"{__name__}:Looker") -> None:
+        self._task = Task(builder="", arguments={"device": device})
+        self._variant = Variant(name="device", backend=None, stepper=stepper)
+        self._folder = folder
+        self._stack = ExitStack()
+        self._child: ChildProcess | None = None
+
+    def __enter__(self) -> DeviceProcess:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """End the process; the next request starts another."""
+        if self._child is not None:
+            self._child.kill()
+        self._child = None
+        self._stack.close()
+
+    def ask(self, request: tuple[Any, ...], limit_s: float, *, start_limit_s: float) -> Any:
+        """Return its answer.
+
+        Arguments:
+            request: the name of a method of `Looker`, and its arguments.
+            limit_s: seconds that the answer may take.
+            start_limit_s: seconds that the start may take, where it does not run.
+
+        Raises:
+            ApolloError: the process failed, died or hung; it is stopped.
+        """
+        try:
+            if self._child is None:
+                started = spawn(self._task, self._variant, self._folder, cold=True, patience_s=0.0)
+                self._child = self._stack.enter_context(started)
+                facts = self._child.ask(("start",), start_limit_s)
+                if request == ("start",):
+                    return facts
+            return self._child.ask(request, limit_s)
+        except Exception:
+            self.stop()
+            raise
+
+
+def look_at_device(process: DeviceProcess, clock: Clock, report: Report, until: float) -> None:
+    """Add facts to the report."""
+    for request in (("start",), ("rates",)):
+        limit_s = max(1.0, until - clock())
+        report.facts.update(process.ask(request, limit_s, start_limit_s=limit_s))
+
+
+def run_checks(process: DeviceProcess, clock: Clock, names: Sequence[str], report: Report, until: float) -> None:
+    """Add what doctor finds, and the results of checks; one that fails, dies or hangs has failed, and others go on."""
+    for name in ("doctor", *names):
+        begin = clock()
+        if begin >= until:
+            report.checks.append(CheckResult(name=name, state="skipped", text=NO_TIME))
+            continue
+        request = ("doctor",) if name == "doctor" else ("check", name)
+        try:
+            result = CheckResult(**process.ask(request, min(until - begin, CHECK_LIMIT_S), start_limit_s=until - begin))
+        except ApolloError as error:
+            lines = str(error).splitlines()
+            state = "skipped" if clock() >= until else "failed"
+            text = f"{NO_TIME}: it did not end" if state == "skipped" else " ... ".join((lines[0], lines[-1]))[:300]
+            result = CheckResult(name=name, state=state, text=text)
+        if "error" in result.numbers:
+            process.stop()  # whatever it was may have ended the context of the device
+        result.seconds = round(clock() - begin, 1)
+        report.checks.append(result)
+    process.stop()
+
+
+# --------------------------------------------------------------------------------------------------------- the process
+
+
+class Looker:
+    """Looks at a device, and checks it; answers are plain data."""
+
+    def __init__(self, order: Mapping[str, Any]) -> None:
+        self._device = order["task"]["arguments"]["device"]
+        self._gpu: Any = None
+        self._checks: Mapping[str, Any] = {}
+
+    def start(self) -> dict[str, Any]:
+        """Open the device; return what it is."""
+        facts = machine_facts()
+        if self._device != "cuda":
+            return facts
+        from apollo_compile.device.gpu.gpu import TorchGpu
+        from benchmarks.gpu_checks import THOROUGH_CHECKS
+
+        torch.set_float32_matmul_precision("high")
+        self._gpu = TorchGpu(0)
+        native = self._gpu.native
+        self._checks = dict(THOROUGH_CHECKS)
+        gpu = {"gpu": native.name, "driver": native.driver_version, "cuda": torch.version.cuda, "sms": native.num_sms}
+        return {**facts, **gpu, "memory_bytes": torch.cuda.get_device_properties(0).total_memory}
+
+    def rates(self) -> dict[str, float]:
+        """Return bytes per second of a copy, read and written, and flops per second of a matmul in bfloat16."""
+        scale = 1 if self._device == "cuda" else 64
+        source = torch.empty(COPY_BYTES // scale, dtype=torch.uint8, device=self._device)
+        target = torch.empty_like(source)
+        width = MATMUL_WIDTH // scale
+        left, right = (torch.randn(width, width, device=self._device, dtype=torch.bfloat16) for _ in range(2))
+        copy_s, matmul_s = self._seconds(partial(target.copy_, source)), self._seconds(partial(torch.mm, left, right))
+        return {"copy_bytes_per_s": 2 * source.numel() / copy_s, "matmul_flops_per_s": 2 * width**3 / matmul_s}
+
+    def _seconds(self, work: Any) -> float:
+        work()
+        self._synchronize()
+        begin = time.perf_counter()
+        for _ in range(REPEATS):
+            work()
+        self._synchronize()
+        return (time.perf_counter() - begin) / REPEATS
+
+    def _synchronize(self) -> None:
+        if self._device == "cuda":
+            torch.cuda.synchronize()
+
+    def doctor(self) -> dict[str, Any]:
+        """Return whether doctor finds an error, and all that it finds."""
+        from apollo_compile.tools.doctor import diagnose, is_fit, look
+
+        findings = diagnose(look())
+        bad = [f"{each.subject}: {each.message}" for each in findings if each.level in ("error", "warning")]
+        numbers = {each.subject: to_json(each) for each in findings}
+        state = "ok" if is_fit(findings) else "failed"
+        result = CheckResult(name="doctor", state=state, text="; ".join(bad) or "nothing to do", numbers=numbers)
+        return asdict(result)
+
+    def check(self, name: str) -> dict[str, Any]:
+        """Run one check; one that raises has failed."""
+        if self._gpu is None:
+            return asdict(CheckResult(name=name, state="skipped", text="needs a GPU"))
+        try:
+            outcome = self._checks[name](self._gpu)
+            state, text, numbers = "ok" if outcome.is_met else "failed", outcome.text, outcome.numbers
+        except Exception as error:
+            lines = str(error).splitlines() or [""]
+            state, text, numbers = "failed", f"{type(error).__name__}: {lines[0]}", {"error": str(error)}
+        return asdict(CheckResult(name=name, state=state, text=text, numbers=numbers))

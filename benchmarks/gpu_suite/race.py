@@ -1,0 +1,178 @@
+"""The variants of one workload: they compile at the same time, and are measured in turns.
+
+    race(task, variants, folder, until=..., clock=...) -> results by the name of the variant
+
+    start     all at once: build, compile, take the first step
+    warm up   one after the other, so that what autotuning measures is not disturbed
+    look      one after the other: losses of the first steps, memory, host and device times
+    rounds    one loop of every variant and some single steps, in alternating order, as long as there is time
+
+A variant that fails, dies or takes too long has a note instead of what is missing, its process is stopped, and the
+others go on. Every request has a time limit, so all of it ends soon after `until`. What comes first in `variants` is
+what is still measured where time is short.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from apollo_compile.errors import ApolloError
+from apollo_compile.tools.bench.task import Task, Variant
+from apollo_compile.tools.bench.turns import ChildProcess, spawn, turn_orders
+from benchmarks.gpu_suite.stages import Clock
+
+START_SHARE = 0.55
+"""Of a workload's time, after which variants that have not taken their first step are given up."""
+
+WARM_UP_SHARE = 0.75
+"""After which apollo is measured whether its comparison is over or not."""
+
+LOOK_SHARE = 0.9
+"""After which no more is asked, so that at least some rounds are measured."""
+
+WARM_UP_STEPS = 8
+LOOP_STEPS = 50
+SINGLE_STEPS = 5
+MOST_ROUNDS = 12
+
+LEAST_LIMIT_S = 5.0
+"""Every request after the first has at least this much."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Result:
+    """One variant of one workload; what was not measured is None or empty."""
+
+    name: str
+    note: str = ""
+    """Why something is missing."""
+    first_step_s: float | None = None
+    warm_up: dict[str, Any] = field(default_factory=dict)
+    losses: list[float] = field(default_factory=list)
+    memory: dict[str, int] = field(default_factory=dict)
+    launch: dict[str, int | None] = field(default_factory=dict)
+    replays: list[dict[str, Any]] = field(default_factory=list)
+    decided: dict[str, Any] = field(default_factory=dict)
+    loops_ns: list[int] = field(default_factory=list)
+    """Nanoseconds of a step in a loop without waits, by round."""
+    steps_ns: list[list[int]] = field(default_factory=list)
+    """Nanoseconds of single steps with waits, by round."""
+
+
+LOOKS: Sequence[tuple[str, str]] = (
+    ("losses", "losses"),
+    ("memory", "memory"),
+    ("launch", "launch_times"),
+    ("decided", "decided"),
+    ("replays", "replays"),
+)
+"""Fields of a result, with the requests that give them."""
+
+
+def race(
+    task: Task,
+    variants: Sequence[Variant],
+    folder: Path,
+    *,
+    until: float,
+    clock: Clock,
+    start_limits_s: Mapping[str, float],
+    loop_steps: int = LOOP_STEPS,
+    most_rounds: int = MOST_ROUNDS,
+) -> dict[str, Result]:
+    """Return what was measured of each variant until a time of the clock.
+
+    Arguments:
+        task: what a step is.
+        variants: what takes it, the most important first.
+        folder: for output and caches of the processes.
+        until: when to end.
+        clock: what that is a time of.
+        start_limits_s: seconds of variants that get less than all others until their first step.
+        loop_steps: steps of a loop.
+        most_rounds: at which a race ends early.
+    """
+    begin = clock()
+
+    def at(share: float) -> float:
+        return begin + share * (until - begin)
+
+    with ExitStack() as stack:
+        children = {
+            each.name: stack.enter_context(spawn(task, each, folder, cold=True, patience_s=0.0)) for each in variants
+        }
+        heat = _Heat(children, clock)
+        for child in children.values():
+            child.send(("start",))
+        for name in list(heat.children):
+            end = min(at(START_SHARE), begin + start_limits_s.get(name, float("inf")))
+            heat.results[name].first_step_s = heat.receive(name, end, least_s=0.1)
+        deciding = [each.name for each in variants if each.backend == "apollo" and each.name in heat.children]
+        for name in list(heat.children):
+            left_s = max(0.0, at(WARM_UP_SHARE) - clock()) / max(1, len(deciding))
+            heat.results[name].warm_up = heat.ask(name, ("warm_up", WARM_UP_STEPS, left_s), at(LOOK_SHARE)) or {}
+            deciding = [each for each in deciding if each != name]
+        for field_name, request in LOOKS:
+            for name in list(heat.children):
+                if clock() < at(LOOK_SHARE):
+                    heat.look(name, field_name, request, until)
+        for number, order in enumerate(turn_orders(tuple(heat.children), most_rounds)):
+            if number > 0 and clock() > until:
+                break
+            for name in order:
+                heat.take_turn(name, loop_steps, until)
+    return heat.results
+
+
+class _Heat:
+    """Processes that still take part, and what they have given so far."""
+
+    def __init__(self, children: Mapping[str, ChildProcess], clock: Clock) -> None:
+        self.children = dict(children)
+        self.results = {name: Result(name=name) for name in children}
+        self._clock = clock
+
+    def ask(self, name: str, request: tuple[Any, ...], until: float) -> Any:
+        """Return the answer of a process; None if there is none, and then it takes part no more."""
+        if name in self.children:
+            self.children[name].send(request)
+        return self.receive(name, until)
+
+    def receive(self, name: str, until: float, least_s: float = LEAST_LIMIT_S) -> Any:
+        """Return the answer to the last request; see `ask`."""
+        child = self.children.get(name)
+        if child is None:
+            return None
+        try:
+            return child.receive(max(least_s, until - self._clock()))
+        except Exception as error:  # whatever became of it, the others go on
+            self.results[name].note = _short(error)
+            child.kill()
+            del self.children[name]
+            return None
+
+    def look(self, name: str, field_name: str, request: str, until: float) -> None:
+        """Ask for one field of the result of a process."""
+        answer = self.ask(name, (request,), until)
+        if answer is not None:
+            setattr(self.results[name], field_name, answer)
+
+    def take_turn(self, name: str, loop_steps: int, until: float) -> None:
+        """Add a round of one process, if it takes part still."""
+        loop = self.ask(name, ("loop", loop_steps), until)
+        steps = self.ask(name, ("run", 1, SINGLE_STEPS), until)
+        if loop is not None and steps is not None:
+            self.results[name].loops_ns.append(loop)
+            self.results[name].steps_ns.append(steps)
+
+
+def _short(error: Exception) -> str:
+    """Return what failed, and the last line of what the process wrote."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    if not isinstance(error, ApolloError):
+        lines[0] = f"{type(error).__name__}: {lines[0]}"
+    return " ... ".join(dict.fromkeys((lines[0], lines[-1])))[:400]

@@ -1,0 +1,120 @@
+"""Processes of variants that do nothing, each in its way."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+NS = 1_000_000
+
+
+class Fine:
+    """Answers everything."""
+
+    def __init__(self, order: Mapping[str, Any]) -> None:
+        self._name = order["variant"]["name"]
+
+    def start(self) -> float:
+        """Return the seconds of a first step."""
+        return 1.5
+
+    def warm_up(self, steps: int, limit_s: float) -> dict[str, Any]:
+        """Return how many steps were taken."""
+        return {"steps": steps, "is_settled": limit_s > 0}
+
+    def losses(self) -> list[float]:
+        """Return losses."""
+        return [1.0, 0.5]
+
+    def memory(self) -> dict[str, int]:
+        """Return peaks."""
+        return {"peak_bytes": 200, "warm_bytes": 100}
+
+    def launch_times(self) -> dict[str, int | None]:
+        """Return times."""
+        return {"host_ns": 10, "cpu_ns": 20, "device_ns": None}
+
+    def decided(self) -> dict[str, Any]:
+        """Return what ran."""
+        return {"ran": [self._name]}
+
+    def replays(self) -> list[dict[str, Any]]:
+        """Return none."""
+        return []
+
+    def loop(self, steps: int) -> int:
+        """Return the nanoseconds of a step."""
+        return steps * NS
+
+    def run(self, untimed: int, timed: int) -> list[int]:
+        """Return the nanoseconds of steps."""
+        return timed * [2 * NS]
+
+
+class Dies(Fine):
+    """Ends in the midst of its second turn."""
+
+    def __init__(self, order: Mapping[str, Any]) -> None:
+        super().__init__(order)
+        self._num_loops = 0
+
+    def loop(self, steps: int) -> int:
+        """Return once, then end."""
+        self._num_loops += 1
+        if self._num_loops == 2:
+            print("an illegal memory access was encountered", flush=True)
+            os._exit(9)
+        return super().loop(steps)
+
+
+class Hangs(Fine):
+    """Never takes its first step."""
+
+    def start(self) -> float:
+        """Wait for nothing."""
+        threading.Event().wait()
+        return 0.0
+
+
+class Fails(Fine):
+    """Cannot tell its memory."""
+
+    def memory(self) -> dict[str, int]:
+        """Raise."""
+        raise RuntimeError("no allocator")
+
+
+class Breaks(Fine):
+    """Cannot begin."""
+
+    def start(self) -> float:
+        """Raise."""
+        raise RuntimeError("CUDA out of memory")
+
+
+class Looker(Fine):
+    """Checks of a device, of which one ends the process and one hangs."""
+
+    def start(self) -> dict[str, Any]:  # type: ignore[override]
+        """Return facts."""
+        return {"gpu": "Fake GPU", "pid": os.getpid()}
+
+    def rates(self) -> dict[str, float]:
+        """Return none."""
+        return {"copy_bytes_per_s": 1e12}
+
+    def doctor(self) -> dict[str, Any]:
+        """Find nothing."""
+        return {"name": "doctor", "state": "ok", "text": "nothing to do"}
+
+    def check(self, name: str) -> dict[str, Any]:
+        """Do what the name says."""
+        if name == "dies":
+            os._exit(9)
+        if name == "hangs":
+            threading.Event().wait()
+        numbers = {"error": "it raised"} if name == "raises" else {"pid": os.getpid()}
+        state = "failed" if name == "raises" else "ok"
+        return {"name": name, "state": state, "text": name, "numbers": numbers}

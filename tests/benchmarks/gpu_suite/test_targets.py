@@ -1,0 +1,214 @@
+"""What is wanted is judged by the figures that there are, and the worst of them counts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import pytest
+
+from benchmarks.gpu_suite.device import CheckResult
+from benchmarks.gpu_suite.race import Result
+from benchmarks.gpu_suite.stages import Report, StageRecord
+from benchmarks.gpu_suite.tables import DRY, format_report, format_workload
+from benchmarks.gpu_suite.targets import (
+    Workloads,
+    best_of,
+    is_branchy,
+    judge,
+    loss_difference,
+    memory_ratio,
+    speed_up,
+    title_of,
+)
+from benchmarks.gpu_suite.variants import BASELINES
+
+CLIP, IMAGEBIND, CHAIN = (title_of(*each, "bf16") for each in (("clip_b32", 32), ("imagebind", 8), ("chain", 32)))
+
+
+def result(
+    name: str,
+    ms: float,
+    *,
+    losses: Sequence[float] = (2.0, 1.0),
+    warm_bytes: int = 100,
+    host_ns: int = 1000,
+    note: str = "",
+    rounds: int = 6,
+) -> Result:
+    """Return a result whose loops take so long, more or less."""
+    return Result(
+        name=name,
+        note=note,
+        first_step_s=9.0,
+        losses=list(losses),
+        memory={"warm_bytes": warm_bytes},
+        launch={"host_ns": host_ns, "device_ns": round(ms * 9e5)},
+        loops_ns=[round(ms * 1e6) + 1000 * (number % 3) for number in range(rounds)],
+        steps_ns=rounds * [[round(ms * 1.1e6)]],
+    )
+
+
+def results_of(*results: Result) -> dict[str, Result]:
+    """Return results by name."""
+    return {each.name: each for each in results}
+
+
+def workload(apollo: float, step: float, **changes: float) -> dict[str, Result]:
+    """Return results in which the best mode of Inductor takes 10 ms."""
+    times = {
+        "eager": 40.0,
+        "inductor": 20.0,
+        "reduce-overhead": 10.0,
+        "max-autotune": 11.0,
+        "apollo": apollo,
+        "apollo-step": step,
+        "captured by hand": 9.0,
+        "traced whole": 8.0,
+        "traced whole, CUDA graphs": 7.5,
+        **changes,
+    }
+    return results_of(*(result(name, ms) for name, ms in times.items()))
+
+
+def states(workloads: Workloads) -> dict[str, str]:
+    """Return the states of the targets by name."""
+    return {each.name: each.state for each in judge(workloads, dtype="bf16", is_dry=False)}
+
+
+GOOD: Workloads = {CLIP: workload(8.0, 7.0), IMAGEBIND: workload(8.5, 7.0), CHAIN: workload(10.0, 7.0)}
+
+
+def test_every_target_can_be_met() -> None:
+    """With their figures."""
+    targets = judge(GOOD, dtype="bf16", is_dry=False)
+    assert {each.state for each in targets} == {"met"}
+    found = {each.name: each.found for each in targets}
+    assert found[f"whole step, {CLIP}"].startswith("1.43x (1.43 .. 1.43)")
+    assert found["plain backend, geometric mean over branchy models"] == "1.21x over 2"
+    assert found["controls"] == f"1.00x (1.00 .. 1.00): {CHAIN}, apollo, the worst of 2"
+
+
+@pytest.mark.parametrize(
+    ("workloads", "missed"),
+    [
+        ({**GOOD, CLIP: workload(8.0, 7.7)}, [f"whole step, {CLIP}", "whole step over Inductor's traced whole step"]),
+        ({**GOOD, IMAGEBIND: workload(9.9, 7.0)}, ["plain backend, geometric mean over branchy models"]),
+        ({**GOOD, CHAIN: workload(10.3, 7.0)}, ["controls"]),
+        (
+            {**GOOD, CHAIN: workload(10.0, 7.0, **{"captured by hand": 6.8})},
+            ["whole step over captured by hand"],
+        ),
+        (
+            {**GOOD, CLIP: {**GOOD[CLIP], "apollo": result("apollo", 8.0, warm_bytes=106)}},
+            ["memory over reduce-overhead"],
+        ),
+        (
+            {**GOOD, CLIP: {**GOOD[CLIP], "apollo": result("apollo", 8.0, host_ns=1501)}},
+            ["host time of a step over reduce-overhead"],
+        ),
+        (
+            {**GOOD, CLIP: {**GOOD[CLIP], "apollo-step": result("apollo-step", 7.0, losses=(2.0, 1.1))}},
+            ["losses of the first 50 steps"],
+        ),
+        (
+            {**GOOD, CLIP: {**GOOD[CLIP], "apollo": result("apollo", 8.0, losses=(2.0, math.nan))}},
+            ["losses of the first 50 steps"],
+        ),
+    ],
+)
+def test_each_target_can_be_missed(workloads: Workloads, missed: list[str]) -> None:
+    """And the others are met still."""
+    found = states(workloads)
+    assert [name for name, state in found.items() if state == "missed"] == missed
+    assert list(found.values()).count("met") == len(found) - len(missed)
+
+
+def test_what_was_not_measured_is_neither() -> None:
+    """Nothing, or a variant alone."""
+    assert set(states({}).values()) == {"not measured"}
+    alone = {CLIP: results_of(result("apollo-step", 7.0))}
+    assert set(states(alone).values()) == {"not measured"}
+    without_rivals = {CLIP: results_of(result("reduce-overhead", 10.0), result("apollo-step", 7.0))}
+    found = states(without_rivals)
+    assert found[f"whole step, {CLIP}"] == "met" and found["whole step over captured by hand"] == "not measured"
+
+
+def test_a_dry_run_meets_nothing() -> None:
+    """Its figures are no GPU's."""
+    assert {each.state for each in judge(GOOD, dtype="bf16", is_dry=True)} == {"dry run"}
+
+
+def test_speed_ups_are_over_the_fastest_of_the_rivals_that_ran() -> None:
+    """Over the rounds that both have, since a variant may have died."""
+    results = workload(8.0, 7.0)
+    assert best_of(results, BASELINES) == "reduce-overhead"
+    results["reduce-overhead"] = Result(name="reduce-overhead", note="died")
+    assert best_of(results, BASELINES) == "max-autotune"
+    results["apollo"].loops_ns = results["apollo"].loops_ns[:2]
+    gain = speed_up(results, "apollo", BASELINES)
+    assert gain is not None and gain.value == pytest.approx(11 / 8, rel=1e-3) and gain.low <= gain.value <= gain.high
+    assert speed_up(results, "reduce-overhead", BASELINES) is None
+    assert speed_up({}, "apollo", BASELINES) is None
+
+
+def test_losses_are_compared_with_eagers_or_else_with_inductors() -> None:
+    """Over the largest loss, since later ones may be almost zero."""
+    results = results_of(
+        result("eager", 9, losses=(4.0, 1e-9)),
+        result("inductor", 9, losses=(5.0, 0)),
+        result("apollo", 9, losses=(4.0, 0.1)),
+    )
+    assert loss_difference(results, "apollo") == pytest.approx(0.1 / 4)
+    del results["eager"]
+    assert loss_difference(results, "apollo") == pytest.approx(1.0 / 5)
+    assert loss_difference(results, "eager") is None
+
+
+def test_memory_is_over_that_of_reduce_overhead() -> None:
+    """Where both were measured."""
+    results = results_of(result("reduce-overhead", 9, warm_bytes=50), result("apollo", 9, warm_bytes=75))
+    assert memory_ratio(results, "apollo") == 1.5
+    results["reduce-overhead"].memory = {}
+    assert memory_ratio(results, "apollo") is None
+
+
+def test_chains_are_controls() -> None:
+    """By the shape of the workload."""
+    assert [
+        is_branchy(title) for title in (CLIP, IMAGEBIND, CHAIN, "llava, batch 8, bf16", "unified, batch 1, bf16")
+    ] == [
+        True,
+        True,
+        False,
+        False,
+        True,
+    ]
+
+
+def test_a_table_has_a_row_per_variant() -> None:
+    """Notes stand where the step would."""
+    results = results_of(
+        result("reduce-overhead", 10.0), result("apollo", 8.0), Result(name="max-autotune", note="did not answer")
+    )
+    lines = [line.split() for line in format_workload("clip", results).splitlines()]
+    assert lines[0][:4] == ["clip", "step", "over", "reduce-overhead"]
+    assert lines[3][:4] == ["apollo", "8.00", "ms", "1.25x"]
+    assert lines[4] == ["max-autotune", "did", "not", "answer"]
+
+
+@pytest.mark.parametrize("is_dry", (False, True))
+def test_a_report_has_what_failed_what_is_late_and_the_targets(is_dry: bool) -> None:
+    """A dry run says so before and after."""
+    report = Report(is_dry=is_dry, workloads=dict(GOOD))
+    report.checks = [
+        CheckResult(name="T0 driver", state="ok", text="132 SMs"),
+        CheckResult(name="T4 races", state="failed", text="3 of 200 steps differ"),
+        CheckResult(name="T8 splits", state="skipped", text="no time left"),
+    ]
+    report.stages = [StageRecord(name="ledger", state="skipped", note="no time left")]
+    report.targets = judge(GOOD, dtype="bf16", is_dry=is_dry)
+    text = format_report(report)
+    assert "checks: 1 ok, 1 failed, 1 skipped" in text and "3 of 200 steps differ" in text and "132 SMs" not in text
+    assert "ledger: skipped, no time left" in text and ("dry run" if is_dry else "met") in text
+    assert text.count(DRY) == (2 if is_dry else 0)
