@@ -41,6 +41,9 @@ from benchmarks.workloads.gpu import build_gpu_workload
 NUM_LOSSES = 50
 """Losses of the first steps that are kept, to be compared."""
 
+RATE = 1e-5
+"""Of AdamW: so small that one batch is not learned by heart in the first steps; then all losses would be zero."""
+
 REPEATS = 9
 """Of host and device times, whose medians count."""
 
@@ -67,7 +70,14 @@ def build_step(*, name: str, batch: int, scale: str, device: str, dtype: str) ->
         with torch.autocast(device, dtype=torch.bfloat16, enabled=dtype == "bf16"):
             return model(dict(part))
 
-    return StepTask(model=workload.model, batch=workload.inputs, loss_fn=loss_fn, optimizer="adamw", microbatches=1)
+    return StepTask(
+        model=workload.model,
+        batch=workload.inputs,
+        loss_fn=loss_fn,
+        optimizer="adamw",
+        microbatches=1,
+        adamw={**ADAMW, "lr": RATE},
+    )
 
 
 def make_task(name: str, *, batch: int, scale: str, device: str, dtype: str) -> Task:
@@ -92,7 +102,7 @@ class Measured(Loop):
 
     def make_optimizer(self) -> torch.optim.Optimizer:
         """Return AdamW as users have it: one call for all parameters."""
-        return torch.optim.AdamW(self.built.model.parameters(), fused=True, **ADAMW)
+        return torch.optim.AdamW(self.built.model.parameters(), fused=True, **self.built.adamw)
 
     def compile(self, backend: str | None, options: dict[str, Any]) -> None:
         """Compile; apollo by its function, since its name is known only where the package is installed."""
@@ -271,7 +281,7 @@ class CapturedByHand(Measured):
     def make_optimizer(self) -> torch.optim.Optimizer:
         """Return AdamW whose number of steps is on the device."""
         is_cuda = self._device == "cuda"
-        return torch.optim.AdamW(self.built.model.parameters(), fused=True, capturable=is_cuda, **ADAMW)
+        return torch.optim.AdamW(self.built.model.parameters(), fused=True, capturable=is_cuda, **self.built.adamw)
 
     def compile(self, backend: str | None, options: dict[str, Any]) -> None:
         """Compile the model, and note that nothing is captured yet."""

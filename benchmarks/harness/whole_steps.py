@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -55,6 +55,8 @@ class StepTask:
     optimizer: str
     """`sgd` or `adamw`."""
     microbatches: int
+    adamw: Mapping[str, Any] = field(default_factory=lambda: ADAMW)
+    """What AdamW is made with."""
 
 
 def build_task(*, name: str, size: str, batch: int, optimizer: str, microbatches: int) -> StepTask:
@@ -86,7 +88,7 @@ def make_optimizer(task: StepTask) -> torch.optim.Optimizer:
     """Return the optimizer as users have it: one native call for all parameters."""
     if task.optimizer == "sgd":
         return torch.optim.SGD(task.model.parameters(), lr=SGD_RATE, fused=True)
-    return torch.optim.AdamW(task.model.parameters(), fused=True, **ADAMW)
+    return torch.optim.AdamW(task.model.parameters(), fused=True, **task.adamw)
 
 
 class Loop(Stepper):
@@ -200,7 +202,8 @@ class TracedWholeStep(TracedStep):
         means, squares = ([torch.zeros_like(each) for each in parameters] for _ in range(2))
         steps = [torch.zeros((), device=each.device) for each in parameters]
         self._state = (means, squares, steps)
-        beta1, beta2 = ADAMW["betas"]
+        settings = self.built.adamw
+        beta1, beta2 = settings["betas"]
 
         def take_adamw(parts: Sequence[Mapping[str, Tensor]]) -> Tensor:
             loss, gradients = compute(parts)
@@ -217,9 +220,9 @@ class TracedWholeStep(TracedStep):
                     amsgrad=False,
                     beta1=beta1,
                     beta2=beta2,
-                    lr=ADAMW["lr"],
-                    weight_decay=ADAMW["weight_decay"],
-                    eps=ADAMW["eps"],
+                    lr=settings["lr"],
+                    weight_decay=settings["weight_decay"],
+                    eps=settings["eps"],
                     maximize=False,
                 )
             return loss
