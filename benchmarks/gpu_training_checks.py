@@ -355,5 +355,6 @@ def _num_lanes() -> int:
 
 def _poison(executable: CudaExecutable) -> None:
     """Fill all memory of a captured graph with NaNs; nobody may hold anything in it."""
-    if executable._captured is not None:
-        poison(executable._captured.recording)
+    for captured in executable._captures:
+        if captured.is_live:
+            poison(captured.recording)

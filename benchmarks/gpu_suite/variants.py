@@ -173,7 +173,8 @@ class Measured(Loop):
         found = []
         for model in registry.find_models(self.built.model) if self._device == "cuda" else ():
             for graph in model.graphs:
-                captured = getattr(graph.executable, "_captured", None)
+                captures = getattr(graph.executable, "_captures", ())
+                captured = next((each for each in captures if each.is_live), None)
                 if captured is None:
                     continue
                 host = []
