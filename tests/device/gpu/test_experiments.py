@@ -13,7 +13,7 @@ import torch
 
 from apollo_compile.device.findings import Finding, Level
 from apollo_compile.device.gpu.experiments import TRIALS, try_dropout, try_hand_overs, try_training_step
-from apollo_compile.device.gpu.gpu import Body, Recording, Stream
+from apollo_compile.device.gpu.gpu import Body, Stream
 from apollo_compile.device.gpu.self_check import run_checks
 from apollo_compile.ir import Lane
 from tests.device.gpu.fake_gpu import FakeGpu, FakeRecording
@@ -32,9 +32,9 @@ class Spoiled(FakeGpu):
         super().__init__()
         self._spoil = spoil
 
-    def capture(self, work: Callable[[Stream], None], shares: Recording | None) -> FakeRecording:
+    def capture(self, *arguments: Any, **options: Any) -> FakeRecording:
         """Capture, and spoil it."""
-        recording = super().capture(work, shares)
+        recording = super().capture(*arguments, **options)
         self._spoil(recording)
         return recording
 
@@ -62,10 +62,10 @@ def one_is_lost(recording: FakeRecording) -> None:
 @pytest.mark.parametrize("spoil", (by_lane, one_is_lost))
 @pytest.mark.parametrize("trial", (try_hand_overs, try_training_step))
 def test_what_is_read_too_early_is_found(trial: Any, spoil: Callable[[FakeRecording], None]) -> None:
-    """It is poison, which spreads to the result."""
+    """It is poison, which spreads to the result; memory of what is lost may have been used for something else."""
     finding = trial(Spoiled(spoil), SIZES, CPU, width=8)
-    assert finding.level is Level.ERROR
-    assert "are NaN: memory that was not written yet was read" in finding.message
+    assert finding.level is Level.ERROR and finding.message.endswith(" was read")
+    assert spoil is one_is_lost or "are NaN: memory that was not written yet was read" in finding.message
 
 
 def test_a_launch_that_reads_what_is_not_written_is_found() -> None:
