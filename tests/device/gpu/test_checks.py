@@ -80,6 +80,7 @@ def test_backwards_have_the_masks_of_their_forwards(stand_in: StandIn) -> None:
     assert not stand_in.num_races()
 
 
+@pytest.mark.soak
 def test_loops_are_as_in_eager(stand_in: StandIn) -> None:
     """Graphs that are kept, gradients that add up, are held, or are dropped between forward and backward."""
     outcome = checks.loops_are_as_in_eager(DEVICE)
