@@ -59,7 +59,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, dict[str, Any], 
     return code, json.loads(path.read_text()), "\n".join(lines)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_every_stage_runs_on_a_cpu(run: tuple[int, dict[str, Any], str]) -> None:
     """It says before and after that no figure is a GPU's."""
     code, content, printed = run
@@ -75,7 +75,7 @@ def test_every_stage_runs_on_a_cpu(run: tuple[int, dict[str, Any], str]) -> None
     assert {target["state"] for target in content["targets"]} == {"dry run"}
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_every_variant_trains_as_eager_does(run: tuple[int, dict[str, Any], str]) -> None:
     """For 50 steps with AdamW; one that dies costs itself alone."""
     results = run[1]["workloads"]["clip_b32, batch 2, fp32"]
