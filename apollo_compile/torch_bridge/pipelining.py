@@ -51,6 +51,8 @@ check_signatures(
         (_PipelineScheduleRuntime, "step"): (
             "self, args, target, losses, return_outputs, loss_kwargs, kwargs",
             "self, args, target, losses, return_outputs, loss_kwargs, arg_mbs, kwarg_mbs, target_mbs, kwargs",
+            "self, args, target, losses, return_outputs, loss_kwargs, arg_mbs, kwarg_mbs, target_mbs, "
+            "finalize_gradients, kwargs",
         ),
     }
 )
