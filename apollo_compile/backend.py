@@ -70,11 +70,13 @@ def compile_dynamo_graph(
     tensors = traced_tensors(graph_module, example_inputs)
     refuse_hooks(graph_module, tensors)
     reason = recompile_reason()
+    target, without_lanes = open_target(example_inputs, config)
     model = CompiledModel(
         name=name_dynamo_graph(),
         again=f" again, since {reason}" if reason else "",
         config=config,
-        target=open_target(example_inputs, config),
+        target=target,
+        without_lanes=without_lanes,
         storages=storages_of(tensors),
         code=traced_code(),
         called=called_now(),

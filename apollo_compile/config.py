@@ -7,6 +7,7 @@ prefix `inductor.` is for Inductor's own options, `{"inductor.max_autotune": Tru
 
 | Variable         | Sets              | Meaning                                                    |
 | ---------------- | ----------------- | ---------------------------------------------------------- |
+| APOLLO_CUDA_LANES | `device.cuda_lanes` | auto, or yes or no                                         |
 | APOLLO_DISABLE   | `disable`         | 1: every graph falls back to Inductor, as if apollo were not there |
 | APOLLO_DUMP      | `debug.dump`      | directory that gets one text file per stage and graph       |
 | APOLLO_LOG       | `debug.log`       | level of the package's logger: DEBUG, INFO, WARNING         |
@@ -26,7 +27,7 @@ import logging
 import math
 import os
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from types import UnionType
@@ -116,9 +117,10 @@ class DeviceConfig:
     """Directory of measured profiles and of findings of earlier runs; None is the user's cache directory."""
     units: int | None = None
     """Cores to use; None is every core that torch uses, divided among local ranks, and limited by control groups."""
-    cuda_lanes: bool = False
-    """Run graphs on a GPU on lanes of its SMs, as one CUDA graph; with False they fall back. Measured on an H200 only,
-    where it takes more memory."""
+    cuda_lanes: Literal["auto"] | bool = "auto"
+    """Which code runs graphs on a GPU. `auto`: torch.compile's, until something of ours was measured to be faster in
+    the training loop: the graph as one CUDA graph, or on lanes of SMs. False: torch.compile's, always. True: segments
+    on lanes from the first step on, compared among themselves, for tests and experiments."""
     lane_memory_quota: int | None = None
     """Bytes of device memory that one lane may take in a CUDA graph; None means no limit."""
 
@@ -155,6 +157,7 @@ class Config:
 
 
 _VARIABLES = {
+    "APOLLO_CUDA_LANES": "device.cuda_lanes",
     "APOLLO_DISABLE": "disable",
     "APOLLO_DUMP": "debug.dump",
     "APOLLO_LOG": "debug.log",
@@ -179,7 +182,8 @@ _RANGES: dict[str, tuple[float, float]] = {
 _INDUCTOR = "inductor"
 """The group of Inductor's options, which Inductor checks."""
 
-_FLAG_OPTIONS = frozenset({"disable"})
+_FLAG_OPTIONS = {"disable": (), "device.cuda_lanes": ("auto",)}
+"""Options that a variable sets to yes or no, each with the words that it takes besides."""
 _FLAGS = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
 
 
@@ -194,7 +198,7 @@ def load_config(options: Mapping[str, Any] | None = None) -> Config:
         text = os.environ.get(variable)
         if text is not None and text != "":
             origin = f"environment variable {variable}"
-            value = _read_flag(text, origin) if name in _FLAG_OPTIONS else text
+            value = _read_flag(text, origin, _FLAG_OPTIONS[name]) if name in _FLAG_OPTIONS else text
             config = _set(config, name.split("."), value, origin)
             _check_level(name, value, origin)
             _check_plan_file(name, value, origin)
@@ -331,9 +335,12 @@ def _warn_of_variable(variable: str) -> None:
     )
 
 
-def _read_flag(text: str, origin: str) -> bool:
+def _read_flag(text: str, origin: str, words: Sequence[str]) -> bool | str:
+    if text.lower() in words:
+        return text.lower()
     if text.lower() not in _FLAGS:
-        raise ConfigError(f"{origin} has value {text!r}; expected 1 or 0, true or false, yes or no")
+        expected = ", ".join([*words, "1 or 0", "true or false", "yes or no"])
+        raise ConfigError(f"{origin} has value {text!r}; expected {expected}")
     return _FLAGS[text.lower()]
 
 
@@ -361,6 +368,11 @@ def _convert(value: Any, kind: Any, origin: str) -> Any:
         if value in get_args(kind):
             return value
         raise ConfigError(f"{origin} has value {value!r}; choose one of {', '.join(map(repr, get_args(kind)))}")
+    if get_origin(kind) in (UnionType, Union) and bool in get_args(kind):
+        words = [word for choice in get_args(kind) for word in get_args(choice)]
+        if isinstance(value, bool) or value in words:
+            return value
+        raise ConfigError(f"{origin} has value {value!r}; choose one of {', '.join(map(repr, [*words, True, False]))}")
     if get_origin(kind) in (UnionType, Union):
         if value is None:
             return None

@@ -77,6 +77,9 @@ def test_options_leave_defaults_alone() -> None:
 @pytest.mark.parametrize(
     ("variable", "name", "text", "expected", "over"),
     [
+        ("APOLLO_CUDA_LANES", "device.cuda_lanes", "0", False, True),
+        ("APOLLO_CUDA_LANES", "device.cuda_lanes", "yes", True, "auto"),
+        ("APOLLO_CUDA_LANES", "device.cuda_lanes", "AUTO", "auto", False),
         ("APOLLO_DISABLE", "disable", "1", True, False),
         ("APOLLO_DISABLE", "disable", "true", True, False),
         ("APOLLO_DISABLE", "disable", "Yes", True, False),
@@ -212,6 +215,8 @@ def test_a_value_out_of_range_is_an_error(options: Mapping[str, Any], message: s
         ({"device.units": True}, "option 'device.units' has value True of type bool; expected int"),
         ({"device.units": 1.5}, "option 'device.units' has value 1.5 of type float; expected int"),
         ({"device.profile": 3}, "option 'device.profile' has value 3 of type int; expected Path"),
+        ({"device.cuda_lanes": 1}, "option 'device.cuda_lanes' has value 1; choose one of 'auto', True, False"),
+        ({"device.cuda_lanes": "on"}, "option 'device.cuda_lanes' has value 'on'; choose one of 'auto', True, False"),
         ({"debug.dump": False}, "option 'debug.dump' has value False of type bool; expected Path"),
         ({"debug.log": 10}, "option 'debug.log' has value 10 of type int; expected str"),
         ({"debug.log": Path("x")}, f"option 'debug.log' has value {Path('x')!r} of type PosixPath; expected str"),
@@ -231,6 +236,12 @@ def test_a_wrong_value_of_a_variable_names_the_variable(monkeypatch: pytest.Monk
         load_config()
     expected = "environment variable APOLLO_DISABLE has value 'perhaps'; expected 1 or 0, true or false, yes or no"
     assert str(caught.value) == expected
+    monkeypatch.delenv("APOLLO_DISABLE")
+    monkeypatch.setenv("APOLLO_CUDA_LANES", "on")
+    with pytest.raises(
+        ConfigError, match="APOLLO_CUDA_LANES has value 'on'; expected auto, 1 or 0, true or false, yes"
+    ):
+        load_config()
 
 
 def test_a_variable_that_nobody_reads_gets_one_warning(
@@ -242,7 +253,7 @@ def test_a_variable_that_nobody_reads_gets_one_warning(
     monkeypatch.setenv("NOT_APOLLO_DISABEL", "1")
     with caplog.at_level("WARNING", logger="apollo_compile"):
         assert [load_config().disable for _ in range(2)] == [False, False]
-    known = "known variables: APOLLO_DISABLE, APOLLO_DUMP, APOLLO_LOG, APOLLO_PLAN, APOLLO_PROFILE"
+    known = "known variables: APOLLO_CUDA_LANES, APOLLO_DISABLE, APOLLO_DUMP, APOLLO_LOG, APOLLO_PLAN, APOLLO_PROFILE"
     assert sorted(record.getMessage() for record in caplog.records) == [
         f"environment variable APOLLO_DISABEL is ignored, did you mean APOLLO_DISABLE?; {known}",
         f"environment variable APOLLO_XYZ is ignored; {known}",

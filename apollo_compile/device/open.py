@@ -1,6 +1,6 @@
 """Open the device that a Dynamo graph is on.
 
-open_target(example_inputs, config) -> Target
+open_target(example_inputs, config) -> Target, and why a graph on a GPU has no lanes
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from apollo_compile.config import Config
 from apollo_compile.device.cpu.discover import discover_profile
 from apollo_compile.device.cpu.execute import available_units, core_share, most_units
 from apollo_compile.device.cpu.target import CpuTarget
-from apollo_compile.device.gpu.discover import discover_gpu_profile, gpu_fingerprint
 from apollo_compile.device.profile import DeviceProfile, limit_units
 from apollo_compile.device.target import Target
 from apollo_compile.errors import ConfigError, CudaError
 from apollo_compile.store.profiles import load_profile, packaged_profiles
 
 if TYPE_CHECKING:
+    from apollo_compile.device.fingerprint import Fingerprint
     from apollo_compile.device.gpu.gpu import TorchGpu
 
 _logger = logging.getLogger(__name__)
@@ -31,8 +31,11 @@ _logger = logging.getLogger(__name__)
 _CPU = torch.device("cpu")
 
 
-def open_target(example_inputs: Sequence[Any], config: Config) -> Target:
-    """Return the target of a Dynamo graph: the GPU of its tensors if `device.cuda_lanes` is on, else the CPU.
+def open_target(example_inputs: Sequence[Any], config: Config) -> tuple[Target, str | None]:
+    """Return the target of a Dynamo graph, and why it falls back.
+
+    The target is the GPU of its tensors, unless `device.cuda_lanes` is off or the driver cannot make lanes; else the
+    CPU. The reason is None for a graph that lanes of the target may take.
 
     Raises:
         ConfigError: the configured profile or number of units cannot be used here.
@@ -42,14 +45,17 @@ def open_target(example_inputs: Sequence[Any], config: Config) -> Target:
     if config.device.units is None and all(tensor.device == _CPU for tensor in tensors):
         _warn_without_lanes()
     device = next((tensor.device for tensor in tensors if tensor.device.type == "cuda"), None)
-    if device is not None and config.device.cuda_lanes:
-        found = _open_gpu(device, config)
-        if found is not None:
-            return found
-    return CpuTarget(select_profile(config), config)
+    if device is None or config.device.cuda_lanes is False:
+        return CpuTarget(select_profile(config), config), reason_without_lanes(example_inputs, _CPU)
+    opened = _open_gpu(device, config)
+    if isinstance(opened, str):
+        return CpuTarget(select_profile(config), config), opened
+    return opened, reason_without_lanes(example_inputs, opened.device)
 
 
-def _open_gpu(device: torch.device, config: Config) -> Target | None:
+def _open_gpu(device: torch.device, config: Config) -> Target | str:
+    """Return the target of a GPU, or why it has no lanes."""
+    from apollo_compile.device.gpu.discover import gpu_fingerprint  # on a CPU, nothing of this is imported
     from apollo_compile.device.gpu.gpu import TorchGpu
     from apollo_compile.device.gpu.self_check import find_complaint
     from apollo_compile.device.gpu.target import GpuTarget
@@ -59,14 +65,17 @@ def _open_gpu(device: torch.device, config: Config) -> Target | None:
     except CudaError as error:
         if config.debug.strict:
             raise
-        _logger.warning("no lanes on %s: %s", device, error)
-        return None
+        if config.device.cuda_lanes is True:  # it was asked for
+            _logger.warning("no lanes on %s: %s", device, error)
+        return f"no lanes on {device}: {error}"
     if gpu.captures.why_off is not None:
-        _logger.info("no lanes on %s: %s", device, gpu.captures.why_off)
-        return None
+        return f"no lanes on {device}: {gpu.captures.why_off}"
+    native = gpu.native
+    fingerprint = gpu_fingerprint(native.name, cuda=native.driver_version, units=native.num_sms)
+    profile = _gpu_profile(gpu, fingerprint, config)
     assert config.device.cache is not None, "load_config fills it in"
     complaint = functools.partial(find_complaint, gpu, config.device.cache)
-    return GpuTarget(gpu, _gpu_profile(gpu, config), config, device=gpu.device, find_complaint=complaint)
+    return GpuTarget(gpu, profile, config, device=gpu.device, fingerprint=fingerprint, find_complaint=complaint)
 
 
 def reason_without_lanes(example_inputs: Sequence[Any], device: torch.device) -> str | None:
@@ -77,8 +86,8 @@ def reason_without_lanes(example_inputs: Sequence[Any], device: torch.device) ->
     where = ", ".join(sorted(map(str, elsewhere)))
     if device != _CPU:
         return f"it has tensors on {where}, and all lanes of this graph are on {device}"
-    advice = ", unless option 'device.cuda_lanes' is on" if all(item.type == "cuda" for item in elsewhere) else ""
-    return f"it has tensors on {where}, and lanes run on the CPU only{advice}"
+    why = ", since option 'device.cuda_lanes' is off" if all(item.type == "cuda" for item in elsewhere) else ""
+    return f"it has tensors on {where}, and lanes run on the CPU only{why}"
 
 
 def select_profile(config: Config) -> DeviceProfile:
@@ -110,11 +119,12 @@ def select_profile(config: Config) -> DeviceProfile:
     return discover_profile(units, cache_dir=config.device.cache)
 
 
-def _gpu_profile(gpu: TorchGpu, config: Config) -> DeviceProfile:
+def _gpu_profile(gpu: TorchGpu, fingerprint: Fingerprint, config: Config) -> DeviceProfile:
     """Return the profile with this GPU's numbers of SMs and atoms."""
+    from apollo_compile.device.gpu.discover import discover_gpu_profile
+
     native = gpu.native
     if config.device.profile is None:
-        fingerprint = gpu_fingerprint(native.name, cuda=native.driver_version, units=native.num_sms)
         profile = discover_gpu_profile(fingerprint, cache_dir=config.device.cache)
     else:
         profile = load_profile(config.device.profile)

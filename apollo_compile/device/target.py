@@ -163,7 +163,7 @@ class Target(Protocol):
         """Bytes that one lane may hold; None means no limit."""
 
     def complaint(self) -> str | None:
-        """Return why lanes must stay off on this machine, which was logged once; None if they may be used.
+        """Return why lanes must stay off on this machine; None if they may be used. Asked before they first are.
 
         The first call on a kind of GPU, driver and torch may take seconds; later ones and later processes know.
         """

@@ -28,6 +28,8 @@ class Variant(enum.StrEnum):
     """A step: forward and backward of one micro-batch after the other, as autograd calls them, then the optimizer."""
     TRACED = "Inductor, traced step"
     """A step: forward and backward of all micro-batches in one graph, as Dynamo traces and Inductor compiles it."""
+    COMPILED = "torch.compile"
+    """On a GPU: a Dynamo graph as torch.compile makes it, with its CUDA graphs if the mode asks for them."""
 
 
 Selection = tuple[Variant, ...]

@@ -414,7 +414,7 @@ def _check_tensor(fx_node: fx.Node, value: torch.Tensor, device: torch.device) -
     if value.device != device:
         lanes = f"all lanes of this graph are on {device}"
         if device.type == "cpu":
-            lanes = "lanes run on the CPU only, unless option 'device.cuda_lanes' is on"
+            lanes = "all lanes of this graph are on the CPU, where its inputs are"
         raise UnsupportedGraphError(f"{fx_node.name} is on device {value.device}; {lanes}")
     if value.layout is not torch.strided:
         raise UnsupportedGraphError(f"{fx_node.name} has layout {value.layout}; segments take strided tensors only")

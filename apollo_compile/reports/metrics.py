@@ -14,7 +14,7 @@ has no entry, so that no curve begins with a guess.
 | apollo/fallbacks             | fallbacks, planned or not                                                            |
 | apollo/step_ms               | milliseconds of a step in compiled graphs, as autotuning measured its winners        |
 | apollo/gain_over_serial      | time of the segments in turn over `step_ms`, measured side by side                   |
-| apollo/gain_over_inductor    | time of Inductor's whole graphs over `step_ms`, likewise                             |
+| apollo/gain_over_inductor    | time of Inductor's whole graphs, on a GPU of torch.compile, over `step_ms`, likewise |
 | apollo/predicted_gain        | predicted time on one lane over that of the plans                                    |
 | apollo/overlap               | share of the graphs' time in which two lanes or more were at work, in the last step  |
 | apollo/peak_bytes            | largest planned peak of buffers between segments of a graph                          |
@@ -29,7 +29,7 @@ from apollo_compile.reports.values import GraphSummary, ModelSummary, Stage
 
 PREFIX = "apollo/"
 
-_WITHOUT_LANES = (Variant.SERIAL, Variant.INDUCTOR, Variant.LOOP, Variant.TRACED)
+_WITHOUT_LANES = (Variant.SERIAL, Variant.INDUCTOR, Variant.LOOP, Variant.TRACED, Variant.COMPILED)
 """Variants that do not run a graph's plan on its lanes."""
 
 
@@ -48,7 +48,7 @@ def metrics_of(report: ModelSummary) -> dict[str, float]:
         "fallbacks": len(report.fallbacks),
         "step_ms": sum(verdict.standings[0].step_ns for verdict in verdicts) / 1e6 if verdicts else None,
         "gain_over_serial": _gain(verdicts, Variant.SERIAL),
-        "gain_over_inductor": _gain(verdicts, Variant.INDUCTOR),
+        "gain_over_inductor": _gain(verdicts, Variant.INDUCTOR, Variant.COMPILED),
         "predicted_gain": _ratio((graph.serial_ns, graph.predicted_ns) for graph in graphs),
         "overlap": _overlap(graphs),
         "peak_bytes": max((graph.peak_bytes for graph in graphs), default=None),
@@ -60,11 +60,11 @@ def _is_on_lanes(graph: GraphSummary) -> bool:
     return graph.num_lanes > 1 and graph.variant not in _WITHOUT_LANES
 
 
-def _gain(verdicts: Iterable[Verdict], variant: Variant) -> float | None:
-    """Return the time of a variant over that of the winners; None unless every comparison had it."""
+def _gain(verdicts: Iterable[Verdict], *variants: Variant) -> float | None:
+    """Return the time of one of these variants over that of the winners; None unless every comparison had one."""
     times = []
     for verdict in verdicts:
-        ratio = next((standing.ratio for standing in verdict.standings if standing.name == variant), None)
+        ratio = next((standing.ratio for standing in verdict.standings if standing.name in variants), None)
         if ratio is None:
             return None
         times.append((verdict.standings[0].step_ns * ratio, verdict.standings[0].step_ns))

@@ -77,7 +77,7 @@ def summarize(
         )
         for a in plan.in_start_order()
     )
-    critical_path_ns = _critical_path(graph, [min(_durations(modes)) for modes in compilation.costs.modes])
+    critical_path_ns = critical_path(graph, [min(_durations(modes)) for modes in compilation.costs.modes])
     profile = compilation.profile
     return GraphSummary(
         name=graph.name,
@@ -197,7 +197,8 @@ def _waited(timeline: Timeline, lanes: Sequence[Lane]) -> dict[int, int]:
 # ---------------------------------------------------------------------------------------------------------- limits
 
 
-def _critical_path(graph: SegmentGraph, durations: Sequence[int]) -> int:
+def critical_path(graph: SegmentGraph, durations: Sequence[int]) -> int:
+    """Return the length of the longest chain of segments that take these durations."""
     ends: list[int] = []
     for segment in graph.segments:
         start = max((ends[other] for other in graph.predecessors(segment.id)), default=0)

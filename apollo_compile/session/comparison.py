@@ -26,7 +26,7 @@ import math
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from apollo_compile.ir import Selection, Standing, Verdict
 
@@ -40,6 +40,23 @@ TIE = 0.01
 ALLOWED_WINS = 8
 """A loser may have won at most one in this many rounds."""
 
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rules:
+    """Where comparisons differ: by what a step's time is known, and what changing the winner costs."""
+
+    steps_per_turn: int = STEPS_PER_TURN
+    """Steps in a turn, the untimed ones included; more where steps are short."""
+    untimed_steps: int = 1
+    """The first steps of a turn."""
+    tie: float = TIE
+    """Relative difference below which two times count as equal."""
+    is_first_kept: bool = False
+    """Whether the first selection has won as soon as no other is ahead of it after `MIN_ROUNDS`."""
+
+
+_USUAL = Rules()
+
 Round = Mapping[str, Mapping[int, float]]
 """Per selection and graph, the median nanoseconds of its calls."""
 
@@ -51,6 +68,7 @@ class Comparison:
         selections: by name, the simplest first; it wins ties.
         required: indices of graphs that every turn must have timed for its round to count.
         settle: maps the round measured on this rank to the one that all ranks use.
+        rules: where they are not those at the top of this file.
     """
 
     def __init__(
@@ -58,6 +76,7 @@ class Comparison:
         selections: Mapping[str, Selection],
         required: Collection[int] = (0,),
         settle: Callable[[Round], Round] = lambda measured: measured,
+        rules: Rules = _USUAL,
     ) -> None:
         self.selections = dict(selections)
         self.num_steps = 0
@@ -66,7 +85,8 @@ class Comparison:
         self._alive = list(selections)
         self._order = list(selections)
         self._turn = 0
-        self._steps_per_turn = STEPS_PER_TURN
+        self._rules = rules
+        self._steps_per_turn = rules.steps_per_turn
         self._steps_in_turn = 0
         self._samples: dict[int, list[int]] = defaultdict(list)
         self._round: dict[str, dict[int, float]] = {}
@@ -103,7 +123,10 @@ class Comparison:
     @property
     def is_over(self) -> bool:
         """Whether the winner is known."""
-        return len(self._alive) == 1 or self._num_rounds >= MAX_ROUNDS
+        if len(self._alive) == 1 or self._num_rounds >= MAX_ROUNDS:
+            return True
+        is_judged = self._rules.is_first_kept and self.num_rounds >= MIN_ROUNDS
+        return is_judged and self.winner() == next(iter(self.selections))
 
     @property
     def remaining_selections(self) -> Sequence[Selection]:
@@ -121,19 +144,36 @@ class Comparison:
         return self.selections[self._order[self._turn]]
 
     @property
+    def turn(self) -> str:
+        """Return which turn it is in, as text, if no round is lost and none is added."""
+        num_sides = len(self._alive)
+        number = self._num_rounds * num_sides + self._turn + 1
+        return f"turn {number} of {(MIN_ROUNDS if self._num_rounds < MIN_ROUNDS else MAX_ROUNDS) * num_sides}"
+
+    @property
+    def num_timed(self) -> int:
+        """Timed steps of the current turn until now, the current step included."""
+        return max(0, self._steps_in_turn - self._rules.untimed_steps)
+
+    @property
+    def is_in_last_step(self) -> bool:
+        """Whether the current step is the last of a turn."""
+        return self._steps_in_turn == self._steps_per_turn
+
+    @property
     def is_in_first_step(self) -> bool:
         """Whether the current step is the first of a turn."""
         return self._steps_in_turn == 1
 
     def record(self, graph: int, ns: int) -> None:
         """Record the duration of one call in the current step."""
-        if self._steps_in_turn > 1:
+        if self.num_timed:
             self._samples[graph].append(ns)
 
     def winner(self) -> str:
         """Return the first selection that is as fast as the leader, up to a tie."""
         leader = self._leader()
-        return next(name for name in self._alive if self.ratio(name, leader) <= 1 + TIE)
+        return next(name for name in self._alive if self.ratio(name, leader) <= 1 + self._rules.tie)
 
     def ratio(self, name: str, other: str, graph: int | None = None) -> float:
         """Return the median over rounds of the time of `name` over that of `other`; of one graph or of all."""
@@ -153,7 +193,7 @@ class Comparison:
     def is_faster(self, name: str, other: str) -> bool:
         """Return whether `name` beats `other` by more than a tie, in nearly every round."""
         ratios = self._ratios(name, other, None)
-        if len(ratios) < MIN_ROUNDS or statistics.median(ratios) * (1 + TIE) >= 1:
+        if len(ratios) < MIN_ROUNDS or statistics.median(ratios) * (1 + self._rules.tie) >= 1:
             return False
         return sum(ratio >= 1 for ratio in ratios) <= len(ratios) // ALLOWED_WINS
 
@@ -180,13 +220,19 @@ class Comparison:
         first, *others = (set(times) for times in measured.values())
         if measured.keys() == self._round.keys() and first >= self._required and all(o == first for o in others):
             self._rounds.append(measured)
-            self._steps_per_turn = _steps_per_turn(min(sum(times.values()) for times in measured.values()))
+            self._steps_per_turn = self._steps_that_take(min(sum(times.values()) for times in measured.values()))
         self._num_rounds += 1
         self._round = {}
         self._turn = 0
         leader = self._leader()
         self._alive = [name for name in self._alive if not self.is_faster(leader, name)]
         self._order = self._alive[:: 1 if self._num_rounds % 2 == 0 else -1]
+
+    def _steps_that_take(self, step_ns: float) -> int:
+        """Return the number of steps in a turn, untimed ones included, where a step takes so long."""
+        rules = self._rules
+        timed = math.ceil(TURN_NS / max(1.0, step_ns))
+        return max(rules.steps_per_turn, min(rules.untimed_steps + timed, MAX_STEPS_PER_TURN))
 
 
 class Results:
@@ -195,9 +241,15 @@ class Results:
     Arguments:
         required: indices of graphs that must have run for a round to count.
         settle: as for `Comparison`.
+        rules: likewise.
     """
 
-    def __init__(self, required: Sequence[int], settle: Callable[[Round], Round]) -> None:
+    def __init__(
+        self,
+        required: Sequence[int],
+        settle: Callable[[Round], Round] = lambda measured: measured,
+        rules: Rules = _USUAL,
+    ) -> None:
         self.selections: dict[str, Selection] = {}
         self.ratios: dict[str, float] = {}
         """Time of every selection over that of the latest winner."""
@@ -205,12 +257,13 @@ class Results:
         """The same per graph."""
         self._required = required
         self._settle = settle
+        self._rules = rules
         self._comparisons: list[Comparison] = []
         self._standings: dict[str, Standing] = {}
 
     def hold(self, selections: Mapping[str, Selection], incumbent: str) -> Generator[Comparison, None, str]:
         """Run a comparison and return the name of the winner; it is `incumbent` if too few rounds count."""
-        comparison = Comparison(selections, self._required, self._settle)
+        comparison = Comparison(selections, self._required, self._settle, self._rules)
         if not comparison.is_over:
             yield comparison
         winner = comparison.winner() if comparison.num_rounds >= MIN_ROUNDS else incumbent
@@ -236,7 +289,7 @@ class Results:
         selection = list(self.selections[winner])
         for graph in self._required:
             best = min(self._graph_ratios, key=lambda name: self._graph_ratios[name][graph])
-            if self._graph_ratios[best][graph] * (1 + TIE) < 1:
+            if self._graph_ratios[best][graph] * (1 + self._rules.tie) < 1:
                 selection[graph] = self.selections[best][graph]
         return None if tuple(selection) in self.selections.values() else tuple(selection)
 
@@ -250,9 +303,3 @@ class Results:
             num_steps=sum(comparison.num_steps for comparison in self._comparisons),
             prepare_ns=prepare_ns,
         )
-
-
-def _steps_per_turn(step_ns: float) -> int:
-    """Return the number of steps in a turn, the untimed one included."""
-    timed = math.ceil(TURN_NS / max(1.0, step_ns))
-    return min(max(STEPS_PER_TURN, 1 + timed), MAX_STEPS_PER_TURN)

@@ -24,7 +24,6 @@ from typing import Any
 
 from torch import fx
 
-from apollo_compile.device.open import reason_without_lanes
 from apollo_compile.device.target import Code, Run
 from apollo_compile.distributed.agreement import Agreement
 from apollo_compile.errors import RankError, UnsupportedGraphError
@@ -75,10 +74,13 @@ class GraphCompiler:
             RankError: the ranks cannot agree on a plan.
         """
         model = self._model
-        reason = reason_without_lanes(example_inputs, model.target.device)
-        if reason is not None:
-            model.fall_back(Fallback(reason=reason))
+        if model.without_lanes is not None:
+            model.fall_back(Fallback(reason=model.without_lanes))
             return self._compile_plainly(graph_module, example_inputs)
+        if model.config.device.cuda_lanes == "auto" and not model.target.is_synchronous:
+            from apollo_compile.session.gpu_default import compile_with_challenger  # on a CPU, it is not imported
+
+            return compile_with_challenger(model, self._settings, graph_module, example_inputs, self._compile_plainly)
         try:
             with with_settings(self._settings), copy_of_dynamo_graph(graph_module) as copied:
                 compiled = compile_with_inductor(

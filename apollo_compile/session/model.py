@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+import time
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from types import CodeType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from apollo_compile.config import Config
 from apollo_compile.device.target import Code, Run, Target
@@ -24,6 +25,9 @@ from apollo_compile.session.graph import CompiledGraph
 from apollo_compile.session.planning import Fallback
 from apollo_compile.session.warm_start import WarmStart
 from apollo_compile.torch_bridge.boundary import Boundary
+
+if TYPE_CHECKING:
+    from apollo_compile.session.challenge import Challenge
 
 _logger = logging.getLogger(__name__)
 
@@ -61,6 +65,12 @@ class CompiledModel:
     """The graph break that ended the Dynamo graph; None where it ended with the function."""
     ranks: Ranks = field(default_factory=lambda: Ranks(None))
     """The ranks that must run the same plans and variants."""
+    without_lanes: str | None = None
+    """Why no lanes can take it; None if some may."""
+    challenge: Challenge | None = None
+    """On a GPU by default: what runs it, torch.compile's code or ours."""
+    clock: Callable[[], int] = time.perf_counter_ns
+    """Time of the host in nanoseconds."""
     is_for_step: bool = False
     """Whether its graphs are linked into a training step, so that their segments are needed whichever variant wins."""
     autotuner: Autotuner = field(init=False)
@@ -165,6 +175,8 @@ class CompiledModel:
     @property
     def verdicts(self) -> list[tuple[str, Verdict]]:
         """All verdicts, each with the name of its model or graph."""
+        if self.challenge is not None:
+            return [] if self.challenge.verdict is None else [(self.name, self.challenge.verdict)]
         found = [] if self.verdict is None else [(self.name, self.verdict)]
         for graph in self.graphs:
             if graph.autotuner is not None and graph.autotuner is not self.autotuner and graph.autotuner.verdict:
@@ -178,6 +190,8 @@ class CompiledModel:
 
     def running_variants(self) -> list[Variant]:
         """Return the variants of the graphs that have run; a serial plan counts as `SERIAL`."""
+        if self.challenge is not None:
+            return [self.challenge.variant]
         return [
             graph.variant if graph.variant != Variant.PLAN or graph.compilation.plan.uses_lanes else Variant.SERIAL
             for graph in self.current_graphs()
@@ -188,6 +202,8 @@ class CompiledModel:
         """Return whether its graphs are settled, still measuring, or fall back, with the details."""
         if self.falls_back:
             return State(graph=self.name, stage=Stage.FALLS_BACK, detail=self.fallbacks[0][1])
+        if self.challenge is not None:
+            return self.challenge.state()
         running = [graph for graph in self.current_graphs() if graph.has_run]
         if not running and not self.fallbacks:
             return State(graph=self.name, stage=Stage.MEASURING, detail="not called yet")

@@ -77,7 +77,11 @@ class Variants:
 
     def add_whole(self, run: Run) -> None:
         """Add the `INDUCTOR` variant: the whole graph as Inductor compiled it."""
-        self._loaded[Variant.INDUCTOR] = self.target.load_whole(self.compilation, self.code, run)
+        self.add(Variant.INDUCTOR, self.target.load_whole(self.compilation, self.code, run))
+
+    def add(self, variant: Variant, runnable: Runnable) -> None:
+        """Add a variant that is loaded already."""
+        self._loaded[variant] = runnable
 
     def loaded(self) -> Mapping[Variant, Runnable]:
         """Return the loaded variants."""

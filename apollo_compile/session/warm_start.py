@@ -1,6 +1,7 @@
 """Warm start: what a Dynamo graph reuses from earlier processes and keeps for later ones.
 
     recall(capture, partition) -> Finding | None;    keep(compilation, variant, verdict)        through history.py
+    recall_choice(graph_module, example_inputs) -> Choice | None;    keep_choice(choice)    through verdicts.py
     bundle_key(graph_module, example_inputs) -> str | None;    outdate(error)               through bundle.py
 
 Findings are plans, the observations that they were made from, and verdicts. Bundles are compiled graphs, which
@@ -25,10 +26,11 @@ from apollo_compile.device.target import Target
 from apollo_compile.ir import Capture, Partition, Variant, Verdict
 from apollo_compile.pipeline import Compilation
 from apollo_compile.store.history import Finding, History
-from apollo_compile.store.keys import bundle_key, circumstances, finding_key
+from apollo_compile.store.keys import bundle_key, choice_key, circumstances, finding_key
+from apollo_compile.store.verdicts import Choice, Verdicts
 from apollo_compile.torch_bridge.aot_cache import may_cache
 from apollo_compile.torch_bridge.aot_graph import has_custom_operator
-from apollo_compile.torch_bridge.dynamo_graph import module_paths
+from apollo_compile.torch_bridge.dynamo_graph import module_paths, text_of
 from apollo_compile.torch_bridge.settings import compiler_settings
 
 _logger = logging.getLogger(__name__)
@@ -54,6 +56,8 @@ class WarmStart:
     """Why the existing bundles cannot be used."""
     _keys: dict[str, str] = field(default_factory=dict)
     """Keys of findings, by the name of the graph."""
+    _choice_key: str | None = None
+    """Key of what runs the Dynamo graph on a GPU; None where that is not kept."""
     _bundles: History | None = None
     """Has the current generation of bundles; None where graphs are not cached."""
     _bundle_name: str = ""
@@ -101,6 +105,25 @@ class WarmStart:
             if self.config.debug.strict:
                 raise
             _logger.info("%s: not kept for the next run: %s: %s", self.name, type(error).__name__, error)
+
+    def recall_choice(self, graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> Choice | None:
+        """Return what an earlier process found to run a Dynamo graph on a GPU; None if there is nothing."""
+        cache = self.config.device.cache
+        if not self.config.plan.remember or cache is None:
+            return None
+        try:
+            self._choice_key = choice_key(self._circumstances, text_of(graph_module, example_inputs))
+            return Verdicts(cache / "choices").recall(self._choice_key)
+        except Exception as error:  # it is compared as if it were new
+            if self.config.debug.strict:
+                raise
+            _logger.info("%s: earlier runs are not recalled: %s: %s", self.name, type(error).__name__, error)
+            return None
+
+    def keep_choice(self, choice: Choice) -> None:
+        """Keep what runs the Dynamo graph of `recall_choice` for later processes."""
+        if self._choice_key is not None and self.config.device.cache is not None:
+            Verdicts(self.config.device.cache / "choices").keep(self._choice_key, choice)
 
     def bundle_key(self, graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> str | None:
         """Return the key of the graphs in AOTAutograd's cache; None where they are not to be cached.

@@ -7,4 +7,5 @@ matmul_gains.py  which library is faster for which matmul
 self_checks.py   whether lanes work with a GPU, driver and torch
 profiles.py      files of device profiles
 plan_file.py     files of plans
+verdicts.py      what runs Dynamo graphs on a GPU
 """

@@ -325,8 +325,8 @@ def _cuda(facts: Facts) -> list[Finding]:
             Finding(
                 level=Level.NOTE,
                 subject="CUDA",
-                message=f"torch sees {names}; graphs on it fall back to torch.compile",
-                advice="set 'device.cuda_lanes' to run them on lanes, if what follows has no errors",
+                message=f"torch sees {names}; graphs on it run as torch.compile makes them, unless something is faster",
+                advice="with an error in what follows, set 'device.cuda_lanes' to False (APOLLO_CUDA_LANES=0)",
             ),
             *facts.cuda_findings,
         ]

@@ -1,6 +1,8 @@
 """Dynamo graphs, before AOTAutograd.
 
     copy_of_dynamo_graph(graph)         a copy that compiling may change, so that the original can still fall back
+    copy_dynamo_graph(graph)            such a copy, until `clear_metadata(copy)`
+    text_of(graph, inputs)              what it computes, as a text for keys
     traced_tensors(graph, inputs)       the real tensors that it was traced with
     module_paths(graph)                 the modules that its nodes come from, as a text
 
@@ -28,22 +30,41 @@ def copy_of_dynamo_graph(graph_module: fx.GraphModule) -> Iterator[fx.GraphModul
     afterwards, as Dynamo does with its own graph: it refers to parameters, and torch swaps no tensor that is referred
     to elsewhere.
     """
-    copied = _copy_dynamo_graph(graph_module)
+    copied = copy_dynamo_graph(graph_module)
     try:
         yield copied
     finally:
-        for module in copied.modules():
-            for node in module.graph.nodes if isinstance(module, fx.GraphModule) else ():
-                node.meta.clear()
+        clear_metadata(copied)
 
 
-def _copy_dynamo_graph(graph_module: fx.GraphModule) -> fx.GraphModule:
+def clear_metadata(copied: fx.GraphModule) -> None:
+    """Clear the metadata of all nodes of a copy that was compiled."""
+    for module in copied.modules():
+        for node in module.graph.nodes if isinstance(module, fx.GraphModule) else ():
+            node.meta.clear()
+
+
+def text_of(graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> str:
+    """Return what a Dynamo graph computes from which inputs, as a deterministic text."""
+    graphs = [module.graph for module in graph_module.modules() if isinstance(module, fx.GraphModule)]
+    codes = [graph.python_code("self").src for graph in graphs]
+    inputs = [
+        (str(item.dtype), str(item.device), tuple(item.shape), item.stride(), item.requires_grad)
+        if isinstance(item, torch.Tensor)
+        else repr(item)
+        for item in example_inputs
+    ]
+    return repr((codes, inputs, torch.is_grad_enabled()))
+
+
+def copy_dynamo_graph(graph_module: fx.GraphModule) -> fx.GraphModule:
+    """Return a copy of a Dynamo graph, made while Dynamo compiles it."""
     copied = clone_graph(graph_module)
     for node, original in zip(copied.graph.nodes, graph_module.graph.nodes, strict=True):
         vars(node).update({**vars(original), **vars(node)})
     for name, inner in copied.named_children():
         if isinstance(inner, fx.GraphModule):
-            setattr(copied, name, _copy_dynamo_graph(inner))
+            setattr(copied, name, copy_dynamo_graph(inner))
     for name, value in vars(graph_module).items():  # in their order, which is part of the keys of AOTAutograd's cache
         if name != "_code":
             vars(copied).setdefault(name, value)

@@ -4,6 +4,7 @@
     current_settings()                  Inductor's settings now
     with_settings(settings)             apply settings of Inductor
     compiler_settings()                 all settings that shape Inductor's code, as a text
+    replays_cuda_graphs(settings)       whether Inductor makes CUDA graphs of its code
     depends_on_units()                  whether Inductor's code depends on the number of SMs
     may_choose_library()                whether we may choose the library for matmuls
 
@@ -65,6 +66,11 @@ def compiler_settings() -> str:
         mkldnn.deterministic,
     )
     return f"{kernels!r} {settings!r}"
+
+
+def replays_cuda_graphs(settings: Mapping[str, Any]) -> bool:
+    """Whether Inductor makes CUDA graphs of its code with these settings, as in mode `reduce-overhead`."""
+    return bool(settings.get("triton.cudagraphs", inductor_config.triton.cudagraphs))
 
 
 def depends_on_units() -> bool:

@@ -2,6 +2,7 @@
 
     compile_whole(graph, inputs)        inside AOTAutograd, for a fallback
     compile_again(graph, settings)      later, for a graph that was already compiled as bodies
+    compile_apart(graph, work)          what that and other late compiles run in
 
 Workarounds for wrong code (`upstream_bugs/`) apply here as in bodies; such code has cache keys of its own in Inductor's
 cache.
@@ -12,7 +13,7 @@ from __future__ import annotations
 import contextvars
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch._inductor.config as inductor_config
@@ -32,6 +33,8 @@ from apollo_compile.torch_bridge.compile_scope import (
 from apollo_compile.torch_bridge.layouts import check_layouts, output_layouts
 from apollo_compile.torch_bridge.upstream_bugs.pooling_divisor import is_left_to_aten
 from apollo_compile.torch_bridge.upstream_bugs.scatter_addresses import adds_at_addresses, fixed_scatters
+
+_Result = TypeVar("_Result")
 
 
 def compile_whole(graph_module: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
@@ -57,9 +60,7 @@ def compile_again(
     """Compile a post-AOT graph as Inductor alone would, after AOTAutograd has finished, as another variant of a graph.
 
     `settings` are Inductor's, as they were when the bodies were compiled, so that both variants compute the same. Every
-    output keeps its traced strides, as with bodies, so that the variants can be exchanged. The compile runs on a thread
-    of its own, because the caller may be inside a user's step, under autocast or inference mode. Inductor uses its
-    cache only inside a tracing context, so a minimal one is provided.
+    output keeps its traced strides, as with bodies, so that the variants can be exchanged.
 
     Raises:
         Exception: whatever Inductor raises.
@@ -69,27 +70,47 @@ def compile_again(
     piece = clone_graph(graph_module)
     output = piece.graph.output_node()
     output.meta["user_visible_output_idxs"] = [i for i, v in enumerate(outputs_of(piece)) if isinstance(v, fx.Node)]
-    fakes = [node.meta["val"] for node in piece.graph.find_nodes(op="placeholder")]
-    made: list[Callable[[list[Any]], Sequence[Any]]] = []
+    fakes = _inputs_of(piece)
+
+    def work() -> Callable[[list[Any]], Sequence[Any]]:
+        own = {**settings, "triton.cudagraphs": False}  # we capture CUDA graphs ourselves
+        with compile_lock(), inductor_config.patch(own), as_piece():
+            layouts = output_layouts(piece)
+            with within_guards(fakes, is_late=True):
+                compiled = compile_fx_inner(piece, fakes, **shared_kwargs(kwargs))
+            check_layouts("the whole graph", compiled, layouts)
+            return with_numbers(compiled, fakes)
+
+    return compile_apart(piece, work)
+
+
+def compile_apart(graph_module: fx.GraphModule, work: Callable[[], _Result]) -> _Result:
+    """Return what `work` does to compile a post-AOT graph, or pieces of it, after AOTAutograd has finished.
+
+    It runs on a thread of its own, because the caller may be inside a user's step, under autocast or inference mode.
+    Inductor uses its cache only inside a tracing context, so a minimal one is provided.
+
+    Raises:
+        BaseException: whatever `work` raises.
+    """
+    made: list[_Result] = []
     failed: list[BaseException] = []
 
-    def work() -> None:
+    def run() -> None:
         try:
-            own = {**settings, "triton.cudagraphs": False}  # we capture CUDA graphs ourselves
-            fake_mode = detect_fake_mode(fakes)
-            with tracing(TracingContext(fake_mode)), compile_lock(), inductor_config.patch(own), as_piece():
-                layouts = output_layouts(piece)
-                with within_guards(fakes, is_late=True):
-                    compiled = compile_fx_inner(piece, fakes, **shared_kwargs(kwargs))
-                check_layouts("the whole graph", compiled, layouts)
-                made.append(with_numbers(compiled, fakes))
+            with tracing(TracingContext(detect_fake_mode(_inputs_of(graph_module)))):
+                made.append(work())
         except BaseException as error:  # raised again on the caller's thread
             failed.append(error)
 
     context = contextvars.copy_context()  # the settings of other parts of torch, as the user has them
-    thread = threading.Thread(target=lambda: context.run(work), name="apollo-compile")
+    thread = threading.Thread(target=lambda: context.run(run), name="apollo-compile")
     thread.start()
     thread.join()
     if failed:
         raise failed[0]
     return made[0]
+
+
+def _inputs_of(graph_module: fx.GraphModule) -> list[Any]:
+    return [node.meta["val"] for node in graph_module.graph.find_nodes(op="placeholder")]

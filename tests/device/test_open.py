@@ -19,14 +19,14 @@ CPU = torch.device("cpu")
         (["cpu"], None),
         (
             ["cpu", "cuda"],
-            "it has tensors on cuda:0, and lanes run on the CPU only, unless option 'device.cuda_lanes' is on",
+            "it has tensors on cuda:0, and lanes run on the CPU only, since option 'device.cuda_lanes' is off",
         ),
         (["xpu"], "it has tensors on xpu:0, and lanes run on the CPU only"),
         (["cpu", "mps"], "it has tensors on mps:0, and lanes run on the CPU only"),
         (["cuda", "xpu"], "it has tensors on cuda:0, xpu:0, and lanes run on the CPU only"),
     ],
 )
-def test_an_option_for_cuda_is_advised_on_cuda_only(kinds: list[str], reason: str | None) -> None:
+def test_an_option_for_cuda_is_named_on_cuda_only(kinds: list[str], reason: str | None) -> None:
     """It would help nowhere else."""
     with FakeTensorMode():
         tensors = [torch.empty(2, device=kind) for kind in kinds]

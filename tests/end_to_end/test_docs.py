@@ -264,7 +264,7 @@ def test_the_page_of_options_has_every_option_with_its_default() -> None:
         expected = "user's cache" if name == "device.cache" else f"`{value!r}`".replace("'", '"')
         assert shown == expected, name
     variables = re.findall(r"^\| (APOLLO_\w+) ", (ROOT / "apollo_compile" / "config.py").read_text(), re.MULTILINE)
-    assert all(f"`{variable}=" in text for variable in variables) and len(variables) == 5
+    assert all(f"`{variable}=" in text for variable in variables) and len(variables) == 6
 
 
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:

@@ -51,6 +51,12 @@ def test_all_numbers_of_a_settled_model_are_known() -> None:
     assert all(type(value) is float for value in report.metrics().values())
 
 
+def test_on_a_gpu_torch_compile_is_what_is_gained_over() -> None:
+    """Its sides are named otherwise than on a CPU."""
+    report = replace(EMPTY, verdicts=(("0/0", verdict_of(Variant.STREAMS, COMPILED=1.25)),))
+    assert report.metrics()["apollo/gain_over_inductor"] == 1.25
+
+
 def test_what_is_not_known_yet_has_no_entry() -> None:
     """A plan without a measured run; nothing at all; a report of old, without states."""
     planned = Report(

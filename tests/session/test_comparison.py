@@ -8,7 +8,14 @@ from collections.abc import Sequence
 
 import pytest
 
-from apollo_compile.session.comparison import MAX_ROUNDS, MAX_STEPS_PER_TURN, MIN_ROUNDS, STEPS_PER_TURN, Comparison
+from apollo_compile.session.comparison import (
+    MAX_ROUNDS,
+    MAX_STEPS_PER_TURN,
+    MIN_ROUNDS,
+    STEPS_PER_TURN,
+    Comparison,
+    Rules,
+)
 from tests.session.machine import (
     ENOUGH,
     INDUCTOR,
@@ -119,3 +126,24 @@ def test_a_comparison_ends_after_its_last_round_even_without_a_comparable_one() 
         steps += 1
     assert steps == comparison.num_steps == 2 * MAX_ROUNDS * STEPS_PER_TURN
     assert comparison.winner() == SERIAL
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize(
+    ("time", "is_worth_it"), [(0.90, True), (0.96, True), (0.995, False), (1.0, False), (1.2, False)]
+)
+def test_a_rival_of_what_runs_has_to_be_ahead_by_more_than_a_tie(seed: int, time: float, is_worth_it: bool) -> None:
+    """A turn is timed as a whole; as soon as the rival has fallen behind, or is level, the comparison ends."""
+    rules = Rules(steps_per_turn=12, untimed_steps=2, tie=0.02, is_first_kept=True)
+    comparison = Comparison({SERIAL: (SERIAL,), PLAN: (PLAN,)}, rules=rules)
+    chance, times = random.Random(seed), {SERIAL: 1e9, PLAN: time * 1e9}
+    turns = []
+    while (selection := comparison.begin_step()) is not None:
+        assert comparison.is_in_first_step == (not turns or turns[-1] == 12)
+        turns = [*turns, 1] if comparison.is_in_first_step else [*turns[:-1], turns[-1] + 1]
+        if comparison.is_in_last_step:
+            assert comparison.num_timed == 10
+            comparison.record(0, round(times[selection[0]] * chance.uniform(1, 1.005)))
+    assert turns == len(turns) * [12]
+    assert comparison.winner() == (PLAN if is_worth_it else SERIAL)
+    assert comparison.num_rounds == MIN_ROUNDS

@@ -1,6 +1,6 @@
 """Whether lanes work on this machine: tried once per GPU, driver and torch, in a process of its own, and kept.
 
-    find_complaint(gpu, cache) -> str | None       why lanes must stay off; the first reason is logged, once
+    find_complaint(gpu, cache) -> str | None       why lanes must stay off
     check_gpu(gpu, cache, again=...) -> SelfCheck  the verdict, kept or new
     run_checks(gpu) -> findings                    what the process does
 
@@ -51,7 +51,7 @@ COMMAND = (sys.executable, "-c", _CODE)
 
 
 def find_complaint(gpu: TorchGpu, cache: Path) -> str | None:
-    """Return why lanes must stay off on this GPU; None if they may be used. The first call logs it as a WARNING.
+    """Return why lanes must stay off on this GPU; None if they may be used.
 
     The verdict is read from `cache`, or made and kept there, which takes seconds.
     """
@@ -61,10 +61,7 @@ def find_complaint(gpu: TorchGpu, cache: Path) -> str | None:
 @functools.cache
 def _complaint_of(fingerprint: Fingerprint, ordinal: int, cache: Path) -> str | None:
     complaint = _check(fingerprint, ordinal, cache, again=False).complaint
-    if complaint is not None:
-        text = "no lanes on cuda:%d (%s), since its self-check failed: %s; %s"
-        _logger.warning(text, ordinal, fingerprint.device, complaint, AGAIN)
-    return complaint
+    return None if complaint is None else f"the self-check of cuda:{ordinal} ({fingerprint.device}) failed: {complaint}"
 
 
 def check_gpu(gpu: TorchGpu, cache: Path, *, again: bool = False) -> SelfCheck:

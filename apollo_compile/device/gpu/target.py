@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager
 import torch
 
 from apollo_compile.config import Config
+from apollo_compile.device.fingerprint import Fingerprint
 from apollo_compile.device.gpu.execute import CudaExecutable
 from apollo_compile.device.gpu.gpu import Gpu, Sharing
 from apollo_compile.device.gpu.memory import ModelMemory
@@ -21,6 +22,7 @@ from apollo_compile.device.gpu.whole import as_one_segment
 from apollo_compile.device.profile import DeviceProfile
 from apollo_compile.device.target import Code, CompiledBody, Run
 from apollo_compile.ir import Lane, Variant
+from apollo_compile.json_form import to_json
 from apollo_compile.pipeline import Compilation
 from apollo_compile.torch_bridge.onednn import Matmul
 
@@ -53,8 +55,19 @@ class GpuTarget:
         config: Config,
         *,
         device: torch.device,
+        fingerprint: Fingerprint | None = None,
         find_complaint: Callable[[], str | None] = lambda: None,
     ) -> None:
+        """Make the target of one model.
+
+        Arguments:
+            gpu: the device.
+            profile: what plans are made for.
+            config: its options hold.
+            device: where the tensors are.
+            fingerprint: GPU, driver and torch, for what later processes take over.
+            find_complaint: returns why lanes must stay off; see `self_check.py`.
+        """
         self.gpu = gpu
         self.profile = profile
         self.device = device
@@ -63,6 +76,9 @@ class GpuTarget:
         """Memory that the graphs share, by variant."""
         self._config = config
         self._find_complaint = find_complaint
+        self._fingerprint = fingerprint
+        # Where torch.compile's code stands by, a failure ends what failed, and nothing runs without its CUDA graph.
+        self._is_strict = config.debug.strict or config.device.cuda_lanes == "auto"
         self._sharing = _ISOLATED if config.runtime.isolation else _SHARING
 
     @property
@@ -71,8 +87,8 @@ class GpuTarget:
         return [variant for variant in self._sharing if variant is not Variant.PLAN]
 
     def complaint(self) -> str | None:
-        """Return what the self-check of this GPU found wrong; None if nothing."""
-        return self._find_complaint()
+        """Return what a capture left behind that failed, or the self-check of this GPU found wrong; None if nothing."""
+        return self.gpu.captures.why_off or self._find_complaint()
 
     def start(self, lanes: tuple[Lane, ...]) -> None:
         """Do nothing: streams are created at the first launch."""
@@ -102,7 +118,7 @@ class GpuTarget:
             urgency=rank_lanes(compilation.partition.graph, compilation.plan, compilation.costs),
             tuned=code.tuned if sharing is Sharing.APART else {},
             lane_memory_quota=self.lane_memory_quota,
-            strict=self._config.debug.strict,
+            strict=self._is_strict,
         )
 
     def load_whole(self, compilation: Compilation, code: Code, run: Run) -> CudaExecutable:
@@ -115,7 +131,7 @@ class GpuTarget:
             gpu=self.gpu,
             contract=code.contract,
             shared=self.memories[Variant.INDUCTOR],
-            strict=self._config.debug.strict,
+            strict=self._is_strict,
         )
 
     def keep_only(self, variants: Collection[Variant]) -> None:
@@ -136,5 +152,5 @@ class GpuTarget:
         return time.perf_counter_ns()
 
     def circumstances(self) -> Sequence[object]:
-        """Return an empty list: no findings are kept."""
-        return []
+        """Return the GPU, its driver and torch, which decide what is faster."""
+        return [to_json(self._fingerprint)]

@@ -30,6 +30,7 @@ from tests.end_to_end.models import Tower, TwoTowers, assert_same_training, trai
 
 OPTIONS = {
     "debug.strict": True,
+    "device.cuda_lanes": True,
     "plan.autotune": False,
     "plan.min_gain": 0.0,
     "plan.planner": "greedy",

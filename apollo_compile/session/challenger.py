@@ -1,0 +1,365 @@
+"""Our side of the comparison on a GPU: a Dynamo graph compiled once more, as CUDA graphs and then on lanes.
+
+    Challenger(model, settings, graph).prepare(arguments)     each graph after AOTAutograd as Inductor compiles it whole
+    .reason_without_lanes() -> str | None                     by dependencies alone, before any body is compiled
+    .prepare_lanes(), .time_bodies()                          bodies; the next step times them, and plans again
+    .reason_against_lanes() -> str | None                     by these times
+    .use(variant), .run(*arguments), .keep(variants)          what `challenge.py` compares
+
+Nothing here stops training. A graph that fails runs as Inductor compiled it, without a CUDA graph, since its backward
+may belong to a forward of ours; `failure` says so, and from the next step on torch.compile's code runs.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import traceback
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import fx
+
+from apollo_compile.device.target import Code, Run, Runnable
+from apollo_compile.distributed.agreement import Agreement
+from apollo_compile.errors import UnsupportedGraphError
+from apollo_compile.ir import Role, Variant
+from apollo_compile.observe import StageRunner
+from apollo_compile.pipeline import Compilation, plan_partition
+from apollo_compile.progress import Progress
+from apollo_compile.reports.summary import critical_path
+from apollo_compile.session.bodies import compile_code
+from apollo_compile.session.graph import COMPILE_NS_PER_OPERATOR, CompiledGraph
+from apollo_compile.session.model import CompiledModel
+from apollo_compile.session.planning import log_summary, plan_graph, role_of
+from apollo_compile.torch_bridge.aot_graph import clone_graph
+from apollo_compile.torch_bridge.frontend import compile_with_inductor
+from apollo_compile.torch_bridge.interpret import interpret_whole
+from apollo_compile.torch_bridge.kept_graph import KeptGraph
+from apollo_compile.torch_bridge.layouts import report_output_strides
+from apollo_compile.torch_bridge.settings import current_settings, with_settings
+from apollo_compile.torch_bridge.traced import TracedGraph, take_graph
+from apollo_compile.torch_bridge.whole import compile_again, compile_apart
+from apollo_compile.units import format_ns
+
+_logger = logging.getLogger(__name__)
+
+LEAST_PROMISE = 1.05
+"""How much faster than the whole graph a plan must be able to be for its bodies to be compiled, and to be compared."""
+
+
+@dataclass(eq=False)
+class RivalGraph:
+    """One graph after AOTAutograd, which calls it with a list of inputs that it empties."""
+
+    traced: TracedGraph
+    compilation: Compilation
+    plain: Run
+    """As Inductor compiled it, without a CUDA graph."""
+    whole: Runnable
+    """The same as one CUDA graph."""
+    fail: Callable[[Exception], None]
+    """Told what failed in a run, which ends all runs."""
+    fail_on_lanes: Callable[[Exception], None]
+    """Told what failed while bodies were timed, which ends nothing else."""
+    segments: CompiledGraph | None = None
+    """Its segments, once their bodies are compiled."""
+    variant: Variant = Variant.INDUCTOR
+    is_to_time: bool = False
+    """Whether the next call times the bodies."""
+    is_proven: bool = False
+    """Whether it won: then it keeps no copies of what it writes to."""
+    whole_ns: int | None = None
+    """Time of `whole` on the device; None before it is measured."""
+    has_failed: bool = False
+    _boxed_call: bool = True
+
+    def __call__(self, inputs: list[Any]) -> Sequence[Any]:
+        """Run the current variant; if it fails, what Inductor compiled."""
+        if self.has_failed:
+            return self.plain(inputs)
+        kept, written = list(inputs), self._copies_of_written(inputs)
+        try:
+            if self.is_to_time:
+                self._try_to_time_bodies(kept)
+            run = self.whole.run if self.segments is None else self.segments.run_once
+            return run(inputs)
+        except Exception as error:  # an error of the user's comes again from what Inductor compiled
+            traceback.clear_frames(error.__traceback__)  # they hold tensors
+            self.fail(error)
+        for index, value in written.items():
+            kept[index].copy_(value)
+        return self.plain(kept)
+
+    def use(self, variant: Variant) -> None:
+        """Run this variant from the next call on."""
+        self.variant = variant
+        if self.segments is not None:
+            self.segments.use(variant)
+
+    def keep(self, variants: Collection[Variant]) -> None:
+        """Release the CUDA graphs of all other variants."""
+        if self.segments is not None:
+            self.segments.keep(variants)
+        elif Variant.INDUCTOR not in variants:
+            self.whole.release()
+
+    def _copies_of_written(self, inputs: Sequence[torch.Tensor]) -> Mapping[int, torch.Tensor]:
+        written = () if self.is_proven else self.traced.contract.written_inputs or ()
+        return {index: inputs[index].detach().clone() for index in written}
+
+    def _try_to_time_bodies(self, inputs: Sequence[torch.Tensor]) -> None:
+        self.is_to_time = False
+        try:
+            self._time_bodies(inputs)
+        except Exception as error:
+            traceback.clear_frames(error.__traceback__)
+            self.fail_on_lanes(error)
+
+    def _time_bodies(self, inputs: Sequence[torch.Tensor]) -> None:
+        """Time the bodies and the whole graph, for these inputs, and plan again."""
+        assert self.segments is not None
+        old, variants = self.segments.compilation, self.segments.variants
+        observations = variants.plan.measure(inputs)
+        whole = self.whole.measure(inputs)
+        assert observations is not None and whole is not None, "runs of this device have no spans"
+        self.whole_ns = sum(entry.median_ns for entry in whole.entries)
+        variants.adopt(
+            plan_partition(
+                old.capture,
+                old.partition,
+                observations,
+                profile=old.profile,
+                config=self.segments.config,
+                runner=StageRunner(),
+            )
+        )
+        self.compilation = self.segments.compilation
+
+
+@dataclass(eq=False)
+class Challenger:
+    """All graphs of a Dynamo graph, as we run them."""
+
+    model: CompiledModel
+    settings: Mapping[str, Any]
+    """Inductor's."""
+    kept: KeptGraph | None
+    """The Dynamo graph, until it is compiled."""
+    graphs: list[RivalGraph] = field(default_factory=list)
+    """Forward before backward."""
+    run: Callable[..., Any] = field(init=False, default_factory=lambda: _not_compiled)
+    """Calls them, as torch.compile's function would be called; from `prepare` on."""
+    failure: Exception | None = None
+    """Why they must not be called any more."""
+    lanes_failure: Exception | None = None
+    """Why there are no lanes."""
+    variant: Variant | None = None
+    """The current variant."""
+
+    @property
+    def prepare_ns(self) -> int:
+        """Approximate time that `prepare` takes."""
+        return 0 if self.kept is None else COMPILE_NS_PER_OPERATOR * self.kept.num_nodes
+
+    @property
+    def prepare_lanes_ns(self) -> int:
+        """Approximate time that `prepare_lanes` takes."""
+        return COMPILE_NS_PER_OPERATOR * sum(len(graph.compilation.capture.nodes) for graph in self.graphs)
+
+    def prepare(self, arguments: Sequence[Any]) -> None:
+        """Compile the Dynamo graph for arguments of the shapes that it was traced with.
+
+        Raises:
+            UnsupportedGraphError: a CUDA graph cannot hold it, or lanes could not run it.
+            Exception: whatever a compile raises.
+        """
+        assert self.kept is not None
+        kept, self.kept = self.kept, None
+        config = self.model.config
+        with (
+            Progress(f"compiling {self.model.name} again") as progress,
+            kept.compiling(arguments) as (graph_module, fakes),
+            with_settings(self.settings),
+        ):
+            progress.at("to be compared with torch.compile,")
+            self.run = compile_with_inductor(
+                graph_module,
+                fakes,
+                self._compile_graph,
+                recompute_masks=False,
+                eager_randomness=config.runtime.bodies == "eager",
+                backward_at_once=True,
+                settings=self.settings,
+            )
+        self.graphs.sort(key=lambda graph: graph.compilation.capture.role is Role.BACKWARD)
+        self.model.unprofitable[:] = [graph.compilation for graph in self.graphs]  # until a plan runs
+        self.use(Variant.INDUCTOR)
+
+    def _compile_graph(
+        self, graph_module: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any
+    ) -> tuple[Run, None]:
+        model, role = self.model, role_of(graph_module, kwargs)
+        config, target, name = model.config, model.target, model.name_of(role)
+        traced = take_graph(graph_module, example_inputs, kwargs)
+        _check_capturable(traced, name)
+        compilation = plan_graph(
+            graph_module,
+            name=name,
+            role=role,
+            profile=target.profile,
+            config=replace(config, plan=replace(config.plan, planner=_cheap(config.plan.planner))),
+            device=target.device,
+        )
+        report_output_strides(graph_module)
+        original = clone_graph(graph_module)
+        if config.runtime.bodies == "eager":
+            plain = interpret_whole(original)
+        else:
+            plain = compile_again(original, current_settings(), **kwargs)
+        graph = RivalGraph(
+            traced=traced,
+            compilation=compilation,
+            plain=plain,
+            whole=target.load_whole(compilation, Code(bodies=(), contract=traced.contract), plain),
+            fail=self.fail,
+            fail_on_lanes=self.fail_on_lanes,
+        )
+        self.graphs.append(graph)
+        return graph, None
+
+    def fail(self, error: Exception) -> None:
+        """Give up after an error in a run, and release all memory.
+
+        Raises:
+            Exception: the error, with `debug.strict`.
+        """
+        if self.model.config.debug.strict:
+            raise error
+        self.failure = error.with_traceback(None)
+        for graph in self.graphs:
+            graph.has_failed = True
+        self.keep(())
+
+    def fail_on_lanes(self, error: Exception) -> None:
+        """Give up lanes after an error in timing bodies.
+
+        Raises:
+            Exception: the error, with `debug.strict`.
+        """
+        if self.model.config.debug.strict:
+            raise error
+        self.lanes_failure = error.with_traceback(None)
+
+    # ----------------------------------------------------------------------------------------------------------- lanes
+
+    def reason_without_lanes(self) -> str | None:
+        """Return why no plan can be faster, whatever bodies take; None if there are branches to run side by side.
+
+        That is a matter of the forward: in every backward, gradients of weights are independent of all else.
+        """
+        first = self.graphs[0].compilation
+        fastest = [min(mode.duration_ns for mode in modes) for modes in first.costs.modes]
+        chain_ns = critical_path(first.partition.graph, fastest)
+        if len(first.profile.lanes) > 1 and LEAST_PROMISE * chain_ns <= sum(fastest):
+            return None
+        return f"no two branches of {first.capture.name} are independent"
+
+    def prepare_lanes(self) -> None:
+        """Compile the bodies of all graphs.
+
+        Raises:
+            Exception: whatever a compile raises.
+        """
+        model = self.model
+        with Progress(f"compiling segments of {model.name}") as progress:
+            for graph in self.graphs:
+                begin = time.perf_counter_ns()
+                module = graph.traced.graph_module
+                compilation, agreement = graph.compilation, Agreement(model.ranks)
+                with with_settings(self.settings):
+                    work = partial(
+                        compile_code, graph.traced, compilation, model.config, model.target, agreement, at=progress.at
+                    )
+                    code = compile_apart(module, work)
+                graph.segments = model.load(compilation, code, compile_whole=None, agreement=agreement)
+                graph.segments.learner.is_settled = True  # it is planned again here
+                graph.segments.variants.add(Variant.INDUCTOR, graph.whole)
+                graph.use(graph.variant)
+                model.graphs.append(graph.segments)
+                model.unprofitable.remove(compilation)
+                log_summary(compilation, 0, time.perf_counter_ns() - begin)
+
+    def time_bodies(self) -> None:
+        """Let the next call of every graph time its bodies."""
+        for graph in self.graphs:
+            graph.is_to_time = True
+
+    def reason_against_lanes(self) -> str | None:
+        """Return why no plan is worth comparing, by what bodies take."""
+        if any(graph.whole_ns is None for graph in self.graphs):
+            return "its bodies could not be timed: not all of its graphs were called in a step"
+        whole_ns = sum(graph.whole_ns or 0 for graph in self.graphs)
+        bound_ns = sum(graph.compilation.plan.lower_bound_ns for graph in self.graphs)
+        if LEAST_PROMISE * bound_ns > whole_ns:
+            return (
+                f"as one CUDA graph it takes {format_ns(whole_ns)}, and no plan on lanes less than "
+                f"{format_ns(bound_ns)}, by the times of its bodies"
+            )
+        if not any(graph.compilation.plan.uses_lanes for graph in self.graphs):
+            return "no plan on lanes is faster by 'plan.min_gain', by the times of its bodies"
+        return None
+
+    # ------------------------------------------------------------------------------------------------------ comparison
+
+    def use(self, variant: Variant) -> None:
+        """Run this variant of all graphs from the next forward on."""
+        if variant is not self.variant:
+            self.variant = variant
+            for graph in self.graphs:
+                graph.use(variant)
+
+    def keep(self, variants: Collection[Variant]) -> None:
+        """Release the memory that other variants hold for their next run."""
+        for graph in self.graphs:
+            graph.keep(variants)
+        self.model.target.keep_only(variants)
+        self.model.target.trim_memory()
+
+    def close(self) -> None:
+        """Release everything; backwards of forwards that have run still work."""
+        self.keep(())
+        self.model.graphs.clear()
+        self.model.unprofitable[:] = [graph.compilation for graph in self.graphs]
+        self.kept, self.graphs, self.run = None, [], _not_compiled
+
+    def prove(self) -> None:
+        """Count the current variant as proven: it won."""
+        for graph in self.graphs:
+            graph.is_proven = True
+
+
+def _not_compiled(*arguments: Any) -> Any:
+    raise AssertionError("a challenger that is not compiled was called")
+
+
+def _check_capturable(traced: TracedGraph, name: str) -> None:
+    """Check that a CUDA graph can hold a graph.
+
+    Raises:
+        UnsupportedGraphError: it cannot.
+    """
+    if traced.contract.unsafe is not None:
+        raise UnsupportedGraphError(f"{name} has {traced.contract.unsafe}, which no CUDA graph may hold")
+    if traced.contract.written_inputs is None:
+        raise UnsupportedGraphError(f"{name} writes to other tensors than its inputs")
+    if traced.boundary is not None:
+        raise UnsupportedGraphError(f"{name} takes or returns numbers, which a CUDA graph would not see change")
+
+
+def _cheap(planner: str) -> Any:
+    """Return the planner for a first look."""
+    return "greedy" if planner == "cp_sat" else planner

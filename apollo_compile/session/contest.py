@@ -1,0 +1,297 @@
+"""The order of comparisons on a GPU: which side of a Dynamo graph runs in which step until it is decided what stays.
+
+    Contest(...).run() -> the sides of the steps to come, one for each `next`
+    .run_again(verdict), .follow(verdict)       likewise after a drift, and after an earlier process decided
+
+    1. torch.compile's code runs. Nothing else is compiled before the training loop has run for 1 / `COMPILE_SHARE` of
+       the time that it takes: a short run pays nothing, a long one that share at most. One step waits for the compile;
+       Note [compiling beside training] in `torch_bridge/kept_graph.py` says why it is not done in the background.
+    2. The graph as one CUDA graph is compared with it, unless torch.compile's code is CUDA graphs itself.
+    3. Only if branches of the forward are independent, bodies of segments are compiled, when that is due; and only if
+       their times promise `LEAST_PROMISE` over one CUDA graph, the plan on plain streams, and then with priorities, is
+       compared with the winner until then.
+
+What is measured is what the user feels: the time from the beginning of one step to that of a later one, with the
+optimizer, the loader and all other graphs in it. It is taken over the steps of a turn, and the device is waited for at
+its borders only: without that, work that one side left in the queue would be timed as the other side's, and with a wait
+in every step nothing would overlap. A rival has to be ahead by more than `RULES.tie`; if it is not after the first
+rounds, the comparison ends. Since each step contains all graphs, one graph of the process is compared at a time.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+import weakref
+from collections.abc import Callable, Generator, Sequence
+from typing import Any
+
+from apollo_compile.device.target import Target
+from apollo_compile.errors import UnsupportedGraphError
+from apollo_compile.ir import Variant, Verdict
+from apollo_compile.session.challenger import Challenger
+from apollo_compile.session.comparison import Comparison, Results, Rules
+from apollo_compile.session.procedure import COMPILE_SHARE
+from apollo_compile.units import format_ns
+
+_logger = logging.getLogger(__name__)
+
+RULES = Rules(steps_per_turn=12, untimed_steps=2, tie=0.02, is_first_kept=True)
+
+WARM_STEPS = 4
+"""Steps of a side before it is compared: two that launch, one that captures, and a replay."""
+
+LATE_NS = 60_000_000_000
+"""A contest whose graph was not called for so long does not keep other graphs from being compared."""
+
+LANES = (Variant.STREAMS, Variant.PRIORITIES)
+"""Variants on lanes, in the order in which they are compared with the winner until then."""
+
+WHOLE = "one CUDA graph"
+"""Name of the side that runs the variant `INDUCTOR`."""
+
+Sides = Generator[Variant, None, None]
+"""The side of every step to come."""
+
+
+class LanesOffError(UnsupportedGraphError):
+    """The checks of the device failed, so that nothing of ours runs there."""
+
+
+class Contest:
+    """The sides of one Dynamo graph, and which of them runs when.
+
+    Arguments:
+        name: name of the Dynamo graph.
+        challenger: our sides.
+        target: the device.
+        compile_ns: how long torch.compile took.
+        is_replayed: whether torch.compile's code is CUDA graphs.
+        clock: time of the host in nanoseconds.
+        is_strict: raise what would otherwise be logged.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        challenger: Challenger,
+        target: Target,
+        *,
+        compile_ns: int,
+        is_replayed: bool,
+        clock: Callable[[], int] = time.perf_counter_ns,
+        is_strict: bool = False,
+    ) -> None:
+        self.champion = Variant.COMPILED
+        """The side that runs between comparisons."""
+        self.arguments: Sequence[Any] = ()
+        """Those of the step that begins."""
+        self.reason = ""
+        """Why not all sides were compared."""
+        self._name = name
+        self._challenger = challenger
+        self._target = target
+        self._compile_ns = compile_ns
+        self._is_replayed = is_replayed
+        self._clock = clock
+        self._is_strict = is_strict
+        self._results = Results([0], rules=RULES)
+        self._comparison: Comparison | None = None
+        self._doing = "not called yet"
+        self._spent_ns = 0
+        """Time that steps waited for compiles."""
+        self._began_ns = 0
+        self._last_ns = 0
+
+    @property
+    def progress(self) -> str:
+        """Return what it does now, as text."""
+        if self._comparison is None:
+            return self._doing
+        return f"{' against '.join(self._comparison.selections)}, {self._comparison.turn}"
+
+    @property
+    def verdict(self) -> Verdict | None:
+        """The result of its comparisons; None if nothing was compared."""
+        if not self._results.selections:
+            return None
+        return self._results.verdict(name_of(self.champion), prepare_ns=self._spent_ns)
+
+    def run(self) -> Sides:
+        """Yield the side of every step until all sides that may be faster were compared."""
+        challenger = self._challenger
+        self._doing = "torch.compile, until its code is warm"
+        for _ in range(WARM_STEPS):
+            yield self.champion
+        self._began_ns = self._clock()
+        yield from self._wait_for(max(self._compile_ns, challenger.prepare_ns), "one CUDA graph of it")
+        self._prepare()
+        self.reason = challenger.reason_without_lanes() or ""
+        if not self._is_replayed:
+            yield from self._compare(Variant.INDUCTOR)
+        if not self.reason:
+            yield from self._wait_for(challenger.prepare_lanes_ns, "its segments")
+            yield from self._compare_lanes()
+        self.leave()
+
+    def run_again(self, verdict: Verdict) -> Sides:
+        """Yield sides until the champion was compared again with the best of the others."""
+        self._results = Results([0], rules=RULES)
+        self._spent_ns = 0
+        yield from self._compare(_variant_of(verdict.standings[1].name))
+        self.leave()
+
+    def follow(self, verdict: Verdict) -> Sides:
+        """Yield sides until the winner of an earlier process runs, which is not compared again.
+
+        Training begins as torch.compile makes it, which its caches have, and a failure ends there.
+        """
+        (winner,) = verdict.selection
+        self._doing = f"torch.compile, until {name_of(winner)} is compiled, which was the fastest in an earlier process"
+        for _ in range(WARM_STEPS):
+            yield self.champion
+        self._prepare()
+        if winner is not Variant.INDUCTOR:
+            yield from self._time_bodies()
+        self.champion = winner
+        self._challenger.keep((winner,))
+        self.leave()
+
+    # ------------------------------------------------------------------------------------------------- its parts
+
+    def _wait_for(self, cost_ns: int, what: str) -> Sides:
+        """Train on until that cost is a small share of the loop's time."""
+        self.leave()
+        self._doing = (
+            f"{name_of(self.champion)}, until compiling {what} takes {COMPILE_SHARE:.0%} of the training time at most"
+        )
+        while self._spent_ns + cost_ns > COMPILE_SHARE * (self._clock() - self._began_ns):
+            yield self.champion
+        yield from self._enter()
+
+    def _prepare(self) -> None:
+        """Compile the Dynamo graph again.
+
+        Raises:
+            LanesOffError: the checks of the device failed.
+            UnsupportedGraphError: a CUDA graph cannot hold it, or lanes could not run it.
+            Exception: whatever a compile raises.
+        """
+        complaint = self._target.complaint()
+        if complaint is not None:
+            _warn_of_complaint(complaint)
+            raise LanesOffError(f"the checks of lanes failed: {complaint}")
+        begin = self._clock()
+        self._challenger.prepare(self.arguments)
+        self._note_compile(begin, "as one CUDA graph")
+
+    def _compare_lanes(self) -> Sides:
+        """Compile and time bodies; compare plans on lanes with the champion if they promise enough."""
+        try:
+            yield from self._time_bodies()
+        except Exception as error:
+            if self._is_strict:
+                raise
+            self.reason = f"no lanes: {type(error).__name__}: {error}"
+            _logger.warning("%s: %s stays: %s", self._name, name_of(self.champion), self.reason)
+        else:
+            self.reason = self._challenger.reason_against_lanes() or ""
+        for variant in () if self.reason else LANES:
+            yield from self._compare(variant)
+
+    def _time_bodies(self) -> Sides:
+        begin = self._clock()
+        self._challenger.prepare_lanes()
+        self._note_compile(begin, "in segments")
+        self._doing = "its segments are timed"
+        self._challenger.time_bodies()
+        for _ in range(2):  # one that times them, and one more if the first was a forward alone
+            yield Variant.INDUCTOR
+        if self._challenger.lanes_failure is not None:
+            raise self._challenger.lanes_failure
+
+    def _note_compile(self, begin: int, how: str) -> None:
+        taken_ns = self._clock() - begin
+        self._spent_ns += taken_ns
+        _logger.info("%s: compiled again, %s, for which one step waited %s", self._name, how, format_ns(taken_ns))
+
+    def _warm_up(self, variant: Variant) -> Sides:
+        """Run a side untimed, so that it is captured."""
+        self._doing = f"{name_of(variant)} is captured"
+        for _ in range(WARM_STEPS):
+            yield variant
+
+    def _compare(self, rival: Variant) -> Sides:
+        """Let the champion and a rival take turns; the winner is the champion afterwards."""
+        yield from self._enter()
+        yield from self._warm_up(rival)
+        sides = {name_of(variant): (variant,) for variant in (self.champion, rival)}
+        holding = self._results.hold(sides, name_of(self.champion))
+        self._comparison = comparison = next(holding)
+        begin = 0
+        while (side := comparison.begin_step()) is not None:
+            if comparison.num_timed == 1:
+                begin = self._target.now_ns()
+            yield side[0]
+            if comparison.is_in_last_step:
+                comparison.record(0, (self._target.now_ns() - begin) // comparison.num_timed)
+        self._comparison = None
+        (self.champion,) = self._results.selections[_end_of(holding)]
+        self._challenger.keep(() if self.champion is Variant.COMPILED else (self.champion,))
+
+    # --------------------------------------------------------------------------------------- one graph at a time
+
+    def _enter(self) -> Sides:
+        """Train on until no other graph is compared; then this one is."""
+        global _compared
+        while (other := _other_than(self)) is not None and other._last_ns + LATE_NS > self._clock():
+            yield self.champion
+        _compared = weakref.ref(self)
+
+    def leave(self) -> None:
+        """Let other graphs be compared."""
+        global _compared
+        if _compared is not None and _compared() is self:
+            _compared = None
+
+    def note_step(self) -> None:
+        """Note that a step begins, so that others know that this graph is still called."""
+        self._last_ns = self._clock()
+
+
+_compared: weakref.ref[Contest] | None = None
+"""The contest whose sides are compared now."""
+
+
+def _other_than(contest: Contest) -> Contest | None:
+    other = None if _compared is None else _compared()
+    return None if other is contest else other
+
+
+def _end_of(holding: Generator[Comparison, None, str]) -> str:
+    try:
+        next(holding)
+    except StopIteration as end:
+        winner: str = end.value
+        return winner
+    raise AssertionError("a comparison goes on after its last step")
+
+
+def name_of(variant: Variant) -> str:
+    """Return the name of a side."""
+    return WHOLE if variant is Variant.INDUCTOR else variant
+
+
+def _variant_of(name: str) -> Variant:
+    return Variant.INDUCTOR if name == WHOLE else Variant(name)
+
+
+@functools.cache
+def _warn_of_complaint(complaint: str) -> None:
+    """Warn once per process that the checks of the device failed."""
+    _logger.warning(
+        "lanes stay off, and graphs run as torch.compile makes them: %s; 'apollo doctor' shows it, and 'apollo doctor "
+        "--self-check' tries again",
+        complaint,
+    )
