@@ -125,7 +125,9 @@ def _gpu_profile(gpu: TorchGpu, fingerprint: Fingerprint, config: Config) -> Dev
 
     native = gpu.native
     if config.device.profile is None:
-        profile = discover_gpu_profile(fingerprint, cache_dir=config.device.cache)
+        # By default only timed bodies decide about lanes, so that nothing is lost without measured formulas.
+        level = logging.WARNING if config.device.cuda_lanes is True else logging.INFO
+        profile = discover_gpu_profile(fingerprint, cache_dir=config.device.cache, level=level)
     else:
         profile = load_profile(config.device.profile)
     if profile.kind != "cuda":

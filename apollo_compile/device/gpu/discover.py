@@ -20,23 +20,32 @@ DRIVER_RELEASE = Path("/sys/module/nvidia/version")
 """File with the release of NVIDIA's driver on Linux."""
 
 
-def discover_gpu_profile(fingerprint: Fingerprint, *, cache_dir: Path | None = None) -> DeviceProfile:
-    """Return the profile of the GPU with this fingerprint; the data-sheet profile of an H200 if it was not measured."""
+def discover_gpu_profile(
+    fingerprint: Fingerprint, *, cache_dir: Path | None = None, level: int = logging.WARNING
+) -> DeviceProfile:
+    """Return the profile of the GPU with this fingerprint; the data-sheet profile of an H200 if it was not measured.
+
+    Arguments:
+        fingerprint: of the GPU, its driver and torch.
+        cache_dir: where measured profiles are.
+        level: of the line that says that it was not measured.
+    """
     path = None if cache_dir is None else cached_gpu_profile_path(cache_dir, fingerprint)
     found = None if path is None else find_profile(path, fingerprint)
     if found is not None and found.profile is not None:
         return found.profile
     substitute = packaged_profile("h200")
     if found is None or found.state is ProfileState.MISSING:  # else there was a warning about the file
-        _warn_of_substitute(fingerprint.device, substitute.name)
+        _tell_of_substitute(fingerprint.device, substitute.name, level)
     return substitute
 
 
 @functools.cache
-def _warn_of_substitute(device: str, name: str) -> None:
-    """Warn once per GPU that plans use the profile of another one."""
+def _tell_of_substitute(device: str, name: str, level: int) -> None:
+    """Say once per GPU that plans use the profile of another one."""
     if not f"{name} ".startswith(f"{device} "):
-        _logger.warning("%s was not measured: plans count on an %s; 'apollo calibrate --gpu' measures it", device, name)
+        message = "%s was not measured: plans count on an %s; 'apollo calibrate --gpu' measures it"
+        _logger.log(level, message, device, name)
 
 
 def gpu_fingerprint(name: str, *, cuda: int, units: int, release_file: Path = DRIVER_RELEASE) -> Fingerprint:

@@ -25,11 +25,14 @@ from apollo_compile.reports.values import Stage
 from apollo_compile.session.compile import GraphCompiler
 from apollo_compile.session.drift import DRIFT_STEPS, WATCH_EVERY
 from apollo_compile.session.model import CompiledModel
+from apollo_compile.session.registry import is_settled, register, variants_of
 from apollo_compile.store.profiles import load_profile
+from apollo_compile.tools.report import report, status
+from apollo_compile.torch_bridge.dynamo_graph import traced_tensors
 from apollo_compile.torch_bridge.frontend import compile_with_inductor, keep_with
 from apollo_compile.torch_bridge.interpret import interpret_whole
+from apollo_compile.torch_bridge.storages import storages_of
 from tests.device.gpu.fake_gpu import FakeGpu
-from tests.end_to_end.models import TwoTowers, two_tower_inputs
 
 COMPILED, WHOLE, STREAMS, PRIORITIES = Variant.COMPILED, Variant.INDUCTOR, Variant.STREAMS, Variant.PRIORITIES
 
@@ -116,12 +119,14 @@ class Default:
             name=f"{len(self.models)}/0",
             config=self._config,
             target=ClockedTarget(self.clock, self._found, self.gpu, profile, self._config, device=device),
+            storages=storages_of(traced_tensors(graph_module, example_inputs)),
             ranks=self._ranks,
             clock=self.clock,
         )
         self.models.append(model)
         compiled = GraphCompiler(model, {}).compile(graph_module, example_inputs)
         keep_with(compiled, model)
+        register(model)
         return compiled
 
     @property
@@ -165,9 +170,21 @@ def normalized() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
     return nn.Sequential(model, nn.BatchNorm1d(8)), inputs
 
 
-def towers() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+class Branches(nn.Module):
+    """Two layers that are independent of each other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = (nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the similarities of what both make of `x`."""
+        return self.left(x) @ self.right(x).T
+
+
+def branches() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
     """Return a model with branches and its inputs."""
-    return TwoTowers(depth=1, width=16), two_tower_inputs(8, 16)
+    return Branches(), chain()[1]
 
 
 class Loop:
@@ -236,7 +253,10 @@ def warnings_in(lines: pytest.LogCaptureFixture) -> list[str]:
 
 
 def test_a_chain_that_gains_nothing_stays_with_torch_compile(lines: pytest.LogCaptureFixture) -> None:
-    """It trains at once; one CUDA graph of it is compared when a compile is a small share of the loop; no body is."""
+    """It trains at once; one CUDA graph of it is compared when a compile is a small share of the loop; no body is.
+
+    In the next process torch.compile's code runs alone, and nothing else is compiled.
+    """
     default = Default()
     loop = Loop(default, chain)
     loop.settle()
@@ -252,6 +272,37 @@ def test_a_chain_that_gains_nothing_stays_with_torch_compile(lines: pytest.LogCa
     assert not warnings_in(lines) and " segments (" not in lines.text
     assert "0/0: chosen by measuring: torch.compile 10.00 s a step, one CUDA graph 10.00 s (1.00x)" in lines.text
     assert not default.gpu.races and not default.models[0].target.memories, "the loser keeps no memory"
+    again = Default()
+    loop = Loop(again, chain)
+    loop.step()
+    assert again.models[0].challenge.is_over and again.state == default.state and not again.gpu.log
+    ((_, verdict),) = again.models[0].verdicts
+    assert verdict.is_remembered
+
+
+def test_a_report_says_where_it_is() -> None:
+    """Its first line, its numbers, and the plans that nobody runs."""
+    default = Default()
+    loop = Loop(default, chain)
+    loop.step()
+    assert status(loop.model) == "measuring: torch.compile, until its code is warm"
+    assert report(loop.model).metrics() == {
+        "apollo/settled": 0,
+        "apollo/graphs_on_lanes": 0,
+        "apollo/graphs_in_turn": 0,
+        "apollo/graphs_in_inductor": 0,
+        "apollo/fallbacks": 0,
+    }
+    while ", turn " not in status(loop.model):
+        loop.step()
+    assert str(report(loop.model)).startswith("measuring: torch.compile against one CUDA graph, turn 1 of 10\n")
+    assert not is_settled(loop.run)
+    loop.settle({**EVEN, WHOLE: 8 * S})
+    text = str(report(loop.run))
+    assert text.startswith("settled: one CUDA graph, 1.25x as fast as torch.compile; no two branches of 0/0 forward")
+    assert "0/0: chosen by measuring\n" in text and "Nothing can overlap: " in text
+    assert report(loop.run).metrics()["apollo/gain_over_inductor"] == 1.25
+    assert is_settled(loop.run) and variants_of(loop.run) == [WHOLE]
 
 
 def test_one_cuda_graph_that_is_faster_stays() -> None:
@@ -275,10 +326,14 @@ def test_one_per_cent_is_not_worth_a_change() -> None:
 
 
 def test_branches_that_win_run_on_lanes(lines: pytest.LogCaptureFixture) -> None:
-    """Bodies are compiled and timed, plain streams and then priorities are compared with what won before."""
+    """Bodies are compiled and timed; plain streams and then priorities are compared with what won before.
+
+    The next process runs them after a few steps of torch.compile's code, without a comparison.
+    """
     default = Default()
-    loop = Loop(default, towers)
-    loop.settle({COMPILED: 10 * S, WHOLE: round(9.5 * S), STREAMS: 8 * S, PRIORITIES: 9 * S})
+    loop = Loop(default, branches)
+    times = {COMPILED: 10 * S, WHOLE: round(9.5 * S), STREAMS: 8 * S, PRIORITIES: 9 * S}
+    loop.settle(times)
     order = [variant for variant, before in zip(loop.ran, [None, *loop.ran], strict=False) if variant != before]
     assert list(dict.fromkeys(order)) == [COMPILED, WHOLE, STREAMS, PRIORITIES]
     assert "measuring: one CUDA graph against plan without quotas, turn 1 of 10" in loop.states
@@ -290,12 +345,19 @@ def test_branches_that_win_run_on_lanes(lines: pytest.LogCaptureFixture) -> None
     assert set(loop.ran[-3:]) == {STREAMS} and not default.gpu.races
     assert not any(gpu.races for gpu in default.gpu.others.values())
     assert set(default.models[0].target.memories) == {STREAMS}
+    assert " does not run its plan now but plan without quotas" in str(report(loop.run))
+    again = Default()
+    loop = Loop(again, branches)
+    loop.settle(times)
+    loop.step(times)
+    assert loop.ran[0] is COMPILED and loop.ran[-1] is STREAMS and PRIORITIES not in loop.ran and len(loop.ran) < 12
+    assert again.state == default.state and again.models[0].verdicts[0][1].is_remembered
 
 
 def test_branches_that_lose_leave_torch_compile(lines: pytest.LogCaptureFixture) -> None:
     """Whatever their times promised; the report has what they took."""
     default = Default()
-    loop = Loop(default, towers)
+    loop = Loop(default, branches)
     loop.settle({COMPILED: 10 * S, WHOLE: 11 * S, STREAMS: 12 * S, PRIORITIES: 13 * S})
     assert default.state == "settled: torch.compile, 1.10x as fast as one CUDA graph"
     (verdict,) = [verdict for _, verdict in default.models[0].verdicts]
@@ -306,7 +368,7 @@ def test_branches_that_lose_leave_torch_compile(lines: pytest.LogCaptureFixture)
 def test_bodies_that_promise_nothing_are_not_compared() -> None:
     """On a device where the whole graph takes as long as one of its bodies."""
     default = Default(FakeGpu())
-    loop = Loop(default, towers)
+    loop = Loop(default, branches)
     loop.settle()
     assert set(loop.ran) == {COMPILED, WHOLE}
     assert "; as one CUDA graph it takes 2.0 us, and no plan on lanes less than " in default.state
@@ -316,7 +378,7 @@ def test_lanes_compete_with_the_cuda_graphs_of_torch_compile(monkeypatch: pytest
     """Ours would be the same once more, so only lanes are compared; a chain compiles nothing at all to be compared."""
     monkeypatch.setattr("apollo_compile.session.gpu_default.replays_cuda_graphs", lambda settings: True)
     default = Default()
-    loop = Loop(default, towers)
+    loop = Loop(default, branches)
     loop.settle({**EVEN, STREAMS: 9 * S})
     assert default.state == "settled: plan without quotas, 1.11x as fast as torch.compile"
     default = Default()
@@ -386,7 +448,7 @@ def test_what_is_not_eligible_is_torch_compile_with_one_line(
     assert line.levelno == logging.INFO and f"0/0 falls back to torch.compile: {reason}" in line.getMessage()
 
 
-@pytest.mark.parametrize(("build", "side"), [(normalized, WHOLE), (towers, STREAMS)], ids=("whole", "lanes"))
+@pytest.mark.parametrize(("build", "side"), [(normalized, WHOLE), (branches, STREAMS)], ids=("whole", "lanes"))
 def test_out_of_memory_in_a_capture_ends_the_comparison(
     build: Callable[[], Any], side: Variant, lines: pytest.LogCaptureFixture
 ) -> None:
@@ -419,7 +481,7 @@ def test_out_of_memory_while_bodies_are_timed_leaves_the_winner_until_then(lines
             raise torch.OutOfMemoryError("CUDA out of memory.")
 
     default = Default(Full())
-    loop = Loop(default, towers)
+    loop = Loop(default, branches)
     loop.settle({**EVEN, WHOLE: 9 * S})
     assert default.state == (
         "settled: one CUDA graph, 1.11x as fast as torch.compile; no lanes: OutOfMemoryError: CUDA out of memory."
@@ -431,7 +493,7 @@ def test_a_device_whose_checks_fail_has_no_lanes(lines: pytest.LogCaptureFixture
     """One WARNING says what differs; nothing is compiled, and the next process checks again."""
     found = "lane 2 ran on SMs of lane 1"
     default = Default(found=found)
-    loop = Loop(default, towers)
+    loop = Loop(default, branches)
     loop.settle()
     loop.step()
     assert set(loop.ran) == {COMPILED}
@@ -442,7 +504,7 @@ def test_a_device_whose_checks_fail_has_no_lanes(lines: pytest.LogCaptureFixture
         "'apollo doctor --self-check' tries again"
     )
     assert not default.gpu.log
-    assert Loop(Default(), towers).default.models == []
+    assert Loop(Default(), branches).default.models == []
 
 
 def test_an_operator_that_no_cuda_graph_can_hold_is_found_once(lines: pytest.LogCaptureFixture) -> None:
@@ -459,30 +521,13 @@ def test_an_operator_that_no_cuda_graph_can_hold_is_found_once(lines: pytest.Log
     assert not warnings_in(lines)
 
 
-def test_the_next_process_begins_with_the_verdict() -> None:
-    """torch.compile runs alone at once; lanes run after the first steps, without being compared."""
-    times = {COMPILED: 10 * S, WHOLE: 10 * S, STREAMS: 8 * S, PRIORITIES: 9 * S}
-    for build, expected in ((chain, COMPILED), (towers, STREAMS)):
-        Loop(Default(), build).settle(times)
-        again = Default()
-        loop = Loop(again, build)
-        loop.step(times)
-        assert again.is_settled == (expected is COMPILED)
-        loop.settle(times)
-        loop.step(times)
-        assert loop.ran[0] is COMPILED and loop.ran[-1] is expected and len(loop.ran) < 20
-        ((_, verdict),) = again.models[0].verdicts
-        assert verdict.is_remembered and verdict.selection == (expected,)
-        assert PRIORITIES not in loop.ran
-
-
 def test_nothing_is_kept_where_the_user_does_not_want_it() -> None:
     """`plan.remember` off: the next process compares again."""
-    for _ in range(2):
-        default = Default(**{"plan.remember": False})
-        loop = Loop(default, chain)
-        loop.settle()
-        assert WHOLE in loop.ran
+    options = {"plan.remember": False}
+    Loop(Default(**options), chain).settle()
+    loop = Loop(Default(**options), chain)
+    while WHOLE not in loop.ran:
+        loop.step()
 
 
 def test_steps_that_drift_are_compared_again() -> None:
@@ -531,15 +576,14 @@ def test_one_graph_of_a_process_is_compared_at_a_time() -> None:
 
 
 def test_on_a_cpu_nothing_of_it_is_imported() -> None:
-    """In a process that compiles and trains."""
+    """Neither by the backend nor by opening the target of a graph."""
     program = (
         "import sys, torch, apollo_compile.backend\n"
-        "layer = torch.nn.Linear(2, 2)\n"
-        "options = {'runtime.bodies': 'eager', 'plan.planner': 'greedy'}\n"
-        "run = torch.compile(layer, backend='apollo', options=options)\n"
-        "run(torch.ones(1, 2)).sum().backward()\n"
+        "from apollo_compile.config import load_config\n"
+        "from apollo_compile.device.open import open_target\n"
+        "target, reason = open_target([torch.ones(1)], load_config({}))\n"
         "names = ('apollo_compile.device.gpu', 'apollo_compile.session.cont', 'apollo_compile.session.chall')\n"
-        "print([name for name in sys.modules if name.startswith(names)])\n"
+        "print(target.device, reason, [name for name in sys.modules if name.startswith(names)])\n"
     )
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=900)
-    assert ran.stdout.strip() == "[]", ran.stdout
+    assert ran.stdout.strip() == "cpu None []", ran.stdout

@@ -16,7 +16,7 @@ def test_a_measured_profile_is_found_again_on_the_same_gpu_only(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Another driver makes it stale, which is said; another GPU has none."""
-    discover._warn_of_substitute.cache_clear()
+    discover._tell_of_substitute.cache_clear()
     profile = replace(load_profile(Path("h200")), source="measured", name="Fake GPU")
     release = tmp_path / "release"
     release.write_text("580.82.07\n", encoding="utf-8")
