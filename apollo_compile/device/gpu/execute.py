@@ -316,7 +316,7 @@ class CudaExecutable:
             self.shared.out_of_memory = self.capture_error
             self.shared.release()
             self.gpu.give_back_memory()
-        if self.gpu.captures.why_off is None:
+        if self.gpu.captures.why_off is None and not self.strict:
             _logger.warning("%s runs on lanes without a CUDA graph: %s", self.graph.name, self.capture_error)
 
     def _make_captured(self, inputs: Sequence[torch.Tensor], in_place: frozenset[int]) -> Captured:

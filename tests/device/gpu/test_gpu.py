@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import logging
 from types import SimpleNamespace
 
 import pytest
@@ -136,12 +135,10 @@ def test_free_memory_is_the_drivers_and_what_torch_does_not_use(gpu: TorchGpu, m
 
 
 def test_a_device_whose_captures_broke_torch_is_not_opened_again(
-    gpu: TorchGpu, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    gpu: TorchGpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Graphs that are compiled later fall back."""
+    """Graphs that are compiled later fall back, for that reason."""
     config = load_config({"device.profile": "h200"})
-    assert device_open._open_gpu(gpu.device, config) is not None
+    assert not isinstance(device_open._open_gpu(gpu.device, config), str)
     monkeypatch.setattr(gpu.captures, "why_off", "a capture failed")
-    with caplog.at_level(logging.INFO, logger="apollo_compile"):
-        assert device_open._open_gpu(gpu.device, config) is None
-    assert "no lanes on cuda:0: a capture failed" in caplog.text
+    assert device_open._open_gpu(gpu.device, config) == "no lanes on cuda:0: a capture failed"
