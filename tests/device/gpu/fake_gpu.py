@@ -4,15 +4,17 @@ Bodies run at once, but what the device would do is followed with vector clocks,
 
 * a wait for an event that nobody recorded, or that was recorded outside the capture it is waited for in,
 * work in a capture on a stream that has not joined it, and a capture whose streams are not joined at its end,
-* memory of a freed tensor that is used again on its stream before all readers are ordered before that (`races`).
+* memory of a freed tensor that is used again on its stream before all readers are ordered before that (`races`),
+* a tensor that is read before the launch that makes it is ordered before that (`races`).
 
-A capture runs nothing: outputs hold poison until a replay fills them, always at the same addresses.
+A capture runs nothing and writes nothing. Its tensors are in an arena (`arena.py`), whose memory is used again as soon
+as a tensor is freed, by the same capture or by another one that shares its pool. A replay reads and writes at the
+addresses of the capture, whatever is there now; it fills with NaN what bodies use for a while, and what is freed.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import threading
 import weakref
 from collections import Counter, defaultdict
@@ -24,6 +26,7 @@ import torch
 from apollo_compile.device.gpu.gpu import Body, Recording, Sharing
 from apollo_compile.device.gpu.memory import LiveCaptures
 from apollo_compile.ir import Lane
+from tests.device.gpu.arena import Arena, Block, Pool, aliases, at_address, poison
 
 CALLER = "caller"
 ORIGIN = "origin of the capture"
@@ -40,47 +43,78 @@ class FakeEvent:
 
 @dataclass(eq=False)
 class _Memory:
-    """Memory of one tensor: who reads it, at which time of which stream."""
+    """Memory of one tensor: who made it and who reads it, at which time of which stream."""
 
     stream: str
     capture: object
     """The capture that allocated it; readers in another one run when that is replayed, on the caller's stream."""
+    made_at: int
     readers: list[tuple[str, int]] = field(default_factory=list)
+
+
+_Range = tuple[int, int]
+"""An address and a number of bytes."""
+
+
+@dataclass(eq=False)
+class _Operation:
+    """A captured launch; its tensors do not own what they refer to."""
+
+    body: Body
+    inputs: list[torch.Tensor]
+    workspace: _Range
+    """What the body uses while it runs."""
+    freed_before: list[_Range]
+    """What was freed since the launch before."""
+    freed_within: list[_Range] = field(default_factory=list)
+    """What the body frees: it may have been given its last inputs."""
+    outputs: list[torch.Tensor] = field(default_factory=list)
+
+    def run(self) -> None:
+        """Read and write at the addresses of the capture."""
+        for freed in (*self.freed_before, self.workspace):
+            poison(*freed)
+        made = self.body(list(self.inputs))
+        for freed in self.freed_within:
+            poison(*freed)
+        for target, value in zip(self.outputs, made, strict=True):
+            if target.data_ptr() != value.data_ptr():
+                target.copy_(value)
 
 
 @dataclass(eq=False)
 class FakeRecording:
-    """Bodies with the tensors that they read and write, run again in the order of the host."""
+    """Captured launches, run again in the order of the host."""
 
     gpu: FakeGpu
-    operations: list[tuple[Body, list[torch.Tensor], list[torch.Tensor], str]] = field(default_factory=list)
+    pool: Pool
+    operations: list[_Operation] = field(default_factory=list)
     joined: set[str] = field(default_factory=set)
     shares: Recording | None = None
     num_replays: int = 0
+    freed: list[_Range] = field(default_factory=list)
+    """What is freed after the last launch."""
 
     def replay(self) -> None:
-        """Poison what it writes, then run."""
+        """Run all launches."""
         self.gpu.log.append(("replay",))
         self.num_replays += 1
-        for _, inputs, outputs, _ in self.operations:
-            _poison(outputs, inputs)
-        for body, inputs, outputs, _ in self.operations:
-            for target, made in zip(outputs, body(list(inputs)), strict=True):
-                if target.data_ptr() != made.data_ptr():
-                    target.copy_(made)
+        for operation in self.operations:
+            operation.run()
+        for freed in self.freed:
+            poison(*freed)
 
     def bytes_of(self, stream: str) -> int:
-        """Return the bytes of the outputs on the stream."""
-        return sum(
-            t.numel() * t.element_size() for _, _, outputs, on in self.operations for t in outputs if on == stream
-        )
+        """Return the bytes of the segments of the stream."""
+        return self.pool.bytes_of(self.gpu.key_of(stream))
 
 
 class FakeGpu:
     """See the top of the file; `log` has every operation in the order of the host."""
 
-    def __init__(self, units: int = 132) -> None:
+    def __init__(self, units: int = 132, arena: Arena | None = None) -> None:
         self.units = units
+        self.arena = arena or Arena()
         self.log: list[tuple[str, ...]] = []
         self.races: list[str] = []
         self.recordings: list[FakeRecording] = []
@@ -95,8 +129,13 @@ class FakeGpu:
         """By stream, as it was last asked for."""
         self.fail_capture: Exception | None = None
         self._capture: FakeRecording | None = None
+        self._rehearsed: Pool | None = None
+        """The memory of a rehearsal, while there is one."""
         self._clocks: dict[str, Counter[str]] = defaultdict(Counter)
         self._alive: dict[int, _Memory] = {}
+        """Outputs of launches outside of captures, by identity."""
+        self._made: dict[int, _Memory] = {}
+        """Blocks of the arena that the capture makes or reads, by address."""
         self._freed: dict[str, list[_Memory]] = defaultdict(list)
         self.is_captured_by_user = False
         self.ns_by_stream: dict[str, int] = {}
@@ -117,7 +156,7 @@ class FakeGpu:
     def sharing(self, sharing: Sharing) -> FakeGpu:
         """Return another one, the same for the same sharing; at first lanes are apart."""
         if sharing not in self.others:
-            self.others[sharing] = other = FakeGpu(self.units)
+            self.others[sharing] = other = FakeGpu(self.units, self.arena)
             other.others, other.captures = self.others, self.captures
         return self.others[sharing]
 
@@ -172,14 +211,19 @@ class FakeGpu:
                 if clock[reader] < time:
                     self.races.append(f"memory of {stream} is used again while {reader} reads it")
         for tensor in inputs:
-            if id(tensor) in self._alive and self._alive[id(tensor)].capture is self._capture:
-                self._alive[id(tensor)].readers.append((stream, clock[stream]))
-        outputs = list(
-            body(inputs) if self._capture is None else self._call_in_capture(self._capture, body, inputs, stream)
-        )
+            self._note_reader(self._memory_of(tensor), stream)
+        if self._capture is not None:
+            return self._call_in_capture(self._capture, body, inputs, stream)
+        own = _addresses(inputs)
+        outputs = list(body(inputs))
+        if self._rehearsed is not None:
+            made, outputs = outputs, self._place(outputs, own, self._rehearsed, stream)
+            for tensor, value in zip(outputs, made, strict=True):
+                if tensor is not value:
+                    tensor.copy_(value)
         for tensor in outputs:
             if id(tensor) not in self._alive:
-                self._alive[id(tensor)] = _Memory(stream, self._capture)
+                self._alive[id(tensor)] = _Memory(stream, None, clock[stream])
                 weakref.finalize(tensor, self._free, id(tensor))
         return outputs
 
@@ -204,25 +248,33 @@ class FakeGpu:
         """Capture; every stream has to come back to the origin, or that hides what `work` raises."""
         if self.fail_capture is not None:
             raise self.fail_capture
+        pool = shares.pool if isinstance(shares, FakeRecording) else self.arena.new_pool()
         if rehearsal is not None:
-            self._rehearse(rehearsal)
+            self._rehearse(rehearsal, pool)
         self.log.append(("capture",))
         self._freed.clear()  # a capture allocates from memory of its own, ...
         for clock in list(self._clocks.values()):
             self._clocks[ORIGIN] |= clock  # ... and begins when the device has done everything
-        recording = FakeRecording(self, shares=shares)
+        recording = FakeRecording(self, pool, shares=shares)
         recording.joined.add(ORIGIN)
         self._capture = recording
+        self.arena.on_free = self._free_block
         try:
             work(ORIGIN)
         finally:
             self._capture = None
+            self._made.clear()
+            self.arena.on_free = lambda pool, block: None
             self._freed.clear()
             end = self._clocks[ORIGIN]
             for stream in recording.joined:
                 assert end[stream] >= self._clocks[stream][stream], f"{stream} is not joined at the end of the capture"
         self.recordings.append(recording)
         return recording
+
+    def alias(self, tensors: Sequence[torch.Tensor], recording: Recording) -> list[torch.Tensor]:
+        """Return tensors at the same addresses that keep the recording, and with it the pool, alive."""
+        return aliases(tensors, recording)
 
     def copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
         """Copy."""
@@ -234,52 +286,98 @@ class FakeGpu:
     def synchronize(self) -> None:
         """Everything has happened."""
 
-    def _rehearse(self, rehearsal: Callable[[str], None]) -> None:
-        """Run it in memory of its own, after what the caller's stream has to do and before what comes."""
+    def _rehearse(self, rehearsal: Callable[[str], None], pool: Pool) -> None:
+        """Run it in memory of the pool, after what the caller's stream has to do and before what comes."""
         self.log.append(("rehearse",))
         freed, self._freed = self._freed, defaultdict(list)
         self._clocks[ORIGIN] |= self._clocks[self.caller]
-        rehearsal(ORIGIN)
+        self._rehearsed = pool
+        try:
+            rehearsal(ORIGIN)
+        finally:
+            self._rehearsed = None
         self._clocks[self.caller] |= self._clocks[ORIGIN]
         self._freed = freed
 
     def _enter(self, stream: str) -> None:
         assert self._capture is None or stream in self._capture.joined, f"{stream} is not part of the capture"
 
+    def key_of(self, stream: str) -> object:
+        """Return what tells the stream from those of the same name of other ways to share the device."""
+        return stream if stream in (CALLER, ORIGIN) else (id(self), stream)
+
+    def _name_of(self, key: object) -> str:
+        """Return the stream with this key; another name than those of all streams if it is not of this device."""
+        if isinstance(key, str):
+            return key
+        assert isinstance(key, tuple)
+        return str(key[1] if key[0] == id(self) else key)
+
+    def _memory_of(self, tensor: torch.Tensor) -> _Memory | None:
+        """Return what is known of the memory of a tensor of this capture, or of one outside of captures."""
+        if self._capture is None:
+            return self._alive.get(id(tensor))
+        address = tensor.untyped_storage().data_ptr()
+        block = self._capture.pool.owned.get(address)
+        if block is not None and address not in self._made:  # an earlier capture made it, which is over
+            self._made[address] = _Memory(self._name_of(block.stream), self._capture, 0)
+        return None if block is None else self._made[address]
+
+    def _note_reader(self, memory: _Memory | None, stream: str) -> None:
+        if memory is None:
+            return
+        clock = self._clocks[stream]
+        if clock[memory.stream] < memory.made_at:
+            self.races.append(f"{stream} reads what {memory.stream} may not have written yet")
+        memory.readers.append((stream, clock[stream]))
+
     def _free(self, key: int) -> None:
         memory = self._alive.pop(key)
-        self._freed[memory.stream].append(memory)
+        if self._capture is None:
+            self._freed[memory.stream].append(memory)
+
+    def _free_block(self, pool: Pool, block: Block) -> None:
+        """Note that a block is freed while something is captured."""
+        capture, memory = self._capture, self._made.pop(block.address, None)
+        if capture is None or pool is not capture.pool:
+            return
+        capture.freed.append((block.address, block.num_bytes))
+        if memory is not None:
+            self._freed[memory.stream].append(memory)
 
     def _call_in_capture(
         self, capture: FakeRecording, body: Body, inputs: list[torch.Tensor], stream: str
     ) -> Sequence[torch.Tensor]:
-        read = [_by_address(tensor) for tensor in inputs]
+        read = [at_address(tensor) for tensor in inputs]
         before = [tensor.clone() for tensor in read]
+        workspace = capture.pool.allocate(self.key_of(stream), sum(tensor.nbytes for tensor in read))
+        operation = _Operation(body, read, (workspace.address, workspace.num_bytes), capture.freed)
+        capture.operations.append(operation)
+        capture.freed = operation.freed_within
         state = torch.get_rng_state()
-        outputs = list(body(inputs))
+        made = list(body(inputs))
         torch.set_rng_state(state)
-        _poison(outputs, read)
         for tensor, value in zip(read, before, strict=True):
             tensor.copy_(value)
-        own = {tensor.untyped_storage().data_ptr() for tensor in read}
-        written = [_by_address(t) if t.untyped_storage().data_ptr() in own else t.detach() for t in outputs]
-        capture.operations.append((body, read, written, stream))
+        capture.pool.free(workspace)
+        capture.freed = []
+        outputs = self._place(made, _addresses(read), capture.pool, stream)
+        for tensor, value in zip(outputs, made, strict=True):
+            if tensor is not value:
+                address = tensor.untyped_storage().data_ptr()
+                self._made[address] = _Memory(stream, capture, self._clocks[stream][stream])
+        operation.outputs = [at_address(tensor) for tensor in outputs]
         return outputs
 
-
-def _by_address(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor at the same address that does not keep the memory alive, as a captured kernel does not."""
-    storage = tensor.untyped_storage()
-    if storage.nbytes() == 0:
-        return tensor.detach()
-    bytes_there = (ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())
-    same = torch.frombuffer(bytes_there, dtype=torch.uint8).untyped_storage()
-    return torch.empty(0, dtype=tensor.dtype).set_(same, tensor.storage_offset(), tensor.shape, tensor.stride())
+    def _place(
+        self, made: Sequence[torch.Tensor], own: frozenset[int], pool: Pool, stream: str
+    ) -> list[torch.Tensor]:
+        """Return the tensors in the pool, but for views of the storages `own`."""
+        new = [tensor for tensor in made if tensor.untyped_storage().data_ptr() not in own]
+        placed = dict(zip(map(id, new), self.arena.tensors_like(new, pool, self.key_of(stream)), strict=True))
+        return [placed.get(id(tensor), tensor) for tensor in made]
 
 
-def _poison(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
-    """Make everything written wrong, but for views of what is read."""
-    own = {tensor.untyped_storage().data_ptr() for tensor in inputs}
-    for tensor in outputs:
-        if tensor.untyped_storage().data_ptr() not in own:
-            tensor.fill_(float("nan") if tensor.is_floating_point() else 77)
+def _addresses(tensors: Sequence[torch.Tensor]) -> frozenset[int]:
+    """Return the addresses of the storages."""
+    return frozenset(tensor.untyped_storage().data_ptr() for tensor in tensors)

@@ -30,6 +30,7 @@ from apollo_compile.ir import (
     SegmentId,
 )
 from tests.builders import LETTERS, graph, plan
+from tests.device.gpu.arena import SEGMENT_BYTES
 from tests.device.gpu.fake_gpu import CALLER, FakeGpu
 from tests.device.gpu.test_launch import program_of
 
@@ -625,16 +626,16 @@ def test_an_exception_of_a_body_comes_out_and_the_next_run_is_right(gpu: FakeGpu
 def test_a_lane_over_its_memory_quota_is_refused_by_name_before_it_is_replayed(gpu: FakeGpu) -> None:
     """One that fits is accounted for."""
     weight = torch.randn(4)
-    fitting = two_towers(gpu, lane_memory_quota=32)
+    fitting = two_towers(gpu, lane_memory_quota=SEGMENT_BYTES)
     for _ in range(3):
         fitting.run([torch.randn(4), weight])
-    assert [(each.lane, each.num_bytes) for each in fitting.lane_memory] == [(1, 32), (2, 16)]
-    over = two_towers(gpu, lane_memory_quota=31)
+    assert [(each.lane, each.num_bytes) for each in fitting.lane_memory] == [(1, SEGMENT_BYTES), (2, SEGMENT_BYTES)]
+    over = two_towers(gpu, lane_memory_quota=SEGMENT_BYTES // 2)
     weight = warm_up(over)
     with pytest.raises(MemoryQuotaError) as caught:
         over.run([torch.randn(4), weight])
     assert str(caught.value) == (
-        "lane 1 of test took 32 B for 2 segments; it may take 31 B; most of it is kept for m0: raise "
+        "lane 1 of test took 2.0 KiB for 2 segments; it may take 1.0 KiB; most of it is kept for m0: raise "
         "'device.lane_memory_quota', or cut the graph with 'partition.max_segment_share'"
     )
     assert over.num_replays == 0 and over.lane_memory == ()

@@ -1,0 +1,464 @@
+"""Random training programs on the stand-in for a GPU, whose memory is used again as on a device.
+
+A program is a random forward and a random function of what it saves as its backward, in several variants, and a script
+of what a training loop does with them. Its outputs, gradients and parameters are those of an interpretation in eager,
+bit for bit, and no lane reads or overwrites what another one is not done with.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from apollo_compile.device.gpu.captured import Captured
+from apollo_compile.device.gpu.execute import CudaExecutable
+from apollo_compile.device.gpu.gpu import Sharing
+from apollo_compile.device.gpu.memory import ModelMemory
+from apollo_compile.device.lanes import lane_catalogue
+from apollo_compile.device.target import CompiledBody, Contract
+from apollo_compile.ir import BodyId, Buffer, BufferId, Role, Segment, SegmentGraph, SegmentId, Work
+from tests.builders import plan, random_costs, random_plan, seeds
+from tests.device.gpu.arena import ROUNDING
+from tests.device.gpu.fake_gpu import FakeGpu
+from tests.device.gpu.test_launch import program_of
+
+UNITS = 4
+Tensors = list[torch.Tensor]
+Body = Callable[[Tensors], Tensors]
+STATISTICS = 1
+"""The input of a forward that it writes to; input 0 is the batch, and weights follow."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Function:
+    """A graph, its bodies, and what its caller promises."""
+
+    graph: SegmentGraph
+    bodies: tuple[Body, ...]
+    contract: Contract
+
+    def interpret(self, inputs: Tensors) -> list[torch.Tensor | None]:
+        """Run segments in the order of their ids."""
+        values = dict(zip(self.graph.inputs, inputs, strict=True))
+        for segment in self.graph.segments:
+            made = self.bodies[segment.body]([values[buffer] for buffer in segment.inputs])
+            values.update(zip(segment.outputs, made, strict=True))
+        return [None if buffer is None else values[buffer] for buffer in self.graph.outputs]
+
+
+def body_of(number: int, sizes: Sequence[int], *, writes: bool) -> Body:
+    """Return a function to tensors of these sizes that depend on every element of its inputs.
+
+    It may write to its last input, and lets its inputs go before it makes its outputs.
+    """
+    steps = [torch.arange(size) * 0.1 * (number + 1) for size in sizes]
+
+    def run(inputs: Tensors) -> Tensors:
+        total = sum((place + 2) * tensor.mean() for place, tensor in enumerate(inputs))
+        if writes:
+            inputs[-1].add_(0.1)
+        inputs.clear()
+        return [torch.sin(step + total * (place + 1)) for place, step in enumerate(steps)]
+
+    return run
+
+
+def random_function(
+    rng: random.Random, role: Role, inputs: Sequence[int], made: Sequence[int], *, writes: int | None = None
+) -> tuple[SegmentGraph, tuple[Body, ...]]:
+    """Return a random graph of role `role` without outputs, whose first buffers are inputs of these sizes.
+
+    Every input is read, `writes` by one segment, which writes to it. The last segments make buffers of the sizes
+    `made`, one each, from at least one buffer of another segment where there is one.
+    """
+    sizes, num_inner = list(inputs), rng.randrange(2, 7)
+    unread = [index for index in range(len(inputs)) if index != writes]
+    rng.shuffle(unread)
+    reads: list[list[int]] = []
+    outputs: list[list[int]] = []
+    for number in range(num_inner + len(made)):
+        is_inner = number < num_inner
+        candidates = [index for index in range(len(sizes)) if index != writes]
+        chosen = rng.sample(candidates, min(len(candidates), rng.choice((1, 1, 2, 3))))
+        if not is_inner:
+            chosen.append(rng.randrange(len(inputs), len(inputs) + num_inner))
+        chosen += [unread.pop() for _ in range(min(len(unread), 1 + len(unread) // max(1, num_inner - number)))]
+        chosen = list(dict.fromkeys(chosen)) + ([writes] if writes is not None and number == 0 else [])
+        new = [rng.choice((1, 7, 64, 100, 129, 300)) for _ in range(rng.choice((1, 1, 2)))] if is_inner else []
+        new = new or [made[number - num_inner]]
+        if is_inner:
+            new = new[:1] if number else new
+        reads.append(chosen)
+        outputs.append(list(range(len(sizes), len(sizes) + len(new))))
+        sizes += new
+    producer = {buffer: SegmentId(number) for number, new in enumerate(outputs) for buffer in new}
+    buffers = tuple(
+        Buffer(
+            id=BufferId(index),
+            name=f"b{index}",
+            producer=producer.get(index),
+            readers=tuple(SegmentId(number) for number, read in enumerate(reads) if index in read),
+            num_bytes=4 * size,
+            is_output=False,
+        )
+        for index, size in enumerate(sizes)
+    )
+    segments = tuple(
+        Segment(
+            id=SegmentId(number),
+            name=f"m{number}",
+            module=f"m{number}",
+            body=BodyId(number),
+            inputs=tuple(map(BufferId, reads[number])),
+            outputs=tuple(map(BufferId, outputs[number])),
+            after=(),
+            work=Work(),
+        )
+        for number in range(len(reads))
+    )
+    bodies = tuple(
+        body_of(number, [sizes[buffer] for buffer in outputs[number]], writes=writes in reads[number])
+        for number in range(len(reads))
+    )
+    names = tuple(BufferId(index) for index in range(len(inputs)))
+    made_graph = SegmentGraph(name="test", role=role, segments=segments, buffers=buffers, inputs=names, outputs=())
+    return made_graph, bodies
+
+
+def with_outputs(graph: SegmentGraph, outputs: Sequence[int]) -> SegmentGraph:
+    """Return the graph with these buffers as outputs."""
+    buffers = tuple(replace(buffer, is_output=buffer.id in outputs) for buffer in graph.buffers)
+    return replace(graph, buffers=buffers, outputs=tuple(map(BufferId, outputs)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """A forward with its backward, and the same forward without one."""
+
+    forward: Function
+    backward: Function
+    inference: Function
+    sizes: tuple[int, ...]
+    """Of the batch, the statistics and the weights."""
+    num_user_outputs: int
+
+
+def random_model(rng: random.Random) -> Model:
+    """Return a model: its backward reads what the forward saves, the weights, and tangents, in that order."""
+    weights = [rng.choice((5, 64, 130, 300)) for _ in range(rng.randrange(2, 5))]
+    sizes = [rng.choice((3, 90, 200)), 4, *weights]
+    user = [rng.choice((1, 70, 140)) for _ in range(rng.choice((1, 1, 2)))]
+    graph, bodies = random_function(rng, Role.FORWARD, sizes, user, writes=STATISTICS)
+    made = [buffer.id for buffer in graph.buffers[len(sizes) :]]
+    shown = made[-len(user) :]
+    saved = rng.sample(made, min(len(made), rng.randrange(1, 5)))  # some may be shown, too
+    saved += [BufferId(0)] if rng.random() < 0.3 else []
+    forward = Function(
+        graph=with_outputs(graph, [*shown, *saved]),
+        bodies=bodies,
+        contract=Contract(
+            static_inputs=frozenset(range(2, len(sizes))),
+            written_inputs=frozenset({STATISTICS}),
+            user_outputs=frozenset(range(len(user))),
+        ),
+    )
+    inference = Function(
+        graph=replace(with_outputs(graph, shown), role=Role.INFERENCE), bodies=bodies, contract=forward.contract
+    )
+    num_static = len(saved) + len(weights)
+    given = [graph.buffers[buffer].num_bytes // 4 for buffer in saved] + weights + user
+    gradients = list(range(len(weights)))
+    if len(set(weights)) < len(weights) and rng.random() < 0.5:  # two weights have one gradient
+        gradients = [weights.index(size) for size in weights]
+    graph, bodies = random_function(rng, Role.BACKWARD, given, [weights[place] for place in sorted(set(gradients))])
+    first = len(graph.buffers) - len(set(gradients))
+    returned = [first + sorted(set(gradients)).index(place) for place in gradients]
+    backward = Function(
+        graph=with_outputs(graph, returned),
+        bodies=bodies,
+        contract=Contract(static_inputs=frozenset(range(num_static)), user_outputs=frozenset(range(len(gradients)))),
+    )
+    return Model(
+        forward=forward, backward=backward, inference=inference, sizes=tuple(sizes), num_user_outputs=len(user)
+    )
+
+
+Run = Callable[[Tensors], list[torch.Tensor | None]]
+
+
+class Eager:
+    """The model, interpreted."""
+
+    def __init__(self, model: Model) -> None:
+        self.forward: Run = model.forward.interpret
+        self.backward: Run = model.backward.interpret
+        self.inference: Run = model.inference.interpret
+
+    def use(self, variant: int) -> None:
+        """Do nothing: there is one variant."""
+
+
+class OnLanes:
+    """The model on a device, in several variants."""
+
+    def __init__(self, model: Model, rng: random.Random, *, owners_release: bool = True, **options: Any) -> None:
+        self.gpu = FakeGpu(units=UNITS)
+        lanes = lane_catalogue(UNITS)
+
+        def load(function: Function, gpu: FakeGpu, memory: ModelMemory, *, is_serial: bool) -> CudaExecutable:
+            graph = function.graph
+            planned = (
+                plan(graph, "*" * len(graph.segments), lanes=lanes)
+                if is_serial
+                else random_plan(rng, graph, lanes, random_costs(rng, graph, lanes))
+            )
+            return CudaExecutable(
+                program=program_of(graph, planned, owners_release=owners_release),
+                graph=graph,
+                bodies=[CompiledBody(function=body) for body in function.bodies],
+                gpu=gpu,
+                contract=function.contract,
+                shared=memory,
+                strict=True,
+                **options,
+            )
+
+        functions = (model.forward, model.backward, model.inference)
+        self.variants: list[tuple[CudaExecutable, ...]] = []
+        for gpu, is_serial in ((self.gpu, False), (self.gpu, True), (self.gpu.sharing(Sharing.FREE), False)):
+            memory = ModelMemory()
+            self.variants.append(tuple(load(each, gpu, memory, is_serial=is_serial) for each in functions))
+        self.use(0)
+
+    def use(self, variant: int) -> None:
+        """Run this variant from now on."""
+        self.forward, self.backward, self.inference = (each.run for each in self.variants[variant])
+
+    @property
+    def num_replays(self) -> list[int]:
+        """Replays of forwards, backwards and inference, over all variants."""
+        return [sum(each.num_replays for each in executables) for executables in zip(*self.variants, strict=True)]
+
+    @property
+    def races(self) -> list[str]:
+        """Races of all variants."""
+        return [race for gpu in (self.gpu, *self.gpu.others.values()) for race in gpu.races]
+
+
+class _Apply(torch.autograd.Function):
+    """The model in autograd, as AOTAutograd puts it there."""
+
+    @staticmethod
+    def forward(ctx: Any, runs: Any, model: Model, x: torch.Tensor, statistics: torch.Tensor, *weights: Any) -> Any:
+        made = runs.forward([x, statistics, *weights])
+        ctx.save_for_backward(*made[model.num_user_outputs :], *weights)
+        ctx.runs = runs
+        return tuple(made[: model.num_user_outputs])
+
+    @staticmethod
+    def backward(ctx: Any, *tangents: Any) -> Any:
+        return (None, None, None, None, *ctx.runs.backward([*ctx.saved_tensors, *tangents]))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """What one step of a training loop does."""
+
+    zero_grad: str = "after the step"
+    """Or "before the backward" or "never"."""
+    forwards: int = 1
+    reverse: bool = False
+    """Backwards in the reverse order of their forwards."""
+    retain: bool = False
+    """Every backward is gone through twice."""
+    drop: bool = False
+    """There is one more forward, without a backward."""
+    validate: bool = False
+    """Between forwards and backwards."""
+    swap: bool = False
+    """Validation is with other weights at other addresses."""
+    hooks: str = ""
+    """Saved tensors are replaced: "clone", or stay: "identity"."""
+    hold: bool = False
+    """Gradients are collected."""
+    variant: int = 0
+    backward_variant: int = 0
+
+
+def random_step(rng: random.Random, **fixed: Any) -> Step:
+    """Return any step."""
+    variant = rng.randrange(3)
+    chosen: dict[str, Any] = {
+        "zero_grad": rng.choice(("after the step", "after the step", "before the backward", "never")),
+        "forwards": rng.choice((1, 1, 1, 2)),
+        "reverse": rng.random() < 0.5,
+        "retain": rng.random() < 0.15,
+        "drop": rng.random() < 0.1,
+        "validate": rng.random() < 0.2,
+        "swap": rng.random() < 0.5,
+        "hooks": rng.choice(("", "", "", "", "clone", "identity")),
+        "hold": rng.random() < 0.1,
+        "variant": variant,
+        "backward_variant": rng.choice((variant, variant, variant, rng.randrange(3))),
+    }
+    return Step(**{**chosen, **fixed})
+
+
+SCENARIOS: dict[str, Callable[[random.Random, int], Step]] = {
+    "zero_grad after the step": lambda rng, number: Step(),
+    "zero_grad before the backward": lambda rng, number: Step(zero_grad="before the backward"),
+    "two forwards": lambda rng, number: Step(forwards=1 + number % 2, reverse=rng.random() < 0.5),
+    "retain_graph": lambda rng, number: Step(retain=number >= 4),
+    "accumulation": lambda rng, number: Step(zero_grad="never" if number % 3 else "after the step"),
+    "validation": lambda rng, number: Step(validate=number % 3 < 2),
+    "swapped weights": lambda rng, number: Step(validate=True, swap=number % 2 == 0),
+    "saved-tensor hooks": lambda rng, number: Step(hooks=("", "clone", "identity")[number % 3]),
+    "collected gradients": lambda rng, number: Step(hold=number == 5),
+    "dropped forwards": lambda rng, number: Step(drop=number >= 4),
+    "variants in turn": lambda rng, number: Step(variant=number // 4 % 3, backward_variant=number // 4 % 3),
+    "a switch before the backward": lambda rng, number: Step(
+        forwards=2, variant=number // 4 % 3, backward_variant=(number + 1) // 4 % 3
+    ),
+    "anything": lambda rng, number: random_step(rng),
+    "anything, one variant": lambda rng, number: random_step(rng, variant=0, backward_variant=0),
+}
+
+
+def script_of(scenario: str, seed: int) -> list[Step]:
+    """Return the steps of a training loop."""
+    rng = random.Random(f"{scenario}, {seed}")
+    return [SCENARIOS[scenario](rng, number) for number in range(16)]
+
+
+def train(model: Model, runs: Eager | OnLanes, script: Sequence[Step]) -> list[torch.Tensor]:
+    """Return everything that a user sees in a training loop."""
+    generator = torch.Generator().manual_seed(0)
+    x_size, statistics_size, *weight_sizes = model.sizes
+    weights = [nn.Parameter(torch.randn(size, generator=generator)) for size in weight_sizes]
+    averages = [weight.detach().clone() for weight in weights]
+    statistics = torch.zeros(statistics_size)
+    seen: list[torch.Tensor] = []
+
+    def clear() -> None:
+        for weight in weights:
+            weight.grad = None
+
+    for step in script:
+        runs.use(step.variant)
+        with _hooks(step.hooks):
+            outputs = [
+                _Apply.apply(runs, model, torch.randn(x_size, generator=generator), statistics, *weights)
+                for _ in range(step.forwards + step.drop)
+            ]
+        seen += [output.detach() for each in outputs for output in each]
+        losses = [sum(output.square().mean() for output in each) for each in outputs[step.drop :]]
+        del outputs
+        if step.validate:
+            if step.swap:
+                _swap(weights, averages)
+            x = torch.randn(x_size, generator=generator)
+            seen += [
+                out for out in runs.inference([x, statistics, *map(torch.Tensor.detach, weights)]) if out is not None
+            ]
+            if step.swap:
+                _swap(weights, averages)
+        if step.zero_grad == "before the backward":
+            clear()
+        runs.use(step.backward_variant)
+        for loss in losses[:: -1 if step.reverse else 1]:
+            for is_last in (False, True) if step.retain else (True,):
+                loss.backward(retain_graph=not is_last)  # type: ignore[union-attr]
+        del loss, losses
+        seen += [weight.grad.clone() for weight in weights if weight.grad is not None]
+        seen += [weight.grad for weight in weights if step.hold and weight.grad is not None]
+        with torch.no_grad():
+            for weight, average in zip(weights, averages, strict=True):
+                assert weight.grad is not None
+                weight -= 0.1 * weight.grad
+                average.lerp_(weight, 0.1)
+        if step.zero_grad == "after the step":
+            clear()
+    return [*seen, *(weight.detach() for weight in weights), statistics]
+
+
+def _swap(weights: Sequence[nn.Parameter], others: Tensors) -> None:
+    for place, weight in enumerate(weights):
+        weight.data, others[place] = others[place], weight.data
+
+
+@contextlib.contextmanager
+def _hooks(kind: str) -> Iterator[None]:
+    pack = {"clone": torch.clone, "identity": lambda tensor: tensor}.get(kind)
+    if pack is None:
+        yield
+        return
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield
+
+
+@functools.cache
+def expected(scenario: str, seed: int) -> tuple[Model, list[torch.Tensor]]:
+    """Return a random model and what a user sees of its training in eager."""
+    model = random_model(random.Random(seed))
+    return model, train(model, Eager(model), script_of(scenario, seed))
+
+
+def check(scenario: str, seed: int, **options: Any) -> OnLanes:
+    """Expect what a user sees on the device to be what eager shows, and no races."""
+    model, wanted = expected(scenario, seed)
+    runs = OnLanes(model, random.Random(seed), **options)
+    found = train(model, runs, script_of(scenario, seed))
+    assert len(found) == len(wanted)
+    assert [index for index, pair in enumerate(zip(found, wanted, strict=True)) if not torch.equal(*pair)] == []
+    assert runs.races == []
+    return runs
+
+
+@pytest.mark.parametrize("seed", seeds(3, 40))
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_training_is_as_in_eager(scenario: str, seed: int) -> None:
+    """Whatever the loop does between forward and backward; most of it is replayed."""
+    runs = check(scenario, seed)
+    forwards, backwards, _ = runs.num_replays
+    assert forwards >= 2 and (backwards >= 2 or scenario == "saved-tensor hooks")
+
+
+def test_memory_is_used_again_within_a_capture_and_by_others_of_its_pool() -> None:
+    """Else these tests would show nothing."""
+    runs = check("zero_grad after the step", 1)
+    recordings = runs.gpu.recordings
+    written = [
+        output.data_ptr() for each in recordings for operation in each.operations for output in operation.outputs
+    ]
+    assert len(set(written)) < len(written)
+    assert all(address % ROUNDING == 0 for address in written)
+
+
+def expect_caught(**options: Any) -> None:
+    """Expect some random program to differ from eager, or to race."""
+    for scenario in SCENARIOS:
+        for seed in range(8):
+            try:
+                check(scenario, seed, **options)
+            except AssertionError:
+                return
+    pytest.fail("no random program told the difference")
+
+
+def test_replays_over_tensors_in_use_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the reference counts of what was handed out."""
+    monkeypatch.setattr(Captured, "is_free", lambda captured: True)
+    expect_caught()
+
+
+def test_releases_on_the_lane_of_the_reader_are_caught() -> None:
+    """The memory goes back to the lane that allocated it."""
+    expect_caught(owners_release=False)
