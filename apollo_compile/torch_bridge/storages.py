@@ -4,6 +4,7 @@
     storage_handles(tensors)    handles of storages for `count_uses`
     count_uses(handles)         reference count of each storage
     are_gone(storages)          whether no storage lives any more
+    are_at(tensors, addresses)  whether tensors are at these addresses
 
 Nothing here keeps a storage alive.
 """
@@ -11,7 +12,7 @@ Nothing here keeps a storage alive.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -43,3 +44,16 @@ def count_uses(handles: Iterable[int]) -> list[int]:
 def are_gone(storages: Iterable[StorageWeakRef]) -> bool:
     """Return whether none of these storages lives any more."""
     return all(storage.expired() for storage in storages)  # type: ignore[no-untyped-call]
+
+
+def are_at(tensors: list[torch.Tensor], addresses: Mapping[int, int]) -> bool:
+    """Return whether the tensors at these positions have these addresses."""
+    if _are_addresses_equal is None:
+        return [tensors[index].data_ptr() for index in addresses] == list(addresses.values())
+    return _are_addresses_equal(tensors, list(addresses.values()), list(addresses))
+
+
+_are_addresses_equal: Callable[[list[torch.Tensor], list[int], list[int]], bool] | None = getattr(
+    torch._C, "_tensors_data_ptrs_at_indices_equal", None
+)
+"""One native call; None where torch is built without CUDA."""

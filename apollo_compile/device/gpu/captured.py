@@ -1,7 +1,8 @@
 """A captured CUDA graph with the addresses that it uses, and the copies around each replay.
 
-    Captured.reads(inputs), Captured.is_free(), Captured.replay(gpu, inputs) -> outputs
-    Captured.release()      drops the CUDA graph with its memory, and those that read what it saved
+    Captured.reads(inputs), Captured.is_unused(), Captured.replay(gpu, inputs) -> outputs
+    Captured.release()      drops the CUDA graph, and those that read what it saved
+    keep_outputs(outputs)   what is saved, lent and copied out
     slot_for(tensor)        what an input is copied to
     find_copied(outputs)    what is copied out
 
@@ -16,11 +17,11 @@ from dataclasses import dataclass, field
 
 import torch
 
-from apollo_compile.device.gpu.gpu import Gpu, Recording
+from apollo_compile.device.gpu.gpu import Gpu, Recording, Stream
 from apollo_compile.device.gpu.quota import LaneMemory
 from apollo_compile.errors import UnsupportedGraphError
 from apollo_compile.ir import Role
-from apollo_compile.torch_bridge.storages import count_uses, storage_handles
+from apollo_compile.torch_bridge.storages import are_at, count_uses, storage_handles
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
@@ -34,12 +35,16 @@ class Captured:
     """Addresses of the inputs in place, by position."""
     slots: dict[int, torch.Tensor]
     """Tensors that the other inputs are copied to, by position."""
-    outputs: list[torch.Tensor | None]
-    """None where there is none, or where it is an input."""
     in_place_storages: frozenset[int]
     """Storage addresses of the inputs in place."""
     kept: KeptOutputs
     memory: tuple[LaneMemory, ...]
+    variant: object = None
+    """The variant of the model that it is of; a backward reads what a forward of the same variant saved."""
+    forward: Captured | None = None
+    """The CUDA graph whose saved outputs it reads in place."""
+    owners: dict[int, Owner] | None = None
+    """What owns the memory of saved outputs, by storage address, until a backward is captured that reads them."""
     num_replays: int = 0
     readers: list[Captured] = field(default_factory=list)
     """CUDA graphs that read in place what this one saved; released with it."""
@@ -54,47 +59,44 @@ class Captured:
         """Storage addresses of outputs that are saved for backward."""
         return self.kept.saved
 
-    def reads(self, inputs: Sequence[torch.Tensor]) -> bool:
+    def reads(self, inputs: list[torch.Tensor]) -> bool:
         """Whether a replay would read these inputs: those in place have unchanged addresses."""
-        return [inputs[index].data_ptr() for index in self.addresses] == list(self.addresses.values())
+        return are_at(inputs, self.addresses)
 
-    def is_free(self) -> bool:
-        """Whether nobody uses what a replay overwrites."""
+    def is_unused(self) -> bool:
+        """Whether nobody uses what the last replay saved and lent."""
         return count_uses(self.kept.handles) == self.kept.baseline
 
     def release(self) -> None:
         """Drop the CUDA graph and its memory; what the caller still holds of it lives on."""
-        self.recording = None
+        self.recording = self.owners = None
         self.memory = ()
         self.kept = KeptOutputs()  # without handles of storages that may end now
         self.slots.clear()
-        self.outputs.clear()
         for reader in self.readers:
             reader.release()
         self.readers.clear()
 
-    def replay(self, gpu: Gpu, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
-        """Replay on the caller's stream, and return the outputs: views, and copies of those that are copied out."""
+    def replay(self, gpu: Gpu, inputs: list[torch.Tensor]) -> list[torch.Tensor | None]:
+        """Replay on the caller's stream, and return the outputs: views, copies of those that are copied out, inputs."""
         assert self.recording is not None, "a released CUDA graph is never replayed"
         self.num_replays += 1
         gpu.copy(list(self.slots.values()), [inputs[index] for index in self.slots])
         self.recording.replay()
-        kept = self.kept
-        copies = [slot_for(each.source) for each in kept.copied]
-        gpu.copy(copies, [each.source for each in kept.copied])
-        # A tensor that is returned twice must stay one object: else autograd gives one gradient to two parameters.
-        views = {
-            id(out): out.detach() for out in self.outputs if out is not None
-        }  # new objects, so that their references can be counted
-        copied = {
-            id(output): _in_copy(output, each, copy)
-            for each, copy in zip(kept.copied, copies, strict=True)
-            for output in each.outputs
-        }
-        return [
-            None if out is None else copied[id(out)] if index in kept.copied_outputs else views[id(out)]
-            for index, out in enumerate(self.outputs)
-        ]
+        return self.kept.hand_out(gpu, inputs)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Owner:
+    """The allocator's memory of a saved output, and the stream that it goes back to."""
+
+    storage: torch.UntypedStorage
+    stream: Stream
+
+    def owning(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a tensor like `tensor`, which is at the same address, that owns the memory."""
+        empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        return empty.set_(self.storage, tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,55 +105,90 @@ class KeptOutputs:
 
     saved: frozenset[int] = frozenset()
     """Storage addresses of outputs that are saved for backward."""
+    lends: bool = False
+    """Whether outputs of the user are lent."""
     handles: tuple[int, ...] = ()
     """Handles of the storages of saved and lent outputs, for `count_uses`."""
     baseline: list[int] = field(default_factory=list)
     """Their reference counts without any user."""
+    viewed: tuple[torch.Tensor, ...] = ()
+    """Saved and lent outputs: every replay hands out new tensors, so that references to them can be counted."""
     copied: tuple[Copied, ...] = ()
     """Copies to make after a replay."""
-    copied_outputs: frozenset[int] = frozenset()
-    """Positions of outputs that are copied out; the same tensor may also be saved, as another output."""
+    order: tuple[int, ...] = ()
+    """Place of every output in the list of the views, of what is copied out, None, and the inputs."""
+
+    def hand_out(self, gpu: Gpu, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+        """Return the outputs after a replay.
+
+        A tensor that is returned twice is one object: else autograd would give one gradient to two parameters.
+        """
+        found: list[torch.Tensor | None] = [output.detach() for output in self.viewed]
+        if self.copied:
+            copies = [slot_for(each.source) for each in self.copied]
+            gpu.copy(copies, [each.source for each in self.copied])
+            for each, copy in zip(self.copied, copies, strict=True):
+                found.extend(_in_copy(output, each, copy) for output in each.outputs)
+        found.append(None)
+        found.extend(inputs)
+        return [found[place] for place in self.order]
 
 
 def keep_outputs(
-    outputs: Sequence[torch.Tensor | None],
+    outputs: Sequence[torch.Tensor | int | None],
     *,
     user_outputs: frozenset[int],
     in_place: frozenset[int],
-    copied_in: frozenset[int],
+    own: frozenset[int],
     lends: bool,
 ) -> KeptOutputs:
     """Return which outputs of a capture are saved, lent and copied out.
 
     Arguments:
-        outputs: in the graph's memory; None is passed over.
+        outputs: in the graph's memory, or the position of the input that it is, or None.
         user_outputs: positions of those that the user sees; the others are saved for backward.
         in_place: storage addresses of the inputs in place; a saved view of one needs no protection.
-        copied_in: storage addresses of the slots of the other inputs; a view of one is never lent.
+        own: identities of the outputs that are not views of inputs; only those are lent.
         lends: whether the user's outputs are lent where they can be.
     """
     saved: dict[int, torch.Tensor] = {}
     lent: dict[int, torch.Tensor] = {}
+    viewed: dict[int, torch.Tensor] = {}
     to_copy: dict[int, torch.Tensor] = {}
     for index, output in enumerate(outputs):
-        if output is None:
+        if not isinstance(output, torch.Tensor):
             continue
         place = storage_address(output)
         if index not in user_outputs:
-            saved[place] = output
-        elif lends and place and place not in in_place | copied_in:
-            lent[place] = output
+            saved[place] = viewed[id(output)] = output
+        elif lends and id(output) in own:
+            lent[place] = viewed[id(output)] = output
         else:
             to_copy[index] = output
     saved = {place: output for place, output in saved.items() if place not in in_place}
     copied = find_copied(to_copy.values())
+    place_of_view = {each: place for place, each in enumerate(viewed)}
+    place_of_copy = {
+        id(output): len(viewed) + place for place, output in enumerate(o for each in copied for o in each.outputs)
+    }
+    num_made = len(viewed) + len(place_of_copy)
+
+    def place_of(index: int, output: torch.Tensor | int | None) -> int:
+        if isinstance(output, int):
+            return num_made + 1 + output
+        if output is None:
+            return num_made
+        return place_of_copy[id(output)] if index in to_copy else place_of_view[id(output)]
+
     handles = storage_handles([*saved.values(), *lent.values()])
     return KeptOutputs(
         saved=frozenset(saved),
+        lends=bool(lent),
         handles=tuple(handles),
         baseline=count_uses(handles),
+        viewed=tuple(viewed.values()),
         copied=copied,
-        copied_outputs=frozenset(to_copy),
+        order=tuple(place_of(index, output) for index, output in enumerate(outputs)),
     )
 
 

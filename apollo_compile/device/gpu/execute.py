@@ -9,27 +9,35 @@ in place    Parameters, inputs that the graph writes to, and, in a backward, ten
             They are not copied; a replay requires that their addresses are unchanged.
 copied in   All other inputs.
 copied out  Outputs that the user sees, who may still read them when the next step overwrites the graph's memory.
-lent        Gradients stay in the graph's memory, and the caller gets views of it: training frees them before the next
-            backward. If one is still referenced (gradients are accumulated over steps, or collected), that is detected
-            before a replay overwrites it; then the graph is captured again, and its gradients are copied out, until
-            they are found released again (`lending.py`).
+lent        Gradients stay in the graph's memory, and the caller gets views of it, where training releases them before
+            the next forward. If one is still referenced then (gradients are accumulated or collected, or zeroed between
+            forward and backward), the graphs are captured again, and gradients are copied out, until they are found
+            released again (`lending.py`).
 saved       Tensors that a forward saves for its backward stay in the graph's memory, and the caller gets views of it.
-            As long as such a view lives, a replay would overwrite it.
 
-A run that cannot replay (inputs have moved, or saved tensors are still in use, by a second forward before the backward
-or by `retain_graph`) is launched on the lanes, in fresh memory, which is always correct. Parameters that move back and
-forth (averaged weights are swapped in for validation, FSDP2 gathers into memory that it frees) get a CUDA graph for
-each of two sets of addresses; a third set replaces the one that was not used for longest. Where that happens before a
-graph was replayed often enough to pay for its capture, the next set has to come back twice as often as the last.
+The forwards and backwards of a model, of every variant, share one memory pool and overlay each other in it: on every
+stream, together they take as much as the largest. Graphs without a backward share another pool. What a capture hands
+out does not own its memory: once a capture is over, only the saved outputs of a forward are owned, until its backward
+is captured. So what a replay overwrites is known by counting references (`memory.py`): a forward requires that nobody
+uses what was handed out of the pool; a backward requires that the last replay was its own forward's, whose addresses
+alone would prove nothing.
 
-Before a capture the launches are rehearsed: run once more, on the streams and in the memory of the capture, with copies
-of what they write to and with the state of random number generators restored. So what fails for want of memory, or
+A run that cannot replay (inputs have moved, or saved tensors are still in use, by a second forward before the backward)
+is launched on the lanes, in fresh memory, which is always correct; so is a backward that may come again
+(`retain_graph`). Parameters that move back and forth (averaged weights are swapped in for validation, FSDP2 gathers
+into memory that it frees) get a CUDA graph for each of two sets of addresses; a third set replaces the one that was not
+used for longest. Where that happens before a graph was replayed often enough to pay for its capture, the next set has
+to come back twice as often as the last.
+
+A backward releases what its forward saved as it goes: an input goes back to the stream that allocated it in the
+forward, behind the first instruction there that is ordered after all its readers. So gradients are made where saved
+tensors were.
+
+Before a capture the launches are rehearsed: run once more, on the streams of the capture, with copies of what they
+write to and with the state of random number generators restored; a forward in the memory of the capture, a backward,
+which still has what its forward saved, apart from it. So what fails for want of memory, or
 waits for the device, fails there, where nothing is lost; see Note [captures that fail]. Then there is one WARNING, and
 runs are launched on the lanes. A backward is captured after its forward.
-
-A backward that lends nothing shares the memory pool of its forward, where the forward's temporaries are free by then.
-That requires that the forward is captured first, so a forward always gets a new pool. Reusing the forward's pool would
-overwrite lent gradients, so a backward that lends gets a new pool, too.
 """
 
 from __future__ import annotations
@@ -40,18 +48,30 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
-from apollo_compile.device.gpu.captured import Captured, keep_outputs, slot_for, storage_address
+from apollo_compile.device.gpu.captured import Captured, Owner, keep_outputs, slot_for, storage_address
 from apollo_compile.device.gpu.gpu import Gpu, Sharing, Stream
-from apollo_compile.device.gpu.launch import Launcher, order_after
-from apollo_compile.device.gpu.lending import Lending
+from apollo_compile.device.gpu.launch import Launcher, Releases, find_releases, order_after
 from apollo_compile.device.gpu.measure import measure_bodies
 from apollo_compile.device.gpu.memory import ModelMemory
 from apollo_compile.device.gpu.quota import LaneMemory, account
 from apollo_compile.device.target import CompiledBody, Contract
 from apollo_compile.errors import MemoryQuotaError, UnsupportedGraphError
-from apollo_compile.ir import BodyId, LaneId, Launch, Observations, Program, Role, SegmentGraph, SegmentId, Trace
+from apollo_compile.ir import (
+    BodyId,
+    BufferId,
+    LaneId,
+    Launch,
+    Observations,
+    Program,
+    Role,
+    SegmentGraph,
+    SegmentId,
+    Trace,
+)
 from apollo_compile.torch_bridge.cuda_private import has_saved_tensor_hooks, retains_graph
+from apollo_compile.torch_bridge.storages import storages_of
 from apollo_compile.units import format_bytes
 
 _logger = logging.getLogger(__name__)
@@ -80,6 +100,8 @@ class CudaExecutable:
     """Priorities of lanes that share units."""
     tuned: Mapping[tuple[BodyId, int], CompiledBody] = field(default_factory=dict)
     """Code tuned for lanes of one size, by id of the body and number of units."""
+    variant: object = None
+    """Which variant of the model it is of; a backward reads what the forward of the same variant saved."""
     lane_memory_quota: int | None = None
     strict: bool = False
     """Raise what would otherwise be logged."""
@@ -109,8 +131,6 @@ class CudaExecutable:
         }
         """Positions of outputs that are inputs, with the position of the input: the caller's own tensors."""
         self._is_capturable = self.contract.written_inputs is not None and self.contract.unsafe is None
-        # A quota holds for a forward and its backward together, so they must share memory.
-        self._lending = Lending(may_lend=self.graph.role is Role.BACKWARD and self.lane_memory_quota is None)
         self._has_told_of_hooks = False
         self._num_bytes = sum(buffer.num_bytes for buffer in self.graph.buffers if buffer.producer is not None)
         """Bytes of the buffers that the graph makes; at most so much is alive at once, besides what bodies take."""
@@ -135,27 +155,32 @@ class CudaExecutable:
         with self.gpu.launch_lock:
             if self.graph.role is Role.FORWARD:
                 self.shared.has_hooks = has_saved_tensor_hooks()
-            if self.gpu.is_capturing() or not self.may_capture or self._must_keep_forward():
+                if self.shared.lending.changes():
+                    self.shared.release()
+            if self.gpu.is_capturing() or not self.may_capture or self._may_come_again():
                 return self._launch(inputs)
             captured = self._find_captured(inputs)
-            is_free = captured is not None and captured.is_free()
-            if captured is not None and self._changes_lending(is_free=is_free):
-                self.release()
-                captured = None
+            if not self._may_overwrite():
+                return self._launch(inputs)
             if captured is None:
                 in_place = self._find_in_place(inputs)
                 if in_place is not None and self.num_launches >= WARMUP_RUNS:
                     captured = self._capture(inputs, in_place)
-                is_free = captured is not None and captured.is_free()
-            if captured is not None and is_free:
-                return self._replay(captured, inputs)
-            return self._launch(inputs)
+            return self._launch(inputs) if captured is None else self._replay(captured, inputs)
+
+    def _launch(self, inputs: list[torch.Tensor]) -> list[torch.Tensor | None]:
+        """Launch on the lanes, in fresh memory."""
+        self.num_launches += 1
+        returned = self._launch_or_make_room(inputs)
+        if self.graph.role is Role.BACKWARD and self.may_capture:
+            self.shared.lending.note(returned)
+        return returned
 
     def release(self) -> None:
-        """Release all CUDA graphs and their memory; later runs capture them again."""
+        """Release all CUDA graphs; later runs capture them again."""
         with self.gpu.launch_lock:
             for captured in self._captures:
-                captured.release()
+                self.shared.drop(captured)
             self._captures.clear()
 
     def measure(self, inputs: Sequence[torch.Tensor]) -> Observations:
@@ -198,8 +223,7 @@ class CudaExecutable:
         """Return no spans: a replay does not measure segments; `measure` times bodies."""
         return Trace(spans=(), duration_ns=0)
 
-    def _launch(self, inputs: list[torch.Tensor]) -> list[torch.Tensor | None]:
-        self.num_launches += 1
+    def _launch_or_make_room(self, inputs: list[torch.Tensor]) -> list[torch.Tensor | None]:
         stream = self.gpu.caller_stream()
         if self.gpu.is_capturing():
             return self._launcher.launch(inputs, stream)
@@ -221,25 +245,30 @@ class CudaExecutable:
         self.gpu.callers.add(stream)
         order_after(self.gpu, list(self.gpu.callers - {stream}), list(self._launcher.streams.values()))
 
-    def _must_keep_forward(self) -> bool:
-        """Whether what the forward saved is needed once more, by a CUDA graph that uses its memory for other things."""
-        return self.graph.role is Role.BACKWARD and not self._lending.is_on and retains_graph()
+    def _may_come_again(self) -> bool:
+        """Whether this is a backward through a graph that is kept: its replay would overwrite what it reads."""
+        return self.graph.role is Role.BACKWARD and retains_graph()
 
-    def _find_captured(self, inputs: Sequence[torch.Tensor]) -> Captured | None:
-        """Return the CUDA graph that reads these inputs, and put it first."""
+    def _find_captured(self, inputs: list[torch.Tensor]) -> Captured | None:
+        """Return the CUDA graph that reads these inputs, and put it first; of a backward, that of the last forward."""
         self._captures = [each for each in self._captures if each.is_live]
         for place, captured in enumerate(self._captures):
-            if captured.reads(inputs):
+            if captured.reads(inputs) and (captured.forward is None or captured.forward is self.shared.contents):
                 self._captures.insert(0, self._captures.pop(place))
                 return captured
         return None
 
-    def _changes_lending(self, *, is_free: bool) -> bool:
-        """Whether gradients, which are lent or copied out so far, are from now on treated the other way."""
-        if self._lending.is_on and not is_free:
-            self._lending.refuse()  # somebody holds one that a replay would overwrite
+    def _may_overwrite(self) -> bool:
+        """Whether a replay or a rehearsal overwrites nothing that is in use."""
+        if self.graph.role is Role.BACKWARD:
+            self._tell_of_hooks()
+            return self.shared.contents is not None  # so its forward was replayed, when nothing else was in use
+        if self.shared.is_free():
             return True
-        return self._lending.resumes()
+        if self.graph.role is Role.FORWARD and self.shared.has_held_gradients():
+            self.shared.lending.refuse()
+            self.shared.release()
+        return False
 
     def _find_in_place(self, inputs: Sequence[torch.Tensor]) -> frozenset[int] | None:
         """Return the positions of inputs that a capture can use in place; None if this run must not be captured.
@@ -252,7 +281,10 @@ class CudaExecutable:
         if is_backward:
             forward = self._forward_of(inputs)
             if forward is None:
-                self._tell_of_hooks()
+                return None
+            if forward.owners is None:
+                if not any(reader.is_live for reader in forward.readers):
+                    self.shared.drop(forward)  # what it saves is no longer safe from a capture: it is captured again
                 return None
             stable = forward.saved | forward.in_place_storages
             in_place = frozenset(index for index in in_place if storage_address(inputs[index]) in stable)
@@ -266,17 +298,19 @@ class CudaExecutable:
         return in_place if is_settled or not addresses else None
 
     def _forward_of(self, inputs: Sequence[torch.Tensor]) -> Captured | None:
-        """Return the captured forward that saved these inputs of a backward."""
-        memory = {storage_address(tensor) for tensor in inputs}
-        return next((each for each in self.shared.forwards if each.saved <= memory), None)
+        """Return the captured forward that was replayed last, if it saved these inputs of a backward."""
+        forward = self.shared.contents
+        if forward is None or forward.variant != self.variant:
+            return None
+        return forward if forward.saved <= {storage_address(tensor) for tensor in inputs} else None
 
     def _tell_of_hooks(self) -> None:
         """Say once why a backward is launched at every step, although its forward is replayed."""
         if self.shared.has_hooks and self.shared.forwards and not self._has_told_of_hooks:
             self._has_told_of_hooks = True
             _logger.info(
-                "%s is launched on lanes at every step: saved_tensors_hooks replace what its forward saved, which a "
-                "CUDA graph would read in place; the forward is one",
+                "%s is launched on lanes at every step: saved_tensors_hooks replace or keep what its forward saved, "
+                "which a CUDA graph would read in place and overwrite; the forward is one",
                 self.graph.name,
             )
 
@@ -323,18 +357,27 @@ class CudaExecutable:
         self._require_room()
         # Collectives read gradients on streams of their own, which a replay would not wait for.
         if torch.distributed.is_available() and torch.distributed.is_initialized():
-            self._lending.forbid()
+            self.shared.lending.forbid()
         slots = {index: slot_for(tensor) for index, tensor in enumerate(inputs) if index not in in_place}
         forward = self._forward_of(inputs) if self.graph.role is Role.BACKWARD else None
-        shares = None if forward is None or self._lending.is_on else forward.recording
-        outputs: list[torch.Tensor | None] = []
+        made: list[torch.Tensor | None] = []
+        given: set[StorageWeakRef] = set()
+        streams: dict[int, Stream] = {}
+
+        def note(stream: Stream, outputs: Sequence[torch.Tensor]) -> None:
+            for output in outputs:
+                streams.setdefault(storage_address(output), stream)  # memory of a pool stays with its stream
 
         def work(origin: Stream) -> None:
             arguments = [slots.get(index, tensor) for index, tensor in enumerate(inputs)]
-            outputs.extend(self._launcher.launch(arguments, origin))
+            releases = self._take_over(forward, arguments, origin)
+            given.update(storages_of(arguments))  # by identity: what is made may be where released inputs were
+            made.extend(self._launcher.launch(arguments, origin, made=note, releases=releases))
 
         self._order_after_last_replay()
-        recording = self.gpu.capture(work, shares, self._rehearsal(inputs, slots))
+        recording = self.gpu.capture(
+            work, self.shared.find_pool(), self._rehearsal(inputs, slots), is_apart=forward is not None
+        )
         memory = account(
             recording,
             self._launcher.streams,
@@ -343,27 +386,55 @@ class CudaExecutable:
             quota=self.lane_memory_quota,
         )
         in_place_storages = frozenset(storage_address(inputs[index]) for index in in_place)
-        outputs = [None if index in self._passthrough else output for index, output in enumerate(outputs)]
+        owned = {
+            id(output): output
+            for output in made
+            if output is not None and storage_address(output) and not storages_of([output]) <= given
+        }
+        aliases = dict(zip(owned, self.gpu.alias(list(owned.values()), recording), strict=True))
         kept = keep_outputs(
-            outputs,
+            [self._passthrough.get(index, aliases.get(id(output), output)) for index, output in enumerate(made)],
             user_outputs=self.contract.user_outputs,
             in_place=in_place_storages,
-            copied_in=frozenset(storage_address(slot) for slot in slots.values()),
-            lends=self._lending.is_on,
+            own=frozenset(map(id, aliases.values())),
+            lends=self.graph.role is Role.BACKWARD and self.shared.lending.is_on,
         )
         captured = Captured(
             role=self.graph.role,
             recording=recording,
             addresses={index: inputs[index].data_ptr() for index in sorted(in_place)},
             slots=slots,
-            outputs=outputs,
             in_place_storages=in_place_storages,
             kept=kept,
             memory=memory,
+            variant=self.variant,
+            forward=forward,
         )
+        if self.graph.role is Role.FORWARD:
+            captured.owners = {
+                place: Owner(storage=output.untyped_storage(), stream=streams[place])
+                for output in owned.values()
+                if (place := storage_address(output)) in kept.saved
+            }
         if forward is not None:
             forward.readers.append(captured)
+            self.gpu.give_back_memory()  # what the runs on lanes took
         return captured
+
+    def _take_over(self, forward: Captured | None, arguments: list[torch.Tensor], origin: Stream) -> Releases:
+        """Let the launches own what the forward saved, and return where they release it, for what they make then."""
+        if forward is None:
+            return {}
+        owners, forward.owners = forward.owners or {}, None
+        lane_of = {self._launcher.streams.get(lane.id, origin): lane.id for lane in self.program.lanes}
+        lanes: dict[BufferId, LaneId] = {}
+        for index, tensor in enumerate(arguments):
+            owner = owners.get(storage_address(tensor))
+            if owner is not None:
+                arguments[index] = owner.owning(tensor)
+                if owner.stream in lane_of:
+                    lanes[self.program.inputs[index]] = lane_of[owner.stream]
+        return find_releases(self.program, lanes)
 
     def _require_room(self) -> None:
         """Check that the buffers of the graph fit into free memory.
@@ -385,6 +456,7 @@ class CudaExecutable:
         stand_ins = {**slots, **written}
 
         def rehearse(origin: Stream) -> None:
+            order_after(self.gpu, list(self.gpu.callers), [origin])  # memory of lanes may be what others read
             with self.gpu.random_numbers_kept():
                 self._launcher.launch([stand_ins.get(index, tensor) for index, tensor in enumerate(inputs)], origin)
 
@@ -393,11 +465,11 @@ class CudaExecutable:
     def _replay(self, captured: Captured, inputs: list[torch.Tensor]) -> list[torch.Tensor | None]:
         self.num_replays += 1
         self._order_after_last_replay()
+        self.shared.note_replay(captured)
         returned = captured.replay(self.gpu, inputs)
-        self._lending.note(returned)
-        for index, place in self._passthrough.items():
-            returned[index] = inputs[place]
         inputs.clear()
+        if self.graph.role is Role.BACKWARD and not captured.kept.lends:
+            self.shared.lending.note(returned)
         return returned
 
     def _order_after_last_replay(self) -> None:

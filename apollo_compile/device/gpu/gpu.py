@@ -20,7 +20,7 @@ import torch
 
 from apollo_compile import _native
 from apollo_compile.device.gpu.memory import LiveCaptures
-from apollo_compile.device.gpu.torch_capture import TorchRecording, capture_with_torch
+from apollo_compile.device.gpu.torch_capture import TorchRecording, alias_tensors, capture_with_torch
 from apollo_compile.device.lanes import atom_borders
 from apollo_compile.errors import CudaError
 from apollo_compile.ir import Lane
@@ -114,6 +114,8 @@ class Gpu(Protocol):
         work: Callable[[Stream], None],
         shares: Recording | None,
         rehearsal: Callable[[Stream], None] | None = None,
+        *,
+        is_apart: bool = False,
     ) -> Recording:
         """Capture what `work(origin)` launches from the stream `origin`, without running it.
 
@@ -121,11 +123,19 @@ class Gpu(Protocol):
             work: launches what is captured.
             shares: an earlier recording, whose free memory is reused.
             rehearsal: launches the same on other data; run before, on the streams and in the memory of the capture.
+            is_apart: whether the rehearsal takes other memory.
 
         Raises:
             Exception: whatever `work` and `rehearsal` raise.
             torch.OutOfMemoryError: the memory does not suffice.
             RuntimeError: the capture failed.
+        """
+
+    def alias(self, tensors: Sequence[torch.Tensor], recording: Recording) -> list[torch.Tensor]:
+        """Return tensors at the same addresses that keep `recording` alive, but do not own their memory.
+
+        Once `tensors` are released, later captures that share the pool may use their memory. Tensors that share a
+        storage do so in the result.
         """
 
     def free_bytes(self) -> int:
@@ -311,6 +321,8 @@ class TorchGpu:
         work: Callable[[Stream], None],
         shares: Recording | None,
         rehearsal: Callable[[Stream], None] | None = None,
+        *,
+        is_apart: bool = False,
     ) -> TorchRecording:
         """Capture with torch's own class, which handles random numbers and the memory pool."""
         origin = self._wrap(self.native.stream(_ORIGIN))
@@ -318,12 +330,18 @@ class TorchGpu:
         return capture_with_torch(
             work,
             rehearsal,
+            is_apart=is_apart,
             device=self.device,
             pool=shares.pool if isinstance(shares, TorchRecording) else None,
             origin=origin,
             streams={self.handle_of(stream) for stream in (origin, *lanes)},
             captures=self.captures,
         )
+
+    def alias(self, tensors: Sequence[torch.Tensor], recording: Recording) -> list[torch.Tensor]:
+        """Make storages from bare addresses."""
+        assert isinstance(recording, TorchRecording)
+        return alias_tensors(tensors, recording)
 
     def free_bytes(self) -> int:
         """Return what the driver has, and what torch's allocator keeps without use."""

@@ -1,6 +1,7 @@
 """Launch a program from the host.
 
     host_order(program)  -> one order of all instructions that keeps each lane's order, with records before their waits
+    find_releases(program, owners)  -> where inputs of the graph may be released
     launch(...)          -> the outputs, once everything is launched
 
 The host launches all lanes from one thread; the device runs them in parallel. A wait for an event that is not recorded
@@ -17,7 +18,9 @@ Buffers are held until the join unless the memory plan releases them earlier; se
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 
@@ -31,6 +34,12 @@ Tuned = Mapping[tuple[BodyId, int], Body]
 
 Launched = Callable[[LaneId, Launch, Stream], None]
 """Called after the launch of every body, with its lane, its instruction and its stream."""
+
+Made = Callable[[Stream, Sequence[torch.Tensor]], None]
+"""Called after the launch of every body, with its stream and its outputs."""
+
+Releases = Mapping[int, Sequence[BufferId]]
+"""Inputs of the graph that are released behind an instruction, by its place in the order of the host."""
 
 
 def host_order(program: Program) -> HostOrder:
@@ -60,6 +69,50 @@ def host_order(program: Program) -> HostOrder:
         if len(order) == before:
             raise ValueError(f"program {program.name} cannot be launched: its lanes wait for each other in a circle")
     return tuple(order)
+
+
+def find_releases(program: Program, owners: Mapping[BufferId, LaneId]) -> Releases:
+    """Return behind which instruction each of these inputs may be released at the earliest.
+
+    Released memory goes back to the stream that allocated it, and the next body there may overwrite it. So an input is
+    released behind an instruction on its owner's lane, once that lane is ordered after all readers. Inputs that are
+    outputs, too, and those whose readers no later instruction of the owner is ordered after, are not released.
+
+    Arguments:
+        program: the program that reads the inputs.
+        owners: the lane on whose stream an input was allocated.
+    """
+    left = {
+        buffer: sum(
+            buffer in instruction.inputs
+            for instructions in program.instructions
+            for instruction in instructions
+            if isinstance(instruction, Launch)
+        )
+        for buffer in owners
+        if buffer in program.inputs and buffer not in program.outputs
+    }
+    clocks: dict[LaneId, Counter[LaneId]] = {lane.id: Counter() for lane in program.lanes}
+    recorded: dict[int, Counter[LaneId]] = {}
+    readers: dict[BufferId, Counter[LaneId]] = {buffer: Counter() for buffer in left}
+    releases: dict[int, list[BufferId]] = {}
+    for place, (lane, instruction) in enumerate(host_order(program)):
+        clock = clocks[lane]
+        match instruction:
+            case Launch(inputs=inputs):
+                clock[lane] += 1
+                for buffer in left.keys() & set(inputs):
+                    readers[buffer][lane] = clock[lane]
+                    left[buffer] -= 1
+            case Record(event=event):
+                recorded[event] = clock.copy()
+            case Wait(event=event):
+                clock |= recorded[event]
+        for buffer in sorted(left):
+            if owners[buffer] == lane and not left[buffer] and readers[buffer] <= clock:
+                releases.setdefault(place, []).append(buffer)
+                del left[buffer]
+    return releases
 
 
 def order_after(gpu: Gpu, earlier: Sequence[Stream], later: Sequence[Stream]) -> None:
@@ -121,7 +174,12 @@ class Launcher:
         return self._streams
 
     def launch(
-        self, inputs: list[torch.Tensor], origin: Stream, launched: Launched = lambda lane, launch, stream: None
+        self,
+        inputs: list[torch.Tensor],
+        origin: Stream,
+        launched: Launched = lambda lane, launch, stream: None,
+        made: Made = lambda stream, outputs: None,
+        releases: Releases = MappingProxyType({}),
     ) -> list[torch.Tensor | None]:
         """Launch everything from the stream `origin` and return the outputs; `inputs` is emptied.
 
@@ -132,12 +190,12 @@ class Launcher:
         inputs.clear()
         events = [gpu.new_event() for _ in range(self._program.num_events)]
         with forked(gpu, origin, lanes):
-            for lane, instruction in self._order:
+            for place, (lane, instruction) in enumerate(self._order):
                 stream = self._streams.get(lane, origin)
                 match instruction:
                     case Launch():
                         body = self._tuned.get((instruction.body, self._units[lane]), self._bodies[instruction.body])
-                        _launch_body(instruction, body, values, self._gpu, stream)
+                        made(stream, _launch_body(instruction, body, values, self._gpu, stream))
                         launched(lane, instruction, stream)
                     case Record(event=event):
                         gpu.record(events[event], stream)
@@ -145,14 +203,19 @@ class Launcher:
                         gpu.wait(events[event], stream)
                     case Release(buffer=buffer):
                         del values[buffer]
+                for buffer in releases.get(place, ()):
+                    values.pop(buffer, None)  # its reader may have taken it
         return [None if buffer is None else values[buffer] for buffer in self._program.outputs]
 
 
-def _launch_body(launch: Launch, body: Body, values: dict[BufferId, torch.Tensor], gpu: Gpu, stream: Stream) -> None:
-    """Launch a body on `stream`; inputs that it takes are removed from `values`, and outputs are added."""
+def _launch_body(
+    launch: Launch, body: Body, values: dict[BufferId, torch.Tensor], gpu: Gpu, stream: Stream
+) -> Sequence[torch.Tensor]:
+    """Launch a body on `stream` and return its outputs; they are added to `values`, from which it takes its inputs."""
     arguments = [values[buffer] for buffer in launch.inputs]
     for buffer, takes in zip(launch.inputs, launch.takes, strict=True):
         if takes:
             values.pop(buffer, None)  # a buffer that is read twice is taken twice
     made = gpu.call(body, arguments, stream)
     values.update(zip(launch.outputs, made, strict=True))
+    return made

@@ -1,9 +1,10 @@
-"""Decide whether a backward lends its gradients.
+"""Decide whether a model lends its gradients.
 
-Lent gradients stay in the memory of the CUDA graph, which a replay overwrites. So the caller must have released them
-by then, as training does. Where it holds one (gradients are accumulated, or collected), they are copied out from then
-on. That may have been a single step, such as a look at gradients; so after a number of copied runs it is asked whether
-the last gradients were released, and if so they are lent again. The number doubles every time that was wrong.
+Lent gradients stay in the memory of its CUDA graphs, which the next forward overwrites. So the caller must have
+released them when a forward begins, as training does that zeroes them after a step. Where they live on (gradients are
+accumulated or collected, or zeroed between forward and backward), they are copied out. That may have been a single
+step, such as a look at gradients; so after a number of copied runs it is asked whether the last gradients were
+released, and if so they are lent again. The number doubles every time that was wrong.
 """
 
 from __future__ import annotations
@@ -20,46 +21,48 @@ FIRST_PATIENCE = 8
 
 
 class Lending:
-    """The decision for one backward; `may_lend` is False for a graph whose gradients are always copied out."""
+    """The decision for the backwards of one model."""
 
-    def __init__(self, *, may_lend: bool) -> None:
-        self.is_on = may_lend
-        """Whether the next capture lends."""
-        self._may_lend = may_lend
+    def __init__(self) -> None:
+        self.is_on = True
+        """Whether the next capture of a backward lends."""
+        self._is_forbidden = False
         self._patience = FIRST_PATIENCE
         self._copied = 0
-        self._last: frozenset[StorageWeakRef] = frozenset()
-        """Storages of the gradients of a run that are watched until the next one."""
+        self._watched: frozenset[StorageWeakRef] = frozenset()
+        """Storages of the gradients of the last backward, if it is asked whether they are released."""
 
     def forbid(self) -> None:
         """Always copy out: somebody else reads gradients in an order that a replay does not wait for."""
-        self.is_on = self._may_lend = False
+        self.is_on, self._is_forbidden = False, True
 
     def refuse(self) -> None:
-        """Copy out from now on: the caller holds a gradient."""
+        """Copy out from now on: the caller holds a gradient when a forward begins."""
         self.is_on = False
         self._wait()
 
     def note(self, gradients: Iterable[torch.Tensor | None]) -> None:
-        """Count a run whose gradients were copied out; watch those of the last run of the wait."""
-        if not self._may_lend or self.is_on:
+        """Count a backward whose gradients were not lent; watch them while lending is on, or at the end of the wait."""
+        if self._is_forbidden:
             return
         self._copied += 1
-        if self._copied == self._patience:
-            self._last = storages_of(each for each in gradients if each is not None)
+        if self.is_on or self._copied == self._patience:
+            self._watched = storages_of(each for each in gradients if each is not None)
 
-    def resumes(self) -> bool:
-        """Return whether to lend again, before a run: the watched gradients were released."""
-        if not self._last:
+    def changes(self) -> bool:
+        """Return whether gradients are treated otherwise from now on; asked when a forward begins."""
+        watched, self._watched = self._watched, frozenset()
+        if not watched:
             return False
-        last, self._last = self._last, frozenset()
-        if not are_gone(last):
-            self._wait()
-            return False
-        self.is_on = True
-        return True
+        are_released = are_gone(watched)
+        if not are_released:
+            was_on = self.is_on
+            self.refuse()
+            return was_on
+        has_changed, self.is_on = not self.is_on, True
+        return has_changed
 
     def _wait(self) -> None:
-        if self._copied:
+        if self._copied >= FIRST_PATIENCE:
             self._patience *= 2
         self._copied = 0

@@ -12,18 +12,24 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from apollo_compile.device.gpu.lending import Lending
 from apollo_compile.ir import Role
 
 if TYPE_CHECKING:
     from apollo_compile.device.gpu.captured import Captured
-    from apollo_compile.device.gpu.gpu import Stream
+    from apollo_compile.device.gpu.gpu import Recording, Stream
 
 _logger = logging.getLogger(__name__)
 
 
 @dataclass(eq=False, slots=True)
 class ModelMemory:
-    """State that the graphs of one model share."""
+    """The memory pool that CUDA graphs of one model share, and what they know of each other.
+
+    Forwards and backwards of all variants use the same addresses, so a replay overwrites what others made. A replay of
+    a forward requires that nobody uses anything that was handed out of the pool; a replay of a backward requires that
+    the last one was that of its own forward. Graphs without a backward have a pool of their own.
+    """
 
     stream: Stream | None = None
     """The caller's stream at the last replay of any of them."""
@@ -31,7 +37,12 @@ class ModelMemory:
     """Whether `saved_tensors_hooks` were active at the last forward, so that they may replace what it saved."""
     out_of_memory: str | None = None
     """The message of the allocation that failed in a capture; no graph of the model is captured after that."""
+    lending: Lending = field(default_factory=Lending)
     _captures: list[Captured] = field(default_factory=list)
+    _contents: Captured | None = None
+    """The forward that was replayed last, if nothing was replayed after it."""
+    _handed_out: list[Captured] = field(default_factory=list)
+    """The CUDA graphs whose outputs may still be in use."""
 
     def add(self, captured: Captured) -> None:
         """Remember a CUDA graph of one of the graphs."""
@@ -42,11 +53,53 @@ class ModelMemory:
         """The captured forwards, the latest first."""
         return tuple(each for each in self._captures if each.is_live and each.role is Role.FORWARD)
 
+    @property
+    def contents(self) -> Captured | None:
+        """The forward whose saved tensors are in the pool; None if anything else was replayed after it."""
+        return self._contents if self._contents is not None and self._contents.is_live else None
+
+    def find_pool(self) -> Recording | None:
+        """Return a CUDA graph whose pool the next capture shares; None if that begins a new pool."""
+        recording = next((each.recording for each in self._captures if each.recording is not None), None)
+        if recording is None:
+            self._forget_pool()
+        return recording
+
+    def is_free(self) -> bool:
+        """Whether nobody uses what was handed out of the pool."""
+        return all(captured.is_unused() for captured in self._handed_out)
+
+    def has_held_gradients(self) -> bool:
+        """Whether somebody uses gradients that were lent."""
+        return any(each.role is Role.BACKWARD and not each.is_unused() for each in self._handed_out)
+
+    def note_replay(self, captured: Captured) -> None:
+        """Note that a CUDA graph is replayed, which hands out its outputs."""
+        if captured.role is Role.BACKWARD:
+            self._contents = None
+            self._handed_out.append(captured)
+        else:
+            # A hook may keep what was saved for later, and a backward overwrites it.
+            self._contents = captured if captured.role is Role.FORWARD and not self.has_hooks else None
+            self._handed_out = [captured]
+
+    def drop(self, captured: Captured) -> None:
+        """Release a CUDA graph: with all others of the pool if its outputs are in use, which nobody would know of."""
+        if captured.is_unused():
+            captured.release()
+        else:
+            self.release()
+
     def release(self) -> None:
-        """Release every CUDA graph of the model, with its memory."""
+        """Release every CUDA graph of the model, with the pool; what was handed out of it keeps what it needs."""
         for captured in self._captures:
             captured.release()
         self._captures.clear()
+        self._forget_pool()
+
+    def _forget_pool(self) -> None:
+        self._contents = None
+        self._handed_out.clear()
 
 
 class LiveCaptures:

@@ -6,7 +6,6 @@ GpuTarget(gpu, profile, config, device=...) -> Target
 from __future__ import annotations
 
 import time
-from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 
@@ -21,7 +20,7 @@ from apollo_compile.device.gpu.urgency import rank_lanes
 from apollo_compile.device.gpu.whole import as_one_segment
 from apollo_compile.device.profile import DeviceProfile
 from apollo_compile.device.target import Code, CompiledBody, Run
-from apollo_compile.ir import Lane, Variant
+from apollo_compile.ir import Lane, Role, SegmentGraph, Variant
 from apollo_compile.json_form import to_json
 from apollo_compile.pipeline import Compilation
 from apollo_compile.torch_bridge.onednn import Matmul
@@ -72,8 +71,10 @@ class GpuTarget:
         self.profile = profile
         self.device = device
         self.lane_memory_quota = config.device.lane_memory_quota
-        self.memories: dict[Variant, ModelMemory] = defaultdict(ModelMemory)
-        """Memory that the graphs share, by variant."""
+        self._memory = ModelMemory()
+        """The pool that all variants of forward and backward share."""
+        self._other_memory = ModelMemory()
+        """That of graphs without a backward, which run while saved tensors or gradients are in use."""
         self._config = config
         self._find_complaint = find_complaint
         self._fingerprint = fingerprint
@@ -114,7 +115,8 @@ class GpuTarget:
             bodies=code.bodies,
             gpu=self.gpu.sharing(sharing),
             contract=code.contract,
-            shared=self.memories[variant],
+            shared=self._memory_of(compilation.partition.graph),
+            variant=variant,
             urgency=rank_lanes(compilation.partition.graph, compilation.plan, compilation.costs),
             tuned=code.tuned if sharing is Sharing.APART else {},
             lane_memory_quota=self.lane_memory_quota,
@@ -130,14 +132,19 @@ class GpuTarget:
             bodies=[CompiledBody(function=make_body(run))],
             gpu=self.gpu,
             contract=code.contract,
-            shared=self.memories[Variant.INDUCTOR],
+            shared=self._memory_of(graph),
+            variant=Variant.INDUCTOR,
             strict=self._is_strict,
         )
 
     def keep_only(self, variants: Collection[Variant]) -> None:
-        """Drop the shared memory of all other variants."""
-        for variant in self.memories.keys() - set(variants):
-            del self.memories[variant]
+        """Begin a new pool: in the old one, memory of streams that only other variants use is lost."""
+        with self.gpu.launch_lock:
+            self._memory.release()
+            self._other_memory.release()
+
+    def _memory_of(self, graph: SegmentGraph) -> ModelMemory:
+        return self._memory if graph.role in (Role.FORWARD, Role.BACKWARD) else self._other_memory
 
     def trim_memory(self) -> None:
         """Do nothing: torch's allocator owns the memory of released CUDA graphs."""

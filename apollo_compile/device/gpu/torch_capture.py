@@ -1,6 +1,7 @@
 """Capture a CUDA graph with torch's own class.
 
     capture_with_torch(work, rehearsal, ...) -> TorchRecording
+    alias_tensors(tensors, recording) -> tensors at the same addresses that do not own their memory
 
 `torch.cuda.graph` waits for the device and empties the allocator's cache before every capture; here both happen only
 where memory is short. See Note [captures that fail] in `torch_bridge/cuda_private.py`.
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -51,10 +52,42 @@ class TorchRecording:
         return found
 
 
+def alias_tensors(tensors: Sequence[torch.Tensor], recording: TorchRecording) -> list[torch.Tensor]:
+    """Return tensors at the same addresses; their storages keep the recording, and with it its pool, alive."""
+    storages: dict[int, torch.UntypedStorage] = {}
+    found = []
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        if not storage.nbytes():
+            found.append(tensor.detach())
+            continue
+        if storage.data_ptr() not in storages:
+            window = _Window(storage.data_ptr(), storage.nbytes(), recording)
+            storages[storage.data_ptr()] = torch.as_tensor(window, device=tensor.device).untyped_storage()
+        empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        found.append(empty.set_(storages[storage.data_ptr()], tensor.storage_offset(), tensor.shape, tensor.stride()))
+    return found
+
+
+class _Window:
+    """Bytes on the device; torch makes a tensor of them by the CUDA array interface, and keeps this object with it."""
+
+    def __init__(self, address: int, num_bytes: int, recording: object) -> None:
+        self._recording = recording
+        self.__cuda_array_interface__ = {
+            "shape": (num_bytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "strides": None,
+            "version": 3,
+        }
+
+
 def capture_with_torch(
     work: Callable[[Stream], None],
     rehearsal: Callable[[Stream], None] | None,
     *,
+    is_apart: bool = False,
     device: torch.device,
     pool: Any | None,
     origin: Stream,
@@ -66,6 +99,7 @@ def capture_with_torch(
     Arguments:
         work: launches what is captured, from the stream it is given.
         rehearsal: launches the same on other data; it runs.
+        is_apart: whether the rehearsal takes memory from outside of the pool.
         device: the device.
         pool: the handle of a memory pool with a CUDA graph whose free memory is reused; None makes a new pool.
         origin: the stream on which the capture begins and ends.
@@ -80,7 +114,9 @@ def capture_with_torch(
     graph = torch.cuda.CUDAGraph()
     with _fresh_workspaces(streams), contextlib.ExitStack() as held:
         if rehearsal is not None:
-            _rehearse(rehearsal, device, pool, origin, held)
+            _rehearse(rehearsal, device, None if is_apart else pool, origin, held)
+            if is_apart:
+                clear_workspaces(streams)  # which are not in the pool
         try:
             _capture(work, graph, pool, origin)
         except _FailedCaptureError as error:
@@ -96,13 +132,22 @@ class _FailedCaptureError(Exception):
 
 
 def _rehearse(
-    rehearsal: Callable[[Stream], None], device: torch.device, pool: Any, origin: Stream, held: contextlib.ExitStack
+    rehearsal: Callable[[Stream], None],
+    device: torch.device,
+    pool: Any | None,
+    origin: Stream,
+    held: contextlib.ExitStack,
 ) -> None:
-    """Run it with memory of the pool, which lives until `held` ends; if that is too little, with an empty cache."""
+    """Run it with memory of the pool, which lives until `held` ends; if that is too little, with an empty cache.
+
+    Without a pool, memory is taken as for any launch.
+    """
 
     def run() -> None:
-        with allocating_from(device.index, pool):
-            held.callback(release_pool, device.index, pool)
+        with contextlib.ExitStack() as allocating:
+            if pool is not None:
+                allocating.enter_context(allocating_from(device.index, pool))
+                held.callback(release_pool, device.index, pool)
             _run_between(rehearsal, torch.cuda.current_stream(device), origin)
 
     with contextlib.suppress(torch.OutOfMemoryError):

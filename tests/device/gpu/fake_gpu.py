@@ -243,14 +243,19 @@ class FakeGpu:
         self.log.append(("give back memory",))
 
     def capture(
-        self, work: Callable[[str], None], shares: Recording | None, rehearsal: Callable[[str], None] | None = None
+        self,
+        work: Callable[[str], None],
+        shares: Recording | None,
+        rehearsal: Callable[[str], None] | None = None,
+        *,
+        is_apart: bool = False,
     ) -> FakeRecording:
         """Capture; every stream has to come back to the origin, or that hides what `work` raises."""
         if self.fail_capture is not None:
             raise self.fail_capture
         pool = shares.pool if isinstance(shares, FakeRecording) else self.arena.new_pool()
         if rehearsal is not None:
-            self._rehearse(rehearsal, pool)
+            self._rehearse(rehearsal, None if is_apart else pool)
         self.log.append(("capture",))
         self._freed.clear()  # a capture allocates from memory of its own, ...
         for clock in list(self._clocks.values()):
@@ -286,8 +291,8 @@ class FakeGpu:
     def synchronize(self) -> None:
         """Everything has happened."""
 
-    def _rehearse(self, rehearsal: Callable[[str], None], pool: Pool) -> None:
-        """Run it in memory of the pool, after what the caller's stream has to do and before what comes."""
+    def _rehearse(self, rehearsal: Callable[[str], None], pool: Pool | None) -> None:
+        """Run it in memory of the pool, if any, after what the caller's stream has to do and before what comes."""
         self.log.append(("rehearse",))
         freed, self._freed = self._freed, defaultdict(list)
         self._clocks[ORIGIN] |= self._clocks[self.caller]
@@ -369,9 +374,7 @@ class FakeGpu:
         operation.outputs = [at_address(tensor) for tensor in outputs]
         return outputs
 
-    def _place(
-        self, made: Sequence[torch.Tensor], own: frozenset[int], pool: Pool, stream: str
-    ) -> list[torch.Tensor]:
+    def _place(self, made: Sequence[torch.Tensor], own: frozenset[int], pool: Pool, stream: str) -> list[torch.Tensor]:
         """Return the tensors in the pool, but for views of the storages `own`."""
         new = [tensor for tensor in made if tensor.untyped_storage().data_ptr() not in own]
         placed = dict(zip(map(id, new), self.arena.tensors_like(new, pool, self.key_of(stream)), strict=True))

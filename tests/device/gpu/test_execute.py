@@ -289,6 +289,7 @@ def make_pair(
     *functions: Callable[..., Any],
     outputs: Sequence[int] = (2, 0),
     made: Sequence[int] = (0, 1),
+    shared: ModelMemory | None = None,
     **options: Any,
 ) -> tuple[CudaExecutable, CudaExecutable]:
     """Return a forward that keeps `x * weight`, and its backward, which reads that, the weight and a tangent.
@@ -296,7 +297,7 @@ def make_pair(
     The forward has `outputs`. One function of the backward takes the first two of its inputs, one the other two; it
     returns what those make.
     """
-    shared = ModelMemory()
+    shared = shared or ModelMemory()
     forward = two_towers(gpu, outputs=outputs, shared=shared, **options)
     backward_graph = replace(add_input(add_input(graph((), (), outputs=made), 0), 1), role=Role.BACKWARD)
     backward = CudaExecutable(
@@ -329,14 +330,14 @@ def test_a_backward_is_captured_after_its_forward_and_lends_its_gradients(gpu: F
     for _ in range(5):
         step(pair, weight)
     assert counts(forward) == counts(backward) == (2, 1, 3)
-    assert [each.shares for each in gpu.recordings] == [None, None]  # the next forward may run while gradients are used
+    assert len({each.pool for each in gpu.recordings}) == 1
     gpu.log.clear()
     step(pair, weight)
     assert gpu.log == [("copy", "1"), ("replay",), ("copy", "1"), ("copy", "1"), ("replay",)]
 
 
 def test_gradients_that_are_held_are_copied_from_then_on(gpu: FakeGpu) -> None:
-    """Before one is overwritten; the graph is captured again, and shares the memory of its forward."""
+    """From the first capture on, since they were held when a forward began before."""
     forward, backward = make_pair(gpu)
     weight, held = torch.randn(4), []
     for number in range(8):
@@ -347,10 +348,47 @@ def test_gradients_that_are_held_are_copied_from_then_on(gpu: FakeGpu) -> None:
         held.append((first if number % 2 else second, wanted[0] if number % 2 else wanted[1]))
         del kept, first, second
     assert all(found is not None and torch.equal(found, wanted) for found, wanted in held)
-    assert counts(backward) == (2, 2, 6)
-    lending, copying = gpu.recordings[1:]
-    assert (lending.num_replays, copying.num_replays) == (1, 5)
-    assert (lending.shares, copying.shares) == (None, gpu.recordings[0])
+    assert counts(backward) == (2, 1, 6)
+
+
+def test_gradients_that_are_still_held_when_a_forward_begins_are_not_overwritten(gpu: FakeGpu) -> None:
+    """Then that step is launched, and the graphs are captured again in other memory; the old memory ends with them."""
+    pair = forward, backward = make_pair(gpu)
+    weight = torch.randn(4)
+    for _ in range(4):
+        step(pair, weight)
+    _, kept = forward.run([torch.ones(4), weight])
+    held = backward.run([kept, weight, torch.ones(4)])[0]  # type: ignore[list-item]
+    del kept
+    old = weakref.ref(gpu.recordings[0].pool)
+    gpu.recordings.clear()
+    for _ in range(4):
+        step(pair, weight)
+    assert held is not None and torch.equal(held, weight * weight)
+    assert counts(forward) == counts(backward) == (2 + 1, 2, 3 + 3)
+    assert old() is not None and old() is not gpu.recordings[0].pool
+    del held
+    assert old() is None
+
+
+def test_variants_of_a_model_overlay_each_other(gpu: FakeGpu) -> None:
+    """Together they take what one of them takes; a forward is not replayed while another's saved tensors are used."""
+    pairs = [make_pair(gpu, variant="first")]
+    pairs.append(make_pair(gpu, shared=pairs[0][0].shared, variant="second"))
+    weight, sizes = torch.randn(4), []
+    for pair in (*pairs, *pairs):
+        for _ in range(4):
+            step(pair, weight)
+        sizes.append(sum(segment.num_bytes for segment in gpu.recordings[0].pool.segments))
+    assert len(set(sizes)) == 1 and len(gpu.recordings) == 4
+    (first, first_back), (second, second_back) = pairs
+    x, y, tangent = torch.randn(4), torch.randn(4), torch.randn(4)
+    kept, other = first.run([x, weight])[1], second.run([y, weight])[1]
+    assert kept is not None and other is not None
+    assert (first.num_launches, second.num_launches) == (2, 3)
+    assert torch.equal(second_back.run([other, weight, tangent])[1], y * weight - tangent)  # type: ignore[arg-type]
+    assert torch.equal(first_back.run([kept, weight, tangent])[1], x * weight - tangent)  # type: ignore[arg-type]
+    assert (first_back.num_launches, second_back.num_launches) == (2, 3)
 
 
 def test_a_gradient_that_is_returned_twice_is_one_tensor(gpu: FakeGpu) -> None:
@@ -401,13 +439,13 @@ def test_gradients_of_a_forward_that_was_launched_are_no_reason_to_copy(gpu: Fak
 
 
 def test_a_quota_is_of_a_forward_and_its_backward_together(gpu: FakeGpu) -> None:
-    """So they share memory, and gradients are copied out of it."""
+    """They share memory."""
     pair = forward, backward = make_pair(gpu, lane_memory_quota=2**20)
     weight = torch.randn(4)
     for _ in range(4):
         step(pair, weight)
     assert counts(forward) == counts(backward) == (2, 1, 2)
-    assert [each.shares for each in gpu.recordings] == [None, gpu.recordings[0]]
+    assert len({each.pool for each in gpu.recordings}) == 1 and len(gpu.recordings) == 2
 
 
 def test_what_a_backward_only_read_is_not_lent(gpu: FakeGpu) -> None:
@@ -432,18 +470,18 @@ def test_with_other_ranks_gradients_are_copied(gpu: FakeGpu, monkeypatch: pytest
     for _ in range(5):
         step(pair, weight)
     assert counts(backward) == (2, 1, 3)
-    assert [each.shares for each in gpu.recordings] == [None, gpu.recordings[0]]
+    assert len({each.pool for each in gpu.recordings}) == 1 and len(gpu.recordings) == 2
 
 
 def test_a_backward_follows_its_forward_to_new_addresses(gpu: FakeGpu) -> None:
-    """The forward gets memory of its own again; the backward is right all along."""
+    """Both are captured again, in the same memory; the backward is right all along."""
     pair = forward, backward = make_pair(gpu)
     for _ in range(2):
         weight = torch.randn(4)
         for _ in range(5):
             step(pair, weight)
     assert (forward.num_captures, backward.num_captures) == (2, 2)
-    assert [each.shares for each in gpu.recordings] == [None] * 4
+    assert len({each.pool for each in gpu.recordings}) == 1 and len(gpu.recordings) == 4
 
 
 def test_a_backward_of_a_forward_on_lanes_runs_on_lanes(gpu: FakeGpu) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 from apollo_compile.device.gpu.lending import FIRST_PATIENCE, Lending
@@ -14,7 +13,7 @@ def copied_until_lent(lending: Lending, *, is_held: bool, most: int = 1000) -> i
     """Return after how many copied runs gradients are lent again, if a gradient of each is held or not."""
     held = []
     for number in range(most):
-        if lending.resumes():
+        if lending.changes() and lending.is_on:
             return number
         gradient = torch.ones(1)
         lending.note([gradient, None])
@@ -26,8 +25,8 @@ def copied_until_lent(lending: Lending, *, is_held: bool, most: int = 1000) -> i
 
 def test_gradients_are_lent_again_after_some_runs_in_which_they_were_released() -> None:
     """Each time that was wrong, after twice as many."""
-    lending = Lending(may_lend=True)
-    assert lending.is_on and not lending.resumes()
+    lending = Lending()
+    assert lending.is_on and not lending.changes()
     for patience in (FIRST_PATIENCE, 2 * FIRST_PATIENCE, 4 * FIRST_PATIENCE):
         lending.refuse()
         assert not lending.is_on
@@ -36,19 +35,27 @@ def test_gradients_are_lent_again_after_some_runs_in_which_they_were_released() 
 
 def test_gradients_that_are_always_held_are_asked_about_less_and_less() -> None:
     """And never lent."""
-    lending = Lending(may_lend=True)
+    lending = Lending()
     lending.refuse()
     assert copied_until_lent(lending, is_held=True) == 1000
     assert copied_until_lent(lending, is_held=False) > FIRST_PATIENCE
 
 
-@pytest.mark.parametrize("at_once", (True, False))
-def test_what_must_not_be_lent_never_is(at_once: bool) -> None:
-    """From the beginning, or from some run on."""
-    lending = Lending(may_lend=not at_once)
-    if not at_once:
-        lending.forbid()
+def test_what_must_not_be_lent_never_is() -> None:
+    """Even if it is released."""
+    lending = Lending()
+    lending.forbid()
     assert not lending.is_on and copied_until_lent(lending, is_held=False) == 1000
+
+
+def test_gradients_that_are_held_before_anything_is_lent_are_copied_at_once() -> None:
+    """Those of runs on lanes tell what training does with them."""
+    lending = Lending()
+    gradient = torch.ones(1)
+    lending.note([gradient])
+    assert lending.changes() and not lending.is_on
+    del gradient
+    assert copied_until_lent(lending, is_held=False) == FIRST_PATIENCE
 
 
 def test_a_gradient_that_was_held_once_is_no_reason_to_copy_for_ever() -> None:
@@ -68,4 +75,4 @@ def test_a_gradient_that_was_held_once_is_no_reason_to_copy_for_ever() -> None:
     assert torch.equal(held, wanted) and not gpu.races
     copies = [bool(each.kept.copied) for each in gpu.captures if each.role is backward.graph.role]
     assert (backward.num_captures, copies) == (3, [False])
-    assert backward.num_launches == 2
+    assert backward.num_launches == 3

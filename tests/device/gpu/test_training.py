@@ -265,7 +265,7 @@ def test_a_graph_that_is_kept_is_not_overwritten_by_copied_gradients(compiler: C
 def test_hooks_on_saved_tensors_leave_the_forward_a_cuda_graph(
     compiler: Compiler, caplog: pytest.LogCaptureFixture, moves: bool
 ) -> None:
-    """A backward reads what they return, from wherever it is; where that is what was saved, it is one as well."""
+    """A backward reads what they return, from wherever it is; a CUDA graph would overwrite what they may have kept."""
     model, inputs = TwoTowers(depth=1), two_tower_inputs()
     made = copy.deepcopy(model)
     run = torch.compile(made, backend=compiler)
@@ -280,7 +280,7 @@ def test_hooks_on_saved_tensors_leave_the_forward_a_cuda_graph(
             assert_same_gradients(model, made)
     lines = [record.message for record in caplog.records if "saved_tensors_hooks" in record.message]
     forward, backward = compiler.executables
-    assert (forward.num_replays, backward.num_replays, len(lines)) == ((4, 0, 1) if moves else (4, 4, 0))
+    assert (forward.num_replays, backward.num_replays, len(lines)) == (4, 0, 1)
     compiler.check()
 
 
@@ -327,7 +327,7 @@ def test_gradients_add_up(compiler: Compiler, set_to_none: bool) -> None:
             for scale in (1.0, 2.0, 3.0):
                 call(*(scale * each for each in inputs)).square().mean().backward()
         assert_same_gradients(model, made)
-    compiler.check(replays=[9, 9])
+    compiler.check(replays=[8, 8])
 
 
 class Sum(nn.Module):
@@ -344,7 +344,7 @@ class Sum(nn.Module):
 
 @pytest.mark.parametrize("zeroed", ("before the forward", "after the forward", "after the step"))
 def test_gradients_that_training_lets_go_are_not_copied(compiler: Compiler, zeroed: str) -> None:
-    """Wherever that is in the loop; clipping them in place changes each parameter's own alone."""
+    """If it does so before the next forward; clipping them in place changes each parameter's own alone."""
     eager, inputs = Sum(), two_tower_inputs()
     made = copy.deepcopy(eager)
     run = torch.compile(made, backend=compiler)
@@ -372,8 +372,9 @@ def test_gradients_that_training_lets_go_are_not_copied(compiler: Compiler, zero
         torch.testing.assert_close(other, parameter, rtol=1e-3, atol=1e-4)
     compiler.check(replays=[6, 6])
     (_, last) = compiler.executables
-    assert last.num_captures == 1 and not last._captures[0].kept.copied
-    assert len(places) <= 1 + 2  # of the first runs, which are launched, and of the graph
+    assert last.num_captures == 1 and bool(last._captures[0].kept.copied) == (zeroed == "after the forward")
+    if zeroed != "after the forward":
+        assert len(places) <= 1 + 2  # of the first runs, which are launched, and of the graph
 
 
 def test_outputs_of_earlier_steps_stay_as_they_were(compiler: Compiler) -> None:
@@ -466,7 +467,7 @@ def test_the_variants_on_a_gpu_compete() -> None:
     assert set(compiler.gpu.others) == set(Sharing)
     assert not any(gpu.races for gpu in compiler.gpu.others.values())
     (graph,) = compiler.models[0].graphs
-    assert set(compiler.models[0].target.memories) <= {graph.variant, Variant.PLAN}, "what lost keeps no memory"
+    assert len(list(compiler.gpu.captures)) <= 1, "what lost keeps no memory"
     if graph.variant != Variant.PLAN:
         assert graph.lane_bytes() == {}
 
