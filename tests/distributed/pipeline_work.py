@@ -116,10 +116,12 @@ def batch_of(step: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch
     return tokens, target, images, sounds
 
 
-def make_schedule(name: str, stages: Sequence[Stage], rank: int) -> tuple[Any, list[Stage]]:
-    """Return the schedule of this rank, and its stages."""
+def make_schedule(
+    name: str, stages: Sequence[Stage], rank: int, group: dist.ProcessGroup | None = None
+) -> tuple[Any, list[Stage]]:
+    """Return the schedule of this rank, and its stages; their activations travel on `group`."""
     own = [
-        PipelineStage(stages[index], index, len(stages), torch.device("cpu"))
+        PipelineStage(stages[index], index, len(stages), torch.device("cpu"), group=group)
         for index in range(rank, len(stages), SIZE)
     ]
     mine = [stages[index] for index in range(rank, len(stages), SIZE)]
@@ -366,7 +368,8 @@ def refusals(rank: int) -> Result:
 def death(rank: int, store: dist.Store) -> Result:
     """Return what a rank is told whose neighbour takes no second step, so that features never come."""
     group = dist.new_group(timeout=SHORT_PATIENCE)
-    schedule, _ = make_schedule("1f1b", make_stages(SIZE), rank)
+    # From 2.15 on torch waits for its own sends before it raises, as long as their group does.
+    schedule, _ = make_schedule("1f1b", make_stages(SIZE), rank, dist.new_group(timeout=SHORT_PATIENCE))
     filled = fill_bubbles(schedule, bubble_encoder(make_vit(1)), times=times_of(SIZE), group=group)
     tokens, target, images, _ = batch_of(0)
     media, error = {"images": images}, "none"
