@@ -32,7 +32,7 @@ from apollo_compile.errors import UnsupportedGraphError
 from apollo_compile.ir import Variant, Verdict
 from apollo_compile.session.challenger import Challenger
 from apollo_compile.session.comparison import Comparison, Results, Rules
-from apollo_compile.session.procedure import COMPILE_SHARE
+from apollo_compile.session.procedure import COMPILE_SHARE, SHARED_VARIANTS
 from apollo_compile.units import format_ns
 
 _logger = logging.getLogger(__name__)
@@ -44,9 +44,6 @@ WARM_STEPS = 4
 
 LATE_NS = 60_000_000_000
 """A contest whose graph was not called for so long does not keep other graphs from being compared."""
-
-LANES = (Variant.STREAMS, Variant.PRIORITIES)
-"""Variants on lanes, in the order in which they are compared with the winner until then."""
 
 WHOLE = "one CUDA graph"
 """Name of the side that runs the variant `INDUCTOR`."""
@@ -197,7 +194,7 @@ class Contest:
             _logger.warning("%s: %s stays: %s", self._name, name_of(self.champion), self.reason)
         else:
             self.reason = self._challenger.reason_against_lanes() or ""
-        for variant in () if self.reason else LANES:
+        for variant in () if self.reason else _plans_of(self._target):
             yield from self._compare(variant)
 
     def _time_bodies(self) -> Sides:
@@ -276,6 +273,15 @@ def _end_of(holding: Generator[Comparison, None, str]) -> str:
         winner: str = end.value
         return winner
     raise AssertionError("a comparison goes on after its last step")
+
+
+def _plans_of(target: Target) -> list[Variant]:
+    """Return the variants that run the plan, in the order in which they are compared with the winner until then.
+
+    Plain streams come first. They are the plan itself, unless that has quotas.
+    """
+    shared = [variant for variant in SHARED_VARIANTS if variant in target.variants]
+    return [*shared, Variant.PLAN] if Variant.STREAMS in shared else [Variant.PLAN, *shared]
 
 
 def name_of(variant: Variant) -> str:

@@ -61,6 +61,7 @@ class _Operation:
     """A captured launch; its tensors do not own what they refer to."""
 
     body: Body
+    stream: str
     inputs: list[torch.Tensor]
     workspace: _Range
     """What the body uses while it runs."""
@@ -356,7 +357,7 @@ class FakeGpu:
         read = [at_address(tensor) for tensor in inputs]
         before = [tensor.clone() for tensor in read]
         workspace = capture.pool.allocate(self.key_of(stream), sum(tensor.nbytes for tensor in read))
-        operation = _Operation(body, read, (workspace.address, workspace.num_bytes), capture.freed)
+        operation = _Operation(body, stream, read, (workspace.address, workspace.num_bytes), capture.freed)
         capture.operations.append(operation)
         capture.freed = operation.freed_within
         state = torch.get_rng_state()

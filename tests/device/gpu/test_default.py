@@ -34,7 +34,7 @@ from apollo_compile.torch_bridge.interpret import interpret_whole
 from apollo_compile.torch_bridge.storages import storages_of
 from tests.device.gpu.fake_gpu import FakeGpu
 
-COMPILED, WHOLE, STREAMS, PRIORITIES = Variant.COMPILED, Variant.INDUCTOR, Variant.STREAMS, Variant.PRIORITIES
+COMPILED, WHOLE, PLAN, PRIORITIES = Variant.COMPILED, Variant.INDUCTOR, Variant.PLAN, Variant.PRIORITIES
 
 S = 1_000_000_000
 
@@ -271,7 +271,7 @@ def test_a_chain_that_gains_nothing_stays_with_torch_compile(lines: pytest.LogCa
     )
     assert not warnings_in(lines) and " segments (" not in lines.text
     assert "0/0: chosen by measuring: torch.compile 10.00 s a step, one CUDA graph 10.00 s (1.00x)" in lines.text
-    assert not default.gpu.races and not default.models[0].target.memories, "the loser keeps no memory"
+    assert not default.gpu.races and not list(default.gpu.captures), "the loser keeps no memory"
     again = Default()
     loop = Loop(again, chain)
     loop.step()
@@ -332,25 +332,25 @@ def test_branches_that_win_run_on_lanes(lines: pytest.LogCaptureFixture) -> None
     """
     default = Default()
     loop = Loop(default, branches)
-    times = {COMPILED: 10 * S, WHOLE: round(9.5 * S), STREAMS: 8 * S, PRIORITIES: 9 * S}
+    times = {COMPILED: 10 * S, WHOLE: round(9.5 * S), PLAN: 8 * S, PRIORITIES: 9 * S}
     loop.settle(times)
     order = [variant for variant, before in zip(loop.ran, [None, *loop.ran], strict=False) if variant != before]
-    assert list(dict.fromkeys(order)) == [COMPILED, WHOLE, STREAMS, PRIORITIES]
-    assert "measuring: one CUDA graph against plan without quotas, turn 1 of 10" in loop.states
-    assert "measuring: plan without quotas against plan with priorities, turn 10 of 10" in loop.states
-    assert default.state == "settled: plan without quotas, 1.25x as fast as torch.compile"
+    assert list(dict.fromkeys(order)) == [COMPILED, WHOLE, PLAN, PRIORITIES]
+    assert "measuring: one CUDA graph against plan, turn 1 of 10" in loop.states
+    assert "measuring: plan against plan with priorities, turn 10 of 10" in loop.states
+    assert default.state == "settled: plan, 1.25x as fast as torch.compile"
     assert not warnings_in(lines) and lines.text.count(" segments (") == 2
     for _ in range(3):
         loop.step()
-    assert set(loop.ran[-3:]) == {STREAMS} and not default.gpu.races
+    assert set(loop.ran[-3:]) == {PLAN} and not default.gpu.races
     assert not any(gpu.races for gpu in default.gpu.others.values())
-    assert set(default.models[0].target.memories) == {STREAMS}
-    assert " does not run its plan now but plan without quotas" in str(report(loop.run))
+    assert len(list(default.gpu.captures)) == 2, "of the winner's forward and backward"
+    assert " does not run its plan" not in str(report(loop.run))
     again = Default()
     loop = Loop(again, branches)
     loop.settle(times)
     loop.step(times)
-    assert loop.ran[0] is COMPILED and loop.ran[-1] is STREAMS and PRIORITIES not in loop.ran and len(loop.ran) < 12
+    assert loop.ran[0] is COMPILED and loop.ran[-1] is PLAN and PRIORITIES not in loop.ran and len(loop.ran) < 12
     assert again.state == default.state and again.models[0].verdicts[0][1].is_remembered
 
 
@@ -358,10 +358,10 @@ def test_branches_that_lose_leave_torch_compile(lines: pytest.LogCaptureFixture)
     """Whatever their times promised; the report has what they took."""
     default = Default()
     loop = Loop(default, branches)
-    loop.settle({COMPILED: 10 * S, WHOLE: 11 * S, STREAMS: 12 * S, PRIORITIES: 13 * S})
+    loop.settle({COMPILED: 10 * S, WHOLE: 11 * S, PLAN: 12 * S, PRIORITIES: 13 * S})
     assert default.state == "settled: torch.compile, 1.10x as fast as one CUDA graph"
     (verdict,) = [verdict for _, verdict in default.models[0].verdicts]
-    assert [standing.name for standing in verdict.standings] == [COMPILED, "one CUDA graph", STREAMS, PRIORITIES]
+    assert [standing.name for standing in verdict.standings] == [COMPILED, "one CUDA graph", PLAN, PRIORITIES]
     assert not warnings_in(lines)
 
 
@@ -379,8 +379,8 @@ def test_lanes_compete_with_the_cuda_graphs_of_torch_compile(monkeypatch: pytest
     monkeypatch.setattr("apollo_compile.session.gpu_default.replays_cuda_graphs", lambda settings: True)
     default = Default()
     loop = Loop(default, branches)
-    loop.settle({**EVEN, STREAMS: 9 * S})
-    assert default.state == "settled: plan without quotas, 1.11x as fast as torch.compile"
+    loop.settle({**EVEN, PLAN: 9 * S})
+    assert default.state == "settled: plan, 1.11x as fast as torch.compile"
     default = Default()
     loop = Loop(default, chain)
     loop.settle()
@@ -448,7 +448,7 @@ def test_what_is_not_eligible_is_torch_compile_with_one_line(
     assert line.levelno == logging.INFO and f"0/0 falls back to torch.compile: {reason}" in line.getMessage()
 
 
-@pytest.mark.parametrize(("build", "side"), [(normalized, WHOLE), (branches, STREAMS)], ids=("whole", "lanes"))
+@pytest.mark.parametrize(("build", "side"), [(normalized, WHOLE), (branches, PLAN)], ids=("whole", "lanes"))
 def test_out_of_memory_in_a_capture_ends_the_comparison(
     build: Callable[[], Any], side: Variant, lines: pytest.LogCaptureFixture
 ) -> None:
@@ -470,7 +470,7 @@ def test_out_of_memory_in_a_capture_ends_the_comparison(
     assert line == "0/0: torch.compile stays: OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."
     for name, value in loop.eager.state_dict().items():
         torch.testing.assert_close(loop.model.state_dict()[name], value, rtol=1e-7, atol=1e-9)
-    assert not default.models[0].target.memories
+    assert not list(default.gpu.captures)
 
 
 def test_out_of_memory_while_bodies_are_timed_leaves_the_winner_until_then(lines: pytest.LogCaptureFixture) -> None:

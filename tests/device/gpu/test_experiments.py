@@ -51,7 +51,7 @@ def test_a_device_that_keeps_its_rules_passes(name: str) -> None:
 
 def by_lane(recording: FakeRecording) -> None:
     """Run one lane after the other, as if nothing waited."""
-    recording.operations.sort(key=lambda operation: operation[3])
+    recording.operations.sort(key=lambda operation: operation.stream)
 
 
 def one_is_lost(recording: FakeRecording) -> None:
@@ -91,7 +91,7 @@ def test_a_replay_that_leaves_old_results_is_found() -> None:
 
         def replay() -> None:
             own()
-            outputs = [tensor for _, _, made, _ in recording.operations for tensor in made]
+            outputs = [tensor for operation in recording.operations for tensor in operation.outputs]
             if not kept:
                 kept.extend(tensor.clone() for tensor in outputs)
             for tensor, value in zip(outputs, kept, strict=True):
@@ -120,8 +120,8 @@ def before_each_replay(act: Callable[[FakeRecording], object]) -> Callable[[Fake
 
 def flip_masks(recording: FakeRecording) -> None:
     """Overwrite the masks that a backward reads."""
-    for _, inputs, _, _ in recording.operations:
-        for tensor in inputs:
+    for operation in recording.operations:
+        for tensor in operation.inputs:
             if tensor.dtype == torch.bool:
                 tensor.logical_not_()
 
