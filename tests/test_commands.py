@@ -17,6 +17,7 @@ LONG = (
     "body_codes --workloads two_tower --size tiny --rounds 4 --codes eager --json {folder}/written",
     "bubbles --ranks 2 --microbatches 4 --scale 0.02 --rounds 1 --json {folder}/written",
     "call_overhead --rounds 2 --json {folder}/written",
+    "fragments --only pi0 --backends count --json {folder}/written",
     "gemm_template --workloads two_tower --size tiny --batch 64 --products 2 --seconds 0.01 --json {folder}/written",
     "graphs --only vit_control --folder {folder}",
     "lost_time --workloads two_tower --size tiny --runs 4 --json {folder}/written",

@@ -347,7 +347,7 @@ def test_the_table_of_variables_is_what_is_read() -> None:
     assert set(table.values()) <= set(known_options())
     strings = {n.value for n in ast.walk(ast.parse(SOURCE)) if isinstance(n, ast.Constant) and isinstance(n.value, str)}
     mentioned = {text for text in strings if re.fullmatch(r"[A-Z][A-Z0-9_]*_[A-Z0-9_]+", text)}
-    others = {"CUDA_DEVICE_MAX_CONNECTIONS", "LOCAL_RANK", "LOCAL_WORLD_SIZE"}
+    others = {"CUDA_DEVICE_MAX_CONNECTIONS", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "WORLD_SIZE"}
     assert mentioned == {*table, *others}
 
 
