@@ -13,16 +13,10 @@ from apollo_compile.device.gpu.execute import CudaExecutable
 from apollo_compile.device.gpu.gpu import TorchGpu
 from apollo_compile.device.gpu.self_check import run_checks
 from apollo_compile.session import registry
+from benchmarks.gpu_training_checks import OPTIONS as CHECKED
 from tests.end_to_end.models import TwoTowers, assert_same_training, train, two_tower_inputs
 
-OPTIONS = {
-    "debug.strict": True,
-    "device.cuda_lanes": True,
-    "plan.autotune": False,
-    "plan.min_gain": 0.0,
-    "plan.planner": "greedy",
-    "plan.replan": False,  # formulas give small models lanes, whether or not these gain by them
-}
+OPTIONS = {**CHECKED, "plan.replan": False}  # formulas give small models lanes, whether or not these gain by them
 
 
 def test_the_examination_finds_nothing_wrong() -> None:

@@ -16,15 +16,11 @@ import torch
 from apollo_compile.device.cpu.execute import Executable
 from apollo_compile.device.target import CompiledBody
 from apollo_compile.ir import (
-    Assignment,
     BodyId,
     Buffer,
     BufferId,
     Lane,
     LaneId,
-    Origin,
-    Plan,
-    Quota,
     Role,
     Segment,
     SegmentGraph,
@@ -34,6 +30,7 @@ from apollo_compile.ir import (
 )
 from apollo_compile.passes.emit import emit_program
 from apollo_compile.passes.memory import plan_memory
+from apollo_compile.passes.plan import plan_in_order
 from apollo_compile.passes.sync import eliminate_syncs
 
 
@@ -83,7 +80,7 @@ class TrialProgram:
         used = {name: bodies[name] for name, _ in steps}
         chosen = [(name, min(lane, len(lanes) - 1)) for name, lane in steps]
         graph = _make_graph(used, [name for name, _ in chosen], waits=waits)
-        plan = _make_plan([lane for _, lane in chosen], lanes)
+        plan = plan_in_order([LaneId(lane) for _, lane in chosen], lanes)
         syncs = eliminate_syncs(graph, plan)
         program = emit_program(graph, plan, syncs, plan_memory(graph, plan, syncs))
         compiled = [body.body for body in used.values()]
@@ -97,27 +94,6 @@ class TrialProgram:
         for _ in range(2):
             self._executable.run(list(self._inputs))
         self.runs.append(sorted(self._executable.trace().spans, key=lambda span: span.segment))
-
-
-def _make_plan(chosen: Sequence[int], lanes: tuple[Lane, ...]) -> Plan:
-    return Plan(
-        origin=Origin.SERIAL,
-        lanes=lanes,
-        assignments=tuple(
-            Assignment(
-                segment=SegmentId(step),
-                lane=LaneId(lane),
-                quota=Quota(units=len(lanes[lane].units), memory_bytes=0),
-                start_ns=step,
-                duration_ns=1,
-            )
-            for step, lane in enumerate(chosen)
-        ),
-        makespan_ns=len(chosen),
-        undisturbed_ns=len(chosen),
-        serial_ns=len(chosen),
-        lower_bound_ns=0,
-    )
 
 
 def _make_graph(bodies: dict[str, TrialBody], steps: Sequence[str], *, waits: Waits) -> SegmentGraph:

@@ -31,16 +31,12 @@ from apollo_compile.device.gpu.memory import ModelMemory
 from apollo_compile.device.gpu.torch_capture import TorchRecording
 from apollo_compile.device.target import CompiledBody, Contract
 from apollo_compile.ir import (
-    Assignment,
     BodyId,
     Buffer,
     BufferId,
     Lane,
     LaneId,
-    Origin,
-    Plan,
     Program,
-    Quota,
     Role,
     Segment,
     SegmentGraph,
@@ -49,6 +45,7 @@ from apollo_compile.ir import (
 )
 from apollo_compile.passes.emit import emit_program
 from apollo_compile.passes.memory import plan_memory
+from apollo_compile.passes.plan import plan_in_order
 from apollo_compile.passes.sync import eliminate_syncs
 
 NUM_LEVELS = 12
@@ -116,33 +113,9 @@ def write_program(
         inputs=tuple(map(BufferId, range(num_inputs))),
         outputs=tuple(map(BufferId, outputs)),
     )
-    plan = _plan_in_order(steps, lanes)
+    plan = plan_in_order([lanes[step.lane].id for step in steps], lanes)
     syncs = eliminate_syncs(graph, plan)
     return graph, emit_program(graph, plan, syncs, plan_memory(graph, plan, syncs, owners_release=True))
-
-
-def _plan_in_order(steps: Sequence[Step], lanes: tuple[Lane, ...]) -> Plan:
-    """Return the plan that starts the steps in their order; only what orders them on the device counts."""
-    assignments = tuple(
-        Assignment(
-            segment=SegmentId(index),
-            lane=lanes[step.lane].id,
-            quota=Quota(units=len(lanes[step.lane].units), memory_bytes=0),
-            start_ns=index,
-            duration_ns=1,
-        )
-        for index, step in enumerate(steps)
-    )
-    count = len(steps)
-    return Plan(
-        origin=Origin.GREEDY,
-        lanes=lanes,
-        assignments=assignments,
-        makespan_ns=count,
-        undisturbed_ns=count,
-        serial_ns=count,
-        lower_bound_ns=1,
-    )
 
 
 def three_lanes(sizes: Sequence[int]) -> tuple[Lane, ...]:
