@@ -20,7 +20,7 @@ import torch
 from apollo_compile.device.gpu.gpu import Gpu, Recording, Stream
 from apollo_compile.device.gpu.quota import LaneMemory
 from apollo_compile.errors import UnsupportedGraphError
-from apollo_compile.ir import Role
+from apollo_compile.ir import Role, Variant
 from apollo_compile.torch_bridge.storages import are_at, count_uses, storage_handles
 
 
@@ -39,7 +39,7 @@ class Captured:
     """Storage addresses of the inputs in place."""
     kept: KeptOutputs
     memory: tuple[LaneMemory, ...]
-    variant: object = None
+    variant: Variant | None = None
     """The variant of the model that it is of; a backward reads what a forward of the same variant saved."""
     forward: Captured | None = None
     """The CUDA graph whose saved outputs it reads in place."""

@@ -35,9 +35,9 @@ tensors were.
 
 Before a capture the launches are rehearsed: run once more, on the streams of the capture, with copies of what they
 write to and with the state of random number generators restored; a forward in the memory of the capture, a backward,
-which still has what its forward saved, apart from it. So what fails for want of memory, or
-waits for the device, fails there, where nothing is lost; see Note [captures that fail]. Then there is one WARNING, and
-runs are launched on the lanes. A backward is captured after its forward.
+which still has what its forward saved, apart from it. So what fails for want of memory, or waits for the device, fails
+there, where nothing is lost; see Note [captures that fail]. Then there is one WARNING, and runs are launched on the
+lanes. A backward is captured after its forward.
 """
 
 from __future__ import annotations
@@ -69,6 +69,7 @@ from apollo_compile.ir import (
     SegmentGraph,
     SegmentId,
     Trace,
+    Variant,
 )
 from apollo_compile.torch_bridge.cuda_private import has_saved_tensor_hooks, retains_graph
 from apollo_compile.torch_bridge.storages import storages_of
@@ -100,7 +101,7 @@ class CudaExecutable:
     """Priorities of lanes that share units."""
     tuned: Mapping[tuple[BodyId, int], CompiledBody] = field(default_factory=dict)
     """Code tuned for lanes of one size, by id of the body and number of units."""
-    variant: object = None
+    variant: Variant | None = None
     """Which variant of the model it is of; a backward reads what the forward of the same variant saved."""
     lane_memory_quota: int | None = None
     strict: bool = False
