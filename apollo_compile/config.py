@@ -79,6 +79,9 @@ class PlanConfig:
     fastest. With False, a plan file, the planner `serial`, a memory quota or
     `torch.use_deterministic_algorithms(True)`, the plan always runs; deterministic algorithms also switch off
     `replan`."""
+    compile_share: float = 0.05
+    """Largest share of the training time that compiling something more, to be compared, may take: with 0.05, it begins
+    once the loop has run for twenty times as long as the compile will take. A large number compares at once."""
     remember: bool = True
     """Keep plan and verdict of the first steps in `device.cache`, and compiled graphs in AOTAutograd's cache, and reuse
     them in later processes."""
@@ -172,6 +175,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "partition.max_segment_share": (0, 1),
     "plan.min_gain": (0, 1),
     "plan.time_limit_s": (0.01, math.inf),
+    "plan.compile_share": (1e-6, math.inf),
     "plan.memory_quota": (1, math.inf),
     "plan.seed": (0, 2**31 - 1),
     "device.units": (1, math.inf),

@@ -42,7 +42,6 @@ from apollo_compile.ir import Variant, Verdict
 from apollo_compile.session.comparison import MIN_ROUNDS, Comparison
 from apollo_compile.session.drift import WATCH_EVERY, DriftWatch
 from apollo_compile.session.procedure import (
-    COMPILE_SHARE,
     ComparisonAgreement,
     Known,
     Procedure,
@@ -76,6 +75,7 @@ class Autotuner:
         *,
         trim_memory: Callable[[], None] | None = None,
         is_watched: bool = True,
+        compile_share: float = 0.0,
     ) -> None:
         self.verdict: Verdict | None = None
         self._all_graphs = graphs
@@ -88,6 +88,8 @@ class Autotuner:
         self._release_free_memory = trim_memory
         if trim_memory is not None:
             _tuners.add(self)
+        self._compile_share = compile_share
+        """Of the time since the verdict, which Inductor's compile may take if a plan is clearly ahead; 0 forbids it."""
         self._is_watched = is_watched and self._ranks.is_alone
         self._agreement = ComparisonAgreement(self._ranks)
         self._comparison: Comparison | None = None
@@ -258,7 +260,7 @@ class Autotuner:
         if self.verdict is None or self.verdict.has_compared(Variant.INDUCTOR):
             return False
         prepare_ns = sum(graph.prepare_ns for graph in self._all_graphs if graph.has_run)
-        return 0 < prepare_ns <= COMPILE_SHARE * self._watch.total_ns
+        return 0 < prepare_ns <= self._compile_share * self._watch.total_ns
 
     def _latecomers(self) -> Sequence[TunableGraph]:
         """Return the graphs that first ran after the verdict of this process, which does not cover them."""

@@ -161,6 +161,11 @@ class Challenger:
     """The current variant."""
 
     @property
+    def compile_share(self) -> float:
+        """Largest share of the training time that compiles may take."""
+        return self.model.config.plan.compile_share
+
+    @property
     def prepare_ns(self) -> int:
         """Approximate time that `prepare` takes."""
         return 0 if self.kept is None else COMPILE_NS_PER_OPERATOR * self.kept.num_nodes

@@ -3,9 +3,10 @@
     Contest(...).run() -> the sides of the steps to come, one for each `next`
     .run_again(verdict), .follow(verdict)       likewise after a drift, and after an earlier process decided
 
-    1. torch.compile's code runs. Nothing else is compiled before the training loop has run for 1 / `COMPILE_SHARE` of
-       the time that it takes: a short run pays nothing, a long one that share at most. One step waits for the compile;
-       Note [compiling beside training] in `torch_bridge/kept_graph.py` says why it is not done in the background.
+    1. torch.compile's code runs. Nothing else is compiled before the training loop has run for so long that this takes
+       `plan.compile_share` of its time: a short run pays nothing, a long one that share at most. One step waits for the
+       compile; Note [compiling beside training] in `torch_bridge/kept_graph.py` says why it is not done in the
+       background.
     2. The graph as one CUDA graph is compared with it, unless torch.compile's code is CUDA graphs itself.
     3. Only if branches of the forward are independent, bodies of segments are compiled, when that is due; and only if
        their times promise `LEAST_PROMISE` over one CUDA graph, the plan on plain streams, and then with priorities, is
@@ -32,7 +33,7 @@ from apollo_compile.errors import UnsupportedGraphError
 from apollo_compile.ir import Variant, Verdict
 from apollo_compile.session.challenger import Challenger
 from apollo_compile.session.comparison import Comparison, Results, Rules
-from apollo_compile.session.procedure import COMPILE_SHARE, SHARED_VARIANTS
+from apollo_compile.session.procedure import SHARED_VARIANTS
 from apollo_compile.units import format_ns
 
 _logger = logging.getLogger(__name__)
@@ -160,10 +161,9 @@ class Contest:
     def _wait_for(self, cost_ns: int, what: str) -> Sides:
         """Train on until that cost is a small share of the loop's time."""
         self.leave()
-        self._doing = (
-            f"{name_of(self.champion)}, until compiling {what} takes {COMPILE_SHARE:.0%} of the training time at most"
-        )
-        while self._spent_ns + cost_ns > COMPILE_SHARE * (self._clock() - self._began_ns):
+        share = self._challenger.compile_share
+        self._doing = f"{name_of(self.champion)}, until compiling {what} takes {share:.0%} of the training time at most"
+        while self._spent_ns + cost_ns > share * (self._clock() - self._began_ns):
             yield self.champion
         yield from self._enter()
 

@@ -84,6 +84,7 @@ class CompiledModel:
             self.ranks,
             trim_memory=self.target.trim_memory,
             is_watched=self.target.is_synchronous,
+            compile_share=self.config.plan.compile_share,
         )
         self.warm_start = WarmStart(
             name=self.name,

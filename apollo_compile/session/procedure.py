@@ -4,7 +4,7 @@
        on a GPU also with the variants whose lanes share units. They share their code, so nothing is compiled.
     2. Inductor compiles the whole graphs, and they are compared with the winner. If a plan is ahead by `CLEAR`,
        Inductor's whole graphs would have to beat Inductor's own segments by that much, so the compile is postponed
-       until it takes no more than `COMPILE_SHARE` of the time that the training loop has run.
+       until it takes no more than `plan.compile_share` of the time that the training loop has run.
     3. If another variant was faster for one of the graphs alone, the mixture is compared with the winner; not where all
        graphs of a model have to run the same variant.
 
@@ -33,9 +33,6 @@ from apollo_compile.json_form import from_json, to_json
 from apollo_compile.session.comparison import Comparison, Results, Round
 
 CLEAR = 1.20
-COMPILE_SHARE = 0.05
-"""Inductor's compile may take this share of the training loop's time when a plan is clearly ahead."""
-
 MIXTURE = "best of each graph"
 SHARED_VARIANTS = (Variant.STREAMS, Variant.PRIORITIES, Variant.OVERLAPPING)
 """Variants that run the plan on lanes that share units, the simplest first."""

@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
@@ -64,11 +65,11 @@ def main(arguments: Sequence[str] | None = None, *, variants: Mapping[str, Varia
         print("no GPU: torch sees no CUDA device, so nothing was checked or measured")
         return NO_GPU
     report = Report(is_dry=is_dry)
-    with (
-        tempfile.TemporaryDirectory(prefix="apollo-gpu-suite-") as made,
-        DeviceProcess(args.device, Path(made)) as process,
-    ):
-        stages = _stages(args, [variants[name] for name in args.variants], Path(made), process, time.monotonic)
+    with ExitStack() as stack:
+        folder = args.keep or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="apollo-gpu-suite-")))
+        folder.mkdir(parents=True, exist_ok=True)
+        process = stack.enter_context(DeviceProcess(args.device, folder))
+        stages = _stages(args, [variants[name] for name in args.variants], folder, process, time.monotonic)
         run_stages(
             stages,
             report,
@@ -176,6 +177,7 @@ def _parse(arguments: Sequence[str] | None, variants: Mapping[str, Variant]) -> 
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_suite", description="Check and measure a GPU.")
     default = ",".join(f"{name}:{batch}" for name, batch in DEFAULT_WORKLOADS)
     parser.add_argument("--json", type=Path, help="write everything there, after every stage")
+    parser.add_argument("--keep", type=Path, help="a new folder, which keeps output and caches of all processes")
     parser.add_argument("--budget", type=float, default=BUDGET_S, help="seconds for everything")
     parser.add_argument(
         "--workloads", type=_workloads, default=list(DEFAULT_WORKLOADS), help=f"name:batch, ...; default: {default}"

@@ -67,6 +67,9 @@ class Graph:
             self.kept.append(found)
 
 
+COMPILE_SHARE = 0.05
+
+
 class Machine:
     """Runs steps of a model with the noise of a shared machine: drift, spikes, and a cold step after every change."""
 
@@ -76,7 +79,11 @@ class Machine:
         self.tidied: list[int] = []
         """Steps that had begun whenever memory was to be given back."""
         self.autotuner = Autotuner(
-            graphs, self.verdicts.append, ranks, trim_memory=lambda: self.tidied.append(len(graphs[0].used))
+            graphs,
+            self.verdicts.append,
+            ranks,
+            trim_memory=lambda: self.tidied.append(len(graphs[0].used)),
+            compile_share=COMPILE_SHARE,
         )
         self.speed = 1.0
         self.num_watched = 0

@@ -10,8 +10,9 @@ import torch.distributed as dist
 
 from apollo_compile.errors import RankError
 from apollo_compile.session.comparison import MIN_ROUNDS, STEPS_PER_TURN
-from apollo_compile.session.procedure import CLEAR, COMPILE_SHARE, MIXTURE
+from apollo_compile.session.procedure import CLEAR, MIXTURE
 from tests.session.machine import (
+    COMPILE_SHARE,
     ENOUGH,
     INDUCTOR,
     LISTED,

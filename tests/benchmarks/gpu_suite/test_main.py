@@ -155,7 +155,7 @@ def test_variants_are_those_that_the_readme_names() -> None:
     for name in VARIANTS:
         assert f"`{name.split(',')[0]}`" in readme, name
     graphed = {name for name, each in VARIANTS.items() if each.options.get("triton.cudagraphs")}
-    assert graphed == {"reduce-overhead", "max-autotune", "traced whole, CUDA graphs"}
+    assert graphed == {"reduce-overhead", "max-autotune", "traced whole as CUDA graphs"}
 
 
 def test_one_command_prepares_a_bare_machine(tmp_path: Path) -> None:

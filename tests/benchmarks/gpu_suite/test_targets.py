@@ -65,7 +65,7 @@ def workload(apollo: float, step: float, **changes: float) -> dict[str, Result]:
         "apollo-step": step,
         "captured by hand": 9.0,
         "traced whole": 8.0,
-        "traced whole, CUDA graphs": 7.5,
+        "traced whole as CUDA graphs": 7.5,
         **changes,
     }
     return results_of(*(result(name, ms) for name, ms in times.items()))
