@@ -49,6 +49,10 @@ class CudaError(ApolloError, RuntimeError):
     """A CUDA driver call failed, or the driver is missing or too old; the message says which call and what to do."""
 
 
+class NotReplayedError(ApolloError):
+    """A program that only runs as a CUDA graph cannot be replayed now, and nothing has run; the message says why."""
+
+
 class RankError(ApolloError, RuntimeError):
     """This rank cannot obtain or run what the ranks of its job agreed on; the message says what differs."""
 

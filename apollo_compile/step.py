@@ -28,9 +28,10 @@ import torch
 from torch import fx, nn
 
 from apollo_compile.backend import compile_dynamo_graph
-from apollo_compile.config import load_config
+from apollo_compile.config import Config, load_config
 from apollo_compile.device.open import select_profile
-from apollo_compile.errors import ConfigError, TargetError, UnsupportedGraphError
+from apollo_compile.device.profile import DeviceProfile
+from apollo_compile.errors import ConfigError, NotReplayedError, TargetError, UnsupportedGraphError
 from apollo_compile.ir import Variant
 from apollo_compile.progress import Progress
 from apollo_compile.reports.values import Stage, State
@@ -39,7 +40,7 @@ from apollo_compile.session.step.micro_batch import Micro, find_micro
 from apollo_compile.session.step.micro_batch_count import MicroBatchCount
 from apollo_compile.session.step.notes import LossGraph, Noted, Notes, NotLinkedError
 from apollo_compile.session.step.prediction import predict_step
-from apollo_compile.session.step.program import leave_gradients, link_step, own_gradients
+from apollo_compile.session.step.program import leave_gradients, link_step, load_step, own_gradients
 from apollo_compile.session.step.split import kind_of, split_evenly
 from apollo_compile.session.step.tuning import StepTuner
 from apollo_compile.session.warm_start import may_be_compared
@@ -267,11 +268,8 @@ class Step:
         if variant is Variant.LOOP:
             return None
         reason = tuner.program.reason_for_loop()
-        if reason != tuner.held_back:
-            tuner.held_back = reason
-            if reason is not None:
-                _logger.info("%s: a %s for now: %s", tuner.program.name, Variant.LOOP, reason)
         if reason is not None:
+            self._hold_back(tuner, reason)
             return None
         if variant is Variant.TRACED:
             return self._run_traced(tuner, parts, weights)
@@ -279,14 +277,30 @@ class Step:
         if noted is None:
             return None
         program = tuner.program
-        program.variants.use(variant)
-        losses, gradients = program.run([each.inputs for each in noted], weights)
+        try:
+            program.variants.use(variant)
+            losses, gradients = program.run([each.inputs for each in noted], weights)
+        except NotReplayedError as error:
+            self._hold_back(tuner, str(error))
+            return None
+        except Exception as error:
+            if program.variants.target.is_synchronous or self.config.debug.strict:
+                raise
+            tuner.drop(variant, error)  # a CUDA graph that fails to be captured has changed nothing
+            return None
         for each, loss in zip(noted, losses, strict=True):  # the loss function may have kept it
             each.loss.copy_(loss)
+        tuner.held_back = None
         leave_gradients(program.parameters, gradients)
         if program.optimizer is None and self._optimizer is not None:
             self._optimizer.step()
         return _weighted_sum(losses, weights)
+
+    def _hold_back(self, tuner: StepTuner, reason: str) -> None:
+        """Note why this step has to be a loop, and say so if that is new."""
+        if reason != tuner.held_back:
+            tuner.held_back = reason
+            _logger.info("%s: a %s for now: %s", tuner.program.name, Variant.LOOP, reason)
 
     def _note_inputs(self, parts: Sequence[Any], graph: LossGraph) -> Sequence[Noted] | None:
         """Return what Dynamo gives to the graph for every micro-batch; None where it calls another one."""
@@ -325,6 +339,7 @@ class Step:
                     raise
                 tuner.drop_traced(error)
                 return None
+        tuner.held_back = None
         parameters = tuner.program.parameters
         leave_gradients(parameters, own_gradients(gradients, parameters, ()))
         self._finish()
@@ -405,13 +420,12 @@ class Step:
 
     def _link_program(self, graph: LossGraph, micro: Micro, num_micro_batches: int) -> StepTuner:
         name = step_name(graph.model.name, num_micro_batches)
-        if self._why_not_in_parts is not None:
-            _logger.info("%s: the optimizer steps after the program: %s", name, self._why_not_in_parts)
-        optimizer = None if self._optimizer is None or self._why_not_in_parts else StepInParts(self._optimizer)
+        target = graph.model.target
+        optimizer = self._optimizer_inside(name, is_replayed=not target.is_synchronous)
         parameters = list(self._model.parameters())
-        step = compose_micro_batches(
-            micro,
-            num_micro_batches,
+        compose = partial(
+            compose_micro_batches,
+            num_micro_batches=num_micro_batches,
             name=name,
             optimizer=optimizer,
             clip_grad_norm=self._clip_grad_norm,
@@ -419,13 +433,17 @@ class Step:
         )
         program = link_step(
             micro,
-            step,
+            compose(micro),
             optimizer=optimizer,
             clip_grad_norm=self._clip_grad_norm,
             model_parameters=parameters,
-            target=graph.model.target,
+            target=target,
             config=self.config,
         )
+        joined = micro.joined()
+        if joined is not None:
+            whole = load_step(joined, compose(joined), target=target, config=_in_turn(self.config))
+            program.variants.add(Variant.INDUCTOR, whole.plan)
         loss_fn, model = self._loss_fn, self._model
         return StepTuner(
             program,
@@ -437,6 +455,18 @@ class Step:
                 inductor_settings(self.config.mode, self.config.inductor),
             ),
         )
+
+    def _optimizer_inside(self, name: str, *, is_replayed: bool) -> StepInParts | None:
+        """Return the optimizer for steps inside of the program; None if it steps afterwards, which one line says."""
+        if self._optimizer is None:
+            return None
+        reason = self._why_not_in_parts
+        if reason is None and is_replayed:
+            reason = StepInParts.problem_of_replays(self._optimizer)
+        if reason is not None:
+            _logger.info("%s: the optimizer steps after the program: %s", name, reason)
+            return None
+        return StepInParts(self._optimizer, is_replayed=is_replayed)
 
     # --------------------------------------------------------------------------------- number of micro-batches
 
@@ -456,6 +486,11 @@ class Step:
         known = (graph.outcomes[count] for graph in self._graphs if count in graph.outcomes)
         return bool(self._why_not_one_graph) or any(isinstance(each, str) or each.is_settled for each in known)
 
+    def _profile(self) -> DeviceProfile:
+        """Return the profile of the device that steps run on."""
+        known = next(iter(self._graphs), None)
+        return select_profile(self.config) if known is None else known.model.target.profile
+
     def _predict(self, count: int) -> int | None:
         """Return the predicted nanoseconds of the program of the present batch in so many micro-batches."""
         parts = self._try_split(self._batch, count)
@@ -469,7 +504,7 @@ class Step:
                 optimizer=self._optimizer,
                 clip_grad_norm=self._clip_grad_norm,
                 config=self.config,
-                profile=select_profile(self.config),
+                profile=self._profile(),
             )
         except Exception as error:  # another number of micro-batches is an offer, and training goes on without it
             if self.config.debug.strict:
@@ -477,6 +512,10 @@ class Step:
             _logger.info("%d micro-batches cannot be predicted: %s: %s", count, type(error).__name__, error)
             return None
         return None if found.compilation is None else found.compilation.plan.makespan_ns
+
+
+def _in_turn(config: Config) -> Config:
+    return replace(config, plan=replace(config.plan, planner="serial"))
 
 
 def _compile_and_note(

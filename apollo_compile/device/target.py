@@ -86,6 +86,9 @@ class Code:
     contract: Contract = field(default_factory=Contract)
     tuned: Mapping[tuple[BodyId, int], CompiledBody] = field(default_factory=dict)
     """Code tuned for lanes of one size, by id of the body and number of units; it replaces the body there."""
+    is_all_or_nothing: bool = False
+    """Whether a run that fails must have changed nothing, since something else then runs in its place. Where runs are
+    CUDA graphs, what cannot be one raises `NotReplayedError`."""
 
 
 class Runnable(Protocol):

@@ -17,13 +17,13 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from apollo_compile.device.target import Target
+from apollo_compile.device.target import Run, Target
 from apollo_compile.errors import UnsupportedGraphError
-from apollo_compile.ir import Variant, Verdict
+from apollo_compile.ir import Role, Variant, Verdict
 from apollo_compile.reports.values import Stage, State
 from apollo_compile.session.challenger import Challenger
 from apollo_compile.session.contest import Contest, LanesOffError, Sides, name_of
@@ -46,6 +46,8 @@ class Challenge:
         tell: called with what later processes may begin with.
         known: what an earlier process found.
         is_strict: raise what would otherwise be logged.
+        is_for_step: only compile and time segments, of which a training step is to be linked; torch.compile's code
+            runs.
         clock: time of the host in nanoseconds.
     """
 
@@ -61,6 +63,7 @@ class Challenge:
         tell: Callable[[Choice], None] = lambda choice: None,
         known: Choice | None = None,
         is_strict: bool = False,
+        is_for_step: bool = False,
         clock: Callable[[], int] = time.perf_counter_ns,
     ) -> None:
         self.verdict: Verdict | None = None
@@ -86,7 +89,8 @@ class Challenge:
             clock=clock,
             is_strict=is_strict,
         )
-        self._sides: Sides | None = self._contest.run()
+        self._is_for_step = is_for_step
+        self._sides: Sides | None = self._contest.prepare_for_step() if is_for_step else self._contest.run()
         """The sides of the steps to come; None while nothing is being decided."""
         self._watch = DriftWatch()
         self._num_unwatched = 0
@@ -99,6 +103,12 @@ class Challenge:
     def is_over(self) -> bool:
         """Whether torch.compile's code runs for good, so that its function may be called instead."""
         return self._challenger is None
+
+    @property
+    def wholes(self) -> Mapping[Role, Run]:
+        """The graphs after AOTAutograd as Inductor compiled them whole, to be part of a larger CUDA graph."""
+        graphs = () if self._challenger is None else self._challenger.graphs
+        return {graph.compilation.capture.role: graph.plain for graph in graphs}
 
     def __call__(self, *arguments: Any) -> Any:
         """Run one forward, of the side whose turn it is."""
@@ -135,7 +145,7 @@ class Challenge:
         if challenger.failure is not None:
             self._give_up(challenger.failure)
             return
-        if self._sides is None:
+        if self._sides is None and not self._is_for_step:
             self._watch_step()
         if self._sides is None:
             return
@@ -164,6 +174,8 @@ class Challenge:
         self._sides = None
         self.reason = self._contest.reason or self.reason
         verdict = self._contest.verdict
+        if self._is_for_step:
+            return
         if verdict is None and self.verdict is None:  # torch.compile's code is CUDA graphs, and lanes promise nothing
             self._tell(Choice(verdict=None, reason=self.reason))
             self._end(self.reason, logging.INFO)

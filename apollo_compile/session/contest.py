@@ -2,6 +2,7 @@
 
     Contest(...).run() -> the sides of the steps to come, one for each `next`
     .run_again(verdict), .follow(verdict)       likewise after a drift, and after an earlier process decided
+    .prepare_for_step()                         likewise until a training step can be linked, without a comparison
 
     1. torch.compile's code runs. Nothing else is compiled before the training loop has run for so long that this takes
        `plan.compile_share` of its time: a short run pays nothing, a long one that share at most. One step waits for the
@@ -132,6 +133,18 @@ class Contest:
             yield from self._wait_for(challenger.prepare_lanes_ns, "its segments")
             yield from self._compare_lanes()
         self.leave()
+
+    def prepare_for_step(self) -> Sides:
+        """Yield the side of every step until segments are compiled and timed, for a training step to be linked of them.
+
+        Whoever compiles a step waits for that, so nothing is put off.
+        """
+        self._doing = "torch.compile, until its code is warm"
+        for _ in range(WARM_STEPS):
+            yield self.champion
+        self._prepare()
+        yield from self._time_bodies()
+        self._challenger.keep(())
 
     def run_again(self, verdict: Verdict) -> Sides:
         """Yield sides until the champion was compared again with the best of the others."""

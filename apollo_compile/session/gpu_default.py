@@ -43,7 +43,7 @@ def compile_with_challenger(
         model.fall_back(Fallback(reason=reason))
         return compile_plainly(graph_module, example_inputs)
     with with_settings(settings):
-        known = model.warm_start.recall_choice(graph_module, example_inputs)
+        known = None if model.is_for_step else model.warm_start.recall_choice(graph_module, example_inputs)
     kept = KeptGraph(graph_module)
     begin = model.clock()
     incumbent = compile_plainly(graph_module, example_inputs)
@@ -57,6 +57,7 @@ def compile_with_challenger(
         tell=model.warm_start.keep_choice,
         known=known,
         is_strict=model.config.debug.strict,
+        is_for_step=model.is_for_step,
         clock=model.clock,
     )
     return incumbent if challenge.is_over else lambda *arguments: challenge(*arguments)
@@ -73,8 +74,6 @@ def reason_without_challenger(
         return (
             "several ranks run it, which would each measure something else; 'device.cuda_lanes' True tries lanes there"
         )
-    if model.is_for_step:
-        return "a training step is one program on CPUs only"
     if any(not isinstance(item, torch.Tensor) for item in example_inputs):
         return "it has inputs that are no tensors, such as sizes that change; dynamic=False makes those constants"
     if elsewhere:
@@ -85,6 +84,6 @@ def reason_without_challenger(
         return "it is compiled inside of a CUDA graph that the user captures"
     if are_numbers_fixed():
         return "deterministic algorithms are on, so no time decides what runs"
-    if not may_be_compared(config) or config.plan.file is not None:
+    if not model.is_for_step and (not may_be_compared(config) or config.plan.file is not None):
         return "the options leave nothing to compare: 'device.cuda_lanes' True runs plans without that"
     return None

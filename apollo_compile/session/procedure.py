@@ -37,7 +37,7 @@ MIXTURE = "best of each graph"
 SHARED_VARIANTS = (Variant.STREAMS, Variant.PRIORITIES, Variant.OVERLAPPING)
 """Variants that run the plan on lanes that share units, the simplest first."""
 
-_SIMPLEST_FIRST = (Variant.INDUCTOR, Variant.SERIAL, *SHARED_VARIANTS, Variant.LISTED, Variant.PLAN)
+SIMPLEST_FIRST = (Variant.INDUCTOR, Variant.SERIAL, *SHARED_VARIANTS, Variant.LISTED, Variant.PLAN)
 
 
 class TunableGraph(Protocol):
@@ -190,7 +190,7 @@ class Procedure:
         running: Collection[int] = self.compared
         if known.is_first and any(Variant.INDUCTOR in self.graphs[place].available for place in running):
             self._prepare(running)  # some have been compiled by Inductor before
-        selections, running = self._agreement.agree(self._selections_of(_SIMPLEST_FIRST), running, self.graphs)
+        selections, running = self._agreement.agree(self._selections_of(SIMPLEST_FIRST), running, self.graphs)
         results = Results(sorted(running), lambda measured: self._agreement.settle(measured, self.graphs))
         incumbent = next(
             (name for name, each in selections.items() if last and each == last.selection), list(selections)[-1]

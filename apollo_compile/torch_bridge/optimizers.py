@@ -5,6 +5,11 @@ gradients of a module are final: `StepInParts`.
 
 Note [parts]: a part is the user's own optimizer object seen through a view, which shares its state and its settings and
 has fewer parameters. Its class does the work, so numbers, `state_dict()`, schedulers and checkpoints are torch's own.
+
+Note [replays]: a CUDA graph repeats what it was captured with. So the view has its learning rates in tensors on the
+device, which are written before a replay if a scheduler has changed them, and says that it may be captured; numbers of
+steps have to be on the device already, as with `fused=True`. `is_outdated` says when all else has changed, so that the
+step has to be captured again.
 """
 
 from __future__ import annotations
@@ -21,17 +26,32 @@ _EACH_PARAMETER_ALONE = {
 }
 """Classes that use one parameter and its gradient at a time."""
 
+_WITHOUT_COUNT = {torch.optim.SGD}
+"""Classes whose step does not depend on how many were taken."""
+
 _TENSORS_READ_AND_WRITTEN = {torch.optim.SGD: 3, torch.optim.Adam: 7, torch.optim.AdamW: 7}
 """Times the size of a parameter, without momentum for SGD."""
 
 
 class StepInParts:
-    """Takes the step of an optimizer for some of its parameters at a time; see Note [parts]."""
+    """Takes the step of an optimizer for some of its parameters at a time; see Note [parts] and Note [replays]."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        """Look at the groups of parameters; `refresh` looks again."""
+    def __init__(self, optimizer: torch.optim.Optimizer, *, is_replayed: bool = False) -> None:
+        """Look at the groups of parameters; `refresh` looks again.
+
+        Arguments:
+            optimizer: the user's.
+            is_replayed: whether steps become part of a CUDA graph.
+        """
         self._optimizer = optimizer
+        self._is_replayed = is_replayed
         self._group_of: dict[int, int] = {}
+        self._rates: dict[int, torch.Tensor] = {}
+        """Learning rates on the device, by group; only of steps that are replayed."""
+        self._rate_values: dict[int, float] = {}
+        """What they hold."""
+        self._baked_in: Sequence[object] | None = None
+        """What a replay cannot see change."""
         self.refresh()
 
     @property
@@ -44,14 +64,55 @@ class StepInParts:
         """Return why an optimizer can only step for all parameters together; None if it can in parts."""
         if type(optimizer) not in _EACH_PARAMETER_ALONE:
             return f"{type(optimizer).__name__} may use several parameters together"
-        if any(group.get("differentiable") or group.get("capturable") for group in optimizer.param_groups):
-            return "the optimizer is differentiable or capturable"
+        if any(group.get("differentiable") for group in optimizer.param_groups):
+            return "the optimizer is differentiable"
+        return None
+
+    @staticmethod
+    def problem_of_replays(optimizer: torch.optim.Optimizer) -> str | None:
+        """Return why a step cannot be part of a CUDA graph; None if it can."""
+        groups = optimizer.param_groups
+        counts_on_device = all(group.get("fused") or group.get("capturable") for group in groups)
+        if type(optimizer) not in _WITHOUT_COUNT and not counts_on_device:
+            return f"{type(optimizer).__name__} counts steps on the host; make it with fused=True or capturable=True"
         return None
 
     def refresh(self) -> None:
         """Look at the groups of parameters before a step, since groups and checkpoints change them."""
         groups = enumerate(self._optimizer.param_groups)
         self._group_of = {id(parameter): number for number, group in groups for parameter in group["params"]}
+
+    def is_outdated(self) -> bool:
+        """Bring learning rates on the device up to date, before a step that may be a replay.
+
+        Returns whether anything else has changed that was captured by value or by address: settings, groups, or the
+        tensors of the state, which `load_state_dict` replaces.
+        """
+        for number, group in enumerate(self._optimizer.param_groups):
+            rate = group["lr"]
+            if isinstance(rate, torch.Tensor):
+                continue
+            if number not in self._rates:
+                device = group["params"][0].device
+                self._rates[number] = torch.full((), rate, dtype=torch.float32, device=device)
+            elif self._rate_values[number] != rate:
+                self._rates[number].fill_(rate)
+            self._rate_values[number] = rate
+        before, self._baked_in = self._baked_in, self._look()
+        return before is not None and not _are_alike(before, self._baked_in)
+
+    def _look(self) -> Sequence[object]:
+        """Return all that a CUDA graph of steps depends on, tensors by identity."""
+        optimizer, found = self._optimizer, list[object]()
+        for group in optimizer.param_groups:
+            for name, value in group.items():
+                if name == "params":
+                    found.extend(value)
+                elif name not in ("lr", "initial_lr") or isinstance(value, torch.Tensor):
+                    found += (name, value)
+        for parameter in (each for group in optimizer.param_groups for each in group["params"]):
+            found.extend(optimizer.state[parameter].values() if parameter in optimizer.state else ())
+        return found
 
     def has(self, parameter: torch.Tensor) -> bool:
         """Return whether the optimizer steps a parameter."""
@@ -90,10 +151,13 @@ class StepInParts:
             for parameter, gradient in zip(parameters, gradients, strict=True):
                 parameter.grad = _as_laid_out(gradient, parameter)
             step(view)
-            optimizer.__dict__["_opt_called"] = True  # for schedulers, which warn of steps that were not taken
         finally:
             for parameter, gradient_before in zip(parameters, before, strict=True):
                 parameter.grad = gradient_before
+
+    def note_taken(self) -> None:
+        """Note that a step was taken, for schedulers, which warn of steps that were not."""
+        self._optimizer.__dict__["_opt_called"] = True
 
     def bytes_moved(self, num_bytes: int) -> int:
         """Return about how many bytes a step reads and writes for parameters of so many bytes."""
@@ -106,10 +170,18 @@ class StepInParts:
         Its numbers differ by rounding from those of the loop over operators that torch takes on a CPU, so with
         deterministic algorithms that loop stays.
         """
+        if self._is_replayed:
+            group = {**group, **self._as_replayed(group)}
         is_free = "fused" in group and group["fused"] is None and group.get("foreach") is None
         may_fuse = is_free and not torch.are_deterministic_algorithms_enabled()
         fuses = may_fuse and all(self._fits_fused_kernel(parameter) for parameter in parameters)
         return {**group, "params": parameters, **({"fused": True} if fuses else {})}
+
+    def _as_replayed(self, group: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return what a group has otherwise where its step is captured; see Note [replays]."""
+        number = next(n for n, known in enumerate(self._optimizer.param_groups) if known is group)
+        rate = {"lr": self._rates[number]} if number in self._rates else {}
+        return {**rate, **({"capturable": True} if "capturable" in group else {})}
 
     def _fits_fused_kernel(self, parameter: torch.Tensor) -> bool:
         """Whether a parameter and its state are laid out alike: the kernel goes through their memory side by side."""
@@ -117,6 +189,14 @@ class StepInParts:
         alike = (each for each in state.values() if isinstance(each, torch.Tensor) and each.shape == parameter.shape)
         is_real = parameter.is_floating_point() and parameter.device.type in ("cpu", "cuda")
         return is_real and all(each.stride() == parameter.stride() for each in alike)
+
+
+def _are_alike(before: Sequence[object], now: Sequence[object]) -> bool:
+    """Whether two looks at an optimizer found the same, tensors by identity."""
+    return len(before) == len(now) and all(
+        one is other or (not isinstance(one, torch.Tensor) and not isinstance(other, torch.Tensor) and one == other)
+        for one, other in zip(before, now, strict=True)
+    )
 
 
 def _as_laid_out(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:

@@ -111,7 +111,9 @@ def test_schedulers_see_steps_in_parts() -> None:
     parameter = torch.nn.Parameter(torch.zeros(2))
     optimizer = torch.optim.SGD([parameter], lr=1.0)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.9)
-    StepInParts(optimizer).step([parameter], [torch.ones(2)])
+    parts = StepInParts(optimizer)
+    parts.step([parameter], [torch.ones(2)])
+    parts.note_taken()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         scheduler.step()

@@ -57,7 +57,7 @@ from apollo_compile.device.gpu.measure import measure_bodies
 from apollo_compile.device.gpu.memory import ModelMemory
 from apollo_compile.device.gpu.quota import LaneMemory, account
 from apollo_compile.device.target import CompiledBody, Contract
-from apollo_compile.errors import MemoryQuotaError, UnsupportedGraphError
+from apollo_compile.errors import MemoryQuotaError, NotReplayedError, UnsupportedGraphError
 from apollo_compile.ir import (
     BodyId,
     BufferId,
@@ -106,6 +106,8 @@ class CudaExecutable:
     lane_memory_quota: int | None = None
     strict: bool = False
     """Raise what would otherwise be logged."""
+    only_replays: bool = False
+    """Whether it never launches anything but a CUDA graph, which is captured at the first run."""
     num_captures: int = 0
     num_replays: int = 0
     num_launches: int = 0
@@ -152,6 +154,7 @@ class CudaExecutable:
         Raises:
             Exception: whatever a body raised.
             MemoryQuotaError: a lane takes more memory than it may.
+            NotReplayedError: it only replays, and cannot now.
         """
         with self.gpu.launch_lock:
             if self.graph.role is Role.FORWARD:
@@ -165,12 +168,18 @@ class CudaExecutable:
                 return self._launch(inputs)
             if captured is None:
                 in_place = self._find_in_place(inputs)
-                if in_place is not None and self.num_launches >= WARMUP_RUNS:
+                if in_place is not None and (self.only_replays or self.num_launches >= WARMUP_RUNS):
                     captured = self._capture(inputs, in_place)
             return self._launch(inputs) if captured is None else self._replay(captured, inputs)
 
     def _launch(self, inputs: list[torch.Tensor]) -> list[torch.Tensor | None]:
-        """Launch on the lanes, in fresh memory."""
+        """Launch on the lanes, in fresh memory.
+
+        Raises:
+            NotReplayedError: it only replays.
+        """
+        if self.only_replays:
+            raise NotReplayedError(self._reason_for_launch())
         self.num_launches += 1
         returned = self._launch_or_make_room(inputs)
         if self.graph.role is Role.BACKWARD and self.may_capture:
@@ -241,6 +250,16 @@ class CudaExecutable:
         self.gpu.give_back_memory()
         return self._launcher.launch(spare, stream)
 
+    def _reason_for_launch(self) -> str:
+        if self.gpu.is_capturing():
+            return "a CUDA graph is being captured"
+        if not self.may_capture:
+            reasons = (self.gpu.captures.why_off, self.shared.out_of_memory, self.capture_error)
+            return next((reason for reason in reasons if reason), "a CUDA graph cannot hold it")
+        if not self._may_overwrite():
+            return "outputs of an earlier run are in use, in the memory of its CUDA graph"
+        return "its parameters move"
+
     def _order_after_other_callers(self, stream: Stream) -> None:
         """Make lanes wait for all streams that may still read earlier outputs of lanes, whose memory is free by now."""
         self.gpu.callers.add(stream)
@@ -295,7 +314,8 @@ class CudaExecutable:
         self._sightings[addresses] = before + 1  # as the latest
         if len(self._sightings) > MOST_CAPTURES:
             del self._sightings[next(iter(self._sightings))]
-        is_settled = before + is_backward >= self._patience  # what a captured forward saved has settled
+        has_settled = is_backward or self.only_replays  # what a captured forward saved; what others have run with
+        is_settled = before + has_settled >= self._patience
         return in_place if is_settled or not addresses else None
 
     def _forward_of(self, inputs: Sequence[torch.Tensor]) -> Captured | None:
@@ -419,7 +439,8 @@ class CudaExecutable:
             }
         if forward is not None:
             forward.readers.append(captured)
-            self.gpu.give_back_memory()  # what the runs on lanes took
+        if forward is not None or self.only_replays:
+            self.gpu.give_back_memory()  # what runs without it took
         return captured
 
     def _take_over(self, forward: Captured | None, arguments: list[torch.Tensor], origin: Stream) -> Releases:

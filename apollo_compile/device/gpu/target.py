@@ -120,7 +120,8 @@ class GpuTarget:
             urgency=rank_lanes(compilation.partition.graph, compilation.plan, compilation.costs),
             tuned=code.tuned if sharing is Sharing.APART else {},
             lane_memory_quota=self.lane_memory_quota,
-            strict=self._is_strict,
+            strict=self._is_strict or code.is_all_or_nothing,
+            only_replays=code.is_all_or_nothing,
         )
 
     def load_whole(self, compilation: Compilation, code: Code, run: Run) -> CudaExecutable:

@@ -13,7 +13,8 @@ from dataclasses import replace
 from typing import Any
 
 from apollo_compile.device.gpu.gpu import Body
-from apollo_compile.ir import BodyId, BufferId, Lane, LaneId, Launch, Program, Segment, SegmentGraph, SegmentId, Work
+from apollo_compile.ir import Lane, LaneId, Launch, Program, SegmentGraph
+from apollo_compile.passes.join import join_segments
 
 
 def as_one_segment(
@@ -24,43 +25,30 @@ def as_one_segment(
     `make_body(run)` makes the body from a callable that takes the inputs of the graph in a list and returns its
     outputs, which may include None and inputs.
     """
-    inputs = set(graph.inputs)
-    places: dict[BufferId, int] = {}
-    for place, buffer in enumerate(graph.outputs):
-        if buffer is not None and buffer not in inputs:
-            places.setdefault(buffer, place)
-    segment = Segment(
-        id=SegmentId(0),
-        name="the whole graph",
-        module="",
-        body=BodyId(0),
-        inputs=graph.inputs,
-        outputs=tuple(places),
-        after=(),
-        work=Work(),
-    )
+    joined, places = join_segments(graph)
+    (segment,) = joined.segments
     launch = Launch(
         segment=segment.id,
         body=segment.body,
         inputs=segment.inputs,
-        takes=tuple(buffer not in graph.outputs for buffer in segment.inputs),
+        takes=tuple(buffer not in joined.outputs for buffer in segment.inputs),
         outputs=segment.outputs,
     )
     program = Program(
         name=graph.name,
         lanes=(replace(lane, id=LaneId(0)),),
         instructions=((launch,),),
-        num_buffers=len(graph.buffers),
+        num_buffers=len(joined.buffers),
         num_events=0,
-        inputs=graph.inputs,
-        outputs=graph.outputs,
+        inputs=joined.inputs,
+        outputs=joined.outputs,
     )
 
     def make_body(run: Callable[[list[Any]], Sequence[Any]]) -> Body:
         def body(arguments: list[Any]) -> Sequence[Any]:
             made = run(arguments)
-            return [made[place] for place in places.values()]
+            return [made[place] for place in places]
 
         return body
 
-    return replace(graph, segments=(segment,)), program, make_body
+    return joined, program, make_body

@@ -174,7 +174,7 @@ class _Wiring:
             place_of = {id(parameter): place for place, parameter in parameters.items()}
             order = [place_of[id(each)] for each in parameter_order if id(each) in place_of]
             factor = ["factor"]
-            self._call(self._add_graph(limit_gradients(self._groups, order, limit)), norms, factor)
+            self._call(self._add_graph(limit_gradients(self._groups, order, limit, self._micro.device)), norms, factor)
         if optimizer is None and limit is None:
             return
         for group in self._groups:

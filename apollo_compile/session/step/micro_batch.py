@@ -11,13 +11,14 @@ their gradients, in the same order.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
-from apollo_compile.device.target import CompiledBody, Contract
+from apollo_compile.device.target import CompiledBody, Contract, Run
 from apollo_compile.errors import UnsupportedGraphError
 from apollo_compile.ir import BufferId, Observations, Role, SegmentGraph
+from apollo_compile.passes.join import join_segments
 from apollo_compile.pipeline import Compilation
 from apollo_compile.session.graph import CompiledGraph
 from apollo_compile.session.model import CompiledModel
@@ -35,21 +36,44 @@ class Half:
     bodies: Sequence[CompiledBody] = ()
     """Its code by id of the body; empty where it is only planned."""
     observations: Observations = field(default_factory=Observations)
+    whole: Run | None = None
+    """The whole graph as Inductor compiled it, where that can be part of a program."""
 
     @classmethod
-    def of(cls, graph: CompiledGraph) -> Half:
+    def of(cls, graph: CompiledGraph, whole: Run | None = None) -> Half:
         """Return a compiled graph with what was measured of it."""
+        measured = graph.learner.observations
         return cls(
             compilation=graph.compilation,
             contract=graph.code.contract,
             bodies=graph.bodies,
-            observations=graph.learner.observations,
+            observations=measured if measured.entries else graph.compilation.observations,
+            whole=whole,
         )
 
     @property
     def graph(self) -> SegmentGraph:
         """Return its segments."""
         return self.compilation.partition.graph
+
+    def joined(self) -> Half:
+        """Return it as one segment, which Inductor's code of the whole graph runs."""
+        whole = self.whole
+        assert whole is not None
+        graph, places = join_segments(self.graph)
+
+        def body(arguments: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+            made = whole(arguments)
+            return [made[place] for place in places]
+
+        nodes = tuple(node.id for node in self.compilation.capture.nodes)
+        partition = replace(self.compilation.partition, graph=graph, nodes_by_segment=(nodes,))
+        return replace(
+            self,
+            compilation=replace(self.compilation, partition=partition),
+            bodies=(CompiledBody(function=body),),
+            observations=Observations(),
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,6 +89,19 @@ class Micro:
     loss: int
     """Place of the loss among the outputs of the forward."""
     loss_dtype: torch.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where its tensors are."""
+        return next(tensor.device for tensor in self.state.values())
+
+    def joined(self) -> Micro | None:
+        """Return it with Inductor's code of whole graphs; None where that cannot be part of a program."""
+        halves = (self.forward, self.backward)
+        if any(half.whole is None for half in halves):
+            return None
+        forward, backward = (half.joined() for half in halves)
+        return replace(self, forward=forward, backward=backward)
 
     @property
     def parameters(self) -> Mapping[int, torch.Tensor]:
@@ -92,15 +129,19 @@ def find_micro(
     if model.fallbacks:
         name, reason = model.fallbacks[0]
         raise UnsupportedGraphError(f"{name} falls back: {reason}")
+    if model.challenge is not None and model.challenge.is_over:
+        raise UnsupportedGraphError(f"{model.name} stays as torch.compile makes it: {model.challenge.reason}")
     by_role = {graph.compilation.capture.role: graph for graph in model.graphs}
     if by_role.keys() != {Role.FORWARD, Role.BACKWARD} or len(model.graphs) != 2:
         raise UnsupportedGraphError(f"{model.name} has {len(model.graphs)} graphs; expected a forward and a backward")
     forward, backward = by_role[Role.FORWARD], by_role[Role.BACKWARD]
-    if not forward.target.is_synchronous or not forward.agreement.ranks.is_alone:
-        raise UnsupportedGraphError("steps are linked for a CPU and a single process only")
+    if not forward.agreement.ranks.is_alone:
+        raise UnsupportedGraphError("steps are linked for a single process only")
     if forward.boundary is not None or backward.boundary is not None:
         raise UnsupportedGraphError(f"{model.name} takes sizes or objects besides tensors")
-    return join_halves(model.name, Half.of(forward), Half.of(backward), inputs, owned, loss_dtype)
+    wholes = {} if model.challenge is None else model.challenge.wholes
+    first, second = Half.of(forward, wholes.get(Role.FORWARD)), Half.of(backward, wholes.get(Role.BACKWARD))
+    return join_halves(model.name, first, second, inputs, owned, loss_dtype)
 
 
 def join_halves(

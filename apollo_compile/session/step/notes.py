@@ -34,6 +34,8 @@ class LossGraph:
     inputs: tuple[Any, ...] | None = None
     """Of its latest run, until it is known whether it can be linked; only tensors of the model have data."""
     loss_dtype: torch.dtype = torch.float32
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    """Where its loss is."""
     is_decided: bool = False
     """Whether it is known whether it can be linked."""
     micro: Micro | None = None
@@ -89,11 +91,12 @@ class Notes:
             self.latest = graph
             outputs = graph.compiled(*inputs)
             if not graph.is_decided:
-                graph.inputs, graph.loss_dtype = _without_batch(inputs, self._owned()), outputs[0].dtype
+                graph.inputs = _without_batch(inputs, self._owned())
+                graph.loss_dtype, graph.device = outputs[0].dtype, outputs[0].device
             return outputs
         if graph.micro is None:
             raise NotLinkedError
-        loss = torch.full((), torch.nan, dtype=graph.loss_dtype)
+        loss = torch.full((), torch.nan, dtype=graph.loss_dtype, device=graph.device)
         self._noted.append(Noted(graph, inputs, loss))
         return (loss,)
 

@@ -32,6 +32,9 @@ class StepProgram:
     """Whether gradients are clipped inside."""
     others: Sequence[torch.Tensor]
     """Where gradients are clipped, parameters that the program makes no gradients for: any of theirs would count."""
+    _weights: Sequence[float] = ()
+    _tangents: Sequence[torch.Tensor] = ()
+    """The same on the device."""
 
     @property
     def name(self) -> str:
@@ -80,17 +83,44 @@ class StepProgram:
         Arguments:
             inputs: of the forward of every micro-batch.
             weights: of the losses.
+
+        Raises:
+            NotReplayedError: it runs as a CUDA graph only, and cannot now; nothing has run.
         """
+        is_replayed = not self.variants.target.is_synchronous
+        if is_replayed and self.optimizer is not None and self.optimizer.is_outdated():
+            for runnable in self.variants.loaded().values():
+                runnable.release()
         state = self.micro.state
         own = [tensor for each in inputs for place, tensor in enumerate(each) if place not in state]
-        tangents = [torch.tensor(weight, dtype=self.micro.loss_dtype) for weight in weights]
-        given = [*(inputs[0][place] for place in state), *own, *tangents]
+        if not self._tangents or weights != self._weights:
+            dtype, device = self.micro.loss_dtype, self.micro.device
+            self._weights, self._tangents = weights, [torch.full((), w, dtype=dtype, device=device) for w in weights]
+        given = [*(inputs[0][place] for place in state), *own, *self._tangents]
         taken = {tensor.untyped_storage().data_ptr() for tensor in given}
         # Bodies were traced under autocast if there was any, and lanes know of none.
         with torch.no_grad(), torch.autocast(self.variants.target.device.type, enabled=False):
             outputs = self.variants.run(given)
+            if self.optimizer is not None:
+                self.optimizer.note_taken()
             made = [gradient for gradient in outputs[self.num_micro_batches :] if gradient is not None]
             return outputs[: self.num_micro_batches], own_gradients(made, self.parameters, taken)
+
+
+def load_step(micro: Micro, step: StepGraph, *, target: Target, config: Config) -> Variants:
+    """Return a step, planned and loaded.
+
+    Raises:
+        InfeasiblePlanError: no plan meets the memory quota.
+    """
+    compilation = plan_step(micro, step, profile=target.profile, config=config)
+    contract = Contract(
+        static_inputs=frozenset(range(len(micro.state))),
+        written_inputs=step.written,
+        user_outputs=frozenset(range(step.num_micro_batches)),  # losses; gradients end with the step
+    )
+    code = Code(bodies=tuple(step.bodies), contract=contract, is_all_or_nothing=True)
+    return Variants(compilation, code, target, may_be_listed=False)
 
 
 def leave_gradients(parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
@@ -147,10 +177,8 @@ def link_step(
         InfeasiblePlanError: no plan meets the memory quota.
     """
     trained = {id(parameter) for parameter in micro.parameters.values()}
-    compilation = plan_step(micro, step, profile=target.profile, config=config)
-    code = Code(bodies=tuple(step.bodies), contract=Contract(written_inputs=step.written))
     return StepProgram(
-        variants=Variants(compilation, code, target, may_be_listed=False),
+        variants=load_step(micro, step, target=target, config=config),
         micro=micro,
         num_micro_batches=step.num_micro_batches,
         optimizer=optimizer,

@@ -87,16 +87,19 @@ def measure_gradients(group: Group) -> OneSegment:
     )
 
 
-def limit_gradients(groups: Sequence[Group], order: Sequence[int], limit: float) -> OneSegment:
+def limit_gradients(
+    groups: Sequence[Group], order: Sequence[int], limit: float, device: torch.device | None = None
+) -> OneSegment:
     """Find by how much gradients are scaled: takes the norms of all groups and makes the factor, at most 1.
 
     Arguments:
         groups: in the order of the norms.
         order: places of the parameters, in the order in which norms are added up.
         limit: largest norm of all gradients together.
+        device: where the gradients are; None is the CPU.
     """
     taken = [place for group in groups for place in group.sizes]
-    index = torch.tensor([taken.index(place) for place in order])
+    index = torch.tensor([taken.index(place) for place in order], device=device)
 
     def find_factor(norms: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         total = torch.linalg.vector_norm(torch.cat(norms)[index])
@@ -122,7 +125,9 @@ def update_parameters(
         gradients = taken[-count - is_clipped :][:count]
         if is_clipped:
             gradients = list(torch._foreach_mul(gradients, taken[-1]))
-        if optimizer is not None:
+        # A capture is rehearsed with copies of what is written to, and a step of the optimizer has no copy.
+        is_rehearsed = optimizer is not None and taken[0].data_ptr() != owners[0].data_ptr()
+        if optimizer is not None and not is_rehearsed:
             optimizer.step(owners, gradients)
         return gradients if is_clipped else []
 
@@ -197,4 +202,6 @@ def _add_pairs(terms: list[torch.Tensor]) -> Sequence[torch.Tensor]:
 
 
 def _measure(gradients: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+    if all(gradient.is_cuda for gradient in gradients):  # in few kernels, as `clip_grad_norm_` does there
+        return [torch.stack(torch._foreach_norm(gradients))]
     return [torch.stack([torch.linalg.vector_norm(gradient) for gradient in gradients])]

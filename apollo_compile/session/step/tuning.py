@@ -10,12 +10,16 @@ import logging
 from collections.abc import Callable
 
 from apollo_compile.ir import Variant, Verdict
-from apollo_compile.session.comparison import MIN_ROUNDS, Comparison
+from apollo_compile.session.comparison import MIN_ROUNDS, Comparison, Rules
+from apollo_compile.session.procedure import SIMPLEST_FIRST
 from apollo_compile.session.step.program import StepProgram
 from apollo_compile.session.warm_start import WarmStart
 from apollo_compile.torch_bridge.traced_step import TracedStep
 
 _logger = logging.getLogger(__name__)
+
+_IN_TURNS = Rules(steps_per_turn=12, untimed_steps=2, tie=0.02)
+"""Where a step has not ended when its call returns: the device is waited for at the borders of turns only."""
 
 
 class StepTuner:
@@ -46,7 +50,12 @@ class StepTuner:
         self._traced: TracedStep | None = None
         self._comparison: Comparison | None = None
         self._current = Variant.PLAN
-        self.is_tried = not is_compared
+        self._target = program.variants.target
+        self._num_taken = 0
+        """Steps of the current turn that this variant took."""
+        self._turn_began_ns = 0
+        self._failed: set[Variant] = set()
+        self.is_tried = not is_compared or not self._target.is_synchronous
         """Whether Inductor has compiled the traced step, or failed to."""
         self._is_settled = not is_compared
         compilation = program.variants.compilation
@@ -79,27 +88,49 @@ class StepTuner:
         if self._is_settled:
             return self._current
         if self._comparison is None:
-            self._comparison = Comparison({str(variant): (variant,) for variant in self._variants()})
+            rules = Rules() if self._target.is_synchronous else _IN_TURNS
+            self._comparison = Comparison({str(variant): (variant,) for variant in self._variants()}, rules=rules)
         selection = self._comparison.begin_step()
         if selection is None:
             self._settle(self._comparison)
         else:
             (self._current,) = selection
+            self._begin_turn(self._comparison)
         return self._current
 
     def record(self, ns: int) -> None:
         """Note how long the step took, forward to optimizer."""
+        comparison = self._comparison
         if not self.is_tried:
             self.is_tried = True
-        elif self._comparison is not None:
-            self._comparison.record(0, ns)
+        elif comparison is not None and self._target.is_synchronous:
+            comparison.record(0, ns)
+        elif comparison is not None:
+            self._num_taken += 1
+            if comparison.is_in_last_step and self._num_taken == comparison.num_timed:
+                comparison.record(0, (self._target.now_ns() - self._turn_began_ns) // comparison.num_timed)
+
+    def _begin_turn(self, comparison: Comparison) -> None:
+        """Begin to time a turn, in its first timed step, if steps have not ended when their calls return."""
+        if comparison.num_timed == 1 and not self._target.is_synchronous:
+            self._turn_began_ns, self._num_taken = self._target.now_ns(), 0
+
+    def drop(self, variant: Variant, error: Exception) -> None:
+        """Do without a variant of the program that failed; compare the others."""
+        first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+        _logger.warning("%s: no %s: %s: %s", self._name, variant, type(error).__name__, first)
+        self._failed.add(variant)
+        self._restart()
 
     def drop_traced(self, error: Exception) -> None:
         """Do without Inductor's code of the traced step, which did not compile; compare the others."""
         first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
         _logger.info("%s: Inductor does not compile the traced step: %s: %s", self._name, type(error).__name__, first)
         self.is_tried, self._traced = True, None
-        self._is_settled, self.verdict, self._current = False, None, Variant.LOOP
+        self._restart()
+
+    def _restart(self) -> None:
+        self._is_settled, self.verdict, self._current, self._comparison = False, None, Variant.LOOP, None
 
     def __str__(self) -> str:
         now = f"; now a {Variant.LOOP}: {self.held_back}" if self.held_back else ""
@@ -119,7 +150,10 @@ class StepTuner:
 
     def _variants(self) -> list[Variant]:
         traced = [Variant.TRACED] if self._traced is not None else []
-        return [Variant.LOOP, *traced, *self.program.variants.available]
+        own = set(self.program.variants.available) - self._failed
+        if Variant.INDUCTOR in own:  # segments in turn are the same with more kernels
+            own.discard(Variant.SERIAL)
+        return [Variant.LOOP, *traced, *(variant for variant in SIMPLEST_FIRST if variant in own)]
 
     def _settle(self, comparison: Comparison) -> None:
         is_known = comparison.num_rounds >= MIN_ROUNDS  # not where most steps had to be loops
@@ -138,5 +172,7 @@ class StepTuner:
         )
         if self._current is not Variant.TRACED:
             self._traced = None
+        if not self._target.is_synchronous:
+            self._target.keep_only({self._current})  # the winner is captured again, with memory for it alone
         _logger.info("%s: chosen by measuring: %s", self._name, self.verdict)
         self._warm_start.keep(self.program.variants.compilation, self._current, self.verdict)

@@ -129,6 +129,8 @@ class FakeGpu:
         self.urgency: dict[str, int] = {}
         """By stream, as it was last asked for."""
         self.fail_capture: Exception | None = None
+        self.hidden: Callable[[], Sequence[torch.Tensor]] = lambda: ()
+        """Returns what bodies write to besides their inputs."""
         self._capture: FakeRecording | None = None
         self._rehearsed: Pool | None = None
         """The memory of a rehearsal, while there is one."""
@@ -355,7 +357,8 @@ class FakeGpu:
         self, capture: FakeRecording, body: Body, inputs: list[torch.Tensor], stream: str
     ) -> Sequence[torch.Tensor]:
         read = [at_address(tensor) for tensor in inputs]
-        before = [tensor.clone() for tensor in read]
+        hidden = self.others[Sharing.APART].hidden()
+        before = [tensor.clone() for tensor in (*read, *hidden)]
         workspace = capture.pool.allocate(self.key_of(stream), sum(tensor.nbytes for tensor in read))
         operation = _Operation(body, stream, read, (workspace.address, workspace.num_bytes), capture.freed)
         capture.operations.append(operation)
@@ -363,7 +366,7 @@ class FakeGpu:
         state = torch.get_rng_state()
         made = list(body(inputs))
         torch.set_rng_state(state)
-        for tensor, value in zip(read, before, strict=True):
+        for tensor, value in zip((*read, *hidden), before, strict=True):
             tensor.copy_(value)
         capture.pool.free(workspace)
         capture.freed = []

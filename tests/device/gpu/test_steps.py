@@ -1,0 +1,270 @@
+"""Training steps as one CUDA graph, on the stand-in for the GPU: numbers of the loop, and what a replay must see."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import fx, nn
+
+from apollo_compile.config import Config
+from apollo_compile.device.gpu.target import GpuTarget
+from apollo_compile.ir import Variant
+from apollo_compile.step import Step, compile_step
+from apollo_compile.store.profiles import load_profile
+from apollo_compile.torch_bridge.frontend import compile_with_inductor
+from apollo_compile.torch_bridge.interpret import interpret_whole
+from tests.device.gpu.fake_gpu import FakeGpu
+from tests.device.gpu.test_default import BusyGpu
+
+PROGRAM = {
+    "debug.strict": True,
+    "plan.autotune": False,
+    "plan.min_gain": 0.0,
+    "plan.planner": "greedy",
+    "partition.granularity": "module",
+    "runtime.bodies": "eager",
+}
+"""The program runs as soon as it can."""
+
+FIRST = 7
+"""Steps until then: four of torch.compile's code, one that compiles and two that time."""
+
+
+class Branches(nn.Module):
+    """Two layers that are independent of each other, and one buffer that is written to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = (nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(2))
+        self.norm = nn.BatchNorm1d(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the similarities of what both make of `x`."""
+        return self.left(x) @ self.right(self.norm(x)).T
+
+
+def loss_fn(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    """Return a loss."""
+    loss: torch.Tensor = model(batch).square().mean()
+    return loss
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
+    """Let tensors on the CPU be on a GPU, and let torch.compile interpret, which takes no time."""
+    gpu = BusyGpu()
+
+    def open_target(example_inputs: Sequence[Any], config: Config) -> tuple[GpuTarget, None]:
+        return GpuTarget(gpu, load_profile(Path("h200")), config, device=torch.device("cpu")), None
+
+    def compile_plainly(graph_module: fx.GraphModule, example_inputs: Sequence[Any], settings: Any) -> Any:
+        def interpret(graph: fx.GraphModule, *_: Any, **__: Any) -> tuple[Any, None]:
+            return interpret_whole(graph), None
+
+        return compile_with_inductor(
+            graph_module, example_inputs, interpret, recompute_masks=False, eager_randomness=True
+        )
+
+    monkeypatch.setattr("apollo_compile.backend.open_target", open_target)
+    monkeypatch.setattr("apollo_compile.session.compile.compile_plainly", compile_plainly)
+    torch._dynamo.reset()
+    return gpu
+
+
+Optimize = Callable[[Any], torch.optim.Optimizer]
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    """Return an optimizer that counts its steps on the device."""
+    return torch.optim.AdamW(parameters, lr=0.01, fused=True)
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    """Return one with state and no count."""
+    return torch.optim.SGD(parameters, lr=0.01, momentum=0.9)
+
+
+class Pair:
+    """A compiled step beside the loop in eager, whose losses and parameters must be equal after every step."""
+
+    def __init__(
+        self,
+        gpu: FakeGpu,
+        optimize: Optimize | None = adamw,
+        *,
+        microbatches: int = 1,
+        clip: float | None = None,
+        **options: Any,
+    ) -> None:
+        torch.manual_seed(0)
+        gpu.hidden = self._hidden
+        self.eager = Branches().double()
+        self.model = copy.deepcopy(self.eager)
+        make = optimize or (lambda parameters: None)
+        self.optimizers = [make(each.parameters()) for each in (self.eager, self.model)]
+        self._clip, self._count, self._seed = clip, microbatches, 0
+        self.run: Step = compile_step(
+            self.model,
+            loss_fn,
+            self.optimizers[1],
+            microbatches=microbatches,
+            clip_grad_norm=clip,
+            options={**PROGRAM, **options},
+        )
+
+    def step(self, size: int = 8) -> torch.Tensor:
+        """Take one step with both."""
+        self._seed += 1
+        batch = torch.randn(size, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(self._seed))
+        expected, optimizer = torch.zeros(()), self.optimizers[0]
+        if optimizer is not None:
+            optimizer.zero_grad()
+        for part in batch.chunk(self._count):
+            loss = loss_fn(self.eager, part) / self._count
+            loss.backward()
+            expected = expected + loss.detach()
+        if self._clip is not None:
+            nn.utils.clip_grad_norm_(self.eager.parameters(), self._clip)
+        if optimizer is not None:
+            optimizer.step()
+        found = self.run(batch)
+        torch.testing.assert_close(found, expected, rtol=1e-7, atol=1e-9, check_dtype=False)
+        for one, other in zip(self.model.parameters(), self.eager.parameters(), strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-8)
+            torch.testing.assert_close(one.grad, other.grad, rtol=1e-6, atol=1e-8)
+        for one, other in zip(self.model.buffers(), self.eager.buffers(), strict=True):
+            torch.testing.assert_close(one, other)
+        return found
+
+    def _hidden(self) -> list[torch.Tensor]:
+        optimizer = self.optimizers[1]
+        states = () if optimizer is None else optimizer.state.values()
+        return [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
+
+    @property
+    def program(self) -> Any:
+        """The program's plan."""
+        (tuner,) = self.run.tuners
+        return tuner.program.variants.plan
+
+
+@pytest.mark.parametrize(
+    ("optimize", "microbatches", "clip"), [(adamw, 1, None), (sgd, 2, None), (adamw, 2, 0.1), (None, 2, 0.1)]
+)
+def test_steps_are_one_replay_with_the_numbers_of_the_loop(
+    gpu: FakeGpu, optimize: Optimize | None, microbatches: int, clip: float | None
+) -> None:
+    """Losses, gradients, parameters, statistics and the optimizer's state, step by step."""
+    pair = Pair(gpu, optimize, microbatches=microbatches, clip=clip)
+    for _ in range(FIRST + 5):
+        if optimize is None:
+            for model in (pair.eager, pair.model):
+                model.zero_grad()
+        pair.step()
+    program = pair.program
+    assert (program.num_captures, program.num_launches) == (1, 0) and program.num_replays >= 5
+    assert sum(map(bool, program.program.instructions)) > 1, "more than one lane"
+    assert not gpu.races
+    for one, other in zip(*(each.state_dict()["state"].values() for each in pair.optimizers if each), strict=False):
+        torch.testing.assert_close(one, other)
+
+
+def test_a_replay_sees_what_changes_about_the_optimizer(gpu: FakeGpu) -> None:
+    """A learning rate by a scheduler without another capture; other settings and a loaded state with one."""
+    pair = Pair(gpu)
+    for _ in range(FIRST + 2):
+        pair.step()
+    schedulers = [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5) for optimizer in pair.optimizers]
+    for _ in range(2):
+        pair.step()
+        for scheduler in schedulers:
+            scheduler.step()
+    pair.step()
+    program = pair.program
+    assert program.num_captures == 1
+    for optimizer in pair.optimizers:
+        optimizer.param_groups[0]["weight_decay"] = 0.5
+    pair.step()
+    assert program.num_captures == 2
+    for optimizer in pair.optimizers:
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    pair.step()
+    pair.step()
+    assert (program.num_captures, program.num_launches) == (3, 0) and not gpu.races
+
+
+def test_gradients_that_are_in_use_make_a_step_a_loop(gpu: FakeGpu, caplog: pytest.LogCaptureFixture) -> None:
+    """They are in the memory that a replay writes to; once they are released it replays again."""
+    caplog.set_level(logging.INFO, logger="apollo_compile")
+    pair = Pair(gpu)
+    for _ in range(FIRST + 1):
+        pair.step()
+    held = [parameter.grad for parameter in pair.model.parameters()]
+    before, replays = [each.clone() for each in held], pair.program.num_replays
+    pair.step()
+    assert pair.program.num_replays == replays and "outputs of an earlier run are in use" in caplog.text
+    for one, other in zip(held, before, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+    held.clear()
+    del one
+    pair.step()
+    assert pair.program.num_replays == replays + 1
+
+
+def test_weights_at_another_address_are_captured_there(gpu: FakeGpu) -> None:
+    """As averaged weights are swapped in."""
+    pair = Pair(gpu)
+    for _ in range(FIRST + 1):
+        pair.step()
+    for parameter in pair.model.parameters():
+        parameter.data = parameter.data.clone()
+    pair.step()
+    pair.step()
+    assert (pair.program.num_captures, pair.program.num_launches) == (2, 0)
+
+
+def test_what_is_fastest_stays(gpu: FakeGpu) -> None:
+    """The loop, one CUDA graph of Inductor's code, and the plan take turns."""
+    pair = Pair(gpu, **{"plan.autotune": True})
+    for _ in range(800):
+        pair.step()
+        if pair.run.tuners and pair.run.tuners[0].is_settled:
+            break
+    (tuner,) = pair.run.tuners
+    assert {each.name for each in tuner.verdict.standings} == {
+        Variant.LOOP,
+        Variant.INDUCTOR,
+        Variant.PLAN,
+        Variant.PRIORITIES,
+    }
+    assert tuner.verdict.standings[0].name == tuner.current and not gpu.races
+    pair.step()
+
+
+def test_a_capture_that_fails_leaves_the_loop(gpu: FakeGpu, caplog: pytest.LogCaptureFixture) -> None:
+    """With one WARNING for each variant, and nothing has changed by then."""
+    pair = Pair(gpu, **{"debug.strict": False})
+    for _ in range(FIRST):
+        pair.step()
+    for device in gpu.others.values():
+        device.fail_capture = RuntimeError("operation not permitted when stream is capturing")
+    for _ in range(30):
+        pair.step()
+    assert "no plan: RuntimeError: operation not permitted" in caplog.text
+    assert pair.run.tuners[0].current is Variant.LOOP
+
+
+def test_an_optimizer_that_counts_on_the_host_steps_afterwards(gpu: FakeGpu, caplog: pytest.LogCaptureFixture) -> None:
+    """One line says what to change."""
+    caplog.set_level(logging.INFO, logger="apollo_compile")
+    pair = Pair(gpu, lambda parameters: torch.optim.AdamW(parameters, lr=0.01))
+    for _ in range(FIRST + 2):
+        pair.step()
+    assert "steps after the program: AdamW counts steps on the host; make it with fused=True" in caplog.text
+    assert pair.program.num_replays == 2
