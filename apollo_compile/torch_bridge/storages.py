@@ -4,7 +4,7 @@
     storage_handles(tensors)    handles of storages for `count_uses`
     count_uses(handles)         reference count of each storage
     are_gone(storages)          whether no storage lives any more
-    are_at(tensors, addresses)  whether tensors are at these addresses
+    Places(addresses)           whether tensors are at these addresses
 
 Nothing here keeps a storage alive.
 """
@@ -46,14 +46,22 @@ def are_gone(storages: Iterable[StorageWeakRef]) -> bool:
     return all(storage.expired() for storage in storages)  # type: ignore[no-untyped-call]
 
 
-def are_at(tensors: list[torch.Tensor], addresses: Mapping[int, int]) -> bool:
-    """Return whether the tensors at these positions have these addresses."""
-    if _are_addresses_equal is None:
-        return [tensors[index].data_ptr() for index in addresses] == list(addresses.values())
-    return _are_addresses_equal(tensors, list(addresses.values()), list(addresses))
+class Places:
+    """Addresses that tensors at some positions of a list should have."""
+
+    def __init__(self, addresses: Mapping[int, int]) -> None:
+        """Take addresses by position."""
+        self._positions = list(addresses)
+        self._by_position: list[int | None] = [addresses.get(i) for i in range(1 + max(addresses, default=-1))]
+
+    def hold(self, tensors: list[torch.Tensor]) -> bool:
+        """Return whether the tensors have these addresses."""
+        if _are_addresses_equal is not None:
+            return _are_addresses_equal(tensors, self._by_position, self._positions)
+        return all(tensors[each].data_ptr() == self._by_position[each] for each in self._positions)
 
 
-_are_addresses_equal: Callable[[list[torch.Tensor], list[int], list[int]], bool] | None = getattr(
+_are_addresses_equal: Callable[[list[torch.Tensor], list[int | None], list[int]], bool] | None = getattr(
     torch._C, "_tensors_data_ptrs_at_indices_equal", None
 )
-"""One native call; None where torch is built without CUDA."""
+"""One native call; None where torch is built without CUDA. Tensors and addresses are both found by position."""

@@ -21,7 +21,7 @@ from apollo_compile.device.gpu.gpu import Gpu, Recording, Stream
 from apollo_compile.device.gpu.quota import LaneMemory
 from apollo_compile.errors import UnsupportedGraphError
 from apollo_compile.ir import Role, Variant
-from apollo_compile.torch_bridge.storages import are_at, count_uses, storage_handles
+from apollo_compile.torch_bridge.storages import Places, count_uses, storage_handles
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
@@ -48,6 +48,11 @@ class Captured:
     num_replays: int = 0
     readers: list[Captured] = field(default_factory=list)
     """CUDA graphs that read in place what this one saved; released with it."""
+    _places: Places = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Make the addresses quick to compare."""
+        self._places = Places(self.addresses)
 
     @property
     def is_live(self) -> bool:
@@ -61,7 +66,7 @@ class Captured:
 
     def reads(self, inputs: list[torch.Tensor]) -> bool:
         """Whether a replay would read these inputs: those in place have unchanged addresses."""
-        return are_at(inputs, self.addresses)
+        return self._places.hold(inputs)
 
     def is_unused(self) -> bool:
         """Whether nobody uses what the last replay saved and lent."""
