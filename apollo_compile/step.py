@@ -40,7 +40,7 @@ from apollo_compile.session.step.micro_batch import Micro, find_micro
 from apollo_compile.session.step.micro_batch_count import MicroBatchCount
 from apollo_compile.session.step.notes import LossGraph, Noted, Notes, NotLinkedError
 from apollo_compile.session.step.prediction import predict_step
-from apollo_compile.session.step.program import leave_gradients, link_step, load_step, own_gradients
+from apollo_compile.session.step.program import find_shared, leave_gradients, link_step, load_step, own_gradients
 from apollo_compile.session.step.split import kind_of, split_evenly
 from apollo_compile.session.step.tuning import StepTuner
 from apollo_compile.session.warm_start import may_be_compared
@@ -341,7 +341,7 @@ class Step:
                 return None
         tuner.held_back = None
         parameters = tuner.program.parameters
-        leave_gradients(parameters, own_gradients(gradients, parameters, ()))
+        leave_gradients(parameters, own_gradients(gradients, parameters, find_shared(gradients, parameters, ())))
         self._finish()
         return loss
 

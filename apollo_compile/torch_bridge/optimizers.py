@@ -14,6 +14,7 @@ step has to be captured again.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -50,7 +51,7 @@ class StepInParts:
         """Learning rates on the device, by group; only of steps that are replayed."""
         self._rate_values: dict[int, float] = {}
         """What they hold."""
-        self._baked_in: Sequence[object] | None = None
+        self._baked_in: _Look | None = None
         """What a replay cannot see change."""
         self.refresh()
 
@@ -98,21 +99,10 @@ class StepInParts:
             elif self._rate_values[number] != rate:
                 self._rates[number].fill_(rate)
             self._rate_values[number] = rate
-        before, self._baked_in = self._baked_in, self._look()
-        return before is not None and not _are_alike(before, self._baked_in)
-
-    def _look(self) -> Sequence[object]:
-        """Return all that a CUDA graph of steps depends on, tensors by identity."""
-        optimizer, found = self._optimizer, list[object]()
-        for group in optimizer.param_groups:
-            for name, value in group.items():
-                if name == "params":
-                    found.extend(value)
-                elif name not in ("lr", "initial_lr") or isinstance(value, torch.Tensor):
-                    found += (name, value)
-        for parameter in (each for group in optimizer.param_groups for each in group["params"]):
-            found.extend(optimizer.state[parameter].values() if parameter in optimizer.state else ())
-        return found
+        before = self._baked_in
+        if before is None or not before.is_up_to_date(self._optimizer):
+            self._baked_in = _Look(self._optimizer)
+        return before is not None and before is not self._baked_in
 
     def has(self, parameter: torch.Tensor) -> bool:
         """Return whether the optimizer steps a parameter."""
@@ -191,12 +181,34 @@ class StepInParts:
         return is_real and all(each.stride() == parameter.stride() for each in alike)
 
 
-def _are_alike(before: Sequence[object], now: Sequence[object]) -> bool:
-    """Whether two looks at an optimizer found the same, tensors by identity."""
-    return len(before) == len(now) and all(
-        one is other or (not isinstance(one, torch.Tensor) and not isinstance(other, torch.Tensor) and one == other)
-        for one, other in zip(before, now, strict=True)
-    )
+class _Look:
+    """What a CUDA graph of an optimizer's steps depends on, tensors by identity; compared before every step."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._settings = _settings_of(optimizer)
+        self._ids = _ids_in(optimizer)
+        self._held = [list(state.values()) for state in optimizer.state.values()]
+        """So that their ids are not used again."""
+
+    def is_up_to_date(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether an optimizer is as it was."""
+        return self._ids == _ids_in(optimizer) and self._settings == _settings_of(optimizer)
+
+
+def _settings_of(optimizer: torch.optim.Optimizer) -> list[object]:
+    return [
+        (name, id(value) if isinstance(value, torch.Tensor) else value)
+        for group in optimizer.param_groups
+        for name, value in group.items()
+        if name != "params" and (name not in ("lr", "initial_lr") or isinstance(value, torch.Tensor))
+    ]
+
+
+def _ids_in(optimizer: torch.optim.Optimizer) -> tuple[int, ...]:
+    """Return the identities of parameters and of the tensors of their state, without a loop in Python over them."""
+    parameters = itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups)
+    states = itertools.chain.from_iterable(map(dict.values, optimizer.state.values()))
+    return tuple(map(id, itertools.chain(parameters, states)))
 
 
 def _as_laid_out(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:

@@ -89,6 +89,14 @@ class Micro:
     loss: int
     """Place of the loss among the outputs of the forward."""
     loss_dtype: torch.dtype
+    parameters: Mapping[int, torch.Tensor] = field(init=False)
+    """What gets gradients, by its place among the inputs of the forward."""
+
+    def __post_init__(self) -> None:
+        """Find the parameters, which every step asks for."""
+        outputs = self.backward.graph.outputs
+        trained = {p: tensor for p, tensor in self.state.items() if tensor.requires_grad and outputs[p] is not None}
+        object.__setattr__(self, "parameters", trained)
 
     @property
     def device(self) -> torch.device:
@@ -102,14 +110,6 @@ class Micro:
             return None
         forward, backward = (half.joined() for half in halves)
         return replace(self, forward=forward, backward=backward)
-
-    @property
-    def parameters(self) -> Mapping[int, torch.Tensor]:
-        """What gets gradients, by its place among the inputs of the forward."""
-        outputs = self.backward.graph.outputs
-        return {
-            place: tensor for place, tensor in self.state.items() if tensor.requires_grad and outputs[place] is not None
-        }
 
 
 def find_micro(

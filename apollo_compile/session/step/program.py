@@ -6,12 +6,13 @@ link_step(micro, step graph, ...) -> StepProgram;    StepProgram.run(inputs, wei
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from apollo_compile.config import Config
 from apollo_compile.device.target import Code, Contract, Target
+from apollo_compile.ir import Variant
 from apollo_compile.session.step.graph import StepGraph, plan_step
 from apollo_compile.session.step.micro_batch import Micro
 from apollo_compile.session.variants import Variants
@@ -35,6 +36,8 @@ class StepProgram:
     _weights: Sequence[float] = ()
     _tangents: Sequence[torch.Tensor] = ()
     """The same on the device."""
+    _copied: dict[Variant, Collection[int]] = field(default_factory=dict)
+    """By variant that has run, places of gradients that are copied; it is the same ones in every run."""
 
     @property
     def name(self) -> str:
@@ -97,14 +100,17 @@ class StepProgram:
             dtype, device = self.micro.loss_dtype, self.micro.device
             self._weights, self._tangents = weights, [torch.full((), w, dtype=dtype, device=device) for w in weights]
         given = [*(inputs[0][place] for place in state), *own, *self._tangents]
-        taken = {tensor.untyped_storage().data_ptr() for tensor in given}
+        variant = self.variants.current
+        taken = () if variant in self._copied else [tensor.untyped_storage().data_ptr() for tensor in given]
         # Bodies were traced under autocast if there was any, and lanes know of none.
         with torch.no_grad(), torch.autocast(self.variants.target.device.type, enabled=False):
             outputs = self.variants.run(given)
             if self.optimizer is not None:
                 self.optimizer.note_taken()
             made = [gradient for gradient in outputs[self.num_micro_batches :] if gradient is not None]
-            return outputs[: self.num_micro_batches], own_gradients(made, self.parameters, taken)
+            if variant not in self._copied:
+                self._copied[variant] = find_shared(made, self.parameters, taken)
+            return outputs[: self.num_micro_batches], own_gradients(made, self.parameters, self._copied[variant])
 
 
 def load_step(micro: Micro, step: StepGraph, *, target: Target, config: Config) -> Variants:
@@ -132,23 +138,34 @@ def leave_gradients(parameters: Sequence[torch.Tensor], gradients: Sequence[torc
             parameter.grad.add_(gradient)
 
 
-def own_gradients(
+def find_shared(
     gradients: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor], taken: Collection[int]
-) -> Sequence[torch.Tensor]:
-    """Return gradients as autograd leaves them in `.grad`: laid out like their parameters, each in memory of its own.
+) -> Collection[int]:
+    """Return places of gradients that autograd would not leave in `.grad` as they are.
+
+    There they are laid out like their parameters, each in memory of its own.
 
     Arguments:
         gradients: by parameter.
         parameters: what they are for.
         taken: addresses of memory that is in use.
     """
-    used = set(taken)
-    owned = []
-    for parameter, gradient in zip(parameters, gradients, strict=True):
+    used, found = set(taken), set[int]()
+    for place, (parameter, gradient) in enumerate(zip(parameters, gradients, strict=True)):
         memory = gradient.untyped_storage().data_ptr()
-        is_own = memory not in used and gradient.stride() == parameter.stride()
-        owned.append(gradient if is_own else torch.empty_like(parameter).copy_(gradient))
+        if memory in used or gradient.stride() != parameter.stride():
+            found.add(place)
         used.add(memory)
+    return found
+
+
+def own_gradients(
+    gradients: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor], shared: Collection[int]
+) -> Sequence[torch.Tensor]:
+    """Return gradients, those at the `shared` places copied into memory laid out like their parameters."""
+    owned = list(gradients)
+    for place in shared:
+        owned[place] = torch.empty_like(parameters[place]).copy_(gradients[place])
     return owned
 
 
