@@ -1,6 +1,7 @@
 """What lanes need to take part in a profile of `torch.profiler`.
 
     is_profiling() -> whether a profiler records
+    named(name)    -> a context whose work has this name in profiles, and in NVTX ranges under `emit_nvtx`
     profiler_functions() -> addresses of torch's functions, by their names in `ProfilerApi` of `runtime/`
 
 Note [threads in a profile]: a profiler records the thread on which it was started, by callbacks and a state that belong
@@ -11,9 +12,13 @@ with a second one the first would keep them for ever. Names are mangled, but hav
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import Any
 
+import torch
 from torch.autograd import profiler
 
 from apollo_compile.torch_bridge.handles import address_of
@@ -33,6 +38,11 @@ _FUNCTIONS = {
 def is_profiling() -> bool:
     """Whether a profiler records in this process; as cheap as reading a variable."""
     return profiler._is_profiler_enabled
+
+
+def named(name: str | None) -> AbstractContextManager[Any]:
+    """Return a context in which what is launched has a name in profiles; None gives it none."""
+    return contextlib.nullcontext() if name is None else torch.profiler.record_function(name)
 
 
 @functools.cache

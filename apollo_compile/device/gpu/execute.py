@@ -72,6 +72,7 @@ from apollo_compile.ir import (
     Variant,
 )
 from apollo_compile.torch_bridge.cuda_private import has_saved_tensor_hooks, retains_graph
+from apollo_compile.torch_bridge.profiler import is_profiling, named
 from apollo_compile.torch_bridge.storages import storages_of
 from apollo_compile.units import format_bytes
 
@@ -125,7 +126,9 @@ class CudaExecutable:
         """Create the launcher, and find outputs that are inputs."""
         functions = [body.function for body in self.bodies]
         self._tuned = {key: body.function for key, body in self.tuned.items()}
-        self._launcher = Launcher(self.program, functions, self.gpu, self.urgency, self._tuned)
+        lanes = {segment: lane for lane, launched in self._segments_by_lane().items() for segment in launched}
+        names = [f"{each.name} ({self.graph.name}, lane {lanes[each.id]})" for each in self.graph.segments]
+        self._launcher = Launcher(self.program, functions, self.gpu, self.urgency, self._tuned, names)
         position = {buffer: index for index, buffer in enumerate(self.program.inputs)}
         self._passthrough = {
             index: position[buffer]
@@ -488,7 +491,8 @@ class CudaExecutable:
         self.num_replays += 1
         self._order_after_last_replay()
         self.shared.note_replay(captured)
-        returned = captured.replay(self.gpu, inputs)
+        with named(self.graph.name if is_profiling() else None):
+            returned = captured.replay(self.gpu, inputs)
         inputs.clear()
         if self.graph.role is Role.BACKWARD and not captured.kept.lends:
             self.shared.lending.note(returned)

@@ -26,6 +26,7 @@ import torch
 
 from apollo_compile.device.gpu.gpu import Body, Event, Gpu, Stream
 from apollo_compile.ir import BodyId, BufferId, Instruction, LaneId, Launch, Program, Record, Release, Wait
+from apollo_compile.torch_bridge.profiler import is_profiling, named
 
 HostOrder = tuple[tuple[LaneId, Instruction], ...]
 
@@ -151,16 +152,19 @@ class Launcher:
         gpu: Gpu,
         urgency: Mapping[LaneId, int] | None = None,
         tuned: Tuned | None = None,
+        names: Sequence[str] = (),
     ) -> None:
         """Create the streams of the lanes that the program uses.
 
-        `urgency` gives priorities to lanes that share units; `tuned` takes precedence over `bodies`.
+        `urgency` gives priorities to lanes that share units; `tuned` takes precedence over `bodies`; `names` of the
+        segments are for profilers.
         """
         self._program = program
         self._bodies = tuple(bodies)
         self._gpu = gpu
         self._order = host_order(program)
         self._tuned = tuned or {}
+        self._names = names
         self._units = {lane.id: len(lane.units) for lane in program.lanes}
         self._streams: dict[LaneId, Stream] = {}
         for lane, instructions in zip(program.lanes, program.instructions, strict=True):
@@ -189,13 +193,15 @@ class Launcher:
         values: dict[BufferId, torch.Tensor] = dict(zip(self._program.inputs, inputs, strict=True))
         inputs.clear()
         events = [gpu.new_event() for _ in range(self._program.num_events)]
+        names = self._names if is_profiling() else ()
         with forked(gpu, origin, lanes):
             for place, (lane, instruction) in enumerate(self._order):
                 stream = self._streams.get(lane, origin)
                 match instruction:
                     case Launch():
                         body = self._tuned.get((instruction.body, self._units[lane]), self._bodies[instruction.body])
-                        made(stream, _launch_body(instruction, body, values, self._gpu, stream))
+                        with named(names[instruction.segment] if names else None):
+                            made(stream, _launch_body(instruction, body, values, self._gpu, stream))
                         launched(lane, instruction, stream)
                     case Record(event=event):
                         gpu.record(events[event], stream)

@@ -781,3 +781,18 @@ def test_streams_of_the_caller_may_change(gpu: FakeGpu) -> None:
     gpu.caller = "another stream"
     executable.run([torch.randn(4), torch.randn(4)])
     assert ("record", "another stream") in gpu.log and ("record", CALLER) not in gpu.log
+
+
+def test_a_profile_has_the_names_of_segments_and_of_replays(gpu: FakeGpu) -> None:
+    """Launches have a range for each segment, also under `emit_nvtx`; a replay is one, with the name of its graph."""
+    executable = two_towers(gpu)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as launched:
+        executable.run([torch.randn(4), torch.randn(4)])
+    weight = warm_up(executable)
+    executable.run([torch.randn(4), weight])
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as replayed:
+        executable.run([torch.randn(4), weight])
+    names = [{event.key for event in profile.key_averages()} for profile in (launched, replayed)]
+    ranges = [{name for name in found if name.endswith(")") and "lane" in name} for found in names]
+    assert len(ranges[0]) == len(executable.graph.segments) and not ranges[1]
+    assert executable.graph.name in names[1] - names[0]

@@ -17,6 +17,7 @@ from apollo_compile.device.gpu.target import GpuTarget
 from apollo_compile.ir import Variant
 from apollo_compile.step import Step, compile_step
 from apollo_compile.store.profiles import load_profile
+from apollo_compile.tools.report import report, status
 from apollo_compile.torch_bridge.frontend import compile_with_inductor
 from apollo_compile.torch_bridge.interpret import interpret_whole
 from tests.device.gpu.fake_gpu import FakeGpu
@@ -268,3 +269,14 @@ def test_an_optimizer_that_counts_on_the_host_steps_afterwards(gpu: FakeGpu, cap
         pair.step()
     assert "steps after the program: AdamW counts steps on the host; make it with fused=True" in caplog.text
     assert pair.program.num_replays == 2
+
+
+def test_a_report_shows_the_program(gpu: FakeGpu) -> None:
+    """Its plan on the lanes of the GPU; first where it is."""
+    pair = Pair(gpu)
+    pair.step()
+    assert status(pair.run).startswith("measuring: the loop first: torch.compile, until its code is warm")
+    for _ in range(FIRST):
+        pair.step()
+    text = str(report(pair.run))
+    assert "0/0 step" in text and "left" in text and "update" in text, text
