@@ -52,6 +52,7 @@ def measure_bodies(
     with gpu.random_numbers_kept():
         probe.launch(gpu.caller_stream())  # autotuning at a body's first run synchronizes, which a capture forbids
         gpu.synchronize()
+        gpu.give_back_memory()  # every lane has some of its own
         recording = gpu.capture(probe.launch, None)
         for number in range(UNTIMED_REPLAYS + TIMED_REPLAYS):
             recording.replay()
@@ -59,6 +60,8 @@ def measure_bodies(
             if number >= UNTIMED_REPLAYS:
                 for mode, (begin, end) in probe.timers.items():
                     times.setdefault(mode, []).append(gpu.elapsed_ns(begin, end))
+        del recording
+        gpu.give_back_memory()
     return Observations(
         entries=tuple(
             Observation(body=body, units=units, count=len(samples), median_ns=round(statistics.median(samples)))
