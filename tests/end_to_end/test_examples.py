@@ -93,8 +93,8 @@ def test_the_page_of_examples_names_all_of_them() -> None:
     assert len(PROGRAMS) == 5
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("bodies", BODIES)
+@pytest.mark.soak
+@pytest.mark.parametrize("bodies", ["eager", "native"])
 def test_the_notebook_runs(
     bodies: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

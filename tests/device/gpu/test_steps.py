@@ -155,8 +155,18 @@ class Pair:
         return tuner.program.variants.plan
 
 
+CASES: Sequence[tuple[Optimize | None, int, float | None]] = (
+    (sgd, 1, 0.1),
+    (sgd, 2, None),
+    (adamw, 2, None),
+    (adamw, 2, 0.1),
+    (None, 1, None),
+)
+
+
 @pytest.mark.parametrize(
-    ("optimize", "microbatches", "clip"), [(adamw, 1, None), (sgd, 2, None), (adamw, 2, 0.1), (None, 2, 0.1)]
+    ("optimize", "microbatches", "clip"),
+    [(adamw, 1, None), *(pytest.param(*case, marks=pytest.mark.soak) for case in CASES), (None, 2, 0.1)],
 )
 def test_steps_are_one_replay_with_the_numbers_of_the_loop(
     gpu: FakeGpu, optimize: Optimize | None, microbatches: int, clip: float | None
