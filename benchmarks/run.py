@@ -42,7 +42,11 @@ from apollo_compile.tools.bench.task import (
 from apollo_compile.tools.bench.turns import measure
 from benchmarks.workloads.specs import SPECS
 
-_KNOWN = {variant.name: variant for variant in (*VARIANTS, *KEPT_MEMORY, *ONE_CORE, *AGAIN, *LIBRARIES, *PLANS)}
+_AS_RIVAL = (Variant(name="inductor-as-rival", backend="inductor", stepper="benchmarks.harness.rival:Rival"),)
+
+_KNOWN = {
+    variant.name: variant for variant in (*VARIANTS, *KEPT_MEMORY, *ONE_CORE, *AGAIN, *_AS_RIVAL, *LIBRARIES, *PLANS)
+}
 
 _BATCHES = {"two_tower": (1, 4, 8), "whisper": (1, 2, 4)}
 _OTHER_BATCHES = (2, 4, 8)
