@@ -78,7 +78,7 @@ class GraphCompiler:
             model.fall_back(Fallback(reason=model.without_lanes))
             return self._compile_plainly(graph_module, example_inputs)
         if model.config.device.cuda_lanes == "auto" and not model.target.is_synchronous:
-            from apollo_compile.session.gpu_default import compile_with_challenger  # on a CPU, it is not imported
+            from apollo_compile.session.contest.default import compile_with_challenger  # on a CPU, it is not imported
 
             return compile_with_challenger(model, self._settings, graph_module, example_inputs, self._compile_plainly)
         try:

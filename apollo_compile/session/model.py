@@ -27,7 +27,7 @@ from apollo_compile.session.warm_start import WarmStart
 from apollo_compile.torch_bridge.boundary import Boundary
 
 if TYPE_CHECKING:
-    from apollo_compile.session.challenge import Challenge
+    from apollo_compile.session.contest.challenge import Challenge
 
 _logger = logging.getLogger(__name__)
 

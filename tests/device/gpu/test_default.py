@@ -376,7 +376,7 @@ def test_bodies_that_promise_nothing_are_not_compared() -> None:
 
 def test_lanes_compete_with_the_cuda_graphs_of_torch_compile(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ours would be the same once more, so only lanes are compared; a chain compiles nothing at all to be compared."""
-    monkeypatch.setattr("apollo_compile.session.gpu_default.replays_cuda_graphs", lambda settings: True)
+    monkeypatch.setattr("apollo_compile.session.contest.default.replays_cuda_graphs", lambda settings: True)
     default = Default()
     loop = Loop(default, branches)
     loop.settle({**EVEN, PLAN: 9 * S})

@@ -2,7 +2,7 @@
 
     Challenge(name, incumbent, challenger, target, ...)(*arguments)
 
-A step, forward and backward, belongs to one side: a backward is always that of the forward that ran. `contest.py` says
+A step, forward and backward, belongs to one side: a backward is always that of the forward that ran. `turns.py` says
 which side runs in which step, and how they are compared. Afterwards the steps of the winner are watched, by the time
 between their beginnings, without waiting for the device; if it drifts, the winner is compared again with the best of
 the others.
@@ -25,8 +25,8 @@ from apollo_compile.device.target import Run, Target
 from apollo_compile.errors import UnsupportedGraphError
 from apollo_compile.ir import Role, Variant, Verdict
 from apollo_compile.reports.values import Stage, State
-from apollo_compile.session.challenger import Challenger
-from apollo_compile.session.contest import Contest, LanesOffError, Sides, name_of
+from apollo_compile.session.contest.challenger import Challenger
+from apollo_compile.session.contest.turns import Contest, LanesOffError, Sides, name_of
 from apollo_compile.session.drift import WATCH_EVERY, DriftWatch
 from apollo_compile.store.verdicts import Choice
 

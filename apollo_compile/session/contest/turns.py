@@ -32,8 +32,8 @@ from typing import Any
 from apollo_compile.device.target import Target
 from apollo_compile.errors import UnsupportedGraphError
 from apollo_compile.ir import Variant, Verdict
-from apollo_compile.session.challenger import Challenger
 from apollo_compile.session.comparison import Comparison, Results, Rules
+from apollo_compile.session.contest.challenger import Challenger
 from apollo_compile.session.procedure import SHARED_VARIANTS
 from apollo_compile.units import format_ns
 

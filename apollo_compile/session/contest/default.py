@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from apollo_compile.session.challenge import Challenge
-from apollo_compile.session.challenger import Challenger
+from apollo_compile.session.contest.challenge import Challenge
+from apollo_compile.session.contest.challenger import Challenger
 from apollo_compile.session.model import CompiledModel
 from apollo_compile.session.planning import Fallback
 from apollo_compile.session.warm_start import are_numbers_fixed, may_be_compared

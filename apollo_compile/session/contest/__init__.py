@@ -1,0 +1,9 @@
+"""torch.compile's code against ours, where calls do not wait for the device: what was faster in the loop runs.
+
+What follows is in the order of use.
+
+    default.py      may a Dynamo graph be contested?
+    challenge.py    what Dynamo calls: the side of the current step
+    challenger.py   our side: the graph as one program, and in segments
+    turns.py        which side runs in which step, until it is decided what stays
+"""
