@@ -53,6 +53,10 @@ class NotReplayedError(ApolloError):
     """A program that only runs as a CUDA graph cannot be replayed now, and nothing has run; the message says why."""
 
 
+class CaptureError(ApolloError, RuntimeError):
+    """A CUDA graph could not be captured, and nothing has run; the message says what failed."""
+
+
 class RankError(ApolloError, RuntimeError):
     """This rank cannot obtain or run what the ranks of its job agreed on; the message says what differs."""
 

@@ -31,7 +31,7 @@ from apollo_compile.backend import compile_dynamo_graph
 from apollo_compile.config import Config, load_config
 from apollo_compile.device.open import select_profile
 from apollo_compile.device.profile import DeviceProfile
-from apollo_compile.errors import ConfigError, NotReplayedError, TargetError, UnsupportedGraphError
+from apollo_compile.errors import CaptureError, ConfigError, NotReplayedError, TargetError, UnsupportedGraphError
 from apollo_compile.ir import Variant
 from apollo_compile.progress import Progress
 from apollo_compile.reports.values import Stage, State
@@ -47,6 +47,7 @@ from apollo_compile.session.warm_start import may_be_compared
 from apollo_compile.torch_bridge.compile_context import compile_apart
 from apollo_compile.torch_bridge.graph_breaks import is_limit_hit, problem_of
 from apollo_compile.torch_bridge.optimizers import StepInParts
+from apollo_compile.torch_bridge.replayed_optimizer import ReplayedStep, problem_of_replays
 from apollo_compile.torch_bridge.settings import inductor_settings
 from apollo_compile.torch_bridge.traced_step import compile_traced_step, is_compile_error
 
@@ -165,7 +166,9 @@ class Step:
         """Graphs of the loss function that ran."""
         self._graph_of: weakref.WeakValueDictionary[Hashable, LossGraph] = weakref.WeakValueDictionary()
         """The graph that ran last for a kind of micro-batch; Dynamo may call another one the next time."""
-        self._notes = Notes(lambda: {id(each) for each in (*model.parameters(), *model.buffers())})
+        weakly = weakref.ref(model)  # Dynamo keeps graphs, and with them these notes
+        self._notes = Notes(lambda: _owned_by(weakly()))
+        weakref.finalize(self, _unlink, self._graphs).atexit = False
 
         def loss_of(part: Any) -> Any:
             return loss_fn(model, part)
@@ -176,6 +179,7 @@ class Step:
         backend = partial(_compile_and_note, weakref.ref(self._notes), options)  # Dynamo keeps backends for good
         self._loss_of = compile_apart(loss_of, backend=backend, dynamic=False, fullgraph=True)
         self._loss_in_pieces = compile_apart(loss_of_any, backend="apollo", options=dict(options))
+        self._num_steps = 0
         self._num_micro_batches = 1 if microbatches == "auto" else microbatches
         self._batch: Any = None
         """The batch of a step that runs, for predictions about it."""
@@ -195,12 +199,19 @@ class Step:
         parts = self._try_split(batch, self._count.count)
         self._batch = batch
         try:
-            begin = time.perf_counter_ns()
+            begin = self._now()
             loss = self._take(list(self._split(batch, 1)) if parts is None else parts)
-            self._count.step_ended(None if parts is None else time.perf_counter_ns() - begin)
+            self._count.step_ended(None if parts is None else self._now() - begin)
             return loss
         finally:
             self._batch = None
+
+    def _now(self) -> int:
+        """Return the time; while numbers of micro-batches are compared, once the device has done everything."""
+        graph = next(iter(self._graphs), None)
+        if graph is None or self._count is None or not self._count.is_timing or graph.model.target.is_synchronous:
+            return time.perf_counter_ns()
+        return graph.model.target.now_ns()
 
     @property
     def verdicts(self) -> list[str]:
@@ -234,14 +245,17 @@ class Step:
 
     def _take(self, parts: Sequence[Any]) -> torch.Tensor:
         """Take a step of these micro-batches, and link what it ran if that is to be a program."""
+        self._num_steps += 1
         weights = self._weights_of(parts)
         if self._optimizer is not None:
             self._optimizer.zero_grad()
         kind = kind_of(parts)
         expected = None if kind is None else self._graph_of.get((kind, self._model.training))
         tuner = None if expected is None else expected.outcomes.get(len(parts))
+        if isinstance(tuner, StepTuner) and tuner.program.variants.target.is_capturing():
+            tuner = None  # whatever the user captures now is the loop
         if expected is not None and isinstance(tuner, StepTuner):
-            variant = tuner.begin_step()
+            variant = tuner.begin_step(self._num_steps)
             begin = time.perf_counter_ns()
             loss = self._run(variant, tuner, expected, parts, weights)
             if loss is not None:
@@ -283,10 +297,10 @@ class Step:
         except NotReplayedError as error:
             self._hold_back(tuner, str(error))
             return None
-        except Exception as error:
-            if program.variants.target.is_synchronous or self.config.debug.strict:
+        except CaptureError as error:
+            if self.config.debug.strict:
                 raise
-            tuner.drop(variant, error)  # a CUDA graph that fails to be captured has changed nothing
+            tuner.drop(variant, error)
             return None
         for each, loss in zip(noted, losses, strict=True):  # the loss function may have kept it
             each.loss.copy_(loss)
@@ -406,7 +420,7 @@ class Step:
             raise UnsupportedGraphError(graph.refusal)
         assert graph.inputs is not None
         graph.num_links += 1
-        owned = {id(each) for each in (*self._model.parameters(), *self._model.buffers())}
+        owned = _owned_by(self._model)
         try:
             if graph.num_links > MAX_LINKS:
                 raise UnsupportedGraphError("the parameters of the model are replaced again and again")
@@ -421,7 +435,7 @@ class Step:
     def _link_program(self, graph: LossGraph, micro: Micro, num_micro_batches: int) -> StepTuner:
         name = step_name(graph.model.name, num_micro_batches)
         target = graph.model.target
-        optimizer = self._optimizer_inside(name, is_replayed=not target.is_synchronous)
+        optimizer = self._optimizer_inside(name, micro, is_replayed=not target.is_synchronous)
         parameters = list(self._model.parameters())
         compose = partial(
             compose_micro_batches,
@@ -444,7 +458,7 @@ class Step:
         if joined is not None:
             whole = load_step(joined, compose(joined), target=target, config=_in_turn(self.config))
             program.variants.add(Variant.INDUCTOR, whole.plan)
-        loss_fn, model = self._loss_fn, self._model
+        loss_fn, model, settings = self._loss_fn, self._model, inductor_settings(self.config.mode, self.config.inductor)
         return StepTuner(
             program,
             graph.model.warm_start,
@@ -452,21 +466,23 @@ class Step:
             make_traced=lambda: compile_traced_step(
                 lambda part: _loss_in(loss_fn(model, part)),
                 program.parameters,
-                inductor_settings(self.config.mode, self.config.inductor),
+                settings,
             ),
         )
 
-    def _optimizer_inside(self, name: str, *, is_replayed: bool) -> StepInParts | None:
+    def _optimizer_inside(self, name: str, micro: Micro, *, is_replayed: bool) -> StepInParts | None:
         """Return the optimizer for steps inside of the program; None if it steps afterwards, which one line says."""
         if self._optimizer is None:
             return None
         reason = self._why_not_in_parts
         if reason is None and is_replayed:
-            reason = StepInParts.problem_of_replays(self._optimizer)
+            reason = problem_of_replays(self._optimizer)
         if reason is not None:
             _logger.info("%s: the optimizer steps after the program: %s", name, reason)
             return None
-        return StepInParts(self._optimizer, is_replayed=is_replayed)
+        if not is_replayed:
+            return StepInParts(self._optimizer)
+        return ReplayedStep(self._optimizer, list(micro.parameters.values()), micro.device)
 
     # --------------------------------------------------------------------------------- number of micro-batches
 
@@ -512,6 +528,16 @@ class Step:
             _logger.info("%d micro-batches cannot be predicted: %s: %s", count, type(error).__name__, error)
             return None
         return None if found.compilation is None else found.compilation.plan.makespan_ns
+
+
+def _owned_by(model: nn.Module | None) -> set[int]:
+    return set() if model is None else {id(each) for each in (*model.parameters(), *model.buffers())}
+
+
+def _unlink(graphs: weakref.WeakSet[LossGraph]) -> None:
+    """Drop the programs of a step that is gone; Dynamo keeps its graphs."""
+    for graph in graphs:
+        graph.unlink()
 
 
 def _in_turn(config: Config) -> Config:

@@ -5,16 +5,10 @@ gradients of a module are final: `StepInParts`.
 
 Note [parts]: a part is the user's own optimizer object seen through a view, which shares its state and its settings and
 has fewer parameters. Its class does the work, so numbers, `state_dict()`, schedulers and checkpoints are torch's own.
-
-Note [replays]: a CUDA graph repeats what it was captured with. So the view has its learning rates in tensors on the
-device, which are written before a replay if a scheduler has changed them, and says that it may be captured; numbers of
-steps have to be on the device already, as with `fused=True`. `is_outdated` says when all else has changed, so that the
-step has to be captured again.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -27,32 +21,17 @@ _EACH_PARAMETER_ALONE = {
 }
 """Classes that use one parameter and its gradient at a time."""
 
-_WITHOUT_COUNT = {torch.optim.SGD}
-"""Classes whose step does not depend on how many were taken."""
-
 _TENSORS_READ_AND_WRITTEN = {torch.optim.SGD: 3, torch.optim.Adam: 7, torch.optim.AdamW: 7}
 """Times the size of a parameter, without momentum for SGD."""
 
 
 class StepInParts:
-    """Takes the step of an optimizer for some of its parameters at a time; see Note [parts] and Note [replays]."""
+    """Takes the step of an optimizer for some of its parameters at a time; see Note [parts]."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, *, is_replayed: bool = False) -> None:
-        """Look at the groups of parameters; `refresh` looks again.
-
-        Arguments:
-            optimizer: the user's.
-            is_replayed: whether steps become part of a CUDA graph.
-        """
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        """Look at the groups of parameters; `refresh` looks again."""
         self._optimizer = optimizer
-        self._is_replayed = is_replayed
         self._group_of: dict[int, int] = {}
-        self._rates: dict[int, torch.Tensor] = {}
-        """Learning rates on the device, by group; only of steps that are replayed."""
-        self._rate_values: dict[int, float] = {}
-        """What they hold."""
-        self._baked_in: _Look | None = None
-        """What a replay cannot see change."""
         self.refresh()
 
     @property
@@ -69,40 +48,10 @@ class StepInParts:
             return "the optimizer is differentiable"
         return None
 
-    @staticmethod
-    def problem_of_replays(optimizer: torch.optim.Optimizer) -> str | None:
-        """Return why a step cannot be part of a CUDA graph; None if it can."""
-        groups = optimizer.param_groups
-        counts_on_device = all(group.get("fused") or group.get("capturable") for group in groups)
-        if type(optimizer) not in _WITHOUT_COUNT and not counts_on_device:
-            return f"{type(optimizer).__name__} counts steps on the host; make it with fused=True or capturable=True"
-        return None
-
     def refresh(self) -> None:
         """Look at the groups of parameters before a step, since groups and checkpoints change them."""
         groups = enumerate(self._optimizer.param_groups)
         self._group_of = {id(parameter): number for number, group in groups for parameter in group["params"]}
-
-    def is_outdated(self) -> bool:
-        """Bring learning rates on the device up to date, before a step that may be a replay.
-
-        Returns whether anything else has changed that was captured by value or by address: settings, groups, or the
-        tensors of the state, which `load_state_dict` replaces.
-        """
-        for number, group in enumerate(self._optimizer.param_groups):
-            rate = group["lr"]
-            if isinstance(rate, torch.Tensor):
-                continue
-            if number not in self._rates:
-                device = group["params"][0].device
-                self._rates[number] = torch.full((), rate, dtype=torch.float32, device=device)
-            elif self._rate_values[number] != rate:
-                self._rates[number].fill_(rate)
-            self._rate_values[number] = rate
-        before = self._baked_in
-        if before is None or not before.is_up_to_date(self._optimizer):
-            self._baked_in = _Look(self._optimizer)
-        return before is not None and before is not self._baked_in
 
     def has(self, parameter: torch.Tensor) -> bool:
         """Return whether the optimizer steps a parameter."""
@@ -154,24 +103,16 @@ class StepInParts:
         has_momentum = any(group.get("momentum") for group in self._optimizer.param_groups)
         return num_bytes * (_TENSORS_READ_AND_WRITTEN.get(type(self._optimizer), 7) + 2 * has_momentum)
 
-    def _choose_kernel(self, group: Mapping[str, Any], parameters: list[torch.Tensor]) -> dict[str, Any]:
+    def _choose_kernel(self, group: Mapping[str, Any], parameters: Sequence[torch.Tensor]) -> dict[str, Any]:
         """Return a group with other parameters; with the fused kernel, where the user has left the choice to torch.
 
         Its numbers differ by rounding from those of the loop over operators that torch takes on a CPU, so with
         deterministic algorithms that loop stays.
         """
-        if self._is_replayed:
-            group = {**group, **self._as_replayed(group)}
         is_free = "fused" in group and group["fused"] is None and group.get("foreach") is None
         may_fuse = is_free and not torch.are_deterministic_algorithms_enabled()
         fuses = may_fuse and all(self._fits_fused_kernel(parameter) for parameter in parameters)
-        return {**group, "params": parameters, **({"fused": True} if fuses else {})}
-
-    def _as_replayed(self, group: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return what a group has otherwise where its step is captured; see Note [replays]."""
-        number = next(n for n, known in enumerate(self._optimizer.param_groups) if known is group)
-        rate = {"lr": self._rates[number]} if number in self._rates else {}
-        return {**rate, **({"capturable": True} if "capturable" in group else {})}
+        return {**group, "params": list(parameters), **({"fused": True} if fuses else {})}
 
     def _fits_fused_kernel(self, parameter: torch.Tensor) -> bool:
         """Whether a parameter and its state are laid out alike: the kernel goes through their memory side by side."""
@@ -179,36 +120,6 @@ class StepInParts:
         alike = (each for each in state.values() if isinstance(each, torch.Tensor) and each.shape == parameter.shape)
         is_real = parameter.is_floating_point() and parameter.device.type in ("cpu", "cuda")
         return is_real and all(each.stride() == parameter.stride() for each in alike)
-
-
-class _Look:
-    """What a CUDA graph of an optimizer's steps depends on, tensors by identity; compared before every step."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._settings = _settings_of(optimizer)
-        self._ids = _ids_in(optimizer)
-        self._held = [list(state.values()) for state in optimizer.state.values()]
-        """So that their ids are not used again."""
-
-    def is_up_to_date(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether an optimizer is as it was."""
-        return self._ids == _ids_in(optimizer) and self._settings == _settings_of(optimizer)
-
-
-def _settings_of(optimizer: torch.optim.Optimizer) -> list[object]:
-    return [
-        (name, id(value) if isinstance(value, torch.Tensor) else value)
-        for group in optimizer.param_groups
-        for name, value in group.items()
-        if name != "params" and (name not in ("lr", "initial_lr") or isinstance(value, torch.Tensor))
-    ]
-
-
-def _ids_in(optimizer: torch.optim.Optimizer) -> tuple[int, ...]:
-    """Return the identities of parameters and of the tensors of their state, without a loop in Python over them."""
-    parameters = itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups)
-    states = itertools.chain.from_iterable(map(dict.values, optimizer.state.values()))
-    return tuple(map(id, itertools.chain(parameters, states)))
 
 
 def _as_laid_out(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:

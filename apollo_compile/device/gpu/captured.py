@@ -86,9 +86,10 @@ class Captured:
         """Replay on the caller's stream, and return the outputs: views, copies of those that are copied out, inputs."""
         assert self.recording is not None, "a released CUDA graph is never replayed"
         self.num_replays += 1
+        copies = [slot_for(each.source) for each in self.kept.copied]  # if memory runs out, nothing has run
         gpu.copy(list(self.slots.values()), [inputs[index] for index in self.slots])
         self.recording.replay()
-        return self.kept.hand_out(gpu, inputs)
+        return self.kept.hand_out(gpu, inputs, copies)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -123,14 +124,15 @@ class KeptOutputs:
     order: tuple[int, ...] = ()
     """Place of every output in the list of the views, of what is copied out, None, and the inputs."""
 
-    def hand_out(self, gpu: Gpu, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
-        """Return the outputs after a replay.
+    def hand_out(
+        self, gpu: Gpu, inputs: Sequence[torch.Tensor], copies: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor | None]:
+        """Return the outputs after a replay; `copies` have the layouts of what is copied out.
 
         A tensor that is returned twice is one object: else autograd would give one gradient to two parameters.
         """
         found: list[torch.Tensor | None] = [output.detach() for output in self.viewed]
         if self.copied:
-            copies = [slot_for(each.source) for each in self.copied]
             gpu.copy(copies, [each.source for each in self.copied])
             for each, copy in zip(self.copied, copies, strict=True):
                 found.extend(_in_copy(output, each, copy) for output in each.outputs)

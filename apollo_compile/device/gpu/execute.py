@@ -57,7 +57,7 @@ from apollo_compile.device.gpu.measure import measure_bodies
 from apollo_compile.device.gpu.memory import ModelMemory
 from apollo_compile.device.gpu.quota import LaneMemory, account
 from apollo_compile.device.target import CompiledBody, Contract
-from apollo_compile.errors import MemoryQuotaError, NotReplayedError, UnsupportedGraphError
+from apollo_compile.errors import CaptureError, MemoryQuotaError, NotReplayedError, UnsupportedGraphError
 from apollo_compile.ir import (
     BodyId,
     BufferId,
@@ -348,6 +348,8 @@ class CudaExecutable:
             raise
         except Exception as error:  # runs are launched on the lanes instead
             self._give_up(error)
+            if self.only_replays:
+                raise CaptureError(self.capture_error) from error
             if self.strict:
                 raise
             return None
@@ -378,7 +380,8 @@ class CudaExecutable:
             _logger.warning("%s runs on lanes without a CUDA graph: %s", self.graph.name, self.capture_error)
 
     def _make_captured(self, inputs: Sequence[torch.Tensor], in_place: frozenset[int]) -> Captured:
-        self._require_room()
+        if not self.only_replays:  # of a whole step, far from all buffers are alive at once: the rehearsal finds out
+            self._require_room()
         # Collectives read gradients on streams of their own, which a replay would not wait for.
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             self.shared.lending.forbid()

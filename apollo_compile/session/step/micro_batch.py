@@ -137,6 +137,9 @@ def find_micro(
     forward, backward = by_role[Role.FORWARD], by_role[Role.BACKWARD]
     if not forward.agreement.ranks.is_alone:
         raise UnsupportedGraphError("steps are linked for a single process only")
+    unsafe = forward.code.contract.unsafe or backward.code.contract.unsafe
+    if unsafe is not None and not forward.target.is_synchronous:
+        raise UnsupportedGraphError(f"{model.name} has {unsafe}, which no CUDA graph may hold")
     if forward.boundary is not None or backward.boundary is not None:
         raise UnsupportedGraphError(f"{model.name} takes sizes or objects besides tensors")
     wholes = {} if model.challenge is None else model.challenge.wholes

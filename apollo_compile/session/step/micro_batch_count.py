@@ -44,6 +44,8 @@ class MicroBatchCount:
         self._predict = predict
         self._is_compared = is_compared
         self.verdict = "1 micro-batch; other numbers are not known yet"
+        self.is_timing = False
+        """Whether times of steps are compared now."""
         self._procedure = self._choose()
         self.count = next(self._procedure)
         """Number of micro-batches of the step that begins now."""
@@ -85,11 +87,13 @@ class MicroBatchCount:
         return True
 
     def _compare(self, counts: Sequence[int]) -> Generator[int, int | None, int]:
+        self.is_timing = True
         comparison = Comparison({str(count): count * (Variant.PLAN,) for count in counts})
         while (selection := comparison.begin_step()) is not None:
             ns = yield len(selection)
             if ns is not None:
                 comparison.record(0, ns)
+        self.is_timing = False
         winner = comparison.winner() if comparison.num_rounds >= MIN_ROUNDS else "1"
         standings = [comparison.standing(str(count), winner) for count in counts]
         times = (f"{each.name}: {format_ns(round(each.step_ns))} ({each.ratio:.2f}x)" for each in standings)

@@ -53,6 +53,9 @@ class LossGraph:
 
     def unlink(self) -> None:
         """Forget its programs, whose parameters are not those of the model any more."""
+        for outcome in self.outcomes.values():
+            if isinstance(outcome, StepTuner):
+                outcome.program.release()
         self.outcomes.clear()
         self.micro, self.is_decided = None, False
 

@@ -17,6 +17,7 @@ from apollo_compile.session.step.graph import StepGraph, plan_step
 from apollo_compile.session.step.micro_batch import Micro
 from apollo_compile.session.variants import Variants
 from apollo_compile.torch_bridge.optimizers import StepInParts
+from apollo_compile.torch_bridge.replayed_optimizer import ReplayedStep
 
 
 @dataclass(eq=False, kw_only=True, slots=True)
@@ -90,10 +91,8 @@ class StepProgram:
         Raises:
             NotReplayedError: it runs as a CUDA graph only, and cannot now; nothing has run.
         """
-        is_replayed = not self.variants.target.is_synchronous
-        if is_replayed and self.optimizer is not None and self.optimizer.is_outdated():
-            for runnable in self.variants.loaded().values():
-                runnable.release()
+        if isinstance(self.optimizer, ReplayedStep) and self.optimizer.take_outdated():
+            self.release()
         state = self.micro.state
         own = [tensor for each in inputs for place, tensor in enumerate(each) if place not in state]
         if not self._tangents or weights != self._weights:
@@ -112,6 +111,11 @@ class StepProgram:
                 self._copied[variant] = find_shared(made, self.parameters, taken)
             return outputs[: self.num_micro_batches], own_gradients(made, self.parameters, self._copied[variant])
 
+    def release(self) -> None:
+        """Release what is held for the next run, which captures or allocates it again."""
+        for runnable in self.variants.loaded().values():
+            runnable.release()
+
 
 def load_step(micro: Micro, step: StepGraph, *, target: Target, config: Config) -> Variants:
     """Return a step, planned and loaded.
@@ -124,6 +128,7 @@ def load_step(micro: Micro, step: StepGraph, *, target: Target, config: Config) 
         static_inputs=frozenset(range(len(micro.state))),
         written_inputs=step.written,
         user_outputs=frozenset(range(step.num_micro_batches)),  # losses; gradients end with the step
+        unsafe=micro.forward.contract.unsafe or micro.backward.contract.unsafe,
     )
     code = Code(bodies=tuple(step.bodies), contract=contract, is_all_or_nothing=True)
     return Variants(compilation, code, target, may_be_listed=False)

@@ -54,7 +54,11 @@ class StepTuner:
         self._num_taken = 0
         """Steps of the current turn that this variant took."""
         self._turn_began_ns = 0
+        self._turn_began_at = 0
+        self._number = 0
+        """Of the current step."""
         self._failed: set[Variant] = set()
+        self._is_compared = is_compared
         self.is_tried = not is_compared or not self._target.is_synchronous
         """Whether Inductor has compiled the traced step, or failed to."""
         self._is_settled = not is_compared
@@ -81,8 +85,8 @@ class StepTuner:
             self._traced = self._make_traced()
         return self._traced
 
-    def begin_step(self) -> Variant:
-        """Return what runs the step that begins now."""
+    def begin_step(self, number: int) -> Variant:
+        """Return what runs the step that begins now, which has this number among all steps."""
         if not self.is_tried:  # it compiles in its first step, which is not measured
             return Variant.TRACED
         if self._is_settled:
@@ -95,7 +99,7 @@ class StepTuner:
             self._settle(self._comparison)
         else:
             (self._current,) = selection
-            self._begin_turn(self._comparison)
+            self._begin_turn(self._comparison, number)
         return self._current
 
     def record(self, ns: int) -> None:
@@ -107,18 +111,23 @@ class StepTuner:
             comparison.record(0, ns)
         elif comparison is not None:
             self._num_taken += 1
-            if comparison.is_in_last_step and self._num_taken == comparison.num_timed:
+            num_steps = self._number - self._turn_began_at + 1
+            if comparison.is_in_last_step and self._num_taken == num_steps == comparison.num_timed:
                 comparison.record(0, (self._target.now_ns() - self._turn_began_ns) // comparison.num_timed)
 
-    def _begin_turn(self, comparison: Comparison) -> None:
-        """Begin to time a turn, in its first timed step, if steps have not ended when their calls return."""
+    def _begin_turn(self, comparison: Comparison, number: int) -> None:
+        """Begin to time a turn, in its first timed step, if steps have not ended when their calls return.
+
+        A turn counts if all its steps were of this program and variant: what others take in between would be timed too.
+        """
+        self._number = number
         if comparison.num_timed == 1 and not self._target.is_synchronous:
-            self._turn_began_ns, self._num_taken = self._target.now_ns(), 0
+            self._turn_began_ns, self._turn_began_at, self._num_taken = self._target.now_ns(), number, 0
 
     def drop(self, variant: Variant, error: Exception) -> None:
         """Do without a variant of the program that failed; compare the others."""
         first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
-        _logger.warning("%s: no %s: %s: %s", self._name, variant, type(error).__name__, first)
+        _logger.warning("%s: no %s: %s", self._name, variant, first)
         self._failed.add(variant)
         self._restart()
 
@@ -130,7 +139,8 @@ class StepTuner:
         self._restart()
 
     def _restart(self) -> None:
-        self._is_settled, self.verdict, self._current, self._comparison = False, None, Variant.LOOP, None
+        self._is_settled = not self._is_compared
+        self.verdict, self._current, self._comparison = None, Variant.LOOP, None
 
     def __str__(self) -> str:
         now = f"; now a {Variant.LOOP}: {self.held_back}" if self.held_back else ""
@@ -161,6 +171,8 @@ class StepTuner:
         standings = [comparison.standing(name, winner) for name in comparison.selections]
         self._current = Variant(winner)
         self._is_settled, self._comparison = True, None
+        if not self._target.is_synchronous:
+            self._target.keep_only({self._current})  # the winner is captured again, with memory for it alone
         if not is_known:
             _logger.info("%s: the loop stays, since too few steps could be compared", self._name)
             return
@@ -172,7 +184,5 @@ class StepTuner:
         )
         if self._current is not Variant.TRACED:
             self._traced = None
-        if not self._target.is_synchronous:
-            self._target.keep_only({self._current})  # the winner is captured again, with memory for it alone
         _logger.info("%s: chosen by measuring: %s", self._name, self.verdict)
         self._warm_start.keep(self.program.variants.compilation, self._current, self.verdict)

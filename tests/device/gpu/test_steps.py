@@ -240,6 +240,22 @@ def test_weights_at_another_address_are_captured_there(gpu: FakeGpu) -> None:
     assert (pair.program.num_captures, pair.program.num_launches) == (2, 0)
 
 
+def test_variants_take_turns(gpu: FakeGpu) -> None:
+    """The loop first, and then one CUDA graph of Inductor's code, whose turn begins with its capture."""
+    pair = Pair(gpu, **{"plan.autotune": True})
+    while not pair.run.tuners:
+        pair.step()
+    (tuner,) = pair.run.tuners
+    ran = []
+    for _ in range(14):
+        pair.step()
+        ran.append(tuner.current)
+    assert ran == 12 * [Variant.LOOP] + 2 * [Variant.INDUCTOR]
+    assert tuner.program.variants.loaded()[Variant.INDUCTOR].num_replays == 2
+    assert status(pair.run).startswith("measuring: ") and not gpu.races
+
+
+@pytest.mark.soak
 def test_what_is_fastest_stays(gpu: FakeGpu) -> None:
     """The loop, one CUDA graph of Inductor's code, and the plan take turns."""
     pair = Pair(gpu, **{"plan.autotune": True})
