@@ -121,6 +121,7 @@ def _parser() -> argparse.ArgumentParser:
     doctor.add_argument(
         "--self-check", action="store_true", help="try lanes on the GPU again, whatever was found before"
     )
+    doctor.add_argument("--cpu", action="store_true", help="with a GPU: compile a body for the CPU, too")
 
     difference = _command(commands, "plan-diff", _plan_diff, "what differs between two plans")
     for name in ("before", "after"):
@@ -447,7 +448,7 @@ def _calibrate_gpu(args: argparse.Namespace) -> int:
 def _doctor(args: argparse.Namespace) -> int:
     from apollo_compile.tools.doctor import diagnose, is_fit, look
 
-    findings = diagnose(look(check_gpu_again=args.self_check))
+    findings = diagnose(look(check_gpu_again=args.self_check, try_cpu=args.cpu))
     if args.json:
         print(json.dumps([to_json(finding) for finding in findings], indent=1))
     else:

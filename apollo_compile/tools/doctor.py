@@ -24,6 +24,7 @@ from apollo_compile.device.cpu.cgroup import granted_cores
 from apollo_compile.device.cpu.machine import machine_fingerprint
 from apollo_compile.device.findings import Finding, Level
 from apollo_compile.errors import ConfigError, PlanFileError
+from apollo_compile.progress import Progress
 from apollo_compile.store.plan_file import read_plans
 from apollo_compile.store.profiles import ProfileState, cached_profile_path, inspect_profile
 
@@ -53,8 +54,10 @@ class Facts:
     compiler: str | None = None
     compiler_problem: str | None = None
     """Why a program with OpenMP cannot be compiled; None if it can."""
+    is_body_tried: bool = True
+    """Whether a test body is compiled, where that is possible."""
     body_problem: str | None = None
-    """Why a compiled test body runs under the GIL; None if it does not, or if none could be compiled."""
+    """Why a compiled test body runs under the GIL; None if it does not, or if none was compiled."""
     cores: int
     """Cores of the machine."""
     allowed_cores: int
@@ -202,6 +205,15 @@ def _can_compile(facts: Facts) -> bool:
 def _bodies(facts: Facts) -> list[Finding]:
     if not _can_compile(facts):
         return []  # other findings must be fixed first
+    if not facts.is_body_tried:
+        return [
+            Finding(
+                level=Level.NOTE,
+                subject="native bodies",
+                message="not tried, since only models on the CPU have them, and torch sees a GPU",
+                advice="'apollo doctor --cpu' compiles one, which can take a minute",
+            )
+        ]
     if facts.body_problem is not None:
         return [
             Finding(
@@ -337,8 +349,20 @@ def _cuda(facts: Facts) -> list[Finding]:
 # ------------------------------------------------------------------------------------------------------------ looking
 
 
-def look(*, check_gpu_again: bool = False) -> Facts:
-    """Return the facts about this machine; `check_gpu_again` tries lanes on a GPU whatever verdict is kept."""
+def look(*, check_gpu_again: bool = False, try_cpu: bool = False) -> Facts:
+    """Return the facts about this machine.
+
+    Arguments:
+        check_gpu_again: try lanes on a GPU whatever verdict is kept.
+        try_cpu: compile a body for the CPU where there is a GPU, too. Nobody who trains on it waits for that otherwise:
+            with empty caches Inductor compiles and loads a program for each vector extension first.
+    """
+    with Progress("doctor") as progress:
+        return _look(progress, check_gpu_again=check_gpu_again, try_cpu=try_cpu)
+
+
+def _look(progress: Progress, *, check_gpu_again: bool, try_cpu: bool) -> Facts:
+    progress.at("importing torch")
     version, torch_problem = _import_torch()
     parsed = _version(version) if version else None
     is_usable = parsed is not None and parsed >= LEAST_TORCH and torch_problem is None
@@ -355,6 +379,8 @@ def look(*, check_gpu_again: bool = False) -> Facts:
         config_problem = _profile_problem(config) if native_problem is None else None
         if config_problem is None:
             state, path, detail = _look_at_profile(config, _units(allowed, threads))
+    cuda_devices = _cuda_devices() if is_usable else ()
+    progress.at("checking lanes on the GPU" if cuda_devices else "looking at the machine")
     facts = Facts(
         python=f"{platform.python_version()} on {platform.system()} {platform.machine()}",
         torch=version,
@@ -377,11 +403,15 @@ def look(*, check_gpu_again: bool = False) -> Facts:
         cache_problem=None if cache is None else _try_to_write(cache),
         ortools=ortools,
         ortools_problem=ortools_problem,
-        cuda_devices=_cuda_devices() if is_usable else (),
+        cuda_devices=cuda_devices,
         cuda_build=_cuda_build() if is_usable else None,
         cuda_findings=_examine_cuda(config, check_gpu_again) if is_usable and native_problem is None else (),
+        is_body_tried=try_cpu or not cuda_devices,
     )
-    return replace(facts, body_problem=_body_problem()) if _can_compile(facts) else facts
+    if not facts.is_body_tried or not _can_compile(facts):
+        return facts
+    progress.at("compiling a body for the CPU")
+    return replace(facts, body_problem=_body_problem())
 
 
 def _import_torch() -> tuple[str | None, str | None]:

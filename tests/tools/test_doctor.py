@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import subprocess
@@ -11,8 +12,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from torch._inductor.codegen.cpp_wrapper_cpu import CppWrapperCpu
 
+from apollo_compile import progress
 from apollo_compile.device.cpu import cgroup
 from apollo_compile.device.cpu.cgroup import granted_cores
 from apollo_compile.store.profiles import ProfileState
@@ -83,6 +86,7 @@ def test_a_machine_in_order_has_nothing_to_do() -> None:
         ({"compiler": None}, "C++ compiler", "error", "none, so graphs run operator by operator", "install g++"),
         ({"compiler_problem": "omp.h: No such file"}, "C++ compiler", "error", "omp.h", "libgomp"),
         ({"body_problem": "TypeError: x"}, "native bodies", "warning", "under the GIL", "release of torch"),
+        ({"is_body_tried": False}, "native bodies", "note", "torch sees a GPU", "apollo doctor --cpu"),
         ({"allowed_cores": 1, "threads": 1}, "cores", "warning", "one core of 8", "more cores"),
         ({"cores": 1, "allowed_cores": 1, "threads": 1}, "cores", "warning", "one core of 1", "more cores"),
         ({"allowed_cores": 4, "threads": 4}, "core mask", "note", "4 of 8", "taskset"),
@@ -158,6 +162,11 @@ def run_doctor(code: str = "", **environment: str) -> tuple[int, dict[str, dict[
     return done.returncode, {f["subject"]: f for f in json.loads(done.stdout)}, done.stderr
 
 
+def is_quiet(errors: str) -> bool:
+    """Return whether nothing was written but what takes long on a busy machine."""
+    return all(line.startswith("doctor: ") for line in errors.splitlines())
+
+
 def test_this_machine_is_looked_at() -> None:
     """Whatever it is, every fact is found and nothing raises."""
     facts = look()
@@ -177,6 +186,22 @@ def test_a_torch_that_makes_no_native_bodies_is_a_finding(monkeypatch: pytest.Mo
     assert "C++ compiler" in subjects and "native bodies" not in subjects
 
 
+def test_with_a_gpu_no_body_is_compiled_for_the_cpu(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Unless that is asked for; and a look that takes long says what it is at."""
+    monkeypatch.setattr(progress, "PATIENCE_S", 0.0)
+    caplog.set_level(logging.INFO, progress.__name__)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "a GPU")
+    assert find(look(), "native bodies").level is Level.NOTE
+    phases = [line.split(" after ")[0] for line in caplog.messages if line.startswith("doctor")]
+    assert phases == ["doctor: importing torch", "doctor: checking lanes on the GPU"]
+    assert find(look(try_cpu=True), "native bodies").level is not Level.NOTE
+    assert any(line.startswith("doctor: compiling a body for the CPU") for line in caplog.messages)
+
+
 @pytest.mark.slow
 def test_a_damaged_profile_and_a_core_mask_are_found(tmp_path: Path) -> None:
     """In a process that may run on one core, and whose profile is no profile."""
@@ -184,7 +209,7 @@ def test_a_damaged_profile_and_a_core_mask_are_found(tmp_path: Path) -> None:
     (tmp_path / "apollo_compile" / "profile-1.json").write_text("{")
     code = "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})"
     status, found, errors = run_doctor(code, XDG_CACHE_HOME=str(tmp_path))
-    assert (status, errors) == (0, "")
+    assert status == 0 and is_quiet(errors)
     assert found["device profile"]["level"] == "warning" and "damaged" in found["device profile"]["message"]
     assert "one core of" in found["cores"]["message"]
     assert (os.cpu_count() == 1) or "may run on 1 of" in found["core mask"]["message"]
@@ -204,7 +229,7 @@ def test_a_wrong_torch_is_a_finding_without_a_traceback(tmp_path: Path, content:
     """Too old, broken, or something else of that name."""
     (tmp_path / "torch.py").write_text(content)
     status, found, errors = run_doctor(PYTHONPATH=str(tmp_path))
-    assert (status, errors) == (1, "")
+    assert status == 1 and is_quiet(errors)
     assert found["torch"]["level"] == "error" and message in found["torch"]["message"]
     assert found["C++ compiler"]["level"] == "ok"
     assert "CUDA" not in found and "device profile" not in found  # nobody could ask torch
