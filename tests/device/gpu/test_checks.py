@@ -53,6 +53,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> StandIn:
     monkeypatch.setattr(backend, "apollo", made.compile)
     monkeypatch.setattr(registry, "compiled_models", made.models)
     monkeypatch.setattr(checks, "_poison", made.poisoned.append)
+    monkeypatch.setattr(checks, "_shared", [])
     return made
 
 
@@ -73,11 +74,24 @@ def test_masks_are_those_of_inductor(stand_in: StandIn) -> None:
     assert not stand_in.num_races()
 
 
-def test_backwards_have_the_masks_of_their_forwards(stand_in: StandIn) -> None:
-    """Gradients are slopes of the loss."""
-    outcome = checks.backwards_have_the_masks_of_their_forwards(DEVICE)
-    assert outcome.is_met, outcome.text
-    assert not stand_in.num_races()
+def test_checks_of_dropout_share_a_model(stand_in: StandIn) -> None:
+    """Gradients are slopes of the loss, and masks follow the seed; another model is another one's."""
+    for check in (checks.backwards_have_the_masks_of_their_forwards, checks.masks_are_right_under_replay):
+        outcome = check(DEVICE)
+        assert outcome.is_met, outcome.text
+    assert len(stand_in.compilers) == 1 and not stand_in.num_races()
+    run, inputs = checks._fresh(DEVICE, "clip_b32", dropout=checks.DROPOUT)
+    with torch.no_grad():
+        run(inputs)
+    assert len(stand_in.compilers) == 2
+    assert checks._compiled(DEVICE, "clip_b32", dropout=checks.DROPOUT)[0] is not run
+
+
+def test_masks_that_do_not_follow_the_seed_are_found(stand_in: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Since nobody sets it."""
+    monkeypatch.setattr(torch, "manual_seed", lambda seed: None)
+    outcome = checks.masks_are_right_under_replay(DEVICE)
+    assert not outcome.is_met and "reseeded: False; as launched: False" in outcome.text
 
 
 @pytest.mark.soak
