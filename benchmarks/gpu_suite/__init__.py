@@ -3,8 +3,10 @@
     python -m benchmarks.gpu_suite --json gpu.json
 
     __main__.py   the command: stages in order, each with its time, and the JSON file after each of them
+    plan.py       which stage comes when, and what goes on at the same time
     stages.py     how stages share the time
-    device.py     the GPU itself, and the checks of `gpu_checks.py` and `gpu_training_checks.py`, in a process
+    device.py     the GPU itself, and the process that is asked about it
+    checks.py     the checks of `gpu_checks.py` and `gpu_training_checks.py`, whenever there is time for some
     variants.py   what is measured, and the child process of one variant
     race.py       variants of one workload: compiled at the same time, measured in turns
     targets.py    what is wanted of the figures, and whether it was met

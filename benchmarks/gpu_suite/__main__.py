@@ -3,9 +3,9 @@
     python -m benchmarks.gpu_suite --json gpu.json
     python -m benchmarks.gpu_suite --device cpu --json build/dry.json
 
-Stages, each with its part of the time: the device; checks; one stage per workload, in which all variants compile at the
-same time and are then measured in turns; a ledger of memory and kernels. The JSON file is written after every stage.
-A short table comes last, with the targets.
+Stages, each with its part of the time (`plan.py`): the device; checks; one stage per workload, in which all variants
+compile at the same time and are then measured in turns; a ledger of memory and kernels. The JSON file is written after
+every stage. A short table comes last, with the targets.
 
 Exit codes: 0, all is well; 1, a check failed, a variant has wrong losses, or apollo did not run; 3, there is no GPU,
 and nothing was measured. A missed target is a figure, not a failure.
@@ -25,34 +25,20 @@ from pathlib import Path
 import torch
 
 from apollo_compile.tools.bench.task import Variant
-from apollo_compile.tools.bench.turns import spawn
-from benchmarks.gpu_suite.device import DeviceProcess, look_at_device, run_checks
-from benchmarks.gpu_suite.race import LOOP_STEPS, MOST_ROUNDS, Result, race
-from benchmarks.gpu_suite.stages import Clock, Report, Stage, run_stages
+from benchmarks.gpu_suite.device import DeviceProcess
+from benchmarks.gpu_suite.plan import BUDGET_S, DEFAULT_WORKLOADS, Suite, Workload
+from benchmarks.gpu_suite.race import LOOP_STEPS, MOST_ROUNDS, Result
+from benchmarks.gpu_suite.stages import Report, run_stages
 from benchmarks.gpu_suite.tables import DRY, format_report
-from benchmarks.gpu_suite.targets import TOLERANCES, judge, loss_difference, title_of
-from benchmarks.gpu_suite.variants import APOLLO, APOLLO_STEP, START_LIMITS_S, VARIANTS, make_task
+from benchmarks.gpu_suite.targets import TOLERANCES, judge, loss_difference
+from benchmarks.gpu_suite.variants import APOLLO, APOLLO_STEP, VARIANTS
 from benchmarks.run import names_of
 from benchmarks.workloads.gpu import SHAPES
 
 NO_GPU = 3
 """Exit code where there is none."""
 
-BUDGET_S = 570.0
-"""Nine and a half minutes: whoever lends a GPU for ten stops the suite then."""
-
-DEVICE_SHARE, CHECKS_SHARE, LEDGER_SHARE = 30.0, 110.0, 50.0
-WORKLOAD_SHARES: Mapping[str, float] = {"clip_b32": 200.0, "imagebind": 120.0, "chain": 60.0}
-"""Seconds of `BUDGET_S`; more or less time is divided in the same proportions."""
-OTHER_SHARE = 120.0
-"""Of any other workload."""
-
 RESULTS = Path(__file__).parents[1] / "results"
-
-Workload = tuple[str, int]
-"""Name and batch size."""
-
-DEFAULT_WORKLOADS: Sequence[Workload] = (("clip_b32", 32), ("imagebind", 8), ("chain", 32))
 
 
 def main(arguments: Sequence[str] | None = None, *, variants: Mapping[str, Variant] = VARIANTS) -> int:
@@ -69,84 +55,15 @@ def main(arguments: Sequence[str] | None = None, *, variants: Mapping[str, Varia
         folder = args.keep or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="apollo-gpu-suite-")))
         folder.mkdir(parents=True, exist_ok=True)
         process = stack.enter_context(DeviceProcess(args.device, folder))
-        stages = _stages(args, [variants[name] for name in args.variants], folder, process, time.monotonic)
-        run_stages(
-            stages,
-            report,
-            budget_s=args.budget,
-            clock=time.monotonic,
-            write=partial(_write, args.json, args.dtype),
-            tell=_tell,
-        )
+        suite = stack.enter_context(Suite(args, variants, folder, process, time.monotonic))
+        write = partial(_write, args.json, args.dtype)
+        run_stages(suite.stages(), report, budget_s=args.budget, clock=time.monotonic, write=write, tell=_tell)
+        suite.checks.skip_rest(report)
+        write(report)
     print(format_report(report))
     complaints = complaints_about(report, args.dtype)
     print("".join(f"\n{line}" for line in complaints), end="\n" if complaints else "")
     return 1 if complaints else 0
-
-
-def _stages(
-    args: argparse.Namespace, variants: Sequence[Variant], folder: Path, process: DeviceProcess, clock: Clock
-) -> list[Stage]:
-    looked = Stage(name="device", share=DEVICE_SHARE, run=partial(look_at_device, process, clock))
-    names = _check_names(args.device, thorough=args.thorough)
-    checks = Stage(name="checks", share=CHECKS_SHARE, run=partial(run_checks, process, clock, names))
-    workloads = [
-        Stage(
-            name=title_of(name, batch, args.dtype),
-            share=WORKLOAD_SHARES.get(name, OTHER_SHARE),
-            run=partial(_race, args, variants, folder, clock, (name, batch)),
-        )
-        for name, batch in args.workloads
-    ]
-    ledger = Stage(name="ledger", share=LEDGER_SHARE, run=partial(_ledger, args, variants, folder, clock))
-    wanted = [*([checks] if args.checks else []), *workloads, *([ledger] if args.ledger and workloads else [])]
-    return [looked, *wanted]
-
-
-def _check_names(device: str, *, thorough: bool) -> list[str]:
-    if device != "cuda":
-        return ["T1 T2 T4 T5 self-check"]
-    from benchmarks.gpu_checks import CHECKS, THOROUGH_CHECKS
-
-    return [name for name, _ in (THOROUGH_CHECKS if thorough else CHECKS)]
-
-
-def _race(
-    args: argparse.Namespace,
-    variants: Sequence[Variant],
-    folder: Path,
-    clock: Clock,
-    workload: Workload,
-    report: Report,
-    until: float,
-) -> None:
-    (name, batch), own = workload, folder / f"{workload[0]}-{workload[1]}"
-    own.mkdir()
-    report.workloads[title_of(name, batch, args.dtype)] = race(
-        make_task(name, batch=batch, scale=args.scale, device=args.device, dtype=args.dtype),
-        variants,
-        own,
-        until=until,
-        clock=clock,
-        start_limits_s=START_LIMITS_S,
-        loop_steps=args.loop_steps,
-        most_rounds=args.rounds,
-    )
-
-
-def _ledger(
-    args: argparse.Namespace, variants: Sequence[Variant], folder: Path, clock: Clock, report: Report, until: float
-) -> None:
-    """Look at memory and kernels of the first workload, with the code that its race compiled."""
-    name, batch = args.workloads[0]
-    task = make_task(name, batch=batch, scale=args.scale, device=args.device, dtype=args.dtype)
-    for variant in variants:
-        if variant.name not in (APOLLO, "reduce-overhead") or clock() >= until:
-            continue
-        with spawn(task, variant, folder / f"{name}-{batch}", cold=True, patience_s=0.0) as child:
-            child.ask(("start",), max(1.0, until - clock()))
-            child.ask(("warm_up", 8, max(0.0, (until - clock()) / 3)), max(1.0, until - clock()))
-            report.ledger[variant.name] = child.ask(("ledger",), max(1.0, until - clock()))
 
 
 def complaints_about(report: Report, dtype: str) -> list[str]:
@@ -182,13 +99,21 @@ def _parse(arguments: Sequence[str] | None, variants: Mapping[str, Variant]) -> 
     parser.add_argument(
         "--workloads", type=_workloads, default=list(DEFAULT_WORKLOADS), help=f"name:batch, ...; default: {default}"
     )
-    parser.add_argument("--variants", type=names_of(variants), default=list(variants), help=", ".join(variants))
+    parser.add_argument(
+        "--variants",
+        type=names_of(variants),
+        help=f"of {', '.join(variants)}; default: all",
+    )
     parser.add_argument("--dtype", choices=tuple(TOLERANCES), default="bf16", help="bf16 is autocast")
     parser.add_argument("--rounds", type=int, default=MOST_ROUNDS, help="at most so many turns of every variant")
     parser.add_argument("--loop-steps", type=int, default=LOOP_STEPS, help="steps of a loop without waits")
     parser.add_argument("--no-checks", dest="checks", action="store_false", help="workloads only")
     parser.add_argument("--no-ledger", dest="ledger", action="store_false", help="no profile, no ledger of memory")
-    parser.add_argument("--thorough", action="store_true", help="1,000 replays of every workload in T4; minutes more")
+    parser.add_argument(
+        "--thorough",
+        action="store_true",
+        help="1,000 replays of every workload in T4; minutes more",
+    )
     parser.add_argument(
         "--device",
         choices=("cuda", "cpu"),

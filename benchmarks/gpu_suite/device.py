@@ -1,49 +1,32 @@
-"""The GPU itself, and the checks of lanes on it: asked of one process, which is started anew where one of them ends it.
+"""The GPU itself, and the process that is asked about it and for checks, started anew where one of them ends it.
 
 DeviceProcess(device, folder)             a context manager
 look_at_device(process, report, until)    copies, matmuls, versions
-run_checks(process, names, ...)           what doctor finds, then one check after the other
+Looker                                    what the process answers; see `checks.py`
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from apollo_compile.errors import ApolloError
 from apollo_compile.json_form import to_json
 from apollo_compile.tools.bench.facts import machine_facts
 from apollo_compile.tools.bench.task import Task, Variant
 from apollo_compile.tools.bench.turns import ChildProcess, spawn
+from benchmarks.gpu_suite.checks import DOCTOR, CheckResult
 from benchmarks.gpu_suite.stages import Clock, Report
-
-CHECK_LIMIT_S = 60.0
-"""Seconds after which one check hangs."""
 
 MATMUL_WIDTH = 8192
 COPY_BYTES = 2**30
 REPEATS = 10
-
-NO_TIME = "no time left"
-
-
-@dataclass(kw_only=True, slots=True)
-class CheckResult:
-    """One check, as it went."""
-
-    name: str
-    state: str
-    """`ok`, `failed` or `skipped`."""
-    text: str
-    numbers: Mapping[str, Any] = field(default_factory=dict)
-    seconds: float = 0.0
 
 
 # ---------------------------------------------------------------------------------------------------------- the parent
@@ -103,28 +86,6 @@ def look_at_device(process: DeviceProcess, clock: Clock, report: Report, until: 
         report.facts.update(process.ask(request, limit_s, start_limit_s=limit_s))
 
 
-def run_checks(process: DeviceProcess, clock: Clock, names: Sequence[str], report: Report, until: float) -> None:
-    """Add what doctor finds, and the results of checks; one that fails, dies or hangs has failed, and others go on."""
-    for name in ("doctor", *names):
-        begin = clock()
-        if begin >= until:
-            report.checks.append(CheckResult(name=name, state="skipped", text=NO_TIME))
-            continue
-        request = ("doctor",) if name == "doctor" else ("check", name)
-        try:
-            result = CheckResult(**process.ask(request, min(until - begin, CHECK_LIMIT_S), start_limit_s=until - begin))
-        except ApolloError as error:
-            lines = str(error).splitlines()
-            state = "skipped" if clock() >= until else "failed"
-            text = f"{NO_TIME}: it did not end" if state == "skipped" else " ... ".join((lines[0], lines[-1]))[:300]
-            result = CheckResult(name=name, state=state, text=text)
-        if "error" in result.numbers:
-            process.stop()  # whatever it was may have ended the context of the device
-        result.seconds = round(clock() - begin, 1)
-        report.checks.append(result)
-    process.stop()
-
-
 # --------------------------------------------------------------------------------------------------------- the process
 
 
@@ -147,7 +108,7 @@ class Looker:
         torch.set_float32_matmul_precision("high")
         self._gpu = TorchGpu(0)
         native = self._gpu.native
-        self._checks = dict(THOROUGH_CHECKS)
+        self._checks = THOROUGH_CHECKS
         gpu = {"gpu": native.name, "driver": native.driver_version, "cuda": torch.version.cuda, "sms": native.num_sms}
         return {**facts, **gpu, "memory_bytes": torch.cuda.get_device_properties(0).total_memory}
 
@@ -182,11 +143,13 @@ class Looker:
         bad = [f"{each.subject}: {each.message}" for each in findings if each.level in ("error", "warning")]
         numbers = {each.subject: to_json(each) for each in findings}
         state = "ok" if is_fit(findings) else "failed"
-        result = CheckResult(name="doctor", state=state, text="; ".join(bad) or "nothing to do", numbers=numbers)
+        result = CheckResult(name=DOCTOR, state=state, text="; ".join(bad) or "nothing to do", numbers=numbers)
         return asdict(result)
 
     def check(self, name: str) -> dict[str, Any]:
         """Run one check; one that raises has failed."""
+        if name == DOCTOR:
+            return self.doctor()
         if self._gpu is None:
             return asdict(CheckResult(name=name, state="skipped", text="needs a GPU"))
         try:

@@ -1,8 +1,9 @@
 """The variants of one workload: they compile at the same time, and are measured in turns.
 
-    race(task, variants, folder, until=..., clock=...) -> results by the name of the variant
+    with started(task, variants, folder, clock) as heat:
+        results = race(heat, until=...)
 
-    start     all at once: build, compile, take the first step
+    start     all at once: build, compile, take the first step; the caller may do something else meanwhile
     warm up   one after the other, so that what autotuning measures is not disturbed
     look      one after the other: losses of the first steps, memory, host and device times
     rounds    one loop of every variant and some single steps, in alternating order, as long as there is time
@@ -14,8 +15,8 @@ what is still measured where time is short.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from apollo_compile.tools.bench.turns import ChildProcess, spawn, turn_orders
 from benchmarks.gpu_suite.stages import Clock
 
 START_SHARE = 0.55
-"""Of a workload's time, after which variants that have not taken their first step are given up."""
+"""Of a workload's time from its start on, after which variants that have not taken their first step are given up."""
 
 WARM_UP_SHARE = 0.75
 """After which apollo is measured whether its comparison is over or not."""
@@ -73,68 +74,92 @@ LOOKS: Sequence[tuple[str, str]] = (
 """Fields of a result, with the requests that give them."""
 
 
-def race(
-    task: Task,
-    variants: Sequence[Variant],
-    folder: Path,
-    *,
-    until: float,
-    clock: Clock,
-    start_limits_s: Mapping[str, float],
-    loop_steps: int = LOOP_STEPS,
-    most_rounds: int = MOST_ROUNDS,
-) -> dict[str, Result]:
-    """Return what was measured of each variant until a time of the clock.
+@contextmanager
+def started(task: Task, variants: Sequence[Variant], folder: Path, clock: Clock) -> Iterator[Heat]:
+    """Let all variants begin to compile and to take their first step; end their processes after the `with`.
 
     Arguments:
         task: what a step is.
         variants: what takes it, the most important first.
         folder: for output and caches of the processes.
-        until: when to end.
-        clock: what that is a time of.
-        start_limits_s: seconds of variants that get less than all others until their first step.
-        loop_steps: steps of a loop.
-        most_rounds: at which a race ends early.
+        clock: returns seconds.
     """
-    begin = clock()
-
-    def at(share: float) -> float:
-        return begin + share * (until - begin)
-
     with ExitStack() as stack:
         children = {
             each.name: stack.enter_context(spawn(task, each, folder, cold=True, patience_s=0.0)) for each in variants
         }
-        heat = _Heat(children, clock)
+        heat = Heat(variants, children, clock)
         for child in children.values():
             child.send(("start",))
+        yield heat
+
+
+def race(
+    heat: Heat,
+    *,
+    until: float,
+    start_limits_s: Mapping[str, float],
+    meanwhile: Callable[[float, Callable[[], bool]], None] = lambda until, is_waiting: None,
+    loop_steps: int = LOOP_STEPS,
+    most_rounds: int = MOST_ROUNDS,
+) -> dict[str, Result]:
+    """Return what was measured of each variant until a time of the heat's clock.
+
+    Arguments:
+        heat: the variants, started.
+        until: when to end.
+        start_limits_s: seconds of variants that get less than all others until their first step.
+        meanwhile: called with the time when the last first step has to have been taken, and whether one is waited for.
+        loop_steps: steps of a loop.
+        most_rounds: at which a race ends early.
+    """
+    clock, begin = heat.clock, heat.begin
+
+    def at(share: float) -> float:
+        return begin + share * (until - begin)
+
+    ends = {name: min(at(START_SHARE), begin + start_limits_s.get(name, float("inf"))) for name in heat.children}
+    meanwhile(max(ends.values()), lambda: heat.is_waiting(ends))
+    for name, end in ends.items():
+        heat.results[name].first_step_s = heat.receive(name, end, least_s=0.1)
+    deciding = [name for name in heat.deciding if name in heat.children]
+    for name in list(heat.children):
+        left_s = max(0.0, at(WARM_UP_SHARE) - clock()) / max(1, len(deciding))
+        heat.results[name].warm_up = heat.ask(name, ("warm_up", WARM_UP_STEPS, left_s), at(LOOK_SHARE)) or {}
+        deciding = [each for each in deciding if each != name]
+    for field_name, request in LOOKS:
         for name in list(heat.children):
-            end = min(at(START_SHARE), begin + start_limits_s.get(name, float("inf")))
-            heat.results[name].first_step_s = heat.receive(name, end, least_s=0.1)
-        deciding = [each.name for each in variants if each.backend == "apollo" and each.name in heat.children]
-        for name in list(heat.children):
-            left_s = max(0.0, at(WARM_UP_SHARE) - clock()) / max(1, len(deciding))
-            heat.results[name].warm_up = heat.ask(name, ("warm_up", WARM_UP_STEPS, left_s), at(LOOK_SHARE)) or {}
-            deciding = [each for each in deciding if each != name]
-        for field_name, request in LOOKS:
-            for name in list(heat.children):
-                if clock() < at(LOOK_SHARE):
-                    heat.look(name, field_name, request, until)
-        for number, order in enumerate(turn_orders(tuple(heat.children), most_rounds)):
-            if number > 0 and clock() > until:
-                break
-            for name in order:
-                heat.take_turn(name, loop_steps, until)
+            if clock() < at(LOOK_SHARE):
+                heat.look(name, field_name, request, until)
+    for number, order in enumerate(turn_orders(tuple(heat.children), most_rounds)):
+        if number > 0 and clock() > until:
+            break
+        for name in order:
+            heat.take_turn(name, loop_steps, until)
     return heat.results
 
 
-class _Heat:
-    """Processes that still take part, and what they have given so far."""
+class Heat:
+    """Processes that still take part, and what they have given so far.
 
-    def __init__(self, children: Mapping[str, ChildProcess], clock: Clock) -> None:
+    Arguments:
+        variants: that take part.
+        children: their processes, by name.
+        clock: returns seconds; the heat begins now.
+    """
+
+    def __init__(self, variants: Sequence[Variant], children: Mapping[str, ChildProcess], clock: Clock) -> None:
         self.children = dict(children)
         self.results = {name: Result(name=name) for name in children}
-        self._clock = clock
+        self.deciding = [each.name for each in variants if each.backend == "apollo"]
+        """Those that compare before they are measured."""
+        self.clock = clock
+        self.begin = clock()
+
+    def is_waiting(self, ends: Mapping[str, float]) -> bool:
+        """Return whether there is a process that has not answered and whose end has not come."""
+        now = self.clock()
+        return any(now < ends[name] and not child.has_answered() for name, child in self.children.items())
 
     def ask(self, name: str, request: tuple[Any, ...], until: float) -> Any:
         """Return the answer of a process; None if there is none, and then it takes part no more."""
@@ -148,7 +173,7 @@ class _Heat:
         if child is None:
             return None
         try:
-            return child.receive(max(least_s, until - self._clock()))
+            return child.receive(max(least_s, until - self.clock()))
         except Exception as error:  # whatever became of it, the others go on
             self.results[name].note = _short(error)
             child.kill()

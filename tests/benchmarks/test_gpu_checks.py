@@ -13,6 +13,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from apollo_compile.config import load_config
+from apollo_compile.device.findings import Finding, Level
 from apollo_compile.device.gpu.gpu import Sharing
 from apollo_compile.device.profile import Rate
 from apollo_compile.store.profiles import load_profile
@@ -26,11 +28,28 @@ from tests.device.gpu.fake_gpu import FakeGpu
 
 def test_every_check_has_a_name_and_says_what_it_is_for() -> None:
     """By the numbers of the experiments."""
-    for name, check in (*CHECKS, THOROUGH_CHECKS[-1]):
+    for name, check in {**THOROUGH_CHECKS, **CHECKS}.items():
         assert check.__doc__ is not None and check.__doc__.split(":")[0].replace(",", "") in name
-    numbers = {word for name, _ in CHECKS for word in name.split() if word[0] == "T" and word[1:].isdigit()}
+    numbers = {word for name in CHECKS for word in name.split() if word[0] == "T" and word[1:].isdigit()}
     assert numbers == {f"T{number}" for number in range(14)}
-    assert [name for name, _ in THOROUGH_CHECKS] == [*(name for name, _ in CHECKS), "T9 persistent grids"]
+    assert list(THOROUGH_CHECKS) == [*CHECKS, "T9 persistent grids"]
+
+
+@pytest.mark.parametrize(("level", "is_met"), [(Level.OK, True), (Level.WARNING, True), (Level.ERROR, False)])
+def test_the_self_check_is_made_anew_and_kept(level: Level, is_met: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where doctor and models look for it; a warning is told of."""
+    finding = Finding(subject="overlap", level=level, message="lanes share 64 SMs")
+    seen = []
+
+    def check_gpu(gpu: object, cache: Path, *, again: bool) -> SimpleNamespace:
+        seen.append((cache, again))
+        return SimpleNamespace(findings=(finding,))
+
+    monkeypatch.setattr(gpu_checks, "check_gpu", check_gpu)
+    outcome = gpu_checks.lanes_pass_the_self_check(CheckedGpu())  # type: ignore[arg-type]
+    assert outcome.is_met is is_met and outcome.numbers == {"overlap": [level, "lanes share 64 SMs"]}
+    assert outcome.text == ("1 findings, all well" if level is Level.OK else "overlap: lanes share 64 SMs")
+    assert seen == [(load_config().device.cache, True)]
 
 
 class CheckedGpu(FakeGpu):

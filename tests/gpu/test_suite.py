@@ -9,7 +9,7 @@ from benchmarks.gpu_checks import CHECKS
 from benchmarks.harness.outcome import Check
 
 
-@pytest.mark.parametrize(("name", "check"), CHECKS, ids=[name for name, _ in CHECKS])
+@pytest.mark.parametrize(("name", "check"), CHECKS.items(), ids=CHECKS)
 def test_what_has_to_hold_on_a_gpu_does(name: str, check: Check) -> None:
     """See the check's own words."""
     outcome = check(TorchGpu(0))

@@ -200,6 +200,10 @@ class ChildProcess:
             raise ApolloError(f"variant {self._name!r} failed at {request!r}:\n{answer}")
         return answer
 
+    def has_answered(self) -> bool:
+        """Return whether `receive` would not wait: there is an answer to the last request, or the child died."""
+        return self._pipe.poll(0)
+
     def kill(self) -> None:
         """End the child at once."""
         self._process.kill()

@@ -105,10 +105,6 @@ class Looker(Fine):
         """Return none."""
         return {"copy_bytes_per_s": 1e12}
 
-    def doctor(self) -> dict[str, Any]:
-        """Find nothing."""
-        return {"name": "doctor", "state": "ok", "text": "nothing to do"}
-
     def check(self, name: str) -> dict[str, Any]:
         """Do what the name says."""
         if name == "dies":

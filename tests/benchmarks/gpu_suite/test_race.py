@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from apollo_compile.tools.bench.task import Task, Variant
-from benchmarks.gpu_suite import device
-from benchmarks.gpu_suite.device import DeviceProcess, look_at_device, run_checks
-from benchmarks.gpu_suite.race import Result, race
-from benchmarks.gpu_suite.stages import Report
+from benchmarks.gpu_suite.race import Result, race, started
 from tests.benchmarks.gpu_suite import steppers
 
 ROUNDS = 3
@@ -26,16 +24,15 @@ def variant(name: str) -> Variant:
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
     """Let all of them take part."""
     names = ("Fine", "Dies", "Fails", "Breaks", "Hangs")
-    return race(
-        Task(builder=""),
-        [variant(name) for name in names],
-        tmp_path_factory.mktemp("race"),
-        until=time.monotonic() + 300,
-        clock=time.monotonic,
-        start_limits_s={"hangs": 0.1},
-        loop_steps=4,
-        most_rounds=ROUNDS,
-    )
+    folder = tmp_path_factory.mktemp("race")
+    with started(Task(builder=""), [variant(name) for name in names], folder, time.monotonic) as heat:
+        return race(
+            heat,
+            until=time.monotonic() + 300,
+            start_limits_s={"hangs": 0.1},
+            loop_steps=4,
+            most_rounds=ROUNDS,
+        )
 
 
 def test_one_that_is_well_has_everything(results: dict[str, Result]) -> None:
@@ -74,28 +71,20 @@ def test_one_that_hangs_is_given_up(results: dict[str, Result]) -> None:
     assert "did not answer ('start',) within 0 s" in results["hangs"].note
 
 
-def test_checks_go_on_after_one_that_ends_its_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Or hangs in it, or may have ruined the device; others share a process."""
-    report = Report(is_dry=False)
-    with DeviceProcess("cpu", tmp_path, f"{steppers.__name__}:Looker") as process:
-        look_at_device(process, time.monotonic, report, time.monotonic() + 60)
-        names = ("one", "two", "dies", "raises", "three")
-        run_checks(process, time.monotonic, names, report, time.monotonic() + 600)
-        monkeypatch.setattr(device, "CHECK_LIMIT_S", 2.0)
-        run_checks(process, time.monotonic, ("hangs",), report, time.monotonic() + 600)
-    run_checks(process, time.monotonic, ("late",), report, time.monotonic() - 1)
-    assert report.facts["gpu"] == "Fake GPU" and report.facts["copy_bytes_per_s"] == 1e12
-    found = {check.name: check for check in report.checks}
-    assert {name: check.state for name, check in found.items()} == {
-        "doctor": "skipped",
-        "one": "ok",
-        "two": "ok",
-        "dies": "failed",
-        "raises": "failed",
-        "three": "ok",
-        "hangs": "failed",
-        "late": "skipped",
-    }
-    assert found["one"].numbers["pid"] == found["two"].numbers["pid"] == report.facts["pid"]
-    assert found["three"].numbers["pid"] != report.facts["pid"]
-    assert "exit code 9" in found["dies"].text and "did not answer" in found["hangs"].text
+def test_something_else_may_be_done_until_the_last_first_step(tmp_path: Path) -> None:
+    """Which is not waited for after its end; a process that died is no more waited for either."""
+    waited: list[bool] = []
+    begin = time.monotonic()
+
+    def meanwhile(until: float, is_waiting: Callable[[], bool]) -> None:
+        assert begin < until < begin + 300
+        heat.children["breaks"].kill()
+        while is_waiting():
+            waited.append(all(heat.children[name].has_answered() for name in ("breaks", "fine")))
+
+    variants = [variant(name) for name in ("Fine", "Breaks", "Hangs")]
+    with started(Task(builder=""), variants, tmp_path, time.monotonic) as heat:
+        limits = {"hangs": time.monotonic() - heat.begin + 0.5}
+        found = race(heat, until=begin + 300, start_limits_s=limits, meanwhile=meanwhile, most_rounds=1)
+    assert waited and time.monotonic() < begin + 200
+    assert found["fine"].loops_ns and found["breaks"].note and not found["hangs"].loops_ns

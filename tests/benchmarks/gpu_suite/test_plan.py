@@ -1,0 +1,87 @@
+"""Stages in their order, with processes that do nothing."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+
+import pytest
+
+from apollo_compile.tools.bench.task import Variant
+from benchmarks.gpu_checks import QUICK_CHECKS, TIMED_CHECKS, UNTIMED_CHECKS
+from benchmarks.gpu_suite import __main__ as command
+from benchmarks.gpu_suite.device import DeviceProcess
+from benchmarks.gpu_suite.plan import BUDGET_S, OTHER_CORES, Suite
+from benchmarks.gpu_suite.stages import Report, run_stages
+from benchmarks.gpu_suite.variants import VARIANTS
+from tests.benchmarks.gpu_suite import steppers
+
+FINE = {
+    name: Variant(name=name, backend=None, stepper=f"{steppers.__name__}:Fine")
+    for name in ("inductor", "max-autotune", "apollo")
+}
+
+
+def parse(*arguments: str) -> argparse.Namespace:
+    """Return what a command line says."""
+    return command._parse(list(arguments), VARIANTS)
+
+
+def suite_of(args: argparse.Namespace, folder: Path, cores: int) -> Suite:
+    """Return a suite of processes that do nothing."""
+    process = DeviceProcess("cpu", folder, f"{steppers.__name__}:Looker")
+    return Suite(args, FINE, folder, process, time.monotonic, cores=cores)
+
+
+def test_the_default_ends_within_ten_minutes_in_the_documented_order() -> None:
+    """Each stage at the time that the README names."""
+    args = parse()
+    stages = suite_of(args, Path(), 2).stages()
+    shares = [stage.share for stage in stages]
+    assert sum(shares) == BUDGET_S == args.budget < 600
+    readme = (command.RESULTS.parent / "README.md").read_text()
+    end = 0.0
+    for share in shares:
+        end += share
+        assert f"| {int(end) // 60}:{int(end) % 60:02d} |" in readme
+
+
+@pytest.mark.parametrize("spare_cores", (0, -1))
+def test_checks_that_time_nothing_are_made_while_variants_compile(tmp_path: Path, spare_cores: int) -> None:
+    """If there are cores for both; the others are made before or after, when nothing else uses the GPU."""
+    args = parse("--workloads", "clip_b32:2,chain:2", "--rounds", "1", "--no-ledger")
+    suite = suite_of(args, tmp_path, len(FINE) + OTHER_CORES + spare_cores)
+    report, made = Report(is_dry=False), dict[str, list[str]]()
+
+    def write(report: Report) -> None:
+        before = sum(map(len, made.values()))
+        made[report.stages[-1].name] = [check.name for check in report.checks[before:]]
+
+    with suite._process, suite:
+        run_stages(suite.stages(), report, budget_s=400.0, clock=time.monotonic, write=write, tell=lambda line: None)
+    assert [stage.state for stage in report.stages] == 5 * ["done"]
+    assert all(check.state == "ok" for check in report.checks)
+    everything = [*QUICK_CHECKS, *UNTIMED_CHECKS, *TIMED_CHECKS, "doctor"]
+    if spare_cores < 0:
+        assert made["checks"] == everything
+    else:
+        assert made["checks"] == list(QUICK_CHECKS)
+        assert made["clip_b32, batch 2, bf16"] == list(UNTIMED_CHECKS)
+        assert made["other checks"] == [*TIMED_CHECKS, "doctor"]
+    results = report.workloads
+    assert list(results["clip_b32, batch 2, bf16"]) == list(FINE)
+    assert list(results["chain, batch 2, bf16"]) == list(FINE)
+    assert all(result.loops_ns and not result.note for found in results.values() for result in found.values())
+
+
+def test_what_was_started_and_never_measured_is_ended(tmp_path: Path) -> None:
+    """By the end of the suite, which may come before."""
+    suite = suite_of(parse("--workloads", "clip_b32:2"), tmp_path, 99)
+    with suite._process, suite:
+        suite._check(Report(is_dry=False), time.monotonic())
+        ((heat, _),) = suite._started.values()
+        child = heat.children["apollo"]
+        assert child.receive(60) == 1.5
+    with pytest.raises(OSError, match="closed"):
+        child.has_answered()
