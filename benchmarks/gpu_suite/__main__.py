@@ -31,7 +31,7 @@ from benchmarks.gpu_suite.race import LOOP_STEPS, MOST_ROUNDS, Result
 from benchmarks.gpu_suite.stages import Report, run_stages
 from benchmarks.gpu_suite.tables import DRY, format_report
 from benchmarks.gpu_suite.targets import TOLERANCES, judge, loss_difference
-from benchmarks.gpu_suite.variants import APOLLO, APOLLO_STEP, VARIANTS
+from benchmarks.gpu_suite.variants import APOLLO, APOLLO_STEP, SLOW, VARIANTS
 from benchmarks.run import names_of
 from benchmarks.workloads.gpu import SHAPES
 
@@ -102,7 +102,7 @@ def _parse(arguments: Sequence[str] | None, variants: Mapping[str, Variant]) -> 
     parser.add_argument(
         "--variants",
         type=names_of(variants),
-        help=f"of {', '.join(variants)}; default: all",
+        help=f"of {', '.join(variants)}; default: all, but {', '.join(SLOW)} of the first workload alone",
     )
     parser.add_argument("--dtype", choices=tuple(TOLERANCES), default="bf16", help="bf16 is autocast")
     parser.add_argument("--rounds", type=int, default=MOST_ROUNDS, help="at most so many turns of every variant")
@@ -112,7 +112,7 @@ def _parse(arguments: Sequence[str] | None, variants: Mapping[str, Variant]) -> 
     parser.add_argument(
         "--thorough",
         action="store_true",
-        help="1,000 replays of every workload in T4; minutes more",
+        help="all variants of every workload, and 1,000 replays of each in T4; minutes more",
     )
     parser.add_argument(
         "--device",

@@ -30,7 +30,7 @@ from benchmarks.gpu_suite.device import DeviceProcess, look_at_device
 from benchmarks.gpu_suite.race import Heat, race, started
 from benchmarks.gpu_suite.stages import Clock, Report, Stage
 from benchmarks.gpu_suite.targets import title_of
-from benchmarks.gpu_suite.variants import APOLLO, REDUCE_OVERHEAD, START_LIMITS_S, make_task
+from benchmarks.gpu_suite.variants import APOLLO, REDUCE_OVERHEAD, SLOW, START_LIMITS_S, make_task
 
 BUDGET_S = 570.0
 """Nine and a half minutes: whoever lends a GPU for ten stops the suite then."""
@@ -58,7 +58,7 @@ class Suite:
 
     Arguments:
         args: of the command.
-        variants: by name; those that take part are `args.variants`, or all if that is None.
+        variants: by name; those that take part are `args.variants`, or all but some if that is None.
         folder: for output and caches of processes.
         process: looks at the device.
         clock: returns seconds.
@@ -118,10 +118,11 @@ class Suite:
         ]
 
     def variants_of(self, workload: Workload) -> list[Variant]:
-        """Return what takes part: what was asked for, or all."""
+        """Return what takes part: what was asked for, or all but what is slow to compile after the first workload."""
         if self._args.variants is not None:
             return [self._variants[name] for name in self._args.variants]
-        return list(self._variants.values())
+        has_slow = self._args.thorough or workload == self._args.workloads[0]
+        return [each for name, each in self._variants.items() if has_slow or name not in SLOW]
 
     def _may_check_beside(self, workload: Workload) -> bool:
         return self._args.checks and self._cores >= len(self.variants_of(workload)) + OTHER_CORES
@@ -157,11 +158,12 @@ class Suite:
                     is_wanted=lambda: self._clock() < own_end or is_waiting(),
                 )
 
+        scale = self._args.budget / BUDGET_S
         with stack:
             report.workloads[title_of(*workload, self._args.dtype)] = race(
                 heat,
                 until=until,
-                start_limits_s=START_LIMITS_S,
+                start_limits_s={name: limit_s * scale for name, limit_s in START_LIMITS_S.items()},
                 meanwhile=check,
                 loop_steps=self._args.loop_steps,
                 most_rounds=self._args.rounds,

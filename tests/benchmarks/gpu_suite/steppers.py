@@ -94,6 +94,18 @@ class Breaks(Fine):
         raise RuntimeError("CUDA out of memory")
 
 
+class Patient(Fine):
+    """Says how long its comparison may take."""
+
+    def start(self) -> float:
+        """Return the seconds of a first step."""
+        return 30.0
+
+    def warm_up(self, steps: int, limit_s: float) -> dict[str, Any]:
+        """Return the limit."""
+        return {"steps": steps, "limit_s": limit_s}
+
+
 class Looker(Fine):
     """Checks of a device, of which one ends the process and one hangs."""
 

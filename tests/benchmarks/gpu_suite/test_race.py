@@ -88,3 +88,23 @@ def test_something_else_may_be_done_until_the_last_first_step(tmp_path: Path) ->
         found = race(heat, until=begin + 300, start_limits_s=limits, meanwhile=meanwhile, most_rounds=1)
     assert waited and time.monotonic() < begin + 200
     assert found["fine"].loops_ns and found["breaks"].note and not found["hangs"].loops_ns
+
+
+def test_apollo_may_compile_for_its_comparison_as_long_as_for_its_first_step(tmp_path: Path) -> None:
+    """Even where that share of the time is over; others may not."""
+    passed_s = 0.0
+
+    def clock() -> float:
+        return time.monotonic() + passed_s
+
+    def meanwhile(until: float, is_waiting: Callable[[], bool]) -> None:
+        nonlocal passed_s
+        while is_waiting():
+            pass
+        passed_s = 780.0  # of 1,000; warm-ups have 750
+
+    with started(Task(builder=""), [variant("Patient"), variant("Fine")], tmp_path, clock) as heat:
+        heat.deciding.remove("fine")
+        found = race(heat, until=heat.begin + 1000, start_limits_s={}, meanwhile=meanwhile, most_rounds=1)
+    assert found["patient"].warm_up == {"steps": 8, "limit_s": 30.0}
+    assert found["fine"].warm_up == {"steps": 8, "is_settled": False}
