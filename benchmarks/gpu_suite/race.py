@@ -20,6 +20,7 @@ for its comparison, may take as long for that as its first step took.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -34,10 +35,11 @@ from benchmarks.gpu_suite.stages import Clock
 START_SHARE = 0.65
 """Of a workload's time from its start on, after which variants that have not taken their first step are given up."""
 
-WARM_UP_SHARE = 0.75
-"""After which apollo is measured whether its comparison is over or not, unless its compiles took longer."""
+WARM_UP_SHARE, LAST_WARM_UP_SHARE = 0.72, 0.8
+"""After which apollo is measured whether its comparison is over or not: the first, or the second where it had less time
+than its first step took."""
 
-LOOK_SHARE = 0.85
+LOOK_SHARE = 0.88
 """After which no more is asked, so that at least some rounds are measured."""
 
 WARM_UP_STEPS = 8
@@ -127,12 +129,14 @@ def race(
     meanwhile(max(ends.values()), lambda: heat.is_waiting(ends))
     for name, end in ends.items():
         heat.results[name].first_step_s = heat.receive(name, end, least_s=0.1)
+        if "did not answer" in heat.results[name].note:
+            heat.results[name].note = f"had no first step in {end - begin:.0f} s, in which others compiled too"
     deciding = [name for name in heat.deciding if name in heat.children]
     for name in list(heat.children):
         left_s, end = max(0.0, at(WARM_UP_SHARE) - clock()) / max(1, len(deciding)), at(LOOK_SHARE)
         if name in deciding:
             deciding.remove(name)
-            left_s = max(left_s, min(heat.results[name].first_step_s or 0.0, end - clock()))
+            left_s = max(left_s, min(heat.results[name].first_step_s or 0.0, at(LAST_WARM_UP_SHARE) - clock()))
             end = until  # a step that compiles takes as long as it takes
         heat.results[name].warm_up = heat.ask(name, ("warm_up", WARM_UP_STEPS, left_s), end) or {}
     for field_name, request in LOOKS:
@@ -204,8 +208,9 @@ class Heat:
 
 
 def _short(error: Exception) -> str:
-    """Return what failed, and the last line of what the process wrote."""
+    """Return what failed, and the last error that the process wrote, or its last line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     if not isinstance(error, ApolloError):
         lines[0] = f"{type(error).__name__}: {lines[0]}"
-    return " ... ".join(dict.fromkeys((lines[0], lines[-1])))[:400]
+    errors = [line for line in lines[1:] if re.match(r"[\w.]*(Error|Exception)\b", line)]
+    return " ... ".join(dict.fromkeys((lines[0], (errors or lines)[-1])))[:400]

@@ -220,14 +220,16 @@ def spawn(
     """Start the process of a variant, and end it after the `with`: by itself if it does so in `patience_s`.
 
     Its output and what it writes go to files of the variant's name in `folder`; if `cold`, so does Inductor's cache.
+    They have no spaces, since Inductor's commands for the C++ compiler have no quotes.
     """
     ours, theirs = socket.socketpair()
-    log = folder / f"{variant.name}.log"
+    name = variant.name.replace(" ", "-")
+    log = folder / f"{name}.log"
     order = {
         "path": sys.path,
         "task": asdict(task),
         "variant": asdict(variant),
-        "digest": str(folder / f"{variant.name}.npz"),
+        "digest": str(folder / f"{name}.npz"),
         "fd": theirs.fileno(),
     }
     code = (
@@ -236,7 +238,7 @@ def spawn(
     )
     command = [sys.executable, "-c", code, json.dumps(order)]
     if cold:
-        command = ["env", f"TORCHINDUCTOR_CACHE_DIR={folder / variant.name}", *command]
+        command = ["env", f"TORCHINDUCTOR_CACHE_DIR={folder / name}", *command]
     with log.open("wb") as output:
         process = subprocess.Popen(
             command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT

@@ -90,8 +90,8 @@ class Breaks(Fine):
     """Cannot begin."""
 
     def start(self) -> float:
-        """Raise."""
-        raise RuntimeError("CUDA out of memory")
+        """Raise, with advice after it."""
+        raise RuntimeError("CUDA out of memory\n\nSet TORCHDYNAMO_VERBOSE=1 for the internal stack trace")
 
 
 class Patient(Fine):
@@ -104,6 +104,14 @@ class Patient(Fine):
     def warm_up(self, steps: int, limit_s: float) -> dict[str, Any]:
         """Return the limit."""
         return {"steps": steps, "limit_s": limit_s}
+
+
+class Placed(Fine):
+    """Says where Inductor's cache is."""
+
+    def decided(self) -> dict[str, Any]:
+        """Return the folder."""
+        return {"cache": os.environ["TORCHINDUCTOR_CACHE_DIR"]}
 
 
 class Looker(Fine):

@@ -62,13 +62,13 @@ def test_one_that_fails_takes_part_no_more(results: dict[str, Result]) -> None:
     """From where it failed on."""
     assert results["fails"].losses and not results["fails"].memory and not results["fails"].loops_ns
     assert results["fails"].note.endswith("RuntimeError: no allocator")
-    assert results["breaks"].first_step_s is None and results["breaks"].note.endswith("CUDA out of memory")
+    assert results["breaks"].first_step_s is None and results["breaks"].note.endswith("Error: CUDA out of memory")
 
 
 def test_one_that_hangs_is_given_up(results: dict[str, Result]) -> None:
     """After the time that it has for its first step."""
     assert results["hangs"].first_step_s is None and not results["hangs"].losses
-    assert "did not answer ('start',) within 0 s" in results["hangs"].note
+    assert results["hangs"].note == "had no first step in 0 s, in which others compiled too"
 
 
 def test_something_else_may_be_done_until_the_last_first_step(tmp_path: Path) -> None:
@@ -101,10 +101,18 @@ def test_apollo_may_compile_for_its_comparison_as_long_as_for_its_first_step(tmp
         nonlocal passed_s
         while is_waiting():
             pass
-        passed_s = 780.0  # of 1,000; warm-ups have 750
+        passed_s = 740.0  # of 1,000; warm-ups have 720, and 800 at most
 
     with started(Task(builder=""), [variant("Patient"), variant("Fine")], tmp_path, clock) as heat:
         heat.deciding.remove("fine")
         found = race(heat, until=heat.begin + 1000, start_limits_s={}, meanwhile=meanwhile, most_rounds=1)
     assert found["patient"].warm_up == {"steps": 8, "limit_s": 30.0}
     assert found["fine"].warm_up == {"steps": 8, "is_settled": False}
+
+
+def test_a_name_may_have_spaces_and_a_cache_may_not(tmp_path: Path) -> None:
+    """Since Inductor's commands for the C++ compiler have no quotes."""
+    placed = Variant(name="captured by hand", backend=None, stepper=f"{steppers.__name__}:Placed")
+    with started(Task(builder=""), [placed], tmp_path, time.monotonic) as heat:
+        found = race(heat, until=heat.begin + 300, start_limits_s={}, most_rounds=1)
+    assert found["captured by hand"].decided == {"cache": str(tmp_path / "captured-by-hand")}

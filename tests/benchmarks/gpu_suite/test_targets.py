@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from benchmarks.gpu_suite.device import CheckResult
+from benchmarks.gpu_suite.checks import CheckResult
 from benchmarks.gpu_suite.race import Result
 from benchmarks.gpu_suite.stages import Report, StageRecord
 from benchmarks.gpu_suite.tables import DRY, format_report, format_workload
