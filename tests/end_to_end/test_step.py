@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import logging
 import re
+import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -783,3 +785,21 @@ def test_wrong_arguments_are_refused_in_words() -> None:
         compile_step(torch.compile(Chain()), chain_loss)  # type: ignore[arg-type]
     with pytest.raises(TargetError, match=r"of a function: expected a torch\.nn\.Module"):
         compile_step(chain_loss, chain_loss)  # type: ignore[arg-type]
+
+
+def test_a_step_that_is_dropped_keeps_nothing_alive() -> None:
+    """Neither its model nor what it linked, although Dynamo keeps the graphs that it compiled."""
+    model = Chain()
+    step = compile_step(model, chain_loss, torch.optim.SGD(model.parameters(), lr=0.1), options=EAGER)
+    for seed in range(4):
+        step(chain_batch(seed))
+    assert step.tuners
+    references = [
+        weakref.ref(model),
+        weakref.ref(step),
+        weakref.ref(step.tuners[0]),
+        weakref.ref(model.layers[0][0].weight),
+    ]
+    del model, step
+    gc.collect()
+    assert [reference() for reference in references] == 4 * [None]
