@@ -360,13 +360,37 @@ class Step:
         return loss
 
     def _run_loop(self, parts: Sequence[Any], weights: Sequence[float]) -> torch.Tensor:
+        try:
+            losses = self._add_gradients(parts, weights)
+        except torch.OutOfMemoryError:
+            if self._optimizer is None or not self._give_way():  # gradients from before the step would be lost
+                raise
+            losses = None
+        if losses is None:  # not in the handler, which holds what failed
+            assert self._optimizer is not None
+            self._optimizer.zero_grad()
+            losses = self._add_gradients(parts, weights)
+        self._finish()
+        return _weighted_sum(losses, weights)
+
+    def _add_gradients(self, parts: Sequence[Any], weights: Sequence[float]) -> list[torch.Tensor]:
+        """Add gradients of all micro-batches; return their losses."""
         losses = []
         for part, weight in zip(parts, weights, strict=True):
             loss = _loss_in(self._compute(part))
             (loss * weight).backward()  # type: ignore[no-untyped-call]
             losses.append(loss.detach())
-        self._finish()
-        return _weighted_sum(losses, weights)
+        return losses
+
+    def _give_way(self) -> bool:
+        """Release the CUDA graphs of programs for a loop that finds no memory; return whether there are any."""
+        targets = {id(graph.model.target): graph.model.target for graph in self._graphs if graph.outcomes}
+        held = [target for target in targets.values() if not target.is_synchronous]
+        for target in held:
+            target.keep_only(())
+        if held:
+            _logger.warning("a loop over micro-batches has no memory: CUDA graphs of whole steps are released for it")
+        return bool(held)
 
     def _finish(self) -> None:
         """Clip gradients and step the optimizer."""

@@ -327,8 +327,13 @@ class WholeStep(Measured, CompiledStep):
     """`compile_step`."""
 
     def decided(self) -> dict[str, Any]:
-        """Return what was chosen, and from what."""
-        return {"ran": self.ran(), "plan_ns": 0, "bound_ns": 0}
+        """Return what was chosen, and from what, and the makespan of the program's plan beside its bound."""
+        plans = [tuner.program.variants.compilation.plan for tuner in self._take.tuners]
+        return {
+            "ran": self.ran(),
+            "plan_ns": sum(plan.makespan_ns for plan in plans),
+            "bound_ns": sum(plan.lower_bound_ns for plan in plans),
+        }
 
 
 def _stepper(of: type[Measured]) -> str:

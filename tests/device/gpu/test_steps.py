@@ -287,6 +287,28 @@ def test_a_capture_that_fails_leaves_the_loop(gpu: FakeGpu, caplog: pytest.LogCa
     assert pair.run.tuners[0].current is Variant.LOOP
 
 
+def test_a_loop_that_finds_no_memory_gets_that_of_the_program(gpu: FakeGpu, caplog: pytest.LogCaptureFixture) -> None:
+    """As the last batch of an epoch, which has another shape; the program is captured again."""
+    pair = Pair(gpu)
+    for _ in range(FIRST + 1):
+        pair.step()
+    failures = [torch.OutOfMemoryError("no memory")]
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if failures and not any(gpu.captures):
+            failures.clear()
+        if failures:
+            raise failures[0]
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        pair.run(torch.ones(4, 8, dtype=torch.float64))
+    assert "CUDA graphs of whole steps are released for it" in caplog.text and not failures
+    captures = pair.program.num_captures
+    pair.run(torch.ones(8, 8, dtype=torch.float64))
+    assert pair.program.num_captures == captures + 1
+
+
 def test_an_optimizer_that_counts_on_the_host_steps_afterwards(gpu: FakeGpu, caplog: pytest.LogCaptureFixture) -> None:
     """One line says what to change."""
     caplog.set_level(logging.INFO, logger="apollo_compile")
