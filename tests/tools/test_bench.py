@@ -353,6 +353,7 @@ def build_precision() -> Any:
     return SimpleNamespace(model=model, inputs={"input": torch.ones(2, 1)}, loss=lambda out: out.float().sum())
 
 
+@pytest.mark.soak
 def test_a_task_may_be_under_autocast(builder: str) -> None:
     """Products are in bfloat16, parameters and gradients are not; differences may be as large as it rounds."""
     losses = {}

@@ -74,6 +74,7 @@ def test_masks_are_those_of_inductor(stand_in: StandIn) -> None:
     assert not stand_in.num_races()
 
 
+@pytest.mark.soak
 def test_checks_of_dropout_share_a_model(stand_in: StandIn) -> None:
     """Gradients are slopes of the loss, and masks follow the seed; another model is another one's."""
     for check in (checks.backwards_have_the_masks_of_their_forwards, checks.masks_are_right_under_replay):
@@ -87,6 +88,7 @@ def test_checks_of_dropout_share_a_model(stand_in: StandIn) -> None:
     assert checks._compiled(DEVICE, "clip_b32", dropout=checks.DROPOUT)[0] is not run
 
 
+@pytest.mark.soak
 def test_masks_that_do_not_follow_the_seed_are_found(stand_in: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
     """Since nobody sets it."""
     monkeypatch.setattr(torch, "manual_seed", lambda seed: None)
