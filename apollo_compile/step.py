@@ -28,35 +28,26 @@ import torch
 from torch import fx, nn
 
 from apollo_compile.backend import compile_dynamo_graph
-from apollo_compile.config import Config, load_config
+from apollo_compile.config import load_config
 from apollo_compile.device.open import select_profile
 from apollo_compile.device.profile import DeviceProfile
-from apollo_compile.errors import CaptureError, ConfigError, NotReplayedError, TargetError, UnsupportedGraphError
+from apollo_compile.errors import CaptureError, ConfigError, NotReplayedError, TargetError
 from apollo_compile.ir import Variant
 from apollo_compile.progress import Progress
 from apollo_compile.reports.values import Stage, State
-from apollo_compile.session.step.graph import compose_micro_batches, step_name
-from apollo_compile.session.step.micro_batch import Micro, find_micro
+from apollo_compile.session.step.linking import STAYS, Linker, owned_by
 from apollo_compile.session.step.micro_batch_count import MicroBatchCount
 from apollo_compile.session.step.notes import LossGraph, Noted, Notes, NotLinkedError
 from apollo_compile.session.step.prediction import predict_step
-from apollo_compile.session.step.program import find_shared, leave_gradients, link_step, load_step, own_gradients
+from apollo_compile.session.step.program import find_shared, leave_gradients, own_gradients
 from apollo_compile.session.step.split import kind_of, split_evenly
 from apollo_compile.session.step.tuning import StepTuner
 from apollo_compile.session.warm_start import may_be_compared
 from apollo_compile.torch_bridge.compile_context import compile_apart
 from apollo_compile.torch_bridge.graph_breaks import is_limit_hit, problem_of
-from apollo_compile.torch_bridge.optimizers import StepInParts
-from apollo_compile.torch_bridge.replayed_optimizer import ReplayedStep, problem_of_replays
-from apollo_compile.torch_bridge.settings import inductor_settings
-from apollo_compile.torch_bridge.traced_step import compile_traced_step, is_compile_error
+from apollo_compile.torch_bridge.traced_step import is_compile_error
 
 _logger = logging.getLogger(__name__)
-
-STAYS = "the step stays a loop over micro-batches"
-
-MAX_LINKS = 4
-"""How often a graph is linked, since the parameters of its model may be replaced."""
 
 LossFunction = Callable[[nn.Module, Any], Any]
 """`loss_fn(model, micro_batch)` returns the loss, or a tuple that begins with it."""
@@ -139,7 +130,10 @@ def check_arguments(model: object, microbatches: object, clip_grad_norm: float |
 
 
 class Step:
-    """One training step per call; see `compile_step`."""
+    """One training step per call; see `compile_step`.
+
+    It is long, since what runs a step, and what holds each way back, is decided in one place.
+    """
 
     def __init__(
         self,
@@ -160,14 +154,16 @@ class Step:
         self._clip_grad_norm = clip_grad_norm
         self._split = split
         self._weigh = weigh
-        self._why_not_in_parts = None if optimizer is None else StepInParts.problem_of(optimizer)
+        self._linker = Linker(
+            model, lambda part: _loss_in(loss_fn(model, part)), optimizer, clip_grad_norm, self.config
+        )
         self._why_not_one_graph = ""
         self._graphs: weakref.WeakSet[LossGraph] = weakref.WeakSet()
         """Graphs of the loss function that ran."""
         self._graph_of: weakref.WeakValueDictionary[Hashable, LossGraph] = weakref.WeakValueDictionary()
         """The graph that ran last for a kind of micro-batch; Dynamo may call another one the next time."""
         weakly = weakref.ref(model)  # Dynamo keeps graphs, and with them these notes
-        self._notes = Notes(lambda: _owned_by(weakly()))
+        self._notes = Notes(lambda: owned_by(weakly()))
         weakref.finalize(self, _unlink, self._graphs).atexit = False
 
         def loss_of(part: Any) -> Any:
@@ -272,7 +268,7 @@ class Step:
         self._graph_of[kind, self._model.training] = graph
         self._graphs.add(graph)
         if len(parts) not in graph.outcomes and graph.model.state().stage is not Stage.MEASURING:
-            graph.outcomes[len(parts)] = self._link(graph, len(parts))
+            graph.outcomes[len(parts)] = self._linker.link(graph, len(parts))
         return loss
 
     def _run(
@@ -420,94 +416,6 @@ class Step:
             raise TargetError(f"the {len(parts)} micro-batches weigh {counts}; expected a sum other than zero")
         return [count / sum(counts) for count in counts]
 
-    # ------------------------------------------------------------------------------------------------- linking
-
-    def _link(self, graph: LossGraph, num_micro_batches: int) -> StepTuner | str:
-        """Link what was compiled; where that is impossible, log why and return the reason."""
-        try:
-            return self._link_program(graph, self._micro_of(graph), num_micro_batches)
-        except UnsupportedGraphError as error:
-            reason = str(error)
-            _logger.info("%s: %s", STAYS, reason)
-        except Exception as error:  # training goes on as it did
-            if self.config.debug.strict:
-                raise
-            reason = f"{type(error).__name__}: {error}"
-            _logger.warning("%s: %s", STAYS, reason)
-        return reason
-
-    def _micro_of(self, graph: LossGraph) -> Micro:
-        """Return forward and backward of one micro-batch, which programs for other numbers of them share."""
-        if graph.micro is not None:
-            return graph.micro
-        if graph.refusal:
-            raise UnsupportedGraphError(graph.refusal)
-        assert graph.inputs is not None
-        graph.num_links += 1
-        owned = _owned_by(self._model)
-        try:
-            if graph.num_links > MAX_LINKS:
-                raise UnsupportedGraphError("the parameters of the model are replaced again and again")
-            graph.micro = find_micro(graph.model, graph.inputs, owned, graph.loss_dtype)
-        except UnsupportedGraphError as error:
-            graph.refusal = str(error)
-            raise
-        finally:
-            graph.is_decided, graph.inputs = True, None
-        return graph.micro
-
-    def _link_program(self, graph: LossGraph, micro: Micro, num_micro_batches: int) -> StepTuner:
-        name = step_name(graph.model.name, num_micro_batches)
-        target = graph.model.target
-        optimizer = self._optimizer_inside(name, micro, is_replayed=not target.is_synchronous)
-        parameters = list(self._model.parameters())
-        compose = partial(
-            compose_micro_batches,
-            num_micro_batches=num_micro_batches,
-            name=name,
-            optimizer=optimizer,
-            clip_grad_norm=self._clip_grad_norm,
-            model_parameters=parameters,
-        )
-        program = link_step(
-            micro,
-            compose(micro),
-            optimizer=optimizer,
-            clip_grad_norm=self._clip_grad_norm,
-            model_parameters=parameters,
-            target=target,
-            config=self.config,
-        )
-        joined = micro.joined()
-        if joined is not None:
-            whole = load_step(joined, compose(joined), target=target, config=_in_turn(self.config))
-            program.variants.add(Variant.INDUCTOR, whole.plan)
-        loss_fn, model, settings = self._loss_fn, self._model, inductor_settings(self.config.mode, self.config.inductor)
-        return StepTuner(
-            program,
-            graph.model.warm_start,
-            is_compared=may_be_compared(self.config),
-            make_traced=lambda: compile_traced_step(
-                lambda part: _loss_in(loss_fn(model, part)),
-                program.parameters,
-                settings,
-            ),
-        )
-
-    def _optimizer_inside(self, name: str, micro: Micro, *, is_replayed: bool) -> StepInParts | None:
-        """Return the optimizer for steps inside of the program; None if it steps afterwards, which one line says."""
-        if self._optimizer is None:
-            return None
-        reason = self._why_not_in_parts
-        if reason is None and is_replayed:
-            reason = problem_of_replays(self._optimizer)
-        if reason is not None:
-            _logger.info("%s: the optimizer steps after the program: %s", name, reason)
-            return None
-        if not is_replayed:
-            return StepInParts(self._optimizer)
-        return ReplayedStep(self._optimizer, list(micro.parameters.values()), micro.device)
-
     # --------------------------------------------------------------------------------- number of micro-batches
 
     def _try_split(self, batch: Any, count: int) -> list[Any] | None:
@@ -554,18 +462,10 @@ class Step:
         return None if found.compilation is None else found.compilation.plan.makespan_ns
 
 
-def _owned_by(model: nn.Module | None) -> set[int]:
-    return set() if model is None else {id(each) for each in (*model.parameters(), *model.buffers())}
-
-
 def _unlink(graphs: weakref.WeakSet[LossGraph]) -> None:
     """Drop the programs of a step that is gone; Dynamo keeps its graphs."""
     for graph in graphs:
         graph.unlink()
-
-
-def _in_turn(config: Config) -> Config:
-    return replace(config, plan=replace(config.plan, planner="serial"))
 
 
 def _compile_and_note(

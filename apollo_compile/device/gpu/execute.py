@@ -44,37 +44,32 @@ from __future__ import annotations
 
 import logging
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
-from apollo_compile.device.gpu.captured import Captured, Owner, keep_outputs, slot_for, storage_address
+from apollo_compile.device.gpu.captured import Captured, storage_address
+from apollo_compile.device.gpu.capturer import Capturer, segments_by_lane
 from apollo_compile.device.gpu.gpu import Gpu, Sharing, Stream
-from apollo_compile.device.gpu.launch import Launcher, Releases, find_releases, order_after
+from apollo_compile.device.gpu.launch import Launcher, order_after
 from apollo_compile.device.gpu.measure import measure_bodies
 from apollo_compile.device.gpu.memory import ModelMemory
-from apollo_compile.device.gpu.quota import LaneMemory, account
+from apollo_compile.device.gpu.quota import LaneMemory
 from apollo_compile.device.target import CompiledBody, Contract
 from apollo_compile.errors import CaptureError, MemoryQuotaError, NotReplayedError, UnsupportedGraphError
 from apollo_compile.ir import (
     BodyId,
-    BufferId,
     LaneId,
-    Launch,
     Observations,
     Program,
     Role,
     SegmentGraph,
-    SegmentId,
     Trace,
     Variant,
 )
 from apollo_compile.torch_bridge.cuda_private import has_saved_tensor_hooks, retains_graph
 from apollo_compile.torch_bridge.profiler import is_profiling, named
-from apollo_compile.torch_bridge.storages import storages_of
-from apollo_compile.units import format_bytes
 
 _logger = logging.getLogger(__name__)
 
@@ -90,7 +85,10 @@ FEWEST_REPLAYS = 8
 
 @dataclass(eq=False)
 class CudaExecutable:
-    """A loaded program; one call runs at a time, of all programs on the device."""
+    """A loaded program; one call runs at a time, of all programs on the device.
+
+    It is long, since whether a run replays, captures or launches is one decision over one state.
+    """
 
     program: Program
     graph: SegmentGraph
@@ -123,23 +121,28 @@ class CudaExecutable:
     """Number of such runs with the same addresses before one of them is captured."""
 
     def __post_init__(self) -> None:
-        """Create the launcher, and find outputs that are inputs."""
+        """Create the launcher, and what captures it."""
         functions = [body.function for body in self.bodies]
         self._tuned = {key: body.function for key, body in self.tuned.items()}
-        lanes = {segment: lane for lane, launched in self._segments_by_lane().items() for segment in launched}
+        by_lane = segments_by_lane(self.program)
+        lanes = {segment: lane for lane, launched in by_lane.items() for segment in launched}
         names = [f"{each.name} ({self.graph.name}, lane {lanes[each.id]})" for each in self.graph.segments]
         self._launcher = Launcher(self.program, functions, self.gpu, self.urgency, self._tuned, names)
-        position = {buffer: index for index, buffer in enumerate(self.program.inputs)}
-        self._passthrough = {
-            index: position[buffer]
-            for index, buffer in enumerate(self.program.outputs)
-            if buffer is not None and buffer in position
-        }
-        """Positions of outputs that are inputs, with the position of the input: the caller's own tensors."""
         self._is_capturable = self.contract.written_inputs is not None and self.contract.unsafe is None
         self._has_told_of_hooks = False
         self._num_bytes = sum(buffer.num_bytes for buffer in self.graph.buffers if buffer.producer is not None)
         """Bytes of the buffers that the graph makes; at most so much is alive at once, besides what bodies take."""
+        self._capturer = Capturer(
+            program=self.program,
+            graph=self.graph,
+            gpu=self.gpu,
+            contract=self.contract,
+            shared=self.shared,
+            launcher=self._launcher,
+            variant=self.variant,
+            lane_memory_quota=self.lane_memory_quota,
+            num_bytes=None if self.only_replays else self._num_bytes,
+        )
 
     @property
     def lane_memory(self) -> tuple[LaneMemory, ...]:
@@ -342,7 +345,8 @@ class CudaExecutable:
         self.num_captures += 1
         self._make_place()
         try:
-            captured = self._make_captured(inputs, in_place)
+            forward = self._forward_of(inputs) if self.graph.role is Role.BACKWARD else None
+            captured = self._capturer.capture(inputs, in_place, forward)
         except MemoryQuotaError:
             self._is_capturable = False
             raise
@@ -379,120 +383,9 @@ class CudaExecutable:
         if self.gpu.captures.why_off is None and not self.strict:
             _logger.warning("%s runs on lanes without a CUDA graph: %s", self.graph.name, self.capture_error)
 
-    def _make_captured(self, inputs: Sequence[torch.Tensor], in_place: frozenset[int]) -> Captured:
-        if not self.only_replays:  # of a whole step, far from all buffers are alive at once: the rehearsal finds out
-            self._require_room()
-        # Collectives read gradients on streams of their own, which a replay would not wait for.
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            self.shared.lending.forbid()
-        slots = {index: slot_for(tensor) for index, tensor in enumerate(inputs) if index not in in_place}
-        forward = self._forward_of(inputs) if self.graph.role is Role.BACKWARD else None
-        made: list[torch.Tensor | None] = []
-        given: set[StorageWeakRef] = set()
-        streams: dict[int, Stream] = {}
-
-        def note(stream: Stream, outputs: Sequence[torch.Tensor]) -> None:
-            for output in outputs:
-                streams.setdefault(storage_address(output), stream)  # memory of a pool stays with its stream
-
-        def work(origin: Stream) -> None:
-            arguments = [slots.get(index, tensor) for index, tensor in enumerate(inputs)]
-            releases = self._take_over(forward, arguments, origin)
-            given.update(storages_of(arguments))  # by identity: what is made may be where released inputs were
-            made.extend(self._launcher.launch(arguments, origin, made=note, releases=releases))
-
-        self._order_after_last_replay()
-        recording = self.gpu.capture(
-            work, self.shared.find_pool(), self._rehearsal(inputs, slots), is_apart=forward is not None
-        )
-        memory = account(
-            recording,
-            self._launcher.streams,
-            graph=self.graph,
-            launched=self._segments_by_lane(),
-            quota=self.lane_memory_quota,
-        )
-        in_place_storages = frozenset(storage_address(inputs[index]) for index in in_place)
-        owned = {
-            id(output): output
-            for output in made
-            if output is not None and storage_address(output) and not storages_of([output]) <= given
-        }
-        aliases = dict(zip(owned, self.gpu.alias(list(owned.values()), recording), strict=True))
-        kept = keep_outputs(
-            [self._passthrough.get(index, aliases.get(id(output), output)) for index, output in enumerate(made)],
-            user_outputs=self.contract.user_outputs,
-            in_place=in_place_storages,
-            own=frozenset(map(id, aliases.values())),
-            lends=self.graph.role is Role.BACKWARD and self.shared.lending.is_on,
-        )
-        captured = Captured(
-            role=self.graph.role,
-            recording=recording,
-            addresses={index: inputs[index].data_ptr() for index in sorted(in_place)},
-            slots=slots,
-            in_place_storages=in_place_storages,
-            kept=kept,
-            memory=memory,
-            variant=self.variant,
-            forward=forward,
-        )
-        if self.graph.role is Role.FORWARD:
-            captured.owners = {
-                place: Owner(storage=output.untyped_storage(), stream=streams[place])
-                for output in owned.values()
-                if (place := storage_address(output)) in kept.saved
-            }
-        if forward is not None:
-            forward.readers.append(captured)
-        if forward is not None or self.only_replays:
-            self.gpu.give_back_memory()  # what runs without it took
-        return captured
-
-    def _take_over(self, forward: Captured | None, arguments: list[torch.Tensor], origin: Stream) -> Releases:
-        """Let the launches own what the forward saved, and return where they release it, for what they make then."""
-        if forward is None:
-            return {}
-        owners, forward.owners = forward.owners or {}, None
-        lane_of = {self._launcher.streams.get(lane.id, origin): lane.id for lane in self.program.lanes}
-        lanes: dict[BufferId, LaneId] = {}
-        for index, tensor in enumerate(arguments):
-            owner = owners.get(storage_address(tensor))
-            if owner is not None:
-                arguments[index] = owner.owning(tensor)
-                if owner.stream in lane_of:
-                    lanes[self.program.inputs[index]] = lane_of[owner.stream]
-        return find_releases(self.program, lanes)
-
-    def _require_room(self) -> None:
-        """Check that the buffers of the graph fit into free memory.
-
-        Raises:
-            torch.OutOfMemoryError: they do not.
-        """
-        free = self.gpu.free_bytes()
-        if self._num_bytes > free:
-            raise torch.OutOfMemoryError(
-                f"a CUDA graph of {self.graph.name} needs {format_bytes(self._num_bytes)} for its buffers, and "
-                f"{format_bytes(free)} are free; use a smaller batch, or turn 'device.cuda_lanes' off"
-            )
-
-    def _rehearsal(self, inputs: Sequence[torch.Tensor], slots: Mapping[int, torch.Tensor]) -> Callable[[Stream], None]:
-        """Return a function that launches what a capture launches, and writes to nothing that anybody sees."""
-        written = {index: inputs[index].clone() for index in self.contract.written_inputs or ()}
-        self.gpu.copy(list(slots.values()), [inputs[index] for index in slots])
-        stand_ins = {**slots, **written}
-
-        def rehearse(origin: Stream) -> None:
-            order_after(self.gpu, list(self.gpu.callers), [origin])  # memory of lanes may be what others read
-            with self.gpu.random_numbers_kept():
-                self._launcher.launch([stand_ins.get(index, tensor) for index, tensor in enumerate(inputs)], origin)
-
-        return rehearse
-
     def _replay(self, captured: Captured, inputs: list[torch.Tensor]) -> list[torch.Tensor | None]:
         self.num_replays += 1
-        self._order_after_last_replay()
+        self.shared.follow(self.gpu)
         self.shared.note_replay(captured)
         with named(self.graph.name if is_profiling() else None):
             returned = captured.replay(self.gpu, inputs)
@@ -500,18 +393,3 @@ class CudaExecutable:
         if self.graph.role is Role.BACKWARD and not captured.kept.lends:
             self.shared.lending.note(returned)
         return returned
-
-    def _order_after_last_replay(self) -> None:
-        """Make the caller's stream wait for the stream of the last replay, which uses the same memory."""
-        stream, last = self.gpu.caller_stream(), self.shared.stream
-        if last is not None and last != stream:
-            event = self.gpu.new_event()
-            self.gpu.record(event, last)
-            self.gpu.wait(event, stream)
-        self.shared.stream = stream
-
-    def _segments_by_lane(self) -> dict[LaneId, tuple[SegmentId, ...]]:
-        return {
-            lane.id: tuple(each.segment for each in instructions if isinstance(each, Launch))
-            for lane, instructions in zip(self.program.lanes, self.program.instructions, strict=True)
-        }

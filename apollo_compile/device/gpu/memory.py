@@ -17,7 +17,7 @@ from apollo_compile.ir import Role
 
 if TYPE_CHECKING:
     from apollo_compile.device.gpu.captured import Captured
-    from apollo_compile.device.gpu.gpu import Recording, Stream
+    from apollo_compile.device.gpu.gpu import Gpu, Recording, Stream
 
 _logger = logging.getLogger(__name__)
 
@@ -82,6 +82,15 @@ class ModelMemory:
             # A hook may keep what was saved for later, and a backward overwrites it.
             self._contents = captured if captured.role is Role.FORWARD and not self.has_hooks else None
             self._handed_out = [captured]
+
+    def follow(self, gpu: Gpu) -> None:
+        """Make the caller's stream wait for the stream of the last replay, which uses the same memory."""
+        stream, last = gpu.caller_stream(), self.stream
+        if last is not None and last != stream:
+            event = gpu.new_event()
+            gpu.record(event, last)
+            gpu.wait(event, stream)
+        self.stream = stream
 
     def drop(self, captured: Captured) -> None:
         """Release a CUDA graph: with all others of the pool if its outputs are in use, which nobody would know of."""

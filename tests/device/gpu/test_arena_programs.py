@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import nn
 
-from apollo_compile.device.gpu import execute
+from apollo_compile.device.gpu import capturer, execute
 from apollo_compile.device.gpu.execute import CudaExecutable
 from apollo_compile.device.gpu.gpu import Sharing
 from apollo_compile.device.gpu.launch import Releases, find_releases
@@ -506,7 +506,7 @@ MUTANTS: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], dict[str, Any]]]] =
     ),
     "inputs are released on the lane of the reader": (
         "zero_grad after the step",
-        lambda patch: _set(patch, execute, "find_releases", _release_on_lane_of_reader),
+        lambda patch: _set(patch, capturer, "find_releases", _release_on_lane_of_reader),
     ),
     "buffers are released on the lane of the reader": (
         "zero_grad after the step",

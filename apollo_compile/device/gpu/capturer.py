@@ -1,0 +1,182 @@
+"""Make a CUDA graph of a program: decide what is used in place, copied, lent and saved, rehearse, and capture.
+
+    Capturer(program, graph, gpu, ...).capture(inputs, in place, forward) -> Captured
+
+What these words mean is said in `execute.py`, which decides when something is captured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from apollo_compile.device.gpu.captured import Captured, Owner, keep_outputs, slot_for, storage_address
+from apollo_compile.device.gpu.gpu import Gpu, Stream
+from apollo_compile.device.gpu.launch import Launcher, Releases, find_releases, order_after
+from apollo_compile.device.gpu.memory import ModelMemory
+from apollo_compile.device.gpu.quota import account
+from apollo_compile.device.target import Contract
+from apollo_compile.ir import BufferId, LaneId, Launch, Program, Role, SegmentGraph, SegmentId, Variant
+from apollo_compile.torch_bridge.storages import storages_of
+from apollo_compile.units import format_bytes
+
+
+@dataclass(eq=False, kw_only=True)
+class Capturer:
+    """Captures one program."""
+
+    program: Program
+    graph: SegmentGraph
+    gpu: Gpu
+    contract: Contract
+    shared: ModelMemory
+    launcher: Launcher
+    variant: Variant | None
+    """Which variant of the model it is of."""
+    lane_memory_quota: int | None
+    num_bytes: int | None
+    """Bytes that have to be free before a rehearsal; None leaves it to the rehearsal, as for whole steps, of which far
+    from all buffers are alive at once."""
+    _passthrough: Mapping[int, int] = field(init=False)
+    """Positions of outputs that are inputs, with the position of the input: the caller's own tensors."""
+
+    def __post_init__(self) -> None:
+        """Find outputs that are inputs."""
+        position = {buffer: index for index, buffer in enumerate(self.program.inputs)}
+        self._passthrough = {
+            index: position[buffer]
+            for index, buffer in enumerate(self.program.outputs)
+            if buffer is not None and buffer in position
+        }
+
+    def capture(self, inputs: Sequence[torch.Tensor], in_place: frozenset[int], forward: Captured | None) -> Captured:
+        """Return a CUDA graph for inputs like these.
+
+        Arguments:
+            inputs: of a run.
+            in_place: positions of those that are not copied.
+            forward: for a backward, the CUDA graph that saved its inputs.
+
+        Raises:
+            torch.OutOfMemoryError: its buffers do not fit into free memory.
+            MemoryQuotaError: a lane takes more memory than it may.
+            Exception: something cannot be captured; nothing has run that anybody sees.
+        """
+        self._require_room()
+        # Collectives read gradients on streams of their own, which a replay would not wait for.
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            self.shared.lending.forbid()
+        slots = {index: slot_for(tensor) for index, tensor in enumerate(inputs) if index not in in_place}
+        made: list[torch.Tensor | None] = []
+        given: set[StorageWeakRef] = set()
+        streams: dict[int, Stream] = {}
+
+        def note(stream: Stream, outputs: Sequence[torch.Tensor]) -> None:
+            for output in outputs:
+                streams.setdefault(storage_address(output), stream)  # memory of a pool stays with its stream
+
+        def work(origin: Stream) -> None:
+            arguments = [slots.get(index, tensor) for index, tensor in enumerate(inputs)]
+            releases = self._take_over(forward, arguments, origin)
+            given.update(storages_of(arguments))  # by identity: what is made may be where released inputs were
+            made.extend(self.launcher.launch(arguments, origin, made=note, releases=releases))
+
+        self.shared.follow(self.gpu)
+        recording = self.gpu.capture(
+            work, self.shared.find_pool(), self._rehearsal(inputs, slots), is_apart=forward is not None
+        )
+        memory = account(
+            recording,
+            self.launcher.streams,
+            graph=self.graph,
+            launched=segments_by_lane(self.program),
+            quota=self.lane_memory_quota,
+        )
+        in_place_storages = frozenset(storage_address(inputs[index]) for index in in_place)
+        owned = {
+            id(output): output
+            for output in made
+            if output is not None and storage_address(output) and not storages_of([output]) <= given
+        }
+        aliases = dict(zip(owned, self.gpu.alias(list(owned.values()), recording), strict=True))
+        kept = keep_outputs(
+            [self._passthrough.get(index, aliases.get(id(output), output)) for index, output in enumerate(made)],
+            user_outputs=self.contract.user_outputs,
+            in_place=in_place_storages,
+            own=frozenset(map(id, aliases.values())),
+            lends=self.graph.role is Role.BACKWARD and self.shared.lending.is_on,
+        )
+        captured = Captured(
+            role=self.graph.role,
+            recording=recording,
+            addresses={index: inputs[index].data_ptr() for index in sorted(in_place)},
+            slots=slots,
+            in_place_storages=in_place_storages,
+            kept=kept,
+            memory=memory,
+            variant=self.variant,
+            forward=forward,
+        )
+        if self.graph.role is Role.FORWARD:
+            captured.owners = {
+                place: Owner(storage=output.untyped_storage(), stream=streams[place])
+                for output in owned.values()
+                if (place := storage_address(output)) in kept.saved
+            }
+        if forward is not None:
+            forward.readers.append(captured)
+        if forward is not None or self.graph.role is Role.STEP:
+            self.gpu.give_back_memory()  # what runs without it took
+        return captured
+
+    def _take_over(self, forward: Captured | None, arguments: list[torch.Tensor], origin: Stream) -> Releases:
+        """Let the launches own what the forward saved, and return where they release it, for what they make then."""
+        if forward is None:
+            return {}
+        owners, forward.owners = forward.owners or {}, None
+        lane_of = {self.launcher.streams.get(lane.id, origin): lane.id for lane in self.program.lanes}
+        lanes: dict[BufferId, LaneId] = {}
+        for index, tensor in enumerate(arguments):
+            owner = owners.get(storage_address(tensor))
+            if owner is not None:
+                arguments[index] = owner.owning(tensor)
+                if owner.stream in lane_of:
+                    lanes[self.program.inputs[index]] = lane_of[owner.stream]
+        return find_releases(self.program, lanes)
+
+    def _require_room(self) -> None:
+        """Check that the buffers of the graph fit into free memory.
+
+        Raises:
+            torch.OutOfMemoryError: they do not.
+        """
+        free = self.gpu.free_bytes()
+        if self.num_bytes is not None and self.num_bytes > free:
+            raise torch.OutOfMemoryError(
+                f"a CUDA graph of {self.graph.name} needs {format_bytes(self.num_bytes)} for its buffers, and "
+                f"{format_bytes(free)} are free; use a smaller batch, or turn 'device.cuda_lanes' off"
+            )
+
+    def _rehearsal(self, inputs: Sequence[torch.Tensor], slots: Mapping[int, torch.Tensor]) -> Callable[[Stream], None]:
+        """Return a function that launches what a capture launches, and writes to nothing that anybody sees."""
+        written = {index: inputs[index].clone() for index in self.contract.written_inputs or ()}
+        self.gpu.copy(list(slots.values()), [inputs[index] for index in slots])
+        stand_ins = {**slots, **written}
+
+        def rehearse(origin: Stream) -> None:
+            order_after(self.gpu, list(self.gpu.callers), [origin])  # memory of lanes may be what others read
+            with self.gpu.random_numbers_kept():
+                self.launcher.launch([stand_ins.get(index, tensor) for index, tensor in enumerate(inputs)], origin)
+
+        return rehearse
+
+
+def segments_by_lane(program: Program) -> dict[LaneId, tuple[SegmentId, ...]]:
+    """Return what every lane launches, in order."""
+    return {
+        lane.id: tuple(each.segment for each in instructions if isinstance(each, Launch))
+        for lane, instructions in zip(program.lanes, program.instructions, strict=True)
+    }

@@ -1,0 +1,149 @@
+"""Link what was compiled for a loss function into programs of training steps.
+
+Linker(model, loss_of, optimizer, ...).link(graph, number of micro-batches) -> StepTuner, or why there is none
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from apollo_compile.config import Config
+from apollo_compile.errors import UnsupportedGraphError
+from apollo_compile.ir import Variant
+from apollo_compile.session.step.graph import compose_micro_batches, step_name
+from apollo_compile.session.step.micro_batch import Micro, find_micro
+from apollo_compile.session.step.notes import LossGraph
+from apollo_compile.session.step.program import link_step, load_step
+from apollo_compile.session.step.tuning import StepTuner
+from apollo_compile.session.warm_start import may_be_compared
+from apollo_compile.torch_bridge.optimizers import StepInParts
+from apollo_compile.torch_bridge.replayed_optimizer import ReplayedStep, problem_of_replays
+from apollo_compile.torch_bridge.settings import inductor_settings
+from apollo_compile.torch_bridge.traced_step import compile_traced_step
+
+_logger = logging.getLogger(__name__)
+
+STAYS = "the step stays a loop over micro-batches"
+
+MAX_LINKS = 4
+"""How often a graph is linked, since the parameters of its model may be replaced."""
+
+
+class Linker:
+    """Makes programs of the steps of one model.
+
+    Arguments:
+        model: the module that is trained.
+        loss_of: returns the loss of a micro-batch, not compiled.
+        optimizer: steps inside of programs where it can.
+        clip_grad_norm: to which gradients are clipped; None does not clip.
+        config: its options apply.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_of: Callable[[Any], torch.Tensor],
+        optimizer: torch.optim.Optimizer | None,
+        clip_grad_norm: float | None,
+        config: Config,
+    ) -> None:
+        self._model = model
+        self._loss_of = loss_of
+        self._optimizer = optimizer
+        self._why_not_in_parts = None if optimizer is None else StepInParts.problem_of(optimizer)
+        self._clip_grad_norm = clip_grad_norm
+        self._config = config
+
+    def link(self, graph: LossGraph, num_micro_batches: int) -> StepTuner | str:
+        """Link what was compiled; where that is impossible, log why and return the reason."""
+        try:
+            return self._link_program(graph, self._micro_of(graph), num_micro_batches)
+        except UnsupportedGraphError as error:
+            reason = str(error)
+            _logger.info("%s: %s", STAYS, reason)
+        except Exception as error:  # training goes on as it did
+            if self._config.debug.strict:
+                raise
+            reason = f"{type(error).__name__}: {error}"
+            _logger.warning("%s: %s", STAYS, reason)
+        return reason
+
+    def _micro_of(self, graph: LossGraph) -> Micro:
+        """Return forward and backward of one micro-batch, which programs for other numbers of them share."""
+        if graph.micro is not None:
+            return graph.micro
+        if graph.refusal:
+            raise UnsupportedGraphError(graph.refusal)
+        assert graph.inputs is not None
+        graph.num_links += 1
+        try:
+            if graph.num_links > MAX_LINKS:
+                raise UnsupportedGraphError("the parameters of the model are replaced again and again")
+            graph.micro = find_micro(graph.model, graph.inputs, owned_by(self._model), graph.loss_dtype)
+        except UnsupportedGraphError as error:
+            graph.refusal = str(error)
+            raise
+        finally:
+            graph.is_decided, graph.inputs = True, None
+        return graph.micro
+
+    def _link_program(self, graph: LossGraph, micro: Micro, num_micro_batches: int) -> StepTuner:
+        name, target = step_name(graph.model.name, num_micro_batches), graph.model.target
+        optimizer = self._optimizer_inside(name, micro, is_replayed=not target.is_synchronous)
+        parameters = list(self._model.parameters())
+        compose = partial(
+            compose_micro_batches,
+            num_micro_batches=num_micro_batches,
+            name=name,
+            optimizer=optimizer,
+            clip_grad_norm=self._clip_grad_norm,
+            model_parameters=parameters,
+        )
+        program = link_step(
+            micro,
+            compose(micro),
+            optimizer=optimizer,
+            clip_grad_norm=self._clip_grad_norm,
+            model_parameters=parameters,
+            target=target,
+            config=self._config,
+        )
+        joined = micro.joined()
+        if joined is not None:
+            in_turn = replace(self._config, plan=replace(self._config.plan, planner="serial"))
+            whole = load_step(joined, compose(joined), target=target, config=in_turn)
+            program.variants.add(Variant.INDUCTOR, whole.plan)
+        loss_of, settings = self._loss_of, inductor_settings(self._config.mode, self._config.inductor)
+        return StepTuner(
+            program,
+            graph.model.warm_start,
+            is_compared=may_be_compared(self._config),
+            make_traced=lambda: compile_traced_step(loss_of, program.parameters, settings),
+        )
+
+    def _optimizer_inside(self, name: str, micro: Micro, *, is_replayed: bool) -> StepInParts | None:
+        """Return the optimizer for steps inside of the program; None if it steps afterwards, which one line says."""
+        if self._optimizer is None:
+            return None
+        reason = self._why_not_in_parts
+        if reason is None and is_replayed:
+            reason = problem_of_replays(self._optimizer)
+        if reason is not None:
+            _logger.info("%s: the optimizer steps after the program: %s", name, reason)
+            return None
+        if not is_replayed:
+            return StepInParts(self._optimizer)
+        return ReplayedStep(self._optimizer, list(micro.parameters.values()), micro.device)
+
+
+def owned_by(model: nn.Module | None) -> set[int]:
+    """Return the ids of the parameters and buffers of a model; none of one that is gone."""
+    return set() if model is None else {id(each) for each in (*model.parameters(), *model.buffers())}
