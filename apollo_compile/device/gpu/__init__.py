@@ -3,6 +3,7 @@
     gpu.py       the one interface to torch.cuda and to the driver; tests replace it by a recording fake
     launch.py    launches a program from the host: one order over all lanes, forks, joins, waits
     execute.py   Program + bodies -> CudaExecutable: lanes at first, one CUDA graph afterwards
+    capturer.py  makes a CUDA graph of a program: what is used in place, copied, lent and saved
     captured.py  a captured CUDA graph: addresses that it uses, and copies around each replay
     torch_capture.py  captures with torch's own class; what to do if that fails
     memory.py    CUDA graphs that are alive: those of a model, and those of a device

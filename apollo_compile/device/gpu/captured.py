@@ -6,7 +6,7 @@
     slot_for(tensor)        what an input is copied to
     find_copied(outputs)    what is copied out
 
-`execute.py` decides what is used in place, copied, lent and saved.
+`capturer.py` decides what is used in place, copied, lent and saved.
 """
 
 from __future__ import annotations
