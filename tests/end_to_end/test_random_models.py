@@ -122,7 +122,7 @@ def test_random_models_train_as_in_eager(free_lanes: dict[str, Any]) -> None:
     Tracing takes most of the time, so models are small in every run, and larger in `make soak`.
     """
     is_soak = settings.default.max_examples != settings.get_profile("default").max_examples
-    most, most_steps = (settings.default.max_examples, 24) if is_soak else (40, 10)
+    most, most_steps = (settings.default.max_examples, 24) if is_soak else (24, 10)
     assert _check({**free_lanes, "runtime.bodies": "eager"}, most, most_steps) > most // 3
 
 

@@ -180,6 +180,7 @@ print(json.dumps(found))
 """
 
 
+@pytest.mark.soak
 def test_two_processes_find_the_same_plans() -> None:
     """With different hash seeds."""
     runs = [

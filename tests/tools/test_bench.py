@@ -335,6 +335,7 @@ PAGES = 9_216
 TIMES = 6
 
 
+@pytest.mark.soak
 def test_a_variant_may_keep_memory_as_apollo_does(builder: str) -> None:
     """Then a large tensor that comes again takes no page faults, unless small ones split the memory that it left."""
     task = Task(builder=builder.replace("linear", "allocations"), mode="inference")
