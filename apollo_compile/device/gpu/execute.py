@@ -263,8 +263,8 @@ class CudaExecutable:
             reasons = (self.gpu.captures.why_off, self.shared.out_of_memory, self.capture_error)
             return next((reason for reason in reasons if reason), "a CUDA graph cannot hold it")
         if not self._may_overwrite():
-            return "outputs of an earlier run are in use, in the memory of its CUDA graph"
-        return "its parameters move"
+            return "outputs of an earlier run are in use, where a replay would write; zero_grad releases gradients"
+        return "its parameters are at other addresses again and again; a replay needs them in place"
 
     def _order_after_other_callers(self, stream: Stream) -> None:
         """Make lanes wait for all streams that may still read earlier outputs of lanes, whose memory is free by now."""

@@ -120,9 +120,7 @@ class Contest:
     def run(self) -> Sides:
         """Yield the side of every step until all sides that may be faster were compared."""
         challenger = self._challenger
-        self._doing = "torch.compile, until its code is warm"
-        for _ in range(WARM_STEPS):
-            yield self.champion
+        yield from self._begin()
         self._began_ns = self._clock()
         yield from self._wait_for(max(self._compile_ns, challenger.prepare_ns), "one CUDA graph of it")
         self._prepare()
@@ -139,9 +137,7 @@ class Contest:
 
         Whoever compiles a step waits for that, so nothing is put off.
         """
-        self._doing = "torch.compile, until its code is warm"
-        for _ in range(WARM_STEPS):
-            yield self.champion
+        yield from self._begin()
         self._prepare()
         yield from self._time_bodies()
         self._challenger.keep(())
@@ -159,9 +155,7 @@ class Contest:
         Training begins as torch.compile makes it, which its caches have, and a failure ends there.
         """
         (winner,) = verdict.selection
-        self._doing = f"torch.compile, until {name_of(winner)} is compiled, which was the fastest in an earlier process"
-        for _ in range(WARM_STEPS):
-            yield self.champion
+        yield from self._begin(f"{name_of(winner)} is compiled, which was the fastest in an earlier process")
         self._prepare()
         if winner is not Variant.INDUCTOR:
             yield from self._time_bodies()
@@ -170,6 +164,11 @@ class Contest:
         self.leave()
 
     # ------------------------------------------------------------------------------------------------- its parts
+
+    def _begin(self, until: str = "its code is warm") -> Sides:
+        self._doing = f"torch.compile, until {until}"
+        for _ in range(WARM_STEPS):
+            yield self.champion
 
     def _wait_for(self, cost_ns: int, what: str) -> Sides:
         """Train on until that cost is a small share of the loop's time."""

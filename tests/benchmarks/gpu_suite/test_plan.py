@@ -81,7 +81,7 @@ def test_the_first_workload_has_what_is_slow_to_compile(tmp_path: Path) -> None:
     clip, chain = ("clip_b32", 32), ("chain", 32)
 
     def names(workload: tuple[str, int], *arguments: str) -> list[str]:
-        suite = Suite(parse(*arguments), VARIANTS, tmp_path, None, time.monotonic)  # type: ignore[arg-type]
+        suite = Suite(parse(*arguments), VARIANTS, tmp_path, DeviceProcess("cpu", tmp_path), time.monotonic)
         return [each.name for each in suite.variants_of(workload)]
 
     assert names(clip) == names(chain, "--thorough") == list(VARIANTS)

@@ -224,8 +224,7 @@ class Loop:
         raise AssertionError(f"not settled: {self.default.state}")
 
 
-@pytest.fixture(autouse=True)
-def _without_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+def interpret_plainly(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let torch.compile interpret what AOTAutograd made: its compiler takes most of the time, and changes nothing."""
 
     def compile_plainly(graph_module: fx.GraphModule, example_inputs: Sequence[Any], settings: Any) -> Any:
@@ -237,6 +236,11 @@ def _without_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
         )
 
     monkeypatch.setattr("apollo_compile.session.compile.compile_plainly", compile_plainly)
+
+
+@pytest.fixture(autouse=True)
+def _without_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    interpret_plainly(monkeypatch)
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import fx, nn
+from torch import nn
 
 from apollo_compile.config import Config
 from apollo_compile.device.gpu.target import GpuTarget
@@ -18,10 +18,8 @@ from apollo_compile.ir import Variant
 from apollo_compile.step import Step, compile_step
 from apollo_compile.store.profiles import load_profile
 from apollo_compile.tools.report import report, status
-from apollo_compile.torch_bridge.frontend import compile_with_inductor
-from apollo_compile.torch_bridge.interpret import interpret_whole
 from tests.device.gpu.fake_gpu import FakeGpu
-from tests.device.gpu.test_default import BusyGpu
+from tests.device.gpu.test_default import BusyGpu, interpret_plainly
 
 PROGRAM = {
     "debug.strict": True,
@@ -64,16 +62,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
     def open_target(example_inputs: Sequence[Any], config: Config) -> tuple[GpuTarget, None]:
         return GpuTarget(gpu, load_profile(Path("h200")), config, device=torch.device("cpu")), None
 
-    def compile_plainly(graph_module: fx.GraphModule, example_inputs: Sequence[Any], settings: Any) -> Any:
-        def interpret(graph: fx.GraphModule, *_: Any, **__: Any) -> tuple[Any, None]:
-            return interpret_whole(graph), None
-
-        return compile_with_inductor(
-            graph_module, example_inputs, interpret, recompute_masks=False, eager_randomness=True
-        )
-
     monkeypatch.setattr("apollo_compile.backend.open_target", open_target)
-    monkeypatch.setattr("apollo_compile.session.compile.compile_plainly", compile_plainly)
+    interpret_plainly(monkeypatch)
     torch._dynamo.reset()
     return gpu
 
