@@ -57,6 +57,9 @@ class Rules:
 
 _USUAL = Rules()
 
+IN_TURNS = Rules(steps_per_turn=12, untimed_steps=2, tie=0.02)
+"""Where a step has not ended when its call returns: the device is waited for at the borders of turns only."""
+
 Round = Mapping[str, Mapping[int, float]]
 """Per selection and graph, the median nanoseconds of its calls."""
 

@@ -27,19 +27,20 @@ import logging
 import time
 import weakref
 from collections.abc import Callable, Generator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from apollo_compile.device.target import Target
 from apollo_compile.errors import UnsupportedGraphError
 from apollo_compile.ir import Variant, Verdict
-from apollo_compile.session.comparison import Comparison, Results, Rules
+from apollo_compile.session.comparison import IN_TURNS, Comparison, Results
 from apollo_compile.session.contest.challenger import Challenger
 from apollo_compile.session.procedure import SHARED_VARIANTS
 from apollo_compile.units import format_ns
 
 _logger = logging.getLogger(__name__)
 
-RULES = Rules(steps_per_turn=12, untimed_steps=2, tie=0.02, is_first_kept=True)
+RULES = replace(IN_TURNS, is_first_kept=True)
 
 WARM_STEPS = 4
 """Steps of a side before it is compared: two that launch, one that captures, and a replay."""

@@ -10,16 +10,13 @@ import logging
 from collections.abc import Callable
 
 from apollo_compile.ir import Variant, Verdict
-from apollo_compile.session.comparison import MIN_ROUNDS, Comparison, Rules
+from apollo_compile.session.comparison import IN_TURNS, MIN_ROUNDS, Comparison, Rules
 from apollo_compile.session.procedure import SIMPLEST_FIRST
 from apollo_compile.session.step.program import StepProgram
 from apollo_compile.session.warm_start import WarmStart
 from apollo_compile.torch_bridge.traced_step import TracedStep
 
 _logger = logging.getLogger(__name__)
-
-_IN_TURNS = Rules(steps_per_turn=12, untimed_steps=2, tie=0.02)
-"""Where a step has not ended when its call returns: the device is waited for at the borders of turns only."""
 
 
 class StepTuner:
@@ -92,7 +89,7 @@ class StepTuner:
         if self._is_settled:
             return self._current
         if self._comparison is None:
-            rules = Rules() if self._target.is_synchronous else _IN_TURNS
+            rules = Rules() if self._target.is_synchronous else IN_TURNS
             self._comparison = Comparison({str(variant): (variant,) for variant in self._variants()}, rules=rules)
         selection = self._comparison.begin_step()
         if selection is None:
