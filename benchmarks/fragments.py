@@ -67,7 +67,7 @@ def main(arguments: list[str] | None = None) -> int:
     args = _parse(arguments)
     results = load(args.json) if args.json is not None and args.json.exists() else []
     known = {result.case for result in results}
-    wanted = [Case(model=model, backend=backend) for backend in args.backends for model in args.only]
+    wanted = [Case(model=model, backend=backend) for model in args.only for backend in args.backends]
     commit = str(machine_facts()["commit"])
     for result in run_cases([case for case in wanted if case not in known], timeout_s=args.timeout):
         results.append(replace(result, commit=commit))

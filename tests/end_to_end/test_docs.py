@@ -151,16 +151,19 @@ def test_pages_have_code_that_is_looked_for() -> None:
 
 
 @pytest.mark.slow
-def test_the_code_of_the_readme_runs(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("layers", [1, pytest.param(2, marks=pytest.mark.soak)])
+def test_the_code_of_the_readme_runs(layers: int, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Two towers train some steps on nothing but torch, and the report names both of them."""
     names: dict[str, object] = {"__name__": "readme"}
     before = set(sys.modules)
     (code,) = (block.code for block in blocks_of(README) if block.language == "python")
-    exec(compile(code, "README.md", "exec"), names)
+    as_written = "layers: int = 2"
+    assert code.count(as_written) == 1
+    exec(compile(code.replace(as_written, f"layers: int = {layers}"), "README.md", "exec"), names)
     printed = capsys.readouterr().out
     assert printed.startswith("measuring: 5 of 6 runs of its plan\n")
-    assert "image.layers.1" in printed
-    assert "text.layers.1" in printed
+    assert f"image.layers.{layers - 1}" in printed
+    assert f"text.layers.{layers - 1}" in printed
     assert (folder / "report.html").exists()
     assert "transformers" not in set(sys.modules) - before
     assert set(re.findall(r"^(?:import|from) (\w+)", code, re.MULTILINE)) == {"torch", "apollo_compile"}

@@ -14,7 +14,7 @@ from benchmarks import op_infos  # noqa: E402
 from benchmarks.op_infos import MAX_SAMPLES, Case, Result, Several  # noqa: E402
 
 
-def test_a_dozen_operators_and_modules_run_in_segments_as_in_eager() -> None:
+def test_a_few_operators_and_modules_run_in_segments_as_in_eager() -> None:
     """Forward and backward; `make soak` runs all of them. What torch's tests set up is left to a process of its own."""
     cases = [Case(kind=kind, name=name) for kind, name in op_infos.FEW]
     for result in op_infos.run_cases(cases, timeout_s=600.0):

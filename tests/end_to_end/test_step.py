@@ -23,8 +23,14 @@ from apollo_compile.tools.explain_step import explain_step
 from apollo_compile.tools.report import report, status
 from tests.end_to_end.models import TwoTowers, two_tower_inputs
 
-EAGER = {"runtime.bodies": "eager", "plan.autotune": False, "plan.replan": False, "plan.min_gain": 0.0}
-"""Bodies that take no time to compile, and the program from the second step on."""
+EAGER = {
+    "runtime.bodies": "eager",
+    "plan.autotune": False,
+    "plan.replan": False,
+    "plan.min_gain": 0.0,
+    "plan.time_limit_s": 0.2,
+}
+"""Bodies that take no time to compile, plans that take little, and the program from the second step on."""
 
 Batch = Mapping[str, torch.Tensor]
 
