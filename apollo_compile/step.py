@@ -221,6 +221,13 @@ class Step:
         return str(self._num_micro_batches) if self._count is None else self._count.verdict
 
     @property
+    def search_for_count(self) -> list[State]:
+        """That the number of micro-batches is not known yet, while that is so."""
+        if self._count is None or self._count.is_known:
+            return []
+        return [State(graph="step", stage=Stage.MEASURING, detail="how many micro-batches a step is to have")]
+
+    @property
     def tuners(self) -> list[StepTuner]:
         """Programs, and what is known of how fast they are: one for every kind of batch."""
         return [each for graph in self._graphs for each in graph.outcomes.values() if isinstance(each, StepTuner)]

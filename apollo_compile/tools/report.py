@@ -78,7 +78,7 @@ def _report_step(step: Step, units: Sequence[int], profiles: Sequence[str], *, r
             fallbacks=(),
             states=(state,),
         )
-        for state in _states_of_loops(step)
+        for state in _states_beside_programs(step)
     ]
     return merge_reports([*programs, *loops])
 
@@ -101,9 +101,10 @@ def _state_of(tuner: StepTuner) -> State:
     return State(graph=tuner.program.name, stage=stage, detail=str(tuner))
 
 
-def _states_of_loops(step: Step) -> list[State]:
+def _states_beside_programs(step: Step) -> list[State]:
     refused = (f"{Variant.LOOP}: {reason}" for reason in step.reasons_for_loops)
-    return [*(State(graph="step", stage=Stage.FALLS_BACK, detail=each) for each in refused), *step.loops_first]
+    loops = (State(graph="step", stage=Stage.FALLS_BACK, detail=each) for each in refused)
+    return [*loops, *step.loops_first, *step.search_for_count]
 
 
 def status(model: Callable[..., Any] | None = None) -> str:
@@ -119,7 +120,7 @@ def status(model: Callable[..., Any] | None = None) -> str:
         TargetError: `model` is not callable.
     """
     if isinstance(model, Step):
-        states = [*map(_state_of, model.tuners), *_states_of_loops(model)]
+        states = [*map(_state_of, model.tuners), *_states_beside_programs(model)]
     else:
         states = [entry.state() for entry in _find(model, "status")]
     reports = (Report(graphs=(), fallbacks=(), states=(state,)) for state in states)

@@ -560,11 +560,13 @@ def test_the_number_of_micro_batches_may_be_left_open(is_measured: bool, caplog:
             batch = {name: torch.randn(size, 64, generator=generator) for name in ("x", "y")}
             wanted = run_loop(expected, chain_loss, batch, 1, others)
             torch.testing.assert_close(step(batch), wanted, rtol=1e-4, atol=1e-5)
+            is_open = "how many micro-batches" in status(step)
+            assert is_open == ("not known yet" in step.num_micro_batches)
             if "by measuring" in step.num_micro_batches or "no other number" in step.num_micro_batches:
                 break
     torch.testing.assert_close(state_of(model), state_of(expected), rtol=1e-3, atol=1e-5)
     assert "predicted for the program of a step, by their number: 1: " in caplog.text
-    assert step.num_micro_batches[0] in "124"
+    assert step.num_micro_batches[0] in "124" and not is_open
     assert ("by prediction" in step.num_micro_batches) is not is_measured
 
 

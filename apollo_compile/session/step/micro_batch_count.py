@@ -44,6 +44,8 @@ class MicroBatchCount:
         self._predict = predict
         self._is_compared = is_compared
         self.verdict = "1 micro-batch; other numbers are not known yet"
+        self.is_known = False
+        """Whether the verdict is final."""
         self.is_timing = False
         """Whether times of steps are compared now."""
         self._procedure = self._choose()
@@ -73,6 +75,7 @@ class MicroBatchCount:
                 if not (yield from self._settle(count)):
                     alive.remove(count)
             winner = yield from self._compare(alive)
+        self.is_known = True
         _logger.info("micro-batches: %s", self.verdict)
         while True:
             yield winner
