@@ -14,8 +14,9 @@ from pathlib import Path
 
 from apollo_compile.device.fingerprint import Fingerprint, installed_torch
 
-CPU_FEATURES = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
-"""Flags of an x86 CPU by which GEMM libraries choose kernels."""
+CPU_FACTS = Path("/proc/cpuinfo")
+CPU_FEATURES = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "sve", "sve2", "i8mm", "bf16", "sme")
+"""Flags of an x86 or ARM CPU by which GEMM libraries choose kernels."""
 
 
 def machine_fingerprint(units: int) -> Fingerprint:
@@ -24,23 +25,26 @@ def machine_fingerprint(units: int) -> Fingerprint:
     return Fingerprint(device=cpu_model(), driver=None, torch=installed_torch(), cores=cores, units=units)
 
 
-def cpu_model() -> str:
+def cpu_model(told: Path = CPU_FACTS) -> str:
     """Return the name of the CPU, or of its architecture if the system does not tell."""
-    return _cpu_facts().get("model name") or platform.processor() or platform.machine()
+    facts = _cpu_facts(told)
+    if "CPU part" in facts:  # ARM's have numbers instead; without them, results of one model would count for all
+        return f"{platform.machine()} {facts.get('CPU implementer')}/{facts['CPU part']}"
+    return facts.get("model name") or platform.processor() or platform.machine()
 
 
-def cpu_description() -> str:
+def cpu_description(told: Path = CPU_FACTS) -> str:
     """Return model and vendor of the CPU, and which of `CPU_FEATURES` it has: step times depend on all of them."""
-    facts = _cpu_facts()
-    flags = facts.get("flags", "").split()
-    told = [facts.get("vendor_id", ""), *(feature for feature in CPU_FEATURES if feature in flags)]
-    return f"{cpu_model()} ({', '.join(filter(None, told))})" if any(told) else cpu_model()
+    facts = _cpu_facts(told)
+    flags = (facts.get("flags") or facts.get("Features", "")).split()
+    details = [facts.get("vendor_id", ""), *(feature for feature in CPU_FEATURES if feature in flags)]
+    return f"{cpu_model(told)} ({', '.join(filter(None, details))})" if any(details) else cpu_model(told)
 
 
-def _cpu_facts() -> Mapping[str, str]:
-    """Return the fields of the first CPU in /proc/cpuinfo, by name."""
+def _cpu_facts(told: Path) -> Mapping[str, str]:
+    """Return the fields of the first CPU that the system tells of, by name."""
     try:
-        first, _, _ = Path("/proc/cpuinfo").read_text().partition("\n\n")
+        first, _, _ = told.read_text().partition("\n\n")
     except OSError:
         return {}
     facts = (line.partition(":") for line in first.splitlines())
