@@ -20,6 +20,9 @@ BENCH ?= --workloads all --batch all
 # The stable ABI of the extension begins with Python 3.12: a wheel for 3.11, and one that serves all later ones.
 WHEEL_PYTHONS ?= $(BASE_PYTHON) $(shell for python in python3.12 python3.13 python3.14; do \
   $$python -c "" 2>/dev/null && echo $$python && break; done)
+# The architecture of the wheels, e.g. make wheel ARCH=aarch64, which needs Debian's package g++-aarch64-linux-gnu
+MACHINE := $(shell uname -m)
+ARCH ?= $(MACHINE)
 SOAK ?= --minutes 30
 
 # Compiled pieces are kept between test runs, and so is bytecode: of what is installed, most is never imported, and the
@@ -50,12 +53,16 @@ docs: $(VENV)/installed
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
 # Wheels, into dist: for one interpreter after another, isolated, as anyone would build them. auditwheel gives each the tag
-# of the oldest C library that it runs with, and refuses one that needs a library of this machine.
+# of the oldest C library that it runs with, and refuses one that needs a library of this machine. For another architecture
+# the compiler and two names differ: of Python's the extension needs only headers, which are the same.
 wheel: $(VENV)/installed
-	rm -rf dist build/wheels && mkdir -p build/wheels
+	rm -rf build/wheels dist/*_$(ARCH).whl && mkdir -p build/wheels
 	for python in $(WHEEL_PYTHONS); do \
-	  MAKEFLAGS= PIP_CONSTRAINT=$(CURDIR)/constraints.txt \
+	  suffix=$$($$python -c "import sysconfig as s; print(s.get_config_var('EXT_SUFFIX').replace('$(MACHINE)', '$(ARCH)'))") && \
+	  MAKEFLAGS= PIP_CONSTRAINT=$(CURDIR)/constraints.txt SETUPTOOLS_EXT_SUFFIX=$$suffix \
+	    $(if $(filter-out $(MACHINE),$(ARCH)),CXX=$(ARCH)-linux-gnu-g++) \
 	    $(BIN)/python -m pip -q --python "$$(command -v $$python)" wheel --no-deps \
+	    --config-settings env._PYTHON_HOST_PLATFORM=linux-$(ARCH) \
 	    --config-settings build-dir=build/wheels/{wheel_tag} --wheel-dir build/wheels . || exit; \
 	done
 	PATH=$(CURDIR)/$(BIN):$$PATH $(BIN)/auditwheel repair --wheel-dir dist build/wheels/*.whl

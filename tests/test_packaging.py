@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -106,7 +107,7 @@ print(apollo_compile.report(model))
 def test_a_wheel_installs_imports_and_trains_without_a_compiler(tmp_path: Path) -> None:
     """The wheel that `make wheel` made for this Python, in an environment of its own that finds torch in this one."""
     tag = "cp311-cp311" if sys.version_info < (3, 12) else "cp312-abi3"
-    wheels = list((ROOT / "dist").glob(f"*-{apollo_compile.__version__}-{tag}-manylinux*.whl"))
+    wheels = list((ROOT / "dist").glob(f"*-{apollo_compile.__version__}-{tag}-manylinux*_{platform.machine()}.whl"))
     if not wheels:
         pytest.skip("there is no wheel: `make wheel` makes it")
     venv.create(tmp_path / "fresh", with_pip=True)
