@@ -18,6 +18,24 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 
+class _Identity(StorageWeakRef):
+    """Refers to a storage once: torch's class counts a copy of itself as none, and releases the storage again."""
+
+    __slots__ = ()
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        super().__init__(storage)  # type: ignore[no-untyped-call]
+
+    def __copy__(self) -> _Identity:
+        return self
+
+    def __deepcopy__(self, memo: object) -> _Identity:
+        return self
+
+    def __reduce__(self) -> str:
+        raise TypeError("cannot pickle the identity of a storage: it means nothing in another process")
+
+
 def storages_of(tensors: Iterable[torch.Tensor]) -> frozenset[StorageWeakRef]:
     """Return the identities of the storages of tensors; sparse and uninitialized tensors have none.
 
@@ -27,7 +45,7 @@ def storages_of(tensors: Iterable[torch.Tensor]) -> frozenset[StorageWeakRef]:
     found = set()
     for tensor in tensors:
         with contextlib.suppress(NotImplementedError, ValueError):
-            found.add(StorageWeakRef(tensor.untyped_storage()))  # type: ignore[no-untyped-call]
+            found.add(_Identity(tensor.untyped_storage()))
     return frozenset(found)
 
 

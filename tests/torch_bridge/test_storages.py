@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable
 
 import pytest
 import torch
 
 from apollo_compile.torch_bridge import storages
-from apollo_compile.torch_bridge.storages import Places
+from apollo_compile.torch_bridge.storages import Places, are_gone, storages_of
 
 
 def _as_torch_with_cuda(tensors: list[torch.Tensor], addresses: list[int | None], positions: list[int]) -> bool:
@@ -28,3 +30,15 @@ def test_tensors_are_compared_at_their_positions(
     assert places.hold([tensors[4], tensors[1], tensors[0], tensors[3], tensors[2]])
     assert not places.hold([tensors[0], tensors[3], tensors[2], tensors[1], tensors[4]])
     assert Places({}).hold(tensors)
+
+
+def test_an_identity_is_not_copied() -> None:
+    """As where something that holds it is copied: a storage that is released twice ends the process."""
+    tensors = [torch.zeros(2), torch.zeros(3)]
+    found = storages_of(tensors)
+    assert {id(each) for each in copy.deepcopy(found)} == {id(each) for each in found}
+    assert all(copy.copy(each) is each for each in found)
+    with pytest.raises(TypeError, match="cannot pickle the identity of a storage"):
+        pickle.dumps(found)
+    del tensors
+    assert are_gone(found)
