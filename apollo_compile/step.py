@@ -173,6 +173,13 @@ class Step:
             return loss_fn(model, part)
 
         backend = partial(_compile_and_note, weakref.ref(self._notes), options)  # Dynamo keeps backends for good
+        self._settings: dict[str, Any] = {
+            "microbatches": microbatches,
+            "clip_grad_norm": clip_grad_norm,
+            "split": split,
+            "weigh": weigh,
+            "options": options,
+        }
         self._loss_of = compile_apart(loss_of, backend=backend, dynamic=False, fullgraph=True)
         self._loss_in_pieces = compile_apart(loss_of_any, backend="apollo", options=dict(options))
         self._num_steps = 0
@@ -201,6 +208,10 @@ class Step:
             return loss
         finally:
             self._batch = None
+
+    def __reduce__(self) -> tuple[Callable[..., Step], tuple[Any, ...]]:
+        """Copy or pickle what it was made of: copies of model and optimizer get a step of their own."""
+        return partial(Step, **self._settings), (self._model, self._loss_fn, self._optimizer)
 
     def _now(self) -> int:
         """Return the time; while numbers of micro-batches are compared, once the device has done everything."""
