@@ -299,11 +299,11 @@ class Step:
         if reason is not None:
             self._hold_back(tuner, reason)
             return None
-        if variant is Variant.TRACED:
-            return self._run_traced(tuner, parts, weights)
         noted = self._note_inputs(parts, graph)
         if noted is None:
             return None
+        if variant is Variant.TRACED:  # its guards know nothing of parameters that get gradients only now
+            return self._run_traced(tuner, parts, weights)
         program = tuner.program
         try:
             program.variants.use(variant)
@@ -355,18 +355,18 @@ class Step:
         """Take the step as Inductor compiled it whole; None where Inductor cannot compile it."""
         dtype = tuner.program.micro.loss_dtype
         factors = [torch.tensor(weight, dtype=dtype) for weight in weights]
-        if tuner.is_tried:
-            loss, gradients = tuner.traced(parts, factors)
-        else:
-            try:
+        try:
+            if tuner.is_tried:
+                loss, gradients = tuner.traced(parts, factors)
+            else:
                 with Progress(f"compiling {tuner.program.name} as one graph") as progress:
                     progress.at("Inductor, to be compared with the program,")
                     loss, gradients = tuner.traced(parts, factors)
-            except Exception as error:
-                if not is_compile_error(error):
-                    raise
-                tuner.drop_traced(error)
-                return None
+        except Exception as error:  # of a compile, which guards may ask for in any step
+            if not is_compile_error(error):
+                raise
+            tuner.drop_traced(error)
+            return None
         tuner.held_back = None
         parameters = tuner.program.parameters
         leave_gradients(parameters, own_gradients(gradients, parameters, find_shared(gradients, parameters, ())))

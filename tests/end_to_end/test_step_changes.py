@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
+import pytest
 import torch
 from torch import nn
 
@@ -24,6 +25,39 @@ def batch_of(seed: int) -> Mapping[str, torch.Tensor]:
     """Return a batch for a chain."""
     generator = torch.Generator().manual_seed(seed)
     return {name: torch.randn(8, 16, generator=generator) for name in ("x", "y")}
+
+
+def thaw(model: nn.Sequential) -> None:
+    """Train a layer that was frozen."""
+    model[1].requires_grad_(True)
+
+
+def freeze(model: nn.Sequential) -> None:
+    """Train a layer no more."""
+    model[0].requires_grad_(False)
+
+
+def add_layer(model: nn.Sequential) -> None:
+    """Put a new layer behind the others."""
+    model.append(nn.Linear(16, 16))
+
+
+@pytest.mark.parametrize("change", [thaw, freeze, add_layer])
+def test_what_is_trained_may_change_before_inductor_traces_the_step(change: Callable[[nn.Sequential], None]) -> None:
+    """Its gradients are of the parameters that the program has, and only guards of the loss function know of others."""
+    torch._dynamo.reset()
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16).requires_grad_(False), nn.Linear(16, 16))
+    step = compile_step(model, loss_of, options={**EAGER, "plan.autotune": True})
+    while not step.tuners:
+        step(batch_of(0))
+    assert not step.tuners[0].is_tried  # the next step is Inductor's, if nothing changes
+    change(model)
+    model.zero_grad()
+    expected = copy.deepcopy(model)
+    step(batch_of(1))
+    loss_of(expected, batch_of(1)).backward()
+    for parameter, other in zip(model.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, other.grad, rtol=1e-4, atol=1e-5)
 
 
 def test_copies_of_a_step_train_copies_of_the_model() -> None:
