@@ -158,6 +158,8 @@ class Step:
             model, lambda part: _loss_in(loss_fn(model, part)), optimizer, clip_grad_norm, self.config
         )
         self._why_not_one_graph = ""
+        self._is_full = False
+        """Whether Dynamo compiles no more graphs."""
         self._graphs: weakref.WeakSet[LossGraph] = weakref.WeakSet()
         """Graphs of the loss function that ran."""
         self._graph_of: weakref.WeakValueDictionary[Hashable, LossGraph] = weakref.WeakValueDictionary()
@@ -263,8 +265,8 @@ class Step:
         weights = self._weights_of(parts)
         if self._optimizer is not None:
             self._optimizer.zero_grad()
-        kind = kind_of(parts)
-        expected = None if kind is None else self._graph_of.get((kind, self._model.training))
+        key = self._key_of(parts)
+        expected = None if key is None else self._graph_of.get(key)
         tuner = None if expected is None else expected.outcomes.get(len(parts))
         if isinstance(tuner, StepTuner) and tuner.program.variants.target.is_capturing():
             tuner = None  # whatever the user captures now is the loop
@@ -279,11 +281,11 @@ class Step:
         self._notes.latest = None
         loss = self._run_loop(parts, weights)
         graph = self._notes.latest
-        if graph is None or kind is None:  # micro-batches that are not alike have no program
+        if graph is None or key is None:  # micro-batches that are not alike have no program
             return loss
         if graph is expected and isinstance(tuner, StepTuner) and variant is Variant.LOOP:
             tuner.record(time.perf_counter_ns() - begin)
-        self._graph_of[kind, self._model.training] = graph
+        self._graph_of[key] = graph
         self._graphs.add(graph)
         if len(parts) not in graph.outcomes and graph.model.state().stage is not Stage.MEASURING:
             graph.outcomes[len(parts)] = self._linker.link(graph, len(parts))
@@ -415,18 +417,36 @@ class Step:
 
     def _compute(self, part: Any) -> Any:
         """Call the compiled loss function; one that is no single graph is compiled in pieces."""
-        if not self._why_not_one_graph:
+        if not self._why_not_one_graph and not (self._is_full and self._key_of([part]) not in self._graph_of):
             try:
                 return self._loss_of(part)
             except Exception as error:
-                problem = problem_of(error)
+                problem, is_hit = problem_of(error), is_limit_hit(error)
                 if problem is None:
                     raise
-                if is_limit_hit(error):  # what was compiled for other batches still runs
-                    return self._loss_in_pieces(part)
+            loss = self._loss_in_pieces(part)  # an error of the loss function itself says nothing of the next batch
+            if is_hit:
+                self._note_limit(part)
+            else:
                 self._why_not_one_graph = f"the loss function is not one graph: {problem}"
                 _logger.info("%s: %s", STAYS, self._why_not_one_graph)
+            return loss
         return self._loss_in_pieces(part)
+
+    def _note_limit(self, part: Any) -> None:
+        """Note that Dynamo compiles no more: graphs that it has still run, and it is not asked for others again."""
+        if not self._is_full:
+            _logger.info(
+                "%d graphs of the loss function are compiled, Dynamo's limit; other batches run in pieces",
+                len(self._graphs),
+            )
+        self._is_full = True
+        self._graph_of.pop(self._key_of([part]), None)
+
+    def _key_of(self, parts: Sequence[Any]) -> Hashable:
+        """Return what micro-batches are called for; None is unlike anything."""
+        kind = kind_of(parts)
+        return None if kind is None else (kind, self._model.training)
 
     def _weights_of(self, parts: Sequence[Any]) -> Sequence[float]:
         counts = [1.0 if self._weigh is None else float(self._weigh(part)) for part in parts]

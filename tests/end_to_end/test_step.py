@@ -570,8 +570,8 @@ def test_the_number_of_micro_batches_may_be_left_open(is_measured: bool, caplog:
     assert ("by prediction" in step.num_micro_batches) is not is_measured
 
 
-def test_batches_of_very_many_sizes_train_and_programs_stay() -> None:
-    """Dynamo compiles a limited number of graphs; further sizes run in pieces."""
+def test_batches_of_very_many_sizes_train_and_programs_stay(caplog: pytest.LogCaptureFixture) -> None:
+    """Dynamo compiles a limited number of graphs, and says so once; further sizes run in pieces."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 16))
@@ -585,6 +585,7 @@ def test_batches_of_very_many_sizes_train_and_programs_stay() -> None:
         torch.testing.assert_close(model[0].weight.grad, expected[0].weight.grad, rtol=1e-4, atol=1e-5)
     assert len(step.tuners) == torch._dynamo.config.recompile_limit
     assert not step.reasons_for_loops
+    assert sum("hit config" in record.getMessage() for record in caplog.records) == 1
 
 
 @pytest.mark.soak

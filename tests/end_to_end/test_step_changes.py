@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from apollo_compile.ir import Variant
 from apollo_compile.step import compile_step
 
 EAGER = {"runtime.bodies": "eager", "plan.autotune": False, "plan.replan": False, "plan.min_gain": 0.0}
@@ -25,6 +26,21 @@ def batch_of(seed: int) -> Mapping[str, torch.Tensor]:
     """Return a batch for a chain."""
     generator = torch.Generator().manual_seed(seed)
     return {name: torch.randn(8, 16, generator=generator) for name in ("x", "y")}
+
+
+def test_an_error_of_the_loss_function_says_nothing_of_the_next_batch() -> None:
+    """As where one batch lacks its labels: the error is the user's, and the next batch is one graph."""
+    torch._dynamo.reset()
+    model = nn.Sequential(nn.Linear(16, 16))
+    step = compile_step(model, loss_of, options=EAGER)
+    for seed, names in enumerate(("x", "xy", "xy", "x", "xy")):
+        batch = {name: batch_of(seed)[name] for name in names}
+        if names == "x":
+            with pytest.raises(KeyError, match="y"):
+                step(batch)
+        else:
+            step(batch)
+    assert step.verdicts == [Variant.PLAN]
 
 
 def thaw(model: nn.Sequential) -> None:
