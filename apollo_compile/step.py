@@ -17,6 +17,7 @@ the end.
 from __future__ import annotations
 
 import logging
+import math
 import time
 import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -31,10 +32,11 @@ from apollo_compile.backend import compile_dynamo_graph
 from apollo_compile.config import load_config
 from apollo_compile.device.open import select_profile
 from apollo_compile.device.profile import DeviceProfile
-from apollo_compile.errors import CaptureError, ConfigError, NotReplayedError, TargetError
+from apollo_compile.errors import CaptureError, NotReplayedError, TargetError
 from apollo_compile.ir import Variant
 from apollo_compile.progress import Progress
 from apollo_compile.reports.values import Stage, State
+from apollo_compile.session.step.arguments import check_arguments
 from apollo_compile.session.step.linking import STAYS, Linker, owned_by
 from apollo_compile.session.step.micro_batch_count import MicroBatchCount
 from apollo_compile.session.step.notes import LossGraph, Noted, Notes, NotLinkedError
@@ -95,10 +97,11 @@ def compile_step(
         options: as for `torch.compile(..., options=...)`.
 
     Raises:
-        TargetError: `model` is no module, or is compiled.
+        TargetError: `model` is no module, or is compiled; `loss_fn` cannot be called; `optimizer` is none, or its step
+            needs an argument.
         ConfigError: `microbatches` is neither "auto" nor above 0, or an option is unknown or has a wrong value.
     """
-    check_arguments(model, microbatches, clip_grad_norm)
+    check_arguments(model, loss_fn, optimizer, microbatches, clip_grad_norm)
     return Step(
         model,
         loss_fn,
@@ -109,24 +112,6 @@ def compile_step(
         weigh=weigh,
         options=dict(options or {}),
     )
-
-
-def check_arguments(model: object, microbatches: object, clip_grad_norm: float | None) -> None:
-    """Check what a step is compiled for.
-
-    Raises:
-        TargetError: `model` is no module, or is compiled.
-        ConfigError: `microbatches` is neither "auto" nor a number above 0, or `clip_grad_norm` is not above 0.
-    """
-    if not isinstance(model, nn.Module):
-        raise TargetError(f"cannot compile steps of a {type(model).__name__}: expected a torch.nn.Module")
-    if hasattr(model, "_orig_mod"):
-        raise TargetError("the model is compiled already: pass the module that was given to torch.compile")
-    is_count = isinstance(microbatches, int) and not isinstance(microbatches, bool) and microbatches >= 1
-    if not is_count and microbatches != "auto":
-        raise ConfigError(f"microbatches is {microbatches!r}; expected at least 1, or 'auto'")
-    if clip_grad_norm is not None and not clip_grad_norm > 0:
-        raise ConfigError(f"clip_grad_norm is {clip_grad_norm!r}; expected a norm above 0, or None")
 
 
 class Step:
@@ -196,7 +181,7 @@ class Step:
         """Take one step; return the weighted mean of the losses, without a graph.
 
         Raises:
-            TargetError: the batch cannot be split, or all weights are zero.
+            TargetError: the batch cannot be split, weights have no sum to divide by, or no loss is returned.
             Exception: whatever the model, the loss function or the optimizer raises.
         """
         if self._count is None:
@@ -450,8 +435,8 @@ class Step:
 
     def _weights_of(self, parts: Sequence[Any]) -> Sequence[float]:
         counts = [1.0 if self._weigh is None else float(self._weigh(part)) for part in parts]
-        if not sum(counts):
-            raise TargetError(f"the {len(parts)} micro-batches weigh {counts}; expected a sum other than zero")
+        if not sum(counts) or not math.isfinite(sum(counts)):
+            raise TargetError(f"the {len(parts)} micro-batches weigh {counts}; expected a finite sum other than zero")
         return [count / sum(counts) for count in counts]
 
     # --------------------------------------------------------------------------------- number of micro-batches
@@ -527,7 +512,9 @@ def _weighted_sum(losses: Sequence[torch.Tensor], weights: Sequence[float]) -> t
 def _loss_in(returned: Any) -> torch.Tensor:
     loss = returned[0] if isinstance(returned, tuple | list) else returned
     if not isinstance(loss, torch.Tensor) or loss.dim():
+        shape = f" of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else ""
         raise TargetError(
-            f"the loss function returned a {type(loss).__name__} as the loss; expected a tensor without dimensions"
+            f"the loss function returned a {type(loss).__name__}{shape} as the loss; expected a tensor without "
+            "dimensions, or a tuple that begins with one"
         )
     return loss

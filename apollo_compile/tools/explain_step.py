@@ -15,9 +15,9 @@ from apollo_compile.ir import Trace, Variant
 from apollo_compile.reports.report import Report
 from apollo_compile.reports.summary import summarize
 from apollo_compile.reports.values import Stage, State
+from apollo_compile.session.step.arguments import check_arguments
 from apollo_compile.session.step.prediction import predict_step
 from apollo_compile.session.step.split import split_evenly
-from apollo_compile.step import check_arguments
 from apollo_compile.tools.what_if import other_rules, what_if
 
 
@@ -53,11 +53,11 @@ def explain_step(
         rules: whether to compare with the scheduling rules of other systems.
 
     Raises:
-        TargetError: `model` is no module, or cannot be copied; the batch cannot be split.
+        TargetError: `model` is no module, or cannot be copied; the batch cannot be split; as for `compile_step`.
         ConfigError: an argument or an option has a wrong value.
         InfeasiblePlanError: no plan meets the memory quota.
     """
-    check_arguments(model, microbatches, clip_grad_norm)
+    check_arguments(model, loss_fn, optimizer, microbatches, clip_grad_norm)
     if not isinstance(microbatches, int):
         raise ConfigError("explain_step plans one number of micro-batches: expected a number, got 'auto'")
     config = load_config(options)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import logging
+import math
 import re
 import weakref
 from collections.abc import Callable, Mapping
@@ -788,10 +789,24 @@ def test_wrong_arguments_are_refused_in_words() -> None:
         compile_step(Chain(), chain_loss, microbatches=0)
     with pytest.raises(ConfigError, match=r"clip_grad_norm is -1\.0; expected a norm above 0"):
         compile_step(Chain(), chain_loss, clip_grad_norm=-1.0)
-    with pytest.raises(TargetError, match=r"micro-batches weigh \[0\.0, 0\.0\]"):
-        compile_step(Chain(), chain_loss, microbatches=2, weigh=lambda part: 0.0)(chain_batch(0))
+    for weight in (0.0, math.nan):
+        with pytest.raises(TargetError, match=rf"micro-batches weigh \[{weight}, {weight}\]"):
+            compile_step(Chain(), chain_loss, microbatches=2, weigh=lambda part: weight)(chain_batch(0))  # noqa: B023
     with pytest.raises(TargetError, match="is compiled already"):
         compile_step(torch.compile(Chain()), chain_loss)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="clip_grad_norm is '1'; expected a norm above 0"):
+        compile_step(Chain(), chain_loss, clip_grad_norm="1")  # type: ignore[arg-type]
+    for wrong, problem in (
+        (chain_loss, "optimizer is a function; expected an optimizer"),
+        (torch.optim.SGD, "optimizer is the class SGD; expected an optimizer"),
+        (torch.optim.LBFGS(Chain().parameters()), "LBFGS.step needs closure, which a compiled step does not have"),
+    ):
+        with pytest.raises(TargetError, match=problem):
+            compile_step(Chain(), chain_loss, wrong)  # type: ignore[arg-type]
+    with pytest.raises(TargetError, match=r"loss_fn is a SGD; expected a function, loss_fn\(model, micro_batch\)"):
+        compile_step(Chain(), torch.optim.SGD(Chain().parameters()), chain_loss)  # type: ignore[arg-type]
+    with pytest.raises(TargetError, match=r"returned a Tensor of shape \[16, 16\] as the loss; expected"):
+        compile_step(Chain(), lambda model, batch: model(batch["x"]), options=EAGER)(chain_batch(0))
     with pytest.raises(TargetError, match=r"of a function: expected a torch\.nn\.Module"):
         compile_step(chain_loss, chain_loss)  # type: ignore[arg-type]
 
