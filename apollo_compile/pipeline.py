@@ -219,9 +219,13 @@ def plan_partition(
     profile: DeviceProfile,
     config: Config,
     runner: StageRunner,
+    is_narrow: bool = False,
     pinned: Plan | None = None,
 ) -> Compilation:
-    """Run the stages from cost to program on a partition; a `pinned` plan keeps its lanes and order."""
+    """Run the stages from cost to program on a partition.
+
+    In a plan that `is_narrow`, at most two segments run at once; a `pinned` plan keeps its lanes and order.
+    """
     graph = partition.graph
     costs = _run_cost(graph, profile, observations, runner)
     plan = runner.run(
@@ -236,6 +240,7 @@ def plan_partition(
         time_limit_s=config.plan.time_limit_s,
         fixed_effort=config.plan.fixed_effort,
         memory_quota=config.plan.memory_quota,
+        is_narrow=is_narrow,
         pinned=pinned,
         check=partial(check.check_plan, graph=graph, costs=costs),
         text=partial(text.format_plan, graph=graph),

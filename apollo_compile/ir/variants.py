@@ -20,6 +20,8 @@ class Variant(enum.StrEnum):
     """On a GPU: the order of the plan, on streams that may use every unit."""
     PRIORITIES = "plan with priorities"
     """The same, with streams of different priorities."""
+    NARROW = "plan with two abreast"
+    """On a GPU, of a whole step: another plan, in which at most two segments run at once, with priorities."""
     OVERLAPPING = "plan with overlapping quotas"
     """On a GPU: the plan, on lanes that share units with their neighbours."""
     INDUCTOR = "Inductor"

@@ -37,7 +37,14 @@ MIXTURE = "best of each graph"
 SHARED_VARIANTS = (Variant.STREAMS, Variant.PRIORITIES, Variant.OVERLAPPING)
 """Variants that run the plan on lanes that share units, the simplest first."""
 
-SIMPLEST_FIRST = (Variant.INDUCTOR, Variant.SERIAL, *SHARED_VARIANTS, Variant.LISTED, Variant.PLAN)
+SIMPLEST_FIRST = (
+    Variant.INDUCTOR,
+    Variant.SERIAL,
+    Variant.NARROW,
+    *SHARED_VARIANTS,
+    Variant.LISTED,
+    Variant.PLAN,
+)
 
 
 class TunableGraph(Protocol):

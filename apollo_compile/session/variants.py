@@ -37,6 +37,8 @@ class Variants:
         self._may_be_listed = may_be_listed and Variant.LISTED in target.variants
         self._loaded: dict[Variant, Runnable] = {}
         """Loaded variants other than the plan."""
+        self._planned: dict[Variant, Compilation] = {}
+        """Those that run another plan, which stays."""
         self.current = Variant.PLAN
         self.adopt(compilation)
 
@@ -82,6 +84,15 @@ class Variants:
     def add(self, variant: Variant, runnable: Runnable) -> None:
         """Add a variant that is loaded already."""
         self._loaded[variant] = runnable
+
+    def add_plan(self, variant: Variant, compilation: Compilation) -> None:
+        """Add a variant that runs another plan of the same segments, with the same code."""
+        self._planned[variant] = compilation
+        self.add(variant, self.target.load(compilation, self.code, variant))
+
+    def plan_of(self, variant: Variant) -> Compilation:
+        """Return the compilation that a variant runs; that of the plan for those that run no plan of their own."""
+        return self._planned.get(variant, self.compilation)
 
     def loaded(self) -> Mapping[Variant, Runnable]:
         """Return the loaded variants."""

@@ -87,12 +87,13 @@ def _summarize_step(
     step: Step, tuner: StepTuner, units: Sequence[int], profiles: Sequence[str], *, rules: bool
 ) -> GraphSummary:
     variants = tuner.program.variants
+    compilation = variants.plan_of(tuner.current)
     return summarize(
-        variants.compilation,
+        compilation,
         variants.plan.trace(),
         variant=tuner.current,
-        what_if=what_if(variants.compilation, step.config, units=units, profiles=profiles),
-        baselines=other_rules(variants.compilation) if rules else (),
+        what_if=what_if(compilation, step.config, units=units, profiles=profiles),
+        baselines=other_rules(compilation) if rules else (),
     )
 
 

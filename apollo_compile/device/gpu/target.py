@@ -25,13 +25,17 @@ from apollo_compile.json_form import to_json
 from apollo_compile.pipeline import Compilation
 from apollo_compile.torch_bridge.onednn import Matmul
 
-_SHARING: Mapping[Variant, Sharing] = {Variant.PLAN: Sharing.FREE, Variant.PRIORITIES: Sharing.URGENCY}
-"""How lanes share the device in the variants that run the plan: on plain streams."""
+_SHARING: Mapping[Variant, Sharing] = {
+    Variant.PLAN: Sharing.FREE,
+    Variant.PRIORITIES: Sharing.URGENCY,
+    Variant.NARROW: Sharing.URGENCY,
+}
+"""How lanes share the device in the variants that run a plan: on plain streams."""
 
 _ISOLATED: Mapping[Variant, Sharing] = {
+    **_SHARING,
     Variant.PLAN: Sharing.APART,
     Variant.STREAMS: Sharing.FREE,
-    Variant.PRIORITIES: Sharing.URGENCY,
     Variant.OVERLAPPING: Sharing.OVERLAPPING,
 }
 """The same with `runtime.isolation`: the plan has its quotas."""
@@ -85,7 +89,7 @@ class GpuTarget:
     @property
     def variants(self) -> Collection[Variant]:
         """The variants besides the plan that run the plan on lanes."""
-        return [variant for variant in self._sharing if variant is not Variant.PLAN]
+        return [variant for variant in self._sharing if variant not in (Variant.PLAN, Variant.NARROW)]
 
     def complaint(self) -> str | None:
         """Return what a capture left behind that failed, or the self-check of this GPU found wrong; None if nothing."""

@@ -98,8 +98,10 @@ def compose_micro_batches(
     )
 
 
-def plan_step(micro: Micro, step: StepGraph, *, profile: DeviceProfile, config: Config) -> Compilation:
-    """Return the plan of a step.
+def plan_step(
+    micro: Micro, step: StepGraph, *, profile: DeviceProfile, config: Config, is_narrow: bool = False
+) -> Compilation:
+    """Return the plan of a step; one that `is_narrow` has at most two segments at once.
 
     Raises:
         InfeasiblePlanError: no plan meets the memory quota.
@@ -112,6 +114,7 @@ def plan_step(micro: Micro, step: StepGraph, *, profile: DeviceProfile, config: 
         profile=profile,
         config=config,
         runner=StageRunner(),
+        is_narrow=is_narrow,
     )
 
 

@@ -17,10 +17,11 @@ from torch import nn
 from apollo_compile.config import Config
 from apollo_compile.errors import UnsupportedGraphError
 from apollo_compile.ir import Variant
-from apollo_compile.session.step.graph import compose_micro_batches, step_name
+from apollo_compile.session.procedure import SHARED_VARIANTS
+from apollo_compile.session.step.graph import StepGraph, compose_micro_batches, plan_step, step_name
 from apollo_compile.session.step.micro_batch import Micro, find_micro
 from apollo_compile.session.step.notes import LossGraph
-from apollo_compile.session.step.program import link_step, load_step
+from apollo_compile.session.step.program import StepProgram, link_step, load_step
 from apollo_compile.session.step.tuning import StepTuner
 from apollo_compile.session.warm_start import may_be_compared
 from apollo_compile.torch_bridge.optimizers import StepInParts
@@ -107,15 +108,18 @@ class Linker:
             clip_grad_norm=self._clip_grad_norm,
             model_parameters=parameters,
         )
+        step = compose(micro)
         program = link_step(
             micro,
-            compose(micro),
+            step,
             optimizer=optimizer,
             clip_grad_norm=self._clip_grad_norm,
             model_parameters=parameters,
             target=target,
             config=self._config,
         )
+        if may_be_compared(self._config):
+            self._add_narrow_plan(program, step)
         joined = micro.joined()
         if joined is not None:
             in_turn = replace(self._config, plan=replace(self._config.plan, planner="serial"))
@@ -128,6 +132,20 @@ class Linker:
             is_compared=may_be_compared(self._config),
             make_traced=lambda: compile_traced_step(loss_of, program.parameters, settings),
         )
+
+    def _add_narrow_plan(self, program: StepProgram, step: StepGraph) -> None:
+        """Add a plan with two segments abreast, where lanes share units and the plan has more abreast.
+
+        Bodies are timed alone, and slow each other by more than any plan foresees, the more of them run at once.
+        """
+        variants = program.variants
+        shares_units = any(variant in SHARED_VARIANTS for variant in variants.target.variants)
+        if not shares_units or variants.compilation.plan.num_abreast <= 2:
+            return
+        profile = variants.target.profile
+        narrow = plan_step(program.micro, step, profile=profile, config=self._config, is_narrow=True)
+        if narrow.plan.uses_lanes:
+            variants.add_plan(Variant.NARROW, narrow)
 
     def _optimizer_inside(self, name: str, micro: Micro, *, is_replayed: bool) -> StepInParts | None:
         """Return the optimizer for steps inside of the program; None if it steps afterwards, which one line says."""

@@ -14,6 +14,7 @@ from torch import nn
 
 from apollo_compile.config import Config
 from apollo_compile.device.gpu.target import GpuTarget
+from apollo_compile.device.profile import limit_units
 from apollo_compile.ir import Variant
 from apollo_compile.step import Step, compile_step
 from apollo_compile.store.profiles import load_profile
@@ -55,12 +56,20 @@ def loss_fn(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
+def units() -> int:
+    """Return the number of SMs."""
+    return 132
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch, units: int) -> FakeGpu:
     """Let tensors on the CPU be on a GPU, and let torch.compile interpret, which takes no time."""
-    gpu = BusyGpu()
+    gpu = BusyGpu(units)
+    profile = load_profile(Path("h200"))
+    profile = profile if units == profile.units else limit_units(profile, units)
 
     def open_target(example_inputs: Sequence[Any], config: Config) -> tuple[GpuTarget, None]:
-        return GpuTarget(gpu, load_profile(Path("h200")), config, device=torch.device("cpu")), None
+        return GpuTarget(gpu, profile, config, device=torch.device("cpu")), None
 
     monkeypatch.setattr("apollo_compile.backend.open_target", open_target)
     interpret_plainly(monkeypatch)
@@ -171,7 +180,7 @@ def test_steps_are_one_replay_with_the_numbers_of_the_loop(
     program = pair.program
     assert (program.num_captures, program.num_launches) == (1, 0) and program.num_replays >= 5
     assert sum(map(bool, program.program.instructions)) > 1, "more than one lane"
-    assert not gpu.races
+    assert not races_of(gpu)
     for one, other in zip(*(each.state_dict()["state"].values() for each in pair.optimizers if each), strict=False):
         torch.testing.assert_close(one, other)
 
@@ -197,7 +206,7 @@ def test_a_replay_sees_what_changes_about_the_optimizer(gpu: FakeGpu) -> None:
         optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     pair.step()
     pair.step()
-    assert (program.num_captures, program.num_launches) == (3, 0) and not gpu.races
+    assert (program.num_captures, program.num_launches) == (3, 0) and not races_of(gpu)
 
 
 def test_gradients_that_are_in_use_make_a_step_a_loop(gpu: FakeGpu, caplog: pytest.LogCaptureFixture) -> None:
@@ -230,19 +239,40 @@ def test_weights_at_another_address_are_captured_there(gpu: FakeGpu) -> None:
     assert (pair.program.num_captures, pair.program.num_launches) == (2, 0)
 
 
+def races_of(gpu: FakeGpu) -> list[str]:
+    """Return the races on all streams, however they share the device."""
+    return [race for each in gpu.others.values() for race in each.races]
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("units", [16])
+def test_a_plan_with_two_abreast_has_no_narrower_one(gpu: FakeGpu) -> None:
+    """As on a device of two lanes."""
+    pair = Pair(gpu, **{"plan.autotune": True})
+    while not pair.run.tuners:
+        pair.step()
+    variants = pair.run.tuners[0].program.variants
+    assert variants.compilation.plan.num_abreast == 2 and Variant.NARROW not in variants.available
+
+
 def test_variants_take_turns(gpu: FakeGpu) -> None:
-    """The loop first, and then one CUDA graph of Inductor's code, whose turn begins with its capture."""
+    """The loop, one CUDA graph of Inductor's code, whose turn begins with its capture, and plans, narrow first."""
     pair = Pair(gpu, **{"plan.autotune": True})
     while not pair.run.tuners:
         pair.step()
     (tuner,) = pair.run.tuners
     ran = []
-    for _ in range(14):
+    for _ in range(26):
         pair.step()
         ran.append(tuner.current)
-    assert ran == 12 * [Variant.LOOP] + 2 * [Variant.INDUCTOR]
-    assert tuner.program.variants.loaded()[Variant.INDUCTOR].num_replays == 2
-    assert status(pair.run).startswith("measuring: ") and not gpu.races
+    assert ran == 12 * [Variant.LOOP] + 12 * [Variant.INDUCTOR] + 2 * [Variant.NARROW]
+    variants = tuner.program.variants
+    loaded, narrow = variants.loaded(), variants.plan_of(Variant.NARROW).plan
+    assert [loaded[each].num_replays for each in (Variant.INDUCTOR, Variant.NARROW)] == [12, 2]
+    assert (variants.compilation.plan.num_abreast, narrow.num_abreast) == (4, 2)
+    assert loaded[Variant.NARROW].bodies is variants.plan.bodies
+    assert report(pair.run).graphs[0].num_lanes == len({each.lane for each in narrow.assignments})
+    assert status(pair.run).startswith("measuring: ") and not races_of(gpu)
 
 
 @pytest.mark.soak
@@ -258,9 +288,10 @@ def test_what_is_fastest_stays(gpu: FakeGpu) -> None:
         Variant.LOOP,
         Variant.INDUCTOR,
         Variant.PLAN,
+        Variant.NARROW,
         Variant.PRIORITIES,
     }
-    assert tuner.verdict.standings[0].name == tuner.current and not gpu.races
+    assert tuner.verdict.standings[0].name == tuner.current and not races_of(gpu)
     pair.step()
 
 
