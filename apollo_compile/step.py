@@ -263,7 +263,7 @@ class Step:
                 tuner.record(time.perf_counter_ns() - begin)
                 return loss
         begin = time.perf_counter_ns()
-        self._notes.latest = None
+        self._notes.begin_loop(self._num_steps, len(parts))
         loss = self._run_loop(parts, weights)
         graph = self._notes.latest
         if graph is None or key is None:  # micro-batches that are not alike have no program
@@ -333,8 +333,13 @@ class Step:
         assert isinstance(tuner, StepTuner)
         if any(each.graph is not graph for each in noted):
             return None
-        if not tuner.program.takes([each.inputs for each in noted]):
+        given = [each.inputs for each in noted]
+        if not tuner.program.takes(given):
             graph.unlink()
+            return None
+        if differing := tuner.program.find_differing(given):
+            graph.sightings.separate(differing)
+            graph.drop_programs()
             return None
         return noted
 

@@ -64,6 +64,9 @@ class Contract:
 
     static_inputs: frozenset[int] = frozenset()
     """Inputs that AOTAutograd calls static: parameters; in a backward, everything that the forward saved."""
+    settled_inputs: frozenset[int] = frozenset()
+    """Inputs that were where they are in the last steps, although nothing promises it; they are read there until one
+    moves."""
     written_inputs: frozenset[int] | None = frozenset()
     """Inputs that the graph writes to; None where it also writes to something else."""
     user_outputs: frozenset[int] = frozenset()

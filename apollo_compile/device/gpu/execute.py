@@ -5,8 +5,9 @@
 The first runs are launched on the lanes, which also loads code and warms caches. Then the same launches are captured,
 forks and joins included, as one CUDA graph over all lanes, and later runs replay it. A replay uses fixed addresses:
 
-in place    Parameters, inputs that the graph writes to, and, in a backward, tensors that its captured forward saved.
-            They are not copied; a replay requires that their addresses are unchanged.
+in place    Parameters, inputs that the graph writes to, those that stayed where they are in the last steps, and, in a
+            backward, tensors that its captured forward saved. They are not copied; a replay requires that their
+            addresses are unchanged.
 copied in   All other inputs.
 copied out  Outputs that the user sees, who may still read them when the next step overwrites the graph's memory.
 lent        Gradients stay in the graph's memory, and the caller gets views of it, where training releases them before
@@ -117,11 +118,14 @@ class CudaExecutable:
     """At most `MOST_CAPTURES`, the one that was used last first."""
     _sightings: dict[tuple[int, ...], int] = field(default_factory=dict)
     """Number of runs that could not replay, by the addresses of inputs that can be in place; the latest few sets."""
+    _settled: frozenset[int] = field(init=False)
+    """Settled inputs that have not moved yet."""
     _patience: int = 1
     """Number of such runs with the same addresses before one of them is captured."""
 
     def __post_init__(self) -> None:
         """Create the launcher, and what captures it."""
+        self._settled = self.contract.settled_inputs
         functions = [body.function for body in self.bodies]
         self._tuned = {key: body.function for key, body in self.tuned.items()}
         by_lane = segments_by_lane(self.program)
@@ -173,6 +177,7 @@ class CudaExecutable:
             if not self._may_overwrite():
                 return self._launch(inputs)
             if captured is None:
+                self._drop_moved(inputs)
                 in_place = self._find_in_place(inputs)
                 if in_place is not None and (self.only_replays or self.num_launches >= WARMUP_RUNS):
                     captured = self._capture(inputs, in_place)
@@ -284,6 +289,16 @@ class CudaExecutable:
                 return captured
         return None
 
+    def _drop_moved(self, inputs: Sequence[torch.Tensor]) -> None:
+        """Copy in from now on what was read where it was settled, and has moved."""
+        known = self._captures[0].addresses if self._captures else {}
+        moved = {
+            index for index in self._settled if known.get(index, inputs[index].data_ptr()) != inputs[index].data_ptr()
+        }
+        if moved:
+            self._settled -= moved
+            self.release()
+
     def _may_overwrite(self) -> bool:
         """Whether a replay or a rehearsal overwrites nothing that is in use."""
         if self.graph.role is Role.BACKWARD:
@@ -314,7 +329,7 @@ class CudaExecutable:
                 return None
             stable = forward.saved | forward.in_place_storages
             in_place = frozenset(index for index in in_place if storage_address(inputs[index]) in stable)
-        in_place |= self.contract.written_inputs or frozenset()
+        in_place |= self._settled | (self.contract.written_inputs or frozenset())
         addresses = tuple(inputs[index].data_ptr() for index in sorted(in_place))
         before = self._sightings.pop(addresses, 0)
         self._sightings[addresses] = before + 1  # as the latest

@@ -45,7 +45,10 @@ from apollo_compile.session.step.segments import (
     measure_gradients,
     update_parameters,
 )
+from apollo_compile.session.step.sightings import Others
 from apollo_compile.torch_bridge.optimizers import StepInParts
+
+_NO_OTHERS = Others()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,6 +58,10 @@ class StepGraph:
     graph: SegmentGraph
     num_micro_batches: int
     bodies: Sequence[CompiledBody]
+    others: Others
+    """Inputs of the forward that are one input of the step for all micro-batches."""
+    settled: frozenset[int]
+    """Places of the inputs that nothing but the last steps says to stay where they are."""
     written: frozenset[int]
     """Places of the inputs that it writes to."""
 
@@ -67,6 +74,7 @@ def compose_micro_batches(
     optimizer: StepInParts | None = None,
     clip_grad_norm: float | None = None,
     model_parameters: Sequence[torch.Tensor] = (),
+    others: Others = _NO_OTHERS,
 ) -> StepGraph:
     """Return the graph of a step.
 
@@ -77,8 +85,9 @@ def compose_micro_batches(
         optimizer: steps inside the program, module by module; None leaves gradients only.
         clip_grad_norm: largest norm of all gradients together; None does not clip.
         model_parameters: all of the model, in the order in which the squares of their norms are added up.
+        others: which inputs besides the tensors of the model are the same for all micro-batches.
     """
-    wiring = _Wiring(micro, num_micro_batches)
+    wiring = _Wiring(micro, num_micro_batches, others)
     wiring.add_micro_batches()
     wiring.finish_gradients(optimizer, clip_grad_norm, model_parameters)
     graph = compose_step(
@@ -94,6 +103,8 @@ def compose_micro_batches(
         graph=graph,
         num_micro_batches=num_micro_batches,
         bodies=(*micro.forward.bodies, *micro.backward.bodies, *wiring.bodies),
+        others=others,
+        settled=frozenset(places[f"input {place}"] for place in others.settled),
         written=frozenset(places[value] for call in wiring.calls for value in call.writes),
     )
 
@@ -129,9 +140,10 @@ def step_name(name: str, num_micro_batches: int) -> str:
 class _Wiring:
     """Builds the calls of a step, with names for all values that go from one to the other."""
 
-    def __init__(self, micro: Micro, num_micro_batches: int) -> None:
+    def __init__(self, micro: Micro, num_micro_batches: int, others: Others) -> None:
         self._micro = micro
         self._count = num_micro_batches
+        self._shared = others.shared
         forward, backward = micro.forward.graph, micro.backward.graph
         self._groups = group_gradients(backward, list(micro.parameters))
         self.graphs = [forward, backward]
@@ -144,12 +156,21 @@ class _Wiring:
 
     @property
     def inputs(self) -> list[str]:
-        """Names of what the step takes: state, then inputs and weights of the micro-batches."""
-        micro, parts = self._micro, range(self._count)
-        own = [
-            f"input {place}@{part}" for part in parts for place in range(micro.num_inputs) if place not in micro.state
+        """Names of what the step takes: state, inputs that all micro-batches share, those of each, and weights."""
+        micro, parts, shared = self._micro, range(self._count), sorted(self._shared)
+        own = [place for place in range(micro.num_inputs) if place not in micro.state and place not in self._shared]
+        return [
+            *(f"state {place}" for place in micro.state),
+            *(f"input {place}" for place in shared),
+            *(f"input {place}@{part}" for part in parts for place in own),
+            *(f"weight@{part}" for part in parts),
         ]
-        return [*(f"state {place}" for place in micro.state), *own, *(f"weight@{part}" for part in parts)]
+
+    def _name_of_input(self, place: int, part: int) -> str:
+        """Return what an input of the forward of a micro-batch is called."""
+        if place in self._micro.state:
+            return f"state {place}"
+        return f"input {place}" if place in self._shared else f"input {place}@{part}"
 
     def add_micro_batches(self) -> None:
         """Add the forward and the backward of every micro-batch, and the sums of their gradients."""
@@ -194,7 +215,7 @@ class _Wiring:
         micro = self._micro
         forward, backward = self.graphs[:2]
         label = f"@{part}" if self._count > 1 else ""
-        takes = [f"state {p}" if p in micro.state else f"input {p}@{part}" for p in range(micro.num_inputs)]
+        takes = [self._name_of_input(place, part) for place in range(micro.num_inputs)]
         values = dict(zip(names_of(forward, forward.inputs), takes, strict=True))
         self.calls.append(_call(0, micro.forward, Phase.FORWARD, label, takes, values))
         self.losses.append(values[_name(forward, forward.outputs[micro.loss])])

@@ -100,6 +100,10 @@ class Linker:
         name, target = step_name(graph.model.name, num_micro_batches), graph.model.target
         optimizer = self._optimizer_inside(name, micro, is_replayed=not target.is_synchronous)
         parameters = list(self._model.parameters())
+        if optimizer is not None and graph.sightings.is_in(micro.state.values()):
+            raise UnsupportedGraphError(
+                "the loss function reads parameters through other tensors too, while the optimizer writes to them"
+            )
         compose = partial(
             compose_micro_batches,
             num_micro_batches=num_micro_batches,
@@ -107,6 +111,7 @@ class Linker:
             optimizer=optimizer,
             clip_grad_norm=self._clip_grad_norm,
             model_parameters=parameters,
+            others=graph.sightings.others(besides=micro.state),
         )
         step = compose(micro)
         program = link_step(

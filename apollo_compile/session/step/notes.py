@@ -17,6 +17,7 @@ import torch
 
 from apollo_compile.session.model import CompiledModel
 from apollo_compile.session.step.micro_batch import Micro
+from apollo_compile.session.step.sightings import Sightings
 from apollo_compile.session.step.tuning import StepTuner
 
 
@@ -36,6 +37,8 @@ class LossGraph:
     loss_dtype: torch.dtype = torch.float32
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     """Where its loss is."""
+    sightings: Sightings = field(default_factory=Sightings)
+    """What it was given in steps that were loops until programs were linked."""
     is_decided: bool = False
     """Whether it is known whether it can be linked."""
     micro: Micro | None = None
@@ -53,11 +56,15 @@ class LossGraph:
 
     def unlink(self) -> None:
         """Forget its programs, whose parameters are not those of the model any more."""
+        self.drop_programs()
+        self.micro, self.is_decided = None, False
+
+    def drop_programs(self) -> None:
+        """Forget its programs; those that follow are linked of the same forward and backward."""
         for outcome in self.outcomes.values():
             if isinstance(outcome, StepTuner):
                 outcome.program.release()
         self.outcomes.clear()
-        self.micro, self.is_decided = None, False
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +84,11 @@ class Notes:
         self.latest: LossGraph | None = None
         self._owned = owned
         self._noted: list[Noted] | None = None
+        self._step = self._num_parts = 0
+
+    def begin_loop(self, step: int, num_parts: int) -> None:
+        """Note that a step begins as a loop, which has this number among all steps, and so many micro-batches."""
+        self.latest, self._step, self._num_parts = None, step, num_parts
 
     @contextmanager
     def noting(self) -> Iterator[list[Noted]]:
@@ -93,15 +105,25 @@ class Notes:
         if self._noted is None:
             self.latest = graph
             outputs = graph.compiled(*inputs)
-            if not graph.is_decided:
-                graph.inputs = _without_batch(inputs, self._owned())
-                graph.loss_dtype, graph.device = outputs[0].dtype, outputs[0].device
+            if self._num_parts not in graph.outcomes:
+                owned = self._owned()
+                graph.sightings.note(self._step, _tensors_besides(inputs, owned))
+                if not graph.is_decided:
+                    graph.inputs = _without_batch(inputs, owned)
+                    graph.loss_dtype, graph.device = outputs[0].dtype, outputs[0].device
             return outputs
         if graph.micro is None:
             raise NotLinkedError
         loss = torch.full((), torch.nan, dtype=graph.loss_dtype, device=graph.device)
         self._noted.append(Noted(graph, inputs, loss))
         return (loss,)
+
+
+def _tensors_besides(inputs: Sequence[Any], owned: Collection[int]) -> dict[int, torch.Tensor]:
+    """Return tensors that the model does not own, by place."""
+    return {
+        place: value for place, value in enumerate(inputs) if isinstance(value, torch.Tensor) and id(value) not in owned
+    }
 
 
 def _without_batch(inputs: Sequence[Any], owned: Collection[int]) -> tuple[Any, ...]:

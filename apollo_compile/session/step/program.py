@@ -28,6 +28,8 @@ class StepProgram:
     """What it can run: its plan, and its segments in turn."""
     micro: Micro
     num_micro_batches: int
+    shared: Sequence[int]
+    """Inputs of the forward besides the state of the model that all micro-batches share, by place."""
     optimizer: StepInParts | None
     """Steps inside the program; None where it steps afterwards, or there is none."""
     is_clipped: bool
@@ -79,6 +81,17 @@ class StepProgram:
         is_shared = all(a is b for others in shared[1:] for a, b in zip(shared[0], others, strict=True))
         return is_shared and all(inputs[0][place] is parameter for place, parameter in parameters.items())
 
+    def find_differing(self, inputs: Sequence[Sequence[torch.Tensor]]) -> list[int]:
+        """Return places of inputs that should be the same for all micro-batches, and are not."""
+        first, *others = inputs
+        return [
+            place
+            for place in self.shared
+            if any(
+                each[place] is not first[place] and each[place].data_ptr() != first[place].data_ptr() for each in others
+            )
+        ]
+
     def run(
         self, inputs: Sequence[Sequence[torch.Tensor]], weights: Sequence[float]
     ) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
@@ -93,12 +106,12 @@ class StepProgram:
         """
         if isinstance(self.optimizer, ReplayedStep) and self.optimizer.take_outdated():
             self.release()
-        state = self.micro.state
-        own = [tensor for each in inputs for place, tensor in enumerate(each) if place not in state]
+        one = {*self.micro.state, *self.shared}
+        own = [tensor for each in inputs for place, tensor in enumerate(each) if place not in one]
         if not self._tangents or weights != self._weights:
             dtype, device = self.micro.loss_dtype, self.micro.device
             self._weights, self._tangents = weights, [torch.full((), w, dtype=dtype, device=device) for w in weights]
-        given = [*(inputs[0][place] for place in state), *own, *self._tangents]
+        given = [*(inputs[0][place] for place in (*self.micro.state, *self.shared)), *own, *self._tangents]
         variant = self.variants.current
         taken = () if variant in self._copied else [tensor.untyped_storage().data_ptr() for tensor in given]
         # Bodies were traced under autocast if there was any, and lanes know of none.
@@ -126,6 +139,7 @@ def load_step(micro: Micro, step: StepGraph, *, target: Target, config: Config) 
     compilation = plan_step(micro, step, profile=target.profile, config=config)
     contract = Contract(
         static_inputs=frozenset(range(len(micro.state))),
+        settled_inputs=step.settled,
         written_inputs=step.written,
         user_outputs=frozenset(range(step.num_micro_batches)),  # losses; gradients end with the step
         unsafe=micro.forward.contract.unsafe or micro.backward.contract.unsafe,
@@ -203,6 +217,7 @@ def link_step(
         variants=load_step(micro, step, target=target, config=config),
         micro=micro,
         num_micro_batches=step.num_micro_batches,
+        shared=sorted(step.others.shared),
         optimizer=optimizer,
         is_clipped=clip_grad_norm is not None,
         others=[] if clip_grad_norm is None else [each for each in model_parameters if id(each) not in trained],

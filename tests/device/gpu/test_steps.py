@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from apollo_compile.config import Config
+from apollo_compile.device.gpu.gpu import Sharing
 from apollo_compile.device.gpu.target import GpuTarget
 from apollo_compile.device.profile import limit_units
 from apollo_compile.ir import Variant
@@ -53,6 +54,20 @@ def loss_fn(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
     """Return a loss."""
     loss: torch.Tensor = model(batch).square().mean()
     return loss
+
+
+class Teacher:
+    """A loss with weights of another module, which is not trained, and a factor that the test may replace."""
+
+    def __init__(self) -> None:
+        self.model = nn.Linear(8, 8).double().requires_grad_(False)
+        self.others = {"factor": torch.rand(8, dtype=torch.float64)}
+
+    def loss(self, model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        """Return how far the model is from its teacher."""
+        expected = self.model(batch) * self.others["factor"]
+        loss: torch.Tensor = (model(batch) - expected @ expected.T).square().mean()
+        return loss
 
 
 @pytest.fixture
@@ -100,10 +115,12 @@ class Pair:
         *,
         microbatches: int = 1,
         clip: float | None = None,
+        loss: Callable[[nn.Module, torch.Tensor], torch.Tensor] = loss_fn,
         **options: Any,
     ) -> None:
         torch.manual_seed(0)
         gpu.hidden = self._hidden
+        self._loss = loss
         self.eager = Branches().double()
         self.model = copy.deepcopy(self.eager)
         make = optimize or (lambda parameters: None)
@@ -111,7 +128,7 @@ class Pair:
         self._clip, self._count, self._seed = clip, microbatches, 0
         self.run: Step = compile_step(
             self.model,
-            loss_fn,
+            loss,
             self.optimizers[1],
             microbatches=microbatches,
             clip_grad_norm=clip,
@@ -126,7 +143,7 @@ class Pair:
         if optimizer is not None:
             optimizer.zero_grad()
         for part in batch.chunk(self._count):
-            loss = loss_fn(self.eager, part) / self._count
+            loss = self._loss(self.eager, part) / self._count
             loss.backward()
             expected = expected + loss.detach()
         if self._clip is not None:
@@ -242,6 +259,88 @@ def test_weights_at_another_address_are_captured_there(gpu: FakeGpu) -> None:
 def races_of(gpu: FakeGpu) -> list[str]:
     """Return the races on all streams, however they share the device."""
     return [race for each in gpu.others.values() for race in each.races]
+
+
+def copies_in(log: Sequence[tuple[str, ...]]) -> int:
+    """Return how many tensors the first copy takes."""
+    return next(int(entry[1]) for entry in log if entry[0] == "copy")
+
+
+def test_tensors_besides_model_and_batch_are_read_where_they_are(gpu: FakeGpu) -> None:
+    """A replay copies in batches and weights of losses; what moves is copied from then on, once a step."""
+    teacher = Teacher()
+    pair = Pair(gpu, sgd, microbatches=2, loss=teacher.loss)
+    for _ in range(FIRST + 2):
+        pair.step()
+    log = gpu.sharing(Sharing.FREE).log
+
+    def copied_in() -> int:
+        log.clear()
+        pair.step()
+        return copies_in(log)
+
+    program = pair.program
+    assert copied_in() == 4 and (program.num_captures, program.num_launches) == (1, 0)
+    teacher.model.weight.mul_(0.5)
+    pair.step()
+    assert program.num_captures == 1
+    for number in range(3):
+        teacher.others["factor"] = teacher.others["factor"] * 0.9
+        assert copied_in() == 5 or not number, "the first time it is captured"
+    assert (program.num_captures, program.num_launches) == (2, 0)
+    teacher.model.weight.mul_(0.5)
+    pair.step()
+    assert not races_of(gpu)
+
+
+def test_a_tensor_that_micro_batches_share_no_more_is_linked_anew(gpu: FakeGpu) -> None:
+    """The step in which that is found is the loop; the verdict of another program would be of other inputs."""
+    masks: list[torch.Tensor] = []
+    torch.manual_seed(0)
+    eager = Branches().double()
+    model = copy.deepcopy(eager)
+
+    def loss_of(model: nn.Module, part: Sequence[torch.Tensor]) -> torch.Tensor:
+        loss: torch.Tensor = (model(part[0]) * part[1]).square().mean()
+        return loss
+
+    def split(batch: torch.Tensor, count: int) -> Sequence[Any]:
+        return list(zip(batch.chunk(count), masks, strict=True))
+
+    run, log = compile_step(model, loss_of, microbatches=2, split=split, options=PROGRAM), gpu.sharing(Sharing.FREE).log
+    for number in range(FIRST + 6):
+        mask = torch.rand(4, dtype=torch.float64)
+        masks[:] = [mask, mask] if number < FIRST + 2 else [mask, mask.clone() * 2]
+        batch = torch.rand(8, 8, dtype=torch.float64)
+        for each in (model, eager):
+            each.zero_grad()
+        for part in split(batch, 2):
+            (loss_of(eager, part) / 2).backward()
+        log.clear()
+        run(batch)
+        for one, other in zip(model.parameters(), eager.parameters(), strict=True):
+            torch.testing.assert_close(one.grad, other.grad, rtol=1e-7, atol=1e-9)
+        if number == FIRST + 1:
+            assert copies_in(log) == 5, "two batches, two weights, and one mask"
+    assert copies_in(log) == 6 and not races_of(gpu)
+
+
+def test_a_parameter_that_is_also_read_otherwise_is_not_written_beside_it(
+    gpu: FakeGpu, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A step whose optimizer is inside is the loop then."""
+    caplog.set_level(logging.INFO, logger="apollo_compile")
+    model = Branches()
+    alias = model.left[0].weight.detach()
+
+    def loss_of(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = model(batch).square().mean() + alias.square().sum()
+        return loss
+
+    run = compile_step(model, loss_of, sgd(model.parameters()), options=PROGRAM)
+    for _ in range(FIRST + 1):
+        run(torch.rand(8, 8))
+    assert not run.tuners and "reads parameters through other tensors too" in caplog.text
 
 
 @pytest.mark.soak

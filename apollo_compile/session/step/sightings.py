@@ -1,0 +1,82 @@
+"""Which inputs of a loss graph, besides the model's own tensors, are the same for all micro-batches and in all steps.
+
+    Sightings.note(step, tensors)       what one call was given
+    Sightings.others(besides) -> Others places that are shared by all micro-batches, and those that stay where they are
+    Sightings.is_in(tensors)            whether inputs are in memory of the model's own
+
+A teacher's weights or the weights of classes are such inputs: nothing says that they are not part of the batch, but for
+the memory that they are in. Memory is known by its storage and address, since every split makes new tensors, and a new
+batch may be where the last one was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from apollo_compile.torch_bridge.storages import storages_of
+
+FEWEST_STEPS = 3
+"""Steps in a row in which a tensor was where it is, for it to count as one that stays there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Others:
+    """Inputs of the forward besides the tensors of the model, by place."""
+
+    shared: frozenset[int] = frozenset()
+    """The same for all micro-batches of a step."""
+    settled: frozenset[int] = frozenset()
+    """Those of them that were the same in the last steps."""
+
+
+@dataclass(slots=True)
+class _Sighting:
+    storages: frozenset[StorageWeakRef]
+    """Empty for a tensor without storage, which is like no other."""
+    address: int
+    since: int
+    """The step in which it was seen first."""
+    latest: int
+    """The step in which it was seen last."""
+
+
+class Sightings:
+    """What was given for the inputs of a graph, by place."""
+
+    def __init__(self) -> None:
+        self._seen: dict[int, _Sighting] = {}
+        self._differing: set[int] = set()
+        """Places where micro-batches of one step were given different tensors."""
+
+    def note(self, step: int, tensors: Mapping[int, torch.Tensor]) -> None:
+        """Note the inputs of one micro-batch of a step."""
+        for place, tensor in tensors.items():
+            storages = storages_of([tensor])
+            address = tensor.data_ptr() if storages else 0
+            before = self._seen.get(place)
+            if before is not None and storages and (before.storages, before.address) == (storages, address):
+                before.latest = step
+                continue
+            if before is not None and before.latest == step:
+                self._differing.add(place)
+            self._seen[place] = _Sighting(storages, address, step, step)
+
+    def is_in(self, tensors: Iterable[torch.Tensor]) -> bool:
+        """Whether any input was in memory of these tensors when it was seen last."""
+        storages = storages_of(tensors)
+        return any(not storages.isdisjoint(seen.storages) for seen in self._seen.values())
+
+    def separate(self, places: Iterable[int]) -> None:
+        """Let inputs be given for each micro-batch, from now on."""
+        self._differing.update(places)
+
+    def others(self, besides: Collection[int] = ()) -> Others:
+        """Return which inputs are alike, without those at some places."""
+        apart = self._differing.union(besides)
+        shared = {place: seen for place, seen in self._seen.items() if place not in apart}
+        settled = (place for place, seen in shared.items() if seen.latest - seen.since >= FEWEST_STEPS - 1)
+        return Others(shared=frozenset(shared), settled=frozenset(settled))
