@@ -388,11 +388,6 @@ def _kind(fx_node: fx.Node, nodes: list[Node], inputs: tuple[NodeId, ...], devic
 def _check_input(fx_node: fx.Node, device: torch.device) -> None:
     value = fx_node.meta.get("val")
     if isinstance(value, torch.SymInt):
-        if device.type != "cpu":
-            raise UnsupportedGraphError(
-                f"graph input {fx_node.name} is a size: graphs with dynamic shapes run on CPU lanes only; compile with "
-                "dynamic=False to get lanes on a GPU"
-            )
         return
     if not isinstance(value, torch.Tensor):
         raise UnsupportedGraphError(

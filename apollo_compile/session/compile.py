@@ -221,6 +221,10 @@ class GraphCompiler:
         ranks = self._model.ranks
         if not ranks.can_agree:
             raise UnsupportedGraphError("several ranks cannot agree on its plan: their process group has no store")
+        if sizes and not self._model.target.is_synchronous:
+            raise UnsupportedGraphError(
+                "graphs with dynamic shapes run on CPU lanes only; compile with dynamic=False to get lanes on a GPU"
+            )
         if sizes and self._model.config.plan.memory_quota is not None:
             raise UnsupportedGraphError(
                 "a memory quota is kept by plans for known sizes only, and its shapes are dynamic; compile with "

@@ -2,6 +2,7 @@
 
 follow_dimension(tensor, dimension)                         trace with a symbol, unless the code fixes the size
 find_size(graph_module, tensor, dimension)  the symbol, or the expression, that it became
+has_sizes(value)                            whether an input is such a size, or a tensor that has one
 """
 
 from __future__ import annotations
@@ -26,3 +27,10 @@ def find_size(graph_module: fx.GraphModule, tensor: torch.Tensor, dimension: int
             size: int | torch.SymInt = argument.fake_tensor.shape[dimension]
             return size
     return None
+
+
+def has_sizes(value: object) -> bool:
+    """Whether an input of a graph, as it was traced, is a size that changes, or a tensor with such sizes."""
+    if isinstance(value, torch.Tensor):
+        return any(isinstance(size, torch.SymInt) for size in value.shape)
+    return isinstance(value, torch.SymInt)

@@ -631,15 +631,6 @@ def test_bytes_and_work_are_those_of_the_sizes_asked_for() -> None:
     assert one.sizes == ((name, 1),)
 
 
-def test_dynamic_shapes_on_a_gpu_are_refused() -> None:
-    """With the way out."""
-    hand, _, _ = symbolic_hand()
-    hand.graph.output(())
-    graph_module = torch.fx.GraphModule({}, hand.graph)
-    with pytest.raises(UnsupportedGraphError, match=r"^graph input s is a size.*CPU lanes only.*dynamic=False"):
-        capture_graph(graph_module, name="g", role=Role.FORWARD, device=torch.device("cuda", 0))
-
-
 @pytest.mark.parametrize("op", ("input", "compute"))
 def test_another_device_is_refused(op: str) -> None:
     """Lanes are CPU lanes."""

@@ -5,5 +5,6 @@ What follows is in the order of use.
     default.py      may a Dynamo graph be contested?
     challenge.py    what Dynamo calls: the side of the current step
     challenger.py   our side: the graph as one program, and in segments
+    sizes.py        sizes that change: which of them are replayed
     turns.py        which side runs in which step, until it is decided what stays
 """

@@ -71,6 +71,8 @@ class Challenge:
         self.reason = ""
         """Why not all sides were compared."""
         self.variant = Variant.COMPILED
+        """What runs the current step: the side, or torch.compile's code where sizes are rare."""
+        self._side = Variant.COMPILED
         """The side of the current step."""
         self._name = name
         self._incumbent = incumbent
@@ -130,7 +132,7 @@ class Challenge:
         """Return how far it is."""
         if self._sides is not None:
             return State(graph=self._name, stage=Stage.MEASURING, detail=self._contest.progress)
-        parts = [name_of(self.variant)]
+        parts = [name_of(self._side)]
         if self.verdict is not None and len(self.verdict.standings) > 1:
             _, *others = self.verdict.standings
             rival = next((other for other in others if other.name == Variant.COMPILED), others[0])
@@ -145,15 +147,21 @@ class Challenge:
         if challenger.failure is not None:
             self._give_up(challenger.failure)
             return
-        if self._sides is None and not self._is_for_step:
+        takes = challenger.sizes.admit(arguments)
+        if self._sides is None and not self._is_for_step and not challenger.sizes.change:
             self._watch_step()
-        if self._sides is None:
-            return
+        if self._sides is not None:
+            self._decide(challenger, self._sides, arguments)
+        if self._challenger is not None:
+            self._use(challenger, self._side if takes else Variant.COMPILED)
+
+    def _decide(self, challenger: Challenger, sides: Sides, arguments: Sequence[Any]) -> None:
+        """Set the side of the step that begins, while something is being decided."""
         self._contest.note_step()
         self._contest.arguments = arguments
         try:
-            side = next(self._sides, None)
-            self._use(challenger, self._contest.champion if side is None else side)
+            side = next(sides, None)
+            self._side = self._contest.champion if side is None else side
             if side is None:
                 self._settle(challenger)
         except Exception as error:
@@ -188,7 +196,7 @@ class Challenge:
             _logger.info("%s: chosen by measuring: %s%s", self._name, verdict, why)
             self._tell(Choice(verdict=verdict, reason=self.reason))
         self._num_unwatched = WATCH_EVERY
-        if self.variant is not Variant.COMPILED:
+        if self._side is not Variant.COMPILED:
             challenger.prove()
 
     def _watch_step(self) -> None:
@@ -230,7 +238,8 @@ class Challenge:
 
     def _end(self, why: str, level: int) -> None:
         """Run torch.compile's code from now on, for good."""
-        self.reason, self.verdict, self.variant = why, None, Variant.COMPILED
+        self.reason, self.verdict = why, None
+        self.variant = self._side = Variant.COMPILED
         challenger, self._challenger, self._sides = self._challenger, None, None
         self._contest.leave()
         if challenger is not None:

@@ -32,10 +32,12 @@ from apollo_compile.pipeline import Compilation, plan_partition
 from apollo_compile.progress import Progress
 from apollo_compile.reports.summary import critical_path
 from apollo_compile.session.bodies import compile_code
+from apollo_compile.session.contest.sizes import SizedWhole, StepSizes, without_numbers
 from apollo_compile.session.graph import COMPILE_NS_PER_OPERATOR, CompiledGraph
 from apollo_compile.session.model import CompiledModel
 from apollo_compile.session.planning import log_summary, plan_graph, role_of
 from apollo_compile.torch_bridge.aot_graph import clone_graph
+from apollo_compile.torch_bridge.dynamic_sizes import has_sizes
 from apollo_compile.torch_bridge.frontend import compile_with_inductor
 from apollo_compile.torch_bridge.interpret import interpret_whole
 from apollo_compile.torch_bridge.kept_graph import KeptGraph
@@ -60,7 +62,7 @@ class RivalGraph:
     plain: Run
     """As Inductor compiled it, without a CUDA graph."""
     whole: Runnable
-    """The same as one CUDA graph."""
+    """The same as one CUDA graph, or one for each set of sizes."""
     fail: Callable[[Exception], None]
     """Told what failed in a run, which ends all runs."""
     fail_on_lanes: Callable[[Exception], None]
@@ -159,6 +161,17 @@ class Challenger:
     """Why there are no lanes."""
     variant: Variant | None = None
     """The current variant."""
+    sizes: StepSizes = field(init=False)
+    """Which steps our sides may run."""
+
+    def __post_init__(self) -> None:
+        """Note which arguments have sizes that change."""
+        self.sizes = StepSizes(() if self.kept is None else self.kept.sized)
+
+    @property
+    def num_cold_runs(self) -> int:
+        """Runs of CUDA graphs of some sizes before they were replayed; 0 where sizes do not change."""
+        return sum(graph.whole.num_cold_runs for graph in self.graphs if isinstance(graph.whole, SizedWhole))
 
     @property
     def compile_share(self) -> float:
@@ -212,7 +225,7 @@ class Challenger:
         traced = take_graph(graph_module, example_inputs, kwargs)
         _check_capturable(traced, name)
         compilation = plan_graph(
-            graph_module,
+            traced.graph_module,
             name=name,
             role=role,
             profile=target.profile,
@@ -229,12 +242,27 @@ class Challenger:
             traced=traced,
             compilation=compilation,
             plain=plain,
-            whole=target.load_whole(compilation, Code(bodies=(), contract=traced.contract), plain),
+            whole=self._load_whole(traced, compilation, plain),
             fail=self.fail,
             fail_on_lanes=self.fail_on_lanes,
         )
         self.graphs.append(graph)
         return graph, None
+
+    def _load_whole(self, traced: TracedGraph, compilation: Compilation, plain: Run) -> Runnable:
+        """Return the whole graph as a CUDA graph, or as one for each set of sizes."""
+        target, boundary = self.model.target, traced.boundary
+        if boundary is None:
+            return target.load_whole(compilation, Code(bodies=(), contract=traced.contract), plain)
+        graph, contract = without_numbers(compilation.partition.graph, traced.contract, boundary)
+        fixed = replace(compilation, partition=replace(compilation.partition, graph=graph))
+        code = Code(bodies=(), contract=contract)
+        sized = [
+            place
+            for place, node in enumerate(traced.graph_module.graph.find_nodes(op="placeholder"))
+            if place not in boundary.numbers and has_sizes(node.meta["val"])
+        ]
+        return SizedWhole(boundary, sized, plain, partial(target.load_whole, fixed, code))
 
     def fail(self, error: Exception) -> None:
         """Give up after an error in a run, and release all memory.
@@ -266,6 +294,8 @@ class Challenger:
 
         That is a matter of the forward: in every backward, gradients of weights are independent of all else.
         """
+        if self.sizes.change:
+            return "lanes are for sizes that do not change"
         first = self.graphs[0].compilation
         fastest = [min(mode.duration_ns for mode in modes) for modes in first.costs.modes]
         chain_ns = critical_path(first.partition.graph, fastest)
@@ -361,8 +391,8 @@ def _check_capturable(traced: TracedGraph, name: str) -> None:
         raise UnsupportedGraphError(f"{name} has {traced.contract.unsafe}, which no CUDA graph may hold")
     if traced.contract.written_inputs is None:
         raise UnsupportedGraphError(f"{name} writes to other tensors than its inputs")
-    if traced.boundary is not None:
-        raise UnsupportedGraphError(f"{name} takes or returns numbers, which a CUDA graph would not see change")
+    if traced.boundary is not None and traced.boundary.objects:
+        raise UnsupportedGraphError(f"{name} takes objects besides tensors and sizes")
 
 
 def _cheap(planner: str) -> Any:

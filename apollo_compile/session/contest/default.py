@@ -39,12 +39,15 @@ def compile_with_challenger(
         compile_plainly: compiles it as torch.compile does.
     """
     reason = reason_without_challenger(model, graph_module, example_inputs)
+    is_replayed = replays_cuda_graphs(settings)
+    if reason is None and is_replayed and has_numbers(example_inputs):
+        reason = "its sizes change, and its mode makes CUDA graphs for each of them"
     if reason is not None:
         model.fall_back(Fallback(reason=reason))
         return compile_plainly(graph_module, example_inputs)
     with with_settings(settings):
         known = None if model.is_for_step else model.warm_start.recall_choice(graph_module, example_inputs)
-    kept = KeptGraph(graph_module)
+    kept = KeptGraph(graph_module, example_inputs)
     begin = model.clock()
     incumbent = compile_plainly(graph_module, example_inputs)
     model.challenge = challenge = Challenge(
@@ -53,7 +56,7 @@ def compile_with_challenger(
         Challenger(model, settings, kept),
         model.target,
         compile_ns=model.clock() - begin,
-        is_replayed=replays_cuda_graphs(settings),
+        is_replayed=is_replayed,
         tell=model.warm_start.keep_choice,
         known=known,
         is_strict=model.config.debug.strict,
@@ -61,6 +64,11 @@ def compile_with_challenger(
         clock=model.clock,
     )
     return incumbent if challenge.is_over else lambda *arguments: challenge(*arguments)
+
+
+def has_numbers(example_inputs: Sequence[Any]) -> bool:
+    """Whether a Dynamo graph takes numbers: sizes that change."""
+    return any(not isinstance(item, torch.Tensor) for item in example_inputs)
 
 
 def reason_without_challenger(
@@ -74,8 +82,10 @@ def reason_without_challenger(
         return (
             "several ranks run it, which would each measure something else; 'device.cuda_lanes' True tries lanes there"
         )
-    if any(not isinstance(item, torch.Tensor) for item in example_inputs):
-        return "it has inputs that are no tensors, such as sizes that change; dynamic=False makes those constants"
+    if any(not isinstance(item, torch.Tensor | torch.SymInt) for item in example_inputs):
+        return "it has inputs that are neither tensors nor sizes"
+    if model.is_for_step and has_numbers(example_inputs):
+        return "its sizes change, and a whole step is for one size; dynamic=False makes them constants"
     if elsewhere:
         return f"it has tensors on {', '.join(sorted(map(str, elsewhere)))}, and others on {device}"
     if unsafe is not None:

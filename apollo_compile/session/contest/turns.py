@@ -16,8 +16,9 @@
 What is measured is what the user feels: the time from the beginning of one step to that of a later one, with the
 optimizer, the loader and all other graphs in it. It is taken over the steps of a turn, and the device is waited for at
 its borders only: without that, work that one side left in the queue would be timed as the other side's, and with a wait
-in every step nothing would overlap. A rival has to be ahead by more than `RULES.tie`; if it is not after the first
-rounds, the comparison ends. Since each step contains all graphs, one graph of the process is compared at a time.
+in every step nothing would overlap. Where sizes change, times are for as many elements of those inputs. A rival has to
+be ahead by more than `RULES.tie`; if it is not after the first rounds, the comparison ends. Since each step contains
+all graphs, one graph of the process is compared at a time.
 """
 
 from __future__ import annotations
@@ -44,6 +45,9 @@ RULES = replace(IN_TURNS, is_first_kept=True)
 
 WARM_STEPS = 4
 """Steps of a side before it is compared: two that launch, one that captures, and a replay."""
+
+MOST_WARM_STEPS = 100
+"""Where sizes change, steps after which a side is compared although it is still captured for new ones."""
 
 LATE_NS = 60_000_000_000
 """A contest whose graph was not called for so long does not keep other graphs from being compared."""
@@ -124,6 +128,10 @@ class Contest:
         yield from self._begin()
         self._began_ns = self._clock()
         yield from self._wait_for(max(self._compile_ns, challenger.prepare_ns), "one CUDA graph of it")
+        while not challenger.sizes.are_known:
+            yield self.champion
+        if challenger.sizes.are_rare:
+            raise UnsupportedGraphError("its sizes seldom come again, and a CUDA graph is for one set of sizes")
         self._prepare()
         self.reason = challenger.reason_without_lanes() or ""
         if not self._is_replayed:
@@ -229,8 +237,13 @@ class Contest:
     def _warm_up(self, variant: Variant) -> Sides:
         """Run a side untimed, so that it is captured."""
         self._doing = f"{name_of(variant)} is captured"
-        for _ in range(WARM_STEPS):
+        num_warm, num_cold = 0, self._challenger.num_cold_runs
+        for _ in range(MOST_WARM_STEPS):
             yield variant
+            before, num_cold = num_cold, self._challenger.num_cold_runs
+            num_warm = num_warm + 1 if num_cold == before else 0
+            if num_warm == WARM_STEPS:
+                return
 
     def _compare(self, rival: Variant) -> Sides:
         """Let the champion and a rival take turns; the winner is the champion afterwards."""
@@ -239,13 +252,16 @@ class Contest:
         sides = {name_of(variant): (variant,) for variant in (self.champion, rival)}
         holding = self._results.hold(sides, name_of(self.champion))
         self._comparison = comparison = next(holding)
-        begin = 0
+        begin = num_elements = 0
+        usual = 0.0  # elements of a step
         while (side := comparison.begin_step()) is not None:
             if comparison.num_timed == 1:
-                begin = self._target.now_ns()
+                begin, num_elements = self._target.now_ns(), 0
+            num_elements += self._challenger.sizes.num_elements(self.arguments)
             yield side[0]
             if comparison.is_in_last_step:
-                comparison.record(0, (self._target.now_ns() - begin) // comparison.num_timed)
+                usual = usual or num_elements / comparison.num_timed
+                comparison.record(0, round((self._target.now_ns() - begin) * usual / num_elements))
         self._comparison = None
         (self.champion,) = self._results.selections[_end_of(holding)]
         self._challenger.keep(() if self.champion is Variant.COMPILED else (self.champion,))

@@ -101,7 +101,13 @@ class Default:
     """A backend as `apollo` is with default options, with tensors on the CPU and lanes on the stand-in."""
 
     def __init__(
-        self, gpu: FakeGpu | None = None, *, found: str | None = None, ranks: Ranks | None = None, **options: Any
+        self,
+        gpu: FakeGpu | None = None,
+        *,
+        found: str | None = None,
+        ranks: Ranks | None = None,
+        is_for_step: bool = False,
+        **options: Any,
     ) -> None:
         torch._dynamo.reset()
         torch.manual_seed(0)
@@ -110,6 +116,7 @@ class Default:
         self.models: list[CompiledModel] = []
         self._found = found
         self._ranks = ranks or Ranks(None)
+        self._is_for_step = is_for_step
         quick = {"plan.planner": "greedy", "partition.granularity": "module", "runtime.bodies": "eager"}
         self._config = load_config({**quick, **options})
 
@@ -122,6 +129,7 @@ class Default:
             storages=storages_of(traced_tensors(graph_module, example_inputs)),
             ranks=self._ranks,
             clock=self.clock,
+            is_for_step=self._is_for_step,
         )
         self.models.append(model)
         compiled = GraphCompiler(model, {}).compile(graph_module, example_inputs)
@@ -425,7 +433,7 @@ class Hiding(nn.Module):
     ("problem", "reason"),
     [
         ("ranks", "several ranks run it"),
-        ("size", "it has inputs that are no tensors"),
+        ("step", "its sizes change, and a whole step is for one size"),
         ("capture", "it is compiled inside of a CUDA graph that the user captures"),
         ("fixed", "deterministic algorithms are on"),
         ("off", "the options leave nothing to compare"),
@@ -437,12 +445,14 @@ def test_what_is_not_eligible_is_torch_compile_with_one_line(
 ) -> None:
     """Its very function, with no WARNING."""
     ranks = Ranks(dist.HashStore()) if problem == "ranks" else None
-    default = Default(ranks=ranks, **({"plan.autotune": False} if problem == "off" else {}))
+    default = Default(
+        ranks=ranks, is_for_step=problem == "step", **({"plan.autotune": False} if problem == "off" else {})
+    )
     default.gpu.is_captured_by_user = problem == "capture"
     torch.use_deterministic_algorithms(problem == "fixed")
     try:
         function = _with_operator if problem == "operator" else _with_size
-        run = torch.compile(function, backend=default, dynamic=problem == "size")
+        run = torch.compile(function, backend=default, dynamic=problem == "step")
         torch.testing.assert_close(run(torch.ones(3), 5), torch.full((3,), 5.0))
     finally:
         torch.use_deterministic_algorithms(False)
