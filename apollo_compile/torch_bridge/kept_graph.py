@@ -48,8 +48,12 @@ class KeptGraph:
         return len(self._copied.graph.nodes)
 
     @contextlib.contextmanager
-    def compiling(self, arguments: Sequence[Any]) -> Iterator[tuple[fx.GraphModule, list[Any]]]:
+    def compiling(
+        self, arguments: Sequence[Any], moved: Sequence[int] = ()
+    ) -> Iterator[tuple[fx.GraphModule, list[Any]]]:
         """Yield the copy, which a compile may change, and fake tensors like `arguments`, which have its shapes.
+
+        Arguments at the `moved` positions are on another device than those that it was traced with.
 
         To be entered once, within a call of the compiled function: Dynamo's guards ensure that grad mode and autocast
         are those that the graph was traced under. Sizes that change are the symbols of Dynamo's trace.
@@ -68,6 +72,8 @@ class KeptGraph:
             traced = detect_fake_mode(fakes)
             assert traced is not None, "symbols are sizes of fake tensors"
             fake_mode = traced
+            for place in moved:
+                fakes[place] = fake_mode.from_tensor(arguments[place], static_shapes=True)
         try:
             with (
                 dynamo_lock,

@@ -39,6 +39,7 @@ from apollo_compile.session.planning import log_summary, plan_graph, role_of
 from apollo_compile.torch_bridge.aot_graph import clone_graph
 from apollo_compile.torch_bridge.dynamic_sizes import has_sizes
 from apollo_compile.torch_bridge.frontend import compile_with_inductor
+from apollo_compile.torch_bridge.host_scalars import scalars_on, with_scalars_on
 from apollo_compile.torch_bridge.interpret import interpret_whole
 from apollo_compile.torch_bridge.kept_graph import KeptGraph
 from apollo_compile.torch_bridge.layouts import report_output_strides
@@ -151,6 +152,8 @@ class Challenger:
     """Inductor's."""
     kept: KeptGraph | None
     """The Dynamo graph, until it is compiled."""
+    scalars: Sequence[int] = ()
+    """Positions of the arguments that are numbers on the host, which our sides take on the device."""
     graphs: list[RivalGraph] = field(default_factory=list)
     """Forward before backward."""
     run: Callable[..., Any] = field(init=False, default_factory=lambda: _not_compiled)
@@ -197,14 +200,15 @@ class Challenger:
         """
         assert self.kept is not None
         kept, self.kept = self.kept, None
-        config = self.model.config
+        config, device = self.model.config, self.model.target.device
+        arguments = scalars_on(device, self.scalars, arguments)
         with (
             Progress(f"compiling {self.model.name} again") as progress,
-            kept.compiling(arguments) as (graph_module, fakes),
+            kept.compiling(arguments, moved=self.scalars) as (graph_module, fakes),
             with_settings(self.settings),
         ):
             progress.at("to be compared with torch.compile,")
-            self.run = compile_with_inductor(
+            compiled = compile_with_inductor(
                 graph_module,
                 fakes,
                 self._compile_graph,
@@ -213,6 +217,8 @@ class Challenger:
                 backward_at_once=True,
                 settings=self.settings,
             )
+        self._check_scalars(len(arguments))
+        self.run = with_scalars_on(device, self.scalars, compiled)
         self.graphs.sort(key=lambda graph: graph.compilation.capture.role is Role.BACKWARD)
         self.model.unprofitable[:] = [graph.compilation for graph in self.graphs]  # until a plan runs
         self.use(Variant.INDUCTOR)
@@ -248,6 +254,20 @@ class Challenger:
         )
         self.graphs.append(graph)
         return graph, None
+
+    def _check_scalars(self, num_arguments: int) -> None:
+        """Check that the graph writes to no number on the host, of which our sides would change a copy.
+
+        Raises:
+            UnsupportedGraphError: it does, or may do.
+        """
+        for graph in self.graphs if self.scalars else ():
+            if graph.compilation.capture.role is Role.BACKWARD:
+                continue
+            written = graph.traced.contract.written_inputs or frozenset()
+            are_in_order = len(graph.compilation.partition.graph.inputs) == num_arguments
+            if not written.isdisjoint(self.scalars) or (written and not are_in_order):
+                raise UnsupportedGraphError(f"{self.model.name} may write to a number on the host")
 
     def _load_whole(self, traced: TracedGraph, compilation: Compilation, plain: Run) -> Runnable:
         """Return the whole graph as a CUDA graph, or as one for each set of sizes."""

@@ -18,6 +18,7 @@ from apollo_compile.session.model import CompiledModel
 from apollo_compile.session.planning import Fallback
 from apollo_compile.session.warm_start import are_numbers_fixed, may_be_compared
 from apollo_compile.torch_bridge.cuda_private import find_uncapturable
+from apollo_compile.torch_bridge.host_scalars import find_host_scalars, returns_elsewhere
 from apollo_compile.torch_bridge.kept_graph import KeptGraph
 from apollo_compile.torch_bridge.settings import replays_cuda_graphs, with_settings
 
@@ -48,12 +49,13 @@ def compile_with_challenger(
     with with_settings(settings):
         known = None if model.is_for_step else model.warm_start.recall_choice(graph_module, example_inputs)
     kept = KeptGraph(graph_module, example_inputs)
+    scalars = find_host_scalars(example_inputs, model.target.device)
     begin = model.clock()
     incumbent = compile_plainly(graph_module, example_inputs)
     model.challenge = challenge = Challenge(
         model.name,
         incumbent,
-        Challenger(model, settings, kept),
+        Challenger(model, settings, kept, scalars),
         model.target,
         compile_ns=model.clock() - begin,
         is_replayed=is_replayed,
@@ -77,7 +79,9 @@ def reason_without_challenger(
     """Return why nothing of ours may run a Dynamo graph on a GPU; None if something may."""
     config, device = model.config, model.target.device
     unsafe = find_uncapturable(graph_module)
-    elsewhere = {item.device for item in example_inputs if isinstance(item, torch.Tensor)} - {device}
+    scalars = () if model.is_for_step else find_host_scalars(example_inputs, device)
+    others = [item for place, item in enumerate(example_inputs) if place not in scalars]
+    elsewhere = {item.device for item in others if isinstance(item, torch.Tensor)} - {device}
     if not model.ranks.is_alone:
         return (
             "several ranks run it, which would each measure something else; 'device.cuda_lanes' True tries lanes there"
@@ -88,6 +92,8 @@ def reason_without_challenger(
         return "its sizes change, and a whole step is for one size; dynamic=False makes them constants"
     if elsewhere:
         return f"it has tensors on {', '.join(sorted(map(str, elsewhere)))}, and others on {device}"
+    if scalars and returns_elsewhere(graph_module, device):
+        return "it takes numbers on the host, and returns tensors there"
     if unsafe is not None:
         return f"it has {unsafe}, which no CUDA graph may hold"
     if model.target.is_capturing():
