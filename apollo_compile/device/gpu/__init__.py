@@ -14,6 +14,7 @@
     calibrate.py measures lanes of every size -> DeviceProfile
     discover.py  the profile of a GPU: measured, or from the data sheet of an H200
     quota.py     checks the bytes of every lane against its quota
+    ledger.py    where the memory of a CUDA graph goes
     census_kernel.py  a kernel that records on which SMs it runs
     examine.py   checks by experiment what this GPU, driver and torch can do for lanes
 

@@ -12,7 +12,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -20,7 +20,7 @@ import torch
 from apollo_compile.device.gpu.gpu import Gpu, Recording, Stream
 from apollo_compile.device.gpu.quota import LaneMemory
 from apollo_compile.errors import UnsupportedGraphError
-from apollo_compile.ir import Role, Variant
+from apollo_compile.ir import LaneId, Role, Variant
 from apollo_compile.torch_bridge.storages import Places, count_uses, storage_handles
 
 
@@ -39,6 +39,10 @@ class Captured:
     """Storage addresses of the inputs in place."""
     kept: KeptOutputs
     memory: tuple[LaneMemory, ...]
+    streams: Mapping[LaneId, Stream] = field(default_factory=dict)
+    """Streams of the capture by lane; that of lane 0 is the one on which it began."""
+    stream_of: Mapping[int, Stream] = field(default_factory=dict)
+    """The stream whose memory each output is in, by storage address."""
     variant: Variant | None = None
     """The variant of the model that it is of; a backward reads what a forward of the same variant saved."""
     forward: Captured | None = None

@@ -73,12 +73,14 @@ class Capturer:
         made: list[torch.Tensor | None] = []
         given: set[StorageWeakRef] = set()
         streams: dict[int, Stream] = {}
+        by_lane = dict(self.launcher.streams)
 
         def note(stream: Stream, outputs: Sequence[torch.Tensor]) -> None:
             for output in outputs:
                 streams.setdefault(storage_address(output), stream)  # memory of a pool stays with its stream
 
         def work(origin: Stream) -> None:
+            by_lane[LaneId(0)] = origin
             arguments = [slots.get(index, tensor) for index, tensor in enumerate(inputs)]
             releases = self._take_over(forward, arguments, origin)
             given.update(storages_of(arguments))  # by identity: what is made may be where released inputs were
@@ -117,6 +119,8 @@ class Capturer:
             in_place_storages=in_place_storages,
             kept=kept,
             memory=memory,
+            streams=by_lane,
+            stream_of={place: streams[place] for place in map(storage_address, owned.values())},
             variant=self.variant,
             forward=forward,
         )
