@@ -15,7 +15,8 @@ from apollo_compile.session.autotune import Autotuner
 from apollo_compile.session.comparison import MAX_ROUNDS, MIN_ROUNDS, STEPS_PER_TURN
 from apollo_compile.session.drift import DRIFT_STEPS, WATCH_EVERY
 
-SERIAL, LISTED, PLAN, STREAMS, PRIORITIES, OVERLAPPING, INDUCTOR, *_ = Variant
+SERIAL, LISTED, PLAN, INDUCTOR = Variant.SERIAL, Variant.LISTED, Variant.PLAN, Variant.INDUCTOR
+STREAMS, PRIORITIES, OVERLAPPING = Variant.STREAMS, Variant.PRIORITIES, Variant.OVERLAPPING
 
 ENOUGH = 5 * MAX_ROUNDS * STEPS_PER_TURN * 3
 """Steps in which every comparison ends."""
