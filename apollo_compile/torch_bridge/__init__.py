@@ -4,7 +4,8 @@
     dynamo_graph    graphs before AOTAutograd                                         graph_breaks
     traced          graphs after it, with boundary and contract                       aot_graph, boundary, layouts
     traced_backward backwards inside Dynamo's graphs
-    bodies          pieces of a graph, compiled for lanes                             cpp_wrapper, onednn
+    bodies          pieces of a graph, compiled for lanes                             cpp_wrapper, onednn,
+                                                                                      random_numbers
     whole           whole graphs, compiled as by Inductor alone
     interpret       bodies and whole graphs, run without a compiler
     compile_scope   settings and locks while Inductor compiles                        cxx_compiler, overrides

@@ -32,6 +32,7 @@ from torch._guards import TracingContext
 
 from apollo_compile.errors import UnsupportedGraphError
 from apollo_compile.torch_bridge.cpp_wrapper import lane_wrapper
+from apollo_compile.torch_bridge.random_numbers import numbers_at_once
 from apollo_compile.torch_bridge.upstream_bugs.scatter_addresses import fixed_scatters
 
 _lock = threading.RLock()
@@ -88,6 +89,7 @@ def as_piece(units: int | None = None) -> Iterator[None]:
             metadata.bw_donated_idxs = None
         with (
             fixed_scatters(),
+            numbers_at_once(),
             torch.compiler.config.patch(cache_key_tag=tag),  # type: ignore[attr-defined]
             functorch_config.patch(bundled_autograd_cache=False),
             inductor_config.patch({} if units is None else {"autotune_local_cache": False}),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from apollo_compile.torch_bridge.aot_cache import OUTPUT_CODE
 from apollo_compile.torch_bridge.cpp_wrapper import KNOWN_SIGNATURES
+from apollo_compile.torch_bridge.random_numbers import RAND
 from apollo_compile.torch_bridge.signatures import check_signatures
 from apollo_compile.torch_bridge.upstream_bugs.scatter_addresses import STORE
 
@@ -14,4 +15,4 @@ def check_overrides() -> None:
     Raises:
         UnsupportedGraphError: a method is missing, or has another signature.
     """
-    check_signatures({**KNOWN_SIGNATURES, **OUTPUT_CODE, **STORE})
+    check_signatures({**KNOWN_SIGNATURES, **OUTPUT_CODE, **STORE, **RAND})
