@@ -273,7 +273,7 @@ def train_tensor_parallel_comparison(rank: int, folder: Path) -> Result:
     """Variants of layers that are split compete; afterwards one rank runs its plans, and the other Inductor's code."""
     alone, model = _twice(Towers)
     _split_layers(model)
-    result, run = _hold_comparison(model, model, inputs(0), {"runtime.bodies": "eager"})
+    result, run = _hold_comparison(model, model, inputs(0))
     replicated = {n: v.to_local().clone() for n, v in model.state_dict().items() if v.placements[0].is_replicate()}
     (entry,) = registry.find_models(model)
     for graph in entry.graphs:
