@@ -18,8 +18,8 @@ from apollo_compile.device.cpu.execute import Executable, core_share, keep_memor
 from apollo_compile.device.cpu.machine import machine_fingerprint
 from apollo_compile.device.cpu.matmul_libraries import libraries_in
 from apollo_compile.device.profile import DeviceProfile
-from apollo_compile.device.target import Code, Run
-from apollo_compile.ir import Lane, LaneId, Observations, Trace, Variant
+from apollo_compile.device.target import Code, Run, Unsegmented
+from apollo_compile.ir import Lane, Variant
 from apollo_compile.json_form import to_json
 from apollo_compile.pipeline import Compilation
 from apollo_compile.store.profiles import cached_profile_path, inspect_profile
@@ -115,24 +115,12 @@ class CpuTarget:
         return [to_json(machine_fingerprint(units)), [topology, torch.get_num_threads()]]
 
 
-class CalledWhole:
+class CalledWhole(Unsegmented):
     """A graph that Inductor compiled, run by the calling thread."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
         self.num_runs = 0
-
-    def trace(self) -> Trace:
-        """Return no spans: there are no segments."""
-        return Trace(spans=(), duration_ns=0)
-
-    def measure(self, inputs: Sequence[torch.Tensor]) -> Observations | None:
-        """Return None: there are no bodies."""
-        return None
-
-    def lane_bytes(self) -> Mapping[LaneId, int]:
-        """Return an empty mapping: lanes are not used."""
-        return {}
 
     def release(self) -> None:
         """Do nothing: no memory is held."""

@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 
-from apollo_compile.device.target import Contract, Run, Runnable
-from apollo_compile.ir import LaneId, Observations, SegmentGraph, Trace
+from apollo_compile.device.target import Contract, Run, Runnable, Unsegmented
+from apollo_compile.ir import SegmentGraph
 from apollo_compile.torch_bridge.boundary import Boundary
 
 MOST_SIZES = 8
@@ -115,7 +115,7 @@ class StepSizes:
         return max(1, sum(value.numel() for value in values if isinstance(value, torch.Tensor)))
 
 
-class SizedWhole:
+class SizedWhole(Unsegmented):
     """A whole graph as one program for each set of sizes.
 
     Arguments:
@@ -160,18 +160,6 @@ class SizedWhole:
             self._num_forgotten += oldest.num_runs
             oldest.release()
         return program
-
-    def trace(self) -> Trace:
-        """Return no spans."""
-        return Trace(spans=(), duration_ns=0)
-
-    def measure(self, inputs: Sequence[torch.Tensor]) -> Observations | None:
-        """Return nothing: there are no segments for it to be compared with."""
-        return None
-
-    def lane_bytes(self) -> Mapping[LaneId, int]:
-        """Return nothing: there is one lane, the caller's stream."""
-        return {}
 
     def release(self) -> None:
         """Release the CUDA graphs of all sizes."""
