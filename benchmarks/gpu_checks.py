@@ -39,6 +39,7 @@ from apollo_compile.json_form import to_json
 from apollo_compile.store.profiles import load_profile
 from apollo_compile.torch_bridge.bodies import compile_bodies
 from apollo_compile.units import format_bytes, format_ns
+from benchmarks.gpu_step_checks import sizes_and_numbers_may_change, steps_are_those_of_the_loop
 from benchmarks.gpu_training_checks import (
     backwards_have_the_masks_of_their_forwards,
     kernels_of_a_model_are_in_their_lanes,
@@ -534,6 +535,8 @@ UNTIMED_CHECKS: Mapping[str, Check] = {
     "T5 slopes": backwards_have_the_masks_of_their_forwards,
     "T5 random numbers": masks_are_right_under_replay,
     "T4 races": replays_do_not_race,
+    "T14 whole steps": steps_are_those_of_the_loop,
+    "T15 sizes and numbers": sizes_and_numbers_may_change,
     "T7 training": training_is_as_in_eager,
     "T5 T7 dropout": masks_are_those_of_inductor,
     "T2 kernels of a model": kernels_of_a_model_are_in_their_lanes,
@@ -558,7 +561,7 @@ CHECKS: Mapping[str, Check] = {**QUICK_CHECKS, **UNTIMED_CHECKS, **TIMED_CHECKS}
 
 THOROUGH_CHECKS: Mapping[str, Check] = {
     **CHECKS,
-    "T4 races": partial(replays_do_not_race, names=tuple(SHAPES), count=1000),
+    "T4 races in all workloads": partial(replays_do_not_race, names=tuple(SHAPES), count=1000),
     "T9 persistent grids": persistent_grids_follow_their_quota,
 }
 """The same, with a thousand replays of every workload, and what takes Inductor minutes to tune."""

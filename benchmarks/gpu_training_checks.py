@@ -129,7 +129,7 @@ _Call = Callable[[dict[str, torch.Tensor]], torch.Tensor]
 def _retain_graph(model: nn.Module, call: _Call, inputs: dict[str, torch.Tensor]) -> list[torch.Tensor]:
     """Go through a graph twice."""
     model.zero_grad(set_to_none=True)
-    with _without_tf32():
+    with without_tf32():
         loss = call(inputs)
         loss.backward(retain_graph=True)
         loss.backward()
@@ -139,7 +139,7 @@ def _retain_graph(model: nn.Module, call: _Call, inputs: dict[str, torch.Tensor]
 def _accumulate(model: nn.Module, call: _Call, inputs: dict[str, torch.Tensor]) -> list[torch.Tensor]:
     """Add up three backwards, the last two with an inference between them."""
     model.zero_grad(set_to_none=True)
-    with _without_tf32():
+    with without_tf32():
         for _ in range(3):
             call(inputs).backward()
             with torch.no_grad():
@@ -150,7 +150,7 @@ def _accumulate(model: nn.Module, call: _Call, inputs: dict[str, torch.Tensor]) 
 def _two_forwards(model: nn.Module, call: _Call, inputs: dict[str, torch.Tensor]) -> list[torch.Tensor]:
     """Take both forwards before the backwards."""
     model.zero_grad(set_to_none=True)
-    with _without_tf32():
+    with without_tf32():
         first, second = call(inputs), call({name: each.flip(0) for name, each in inputs.items()})
         first.backward()
         second.backward()
@@ -159,7 +159,7 @@ def _two_forwards(model: nn.Module, call: _Call, inputs: dict[str, torch.Tensor]
 
 def _drop_after_forward(model: nn.Module, call: _Call, inputs: dict[str, torch.Tensor]) -> list[torch.Tensor]:
     """Drop gradients between forward and backward, as Lightning's closure does; three steps."""
-    with _without_tf32():
+    with without_tf32():
         for _ in range(3):
             loss = call(inputs)
             model.zero_grad(set_to_none=True)
@@ -170,7 +170,7 @@ def _drop_after_forward(model: nn.Module, call: _Call, inputs: dict[str, torch.T
 def _hold(model: nn.Module, call: _Call, inputs: dict[str, torch.Tensor]) -> list[torch.Tensor]:
     """Hold the gradients of a step over the next one."""
     held = []
-    with _without_tf32():
+    with without_tf32():
         for _ in range(2):
             model.zero_grad(set_to_none=True)
             call(inputs).backward()
@@ -202,7 +202,7 @@ def masks_are_right_under_replay(gpu: TorchGpu) -> Outcome:
         runs.append([_step(run.model, run, inputs)[0].item() for _ in range(NUM_MASKS)])
     replays = _num_replays() - before
     run.model.zero_grad(set_to_none=True)
-    with _without_tf32():
+    with without_tf32():
         held = run(inputs)  # what it saved is in the memory that replays write to, so none follows
         before = _num_replays()
         torch.manual_seed(7)
@@ -272,7 +272,7 @@ def backwards_have_the_masks_of_their_forwards(gpu: TorchGpu) -> Outcome:
         with torch.no_grad():
             torch._foreach_add_(parameters, directions, alpha=place)
         torch.manual_seed(7)
-        with _without_tf32():
+        with without_tf32():
             loss = run(inputs).item()
         with torch.no_grad():
             torch._foreach_sub_(parameters, directions, alpha=place)
@@ -349,7 +349,7 @@ def _compiled(gpu: TorchGpu, name: str, *, dropout: float = 0.0) -> tuple[_Compi
 
 
 @contextlib.contextmanager
-def _without_tf32() -> Iterator[None]:
+def without_tf32() -> Iterator[None]:
     """Multiply matrices of float32 as they are: rounded to TF32, small differences become large ones."""
     before = torch.get_float32_matmul_precision()
     places = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
@@ -368,7 +368,7 @@ def _step(
 ) -> list[torch.Tensor]:
     """Return the loss and all gradients of a training step."""
     model.zero_grad(set_to_none=True)
-    with _without_tf32():
+    with without_tf32():
         loss = run(inputs)
         loss.backward()
     return [loss.detach(), *(each.grad.clone() for each in model.parameters() if each.grad is not None)]

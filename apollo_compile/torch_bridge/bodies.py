@@ -27,6 +27,7 @@ from apollo_compile.device.target import CompiledBody, KeepsPython
 from apollo_compile.ir import Body
 from apollo_compile.operators.writes import resizes_storage
 from apollo_compile.torch_bridge.aot_graph import clone_graph, has_custom_operator
+from apollo_compile.torch_bridge.attention_seeds import read_seeds_anywhere
 from apollo_compile.torch_bridge.boundary import with_numbers
 from apollo_compile.torch_bridge.compile_scope import (
     as_piece,
@@ -58,6 +59,7 @@ def extract_body(graph_module: fx.GraphModule, body: Body) -> tuple[fx.GraphModu
         copies[originals[value]] = graph.node_copy(originals[value], lambda node: copies[node])
     output = graph.output(tuple(copies[originals[value]] for value in body.outputs))
     output.meta["user_visible_output_idxs"] = list(range(len(body.outputs)))
+    read_seeds_anywhere(graph)
     return _LazyGraphModule(graph_module, graph), fakes
 
 

@@ -7,6 +7,7 @@
     forget_capture(...)             make torch forget a capture that failed at its end
     reset_cuda_graphs()             free the CUDA graphs that Inductor captured for fallbacks
     find_uncapturable(graph)        name an operator that must not be in a CUDA graph
+    refused_waits()                 let torch refuse to wait for the device; allowed_waits(): let it wait again
     retains_graph()                 whether the backward in progress keeps its graph for another one
     has_saved_tensor_hooks()        whether hooks may replace what a forward saves
 
@@ -82,6 +83,17 @@ def refused_waits() -> Iterator[None]:
         return
     before = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
+@contextlib.contextmanager
+def allowed_waits() -> Iterator[None]:
+    """Wait for the device all the same: what is inside is not part of a capture."""
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("default")
     try:
         yield
     finally:

@@ -24,6 +24,7 @@ from torch.fx.graph import _BoxedCodeGen
 from torch.utils._python_dispatch import _disable_current_modes
 
 from apollo_compile.device.target import CompiledBody, Run
+from apollo_compile.torch_bridge.attention_seeds import read_seeds_anywhere
 from apollo_compile.torch_bridge.boundary import with_numbers
 from apollo_compile.torch_bridge.layouts import report_output_strides
 
@@ -39,6 +40,7 @@ def interpret_whole(graph_module: fx.GraphModule) -> Callable[[list[Any]], Seque
     if context is not None and context.output_strides:
         context.output_strides.clear()  # a compile that failed may have filled it
     report_output_strides(graph_module)
+    read_seeds_anywhere(graph_module.graph)
     run = _interpret(graph_module)
     run._boxed_call = True  # type: ignore[attr-defined]
     return run

@@ -22,6 +22,7 @@ from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch._inductor.compile_fx import compile_fx_inner
 
 from apollo_compile.torch_bridge.aot_graph import clone_graph, outputs_of
+from apollo_compile.torch_bridge.attention_seeds import read_seeds_anywhere
 from apollo_compile.torch_bridge.boundary import with_numbers
 from apollo_compile.torch_bridge.compile_scope import (
     CACHE_KEY_TAG,
@@ -68,6 +69,7 @@ def compile_again(
             sizes, which Dynamo can no longer check.
     """
     piece = clone_graph(graph_module)
+    read_seeds_anywhere(piece.graph)
     output = piece.graph.output_node()
     output.meta["user_visible_output_idxs"] = [i for i, v in enumerate(outputs_of(piece)) if isinstance(v, fx.Node)]
     fakes = _inputs_of(piece)

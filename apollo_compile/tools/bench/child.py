@@ -9,6 +9,7 @@ others from it.
 
 from __future__ import annotations
 
+import faulthandler
 import importlib
 import os
 import random
@@ -32,6 +33,7 @@ fewer."""
 
 def serve(order: Mapping[str, Any]) -> None:
     """Run a child: answer requests until the parent closes the socket."""
+    faulthandler.enable()  # a crash says where it was
     if order["variant"]["cores"] is not None:  # before torch counts them
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: order["variant"]["cores"]])
     pipe = Connection(order["fd"])
