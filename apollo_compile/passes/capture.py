@@ -56,8 +56,11 @@ from apollo_compile.operators.writes import frees_storage, resizes_storage, writ
 
 _CPU = torch.device("cpu")
 
-_ROOT = r"^[LG]\['([^']*)'\]\.?"
-"""The beginning of a module's path: a local or global variable."""
+_CELL = r"\.__closure__\[(\d+)\]\.cell_contents"
+"""A variable of a function inside another one, which holds a model that the inner one calls."""
+
+_ROOT = rf"^[LG]\['([^']*)'\](?:{_CELL})*\.?"
+"""The beginning of a module's path: a local or global variable, or a variable of a function that is in one."""
 
 _Symbolic = torch.SymInt | torch.SymFloat | torch.SymBool
 
@@ -171,7 +174,7 @@ def module_path(fx_node: fx.Node, *, keeps_root: bool = False) -> str:
     """
     path = _raw_path(fx_node)
     path = re.sub(r"_modules\['([^']*)'\]", r"\1", path)
-    path = re.sub(_ROOT, r"\1." if keeps_root else "", path)
+    path = re.sub(_ROOT, _name_of_root if keeps_root else "", path)
     path = re.sub(r"\[['\"]?([^'\"\]]*)['\"]?\]", r".\1", path)
     path = re.sub(r"(^|\.)_orig_mod(?=\.|$)", "", path)
     return re.sub(r"^_?self\.", "", path).strip(".")
@@ -186,7 +189,12 @@ def _raw_path(fx_node: fx.Node) -> str:
 def _root_of(fx_node: fx.Node) -> str:
     """Return the variable that holds the model a node came from, or an empty string."""
     found = re.match(_ROOT, _raw_path(fx_node))
-    return found[1] if found else ""
+    return _name_of_root(found) if found else ""
+
+
+def _name_of_root(found: re.Match[str]) -> str:
+    """Return the name of a variable in a path; variables of functions have none there, so they are numbered."""
+    return "".join((found[1], *(f".closure{number}" for number in re.findall(_CELL, found[0])), "."))
 
 
 class _Symbols:

@@ -103,6 +103,9 @@ def after(made: Capture, node: fx.Node) -> set[str]:
         ("_orig_mod.encoder.layers.0", "encoder.layers.0"),
         ("L['model'].encoder", "encoder"),
         ("G['model'].encoder", "encoder"),
+        ("L['compute'].__closure__[0].cell_contents.layers[3]", "layers.3"),
+        ("L['compute'].__closure__[1].cell_contents.model.layers[3]", "model.layers.3"),
+        ("L['step'].__closure__[1].cell_contents.__closure__[0].cell_contents.fc", "fc"),
         ("self.encoder.fc", "encoder.fc"),
         ("_self.encoder.fc", "encoder.fc"),
         ("_orig_mod", ""),
@@ -144,6 +147,10 @@ def test_modules_of_several_models_begin_with_the_variables_that_hold_them() -> 
     assert modules("L['image'].layers[0]", "G['text'].layers[0]") == ["image.layers.0", "text.layers.0"]
     assert modules("L['image']", "L['self'].head") == ["image", "head"]
     assert modules("L['image'].layers[0]", "L['image'].head") == ["layers.0", "head"]
+    inner = "L['compute'].__closure__"
+    found = modules(f"{inner}[0].cell_contents.layers[2]", f"{inner}[1].cell_contents.layers[2]")
+    assert found == ["compute.closure0.layers.2", "compute.closure1.layers.2"]
+    assert modules(f"{inner}[0].cell_contents.layers[2]", f"{inner}[0].cell_contents.head") == ["layers.2", "head"]
 
 
 def test_what_autograd_made_is_told_apart_in_whole_steps_only() -> None:
