@@ -189,7 +189,7 @@ class GraphCompiler:
             if compilation.finding is None:
                 model.warm_start.keep(compilation, Variant.INDUCTOR, None)
             return Fallback(reason=reason, unprofitable=compilation)
-        original = clone_graph(graph_module) if is_autotuned(compilation.plan, config) else None
+        original = clone_graph(traced.whole) if is_autotuned(compilation.plan, config) else None
         compile_original = None if original is None else partial(compile_again, original, current_settings(), **kwargs)
         target.start(compilation.plan.lanes)  # fails before anything is compiled if threads cannot be pinned
         code, is_compiled = self._compile_code(traced, compilation, agreement, name=name)

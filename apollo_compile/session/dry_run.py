@@ -36,6 +36,7 @@ from apollo_compile.torch_bridge.graph_breaks import find_break
 from apollo_compile.torch_bridge.interpret import run_as_traced
 from apollo_compile.torch_bridge.layouts import adopt_layouts
 from apollo_compile.torch_bridge.settings import inductor_settings, with_settings
+from apollo_compile.torch_bridge.tensor_lists import with_tensors_apart
 
 
 @dataclass(kw_only=True, slots=True)
@@ -116,7 +117,8 @@ class DryRun:
             self.contracts[graph_name] = Contract(
                 written_inputs=written_inputs(graph_module), user_outputs=user_outputs(graph_module)
             )
-            compilation = plan_graph(graph_module, name=graph_name, role=role, profile=self.profile, config=self.config)
+            apart = with_tensors_apart(graph_module)
+            compilation = plan_graph(apart, name=graph_name, role=role, profile=self.profile, config=self.config)
         except UnsupportedGraphError as error:
             self.fallbacks.append((subject, str(error)))
         except Exception as error:  # the backend would fall back, too

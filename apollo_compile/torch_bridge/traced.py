@@ -19,6 +19,7 @@ from apollo_compile.torch_bridge.aot_graph import user_outputs, written_inputs
 from apollo_compile.torch_bridge.boundary import Boundary, extract_boundary
 from apollo_compile.torch_bridge.cuda_private import find_uncapturable
 from apollo_compile.torch_bridge.layouts import adopt_layouts
+from apollo_compile.torch_bridge.tensor_lists import with_tensors_apart
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,6 +27,9 @@ class TracedGraph:
     """A graph after AOTAutograd that takes and returns tensors only."""
 
     graph_module: fx.GraphModule
+    """What is cut into segments."""
+    whole: fx.GraphModule
+    """The same as AOTAutograd made it: what Inductor compiles whole."""
     contract: Contract
     boundary: Boundary | None
     """Inputs and outputs of the original graph that are not tensors; None if there are none."""
@@ -58,4 +62,5 @@ def take_graph(graph_module: fx.GraphModule, example_inputs: Sequence[Any], kwar
         user_outputs=user_outputs(piece),
         unsafe=find_uncapturable(piece),
     )
-    return TracedGraph(graph_module=piece, contract=contract, boundary=boundary, kwargs=own)
+    apart = with_tensors_apart(piece)
+    return TracedGraph(graph_module=apart, whole=piece, contract=contract, boundary=boundary, kwargs=own)

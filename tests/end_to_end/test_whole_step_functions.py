@@ -82,6 +82,23 @@ def leaving(model: nn.Module) -> Step:
     return step
 
 
+def by_lists(model: nn.Module) -> Step:
+    """Return a step that updates all parameters in one call after the other, with momentum, as optimizers do."""
+    parameters = list(model.parameters())
+    moments = [torch.zeros_like(each) for each in parameters]
+
+    def step(*batch: torch.Tensor) -> torch.Tensor:
+        loss = model(*batch).square().mean()
+        gradients = torch.autograd.grad(loss, parameters)
+        with torch.no_grad():
+            torch._foreach_mul_(moments, 0.9)
+            torch._foreach_addcmul_(moments, gradients, gradients, 0.1)
+            torch._foreach_addcdiv_(parameters, gradients, torch._foreach_add(moments, 1.0), -RATE)
+        return loss.detach()
+
+    return step
+
+
 MAKE_STEP = {"backward": by_backward, "grad": by_grad}
 MODELS: dict[str, tuple[Callable[[], nn.Module], Batch]] = {
     "towers": (lambda: TwoTowers(depth=1), two_tower_inputs()),
@@ -182,6 +199,19 @@ def test_every_layer_has_a_backward_per_micro_batch(towers: Compilation) -> None
         assert backwards.count(f"{layer}:backward") >= 2
         assert f"{layer}:update" in updates
     assert {name.partition(":")[0] for name in backwards} >= set(layers)
+
+
+def test_calls_on_lists_are_an_update_per_layer() -> None:
+    """Each is made as soon as the gradients of its layer are final; the numbers are eager's."""
+    torch.manual_seed(0)
+    model = TwoTowers(depth=2)
+    expected = copy.deepcopy(model)
+    options = {**UNCOMPILED["options"], "partition.min_segment_share": 0.0}  # type: ignore[dict-item]
+    losses = run(torch.compile(by_lists(model), backend="apollo", options=options), two_tower_inputs())
+    torch.testing.assert_close(losses, run(by_lists(expected), two_tower_inputs()))
+    torch.testing.assert_close(model.state_dict(), expected.state_dict())
+    layers = {f"{tower}.layers.{layer}:update" for tower in ("image", "text") for layer in range(2)}
+    assert layers <= set(names(compilation_of(model), ":update"))
 
 
 def test_nearly_all_of_a_backward_has_a_module(towers: Compilation) -> None:

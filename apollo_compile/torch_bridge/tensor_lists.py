@@ -1,0 +1,136 @@
+"""Operators on lists of tensors, such as an optimizer's, as operators on each of the tensors.
+
+    with_tensors_apart(graph_module) -> a copy without such operators, or the graph itself if it has none
+
+An optimizer that is traced with the step takes the parameters of all layers in one call after the other. As one node,
+none of its calls could begin before the backward of the first layer has ended, and segments would fuse none with others
+on the same parameter. An operator that is not known here stays as it is.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.node import map_arg
+
+from apollo_compile.torch_bridge.aot_graph import clone_graph
+
+aten = torch.ops.aten
+
+Call = Callable[..., Any]
+"""Adds the call of an operator to the graph."""
+
+
+def with_tensors_apart(graph_module: fx.GraphModule) -> fx.GraphModule:
+    """Return a post-AOT graph in which operators on lists are operators on tensors; the given one stays as it is."""
+    if not any(_is_apart_possible(node) for node in graph_module.graph.nodes):
+        return graph_module
+    piece = clone_graph(graph_module)
+    for node in list(piece.graph.nodes):
+        if _is_apart_possible(node):
+            _take_apart(piece.graph, node)
+    return piece
+
+
+def _is_apart_possible(node: fx.Node) -> bool:
+    target = node.target
+    return (
+        isinstance(target, torch._ops.OpOverload)
+        and target.namespace == "aten"
+        and _name_of(target) in _OPERATORS
+        and (target._overloadname != "Tensor" or _OPERATORS[_name_of(target)] not in _OF_THREE)  # a number for each
+        and all(user.target is operator.getitem for user in node.users)
+    )
+
+
+def _take_apart(graph: fx.Graph, node: fx.Node) -> None:
+    apply = _OPERATORS[_name_of(node.target)]  # type: ignore[arg-type]
+    lists = [argument for argument in node.args if isinstance(argument, Sequence)]
+    with graph.inserting_before(node):
+        made = [
+            apply(
+                partial(_call, graph, node),
+                *(argument[place] if isinstance(argument, Sequence) else argument for argument in node.args),
+                **node.kwargs,
+            )
+            for place in range(len(lists[0]))
+        ]
+    for user in list(node.users):
+        user.replace_all_uses_with(made[user.args[1]])  # type: ignore[index]
+        graph.erase_node(user)
+    graph.erase_node(node)
+
+
+def _call(graph: fx.Graph, origin: fx.Node, target: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> fx.Node:
+    """Add a call with its value, which has all else of the node in whose place it is."""
+    made = graph.call_function(target, args, kwargs)
+    made.meta = {key: value for key, value in origin.meta.items() if key not in ("val", "tensor_meta")}
+    values, names = map_arg((args, kwargs), lambda each: each.meta["val"])
+    fakes = [value for value in (*values, *names.values()) if isinstance(value, torch.Tensor)]
+    with fakes[0].fake_mode:  # type: ignore[attr-defined]
+        made.meta["val"] = target(*values, **names)
+    return made
+
+
+def _name_of(target: torch._ops.OpOverload) -> str:
+    return target._schema.name.partition("::")[2]
+
+
+def _unary(target: torch._ops.OpOverload) -> Callable[..., Any]:
+    return lambda call, value: call(target, value)
+
+
+def _binary(target: torch._ops.OpOverload, with_number: torch._ops.OpOverload | None = None) -> Callable[..., Any]:
+    """Return how an operator takes two tensors, or a tensor and a number."""
+
+    def apply(call: Call, left: Any, right: Any, *, alpha: Any = 1) -> Any:
+        chosen = target if isinstance(right, fx.Node) or with_number is None else with_number
+        return call(chosen, left, right, **({} if alpha == 1 else {"alpha": alpha}))
+
+    return apply
+
+
+def _power(call: Call, base: Any, exponent: Any) -> Any:
+    if not isinstance(base, fx.Node):
+        return call(aten.pow.Scalar, base, exponent)
+    return call(aten.pow.Tensor_Tensor if isinstance(exponent, fx.Node) else aten.pow.Tensor_Scalar, base, exponent)
+
+
+def _sum_with(combine: torch._ops.OpOverload) -> Callable[..., Any]:
+    """Return `value` times what `combine` makes of two tensors, added to a third, in eager's order."""
+
+    def apply(call: Call, start: Any, first: Any, second: Any, value: Any = 1) -> Any:
+        term = call(combine, first, second)
+        return call(aten.add.Tensor, start, term if value == 1 else call(aten.mul.Tensor, term, value))
+
+    return apply
+
+
+_OPERATORS: Mapping[str, Callable[..., Any]] = {
+    "_foreach_abs": _unary(aten.abs.default),
+    "_foreach_neg": _unary(aten.neg.default),
+    "_foreach_reciprocal": _unary(aten.reciprocal.default),
+    "_foreach_rsqrt": _unary(aten.rsqrt.default),
+    "_foreach_sign": _unary(aten.sign.default),
+    "_foreach_sqrt": _unary(aten.sqrt.default),
+    "_foreach_add": _binary(aten.add.Tensor),
+    "_foreach_sub": _binary(aten.sub.Tensor),
+    "_foreach_mul": _binary(aten.mul.Tensor),
+    "_foreach_div": _binary(aten.div.Tensor),
+    "_foreach_maximum": _binary(aten.maximum.default, aten.clamp_min.default),
+    "_foreach_minimum": _binary(aten.minimum.default, aten.clamp_max.default),
+    "_foreach_clamp_min": _binary(aten.maximum.default, aten.clamp_min.default),
+    "_foreach_clamp_max": _binary(aten.minimum.default, aten.clamp_max.default),
+    "_foreach_pow": _power,
+    "_foreach_addcmul": _sum_with(aten.mul.Tensor),
+    "_foreach_addcdiv": _sum_with(aten.div.Tensor),
+}
+"""By name: what adds the calls for one tensor of the lists, given the arguments of the operator for that tensor."""
+
+_OF_THREE = (_OPERATORS["_foreach_addcmul"], _OPERATORS["_foreach_addcdiv"])
+"""Those that may take the numbers of all tensors in another tensor; these stay as they are."""
