@@ -161,6 +161,10 @@ class Target(Protocol):
         """
 
     @property
+    def shares_units(self) -> bool:
+        """Whether lanes may share units: then segments that run at once slow each other more than a plan foresees."""
+
+    @property
     def binds_graphs(self) -> bool:
         """Whether all graphs of a model have to run the same variant."""
 

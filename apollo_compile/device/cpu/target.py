@@ -32,6 +32,7 @@ class CpuTarget:
     device = torch.device("cpu")
     variants: Collection[Variant] = (Variant.LISTED,)
     is_synchronous = True
+    shares_units = False
     binds_graphs = False
     keeps_findings = True
     has_native_bodies = True

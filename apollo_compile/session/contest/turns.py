@@ -307,10 +307,9 @@ def _end_of(holding: Generator[Comparison, None, str]) -> str:
 def _plans_of(target: Target) -> list[Variant]:
     """Return the variants that run the plan, in the order in which they are compared with the winner until then.
 
-    Plain streams come first. They are the plan itself, unless that has quotas.
+    With quotas, plain streams come first; without, the plan is on plain streams itself.
     """
-    shared = [variant for variant in SHARED_VARIANTS if variant in target.variants]
-    return [*shared, Variant.PLAN] if Variant.STREAMS in shared else [Variant.PLAN, *shared]
+    return [*(variant for variant in SHARED_VARIANTS if variant in target.variants), Variant.PLAN]
 
 
 def name_of(variant: Variant) -> str:

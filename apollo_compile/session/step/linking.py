@@ -17,7 +17,6 @@ from torch import nn
 from apollo_compile.config import Config
 from apollo_compile.errors import UnsupportedGraphError
 from apollo_compile.ir import Variant
-from apollo_compile.session.procedure import SHARED_VARIANTS
 from apollo_compile.session.step.graph import StepGraph, compose_micro_batches, plan_step, step_name
 from apollo_compile.session.step.micro_batch import Micro, find_micro
 from apollo_compile.session.step.notes import LossGraph
@@ -144,8 +143,7 @@ class Linker:
         Bodies are timed alone, and slow each other by more than any plan foresees, the more of them run at once.
         """
         variants = program.variants
-        shares_units = any(variant in SHARED_VARIANTS for variant in variants.target.variants)
-        if not shares_units or variants.compilation.plan.num_abreast <= 2:
+        if not variants.target.shares_units or variants.compilation.plan.num_abreast <= 2:
             return
         profile = variants.target.profile
         narrow = plan_step(program.micro, step, profile=profile, config=self._config, is_narrow=True)

@@ -34,7 +34,7 @@ from apollo_compile.torch_bridge.interpret import interpret_whole
 from apollo_compile.torch_bridge.storages import storages_of
 from tests.device.gpu.fake_gpu import FakeGpu
 
-COMPILED, WHOLE, PLAN, PRIORITIES = Variant.COMPILED, Variant.INDUCTOR, Variant.PLAN, Variant.PRIORITIES
+COMPILED, WHOLE, PLAN = Variant.COMPILED, Variant.INDUCTOR, Variant.PLAN
 
 S = 1_000_000_000
 
@@ -338,18 +338,17 @@ def test_one_per_cent_is_not_worth_a_change() -> None:
 
 
 def test_branches_that_win_run_on_lanes(lines: pytest.LogCaptureFixture) -> None:
-    """Bodies are compiled and timed; plain streams and then priorities are compared with what won before.
+    """Bodies are compiled and timed; the plan is compared with what won before.
 
     The next process runs them after a few steps of torch.compile's code, without a comparison.
     """
     default = Default()
     loop = Loop(default, branches)
-    times = {COMPILED: 10 * S, WHOLE: round(9.5 * S), PLAN: 8 * S, PRIORITIES: 9 * S}
+    times = {COMPILED: 10 * S, WHOLE: round(9.5 * S), PLAN: 8 * S}
     loop.settle(times)
     order = [variant for variant, before in zip(loop.ran, [None, *loop.ran], strict=False) if variant != before]
-    assert list(dict.fromkeys(order)) == [COMPILED, WHOLE, PLAN, PRIORITIES]
+    assert list(dict.fromkeys(order)) == [COMPILED, WHOLE, PLAN]
     assert "measuring: one CUDA graph against plan, turn 1 of 10" in loop.states
-    assert "measuring: plan against plan with priorities, turn 10 of 10" in loop.states
     assert default.state == "settled: plan, 1.25x as fast as torch.compile"
     assert not warnings_in(lines) and lines.text.count(" segments (") == 2
     for _ in range(3):
@@ -362,7 +361,7 @@ def test_branches_that_win_run_on_lanes(lines: pytest.LogCaptureFixture) -> None
     loop = Loop(again, branches)
     loop.settle(times)
     loop.step(times)
-    assert loop.ran[0] is COMPILED and loop.ran[-1] is PLAN and PRIORITIES not in loop.ran and len(loop.ran) < 12
+    assert loop.ran[0] is COMPILED and loop.ran[-1] is PLAN and len(loop.ran) < 12
     assert again.state == default.state and again.models[0].verdicts[0][1].is_remembered
 
 
@@ -370,10 +369,10 @@ def test_branches_that_lose_leave_torch_compile(lines: pytest.LogCaptureFixture)
     """Whatever their times promised; the report has what they took."""
     default = Default()
     loop = Loop(default, branches)
-    loop.settle({COMPILED: 10 * S, WHOLE: 11 * S, PLAN: 12 * S, PRIORITIES: 13 * S})
+    loop.settle({COMPILED: 10 * S, WHOLE: 11 * S, PLAN: 12 * S})
     assert default.state == "settled: torch.compile, 1.10x as fast as one CUDA graph"
     (verdict,) = [verdict for _, verdict in default.models[0].verdicts]
-    assert [standing.name for standing in verdict.standings] == [COMPILED, "one CUDA graph", PLAN, PRIORITIES]
+    assert [standing.name for standing in verdict.standings] == [COMPILED, "one CUDA graph", PLAN]
     assert not warnings_in(lines)
 
 

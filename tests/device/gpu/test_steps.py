@@ -272,7 +272,7 @@ def test_tensors_besides_model_and_batch_are_read_where_they_are(gpu: FakeGpu) -
     pair = Pair(gpu, sgd, microbatches=2, loss=teacher.loss)
     for _ in range(FIRST + 2):
         pair.step()
-    log = gpu.sharing(Sharing.FREE).log
+    log = gpu.sharing(Sharing.URGENCY).log
 
     def copied_in() -> int:
         log.clear()
@@ -307,7 +307,7 @@ def test_a_tensor_that_micro_batches_share_no_more_is_linked_anew(gpu: FakeGpu) 
     def split(batch: torch.Tensor, count: int) -> Sequence[Any]:
         return list(zip(batch.chunk(count), masks, strict=True))
 
-    run, log = compile_step(model, loss_of, microbatches=2, split=split, options=PROGRAM), gpu.sharing(Sharing.FREE).log
+    run, log = compile_step(model, loss_of, microbatches=2, split=split, options=PROGRAM), gpu.sharing(Sharing.URGENCY).log
     for number in range(FIRST + 6):
         mask = torch.rand(4, dtype=torch.float64)
         masks[:] = [mask, mask] if number < FIRST + 2 else [mask, mask.clone() * 2]
@@ -388,7 +388,6 @@ def test_what_is_fastest_stays(gpu: FakeGpu) -> None:
         Variant.INDUCTOR,
         Variant.PLAN,
         Variant.NARROW,
-        Variant.PRIORITIES,
     }
     assert tuner.verdict.standings[0].name == tuner.current and not races_of(gpu)
     pair.step()

@@ -131,27 +131,25 @@ def test_measured_times_change_the_plan() -> None:
 
 
 def test_without_isolation_bodies_are_timed_on_quotas_and_run_on_plain_streams() -> None:
-    """Only the plan on streams, with priorities or without, competes with segments in turn."""
+    """The plan competes with segments in turn; its critical lane has priority."""
     compiler = new_compiler(**{"runtime.isolation": False, "plan.replan": True})
     compiler.gpu.ns_by_stream = {f"lane {lane}": 600 for lane in range(1, 11)}
     model, inputs = TwoTowers(depth=1), two_tower_inputs()
     made = copy.deepcopy(model)
     run = torch.compile(made, backend=compiler)
     model(*inputs).square().mean().backward()
-    for variant in (Variant.PLAN, Variant.PRIORITIES):
-        for _ in range(5):
-            made.zero_grad(set_to_none=True)
-            run(*inputs).square().mean().backward()
-            assert_same_gradients(model, made)
-        for graph in compiler.models[0].graphs:
-            assert graph.variant == variant
-            assert set(graph.available) == {Variant.SERIAL, Variant.PLAN, Variant.PRIORITIES}
-            assert {mode.duration_ns for mode in graph.compilation.costs.modes[0]} == {600, 1_000}
-            graph.use(Variant.PRIORITIES)
+    for _ in range(5):
+        made.zero_grad(set_to_none=True)
+        run(*inputs).square().mean().backward()
+        assert_same_gradients(model, made)
+    for graph in compiler.models[0].graphs:
+        assert graph.variant == Variant.PLAN
+        assert set(graph.available) == {Variant.SERIAL, Variant.PLAN}
+        assert {mode.duration_ns for mode in graph.compilation.costs.modes[0]} == {600, 1_000}
     gpus = compiler.gpu.others
-    assert set(gpus) == {Sharing.APART, Sharing.FREE, Sharing.URGENCY}
+    assert set(gpus) == {Sharing.APART, Sharing.URGENCY}
     assert not any(gpu.races for gpu in gpus.values())
-    assert [len(each.recordings) for each in (gpus[Sharing.FREE], gpus[Sharing.URGENCY])] == [2, 2]
+    assert len(gpus[Sharing.URGENCY].recordings) == 2
     assert all(recording.num_replays == 7 for recording in gpus[Sharing.APART].recordings), "only bodies were timed"
 
 
