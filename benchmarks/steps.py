@@ -53,7 +53,10 @@ KEPT_MEMORY = (Variant(name="inductor-traced-kept-memory", backend="inductor", s
 AUTOMATIC = (Variant(name="apollo-step-auto", backend="apollo", stepper=AUTO),)
 """The number of micro-batches left to `compile_step`: for losses that are means over the samples of a batch."""
 
-KNOWN = {variant.name: variant for variant in (*VARIANTS, *KEPT_MEMORY, *AUTOMATIC)}
+FUNCTIONS = (Variant(name="apollo-traced-whole", backend="apollo", stepper=TRACED_WHOLE),)
+"""A function of the user's that is a whole step, compiled by apollo."""
+
+KNOWN = {variant.name: variant for variant in (*VARIANTS, *KEPT_MEMORY, *AUTOMATIC, *FUNCTIONS)}
 
 RIVALS = ("inductor", "inductor-traced", "inductor-traced-whole", "inductor-full-batch", LOOP_OF_APOLLO)
 
