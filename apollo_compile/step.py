@@ -145,6 +145,8 @@ class Step:
         self._why_not_one_graph = ""
         self._is_full = False
         """Whether Dynamo compiles no more graphs."""
+        self._has_stepped = False
+        """Whether a loop has stepped the optimizer."""
         self._graphs: weakref.WeakSet[LossGraph] = weakref.WeakSet()
         """Graphs of the loss function that ran."""
         self._graph_of: weakref.WeakValueDictionary[Hashable, LossGraph] = weakref.WeakValueDictionary()
@@ -403,6 +405,9 @@ class Step:
         if self._clip_grad_norm is not None:
             torch.nn.utils.clip_grad_norm_(self._model.parameters(), self._clip_grad_norm)
         if self._optimizer is not None:
+            if not self._has_stepped:  # its state stays; in the place of activations it would keep the rest of theirs
+                torch.cuda.empty_cache()
+            self._has_stepped = True
             self._optimizer.step()
 
     def _compute(self, part: Any) -> Any:

@@ -374,6 +374,16 @@ def test_variants_take_turns(gpu: FakeGpu) -> None:
     assert status(pair.run).startswith("measuring: ") and not races_of(gpu)
 
 
+def test_state_is_not_put_where_activations_were(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their memory is given back before the optimizer makes its state, in the first step only."""
+    states: list[int] = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: states.append(len(pair.optimizers[1].state)))
+    pair = Pair(gpu)
+    for _ in range(3):
+        pair.step()
+    assert states == [0]
+
+
 @pytest.mark.soak
 def test_what_is_fastest_stays(gpu: FakeGpu) -> None:
     """The loop, one CUDA graph of Inductor's code, and the plan take turns."""
