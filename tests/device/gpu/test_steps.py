@@ -307,7 +307,8 @@ def test_a_tensor_that_micro_batches_share_no_more_is_linked_anew(gpu: FakeGpu) 
     def split(batch: torch.Tensor, count: int) -> Sequence[Any]:
         return list(zip(batch.chunk(count), masks, strict=True))
 
-    run, log = compile_step(model, loss_of, microbatches=2, split=split, options=PROGRAM), gpu.sharing(Sharing.URGENCY).log
+    run = compile_step(model, loss_of, microbatches=2, split=split, options=PROGRAM)
+    log = gpu.sharing(Sharing.URGENCY).log
     for number in range(FIRST + 6):
         mask = torch.rand(4, dtype=torch.float64)
         masks[:] = [mask, mask] if number < FIRST + 2 else [mask, mask.clone() * 2]
