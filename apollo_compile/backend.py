@@ -13,7 +13,7 @@ from apollo_compile.device.open import open_target
 from apollo_compile.distributed.ranks import find_ranks
 from apollo_compile.session.compile import GraphCompiler
 from apollo_compile.session.model import CompiledModel
-from apollo_compile.session.registry import describe_calls, models_of_call, register
+from apollo_compile.session.registry import describe_calls, models_of_call, num_graphs_of, register
 from apollo_compile.torch_bridge.compile_context import called_now, name_dynamo_graph, recompile_reason, traced_code
 from apollo_compile.torch_bridge.cuda_private import reset_cuda_graphs
 from apollo_compile.torch_bridge.dynamo_graph import traced_tensors
@@ -71,15 +71,17 @@ def compile_dynamo_graph(
     refuse_hooks(graph_module, tensors)
     reason = recompile_reason()
     target, without_lanes = open_target(example_inputs, config)
+    name, called = name_dynamo_graph(), called_now()
     model = CompiledModel(
-        name=name_dynamo_graph(),
+        name=name,
         again=f" again, since {reason}" if reason else "",
         config=config,
         target=target,
         without_lanes=without_lanes,
         storages=storages_of(tensors),
         code=traced_code(),
-        called=called_now(),
+        called=called,
+        num_before=num_graphs_of(called, besides=name),
         ranks=find_ranks(),
         is_for_step=is_for_step,
     )

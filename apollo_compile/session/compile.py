@@ -184,7 +184,8 @@ class GraphCompiler:
             recall=model.warm_start.recall,
         )
         planned = time.perf_counter_ns()
-        reason = None if model.is_for_step else reason_to_fall_back(compilation, config)
+        num_before = model.num_before if model.ranks.is_alone else 0
+        reason = None if model.is_for_step else reason_to_fall_back(compilation, config, num_before=num_before)
         if reason is not None:
             if compilation.finding is None:
                 model.warm_start.keep(compilation, Variant.INDUCTOR, None)

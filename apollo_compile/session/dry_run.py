@@ -126,7 +126,8 @@ class DryRun:
                 raise
             self.fallbacks.append((subject, f"{type(error).__name__}: {error}"))
         else:
-            reason = reason_to_fall_back(compilation, self.config)
+            before = {name.partition("/")[0] for name in self.graphs} - {dynamo_name.partition("/")[0]}
+            reason = reason_to_fall_back(compilation, self.config, num_before=len(before))
             self.graphs[dynamo_name].append((compilation, reason))
             if reason is not None:
                 self.fallbacks.append((subject, reason))

@@ -59,6 +59,8 @@ class CompiledModel:
     """Why Dynamo compiled the code again, as the end of a phrase; empty for a first compile."""
     called: weakref.ref[Callable[..., Any]] | None = None
     """What `torch.compile` was called with, where that is known."""
+    num_before: int = 0
+    """Other graphs of the same call that were compiled before."""
     has_warned: bool = False
     """Whether a warning told that its call fell into many graphs."""
     graph_break: GraphBreak | None = None

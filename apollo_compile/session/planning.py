@@ -40,6 +40,12 @@ WRAPPER_NS_PER_KERNEL = 8_000
 WORTH_NATIVE = 0.05
 """Share of the wrapper in a graph's predicted time from which native segments are worth compiling for that alone."""
 
+FEW_PIECES = 2
+"""Graphs of one call that are compiled in segments if these may be faster at all; those that follow have to pay."""
+
+LEAST_GAIN_NS = 100_000
+"""What the plan of a further graph has to save in a call: 10 s of compiling pay after 100,000 calls."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fallback:
@@ -103,14 +109,27 @@ def plan_graph(
     return compilation
 
 
-def reason_to_fall_back(compilation: Compilation, config: Config) -> str | None:
-    """Return why a graph should fall back to Inductor from the start; None where its plan is worth compiling."""
+def reason_to_fall_back(compilation: Compilation, config: Config, *, num_before: int = 0) -> str | None:
+    """Return why a graph should fall back to Inductor from the start; None where its plan is worth compiling.
+
+    Arguments:
+        compilation: its products.
+        config: all options.
+        num_before: graphs that were compiled before it for the same call of a module or function.
+    """
     if compilation.finding is not None and compilation.finding.verdict is not None:
         has_inductor_won = compilation.finding.variant == Variant.INDUCTOR
         return f"Inductor ran it when autotuning was over: {compilation.finding.verdict}" if has_inductor_won else None
-    if _may_gain(compilation, config) or not is_autotuned(compilation.plan, config):
+    plan = compilation.plan
+    if not is_autotuned(plan, config):
         return None
-    return _nothing_to_gain(compilation.plan)
+    if num_before >= FEW_PIECES and plan.serial_ns - plan.makespan_ns < LEAST_GAIN_NS:
+        saved = format_ns(plan.serial_ns - plan.makespan_ns)
+        return (
+            f"not worth compiling: it is graph {num_before + 1} of a call that falls into many, and lanes would save "
+            f"{saved} of its {format_ns(plan.serial_ns)}, by prediction"
+        )
+    return None if _may_gain(compilation, config) else _nothing_to_gain(plan)
 
 
 def _may_gain(compilation: Compilation, config: Config) -> bool:

@@ -59,11 +59,19 @@ def models_of_call(called: Callable[..., Any]) -> list[CompiledModel]:
     return [model for model in compiled_models() if model.called is not None and model.called() is called]
 
 
-def describe_calls(models: Iterable[CompiledModel], *, are_over: bool = True) -> str:
-    """Return a line for each call of `torch.compile` that these graphs are of and that fell into many; often empty.
+def num_graphs_of(called: weakref.ref[Callable[..., Any]] | None, *, besides: str) -> int:
+    """Return how many graphs a call became until now, besides those of the code that the graph `besides` is of.
 
     Dynamo's own numbers tell graphs apart: the first is that of the code, the second counts its compiles.
     """
+    run = None if called is None else called()
+    if run is None:
+        return 0
+    return len({model.name.partition("/")[0] for model in models_of_call(run)} - {besides.partition("/")[0]})
+
+
+def describe_calls(models: Iterable[CompiledModel], *, are_over: bool = True) -> str:
+    """Return a line for each call of `torch.compile` that these graphs are of and that fell into many; often empty."""
     lines = []
     calls = [model.called() for model in models if model.called is not None]
     for called in {id(call): call for call in calls if call is not None}.values():

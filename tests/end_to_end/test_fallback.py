@@ -18,11 +18,13 @@ from torch._dynamo.utils import counters
 from torch._inductor.utils import run_and_get_code
 
 import apollo_compile
+from apollo_compile.config import load_config
 from apollo_compile.errors import ConfigError, UnsupportedGraphError
 from apollo_compile.ir import Role
 from apollo_compile.pipeline import Compilation
 from apollo_compile.session import compile as session_compile
 from apollo_compile.session import registry
+from apollo_compile.session.planning import reason_to_fall_back
 from apollo_compile.torch_bridge import bodies, joint_passes
 from tests.end_to_end.marks import needs_two_cores
 from tests.end_to_end.models import STRICT, TwoTowers, assert_same_training, train, two_tower_inputs
@@ -276,3 +278,51 @@ def test_a_backward_that_inductor_compiles_alone_reuses_no_memory(
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     found_model = registry.compiled_models()[-1]
     assert len(found_model.graphs) == 1 and not found_model.falls_back
+
+
+class Pieces(nn.Module):
+    """Pairs of branches with a graph break behind each; all but the last one take next to no time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        widths = (8, 8, 8, 8, 512)
+        self.pairs = nn.ModuleList(nn.ModuleList(nn.Linear(width, width) for _ in range(2)) for width in widths)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the sum of what all pairs make of as much of `x` as they take; Dynamo breaks no graph in a loop."""
+        total = self.sum_of(0, x)
+        torch._dynamo.graph_break()
+        total = total + self.sum_of(1, x)
+        torch._dynamo.graph_break()
+        total = total + self.sum_of(2, x)
+        torch._dynamo.graph_break()
+        total = total + self.sum_of(3, x)
+        torch._dynamo.graph_break()
+        return total + self.sum_of(4, x)
+
+    def sum_of(self, number: int, x: torch.Tensor) -> torch.Tensor:
+        """Return the sum of the similarities of what a pair makes of `x`."""
+        left, right = self.pairs[number]
+        part = x[:, : left.in_features]
+        return (left(part) @ right(part).T).sum()
+
+
+def test_of_many_graphs_those_that_save_next_to_nothing_are_left_to_inductor() -> None:
+    """From the third on; a plan with a gain stays."""
+    torch._dynamo.reset()
+    model, x = Pieces(), torch.randn(2048, 512)
+    options = {"debug.strict": True, "runtime.bodies": "eager", "partition.granularity": "module"}
+    run = torch.compile(model, backend="apollo", options=options)
+    with torch.no_grad():
+        torch.testing.assert_close(run(x), model(x), rtol=1e-4, atol=1e-2)
+    found = registry.models_of_call(model)
+    assert [each.num_before for each in found] == [0, 1, 2, 3, 4]
+    reasons = [
+        reason_to_fall_back(each.graphs[0].compilation, load_config(), num_before=each.num_before) or ""
+        for each in found
+    ]
+    expected = (
+        "not worth compiling: it is graph 3 of a call that falls into many, and lanes would save 0 ns of its 1.66 ms"
+    )
+    assert reasons[2].startswith(expected) and "is graph 4 of" in reasons[3]
+    assert not any("not worth compiling" in reasons[number] for number in (0, 1, 4))
