@@ -57,7 +57,7 @@ from apollo_compile.operators.writes import frees_storage, resizes_storage, writ
 _CPU = torch.device("cpu")
 
 _CELL = r"\.__closure__\[(\d+)\]\.cell_contents"
-"""A variable of a function inside another one, which holds a model that the inner one calls."""
+"""A variable of a function around another one, which holds a model that the inner one calls."""
 
 _ROOT = rf"^[LG]\['([^']*)'\](?:{_CELL})*\.?"
 """The beginning of a module's path: a local or global variable, or a variable of a function that is in one."""
@@ -175,9 +175,10 @@ def module_path(fx_node: fx.Node, *, keeps_root: bool = False) -> str:
     path = _raw_path(fx_node)
     path = re.sub(r"_modules\['([^']*)'\]", r"\1", path)
     path = re.sub(_ROOT, _name_of_root if keeps_root else "", path)
+    path = re.sub(_CELL, r".closure\1", path)
     path = re.sub(r"\[['\"]?([^'\"\]]*)['\"]?\]", r".\1", path)
     path = re.sub(r"(^|\.)_orig_mod(?=\.|$)", "", path)
-    return re.sub(r"^_?self\.", "", path).strip(".")
+    return re.sub(r"^_?self\.", "", re.sub(r"\.+", ".", path).strip("."))
 
 
 def _raw_path(fx_node: fx.Node) -> str:
@@ -187,7 +188,7 @@ def _raw_path(fx_node: fx.Node) -> str:
 
 
 def _root_of(fx_node: fx.Node) -> str:
-    """Return the variable that holds the model a node came from, or an empty string."""
+    """Return the beginning of the path of the model that a node came from, or an empty string."""
     found = re.match(_ROOT, _raw_path(fx_node))
     return _name_of_root(found) if found else ""
 

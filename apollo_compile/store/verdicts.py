@@ -36,7 +36,7 @@ class _ChoiceFile(Dated):
     choice: Choice
 
 
-_CHOICES = FileFormat(kind="choice", number=1, content=_ChoiceFile, max_bytes=2**20)
+_CHOICES = FileFormat(kind="choice", number=2, content=_ChoiceFile, max_bytes=2**20)
 
 
 class Verdicts:

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.node import map_arg
 
 from apollo_compile.torch_bridge.cuda_private import allowed_waits
 
@@ -38,6 +39,8 @@ def read_seeds_anywhere(graph: fx.Graph) -> None:
             place = _names_of(node.target).index("dropout_p")
             if node.args[place] != 0.0:
                 node.target = replacement_of(node.target)
+                # Inductor lays the arguments out as these are, where it would by a rule of its own for the operator.
+                node.meta["eager_input_vals"] = map_arg((node.args, node.kwargs), lambda each: each.meta["val"])
 
 
 def replacement_of(attention: torch._ops.OpOverload) -> torch._ops.OpOverload:

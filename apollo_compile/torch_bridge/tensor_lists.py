@@ -16,9 +16,8 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.node import map_arg
-
-from apollo_compile.torch_bridge.aot_graph import clone_graph
 
 aten = torch.ops.aten
 
@@ -28,53 +27,70 @@ Call = Callable[..., Any]
 
 def with_tensors_apart(graph_module: fx.GraphModule) -> fx.GraphModule:
     """Return a post-AOT graph in which operators on lists are operators on tensors; the given one stays as it is."""
-    if not any(_is_apart_possible(node) for node in graph_module.graph.nodes):
+    if not any(map(_is_apart_possible, graph_module.graph.nodes)):
         return graph_module
-    piece = clone_graph(graph_module)
-    for node in list(piece.graph.nodes):
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    lists: dict[fx.Node, Sequence[fx.Node]] = {}
+    for node in graph_module.graph.nodes:
         if _is_apart_possible(node):
-            _take_apart(piece.graph, node)
-    return piece
+            lists[node] = _take_apart(graph, node, copies)
+        elif node.target is operator.getitem and node.args[0] in lists:
+            copies[node] = lists[node.args[0]][node.args[1]]
+        else:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+    return _LazyGraphModule(graph_module, graph)  # generates its code on demand only
 
 
 def _is_apart_possible(node: fx.Node) -> bool:
     target = node.target
-    return (
-        isinstance(target, torch._ops.OpOverload)
-        and target.namespace == "aten"
-        and _name_of(target) in _OPERATORS
-        and (target._overloadname != "Tensor" or _OPERATORS[_name_of(target)] not in _OF_THREE)  # a number for each
-        and all(user.target is operator.getitem for user in node.users)
+    if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten":
+        return False
+    name = _name_of(target)
+    if name not in _OPERATORS or not all(user.target is operator.getitem for user in node.users):
+        return False
+    return name not in _OF_THREE or (
+        target._overloadname != "Tensor" and _type_of(node) in (torch.float32, torch.float64)
     )
 
 
-def _take_apart(graph: fx.Graph, node: fx.Node) -> None:
+def _type_of(node: fx.Node) -> torch.dtype | None:
+    """Return the type of all tensors that a node takes; None if they have several."""
+    types = {each.meta["val"].dtype for each in node.all_input_nodes if _is_tensor(each)}
+    return types.pop() if len(types) == 1 else None
+
+
+def _take_apart(graph: fx.Graph, node: fx.Node, copies: Mapping[fx.Node, fx.Node]) -> Sequence[fx.Node]:
+    """Add the calls for all tensors of the lists."""
     apply = _OPERATORS[_name_of(node.target)]  # type: ignore[arg-type]
-    lists = [argument for argument in node.args if isinstance(argument, Sequence)]
-    with graph.inserting_before(node):
-        made = [
-            apply(
-                partial(_call, graph, node),
-                *(argument[place] if isinstance(argument, Sequence) else argument for argument in node.args),
-                **node.kwargs,
-            )
-            for place in range(len(lists[0]))
-        ]
-    for user in list(node.users):
-        user.replace_all_uses_with(made[user.args[1]])  # type: ignore[index]
-        graph.erase_node(user)
-    graph.erase_node(node)
+    args, kwargs = map_arg((node.args, node.kwargs), copies.__getitem__)
+    lists = [argument for argument in args if isinstance(argument, Sequence)]
+    return [
+        apply(
+            partial(_call, graph, node),
+            *(argument[place] if isinstance(argument, Sequence) else argument for argument in args),
+            **kwargs,
+        )
+        for place in range(len(lists[0]))
+    ]
 
 
 def _call(graph: fx.Graph, origin: fx.Node, target: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> fx.Node:
     """Add a call with its value, which has all else of the node in whose place it is."""
     made = graph.call_function(target, args, kwargs)
-    made.meta = {key: value for key, value in origin.meta.items() if key not in ("val", "tensor_meta")}
+    made.meta = {
+        key: value for key, value in origin.meta.items() if key not in ("val", "tensor_meta", "eager_input_vals")
+    }
     values, names = map_arg((args, kwargs), lambda each: each.meta["val"])
     fakes = [value for value in (*values, *names.values()) if isinstance(value, torch.Tensor)]
     with fakes[0].fake_mode:  # type: ignore[attr-defined]
         made.meta["val"] = target(*values, **names)
     return made
+
+
+def _is_tensor(value: Any) -> bool:
+    """Whether an argument is a tensor, and no number, known or not."""
+    return isinstance(value, fx.Node) and isinstance(value.meta["val"], torch.Tensor)
 
 
 def _name_of(target: torch._ops.OpOverload) -> str:
@@ -89,20 +105,20 @@ def _binary(target: torch._ops.OpOverload, with_number: torch._ops.OpOverload | 
     """Return how an operator takes two tensors, or a tensor and a number."""
 
     def apply(call: Call, left: Any, right: Any, *, alpha: Any = 1) -> Any:
-        chosen = target if isinstance(right, fx.Node) or with_number is None else with_number
+        chosen = target if _is_tensor(right) or with_number is None else with_number
         return call(chosen, left, right, **({} if alpha == 1 else {"alpha": alpha}))
 
     return apply
 
 
 def _power(call: Call, base: Any, exponent: Any) -> Any:
-    if not isinstance(base, fx.Node):
+    if not _is_tensor(base):
         return call(aten.pow.Scalar, base, exponent)
-    return call(aten.pow.Tensor_Tensor if isinstance(exponent, fx.Node) else aten.pow.Tensor_Scalar, base, exponent)
+    return call(aten.pow.Tensor_Tensor if _is_tensor(exponent) else aten.pow.Tensor_Scalar, base, exponent)
 
 
 def _sum_with(combine: torch._ops.OpOverload) -> Callable[..., Any]:
-    """Return `value` times what `combine` makes of two tensors, added to a third, in eager's order."""
+    """Return how `value` times what `combine` makes of two tensors is added to a third."""
 
     def apply(call: Call, start: Any, first: Any, second: Any, value: Any = 1) -> Any:
         term = call(combine, first, second)
@@ -132,5 +148,6 @@ _OPERATORS: Mapping[str, Callable[..., Any]] = {
 }
 """By name: what adds the calls for one tensor of the lists, given the arguments of the operator for that tensor."""
 
-_OF_THREE = (_OPERATORS["_foreach_addcmul"], _OPERATORS["_foreach_addcdiv"])
-"""Those that may take the numbers of all tensors in another tensor; these stay as they are."""
+_OF_THREE = ("_foreach_addcmul", "_foreach_addcdiv")
+"""Taken apart for types in which it does not matter that every step is rounded, where eager rounds once; not with all
+numbers in one tensor, as one overload has them."""

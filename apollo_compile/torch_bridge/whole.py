@@ -39,7 +39,8 @@ _Result = TypeVar("_Result")
 
 
 def compile_whole(graph_module: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
-    """Compile a post-AOT graph as Inductor alone would, except for workarounds."""
+    """Compile a post-AOT graph as Inductor alone would, except for workarounds and for seeds of attention."""
+    read_seeds_anywhere(graph_module.graph)  # its forward may be replayed
     tag = torch.compiler.config.cache_key_tag
     is_own = kwargs.get("is_backward") or _has_fixed_code(graph_module)  # Inductor's key does not cover donated buffers
     with (

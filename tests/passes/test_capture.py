@@ -106,6 +106,8 @@ def after(made: Capture, node: fx.Node) -> set[str]:
         ("L['compute'].__closure__[0].cell_contents.layers[3]", "layers.3"),
         ("L['compute'].__closure__[1].cell_contents.model.layers[3]", "model.layers.3"),
         ("L['step'].__closure__[1].cell_contents.__closure__[0].cell_contents.fc", "fc"),
+        ("L['fns'][0].__closure__[2].cell_contents['image'].fc", "0.closure2.image.fc"),
+        ("L['compute'].__closure__[0].cell_contents['image'].fc", "image.fc"),
         ("self.encoder.fc", "encoder.fc"),
         ("_self.encoder.fc", "encoder.fc"),
         ("_orig_mod", ""),

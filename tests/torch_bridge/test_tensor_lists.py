@@ -82,6 +82,34 @@ def test_numbers_are_those_of_the_operator(name: str) -> None:
     assert [(each.shape, each.dtype) for each in values] == [(each.shape, each.dtype) for each in expected]
 
 
+@pytest.mark.parametrize("name", OPERATORS)
+@pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16))
+def test_less_precision_is_as_in_eager(name: str, dtype: torch.dtype) -> None:
+    """To the bit: what would be rounded more often than there stays on lists."""
+    a, b, c = ([each.to(dtype) for each in part] for part in inputs()[:3])
+    arguments = (a, b, c, torch.tensor(1.5, dtype=dtype))
+    graph_module = make_fx(OPERATORS[name], tracing_mode="fake")(*arguments)
+    apart = with_tensors_apart(graph_module)
+    assert bool(lists_in(apart)) == name.startswith("addc")
+    found = fx.Interpreter(apart).run(*a, *b, *c, arguments[3], enable_io_processing=False)
+    torch.testing.assert_close(list(found), list(OPERATORS[name](*arguments)), rtol=0, atol=0)
+
+
+def test_sizes_may_be_numbers() -> None:
+    """Where a size is dynamic, a number depends on it."""
+
+    def operator(a: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+        length = a[0].shape[0]
+        return aten._foreach_pow.Scalar(aten._foreach_clamp_min.Scalar(aten._foreach_add.Scalar(a, length), length), 2)
+
+    a = [torch.randn(3, dtype=torch.float64), torch.randn(3, 4, dtype=torch.float64)]
+    graph_module = make_fx(operator, tracing_mode="symbolic")(a)
+    apart = with_tensors_apart(graph_module)
+    assert len(lists_in(graph_module)) == 3 and not lists_in(apart)
+    found = fx.Interpreter(apart).run(*a, enable_io_processing=False)
+    torch.testing.assert_close(list(found), list(operator(a)))
+
+
 def test_numbers_of_all_tensors_in_a_tensor_stay() -> None:
     """There is one of them for each tensor of the list."""
     graph = fx.Graph()

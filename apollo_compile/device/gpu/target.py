@@ -25,11 +25,14 @@ from apollo_compile.json_form import to_json
 from apollo_compile.pipeline import Compilation
 from apollo_compile.torch_bridge.onednn import Matmul
 
-_SHARING: Mapping[Variant, Sharing] = {Variant.PLAN: Sharing.URGENCY, Variant.NARROW: Sharing.URGENCY}
-"""How lanes share the device in the variants that run a plan: on plain streams, the critical lane first.
+_SHARING: Mapping[Variant, Sharing] = {Variant.PLAN: Sharing.FREE, Variant.NARROW: Sharing.FREE}
+"""How lanes share the device in the variants that run a plan: on plain streams.
 
-Streams of equal priority were neither faster nor slower (of six comparisons, none differed by more than 4 %), and would
-take memory of their own while they are compared: that of a CUDA graph stays with its streams."""
+Priorities made graphs neither faster nor slower (of six comparisons, none differed by more than 4 %). They would be
+other ones in forward and backward, thus other streams, whose memory one cannot have from the other."""
+
+_STEP_SHARING: Mapping[Variant, Sharing] = {Variant.PLAN: Sharing.URGENCY, Variant.NARROW: Sharing.URGENCY}
+"""The same in whole steps, where updates are to fill what the critical lane leaves free."""
 
 _ISOLATED: Mapping[Variant, Sharing] = {
     **_SHARING,
@@ -113,7 +116,10 @@ class GpuTarget:
 
     def load(self, compilation: Compilation, code: Code, variant: Variant) -> CudaExecutable:
         """Load the program, with lanes that share the device as the variant says."""
-        sharing = self._sharing.get(variant, Sharing.APART)
+        sharings = self._sharing
+        if compilation.partition.graph.role is Role.STEP and not self._config.runtime.isolation:
+            sharings = _STEP_SHARING
+        sharing = sharings.get(variant, Sharing.APART)
         return CudaExecutable(
             program=compilation.program,
             graph=compilation.partition.graph,

@@ -10,8 +10,8 @@
        background.
     2. The graph as one CUDA graph is compared with it, unless torch.compile's code is CUDA graphs itself.
     3. Only if branches of the forward are independent, bodies of segments are compiled, when that is due; and only if
-       their times promise `LEAST_PROMISE` over one CUDA graph, the plan on plain streams, and then with priorities, is
-       compared with the winner until then.
+       their times promise `LEAST_PROMISE` over one CUDA graph, the plan on plain streams is compared with the winner
+       until then.
 
 What is measured is what the user feels: the time from the beginning of one step to that of a later one, with the
 optimizer, the loader and all other graphs in it. It is taken over the steps of a turn, and the device is waited for at
