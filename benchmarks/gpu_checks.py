@@ -520,6 +520,11 @@ def calibration_is_plausible(gpu: TorchGpu) -> Outcome:
     return Outcome(is_met=is_met, text=text, numbers={"profile": to_json(profile)})
 
 
+def replays_of_all_workloads_do_not_race(gpu: TorchGpu) -> Outcome:
+    """T4: a thousand replays of every workload."""
+    return replays_do_not_race(gpu, tuple(SHAPES), 1000)
+
+
 QUICK_CHECKS: Mapping[str, Check] = {
     "T0 driver": what_the_driver_gives,
     "T3 overlap": lanes_run_at_the_same_time,
@@ -561,7 +566,7 @@ CHECKS: Mapping[str, Check] = {**QUICK_CHECKS, **UNTIMED_CHECKS, **TIMED_CHECKS}
 
 THOROUGH_CHECKS: Mapping[str, Check] = {
     **CHECKS,
-    "T4 races in all workloads": partial(replays_do_not_race, names=tuple(SHAPES), count=1000),
+    "T4 races in all workloads": replays_of_all_workloads_do_not_race,
     "T9 persistent grids": persistent_grids_follow_their_quota,
 }
 """The same, with a thousand replays of every workload, and what takes Inductor minutes to tune."""
