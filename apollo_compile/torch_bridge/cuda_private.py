@@ -75,25 +75,20 @@ RECOVERS_FROM_CAPTURES: bool = torch.__version__ >= (2, 13)  # type: ignore[oper
 # it as well as can be done from here, all our CUDA graphs are released, and up to 2.12 there are no lanes any more.
 
 
-@contextlib.contextmanager
-def refused_waits() -> Iterator[None]:
+def refused_waits() -> contextlib.AbstractContextManager[None]:
     """Let torch refuse to wait for the device, where a capture that did so would leave torch broken."""
-    if RECOVERS_FROM_CAPTURES:
-        yield
-        return
-    before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
+    return contextlib.nullcontext() if RECOVERS_FROM_CAPTURES else _waits("error")
+
+
+def allowed_waits() -> contextlib.AbstractContextManager[None]:
+    """Wait for the device all the same: what is inside is not part of a capture."""
+    return _waits("default")
 
 
 @contextlib.contextmanager
-def allowed_waits() -> Iterator[None]:
-    """Wait for the device all the same: what is inside is not part of a capture."""
+def _waits(mode: str) -> Iterator[None]:
     before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.set_sync_debug_mode(mode)
     try:
         yield
     finally:
