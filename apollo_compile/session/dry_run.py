@@ -26,6 +26,7 @@ from apollo_compile.session.planning import plan_graph, reason_to_fall_back, rol
 from apollo_compile.session.private_copy import Call, PrivateCopy, copy_inputs, same_random_states
 from apollo_compile.torch_bridge.aot_graph import user_outputs, written_inputs
 from apollo_compile.torch_bridge.compile_context import (
+    code_of,
     compile_apart,
     name_dynamo_graph,
     original_callable,
@@ -126,7 +127,7 @@ class DryRun:
                 raise
             self.fallbacks.append((subject, f"{type(error).__name__}: {error}"))
         else:
-            before = {name.partition("/")[0] for name in self.graphs} - {dynamo_name.partition("/")[0]}
+            before = {code_of(name) for name in self.graphs} - {code_of(dynamo_name)}
             reason = reason_to_fall_back(compilation, self.config, num_before=len(before))
             self.graphs[dynamo_name].append((compilation, reason))
             if reason is not None:

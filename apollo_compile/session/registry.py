@@ -16,7 +16,7 @@ import torch
 from apollo_compile.ir import Variant
 from apollo_compile.reports.values import Stage
 from apollo_compile.session.model import CompiledModel
-from apollo_compile.torch_bridge.compile_context import is_part_of, original_callable
+from apollo_compile.torch_bridge.compile_context import code_of, is_part_of, original_callable
 from apollo_compile.torch_bridge.fragments import describe_fragments
 from apollo_compile.torch_bridge.storages import storages_of
 
@@ -60,14 +60,11 @@ def models_of_call(called: Callable[..., Any]) -> list[CompiledModel]:
 
 
 def num_graphs_of(called: weakref.ref[Callable[..., Any]] | None, *, besides: str) -> int:
-    """Return how many graphs a call became until now, besides those of the code that the graph `besides` is of.
-
-    Dynamo's own numbers tell graphs apart: the first is that of the code, the second counts its compiles.
-    """
+    """Return how many graphs a call became until now, besides those of the code that the graph `besides` is of."""
     run = None if called is None else called()
     if run is None:
         return 0
-    return len({model.name.partition("/")[0] for model in models_of_call(run)} - {besides.partition("/")[0]})
+    return len({code_of(model.name) for model in models_of_call(run)} - {code_of(besides)})
 
 
 def describe_calls(models: Iterable[CompiledModel], *, are_over: bool = True) -> str:
@@ -75,7 +72,7 @@ def describe_calls(models: Iterable[CompiledModel], *, are_over: bool = True) ->
     lines = []
     calls = [model.called() for model in models if model.called is not None]
     for called in {id(call): call for call in calls if call is not None}.values():
-        own = {model.name.partition("/")[0]: model for model in models_of_call(called)}
+        own = {code_of(model.name): model for model in models_of_call(called)}
         breaks = [model.graph_break for model in own.values() if model.graph_break is not None]
         lines.append(describe_fragments(called, len(own), breaks, is_over=are_over))
     return "\n".join(filter(None, lines))

@@ -1,6 +1,7 @@
 """What Dynamo knows about the current compile: its id, and the code that was traced.
 
-    name_dynamo_graph() -> "0/0";    traced_code() -> code objects;    written_arguments() -> positions
+    name_dynamo_graph() -> "0/0";    code_of(name) -> "0"
+    traced_code() -> code objects;    written_arguments() -> positions
     compile_apart(function) -> torch.compile with cache entries of its own
     recompile_reason() -> "size 0 of x changed from 4 to 3"
     original_callable(run) -> the argument of `torch.compile`
@@ -58,6 +59,11 @@ def name_dynamo_graph() -> str:
 
 def _numbered(name: str, number: int) -> str:
     return name if number == 1 else f"{name}.{number}"
+
+
+def code_of(name: str) -> str:
+    """Return the number of the code that a graph of this name is of; its graphs are of several compiles of it."""
+    return name.partition("/")[0]
 
 
 def recompile_reason() -> str:

@@ -25,7 +25,7 @@ from apollo_compile.json_form import to_json
 from apollo_compile.pipeline import Compilation
 from apollo_compile.torch_bridge.onednn import Matmul
 
-_SHARING: Mapping[Variant, Sharing] = {Variant.PLAN: Sharing.FREE, Variant.NARROW: Sharing.FREE}
+_SHARING: Mapping[Variant, Sharing] = {Variant.PLAN: Sharing.FREE}
 """How lanes share the device in the variants that run a plan: on plain streams.
 
 Priorities made graphs neither faster nor slower (of six comparisons, none differed by more than 4 %). They would be
@@ -35,13 +35,13 @@ _STEP_SHARING: Mapping[Variant, Sharing] = {Variant.PLAN: Sharing.URGENCY, Varia
 """The same in whole steps, where updates are to fill what the critical lane leaves free."""
 
 _ISOLATED: Mapping[Variant, Sharing] = {
-    **_SHARING,
+    **_STEP_SHARING,
     Variant.PLAN: Sharing.APART,
     Variant.STREAMS: Sharing.FREE,
     Variant.PRIORITIES: Sharing.URGENCY,
     Variant.OVERLAPPING: Sharing.OVERLAPPING,
 }
-"""The same with `runtime.isolation`: the plan has its quotas."""
+"""The same with `runtime.isolation`, in steps as well: the plan has its quotas."""
 
 
 class GpuTarget:
@@ -88,7 +88,9 @@ class GpuTarget:
         self._fingerprint = fingerprint
         # Where torch.compile's code stands by, a failure ends what failed, and nothing runs without its CUDA graph.
         self._is_strict = config.debug.strict or config.device.cuda_lanes == "auto"
-        self._sharing = _ISOLATED if config.runtime.isolation else _SHARING
+        self._sharing, self._step_sharing = (
+            (_ISOLATED, _ISOLATED) if config.runtime.isolation else (_SHARING, _STEP_SHARING)
+        )
 
     @property
     def variants(self) -> Collection[Variant]:
@@ -116,10 +118,8 @@ class GpuTarget:
 
     def load(self, compilation: Compilation, code: Code, variant: Variant) -> CudaExecutable:
         """Load the program, with lanes that share the device as the variant says."""
-        sharings = self._sharing
-        if compilation.partition.graph.role is Role.STEP and not self._config.runtime.isolation:
-            sharings = _STEP_SHARING
-        sharing = sharings.get(variant, Sharing.APART)
+        is_step = compilation.partition.graph.role is Role.STEP
+        sharing = (self._step_sharing if is_step else self._sharing).get(variant, Sharing.APART)
         return CudaExecutable(
             program=compilation.program,
             graph=compilation.partition.graph,
