@@ -127,8 +127,8 @@ def reason_to_fall_back(compilation: Compilation, config: Config, *, num_before:
         saved = format_ns(plan.serial_ns - plan.makespan_ns)
         return (
             f"not worth compiling: it is graph {num_before + 1} of a call that falls into many, and lanes would save "
-            f"{saved} of its {format_ns(plan.serial_ns)}, by prediction; remove graph breaks, or compile the module that "
-            "matters by itself"
+            f"{saved} of its {format_ns(plan.serial_ns)}, by prediction; remove graph breaks, or compile the module "
+            "that matters by itself"
         )
     return None if _may_gain(compilation, config) else _nothing_to_gain(plan)
 
