@@ -34,20 +34,28 @@ from apollo_compile.device.open import select_profile
 from apollo_compile.device.profile import DeviceProfile
 from apollo_compile.errors import CaptureError, NotReplayedError, TargetError
 from apollo_compile.ir import Variant
-from apollo_compile.progress import Progress
 from apollo_compile.reports.values import Stage, State
 from apollo_compile.session.step.arguments import check_arguments
 from apollo_compile.session.step.linking import STAYS, Linker, owned_by
 from apollo_compile.session.step.micro_batch_count import MicroBatchCount
 from apollo_compile.session.step.notes import LossGraph, Noted, Notes, NotLinkedError
 from apollo_compile.session.step.prediction import predict_step
-from apollo_compile.session.step.program import find_shared, leave_gradients, own_gradients
+from apollo_compile.session.step.program import StepProgram, leave_gradients
+from apollo_compile.session.step.rivals import (
+    MicroBatchesAtOnce,
+    Rival,
+    RivalError,
+    TracedStep,
+    loss_of_stacked,
+    reason_against_at_once,
+)
 from apollo_compile.session.step.split import kind_of, split_evenly
 from apollo_compile.session.step.tuning import StepTuner
 from apollo_compile.session.warm_start import may_be_compared
 from apollo_compile.torch_bridge.compile_context import compile_apart
 from apollo_compile.torch_bridge.graph_breaks import is_limit_hit, problem_of
-from apollo_compile.torch_bridge.traced_step import is_compile_error
+from apollo_compile.torch_bridge.settings import inductor_settings
+from apollo_compile.torch_bridge.traced_step import describe_compile_error, is_compile_error
 
 _logger = logging.getLogger(__name__)
 
@@ -120,6 +128,9 @@ class Step:
     It is long, since what runs a step, and what holds each way back, is decided in one place.
     """
 
+    _is_optional = False
+    """Whether something else takes the step if this does not, so that a fallback is no news."""
+
     def __init__(
         self,
         model: nn.Module,
@@ -139,9 +150,7 @@ class Step:
         self._clip_grad_norm = clip_grad_norm
         self._split = split
         self._weigh = weigh
-        self._linker = Linker(
-            model, lambda part: _loss_in(loss_fn(model, part)), optimizer, clip_grad_norm, self.config
-        )
+        self._linker = Linker(model, optimizer, clip_grad_norm, self.config)
         self._why_not_one_graph = ""
         self._is_full = False
         """Whether Dynamo compiles no more graphs."""
@@ -161,7 +170,8 @@ class Step:
         def loss_of_any(part: Any) -> Any:  # a code object of its own, whose compiles count apart
             return loss_fn(model, part)
 
-        backend = partial(_compile_and_note, weakref.ref(self._notes), options)  # Dynamo keeps backends for good
+        # Dynamo keeps backends for good.
+        backend = partial(_compile_and_note, weakref.ref(self._notes), options, self._is_optional)
         self._settings: dict[str, Any] = {
             "microbatches": microbatches,
             "clip_grad_norm": clip_grad_norm,
@@ -229,8 +239,9 @@ class Step:
 
     @property
     def tuners(self) -> list[StepTuner]:
-        """Programs, and what is known of how fast they are: one for every kind of batch."""
-        return [each for graph in self._graphs for each in graph.outcomes.values() if isinstance(each, StepTuner)]
+        """Programs, and what is known of how fast they are: for every kind of batch one, and one of a rival's."""
+        own = [each for graph in self._graphs for each in graph.outcomes.values() if isinstance(each, StepTuner)]
+        return [tuner for each in own for tuner in (each, *(() if each.rival is None else each.rival.tuners))]
 
     @property
     def reasons_for_loops(self) -> list[str]:
@@ -275,7 +286,7 @@ class Step:
         self._graph_of[key] = graph
         self._graphs.add(graph)
         if len(parts) not in graph.outcomes and graph.model.state().stage is not Stage.MEASURING:
-            graph.outcomes[len(parts)] = self._linker.link(graph, len(parts))
+            graph.outcomes[len(parts)] = self._linker.link(graph, len(parts), self._make_rivals)
         return loss
 
     def _run(
@@ -288,11 +299,13 @@ class Step:
         if reason is not None:
             self._hold_back(tuner, reason)
             return None
+        if variant is Variant.AT_ONCE:  # guards are its own
+            return self._run_rival(variant, tuner, parts, weights)
         noted = self._note_inputs(parts, graph)
         if noted is None:
             return None
         if variant is Variant.TRACED:  # its guards know nothing of parameters that get gradients only now
-            return self._run_traced(tuner, parts, weights)
+            return self._run_rival(variant, tuner, parts, weights)
         program = tuner.program
         try:
             program.variants.use(variant)
@@ -345,27 +358,44 @@ class Step:
             return None
         return noted
 
-    def _run_traced(self, tuner: StepTuner, parts: Sequence[Any], weights: Sequence[float]) -> torch.Tensor | None:
-        """Take the step as Inductor compiled it whole; None where Inductor cannot compile it."""
-        dtype = tuner.program.micro.loss_dtype
-        factors = [torch.tensor(weight, dtype=dtype) for weight in weights]
+    def _run_rival(
+        self, variant: Variant, tuner: StepTuner, parts: Sequence[Any], weights: Sequence[float]
+    ) -> torch.Tensor | None:
+        """Take the step as a rival of the program does; None where that cannot be compiled."""
+        rival = tuner.get_rival()
         try:
-            if tuner.is_tried:
-                loss, gradients = tuner.traced(parts, factors)
-            else:
-                with Progress(f"compiling {tuner.program.name} as one graph") as progress:
-                    progress.at("Inductor, to be compared with the program,")
-                    loss, gradients = tuner.traced(parts, factors)
-        except Exception as error:  # of a compile, which guards may ask for in any step
-            if not is_compile_error(error):
-                raise
-            tuner.drop_traced(error)
+            loss = rival.take(parts, weights)
+        except RivalError as error:
+            tuner.drop_rival(variant, error)
             return None
         tuner.held_back = None
-        parameters = tuner.program.parameters
-        leave_gradients(parameters, own_gradients(gradients, parameters, find_shared(gradients, parameters, ())))
-        self._finish()
+        if rival.leaves_gradients:
+            self._finish()
         return loss
+
+    def _make_rivals(self, program: StepProgram) -> Mapping[Variant, Callable[[], Rival]]:
+        """Return what makes the rivals of a program; where the number of micro-batches is open, one batch has them."""
+        if self._count is not None and program.num_micro_batches > 1:
+            return {}
+        model, optimizer, loss_of = self._model, self._optimizer, partial(_loss_of, self._loss_fn)
+        inductor = inductor_settings(self.config.mode, self.config.inductor)
+        of_one_batch = {**self._settings, "microbatches": 1, "split": split_evenly, "weigh": None}
+
+        def make_traced() -> Rival:  # without this step, which goes when nobody but programs knows it
+            return TracedStep(program, partial(loss_of, model), inductor)
+
+        def make_at_once() -> Rival:
+            return MicroBatchesAtOnce(
+                _StepOfStacked(model, loss_of_stacked(loss_of), optimizer, **of_one_batch), program.micro
+            )
+
+        if program.num_micro_batches == 1:
+            return {Variant.TRACED: make_traced}
+        reason = reason_against_at_once(program)
+        if reason is not None:
+            _logger.info("%s: no %s to compare with: %s", program.name, Variant.AT_ONCE, reason)
+            return {Variant.TRACED: make_traced}
+        return {Variant.AT_ONCE: make_at_once, Variant.TRACED: make_traced}
 
     def _run_loop(self, parts: Sequence[Any], weights: Sequence[float]) -> torch.Tensor:
         try:
@@ -495,6 +525,25 @@ class Step:
         return None if found.compilation is None else found.compilation.plan.makespan_ns
 
 
+class _StepOfStacked(Step):
+    """The step of stacked micro-batches, for `MicroBatchesAtOnce`: one graph, or none."""
+
+    _is_optional = True
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether it is known what runs it."""
+        return self._is_settled(1)
+
+    def _compute(self, part: Any) -> Any:
+        try:
+            return self._loss_of(part)
+        except Exception as error:
+            if not is_compile_error(error):
+                raise
+            raise RivalError(describe_compile_error(error)) from error
+
+
 def _unlink(graphs: weakref.WeakSet[LossGraph]) -> None:
     """Drop the programs of a step that is gone; Dynamo keeps its graphs."""
     for graph in graphs:
@@ -504,10 +553,13 @@ def _unlink(graphs: weakref.WeakSet[LossGraph]) -> None:
 def _compile_and_note(
     reference: weakref.ref[Notes],
     options: Mapping[str, Any],
+    is_optional: bool,
     graph_module: fx.GraphModule,
     example_inputs: Sequence[Any],
 ) -> Callable[..., Any]:
-    compiled, model = compile_dynamo_graph(graph_module, example_inputs, options=options, is_for_step=True)
+    compiled, model = compile_dynamo_graph(
+        graph_module, example_inputs, options=options, is_for_step=True, is_optional=is_optional
+    )
     notes = reference()
     return compiled if model is None or notes is None else LossGraph(compiled=compiled, model=model, notes=notes)
 
@@ -517,6 +569,10 @@ def _weighted_sum(losses: Sequence[torch.Tensor], weights: Sequence[float]) -> t
     for loss, weight in zip(losses[1:], weights[1:], strict=True):
         total = total + loss * weight
     return total
+
+
+def _loss_of(loss_fn: LossFunction, model: nn.Module, part: Any) -> torch.Tensor:
+    return _loss_in(loss_fn(model, part))
 
 
 def _loss_in(returned: Any) -> torch.Tensor:

@@ -36,8 +36,8 @@ from apollo_compile.torch_bridge.settings import compiler_settings
 _logger = logging.getLogger(__name__)
 
 
-_KEPT = (Variant.PLAN, Variant.SERIAL, Variant.INDUCTOR, Variant.LOOP, Variant.TRACED)
-"""Variants that a later process can run; the last two are those of a training step."""
+_KEPT = (Variant.PLAN, Variant.SERIAL, Variant.INDUCTOR, Variant.LOOP, Variant.TRACED, Variant.AT_ONCE)
+"""Variants that a later process can run; the last three are those of a training step."""
 
 
 @dataclass(eq=False, kw_only=True)

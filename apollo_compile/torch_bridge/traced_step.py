@@ -24,6 +24,13 @@ def is_compile_error(error: Exception) -> bool:
     return isinstance(error, TorchDynamoException)
 
 
+def describe_compile_error(error: Exception) -> str:
+    """Return in one line what failed in Dynamo, or in the backend that it called."""
+    cause = getattr(error, "inner_exception", None) or error
+    lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
+    return f"{type(cause).__name__}: {lines[0] if lines else 'no reason given'}"
+
+
 def compile_traced_step(
     loss_of: Callable[[Any], torch.Tensor], parameters: Sequence[torch.Tensor], settings: Mapping[str, Any]
 ) -> TracedStep:

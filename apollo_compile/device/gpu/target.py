@@ -161,6 +161,10 @@ class GpuTarget:
     def trim_memory(self) -> None:
         """Do nothing: torch's allocator owns the memory of released CUDA graphs."""
 
+    def free_bytes(self) -> int:
+        """Return what the driver has left; what torch's allocator keeps for later comes on top."""
+        return torch.cuda.mem_get_info(self.device)[0]
+
     def is_capturing(self) -> bool:
         """Whether the caller's stream is being captured."""
         return self.gpu.is_capturing()

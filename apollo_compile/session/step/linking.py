@@ -6,10 +6,9 @@ Linker(model, loss_of, optimizer, ...).link(graph, number of micro-batches) -> S
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
@@ -21,16 +20,18 @@ from apollo_compile.session.step.graph import StepGraph, compose_micro_batches, 
 from apollo_compile.session.step.micro_batch import Micro, find_micro
 from apollo_compile.session.step.notes import LossGraph
 from apollo_compile.session.step.program import StepProgram, link_step, load_step
+from apollo_compile.session.step.rivals import Rival
 from apollo_compile.session.step.tuning import StepTuner
 from apollo_compile.session.warm_start import may_be_compared
 from apollo_compile.torch_bridge.optimizers import StepInParts
 from apollo_compile.torch_bridge.replayed_optimizer import ReplayedStep, problem_of_replays
-from apollo_compile.torch_bridge.settings import inductor_settings
-from apollo_compile.torch_bridge.traced_step import compile_traced_step
 
 _logger = logging.getLogger(__name__)
 
 STAYS = "the step stays a loop over micro-batches"
+
+MakeRivals = Callable[[StepProgram], Mapping[Variant, Callable[[], Rival]]]
+"""Returns what makes the rivals of a program, in the order in which one takes the place of another that failed."""
 
 MAX_LINKS = 4
 """How often a graph is linked, since the parameters of its model may be replaced."""
@@ -41,7 +42,6 @@ class Linker:
 
     Arguments:
         model: the module that is trained.
-        loss_of: returns the loss of a micro-batch, not compiled.
         optimizer: steps inside of programs where it can.
         clip_grad_norm: to which gradients are clipped; None does not clip.
         config: its options apply.
@@ -50,22 +50,20 @@ class Linker:
     def __init__(
         self,
         model: nn.Module,
-        loss_of: Callable[[Any], torch.Tensor],
         optimizer: torch.optim.Optimizer | None,
         clip_grad_norm: float | None,
         config: Config,
     ) -> None:
         self._model = model
-        self._loss_of = loss_of
         self._optimizer = optimizer
         self._why_not_in_parts = None if optimizer is None else StepInParts.problem_of(optimizer)
         self._clip_grad_norm = clip_grad_norm
         self._config = config
 
-    def link(self, graph: LossGraph, num_micro_batches: int) -> StepTuner | str:
-        """Link what was compiled; where that is impossible, log why and return the reason."""
+    def link(self, graph: LossGraph, num_micro_batches: int, make_rivals: MakeRivals) -> StepTuner | str:
+        """Link what was compiled, to be compared with rivals; where that cannot be, log why and return the reason."""
         try:
-            return self._link_program(graph, self._micro_of(graph), num_micro_batches)
+            return self._link_program(graph, self._micro_of(graph), num_micro_batches, make_rivals)
         except UnsupportedGraphError as error:
             reason = str(error)
             _logger.info("%s: %s", STAYS, reason)
@@ -95,7 +93,9 @@ class Linker:
             graph.is_decided, graph.inputs = True, None
         return graph.micro
 
-    def _link_program(self, graph: LossGraph, micro: Micro, num_micro_batches: int) -> StepTuner:
+    def _link_program(
+        self, graph: LossGraph, micro: Micro, num_micro_batches: int, make_rivals: MakeRivals
+    ) -> StepTuner:
         name, target = step_name(graph.model.name, num_micro_batches), graph.model.target
         optimizer = self._optimizer_inside(name, micro, is_replayed=not target.is_synchronous)
         parameters = list(self._model.parameters())
@@ -129,12 +129,11 @@ class Linker:
             in_turn = replace(self._config, plan=replace(self._config.plan, planner="serial"))
             whole = load_step(joined, compose(joined), target=target, config=in_turn)
             program.variants.add(Variant.INDUCTOR, whole.plan)
-        loss_of, settings = self._loss_of, inductor_settings(self._config.mode, self._config.inductor)
         return StepTuner(
             program,
             graph.model.warm_start,
             is_compared=may_be_compared(self._config),
-            make_traced=lambda: compile_traced_step(loss_of, program.parameters, settings),
+            rivals=make_rivals(program) if target.is_synchronous else {},
         )
 
     def _add_narrow_plan(self, program: StepProgram, step: StepGraph) -> None:

@@ -1,4 +1,4 @@
-"""What runs a training step: its program, its program in turn, Inductor's code of the traced step, or the loop.
+"""What runs a training step: its program, its program in turn, a rival that is not made of it, or the loop.
 
 They take turns in the user's own steps, by the rules of `comparison.py`, and the fastest stays. A verdict is kept for
 later processes under the key of the program, like the findings about graphs.
@@ -7,14 +7,14 @@ later processes under the key of the program, like the findings about graphs.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from apollo_compile.ir import Variant, Verdict
 from apollo_compile.session.comparison import IN_TURNS, MIN_ROUNDS, Comparison, Rules
 from apollo_compile.session.procedure import SIMPLEST_FIRST
 from apollo_compile.session.step.program import StepProgram
+from apollo_compile.session.step.rivals import RIVALS, Rival, RivalError
 from apollo_compile.session.warm_start import WarmStart
-from apollo_compile.torch_bridge.traced_step import TracedStep
 
 _logger = logging.getLogger(__name__)
 
@@ -26,7 +26,7 @@ class StepTuner:
         program: the step as one program.
         warm_start: recalls and keeps verdicts.
         is_compared: whether variants are compared; if not, the program runs.
-        make_traced: returns the step for Inductor to trace and compile, when it is first called.
+        rivals: make what else takes such steps. The first competes, each other one if those before it failed.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class StepTuner:
         warm_start: WarmStart,
         *,
         is_compared: bool,
-        make_traced: Callable[[], TracedStep],
+        rivals: Mapping[Variant, Callable[[], Rival]],
     ) -> None:
         self.program = program
         self.verdict: Verdict | None = None
@@ -43,8 +43,9 @@ class StepTuner:
         self.held_back: str | None = None
         """Why the latest step was a loop where something else was to run."""
         self._warm_start = warm_start
-        self._make_traced = make_traced
-        self._traced: TracedStep | None = None
+        self._rivals = dict(rivals) if is_compared else {}
+        self._rival: Rival | None = None
+        """The first of them, once it has been made."""
         self._comparison: Comparison | None = None
         self._current = Variant.PLAN
         self._target = program.variants.target
@@ -56,14 +57,12 @@ class StepTuner:
         """Of the current step."""
         self._failed: set[Variant] = set()
         self._is_compared = is_compared
-        self.is_tried = not is_compared or not self._target.is_synchronous
-        """Whether Inductor has compiled the traced step, or failed to."""
         self._is_settled = not is_compared
         compilation = program.variants.compilation
         found = warm_start.recall(compilation.capture, compilation.partition) if is_compared else None
-        if found is not None and found.verdict is not None:
-            self.is_tried = found.variant is not Variant.TRACED
+        if found is not None and found.verdict is not None and (found.variant not in RIVALS or found.variant in rivals):
             self._is_settled, self._current, self.verdict = True, found.variant, found.verdict
+            self._keep_winner()
 
     @property
     def is_settled(self) -> bool:
@@ -76,18 +75,25 @@ class StepTuner:
         return self._current
 
     @property
-    def traced(self) -> TracedStep:
-        """The step that Inductor compiles."""
-        if self._traced is None:
-            self._traced = self._make_traced()
-        return self._traced
+    def rival(self) -> Rival | None:
+        """What takes steps as the first rival, from its first step on until it has lost."""
+        return self._rival
+
+    def get_rival(self) -> Rival:
+        """Return what takes steps as the first rival."""
+        if self._rival is None:
+            self._rival = next(iter(self._rivals.values()))()
+        return self._rival
 
     def begin_step(self, number: int) -> Variant:
         """Return what runs the step that begins now, which has this number among all steps."""
-        if not self.is_tried:  # it compiles in its first step, which is not measured
-            return Variant.TRACED
         if self._is_settled:
             return self._current
+        rival = next(iter(self._rivals), None)
+        if (
+            rival is not None and not self.get_rival().is_ready
+        ):  # it compiles in its first steps, which are not measured
+            return rival
         if self._comparison is None:
             rules = Rules() if self._target.is_synchronous else IN_TURNS
             self._comparison = Comparison({str(variant): (variant,) for variant in self._variants()}, rules=rules)
@@ -102,9 +108,7 @@ class StepTuner:
     def record(self, ns: int) -> None:
         """Note how long the step took, forward to optimizer."""
         comparison = self._comparison
-        if not self.is_tried:
-            self.is_tried = True
-        elif comparison is not None and self._target.is_synchronous:
+        if comparison is not None and self._target.is_synchronous:
             comparison.record(0, ns)
         elif comparison is not None:
             self._num_taken += 1
@@ -128,11 +132,11 @@ class StepTuner:
         self._failed.add(variant)
         self._restart()
 
-    def drop_traced(self, error: Exception) -> None:
-        """Do without Inductor's code of the traced step, which did not compile; compare the others."""
-        first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
-        _logger.info("%s: Inductor does not compile the traced step: %s: %s", self._name, type(error).__name__, first)
-        self.is_tried, self._traced = True, None
+    def drop_rival(self, variant: Variant, error: RivalError) -> None:
+        """Do without a rival that cannot be compiled; the next one takes its place."""
+        _logger.info("%s: no %s to compare with: %s", self._name, variant, error)
+        del self._rivals[variant]
+        self._rival = None
         self._restart()
 
     def _restart(self) -> None:
@@ -156,11 +160,11 @@ class StepTuner:
         return self.program.variants.compilation.capture.name
 
     def _variants(self) -> list[Variant]:
-        traced = [Variant.TRACED] if self._traced is not None else []
+        rivals = list(self._rivals)[:1]
         own = set(self.program.variants.available) - self._failed
         if Variant.INDUCTOR in own:  # segments in turn are the same with more kernels
             own.discard(Variant.SERIAL)
-        return [Variant.LOOP, *traced, *(variant for variant in SIMPLEST_FIRST if variant in own)]
+        return [Variant.LOOP, *rivals, *(variant for variant in SIMPLEST_FIRST if variant in own)]
 
     def _settle(self, comparison: Comparison) -> None:
         is_known = comparison.num_rounds >= MIN_ROUNDS  # not where most steps had to be loops
@@ -170,6 +174,7 @@ class StepTuner:
         self._is_settled, self._comparison = True, None
         if not self._target.is_synchronous:
             self._target.keep_only({self._current})  # the winner is captured again, with memory for it alone
+        self._keep_winner()
         if not is_known:
             _logger.info("%s: the loop stays, since too few steps could be compared", self._name)
             return
@@ -179,7 +184,12 @@ class StepTuner:
             standings=tuple(sorted(standings, key=lambda each: (each.name != winner, each.ratio))),
             num_steps=comparison.num_steps,
         )
-        if self._current is not Variant.TRACED:
-            self._traced = None
         _logger.info("%s: chosen by measuring: %s", self._name, self.verdict)
         self._warm_start.keep(self.program.variants.compilation, self._current, self.verdict)
+
+    def _keep_winner(self) -> None:
+        """Forget rivals that do not run steps from now on, with all that they hold."""
+        if self._current not in self._rivals:
+            self._rivals, self._rival = {}, None
+        else:  # the others take its place if it fails one day
+            self._rivals = {self._current: self._rivals.pop(self._current), **self._rivals}

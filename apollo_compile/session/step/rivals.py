@@ -1,0 +1,185 @@
+"""What takes a step instead of its program, without being made of it.
+
+    Rival               what `StepTuner` compares the program with
+    TracedStep          forward and backward of all micro-batches, as Dynamo traces and Inductor compiles them
+    MicroBatchesAtOnce  the micro-batches stacked, as one step of one batch
+
+Note [micro-batches at once]: `torch.vmap` runs the loss function for all micro-batches at once, so that a matrix
+multiplication has the rows of all of them, and still takes each loss from the samples of its own micro-batch. Losses
+and gradients are those of the micro-batches, added in another order. That takes the memory of the whole batch, and is
+not possible where a micro-batch draws random numbers or writes to buffers, whose order is the loop's.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import nn
+
+from apollo_compile.ir import Variant
+from apollo_compile.progress import Progress
+from apollo_compile.session.step.micro_batch import Micro
+from apollo_compile.session.step.program import StepProgram, find_shared, leave_gradients, own_gradients
+from apollo_compile.torch_bridge.traced_step import compile_traced_step, describe_compile_error, is_compile_error
+from apollo_compile.torch_bridge.trees import flatten
+from apollo_compile.units import format_bytes
+
+if TYPE_CHECKING:
+    from apollo_compile.session.step.tuning import StepTuner
+
+RIVALS = (Variant.AT_ONCE, Variant.TRACED)
+"""What they are called."""
+
+
+class RivalError(Exception):
+    """A rival cannot be compiled; nothing has run."""
+
+
+class Rival(Protocol):
+    """Takes steps instead of a program."""
+
+    leaves_gradients: bool
+    """Whether its steps end with the gradients, before clipping and the optimizer."""
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether everything is compiled, and nothing is being decided any more."""
+
+    @property
+    def tuners(self) -> Sequence[StepTuner]:
+        """What is known of programs of its own."""
+
+    def take(self, parts: Sequence[Any], weights: Sequence[float]) -> torch.Tensor:
+        """Take a step of these micro-batches; return the weighted sum of their losses.
+
+        Raises:
+            RivalError: it cannot be compiled; nothing has run.
+        """
+
+
+class StepOfStacked(Protocol):
+    """A step of stacked micro-batches."""
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether it is known what runs it."""
+
+    @property
+    def tuners(self) -> Sequence[StepTuner]:
+        """What is known of its programs."""
+
+    def __call__(self, batch: Any) -> torch.Tensor:
+        """Take a step; return the loss."""
+
+
+class TracedStep:
+    """Forward and backward of all micro-batches as one graph for Inductor.
+
+    Arguments:
+        program: of the same step.
+        loss_of: returns the loss of a micro-batch, not compiled.
+        settings: of Inductor, by their names in `torch._inductor.config`.
+    """
+
+    def __init__(
+        self,
+        program: StepProgram,
+        loss_of: Callable[[Any], torch.Tensor],
+        settings: Mapping[str, Any],
+    ) -> None:
+        self.leaves_gradients = True
+        self.is_ready = False
+        self.tuners: Sequence[StepTuner] = ()
+        self._program = program
+        self._run = compile_traced_step(loss_of, program.parameters, settings)
+
+    def take(self, parts: Sequence[Any], weights: Sequence[float]) -> torch.Tensor:
+        """Take a step; see `Rival`."""
+        factors = [torch.tensor(weight, dtype=self._program.micro.loss_dtype) for weight in weights]
+        try:
+            loss, gradients = self._call(parts, factors)
+        except Exception as error:  # of a compile, which guards may ask for in any step
+            if is_compile_error(error):
+                raise RivalError(describe_compile_error(error)) from error
+            raise
+        parameters = self._program.parameters
+        leave_gradients(parameters, own_gradients(gradients, parameters, find_shared(gradients, parameters, ())))
+        return loss
+
+    def _call(
+        self, parts: Sequence[Any], factors: Sequence[torch.Tensor]
+    ) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
+        if self.is_ready:
+            return self._run(parts, factors)
+        with Progress(f"compiling {self._program.name} as one graph") as progress:
+            progress.at("Inductor, to be compared with the program,")
+            made = self._run(parts, factors)
+        self.is_ready = True
+        return made
+
+
+class MicroBatchesAtOnce:
+    """The micro-batches stacked, as one step of one batch; see Note [micro-batches at once].
+
+    Arguments:
+        step: takes a step of what `stack` returns.
+        micro: one micro-batch.
+    """
+
+    def __init__(self, step: StepOfStacked, micro: Micro) -> None:
+        self.leaves_gradients = False
+        self._step = step
+        self._micro = micro
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it is known what runs such steps."""
+        return self._step.is_settled
+
+    @property
+    def tuners(self) -> Sequence[StepTuner]:
+        """Programs of such steps."""
+        return self._step.tuners
+
+    def take(self, parts: Sequence[Any], weights: Sequence[float]) -> torch.Tensor:
+        """Take a step; see `Rival`."""
+        batch = stack(parts, torch.tensor(weights, dtype=self._micro.loss_dtype, device=self._micro.device))
+        if self.is_ready:
+            return self._step(batch)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*batching rule")  # of operators that it calls one by one
+            return self._step(batch)
+
+
+def stack(parts: Sequence[Any], weights: torch.Tensor) -> dict[str, Any]:
+    """Return micro-batches as one batch for `loss_of_stacked`: all tensors of one place along a new first dimension."""
+    first, _, unflatten = flatten(parts[0])
+    leaves = [first, *(flatten(part)[0] for part in parts[1:])]
+    return {"parts": unflatten([torch.stack(alike) for alike in zip(*leaves, strict=True)]), "weights": weights}
+
+
+def loss_of_stacked(loss_of: Callable[[nn.Module, Any], torch.Tensor]) -> Callable[[nn.Module, Any], torch.Tensor]:
+    """Return the loss function of stacked micro-batches; `loss_of` is that of one."""
+
+    def loss_of_all(model: nn.Module, batch: Any) -> torch.Tensor:
+        losses = torch.vmap(lambda part: loss_of(model, part), randomness="error")(batch["parts"])
+        return torch.dot(losses, batch["weights"])
+
+    return loss_of_all
+
+
+def reason_against_at_once(program: StepProgram) -> str | None:
+    """Return why the micro-batches of a program cannot run at once; None if they can."""
+    halves = (program.micro.forward, program.micro.backward)
+    if any(half.contract.written_inputs for half in halves):
+        return "a micro-batch writes to buffers of the model"
+    if any(node.keeps_order for half in halves for node in half.compilation.capture.nodes):
+        return "a micro-batch draws random numbers"
+    needed = program.num_micro_batches * program.variants.compilation.memory.peak_bytes
+    free = program.variants.target.free_bytes()
+    if free is not None and needed > free:
+        return f"all micro-batches may need {format_bytes(needed)}, and {format_bytes(free)} are free"
+    return None
