@@ -42,12 +42,16 @@ from apollo_compile.session.step.notes import LossGraph, Noted, Notes, NotLinked
 from apollo_compile.session.step.prediction import predict_step
 from apollo_compile.session.step.program import StepProgram, leave_gradients
 from apollo_compile.session.step.rivals import (
+    EagerLoop,
     MicroBatchesAtOnce,
     Rival,
     RivalError,
     TracedStep,
+    add_gradients,
+    keeps_order,
     loss_of_stacked,
     reason_against_at_once,
+    weighted_sum,
 )
 from apollo_compile.session.step.split import kind_of, split_evenly
 from apollo_compile.session.step.tuning import StepTuner
@@ -241,7 +245,7 @@ class Step:
     def tuners(self) -> list[StepTuner]:
         """Programs, and what is known of how fast they are: for every kind of batch one, and one of a rival's."""
         own = [each for graph in self._graphs for each in graph.outcomes.values() if isinstance(each, StepTuner)]
-        return [tuner for each in own for tuner in (each, *(() if each.rival is None else each.rival.tuners))]
+        return [tuner for each in own for tuner in (each, *(known for rival in each.rivals for known in rival.tuners))]
 
     @property
     def reasons_for_loops(self) -> list[str]:
@@ -299,7 +303,7 @@ class Step:
         if reason is not None:
             self._hold_back(tuner, reason)
             return None
-        if variant is Variant.AT_ONCE:  # guards are its own
+        if variant in (Variant.AT_ONCE, Variant.EAGER):  # which need no guards, or have their own
             return self._run_rival(variant, tuner, parts, weights)
         noted = self._note_inputs(parts, graph)
         if noted is None:
@@ -324,7 +328,7 @@ class Step:
         leave_gradients(program.parameters, gradients)
         if program.optimizer is None and self._optimizer is not None:
             self._optimizer.step()
-        return _weighted_sum(losses, weights)
+        return weighted_sum(losses, weights)
 
     def _hold_back(self, tuner: StepTuner, reason: str) -> None:
         """Note why this step has to be a loop, and say so if that is new."""
@@ -362,7 +366,7 @@ class Step:
         self, variant: Variant, tuner: StepTuner, parts: Sequence[Any], weights: Sequence[float]
     ) -> torch.Tensor | None:
         """Take the step as a rival of the program does; None where that cannot be compiled."""
-        rival = tuner.get_rival()
+        rival = tuner.get_rival(variant)
         try:
             loss = rival.take(parts, weights)
         except RivalError as error:
@@ -373,15 +377,16 @@ class Step:
             self._finish()
         return loss
 
-    def _make_rivals(self, program: StepProgram) -> Mapping[Variant, Callable[[], Rival]]:
+    def _make_rivals(self, program: StepProgram) -> Sequence[Mapping[Variant, Callable[[], Rival]]]:
         """Return what makes the rivals of a program; where the number of micro-batches is open, one batch has them."""
-        if self._count is not None and program.num_micro_batches > 1:
-            return {}
         model, optimizer, loss_of = self._model, self._optimizer, partial(_loss_of, self._loss_fn)
         inductor = inductor_settings(self.config.mode, self.config.inductor)
         of_one_batch = {**self._settings, "microbatches": 1, "split": split_evenly, "weigh": None}
 
-        def make_traced() -> Rival:  # without this step, which goes when nobody but programs knows it
+        def make_eager() -> Rival:  # without this step, which goes when nobody but programs knows it
+            return EagerLoop(partial(loss_of, model))
+
+        def make_traced() -> Rival:
             return TracedStep(program, partial(loss_of, model), inductor)
 
         def make_at_once() -> Rival:
@@ -389,13 +394,16 @@ class Step:
                 _StepOfStacked(model, loss_of_stacked(loss_of), optimizer, **of_one_batch), program.micro
             )
 
+        eager = {} if self._is_optional or keeps_order(program.micro) else {Variant.EAGER: make_eager}
         if program.num_micro_batches == 1:
-            return {Variant.TRACED: make_traced}
+            return [eager, {Variant.TRACED: make_traced}]
+        if self._count is not None:
+            return [eager]
         reason = reason_against_at_once(program)
         if reason is not None:
             _logger.info("%s: no %s to compare with: %s", program.name, Variant.AT_ONCE, reason)
-            return {Variant.TRACED: make_traced}
-        return {Variant.AT_ONCE: make_at_once, Variant.TRACED: make_traced}
+            return [eager, {Variant.TRACED: make_traced}]
+        return [eager, {Variant.AT_ONCE: make_at_once, Variant.TRACED: make_traced}]
 
     def _run_loop(self, parts: Sequence[Any], weights: Sequence[float]) -> torch.Tensor:
         try:
@@ -409,16 +417,11 @@ class Step:
             self._optimizer.zero_grad()
             losses = self._add_gradients(parts, weights)
         self._finish()
-        return _weighted_sum(losses, weights)
+        return weighted_sum(losses, weights)
 
     def _add_gradients(self, parts: Sequence[Any], weights: Sequence[float]) -> list[torch.Tensor]:
         """Add gradients of all micro-batches; return their losses."""
-        losses = []
-        for part, weight in zip(parts, weights, strict=True):
-            loss = _loss_in(self._compute(part))
-            (loss * weight).backward()  # type: ignore[no-untyped-call]
-            losses.append(loss.detach())
-        return losses
+        return add_gradients(lambda part: _loss_in(self._compute(part)), parts, weights)
 
     def _give_way(self) -> bool:
         """Release the CUDA graphs of programs for a loop that finds no memory; return whether there are any."""
@@ -526,7 +529,10 @@ class Step:
 
 
 class _StepOfStacked(Step):
-    """The step of stacked micro-batches, for `MicroBatchesAtOnce`: one graph, or none."""
+    """The step of stacked micro-batches, for `MicroBatchesAtOnce`: one graph, or none.
+
+    Whatever fails in its first forward is left to the loop, which fails likewise if that is not about `vmap`.
+    """
 
     _is_optional = True
 
@@ -539,7 +545,7 @@ class _StepOfStacked(Step):
         try:
             return self._loss_of(part)
         except Exception as error:
-            if not is_compile_error(error):
+            if self._graphs and not is_compile_error(error):
                 raise
             raise RivalError(describe_compile_error(error)) from error
 
@@ -562,13 +568,6 @@ def _compile_and_note(
     )
     notes = reference()
     return compiled if model is None or notes is None else LossGraph(compiled=compiled, model=model, notes=notes)
-
-
-def _weighted_sum(losses: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
-    total = losses[0] * weights[0]
-    for loss, weight in zip(losses[1:], weights[1:], strict=True):
-        total = total + loss * weight
-    return total
 
 
 def _loss_of(loss_fn: LossFunction, model: nn.Module, part: Any) -> torch.Tensor:

@@ -28,6 +28,8 @@ class Variant(enum.StrEnum):
     """The whole graph as Inductor compiles it."""
     LOOP = "loop over micro-batches"
     """A step: forward and backward of one micro-batch after the other, as autograd calls them, then the optimizer."""
+    EAGER = "loop in eager"
+    """The same without a compiler."""
     TRACED = "Inductor, traced step"
     """A step: forward and backward of all micro-batches in one graph, as Dynamo traces and Inductor compiles it."""
     AT_ONCE = "micro-batches at once"

@@ -29,7 +29,15 @@ from apollo_compile.reports.values import GraphSummary, ModelSummary, Stage
 
 PREFIX = "apollo/"
 
-_WITHOUT_LANES = (Variant.SERIAL, Variant.INDUCTOR, Variant.LOOP, Variant.TRACED, Variant.AT_ONCE, Variant.COMPILED)
+_WITHOUT_LANES = (
+    Variant.SERIAL,
+    Variant.INDUCTOR,
+    Variant.LOOP,
+    Variant.EAGER,
+    Variant.TRACED,
+    Variant.AT_ONCE,
+    Variant.COMPILED,
+)
 """Variants that do not run a graph's plan on its lanes."""
 
 

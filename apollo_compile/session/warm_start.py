@@ -36,8 +36,10 @@ from apollo_compile.torch_bridge.settings import compiler_settings
 _logger = logging.getLogger(__name__)
 
 
-_KEPT = (Variant.PLAN, Variant.SERIAL, Variant.INDUCTOR, Variant.LOOP, Variant.TRACED, Variant.AT_ONCE)
-"""Variants that a later process can run; the last three are those of a training step."""
+_OF_STEPS = (Variant.LOOP, Variant.EAGER, Variant.TRACED, Variant.AT_ONCE)
+
+_KEPT = (Variant.PLAN, Variant.SERIAL, Variant.INDUCTOR, *_OF_STEPS)
+"""Variants that a later process can run."""
 
 
 @dataclass(eq=False, kw_only=True)

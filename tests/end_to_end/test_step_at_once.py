@@ -133,7 +133,7 @@ def test_order_that_micro_batches_keep_among_them_is_kept(caplog: pytest.LogCapt
 
     kept: dict[str, torch.Tensor] = {}
     cases = (
-        ((nn.Dropout(0.5),), mean_loss, "draws random numbers"),
+        ((nn.Dropout(0.5),), mean_loss, "draws random numbers or has effects"),
         ((Scale(),), mean_loss, "writes to buffers"),
         ((), keep, "no micro-batches at once to compare with: NotImplementedError: "),
     )

@@ -6,7 +6,7 @@ Linker(model, loss_of, optimizer, ...).link(graph, number of micro-batches) -> S
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -30,8 +30,8 @@ _logger = logging.getLogger(__name__)
 
 STAYS = "the step stays a loop over micro-batches"
 
-MakeRivals = Callable[[StepProgram], Mapping[Variant, Callable[[], Rival]]]
-"""Returns what makes the rivals of a program, in the order in which one takes the place of another that failed."""
+MakeRivals = Callable[[StepProgram], Sequence[Mapping[Variant, Callable[[], Rival]]]]
+"""Returns what makes the rivals of a program, by groups as for `StepTuner`."""
 
 MAX_LINKS = 4
 """How often a graph is linked, since the parameters of its model may be replaced."""
@@ -133,7 +133,7 @@ class Linker:
             program,
             graph.model.warm_start,
             is_compared=may_be_compared(self._config),
-            rivals=make_rivals(program) if target.is_synchronous else {},
+            rivals=make_rivals(program) if target.is_synchronous else (),
         )
 
     def _add_narrow_plan(self, program: StepProgram, step: StepGraph) -> None:

@@ -1,6 +1,7 @@
 """What takes a step instead of its program, without being made of it.
 
     Rival               what `StepTuner` compares the program with
+    EagerLoop           the loop over micro-batches without a compiler
     TracedStep          forward and backward of all micro-batches, as Dynamo traces and Inductor compiles them
     MicroBatchesAtOnce  the micro-batches stacked, as one step of one batch
 
@@ -24,14 +25,17 @@ from apollo_compile.progress import Progress
 from apollo_compile.session.step.micro_batch import Micro
 from apollo_compile.session.step.program import StepProgram, find_shared, leave_gradients, own_gradients
 from apollo_compile.torch_bridge.traced_step import compile_traced_step, describe_compile_error, is_compile_error
-from apollo_compile.torch_bridge.trees import flatten
+from apollo_compile.torch_bridge.trees import flatten, map_leaves
 from apollo_compile.units import format_bytes
 
 if TYPE_CHECKING:
     from apollo_compile.session.step.tuning import StepTuner
 
-RIVALS = (Variant.AT_ONCE, Variant.TRACED)
+RIVALS = (Variant.EAGER, Variant.AT_ONCE, Variant.TRACED)
 """What they are called."""
+
+_ASSERTIONS = ("aten._assert", "aten.sym_constrain_range")
+"""How operators begin whose effect is that they may fail."""
 
 
 class RivalError(Exception):
@@ -58,6 +62,20 @@ class Rival(Protocol):
         Raises:
             RivalError: it cannot be compiled; nothing has run.
         """
+
+
+class EagerLoop:
+    """The loop over micro-batches without a compiler; `loss_of` returns the loss of one."""
+
+    def __init__(self, loss_of: Callable[[Any], torch.Tensor]) -> None:
+        self.leaves_gradients = True
+        self.is_ready = True
+        self.tuners: Sequence[StepTuner] = ()
+        self._loss_of = loss_of
+
+    def take(self, parts: Sequence[Any], weights: Sequence[float]) -> torch.Tensor:
+        """Take a step; see `Rival`."""
+        return weighted_sum(add_gradients(self._loss_of, parts, weights), weights)
 
 
 class StepOfStacked(Protocol):
@@ -154,21 +172,69 @@ class MicroBatchesAtOnce:
             return self._step(batch)
 
 
+def add_gradients(
+    loss_of: Callable[[Any], torch.Tensor], parts: Sequence[Any], weights: Sequence[float]
+) -> list[torch.Tensor]:
+    """Add the gradients of all micro-batches, one after the other; return their losses."""
+    losses = []
+    for part, weight in zip(parts, weights, strict=True):
+        loss = loss_of(part)
+        (loss * weight).backward()  # type: ignore[no-untyped-call]
+        losses.append(loss.detach())
+    return losses
+
+
+def weighted_sum(losses: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
+    """Return the sum of losses, each times its weight, from the first to the last."""
+    total = losses[0] * weights[0]
+    for loss, weight in zip(losses[1:], weights[1:], strict=True):
+        total = total + loss * weight
+    return total
+
+
 def stack(parts: Sequence[Any], weights: torch.Tensor) -> dict[str, Any]:
-    """Return micro-batches as one batch for `loss_of_stacked`: all tensors of one place along a new first dimension."""
+    """Return micro-batches as one batch for `loss_of_stacked`: tensors of one place along a new first dimension.
+
+    Raises:
+        RivalError: what is no tensor differs between micro-batches, or tensors cannot be stacked.
+    """
     first, _, unflatten = flatten(parts[0])
-    leaves = [first, *(flatten(part)[0] for part in parts[1:])]
-    return {"parts": unflatten([torch.stack(alike) for alike in zip(*leaves, strict=True)]), "weights": weights}
+    others = [flatten(part)[0] for part in parts[1:]]
+    try:
+        stacked = [_stack_alike(alike) for alike in zip(first, *others, strict=True)]
+    except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
+        raise RivalError(f"micro-batches cannot be stacked: {error}") from error
+    return {"parts": unflatten(stacked), "weights": weights}
+
+
+def _stack_alike(leaves: Sequence[Any]) -> Any:
+    if all(isinstance(leaf, torch.Tensor) for leaf in leaves):
+        return torch.stack(list(leaves))
+    if isinstance(leaves[0], str | int | float | None) and all(leaf == leaves[0] for leaf in leaves):
+        return leaves[0]
+    raise TypeError(f"they have different objects besides tensors, such as a {type(leaves[0]).__name__}")
 
 
 def loss_of_stacked(loss_of: Callable[[nn.Module, Any], torch.Tensor]) -> Callable[[nn.Module, Any], torch.Tensor]:
     """Return the loss function of stacked micro-batches; `loss_of` is that of one."""
 
     def loss_of_all(model: nn.Module, batch: Any) -> torch.Tensor:
-        losses = torch.vmap(lambda part: loss_of(model, part), randomness="error")(batch["parts"])
-        return torch.dot(losses, batch["weights"])
+        parts = batch["parts"]
+        dims = map_leaves(lambda leaf: 0 if isinstance(leaf, torch.Tensor) else None, parts)
+        of_each = torch.vmap(lambda part: loss_of(model, part), in_dims=(dims,), randomness="error")
+        losses: torch.Tensor = of_each(parts) * batch["weights"]
+        return losses.sum()
 
     return loss_of_all
+
+
+def keeps_order(micro: Micro) -> bool:
+    """Return whether a micro-batch draws random numbers, which eager would not draw alike, or has effects.
+
+    Assertions do not count: one that fails ends the step, whichever of them it is.
+    """
+    nodes = (node for half in (micro.forward, micro.backward) for node in half.compilation.capture.nodes)
+    return any(node.keeps_order and not node.target.startswith(_ASSERTIONS) for node in nodes)
 
 
 def reason_against_at_once(program: StepProgram) -> str | None:
@@ -176,8 +242,8 @@ def reason_against_at_once(program: StepProgram) -> str | None:
     halves = (program.micro.forward, program.micro.backward)
     if any(half.contract.written_inputs for half in halves):
         return "a micro-batch writes to buffers of the model"
-    if any(node.keeps_order for half in halves for node in half.compilation.capture.nodes):
-        return "a micro-batch draws random numbers"
+    if keeps_order(program.micro):
+        return "a micro-batch draws random numbers or has effects"
     needed = program.num_micro_batches * program.variants.compilation.memory.peak_bytes
     free = program.variants.target.free_bytes()
     if free is not None and needed > free:

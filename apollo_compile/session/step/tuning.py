@@ -7,7 +7,7 @@ later processes under the key of the program, like the findings about graphs.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from apollo_compile.ir import Variant, Verdict
 from apollo_compile.session.comparison import IN_TURNS, MIN_ROUNDS, Comparison, Rules
@@ -26,7 +26,8 @@ class StepTuner:
         program: the step as one program.
         warm_start: recalls and keeps verdicts.
         is_compared: whether variants are compared; if not, the program runs.
-        rivals: make what else takes such steps. The first competes, each other one if those before it failed.
+        rivals: make what else takes such steps. Of each group the first competes, another one if it takes the place of
+            those before it, which could not be compiled.
     """
 
     def __init__(
@@ -35,7 +36,7 @@ class StepTuner:
         warm_start: WarmStart,
         *,
         is_compared: bool,
-        rivals: Mapping[Variant, Callable[[], Rival]],
+        rivals: Sequence[Mapping[Variant, Callable[[], Rival]]],
     ) -> None:
         self.program = program
         self.verdict: Verdict | None = None
@@ -43,9 +44,9 @@ class StepTuner:
         self.held_back: str | None = None
         """Why the latest step was a loop where something else was to run."""
         self._warm_start = warm_start
-        self._rivals = dict(rivals) if is_compared else {}
-        self._rival: Rival | None = None
-        """The first of them, once it has been made."""
+        self._groups = [dict(group) for group in rivals if is_compared]
+        self._made: dict[Variant, Rival] = {}
+        """Rivals that have begun to compete."""
         self._comparison: Comparison | None = None
         self._current = Variant.PLAN
         self._target = program.variants.target
@@ -60,7 +61,7 @@ class StepTuner:
         self._is_settled = not is_compared
         compilation = program.variants.compilation
         found = warm_start.recall(compilation.capture, compilation.partition) if is_compared else None
-        if found is not None and found.verdict is not None and (found.variant not in RIVALS or found.variant in rivals):
+        if found is not None and found.verdict is not None and self._has(found.variant):
             self._is_settled, self._current, self.verdict = True, found.variant, found.verdict
             self._keep_winner()
 
@@ -75,25 +76,28 @@ class StepTuner:
         return self._current
 
     @property
-    def rival(self) -> Rival | None:
-        """What takes steps as the first rival, from its first step on until it has lost."""
-        return self._rival
+    def rivals(self) -> Sequence[Rival]:
+        """What may take steps besides the program, from its first step on until it has lost."""
+        return list(self._made.values())
 
-    def get_rival(self) -> Rival:
-        """Return what takes steps as the first rival."""
-        if self._rival is None:
-            self._rival = next(iter(self._rivals.values()))()
-        return self._rival
+    def get_rival(self, variant: Variant) -> Rival:
+        """Return what takes steps under this name."""
+        if variant not in self._made:
+            (make,) = (group[variant] for group in self._groups if variant in group)
+            self._made[variant] = make()
+        return self._made[variant]
+
+    def _has(self, variant: Variant) -> bool:
+        """Whether this variant can run, here and now."""
+        return variant not in RIVALS or any(variant in group for group in self._groups)
 
     def begin_step(self, number: int) -> Variant:
         """Return what runs the step that begins now, which has this number among all steps."""
         if self._is_settled:
             return self._current
-        rival = next(iter(self._rivals), None)
-        if (
-            rival is not None and not self.get_rival().is_ready
-        ):  # it compiles in its first steps, which are not measured
-            return rival
+        for rival in self._competing():
+            if not self.get_rival(rival).is_ready:
+                return rival  # it compiles in its first steps, which are not measured
         if self._comparison is None:
             rules = Rules() if self._target.is_synchronous else IN_TURNS
             self._comparison = Comparison({str(variant): (variant,) for variant in self._variants()}, rules=rules)
@@ -135,8 +139,9 @@ class StepTuner:
     def drop_rival(self, variant: Variant, error: RivalError) -> None:
         """Do without a rival that cannot be compiled; the next one takes its place."""
         _logger.info("%s: no %s to compare with: %s", self._name, variant, error)
-        del self._rivals[variant]
-        self._rival = None
+        self._made.pop(variant, None)
+        for group in self._groups:
+            group.pop(variant, None)
         self._restart()
 
     def _restart(self) -> None:
@@ -160,11 +165,14 @@ class StepTuner:
         return self.program.variants.compilation.capture.name
 
     def _variants(self) -> list[Variant]:
-        rivals = list(self._rivals)[:1]
         own = set(self.program.variants.available) - self._failed
         if Variant.INDUCTOR in own:  # segments in turn are the same with more kernels
             own.discard(Variant.SERIAL)
-        return [Variant.LOOP, *rivals, *(variant for variant in SIMPLEST_FIRST if variant in own)]
+        return [Variant.LOOP, *self._competing(), *(variant for variant in SIMPLEST_FIRST if variant in own)]
+
+    def _competing(self) -> list[Variant]:
+        """Return the rivals that compete, one of each group."""
+        return [next(iter(group)) for group in self._groups if group]
 
     def _settle(self, comparison: Comparison) -> None:
         is_known = comparison.num_rounds >= MIN_ROUNDS  # not where most steps had to be loops
@@ -189,7 +197,7 @@ class StepTuner:
 
     def _keep_winner(self) -> None:
         """Forget rivals that do not run steps from now on, with all that they hold."""
-        if self._current not in self._rivals:
-            self._rivals, self._rival = {}, None
-        else:  # the others take its place if it fails one day
-            self._rivals = {self._current: self._rivals.pop(self._current), **self._rivals}
+        winner = self._current
+        self._made = {variant: rival for variant, rival in self._made.items() if variant is winner}
+        # Those of its group take its place if it cannot be compiled one day.
+        self._groups = [{winner: group.pop(winner), **group} for group in self._groups if winner in group]
