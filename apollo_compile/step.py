@@ -4,14 +4,14 @@
 
 The first steps are the plain loop, over the loss function as `torch.compile(backend="apollo")` compiles it. When
 nothing about that is being decided any more, what was compiled is linked into one program (`session/step/`),
-and in the steps that follow the program, the loop and Inductor's code of the whole traced step take turns until the
-fastest is known (`session/step/tuning.py`). What cannot be linked stays the loop, and one line says why.
+and in the steps that follow the program, the loop and rivals (`session/step/rivals.py`) take turns until the fastest is
+known (`session/step/tuning.py`). What cannot be linked stays the loop, and one line says why.
 
 A program takes its inputs from Dynamo, whose guards hold: Note [guards] in `session/step/notes.py`.
 
-Guarantees: losses and gradients are those of the loop, with sums in the same order; parameters are updated by the
-user's own optimizer, module by module where it treats every parameter by itself (`torch_bridge/optimizers.py`), else at
-the end.
+Guarantees: losses and gradients are those of the loop, with sums in the same order unless all micro-batches run at
+once; parameters are updated by the user's own optimizer, module by module where it treats every parameter by itself
+(`torch_bridge/optimizers.py`), else at the end.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ from apollo_compile.session.step.notes import LossGraph, Noted, Notes, NotLinked
 from apollo_compile.session.step.prediction import predict_step
 from apollo_compile.session.step.program import StepProgram, leave_gradients
 from apollo_compile.session.step.rivals import (
+    RIVALS,
     EagerLoop,
     MicroBatchesAtOnce,
     Rival,
@@ -60,6 +61,7 @@ from apollo_compile.torch_bridge.compile_context import compile_apart
 from apollo_compile.torch_bridge.graph_breaks import is_limit_hit, problem_of
 from apollo_compile.torch_bridge.settings import inductor_settings
 from apollo_compile.torch_bridge.traced_step import describe_compile_error, is_compile_error
+from apollo_compile.torch_bridge.vmap import obstacle_to_vmap
 
 _logger = logging.getLogger(__name__)
 
@@ -154,7 +156,7 @@ class Step:
         self._clip_grad_norm = clip_grad_norm
         self._split = split
         self._weigh = weigh
-        self._linker = Linker(model, optimizer, clip_grad_norm, self.config)
+        self._linker = Linker(model, optimizer, clip_grad_norm, self.config, is_optional=self._is_optional)
         self._why_not_one_graph = ""
         self._is_full = False
         """Whether Dynamo compiles no more graphs."""
@@ -303,12 +305,12 @@ class Step:
         if reason is not None:
             self._hold_back(tuner, reason)
             return None
-        if variant in (Variant.AT_ONCE, Variant.EAGER):  # which need no guards, or have their own
+        if variant is Variant.EAGER:  # which needs no guards
             return self._run_rival(variant, tuner, parts, weights)
         noted = self._note_inputs(parts, graph)
         if noted is None:
             return None
-        if variant is Variant.TRACED:  # its guards know nothing of parameters that get gradients only now
+        if variant in RIVALS:  # guards of a traced step know nothing of parameters that get gradients only now
             return self._run_rival(variant, tuner, parts, weights)
         program = tuner.program
         try:
@@ -341,7 +343,7 @@ class Step:
         with self._notes.noting() as noted:
             try:
                 for part in parts:
-                    self._loss_of(part)
+                    self._call(part)
             except NotLinkedError:
                 return None
             except Exception as error:
@@ -377,9 +379,10 @@ class Step:
             self._finish()
         return loss
 
-    def _make_rivals(self, program: StepProgram) -> Sequence[Mapping[Variant, Callable[[], Rival]]]:
+    def _make_rivals(self, program: StepProgram, graph: LossGraph) -> Sequence[Mapping[Variant, Callable[[], Rival]]]:
         """Return what makes the rivals of a program; where the number of micro-batches is open, one batch has them."""
-        model, optimizer, loss_of = self._model, self._optimizer, partial(_loss_of, self._loss_fn)
+        model, optimizer, compiled = self._model, self._optimizer, self._loss_of
+        loss_of = partial(_loss_of, self._loss_fn)
         inductor = inductor_settings(self.config.mode, self.config.inductor)
         of_one_batch = {**self._settings, "microbatches": 1, "split": split_evenly, "weigh": None}
 
@@ -390,16 +393,15 @@ class Step:
             return TracedStep(program, partial(loss_of, model), inductor)
 
         def make_at_once() -> Rival:
-            return MicroBatchesAtOnce(
-                _StepOfStacked(model, loss_of_stacked(loss_of), optimizer, **of_one_batch), program.micro
-            )
+            step = _StepOfStacked(model, loss_of_stacked(loss_of), optimizer, **of_one_batch)
+            return MicroBatchesAtOnce(step, program, lambda part: _loss_in(compiled(part)))
 
         eager = {} if self._is_optional or keeps_order(program.micro) else {Variant.EAGER: make_eager}
         if program.num_micro_batches == 1:
             return [eager, {Variant.TRACED: make_traced}]
         if self._count is not None:
             return [eager]
-        reason = reason_against_at_once(program)
+        reason = reason_against_at_once(program, graph.obstacle_to_vmap)
         if reason is not None:
             _logger.info("%s: no %s to compare with: %s", program.name, Variant.AT_ONCE, reason)
             return [eager, {Variant.TRACED: make_traced}]
@@ -447,7 +449,7 @@ class Step:
         """Call the compiled loss function; one that is no single graph is compiled in pieces."""
         if not self._why_not_one_graph and not (self._is_full and self._key_of([part]) not in self._graph_of):
             try:
-                return self._loss_of(part)
+                return self._call(part)
             except Exception as error:
                 problem, is_hit = problem_of(error), is_limit_hit(error)
                 if problem is None:
@@ -460,6 +462,10 @@ class Step:
                 _logger.info("%s: %s", STAYS, self._why_not_one_graph)
             return loss
         return self._loss_in_pieces(part)
+
+    def _call(self, part: Any) -> Any:
+        """Call the loss function as it is compiled in one graph."""
+        return self._loss_of(part)
 
     def _note_limit(self, part: Any) -> None:
         """Note that Dynamo compiles no more: graphs that it has still run, and it is not asked for others again."""
@@ -529,10 +535,7 @@ class Step:
 
 
 class _StepOfStacked(Step):
-    """The step of stacked micro-batches, for `MicroBatchesAtOnce`: one graph, or none.
-
-    Whatever fails in its first forward is left to the loop, which fails likewise if that is not about `vmap`.
-    """
+    """The step of stacked micro-batches, for `MicroBatchesAtOnce`: one graph, or none."""
 
     _is_optional = True
 
@@ -541,11 +544,22 @@ class _StepOfStacked(Step):
         """Whether it is known what runs it."""
         return self._is_settled(1)
 
+    def loss_of(self, batch: Any) -> torch.Tensor:
+        """Return the loss, compiled."""
+        return _loss_in(self._call(batch))
+
+    def close(self) -> None:
+        """Compile nothing any more."""
+        self._notes.is_closed = True
+
     def _compute(self, part: Any) -> Any:
+        return self._call(part)
+
+    def _call(self, part: Any) -> Any:
         try:
             return self._loss_of(part)
         except Exception as error:
-            if self._graphs and not is_compile_error(error):
+            if not is_compile_error(error):
                 raise
             raise RivalError(describe_compile_error(error)) from error
 
@@ -563,11 +577,16 @@ def _compile_and_note(
     graph_module: fx.GraphModule,
     example_inputs: Sequence[Any],
 ) -> Callable[..., Any]:
+    notes = reference()
+    if notes is not None and notes.is_closed:
+        raise RivalError("Dynamo has to compile another graph")
+    obstacle = obstacle_to_vmap(graph_module)  # which compiling changes
     compiled, model = compile_dynamo_graph(
         graph_module, example_inputs, options=options, is_for_step=True, is_optional=is_optional
     )
-    notes = reference()
-    return compiled if model is None or notes is None else LossGraph(compiled=compiled, model=model, notes=notes)
+    if model is None or notes is None:
+        return compiled
+    return LossGraph(compiled=compiled, model=model, notes=notes, obstacle_to_vmap=obstacle)
 
 
 def _loss_of(loss_fn: LossFunction, model: nn.Module, part: Any) -> torch.Tensor:

@@ -30,8 +30,8 @@ _logger = logging.getLogger(__name__)
 
 STAYS = "the step stays a loop over micro-batches"
 
-MakeRivals = Callable[[StepProgram], Sequence[Mapping[Variant, Callable[[], Rival]]]]
-"""Returns what makes the rivals of a program, by groups as for `StepTuner`."""
+MakeRivals = Callable[[StepProgram, LossGraph], Sequence[Mapping[Variant, Callable[[], Rival]]]]
+"""Returns what makes the rivals of a program, which was linked of a graph, by groups as for `StepTuner`."""
 
 MAX_LINKS = 4
 """How often a graph is linked, since the parameters of its model may be replaced."""
@@ -45,6 +45,7 @@ class Linker:
         optimizer: steps inside of programs where it can.
         clip_grad_norm: to which gradients are clipped; None does not clip.
         config: its options apply.
+        is_optional: whether something else takes steps that have no program, so that this is no news.
     """
 
     def __init__(
@@ -53,8 +54,11 @@ class Linker:
         optimizer: torch.optim.Optimizer | None,
         clip_grad_norm: float | None,
         config: Config,
+        *,
+        is_optional: bool = False,
     ) -> None:
         self._model = model
+        self._is_optional = is_optional
         self._optimizer = optimizer
         self._why_not_in_parts = None if optimizer is None else StepInParts.problem_of(optimizer)
         self._clip_grad_norm = clip_grad_norm
@@ -66,13 +70,16 @@ class Linker:
             return self._link_program(graph, self._micro_of(graph), num_micro_batches, make_rivals)
         except UnsupportedGraphError as error:
             reason = str(error)
-            _logger.info("%s: %s", STAYS, reason)
+            self._log(logging.INFO, reason)
         except Exception as error:  # training goes on as it did
             if self._config.debug.strict:
                 raise
             reason = f"{type(error).__name__}: {error}"
-            _logger.warning("%s: %s", STAYS, reason)
+            self._log(logging.WARNING, reason)
         return reason
+
+    def _log(self, level: int, reason: str) -> None:
+        _logger.log(logging.DEBUG if self._is_optional else level, "%s: %s", STAYS, reason)
 
     def _micro_of(self, graph: LossGraph) -> Micro:
         """Return forward and backward of one micro-batch, which programs for other numbers of them share."""
@@ -133,7 +140,7 @@ class Linker:
             program,
             graph.model.warm_start,
             is_compared=may_be_compared(self._config),
-            rivals=make_rivals(program) if target.is_synchronous else (),
+            rivals=make_rivals(program, graph) if target.is_synchronous else (),
         )
 
     def _add_narrow_plan(self, program: StepProgram, step: StepGraph) -> None:

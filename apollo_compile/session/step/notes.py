@@ -32,6 +32,8 @@ class LossGraph:
     compiled: Callable[..., Any]
     model: CompiledModel
     notes: Notes
+    obstacle_to_vmap: str | None = None
+    """Why it cannot be run for several micro-batches at once."""
     inputs: tuple[Any, ...] | None = None
     """Of its latest run, until it is known whether it can be linked; only tensors of the model have data."""
     loss_dtype: torch.dtype = torch.float32
@@ -82,6 +84,8 @@ class Notes:
     def __init__(self, owned: Callable[[], Collection[int]]) -> None:
         """Take the ids of the model's parameters and buffers from `owned`."""
         self.latest: LossGraph | None = None
+        self.is_closed = False
+        """Whether no other graph may be compiled."""
         self._owned = owned
         self._noted: list[Noted] | None = None
         self._step = self._num_parts = 0

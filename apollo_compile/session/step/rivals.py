@@ -8,12 +8,15 @@
 Note [micro-batches at once]: `torch.vmap` runs the loss function for all micro-batches at once, so that a matrix
 multiplication has the rows of all of them, and still takes each loss from the samples of its own micro-batch. Losses
 and gradients are those of the micro-batches, added in another order. That takes the memory of the whole batch, and is
-not possible where a micro-batch draws random numbers or writes to buffers, whose order is the loop's.
+not possible where a micro-batch draws random numbers or writes to buffers, whose order is the loop's, nor where `vmap`
+is known to compute something else. What is not known is found out: before the first such step, gradients are compared
+with those of the loop. Nothing else is compiled afterwards, and steps in which Dynamo calls another graph for a
+micro-batch are loops, as they are for programs.
 """
 
 from __future__ import annotations
 
-import warnings
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -26,13 +29,22 @@ from apollo_compile.session.step.micro_batch import Micro
 from apollo_compile.session.step.program import StepProgram, find_shared, leave_gradients, own_gradients
 from apollo_compile.torch_bridge.traced_step import compile_traced_step, describe_compile_error, is_compile_error
 from apollo_compile.torch_bridge.trees import flatten, map_leaves
+from apollo_compile.torch_bridge.vmap import without_vmap_warnings
 from apollo_compile.units import format_bytes
 
 if TYPE_CHECKING:
     from apollo_compile.session.step.tuning import StepTuner
 
 RIVALS = (Variant.EAGER, Variant.AT_ONCE, Variant.TRACED)
-"""What they are called."""
+"""Variants of a step that are not made of its program."""
+
+_TOLERANCE = 0.01
+"""Largest difference of a gradient over its norm that is rounding, or sixteen roundings of its dtype."""
+
+_NEGLIGIBLE = 1e-5
+"""Share of the norm of all gradients below which one does not matter."""
+
+_TINY = 1e-30
 
 _ASSERTIONS = ("aten._assert", "aten.sym_constrain_range")
 """How operators begin whose effect is that they may fail."""
@@ -89,6 +101,16 @@ class StepOfStacked(Protocol):
     def tuners(self) -> Sequence[StepTuner]:
         """What is known of its programs."""
 
+    def loss_of(self, batch: Any) -> torch.Tensor:
+        """Return the loss, compiled.
+
+        Raises:
+            RivalError: it cannot be compiled.
+        """
+
+    def close(self) -> None:
+        """Compile nothing any more: whatever would have to be raises RivalError before it runs."""
+
     def __call__(self, batch: Any) -> torch.Tensor:
         """Take a step; return the loss."""
 
@@ -144,13 +166,16 @@ class MicroBatchesAtOnce:
 
     Arguments:
         step: takes a step of what `stack` returns.
-        micro: one micro-batch.
+        program: of the same step.
+        loss_of: returns the loss of a micro-batch, compiled.
     """
 
-    def __init__(self, step: StepOfStacked, micro: Micro) -> None:
+    def __init__(self, step: StepOfStacked, program: StepProgram, loss_of: Callable[[Any], torch.Tensor]) -> None:
         self.leaves_gradients = False
         self._step = step
-        self._micro = micro
+        self._program = program
+        self._loss_of = loss_of
+        self._is_proven = False
 
     @property
     def is_ready(self) -> bool:
@@ -164,12 +189,55 @@ class MicroBatchesAtOnce:
 
     def take(self, parts: Sequence[Any], weights: Sequence[float]) -> torch.Tensor:
         """Take a step; see `Rival`."""
-        batch = stack(parts, torch.tensor(weights, dtype=self._micro.loss_dtype, device=self._micro.device))
-        if self.is_ready:
-            return self._step(batch)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*batching rule")  # of operators that it calls one by one
-            return self._step(batch)
+        micro = self._program.micro
+        batch = stack(parts, torch.tensor(weights, dtype=micro.loss_dtype, device=micro.device))
+        if not self._is_proven:
+            with without_vmap_warnings():
+                self._prove(batch, parts, weights)
+            self._step.close()
+            self._is_proven = True
+        return self._step(batch)
+
+    def _prove(self, batch: Any, parts: Sequence[Any], weights: Sequence[float]) -> None:
+        """Compare gradients with those of the loop, which leaves nothing behind.
+
+        Raises:
+            RivalError: they differ, or cannot be computed.
+        """
+        parameters = self._program.parameters
+        try:
+            found = _gradients(self._step.loss_of(batch), parameters)
+        except RivalError:
+            raise
+        except Exception as error:  # of whatever `vmap` does not know; the loop says if it is an error of the user's
+            raise RivalError(f"{type(error).__name__}: {error}") from error
+        expected: Sequence[torch.Tensor] | None = None
+        for part, weight in zip(parts, weights, strict=True):
+            made = _gradients(self._loss_of(part) * weight, parameters)
+            expected = made if expected is None else [a + b for a, b in zip(expected, made, strict=True)]
+        assert expected is not None
+        if (difference := _largest_difference(found, expected)) is not None:
+            raise RivalError(f"gradients differ from those of the loop by {difference}")
+
+
+def _gradients(loss: torch.Tensor, parameters: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    made = torch.autograd.grad(loss, parameters, allow_unused=True)
+    return [torch.zeros_like(p) if grad is None else grad for p, grad in zip(parameters, made, strict=True)]
+
+
+def _largest_difference(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> str | None:
+    """Return the largest relative difference, in words; None if all are of rounding.
+
+    Gradients that are zero but for rounding count as far as they matter beside the others.
+    """
+    norms = [float(norm) for norm in torch._foreach_norm([each.double() for each in expected])]
+    least = _NEGLIGIBLE * math.hypot(*norms)
+    worst = 0.0
+    for ours, theirs, norm in zip(found, expected, norms, strict=True):
+        difference = float(torch.linalg.vector_norm(ours.double() - theirs.double())) / max(norm + least, _TINY)
+        allowed = max(_TOLERANCE, 16 * torch.finfo(theirs.dtype).eps)
+        worst = max(worst, difference / allowed) if math.isfinite(difference) else math.inf
+    return None if worst <= 1 else f"{worst * _TOLERANCE:.2g} of their norm"
 
 
 def add_gradients(
@@ -237,8 +305,15 @@ def keeps_order(micro: Micro) -> bool:
     return any(node.keeps_order and not node.target.startswith(_ASSERTIONS) for node in nodes)
 
 
-def reason_against_at_once(program: StepProgram) -> str | None:
-    """Return why the micro-batches of a program cannot run at once; None if they can."""
+def reason_against_at_once(program: StepProgram, obstacle: str | None) -> str | None:
+    """Return why the micro-batches of a program cannot run at once; None if they can.
+
+    Arguments:
+        program: of the same step.
+        obstacle: of `obstacle_to_vmap`, for a micro-batch.
+    """
+    if obstacle is not None:
+        return obstacle
     halves = (program.micro.forward, program.micro.backward)
     if any(half.contract.written_inputs for half in halves):
         return "a micro-batch writes to buffers of the model"

@@ -56,6 +56,8 @@ class StepTuner:
         self._turn_began_at = 0
         self._number = 0
         """Of the current step."""
+        self._is_timed = False
+        """Whether the current step is of the comparison, not one in which a rival is compiled."""
         self._failed: set[Variant] = set()
         self._is_compared = is_compared
         self._is_settled = not is_compared
@@ -93,6 +95,7 @@ class StepTuner:
 
     def begin_step(self, number: int) -> Variant:
         """Return what runs the step that begins now, which has this number among all steps."""
+        self._is_timed = False
         if self._is_settled:
             return self._current
         for rival in self._competing():
@@ -106,15 +109,18 @@ class StepTuner:
             self._settle(self._comparison)
         else:
             (self._current,) = selection
+            self._is_timed = True
             self._begin_turn(self._comparison, number)
         return self._current
 
     def record(self, ns: int) -> None:
         """Note how long the step took, forward to optimizer."""
         comparison = self._comparison
-        if comparison is not None and self._target.is_synchronous:
+        if comparison is None or not self._is_timed:
+            return
+        if self._target.is_synchronous:
             comparison.record(0, ns)
-        elif comparison is not None:
+        else:
             self._num_taken += 1
             num_steps = self._number - self._turn_began_at + 1
             if comparison.is_in_last_step and self._num_taken == num_steps == comparison.num_timed:
