@@ -74,6 +74,12 @@ Split = Callable[[Any, int], Sequence[Any]]
 Weigh = Callable[[Any], float]
 """`weigh(micro_batch)` returns how much a micro-batch counts, such as its number of tokens."""
 
+FREQUENT = 3
+"""Steps of a kind of micro-batch after which it gets a graph of its own; others share one for all sizes."""
+
+MAX_KINDS = 64
+"""Kinds whose steps are counted: those that came last."""
+
 
 def compile_step(
     model: nn.Module,
@@ -166,6 +172,8 @@ class Step:
         """Graphs of the loss function that ran."""
         self._graph_of: weakref.WeakValueDictionary[Hashable, LossGraph] = weakref.WeakValueDictionary()
         """The graph that ran last for a kind of micro-batch; Dynamo may call another one the next time."""
+        self._num_seen: dict[Hashable, int] = {}
+        """How many steps the latest kinds of micro-batches had."""
         weakly = weakref.ref(model)  # Dynamo keeps graphs, and with them these notes
         self._notes = Notes(lambda: owned_by(weakly()))
         weakref.finalize(self, _unlink, self._graphs).atexit = False
@@ -270,6 +278,8 @@ class Step:
         if self._optimizer is not None:
             self._optimizer.zero_grad()
         key = self._key_of(parts)
+        if key is not None:
+            self._note_kind(key)
         expected = None if key is None else self._graph_of.get(key)
         tuner = None if expected is None else expected.outcomes.get(len(parts))
         if isinstance(tuner, StepTuner) and tuner.program.variants.target.is_capturing():
@@ -446,22 +456,38 @@ class Step:
             self._optimizer.step()
 
     def _compute(self, part: Any) -> Any:
-        """Call the compiled loss function; one that is no single graph is compiled in pieces."""
-        if not self._why_not_one_graph and not (self._is_full and self._key_of([part]) not in self._graph_of):
-            try:
-                return self._call(part)
-            except Exception as error:
-                problem, is_hit = problem_of(error), is_limit_hit(error)
-                if problem is None:
-                    raise
-            loss = self._loss_in_pieces(part)  # an error of the loss function itself says nothing of the next batch
-            if is_hit:
-                self._note_limit(part)
-            else:
-                self._why_not_one_graph = f"the loss function is not one graph: {problem}"
-                _logger.info("%s: %s", STAYS, self._why_not_one_graph)
-            return loss
-        return self._loss_in_pieces(part)
+        """Call the loss function, compiled for this kind of micro-batch, or for all sizes and in pieces."""
+        if not self._has_own_graph(part):
+            return self._loss_in_pieces(part)
+        try:
+            return self._call(part)
+        except Exception as error:
+            problem, is_hit = problem_of(error), is_limit_hit(error)
+            if problem is None:
+                raise
+        loss = self._loss_in_pieces(part)  # an error of the loss function itself says nothing of the next batch
+        if is_hit:
+            self._note_limit(part)
+        else:
+            self._why_not_one_graph = f"the loss function is not one graph: {problem}"
+            _logger.info("%s: %s", STAYS, self._why_not_one_graph)
+        return loss
+
+    def _has_own_graph(self, part: Any) -> bool:
+        """Whether a kind of micro-batch has a graph of its own or is to get one, as the first and frequent ones do."""
+        if self._why_not_one_graph:
+            return False
+        key = self._key_of([part])
+        if key in self._graph_of or not self._graph_of:
+            return True
+        is_tried = self._count is not None and not self._count.is_known  # in so many micro-batches, to be compared
+        return not self._is_full and (is_tried or self._num_seen.get(key, 0) >= FREQUENT)
+
+    def _note_kind(self, key: Hashable) -> None:
+        """Note that a step has micro-batches of this kind."""
+        self._num_seen[key] = self._num_seen.pop(key, 0) + 1
+        if len(self._num_seen) > MAX_KINDS:
+            del self._num_seen[next(iter(self._num_seen))]
 
     def _call(self, part: Any) -> Any:
         """Call the loss function as it is compiled in one graph."""

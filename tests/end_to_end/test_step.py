@@ -445,7 +445,7 @@ def test_evaluation_in_between_and_other_shapes_get_programs_of_their_own() -> N
     model = Chain()
     expected = copy.deepcopy(model)
     step = compile_step(model, chain_loss, microbatches=2, options=EAGER)
-    for turn in range(6):
+    for turn in range(24):
         size, is_training = (16, 8)[turn % 2], turn % 3 < 2
         for each in (model, expected):
             each.train(is_training)
@@ -453,6 +453,7 @@ def test_evaluation_in_between_and_other_shapes_get_programs_of_their_own() -> N
         batch = chain_batch(turn, size)
         torch.testing.assert_close(step(batch), run_loop(expected, chain_loss, batch, 2, None), rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(state_of(model), state_of(expected), rtol=1e-4, atol=1e-5)
+    assert len(step.tuners) == 4
 
 
 class Weighed(Chain):
@@ -571,14 +572,14 @@ def test_the_number_of_micro_batches_may_be_left_open(is_measured: bool, caplog:
     assert ("by prediction" in step.num_micro_batches) is not is_measured
 
 
-def test_batches_of_very_many_sizes_train_and_programs_stay(caplog: pytest.LogCaptureFixture) -> None:
-    """Dynamo compiles a limited number of graphs, and says so once; further sizes run in pieces."""
+def test_frequent_kinds_of_batches_get_programs_until_dynamo_compiles_no_more(caplog: pytest.LogCaptureFixture) -> None:
+    """Which it says once; further sizes run as those that are rare."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 16))
     expected = copy.deepcopy(model)
     step = compile_step(model, chain_loss, options=EAGER)
-    for seed, size in enumerate([4, 4, *range(5, 16), 4, 15]):
+    for seed, size in enumerate([size for size in range(4, 16) for _ in range(4)]):
         model.zero_grad()
         expected.zero_grad()
         batch = chain_batch(seed, size)
@@ -587,6 +588,28 @@ def test_batches_of_very_many_sizes_train_and_programs_stay(caplog: pytest.LogCa
     assert len(step.tuners) == torch._dynamo.config.recompile_limit
     assert not step.reasons_for_loops
     assert sum("hit config" in record.getMessage() for record in caplog.records) == 1
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_batches_whose_size_changes_in_every_step_are_compiled_for_all_sizes(count: int) -> None:
+    """As lengths of texts do; once a size has come three times, it has a program."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16))
+    expected = copy.deepcopy(model)
+    step = compile_step(model, chain_loss, microbatches=count, options=EAGER)
+    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    for seed, size in enumerate([*range(8, 30, 2), 12, 12, 12]):
+        model.zero_grad()
+        expected.zero_grad()
+        batch = chain_batch(seed, size)
+        wanted = run_loop(expected, chain_loss, batch, count, None)
+        torch.testing.assert_close(step(batch), wanted, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(model[0].weight.grad, expected[0].weight.grad, rtol=1e-4, atol=1e-5)
+        num_compiled = torch._dynamo.utils.counters["stats"]["unique_graphs"] - before
+        assert num_compiled <= (3 if seed < 12 else 4), "the first size, one for others, all sizes; and a frequent one"
+    assert len(step.tuners) == 2
+    assert num_compiled == 4
 
 
 @pytest.mark.soak

@@ -69,8 +69,9 @@ class StepTuner:
 
     @property
     def is_settled(self) -> bool:
-        """Whether it is known what runs."""
-        return self._is_settled
+        """Whether it is known what runs, and that is compiled."""
+        is_rival = self._is_settled and self._current in RIVALS
+        return self._is_settled and (not is_rival or self.get_rival(self._current).is_ready)
 
     @property
     def current(self) -> Variant:
