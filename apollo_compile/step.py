@@ -36,6 +36,7 @@ from apollo_compile.errors import CaptureError, NotReplayedError, TargetError
 from apollo_compile.ir import Variant
 from apollo_compile.reports.values import Stage, State
 from apollo_compile.session.step.arguments import check_arguments
+from apollo_compile.session.step.at_once import MicroBatchesAtOnce, loss_of_stacked, reason_against_at_once
 from apollo_compile.session.step.linking import STAYS, Linker, owned_by
 from apollo_compile.session.step.micro_batch_count import MicroBatchCount
 from apollo_compile.session.step.notes import LossGraph, Noted, Notes, NotLinkedError
@@ -44,14 +45,11 @@ from apollo_compile.session.step.program import StepProgram, leave_gradients
 from apollo_compile.session.step.rivals import (
     RIVALS,
     EagerLoop,
-    MicroBatchesAtOnce,
     Rival,
     RivalError,
     TracedStep,
     add_gradients,
     keeps_order,
-    loss_of_stacked,
-    reason_against_at_once,
     weighted_sum,
 )
 from apollo_compile.session.step.split import kind_of, split_evenly
@@ -174,6 +172,8 @@ class Step:
         """The graph that ran last for a kind of micro-batch; Dynamo may call another one the next time."""
         self._num_seen: dict[Hashable, int] = {}
         """How many steps the latest kinds of micro-batches had."""
+        self._first_kinds: dict[int, Hashable] = {}
+        """The first kind of micro-batch of steps that have so many."""
         weakly = weakref.ref(model)  # Dynamo keeps graphs, and with them these notes
         self._notes = Notes(lambda: owned_by(weakly()))
         weakref.finalize(self, _unlink, self._graphs).atexit = False
@@ -278,8 +278,8 @@ class Step:
         if self._optimizer is not None:
             self._optimizer.zero_grad()
         key = self._key_of(parts)
-        if key is not None:
-            self._note_kind(key)
+        for kind in {key} if key is not None else {self._key_of([part]) for part in parts}:
+            self._note_kind(kind, len(parts))
         expected = None if key is None else self._graph_of.get(key)
         tuner = None if expected is None else expected.outcomes.get(len(parts))
         if isinstance(tuner, StepTuner) and tuner.program.variants.target.is_capturing():
@@ -311,10 +311,13 @@ class Step:
         """Take the step as this variant; None where that is a loop, or has to be one this time."""
         if variant is Variant.LOOP:
             return None
-        reason = tuner.program.reason_for_loop()
+        program = tuner.program
+        reason = program.reason_for_loop()
         if reason is not None:
             self._hold_back(tuner, reason)
             return None
+        if variant is Variant.EAGER and _is_autocast_on(program.micro.device):
+            return None  # autocast would keep copies of weights from step to step
         if variant is Variant.EAGER:  # which needs no guards
             return self._run_rival(variant, tuner, parts, weights)
         noted = self._note_inputs(parts, graph)
@@ -322,7 +325,6 @@ class Step:
             return None
         if variant in RIVALS:  # guards of a traced step know nothing of parameters that get gradients only now
             return self._run_rival(variant, tuner, parts, weights)
-        program = tuner.program
         try:
             program.variants.use(variant)
             losses, gradients = program.run([each.inputs for each in noted], weights)
@@ -385,14 +387,14 @@ class Step:
             tuner.drop_rival(variant, error)
             return None
         tuner.held_back = None
-        if rival.leaves_gradients:
+        if loss is not None and rival.leaves_gradients:
             self._finish()
         return loss
 
     def _make_rivals(self, program: StepProgram, graph: LossGraph) -> Sequence[Mapping[Variant, Callable[[], Rival]]]:
         """Return what makes the rivals of a program; where the number of micro-batches is open, one batch has them."""
-        model, optimizer, compiled = self._model, self._optimizer, self._loss_of
-        loss_of = partial(_loss_of, self._loss_fn)
+        model, optimizer, loss_of = self._model, self._optimizer, partial(_loss_of, self._loss_fn)
+        compiled = partial(_compute_loss, self._loss_of)
         inductor = inductor_settings(self.config.mode, self.config.inductor)
         of_one_batch = {**self._settings, "microbatches": 1, "split": split_evenly, "weigh": None}
 
@@ -400,13 +402,14 @@ class Step:
             return EagerLoop(partial(loss_of, model))
 
         def make_traced() -> Rival:
-            return TracedStep(program, partial(loss_of, model), inductor)
+            return TracedStep(program, partial(loss_of, model), compiled, inductor)
 
         def make_at_once() -> Rival:
             step = _StepOfStacked(model, loss_of_stacked(loss_of), optimizer, **of_one_batch)
-            return MicroBatchesAtOnce(step, program, lambda part: _loss_in(compiled(part)))
+            return MicroBatchesAtOnce(step, program, compiled)
 
-        eager = {} if self._is_optional or keeps_order(program.micro) else {Variant.EAGER: make_eager}
+        is_eager = not (self._is_optional or keeps_order(program.micro) or _is_autocast_on(program.micro.device))
+        eager = {Variant.EAGER: make_eager} if is_eager else {}
         if program.num_micro_batches == 1:
             return [eager, {Variant.TRACED: make_traced}]
         if self._count is not None:
@@ -478,13 +481,13 @@ class Step:
         if self._why_not_one_graph:
             return False
         key = self._key_of([part])
-        if key in self._graph_of or not self._graph_of:
-            return True
-        is_tried = self._count is not None and not self._count.is_known  # in so many micro-batches, to be compared
-        return not self._is_full and (is_tried or self._num_seen.get(key, 0) >= FREQUENT)
+        if key in self._graph_of or self._is_full:
+            return key in self._graph_of
+        return key in self._first_kinds.values() or self._num_seen.get(key, 0) >= FREQUENT
 
-    def _note_kind(self, key: Hashable) -> None:
-        """Note that a step has micro-batches of this kind."""
+    def _note_kind(self, key: Hashable, count: int) -> None:
+        """Note that a step of so many micro-batches has some of this kind."""
+        self._first_kinds.setdefault(count, key)
         self._num_seen[key] = self._num_seen.pop(key, 0) + 1
         if len(self._num_seen) > MAX_KINDS:
             del self._num_seen[next(iter(self._num_seen))]
@@ -613,6 +616,14 @@ def _compile_and_note(
     if model is None or notes is None:
         return compiled
     return LossGraph(compiled=compiled, model=model, notes=notes, obstacle_to_vmap=obstacle)
+
+
+def _is_autocast_on(device: torch.device) -> bool:
+    return torch.is_autocast_enabled(device.type)
+
+
+def _compute_loss(compiled: Callable[[Any], Any], part: Any) -> torch.Tensor:
+    return _loss_in(compiled(part))
 
 
 def _loss_of(loss_fn: LossFunction, model: nn.Module, part: Any) -> torch.Tensor:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch._dynamo.exc import TorchDynamoException
+from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
 from apollo_compile.torch_bridge.compile_context import compile_apart
 
@@ -21,7 +21,7 @@ TracedStep = Callable[[Sequence[Any], Sequence[torch.Tensor]], tuple[torch.Tenso
 
 def is_compile_error(error: Exception) -> bool:
     """Return whether Dynamo or Inductor failed, not the code that they compiled."""
-    return isinstance(error, TorchDynamoException)
+    return isinstance(error, (TorchDynamoException, FailOnRecompileLimitHit))
 
 
 def describe_compile_error(error: Exception) -> str:

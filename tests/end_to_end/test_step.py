@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
 import logging
 import math
 import re
@@ -610,6 +611,62 @@ def test_batches_whose_size_changes_in_every_step_are_compiled_for_all_sizes(cou
         assert num_compiled <= (3 if seed < 12 else 4), "the first size, one for others, all sizes; and a frequent one"
     assert len(step.tuners) == 2
     assert num_compiled == 4
+
+
+def test_a_number_that_changes_in_every_step_fills_dynamo_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Then steps run as those of rare kinds do, which read it as a symbol."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = Weighed()
+    step = compile_step(model, chain_loss, options=EAGER)
+    expected = copy.deepcopy(model)
+    for seed in range(2 * torch._dynamo.config.recompile_limit):
+        for each in (model, expected):
+            each.zero_grad()
+            each.beta = 2.0 + seed
+        wanted = run_loop(expected, chain_loss, chain_batch(seed), 1, None)
+        torch.testing.assert_close(step(chain_batch(seed)), wanted, rtol=1e-4, atol=1e-5)
+    assert sum("hit config" in record.getMessage() for record in caplog.records) <= 2, "one for each way to compile it"
+
+
+def test_parts_of_different_sizes_are_compiled_for_all_sizes() -> None:
+    """As where a batch is split by length."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16))
+    expected = copy.deepcopy(model)
+
+    def split(batch: Batch, count: int) -> list[Batch]:
+        rows = len(batch["x"]) // 2 - 1
+        return [
+            {name: each[:rows] for name, each in batch.items()},
+            {name: each[rows:] for name, each in batch.items()},
+        ]
+
+    step = compile_step(model, chain_loss, microbatches=2, split=split, options=EAGER)
+    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    for seed, size in enumerate(range(10, 40, 2)):
+        model.zero_grad()
+        expected.zero_grad()
+        batch = chain_batch(seed, size)
+        for part in split(batch, 2):
+            (chain_loss(expected, part) * 0.5).backward()
+        step(batch)
+        torch.testing.assert_close(model[0].weight.grad, expected[0].weight.grad, rtol=1e-4, atol=1e-5)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] - before <= 6
+
+
+def test_weights_are_read_anew_in_every_step_of_a_loop_inside_of_autocast() -> None:
+    """Autocast keeps its copies of weights as long as it is on, which a loop in eager would read."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    step = compile_step(model, chain_loss, optimizer, options={**EAGER, "plan.autotune": True})
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        losses = [float(step(chain_batch(0))) for _ in range(60)]
+    assert "eager" not in str(step.verdicts)
+    assert all(later < earlier for earlier, later in itertools.pairwise(losses[:20]))
 
 
 @pytest.mark.soak

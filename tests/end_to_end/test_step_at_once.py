@@ -180,7 +180,11 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module, Batch], t
     "a kept loss": (nn.Identity, keep_loss, "no micro-batches at once to compare with: NotImplementedError: "),
     "autocast": (nn.Identity, loss_under_autocast, "autocast is on"),
     "a backward of the user's": (Sign, mean_loss, "it calls an autograd.Function"),
-    "what vmap does otherwise": (FrequentWords, mean_loss, "gradients differ from those of the loop by "),
+    "what vmap does otherwise": (
+        FrequentWords,
+        mean_loss,
+        "gradients differ from those of the loop: one of ",
+    ),
 }
 
 

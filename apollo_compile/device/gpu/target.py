@@ -162,8 +162,8 @@ class GpuTarget:
         """Do nothing: torch's allocator owns the memory of released CUDA graphs."""
 
     def free_bytes(self) -> int:
-        """Return what the driver has left; what torch's allocator keeps for later comes on top."""
-        return torch.cuda.mem_get_info(self.device)[0]
+        """Return what the device has left for this process."""
+        return self.gpu.free_bytes()
 
     def is_capturing(self) -> bool:
         """Whether the caller's stream is being captured."""

@@ -1,17 +1,9 @@
 """What takes a step instead of its program, without being made of it.
 
-    Rival               what `StepTuner` compares the program with
-    EagerLoop           the loop over micro-batches without a compiler
-    TracedStep          forward and backward of all micro-batches, as Dynamo traces and Inductor compiles them
-    MicroBatchesAtOnce  the micro-batches stacked, as one step of one batch
-
-Note [micro-batches at once]: `torch.vmap` runs the loss function for all micro-batches at once, so that a matrix
-multiplication has the rows of all of them, and still takes each loss from the samples of its own micro-batch. Losses
-and gradients are those of the micro-batches, added in another order. That takes the memory of the whole batch, and is
-not possible where a micro-batch draws random numbers or writes to buffers, whose order is the loop's, nor where `vmap`
-is known to compute something else. What is not known is found out: before the first such step, gradients are compared
-with those of the loop. Nothing else is compiled afterwards, and steps in which Dynamo calls another graph for a
-micro-batch are loops, as they are for programs.
+Rival               what `StepTuner` compares the program with
+EagerLoop           the loop over micro-batches without a compiler
+TracedStep          forward and backward of all micro-batches, as Dynamo traces and Inductor compiles them
+MicroBatchesAtOnce  the micro-batches stacked, as one step of one batch (`at_once.py`)
 """
 
 from __future__ import annotations
@@ -21,16 +13,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from torch import nn
 
 from apollo_compile.ir import Variant
 from apollo_compile.progress import Progress
 from apollo_compile.session.step.micro_batch import Micro
 from apollo_compile.session.step.program import StepProgram, find_shared, leave_gradients, own_gradients
 from apollo_compile.torch_bridge.traced_step import compile_traced_step, describe_compile_error, is_compile_error
-from apollo_compile.torch_bridge.trees import flatten, map_leaves
 from apollo_compile.torch_bridge.vmap import without_vmap_warnings
-from apollo_compile.units import format_bytes
 
 if TYPE_CHECKING:
     from apollo_compile.session.step.tuning import StepTuner
@@ -51,7 +40,7 @@ _ASSERTIONS = ("aten._assert", "aten.sym_constrain_range")
 
 
 class RivalError(Exception):
-    """A rival cannot be compiled; nothing has run."""
+    """A rival cannot be compiled, or computes something else; nothing has changed."""
 
 
 class Rival(Protocol):
@@ -68,11 +57,13 @@ class Rival(Protocol):
     def tuners(self) -> Sequence[StepTuner]:
         """What is known of programs of its own."""
 
-    def take(self, parts: Sequence[Any], weights: Sequence[float]) -> torch.Tensor:
+    def take(self, parts: Sequence[Any], weights: Sequence[float]) -> torch.Tensor | None:
         """Take a step of these micro-batches; return the weighted sum of their losses.
 
+        It is None where nothing could be learned of these micro-batches and nothing has changed: this step is a loop.
+
         Raises:
-            RivalError: it cannot be compiled; nothing has run.
+            RivalError: it cannot be compiled, or computes something else; nothing has changed.
         """
 
 
@@ -90,37 +81,13 @@ class EagerLoop:
         return weighted_sum(add_gradients(self._loss_of, parts, weights), weights)
 
 
-class StepOfStacked(Protocol):
-    """A step of stacked micro-batches."""
-
-    @property
-    def is_settled(self) -> bool:
-        """Whether it is known what runs it."""
-
-    @property
-    def tuners(self) -> Sequence[StepTuner]:
-        """What is known of its programs."""
-
-    def loss_of(self, batch: Any) -> torch.Tensor:
-        """Return the loss, compiled.
-
-        Raises:
-            RivalError: it cannot be compiled.
-        """
-
-    def close(self) -> None:
-        """Compile nothing any more: whatever would have to be raises RivalError before it runs."""
-
-    def __call__(self, batch: Any) -> torch.Tensor:
-        """Take a step; return the loss."""
-
-
 class TracedStep:
     """Forward and backward of all micro-batches as one graph for Inductor.
 
     Arguments:
         program: of the same step.
         loss_of: returns the loss of a micro-batch, not compiled.
+        compiled: the same, compiled; gradients of both are compared first, where they can be computed twice.
         settings: of Inductor, by their names in `torch._inductor.config`.
     """
 
@@ -128,116 +95,39 @@ class TracedStep:
         self,
         program: StepProgram,
         loss_of: Callable[[Any], torch.Tensor],
+        compiled: Callable[[Any], torch.Tensor],
         settings: Mapping[str, Any],
     ) -> None:
         self.leaves_gradients = True
         self.is_ready = False
         self.tuners: Sequence[StepTuner] = ()
         self._program = program
+        self._compiled = compiled
         self._run = compile_traced_step(loss_of, program.parameters, settings)
 
-    def take(self, parts: Sequence[Any], weights: Sequence[float]) -> torch.Tensor:
+    def take(self, parts: Sequence[Any], weights: Sequence[float]) -> torch.Tensor | None:
         """Take a step; see `Rival`."""
-        factors = [torch.tensor(weight, dtype=self._program.micro.loss_dtype) for weight in weights]
         try:
-            loss, gradients = self._call(parts, factors)
+            if self.is_ready:
+                loss, gradients = self._call(parts, weights)
+            else:
+                with Progress(f"compiling {self._program.name} as one graph") as progress, without_vmap_warnings():
+                    progress.at("Inductor, to be compared with the program,")
+                    loss, gradients = self._call(parts, weights)
         except Exception as error:  # of a compile, which guards may ask for in any step
             if is_compile_error(error):
                 raise RivalError(describe_compile_error(error)) from error
             raise
-        parameters = self._program.parameters
+        parameters, micro = self._program.parameters, self._program.micro
+        is_provable = not (self.is_ready or writes_to_buffers(micro) or keeps_order(micro))
+        if is_provable and not agree(gradients, gradients_of_loop(self._compiled, parts, weights, parameters)):
+            return None
+        self.is_ready = True
         leave_gradients(parameters, own_gradients(gradients, parameters, find_shared(gradients, parameters, ())))
         return loss
 
-    def _call(
-        self, parts: Sequence[Any], factors: Sequence[torch.Tensor]
-    ) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
-        if self.is_ready:
-            return self._run(parts, factors)
-        with Progress(f"compiling {self._program.name} as one graph") as progress:
-            progress.at("Inductor, to be compared with the program,")
-            made = self._run(parts, factors)
-        self.is_ready = True
-        return made
-
-
-class MicroBatchesAtOnce:
-    """The micro-batches stacked, as one step of one batch; see Note [micro-batches at once].
-
-    Arguments:
-        step: takes a step of what `stack` returns.
-        program: of the same step.
-        loss_of: returns the loss of a micro-batch, compiled.
-    """
-
-    def __init__(self, step: StepOfStacked, program: StepProgram, loss_of: Callable[[Any], torch.Tensor]) -> None:
-        self.leaves_gradients = False
-        self._step = step
-        self._program = program
-        self._loss_of = loss_of
-        self._is_proven = False
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether it is known what runs such steps."""
-        return self._step.is_settled
-
-    @property
-    def tuners(self) -> Sequence[StepTuner]:
-        """Programs of such steps."""
-        return self._step.tuners
-
-    def take(self, parts: Sequence[Any], weights: Sequence[float]) -> torch.Tensor:
-        """Take a step; see `Rival`."""
-        micro = self._program.micro
-        batch = stack(parts, torch.tensor(weights, dtype=micro.loss_dtype, device=micro.device))
-        if not self._is_proven:
-            with without_vmap_warnings():
-                self._prove(batch, parts, weights)
-            self._step.close()
-            self._is_proven = True
-        return self._step(batch)
-
-    def _prove(self, batch: Any, parts: Sequence[Any], weights: Sequence[float]) -> None:
-        """Compare gradients with those of the loop, which leaves nothing behind.
-
-        Raises:
-            RivalError: they differ, or cannot be computed.
-        """
-        parameters = self._program.parameters
-        try:
-            found = _gradients(self._step.loss_of(batch), parameters)
-        except RivalError:
-            raise
-        except Exception as error:  # of whatever `vmap` does not know; the loop says if it is an error of the user's
-            raise RivalError(f"{type(error).__name__}: {error}") from error
-        expected: Sequence[torch.Tensor] | None = None
-        for part, weight in zip(parts, weights, strict=True):
-            made = _gradients(self._loss_of(part) * weight, parameters)
-            expected = made if expected is None else [a + b for a, b in zip(expected, made, strict=True)]
-        assert expected is not None
-        if (difference := _largest_difference(found, expected)) is not None:
-            raise RivalError(f"gradients differ from those of the loop by {difference}")
-
-
-def _gradients(loss: torch.Tensor, parameters: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    made = torch.autograd.grad(loss, parameters, allow_unused=True)
-    return [torch.zeros_like(p) if grad is None else grad for p, grad in zip(parameters, made, strict=True)]
-
-
-def _largest_difference(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> str | None:
-    """Return the largest relative difference, in words; None if all are of rounding.
-
-    Gradients that are zero but for rounding count as far as they matter beside the others.
-    """
-    norms = [float(norm) for norm in torch._foreach_norm([each.double() for each in expected])]
-    least = _NEGLIGIBLE * math.hypot(*norms)
-    worst = 0.0
-    for ours, theirs, norm in zip(found, expected, norms, strict=True):
-        difference = float(torch.linalg.vector_norm(ours.double() - theirs.double())) / max(norm + least, _TINY)
-        allowed = max(_TOLERANCE, 16 * torch.finfo(theirs.dtype).eps)
-        worst = max(worst, difference / allowed) if math.isfinite(difference) else math.inf
-    return None if worst <= 1 else f"{worst * _TOLERANCE:.2g} of their norm"
+    def _call(self, parts: Sequence[Any], weights: Sequence[float]) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
+        return self._run(parts, [torch.tensor(weight, dtype=self._program.micro.loss_dtype) for weight in weights])
 
 
 def add_gradients(
@@ -260,42 +150,6 @@ def weighted_sum(losses: Sequence[torch.Tensor], weights: Sequence[float]) -> to
     return total
 
 
-def stack(parts: Sequence[Any], weights: torch.Tensor) -> dict[str, Any]:
-    """Return micro-batches as one batch for `loss_of_stacked`: tensors of one place along a new first dimension.
-
-    Raises:
-        RivalError: what is no tensor differs between micro-batches, or tensors cannot be stacked.
-    """
-    first, _, unflatten = flatten(parts[0])
-    others = [flatten(part)[0] for part in parts[1:]]
-    try:
-        stacked = [_stack_alike(alike) for alike in zip(first, *others, strict=True)]
-    except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
-        raise RivalError(f"micro-batches cannot be stacked: {error}") from error
-    return {"parts": unflatten(stacked), "weights": weights}
-
-
-def _stack_alike(leaves: Sequence[Any]) -> Any:
-    if all(isinstance(leaf, torch.Tensor) for leaf in leaves):
-        return torch.stack(list(leaves))
-    if isinstance(leaves[0], str | int | float | None) and all(leaf == leaves[0] for leaf in leaves):
-        return leaves[0]
-    raise TypeError(f"they have different objects besides tensors, such as a {type(leaves[0]).__name__}")
-
-
-def loss_of_stacked(loss_of: Callable[[nn.Module, Any], torch.Tensor]) -> Callable[[nn.Module, Any], torch.Tensor]:
-    """Return the loss function of stacked micro-batches; `loss_of` is that of one."""
-
-    def loss_of_all(model: nn.Module, batch: Any) -> torch.Tensor:
-        parts = batch["parts"]
-        dims = map_leaves(lambda leaf: 0 if isinstance(leaf, torch.Tensor) else None, parts)
-        of_each = torch.vmap(lambda part: loss_of(model, part), in_dims=(dims,), randomness="error")
-        losses: torch.Tensor = of_each(parts) * batch["weights"]
-        return losses.sum()
-
-    return loss_of_all
-
-
 def keeps_order(micro: Micro) -> bool:
     """Return whether a micro-batch draws random numbers, which eager would not draw alike, or has effects.
 
@@ -305,22 +159,51 @@ def keeps_order(micro: Micro) -> bool:
     return any(node.keeps_order and not node.target.startswith(_ASSERTIONS) for node in nodes)
 
 
-def reason_against_at_once(program: StepProgram, obstacle: str | None) -> str | None:
-    """Return why the micro-batches of a program cannot run at once; None if they can.
+def writes_to_buffers(micro: Micro) -> bool:
+    """Return whether a micro-batch writes to buffers of the model."""
+    return any(half.contract.written_inputs for half in (micro.forward, micro.backward))
 
-    Arguments:
-        program: of the same step.
-        obstacle: of `obstacle_to_vmap`, for a micro-batch.
+
+def gradients_of(loss: torch.Tensor, parameters: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """Return the gradients of a loss, zeros where it does not depend on a parameter, and leave none in `.grad`."""
+    made = torch.autograd.grad(loss, parameters, allow_unused=True)
+    return [torch.zeros_like(p) if grad is None else grad for p, grad in zip(parameters, made, strict=True)]
+
+
+def gradients_of_loop(
+    loss_of: Callable[[Any], torch.Tensor],
+    parts: Sequence[Any],
+    weights: Sequence[float],
+    parameters: Sequence[torch.Tensor],
+) -> Sequence[torch.Tensor]:
+    """Return the gradients that `add_gradients` would add."""
+    total: Sequence[torch.Tensor] | None = None
+    for part, weight in zip(parts, weights, strict=True):
+        made = gradients_of(loss_of(part) * weight, parameters)
+        total = made if total is None else [a + b for a, b in zip(total, made, strict=True)]
+    assert total is not None
+    return total
+
+
+def agree(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> bool:
+    """Return whether gradients are those of the loop; False where those are not finite, so that nothing is known.
+
+    Gradients that are zero but for rounding count as far as they matter beside the others.
+
+    Raises:
+        RivalError: they differ.
     """
-    if obstacle is not None:
-        return obstacle
-    halves = (program.micro.forward, program.micro.backward)
-    if any(half.contract.written_inputs for half in halves):
-        return "a micro-batch writes to buffers of the model"
-    if keeps_order(program.micro):
-        return "a micro-batch draws random numbers or has effects"
-    needed = program.num_micro_batches * program.variants.compilation.memory.peak_bytes
-    free = program.variants.target.free_bytes()
-    if free is not None and needed > free:
-        return f"all micro-batches may need {format_bytes(needed)}, and {format_bytes(free)} are free"
-    return None
+    norms = [float(torch.linalg.vector_norm(each, dtype=torch.float64)) for each in expected]
+    if not all(map(math.isfinite, norms)):
+        return False
+    least = max(_NEGLIGIBLE * math.hypot(*norms), _TINY)
+    for ours, theirs, norm in zip(found, expected, norms, strict=True):
+        difference = float(torch.linalg.vector_norm(ours - theirs, dtype=torch.float64)) / (norm + least)
+        allowed = max(_TOLERANCE, 16 * torch.finfo(theirs.dtype).eps)
+        if not difference <= allowed:
+            shape = list(theirs.shape)
+            raise RivalError(
+                f"gradients differ from those of the loop: one of shape {shape} by {difference:.2g} of its norm, where "
+                f"{allowed:.2g} may be rounding"
+            )
+    return True

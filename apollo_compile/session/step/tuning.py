@@ -69,9 +69,11 @@ class StepTuner:
 
     @property
     def is_settled(self) -> bool:
-        """Whether it is known what runs, and that is compiled."""
-        is_rival = self._is_settled and self._current in RIVALS
-        return self._is_settled and (not is_rival or self.get_rival(self._current).is_ready)
+        """Whether it is known what runs, and that is compiled, unless something holds it back."""
+        if not self._is_settled or self._current not in RIVALS or self.held_back is not None:
+            return self._is_settled
+        rival = self._made.get(self._current)
+        return rival is not None and rival.is_ready
 
     @property
     def current(self) -> Variant:
