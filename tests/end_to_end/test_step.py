@@ -679,7 +679,7 @@ def test_a_later_process_begins_with_what_was_found(tmp_path: Path) -> None:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(16, 16), nn.Tanh())
         step = compile_step(model, chain_loss, make_optimizer(model.parameters()), microbatches=2, options=options)
-        for seed in range(1000):
+        for seed in range(10_000):
             step(chain_batch(seed))
             if step.tuners and step.tuners[0].is_settled:
                 break
