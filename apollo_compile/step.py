@@ -594,9 +594,10 @@ class _StepOfStacked(Step):
 
 
 def _unlink(graphs: weakref.WeakSet[LossGraph]) -> None:
-    """Drop the programs of a step that is gone; Dynamo keeps its graphs."""
+    """Drop the memory of a step that is gone; Dynamo keeps its graphs."""
     for graph in graphs:
         graph.unlink()
+        graph.model.target.keep_only(())
 
 
 def _compile_and_note(
@@ -615,7 +616,7 @@ def _compile_and_note(
     )
     if model is None or notes is None:
         return compiled
-    return LossGraph(compiled=compiled, model=model, notes=notes, obstacle_to_vmap=obstacle)
+    return LossGraph(compiled=compiled, model=model, notes=reference, obstacle_to_vmap=obstacle)
 
 
 def _is_autocast_on(device: torch.device) -> bool:

@@ -891,6 +891,32 @@ def test_wrong_arguments_are_refused_in_words() -> None:
         compile_step(chain_loss, chain_loss)  # type: ignore[arg-type]
 
 
+class Trainer:
+    """Knows its step, whose loss function is a method of it."""
+
+    def __init__(self) -> None:
+        self.model = Chain()
+        optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.step = compile_step(self.model, self.loss_of, optimizer, options={**EAGER, "plan.autotune": True})
+
+    def loss_of(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        """Return the loss."""
+        return chain_loss(model, batch)
+
+
+def test_a_trainer_whose_loss_function_knows_its_step_goes_with_it() -> None:
+    """Also while programs are compared with rivals, which call that function."""
+    trainer = Trainer()
+    for _ in range(1000):
+        trainer.step(chain_batch(0))
+        if trainer.step.tuners and "round" in trainer.step.verdicts[0]:
+            break
+    references = [weakref.ref(each) for each in (trainer, trainer.step, trainer.model, trainer.step.tuners[0])]
+    del trainer
+    gc.collect()
+    assert [reference() for reference in references] == 4 * [None]
+
+
 def test_a_step_that_is_dropped_keeps_nothing_alive() -> None:
     """Neither its model nor what it linked, although Dynamo keeps the graphs that it compiled."""
     model = Chain()

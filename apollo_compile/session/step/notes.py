@@ -8,6 +8,7 @@ compiles one, the step is a loop.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -27,11 +28,14 @@ class NotLinkedError(Exception):
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class LossGraph:
-    """A Dynamo graph of the loss function: it runs, or, where a program is to take its inputs, only notes them."""
+    """A Dynamo graph of the loss function: it runs, or, where a program is to take its inputs, only notes them.
+
+    Dynamo keeps it for good, so it must not hold what a step holds, nor the loss function, which may know the step.
+    """
 
     compiled: Callable[..., Any]
     model: CompiledModel
-    notes: Notes
+    notes: weakref.ref[Notes]
     obstacle_to_vmap: str | None = None
     """Why it cannot be run for several micro-batches at once."""
     inputs: tuple[Any, ...] | None = None
@@ -45,8 +49,6 @@ class LossGraph:
     """Whether it is known whether it can be linked."""
     micro: Micro | None = None
     """Forward and backward, if they can be linked."""
-    outcomes: dict[int, StepTuner | str] = field(default_factory=dict)
-    """By number of micro-batches: what is known of the step, or why it can only run as a loop."""
     refusal: str = ""
     """Why they cannot be linked."""
     num_links: int = 0
@@ -54,7 +56,14 @@ class LossGraph:
 
     def __call__(self, *inputs: Any) -> Any:
         """Run the graph, unless a program does."""
-        return self.notes.call(self, inputs)
+        notes = self.notes()
+        return self.compiled(*inputs) if notes is None else notes.call(self, inputs)
+
+    @property
+    def outcomes(self) -> dict[int, StepTuner | str]:
+        """By number of micro-batches: what is known of the step, or why it can only run as a loop."""
+        notes = self.notes()
+        return {} if notes is None else notes.outcomes.setdefault(self, {})
 
     def unlink(self) -> None:
         """Forget its programs, whose parameters are not those of the model any more."""
@@ -84,6 +93,8 @@ class Notes:
     def __init__(self, owned: Callable[[], Collection[int]]) -> None:
         """Take the ids of the model's parameters and buffers from `owned`."""
         self.latest: LossGraph | None = None
+        self.outcomes: weakref.WeakKeyDictionary[LossGraph, dict[int, StepTuner | str]] = weakref.WeakKeyDictionary()
+        """Programs of graphs, or why they have none."""
         self.is_closed = False
         """Whether no other graph may be compiled."""
         self._owned = owned
