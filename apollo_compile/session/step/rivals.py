@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from apollo_compile.ir import Variant
+from apollo_compile.operators.table import find_operator
 from apollo_compile.progress import Progress
 from apollo_compile.session.step.micro_batch import Micro
 from apollo_compile.session.step.program import StepProgram, find_shared, leave_gradients, own_gradients
@@ -34,9 +35,6 @@ _NEGLIGIBLE = 1e-5
 """Share of the norm of all gradients below which one does not matter."""
 
 _TINY = 1e-30
-
-_ASSERTIONS = ("aten._assert", "aten.sym_constrain_range")
-"""How operators begin whose effect is that they may fail."""
 
 
 class RivalError(Exception):
@@ -156,7 +154,7 @@ def keeps_order(micro: Micro) -> bool:
     Assertions do not count: one that fails ends the step, whichever of them it is.
     """
     nodes = (node for half in (micro.forward, micro.backward) for node in half.compilation.capture.nodes)
-    return any(node.keeps_order and not node.target.startswith(_ASSERTIONS) for node in nodes)
+    return any(node.keeps_order and find_operator(node.target).reads_only != "asserts" for node in nodes)
 
 
 def writes_to_buffers(micro: Micro) -> bool:
