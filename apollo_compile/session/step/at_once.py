@@ -128,7 +128,7 @@ def stack(parts: Sequence[Any], weights: torch.Tensor) -> dict[str, Any]:
     others = [flatten(part)[0] for part in parts[1:]]
     try:
         stacked = [_stack_alike(alike) for alike in zip(first, *others, strict=True)]
-    except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
+    except (RuntimeError, TypeError, ValueError) as error:  # other shapes, or kinds of tensors that have no stack
         raise RivalError(f"micro-batches cannot be stacked: {error}") from error
     return {"parts": unflatten(stacked), "weights": weights}
 
