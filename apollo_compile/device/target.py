@@ -216,8 +216,10 @@ class Target(Protocol):
     def load(self, compilation: Compilation, code: Code, variant: Variant) -> Runnable:
         """Load a program; `variant` says how lanes share the device, and which graphs share memory with it."""
 
-    def load_whole(self, compilation: Compilation, code: Code, run: Run) -> Runnable:
-        """Load the whole graph as Inductor compiled it, to run in the same form as plans do."""
+    def load_whole(
+        self, compilation: Compilation, code: Code, run: Run, variant: Variant = Variant.INDUCTOR
+    ) -> Runnable:
+        """Load the whole graph as Inductor compiled it, to run in the same form as plans do, as this variant."""
 
     def keep_only(self, variants: Collection[Variant]) -> None:
         """Drop the memory that graphs share for all other variants."""

@@ -23,8 +23,9 @@ from typing import NamedTuple
 import jinja2
 from markupsafe import Markup
 
-from apollo_compile.ir import Lane, LaneId, Variant
+from apollo_compile.ir import Lane, LaneId
 from apollo_compile.ir.text import format_count, format_lane, mark_source
+from apollo_compile.ir.variants import OWN_PLANS
 from apollo_compile.reports.colors import COLORS, color_of_branches
 from apollo_compile.reports.values import GraphSummary, ModelSummary, Timeline
 from apollo_compile.reports.words import (
@@ -82,7 +83,7 @@ def _template() -> jinja2.Template:
         percent=lambda share: f"{share:.0%}",
     )
     environment.globals.update(
-        PLAN=Variant.PLAN,
+        OWN_PLANS=OWN_PLANS,
         breaks_by_place=breaks_by_place,
         by_id=lambda graph: {segment.id: segment for segment in graph.segments},
         NODE_HEIGHT=NODE_HEIGHT,

@@ -9,8 +9,9 @@ from collections.abc import Sequence
 
 from tabulate import tabulate
 
-from apollo_compile.ir import GraphBreak, Lane, LaneId, Variant, Verdict
+from apollo_compile.ir import GraphBreak, Lane, LaneId, Verdict
 from apollo_compile.ir.text import draw_lanes, format_count, mark_source
+from apollo_compile.ir.variants import OWN_PLANS
 from apollo_compile.reports.values import GraphSummary, ModelSummary
 from apollo_compile.reports.words import (
     NOT_MEASURED_YET,
@@ -46,7 +47,7 @@ def _render_graph(graph: GraphSummary, report: ModelSummary) -> str:
         f"  {describe_search(graph)}",
         f"  {describe_device(graph)}",
     ]
-    if graph.variant != Variant.PLAN:
+    if graph.variant not in OWN_PLANS:
         last = "; measured below is the plan's last run" if graph.measured else ""
         lines.append(f"  does not run its plan now but {graph.variant}{last}")
     if graph.num_lanes > 1 and graph.baselines:

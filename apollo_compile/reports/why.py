@@ -9,8 +9,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping, Sequence
 
-from apollo_compile.ir import Variant
 from apollo_compile.ir.text import format_count
+from apollo_compile.ir.variants import OWN_PLANS
 from apollo_compile.reports.values import Bar, Bottleneck, GraphSummary, ModelSummary, SegmentSummary
 from apollo_compile.units import format_ns
 
@@ -78,7 +78,7 @@ def _where(found: Sequence[tuple[GraphSummary, Sequence[SegmentSummary]]], name:
 
 
 def _beside(graph: GraphSummary, chosen: Sequence[SegmentSummary], bars: Mapping[int, Bar]) -> str:
-    if graph.variant != Variant.PLAN:
+    if graph.variant not in OWN_PLANS:
         return f"The graph does not run its plan now but {graph.variant}: see the verdict."
     ids = {segment.id for segment in chosen}
     own = [bars[segment] for segment in ids]
@@ -153,7 +153,7 @@ def _explain_segment(graph: GraphSummary, segment: SegmentSummary) -> str:
             f"  With {_units(segment.asked_units)} it would take {format_ns(fastest)}, but what runs beside it would "
             f"have to wait: in sum the plan is {graph.gain:.2f}x as fast as one lane."
         )
-    if graph.variant != Variant.PLAN:
+    if graph.variant not in OWN_PLANS:
         lines.append(f"  The graph does not run its plan now but {graph.variant}: see the verdict.")
     return "\n".join(lines)
 

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 from apollo_compile.ir import GraphBreak, Variant
 from apollo_compile.ir.text import format_count
+from apollo_compile.ir.variants import OWN_PLANS
 from apollo_compile.reports.values import (
     Bottleneck,
     GraphSummary,
@@ -118,7 +119,7 @@ def _overlaps(graph: GraphSummary) -> list[str]:
     for pair in graph.pairs[:MAX_PAIRS]:
         if pair.overlap_ns >= much:
             found.append(f"{_who(pair)} {did} for {format_ns(pair.overlap_ns)}{_allowed(pair)}.")
-        elif graph.variant == Variant.PLAN and graph.planned_overlap_ns(pair) >= much:
+        elif graph.variant in OWN_PLANS and graph.planned_overlap_ns(pair) >= much:
             found.append(
                 f"{_who(pair)} are planned to overlap for {format_ns(graph.planned_overlap_ns(pair))}, and did for "
                 f"{format_ns(pair.overlap_ns)} in the last run: one run, which other processes may have disturbed."
@@ -145,7 +146,7 @@ def _allowed(pair: PairSummary) -> str:
 def _why_serial(graph: GraphSummary, pair: PairSummary) -> str:
     if graph.device.units == 1:
         return "there is one unit"
-    if graph.variant not in (Variant.PLAN, Variant.SERIAL):
+    if graph.variant not in (*OWN_PLANS, Variant.SERIAL):
         return f"{graph.variant} runs the graph"
     if graph.num_lanes > 1:
         return "the plan gains more elsewhere"

@@ -1,6 +1,7 @@
 """Compile the bodies of a graph: choose libraries for matmuls, compile native code, and tune code for GPU lanes.
 
 compile_code(traced, compilation, config, target, agreement, ...) -> Code
+tune_bodies(traced, compilation, bodies) -> the code of some bodies, tuned
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 
 from torch import fx
@@ -22,7 +23,12 @@ from apollo_compile.pipeline import Compilation
 from apollo_compile.torch_bridge.bodies import compile_bodies, extract_body
 from apollo_compile.torch_bridge.interpret import interpret_bodies, real_tensors
 from apollo_compile.torch_bridge.onednn import Matmul, find_matmuls, replace_with_onednn
-from apollo_compile.torch_bridge.settings import depends_on_units, may_choose_library
+from apollo_compile.torch_bridge.settings import (
+    depends_on_units,
+    may_choose_library,
+    tuning_settings,
+    with_settings,
+)
 from apollo_compile.torch_bridge.traced import TracedGraph
 
 _logger = logging.getLogger(__name__)
@@ -47,8 +53,22 @@ def compile_code(
         at: reports progress: the phase, the number of the body, and how many there are.
     """
     bodies = _compile_bodies(traced, compilation, config, target, agreement, at=at)
-    tuned = _tune_bodies(traced, compilation, target, config)
+    tuned = _compile_for_lanes(traced, compilation, target, config)
     return Code(bodies=bodies, contract=traced.contract, tuned=tuned)
+
+
+def tune_bodies(
+    traced: TracedGraph,
+    compilation: Compilation,
+    bodies: Collection[BodyId],
+    at: Callable[[str, int, int], None] = lambda phase, number, count: None,
+) -> Mapping[BodyId, CompiledBody]:
+    """Return the code of these bodies as Inductor compiles them in mode `max-autotune`."""
+    chosen = [body for body in compilation.partition.bodies if body.id in bodies]
+    pieces = [(body.name, *extract_body(traced.graph_module, body)) for body in chosen]
+    with with_settings(tuning_settings()):
+        made = compile_bodies(pieces, native=False, at=at, **traced.kwargs)
+    return {body.id: code for body, code in zip(chosen, made, strict=True)}
 
 
 def _compile_bodies(
@@ -109,7 +129,7 @@ def _choose_libraries(
     graphs: Sequence[fx.Graph], compilation: Compilation, target: Target, agreement: Agreement
 ) -> None:
     """Let oneDNN compute the matmuls for which it is faster on the number of cores that their bodies run on."""
-    with_cores = list(zip(graphs, _cores_of_bodies(compilation), strict=True))
+    with_cores = list(zip(graphs, units_of_bodies(compilation), strict=True))
     with real_tensors():
         faster = target.faster_with_onednn(
             (matmul, cores) for graph, cores in with_cores for matmul in find_matmuls(graph)
@@ -125,8 +145,8 @@ def _choose_libraries(
         _logger.info("%s: oneDNN computes %s of its bodies", name, what)
 
 
-def _cores_of_bodies(compilation: Compilation) -> list[int]:
-    """Return, per body, the number of cores that most of its segments are planned on."""
+def units_of_bodies(compilation: Compilation) -> list[int]:
+    """Return, per body, the number of units that most of its segments are planned on."""
     counts = [Counter[int]() for _ in compilation.partition.bodies]
     segments = compilation.partition.graph.segments
     for assignment in compilation.plan.assignments:
@@ -134,7 +154,7 @@ def _cores_of_bodies(compilation: Compilation) -> list[int]:
     return [count.most_common(1)[0][0] for count in counts]
 
 
-def _tune_bodies(
+def _compile_for_lanes(
     traced: TracedGraph, compilation: Compilation, target: Target, config: Config
 ) -> Mapping[tuple[BodyId, int], CompiledBody]:
     """Return code of all bodies for lanes smaller than the device, where Inductor's choices depend on the units."""

@@ -185,8 +185,8 @@ class CompiledGraph:
         return Variant.PLAN if self.variant == Variant.SERIAL and not self.compilation.plan.uses_lanes else self.variant
 
     def lane_bytes(self) -> Mapping[LaneId, int]:
-        """Return the device memory that every lane holds for the plan; empty on a CPU."""
-        return self.variants.plan.lane_bytes()
+        """Return the device memory that every lane holds for what it runs; empty on a CPU."""
+        return self.variants.loaded().get(self.variant, self.variants.plan).lane_bytes()
 
     # ---------------------------------------------------------------------------------------- what autotuning asks
 

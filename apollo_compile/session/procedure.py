@@ -39,11 +39,13 @@ SHARED_VARIANTS = (Variant.STREAMS, Variant.PRIORITIES, Variant.OVERLAPPING)
 
 SIMPLEST_FIRST = (
     Variant.INDUCTOR,
+    Variant.TUNED_INDUCTOR,
     Variant.SERIAL,
     Variant.NARROW,
     *SHARED_VARIANTS,
     Variant.LISTED,
     Variant.PLAN,
+    Variant.TUNED,
 )
 
 

@@ -85,10 +85,10 @@ class Variants:
         """Add a variant that is loaded already."""
         self._loaded[variant] = runnable
 
-    def add_plan(self, variant: Variant, compilation: Compilation) -> None:
-        """Add a variant that runs another plan of the same segments, with the same code."""
+    def add_plan(self, variant: Variant, compilation: Compilation, code: Code | None = None) -> None:
+        """Add a variant that runs another plan of the same segments, with the same code unless other code is given."""
         self._planned[variant] = compilation
-        self.add(variant, self.target.load(compilation, self.code, variant))
+        self.add(variant, self.target.load(compilation, code or self.code, variant))
 
     def plan_of(self, variant: Variant) -> Compilation:
         """Return the compilation that a variant runs; that of the plan for those that run no plan of their own."""

@@ -29,6 +29,8 @@ class Choice:
     """None if nothing was compared."""
     reason: str = ""
     """Why the comparison had fewer variants than there are; empty if it had all."""
+    has_tuned: bool = False
+    """Whether Inductor tuned its code to be compared, or had nothing to tune."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,7 +38,7 @@ class _ChoiceFile(Dated):
     choice: Choice
 
 
-_CHOICES = FileFormat(kind="choice", number=2, content=_ChoiceFile, max_bytes=2**20)
+_CHOICES = FileFormat(kind="choice", number=3, content=_ChoiceFile, max_bytes=2**20)
 
 
 class Verdicts:

@@ -144,18 +144,19 @@ def _summarize(
     compare = functools.partial(what_if, config=model.config, units=units, profiles=profiles)
     graphs = [
         summarize(
-            graph.compilation,
+            compilation,
             Trace() if graph.learner.is_cold else graph.trace(),
             num_replans=graph.num_replans,
             is_cold=graph.learner.is_cold and graph.variant_of_plan == Variant.PLAN,
             is_deterministic=graph.is_deterministic,
             variant=graph.variant_of_plan,
-            what_if=() if graph.is_resized else compare(graph.compilation),
-            baselines=other_rules(graph.compilation) if rules else (),
+            what_if=() if graph.is_resized else compare(compilation),
+            baselines=other_rules(compilation) if rules else (),
             lane_bytes=graph.lane_bytes(),
             lane_memory_quota=model.target.lane_memory_quota,
         )
         for graph in model.graphs
+        for compilation in [graph.variants.plan_of(graph.variant)]
     ]
     graphs += [
         summarize(

@@ -21,22 +21,24 @@ from apollo_compile.device.gpu.whole import as_one_segment
 from apollo_compile.device.profile import DeviceProfile
 from apollo_compile.device.target import Code, CompiledBody, Run
 from apollo_compile.ir import Lane, Role, SegmentGraph, Variant
+from apollo_compile.ir.variants import OWN_PLANS
 from apollo_compile.json_form import to_json
 from apollo_compile.pipeline import Compilation
 from apollo_compile.torch_bridge.onednn import Matmul
 
-_SHARING: Mapping[Variant, Sharing] = {Variant.PLAN: Sharing.FREE}
+_SHARING: Mapping[Variant, Sharing] = dict.fromkeys(OWN_PLANS, Sharing.FREE)
 """How lanes share the device in the variants that run a plan: on plain streams.
 
 Priorities made graphs neither faster nor slower (of six comparisons, none differed by more than 4 %). They would be
 other ones in forward and backward, thus other streams, whose memory one cannot have from the other."""
 
-_STEP_SHARING: Mapping[Variant, Sharing] = {Variant.PLAN: Sharing.URGENCY, Variant.NARROW: Sharing.URGENCY}
+_STEP_SHARING: Mapping[Variant, Sharing] = dict.fromkeys(OWN_PLANS, Sharing.URGENCY)
 """The same in whole steps, where updates are to fill what the critical lane leaves free."""
 
 _ISOLATED: Mapping[Variant, Sharing] = {
     **_STEP_SHARING,
     Variant.PLAN: Sharing.APART,
+    Variant.TUNED: Sharing.APART,
     Variant.STREAMS: Sharing.FREE,
     Variant.PRIORITIES: Sharing.URGENCY,
     Variant.OVERLAPPING: Sharing.OVERLAPPING,
@@ -95,7 +97,7 @@ class GpuTarget:
     @property
     def variants(self) -> Collection[Variant]:
         """The variants besides the plan that run the plan on lanes."""
-        return [variant for variant in self._sharing if variant not in (Variant.PLAN, Variant.NARROW)]
+        return [variant for variant in self._sharing if variant not in OWN_PLANS]
 
     def complaint(self) -> str | None:
         """Return what a capture left behind that failed, or the self-check of this GPU found wrong; None if nothing."""
@@ -135,7 +137,9 @@ class GpuTarget:
             only_replays=code.is_all_or_nothing,
         )
 
-    def load_whole(self, compilation: Compilation, code: Code, run: Run) -> CudaExecutable:
+    def load_whole(
+        self, compilation: Compilation, code: Code, run: Run, variant: Variant = Variant.INDUCTOR
+    ) -> CudaExecutable:
         """Load the compiled graph as a program of one segment, which becomes a CUDA graph like a plan."""
         graph, program, make_body = as_one_segment(compilation.partition.graph, compilation.plan.lanes[0])
         return CudaExecutable(
@@ -145,7 +149,7 @@ class GpuTarget:
             gpu=self.gpu,
             contract=code.contract,
             shared=self._memory_of(graph),
-            variant=Variant.INDUCTOR,
+            variant=variant,
             strict=self._is_strict,
         )
 

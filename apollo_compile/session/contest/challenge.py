@@ -148,8 +148,10 @@ class Challenge:
             self._give_up(challenger.failure)
             return
         takes = challenger.sizes.admit(arguments)
-        if self._sides is None and not self._is_for_step and not challenger.sizes.change:
+        if self._sides is None and challenger.is_prepared and not self._is_for_step and not challenger.sizes.change:
             self._watch_step()
+        if self._sides is None and not self._is_for_step:
+            self._begin_tuning(arguments)
         if self._sides is not None:
             self._decide(challenger, self._sides, arguments)
         if self._challenger is not None:
@@ -172,6 +174,16 @@ class Challenge:
         finally:
             self._contest.arguments = ()
 
+    def _begin_tuning(self, arguments: Sequence[Any]) -> None:
+        """Begin to compare tuned code, if that is due."""
+        self._contest.arguments = arguments
+        try:
+            self._sides = self._contest.tuning()
+        except Exception as error:
+            self._give_up(error)
+        finally:
+            self._contest.arguments = ()
+
     def _use(self, challenger: Challenger, variant: Variant) -> None:
         self.variant = variant
         if variant is not Variant.COMPILED:
@@ -185,16 +197,18 @@ class Challenge:
         if self._is_for_step:
             return
         if verdict is None and self.verdict is None:  # torch.compile's code is CUDA graphs, and lanes promise nothing
-            self._tell(Choice(verdict=None, reason=self.reason))
+            self._tell(self._choice(None))
             self._end(self.reason, logging.INFO)
             return
+        if verdict is None and self._contest.is_tuned_slower:
+            self._tell(self._choice(self.verdict))
         if verdict is not None:
             is_confirmed = self.verdict is not None and self.verdict.selection == verdict.selection
             self._watch.restart(is_confirmed=is_confirmed)
             self.verdict = verdict
             why = f"; {self.reason}" if self.reason else ""
             _logger.info("%s: chosen by measuring: %s%s", self._name, verdict, why)
-            self._tell(Choice(verdict=verdict, reason=self.reason))
+            self._tell(self._choice(verdict))
         self._num_unwatched = WATCH_EVERY
         if self._side is not Variant.COMPILED:
             challenger.prove()
@@ -218,10 +232,13 @@ class Challenge:
         """Begin with what an earlier process found."""
         self.reason = known.reason
         self.verdict = None if known.verdict is None else replace(known.verdict, is_remembered=True)
-        if self.verdict is None or self.verdict.selection == (Variant.COMPILED,):
-            self._sides = self._challenger = None
-        else:
+        self._contest.has_tuned = self._contest.has_tuned or known.has_tuned
+        if self.verdict is not None and self.verdict.selection != (Variant.COMPILED,):
             self._sides = self._contest.follow(self.verdict)
+        else:
+            self._sides = None
+            if self.verdict is None or self._contest.has_tuned:
+                self._challenger = None
 
     def _give_up(self, error: Exception) -> None:
         """Go back to torch.compile for good, because of an error."""
@@ -234,7 +251,12 @@ class Challenge:
         else:
             self._end(f"{type(error).__name__}: {error}", logging.WARNING)
         if is_expected and not isinstance(error, LanesOffError):
-            self._tell(Choice(verdict=None, reason=str(error)))
+            self._tell(self._choice(None, str(error)))
+
+    def _choice(self, verdict: Verdict | None, reason: str | None = None) -> Choice:
+        """Return what later processes may begin with."""
+        why = self.reason if reason is None else reason
+        return Choice(verdict=verdict, reason=why, has_tuned=self._contest.has_tuned)
 
     def _end(self, why: str, level: int) -> None:
         """Run torch.compile's code from now on, for good."""

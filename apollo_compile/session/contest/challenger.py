@@ -4,6 +4,7 @@
     .reason_without_lanes() -> str | None                     by dependencies alone, before any body is compiled
     .prepare_lanes(), .time_bodies()                          bodies; the next step times them, and plans again
     .reason_against_lanes() -> str | None                     by these times
+    .reason_against_tuning(), .tune(), .tuned_variants()     likewise code that Inductor tunes
     .use(variant), .run(*arguments), .keep(variants)          what `challenge.py` compares
 
 Nothing here stops training. A graph that fails runs as Inductor compiled it, without a CUDA graph, since its backward
@@ -21,16 +22,17 @@ from typing import Any
 
 from torch import fx
 
-from apollo_compile.device.target import Code, Run, Runnable
+from apollo_compile.device.target import Code, CompiledBody, Run, Runnable
 from apollo_compile.distributed.agreement import Agreement
 from apollo_compile.errors import UnsupportedGraphError
-from apollo_compile.ir import Role, Variant
+from apollo_compile.ir import BodyId, Role, Variant
 from apollo_compile.pipeline import Compilation
 from apollo_compile.progress import Progress
 from apollo_compile.reports.summary import critical_path
-from apollo_compile.session.bodies import compile_code
+from apollo_compile.session.bodies import compile_code, tune_bodies
 from apollo_compile.session.contest.rival_graph import RivalGraph
 from apollo_compile.session.contest.sizes import SizedWhole, StepSizes, without_numbers
+from apollo_compile.session.contest.tuned import LEAST_GAIN, TunedCode, tunable_bodies, tune_ns
 from apollo_compile.session.graph import COMPILE_NS_PER_OPERATOR
 from apollo_compile.session.model import CompiledModel
 from apollo_compile.session.planning import log_summary, plan_graph, role_of
@@ -41,7 +43,12 @@ from apollo_compile.torch_bridge.host_scalars import scalars_on, with_scalars_on
 from apollo_compile.torch_bridge.interpret import interpret_whole
 from apollo_compile.torch_bridge.kept_graph import KeptGraph
 from apollo_compile.torch_bridge.layouts import report_output_strides
-from apollo_compile.torch_bridge.settings import current_settings, with_settings
+from apollo_compile.torch_bridge.settings import (
+    current_settings,
+    decides_on_tuning,
+    tuning_settings,
+    with_settings,
+)
 from apollo_compile.torch_bridge.traced import TracedGraph, take_graph
 from apollo_compile.torch_bridge.whole import compile_again, compile_apart
 from apollo_compile.units import format_ns
@@ -69,8 +76,8 @@ class Challenger:
     """Calls them, as torch.compile's function would be called; from `prepare` on."""
     failure: Exception | None = None
     """Why they must not be called any more."""
-    lanes_failure: Exception | None = None
-    """Why there are no lanes."""
+    timing_failure: Exception | None = None
+    """Why what was compiled last could not be timed."""
     variant: Variant | None = None
     """The current variant."""
     sizes: StepSizes = field(init=False)
@@ -96,9 +103,24 @@ class Challenger:
         return 0 if self.kept is None else COMPILE_NS_PER_OPERATOR * self.kept.num_nodes
 
     @property
+    def tune_ns(self) -> int:
+        """Approximate time that `tune` takes."""
+        compilations = [graph.compilation for graph in self.graphs]
+        return self._recompile_ns + tune_ns(compilations)
+
+    @property
     def prepare_lanes_ns(self) -> int:
         """Approximate time that `prepare_lanes` takes."""
+        return self._recompile_ns
+
+    @property
+    def _recompile_ns(self) -> int:
         return COMPILE_NS_PER_OPERATOR * sum(len(graph.compilation.capture.nodes) for graph in self.graphs)
+
+    @property
+    def is_prepared(self) -> bool:
+        """Whether the Dynamo graph is compiled again."""
+        return self.kept is None
 
     def prepare(self, arguments: Sequence[Any]) -> None:
         """Compile the Dynamo graph for arguments of the shapes that it was traced with.
@@ -158,8 +180,9 @@ class Challenger:
             compilation=compilation,
             plain=plain,
             whole=self._load_whole(traced, compilation, plain),
+            config=config,
             fail=self.fail,
-            fail_on_lanes=self.fail_on_lanes,
+            fail_in_timing=self.fail_in_timing,
         )
         self.graphs.append(graph)
         return graph, None
@@ -206,15 +229,15 @@ class Challenger:
             graph.has_failed = True
         self.keep(())
 
-    def fail_on_lanes(self, error: Exception) -> None:
-        """Give up lanes after an error in timing bodies.
+    def fail_in_timing(self, error: Exception) -> None:
+        """Give up what was to be timed after an error.
 
         Raises:
             Exception: the error, with `debug.strict`.
         """
         if self.model.config.debug.strict:
             raise error
-        self.lanes_failure = error.with_traceback(None)
+        self.timing_failure = error.with_traceback(None)
 
     # ----------------------------------------------------------------------------------------------------------- lanes
 
@@ -249,16 +272,16 @@ class Challenger:
                         compile_code, graph.traced, compilation, model.config, model.target, agreement, at=progress.at
                     )
                     code = compile_apart(module, work)
-                graph.segments = model.load(compilation, code, compile_whole=None, agreement=agreement)
-                graph.segments.learner.is_settled = True  # it is planned again here
-                graph.segments.variants.add(Variant.INDUCTOR, graph.whole)
-                graph.use(graph.variant)
-                model.graphs.append(graph.segments)
+                segments = model.load(compilation, code, compile_whole=None, agreement=agreement)
+                segments.learner.is_settled = True  # it is planned again here
+                graph.add_segments(segments)
+                model.graphs.append(segments)
                 model.unprofitable.remove(compilation)
                 log_summary(compilation, 0, time.perf_counter_ns() - begin)
 
-    def time_bodies(self) -> None:
-        """Let the next call of every graph time its bodies."""
+    def time_code(self) -> None:
+        """Let the next call of every graph time what was compiled last: its bodies, or tuned code."""
+        self.timing_failure = None
         for graph in self.graphs:
             graph.is_to_time = True
 
@@ -277,7 +300,65 @@ class Challenger:
             return "no plan on lanes is faster by 'plan.min_gain', by the times of its bodies"
         return None
 
+    # ------------------------------------------------------------------------------------------------------ tuned code
+
+    def reason_against_tuning(self) -> str | None:
+        """Return why code is not tuned to be compared; None if it may be, as far as that is known."""
+        with with_settings(self.settings):
+            if decides_on_tuning(self.settings):
+                return "its settings decide on that"
+        if self.model.config.runtime.bodies == "eager":
+            return "its bodies are not compiled"
+        if self.sizes.change:
+            return "its sizes change"
+        if self.is_prepared and not any(tunable_bodies(graph.compilation) for graph in self.graphs):
+            return "it has nothing that Inductor tunes"
+        return None
+
+    def tune(self) -> None:
+        """Compile tuned code of all graphs: of each whole, and of the bodies of its segments if it has any.
+
+        Raises:
+            Exception: whatever a compile raises.
+        """
+        with Progress(f"tuning {self.model.name}") as progress:
+            for graph in self.graphs:
+                progress.at("Inductor tunes the whole graph,")
+                graph.add_tuned(self._tune_graph(graph, progress.at))
+
+    def _tune_graph(self, graph: RivalGraph, at: Callable[[str, int, int], None]) -> TunedCode:
+        traced, compilation = graph.traced, graph.compilation
+        bodies: Mapping[BodyId, CompiledBody] = {}
+        with with_settings(self.settings):
+            settings = {**current_settings(), **tuning_settings()}
+            run = compile_again(traced.whole, settings, **traced.kwargs)
+            if graph.segments is not None:
+                work = partial(tune_bodies, traced, compilation, tunable_bodies(compilation), at)
+                bodies = compile_apart(traced.graph_module, work)
+        code = Code(bodies=(), contract=traced.contract)
+        whole = self.model.target.load_whole(compilation, code, run, Variant.TUNED_INDUCTOR)
+        return TunedCode(whole=whole, bodies=bodies)
+
+    def tuned_variants(self) -> list[Variant]:
+        """Return the variants with tuned code that are faster than without it, by times of the device."""
+        tuned = [graph.tuned for graph in self.graphs if graph.tuned is not None]
+        found = []
+        if sum(each.untuned_ns for each in tuned) > LEAST_GAIN * sum(each.whole_ns for each in tuned):
+            found.append(Variant.TUNED_INDUCTOR)
+        plans = [each.compilation.plan for each in tuned if each.compilation is not None]
+        if len(plans) < len(self.graphs) or not any(plan.uses_lanes for plan in plans):
+            return found
+        before = sum(graph.compilation.plan.makespan_ns for graph in self.graphs)
+        bound = LEAST_PROMISE * sum(plan.lower_bound_ns for plan in plans)
+        is_faster = before > LEAST_GAIN * sum(plan.makespan_ns for plan in plans)
+        whole_ns = sum(min(each.untuned_ns, each.whole_ns) for each in tuned)
+        return [*found, Variant.TUNED] if is_faster and bound <= whole_ns else found
+
     # ------------------------------------------------------------------------------------------------------ comparison
+
+    def has(self, variant: Variant) -> bool:
+        """Whether all graphs can run this variant."""
+        return variant is Variant.COMPILED or (self.graphs != [] and all(graph.has(variant) for graph in self.graphs))
 
     def use(self, variant: Variant) -> None:
         """Run this variant of all graphs from the next forward on."""

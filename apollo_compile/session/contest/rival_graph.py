@@ -9,10 +9,12 @@ from typing import Any
 
 import torch
 
+from apollo_compile.config import Config
 from apollo_compile.device.target import Run, Runnable
 from apollo_compile.ir import Variant
 from apollo_compile.observe import StageRunner
 from apollo_compile.pipeline import Compilation, plan_partition
+from apollo_compile.session.contest.tuned import TunedCode
 from apollo_compile.session.graph import CompiledGraph
 from apollo_compile.torch_bridge.traced import TracedGraph
 
@@ -27,15 +29,18 @@ class RivalGraph:
     """As Inductor compiled it, without a CUDA graph."""
     whole: Runnable
     """The same as one CUDA graph, or one for each set of sizes."""
+    config: Config
     fail: Callable[[Exception], None]
     """Told what failed in a run, which ends all runs."""
-    fail_on_lanes: Callable[[Exception], None]
-    """Told what failed while bodies were timed, which ends nothing else."""
+    fail_in_timing: Callable[[Exception], None]
+    """Told what failed while code was timed, which ends nothing else."""
     segments: CompiledGraph | None = None
     """Its segments, once their bodies are compiled."""
+    tuned: TunedCode | None = None
+    """Tuned code of it, once that is compiled."""
     variant: Variant = Variant.INDUCTOR
     is_to_time: bool = False
-    """Whether the next call times the bodies."""
+    """Whether the next call times what was compiled last: bodies, or tuned code."""
     is_proven: bool = False
     """Whether it won: then it keeps no copies of what it writes to."""
     whole_ns: int | None = None
@@ -50,9 +55,8 @@ class RivalGraph:
         kept, written = list(inputs), self._copies_of_written(inputs)
         try:
             if self.is_to_time:
-                self._try_to_time_bodies(kept)
-            run = self.whole.run if self.segments is None else self.segments.run_once
-            return run(inputs)
+                self._try_to_time(kept)
+            return self._run(inputs)
         except Exception as error:  # an error of the user's comes again from what Inductor compiled
             traceback.clear_frames(error.__traceback__)  # they hold tensors
             self.fail(error)
@@ -70,20 +74,53 @@ class RivalGraph:
         """Release the CUDA graphs of all other variants."""
         if self.segments is not None:
             self.segments.keep(variants)
-        elif Variant.INDUCTOR not in variants:
-            self.whole.release()
+            return
+        for variant, whole in self._wholes().items():
+            if variant not in variants:
+                whole.release()
+
+    def has(self, variant: Variant) -> bool:
+        """Whether it can run this variant."""
+        return variant in self._wholes() or (self.segments is not None and variant in self.segments.variants.loaded())
+
+    def add_segments(self, segments: CompiledGraph) -> None:
+        """Run in segments, too."""
+        self.segments = segments
+        segments.variants.add(Variant.INDUCTOR, self.whole)
+        segments.use(self.variant)
+
+    def add_tuned(self, tuned: TunedCode) -> None:
+        """Run tuned code, too."""
+        self.tuned, self.is_proven = tuned, False
+        if self.segments is not None:
+            self.segments.variants.add(Variant.TUNED_INDUCTOR, tuned.whole)
+
+    def _run(self, inputs: list[Any]) -> Sequence[Any]:
+        if self.segments is not None:
+            return self.segments.run_once(inputs)
+        return self._wholes()[self.variant].run(inputs)
+
+    def _wholes(self) -> Mapping[Variant, Runnable]:
+        """The variants that run it as one CUDA graph."""
+        tuned = {} if self.tuned is None else {Variant.TUNED_INDUCTOR: self.tuned.whole}
+        return {Variant.INDUCTOR: self.whole, **tuned}
 
     def _copies_of_written(self, inputs: Sequence[torch.Tensor]) -> Mapping[int, torch.Tensor]:
         written = () if self.is_proven else self.traced.contract.written_inputs or ()
         return {index: inputs[index].detach().clone() for index in written}
 
-    def _try_to_time_bodies(self, inputs: Sequence[torch.Tensor]) -> None:
+    def _try_to_time(self, inputs: Sequence[torch.Tensor]) -> None:
         self.is_to_time = False
         try:
-            self._time_bodies(inputs)
+            if self.tuned is None:
+                self._time_bodies(inputs)
+            else:
+                segments = self.segments
+                variants = None if segments is None else segments.variants
+                self.tuned.time(inputs, self.whole, variants, self.config)
         except Exception as error:
             traceback.clear_frames(error.__traceback__)
-            self.fail_on_lanes(error)
+            self.fail_in_timing(error)
 
     def _time_bodies(self, inputs: Sequence[torch.Tensor]) -> None:
         """Time the bodies and the whole graph, for these inputs, and plan again."""
@@ -99,7 +136,7 @@ class RivalGraph:
                 old.partition,
                 observations,
                 profile=old.profile,
-                config=self.segments.config,
+                config=self.config,
                 runner=StageRunner(),
             )
         )

@@ -2,6 +2,7 @@
 
     Contest(...).run() -> the sides of the steps to come, one for each `next`
     .run_again(verdict), .follow(verdict)       likewise after a drift, and after an earlier process decided
+    .tuning() -> sides | None                   likewise with tuned code, once that is due
     .prepare_for_step()                         likewise until a training step can be linked, without a comparison
 
     1. torch.compile's code runs. Nothing else is compiled before the training loop has run for so long that this takes
@@ -12,6 +13,10 @@
     3. Only if branches of the forward are independent, bodies of segments are compiled, when that is due; and only if
        their times promise `LEAST_PROMISE` over one CUDA graph, the plan on plain streams is compared with the winner
        until then.
+
+    4. When that is due, Inductor tunes the whole graph, and the bodies where there are segments, as in mode
+       `max-autotune`. What is faster tuned, by times of the device, is compared with the winner until then. Until that
+       is due the graph counts as settled, since it may be after hours.
 
 What is measured is what the user feels: the time from the beginning of one step to that of a later one, with the
 optimizer, the loader and all other graphs in it. It is taken over the steps of a turn, and the device is waited for at
@@ -55,6 +60,14 @@ LATE_NS = 60_000_000_000
 WHOLE = "one CUDA graph"
 """Name of the side that runs the variant `INDUCTOR`."""
 
+TUNED_WHOLE = "one CUDA graph, tuned"
+"""The same of `TUNED_INDUCTOR`."""
+
+_NAMES = {Variant.INDUCTOR: WHOLE, Variant.TUNED_INDUCTOR: TUNED_WHOLE}
+
+_UNTUNED = {Variant.TUNED_INDUCTOR: Variant.INDUCTOR, Variant.TUNED: Variant.PLAN}
+"""What runs in the place of a side with tuned code until there is such code."""
+
 Sides = Generator[Variant, None, None]
 """The side of every step to come."""
 
@@ -93,6 +106,14 @@ class Contest:
         """Those of the step that begins."""
         self.reason = ""
         """Why not all sides were compared."""
+        self.has_tuned = challenger.reason_against_tuning() is not None
+        """Whether code was tuned, or cannot be."""
+        self._follows: Variant | None = None
+        """A side with tuned code that an earlier process decided for, until there is such code."""
+        self.is_tuned_slower = False
+        """Whether tuned code was timed, and promised nothing."""
+        self._tune_ns: int | None = None
+        """Approximate time that tuning takes; None before that is known."""
         self._name = name
         self._challenger = challenger
         self._target = target
@@ -105,7 +126,7 @@ class Contest:
         self._doing = "not called yet"
         self._spent_ns = 0
         """Time that steps waited for compiles."""
-        self._began_ns = 0
+        self._began_ns = clock()
         self._last_ns = 0
 
     @property
@@ -126,7 +147,6 @@ class Contest:
         """Yield the side of every step until all sides that may be faster were compared."""
         challenger = self._challenger
         yield from self._begin()
-        self._began_ns = self._clock()
         yield from self._wait_for(max(self._compile_ns, challenger.prepare_ns), "one CUDA graph of it")
         while not challenger.sizes.are_known:
             yield self.champion
@@ -152,18 +172,23 @@ class Contest:
         self._challenger.keep(())
 
     def run_again(self, verdict: Verdict) -> Sides:
-        """Yield sides until the champion was compared again with the best of the others."""
+        """Yield sides until the champion was compared again with the best of the others that there are."""
         self._results = Results([0], rules=RULES)
         self._spent_ns = 0
-        yield from self._compare(_variant_of(verdict.standings[1].name))
+        others = (_variant_of(standing.name) for standing in verdict.standings[1:])
+        yield from self._compare(next(filter(self._challenger.has, others), Variant.COMPILED))
         self.leave()
 
     def follow(self, verdict: Verdict) -> Sides:
         """Yield sides until the winner of an earlier process runs, which is not compared again.
 
-        Training begins as torch.compile makes it, which its caches have, and a failure ends there.
+        Training begins as torch.compile makes it, which its caches have, and a failure ends there. A winner with tuned
+        code runs without it until tuning is due.
         """
         (winner,) = verdict.selection
+        if winner in _UNTUNED:
+            self._follows, winner = winner, _UNTUNED[winner]
+            self.has_tuned = self._challenger.reason_against_tuning() is not None
         yield from self._begin(f"{name_of(winner)} is compiled, which was the fastest in an earlier process")
         self._prepare()
         if winner is not Variant.INDUCTOR:
@@ -172,21 +197,47 @@ class Contest:
         self._challenger.keep((winner,))
         self.leave()
 
+    def tuning(self) -> Sides | None:
+        """Return the sides until tuned code was compared, once that is due; None until then, and ever after.
+
+        Where torch.compile's code was found to be the fastest in an earlier process, the graph is compiled again first.
+
+        Raises:
+            Exception: whatever that compile raises.
+        """
+        challenger = self._challenger
+        if self.has_tuned:
+            return None
+        if challenger.is_prepared and self._tune_ns is None:
+            self.has_tuned, self._tune_ns = challenger.reason_against_tuning() is not None, challenger.tune_ns
+        if self.has_tuned or not self._is_due(challenger.prepare_ns if self._tune_ns is None else self._tune_ns):
+            return None
+        if self._tune_ns is None:
+            self._prepare()
+            return None
+        self.has_tuned = True
+        return self._compare_tuned()
+
     # ------------------------------------------------------------------------------------------------- its parts
 
     def _begin(self, until: str = "its code is warm") -> Sides:
         self._doing = f"torch.compile, until {until}"
         for _ in range(WARM_STEPS):
             yield self.champion
+        self._began_ns = self._clock()
 
     def _wait_for(self, cost_ns: int, what: str) -> Sides:
         """Train on until that cost is a small share of the loop's time."""
         self.leave()
         share = self._challenger.compile_share
         self._doing = f"{name_of(self.champion)}, until compiling {what} takes {share:.0%} of the training time at most"
-        while self._spent_ns + cost_ns > share * (self._clock() - self._began_ns):
+        while not self._is_due(cost_ns):
             yield self.champion
         yield from self._enter()
+
+    def _is_due(self, cost_ns: int) -> bool:
+        """Whether that cost is a small share of the loop's time."""
+        return self._spent_ns + cost_ns <= self._challenger.compile_share * (self._clock() - self._began_ns)
 
     def _prepare(self) -> None:
         """Compile the Dynamo graph again.
@@ -222,12 +273,49 @@ class Contest:
         begin = self._clock()
         self._challenger.prepare_lanes()
         self._note_compile(begin, "in segments")
-        self._doing = "its segments are timed"
-        self._challenger.time_bodies()
-        for _ in range(2):  # one that times them, and one more if the first was a forward alone
+        yield from self._time("its segments are timed")
+
+    def _time(self, doing: str) -> Sides:
+        self._doing = doing
+        self._challenger.time_code()
+        for _ in range(2):  # one that times it, and one more if the first was a forward alone
             yield Variant.INDUCTOR
-        if self._challenger.lanes_failure is not None:
-            raise self._challenger.lanes_failure
+        if self._challenger.timing_failure is not None:
+            raise self._challenger.timing_failure
+
+    def _compare_tuned(self) -> Sides:
+        """Tune and time; compare what is faster tuned with the champion, or run what an earlier process decided for."""
+        yield from self._enter()
+        challenger, begin = self._challenger, self._clock()
+        try:
+            challenger.tune()
+            self._note_compile(begin, "tuned")
+            yield from self._time("its tuned code is timed")
+        except Exception as error:
+            if self._is_strict:
+                raise
+            _logger.warning(
+                "%s: %s stays without tuned code: %s: %s",
+                self._name,
+                name_of(self.champion),
+                type(error).__name__,
+                error,
+            )
+            self._results = Results([0], rules=RULES)
+            self.leave()
+            return
+        if self._follows is not None and challenger.has(self._follows):
+            self.champion, self._follows = self._follows, None
+            challenger.keep((self.champion,))
+        else:
+            faster = challenger.tuned_variants()
+            if not faster:
+                _logger.info("%s: tuned code is not faster", self._name)
+                self._results, self.is_tuned_slower = Results([0], rules=RULES), True
+                challenger.keep(() if self.champion is Variant.COMPILED else (self.champion,))
+            for variant in faster:
+                yield from self._compare(variant)
+        self.leave()
 
     def _note_compile(self, begin: int, how: str) -> None:
         taken_ns = self._clock() - begin
@@ -314,11 +402,11 @@ def _plans_of(target: Target) -> list[Variant]:
 
 def name_of(variant: Variant) -> str:
     """Return the name of a side."""
-    return WHOLE if variant is Variant.INDUCTOR else variant
+    return _NAMES.get(variant, variant)
 
 
 def _variant_of(name: str) -> Variant:
-    return Variant.INDUCTOR if name == WHOLE else Variant(name)
+    return next((variant for variant, known in _NAMES.items() if known == name), None) or Variant(name)
 
 
 @functools.cache

@@ -31,6 +31,7 @@ from apollo_compile.tools.report import report, status
 from apollo_compile.torch_bridge.dynamo_graph import traced_tensors
 from apollo_compile.torch_bridge.frontend import compile_with_inductor, keep_with
 from apollo_compile.torch_bridge.interpret import interpret_whole
+from apollo_compile.torch_bridge.settings import inductor_settings
 from apollo_compile.torch_bridge.storages import storages_of
 from tests.device.gpu.fake_gpu import FakeGpu
 
@@ -121,6 +122,7 @@ class Default:
         self._config = load_config({**quick, **options})
 
     def __call__(self, graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        settings = inductor_settings(self._config.mode, self._config.inductor)
         profile, device = load_profile(Path("h200")), torch.device("cpu")
         model = CompiledModel(
             name=f"{len(self.models)}/0",
@@ -132,7 +134,7 @@ class Default:
             is_for_step=self._is_for_step,
         )
         self.models.append(model)
-        compiled = GraphCompiler(model, {}).compile(graph_module, example_inputs)
+        compiled = GraphCompiler(model, settings).compile(graph_module, example_inputs)
         keep_with(compiled, model)
         register(model)
         return compiled
