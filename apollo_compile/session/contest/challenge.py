@@ -26,6 +26,7 @@ from apollo_compile.errors import UnsupportedGraphError
 from apollo_compile.ir import Role, Variant, Verdict
 from apollo_compile.reports.values import Stage, State
 from apollo_compile.session.contest.challenger import Challenger
+from apollo_compile.session.contest.tuned import TunedCode
 from apollo_compile.session.contest.turns import Contest, LanesOffError, Sides, name_of
 from apollo_compile.session.drift import WATCH_EVERY, DriftWatch
 from apollo_compile.store.verdicts import Choice
@@ -105,6 +106,33 @@ class Challenge:
     def is_over(self) -> bool:
         """Whether torch.compile's code runs for good, so that its function may be called instead."""
         return self._challenger is None
+
+    @property
+    def is_deciding(self) -> bool:
+        """Whether something is compiled, timed or compared in the steps to come."""
+        return self._sides is not None
+
+    @property
+    def has_tuned(self) -> bool:
+        """Whether code was tuned, or cannot be."""
+        return self._contest.has_tuned
+
+    @property
+    def tune_ns(self) -> int:
+        """Approximate time that tuning takes."""
+        return 0 if self._challenger is None else self._challenger.tune_ns
+
+    @property
+    def tuned(self) -> Mapping[Role, TunedCode]:
+        """Tuned code of forward and backward, to be part of a larger CUDA graph; empty where there is none."""
+        graphs = () if self._challenger is None else self._challenger.graphs
+        found = {graph.compilation.capture.role: graph.tuned for graph in graphs}
+        return {role: tuned for role, tuned in found.items() if tuned is not None and tuned.code is not None}
+
+    def tune(self) -> None:
+        """Tune the code of a training step's graphs in the next steps, which have to be loops, and time it."""
+        assert self._is_for_step, "other graphs decide themselves when they are tuned"
+        self._sides = self._contest.tune_for_step()
 
     @property
     def wholes(self) -> Mapping[Role, Run]:

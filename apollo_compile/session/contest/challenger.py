@@ -32,7 +32,7 @@ from apollo_compile.reports.summary import critical_path
 from apollo_compile.session.bodies import compile_code, tune_bodies
 from apollo_compile.session.contest.rival_graph import RivalGraph
 from apollo_compile.session.contest.sizes import SizedWhole, StepSizes, without_numbers
-from apollo_compile.session.contest.tuned import LEAST_GAIN, TunedCode, tunable_bodies, tune_ns
+from apollo_compile.session.contest.tuned import LEAST_GAIN, TunedCode, is_faster, tunable_bodies, tune_ns
 from apollo_compile.session.graph import COMPILE_NS_PER_OPERATOR
 from apollo_compile.session.model import CompiledModel
 from apollo_compile.session.planning import log_summary, plan_graph, role_of
@@ -337,22 +337,20 @@ class Challenger:
                 bodies = compile_apart(traced.graph_module, work)
         code = Code(bodies=(), contract=traced.contract)
         whole = self.model.target.load_whole(compilation, code, run, Variant.TUNED_INDUCTOR)
-        return TunedCode(whole=whole, bodies=bodies)
+        return TunedCode(run=run, whole=whole, bodies=bodies)
 
     def tuned_variants(self) -> list[Variant]:
         """Return the variants with tuned code that are faster than without it, by times of the device."""
         tuned = [graph.tuned for graph in self.graphs if graph.tuned is not None]
-        found = []
-        if sum(each.untuned_ns for each in tuned) > LEAST_GAIN * sum(each.whole_ns for each in tuned):
-            found.append(Variant.TUNED_INDUCTOR)
+        found = [Variant.TUNED_INDUCTOR] if is_faster(tuned) else []
         plans = [each.compilation.plan for each in tuned if each.compilation is not None]
         if len(plans) < len(self.graphs) or not any(plan.uses_lanes for plan in plans):
             return found
         before = sum(graph.compilation.plan.makespan_ns for graph in self.graphs)
         bound = LEAST_PROMISE * sum(plan.lower_bound_ns for plan in plans)
-        is_faster = before > LEAST_GAIN * sum(plan.makespan_ns for plan in plans)
+        promises = before > LEAST_GAIN * sum(plan.makespan_ns for plan in plans)
         whole_ns = sum(min(each.untuned_ns, each.whole_ns) for each in tuned)
-        return [*found, Variant.TUNED] if is_faster and bound <= whole_ns else found
+        return [*found, Variant.TUNED] if promises and bound <= whole_ns else found
 
     # ------------------------------------------------------------------------------------------------------ comparison
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from apollo_compile.config import Config
-from apollo_compile.device.target import Code, CompiledBody, Runnable
+from apollo_compile.device.target import Code, CompiledBody, Run, Runnable
 from apollo_compile.ir import BodyId, Capture, Node, Observations, Variant
 from apollo_compile.observe import StageRunner
 from apollo_compile.operators.entry import WorkKind
@@ -39,8 +39,10 @@ _TUNED = frozenset({WorkKind.MATMUL, WorkKind.CONVOLUTION})
 class TunedCode:
     """Tuned code of one graph, and what it takes."""
 
+    run: Run
+    """The whole graph, tuned."""
     whole: Runnable
-    """The whole graph, tuned, as one CUDA graph."""
+    """The same as one CUDA graph."""
     bodies: Mapping[BodyId, CompiledBody]
     """Tuned code of the bodies that have any; empty where the graph has no segments."""
     whole_ns: int = 0
@@ -90,6 +92,12 @@ class TunedCode:
         return tuple(
             self.bodies[BodyId(number)] if number in which else body for number, body in enumerate(code.bodies)
         )
+
+
+def is_faster(codes: Iterable[TunedCode]) -> bool:
+    """Whether the graphs of a model are faster tuned, each as one CUDA graph."""
+    known = list(codes)
+    return sum(each.untuned_ns for each in known) > LEAST_GAIN * sum(each.whole_ns for each in known)
 
 
 def choose_bodies(

@@ -3,7 +3,7 @@
     Contest(...).run() -> the sides of the steps to come, one for each `next`
     .run_again(verdict), .follow(verdict)       likewise after a drift, and after an earlier process decided
     .tuning() -> sides | None                   likewise with tuned code, once that is due
-    .prepare_for_step()                         likewise until a training step can be linked, without a comparison
+    .prepare_for_step(), .tune_for_step()       likewise until a training step can be linked, without a comparison
 
     1. torch.compile's code runs. Nothing else is compiled before the training loop has run for so long that this takes
        `plan.compile_share` of its time: a short run pays nothing, a long one that share at most. One step waits for the
@@ -171,6 +171,12 @@ class Contest:
         yield from self._time_bodies()
         self._challenger.keep(())
 
+    def tune_for_step(self) -> Sides:
+        """Yield the side of every step until tuned code is timed, for a training step to be linked of it."""
+        self.has_tuned = True
+        yield from self._tune()
+        self._challenger.keep(())
+
     def run_again(self, verdict: Verdict) -> Sides:
         """Yield sides until the champion was compared again with the best of the others that there are."""
         self._results = Results([0], rules=RULES)
@@ -284,27 +290,12 @@ class Contest:
             raise self._challenger.timing_failure
 
     def _compare_tuned(self) -> Sides:
-        """Tune and time; compare what is faster tuned with the champion, or run what an earlier process decided for."""
+        """Tune; compare what is faster tuned with the champion, or run what an earlier process decided for."""
         yield from self._enter()
-        challenger, begin = self._challenger, self._clock()
-        try:
-            challenger.tune()
-            self._note_compile(begin, "tuned")
-            yield from self._time("its tuned code is timed")
-        except Exception as error:
-            if self._is_strict:
-                raise
-            _logger.warning(
-                "%s: %s stays without tuned code: %s: %s",
-                self._name,
-                name_of(self.champion),
-                type(error).__name__,
-                error,
-            )
+        challenger, is_tuned = self._challenger, (yield from self._tune())
+        if not is_tuned:
             self._results = Results([0], rules=RULES)
-            self.leave()
-            return
-        if self._follows is not None and challenger.has(self._follows):
+        elif self._follows is not None and challenger.has(self._follows):
             self.champion, self._follows = self._follows, None
             challenger.keep((self.champion,))
         else:
@@ -316,6 +307,20 @@ class Contest:
             for variant in faster:
                 yield from self._compare(variant)
         self.leave()
+
+    def _tune(self) -> Generator[Variant, None, bool]:
+        """Compile and time tuned code; return whether there is some. If that fails, what runs goes on."""
+        begin = self._clock()
+        try:
+            self._challenger.tune()
+            self._note_compile(begin, "tuned")
+            yield from self._time("its tuned code is timed")
+        except Exception as error:
+            if self._is_strict:
+                raise
+            _logger.warning("%s: its code is not tuned: %s: %s", self._name, type(error).__name__, error)
+            return False
+        return True
 
     def _note_compile(self, begin: int, how: str) -> None:
         taken_ns = self._clock() - begin

@@ -15,8 +15,10 @@ from torch import nn
 
 from apollo_compile.config import Config
 from apollo_compile.errors import UnsupportedGraphError
-from apollo_compile.ir import Variant
+from apollo_compile.ir import Role, Variant
+from apollo_compile.session.contest.tuned import LEAST_GAIN, TunedCode, is_faster
 from apollo_compile.session.step.graph import StepGraph, compose_micro_batches, plan_step, step_name
+from apollo_compile.session.step.later import TunedPrograms
 from apollo_compile.session.step.micro_batch import Micro, find_micro
 from apollo_compile.session.step.notes import LossGraph
 from apollo_compile.session.step.program import StepProgram, link_step, load_step
@@ -32,6 +34,9 @@ STAYS = "the step stays a loop over micro-batches"
 
 MakeRivals = Callable[[StepProgram, LossGraph], Sequence[Mapping[Variant, Callable[[], Rival]]]]
 """Returns what makes the rivals of a program, which was linked of a graph, by groups as for `StepTuner`."""
+
+Compose = Callable[[Micro], StepGraph]
+"""Returns the graph of a step of the micro-batches of a program."""
 
 MAX_LINKS = 4
 """How often a graph is linked, since the parameters of its model may be replaced."""
@@ -129,19 +134,49 @@ class Linker:
             target=target,
             config=self._config,
         )
-        if may_be_compared(self._config):
+        is_compared = may_be_compared(self._config)
+        if is_compared:
             self._add_narrow_plan(program, step)
         joined = micro.joined()
         if joined is not None:
-            in_turn = replace(self._config, plan=replace(self._config.plan, planner="serial"))
-            whole = load_step(joined, compose(joined), target=target, config=in_turn)
-            program.variants.add(Variant.INDUCTOR, whole.plan)
+            self._add_whole(program, Variant.INDUCTOR, joined, compose)
+        challenge = graph.model.challenge
+        later = [] if challenge is None else [TunedPrograms(challenge, partial(self._add_tuned, program, compose))]
         return StepTuner(
             program,
             graph.model.warm_start,
-            is_compared=may_be_compared(self._config),
+            is_compared=is_compared,
             rivals=make_rivals(program, graph) if target.is_synchronous else (),
+            later=later,
+            compile_share=self._config.plan.compile_share,
+            clock=graph.model.clock,
         )
+
+    def _add_whole(self, program: StepProgram, variant: Variant, joined: Micro, compose: Compose) -> None:
+        """Add a variant that runs Inductor's code of whole graphs, one after the other."""
+        in_turn = replace(self._config, plan=replace(self._config.plan, planner="serial"))
+        whole = load_step(joined, compose(joined), target=program.variants.target, config=in_turn)
+        program.variants.add(variant, whole.plan)
+
+    def _add_tuned(self, program: StepProgram, compose: Compose, codes: Mapping[Role, TunedCode]) -> Sequence[Variant]:
+        """Add variants with tuned code, where they promise to be faster; return them."""
+        micro, variants = program.micro, program.variants
+        tuned = replace(
+            micro,
+            forward=micro.forward.tuned(codes[Role.FORWARD]),
+            backward=micro.backward.tuned(codes[Role.BACKWARD]),
+        )
+        added = []
+        joined = tuned.joined()
+        if joined is not None and is_faster(codes.values()):
+            self._add_whole(program, Variant.TUNED_INDUCTOR, joined, compose)
+            added.append(Variant.TUNED_INDUCTOR)
+        step = compose(tuned)
+        planned = plan_step(tuned, step, profile=variants.target.profile, config=self._config)
+        if planned.plan.uses_lanes and planned.plan.makespan_ns * LEAST_GAIN < variants.compilation.plan.makespan_ns:
+            variants.add_plan(Variant.TUNED, planned, replace(variants.code, bodies=tuple(step.bodies)))
+            added.append(Variant.TUNED)
+        return added
 
     def _add_narrow_plan(self, program: StepProgram, step: StepGraph) -> None:
         """Add a plan with two segments abreast, where lanes share units and the plan has more abreast.

@@ -7,11 +7,13 @@ later processes under the key of the program, like the findings about graphs.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 
 from apollo_compile.ir import Variant, Verdict
 from apollo_compile.session.comparison import IN_TURNS, MIN_ROUNDS, Comparison, Rules
 from apollo_compile.session.procedure import SIMPLEST_FIRST
+from apollo_compile.session.step.later import Later
 from apollo_compile.session.step.program import StepProgram
 from apollo_compile.session.step.rivals import RIVALS, Rival, RivalError
 from apollo_compile.session.warm_start import WarmStart
@@ -28,6 +30,9 @@ class StepTuner:
         is_compared: whether variants are compared; if not, the program runs.
         rivals: make what else takes such steps. Of each group the first competes, another one if it takes the place of
             those before it, which could not be compiled.
+        later: variants that are compiled once that is a small share of the loop's time.
+        compile_share: the largest such share.
+        clock: time of the host in nanoseconds.
     """
 
     def __init__(
@@ -37,6 +42,9 @@ class StepTuner:
         *,
         is_compared: bool,
         rivals: Sequence[Mapping[Variant, Callable[[], Rival]]],
+        later: Sequence[Later] = (),
+        compile_share: float = 0.0,
+        clock: Callable[[], int] = time.perf_counter_ns,
     ) -> None:
         self.program = program
         self.verdict: Verdict | None = None
@@ -45,6 +53,16 @@ class StepTuner:
         """Why the latest step was a loop where something else was to run."""
         self._warm_start = warm_start
         self._groups = [dict(group) for group in rivals if is_compared]
+        self._later = list(later) if is_compared else []
+        self._compile_share = compile_share
+        self._clock = clock
+        self._began_ns = clock()
+        self._spent_ns = 0
+        """Time that steps were loops or waited for what is compiled late."""
+        self._late_ns: int | None = None
+        """When the first of what is compiled late began to be; None while nothing is."""
+        self._entrants: Sequence[Variant] | None = None
+        """What is compared where it is not everything: the winner until then, and what was compiled late."""
         self._made: dict[Variant, Rival] = {}
         """Rivals that have begun to compete."""
         self._comparison: Comparison | None = None
@@ -99,6 +117,8 @@ class StepTuner:
     def begin_step(self, number: int) -> Variant:
         """Return what runs the step that begins now, which has this number among all steps."""
         self._is_timed = False
+        if self._is_settled and self._is_late_due() and not self._advance_late():
+            return Variant.LOOP
         if self._is_settled:
             return self._current
         for rival in self._competing():
@@ -115,6 +135,27 @@ class StepTuner:
             self._is_timed = True
             self._begin_turn(self._comparison, number)
         return self._current
+
+    def _is_late_due(self) -> bool:
+        """Whether more variants are compiled now."""
+        if not self._later or self.held_back is not None:
+            return False
+        if self._late_ns is not None:
+            return True
+        ran_ns = self._clock() - self._began_ns
+        return self._spent_ns + self._later[0].cost_ns <= self._compile_share * ran_ns
+
+    def _advance_late(self) -> bool:
+        """Compile more variants, to be compared with what won; return False where this step has to be a loop for it."""
+        begin = self._clock() if self._late_ns is None else self._late_ns
+        self._late_ns, added = begin, self._later[0].advance()
+        if added is None:
+            return False
+        self._later.pop(0)
+        self._spent_ns, self._late_ns = self._spent_ns + self._clock() - begin, None
+        if added:
+            self._entrants, self._is_settled, self._comparison = [self._current, *added], False, None
+        return True
 
     def record(self, ns: int) -> None:
         """Note how long the step took, forward to optimizer."""
@@ -155,7 +196,7 @@ class StepTuner:
 
     def _restart(self) -> None:
         self._is_settled = not self._is_compared
-        self.verdict, self._current, self._comparison = None, Variant.LOOP, None
+        self.verdict, self._current, self._comparison, self._entrants = None, Variant.LOOP, None, None
 
     def __str__(self) -> str:
         now = f"; now a {Variant.LOOP}: {self.held_back}" if self.held_back else ""
@@ -174,6 +215,8 @@ class StepTuner:
         return self.program.variants.compilation.capture.name
 
     def _variants(self) -> list[Variant]:
+        if self._entrants is not None:
+            return list(self._entrants)
         own = set(self.program.variants.available) - self._failed
         if Variant.INDUCTOR in own:  # segments in turn are the same with more kernels
             own.discard(Variant.SERIAL)

@@ -240,7 +240,7 @@ def test_tuning_that_fails_leaves_what_runs(place: str, inductor: Inductor, line
     for _ in range(100):
         loop.step(times)
     assert set(loop.ran[-100:]) == {PLAN} and default.state == "settled: plan, 1.25x as fast as torch.compile"
-    assert warnings_in(lines) == ["0/0: plan stays without tuned code: OutOfMemoryError: CUDA out of memory."]
+    assert warnings_in(lines) == ["0/0: its code is not tuned: OutOfMemoryError: CUDA out of memory."]
 
 
 def pointwise() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
