@@ -30,6 +30,8 @@ class Variant(enum.StrEnum):
     """The whole graph as Inductor compiles it."""
     TUNED_INDUCTOR = "Inductor, tuned"
     """On a GPU: the same in mode `max-autotune`."""
+    JOINT = "Inductor, joint graph"
+    """On a GPU, of a whole step: forward and backward of a micro-batch in one graph, as Inductor compiles it."""
     LOOP = "loop over micro-batches"
     """A step: forward and backward of one micro-batch after the other, as autograd calls them, then the optimizer."""
     EAGER = "loop in eager"

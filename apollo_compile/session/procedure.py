@@ -40,6 +40,7 @@ SHARED_VARIANTS = (Variant.STREAMS, Variant.PRIORITIES, Variant.OVERLAPPING)
 SIMPLEST_FIRST = (
     Variant.INDUCTOR,
     Variant.TUNED_INDUCTOR,
+    Variant.JOINT,
     Variant.SERIAL,
     Variant.NARROW,
     *SHARED_VARIANTS,

@@ -129,6 +129,22 @@ class Challenge:
         found = {graph.compilation.capture.role: graph.tuned for graph in graphs}
         return {role: tuned for role, tuned in found.items() if tuned is not None and tuned.code is not None}
 
+    @property
+    def recompile_ns(self) -> int:
+        """Approximate time that compiling all graphs once more takes."""
+        return 0 if self._challenger is None else self._challenger.recompile_ns
+
+    def compile_joint(self) -> Run:
+        """Return forward and backward as Inductor compiles them as one graph, to be part of a larger CUDA graph.
+
+        Raises:
+            UnsupportedGraphError: they cannot be one, or are given up.
+            Exception: whatever a compile raises.
+        """
+        if self._challenger is None:
+            raise UnsupportedGraphError(f"{self._name} stays as torch.compile makes it: {self.reason}")
+        return self._challenger.compile_joint()
+
     def tune(self) -> None:
         """Tune the code of a training step's graphs in the next steps, which have to be loops, and time it."""
         assert self._is_for_step, "other graphs decide themselves when they are tuned"

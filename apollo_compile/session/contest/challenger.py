@@ -41,6 +41,7 @@ from apollo_compile.torch_bridge.dynamic_sizes import has_sizes
 from apollo_compile.torch_bridge.frontend import compile_with_inductor
 from apollo_compile.torch_bridge.host_scalars import scalars_on, with_scalars_on
 from apollo_compile.torch_bridge.interpret import interpret_whole
+from apollo_compile.torch_bridge.joint_graph import join_graphs
 from apollo_compile.torch_bridge.kept_graph import KeptGraph
 from apollo_compile.torch_bridge.layouts import report_output_strides
 from apollo_compile.torch_bridge.settings import (
@@ -106,15 +107,16 @@ class Challenger:
     def tune_ns(self) -> int:
         """Approximate time that `tune` takes."""
         compilations = [graph.compilation for graph in self.graphs]
-        return self._recompile_ns + tune_ns(compilations)
+        return self.recompile_ns + tune_ns(compilations)
 
     @property
     def prepare_lanes_ns(self) -> int:
         """Approximate time that `prepare_lanes` takes."""
-        return self._recompile_ns
+        return self.recompile_ns
 
     @property
-    def _recompile_ns(self) -> int:
+    def recompile_ns(self) -> int:
+        """Approximate time that compiling all graphs once more takes."""
         return COMPILE_NS_PER_OPERATOR * sum(len(graph.compilation.capture.nodes) for graph in self.graphs)
 
     @property
@@ -338,6 +340,18 @@ class Challenger:
         code = Code(bodies=(), contract=traced.contract)
         whole = self.model.target.load_whole(compilation, code, run, Variant.TUNED_INDUCTOR)
         return TunedCode(run=run, whole=whole, bodies=bodies)
+
+    def compile_joint(self) -> Run:
+        """Return forward and backward compiled as one graph: see `join_graphs`.
+
+        Raises:
+            UnsupportedGraphError: they cannot be one.
+            Exception: whatever a compile raises.
+        """
+        forward, backward = (graph.traced for graph in self.graphs)
+        with Progress(f"compiling {self.model.name} once more") as progress, with_settings(self.settings):
+            progress.at("forward and backward as one graph,")
+            return compile_again(join_graphs(forward.whole, backward.whole), current_settings())
 
     def tuned_variants(self) -> list[Variant]:
         """Return the variants with tuned code that are faster than without it, by times of the device."""

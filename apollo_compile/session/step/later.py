@@ -1,6 +1,7 @@
 """What competes for steps late: variants whose compile first has to be a small share of the time that the loop has run.
 
 Later               what `StepTuner` asks for more variants
+JointProgram        the step with forward and backward in one graph of Inductor's
 TunedPrograms       the step with code that Inductor tunes, as programs of a GPU
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
+from apollo_compile.device.target import Run
 from apollo_compile.ir import Role, Variant
 from apollo_compile.session.contest.challenge import Challenge
 from apollo_compile.session.contest.tuned import TunedCode
@@ -26,7 +28,29 @@ class Later(Protocol):
 
         Return None where this step has to be a loop for it; at last, the variants that are to be compared with the
         fastest until then, which are none if that is no use.
+
+        Raises:
+            Exception: a compile failed, which leaves what runs as it is.
         """
+
+
+class JointProgram:
+    """A program that runs forward and backward of a micro-batch as one graph, which Inductor compiles.
+
+    Arguments:
+        challenge: of the graph of the loss function.
+        link: links a program with this code.
+    """
+
+    def __init__(self, challenge: Challenge, link: Callable[[Run], None]) -> None:
+        self._challenge = challenge
+        self._link = link
+        self.cost_ns = challenge.recompile_ns
+
+    def advance(self) -> Sequence[Variant]:
+        """Compile and link it; see `Later`."""
+        self._link(self._challenge.compile_joint())
+        return (Variant.JOINT,)
 
 
 class TunedPrograms:

@@ -14,15 +14,23 @@ import torch
 from torch import nn
 
 from apollo_compile.config import Config
+from apollo_compile.device.target import Run
 from apollo_compile.errors import UnsupportedGraphError
 from apollo_compile.ir import Role, Variant
 from apollo_compile.session.contest.tuned import LEAST_GAIN, TunedCode, is_faster
-from apollo_compile.session.step.graph import StepGraph, compose_micro_batches, plan_step, step_name
-from apollo_compile.session.step.later import TunedPrograms
+from apollo_compile.session.step.graph import (
+    StepGraph,
+    compose_micro_batches,
+    join_forward_and_backward,
+    plan_step,
+    step_name,
+)
+from apollo_compile.session.step.later import JointProgram, Later, TunedPrograms
 from apollo_compile.session.step.micro_batch import Micro, find_micro
 from apollo_compile.session.step.notes import LossGraph
 from apollo_compile.session.step.program import StepProgram, link_step, load_step
 from apollo_compile.session.step.rivals import Rival
+from apollo_compile.session.step.sightings import Others
 from apollo_compile.session.step.tuning import StepTuner
 from apollo_compile.session.warm_start import may_be_compared
 from apollo_compile.torch_bridge.optimizers import StepInParts
@@ -35,8 +43,8 @@ STAYS = "the step stays a loop over micro-batches"
 MakeRivals = Callable[[StepProgram, LossGraph], Sequence[Mapping[Variant, Callable[[], Rival]]]]
 """Returns what makes the rivals of a program, which was linked of a graph, by groups as for `StepTuner`."""
 
-Compose = Callable[[Micro], StepGraph]
-"""Returns the graph of a step of the micro-batches of a program."""
+Compose = Callable[..., StepGraph]
+"""`compose_micro_batches` for the steps of a program; takes what runs a micro-batch."""
 
 MAX_LINKS = 4
 """How often a graph is linked, since the parameters of its model may be replaced."""
@@ -115,6 +123,7 @@ class Linker:
             raise UnsupportedGraphError(
                 "the loss function reads parameters through other tensors too, while the optimizer writes to them"
             )
+        others = graph.sightings.others(besides=micro.state)
         compose = partial(
             compose_micro_batches,
             num_micro_batches=num_micro_batches,
@@ -122,7 +131,7 @@ class Linker:
             optimizer=optimizer,
             clip_grad_norm=self._clip_grad_norm,
             model_parameters=parameters,
-            others=graph.sightings.others(besides=micro.state),
+            others=others,
         )
         step = compose(micro)
         program = link_step(
@@ -137,11 +146,13 @@ class Linker:
         is_compared = may_be_compared(self._config)
         if is_compared:
             self._add_narrow_plan(program, step)
-        joined = micro.joined()
+        joined, challenge = micro.joined(), graph.model.challenge
+        later: list[Later] = []
         if joined is not None:
-            self._add_whole(program, Variant.INDUCTOR, joined, compose)
-        challenge = graph.model.challenge
-        later = [] if challenge is None else [TunedPrograms(challenge, partial(self._add_tuned, program, compose))]
+            self._add_whole(program, Variant.INDUCTOR, joined, compose(joined))
+        if joined is not None and challenge is not None:
+            later.append(JointProgram(challenge, partial(self._add_joint, program, joined, compose, others)))
+            later.append(TunedPrograms(challenge, partial(self._add_tuned, program, compose)))
         return StepTuner(
             program,
             graph.model.warm_start,
@@ -150,13 +161,22 @@ class Linker:
             later=later,
             compile_share=self._config.plan.compile_share,
             clock=graph.model.clock,
+            is_strict=self._config.debug.strict,
         )
 
-    def _add_whole(self, program: StepProgram, variant: Variant, joined: Micro, compose: Compose) -> None:
+    def _add_whole(self, program: StepProgram, variant: Variant, joined: Micro, step: StepGraph) -> None:
         """Add a variant that runs Inductor's code of whole graphs, one after the other."""
         in_turn = replace(self._config, plan=replace(self._config.plan, planner="serial"))
-        whole = load_step(joined, compose(joined), target=program.variants.target, config=in_turn)
-        program.variants.add(variant, whole.plan)
+        program.variants.add(variant, load_step(joined, step, target=program.variants.target, config=in_turn).plan)
+
+    def _add_joint(self, program: StepProgram, joined: Micro, compose: Compose, others: Others, run: Run) -> None:
+        """Add a variant that runs forward and backward of a micro-batch as one graph.
+
+        Raises:
+            UnsupportedGraphError: they cannot be one.
+        """
+        joint = join_forward_and_backward(joined, run, others)
+        self._add_whole(program, Variant.JOINT, joined, compose(joined, joint=joint))
 
     def _add_tuned(self, program: StepProgram, compose: Compose, codes: Mapping[Role, TunedCode]) -> Sequence[Variant]:
         """Add variants with tuned code, where they promise to be faster; return them."""
@@ -169,7 +189,7 @@ class Linker:
         added = []
         joined = tuned.joined()
         if joined is not None and is_faster(codes.values()):
-            self._add_whole(program, Variant.TUNED_INDUCTOR, joined, compose)
+            self._add_whole(program, Variant.TUNED_INDUCTOR, joined, compose(joined))
             added.append(Variant.TUNED_INDUCTOR)
         step = compose(tuned)
         planned = plan_step(tuned, step, profile=variants.target.profile, config=self._config)

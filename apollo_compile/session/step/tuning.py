@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 
+from apollo_compile.errors import UnsupportedGraphError
 from apollo_compile.ir import Variant, Verdict
 from apollo_compile.session.comparison import IN_TURNS, MIN_ROUNDS, Comparison, Rules
 from apollo_compile.session.procedure import SIMPLEST_FIRST
@@ -33,6 +34,7 @@ class StepTuner:
         later: variants that are compiled once that is a small share of the loop's time.
         compile_share: the largest such share.
         clock: time of the host in nanoseconds.
+        is_strict: raise what would otherwise be logged.
     """
 
     def __init__(
@@ -45,6 +47,7 @@ class StepTuner:
         later: Sequence[Later] = (),
         compile_share: float = 0.0,
         clock: Callable[[], int] = time.perf_counter_ns,
+        is_strict: bool = False,
     ) -> None:
         self.program = program
         self.verdict: Verdict | None = None
@@ -56,6 +59,7 @@ class StepTuner:
         self._later = list(later) if is_compared else []
         self._compile_share = compile_share
         self._clock = clock
+        self._is_strict = is_strict
         self._began_ns = clock()
         self._spent_ns = 0
         """Time that steps were loops or waited for what is compiled late."""
@@ -148,7 +152,7 @@ class StepTuner:
     def _advance_late(self) -> bool:
         """Compile more variants, to be compared with what won; return False where this step has to be a loop for it."""
         begin = self._clock() if self._late_ns is None else self._late_ns
-        self._late_ns, added = begin, self._later[0].advance()
+        self._late_ns, added = begin, self._try(self._later[0])
         if added is None:
             return False
         self._later.pop(0)
@@ -156,6 +160,17 @@ class StepTuner:
         if added:
             self._entrants, self._is_settled, self._comparison = [self._current, *added], False, None
         return True
+
+    def _try(self, later: Later) -> Sequence[Variant] | None:
+        """Return what it adds; nothing where it fails."""
+        try:
+            return later.advance()
+        except Exception as error:  # training goes on as it did
+            if self._is_strict:
+                raise
+            level = logging.INFO if isinstance(error, UnsupportedGraphError) else logging.WARNING
+            _logger.log(level, "%s: no more to compare with: %s: %s", self._name, type(error).__name__, error)
+            return ()
 
     def record(self, ns: int) -> None:
         """Note how long the step took, forward to optimizer."""

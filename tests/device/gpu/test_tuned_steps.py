@@ -6,10 +6,11 @@ import logging
 
 import pytest
 
-from apollo_compile.ir import Variant
+from apollo_compile.ir import Phase, Variant
+from apollo_compile.session.step.tuning import StepTuner
 from apollo_compile.tools.report import report, status
 from tests.device.gpu.fake_gpu import FakeGpu
-from tests.device.gpu.test_steps import Pair, adamw, gpu, races_of, sgd, units  # noqa: F401  (fixtures)
+from tests.device.gpu.test_steps import Optimize, Pair, adamw, gpu, races_of, sgd, units  # noqa: F401  (fixtures)
 from tests.device.gpu.test_tuned import Inductor, inductor  # noqa: F401
 
 AT_ONCE = {"plan.autotune": True, "runtime.bodies": "native", "plan.compile_share": 1e9}
@@ -28,6 +29,47 @@ def settle(pair: Pair) -> None:
     raise AssertionError(f"not settled: {status(pair.run)}")
 
 
+def settle_with_joint_graph(pair: Pair) -> StepTuner:
+    """Train until forward and backward as one graph of Inductor's were compared, too."""
+    settle(pair)
+    (tuner,) = pair.run.tuners
+    assert Variant.JOINT not in tuner.program.variants.loaded()
+    winner = tuner.current
+    pair.step()
+    settle(pair)
+    assert {each.name for each in tuner.verdict.standings} == {winner, Variant.JOINT}
+    return tuner
+
+
+SOAKED = ((adamw, 1, None, "eager"), (sgd, 2, None, "eager"), (adamw, 2, None, "native"))
+
+
+@pytest.mark.parametrize(
+    ("optimize", "microbatches", "clip", "bodies"),
+    [(adamw, 2, 0.1, "eager"), *(pytest.param(*case, marks=pytest.mark.soak) for case in SOAKED)],
+)
+def test_forward_and_backward_as_one_graph_take_turns_with_the_winner(
+    gpu: FakeGpu,  # noqa: F811
+    optimize: Optimize,
+    microbatches: int,
+    clip: float | None,
+    bodies: str,
+) -> None:
+    """A step is one replay then, with the numbers of the loop, statistics of normalizations included."""
+    options = {**AT_ONCE, "runtime.bodies": bodies, "inductor.max_autotune": False}
+    pair = Pair(gpu, optimize, microbatches=microbatches, clip=clip, **options)
+    tuner = settle_with_joint_graph(pair)
+    loaded = tuner.program.variants.loaded()[Variant.JOINT]
+    assert not loaded.num_launches and loaded.num_replays > 12
+    phases = [(segment.name, segment.phase) for segment in loaded.graph.segments]
+    assert [phase for _, phase in phases].count(Phase.BACKWARD) == microbatches, phases
+    assert Phase.FORWARD not in dict(phases).values(), phases
+    assert not races_of(gpu)
+    for _ in range(3):
+        pair.step()
+    assert tuner.is_settled, "the options say that nothing is tuned"
+
+
 def test_tuned_programs_take_turns_with_the_winner(
     gpu: FakeGpu,  # noqa: F811
     inductor: Inductor,  # noqa: F811
@@ -38,8 +80,7 @@ def test_tuned_programs_take_turns_with_the_winner(
     """
     caplog.set_level(logging.INFO, logger="apollo_compile")
     pair = Pair(gpu, adamw, **AT_ONCE)
-    settle(pair)
-    (tuner,) = pair.run.tuners
+    tuner = settle_with_joint_graph(pair)
     winner, variants = tuner.current, tuner.program.variants
     assert not inductor.tuned and not {Variant.TUNED, Variant.TUNED_INDUCTOR} & set(variants.loaded())
     before = caplog.text.count("compiled again, tuned")
@@ -64,8 +105,7 @@ def test_code_that_is_not_faster_leaves_the_winner(
     """By times of the device nothing tuned promises more; so nothing is linked of it, for any number of steps."""
     inductor.is_quick = lambda name: False
     pair = Pair(gpu, sgd, **AT_ONCE)
-    settle(pair)
-    (tuner,) = pair.run.tuners
+    tuner = settle_with_joint_graph(pair)
     winner = tuner.current
     for _ in range(8):
         pair.step()
@@ -81,8 +121,7 @@ def test_tuning_that_fails_leaves_the_winner(
     """With one WARNING."""
     inductor.failure = RuntimeError("no kernel is valid")
     pair = Pair(gpu, **{**AT_ONCE, "debug.strict": False})
-    settle(pair)
-    (tuner,) = pair.run.tuners
+    tuner = settle_with_joint_graph(pair)
     for _ in range(8):
         pair.step()
     assert tuner.is_settled and not inductor.tuned
