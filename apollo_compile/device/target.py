@@ -221,6 +221,9 @@ class Target(Protocol):
     ) -> Runnable:
         """Load the whole graph as Inductor compiled it, to run in the same form as plans do, as this variant."""
 
+    def share_memory(self, other: Target) -> None:
+        """Let programs of steps use the memory of those of another target, since one step runs at a time."""
+
     def keep_only(self, variants: Collection[Variant]) -> None:
         """Drop the memory that graphs share for all other variants."""
 

@@ -19,7 +19,7 @@ from apollo_compile.device.cpu.execute import Executable, core_share, keep_memor
 from apollo_compile.device.cpu.machine import machine_fingerprint
 from apollo_compile.device.cpu.matmul_libraries import libraries_in
 from apollo_compile.device.profile import DeviceProfile
-from apollo_compile.device.target import Code, Run, Unsegmented
+from apollo_compile.device.target import Code, Run, Target, Unsegmented
 from apollo_compile.ir import Lane, Variant
 from apollo_compile.json_form import to_json
 from apollo_compile.pipeline import Compilation
@@ -95,6 +95,9 @@ class CpuTarget:
     ) -> CalledWhole:
         """Wrap the compiled graph; the calling thread runs it."""
         return CalledWhole(run)
+
+    def share_memory(self, other: Target) -> None:
+        """Do nothing: programs hold no memory between steps."""
 
     def keep_only(self, variants: Collection[Variant]) -> None:
         """Do nothing: graphs share no memory."""

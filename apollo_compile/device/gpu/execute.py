@@ -392,7 +392,8 @@ class CudaExecutable:
         self.capture_error = f"{type(error).__name__}: {error}"
         if isinstance(error, torch.OutOfMemoryError):
             traceback.clear_frames(error.__traceback__)  # which hold what was allocated
-            self.shared.out_of_memory = self.capture_error
+            if not self.only_replays:  # another step may be smaller, and finds the memory of this one
+                self.shared.out_of_memory = self.capture_error
             self.shared.release()
             self.gpu.give_back_memory()
         if self.gpu.captures.why_off is None and not self.strict:

@@ -19,7 +19,7 @@ from apollo_compile.device.gpu.memory import ModelMemory
 from apollo_compile.device.gpu.urgency import rank_lanes
 from apollo_compile.device.gpu.whole import as_one_segment
 from apollo_compile.device.profile import DeviceProfile
-from apollo_compile.device.target import Code, CompiledBody, Run
+from apollo_compile.device.target import Code, CompiledBody, Run, Target
 from apollo_compile.ir import Lane, Role, SegmentGraph, Variant
 from apollo_compile.ir.variants import OWN_PLANS
 from apollo_compile.json_form import to_json
@@ -84,7 +84,7 @@ class GpuTarget:
         self._memory = ModelMemory()
         """The pool that all variants of forward and backward share."""
         self._other_memory = ModelMemory()
-        """That of graphs without a backward, which run while saved tensors or gradients are in use."""
+        """That of graphs without a backward, which run while saved tensors or gradients are in use, and of steps."""
         self._config = config
         self._find_complaint = find_complaint
         self._fingerprint = fingerprint
@@ -152,6 +152,11 @@ class GpuTarget:
             variant=variant,
             strict=self._is_strict,
         )
+
+    def share_memory(self, other: Target) -> None:
+        """Use the pool of another target of this GPU for what is no forward or backward."""
+        if isinstance(other, GpuTarget) and other.gpu is self.gpu:
+            self._other_memory = other._other_memory
 
     def keep_only(self, variants: Collection[Variant]) -> None:
         """Begin a new pool: in the old one, memory of streams that only other variants use is lost."""

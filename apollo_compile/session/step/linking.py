@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from apollo_compile.config import Config
-from apollo_compile.device.target import Run
+from apollo_compile.device.target import Run, Target
 from apollo_compile.errors import UnsupportedGraphError
 from apollo_compile.ir import Role, Variant
 from apollo_compile.session.contest.tuned import LEAST_GAIN, TunedCode, is_faster
@@ -76,6 +76,8 @@ class Linker:
         self._why_not_in_parts = None if optimizer is None else StepInParts.problem_of(optimizer)
         self._clip_grad_norm = clip_grad_norm
         self._config = config
+        self._target: Target | None = None
+        """That of the first program, whose memory all others use."""
 
     def link(self, graph: LossGraph, num_micro_batches: int, make_rivals: MakeRivals) -> StepTuner | str:
         """Link what was compiled, to be compared with rivals; where that cannot be, log why and return the reason."""
@@ -117,6 +119,8 @@ class Linker:
         self, graph: LossGraph, micro: Micro, num_micro_batches: int, make_rivals: MakeRivals
     ) -> StepTuner:
         name, target = step_name(graph.model.name, num_micro_batches), graph.model.target
+        self._target = self._target or target
+        target.share_memory(self._target)
         optimizer = self._optimizer_inside(name, micro, is_replayed=not target.is_synchronous)
         parameters = list(self._model.parameters())
         if optimizer is not None and graph.sightings.is_in(micro.state.values()):

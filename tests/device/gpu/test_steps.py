@@ -375,6 +375,25 @@ def test_variants_take_turns(gpu: FakeGpu) -> None:
     assert status(pair.run).startswith("measuring: ") and not races_of(gpu)
 
 
+def test_sizes_that_come_often_have_a_replay_each_in_the_same_memory(gpu: FakeGpu) -> None:
+    """Lengths padded to a few sizes: a program for each that has come three times; all others are loops."""
+    pair = Pair(gpu)
+    num_replays = {8: 0, 12: 0, 16: 0}
+    for number in range(FIRST + 11):
+        for size in (8, 12, *([16] if number in (1, 9) else [])):
+            before = _num_replays(gpu)
+            pair.step(size)
+            num_replays[size] += _num_replays(gpu) - before == 1
+    assert len(pair.run.tuners) == 2 and min(num_replays[8], num_replays[12]) >= 3 and not num_replays[16]
+    recordings = [captured.recording for captured in gpu.captures]
+    assert len(recordings) == 2 and len({id(each.pool) for each in recordings}) == 1
+    assert not races_of(gpu)
+
+
+def _num_replays(gpu: FakeGpu) -> int:
+    return sum(each.log.count(("replay",)) for each in gpu.others.values())
+
+
 def test_state_is_not_put_where_activations_were(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their memory is given back before the optimizer makes its state, in the first step only."""
     states: list[int] = []
