@@ -98,6 +98,11 @@ class StepTuner:
         return rival is not None and rival.is_ready
 
     @property
+    def is_more_to_come(self) -> bool:
+        """Whether variants are still to be compiled, once that is a small share of the loop's time."""
+        return bool(self._later)
+
+    @property
     def current(self) -> Variant:
         """What ran the latest step."""
         return self._current
