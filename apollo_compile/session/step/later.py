@@ -1,19 +1,24 @@
 """What competes for steps late: variants whose compile first has to be a small share of the time that the loop has run.
 
-Later               what `StepTuner` asks for more variants
+LateVariants        what `StepTuner` asks for more variants, before each step
+Later               one of what it compiles
 JointProgram        the step with forward and backward in one graph of Inductor's
 TunedPrograms       the step with code that Inductor tunes, as programs of a GPU
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from apollo_compile.device.target import Run
+from apollo_compile.errors import UnsupportedGraphError
 from apollo_compile.ir import Role, Variant
 from apollo_compile.session.contest.challenge import Challenge
 from apollo_compile.session.contest.tuned import TunedCode
+
+_logger = logging.getLogger(__name__)
 
 
 class Later(Protocol):
@@ -32,6 +37,67 @@ class Later(Protocol):
         Raises:
             Exception: a compile failed, which leaves what runs as it is.
         """
+
+
+class LateVariants:
+    """Compiles one thing after the other, each when it is due.
+
+    Arguments:
+        name: of the step.
+        stages: what is compiled, in this order.
+        share: the largest share of the time since now that all compiles together may take.
+        clock: time of the host in nanoseconds.
+        is_strict: raise what would otherwise be logged.
+    """
+
+    def __init__(
+        self, name: str, stages: Sequence[Later], *, share: float, clock: Callable[[], int], is_strict: bool
+    ) -> None:
+        self._name = name
+        self._stages = list(stages)
+        self._share = share
+        self._clock = clock
+        self._is_strict = is_strict
+        self._began_ns = clock()
+        self._spent_ns = 0
+        """Time that steps were loops for it, or waited."""
+        self._stage_began_ns: int | None = None
+        """When the present stage began; None while none has."""
+
+    @property
+    def is_more_to_come(self) -> bool:
+        """Whether something is still to be compiled."""
+        return bool(self._stages)
+
+    def advance(self) -> Sequence[Variant] | None:
+        """Do what is due before a step.
+
+        Return None where this step has to be a loop for it, and otherwise what is to be compared with the fastest until
+        then, mostly nothing.
+        """
+        if self._stage_began_ns is None:
+            if not self._stages or not self._is_due(self._stages[0].cost_ns):
+                return ()
+            self._stage_began_ns = self._clock()
+        added = self._try(self._stages[0])
+        if added is not None:
+            self._spent_ns += self._clock() - self._stage_began_ns
+            self._stage_began_ns = None
+            del self._stages[0]
+        return added
+
+    def _is_due(self, cost_ns: int) -> bool:
+        return self._spent_ns + cost_ns <= self._share * (self._clock() - self._began_ns)
+
+    def _try(self, stage: Later) -> Sequence[Variant] | None:
+        try:
+            return stage.advance()
+        except Exception as error:  # training goes on as it did
+            if self._is_strict:
+                raise
+            level = logging.INFO if isinstance(error, UnsupportedGraphError) else logging.WARNING
+            _logger.log(level, "%s: no more to compare with: %s: %s", self._name, type(error).__name__, error)
+            return ()
 
 
 class JointProgram:

@@ -25,7 +25,7 @@ from apollo_compile.session.step.graph import (
     plan_step,
     step_name,
 )
-from apollo_compile.session.step.later import JointProgram, Later, TunedPrograms
+from apollo_compile.session.step.later import JointProgram, Later, LateVariants, TunedPrograms
 from apollo_compile.session.step.micro_batch import Micro, find_micro
 from apollo_compile.session.step.notes import LossGraph
 from apollo_compile.session.step.program import StepProgram, link_step, load_step
@@ -151,21 +151,24 @@ class Linker:
         if is_compared:
             self._add_narrow_plan(program, step)
         joined, challenge = micro.joined(), graph.model.challenge
-        later: list[Later] = []
+        stages: list[Later] = []
         if joined is not None:
             self._add_whole(program, Variant.INDUCTOR, joined, compose(joined))
         if joined is not None and challenge is not None:
-            later.append(JointProgram(challenge, partial(self._add_joint, program, joined, compose, others)))
-            later.append(TunedPrograms(challenge, partial(self._add_tuned, program, compose)))
+            stages.append(JointProgram(challenge, partial(self._add_joint, program, joined, compose, others)))
+            stages.append(TunedPrograms(challenge, partial(self._add_tuned, program, compose)))
         return StepTuner(
             program,
             graph.model.warm_start,
             is_compared=is_compared,
             rivals=make_rivals(program, graph) if target.is_synchronous else (),
-            later=later,
-            compile_share=self._config.plan.compile_share,
-            clock=graph.model.clock,
-            is_strict=self._config.debug.strict,
+            later=LateVariants(
+                name,
+                stages if is_compared else (),
+                share=self._config.plan.compile_share,
+                clock=graph.model.clock,
+                is_strict=self._config.debug.strict,
+            ),
         )
 
     def _add_whole(self, program: StepProgram, variant: Variant, joined: Micro, step: StepGraph) -> None:

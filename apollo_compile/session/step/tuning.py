@@ -7,14 +7,12 @@ later processes under the key of the program, like the findings about graphs.
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Mapping, Sequence
 
-from apollo_compile.errors import UnsupportedGraphError
 from apollo_compile.ir import Variant, Verdict
 from apollo_compile.session.comparison import IN_TURNS, MIN_ROUNDS, Comparison, Rules
 from apollo_compile.session.procedure import SIMPLEST_FIRST
-from apollo_compile.session.step.later import Later
+from apollo_compile.session.step.later import LateVariants
 from apollo_compile.session.step.program import StepProgram
 from apollo_compile.session.step.rivals import RIVALS, Rival, RivalError
 from apollo_compile.session.warm_start import WarmStart
@@ -32,9 +30,6 @@ class StepTuner:
         rivals: make what else takes such steps. Of each group the first competes, another one if it takes the place of
             those before it, which could not be compiled.
         later: variants that are compiled once that is a small share of the loop's time.
-        compile_share: the largest such share.
-        clock: time of the host in nanoseconds.
-        is_strict: raise what would otherwise be logged.
     """
 
     def __init__(
@@ -44,10 +39,7 @@ class StepTuner:
         *,
         is_compared: bool,
         rivals: Sequence[Mapping[Variant, Callable[[], Rival]]],
-        later: Sequence[Later] = (),
-        compile_share: float = 0.0,
-        clock: Callable[[], int] = time.perf_counter_ns,
-        is_strict: bool = False,
+        later: LateVariants | None = None,
     ) -> None:
         self.program = program
         self.verdict: Verdict | None = None
@@ -56,15 +48,7 @@ class StepTuner:
         """Why the latest step was a loop where something else was to run."""
         self._warm_start = warm_start
         self._groups = [dict(group) for group in rivals if is_compared]
-        self._later = list(later) if is_compared else []
-        self._compile_share = compile_share
-        self._clock = clock
-        self._is_strict = is_strict
-        self._began_ns = clock()
-        self._spent_ns = 0
-        """Time that steps were loops or waited for what is compiled late."""
-        self._late_ns: int | None = None
-        """When the first of what is compiled late began to be; None while nothing is."""
+        self._later = later
         self._entrants: Sequence[Variant] | None = None
         """What is compared where it is not everything: the winner until then, and what was compiled late."""
         self._made: dict[Variant, Rival] = {}
@@ -100,7 +84,7 @@ class StepTuner:
     @property
     def is_more_to_come(self) -> bool:
         """Whether variants are still to be compiled, once that is a small share of the loop's time."""
-        return bool(self._later)
+        return self._later is not None and self._later.is_more_to_come
 
     @property
     def current(self) -> Variant:
@@ -126,8 +110,12 @@ class StepTuner:
     def begin_step(self, number: int) -> Variant:
         """Return what runs the step that begins now, which has this number among all steps."""
         self._is_timed = False
-        if self._is_settled and self._is_late_due() and not self._advance_late():
-            return Variant.LOOP
+        if self._is_settled and self._later is not None and self.held_back is None:
+            added = self._later.advance()
+            if added is None:
+                return Variant.LOOP
+            if added:
+                self._entrants, self._is_settled, self._comparison = [self._current, *added], False, None
         if self._is_settled:
             return self._current
         for rival in self._competing():
@@ -144,38 +132,6 @@ class StepTuner:
             self._is_timed = True
             self._begin_turn(self._comparison, number)
         return self._current
-
-    def _is_late_due(self) -> bool:
-        """Whether more variants are compiled now."""
-        if not self._later or self.held_back is not None:
-            return False
-        if self._late_ns is not None:
-            return True
-        ran_ns = self._clock() - self._began_ns
-        return self._spent_ns + self._later[0].cost_ns <= self._compile_share * ran_ns
-
-    def _advance_late(self) -> bool:
-        """Compile more variants, to be compared with what won; return False where this step has to be a loop for it."""
-        begin = self._clock() if self._late_ns is None else self._late_ns
-        self._late_ns, added = begin, self._try(self._later[0])
-        if added is None:
-            return False
-        self._later.pop(0)
-        self._spent_ns, self._late_ns = self._spent_ns + self._clock() - begin, None
-        if added:
-            self._entrants, self._is_settled, self._comparison = [self._current, *added], False, None
-        return True
-
-    def _try(self, later: Later) -> Sequence[Variant] | None:
-        """Return what it adds; nothing where it fails."""
-        try:
-            return later.advance()
-        except Exception as error:  # training goes on as it did
-            if self._is_strict:
-                raise
-            level = logging.INFO if isinstance(error, UnsupportedGraphError) else logging.WARNING
-            _logger.log(level, "%s: no more to compare with: %s: %s", self._name, type(error).__name__, error)
-            return ()
 
     def record(self, ns: int) -> None:
         """Note how long the step took, forward to optimizer."""
