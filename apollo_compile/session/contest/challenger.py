@@ -1,10 +1,8 @@
 """Our side of the comparison on a GPU: a Dynamo graph compiled once more, as CUDA graphs and then on lanes.
 
     Challenger(model, settings, graph).prepare(arguments)     each graph after AOTAutograd as Inductor compiles it whole
-    .reason_without_lanes() -> str | None                     by dependencies alone, before any body is compiled
-    .prepare_lanes(), .time_bodies()                          bodies; the next step times them, and plans again
-    .reason_against_lanes() -> str | None                     by these times
-    .reason_against_tuning(), .tune(), .tuned_variants()     likewise code that Inductor tunes
+    .prepare_lanes(), .time_code()                            bodies; the next step times them, and plans again
+    .reason_against_tuning(), .tune()                         likewise code that Inductor tunes
     .use(variant), .run(*arguments), .keep(variants)          what `challenge.py` compares
 
 Nothing here stops training. A graph that fails runs as Inductor compiled it, without a CUDA graph, since its backward
@@ -22,17 +20,16 @@ from typing import Any
 
 from torch import fx
 
-from apollo_compile.device.target import Code, CompiledBody, Run, Runnable
+from apollo_compile.device.target import Code, Run, Runnable
 from apollo_compile.distributed.agreement import Agreement
 from apollo_compile.errors import UnsupportedGraphError
-from apollo_compile.ir import BodyId, Role, Variant
+from apollo_compile.ir import Role, Variant
 from apollo_compile.pipeline import Compilation
 from apollo_compile.progress import Progress
-from apollo_compile.reports.summary import critical_path
-from apollo_compile.session.bodies import compile_code, tune_bodies
+from apollo_compile.session.bodies import compile_code
 from apollo_compile.session.contest.rival_graph import RivalGraph
 from apollo_compile.session.contest.sizes import SizedWhole, StepSizes, without_numbers
-from apollo_compile.session.contest.tuned import LEAST_GAIN, TunedCode, is_faster, tunable_bodies, tune_ns
+from apollo_compile.session.contest.tuned import compile_tuned, tunable_bodies, tune_ns
 from apollo_compile.session.graph import COMPILE_NS_PER_OPERATOR
 from apollo_compile.session.model import CompiledModel
 from apollo_compile.session.planning import log_summary, plan_graph, role_of
@@ -47,17 +44,12 @@ from apollo_compile.torch_bridge.layouts import report_output_strides
 from apollo_compile.torch_bridge.settings import (
     current_settings,
     decides_on_tuning,
-    tuning_settings,
     with_settings,
 )
 from apollo_compile.torch_bridge.traced import TracedGraph, take_graph
 from apollo_compile.torch_bridge.whole import compile_again, compile_apart
-from apollo_compile.units import format_ns
 
 _logger = logging.getLogger(__name__)
-
-LEAST_PROMISE = 1.05
-"""How much faster than the whole graph a plan must be able to be for its bodies to be compiled, and to be compared."""
 
 
 @dataclass(eq=False)
@@ -243,20 +235,6 @@ class Challenger:
 
     # ----------------------------------------------------------------------------------------------------------- lanes
 
-    def reason_without_lanes(self) -> str | None:
-        """Return why no plan can be faster, whatever bodies take; None if there are branches to run side by side.
-
-        That is a matter of the forward: in every backward, gradients of weights are independent of all else.
-        """
-        if self.sizes.change:
-            return "lanes are for sizes that do not change"
-        first = self.graphs[0].compilation
-        fastest = [min(mode.duration_ns for mode in modes) for modes in first.costs.modes]
-        chain_ns = critical_path(first.partition.graph, fastest)
-        if len(first.profile.lanes) > 1 and LEAST_PROMISE * chain_ns <= sum(fastest):
-            return None
-        return f"no two branches of {first.capture.name} are independent"
-
     def prepare_lanes(self) -> None:
         """Compile the bodies of all graphs.
 
@@ -287,21 +265,6 @@ class Challenger:
         for graph in self.graphs:
             graph.is_to_time = True
 
-    def reason_against_lanes(self) -> str | None:
-        """Return why no plan is worth comparing, by what bodies take."""
-        if any(graph.whole_ns is None for graph in self.graphs):
-            return "its bodies could not be timed: not all of its graphs were called in a step"
-        whole_ns = sum(graph.whole_ns or 0 for graph in self.graphs)
-        bound_ns = sum(graph.compilation.plan.lower_bound_ns for graph in self.graphs)
-        if LEAST_PROMISE * bound_ns > whole_ns:
-            return (
-                f"as one CUDA graph it takes {format_ns(whole_ns)}, and no plan on lanes less than "
-                f"{format_ns(bound_ns)}, by the times of its bodies"
-            )
-        if not any(graph.compilation.plan.uses_lanes for graph in self.graphs):
-            return "no plan on lanes is faster by 'plan.min_gain', by the times of its bodies"
-        return None
-
     # ------------------------------------------------------------------------------------------------------ tuned code
 
     def reason_against_tuning(self) -> str | None:
@@ -326,20 +289,12 @@ class Challenger:
         with Progress(f"tuning {self.model.name}") as progress:
             for graph in self.graphs:
                 progress.at("Inductor tunes the whole graph,")
-                graph.add_tuned(self._tune_graph(graph, progress.at))
-
-    def _tune_graph(self, graph: RivalGraph, at: Callable[[str, int, int], None]) -> TunedCode:
-        traced, compilation = graph.traced, graph.compilation
-        bodies: Mapping[BodyId, CompiledBody] = {}
-        with with_settings(self.settings):
-            settings = {**current_settings(), **tuning_settings()}
-            run = compile_again(traced.whole, settings, **traced.kwargs)
-            if graph.segments is not None:
-                work = partial(tune_bodies, traced, compilation, tunable_bodies(compilation), at)
-                bodies = compile_apart(traced.graph_module, work)
-        code = Code(bodies=(), contract=traced.contract)
-        whole = self.model.target.load_whole(compilation, code, run, Variant.TUNED_INDUCTOR)
-        return TunedCode(run=run, whole=whole, bodies=bodies)
+                has_segments = graph.segments is not None
+                with with_settings(self.settings):
+                    tuned = compile_tuned(
+                        graph.traced, graph.compilation, self.model.target, has_segments=has_segments, at=progress.at
+                    )
+                graph.add_tuned(tuned)
 
     def compile_joint(self) -> Run:
         """Return forward and backward compiled as one graph: see `join_graphs`.
@@ -352,19 +307,6 @@ class Challenger:
         with Progress(f"compiling {self.model.name} once more") as progress, with_settings(self.settings):
             progress.at("forward and backward as one graph,")
             return compile_again(join_graphs(forward.whole, backward.whole), current_settings())
-
-    def tuned_variants(self) -> list[Variant]:
-        """Return the variants with tuned code that are faster than without it, by times of the device."""
-        tuned = [graph.tuned for graph in self.graphs if graph.tuned is not None]
-        found = [Variant.TUNED_INDUCTOR] if is_faster(tuned) else []
-        plans = [each.compilation.plan for each in tuned if each.compilation is not None]
-        if len(plans) < len(self.graphs) or not any(plan.uses_lanes for plan in plans):
-            return found
-        before = sum(graph.compilation.plan.makespan_ns for graph in self.graphs)
-        bound = LEAST_PROMISE * sum(plan.lower_bound_ns for plan in plans)
-        promises = before > LEAST_GAIN * sum(plan.makespan_ns for plan in plans)
-        whole_ns = sum(min(each.untuned_ns, each.whole_ns) for each in tuned)
-        return [*found, Variant.TUNED] if promises and bound <= whole_ns else found
 
     # ------------------------------------------------------------------------------------------------------ comparison
 

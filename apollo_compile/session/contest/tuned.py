@@ -1,8 +1,9 @@
 """Code that Inductor tunes, for one graph, and where it is faster.
 
+    compile_tuned(traced, compilation, target, ...) -> TunedCode
     tunable_bodies(compilation) -> bodies with operators that Inductor tunes
     tune_ns(compilations) -> approximate time that tuning takes
-    TunedCode(...).time(inputs, ...)    time it beside the code that is not tuned, and plan with the faster of both
+    TunedCode.time(inputs, ...)         time it beside the code that is not tuned, and plan with the faster of both
 
 In mode `max-autotune` Inductor times several kernels for every matrix product and convolution, and takes the fastest.
 For a body, which shares the device with others, that may be another one than for the whole graph, and it may be none:
@@ -11,20 +12,24 @@ so each body keeps the code that takes less time on the units that it is planned
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
 from apollo_compile.config import Config
-from apollo_compile.device.target import Code, CompiledBody, Run, Runnable
+from apollo_compile.device.target import Code, CompiledBody, Run, Runnable, Target
 from apollo_compile.ir import BodyId, Capture, Node, Observations, Variant
 from apollo_compile.observe import StageRunner
 from apollo_compile.operators.entry import WorkKind
 from apollo_compile.operators.table import find_operator
 from apollo_compile.pipeline import Compilation, plan_partition
-from apollo_compile.session.bodies import units_of_bodies
+from apollo_compile.session.bodies import tune_bodies, units_of_bodies
 from apollo_compile.session.variants import Variants
+from apollo_compile.torch_bridge.settings import current_settings, tuning_settings
+from apollo_compile.torch_bridge.traced import TracedGraph
+from apollo_compile.torch_bridge.whole import compile_again, compile_apart
 
 LEAST_GAIN = 1.02
 """How much faster tuned code has to be, by times of the device, to be used, and to be compared in steps."""
@@ -92,6 +97,36 @@ class TunedCode:
         return tuple(
             self.bodies[BodyId(number)] if number in which else body for number, body in enumerate(code.bodies)
         )
+
+
+def compile_tuned(
+    traced: TracedGraph,
+    compilation: Compilation,
+    target: Target,
+    *,
+    has_segments: bool,
+    at: Callable[[str, int, int], None],
+) -> TunedCode:
+    """Compile tuned code of a graph, under the settings of its user.
+
+    Arguments:
+        traced: the graph after AOTAutograd.
+        compilation: the products of its stages.
+        target: the device that it runs on.
+        has_segments: whether it runs in segments, too, so that their bodies are tuned.
+        at: reports progress: the phase, the number of the body, and how many there are.
+
+    Raises:
+        Exception: whatever a compile raises.
+    """
+    run = compile_again(traced.whole, {**current_settings(), **tuning_settings()}, **traced.kwargs)
+    bodies: Mapping[BodyId, CompiledBody] = {}
+    if has_segments:
+        work = partial(tune_bodies, traced, compilation, tunable_bodies(compilation), at)
+        bodies = compile_apart(traced.graph_module, work)
+    code = Code(bodies=(), contract=traced.contract)
+    whole = target.load_whole(compilation, code, run, Variant.TUNED_INDUCTOR)
+    return TunedCode(run=run, whole=whole, bodies=bodies)
 
 
 def is_faster(codes: Iterable[TunedCode]) -> bool:

@@ -11,8 +11,8 @@
        background.
     2. The graph as one CUDA graph is compared with it, unless torch.compile's code is CUDA graphs itself.
     3. Only if branches of the forward are independent, bodies of segments are compiled, when that is due; and only if
-       their times promise `LEAST_PROMISE` over one CUDA graph, the plan on plain streams is compared with the winner
-       until then.
+       their times promise enough over one CUDA graph (`promises.py`), the plan on plain streams is compared with the
+       winner until then.
 
     4. When that is due, Inductor tunes the whole graph, and the bodies where there are segments, as in mode
        `max-autotune`. What is faster tuned, by times of the device, is compared with the winner until then. Until that
@@ -41,6 +41,7 @@ from apollo_compile.errors import UnsupportedGraphError
 from apollo_compile.ir import Variant, Verdict
 from apollo_compile.session.comparison import IN_TURNS, Comparison, Results
 from apollo_compile.session.contest.challenger import Challenger
+from apollo_compile.session.contest.promises import reason_against_lanes, reason_without_branches, tuned_variants
 from apollo_compile.session.procedure import SHARED_VARIANTS
 from apollo_compile.units import format_ns
 
@@ -153,7 +154,10 @@ class Contest:
         if challenger.sizes.are_rare:
             raise UnsupportedGraphError("its sizes seldom come again, and a CUDA graph is for one set of sizes")
         self._prepare()
-        self.reason = challenger.reason_without_lanes() or ""
+        if challenger.sizes.change:
+            self.reason = "lanes are for sizes that do not change"
+        else:
+            self.reason = reason_without_branches(challenger.graphs[0].compilation) or ""
         if not self._is_replayed:
             yield from self._compare(Variant.INDUCTOR)
         if not self.reason:
@@ -271,7 +275,7 @@ class Contest:
             self.reason = f"no lanes: {type(error).__name__}: {error}"
             _logger.warning("%s: %s stays: %s", self._name, name_of(self.champion), self.reason)
         else:
-            self.reason = self._challenger.reason_against_lanes() or ""
+            self.reason = reason_against_lanes(self._challenger.graphs) or ""
         for variant in () if self.reason else _plans_of(self._target):
             yield from self._compare(variant)
 
@@ -299,7 +303,7 @@ class Contest:
             self.champion, self._follows = self._follows, None
             challenger.keep((self.champion,))
         else:
-            faster = challenger.tuned_variants()
+            faster = tuned_variants(challenger.graphs)
             if not faster:
                 _logger.info("%s: tuned code is not faster", self._name)
                 self._results, self.is_tuned_slower = Results([0], rules=RULES), True

@@ -49,7 +49,8 @@ class Inductor:
         self.tuned: list[str] = []
         """Names of the bodies that were tuned, and empty ones for whole graphs."""
         monkeypatch.setattr("apollo_compile.session.bodies.compile_bodies", self._compile_bodies)
-        monkeypatch.setattr("apollo_compile.session.contest.challenger.compile_again", self._compile_again)
+        for place in ("challenger", "tuned"):
+            monkeypatch.setattr(f"apollo_compile.session.contest.{place}.compile_again", self._compile_again)
 
     def _compile_bodies(
         self, pieces: Sequence[tuple[str, fx.GraphModule, Sequence[Any]]], **_: Any
