@@ -40,7 +40,7 @@ WIDTH = 256
 MOST_STEPS = 400
 """Until the default has to have decided."""
 
-DEFAULT_OPTIONS = {"debug.strict": True, "plan.compile_share": 1e3}
+DEFAULT_OPTIONS = {"debug.strict": True, "plan.compile_share": 1e3, "plan.late_share": 1e3}
 """The default, but that it compiles at once."""
 
 LATE_STEPS = 1500

@@ -91,6 +91,11 @@ class Challenger:
         return self.model.config.plan.compile_share
 
     @property
+    def late_share(self) -> float:
+        """The same for what is compiled once something has won; 0 for nothing."""
+        return self.model.config.plan.late_share
+
+    @property
     def prepare_ns(self) -> int:
         """Approximate time that `prepare` takes."""
         return 0 if self.kept is None else COMPILE_NS_PER_OPERATOR * self.kept.num_nodes

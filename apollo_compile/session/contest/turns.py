@@ -13,10 +13,9 @@
     3. Only if branches of the forward are independent, bodies of segments are compiled, when that is due; and only if
        their times promise enough over one CUDA graph (`promises.py`), the plan on plain streams is compared with the
        winner until then.
-
-    4. When that is due, Inductor tunes the whole graph, and the bodies where there are segments, as in mode
-       `max-autotune`. What is faster tuned, by times of the device, is compared with the winner until then. Until that
-       is due the graph counts as settled, since it may be after hours.
+    4. When that is due by `plan.late_share`, Inductor tunes the whole graph, and the bodies where there are segments,
+       as in mode `max-autotune`. What is faster tuned, by times of the device, is compared with the winner until then.
+       Until that is due the graph counts as settled, since it may be after hours.
 
 What is measured is what the user feels: the time from the beginning of one step to that of a later one, with the
 optimizer, the loader and all other graphs in it. It is taken over the steps of a turn, and the device is waited for at
@@ -107,8 +106,6 @@ class Contest:
         """Those of the step that begins."""
         self.reason = ""
         """Why not all sides were compared."""
-        self.has_tuned = challenger.reason_against_tuning() is not None
-        """Whether code was tuned, or cannot be."""
         self._follows: Variant | None = None
         """A side with tuned code that an earlier process decided for, until there is such code."""
         self.is_tuned_slower = False
@@ -122,6 +119,8 @@ class Contest:
         self._is_replayed = is_replayed
         self._clock = clock
         self._is_strict = is_strict
+        self.has_tuned = not self._may_tune()
+        """Whether code was tuned, or cannot be."""
         self._results = Results([0], rules=RULES)
         self._comparison: Comparison | None = None
         self._doing = "not called yet"
@@ -198,7 +197,7 @@ class Contest:
         (winner,) = verdict.selection
         if winner in _UNTUNED:
             self._follows, winner = winner, _UNTUNED[winner]
-            self.has_tuned = self._challenger.reason_against_tuning() is not None
+            self.has_tuned = not self._may_tune()
         yield from self._begin(f"{name_of(winner)} is compiled, which was the fastest in an earlier process")
         self._prepare()
         if winner is not Variant.INDUCTOR:
@@ -219,8 +218,9 @@ class Contest:
         if self.has_tuned:
             return None
         if challenger.is_prepared and self._tune_ns is None:
-            self.has_tuned, self._tune_ns = challenger.reason_against_tuning() is not None, challenger.tune_ns
-        if self.has_tuned or not self._is_due(challenger.prepare_ns if self._tune_ns is None else self._tune_ns):
+            self.has_tuned, self._tune_ns = not self._may_tune(), challenger.tune_ns
+        cost_ns = challenger.prepare_ns if self._tune_ns is None else self._tune_ns
+        if self.has_tuned or not self._is_due(cost_ns, challenger.late_share):
             return None
         if self._tune_ns is None:
             self._prepare()
@@ -241,13 +241,13 @@ class Contest:
         self.leave()
         share = self._challenger.compile_share
         self._doing = f"{name_of(self.champion)}, until compiling {what} takes {share:.0%} of the training time at most"
-        while not self._is_due(cost_ns):
+        while not self._is_due(cost_ns, share):
             yield self.champion
         yield from self._enter()
 
-    def _is_due(self, cost_ns: int) -> bool:
-        """Whether that cost is a small share of the loop's time."""
-        return self._spent_ns + cost_ns <= self._challenger.compile_share * (self._clock() - self._began_ns)
+    def _is_due(self, cost_ns: int, share: float) -> bool:
+        """Whether that cost is so small a share of the loop's time."""
+        return self._spent_ns + cost_ns <= share * (self._clock() - self._began_ns)
 
     def _prepare(self) -> None:
         """Compile the Dynamo graph again.
@@ -292,6 +292,9 @@ class Contest:
             yield Variant.INDUCTOR
         if self._challenger.timing_failure is not None:
             raise self._challenger.timing_failure
+
+    def _may_tune(self) -> bool:
+        return self._challenger.late_share > 0 and self._challenger.reason_against_tuning() is None
 
     def _compare_tuned(self) -> Sides:
         """Tune; compare what is faster tuned with the champion, or run what an earlier process decided for."""

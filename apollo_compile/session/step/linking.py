@@ -164,8 +164,8 @@ class Linker:
             rivals=make_rivals(program, graph) if target.is_synchronous else (),
             later=LateVariants(
                 name,
-                stages if is_compared else (),
-                share=self._config.plan.compile_share,
+                stages if is_compared and self._config.plan.late_share else (),
+                share=self._config.plan.late_share,
                 clock=graph.model.clock,
                 is_strict=self._config.debug.strict,
             ),

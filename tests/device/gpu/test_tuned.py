@@ -251,8 +251,13 @@ def pointwise() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
 
 @pytest.mark.parametrize(
     ("build", "options"),
-    [(pointwise, {}), (chain, {"inductor.max_autotune": False}), (chain, {"mode": "max-autotune-no-cudagraphs"})],
-    ids=("nothing", "refused", "tuned"),
+    [
+        (pointwise, {}),
+        (chain, {"inductor.max_autotune": False}),
+        (chain, {"plan.late_share": 0.0}),
+        (chain, {"mode": "max-autotune-no-cudagraphs"}),
+    ],
+    ids=("nothing", "refused", "never", "tuned"),
 )
 def test_what_cannot_be_tuned_is_not(build: Callable[[], Any], options: dict[str, Any], inductor: Inductor) -> None:
     """Because there is nothing to tune, or since the settings of the user decide on it."""

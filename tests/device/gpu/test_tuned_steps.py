@@ -13,7 +13,7 @@ from tests.device.gpu.fake_gpu import FakeGpu
 from tests.device.gpu.test_steps import Optimize, Pair, adamw, gpu, races_of, sgd, units  # noqa: F401  (fixtures)
 from tests.device.gpu.test_tuned import Inductor, inductor  # noqa: F401
 
-AT_ONCE = {"plan.autotune": True, "runtime.bodies": "native", "plan.compile_share": 1e9}
+AT_ONCE = {"plan.autotune": True, "runtime.bodies": "native", "plan.late_share": 1e9}
 """Whatever may be compiled later is due as soon as something has won."""
 
 MOST = 1500
