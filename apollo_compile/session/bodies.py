@@ -63,7 +63,7 @@ def tune_bodies(
     bodies: Collection[BodyId],
     at: Callable[[str, int, int], None] = lambda phase, number, count: None,
 ) -> Mapping[BodyId, CompiledBody]:
-    """Return the code of these bodies as Inductor compiles them in mode `max-autotune`."""
+    """Return the code of these bodies as Inductor compiles them with `max_autotune`."""
     chosen = [body for body in compilation.partition.bodies if body.id in bodies]
     pieces = [(body.name, *extract_body(traced.graph_module, body)) for body in chosen]
     with with_settings(tuning_settings()):

@@ -106,6 +106,14 @@ class Variants:
             if not any(runnable is each for each in used):  # a serial plan is both PLAN and SERIAL
                 runnable.release()
 
+    def unload(self, variants: Collection[Variant]) -> None:
+        """Unload variants that do not run."""
+        for variant in variants:
+            unloaded = self._loaded.pop(variant, None)
+            self._planned.pop(variant, None)
+            if unloaded is not None:
+                unloaded.release()
+
     def unload_others(self) -> None:
         """Unload all variants but the current one and the plan."""
         self.release_others([self.current])

@@ -29,8 +29,10 @@ class Choice:
     """None if nothing was compared."""
     reason: str = ""
     """Why the comparison had fewer variants than there are; empty if it had all."""
-    has_tuned: bool = False
-    """Whether Inductor tuned its code to be compared, or had nothing to tune."""
+    is_tuning_over: bool = False
+    """Whether Inductor tuned its code to be compared, or is not going to."""
+    tune_ns: int = 0
+    """Approximate time that this takes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -90,8 +90,13 @@ def decides_on_tuning(settings: Mapping[str, Any]) -> bool:
 
 
 def tuning_settings() -> Mapping[str, Any]:
-    """Return the settings of mode `max-autotune`, without the CUDA graphs that Inductor makes in it."""
-    return inductor_settings("max-autotune-no-cudagraphs", {})
+    """Return what lets Inductor time kernels for matmuls, convolutions and loops, and take the fastest.
+
+    Kernels of its templates are timed in a process of their own: one that crashes would take the training with it.
+    Mode `max-autotune` also searches around the fastest configuration of every loop (`coordinate_descent_tuning`), when
+    the code first runs; with hundreds of loops that takes minutes, and is left to the user's settings.
+    """
+    return {"max_autotune": True, "autotune_in_subproc": True}
 
 
 def may_choose_library() -> bool:

@@ -113,9 +113,9 @@ class Challenge:
         return self._sides is not None
 
     @property
-    def has_tuned(self) -> bool:
-        """Whether code was tuned, or cannot be."""
-        return self._contest.has_tuned
+    def is_tuning_over(self) -> bool:
+        """Whether code was tuned, or is not going to be."""
+        return self._contest.is_tuning_over
 
     @property
     def tune_ns(self) -> int:
@@ -127,7 +127,8 @@ class Challenge:
         """Tuned code of forward and backward, to be part of a larger CUDA graph; empty where there is none."""
         graphs = () if self._challenger is None else self._challenger.graphs
         found = {graph.compilation.capture.role: graph.tuned for graph in graphs}
-        return {role: tuned for role, tuned in found.items() if tuned is not None and tuned.code is not None}
+        known = {role: tuned for role, tuned in found.items() if tuned is not None and tuned.code is not None}
+        return known if len(known) == len(found) else {}
 
     @property
     def recompile_ns(self) -> int:
@@ -177,10 +178,12 @@ class Challenge:
         if self._sides is not None:
             return State(graph=self._name, stage=Stage.MEASURING, detail=self._contest.progress)
         parts = [name_of(self._side)]
-        if self.verdict is not None and len(self.verdict.standings) > 1:
-            _, *others = self.verdict.standings
+        standings = () if self.verdict is None else self.verdict.standings
+        own = next((each for each in standings if each.name == parts[0]), None)
+        others = [each for each in standings if each is not own]
+        if own is not None and others:
             rival = next((other for other in others if other.name == Variant.COMPILED), others[0])
-            parts[0] += f", {rival.ratio:.2f}x as fast as {rival.name}"
+            parts[0] += f", {rival.ratio / own.ratio:.2f}x as fast as {rival.name}"
         parts += [self.reason] if self.reason else []
         return State(graph=self._name, stage=Stage.SETTLED, detail="; ".join(parts))
 
@@ -191,11 +194,14 @@ class Challenge:
         if challenger.failure is not None:
             self._give_up(challenger.failure)
             return
+        self._contest.note_step()
+        if challenger.tuned_failure is not None:
+            self._drop_tuned(challenger, challenger.tuned_failure)
         takes = challenger.sizes.admit(arguments)
         if self._sides is None and challenger.is_prepared and not self._is_for_step and not challenger.sizes.change:
             self._watch_step()
         if self._sides is None and not self._is_for_step:
-            self._begin_tuning(arguments)
+            self._sides = self._contest.tuning()
         if self._sides is not None:
             self._decide(challenger, self._sides, arguments)
         if self._challenger is not None:
@@ -203,7 +209,6 @@ class Challenge:
 
     def _decide(self, challenger: Challenger, sides: Sides, arguments: Sequence[Any]) -> None:
         """Set the side of the step that begins, while something is being decided."""
-        self._contest.note_step()
         self._contest.arguments = arguments
         try:
             side = next(sides, None)
@@ -218,15 +223,13 @@ class Challenge:
         finally:
             self._contest.arguments = ()
 
-    def _begin_tuning(self, arguments: Sequence[Any]) -> None:
-        """Begin to compare tuned code, if that is due."""
-        self._contest.arguments = arguments
-        try:
-            self._sides = self._contest.tuning()
-        except Exception as error:
-            self._give_up(error)
-        finally:
-            self._contest.arguments = ()
+    def _drop_tuned(self, challenger: Challenger, error: Exception) -> None:
+        """Do without tuned code, of which a run failed."""
+        challenger.tuned_failure = None
+        self._contest.drop_tuned(error)
+        self._sides, self._side = None, self._contest.champion
+        if self.verdict is not None and self.verdict.selection != (self._side,):
+            self.verdict = None
 
     def _use(self, challenger: Challenger, variant: Variant) -> None:
         self.variant = variant
@@ -244,8 +247,12 @@ class Challenge:
             self._tell(self._choice(None))
             self._end(self.reason, logging.INFO)
             return
-        if verdict is None and self._contest.is_tuned_slower:
-            self._tell(self._choice(self.verdict))
+        self._watched_ns = self._clock()
+        if verdict is None:
+            self._watch.restart(is_confirmed=False)
+            if self._contest.has_news:
+                self._contest.has_news = False
+                self._tell(self._choice(self.verdict))
         if verdict is not None:
             is_confirmed = self.verdict is not None and self.verdict.selection == verdict.selection
             self._watch.restart(is_confirmed=is_confirmed)
@@ -276,13 +283,9 @@ class Challenge:
         """Begin with what an earlier process found."""
         self.reason = known.reason
         self.verdict = None if known.verdict is None else replace(known.verdict, is_remembered=True)
-        self._contest.has_tuned = self._contest.has_tuned or known.has_tuned
-        if self.verdict is not None and self.verdict.selection != (Variant.COMPILED,):
-            self._sides = self._contest.follow(self.verdict)
-        else:
-            self._sides = None
-            if self.verdict is None or self._contest.has_tuned:
-                self._challenger = None
+        self._sides = self._contest.adopt(known)
+        if self._sides is None and self._contest.is_tuning_over:
+            self._challenger = None
 
     def _give_up(self, error: Exception) -> None:
         """Go back to torch.compile for good, because of an error."""
@@ -299,8 +302,7 @@ class Challenge:
 
     def _choice(self, verdict: Verdict | None, reason: str | None = None) -> Choice:
         """Return what later processes may begin with."""
-        why = self.reason if reason is None else reason
-        return Choice(verdict=verdict, reason=why, has_tuned=self._contest.has_tuned)
+        return self._contest.choice(verdict, self.reason if reason is None else reason)
 
     def _end(self, why: str, level: int) -> None:
         """Run torch.compile's code from now on, for good."""

@@ -1,7 +1,7 @@
 """Our side of the comparison on a GPU: a Dynamo graph compiled once more, as CUDA graphs and then on lanes.
 
     Challenger(model, settings, graph).prepare(arguments)     each graph after AOTAutograd as Inductor compiles it whole
-    .prepare_lanes(), .time_code()                            bodies; the next step times them, and plans again
+    .prepare_lanes(), .timing()                               bodies; the next step times them, and plans again
     .reason_against_tuning(), .tune()                         likewise code that Inductor tunes
     .use(variant), .run(*arguments), .keep(variants)          what `challenge.py` compares
 
@@ -11,9 +11,10 @@ may belong to a forward of ours; `failure` says so, and from the next step on to
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -29,7 +30,7 @@ from apollo_compile.progress import Progress
 from apollo_compile.session.bodies import compile_code
 from apollo_compile.session.contest.rival_graph import RivalGraph
 from apollo_compile.session.contest.sizes import SizedWhole, StepSizes, without_numbers
-from apollo_compile.session.contest.tuned import compile_tuned, tunable_bodies, tune_ns
+from apollo_compile.session.contest.tuned import TUNED_SIDES, compile_tuned, tunable_bodies, tune_ns
 from apollo_compile.session.graph import COMPILE_NS_PER_OPERATOR
 from apollo_compile.session.model import CompiledModel
 from apollo_compile.session.planning import log_summary, plan_graph, role_of
@@ -69,6 +70,8 @@ class Challenger:
     """Calls them, as torch.compile's function would be called; from `prepare` on."""
     failure: Exception | None = None
     """Why they must not be called any more."""
+    tuned_failure: Exception | None = None
+    """Why tuned code must not be called any more."""
     timing_failure: Exception | None = None
     """Why what was compiled last could not be timed."""
     variant: Variant | None = None
@@ -223,6 +226,11 @@ class Challenger:
         """
         if self.model.config.debug.strict:
             raise error
+        if self.variant in TUNED_SIDES:
+            self.tuned_failure = error.with_traceback(None)
+            for graph in self.graphs:
+                graph.dropped = frozenset(TUNED_SIDES)
+            return
         self.failure = error.with_traceback(None)
         for graph in self.graphs:
             graph.has_failed = True
@@ -264,11 +272,17 @@ class Challenger:
                 model.unprofitable.remove(compilation)
                 log_summary(compilation, 0, time.perf_counter_ns() - begin)
 
-    def time_code(self) -> None:
-        """Let the next call of every graph time what was compiled last: its bodies, or tuned code."""
+    @contextlib.contextmanager
+    def timing(self) -> Iterator[None]:
+        """Let the next call of every graph time what was compiled last, its bodies or tuned code, in a `with`."""
         self.timing_failure = None
         for graph in self.graphs:
-            graph.is_to_time = True
+            graph.is_timed = graph.is_to_time = True
+        try:
+            yield
+        finally:
+            for graph in self.graphs:
+                graph.is_timed = graph.is_to_time = False
 
     # ------------------------------------------------------------------------------------------------------ tuned code
 
@@ -300,6 +314,11 @@ class Challenger:
                         graph.traced, graph.compilation, self.model.target, has_segments=has_segments, at=progress.at
                     )
                 graph.add_tuned(tuned)
+
+    def drop_tuned(self) -> None:
+        """Forget tuned code."""
+        for graph in self.graphs:
+            graph.drop_tuned()
 
     def compile_joint(self) -> Run:
         """Return forward and backward compiled as one graph: see `join_graphs`.

@@ -51,12 +51,14 @@ def reason_against_lanes(graphs: Sequence[RivalGraph]) -> str | None:
 
 def tuned_variants(graphs: Sequence[RivalGraph]) -> list[Variant]:
     """Return the variants that are faster with tuned code than without it."""
-    tuned = [graph.tuned for graph in graphs if graph.tuned is not None]
+    tuned = [graph.tuned for graph in graphs if graph.tuned is not None and graph.tuned.whole_ns]
+    if len(tuned) < len(graphs):
+        return []
     found = [Variant.TUNED_INDUCTOR] if is_faster(tuned) else []
     plans = [each.compilation.plan for each in tuned if each.compilation is not None]
+    before_ns = sum(each.untuned.plan.makespan_ns for each in tuned if each.untuned is not None)
     if len(plans) < len(graphs) or not any(plan.uses_lanes for plan in plans):
         return found
-    before_ns = sum(graph.compilation.plan.makespan_ns for graph in graphs)
     bound_ns = sum(plan.lower_bound_ns for plan in plans)
     whole_ns = sum(min(each.untuned_ns, each.whole_ns) for each in tuned)
     is_better = before_ns > LEAST_GAIN * sum(plan.makespan_ns for plan in plans)

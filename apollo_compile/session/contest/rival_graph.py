@@ -14,7 +14,7 @@ from apollo_compile.device.target import Run, Runnable
 from apollo_compile.ir import Variant
 from apollo_compile.observe import StageRunner
 from apollo_compile.pipeline import Compilation, plan_partition
-from apollo_compile.session.contest.tuned import TunedCode
+from apollo_compile.session.contest.tuned import TUNED_SIDES, TunedCode
 from apollo_compile.session.graph import CompiledGraph
 from apollo_compile.torch_bridge.traced import TracedGraph
 
@@ -39,6 +39,8 @@ class RivalGraph:
     tuned: TunedCode | None = None
     """Tuned code of it, once that is compiled."""
     variant: Variant = Variant.INDUCTOR
+    is_timed: bool = False
+    """Whether the present steps are for timing, so that Inductor's code runs, without a CUDA graph."""
     is_to_time: bool = False
     """Whether the next call times what was compiled last: bodies, or tuned code."""
     is_proven: bool = False
@@ -46,16 +48,18 @@ class RivalGraph:
     whole_ns: int | None = None
     """Time of `whole` on the device; None before it is measured."""
     has_failed: bool = False
+    dropped: frozenset[Variant] = frozenset()
+    """Variants of which a run failed."""
     _boxed_call: bool = True
 
     def __call__(self, inputs: list[Any]) -> Sequence[Any]:
         """Run the current variant; if it fails, what Inductor compiled."""
-        if self.has_failed:
+        if self.is_to_time:
+            self._try_to_time(list(inputs))
+        if self.has_failed or self.is_timed or self.variant in self.dropped:
             return self.plain(inputs)
         kept, written = list(inputs), self._copies_of_written(inputs)
         try:
-            if self.is_to_time:
-                self._try_to_time(kept)
             return self._run(inputs)
         except Exception as error:  # an error of the user's comes again from what Inductor compiled
             traceback.clear_frames(error.__traceback__)  # they hold tensors
@@ -94,6 +98,14 @@ class RivalGraph:
         self.tuned, self.is_proven = tuned, False
         if self.segments is not None:
             self.segments.variants.add(Variant.TUNED_INDUCTOR, tuned.whole)
+
+    def drop_tuned(self) -> None:
+        """Forget tuned code."""
+        self.tuned = None
+        if self.variant in TUNED_SIDES:  # a backward of it may still come
+            self.use(Variant.INDUCTOR)
+        if self.segments is not None:
+            self.segments.variants.unload((Variant.TUNED, Variant.TUNED_INDUCTOR))
 
     def _run(self, inputs: list[Any]) -> Sequence[Any]:
         if self.segments is not None:

@@ -5,7 +5,7 @@
     tune_ns(compilations) -> approximate time that tuning takes
     TunedCode.time(inputs, ...)         time it beside the code that is not tuned, and plan with the faster of both
 
-In mode `max-autotune` Inductor times several kernels for every matrix product and convolution, and takes the fastest.
+With `max_autotune` Inductor times several kernels for every matrix product and convolution, and takes the fastest.
 For a body, which shares the device with others, that may be another one than for the whole graph, and it may be none:
 so each body keeps the code that takes less time on the units that it is planned on.
 """
@@ -30,6 +30,9 @@ from apollo_compile.session.variants import Variants
 from apollo_compile.torch_bridge.settings import current_settings, tuning_settings
 from apollo_compile.torch_bridge.traced import TracedGraph
 from apollo_compile.torch_bridge.whole import compile_again, compile_apart
+
+TUNED_SIDES = (Variant.TUNED_INDUCTOR, Variant.TUNED)
+"""Variants with tuned code."""
 
 LEAST_GAIN = 1.02
 """How much faster tuned code has to be, by times of the device, to be used, and to be compared in steps."""
@@ -58,6 +61,8 @@ class TunedCode:
     """Bodies whose tuned code is faster."""
     compilation: Compilation | None = None
     """The plan with the faster code of each body."""
+    untuned: Compilation | None = None
+    """The plan with the code that is not tuned, from times of the same minute."""
     code: Code | None = None
     """This code."""
 
@@ -81,16 +86,18 @@ class TunedCode:
         tuned = target.load(old, code, Variant.TUNED).measure(inputs)
         assert plain is not None and tuned is not None, "runs of this device have no spans"
         self.chosen = choose_bodies(old, plain, tuned, self.bodies)
-        observations = Observations(
+        best = Observations(
             entries=tuple(
                 ours if ours.body in self.chosen else theirs
                 for ours, theirs in zip(tuned.entries, plain.entries, strict=True)
             )
         )
         self.code = replace(code, bodies=self._with_tuned(variants.code, self.chosen))
-        self.compilation = plan_partition(
-            old.capture, old.partition, observations, profile=old.profile, config=config, runner=StageRunner()
+        plan = partial(
+            plan_partition, old.capture, old.partition, profile=old.profile, config=config, runner=StageRunner()
         )
+        self.untuned = plan(plain)
+        self.compilation = plan(best) if self.chosen else self.untuned
         variants.add_plan(Variant.TUNED, self.compilation, self.code)
 
     def _with_tuned(self, code: Code, which: Collection[BodyId]) -> tuple[CompiledBody, ...]:

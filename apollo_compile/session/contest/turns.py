@@ -30,18 +30,23 @@ from __future__ import annotations
 import functools
 import logging
 import time
-import weakref
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 from typing import Any
+
+import torch
 
 from apollo_compile.device.target import Target
 from apollo_compile.errors import UnsupportedGraphError
 from apollo_compile.ir import Variant, Verdict
 from apollo_compile.session.comparison import IN_TURNS, Comparison, Results
+from apollo_compile.session.compile_budget import CompileBudget
 from apollo_compile.session.contest.challenger import Challenger
+from apollo_compile.session.contest.exclusive import Exclusive
 from apollo_compile.session.contest.promises import reason_against_lanes, reason_without_branches, tuned_variants
+from apollo_compile.session.contest.tuned import TUNED_SIDES
 from apollo_compile.session.procedure import SHARED_VARIANTS
+from apollo_compile.store.verdicts import Choice
 from apollo_compile.units import format_ns
 
 _logger = logging.getLogger(__name__)
@@ -54,9 +59,6 @@ WARM_STEPS = 4
 MOST_WARM_STEPS = 100
 """Where sizes change, steps after which a side is compared although it is still captured for new ones."""
 
-LATE_NS = 60_000_000_000
-"""A contest whose graph was not called for so long does not keep other graphs from being compared."""
-
 WHOLE = "one CUDA graph"
 """Name of the side that runs the variant `INDUCTOR`."""
 
@@ -65,8 +67,8 @@ TUNED_WHOLE = "one CUDA graph, tuned"
 
 _NAMES = {Variant.INDUCTOR: WHOLE, Variant.TUNED_INDUCTOR: TUNED_WHOLE}
 
-_UNTUNED = {Variant.TUNED_INDUCTOR: Variant.INDUCTOR, Variant.TUNED: Variant.PLAN}
-"""What runs in the place of a side with tuned code until there is such code."""
+_WITHOUT_TUNING = {Variant.TUNED_INDUCTOR: Variant.INDUCTOR, Variant.TUNED: Variant.PLAN}
+"""The same sides without tuned code."""
 
 Sides = Generator[Variant, None, None]
 """The side of every step to come."""
@@ -106,12 +108,16 @@ class Contest:
         """Those of the step that begins."""
         self.reason = ""
         """Why not all sides were compared."""
+        self.is_tuning_over = False
+        """Whether code was tuned, or is not going to be."""
+        self._lacked_memory = False
+        """Whether it was not, for want of memory, which a later process may have."""
+        self.has_news = False
+        """Whether that is to be kept for later processes, although nothing was compared."""
         self._follows: Variant | None = None
         """A side with tuned code that an earlier process decided for, until there is such code."""
-        self.is_tuned_slower = False
-        """Whether tuned code was timed, and promised nothing."""
-        self._tune_ns: int | None = None
-        """Approximate time that tuning takes; None before that is known."""
+        self._tune_ns = 0
+        """Approximate time that tuning takes; as long as it is not known, that of an earlier process, if any."""
         self._name = name
         self._challenger = challenger
         self._target = target
@@ -119,15 +125,14 @@ class Contest:
         self._is_replayed = is_replayed
         self._clock = clock
         self._is_strict = is_strict
-        self.has_tuned = not self._may_tune()
-        """Whether code was tuned, or cannot be."""
+        self._budget = CompileBudget(clock)
+        self._exclusive = Exclusive(clock)
         self._results = Results([0], rules=RULES)
         self._comparison: Comparison | None = None
         self._doing = "not called yet"
         self._spent_ns = 0
-        """Time that steps waited for compiles."""
-        self._began_ns = clock()
-        self._last_ns = 0
+        """Time that steps waited for compiles of the present comparisons."""
+        self._look_at_tuning()
 
     @property
     def progress(self) -> str:
@@ -176,57 +181,76 @@ class Contest:
 
     def tune_for_step(self) -> Sides:
         """Yield the side of every step until tuned code is timed, for a training step to be linked of it."""
-        self.has_tuned = True
         yield from self._tune()
         self._challenger.keep(())
 
     def run_again(self, verdict: Verdict) -> Sides:
-        """Yield sides until the champion was compared again with the best of the others that there are."""
+        """Yield sides until the champion was compared again with the best of the others that there are, if any."""
         self._results = Results([0], rules=RULES)
         self._spent_ns = 0
-        others = (_variant_of(standing.name) for standing in verdict.standings[1:])
-        yield from self._compare(next(filter(self._challenger.has, others), Variant.COMPILED))
+        others = (each for each in _sides_of(verdict) if each is not self.champion)
+        rival = next(filter(self._challenger.has, others), None)
+        if rival is not None:
+            yield from self._compare(rival)
         self.leave()
 
     def follow(self, verdict: Verdict) -> Sides:
         """Yield sides until the winner of an earlier process runs, which is not compared again.
 
-        Training begins as torch.compile makes it, which its caches have, and a failure ends there. A winner with tuned
-        code runs without it until tuning is due.
+        Training begins as torch.compile makes it, which its caches have, and a failure ends there.
         """
         (winner,) = verdict.selection
-        if winner in _UNTUNED:
-            self._follows, winner = winner, _UNTUNED[winner]
-            self.has_tuned = not self._may_tune()
         yield from self._begin(f"{name_of(winner)} is compiled, which was the fastest in an earlier process")
         self._prepare()
         if winner is not Variant.INDUCTOR:
             yield from self._time_bodies()
+        yield from self._warm_up(winner)
         self.champion = winner
         self._challenger.keep((winner,))
         self.leave()
+
+    def adopt(self, known: Choice) -> Sides | None:
+        """Return the sides until what an earlier process found runs; None if that is torch.compile's code.
+
+        A winner with tuned code runs when tuning is due; until then the fastest side without it does.
+        """
+        verdict = known.verdict
+        self._tune_ns = known.tune_ns
+        self.is_tuning_over = self.is_tuning_over or known.is_tuning_over or verdict is None
+        if verdict is None:
+            return None
+        (winner,) = verdict.selection
+        if winner in TUNED_SIDES:
+            self._look_at_tuning()
+            self.is_tuning_over, self._follows = not self._may_tune(), winner
+            winner = next(each for each in _sides_of(verdict) if each not in TUNED_SIDES)
+        return None if winner is Variant.COMPILED else self.follow(replace(verdict, selection=(winner,)))
 
     def tuning(self) -> Sides | None:
         """Return the sides until tuned code was compared, once that is due; None until then, and ever after.
 
         Where torch.compile's code was found to be the fastest in an earlier process, the graph is compiled again first.
-
-        Raises:
-            Exception: whatever that compile raises.
         """
+        if self.is_tuning_over:
+            return None
         challenger = self._challenger
-        if self.has_tuned:
+        prepare_ns = 0 if challenger.is_prepared else challenger.prepare_ns
+        if not self._budget.allows(prepare_ns + self._tune_ns, challenger.late_share):
             return None
-        if challenger.is_prepared and self._tune_ns is None:
-            self.has_tuned, self._tune_ns = not self._may_tune(), challenger.tune_ns
-        cost_ns = challenger.prepare_ns if self._tune_ns is None else self._tune_ns
-        if self.has_tuned or not self._is_due(cost_ns, challenger.late_share):
-            return None
-        if self._tune_ns is None:
-            self._prepare()
-            return None
-        self.has_tuned = True
-        return self._compare_tuned()
+        return self._compare_tuned() if challenger.is_prepared else self._prepare_late()
+
+    def choice(self, verdict: Verdict | None, reason: str) -> Choice:
+        """Return what later processes may begin with."""
+        is_over = self.is_tuning_over and not self._lacked_memory
+        return Choice(verdict=verdict, reason=reason, is_tuning_over=is_over, tune_ns=self._tune_ns)
+
+    def drop_tuned(self, error: Exception) -> None:
+        """Do without tuned code, a run of which failed; the fastest side without it stays, or comes back."""
+        _logger.warning("%s: tuned code is dropped: %s: %s", self._name, type(error).__name__, error)
+        self.champion = _WITHOUT_TUNING.get(self.champion, self.champion)
+        self._comparison, self._results = None, Results([0], rules=RULES)
+        self._challenger.drop_tuned()
+        self.leave()
 
     # ------------------------------------------------------------------------------------------------- its parts
 
@@ -234,20 +258,16 @@ class Contest:
         self._doing = f"torch.compile, until {until}"
         for _ in range(WARM_STEPS):
             yield self.champion
-        self._began_ns = self._clock()
+        self._budget.restart()
 
     def _wait_for(self, cost_ns: int, what: str) -> Sides:
         """Train on until that cost is a small share of the loop's time."""
         self.leave()
         share = self._challenger.compile_share
         self._doing = f"{name_of(self.champion)}, until compiling {what} takes {share:.0%} of the training time at most"
-        while not self._is_due(cost_ns, share):
+        while not self._budget.allows(cost_ns, share):
             yield self.champion
         yield from self._enter()
-
-    def _is_due(self, cost_ns: int, share: float) -> bool:
-        """Whether that cost is so small a share of the loop's time."""
-        return self._spent_ns + cost_ns <= share * (self._clock() - self._began_ns)
 
     def _prepare(self) -> None:
         """Compile the Dynamo graph again.
@@ -264,6 +284,7 @@ class Contest:
         begin = self._clock()
         self._challenger.prepare(self.arguments)
         self._note_compile(begin, "as one CUDA graph")
+        self._look_at_tuning()
 
     def _compare_lanes(self) -> Sides:
         """Compile and time bodies; compare plans on lanes with the champion if they promise enough."""
@@ -286,52 +307,80 @@ class Contest:
         yield from self._time("its segments are timed")
 
     def _time(self, doing: str) -> Sides:
-        self._doing = doing
-        self._challenger.time_code()
-        for _ in range(2):  # one that times it, and one more if the first was a forward alone
-            yield Variant.INDUCTOR
+        self._doing, begin = doing, self._clock()
+        with self._challenger.timing():
+            for _ in range(2):  # one that times it, and one more if the first was a forward alone
+                yield Variant.INDUCTOR
+        self._budget.spend(self._clock() - begin)
         if self._challenger.timing_failure is not None:
             raise self._challenger.timing_failure
 
     def _may_tune(self) -> bool:
         return self._challenger.late_share > 0 and self._challenger.reason_against_tuning() is None
 
+    def _look_at_tuning(self) -> None:
+        """Find out whether there is anything to tune, and how long it takes, as far as that is known."""
+        self.is_tuning_over = self.is_tuning_over or not self._may_tune()
+        if self._challenger.is_prepared:
+            self._tune_ns = self._challenger.tune_ns
+
+    def _prepare_late(self) -> Sides:
+        yield from self._enter()
+        self._prepare()
+        self.has_news = self.is_tuning_over
+        self.leave()
+
     def _compare_tuned(self) -> Sides:
         """Tune; compare what is faster tuned with the champion, or run what an earlier process decided for."""
         yield from self._enter()
-        challenger, is_tuned = self._challenger, (yield from self._tune())
-        if not is_tuned:
+        challenger, follows = self._challenger, self._follows
+        self._follows = None
+        is_tuned = yield from self._tune(in_segments=follows is Variant.TUNED)
+        if follows is not None and challenger.has(follows):
             self._results = Results([0], rules=RULES)
-        elif self._follows is not None and challenger.has(self._follows):
-            self.champion, self._follows = self._follows, None
-            challenger.keep((self.champion,))
+            yield from self._warm_up(follows)
+            self.champion = follows
         else:
-            faster = tuned_variants(challenger.graphs)
-            if not faster:
-                _logger.info("%s: tuned code is not faster", self._name)
-                self._results, self.is_tuned_slower = Results([0], rules=RULES), True
-                challenger.keep(() if self.champion is Variant.COMPILED else (self.champion,))
+            faster = tuned_variants(challenger.graphs) if is_tuned else []
             for variant in faster:
                 yield from self._compare(variant)
+            if not faster:
+                self._results, self.has_news = Results([0], rules=RULES), True
+                _logger.log(logging.INFO if is_tuned else logging.DEBUG, "%s: tuned code is not faster", self._name)
+        challenger.keep(() if self.champion is Variant.COMPILED else (self.champion,))
+        if self.champion not in TUNED_SIDES:
+            challenger.drop_tuned()
         self.leave()
 
-    def _tune(self) -> Generator[Variant, None, bool]:
-        """Compile and time tuned code; return whether there is some. If that fails, what runs goes on."""
-        begin = self._clock()
+    def _tune(self, *, in_segments: bool = False) -> Generator[Variant, None, bool]:
+        """Compile and time tuned code, `in_segments` even if there are none yet; return whether there is some.
+
+        If that fails, what runs goes on.
+        """
+        self.is_tuning_over = True
         try:
+            if in_segments and not self._challenger.has(Variant.PLAN):
+                yield from self._time_bodies()
+            begin = self._clock()
             self._challenger.tune()
             self._note_compile(begin, "tuned")
             yield from self._time("its tuned code is timed")
         except Exception as error:
-            if self._is_strict:
+            is_expected = isinstance(error, UnsupportedGraphError)
+            self._lacked_memory = isinstance(error, torch.OutOfMemoryError)
+            if self._is_strict and not is_expected:
                 raise
-            _logger.warning("%s: its code is not tuned: %s: %s", self._name, type(error).__name__, error)
+            level = logging.INFO if is_expected else logging.WARNING
+            _logger.log(level, "%s: its code is not tuned: %s: %s", self._name, type(error).__name__, error)
+            self._challenger.drop_tuned()
             return False
         return True
 
     def _note_compile(self, begin: int, how: str) -> None:
         taken_ns = self._clock() - begin
         self._spent_ns += taken_ns
+        self._budget.spend(taken_ns)
+        self._exclusive.note_step()
         _logger.info("%s: compiled again, %s, for which one step waited %s", self._name, how, format_ns(taken_ns))
 
     def _warm_up(self, variant: Variant) -> Sides:
@@ -366,33 +415,20 @@ class Contest:
         (self.champion,) = self._results.selections[_end_of(holding)]
         self._challenger.keep(() if self.champion is Variant.COMPILED else (self.champion,))
 
-    # --------------------------------------------------------------------------------------- one graph at a time
-
     def _enter(self) -> Sides:
         """Train on until no other graph is compared; then this one is."""
-        global _compared
-        while (other := _other_than(self)) is not None and other._last_ns + LATE_NS > self._clock():
+        while not self._exclusive.may_take():
             yield self.champion
-        _compared = weakref.ref(self)
+        self._exclusive.take()
 
     def leave(self) -> None:
         """Let other graphs be compared."""
-        global _compared
-        if _compared is not None and _compared() is self:
-            _compared = None
+        self._exclusive.leave()
 
     def note_step(self) -> None:
-        """Note that a step begins, so that others know that this graph is still called."""
-        self._last_ns = self._clock()
-
-
-_compared: weakref.ref[Contest] | None = None
-"""The contest whose sides are compared now."""
-
-
-def _other_than(contest: Contest) -> Contest | None:
-    other = None if _compared is None else _compared()
-    return None if other is contest else other
+        """Note that a step begins."""
+        self._exclusive.note_step()
+        self._budget.note_step()
 
 
 def _end_of(holding: Generator[Comparison, None, str]) -> str:
@@ -415,6 +451,11 @@ def _plans_of(target: Target) -> list[Variant]:
 def name_of(variant: Variant) -> str:
     """Return the name of a side."""
     return _NAMES.get(variant, variant)
+
+
+def _sides_of(verdict: Verdict) -> list[Variant]:
+    """Return the sides that were compared, the fastest first, and torch.compile's code if it was not."""
+    return [*(_variant_of(standing.name) for standing in verdict.standings), Variant.COMPILED]
 
 
 def _variant_of(name: str) -> Variant:

@@ -15,6 +15,7 @@ from typing import Protocol
 from apollo_compile.device.target import Run
 from apollo_compile.errors import UnsupportedGraphError
 from apollo_compile.ir import Role, Variant
+from apollo_compile.session.compile_budget import CompileBudget
 from apollo_compile.session.contest.challenge import Challenge
 from apollo_compile.session.contest.tuned import TunedCode
 
@@ -58,9 +59,7 @@ class LateVariants:
         self._share = share
         self._clock = clock
         self._is_strict = is_strict
-        self._began_ns = clock()
-        self._spent_ns = 0
-        """Time that steps were loops for it, or waited."""
+        self._budget = CompileBudget(clock)
         self._stage_began_ns: int | None = None
         """When the present stage began; None while none has."""
 
@@ -76,18 +75,18 @@ class LateVariants:
         then, mostly nothing.
         """
         if self._stage_began_ns is None:
-            if not self._stages or not self._is_due(self._stages[0].cost_ns):
+            if not self._stages:
+                return ()
+            self._budget.note_step()
+            if not self._budget.allows(self._stages[0].cost_ns, self._share):
                 return ()
             self._stage_began_ns = self._clock()
         added = self._try(self._stages[0])
         if added is not None:
-            self._spent_ns += self._clock() - self._stage_began_ns
+            self._budget.spend(self._clock() - self._stage_began_ns)
             self._stage_began_ns = None
             del self._stages[0]
         return added
-
-    def _is_due(self, cost_ns: int) -> bool:
-        return self._spent_ns + cost_ns <= self._share * (self._clock() - self._began_ns)
 
     def _try(self, stage: Later) -> Sequence[Variant] | None:
         try:
@@ -135,11 +134,11 @@ class TunedPrograms:
     @property
     def cost_ns(self) -> int:
         """Approximate time that steps will wait for the compile; nothing if it was done for another program."""
-        return 0 if self._challenge.has_tuned else self._tune_ns
+        return 0 if self._challenge.is_tuning_over else self._tune_ns
 
     def advance(self) -> Sequence[Variant] | None:
         """Compile and time in steps that are loops, then link; see `Later`."""
-        if not self._challenge.has_tuned:
+        if not self._challenge.is_tuning_over:
             self._challenge.tune()
         if self._challenge.is_deciding:
             return None

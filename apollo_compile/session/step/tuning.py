@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
-from apollo_compile.ir import Variant, Verdict
+from apollo_compile.ir import Standing, Variant, Verdict
 from apollo_compile.session.comparison import IN_TURNS, MIN_ROUNDS, Comparison, Rules
 from apollo_compile.session.procedure import SIMPLEST_FIRST
 from apollo_compile.session.step.later import LateVariants
@@ -160,7 +161,12 @@ class StepTuner:
         first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
         _logger.warning("%s: no %s: %s", self._name, variant, first)
         self._failed.add(variant)
-        self._restart()
+        if self._entrants is None or variant is self._entrants[0]:
+            self._restart()
+            return
+        self._entrants = [each for each in self._entrants if each is not variant]
+        self._comparison, self._current = None, self._entrants[0]
+        self._is_settled = len(self._entrants) == 1
 
     def drop_rival(self, variant: Variant, error: RivalError) -> None:
         """Do without a rival that cannot be compiled; the next one takes its place."""
@@ -217,11 +223,23 @@ class StepTuner:
         self.verdict = Verdict(
             winner=winner,
             selection=(self._current,),
-            standings=tuple(sorted(standings, key=lambda each: (each.name != winner, each.ratio))),
-            num_steps=comparison.num_steps,
+            standings=tuple(
+                sorted([*standings, *self._earlier(standings)], key=lambda each: (each.name != winner, each.ratio))
+            ),
+            num_steps=comparison.num_steps + (0 if self.verdict is None else self.verdict.num_steps),
         )
+        self._entrants = None
         _logger.info("%s: chosen by measuring: %s", self._name, self.verdict)
         self._warm_start.keep(self.program.variants.compilation, self._current, self.verdict)
+
+    def _earlier(self, standings: Sequence[Standing]) -> list[Standing]:
+        """Return the standings of what lost before, by the ratio that the winner until then has in this comparison."""
+        before = self.verdict
+        if before is None:
+            return []
+        ratios = {each.name: each.ratio for each in standings}
+        scale = ratios.get(before.winner, 1.0)
+        return [replace(each, ratio=each.ratio * scale) for each in before.standings if each.name not in ratios]
 
     def _keep_winner(self) -> None:
         """Forget rivals that do not run steps from now on, with all that they hold."""

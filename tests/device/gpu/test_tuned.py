@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from apollo_compile.device.target import CompiledBody
 from apollo_compile.ir import Variant
+from apollo_compile.session.drift import DRIFT_STEPS, WATCH_EVERY
 from apollo_compile.tools.report import report
 from apollo_compile.torch_bridge.aot_graph import clone_graph
 from apollo_compile.torch_bridge.interpret import interpret_bodies, interpret_whole
@@ -46,6 +47,8 @@ class Inductor:
         """Whether tuned code of the body of this name, or of a whole graph (""), takes no time; else twice as much."""
         self.failure: Exception | None = None
         """What tuning raises."""
+        self.failure_at_run: Exception | None = None
+        """What tuned code raises when it runs."""
         self.tuned: list[str] = []
         """Names of the bodies that were tuned, and empty ones for whole graphs."""
         monkeypatch.setattr("apollo_compile.session.bodies.compile_bodies", self._compile_bodies)
@@ -74,6 +77,8 @@ class Inductor:
         is_quick = self.is_quick(name)
 
         def tuned(inputs: list[Any]) -> Any:
+            if self.failure_at_run is not None:
+                raise self.failure_at_run
             if not is_quick:
                 run(list(inputs))
                 return run(inputs)
@@ -102,27 +107,34 @@ def compiling(**options: Any) -> Default:
     return Default(**{"runtime.bodies": "native", **options})
 
 
-def train_until(loop: Loop, variant: Variant, times: Mapping[Variant, int] = EVEN) -> int:
+def train_until(loop: Loop, variant: Variant, times: Mapping[Variant, int] = EVEN, most: int = HOURS) -> int:
     """Train until this side runs; return in how many steps."""
-    for number in range(HOURS):
+    for number in range(most):
         loop.step(times)
         if loop.ran[-1] is variant:
             return number
     raise AssertionError(f"{variant} never ran: {loop.default.state}")
 
 
-def test_tuned_code_is_compared_when_it_is_due_and_stays_if_it_is_faster(inductor: Inductor) -> None:
-    """The graph counts as settled until then. The next process runs it without a comparison, when it is due again."""
+@pytest.mark.parametrize(("whole_s", "until_then"), [(9, WHOLE), (11, COMPILED)])
+def test_tuned_code_is_compared_when_it_is_due_and_stays_if_it_is_faster(
+    whole_s: int, until_then: Variant, inductor: Inductor
+) -> None:
+    """The graph counts as settled until then.
+
+    The next process runs it without a comparison, when it is due again; until then the fastest side without it runs.
+    """
     default = compiling()
     loop = Loop(default, chain)
-    times = {**EVEN, TUNED_WHOLE: 8 * S}
+    times = {**EVEN, WHOLE: whole_s * S, TUNED_WHOLE: 8 * S}
     loop.settle(times)
     assert set(loop.ran) == {COMPILED, WHOLE} and not inductor.tuned
     taken = train_until(loop, TUNED_WHOLE, times)
     assert inductor.tuned == ["", ""], "forward and backward, once each"
     least = 0.95 * sum(5 * S * num for num in (2, 3)) / 0.05 / (10 * S)  # 2 distinct matmuls forward, 3 backward
     assert taken + len(loop.states) > least
-    during = "measuring: torch.compile against one CUDA graph, tuned, turn 3 of 10"
+    champion = "one CUDA graph" if until_then is WHOLE else "torch.compile"
+    during = f"measuring: {champion} against one CUDA graph, tuned, turn 3 of 10"
     assert during not in loop.states
     loop.settle(times)
     assert during in loop.states
@@ -131,11 +143,12 @@ def test_tuned_code_is_compared_when_it_is_due_and_stays_if_it_is_faster(inducto
     loop = Loop(again, chain)
     loop.settle(times)
     loop.step(times)
-    assert loop.ran[-1] is WHOLE and len(loop.ran) < 12
+    assert loop.ran[-1] is until_then and len(loop.ran) < 16 and TUNED_WHOLE not in loop.ran
+    assert again.state.startswith(f"settled: {champion}") and "1.25x" not in again.state
     train_until(loop, TUNED_WHOLE, times)
-    for _ in range(8):
+    for _ in range(2 * DRIFT_STEPS * WATCH_EVERY):
         loop.step(times)
-    assert not any(", turn " in state for state in loop.states)
+    assert not any(", turn " in state for state in loop.states), "other steps are no drift"
     assert set(loop.ran[-8:]) == {TUNED_WHOLE} and again.state.startswith("settled: one CUDA graph, tuned")
     assert not again.gpu.races and len(list(again.gpu.captures)) == 2
 
@@ -242,6 +255,77 @@ def test_tuning_that_fails_leaves_what_runs(place: str, inductor: Inductor, line
         loop.step(times)
     assert set(loop.ran[-100:]) == {PLAN} and default.state == "settled: plan, 1.25x as fast as torch.compile"
     assert warnings_in(lines) == ["0/0: its code is not tuned: OutOfMemoryError: CUDA out of memory."]
+
+
+def test_drift_while_tuned_code_is_awaited(inductor: Inductor, lines: pytest.LogCaptureFixture) -> None:
+    """The side that runs meanwhile is compared with what else there is; then the remembered one runs."""
+    times = {**EVEN, WHOLE: 9 * S, TUNED_WHOLE: 7 * S}
+    options = {"plan.late_share": 0.004}
+    loop = Loop(compiling(**options), chain)
+    train_until(loop, TUNED_WHOLE, times, 4 * HOURS)
+    loop.settle(times)
+    again = compiling(**options)
+    loop = Loop(again, chain)
+    loop.settle(times)
+    for _ in range(2 * DRIFT_STEPS * WATCH_EVERY):
+        loop.step(times)
+    slower = {variant: 13 * ns // 10 for variant, ns in times.items()}
+    while again.is_settled:
+        loop.step(slower)
+        assert TUNED_WHOLE not in loop.ran
+    loop.settle(slower)
+    assert again.variant is WHOLE
+    train_until(loop, TUNED_WHOLE, slower, 4 * HOURS)
+    loop.settle(slower)
+    assert loop.ran[-1] is TUNED_WHOLE and not warnings_in(lines)
+
+
+def test_a_run_of_tuned_code_that_fails_leaves_the_winner(inductor: Inductor, lines: pytest.LogCaptureFixture) -> None:
+    """That step has the right numbers, and from the next one on the proven side runs."""
+    default = compiling()
+    loop = Loop(default, branches)
+    times = {**EVEN, PLAN: 8 * S, TUNED: 7 * S, TUNED_WHOLE: 7 * S}
+    loop.settle(times)
+    train_until(loop, TUNED_WHOLE, times)
+    inductor.failure_at_run = torch.OutOfMemoryError("CUDA out of memory.")
+    for _ in range(100):
+        loop.step(times)
+    assert warnings_in(lines) == ["0/0: tuned code is dropped: OutOfMemoryError: CUDA out of memory."]
+    assert set(loop.ran[-99:]) == {PLAN} and default.state == "settled: plan, 1.25x as fast as torch.compile"
+
+
+def test_an_interrupt_in_a_late_compile_leaves_torch_compile(
+    inductor: Inductor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who goes on training after it, as in a notebook, does so with torch.compile's code."""
+    Loop(compiling(), chain).settle()
+    default = compiling()
+    loop = Loop(default, chain)
+    compiled: list[int] = []
+
+    def interrupt(*_: Any, **__: Any) -> Any:
+        compiled.append(1)
+        if len(compiled) == 2:
+            raise KeyboardInterrupt
+        return lambda inputs: inputs
+
+    monkeypatch.setattr("apollo_compile.session.contest.challenger.compile_again", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        train_until(loop, TUNED_WHOLE)
+    loop.model.load_state_dict(loop.eager.state_dict())  # which is a step ahead
+    for _ in range(3):
+        loop.step()
+    assert default.models[0].challenge.is_over
+
+
+def test_idle_time_is_no_training(inductor: Inductor) -> None:
+    """After a night without a call, the first call does not wait for a compile."""
+    default = compiling(**{"plan.late_share": 0.01})
+    loop = Loop(default, chain)
+    loop.settle()
+    default.clock.now += 8 * 3600 * S
+    loop.step()
+    assert not inductor.tuned
 
 
 def pointwise() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:

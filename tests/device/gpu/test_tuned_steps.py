@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
+import torch
 
-from apollo_compile.ir import Phase, Variant
+from apollo_compile.device.gpu.capturer import Capturer
+from apollo_compile.device.gpu.execute import CudaExecutable
+from apollo_compile.ir import Phase, Role, Variant
 from apollo_compile.session.step.tuning import StepTuner
 from apollo_compile.tools.report import report, status
 from tests.device.gpu.fake_gpu import FakeGpu
@@ -34,10 +39,10 @@ def settle_with_joint_graph(pair: Pair) -> StepTuner:
     settle(pair)
     (tuner,) = pair.run.tuners
     assert Variant.JOINT not in tuner.program.variants.loaded()
-    winner = tuner.current
+    before = {each.name for each in tuner.verdict.standings}
     pair.step()
     settle(pair)
-    assert {each.name for each in tuner.verdict.standings} == {winner, Variant.JOINT}
+    assert {each.name for each in tuner.verdict.standings} == {*before, Variant.JOINT}
     return tuner
 
 
@@ -91,7 +96,10 @@ def test_tuned_programs_take_turns_with_the_winner(
     plain, tuned = variants.plan.bodies, variants.loaded()[Variant.TUNED].bodies
     assert len(plain) == len(tuned) and any(one is not other for one, other in zip(plain, tuned, strict=True))
     settle(pair)
-    assert {each.name for each in tuner.verdict.standings} == {winner, Variant.TUNED, Variant.TUNED_INDUCTOR}
+    assert {Variant.LOOP, winner, Variant.TUNED, Variant.TUNED_INDUCTOR} <= {
+        each.name for each in tuner.verdict.standings
+    }
+    assert tuner.verdict.winner == tuner.current and tuner.verdict.standings[0].ratio == 1
     assert not races_of(gpu)
     for _ in range(3):
         pair.step()
@@ -127,3 +135,60 @@ def test_tuning_that_fails_leaves_the_winner(
     assert tuner.is_settled and not inductor.tuned
     warned = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
     assert [line.partition(": ")[2] for line in warned] == ["its code is not tuned: RuntimeError: no kernel is valid"]
+
+
+def test_tuned_programs_that_find_no_memory_leave_the_winner(
+    gpu: FakeGpu,  # noqa: F811
+    inductor: Inductor,  # noqa: F811
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With one WARNING for each; the verdict until then holds, and what won goes on."""
+    pair = Pair(gpu, adamw, **{**AT_ONCE, "debug.strict": False})
+    tuner = settle_with_joint_graph(pair)
+    winner, verdict = tuner.current, tuner.verdict
+    while tuner.is_settled:
+        pair.step()
+    lost = (Variant.TUNED_INDUCTOR, Variant.TUNED)
+    programs = [tuner.program.variants.loaded()[each].program for each in lost]
+    capture = Capturer.capture
+
+    def find_no_memory(capturer: Capturer, *arguments: Any) -> Any:
+        if any(capturer.program is each for each in programs):
+            raise torch.OutOfMemoryError("no memory")
+        return capture(capturer, *arguments)
+
+    monkeypatch.setattr(Capturer, "capture", find_no_memory)
+    settle(pair)
+    warned = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert len(warned) == 2
+    assert all(f"no {each}: OutOfMemoryError: no memory" in "".join(warned) for each in lost)
+    assert tuner.verdict is verdict and tuner.current is winner
+    for _ in range(3):
+        pair.step()
+    assert tuner.held_back is None and tuner.current is winner and not tuner.is_more_to_come
+
+
+def test_timing_that_fails_in_the_backward_leaves_the_winner(
+    gpu: FakeGpu,  # noqa: F811
+    inductor: Inductor,  # noqa: F811
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Code of the forward alone is no use."""
+    pair = Pair(gpu, adamw, **{**AT_ONCE, "debug.strict": False})
+    tuner = settle_with_joint_graph(pair)
+    measured: list[int] = []
+    measure = CudaExecutable.measure
+
+    def run_out_of_memory(executable: CudaExecutable, inputs: Sequence[torch.Tensor]) -> Any:
+        measured.append(1)
+        if executable.graph.role is Role.BACKWARD:
+            raise torch.OutOfMemoryError("no memory")
+        return measure(executable, inputs)
+
+    monkeypatch.setattr(CudaExecutable, "measure", run_out_of_memory)
+    for _ in range(8):
+        pair.step()
+    assert measured and tuner.is_settled and not tuner.is_more_to_come
+    assert "its code is not tuned: OutOfMemoryError: no memory" in caplog.text
