@@ -5,6 +5,7 @@
     execute.py   Program + bodies -> CudaExecutable: lanes at first, one CUDA graph afterwards
     capturer.py  makes a CUDA graph of a program: what is used in place, copied, lent and saved
     captured.py  a captured CUDA graph: addresses that it uses, and copies around each replay
+    copies.py    copies of tensors that keep their layouts, and what they share
     torch_capture.py  captures with torch's own class; what to do if that fails
     memory.py    CUDA graphs that are alive: those of a model, and those of a device
     lending.py   decides whether gradients stay in the memory of a CUDA graph

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from apollo_compile.device.gpu.captured import Captured, Owner, keep_outputs, slot_for, storage_address
+from apollo_compile.device.gpu.captured import Captured, Owner, keep_outputs
+from apollo_compile.device.gpu.copies import slot_for, storage_address
 from apollo_compile.device.gpu.gpu import Gpu, Stream
 from apollo_compile.device.gpu.launch import Launcher, Releases, find_releases, order_after
 from apollo_compile.device.gpu.memory import ModelMemory

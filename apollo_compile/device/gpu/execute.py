@@ -50,8 +50,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from apollo_compile.device.gpu.captured import Captured, storage_address
+from apollo_compile.device.gpu.captured import Captured
 from apollo_compile.device.gpu.capturer import Capturer, segments_by_lane
+from apollo_compile.device.gpu.copies import storage_address
 from apollo_compile.device.gpu.gpu import Gpu, Sharing, Stream
 from apollo_compile.device.gpu.launch import Launcher, order_after
 from apollo_compile.device.gpu.measure import measure_bodies
