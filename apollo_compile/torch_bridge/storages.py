@@ -4,6 +4,7 @@
     storage_handles(tensors)    handles of storages for `count_uses`
     count_uses(handles)         reference count of each storage
     are_gone(storages)          whether no storage lives any more
+    are_alive(storages)         whether every storage lives
     Places(addresses)           whether tensors are at these addresses
 
 Nothing here keeps a storage alive.
@@ -62,6 +63,11 @@ def count_uses(handles: Iterable[int]) -> list[int]:
 def are_gone(storages: Iterable[StorageWeakRef]) -> bool:
     """Return whether none of these storages lives any more."""
     return all(storage.expired() for storage in storages)  # type: ignore[no-untyped-call]
+
+
+def are_alive(storages: Iterable[StorageWeakRef]) -> bool:
+    """Return whether every one of these storages lives."""
+    return not any(storage.expired() for storage in storages)  # type: ignore[no-untyped-call]
 
 
 class Places:

@@ -1,8 +1,10 @@
 """Copies of tensors that keep their layouts, and what they share.
 
-slot_for(tensor)        an empty tensor that it can be copied to
-find_copied(outputs)    what to copy for outputs, some of which may share memory
-in_copy(output, ...)    the part of a copy that is an output
+    target_for(tensor)      an empty tensor that it can be copied to
+    find_copied(outputs)    what to copy for outputs, some of which may share memory
+    in_copy(output, ...)    the part of a copy that is an output
+
+Nothing here copies.
 """
 
 from __future__ import annotations
@@ -78,7 +80,7 @@ def storage_address(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def slot_for(tensor: torch.Tensor) -> torch.Tensor:
+def target_for(tensor: torch.Tensor) -> torch.Tensor:
     """Return an empty tensor with the layout of `tensor`.
 
     Raises:

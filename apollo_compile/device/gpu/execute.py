@@ -11,9 +11,11 @@ in place    Parameters, inputs that the graph writes to, those that stayed where
 copied in   All other inputs.
 copied out  Outputs that the user sees, who may still read them when the next step overwrites the graph's memory.
 lent        Gradients stay in the graph's memory, and the caller gets views of it, where training releases them before
-            the next forward. If one is still referenced then (gradients are accumulated or collected, or zeroed between
-            forward and backward), the graphs are captured again, and gradients are copied out, until they are found
-            released again (`lending.py`).
+            the next forward.
+in slots    Gradients that are zeroed between forward and backward are copied to memory of their own inside the CUDA
+            graph, and the caller gets views of it (`slots.py`). Those that live longer are copied out, and others that
+            are added to them are lent. If one is in use where a replay would overwrite it, the run is launched, and the
+            graphs are captured again if they have to be others (`lending.py`).
 saved       Tensors that a forward saves for its backward stay in the graph's memory, and the caller gets views of it.
 
 The forwards and backwards of a model, of every variant, share one memory pool and overlay each other in it: on every
@@ -43,6 +45,7 @@ lanes. A backward is captured after its forward.
 
 from __future__ import annotations
 
+import functools
 import logging
 import traceback
 from collections.abc import Mapping, Sequence
@@ -72,6 +75,7 @@ from apollo_compile.ir import (
 )
 from apollo_compile.torch_bridge.cuda_private import has_saved_tensor_hooks, retains_graph
 from apollo_compile.torch_bridge.profiler import is_profiling, named
+from apollo_compile.torch_bridge.storages import are_gone
 
 _logger = logging.getLogger(__name__)
 
@@ -170,8 +174,8 @@ class CudaExecutable:
         with self.gpu.launch_lock:
             if self.graph.role is Role.FORWARD:
                 self.shared.has_hooks = has_saved_tensor_hooks()
-                if self.shared.lending.changes():
-                    self.shared.release()
+            if self.graph.role in (Role.FORWARD, Role.BACKWARD) and self.shared.lending.changes(self.graph.role):
+                self.shared.release()
             if self.gpu.is_capturing() or not self.may_capture or self._may_come_again():
                 return self._launch(inputs)
             captured = self._find_captured(inputs)
@@ -182,6 +186,10 @@ class CudaExecutable:
                 in_place = self._find_in_place(inputs)
                 if in_place is not None and (self.only_replays or self.num_launches >= WARMUP_RUNS):
                     captured = self._capture(inputs, in_place)
+            if captured is not None and not captured.slots.are_free():
+                self.shared.lending.refuse()
+                self.shared.release()
+                captured = None
             return self._launch(inputs) if captured is None else self._replay(captured, inputs)
 
     def _launch(self, inputs: list[torch.Tensor]) -> list[torch.Tensor | None]:
@@ -307,8 +315,9 @@ class CudaExecutable:
             return self.shared.contents is not None  # so its forward was replayed, when nothing else was in use
         if self.shared.is_free():
             return True
-        if self.graph.role is Role.FORWARD and self.shared.has_held_gradients():
-            self.shared.lending.refuse()
+        held = self.shared.held_gradients() if self.graph.role is Role.FORWARD else None
+        if held:
+            self.shared.lending.refuse(functools.partial(are_gone, held))
             self.shared.release()
         return False
 
@@ -404,9 +413,10 @@ class CudaExecutable:
         self.num_replays += 1
         self.shared.follow(self.gpu)
         self.shared.note_replay(captured)
+        lends = captured.lent is not None and self.shared.lending.lends()
         with named(self.graph.name if is_profiling() else None):
-            returned = captured.replay(self.gpu, inputs)
+            returned = captured.replay(self.gpu, inputs, lends=lends)
         inputs.clear()
         if self.graph.role is Role.BACKWARD and not captured.kept.lends:
-            self.shared.lending.note(returned)
+            self.shared.lending.note(returned, captured.slots.are_free if captured.slots.tensors else None)
         return returned

@@ -12,8 +12,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from torch.multiprocessing.reductions import StorageWeakRef
+
 from apollo_compile.device.gpu.lending import Lending
+from apollo_compile.device.gpu.slots import Slots
 from apollo_compile.ir import Role
+from apollo_compile.torch_bridge.storages import storages_of
 
 if TYPE_CHECKING:
     from apollo_compile.device.gpu.captured import Captured
@@ -38,6 +42,8 @@ class ModelMemory:
     out_of_memory: str | None = None
     """The message of the allocation that failed in a capture; no graph of the model is captured after that."""
     lending: Lending = field(default_factory=Lending)
+    slots: Slots = field(default_factory=Slots)
+    """Where gradients are copied to that live until the next backward."""
     _captures: list[Captured] = field(default_factory=list)
     _contents: Captured | None = None
     """The forward that was replayed last, if nothing was replayed after it."""
@@ -69,9 +75,10 @@ class ModelMemory:
         """Whether nobody uses what was handed out of the pool."""
         return all(captured.is_unused() for captured in self._handed_out)
 
-    def has_held_gradients(self) -> bool:
-        """Whether somebody uses gradients that were lent."""
-        return any(each.role is Role.BACKWARD and not each.is_unused() for each in self._handed_out)
+    def held_gradients(self) -> frozenset[StorageWeakRef]:
+        """Return the storages of gradients that were lent by backwards of which somebody uses one."""
+        held = (each for each in self._handed_out if each.role is Role.BACKWARD and not each.is_unused())
+        return storages_of(gradient for each in held for gradient in each.kept.viewed)
 
     def note_replay(self, captured: Captured) -> None:
         """Note that a CUDA graph is replayed, which hands out its outputs."""

@@ -18,11 +18,12 @@ import pytest
 import torch
 from torch import nn
 
-from apollo_compile.device.gpu import capturer, execute
+from apollo_compile.device.gpu import capturer, execute, launch
 from apollo_compile.device.gpu.execute import CudaExecutable
 from apollo_compile.device.gpu.gpu import Sharing
 from apollo_compile.device.gpu.launch import Releases, find_releases
 from apollo_compile.device.gpu.memory import ModelMemory
+from apollo_compile.device.gpu.slots import GradientSlots, fill_slots
 from apollo_compile.device.lanes import lane_catalogue
 from apollo_compile.device.target import CompiledBody, Contract
 from apollo_compile.ir import (
@@ -40,7 +41,7 @@ from apollo_compile.ir import (
 )
 from tests.builders import plan, random_costs, random_plan, seeds
 from tests.device.gpu.arena import ROUNDING
-from tests.device.gpu.fake_gpu import FakeGpu
+from tests.device.gpu.fake_gpu import ORIGIN, FakeGpu
 from tests.device.gpu.test_launch import program_of
 
 UNITS = 2
@@ -289,7 +290,7 @@ class Step:
     """What one step of a training loop does."""
 
     zero_grad: str = "after the step"
-    """Or "before the backward" or "never"."""
+    """Or "before the backward", "in place before the backward" or "never"."""
     forwards: int = 1
     reverse: bool = False
     """Backwards in the reverse order of their forwards."""
@@ -338,6 +339,14 @@ SCENARIOS: dict[str, Callable[[random.Random, int], Step]] = {
     "swapped weights": lambda rng, number: Step(validate=True, swap=number % 2 == 0),
     "saved-tensor hooks": lambda rng, number: Step(hooks=("", "clone", "keep", "identity")[number % 4]),
     "collected gradients": lambda rng, number: Step(hold=number == 5),
+    "collected gradients, zero_grad before the backward": lambda rng, number: Step(
+        zero_grad="before the backward", hold=number == 5
+    ),
+    "all gradients are collected": lambda rng, number: Step(hold=True),
+    "accumulation, zero_grad before the backward": lambda rng, number: Step(
+        zero_grad="never" if number > 4 and number % 3 else "before the backward"
+    ),
+    "zero_grad in place": lambda rng, number: Step(zero_grad="in place before the backward"),
     "dropped forwards": lambda rng, number: Step(drop=number >= 4),
     "variants in turn": lambda rng, number: Step(variant=number // 4 % 3, backward_variant=number // 4 % 3),
     "a switch before the backward": lambda rng, number: Step(
@@ -346,6 +355,12 @@ SCENARIOS: dict[str, Callable[[random.Random, int], Step]] = {
     "anything": lambda rng, number: random_step(rng),
     "anything, one variant": lambda rng, number: random_step(rng, variant=0, backward_variant=0),
 }
+
+
+for name in ("two forwards", "retain_graph", "swapped weights", "a switch before the backward"):
+    SCENARIOS[f"{name}, zero_grad before the backward"] = lambda rng, number, name=name: replace(  # type: ignore[misc]
+        SCENARIOS[name](rng, number), zero_grad="before the backward"
+    )
 
 
 def script_of(scenario: str, seed: int) -> list[Step]:
@@ -389,6 +404,9 @@ def train(model: Model, runs: Eager | OnLanes, script: Sequence[Step]) -> list[t
                 _swap(weights, averages)
         if step.zero_grad == "before the backward":
             clear()
+        if step.zero_grad == "in place before the backward":
+            for weight in weights:
+                _ = None if weight.grad is None else weight.grad.zero_()
         runs.use(step.backward_variant)
         for loss in losses[:: -1 if step.reverse else 1]:
             for is_last in (False, True) if step.retain else (True,):
@@ -483,6 +501,11 @@ def _release_on_lane_of_reader(program: Program, owners: Mapping[BufferId, LaneI
     return find_releases(program, {buffer: readers.get(buffer, owner) for buffer, owner in owners.items()})
 
 
+def _fill_from_origin(instruction: Launch, values: Any, slots: Any, gpu: FakeGpu, stream: str) -> None:
+    """Copy to slots on a stream that does not wait for the lane."""
+    fill_slots(instruction, values, slots, gpu, ORIGIN)
+
+
 MUTANTS: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], dict[str, Any]]]] = {
     "what was handed out is not looked at": (
         "two forwards",
@@ -507,6 +530,14 @@ MUTANTS: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], dict[str, Any]]]] =
     "inputs are released on the lane of the reader": (
         "zero_grad after the step",
         lambda patch: _set(patch, capturer, "find_releases", _release_on_lane_of_reader),
+    ),
+    "slots in use are not looked at": (
+        "collected gradients, zero_grad before the backward",
+        lambda patch: _set(patch, GradientSlots, "are_free", lambda slots: True),
+    ),
+    "slots are filled on another lane": (
+        "zero_grad before the backward",
+        lambda patch: _set(patch, launch, "fill_slots", _fill_from_origin),
     ),
     "buffers are released on the lane of the reader": (
         "zero_grad after the step",

@@ -101,7 +101,7 @@ def test_released_graphs_leave_no_tensors_behind(gpu: FakeGpu) -> None:
     kept = forward.run([torch.ones(4), weight])[1]
     assert kept is not None
     forward.release()
-    assert all(not each.kept.viewed and not each.slots and each.recording is None for each in captured)
+    assert all(not each.kept.viewed and not each.copied_in and each.recording is None for each in captured)
     assert torch.equal(kept, weight) and live(gpu) == []
     step((forward, backward), weight)
 
