@@ -8,14 +8,16 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from apollo_compile.device.gpu.capturer import Capturer
 from apollo_compile.device.gpu.execute import CudaExecutable
 from apollo_compile.ir import Phase, Role, Variant
 from apollo_compile.session.step.tuning import StepTuner
+from apollo_compile.step import compile_step
 from apollo_compile.tools.report import report, status
 from tests.device.gpu.fake_gpu import FakeGpu
-from tests.device.gpu.test_steps import Optimize, Pair, adamw, gpu, races_of, sgd, units  # noqa: F401  (fixtures)
+from tests.device.gpu.test_steps import PROGRAM, Optimize, Pair, adamw, gpu, loss_fn, races_of, sgd, units  # noqa: F401  (fixtures)
 from tests.device.gpu.test_tuned import Inductor, inductor  # noqa: F401
 
 AT_ONCE = {"plan.autotune": True, "runtime.bodies": "native", "plan.late_share": 1e9}
@@ -192,3 +194,57 @@ def test_timing_that_fails_in_the_backward_leaves_the_winner(
         pair.step()
     assert measured and tuner.is_settled and not tuner.is_more_to_come
     assert "its code is not tuned: OutOfMemoryError: no memory" in caplog.text
+
+
+class Dropping(nn.Module):
+    """Two layers with dropout that are independent of each other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = (
+            nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Dropout(p), nn.Linear(16, 8)) for p in (0.5, 0.3)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the similarities of what both make of `x`."""
+        return self.left(x) @ self.right(x).T
+
+
+@pytest.mark.soak
+def test_the_joint_graph_drops_what_others_drop_and_its_gradient_is_the_slope(
+    gpu: FakeGpu,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Masks follow the seed, and agree between forward and backward, as Inductor itself compiles it."""
+    torch.manual_seed(0)
+    model = Dropping().double()
+    options = {**PROGRAM, **AT_ONCE, "inductor.max_autotune": False}
+    frozen = torch.optim.SGD(model.parameters(), lr=0.0)
+    step = compile_step(model, loss_fn, frozen, microbatches=2, options=options)
+    batch = torch.randn(32, 16, dtype=torch.float64)
+    for _ in range(MOST):
+        step(batch)
+        if step.tuners and step.tuners[0].is_settled and not step.tuners[0].is_more_to_come:
+            break
+
+    def take(variant: Variant, seed: int) -> tuple[float, list[torch.Tensor]]:
+        monkeypatch.setattr(StepTuner, "begin_step", lambda tuner, number: variant)
+        torch.manual_seed(seed)
+        loss = step(batch).item()
+        return loss, [parameter.grad.clone() for parameter in model.parameters()]
+
+    for seed in range(3):
+        losses, gradients = zip(*(take(each, seed) for each in (Variant.INDUCTOR, Variant.JOINT)), strict=True)
+        assert losses[0] == losses[1]
+        torch.testing.assert_close(*gradients)
+    weight = model.left[0].weight
+    direction, small = torch.randn_like(weight), 1e-5
+    along = []
+    for sign in (1, -1):
+        with torch.no_grad():
+            weight.add_(sign * small * direction)
+        along.append(take(Variant.JOINT, 3)[0])
+        with torch.no_grad():
+            weight.sub_(sign * small * direction)
+    slope = (take(Variant.JOINT, 3)[1][0] * direction).sum().item()
+    assert (along[0] - along[1]) / (2 * small) == pytest.approx(slope, rel=1e-5)
