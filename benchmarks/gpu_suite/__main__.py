@@ -8,7 +8,7 @@ compile at the same time and are then measured in turns; a ledger of memory and 
 every stage. A short table comes last, with the targets.
 
 Exit codes: 0, all is well; 1, a check failed, a variant has wrong losses, or apollo did not run; 3, there is no GPU,
-and nothing was measured. A missed target is a figure, not a failure.
+and nothing was measured. A missed target is a figure, not a failure. In a dry run whatever is missing is a failure.
 """
 
 from __future__ import annotations
@@ -21,10 +21,12 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from apollo_compile.tools.bench.task import Variant
+from benchmarks.gpu_suite import dry
 from benchmarks.gpu_suite.device import DeviceProcess
 from benchmarks.gpu_suite.plan import BUDGET_S, DEFAULT_WORKLOADS, Suite, Workload
 from benchmarks.gpu_suite.race import LOOP_STEPS, MOST_ROUNDS, Result
@@ -37,6 +39,12 @@ from benchmarks.workloads.gpu import SHAPES
 
 NO_GPU = 3
 """Exit code where there is none."""
+
+DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "cuda": {"scale": "full", "budget": BUDGET_S, "rounds": MOST_ROUNDS, "loop_steps": LOOP_STEPS},
+    "cpu": {"scale": "least", "budget": dry.BUDGET_S, "rounds": dry.ROUNDS, "loop_steps": dry.LOOP_STEPS},
+}
+"""Of what was not said, by device."""
 
 RESULTS = Path(__file__).parents[1] / "results"
 
@@ -62,6 +70,13 @@ def main(arguments: Sequence[str] | None = None, *, variants: Mapping[str, Varia
         write(report)
     print(format_report(report))
     complaints = complaints_about(report, args.dtype)
+    if is_dry:
+        complaints += dry.complaints_about(
+            report,
+            variants={suite.title_of(each): [v.name for v in suite.variants_of(each)] for each in args.workloads},
+            ledger=[variant.name for variant in suite.in_ledger()],
+            has_targets=args.variants is None and args.workloads == list(DEFAULT_WORKLOADS),
+        )
     print("".join(f"\n{line}" for line in complaints), end="\n" if complaints else "")
     return 1 if complaints else 0
 
@@ -95,7 +110,7 @@ def _parse(arguments: Sequence[str] | None, variants: Mapping[str, Variant]) -> 
     default = ",".join(f"{name}:{batch}" for name, batch in DEFAULT_WORKLOADS)
     parser.add_argument("--json", type=Path, help="write everything there, after every stage")
     parser.add_argument("--keep", type=Path, help="a new folder, which keeps output and caches of all processes")
-    parser.add_argument("--budget", type=float, default=BUDGET_S, help="seconds for everything")
+    parser.add_argument("--budget", type=float, help=f"seconds for everything; default: {BUDGET_S:.0f}")
     parser.add_argument(
         "--workloads", type=_workloads, default=list(DEFAULT_WORKLOADS), help=f"name:batch, ...; default: {default}"
     )
@@ -105,8 +120,8 @@ def _parse(arguments: Sequence[str] | None, variants: Mapping[str, Variant]) -> 
         help=f"of {', '.join(variants)}; default: all, but {', '.join(SLOW)} of the first workload alone",
     )
     parser.add_argument("--dtype", choices=tuple(TOLERANCES), default="bf16", help="bf16 is autocast")
-    parser.add_argument("--rounds", type=int, default=MOST_ROUNDS, help="at most so many turns of every variant")
-    parser.add_argument("--loop-steps", type=int, default=LOOP_STEPS, help="steps of a loop without waits")
+    parser.add_argument("--rounds", type=int, help=f"at most so many turns of every variant; default: {MOST_ROUNDS}")
+    parser.add_argument("--loop-steps", type=int, help=f"steps of a loop without waits; default: {LOOP_STEPS}")
     parser.add_argument("--no-checks", dest="checks", action="store_false", help="workloads only")
     parser.add_argument("--no-ledger", dest="ledger", action="store_false", help="no profile, no ledger of memory")
     parser.add_argument(
@@ -118,10 +133,12 @@ def _parse(arguments: Sequence[str] | None, variants: Mapping[str, Variant]) -> 
         "--device",
         choices=("cuda", "cpu"),
         default="cuda",
-        help="cpu: a dry run with tiny models, whose figures mean nothing",
+        help="cpu: a dry run with tiny models and few steps, whose figures mean nothing",
     )
     args = parser.parse_args(arguments)
-    args.scale = "full" if args.device == "cuda" else "tiny"
+    for name, value in DEFAULTS[args.device].items():
+        if getattr(args, name, None) is None:
+            setattr(args, name, value)
     if args.device == "cpu" and args.json is not None and RESULTS in args.json.resolve().parents:
         parser.error(f"{args.json} is among published results, and a dry run has none: write it elsewhere")
     return args

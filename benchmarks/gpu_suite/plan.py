@@ -11,7 +11,8 @@ Compiling is work for the CPU, and what most checks do is work for the GPU, so e
     other checks what is left, alone, if there is time
 
 That takes a core for every variant that compiles, and two for the check and this process. On fewer cores checks are
-made alone, in the stage of that name or in the last one.
+made alone, in the stage of that name or in the last one. A dry run has drills besides (`dry.py`), and no more variants
+that compile at the same time than cores.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from apollo_compile.tools.bench.task import Task, Variant
 from apollo_compile.tools.bench.turns import spawn
 from benchmarks.gpu_suite.checks import DOCTOR, Checks
 from benchmarks.gpu_suite.device import DeviceProcess, look_at_device
+from benchmarks.gpu_suite.dry import drills
 from benchmarks.gpu_suite.race import Heat, race, started
 from benchmarks.gpu_suite.stages import Clock, Report, Stage
 from benchmarks.gpu_suite.targets import title_of
@@ -81,6 +83,9 @@ class Suite:
         self._process = process
         self._clock = clock
         self._cores = cores
+        self._is_dry = args.device == "cpu"
+        self._cache = folder / "cache" if self._is_dry else None
+        """Of Inductor, for all variants; None if each has its own."""
         self._started: dict[Workload, tuple[Heat, ExitStack]] = {}
         self._checks_until = clock()
         """When the checks' own part of the time ends; before, they go on even if nothing compiles."""
@@ -101,7 +106,7 @@ class Suite:
         checks = Stage(name="checks", share=CHECKS_SHARE, run=self._check)
         workloads = [
             Stage(
-                name=title_of(name, batch, args.dtype),
+                name=self.title_of((name, batch)),
                 share=WORKLOAD_SHARES.get(name, OTHER_SHARE),
                 run=partial(self._race, (name, batch)),
             )
@@ -111,6 +116,7 @@ class Suite:
         others = Stage(name="other checks", share=0.0, run=partial(self.checks.run, GROUPS))
         return [
             looked,
+            *(drills(self._folder, self._clock) if self._is_dry else []),
             *([checks] if args.checks else []),
             *workloads,
             *([ledger] if args.ledger and workloads else []),
@@ -123,6 +129,15 @@ class Suite:
             return [self._variants[name] for name in self._args.variants]
         has_slow = self._args.thorough or workload == self._args.workloads[0]
         return [each for name, each in self._variants.items() if has_slow or name not in SLOW]
+
+    def in_ledger(self) -> list[Variant]:
+        """Return those of the first workload whose memory and kernels are looked at."""
+        first = self._args.workloads[:1] if self._args.ledger else []
+        return [each for own in map(self.variants_of, first) for each in own if each.name in (APOLLO, REDUCE_OVERHEAD)]
+
+    def title_of(self, workload: Workload) -> str:
+        """Return the title of its results."""
+        return title_of(*workload, self._args.dtype)
 
     def _may_check_beside(self, workload: Workload) -> bool:
         return self._args.checks and self._cores >= len(self.variants_of(workload)) + OTHER_CORES
@@ -140,8 +155,15 @@ class Suite:
         folder = self._folder_of(workload)
         folder.mkdir()
         stack = ExitStack()
-        heat = stack.enter_context(started(self._task(workload), self.variants_of(workload), folder, self._clock))
-        self._started[workload] = heat, stack
+        heat = started(
+            self._task(workload),
+            self.variants_of(workload),
+            folder,
+            self._clock,
+            abreast=self._cores if self._is_dry else None,
+            cache=self._cache,
+        )
+        self._started[workload] = stack.enter_context(heat), stack
 
     def _race(self, workload: Workload, report: Report, until: float) -> None:
         if workload not in self._started:
@@ -160,7 +182,7 @@ class Suite:
 
         scale = self._args.budget / BUDGET_S
         with stack:
-            report.workloads[title_of(*workload, self._args.dtype)] = race(
+            report.workloads[self.title_of(workload)] = race(
                 heat,
                 until=until,
                 start_limits_s={name: limit_s * scale for name, limit_s in START_LIMITS_S.items()},
@@ -172,10 +194,12 @@ class Suite:
     def _ledger(self, report: Report, until: float) -> None:
         """Look at memory and kernels of the first workload, with the code that its race compiled."""
         workload, clock = self._args.workloads[0], self._clock
-        for variant in self.variants_of(workload):
-            if variant.name not in (APOLLO, REDUCE_OVERHEAD) or clock() >= until:
-                continue
-            with spawn(self._task(workload), variant, self._folder_of(workload), cold=True, patience_s=0.0) as child:
+        for variant in self.in_ledger():
+            if clock() >= until:
+                break
+            folder = self._folder_of(workload)
+            process = spawn(self._task(workload), variant, folder, cold=True, cache=self._cache, patience_s=0.0)
+            with process as child:
                 child.ask(("start",), max(1.0, until - clock()))
                 child.ask(("warm_up", 8, max(0.0, (until - clock()) / 3)), max(1.0, until - clock()))
                 report.ledger[variant.name] = child.ask(("ledger",), max(1.0, until - clock()))

@@ -3,7 +3,8 @@
     with started(task, variants, folder, clock) as heat:
         results = race(heat, until=...)
 
-    start     all at once: build, compile, take the first step; the caller may do something else meanwhile
+    start     all at once: build, compile, take the first step; the caller may do something else meanwhile. In a dry
+              run, only so many at the same time
     warm up   one after the other, so that what autotuning measures is not disturbed
     look      one after the other: losses of the first steps, memory, host and device times
     rounds    one loop of every variant and some single steps, in alternating order, as long as there is time
@@ -82,22 +83,33 @@ LOOKS: Sequence[tuple[str, str]] = (
 
 
 @contextmanager
-def started(task: Task, variants: Sequence[Variant], folder: Path, clock: Clock) -> Iterator[Heat]:
-    """Let all variants begin to compile and to take their first step; end their processes after the `with`.
+def started(
+    task: Task,
+    variants: Sequence[Variant],
+    folder: Path,
+    clock: Clock,
+    *,
+    abreast: int | None = None,
+    cache: Path | None = None,
+) -> Iterator[Heat]:
+    """Let variants begin to compile and to take their first step; end their processes after the `with`.
 
     Arguments:
         task: what a step is.
         variants: what takes it, the most important first.
         folder: for output and caches of the processes.
         clock: returns seconds.
+        abreast: how many compile at the same time; all, if that is None. The others begin in `race`.
+        cache: of Inductor, for all of them; each has its own, if that is None.
     """
     with ExitStack() as stack:
-        children = {
-            each.name: stack.enter_context(spawn(task, each, folder, cold=True, patience_s=0.0)) for each in variants
-        }
-        heat = Heat(variants, children, clock)
-        for child in children.values():
-            child.send(("start",))
+
+        def start(variant: Variant) -> ChildProcess:
+            process = spawn(task, variant, folder, cold=True, cache=cache, patience_s=0.0)
+            return stack.enter_context(process)
+
+        heat = Heat(variants, start, clock)
+        heat.start(len(variants) if abreast is None else max(1, abreast))
         yield heat
 
 
@@ -116,7 +128,8 @@ def race(
         heat: the variants, started.
         until: when to end.
         start_limits_s: seconds of variants that get less than all others until their first step.
-        meanwhile: called with the time when the last first step has to have been taken, and whether one is waited for.
+        meanwhile: called with the time when the last first step has to have been taken, and whether one is waited for;
+            not where some variants have yet to begin.
         loop_steps: steps of a loop.
         most_rounds: at which a race ends early.
     """
@@ -125,12 +138,18 @@ def race(
     def at(share: float) -> float:
         return begin + share * (until - begin)
 
-    ends = {name: min(at(START_SHARE), begin + start_limits_s.get(name, float("inf"))) for name in heat.children}
-    meanwhile(max(ends.values()), lambda: heat.is_waiting(ends))
-    for name, end in ends.items():
-        heat.results[name].first_step_s = heat.receive(name, end, least_s=0.1)
-        if "did not answer" in heat.results[name].note:
-            heat.results[name].note = f"had no first step in {end - begin:.0f} s, in which others compiled too"
+    def start_end(name: str) -> float:
+        return min(at(START_SHARE), heat.begins[name] + start_limits_s.get(name, float("inf")))
+
+    if not heat.left:
+        ends = {name: start_end(name) for name in heat.children}
+        meanwhile(max(ends.values()), lambda: heat.is_waiting(ends))
+    for name, result in heat.results.items():
+        result.first_step_s = heat.receive(name, start_end(name), least_s=0.1)
+        if "did not answer" in result.note:
+            had_s = max(0.0, start_end(name) - heat.begins[name])
+            result.note = f"had no first step in {had_s:.0f} s, in which others compiled too"
+        heat.start(1)
     deciding = [name for name in heat.deciding if name in heat.children]
     for name in list(heat.children):
         left_s, end = max(0.0, at(WARM_UP_SHARE) - clock()) / max(1, len(deciding)), at(LOOK_SHARE)
@@ -156,17 +175,30 @@ class Heat:
 
     Arguments:
         variants: that take part.
-        children: their processes, by name.
+        start: returns the process of one.
         clock: returns seconds; the heat begins now.
     """
 
-    def __init__(self, variants: Sequence[Variant], children: Mapping[str, ChildProcess], clock: Clock) -> None:
-        self.children = dict(children)
-        self.results = {name: Result(name=name) for name in children}
+    def __init__(self, variants: Sequence[Variant], start: Callable[[Variant], ChildProcess], clock: Clock) -> None:
+        self.children: dict[str, ChildProcess] = {}
+        self.begins: dict[str, float] = {}
+        """When a variant began."""
+        self.left = list(variants)
+        """Those that have yet to begin."""
+        self.results = {each.name: Result(name=each.name) for each in variants}
         self.deciding = [each.name for each in variants if each.backend == "apollo"]
         """Those that compare before they are measured."""
         self.clock = clock
         self.begin = clock()
+        self._start = start
+
+    def start(self, count: int) -> None:
+        """Let so many more begin, if they are left."""
+        for variant in self.left[:count]:
+            self.begins[variant.name] = self.clock()
+            child = self.children[variant.name] = self._start(variant)
+            child.send(("start",))
+        del self.left[:count]
 
     def is_waiting(self, ends: Mapping[str, float]) -> bool:
         """Return whether there is a process that has not answered and whose end has not come."""

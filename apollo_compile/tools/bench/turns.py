@@ -215,12 +215,13 @@ class ChildProcess:
 
 @contextmanager
 def spawn(
-    task: Task, variant: Variant, folder: Path, *, cold: bool, patience_s: float = 20.0
+    task: Task, variant: Variant, folder: Path, *, cold: bool, cache: Path | None = None, patience_s: float = 20.0
 ) -> Iterator[ChildProcess]:
     """Start the process of a variant, and end it after the `with`: by itself if it does so in `patience_s`.
 
-    Its output and what it writes go to files of the variant's name in `folder`; if `cold`, so does Inductor's cache.
-    They have no spaces, since Inductor's commands for the C++ compiler have no quotes.
+    Its output and what it writes go to files of the variant's name in `folder`; if `cold`, so does Inductor's cache,
+    or it is `cache`, which variants may share. They have no spaces, since Inductor's commands for the C++ compiler have
+    no quotes.
     """
     ours, theirs = socket.socketpair()
     name = variant.name.replace(" ", "-")
@@ -238,7 +239,7 @@ def spawn(
     )
     command = [sys.executable, "-c", code, json.dumps(order)]
     if cold:
-        command = ["env", f"TORCHINDUCTOR_CACHE_DIR={folder / name}", *command]
+        command = ["env", f"TORCHINDUCTOR_CACHE_DIR={cache or folder / name}", *command]
     with log.open("wb") as output:
         process = subprocess.Popen(
             command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
