@@ -4,8 +4,8 @@
     complaints_about(report, ...)          what should be there and is not
 
 All else is the suite itself, with models of one layer, few rounds, only as many variants that compile at the same time
-as there are cores, and one cache of Inductor for all of them, since each would compile the same code. Time limits are
-for a busy machine; nothing is waited for that is there.
+as there are cores, one cache of Inductor for all of them, since each would compile the same code, and few variants
+after the first workload. Time limits are for a busy machine; nothing is waited for that is there.
 """
 
 from __future__ import annotations
@@ -22,10 +22,14 @@ from apollo_compile.tools.bench.task import Task, Variant
 from benchmarks.gpu_suite.checks import NO_TIME
 from benchmarks.gpu_suite.race import Result, race, started
 from benchmarks.gpu_suite.stages import LATE_S, Clock, Report, Stage
+from benchmarks.gpu_suite.variants import APOLLO, APOLLO_STEP, REDUCE_OVERHEAD
 
 BUDGET_S = 1800.0
 ROUNDS, LOOP_STEPS = 2, 5
-DRILL_SHARE = 30.0
+DRILL_SHARE = 60.0
+
+LATER = (REDUCE_OVERHEAD, APOLLO, APOLLO_STEP)
+"""Variants of all workloads but the first: those that every target has a figure of."""
 
 FAILING, PROCESSES = "drill: a stage that fails", "drill: processes that die and hang"
 """Names of stages; the first has to fail, as nothing else may."""

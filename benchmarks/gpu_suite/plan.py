@@ -28,7 +28,7 @@ from apollo_compile.tools.bench.task import Task, Variant
 from apollo_compile.tools.bench.turns import spawn
 from benchmarks.gpu_suite.checks import DOCTOR, Checks
 from benchmarks.gpu_suite.device import DeviceProcess, look_at_device
-from benchmarks.gpu_suite.dry import drills
+from benchmarks.gpu_suite.dry import LATER, drills
 from benchmarks.gpu_suite.race import Heat, race, started
 from benchmarks.gpu_suite.stages import Clock, Report, Stage
 from benchmarks.gpu_suite.targets import title_of
@@ -124,11 +124,15 @@ class Suite:
         ]
 
     def variants_of(self, workload: Workload) -> list[Variant]:
-        """Return what takes part: what was asked for, or all but what is slow to compile after the first workload."""
+        """Return what takes part: what was asked for, or all but what is slow to compile after the first workload.
+
+        A dry run has only few then.
+        """
         if self._args.variants is not None:
             return [self._variants[name] for name in self._args.variants]
-        has_slow = self._args.thorough or workload == self._args.workloads[0]
-        return [each for name, each in self._variants.items() if has_slow or name not in SLOW]
+        has_all = self._args.thorough or workload == self._args.workloads[0]
+        missing = set(self._variants) - set(LATER) if self._is_dry else set(SLOW)
+        return [each for name, each in self._variants.items() if has_all or name not in missing]
 
     def in_ledger(self) -> list[Variant]:
         """Return those of the first workload whose memory and kernels are looked at."""

@@ -49,7 +49,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, dict[str, Any], 
     """Return exit code, JSON file and output of a run over one workload."""
     path = tmp_path_factory.mktemp("suite") / "dry.json"
     arguments = ["--device", "cpu", "--json", str(path), "--workloads", "clip_b32:2", "--rounds", "2"]
-    arguments += ["--loop-steps", "2", "--budget", "900", "--dtype", "fp32"]
+    arguments += ["--loop-steps", "2", "--budget", "850", "--dtype", "fp32"]
     with pytest.MonkeyPatch.context() as patch:
         lines: list[str] = []
         patch.setattr("builtins.print", lambda *parts, **options: lines.append(" ".join(map(str, parts))))

@@ -76,7 +76,7 @@ def test_checks_that_time_nothing_are_made_while_variants_compile(tmp_path: Path
 
 
 def test_the_first_workload_has_what_is_slow_to_compile(tmp_path: Path) -> None:
-    """Others have it if that was asked for."""
+    """Others have it if that was asked for, and in a dry run only what every target needs."""
     assert set(START_LIMITS_S) == set(SLOW) < set(VARIANTS)
     clip, chain = ("clip_b32", 32), ("chain", 32)
 
@@ -87,6 +87,9 @@ def test_the_first_workload_has_what_is_slow_to_compile(tmp_path: Path) -> None:
     assert names(clip) == names(chain, "--thorough") == list(VARIANTS)
     assert names(chain) == [name for name in VARIANTS if name not in SLOW]
     assert names(chain, "--variants", "max-autotune,eager") == ["max-autotune", "eager"]
+    dry = ("--device", "cpu")
+    assert names(clip, *dry) == names(chain, *dry, "--thorough") == list(VARIANTS)
+    assert names(chain, *dry) == ["reduce-overhead", "apollo", "apollo-step"]
 
 
 def test_what_was_started_and_never_measured_is_ended(tmp_path: Path) -> None:
