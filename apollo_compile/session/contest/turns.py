@@ -346,7 +346,8 @@ class Contest:
                 yield from self._compare(variant)
             if not faster:
                 self._results, self.has_news = Results([0], rules=RULES), True
-                _logger.log(logging.INFO if is_tuned else logging.DEBUG, "%s: tuned code is not faster", self._name)
+            if is_tuned and not faster:
+                _logger.info("%s: tuned code is not faster", self._name)
         challenger.keep(() if self.champion is Variant.COMPILED else (self.champion,))
         if self.champion not in TUNED_SIDES:
             challenger.drop_tuned()
