@@ -83,8 +83,8 @@ class PlanConfig:
     """Largest share of the training time that compiling something more, to be compared, may take: with 0.05, it begins
     once the loop has run for twenty times as long as the compile will take. A large number compares at once."""
     late_share: float = 0.05
-    """The same on a GPU for what is compiled once something has won, since it takes minutes: code that Inductor tunes,
-    as in mode `max-autotune`, and forward and backward of a step as one graph. 0 leaves that out."""
+    """The same on a GPU for what is compiled once something has won, since it takes minutes: code that Inductor tunes
+    with `max_autotune`, and forward and backward of a step as one graph. 0 leaves that out."""
     remember: bool = True
     """Keep plan and verdict of the first steps in `device.cache`, and compiled graphs in AOTAutograd's cache, and reuse
     them in later processes."""

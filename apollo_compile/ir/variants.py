@@ -29,7 +29,7 @@ class Variant(enum.StrEnum):
     INDUCTOR = "Inductor"
     """The whole graph as Inductor compiles it."""
     TUNED_INDUCTOR = "Inductor, tuned"
-    """On a GPU: the same in mode `max-autotune`."""
+    """On a GPU: the same with `max_autotune`."""
     JOINT = "Inductor, joint graph"
     """On a GPU, of a whole step: forward and backward of a micro-batch in one graph, as Inductor compiles it."""
     LOOP = "loop over micro-batches"

@@ -26,6 +26,9 @@ from apollo_compile.torch_bridge.storages import are_alive, are_gone, storages_o
 FIRST_PATIENCE = 8
 """Runs after the first refusal, before a shorter life is expected again."""
 
+MOST_COPIES = 8
+"""Gradients that are looked at to tell whether others are added to them; the memory does not depend on it."""
+
 AreReleased = Callable[[], bool]
 """Tells whether some gradients are released."""
 
@@ -62,11 +65,11 @@ class Lending:
         self._have_outlived_forward = False
         """Whether these were in use when a forward began, so that it is asked when a backward begins."""
         self._copies: frozenset[StorageWeakRef] = frozenset()
-        """Storages of gradients that others may be added to."""
+        """Storages of a few gradients that others may be added to."""
 
     def forbid(self) -> None:
         """Always copy out: somebody else reads gradients in an order that a replay does not wait for."""
-        self.lifetime, self._is_forbidden = Lifetime.LONGER, True
+        self.lifetime, self._is_forbidden, self._are_released = Lifetime.LONGER, True, None
 
     def lends(self) -> bool:
         """Whether a replay lends its gradients."""
@@ -95,10 +98,11 @@ class Lending:
         self._num_runs += 1
         is_watched = self.lifetime is Lifetime.FORWARD or self._num_runs == self._patience
         if are_free is None and (is_watched or self.lifetime is not Lifetime.LONGER):
-            storages = storages_of(each for each in gradients if each is not None)
-            are_free = functools.partial(are_gone, storages)
+            given = [each for each in gradients if each is not None]
+            if is_watched:
+                are_free = functools.partial(are_gone, storages_of(given))
             if not self._have_copies():
-                self._copies = storages
+                self._copies = storages_of(given[:: 1 + len(given) // MOST_COPIES])
         if is_watched:
             self._are_released, self._have_outlived_forward = are_free, False
 

@@ -161,8 +161,9 @@ class GpuTarget:
     def keep_only(self, variants: Collection[Variant]) -> None:
         """Begin a new pool: in the old one, memory of streams that only other variants use is lost."""
         with self.gpu.launch_lock:
-            self._memory.release()
-            self._other_memory.release()
+            for memory in (self._memory, self._other_memory):
+                memory.release()
+                memory.out_of_memory = None  # what found none may have been another variant
 
     def _memory_of(self, graph: SegmentGraph) -> ModelMemory:
         return self._memory if graph.role in (Role.FORWARD, Role.BACKWARD) else self._other_memory

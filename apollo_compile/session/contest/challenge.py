@@ -27,7 +27,7 @@ from apollo_compile.ir import Role, Variant, Verdict
 from apollo_compile.reports.values import Stage, State
 from apollo_compile.session.contest.challenger import Challenger
 from apollo_compile.session.contest.tuned import TunedCode
-from apollo_compile.session.contest.turns import Contest, LanesOffError, Sides, name_of
+from apollo_compile.session.contest.turns import Contest, LanesOffError, Sides, name_of, without_tuning
 from apollo_compile.session.drift import WATCH_EVERY, DriftWatch
 from apollo_compile.store.verdicts import Choice
 
@@ -228,8 +228,17 @@ class Challenge:
         challenger.tuned_failure = None
         self._contest.drop_tuned(error)
         self._sides, self._side = None, self._contest.champion
-        if self.verdict is not None and self.verdict.selection != (self._side,):
-            self.verdict = None
+        self._tell_of_loss(challenger)
+
+    def _tell_of_loss(self, challenger: Challenger) -> None:
+        """Keep for later processes that there is no tuned code, and watch what runs instead."""
+        if self.verdict is not None:
+            self.verdict = without_tuning(self.verdict, self._side)
+        self._tell(self._choice(self.verdict))
+        self._watch.restart(is_confirmed=False)
+        self._num_unwatched, self._watched_ns = WATCH_EVERY, self._clock()
+        if self._side is not Variant.COMPILED:
+            challenger.prove()
 
     def _use(self, challenger: Challenger, variant: Variant) -> None:
         self.variant = variant
@@ -247,13 +256,13 @@ class Challenge:
             self._tell(self._choice(None))
             self._end(self.reason, logging.INFO)
             return
+        if self._contest.has_news:
+            self._contest.has_news = False
+            self._tell_of_loss(challenger)
         self._watched_ns = self._clock()
         if verdict is None:
             self._watch.restart(is_confirmed=False)
-            if self._contest.has_news:
-                self._contest.has_news = False
-                self._tell(self._choice(self.verdict))
-        if verdict is not None:
+        else:
             is_confirmed = self.verdict is not None and self.verdict.selection == verdict.selection
             self._watch.restart(is_confirmed=is_confirmed)
             self.verdict = verdict

@@ -76,6 +76,8 @@ class Challenger:
     """Why what was compiled last could not be timed."""
     variant: Variant | None = None
     """The current variant."""
+    _joint: Run | None = None
+    """Forward and backward as one graph."""
     sizes: StepSizes = field(init=False)
     """Which steps our sides may run."""
 
@@ -230,6 +232,7 @@ class Challenger:
             self.tuned_failure = error.with_traceback(None)
             for graph in self.graphs:
                 graph.dropped = frozenset(TUNED_SIDES)
+            self.keep(())
             return
         self.failure = error.with_traceback(None)
         for graph in self.graphs:
@@ -327,10 +330,12 @@ class Challenger:
             UnsupportedGraphError: they cannot be one.
             Exception: whatever a compile raises.
         """
-        forward, backward = (graph.traced for graph in self.graphs)
-        with Progress(f"compiling {self.model.name} once more") as progress, with_settings(self.settings):
-            progress.at("forward and backward as one graph,")
-            return compile_again(join_graphs(forward.whole, backward.whole), current_settings())
+        if self._joint is None:
+            forward, backward = (graph.traced for graph in self.graphs)
+            with Progress(f"compiling {self.model.name} once more") as progress, with_settings(self.settings):
+                progress.at("forward and backward as one graph,")
+                self._joint = compile_again(join_graphs(forward.whole, backward.whole), current_settings())
+        return self._joint
 
     # ------------------------------------------------------------------------------------------------------ comparison
 

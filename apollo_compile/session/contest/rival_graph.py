@@ -101,6 +101,8 @@ class RivalGraph:
 
     def drop_tuned(self) -> None:
         """Forget tuned code."""
+        if self.tuned is not None:
+            self.tuned.whole.release()
         self.tuned = None
         if self.variant in TUNED_SIDES:  # a backward of it may still come
             self.use(Variant.INDUCTOR)

@@ -14,7 +14,7 @@
        their times promise enough over one CUDA graph (`promises.py`), the plan on plain streams is compared with the
        winner until then.
     4. When that is due by `plan.late_share`, Inductor tunes the whole graph, and the bodies where there are segments,
-       as in mode `max-autotune`. What is faster tuned, by times of the device, is compared with the winner until then.
+       with `max_autotune`. What is faster tuned, by times of the device, is compared with the winner until then.
        Until that is due the graph counts as settled, since it may be after hours.
 
 What is measured is what the user feels: the time from the beginning of one step to that of a later one, with the
@@ -38,7 +38,7 @@ import torch
 
 from apollo_compile.device.target import Target
 from apollo_compile.errors import UnsupportedGraphError
-from apollo_compile.ir import Variant, Verdict
+from apollo_compile.ir import Standing, Variant, Verdict
 from apollo_compile.session.comparison import IN_TURNS, Comparison, Results
 from apollo_compile.session.compile_budget import CompileBudget
 from apollo_compile.session.contest.challenger import Challenger
@@ -452,6 +452,16 @@ def _plans_of(target: Target) -> list[Variant]:
 def name_of(variant: Variant) -> str:
     """Return the name of a side."""
     return _NAMES.get(variant, variant)
+
+
+def without_tuning(verdict: Verdict, winner: Variant) -> Verdict:
+    """Return a verdict without the sides of tuned code, whose winner is another one."""
+    kept = [each for each in verdict.standings if _variant_of(each.name) not in TUNED_SIDES]
+    own = next((each for each in kept if each.name == name_of(winner)), None)
+    if own is None:
+        own = Standing(name=name_of(winner), step_ns=0.0, ratio=1.0, num_rounds=0)
+    others = (replace(each, ratio=each.ratio / own.ratio) for each in kept if each.name != own.name)
+    return replace(verdict, winner=own.name, selection=(winner,), standings=(replace(own, ratio=1.0), *others))
 
 
 def _sides_of(verdict: Verdict) -> list[Variant]:

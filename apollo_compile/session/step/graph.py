@@ -126,8 +126,7 @@ def join_forward_and_backward(micro: Micro, run: Run, others: Others) -> Joint:
     """
     if micro.backward.contract.written_inputs:
         raise UnsupportedGraphError("the backward writes to what the forward saves")
-    wiring = _Wiring(micro, 1, others)
-    places = [*micro.state, *sorted(others.shared), *wiring.own_places, micro.num_inputs]
+    places = [*_Wiring(micro, 1, others).places, micro.num_inputs]
     step = compose_micro_batches(micro, 1, name=micro.forward.graph.name, others=others)
     return join_micro_batch(step.graph, run, places, [0, *(1 + place for place in micro.parameters)])
 
@@ -187,10 +186,15 @@ class _Wiring:
         """By place of the parameter."""
 
     @property
-    def own_places(self) -> list[int]:
+    def _own_places(self) -> list[int]:
         """Places of the inputs of the forward that are those of one micro-batch."""
         micro = self._micro
         return [place for place in range(micro.num_inputs) if place not in micro.state and place not in self._shared]
+
+    @property
+    def places(self) -> list[int]:
+        """Places of the inputs of the forward in the order of the step's: state, what is shared, and what is not."""
+        return [*self._micro.state, *sorted(self._shared), *self._own_places]
 
     @property
     def inputs(self) -> list[str]:
@@ -199,7 +203,7 @@ class _Wiring:
         return [
             *(f"state {place}" for place in micro.state),
             *(f"input {place}" for place in shared),
-            *(f"input {place}@{part}" for part in parts for place in self.own_places),
+            *(f"input {place}@{part}" for part in parts for place in self._own_places),
             *(f"weight@{part}" for part in parts),
         ]
 
@@ -269,10 +273,7 @@ class _Wiring:
     def _add_joint(self, joint: Joint, part: int, label: str) -> dict[int, str]:
         """Add one forward and backward as one call; return the names of the gradients by place."""
         micro = self._micro
-        takes = [
-            *(self._name_of_input(place, part) for place in (*micro.state, *sorted(self._shared), *self.own_places)),
-            f"weight@{part}",
-        ]
+        takes = [*(self._name_of_input(place, part) for place in self.places), f"weight@{part}"]
         named: dict[BufferId | None, str] = {}
         makes: list[str | None] = []
         names = ["loss", *(f"gradient {place}" for place in micro.parameters)]

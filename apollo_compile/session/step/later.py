@@ -46,20 +46,28 @@ class LateVariants:
     Arguments:
         name: of the step.
         stages: what is compiled, in this order.
-        share: the largest share of the time since now that all compiles together may take.
+        budget: of the loop; steps count from the first that is settled.
+        share: the largest share of their time that compiles may take.
         clock: time of the host in nanoseconds.
         is_strict: raise what would otherwise be logged.
     """
 
     def __init__(
-        self, name: str, stages: Sequence[Later], *, share: float, clock: Callable[[], int], is_strict: bool
+        self,
+        name: str,
+        stages: Sequence[Later],
+        *,
+        budget: CompileBudget,
+        share: float,
+        clock: Callable[[], int],
+        is_strict: bool,
     ) -> None:
         self._name = name
         self._stages = list(stages)
         self._share = share
         self._clock = clock
         self._is_strict = is_strict
-        self._budget = CompileBudget(clock)
+        self._budget = budget
         self._stage_began_ns: int | None = None
         """When the present stage began; None while none has."""
 
@@ -97,6 +105,10 @@ class LateVariants:
             level = logging.INFO if isinstance(error, UnsupportedGraphError) else logging.WARNING
             _logger.log(level, "%s: no more to compare with: %s: %s", self._name, type(error).__name__, error)
             return ()
+        except BaseException:  # an interrupt, which the next step would come back to
+            del self._stages[0]
+            self._stage_began_ns = None
+            raise
 
 
 class JointProgram:

@@ -17,6 +17,7 @@ from apollo_compile.config import Config
 from apollo_compile.device.target import Run, Target
 from apollo_compile.errors import UnsupportedGraphError
 from apollo_compile.ir import Role, Variant
+from apollo_compile.session.compile_budget import CompileBudget
 from apollo_compile.session.contest.tuned import LEAST_GAIN, TunedCode, is_faster
 from apollo_compile.session.step.graph import (
     StepGraph,
@@ -76,6 +77,8 @@ class Linker:
         self._why_not_in_parts = None if optimizer is None else StepInParts.problem_of(optimizer)
         self._clip_grad_norm = clip_grad_norm
         self._config = config
+        self._budget = CompileBudget()
+        """What all programs compile late."""
         self._target: Target | None = None
         """That of the first program, whose memory all others use."""
 
@@ -165,6 +168,7 @@ class Linker:
             later=LateVariants(
                 name,
                 stages if is_compared and self._config.plan.late_share else (),
+                budget=self._budget,
                 share=self._config.plan.late_share,
                 clock=graph.model.clock,
                 is_strict=self._config.debug.strict,

@@ -1,7 +1,7 @@
 """What runs a training step: its program, its program in turn, a rival that is not made of it, or the loop.
 
 They take turns in the user's own steps, by the rules of `comparison.py`, and the fastest stays. A verdict is kept for
-later processes under the key of the program, like the findings about graphs.
+later processes under the key of the program, like the findings about graphs, where the target keeps any.
 """
 
 from __future__ import annotations
@@ -106,7 +106,9 @@ class StepTuner:
 
     def _has(self, variant: Variant) -> bool:
         """Whether this variant can run, here and now."""
-        return variant not in RIVALS or any(variant in group for group in self._groups)
+        if variant in RIVALS:
+            return any(variant in group for group in self._groups)
+        return variant in (Variant.LOOP, Variant.PLAN) or variant in self.program.variants.available
 
     def begin_step(self, number: int) -> Variant:
         """Return what runs the step that begins now, which has this number among all steps."""
@@ -164,9 +166,9 @@ class StepTuner:
         if self._entrants is None or variant is self._entrants[0]:
             self._restart()
             return
-        self._entrants = [each for each in self._entrants if each is not variant]
-        self._comparison, self._current = None, self._entrants[0]
-        self._is_settled = len(self._entrants) == 1
+        left = [each for each in self._entrants if each is not variant]
+        self._is_settled, self._comparison, self._current = len(left) == 1, None, left[0]
+        self._entrants = None if self._is_settled else left
 
     def drop_rival(self, variant: Variant, error: RivalError) -> None:
         """Do without a rival that cannot be compiled; the next one takes its place."""
@@ -210,15 +212,16 @@ class StepTuner:
 
     def _settle(self, comparison: Comparison) -> None:
         is_known = comparison.num_rounds >= MIN_ROUNDS  # not where most steps had to be loops
-        winner = comparison.winner() if is_known else str(Variant.LOOP)
+        stays = Variant.LOOP if self._entrants is None else self._entrants[0]
+        winner = comparison.winner() if is_known else str(stays)
         standings = [comparison.standing(name, winner) for name in comparison.selections]
         self._current = Variant(winner)
-        self._is_settled, self._comparison = True, None
+        self._is_settled, self._comparison, self._entrants = True, None, None
         if not self._target.is_synchronous:
             self._target.keep_only({self._current})  # the winner is captured again, with memory for it alone
         self._keep_winner()
         if not is_known:
-            _logger.info("%s: the loop stays, since too few steps could be compared", self._name)
+            _logger.info("%s: %s stays, since too few steps could be compared", self._name, stays)
             return
         self.verdict = Verdict(
             winner=winner,
@@ -228,7 +231,6 @@ class StepTuner:
             ),
             num_steps=comparison.num_steps + (0 if self.verdict is None else self.verdict.num_steps),
         )
-        self._entrants = None
         _logger.info("%s: chosen by measuring: %s", self._name, self.verdict)
         self._warm_start.keep(self.program.variants.compilation, self._current, self.verdict)
 

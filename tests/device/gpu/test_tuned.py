@@ -281,7 +281,10 @@ def test_drift_while_tuned_code_is_awaited(inductor: Inductor, lines: pytest.Log
 
 
 def test_a_run_of_tuned_code_that_fails_leaves_the_winner(inductor: Inductor, lines: pytest.LogCaptureFixture) -> None:
-    """That step has the right numbers, and from the next one on the proven side runs."""
+    """That step has the right numbers, and from the next one on the proven side is replayed.
+
+    The next process runs that side, and does not tune again.
+    """
     default = compiling()
     loop = Loop(default, branches)
     times = {**EVEN, PLAN: 8 * S, TUNED: 7 * S, TUNED_WHOLE: 7 * S}
@@ -292,6 +295,20 @@ def test_a_run_of_tuned_code_that_fails_leaves_the_winner(inductor: Inductor, li
         loop.step(times)
     assert warnings_in(lines) == ["0/0: tuned code is dropped: OutOfMemoryError: CUDA out of memory."]
     assert set(loop.ran[-99:]) == {PLAN} and default.state == "settled: plan, 1.25x as fast as torch.compile"
+    assert default.gpu.log.count(("replay",)) and len(list(default.gpu.captures)) == 2
+    loaded = [graph.variants.plan for graph in default.models[0].graphs]
+    before = [each.num_replays for each in loaded]
+    loop.step(times)
+    assert [each.num_replays for each in loaded] == [num + 1 for num in before]
+    inductor.failure_at_run = None
+    inductor.tuned.clear()
+    again = compiling()
+    loop = Loop(again, branches)
+    loop.settle(times)
+    for _ in range(HOURS):
+        loop.step(times)
+    assert loop.ran[-1] is PLAN and not inductor.tuned
+    assert again.state == default.state
 
 
 def test_an_interrupt_in_a_late_compile_leaves_torch_compile(

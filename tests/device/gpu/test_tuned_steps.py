@@ -171,6 +171,49 @@ def test_tuned_programs_that_find_no_memory_leave_the_winner(
     assert tuner.held_back is None and tuner.current is winner and not tuner.is_more_to_come
 
 
+def test_too_few_steps_of_a_late_comparison_leave_the_winner(
+    gpu: FakeGpu,  # noqa: F811
+) -> None:
+    """Where batches of two sizes come in turn, no turn is of one of them alone, and late variants stay unknown."""
+    pair = Pair(gpu, adamw, **{**AT_ONCE, "runtime.bodies": "eager"})
+    settle(pair)
+    (tuner,) = pair.run.tuners
+    verdict = tuner.verdict
+    for _ in range(MOST):
+        pair.step()
+        pair.step(12)
+        if not tuner.is_more_to_come and tuner.is_settled:
+            break
+    assert tuner.verdict is verdict and tuner.current == verdict.winner
+
+
+def test_an_interrupt_of_a_late_compile_is_not_repeated(
+    gpu: FakeGpu,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Who goes on training, as in a notebook, does so with what won."""
+    pair = Pair(gpu, None, **{**AT_ONCE, "runtime.bodies": "eager", "inductor.max_autotune": False})
+    compiled: list[int] = []
+
+    def interrupt(*_: Any, **__: Any) -> Any:
+        compiled.append(1)
+        raise KeyboardInterrupt
+
+    for _ in range(MOST):
+        for model in (pair.eager, pair.model):
+            model.zero_grad()
+        pair.step()
+        if pair.run.tuners and pair.run.tuners[0].is_settled:
+            break
+    monkeypatch.setattr("apollo_compile.session.contest.challenger.join_graphs", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        pair.run(torch.randn(8, 8, dtype=torch.float64))
+    winner = pair.run.tuners[0].current
+    for _ in range(3):
+        pair.run(torch.randn(8, 8, dtype=torch.float64))
+    assert len(compiled) == 1 and pair.run.tuners[0].current is winner
+
+
 def test_timing_that_fails_in_the_backward_leaves_the_winner(
     gpu: FakeGpu,  # noqa: F811
     inductor: Inductor,  # noqa: F811
