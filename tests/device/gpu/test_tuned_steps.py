@@ -108,6 +108,7 @@ def test_tuned_programs_take_turns_with_the_winner(
     assert tuner.is_settled and str(report(pair.run)).startswith(f"settled: {tuner.current}")
 
 
+@pytest.mark.soak
 def test_code_that_is_not_faster_leaves_the_winner(
     gpu: FakeGpu,  # noqa: F811
     inductor: Inductor,  # noqa: F811
@@ -171,6 +172,7 @@ def test_tuned_programs_that_find_no_memory_leave_the_winner(
     assert tuner.held_back is None and tuner.current is winner and not tuner.is_more_to_come
 
 
+@pytest.mark.soak
 def test_too_few_steps_of_a_late_comparison_leave_the_winner(
     gpu: FakeGpu,  # noqa: F811
 ) -> None:
