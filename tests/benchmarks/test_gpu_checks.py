@@ -70,7 +70,7 @@ class CheckedGpu(FakeGpu):
 @pytest.mark.parametrize("check", (gpu_checks.splits_against_streams, gpu_checks.many_small_kernels_keep_their_pace))
 def test_checks_that_only_launch_can_do_so(check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
     """On the stand-in, whose times mean nothing, but which refuses what a GPU would."""
-    tiny = gpu_workloads._tiny(SHAPES["clip_b32"])
+    tiny = gpu_workloads._tiny(SHAPES["clip_b32"], 2)
     monkeypatch.setattr(gpu_checks, "SHAPES", {**SHAPES, "clip_b32": tiny})
     gpu = CheckedGpu()
     outcome = check(gpu)  # type: ignore[arg-type]

@@ -257,6 +257,7 @@ def test_tuning_that_fails_leaves_what_runs(place: str, inductor: Inductor, line
     assert warnings_in(lines) == ["0/0: its code is not tuned: OutOfMemoryError: CUDA out of memory."]
 
 
+@pytest.mark.soak
 def test_drift_while_tuned_code_is_awaited(inductor: Inductor, lines: pytest.LogCaptureFixture) -> None:
     """The side that runs meanwhile is compared with what else there is; then the remembered one runs."""
     times = {**EVEN, WHOLE: 9 * S, TUNED_WHOLE: 7 * S}
@@ -373,6 +374,7 @@ def test_what_cannot_be_tuned_is_not(build: Callable[[], Any], options: dict[str
     assert not inductor.tuned and not {TUNED, TUNED_WHOLE} & set(loop.ran)
 
 
+@pytest.mark.soak
 def test_inductor_itself_tunes_graphs_and_bodies(
     monkeypatch: pytest.MonkeyPatch, lines: pytest.LogCaptureFixture
 ) -> None:

@@ -124,6 +124,7 @@ def test_code_that_is_not_faster_leaves_the_winner(
     assert inductor.tuned and not {Variant.TUNED, Variant.TUNED_INDUCTOR} & set(tuner.program.variants.loaded())
 
 
+@pytest.mark.soak
 def test_tuning_that_fails_leaves_the_winner(
     gpu: FakeGpu,  # noqa: F811
     inductor: Inductor,  # noqa: F811
@@ -140,6 +141,7 @@ def test_tuning_that_fails_leaves_the_winner(
     assert [line.partition(": ")[2] for line in warned] == ["its code is not tuned: RuntimeError: no kernel is valid"]
 
 
+@pytest.mark.soak
 def test_tuned_programs_that_find_no_memory_leave_the_winner(
     gpu: FakeGpu,  # noqa: F811
     inductor: Inductor,  # noqa: F811
@@ -189,6 +191,7 @@ def test_too_few_steps_of_a_late_comparison_leave_the_winner(
     assert tuner.verdict is verdict and tuner.current == verdict.winner
 
 
+@pytest.mark.soak
 def test_an_interrupt_of_a_late_compile_is_not_repeated(
     gpu: FakeGpu,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
@@ -216,6 +219,7 @@ def test_an_interrupt_of_a_late_compile_is_not_repeated(
     assert len(compiled) == 1 and pair.run.tuners[0].current is winner
 
 
+@pytest.mark.soak
 def test_timing_that_fails_in_the_backward_leaves_the_winner(
     gpu: FakeGpu,  # noqa: F811
     inductor: Inductor,  # noqa: F811
