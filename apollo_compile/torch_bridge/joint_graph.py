@@ -5,6 +5,7 @@ Compiled as one, nothing has to be written to memory between them only because a
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 
 from torch import fx
@@ -47,10 +48,8 @@ def _copy_nodes(piece: fx.GraphModule, graph: fx.Graph, given: Mapping[str, fx.N
 
 def _add_input(graph: fx.Graph, original: fx.Node) -> fx.Node:
     """Add an input behind those that there are."""
-    last = next((node for node in reversed(graph.find_nodes(op="placeholder"))), None)
-    if last is None:
-        return graph.node_copy(original)
-    with graph.inserting_after(last):
+    inputs = list(graph.find_nodes(op="placeholder"))
+    with graph.inserting_after(inputs[-1]) if inputs else contextlib.nullcontext():
         return graph.node_copy(original)
 
 

@@ -64,7 +64,7 @@ class TunedCode:
     untuned: Compilation | None = None
     """The plan with the code that is not tuned, from times of the same minute."""
     code: Code | None = None
-    """This code."""
+    """The faster code of each body."""
 
     def time(
         self, inputs: Sequence[torch.Tensor], untuned: Runnable, variants: Variants | None, config: Config

@@ -1,7 +1,7 @@
 """The order of comparisons on a GPU: which side of a Dynamo graph runs in which step until it is decided what stays.
 
     Contest(...).run() -> the sides of the steps to come, one for each `next`
-    .run_again(verdict), .follow(verdict)       likewise after a drift, and after an earlier process decided
+    .run_again(verdict), .adopt(choice)         likewise after a drift, and after an earlier process decided
     .tuning() -> sides | None                   likewise with tuned code, once that is due
     .prepare_for_step(), .tune_for_step()       likewise until a training step can be linked, without a comparison
 
@@ -246,8 +246,14 @@ class Contest:
 
     def drop_tuned(self, error: Exception) -> None:
         """Do without tuned code, a run of which failed; the fastest side without it stays, or comes back."""
-        _logger.warning("%s: tuned code is dropped: %s: %s", self._name, type(error).__name__, error)
         self.champion = _WITHOUT_TUNING.get(self.champion, self.champion)
+        _logger.warning(
+            "%s: tuned code is dropped: %s: %s; %s runs, and 'plan.late_share' 0 leaves tuning out",
+            self._name,
+            type(error).__name__,
+            error,
+            name_of(self.champion),
+        )
         self._comparison, self._results = None, Results([0], rules=RULES)
         self._challenger.drop_tuned()
         self.leave()
@@ -372,7 +378,13 @@ class Contest:
             if self._is_strict and not is_expected:
                 raise
             level = logging.INFO if is_expected else logging.WARNING
-            _logger.log(level, "%s: its code is not tuned: %s: %s", self._name, type(error).__name__, error)
+            _logger.log(
+                level,
+                "%s: its code is not tuned: %s: %s; what runs stays, and 'plan.late_share' 0 leaves tuning out",
+                self._name,
+                type(error).__name__,
+                error,
+            )
             self._challenger.drop_tuned()
             return False
         return True

@@ -103,7 +103,13 @@ class LateVariants:
             if self._is_strict:
                 raise
             level = logging.INFO if isinstance(error, UnsupportedGraphError) else logging.WARNING
-            _logger.log(level, "%s: no more to compare with: %s: %s", self._name, type(error).__name__, error)
+            _logger.log(
+                level,
+                "%s: no more to compare with: %s: %s; what runs stays, and 'plan.late_share' 0 leaves this out",
+                self._name,
+                type(error).__name__,
+                error,
+            )
             return ()
         except BaseException:  # an interrupt, which the next step would come back to
             del self._stages[0]

@@ -254,7 +254,10 @@ def test_tuning_that_fails_leaves_what_runs(place: str, inductor: Inductor, line
     for _ in range(100):
         loop.step(times)
     assert set(loop.ran[-100:]) == {PLAN} and default.state == "settled: plan, 1.25x as fast as torch.compile"
-    assert warnings_in(lines) == ["0/0: its code is not tuned: OutOfMemoryError: CUDA out of memory."]
+    assert warnings_in(lines) == [
+        "0/0: its code is not tuned: OutOfMemoryError: CUDA out of memory.; what runs stays, and 'plan.late_share' 0 "
+        "leaves tuning out"
+    ]
 
 
 @pytest.mark.soak
@@ -294,7 +297,10 @@ def test_a_run_of_tuned_code_that_fails_leaves_the_winner(inductor: Inductor, li
     inductor.failure_at_run = torch.OutOfMemoryError("CUDA out of memory.")
     for _ in range(100):
         loop.step(times)
-    assert warnings_in(lines) == ["0/0: tuned code is dropped: OutOfMemoryError: CUDA out of memory."]
+    assert warnings_in(lines) == [
+        "0/0: tuned code is dropped: OutOfMemoryError: CUDA out of memory.; plan runs, and 'plan.late_share' 0 leaves "
+        "tuning out"
+    ]
     assert set(loop.ran[-99:]) == {PLAN} and default.state == "settled: plan, 1.25x as fast as torch.compile"
     assert default.gpu.log.count(("replay",)) and len(list(default.gpu.captures)) == 2
     loaded = [graph.variants.plan for graph in default.models[0].graphs]
