@@ -4,10 +4,11 @@
         progress.at("body", 5, 14)
 
 A compile that takes longer than `PATIENCE_S` shows a bar if standard error is a terminal and logging is not configured.
-Otherwise it logs one line per phase: `compiling 0/0 forward: body 5 of 14 after 10 s`. The level is INFO, since nothing
-is wrong; but the line must be seen by default, so it goes to standard error if logging is not configured, and to the
-configured handlers otherwise. A level above INFO on the package's or this file's logger switches both off, as
-`APOLLO_LOG=WARNING` does. Local ranks mostly compile the same, so only the first one shows anything.
+Otherwise it logs a line for each phase and every `PATIENCE_S`: `compiling 0/0 forward: body 5 of 14 after 10 s of about
+60 s`, with the second time where it is known. The level is INFO, since nothing is wrong; but the line must be seen by
+default, so it goes to standard error if logging is not configured, and to the configured handlers otherwise. A level
+above INFO on the package's or this file's logger switches both off, as `APOLLO_LOG=WARNING` does. Local ranks mostly
+compile the same, so only the first one shows anything.
 """
 
 from __future__ import annotations
@@ -28,35 +29,39 @@ PATIENCE_S = 10.0
 
 
 class Progress:
-    """Tracks the phase of one compile, and shows it if the compile takes long; a timer thread checks that.
+    """Tracks the phase of one compile, and shows it if the compile takes long; a thread checks that.
 
     Arguments:
         what: description of the compile, for the line.
+        expected_ns: approximate time that it takes; 0 if that is not known.
         clock: returns seconds.
     """
 
-    def __init__(self, what: str, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, what: str, *, expected_ns: int = 0, clock: Callable[[], float] = time.monotonic) -> None:
         self._what = what
+        self._expected_s = expected_ns / 1e9
         self._clock = clock
         self._begin = clock()
         self._phase: str | None = None
         self._number = self._count = 0
         self._told: set[str] = set()
         self._bar: Any = None
+        self._told_s = self._begin
+        """Time of the latest line."""
         self._lock = threading.Lock()
         """Guards the phase, the phases that were logged, and the bar."""
-        self._timer = threading.Timer(PATIENCE_S, self.look)
-        self._timer.daemon = True
+        self._has_ended = threading.Event()
+        self._watcher = threading.Thread(target=self._watch, name="apollo-progress", daemon=True)
 
     def __enter__(self) -> Progress:
-        """Start the timer."""
+        """Start the thread that looks."""
         with contextlib.suppress(RuntimeError):  # if no thread can be started, `at` checks the time
-            self._timer.start()
+            self._watcher.start()
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Stop the timer, and remove the bar."""
-        self._timer.cancel()
+        """Stop the thread, and remove the bar."""
+        self._has_ended.set()
         with self._lock:
             self._phase = None
             if self._bar is not None:
@@ -70,17 +75,24 @@ class Progress:
         self.look()
 
     def look(self) -> None:
-        """Show the phase, if the compile has taken long: on the bar, or in a line if that was not logged yet."""
+        """Show the phase, if the compile has taken long: on the bar, or in a line if it has none, or no recent one."""
         with self._lock:
-            elapsed_s = self._clock() - self._begin
+            now_s = self._clock()
+            elapsed_s = now_s - self._begin
             if self._phase is None or elapsed_s < PATIENCE_S or not _is_wanted():
                 return
             if self._bar is not None or _has_terminal():
                 self._draw(f"{self._what}: {self._phase}")
-            elif self._phase not in self._told:
+            elif self._phase not in self._told or now_s - self._told_s >= PATIENCE_S:
                 self._told.add(self._phase)
+                self._told_s = now_s
                 step = f" {self._number} of {self._count}" if self._count else ""
-                _tell(f"{self._what}: {self._phase}{step} after {elapsed_s:.0f} s")
+                of = f" of about {self._expected_s:.0f} s" if elapsed_s < self._expected_s else ""
+                _tell(f"{self._what}: {self._phase}{step} after {elapsed_s:.0f} s{of}")
+
+    def _watch(self) -> None:
+        while not self._has_ended.wait(PATIENCE_S):
+            self.look()
 
     def _draw(self, text: str) -> None:
         if self._bar is None:

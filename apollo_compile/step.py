@@ -49,7 +49,9 @@ from apollo_compile.session.step.rivals import (
     RivalError,
     TracedStep,
     add_gradients,
+    compile_ns,
     keeps_order,
+    reason_against_traced,
     weighted_sum,
 )
 from apollo_compile.session.step.split import kind_of, split_evenly
@@ -374,6 +376,9 @@ class Step:
             graph.sightings.separate(differing)
             graph.drop_programs()
             return None
+        if (reason := tuner.program.reason_against(given)) is not None:
+            self._hold_back(tuner, reason)
+            return None
         return noted
 
     def _run_rival(
@@ -396,13 +401,15 @@ class Step:
         model, optimizer, loss_of = self._model, self._optimizer, partial(_loss_of, self._loss_fn)
         compiled = partial(_compute_loss, self._loss_of)
         inductor = inductor_settings(self.config.mode, self.config.inductor)
+        if self.config.runtime.bodies == "eager":  # which draw the random numbers of eager
+            inductor["fallback_random"] = True
         of_one_batch = {**self._settings, "microbatches": 1, "split": split_evenly, "weigh": None}
 
         def make_eager() -> Rival:  # without this step, which goes when nobody but programs knows it
             return EagerLoop(partial(loss_of, model))
 
         def make_traced() -> Rival:
-            return TracedStep(program, partial(loss_of, model), compiled, inductor)
+            return TracedStep(program, partial(loss_of, model), compiled, inductor, compile_ns(program))
 
         def make_at_once() -> Rival:
             step = _StepOfStacked(model, loss_of_stacked(loss_of), optimizer, **of_one_batch)
@@ -410,15 +417,19 @@ class Step:
 
         is_eager = not (self._is_optional or keeps_order(program.micro) or _is_autocast_on(program.micro.device))
         eager = {Variant.EAGER: make_eager} if is_eager else {}
+        reason = reason_against_traced(program)
+        if reason is not None:
+            _logger.info("%s: no %s to compare with: %s", program.name, Variant.TRACED, reason)
+        traced = {Variant.TRACED: make_traced} if reason is None else {}
         if program.num_micro_batches == 1:
-            return [eager, {Variant.TRACED: make_traced}]
+            return [eager, traced]
         if self._count is not None:
             return [eager]
         reason = reason_against_at_once(program, graph.obstacle_to_vmap)
         if reason is not None:
             _logger.info("%s: no %s to compare with: %s", program.name, Variant.AT_ONCE, reason)
-            return [eager, {Variant.TRACED: make_traced}]
-        return [eager, {Variant.AT_ONCE: make_at_once, Variant.TRACED: make_traced}]
+            return [eager, traced]
+        return [eager, {Variant.AT_ONCE: make_at_once, **traced}]
 
     def _run_loop(self, parts: Sequence[Any], weights: Sequence[float]) -> torch.Tensor:
         try:

@@ -67,6 +67,22 @@ def test_a_compile_that_takes_long_says_once_per_phase_what_it_is_at(told: list[
     ]
 
 
+def test_a_line_comes_every_ten_seconds_and_tells_how_long_it_will_take(told: list[str]) -> None:
+    """Until that time is over."""
+    clock = Clock()
+    with Progress("compiling", expected_ns=30_000_000_000, clock=clock) as progress:
+        progress.at("Inductor")
+        for _ in range(8):
+            clock.now_s += PATIENCE_S / 2
+            progress.look()
+    assert told == [
+        "INFO compiling: Inductor after 10 s of about 30 s",
+        "INFO compiling: Inductor after 20 s of about 30 s",
+        "INFO compiling: Inductor after 30 s",
+        "INFO compiling: Inductor after 40 s",
+    ]
+
+
 def test_a_compile_that_is_over_in_time_says_nothing(told: list[str]) -> None:
     """However many steps it has."""
     clock = Clock()

@@ -9,11 +9,17 @@ has fewer parameters. Its class does the work, so numbers, `state_dict()`, sched
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.optim import optimizer as torch_optimizer
+
+from apollo_compile.torch_bridge.upstream_bugs.fused_updates import differs_from_plain
+
+_logger = logging.getLogger(__name__)
 
 _EACH_PARAMETER_ALONE = {
     getattr(torch.optim, name)
@@ -24,6 +30,9 @@ _EACH_PARAMETER_ALONE = {
 _TENSORS_READ_AND_WRITTEN = {torch.optim.SGD: 3, torch.optim.Adam: 7, torch.optim.AdamW: 7}
 """Times the size of a parameter, without momentum for SGD."""
 
+_FEWEST_BITS = 32
+"""Of a parameter's dtype, for a fused kernel that the user did not ask for: with fewer, its rounding is visible."""
+
 
 class StepInParts:
     """Takes the step of an optimizer for some of its parameters at a time; see Note [parts]."""
@@ -32,6 +41,8 @@ class StepInParts:
         """Look at the groups of parameters; `refresh` looks again."""
         self._optimizer = optimizer
         self._group_of: dict[int, int] = {}
+        self.updated: list[torch.Tensor] = []
+        """Parameters that `step` was called for, until the caller clears it; the latest perhaps in part."""
         self.refresh()
 
     @property
@@ -86,6 +97,7 @@ class StepInParts:
         view.__dict__.update({**optimizer.__dict__, "param_groups": groups})
         step: Callable[[torch.optim.Optimizer], Any] = type(optimizer).step
         before = [parameter.grad for parameter in parameters]
+        self.updated += parameters
         try:
             for parameter, gradient in zip(parameters, gradients, strict=True):
                 parameter.grad = _as_laid_out(gradient, parameter)
@@ -111,15 +123,38 @@ class StepInParts:
         """
         is_free = "fused" in group and group["fused"] is None and group.get("foreach") is None
         may_fuse = is_free and not torch.are_deterministic_algorithms_enabled()
-        fuses = may_fuse and all(self._fits_fused_kernel(parameter) for parameter in parameters)
+        fuses = may_fuse and self._reason_against_fused(group, parameters) is None
         return {**group, "params": list(parameters), **({"fused": True} if fuses else {})}
 
-    def _fits_fused_kernel(self, parameter: torch.Tensor) -> bool:
-        """Whether a parameter and its state are laid out alike: the kernel goes through their memory side by side."""
-        state = self._optimizer.state.get(parameter, {})
-        alike = (each for each in state.values() if isinstance(each, torch.Tensor) and each.shape == parameter.shape)
-        is_real = parameter.is_floating_point() and parameter.device.type in ("cpu", "cuda")
-        return is_real and all(each.stride() == parameter.stride() for each in alike)
+    def _reason_against_fused(self, group: Mapping[str, Any], parameters: Sequence[torch.Tensor]) -> str | None:
+        """Return why the fused kernel must not be chosen for parameters of a group; None if it may.
+
+        The kernel goes through the memory of a parameter and of its state side by side, without their strides.
+        """
+        for dtype, device in {(parameter.dtype, parameter.device) for parameter in parameters}:
+            if not dtype.is_floating_point or device.type not in ("cpu", "cuda"):
+                return f"there is none for {dtype} on {device.type}"
+            if torch.finfo(dtype).bits < _FEWEST_BITS:
+                return f"its rounding is another one in {dtype}"
+            if differs_from_plain(type(self._optimizer), group, dtype, device):
+                _warn_of_kernel(self.name, dtype, device.type)
+                return f"it computes something else in {dtype}"
+        for parameter in parameters:
+            if not torch.ops.aten.is_non_overlapping_and_dense(parameter):
+                return "a parameter has gaps in its memory, or elements that share it"
+            strides, state = parameter.stride(), self._optimizer.state.get(parameter, {})
+            alike = (each for each in state.values() if isinstance(each, torch.Tensor) and each.dim())
+            if any(each.stride() != strides and each.shape == parameter.shape for each in alike):
+                return "a parameter and its state are laid out differently"
+        return None
+
+
+@functools.cache
+def _warn_of_kernel(name: str, dtype: torch.dtype, device: str) -> None:
+    """Warn once per process of a fused kernel that is wrong."""
+    _logger.warning(
+        "the fused kernel of %s for %s on %s differs from the plain update, which is used instead", name, dtype, device
+    )
 
 
 def _as_laid_out(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:

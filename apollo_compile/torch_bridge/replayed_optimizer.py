@@ -121,8 +121,9 @@ class ReplayedStep(StepInParts):
             tensors = [each for each in state.values() if isinstance(each, torch.Tensor)]
             if any(each.device != self._device for each in tensors):
                 return "state of the optimizer is on another device"
-            if type(optimizer) is torch.optim.SGD and not self._fits_fused_kernel(parameter):
-                return "a parameter and its momentum are laid out differently"
+            is_host_bound = type(optimizer) is torch.optim.SGD and settings.get("fused") is None
+            if is_host_bound and (reason := self._reason_against_fused(settings, [parameter])) is not None:
+                return f"SGD needs its fused kernel, and {reason}"
         return None
 
     def _choose_kernel(self, group: Mapping[str, Any], parameters: Sequence[torch.Tensor]) -> dict[str, Any]:

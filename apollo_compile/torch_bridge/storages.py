@@ -6,14 +6,16 @@
     are_gone(storages)          whether no storage lives any more
     are_alive(storages)         whether every storage lives
     Places(addresses)           whether tensors are at these addresses
+    WrittenMemory(written)      whether other tensors are in memory that some are written to
 
 Nothing here keeps a storage alive.
 """
 
 from __future__ import annotations
 
+import bisect
 import contextlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -89,3 +91,70 @@ _are_addresses_equal: Callable[[list[torch.Tensor], list[int | None], list[int]]
     torch._C, "_tensors_data_ptrs_at_indices_equal", None
 )
 """One native call; None where torch is built without CUDA. Tensors and addresses are both found by position."""
+
+
+class WrittenMemory:
+    """Memory of tensors that are written to, and whether others are in it; cheap to ask again while nothing moves.
+
+    Arguments:
+        written: positions of the tensors that are written to, in the lists that `is_shared` gets.
+    """
+
+    def __init__(self, written: Collection[int]) -> None:
+        self._written = frozenset(written)
+        self._addresses: list[int] = []
+        self._ranges: list[tuple[int, int]] = []
+        """Of what is written to, sorted."""
+        self._is_shared = False
+
+    def is_shared(self, tensors: Sequence[torch.Tensor], others: Iterable[torch.Tensor] = ()) -> bool:
+        """Return whether a tensor that is written to shares memory with another one.
+
+        Arguments:
+            tensors: those that are written to, at their positions, and more that mostly stay where they are.
+            others: more tensors, other ones in every call.
+        """
+        if not self._written:
+            return False
+        addresses = list(map(_address_of, tensors))
+        if addresses != self._addresses:
+            self._addresses = addresses
+            ranges = (_range_of(tensors[place]) for place in self._written)
+            self._ranges = sorted(each for each in ranges if each[0] < each[1])
+            self._is_shared = self._find_overlap(tensors)
+        return self._is_shared or any(self._has(*_range_of(other)) for other in others)
+
+    def _find_overlap(self, tensors: Sequence[torch.Tensor]) -> bool:
+        end = end_of_written = 0
+        ranges = sorted((*_range_of(tensor), place in self._written) for place, tensor in enumerate(tensors))
+        for first, last, is_written in ranges:
+            if first == last:
+                continue
+            if first < (end if is_written else end_of_written):
+                return True
+            end = max(end, last)
+            end_of_written = max(end_of_written, last) if is_written else end_of_written
+        return False
+
+    def _has(self, first: int, last: int) -> bool:
+        """Whether bytes from `first` to before `last` are written to; what is written to does not overlap."""
+        if first == last:
+            return False
+        place = bisect.bisect_left(self._ranges, (last, 0)) - 1
+        return place >= 0 and self._ranges[place][1] > first
+
+
+def _address_of(tensor: torch.Tensor) -> int:
+    try:
+        return tensor.data_ptr()
+    except (NotImplementedError, RuntimeError):  # it has no storage
+        return 0
+
+
+def _range_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return the address of the first byte of a tensor, and that behind its last; equal where it has none."""
+    first = _address_of(tensor)
+    if not first or not tensor.numel():
+        return first, first
+    span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return first, first + span * tensor.element_size()

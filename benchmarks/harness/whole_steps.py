@@ -264,7 +264,9 @@ class CompiledStep(Loop):
 
     def is_settled(self) -> bool:
         """Return whether the comparison of whole steps is over."""
-        return bool(self._take.verdicts) and all(tuner.is_settled for tuner in self._take.tuners)
+        return bool(self._take.verdicts) and all(
+            tuner.is_settled and not tuner.is_more_to_come for tuner in self._take.tuners
+        )
 
     def ran(self) -> list[str]:
         """Return what was chosen, and from what."""

@@ -63,8 +63,8 @@ def test_what_is_trained_may_change_before_inductor_traces_the_step(change: Call
     """Its gradients are of the parameters that the program has, and only guards of the loss function know of others."""
     torch._dynamo.reset()
     model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16).requires_grad_(False), nn.Linear(16, 16))
-    step = compile_step(model, loss_of, options={**EAGER, "plan.autotune": True})
-    while not step.tuners:
+    step = compile_step(model, loss_of, options={**EAGER, "plan.autotune": True, "plan.compile_share": 1e6})
+    while not (step.tuners and step.tuners[0].is_settled):
         step(batch_of(0))
     assert step.tuners[0].begin_step(0) is Variant.TRACED  # if nothing changes
     change(model)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
 import torch
 
+from apollo_compile.torch_bridge import optimizers
 from apollo_compile.torch_bridge.optimizers import StepInParts
 
 CASES: list[tuple[str, Mapping[str, Any]]] = [
@@ -70,6 +71,69 @@ def test_steps_in_parts_are_those_of_the_optimizer(
     tolerance = {"rtol": 0.0, "atol": 0.0} if are_numbers_fixed else {"rtol": 1e-5, "atol": 1e-6}
     torch.testing.assert_close(mine, others, **tolerance)
     torch.testing.assert_close(own.state_dict(), expected.state_dict(), **tolerance)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(lambda: torch.randn(16, 16, dtype=torch.bfloat16), id="bfloat16"),
+        pytest.param(lambda: torch.randn(16, 16, dtype=torch.float16), id="float16"),
+        pytest.param(lambda: torch.randn(16, 32)[:, ::2], id="gaps"),
+        pytest.param(lambda: torch.randn(16, 16).t(), id="transposed"),
+    ],
+)
+def test_a_fused_kernel_is_not_chosen_where_it_would_do_something_else(
+    make: Callable[[], torch.Tensor], momentum: float
+) -> None:
+    """In lower precision, and where there is something between the elements of a parameter."""
+    torch.manual_seed(0)
+    values = make()
+    memory = torch.empty(0, dtype=values.dtype).set_(values.untyped_storage())
+    is_between = torch.ones_like(memory, dtype=torch.bool)
+    is_between.as_strided(values.shape, values.stride()).fill_(False)
+    before = memory[is_between]
+    mine = torch.nn.Parameter(values)
+    other = torch.nn.Parameter(values.clone())
+    own, expected = (torch.optim.SGD([each], lr=0.5, momentum=momentum) for each in (mine, other))
+    parts = StepInParts(own)
+    for number in range(3):
+        gradient = torch.randn(16, 16, generator=torch.Generator().manual_seed(number)).to(mine.dtype)
+        other.grad = gradient
+        expected.step()
+        parts.refresh()
+        parts.step([mine], [gradient])
+    torch.testing.assert_close(mine, other)
+    torch.testing.assert_close(own.state_dict(), expected.state_dict())
+    torch.testing.assert_close(memory[is_between], before, rtol=0, atol=0)
+
+
+def test_a_fused_kernel_that_the_user_asked_for_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever it computes, it is what the optimizer alone does."""
+    taken = []
+    monkeypatch.setattr(torch.optim.SGD, "step", lambda view: taken.append(view.param_groups[0]["fused"]))
+    parameter = torch.nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))
+    for asked in (True, False, None):
+        StepInParts(torch.optim.SGD([parameter], fused=asked)).step([parameter], [torch.ones_like(parameter)])
+    assert taken == [True, False, None]
+
+
+def test_a_fused_kernel_that_is_wrong_is_not_chosen_and_a_warning_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Once."""
+    monkeypatch.setattr(optimizers, "differs_from_plain", lambda *_: True)
+    optimizers._warn_of_kernel.cache_clear()
+    parameter = torch.nn.Parameter(torch.zeros(2))
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    taken = []
+    step = torch.optim.SGD.step
+    monkeypatch.setattr(torch.optim.SGD, "step", lambda view: taken.append(view.param_groups[0]["fused"]) or step(view))
+    for _ in range(2):
+        StepInParts(optimizer).step([parameter], [torch.ones(2)])
+    assert taken == [None, None] and parameter.tolist() == [-2.0, -2.0]
+    warnings_of_kernels = [each for each in caplog.messages if "fused kernel of SGD for torch.float32 on cpu" in each]
+    assert len(warnings_of_kernels) == 1
 
 
 def test_an_optimizer_is_taken_whole_where_parts_would_not_be_its_step() -> None:

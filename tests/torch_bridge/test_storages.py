@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 import pickle
+import random
 from collections.abc import Callable
 
 import pytest
 import torch
 
 from apollo_compile.torch_bridge import storages
-from apollo_compile.torch_bridge.storages import Places, are_alive, are_gone, storages_of
+from apollo_compile.torch_bridge.storages import Places, WrittenMemory, are_alive, are_gone, storages_of
 
 
 def _as_torch_with_cuda(tensors: list[torch.Tensor], addresses: list[int | None], positions: list[int]) -> bool:
@@ -51,3 +52,43 @@ def test_some_storages_may_live() -> None:
     assert are_alive(found) and not are_gone(found)
     del tensors[0]
     assert not are_alive(found) and not are_gone(found)
+
+
+def test_memory_that_is_written_to_is_shared_where_bytes_are() -> None:
+    """Not where neighbours are in one storage, and two tensors that are only read may share everything."""
+    flat = torch.zeros(12)
+    a, b, c = flat[:4], flat[4:8], flat[8:]
+    assert not WrittenMemory([0, 1]).is_shared([a, b, c, c])
+    assert WrittenMemory([0, 1]).is_shared([a, flat[3:7], c])
+    assert WrittenMemory([1]).is_shared([c, b, flat])
+    assert WrittenMemory([0]).is_shared([c, flat[11:]])
+    assert not WrittenMemory([0]).is_shared([c, flat[12:]]), "of no elements"
+    assert not WrittenMemory([]).is_shared([flat, flat])
+    assert not WrittenMemory([0]).is_shared([flat[:0], flat, torch.zeros(2, 2).to_sparse()])
+
+
+def test_memory_that_is_written_to_is_looked_at_again_where_it_moves() -> None:
+    """And other tensors in every call."""
+    memory, left, right = WrittenMemory([0, 2]), torch.zeros(4), torch.zeros(4)
+    between = torch.zeros(4)
+    assert not memory.is_shared([left, between, right])
+    assert not memory.is_shared([left, between, right], [between[2:], torch.zeros(3)])
+    assert memory.is_shared([left, between, right], [torch.zeros(3), right[3:]])
+    between.data = left.data
+    assert memory.is_shared([left, between, right])
+    between.data = torch.zeros(4)
+    assert not memory.is_shared([left, between, right], [right[4:]])
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_shared_memory_is_that_of_the_bytes_of_dense_tensors(seed: int) -> None:
+    """Against sets of bytes."""
+    rng = random.Random(seed)
+    flat = torch.zeros(24)
+    spans = [sorted(rng.choices(range(25), k=2)) for _ in range(4)]
+    tensors = [flat[first:last] for first, last in spans]
+    written = set(rng.sample(range(3), k=rng.randint(1, 3)))
+    elements = [set(range(first, last)) for first, last in spans]
+    own = [elements[i] & elements[j] for i in range(3) for j in range(3) if i != j and (i in written or j in written)]
+    others = [elements[3] & elements[i] for i in written]
+    assert WrittenMemory(written).is_shared(tensors[:3], tensors[3:]) == any([*own, *others])

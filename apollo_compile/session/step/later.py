@@ -2,6 +2,7 @@
 
 LateVariants        what `StepTuner` asks for more variants, before each step
 Later               one of what it compiles
+LateRival           a rival of the program, which compiles in its first step
 JointProgram        the step with forward and backward in one graph of Inductor's
 TunedPrograms       the step with code that Inductor tunes, as programs of a GPU
 """
@@ -9,7 +10,7 @@ TunedPrograms       the step with code that Inductor tunes, as programs of a GPU
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol
 
 from apollo_compile.device.target import Run
@@ -24,6 +25,10 @@ _logger = logging.getLogger(__name__)
 
 class Later(Protocol):
     """Variants of a step that are compiled late."""
+
+    @property
+    def variants(self) -> Sequence[Variant]:
+        """Those that may come of it."""
 
     @property
     def cost_ns(self) -> int:
@@ -76,6 +81,19 @@ class LateVariants:
         """Whether something is still to be compiled."""
         return bool(self._stages)
 
+    @property
+    def awaited(self) -> Collection[Variant]:
+        """Variants that may come of what is still to be compiled."""
+        return {variant for stage in self._stages for variant in stage.variants}
+
+    def leave_out(self, variants: Collection[Variant]) -> None:
+        """Compile nothing of which only these variants may come, since they have been compared."""
+        self._stages = [stage for stage in self._stages if not set(variants).issuperset(stage.variants)]
+
+    def spend(self, ns: int) -> None:
+        """Note how long a step waited for a compile of what has come."""
+        self._budget.spend(ns)
+
     def advance(self) -> Sequence[Variant] | None:
         """Do what is due before a step.
 
@@ -117,6 +135,23 @@ class LateVariants:
             raise
 
 
+class LateRival:
+    """A rival of the program, which compiles in its first step.
+
+    Arguments:
+        variants: it competes as the first, and if that cannot be compiled, as the next.
+        cost_ns: approximate time of the compile.
+    """
+
+    def __init__(self, variants: Sequence[Variant], cost_ns: int) -> None:
+        self.variants = variants
+        self.cost_ns = cost_ns
+
+    def advance(self) -> Sequence[Variant]:
+        """Let it compete; see `Later`."""
+        return self.variants[:1]
+
+
 class JointProgram:
     """A program that runs forward and backward of a micro-batch as one graph, which Inductor compiles.
 
@@ -124,6 +159,8 @@ class JointProgram:
         challenge: of the graph of the loss function.
         link: links a program with this code.
     """
+
+    variants: Sequence[Variant] = (Variant.JOINT,)
 
     def __init__(self, challenge: Challenge, link: Callable[[Run], None]) -> None:
         self._challenge = challenge
@@ -143,6 +180,8 @@ class TunedPrograms:
         challenge: of the graph of the loss function; programs for other numbers of micro-batches share it.
         link: links programs with this code; returns the variants that promise to be faster.
     """
+
+    variants: Sequence[Variant] = (Variant.TUNED_INDUCTOR, Variant.TUNED)
 
     def __init__(self, challenge: Challenge, link: Callable[[Mapping[Role, TunedCode]], Sequence[Variant]]) -> None:
         self._challenge = challenge

@@ -26,16 +26,17 @@ from apollo_compile.session.step.graph import (
     plan_step,
     step_name,
 )
-from apollo_compile.session.step.later import JointProgram, Later, LateVariants, TunedPrograms
+from apollo_compile.session.step.later import JointProgram, Later, LateRival, LateVariants, TunedPrograms
 from apollo_compile.session.step.micro_batch import Micro, find_micro
 from apollo_compile.session.step.notes import LossGraph
-from apollo_compile.session.step.program import StepProgram, link_step, load_step
-from apollo_compile.session.step.rivals import Rival
+from apollo_compile.session.step.program import SHARED_MEMORY, StepProgram, link_step, load_step
+from apollo_compile.session.step.rivals import Rival, compile_ns
 from apollo_compile.session.step.sightings import Others
 from apollo_compile.session.step.tuning import StepTuner
 from apollo_compile.session.warm_start import may_be_compared
 from apollo_compile.torch_bridge.optimizers import StepInParts
 from apollo_compile.torch_bridge.replayed_optimizer import ReplayedStep, problem_of_replays
+from apollo_compile.torch_bridge.storages import WrittenMemory
 
 _logger = logging.getLogger(__name__)
 
@@ -124,12 +125,9 @@ class Linker:
         name, target = step_name(graph.model.name, num_micro_batches), graph.model.target
         self._target = self._target or target
         target.share_memory(self._target)
-        optimizer = self._optimizer_inside(name, micro, is_replayed=not target.is_synchronous)
-        parameters = list(self._model.parameters())
-        if optimizer is not None and graph.sightings.is_in(micro.state.values()):
-            raise UnsupportedGraphError(
-                "the loss function reads parameters through other tensors too, while the optimizer writes to them"
-            )
+        is_shared = graph.sightings.is_in(micro.parameters.values()) or _share_memory(micro)
+        optimizer = self._optimizer_inside(name, micro, is_shared=is_shared, is_replayed=not target.is_synchronous)
+        parameters = dict(self._model.named_parameters())
         others = graph.sightings.others(besides=micro.state)
         compose = partial(
             compose_micro_batches,
@@ -137,7 +135,7 @@ class Linker:
             name=name,
             optimizer=optimizer,
             clip_grad_norm=self._clip_grad_norm,
-            model_parameters=parameters,
+            model_parameters=list(parameters.values()),
             others=others,
         )
         step = compose(micro)
@@ -146,7 +144,7 @@ class Linker:
             step,
             optimizer=optimizer,
             clip_grad_norm=self._clip_grad_norm,
-            model_parameters=parameters,
+            named_parameters=parameters,
             target=target,
             config=self._config,
         )
@@ -154,22 +152,26 @@ class Linker:
         if is_compared:
             self._add_narrow_plan(program, step)
         joined, challenge = micro.joined(), graph.model.challenge
-        stages: list[Later] = []
+        rivals = make_rivals(program, graph) if target.is_synchronous else ()
+        stages: list[Later] = [
+            LateRival(tuple(group), compile_ns(program)) for group in rivals if group and Variant.EAGER not in group
+        ]
         if joined is not None:
             self._add_whole(program, Variant.INDUCTOR, joined, compose(joined))
         if joined is not None and challenge is not None:
             stages.append(JointProgram(challenge, partial(self._add_joint, program, joined, compose, others)))
             stages.append(TunedPrograms(challenge, partial(self._add_tuned, program, compose)))
+        share = self._config.plan.compile_share if target.is_synchronous else self._config.plan.late_share
         return StepTuner(
             program,
             graph.model.warm_start,
             is_compared=is_compared,
-            rivals=make_rivals(program, graph) if target.is_synchronous else (),
+            rivals=rivals,
             later=LateVariants(
                 name,
-                stages if is_compared and self._config.plan.late_share else (),
+                stages if is_compared and share else (),
                 budget=self._budget,
-                share=self._config.plan.late_share,
+                share=share,
                 clock=graph.model.clock,
                 is_strict=self._config.debug.strict,
             ),
@@ -222,11 +224,13 @@ class Linker:
         if narrow.plan.uses_lanes:
             variants.add_plan(Variant.NARROW, narrow)
 
-    def _optimizer_inside(self, name: str, micro: Micro, *, is_replayed: bool) -> StepInParts | None:
+    def _optimizer_inside(self, name: str, micro: Micro, *, is_shared: bool, is_replayed: bool) -> StepInParts | None:
         """Return the optimizer for steps inside of the program; None if it steps afterwards, which one line says."""
         if self._optimizer is None:
             return None
         reason = self._why_not_in_parts
+        if reason is None and is_shared:
+            reason = SHARED_MEMORY
         if reason is None and is_replayed:
             reason = problem_of_replays(self._optimizer)
         if reason is not None:
@@ -235,6 +239,12 @@ class Linker:
         if not is_replayed:
             return StepInParts(self._optimizer)
         return ReplayedStep(self._optimizer, list(micro.parameters.values()), micro.device)
+
+
+def _share_memory(micro: Micro) -> bool:
+    """Return whether a parameter shares memory with other state of the model."""
+    written = [place for place, at in enumerate(micro.state) if at in micro.parameters]
+    return WrittenMemory(written).is_shared(list(micro.state.values()))
 
 
 def owned_by(model: nn.Module | None) -> set[int]:

@@ -5,7 +5,7 @@ link_step(micro, step graph, ...) -> StepProgram;    StepProgram.run(inputs, wei
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -18,6 +18,9 @@ from apollo_compile.session.step.micro_batch import Micro
 from apollo_compile.session.variants import Variants
 from apollo_compile.torch_bridge.optimizers import StepInParts
 from apollo_compile.torch_bridge.replayed_optimizer import ReplayedStep
+from apollo_compile.torch_bridge.storages import WrittenMemory
+
+SHARED_MEMORY = "a parameter that the optimizer steps shares memory with another input of the loss function"
 
 
 @dataclass(eq=False, kw_only=True, slots=True)
@@ -34,8 +37,12 @@ class StepProgram:
     """Steps inside the program; None where it steps afterwards, or there is none."""
     is_clipped: bool
     """Whether gradients are clipped inside."""
+    named_parameters: Mapping[str, torch.Tensor]
+    """All of the model."""
     others: Sequence[torch.Tensor]
     """Where gradients are clipped, parameters that the program makes no gradients for: any of theirs would count."""
+    written: WrittenMemory
+    """Of the parameters that the optimizer steps inside, among the inputs that all micro-batches share."""
     _weights: Sequence[float] = ()
     _tangents: Sequence[torch.Tensor] = ()
     """The same on the device."""
@@ -81,6 +88,19 @@ class StepProgram:
         is_shared = all(a is b for others in shared[1:] for a, b in zip(shared[0], others, strict=True))
         return is_shared and all(inputs[0][place] is parameter for place, parameter in parameters.items())
 
+    def reason_against(self, inputs: Sequence[Sequence[torch.Tensor]]) -> str | None:
+        """Return why these micro-batches cannot be taken now; None if they can.
+
+        A plan orders uses of a value, and knows values by their names, not by their memory.
+        """
+        one = [inputs[0][place] for place in (*self.micro.state, *self.shared)]
+        return SHARED_MEMORY if self.written.is_shared(one, self._own(inputs)) else None
+
+    def _own(self, inputs: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
+        """Return what each micro-batch has for itself."""
+        one = {*self.micro.state, *self.shared}
+        return [tensor for each in inputs for place, tensor in enumerate(each) if place not in one]
+
     def find_differing(self, inputs: Sequence[Sequence[torch.Tensor]]) -> list[int]:
         """Return places of inputs that should be the same for all micro-batches, and are not."""
         first, *others = inputs
@@ -106,23 +126,42 @@ class StepProgram:
         """
         if isinstance(self.optimizer, ReplayedStep) and self.optimizer.take_outdated():
             self.release()
-        one = {*self.micro.state, *self.shared}
-        own = [tensor for each in inputs for place, tensor in enumerate(each) if place not in one]
         if not self._tangents or weights != self._weights:
             dtype, device = self.micro.loss_dtype, self.micro.device
             self._weights, self._tangents = weights, [torch.full((), w, dtype=dtype, device=device) for w in weights]
-        given = [*(inputs[0][place] for place in (*self.micro.state, *self.shared)), *own, *self._tangents]
+        given = [
+            *(inputs[0][place] for place in (*self.micro.state, *self.shared)),
+            *self._own(inputs),
+            *self._tangents,
+        ]
         variant = self.variants.current
         taken = () if variant in self._copied else [tensor.untyped_storage().data_ptr() for tensor in given]
         # Bodies were traced under autocast if there was any, and lanes know of none.
         with torch.no_grad(), torch.autocast(self.variants.target.device.type, enabled=False):
-            outputs = self.variants.run(given)
-            if self.optimizer is not None:
-                self.optimizer.note_taken()
+            outputs = self._run_variant(given)
             made = [gradient for gradient in outputs[self.num_micro_batches :] if gradient is not None]
             if variant not in self._copied:
                 self._copied[variant] = find_shared(made, self.parameters, taken)
             return outputs[: self.num_micro_batches], own_gradients(made, self.parameters, self._copied[variant])
+
+    def _run_variant(self, given: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Run the current variant; an error says which parameters had been updated."""
+        optimizer = self.optimizer
+        if optimizer is None:
+            return self.variants.run(given)
+        optimizer.updated.clear()
+        try:
+            outputs = self.variants.run(given)
+        except Exception as error:
+            if updated := {id(each) for each in optimizer.updated}:
+                names = ", ".join(name for name, each in self.named_parameters.items() if id(each) in updated)
+                error.add_note(
+                    f"{self.name}: failed after it had updated these parameters, some perhaps in part: {names}; all "
+                    "others are as they were"
+                )
+            raise
+        optimizer.note_taken()
+        return outputs
 
     def release(self) -> None:
         """Release what is held for the next run, which captures or allocates it again."""
@@ -194,7 +233,7 @@ def link_step(
     *,
     optimizer: StepInParts | None,
     clip_grad_norm: float | None,
-    model_parameters: Sequence[torch.Tensor],
+    named_parameters: Mapping[str, torch.Tensor],
     target: Target,
     config: Config,
 ) -> StepProgram:
@@ -205,7 +244,7 @@ def link_step(
         step: what was composed of them.
         optimizer: steps inside.
         clip_grad_norm: to which gradients are clipped inside; None does not clip.
-        model_parameters: all parameters of the model.
+        named_parameters: all of the model.
         target: the device that it runs on.
         config: its `plan` options apply.
 
@@ -213,6 +252,7 @@ def link_step(
         InfeasiblePlanError: no plan meets the memory quota.
     """
     trained = {id(parameter) for parameter in micro.parameters.values()}
+    stepped = [place for place, at in enumerate(micro.state) if optimizer is not None and at in micro.parameters]
     return StepProgram(
         variants=load_step(micro, step, target=target, config=config),
         micro=micro,
@@ -220,5 +260,7 @@ def link_step(
         shared=sorted(step.others.shared),
         optimizer=optimizer,
         is_clipped=clip_grad_norm is not None,
-        others=[] if clip_grad_norm is None else [each for each in model_parameters if id(each) not in trained],
+        written=WrittenMemory(stepped),
+        named_parameters=named_parameters,
+        others=[] if clip_grad_norm is None else [p for p in named_parameters.values() if id(p) not in trained],
     )

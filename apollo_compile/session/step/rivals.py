@@ -15,8 +15,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from apollo_compile.ir import Variant
+from apollo_compile.operators.entry import WorkKind
 from apollo_compile.operators.table import find_operator
 from apollo_compile.progress import Progress
+from apollo_compile.session.graph import COMPILE_NS_PER_OPERATOR
 from apollo_compile.session.step.micro_batch import Micro
 from apollo_compile.session.step.program import StepProgram, find_shared, leave_gradients, own_gradients
 from apollo_compile.torch_bridge.traced_step import compile_traced_step, describe_compile_error, is_compile_error
@@ -27,6 +29,9 @@ if TYPE_CHECKING:
 
 RIVALS = (Variant.EAGER, Variant.AT_ONCE, Variant.TRACED)
 """Variants of a step that are not made of its program."""
+
+_DRAWING = (WorkKind.RANDOM, WorkKind.ATTENTION)
+"""Operators that keep their order because they draw random numbers."""
 
 _TOLERANCE = 0.01
 """Largest difference of a gradient over its norm that is rounding, or sixteen roundings of its dtype."""
@@ -82,11 +87,15 @@ class EagerLoop:
 class TracedStep:
     """Forward and backward of all micro-batches as one graph for Inductor.
 
+    Its first step is taken twice, by the loop and by this graph, from the same buffers and the same state of the random
+    generator. They must have drawn the same numbers and made the same gradients.
+
     Arguments:
-        program: of the same step.
+        program: of the same step; of those that `reason_against_traced` has nothing against.
         loss_of: returns the loss of a micro-batch, not compiled.
-        compiled: the same, compiled; gradients of both are compared first, where they can be computed twice.
+        compiled: the same, compiled.
         settings: of Inductor, by their names in `torch._inductor.config`.
+        compile_ns: approximate time that the compile takes.
     """
 
     def __init__(
@@ -95,37 +104,76 @@ class TracedStep:
         loss_of: Callable[[Any], torch.Tensor],
         compiled: Callable[[Any], torch.Tensor],
         settings: Mapping[str, Any],
+        compile_ns: int,
     ) -> None:
         self.leaves_gradients = True
         self.is_ready = False
         self.tuners: Sequence[StepTuner] = ()
         self._program = program
         self._compiled = compiled
+        self._compile_ns = compile_ns
         self._run = compile_traced_step(loss_of, program.parameters, settings)
 
     def take(self, parts: Sequence[Any], weights: Sequence[float]) -> torch.Tensor | None:
         """Take a step; see `Rival`."""
+        made = self._call(parts, weights) if self.is_ready else self._prove(parts, weights)
+        if made is None:
+            return None
+        loss, gradients = made
+        parameters = self._program.parameters
+        leave_gradients(parameters, own_gradients(gradients, parameters, find_shared(gradients, parameters, ())))
+        return loss
+
+    def _prove(
+        self, parts: Sequence[Any], weights: Sequence[float]
+    ) -> tuple[torch.Tensor, Sequence[torch.Tensor]] | None:
+        """Compile it, and take a step that is the loop's; None where the loop's gradients are not finite.
+
+        Raises:
+            RivalError: it cannot be compiled, or its step is another one; nothing has changed.
+        """
+        program = self._program
+        before = _Snapshot(program.micro)
+        expected = gradients_of_loop(self._compiled, parts, weights, program.parameters)
+        drawn = torch.get_rng_state()
+        before.restore()
         try:
-            if self.is_ready:
+            with (
+                Progress(f"compiling {program.name} as one graph", expected_ns=self._compile_ns) as progress,
+                without_vmap_warnings(),
+            ):
+                progress.at("Inductor, to be compared with the program,")
                 loss, gradients = self._call(parts, weights)
-            else:
-                with Progress(f"compiling {self._program.name} as one graph") as progress, without_vmap_warnings():
-                    progress.at("Inductor, to be compared with the program,")
-                    loss, gradients = self._call(parts, weights)
+            if not torch.equal(torch.get_rng_state(), drawn):
+                raise RivalError("it draws other random numbers than the loop")
+            self.is_ready = agree(gradients, expected)
+        finally:
+            if not self.is_ready:
+                before.restore()
+        return (loss, gradients) if self.is_ready else None
+
+    def _call(self, parts: Sequence[Any], weights: Sequence[float]) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
+        try:
+            return self._run(parts, [torch.tensor(weight, dtype=self._program.micro.loss_dtype) for weight in weights])
         except Exception as error:  # of a compile, which guards may ask for in any step
             if is_compile_error(error):
                 raise RivalError(describe_compile_error(error)) from error
             raise
-        parameters, micro = self._program.parameters, self._program.micro
-        is_provable = not (self.is_ready or writes_to_buffers(micro) or keeps_order(micro))
-        if is_provable and not agree(gradients, gradients_of_loop(self._compiled, parts, weights, parameters)):
-            return None
-        self.is_ready = True
-        leave_gradients(parameters, own_gradients(gradients, parameters, find_shared(gradients, parameters, ())))
-        return loss
 
-    def _call(self, parts: Sequence[Any], weights: Sequence[float]) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
-        return self._run(parts, [torch.tensor(weight, dtype=self._program.micro.loss_dtype) for weight in weights])
+
+class _Snapshot:
+    """What a step changes before the optimizer does, besides gradients: buffers, and the random generator."""
+
+    def __init__(self, micro: Micro) -> None:
+        written = micro.forward.contract.written_inputs or ()
+        self._buffers = [(micro.state[place], micro.state[place].clone()) for place in written]
+        self._generator = torch.get_rng_state()
+
+    def restore(self) -> None:
+        """Undo what has changed since then."""
+        torch.set_rng_state(self._generator)
+        for buffer, before in self._buffers:
+            buffer.copy_(before)
 
 
 def add_gradients(
@@ -155,6 +203,27 @@ def keeps_order(micro: Micro) -> bool:
     """
     nodes = (node for half in (micro.forward, micro.backward) for node in half.compilation.capture.nodes)
     return any(node.keeps_order and find_operator(node.target).reads_only != "asserts" for node in nodes)
+
+
+def compile_ns(program: StepProgram) -> int:
+    """Return approximately how long Inductor compiles forward and backward of all micro-batches as one graph."""
+    halves = (program.micro.forward, program.micro.backward)
+    num_nodes = sum(len(half.compilation.capture.nodes) for half in halves)
+    return program.num_micro_batches * COMPILE_NS_PER_OPERATOR * num_nodes
+
+
+def reason_against_traced(program: StepProgram) -> str | None:
+    """Return why a step must not run as Dynamo traces it; None if it may.
+
+    It has to be possible to take the same step twice.
+    """
+    halves = (program.micro.forward, program.micro.backward)
+    kept = (node.target for half in halves for node in half.compilation.capture.nodes if node.keeps_order)
+    operators = ((target, find_operator(target)) for target in kept)
+    for target, operator in operators:
+        if operator.kind not in _DRAWING and operator.reads_only != "asserts":
+            return f"{target} may have an effect"
+    return "the backward writes to its inputs" if program.micro.backward.contract.written_inputs else None
 
 
 def writes_to_buffers(micro: Micro) -> bool:

@@ -124,7 +124,7 @@ def update_parameters(
     def update(taken: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         gradients = taken[-count - is_clipped :][:count]
         if is_clipped:
-            gradients = list(torch._foreach_mul(gradients, taken[-1]))
+            gradients = _scale(gradients, taken[-1])
         # A capture is rehearsed with copies of what is written to, and a step of the optimizer has no copy.
         is_rehearsed = optimizer is not None and taken[0].data_ptr() != owners[0].data_ptr()
         if optimizer is not None and not is_rehearsed:
@@ -199,6 +199,12 @@ def _add_pairs(terms: list[torch.Tensor]) -> Sequence[torch.Tensor]:
     half = len(terms) // 2
     sums: Sequence[torch.Tensor] = torch._foreach_add(terms[:half], terms[half:])
     return sums
+
+
+def _scale(gradients: list[torch.Tensor], factor: torch.Tensor) -> list[torch.Tensor]:
+    """Return gradients times a factor, in their own dtypes, as multiplying in place gives them."""
+    scaled = torch._foreach_mul(gradients, factor)  # one without dimensions takes the dtype of the factor
+    return [made.to(gradient.dtype) for made, gradient in zip(scaled, gradients, strict=True)]
 
 
 def _measure(gradients: list[torch.Tensor]) -> Sequence[torch.Tensor]:

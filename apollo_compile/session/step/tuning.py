@@ -30,7 +30,7 @@ class StepTuner:
         is_compared: whether variants are compared; if not, the program runs.
         rivals: make what else takes such steps. Of each group the first competes, another one if it takes the place of
             those before it, which could not be compiled.
-        later: variants that are compiled once that is a small share of the loop's time.
+        later: variants, rivals among them, that are compiled once that is a small share of the loop's time.
     """
 
     def __init__(
@@ -65,6 +65,8 @@ class StepTuner:
         """Of the current step."""
         self._is_timed = False
         """Whether the current step is of the comparison, not one in which a rival is compiled."""
+        self._is_compiling = False
+        """Whether a rival is compiled in the current step."""
         self._failed: set[Variant] = set()
         self._is_compared = is_compared
         self._is_settled = not is_compared
@@ -72,6 +74,8 @@ class StepTuner:
         found = warm_start.recall(compilation.capture, compilation.partition) if is_compared else None
         if found is not None and found.verdict is not None and self._has(found.variant):
             self._is_settled, self._current, self.verdict = True, found.variant, found.verdict
+            if later is not None:
+                later.leave_out([Variant(standing.name) for standing in found.verdict.standings])
             self._keep_winner()
 
     @property
@@ -112,7 +116,7 @@ class StepTuner:
 
     def begin_step(self, number: int) -> Variant:
         """Return what runs the step that begins now, which has this number among all steps."""
-        self._is_timed = False
+        self._is_timed = self._is_compiling = False
         if self._is_settled and self._later is not None and self.held_back is None:
             added = self._later.advance()
             if added is None:
@@ -123,6 +127,7 @@ class StepTuner:
             return self._current
         for rival in self._competing():
             if not self.get_rival(rival).is_ready:
+                self._is_compiling = True
                 return rival  # it compiles in its first steps, which are not measured
         if self._comparison is None:
             rules = Rules() if self._target.is_synchronous else IN_TURNS
@@ -139,6 +144,8 @@ class StepTuner:
     def record(self, ns: int) -> None:
         """Note how long the step took, forward to optimizer."""
         comparison = self._comparison
+        if self._is_compiling and self._later is not None:
+            self._later.spend(ns)
         if comparison is None or not self._is_timed:
             return
         if self._target.is_synchronous:
@@ -163,12 +170,7 @@ class StepTuner:
         first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
         _logger.warning("%s: no %s: %s", self._name, variant, first)
         self._failed.add(variant)
-        if self._entrants is None or variant is self._entrants[0]:
-            self._restart()
-            return
-        left = [each for each in self._entrants if each is not variant]
-        self._is_settled, self._comparison, self._current = len(left) == 1, None, left[0]
-        self._entrants = None if self._is_settled else left
+        self._leave_out(variant)
 
     def drop_rival(self, variant: Variant, error: RivalError) -> None:
         """Do without a rival that cannot be compiled; the next one takes its place."""
@@ -176,7 +178,16 @@ class StepTuner:
         self._made.pop(variant, None)
         for group in self._groups:
             group.pop(variant, None)
-        self._restart()
+        self._leave_out(variant)
+
+    def _leave_out(self, variant: Variant) -> None:
+        """Compare without a variant: what was added late and has failed leaves the fastest until then."""
+        if self._entrants is None or variant is self._entrants[0]:
+            self._restart()
+            return
+        left = [each for each in self._entrants if each is not variant]
+        self._is_settled, self._comparison, self._current = len(left) == 1, None, left[0]
+        self._entrants = None if self._is_settled else left
 
     def _restart(self) -> None:
         self._is_settled = not self._is_compared
@@ -207,8 +218,10 @@ class StepTuner:
         return [Variant.LOOP, *self._competing(), *(variant for variant in SIMPLEST_FIRST if variant in own)]
 
     def _competing(self) -> list[Variant]:
-        """Return the rivals that compete, one of each group."""
-        return [next(iter(group)) for group in self._groups if group]
+        """Return the rivals that compete, one of each group; not those that are to be compiled later."""
+        first = [next(iter(group)) for group in self._groups if group]
+        awaited = () if self._later is None else self._later.awaited
+        return [variant for variant in first if variant not in awaited]
 
     def _settle(self, comparison: Comparison) -> None:
         is_known = comparison.num_rounds >= MIN_ROUNDS  # not where most steps had to be loops
@@ -248,4 +261,6 @@ class StepTuner:
         winner = self._current
         self._made = {variant: rival for variant, rival in self._made.items() if variant is winner}
         # Those of its group take its place if it cannot be compiled one day.
-        self._groups = [{winner: group.pop(winner), **group} for group in self._groups if winner in group]
+        awaited = set() if self._later is None else set(self._later.awaited)
+        kept = (group for group in self._groups if winner in group or not awaited.isdisjoint(group))
+        self._groups = [{winner: group.pop(winner), **group} if winner in group else group for group in kept]

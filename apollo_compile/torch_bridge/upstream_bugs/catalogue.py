@@ -29,6 +29,13 @@ class UpstreamBug:
 
 UPSTREAM_BUGS = (
     UpstreamBug(
+        file="fused_updates.py",
+        defect="skips full vectors of a parameter of lower precision in the fused update of SGD",
+        report="https://github.com/pytorch/pytorch/issues/191763",
+        seen_in=("2.13",),
+        test="test_torch_leaves_most_parameters_of_lower_precision_as_they_were",
+    ),
+    UpstreamBug(
         file="kept_symbols.py",
         defect="keeps a ShapeEnv of dynamic sizes after `torch._dynamo.reset()`",
         report="https://github.com/pytorch/pytorch/issues/190093",  # of tracked fake tensors; none found of the caches
