@@ -56,12 +56,10 @@ def compile_dynamo_graph(
     options: Mapping[str, Any] | None = None,
     mode: str | None = None,
     is_for_step: bool = False,
-    is_optional: bool = False,
 ) -> tuple[Callable[..., Any], CompiledModel | None]:
     """Return the compiled function of `apollo` and its model, which is None if the backend is disabled.
 
     With `is_for_step`, graphs are compiled in segments also where Inductor is as fast, to be linked into a step.
-    With `is_optional`, something else runs if this does not, so that a fallback is no news.
     """
     config = load_config(options)
     if config.debug.log is not None:
@@ -86,7 +84,6 @@ def compile_dynamo_graph(
         num_before=num_graphs_of(called, besides=name),
         ranks=find_ranks(),
         is_for_step=is_for_step,
-        is_optional=is_optional,
     )
     release_symbols_with(model)
     model.graph_break = find_break(graph_module, model.name)

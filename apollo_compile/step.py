@@ -9,9 +9,9 @@ known (`session/step/tuning.py`). What cannot be linked stays the loop, and one 
 
 A program takes its inputs from Dynamo, whose guards hold: Note [guards] in `session/step/notes.py`.
 
-Guarantees: losses and gradients are those of the loop, with sums in the same order unless all micro-batches run at
-once; parameters are updated by the user's own optimizer, module by module where it treats every parameter by itself
-(`torch_bridge/optimizers.py`), else at the end.
+Guarantees: losses and gradients are those of the loop, with sums in the same order; parameters are updated by the
+user's own optimizer, module by module where it treats every parameter by itself (`torch_bridge/optimizers.py`), else at
+the end.
 """
 
 from __future__ import annotations
@@ -23,24 +23,19 @@ import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import fx, nn
 
 from apollo_compile.backend import compile_dynamo_graph
 from apollo_compile.config import load_config
-from apollo_compile.device.open import select_profile
-from apollo_compile.device.profile import DeviceProfile
 from apollo_compile.errors import CaptureError, NotReplayedError, TargetError
 from apollo_compile.ir import Variant
 from apollo_compile.reports.values import Stage, State
 from apollo_compile.session.step.arguments import check_arguments
-from apollo_compile.session.step.at_once import MicroBatchesAtOnce, loss_of_stacked, reason_against_at_once
 from apollo_compile.session.step.linking import STAYS, Linker, owned_by
-from apollo_compile.session.step.micro_batch_count import MicroBatchCount
 from apollo_compile.session.step.notes import LossGraph, Noted, Notes, NotLinkedError
-from apollo_compile.session.step.prediction import predict_step
 from apollo_compile.session.step.program import StepProgram, leave_gradients
 from apollo_compile.session.step.rivals import (
     RIVALS,
@@ -56,12 +51,9 @@ from apollo_compile.session.step.rivals import (
 )
 from apollo_compile.session.step.split import kind_of, split_evenly
 from apollo_compile.session.step.tuning import StepTuner
-from apollo_compile.session.warm_start import may_be_compared
 from apollo_compile.torch_bridge.compile_context import compile_apart
 from apollo_compile.torch_bridge.graph_breaks import is_limit_hit, problem_of
 from apollo_compile.torch_bridge.settings import inductor_settings
-from apollo_compile.torch_bridge.traced_step import describe_compile_error, is_compile_error
-from apollo_compile.torch_bridge.vmap import obstacle_to_vmap
 
 _logger = logging.getLogger(__name__)
 
@@ -86,7 +78,7 @@ def compile_step(
     loss_fn: LossFunction,
     optimizer: torch.optim.Optimizer | None = None,
     *,
-    microbatches: int | Literal["auto"] = 1,
+    microbatches: int = 1,
     clip_grad_norm: float | None = None,
     split: Split | None = None,
     weigh: Weigh | None = None,
@@ -109,8 +101,7 @@ def compile_step(
             with it. One that returns other tensors too, or has graph breaks, runs as a loop.
         optimizer: steps inside the program, module by module, if it is one of torch that treats every parameter by
             itself, else at the end; None leaves gradients in `.grad`, added to what is there.
-        microbatches: into how many parts of equal size a batch is split. "auto" tries 1, 2 and 4, by prediction and
-            by measuring; the loss has to be a mean over samples, so that gradients do not depend on the split.
+        microbatches: into how many parts of equal size a batch is split.
         clip_grad_norm: largest norm of all gradients together; None does not clip.
         split: `split(batch, microbatches)` returns the parts; None cuts all tensors along dimension 0.
         weigh: how much a micro-batch counts; None is equally. Weights are divided by their sum.
@@ -119,7 +110,7 @@ def compile_step(
     Raises:
         TargetError: `model` is no module, or is compiled; `loss_fn` cannot be called; `optimizer` is none, or its step
             needs an argument.
-        ConfigError: `microbatches` is neither "auto" nor above 0, or an option is unknown or has a wrong value.
+        ConfigError: `microbatches` is not above 0, or an option is unknown or has a wrong value.
     """
     check_arguments(model, loss_fn, optimizer, microbatches, clip_grad_norm)
     return Step(
@@ -140,16 +131,13 @@ class Step:
     It is long, since what runs a step, and what holds each way back, is decided in one place.
     """
 
-    _is_optional = False
-    """Whether something else takes the step if this does not, so that a fallback is no news."""
-
     def __init__(
         self,
         model: nn.Module,
         loss_fn: LossFunction,
         optimizer: torch.optim.Optimizer | None,
         *,
-        microbatches: int | Literal["auto"],
+        microbatches: int,
         clip_grad_norm: float | None,
         split: Split,
         weigh: Weigh | None,
@@ -162,7 +150,7 @@ class Step:
         self._clip_grad_norm = clip_grad_norm
         self._split = split
         self._weigh = weigh
-        self._linker = Linker(model, optimizer, clip_grad_norm, self.config, is_optional=self._is_optional)
+        self._linker = Linker(model, optimizer, clip_grad_norm, self.config)
         self._why_not_one_graph = ""
         self._is_full = False
         """Whether Dynamo compiles no more graphs."""
@@ -187,7 +175,7 @@ class Step:
             return loss_fn(model, part)
 
         # Dynamo keeps backends for good.
-        backend = partial(_compile_and_note, weakref.ref(self._notes), options, self._is_optional)
+        backend = partial(_compile_and_note, weakref.ref(self._notes), options)
         self._settings: dict[str, Any] = {
             "microbatches": microbatches,
             "clip_grad_norm": clip_grad_norm,
@@ -198,12 +186,7 @@ class Step:
         self._loss_of = compile_apart(loss_of, backend=backend, dynamic=False, fullgraph=True)
         self._loss_in_pieces = compile_apart(loss_of_any, backend="apollo", options=dict(options))
         self._num_steps = 0
-        self._num_micro_batches = 1 if microbatches == "auto" else microbatches
-        self._batch: Any = None
-        """The batch of a step that runs, for predictions about it."""
-        self._count: MicroBatchCount | None = None
-        if microbatches == "auto":
-            self._count = MicroBatchCount(self._is_settled, self._predict, is_compared=may_be_compared(self.config))
+        self._num_micro_batches = microbatches
 
     def __call__(self, batch: Any) -> torch.Tensor:
         """Take one step; return the weighted mean of the losses, without a graph.
@@ -212,28 +195,11 @@ class Step:
             TargetError: the batch cannot be split, weights have no sum to divide by, or no loss is returned.
             Exception: whatever the model, the loss function or the optimizer raises.
         """
-        if self._count is None:
-            return self._take(list(self._split(batch, self._num_micro_batches)))
-        parts = self._try_split(batch, self._count.count)
-        self._batch = batch
-        try:
-            begin = self._now()
-            loss = self._take(list(self._split(batch, 1)) if parts is None else parts)
-            self._count.step_ended(None if parts is None else self._now() - begin)
-            return loss
-        finally:
-            self._batch = None
+        return self._take(list(self._split(batch, self._num_micro_batches)))
 
     def __reduce__(self) -> tuple[Callable[..., Step], tuple[Any, ...]]:
         """Copy or pickle what it was made of: copies of model and optimizer get a step of their own."""
         return partial(Step, **self._settings), (self._model, self._loss_fn, self._optimizer)
-
-    def _now(self) -> int:
-        """Return the time; while numbers of micro-batches are compared, once the device has done everything."""
-        graph = next(iter(self._graphs), None)
-        if graph is None or self._count is None or not self._count.is_timing or graph.model.target.is_synchronous:
-            return time.perf_counter_ns()
-        return graph.model.target.now_ns()
 
     @property
     def verdicts(self) -> list[str]:
@@ -242,22 +208,9 @@ class Step:
         return [*loops, *(str(tuner) for tuner in self.tuners)]
 
     @property
-    def num_micro_batches(self) -> str:
-        """How many micro-batches a step has, and why."""
-        return str(self._num_micro_batches) if self._count is None else self._count.verdict
-
-    @property
-    def search_for_count(self) -> list[State]:
-        """That the number of micro-batches is not known yet, while that is so."""
-        if self._count is None or self._count.is_known:
-            return []
-        return [State(graph="step", stage=Stage.MEASURING, detail="how many micro-batches a step is to have")]
-
-    @property
     def tuners(self) -> list[StepTuner]:
-        """Programs, and what is known of how fast they are: for every kind of batch one, and one of a rival's."""
-        own = [each for graph in self._graphs for each in graph.outcomes.values() if isinstance(each, StepTuner)]
-        return [tuner for each in own for tuner in (each, *(known for rival in each.rivals for known in rival.tuners))]
+        """Programs, and what is known of how fast they are: for every kind of batch one."""
+        return [each for graph in self._graphs for each in graph.outcomes.values() if isinstance(each, StepTuner)]
 
     @property
     def reasons_for_loops(self) -> list[str]:
@@ -392,18 +345,17 @@ class Step:
             tuner.drop_rival(variant, error)
             return None
         tuner.held_back = None
-        if loss is not None and rival.leaves_gradients:
+        if loss is not None:
             self._finish()
         return loss
 
     def _make_rivals(self, program: StepProgram, graph: LossGraph) -> Sequence[Mapping[Variant, Callable[[], Rival]]]:
-        """Return what makes the rivals of a program; where the number of micro-batches is open, one batch has them."""
-        model, optimizer, loss_of = self._model, self._optimizer, partial(_loss_of, self._loss_fn)
+        """Return what makes the rivals of a program."""
+        model, loss_of = self._model, partial(_loss_of, self._loss_fn)
         compiled = partial(_compute_loss, self._loss_of)
         inductor = inductor_settings(self.config.mode, self.config.inductor)
         if self.config.runtime.bodies == "eager":  # which draw the random numbers of eager
             inductor["fallback_random"] = True
-        of_one_batch = {**self._settings, "microbatches": 1, "split": split_evenly, "weigh": None}
 
         def make_eager() -> Rival:  # without this step, which goes when nobody but programs knows it
             return EagerLoop(partial(loss_of, model))
@@ -411,25 +363,12 @@ class Step:
         def make_traced() -> Rival:
             return TracedStep(program, partial(loss_of, model), compiled, inductor, compile_ns(program))
 
-        def make_at_once() -> Rival:
-            step = _StepOfStacked(model, loss_of_stacked(loss_of), optimizer, **of_one_batch)
-            return MicroBatchesAtOnce(step, program, compiled)
-
-        is_eager = not (self._is_optional or keeps_order(program.micro) or _is_autocast_on(program.micro.device))
+        is_eager = not (keeps_order(program.micro) or _is_autocast_on(program.micro.device))
         eager = {Variant.EAGER: make_eager} if is_eager else {}
         reason = reason_against_traced(program)
         if reason is not None:
             _logger.info("%s: no %s to compare with: %s", program.name, Variant.TRACED, reason)
-        traced = {Variant.TRACED: make_traced} if reason is None else {}
-        if program.num_micro_batches == 1:
-            return [eager, traced]
-        if self._count is not None:
-            return [eager]
-        reason = reason_against_at_once(program, graph.obstacle_to_vmap)
-        if reason is not None:
-            _logger.info("%s: no %s to compare with: %s", program.name, Variant.AT_ONCE, reason)
-            return [eager, traced]
-        return [eager, {Variant.AT_ONCE: make_at_once, **traced}]
+        return [eager, {Variant.TRACED: make_traced} if reason is None else {}]
 
     def _run_loop(self, parts: Sequence[Any], weights: Sequence[float]) -> torch.Tensor:
         try:
@@ -528,81 +467,6 @@ class Step:
             raise TargetError(f"the {len(parts)} micro-batches weigh {counts}; expected a finite sum other than zero")
         return [count / sum(counts) for count in counts]
 
-    # --------------------------------------------------------------------------------- number of micro-batches
-
-    def _try_split(self, batch: Any, count: int) -> list[Any] | None:
-        """Return so many micro-batches; None where the batch cannot be split so."""
-        try:
-            parts = list(self._split(batch, count))
-        except Exception as error:  # of the user's function, for a number that the user has not asked for
-            if count == 1:
-                raise
-            _logger.debug("no %d micro-batches: %s: %s", count, type(error).__name__, error)
-            return None
-        return parts if len(parts) == count else None
-
-    def _is_settled(self, count: int) -> bool:
-        """Whether it is known what runs steps of so many micro-batches, of some kind."""
-        known = (graph.outcomes[count] for graph in self._graphs if count in graph.outcomes)
-        return bool(self._why_not_one_graph) or any(isinstance(each, str) or each.is_settled for each in known)
-
-    def _profile(self) -> DeviceProfile:
-        """Return the profile of the device that steps run on."""
-        known = next(iter(self._graphs), None)
-        return select_profile(self.config) if known is None else known.model.target.profile
-
-    def _predict(self, count: int) -> int | None:
-        """Return the predicted nanoseconds of the program of the present batch in so many micro-batches."""
-        parts = self._try_split(self._batch, count)
-        if parts is None or self._why_not_one_graph:
-            return None
-        try:
-            found = predict_step(
-                self._model,
-                self._loss_fn,
-                parts,
-                optimizer=self._optimizer,
-                clip_grad_norm=self._clip_grad_norm,
-                config=self.config,
-                profile=self._profile(),
-            )
-        except Exception as error:  # another number of micro-batches is an offer, and training goes on without it
-            if self.config.debug.strict:
-                raise
-            _logger.info("%d micro-batches cannot be predicted: %s: %s", count, type(error).__name__, error)
-            return None
-        return None if found.compilation is None else found.compilation.plan.makespan_ns
-
-
-class _StepOfStacked(Step):
-    """The step of stacked micro-batches, for `MicroBatchesAtOnce`: one graph, or none."""
-
-    _is_optional = True
-
-    @property
-    def is_settled(self) -> bool:
-        """Whether it is known what runs it."""
-        return self._is_settled(1)
-
-    def loss_of(self, batch: Any) -> torch.Tensor:
-        """Return the loss, compiled."""
-        return _loss_in(self._call(batch))
-
-    def close(self) -> None:
-        """Compile nothing any more."""
-        self._notes.is_closed = True
-
-    def _compute(self, part: Any) -> Any:
-        return self._call(part)
-
-    def _call(self, part: Any) -> Any:
-        try:
-            return self._loss_of(part)
-        except Exception as error:
-            if not is_compile_error(error):
-                raise
-            raise RivalError(describe_compile_error(error)) from error
-
 
 def _unlink(graphs: weakref.WeakSet[LossGraph]) -> None:
     """Drop the memory of a step that is gone; Dynamo keeps its graphs."""
@@ -614,20 +478,14 @@ def _unlink(graphs: weakref.WeakSet[LossGraph]) -> None:
 def _compile_and_note(
     reference: weakref.ref[Notes],
     options: Mapping[str, Any],
-    is_optional: bool,
     graph_module: fx.GraphModule,
     example_inputs: Sequence[Any],
 ) -> Callable[..., Any]:
     notes = reference()
-    if notes is not None and notes.is_closed:
-        raise RivalError("Dynamo has to compile another graph")
-    obstacle = obstacle_to_vmap(graph_module)  # which compiling changes
-    compiled, model = compile_dynamo_graph(
-        graph_module, example_inputs, options=options, is_for_step=True, is_optional=is_optional
-    )
+    compiled, model = compile_dynamo_graph(graph_module, example_inputs, options=options, is_for_step=True)
     if model is None or notes is None:
         return compiled
-    return LossGraph(compiled=compiled, model=model, notes=reference, obstacle_to_vmap=obstacle)
+    return LossGraph(compiled=compiled, model=model, notes=reference)
 
 
 def _is_autocast_on(device: torch.device) -> bool:

@@ -26,7 +26,7 @@ from tabulate import tabulate
 
 from apollo_compile.tools.bench.numbers import Measurement, VariantResult, summarize
 from apollo_compile.tools.bench.task import Task, Variant
-from benchmarks.harness.whole_steps import AUTO, COMPARED, COMPILED, FULL_BATCH, LOOP, TRACED, TRACED_WHOLE
+from benchmarks.harness.whole_steps import COMPARED, COMPILED, FULL_BATCH, LOOP, TRACED, TRACED_WHOLE
 from benchmarks.run import batch_sizes, measure_tasks, names_of
 
 WORKLOADS = ("clip", "flava", "llava", "whisper", "vit_control", "two_tower", "chain")
@@ -50,13 +50,10 @@ VARIANTS: tuple[Variant, ...] = (
 KEPT_MEMORY = (Variant(name="inductor-traced-kept-memory", backend="inductor", stepper=TRACED, keeps_memory=True),)
 """The strongest rival with apollo's allocator settings, to see how much of a gain is due to kept memory."""
 
-AUTOMATIC = (Variant(name="apollo-step-auto", backend="apollo", stepper=AUTO),)
-"""The number of micro-batches left to `compile_step`: for losses that are means over the samples of a batch."""
-
 FUNCTIONS = (Variant(name="apollo-traced-whole", backend="apollo", stepper=TRACED_WHOLE),)
 """A function of the user's that is a whole step, compiled by apollo."""
 
-KNOWN = {variant.name: variant for variant in (*VARIANTS, *KEPT_MEMORY, *AUTOMATIC, *FUNCTIONS)}
+KNOWN = {variant.name: variant for variant in (*VARIANTS, *KEPT_MEMORY, *FUNCTIONS)}
 
 RIVALS = ("inductor", "inductor-traced", "inductor-traced-whole", "inductor-full-batch", LOOP_OF_APOLLO)
 

@@ -30,7 +30,7 @@ def train(model: nn.Module, batch: dict[str, torch.Tensor], folder: Path) -> flo
     optimizer = torch.optim.AdamW(model.parameters())
     planned = apollo_compile.explain_step(model, loss_fn, batch, optimizer, microbatches=2, options=options)
     step = apollo_compile.compile_step(
-        model, loss_fn, optimizer, microbatches="auto", clip_grad_norm=1.0, weigh=lambda part: len(part["y"])
+        model, loss_fn, optimizer, microbatches=2, clip_grad_norm=1.0, weigh=lambda part: len(part["y"])
     )
     loss: torch.Tensor = step(batch)
     after = apollo_compile.report(step, units=[1, 2], profiles=["cpu"])

@@ -38,8 +38,6 @@ class Variant(enum.StrEnum):
     """The same without a compiler."""
     TRACED = "Inductor, traced step"
     """A step: forward and backward of all micro-batches in one graph, as Dynamo traces and Inductor compiles it."""
-    AT_ONCE = "micro-batches at once"
-    """A step: the micro-batches stacked and run as one batch, each with a loss of its own."""
     COMPILED = "torch.compile"
     """On a GPU: a Dynamo graph as torch.compile makes it, with its CUDA graphs if the mode asks for them."""
 

@@ -37,7 +37,6 @@ _WITHOUT_LANES = (
     Variant.LOOP,
     Variant.EAGER,
     Variant.TRACED,
-    Variant.AT_ONCE,
     Variant.COMPILED,
 )
 """Variants that do not run a graph's plan on its lanes."""

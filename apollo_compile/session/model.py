@@ -75,8 +75,6 @@ class CompiledModel:
     """Time of the host in nanoseconds."""
     is_for_step: bool = False
     """Whether its graphs are linked into a training step, so that their segments are needed whichever variant wins."""
-    is_optional: bool = False
-    """Whether something else runs if it falls back, so that this is no news."""
     autotuner: Autotuner = field(init=False)
     warm_start: WarmStart = field(init=False)
 
@@ -163,8 +161,7 @@ class CompiledModel:
         if fallback.unprofitable is not None:
             self.unprofitable.append(fallback.unprofitable)
         compiler = "torch.compile" if self.falls_back else "Inductor"
-        level = min(fallback.level, logging.INFO) if self.is_optional else fallback.level
-        _logger.log(level, "%s falls back to %s: %s", name, compiler, fallback.reason)
+        _logger.log(fallback.level, "%s falls back to %s: %s", name, compiler, fallback.reason)
 
     def add_to_reason(self, detail: str) -> None:
         """Append a detail to the reason of the latest fallback."""

@@ -36,7 +36,7 @@ from apollo_compile.torch_bridge.settings import compiler_settings
 _logger = logging.getLogger(__name__)
 
 
-_OF_STEPS = (Variant.LOOP, Variant.EAGER, Variant.TRACED, Variant.AT_ONCE)
+_OF_STEPS = (Variant.LOOP, Variant.EAGER, Variant.TRACED)
 
 _KEPT = (Variant.PLAN, Variant.SERIAL, Variant.INDUCTOR, *_OF_STEPS)
 """Variants that a later process can run."""

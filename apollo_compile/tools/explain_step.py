@@ -10,7 +10,6 @@ from torch import nn
 
 from apollo_compile.config import load_config
 from apollo_compile.device.open import select_profile
-from apollo_compile.errors import ConfigError
 from apollo_compile.ir import Trace, Variant
 from apollo_compile.reports.report import Report
 from apollo_compile.reports.summary import summarize
@@ -58,8 +57,6 @@ def explain_step(
         InfeasiblePlanError: no plan meets the memory quota.
     """
     check_arguments(model, loss_fn, optimizer, microbatches, clip_grad_norm)
-    if not isinstance(microbatches, int):
-        raise ConfigError("explain_step plans one number of micro-batches: expected a number, got 'auto'")
     config = load_config(options)
     found = predict_step(
         model,

@@ -105,7 +105,7 @@ def _state_of(tuner: StepTuner) -> State:
 def _states_beside_programs(step: Step) -> list[State]:
     refused = (f"{Variant.LOOP}: {reason}" for reason in step.reasons_for_loops)
     loops = (State(graph="step", stage=Stage.FALLS_BACK, detail=each) for each in refused)
-    return [*loops, *step.loops_first, *step.search_for_count]
+    return [*loops, *step.loops_first]
 
 
 def status(model: Callable[..., Any] | None = None) -> str:

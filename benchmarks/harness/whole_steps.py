@@ -12,7 +12,6 @@ settled variant that is compared.
     TRACED        forward and backward of all micro-batches as one graph of Dynamo's, then the optimizer
     TRACED_WHOLE  the optimizer inside that graph, too
     COMPILED      `apollo_compile.compile_step`
-    AUTO          the same, which finds the number of micro-batches itself
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,8 +32,8 @@ from apollo_compile.tools.bench.numbers import Numbers
 from benchmarks.workloads import build
 from benchmarks.workloads.chain import build_chain
 
-LOOP, FULL_BATCH, TRACED, TRACED_WHOLE, COMPILED, AUTO = (
-    f"{__name__}:{name}" for name in ("Loop", "FullBatch", "TracedStep", "TracedWholeStep", "CompiledStep", "AutoStep")
+LOOP, FULL_BATCH, TRACED, TRACED_WHOLE, COMPILED = (
+    f"{__name__}:{name}" for name in ("Loop", "FullBatch", "TracedStep", "TracedWholeStep", "CompiledStep")
 )
 
 COMPARED = "changes of weights"
@@ -250,13 +249,8 @@ class CompiledStep(Loop):
         """Compile the step; `backend` is apollo."""
         built = self.built
         self._take = compile_step(
-            built.model, built.loss_fn, self.optimizer, microbatches=self.num_micro_batches, options=options
+            built.model, built.loss_fn, self.optimizer, microbatches=built.microbatches, options=options
         )
-
-    @property
-    def num_micro_batches(self) -> int | Literal["auto"]:
-        """What `compile_step` is told."""
-        return self.built.microbatches
 
     def step(self) -> Tensor:
         """Take one step."""
@@ -271,23 +265,6 @@ class CompiledStep(Loop):
     def ran(self) -> list[str]:
         """Return what was chosen, and from what."""
         return self._take.verdicts
-
-
-class AutoStep(CompiledStep):
-    """The step as `compile_step` makes it where the number of micro-batches is left to it."""
-
-    @property
-    def num_micro_batches(self) -> int | Literal["auto"]:
-        """What `compile_step` is told."""
-        return "auto"
-
-    def is_settled(self) -> bool:
-        """Return whether the number is known, too."""
-        return super().is_settled() and not self._take.search_for_count
-
-    def ran(self) -> list[str]:
-        """Return the number that was found, what was chosen, and from what."""
-        return [f"micro-batches: {self._take.num_micro_batches}", *super().ran()]
 
 
 def _trained(task: StepTask) -> list[nn.Parameter]:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from apollo_compile.ir import Program, Variant, Wait
+from apollo_compile.ir import Program, Wait
 from apollo_compile.session.step.program import StepProgram
 from apollo_compile.session.step.split import split_evenly
 from apollo_compile.step import Step, compile_step
@@ -193,28 +193,6 @@ def test_steps_of_real_models_are_those_of_the_loop(name: str, kind: str) -> Non
     assert torch.get_num_threads() == 1 or any(each.variants.compilation.plan.uses_lanes for each in programs)
     for each in programs:
         _assert_no_races(each, random.Random(0))
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("name", NAMES)
-def test_micro_batches_of_real_models_may_run_at_once(name: str) -> None:
-    """Their gradients are found to be those of the loop, and after some steps weights are."""
-    subject = workload(name)
-    models = (subject.model, copy.deepcopy(subject.model), copy.deepcopy(subject.model).double())
-    own, others, exact = (MAKERS["AdamW"](model.parameters()) for model in models)
-    first = clone(subject.model.state_dict())
-    step = subject.compile(own, **{"plan.autotune": True})
-    num_at_once = 0
-    for seed in range(100):
-        num_at_once += bool(step.tuners) and step.tuners[0].begin_step(0) is Variant.AT_ONCE
-        batch = subject.batch(4, seed)
-        wanted = take_loop(models[1], subject.loss_fn, batch, others)
-        torch.testing.assert_close(step(batch), wanted, rtol=1e-3, atol=1e-4)
-        take_loop(models[2], subject.loss_fn, in_float64(batch), exact)
-        if num_at_once == 3:
-            break
-    assert num_at_once == 3
-    assert_as_accurate(first, *(model.state_dict() for model in (models[2], models[1], models[0])))
 
 
 def _assert_no_races(program: StepProgram, rng: random.Random) -> None:

@@ -18,7 +18,7 @@ def check_arguments(
     Raises:
         TargetError: `model` is no module, or is compiled; `loss_fn` cannot be called; `optimizer` is none, or its step
             needs an argument.
-        ConfigError: `microbatches` is neither "auto" nor a number above 0, or `clip_grad_norm` is not above 0.
+        ConfigError: `microbatches` or `clip_grad_norm` is not above 0.
     """
     if not isinstance(model, nn.Module):
         raise TargetError(f"cannot compile steps of a {type(model).__name__}: expected a torch.nn.Module")
@@ -28,8 +28,9 @@ def check_arguments(
         raise TargetError(f"loss_fn is a {type(loss_fn).__name__}; expected a function, loss_fn(model, micro_batch)")
     _check_optimizer(optimizer)
     is_count = isinstance(microbatches, int) and not isinstance(microbatches, bool) and microbatches >= 1
-    if not is_count and microbatches != "auto":
-        raise ConfigError(f"microbatches is {microbatches!r}; expected at least 1, or 'auto'")
+    if not is_count:
+        hint = "; it is no longer searched for: take 1, or as many as memory asks for" if microbatches == "auto" else ""
+        raise ConfigError(f"microbatches is {microbatches!r}; expected a number of at least 1{hint}")
     if clip_grad_norm is not None and not (isinstance(clip_grad_norm, Real) and float(clip_grad_norm) > 0):
         raise ConfigError(f"clip_grad_norm is {clip_grad_norm!r}; expected a norm above 0, or None")
 

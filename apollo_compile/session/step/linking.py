@@ -60,7 +60,6 @@ class Linker:
         optimizer: steps inside of programs where it can.
         clip_grad_norm: to which gradients are clipped; None does not clip.
         config: its options apply.
-        is_optional: whether something else takes steps that have no program, so that this is no news.
     """
 
     def __init__(
@@ -69,11 +68,8 @@ class Linker:
         optimizer: torch.optim.Optimizer | None,
         clip_grad_norm: float | None,
         config: Config,
-        *,
-        is_optional: bool = False,
     ) -> None:
         self._model = model
-        self._is_optional = is_optional
         self._optimizer = optimizer
         self._why_not_in_parts = None if optimizer is None else StepInParts.problem_of(optimizer)
         self._clip_grad_norm = clip_grad_norm
@@ -89,16 +85,13 @@ class Linker:
             return self._link_program(graph, self._micro_of(graph), num_micro_batches, make_rivals)
         except UnsupportedGraphError as error:
             reason = str(error)
-            self._log(logging.INFO, reason)
+            _logger.info("%s: %s", STAYS, reason)
         except Exception as error:  # training goes on as it did
             if self._config.debug.strict:
                 raise
             reason = f"{type(error).__name__}: {error}"
-            self._log(logging.WARNING, reason)
+            _logger.warning("%s: %s", STAYS, reason)
         return reason
-
-    def _log(self, level: int, reason: str) -> None:
-        _logger.log(logging.DEBUG if self._is_optional else level, "%s: %s", STAYS, reason)
 
     def _micro_of(self, graph: LossGraph) -> Micro:
         """Return forward and backward of one micro-batch, which programs for other numbers of them share."""

@@ -36,8 +36,6 @@ class LossGraph:
     compiled: Callable[..., Any]
     model: CompiledModel
     notes: weakref.ref[Notes]
-    obstacle_to_vmap: str | None = None
-    """Why it cannot be run for several micro-batches at once."""
     inputs: tuple[Any, ...] | None = None
     """Of its latest run, until it is known whether it can be linked; only tensors of the model have data."""
     loss_dtype: torch.dtype = torch.float32
@@ -95,8 +93,6 @@ class Notes:
         self.latest: LossGraph | None = None
         self.outcomes: weakref.WeakKeyDictionary[LossGraph, dict[int, StepTuner | str]] = weakref.WeakKeyDictionary()
         """Programs of graphs, or why they have none."""
-        self.is_closed = False
-        """Whether no other graph may be compiled."""
         self._owned = owned
         self._noted: list[Noted] | None = None
         self._step = self._num_parts = 0

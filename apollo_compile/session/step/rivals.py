@@ -3,14 +3,13 @@
 Rival               what `StepTuner` compares the program with
 EagerLoop           the loop over micro-batches without a compiler
 TracedStep          forward and backward of all micro-batches, as Dynamo traces and Inductor compiles them
-MicroBatchesAtOnce  the micro-batches stacked, as one step of one batch (`at_once.py`)
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -22,12 +21,8 @@ from apollo_compile.session.graph import COMPILE_NS_PER_OPERATOR
 from apollo_compile.session.step.micro_batch import Micro
 from apollo_compile.session.step.program import StepProgram, find_shared, leave_gradients, own_gradients
 from apollo_compile.torch_bridge.traced_step import compile_traced_step, describe_compile_error, is_compile_error
-from apollo_compile.torch_bridge.vmap import without_vmap_warnings
 
-if TYPE_CHECKING:
-    from apollo_compile.session.step.tuning import StepTuner
-
-RIVALS = (Variant.EAGER, Variant.AT_ONCE, Variant.TRACED)
+RIVALS = (Variant.EAGER, Variant.TRACED)
 """Variants of a step that are not made of its program."""
 
 _DRAWING = (WorkKind.RANDOM, WorkKind.ATTENTION)
@@ -49,21 +44,15 @@ class RivalError(Exception):
 class Rival(Protocol):
     """Takes steps instead of a program."""
 
-    leaves_gradients: bool
-    """Whether its steps end with the gradients, before clipping and the optimizer."""
-
     @property
     def is_ready(self) -> bool:
         """Whether everything is compiled, and nothing is being decided any more."""
 
-    @property
-    def tuners(self) -> Sequence[StepTuner]:
-        """What is known of programs of its own."""
-
     def take(self, parts: Sequence[Any], weights: Sequence[float]) -> torch.Tensor | None:
-        """Take a step of these micro-batches; return the weighted sum of their losses.
+        """Leave the gradients of these micro-batches; return the weighted sum of their losses.
 
-        It is None where nothing could be learned of these micro-batches and nothing has changed: this step is a loop.
+        Clipping and the optimizer are the caller's. The loss is None where nothing could be learned of these
+        micro-batches and nothing has changed: this step is a loop.
 
         Raises:
             RivalError: it cannot be compiled, or computes something else; nothing has changed.
@@ -74,9 +63,7 @@ class EagerLoop:
     """The loop over micro-batches without a compiler; `loss_of` returns the loss of one."""
 
     def __init__(self, loss_of: Callable[[Any], torch.Tensor]) -> None:
-        self.leaves_gradients = True
         self.is_ready = True
-        self.tuners: Sequence[StepTuner] = ()
         self._loss_of = loss_of
 
     def take(self, parts: Sequence[Any], weights: Sequence[float]) -> torch.Tensor:
@@ -106,9 +93,7 @@ class TracedStep:
         settings: Mapping[str, Any],
         compile_ns: int,
     ) -> None:
-        self.leaves_gradients = True
         self.is_ready = False
-        self.tuners: Sequence[StepTuner] = ()
         self._program = program
         self._compiled = compiled
         self._compile_ns = compile_ns
@@ -138,10 +123,7 @@ class TracedStep:
         drawn = torch.get_rng_state()
         before.restore()
         try:
-            with (
-                Progress(f"compiling {program.name} as one graph", expected_ns=self._compile_ns) as progress,
-                without_vmap_warnings(),
-            ):
+            with Progress(f"compiling {program.name} as one graph", expected_ns=self._compile_ns) as progress:
                 progress.at("Inductor, to be compared with the program,")
                 loss, gradients = self._call(parts, weights)
             if not torch.equal(torch.get_rng_state(), drawn):
@@ -224,11 +206,6 @@ def reason_against_traced(program: StepProgram) -> str | None:
         if operator.kind not in _DRAWING and operator.reads_only != "asserts":
             return f"{target} may have an effect"
     return "the backward writes to its inputs" if program.micro.backward.contract.written_inputs else None
-
-
-def writes_to_buffers(micro: Micro) -> bool:
-    """Return whether a micro-batch writes to buffers of the model."""
-    return any(half.contract.written_inputs for half in (micro.forward, micro.backward))
 
 
 def gradients_of(loss: torch.Tensor, parameters: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:

@@ -57,11 +57,11 @@ def steps_until_something_comes(later: LateVariants, clock: Clock) -> int:
 def test_a_rival_competes_when_its_compile_is_a_small_share_of_the_time() -> None:
     """Twenty times its cost at 5 %; the next one has to earn what the first has taken, too."""
     clock = Clock()
-    first, second = LateRival((Variant.TRACED,), COST_NS), LateRival((Variant.AT_ONCE,), COST_NS)
+    first, second = LateRival((Variant.TRACED,), COST_NS), LateRival((Variant.EAGER,), COST_NS)
     later = late(clock, first, second)
-    assert later.awaited == {Variant.TRACED, Variant.AT_ONCE}
+    assert later.awaited == {Variant.TRACED, Variant.EAGER}
     assert steps_until_something_comes(later, clock) == 20 * COST_NS // STEP_NS
-    assert later.awaited == {Variant.AT_ONCE}
+    assert later.awaited == {Variant.EAGER}
     later.spend(3 * COST_NS)  # it took longer than was thought
     assert steps_until_something_comes(later, clock) == 3 * 20 * COST_NS // STEP_NS
     assert not later.is_more_to_come and later.advance() == ()
@@ -76,10 +76,10 @@ def test_a_large_share_compares_at_once() -> None:
 def test_what_an_earlier_process_has_compared_is_left_out() -> None:
     """A rival with another one to take its place stays, until both were compared."""
     clock = Clock()
-    later = late(clock, LateRival((Variant.TRACED,), 0), LateRival((Variant.AT_ONCE, Variant.EAGER), 0))
-    later.leave_out({Variant.TRACED, Variant.AT_ONCE})
-    assert later.awaited == {Variant.AT_ONCE, Variant.EAGER}
-    assert later.advance() == (Variant.AT_ONCE,)
+    later = late(clock, LateRival((Variant.TRACED,), 0), LateRival((Variant.EAGER, Variant.LOOP), 0))
+    later.leave_out({Variant.TRACED, Variant.EAGER})
+    assert later.awaited == {Variant.EAGER, Variant.LOOP}
+    assert later.advance() == (Variant.EAGER,)
 
 
 @pytest.mark.parametrize(
