@@ -82,9 +82,6 @@ class PlanConfig:
     compile_share: float = 0.05
     """Largest share of the training time that compiling something more, to be compared, may take: with 0.05, it begins
     once the loop has run for twenty times as long as the compile will take. A large number compares at once."""
-    late_share: float = 0.05
-    """The same on a GPU for what is compiled once something has won, since it takes minutes: code that Inductor tunes
-    with `max_autotune`, and forward and backward of a step as one graph. 0 leaves that out."""
     remember: bool = True
     """Keep plan and verdict of the first steps in `device.cache`, and compiled graphs in AOTAutograd's cache, and reuse
     them in later processes."""
@@ -179,13 +176,17 @@ _RANGES: dict[str, tuple[float, float]] = {
     "plan.min_gain": (0, 1),
     "plan.time_limit_s": (0.01, math.inf),
     "plan.compile_share": (1e-6, math.inf),
-    "plan.late_share": (0, math.inf),
     "plan.memory_quota": (1, math.inf),
     "plan.seed": (0, 2**31 - 1),
     "device.units": (1, math.inf),
     "device.lane_memory_quota": (1, math.inf),
 }
 """Least and largest allowed values."""
+
+_REMOVED = {
+    "plan.late_share": "compile with mode='max-autotune' for code that Inductor tunes",
+}
+"""Options that were there once, with what to do instead."""
 
 _INDUCTOR = "inductor"
 """The group of Inductor's options, which Inductor checks."""
@@ -216,6 +217,8 @@ def load_config(options: Mapping[str, Any] | None = None) -> Config:
     inductor, own = _take_inductor(options or {})
     config = replace(config, inductor=inductor)
     for name, value in _flatten(own):
+        if name in _REMOVED:
+            raise ConfigError(f"option {name!r} is gone: {_REMOVED[name]}")
         config = _set(config, name.split("."), value, f"option {name!r}")
         _check_range(name, value)
         _check_level(name, value, f"option {name!r}")

@@ -1,4 +1,4 @@
-"""Checks T0 to T16: what has to hold on a GPU before a step time of lanes means anything. See `gpu_suite/`.
+"""Checks T0 to T15: what has to hold on a GPU before a step time of lanes means anything. See `gpu_suite/`.
 
 Each check is a function of the device that returns what it saw; what it cannot do it raises. Whether whole models are
 faster is the second half of the suite.
@@ -40,7 +40,6 @@ from apollo_compile.store.profiles import load_profile
 from apollo_compile.torch_bridge.bodies import compile_bodies
 from apollo_compile.units import format_bytes, format_ns
 from benchmarks.gpu_step_checks import (
-    late_code_is_that_of_the_loop,
     sizes_and_numbers_may_change,
     steps_are_those_of_the_loop,
 )
@@ -550,7 +549,6 @@ UNTIMED_CHECKS: Mapping[str, Check] = {
     "T5 T7 dropout": masks_are_those_of_inductor,
     "T2 kernels of a model": kernels_of_a_model_are_in_their_lanes,
     "T13 failures": failures_and_recaptures_leave_no_trace,
-    "T16 late code": late_code_is_that_of_the_loop,
 }
 """What computes and compares, whatever else goes on. Most compile models; those that share one follow each other."""
 

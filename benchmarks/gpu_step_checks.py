@@ -16,7 +16,6 @@ from torch.nn import functional
 
 from apollo_compile import backend
 from apollo_compile.device.gpu.gpu import TorchGpu
-from apollo_compile.ir import Variant
 from apollo_compile.session import registry
 from apollo_compile.step import compile_step
 from apollo_compile.tools.report import status
@@ -40,11 +39,8 @@ WIDTH = 256
 MOST_STEPS = 400
 """Until the default has to have decided."""
 
-DEFAULT_OPTIONS = {"debug.strict": True, "plan.compile_share": 1e3, "plan.late_share": 1e3}
+DEFAULT_OPTIONS = {"debug.strict": True, "plan.compile_share": 1e3}
 """The default, but that it compiles at once."""
-
-LATE_STEPS = 1500
-"""Until a step has to have decided, what is compiled late included."""
 
 TOLERANCE = 1e-3
 """In float32, without TF32."""
@@ -178,30 +174,6 @@ class Towers(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return how unlike both are."""
         return functional.mse_loss(self.left(x), self.right(x))
-
-
-def late_code_is_that_of_the_loop(gpu: TorchGpu) -> Outcome:
-    """T16: what is compiled late, the joint graph and tuned code, has the loop's losses and parameters."""
-    torch._dynamo.reset()
-    eager = Towers().to(gpu.device)
-    model = copy.deepcopy(eager)
-    optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-4, eps=1e-3, fused=True) for each in (eager, model)]
-    step = compile_step(model, _loss_of_towers, optimizers[1], options=DEFAULT_OPTIONS)
-    differences, ran = [0.0], set[str]()
-    generator = torch.Generator().manual_seed(0)
-    with without_tf32():
-        for _ in range(LATE_STEPS):
-            batch = {"x": torch.randn(64, WIDTH, generator=generator).to(gpu.device)}
-            expected = _loop_step(eager, _loss_of_towers, optimizers[0], batch, 1, None)
-            differences.append(abs(float(step(batch)) - expected))
-            ran |= {str(tuner.current) for tuner in step.tuners}
-            if step.tuners and all(tuner.is_settled and not tuner.is_more_to_come for tuner in step.tuners):
-                break
-    pairs = zip(eager.parameters(), model.parameters(), strict=True)
-    worst = max(*differences, *((one - other).abs().max().item() for one, other in pairs))
-    text = f"largest difference {worst:.1e} in {len(differences) - 1} steps, which ran {', '.join(sorted(ran))}; "
-    is_met = worst < TOLERANCE and Variant.JOINT in ran
-    return Outcome(is_met=is_met, text=text + status(step), numbers={"worst": worst, "steps": len(differences) - 1})
 
 
 def _loss_of_towers(call: Callable[..., torch.Tensor], part: Mapping[str, torch.Tensor]) -> torch.Tensor:

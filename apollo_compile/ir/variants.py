@@ -24,14 +24,8 @@ class Variant(enum.StrEnum):
     """On a GPU, of a whole step: another plan, in which at most two segments run at once, with priorities."""
     OVERLAPPING = "plan with overlapping quotas"
     """On a GPU: the plan, on lanes that share units with their neighbours."""
-    TUNED = "plan, tuned"
-    """On a GPU: a plan of the same segments, with code that Inductor tunes where that is faster."""
     INDUCTOR = "Inductor"
     """The whole graph as Inductor compiles it."""
-    TUNED_INDUCTOR = "Inductor, tuned"
-    """On a GPU: the same with `max_autotune`."""
-    JOINT = "Inductor, joint graph"
-    """On a GPU, of a whole step: forward and backward of a micro-batch in one graph, as Inductor compiles it."""
     LOOP = "loop over micro-batches"
     """A step: forward and backward of one micro-batch after the other, as autograd calls them, then the optimizer."""
     EAGER = "loop in eager"
@@ -42,7 +36,7 @@ class Variant(enum.StrEnum):
     """On a GPU: a Dynamo graph as torch.compile makes it, with its CUDA graphs if the mode asks for them."""
 
 
-OWN_PLANS = (Variant.PLAN, Variant.NARROW, Variant.TUNED)
+OWN_PLANS = (Variant.PLAN, Variant.NARROW)
 """Variants that run a plan of their own, which reports draw."""
 
 Selection = tuple[Variant, ...]

@@ -1,7 +1,6 @@
 """Compile the bodies of a graph: choose libraries for matmuls, compile native code, and tune code for GPU lanes.
 
 compile_code(traced, compilation, config, target, agreement, ...) -> Code
-tune_bodies(traced, compilation, bodies) -> the code of some bodies, tuned
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from torch import fx
@@ -26,8 +25,6 @@ from apollo_compile.torch_bridge.onednn import Matmul, find_matmuls, replace_wit
 from apollo_compile.torch_bridge.settings import (
     depends_on_units,
     may_choose_library,
-    tuning_settings,
-    with_settings,
 )
 from apollo_compile.torch_bridge.traced import TracedGraph
 
@@ -55,20 +52,6 @@ def compile_code(
     bodies = _compile_bodies(traced, compilation, config, target, agreement, at=at)
     tuned = _compile_for_lanes(traced, compilation, target, config)
     return Code(bodies=bodies, contract=traced.contract, tuned=tuned)
-
-
-def tune_bodies(
-    traced: TracedGraph,
-    compilation: Compilation,
-    bodies: Collection[BodyId],
-    at: Callable[[str, int, int], None] = lambda phase, number, count: None,
-) -> Mapping[BodyId, CompiledBody]:
-    """Return the code of these bodies as Inductor compiles them with `max_autotune`."""
-    chosen = [body for body in compilation.partition.bodies if body.id in bodies]
-    pieces = [(body.name, *extract_body(traced.graph_module, body)) for body in chosen]
-    with with_settings(tuning_settings()):
-        made = compile_bodies(pieces, native=False, at=at, **traced.kwargs)
-    return {body.id: code for body, code in zip(chosen, made, strict=True)}
 
 
 def _compile_bodies(

@@ -39,14 +39,11 @@ SHARED_VARIANTS = (Variant.STREAMS, Variant.PRIORITIES, Variant.OVERLAPPING)
 
 SIMPLEST_FIRST = (
     Variant.INDUCTOR,
-    Variant.TUNED_INDUCTOR,
-    Variant.JOINT,
     Variant.SERIAL,
     Variant.NARROW,
     *SHARED_VARIANTS,
     Variant.LISTED,
     Variant.PLAN,
-    Variant.TUNED,
 )
 
 

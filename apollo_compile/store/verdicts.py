@@ -29,10 +29,6 @@ class Choice:
     """None if nothing was compared."""
     reason: str = ""
     """Why the comparison had fewer variants than there are; empty if it had all."""
-    is_tuning_over: bool = False
-    """Whether Inductor tuned its code to be compared, or is not going to."""
-    tune_ns: int = 0
-    """Approximate time that this takes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,7 +36,7 @@ class _ChoiceFile(Dated):
     choice: Choice
 
 
-_CHOICES = FileFormat(kind="choice", number=3, content=_ChoiceFile, max_bytes=2**20)
+_CHOICES = FileFormat(kind="choice", number=4, content=_ChoiceFile, max_bytes=2**20)
 
 
 class Verdicts:

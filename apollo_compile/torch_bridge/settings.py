@@ -6,8 +6,6 @@
     compiler_settings()                 all settings that shape Inductor's code, as a text
     replays_cuda_graphs(settings)       whether Inductor makes CUDA graphs of its code
     depends_on_units()                  whether Inductor's code depends on the number of SMs
-    decides_on_tuning(settings)         whether settings say if Inductor is to tune its code
-    tuning_settings()                   what lets Inductor tune its code
     may_choose_library()                whether we may choose the library for matmuls
 
 Settings that we add for bodies are in `compile_scope.py`.
@@ -82,21 +80,6 @@ def depends_on_units() -> bool:
     the number of SMs. Without it, only reductions use that number, and they are correct on any.
     """
     return bool(inductor_config.max_autotune or inductor_config.max_autotune_gemm)
-
-
-def decides_on_tuning(settings: Mapping[str, Any]) -> bool:
-    """Whether these settings of the user, or those of the process, say if Inductor is to tune its code."""
-    return depends_on_units() or any(name in settings for name in ("max_autotune", "max_autotune_gemm"))
-
-
-def tuning_settings() -> Mapping[str, Any]:
-    """Return what lets Inductor time kernels for matmuls, convolutions and loops, and take the fastest.
-
-    Kernels of its templates are timed in a process of their own: one that crashes would take the training with it.
-    Mode `max-autotune` also searches around the fastest configuration of every loop (`coordinate_descent_tuning`), when
-    the code first runs; with hundreds of loops that takes minutes, and is left to the user's settings.
-    """
-    return {"max_autotune": True, "autotune_in_subproc": True}
 
 
 def may_choose_library() -> bool:

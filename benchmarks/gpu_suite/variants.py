@@ -60,7 +60,7 @@ CYCLES_PER_S = 2.0e9
 GRAPHED_WARMUP_STEPS = 3
 """Steps before a capture by hand: torch's documentation asks for a few, on another stream."""
 
-LANES: dict[str, Any] = {"plan.compile_share": 1e3, "plan.late_share": 0.0}
+LANES: dict[str, Any] = {"plan.compile_share": 1e3}
 """Options of apollo: the default after a quarter of an hour of training. What is compiled after hours is left out."""
 
 

@@ -38,7 +38,6 @@ _STEP_SHARING: Mapping[Variant, Sharing] = dict.fromkeys(OWN_PLANS, Sharing.URGE
 _ISOLATED: Mapping[Variant, Sharing] = {
     **_STEP_SHARING,
     Variant.PLAN: Sharing.APART,
-    Variant.TUNED: Sharing.APART,
     Variant.STREAMS: Sharing.FREE,
     Variant.PRIORITIES: Sharing.URGENCY,
     Variant.OVERLAPPING: Sharing.OVERLAPPING,

@@ -26,8 +26,7 @@ from apollo_compile.errors import UnsupportedGraphError
 from apollo_compile.ir import Role, Variant, Verdict
 from apollo_compile.reports.values import Stage, State
 from apollo_compile.session.contest.challenger import Challenger
-from apollo_compile.session.contest.tuned import TunedCode
-from apollo_compile.session.contest.turns import Contest, LanesOffError, Sides, name_of, without_tuning
+from apollo_compile.session.contest.turns import Contest, LanesOffError, Sides, name_of
 from apollo_compile.session.drift import WATCH_EVERY, DriftWatch
 from apollo_compile.store.verdicts import Choice
 
@@ -108,50 +107,6 @@ class Challenge:
         return self._challenger is None
 
     @property
-    def is_deciding(self) -> bool:
-        """Whether something is compiled, timed or compared in the steps to come."""
-        return self._sides is not None
-
-    @property
-    def is_tuning_over(self) -> bool:
-        """Whether code was tuned, or is not going to be."""
-        return self._contest.is_tuning_over
-
-    @property
-    def tune_ns(self) -> int:
-        """Approximate time that tuning takes."""
-        return 0 if self._challenger is None else self._challenger.tune_ns
-
-    @property
-    def tuned(self) -> Mapping[Role, TunedCode]:
-        """Tuned code of forward and backward, to be part of a larger CUDA graph; empty where there is none."""
-        graphs = () if self._challenger is None else self._challenger.graphs
-        found = {graph.compilation.capture.role: graph.tuned for graph in graphs}
-        known = {role: tuned for role, tuned in found.items() if tuned is not None and tuned.code is not None}
-        return known if len(known) == len(found) else {}
-
-    @property
-    def recompile_ns(self) -> int:
-        """Approximate time that compiling all graphs once more takes."""
-        return 0 if self._challenger is None else self._challenger.recompile_ns
-
-    def compile_joint(self) -> Run:
-        """Return forward and backward as Inductor compiles them as one graph, to be part of a larger CUDA graph.
-
-        Raises:
-            UnsupportedGraphError: they cannot be one, or are given up.
-            Exception: whatever a compile raises.
-        """
-        if self._challenger is None:
-            raise UnsupportedGraphError(f"{self._name} stays as torch.compile makes it: {self.reason}")
-        return self._challenger.compile_joint()
-
-    def tune(self) -> None:
-        """Tune the code of a training step's graphs in the next steps, which have to be loops, and time it."""
-        assert self._is_for_step, "other graphs decide themselves when they are tuned"
-        self._sides = self._contest.tune_for_step()
-
-    @property
     def wholes(self) -> Mapping[Role, Run]:
         """The graphs after AOTAutograd as Inductor compiled them whole, to be part of a larger CUDA graph."""
         graphs = () if self._challenger is None else self._challenger.graphs
@@ -195,13 +150,9 @@ class Challenge:
             self._give_up(challenger.failure)
             return
         self._contest.note_step()
-        if challenger.tuned_failure is not None:
-            self._drop_tuned(challenger, challenger.tuned_failure)
         takes = challenger.sizes.admit(arguments)
         if self._sides is None and challenger.is_prepared and not self._is_for_step and not challenger.sizes.change:
             self._watch_step()
-        if self._sides is None and not self._is_for_step:
-            self._sides = self._contest.tuning()
         if self._sides is not None:
             self._decide(challenger, self._sides, arguments)
         if self._challenger is not None:
@@ -223,23 +174,6 @@ class Challenge:
         finally:
             self._contest.arguments = ()
 
-    def _drop_tuned(self, challenger: Challenger, error: Exception) -> None:
-        """Do without tuned code, of which a run failed."""
-        challenger.tuned_failure = None
-        self._contest.drop_tuned(error)
-        self._sides, self._side = None, self._contest.champion
-        self._tell_of_loss(challenger)
-
-    def _tell_of_loss(self, challenger: Challenger) -> None:
-        """Keep for later processes that there is no tuned code, and watch what runs instead."""
-        if self.verdict is not None:
-            self.verdict = without_tuning(self.verdict, self._side)
-        self._tell(self._choice(self.verdict))
-        self._watch.restart(is_confirmed=False)
-        self._num_unwatched, self._watched_ns = WATCH_EVERY, self._clock()
-        if self._side is not Variant.COMPILED:
-            challenger.prove()
-
     def _use(self, challenger: Challenger, variant: Variant) -> None:
         self.variant = variant
         if variant is not Variant.COMPILED:
@@ -256,9 +190,6 @@ class Challenge:
             self._tell(self._choice(None))
             self._end(self.reason, logging.INFO)
             return
-        if self._contest.has_news:
-            self._contest.has_news = False
-            self._tell_of_loss(challenger)
         self._watched_ns = self._clock()
         if verdict is None:
             self._watch.restart(is_confirmed=False)
@@ -293,7 +224,7 @@ class Challenge:
         self.reason = known.reason
         self.verdict = None if known.verdict is None else replace(known.verdict, is_remembered=True)
         self._sides = self._contest.adopt(known)
-        if self._sides is None and self._contest.is_tuning_over:
+        if self._sides is None:
             self._challenger = None
 
     def _give_up(self, error: Exception) -> None:
@@ -311,7 +242,7 @@ class Challenge:
 
     def _choice(self, verdict: Verdict | None, reason: str | None = None) -> Choice:
         """Return what later processes may begin with."""
-        return self._contest.choice(verdict, self.reason if reason is None else reason)
+        return Choice(verdict=verdict, reason=self.reason if reason is None else reason)
 
     def _end(self, why: str, level: int) -> None:
         """Run torch.compile's code from now on, for good."""

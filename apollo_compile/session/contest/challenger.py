@@ -2,7 +2,6 @@
 
     Challenger(model, settings, graph).prepare(arguments)     each graph after AOTAutograd as Inductor compiles it whole
     .prepare_lanes(), .timing()                               bodies; the next step times them, and plans again
-    .reason_against_tuning(), .tune()                         likewise code that Inductor tunes
     .use(variant), .run(*arguments), .keep(variants)          what `challenge.py` compares
 
 Nothing here stops training. A graph that fails runs as Inductor compiled it, without a CUDA graph, since its backward
@@ -30,7 +29,6 @@ from apollo_compile.progress import Progress
 from apollo_compile.session.bodies import compile_code
 from apollo_compile.session.contest.rival_graph import RivalGraph
 from apollo_compile.session.contest.sizes import SizedWhole, StepSizes, without_numbers
-from apollo_compile.session.contest.tuned import TUNED_SIDES, compile_tuned, tunable_bodies, tune_ns
 from apollo_compile.session.graph import COMPILE_NS_PER_OPERATOR
 from apollo_compile.session.model import CompiledModel
 from apollo_compile.session.planning import log_summary, plan_graph, role_of
@@ -39,14 +37,9 @@ from apollo_compile.torch_bridge.dynamic_sizes import has_sizes
 from apollo_compile.torch_bridge.frontend import compile_with_inductor
 from apollo_compile.torch_bridge.host_scalars import scalars_on, with_scalars_on
 from apollo_compile.torch_bridge.interpret import interpret_whole
-from apollo_compile.torch_bridge.joint_graph import join_graphs
 from apollo_compile.torch_bridge.kept_graph import KeptGraph
 from apollo_compile.torch_bridge.layouts import report_output_strides
-from apollo_compile.torch_bridge.settings import (
-    current_settings,
-    decides_on_tuning,
-    with_settings,
-)
+from apollo_compile.torch_bridge.settings import current_settings, with_settings
 from apollo_compile.torch_bridge.traced import TracedGraph, take_graph
 from apollo_compile.torch_bridge.whole import compile_again, compile_apart
 
@@ -70,14 +63,10 @@ class Challenger:
     """Calls them, as torch.compile's function would be called; from `prepare` on."""
     failure: Exception | None = None
     """Why they must not be called any more."""
-    tuned_failure: Exception | None = None
-    """Why tuned code must not be called any more."""
     timing_failure: Exception | None = None
-    """Why what was compiled last could not be timed."""
+    """Why bodies could not be timed."""
     variant: Variant | None = None
     """The current variant."""
-    _joint: Run | None = None
-    """Forward and backward as one graph."""
     sizes: StepSizes = field(init=False)
     """Which steps our sides may run."""
 
@@ -96,29 +85,13 @@ class Challenger:
         return self.model.config.plan.compile_share
 
     @property
-    def late_share(self) -> float:
-        """The same for what is compiled once something has won; 0 for nothing."""
-        return self.model.config.plan.late_share
-
-    @property
     def prepare_ns(self) -> int:
         """Approximate time that `prepare` takes."""
         return 0 if self.kept is None else COMPILE_NS_PER_OPERATOR * self.kept.num_nodes
 
     @property
-    def tune_ns(self) -> int:
-        """Approximate time that `tune` takes."""
-        compilations = [graph.compilation for graph in self.graphs]
-        return self.recompile_ns + tune_ns(compilations)
-
-    @property
     def prepare_lanes_ns(self) -> int:
         """Approximate time that `prepare_lanes` takes."""
-        return self.recompile_ns
-
-    @property
-    def recompile_ns(self) -> int:
-        """Approximate time that compiling all graphs once more takes."""
         return COMPILE_NS_PER_OPERATOR * sum(len(graph.compilation.capture.nodes) for graph in self.graphs)
 
     @property
@@ -228,12 +201,6 @@ class Challenger:
         """
         if self.model.config.debug.strict:
             raise error
-        if self.variant in TUNED_SIDES:
-            self.tuned_failure = error.with_traceback(None)
-            for graph in self.graphs:
-                graph.dropped = frozenset(TUNED_SIDES)
-            self.keep(())
-            return
         self.failure = error.with_traceback(None)
         for graph in self.graphs:
             graph.has_failed = True
@@ -277,7 +244,7 @@ class Challenger:
 
     @contextlib.contextmanager
     def timing(self) -> Iterator[None]:
-        """Let the next call of every graph time what was compiled last, its bodies or tuned code, in a `with`."""
+        """Let the next call of every graph time its bodies, in a `with`."""
         self.timing_failure = None
         for graph in self.graphs:
             graph.is_timed = graph.is_to_time = True
@@ -286,56 +253,6 @@ class Challenger:
         finally:
             for graph in self.graphs:
                 graph.is_timed = graph.is_to_time = False
-
-    # ------------------------------------------------------------------------------------------------------ tuned code
-
-    def reason_against_tuning(self) -> str | None:
-        """Return why code is not tuned to be compared; None if it may be, as far as that is known."""
-        with with_settings(self.settings):
-            if decides_on_tuning(self.settings):
-                return "its settings decide on that"
-        if self.model.config.runtime.bodies == "eager":
-            return "its bodies are not compiled"
-        if self.sizes.change:
-            return "its sizes change"
-        if self.is_prepared and not any(tunable_bodies(graph.compilation) for graph in self.graphs):
-            return "it has nothing that Inductor tunes"
-        return None
-
-    def tune(self) -> None:
-        """Compile tuned code of all graphs: of each whole, and of the bodies of its segments if it has any.
-
-        Raises:
-            Exception: whatever a compile raises.
-        """
-        with Progress(f"tuning {self.model.name}") as progress:
-            for graph in self.graphs:
-                progress.at("Inductor tunes the whole graph,")
-                has_segments = graph.segments is not None
-                with with_settings(self.settings):
-                    tuned = compile_tuned(
-                        graph.traced, graph.compilation, self.model.target, has_segments=has_segments, at=progress.at
-                    )
-                graph.add_tuned(tuned)
-
-    def drop_tuned(self) -> None:
-        """Forget tuned code."""
-        for graph in self.graphs:
-            graph.drop_tuned()
-
-    def compile_joint(self) -> Run:
-        """Return forward and backward compiled as one graph: see `join_graphs`.
-
-        Raises:
-            UnsupportedGraphError: they cannot be one.
-            Exception: whatever a compile raises.
-        """
-        if self._joint is None:
-            forward, backward = (graph.traced for graph in self.graphs)
-            with Progress(f"compiling {self.model.name} once more") as progress, with_settings(self.settings):
-                progress.at("forward and backward as one graph,")
-                self._joint = compile_again(join_graphs(forward.whole, backward.whole), current_settings())
-        return self._joint
 
     # ------------------------------------------------------------------------------------------------------ comparison
 

@@ -2,18 +2,15 @@
 
 reason_without_branches(compilation)   why no plan can be faster, whatever bodies take
 reason_against_lanes(graphs)        why no plan is worth comparing, by what bodies take
-tuned_variants(graphs)              variants that tuned code makes faster
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from apollo_compile.ir import Variant
 from apollo_compile.pipeline import Compilation
 from apollo_compile.reports.summary import critical_path
 from apollo_compile.session.contest.rival_graph import RivalGraph
-from apollo_compile.session.contest.tuned import LEAST_GAIN, is_faster
 from apollo_compile.units import format_ns
 
 LEAST_PROMISE = 1.05
@@ -47,19 +44,3 @@ def reason_against_lanes(graphs: Sequence[RivalGraph]) -> str | None:
     if not any(graph.compilation.plan.uses_lanes for graph in graphs):
         return "no plan on lanes is faster by 'plan.min_gain', by the times of its bodies"
     return None
-
-
-def tuned_variants(graphs: Sequence[RivalGraph]) -> list[Variant]:
-    """Return the variants that are faster with tuned code than without it."""
-    tuned = [graph.tuned for graph in graphs if graph.tuned is not None and graph.tuned.whole_ns]
-    if len(tuned) < len(graphs):
-        return []
-    found = [Variant.TUNED_INDUCTOR] if is_faster(tuned) else []
-    plans = [each.compilation.plan for each in tuned if each.compilation is not None]
-    before_ns = sum(each.untuned.plan.makespan_ns for each in tuned if each.untuned is not None)
-    if len(plans) < len(graphs) or not any(plan.uses_lanes for plan in plans):
-        return found
-    bound_ns = sum(plan.lower_bound_ns for plan in plans)
-    whole_ns = sum(min(each.untuned_ns, each.whole_ns) for each in tuned)
-    is_better = before_ns > LEAST_GAIN * sum(plan.makespan_ns for plan in plans)
-    return [*found, Variant.TUNED] if is_better and LEAST_PROMISE * bound_ns <= whole_ns else found

@@ -14,7 +14,6 @@ from apollo_compile.device.target import Run, Runnable
 from apollo_compile.ir import Variant
 from apollo_compile.observe import StageRunner
 from apollo_compile.pipeline import Compilation, plan_partition
-from apollo_compile.session.contest.tuned import TUNED_SIDES, TunedCode
 from apollo_compile.session.graph import CompiledGraph
 from apollo_compile.torch_bridge.traced import TracedGraph
 
@@ -36,27 +35,23 @@ class RivalGraph:
     """Told what failed while code was timed, which ends nothing else."""
     segments: CompiledGraph | None = None
     """Its segments, once their bodies are compiled."""
-    tuned: TunedCode | None = None
-    """Tuned code of it, once that is compiled."""
     variant: Variant = Variant.INDUCTOR
     is_timed: bool = False
     """Whether the present steps are for timing, so that Inductor's code runs, without a CUDA graph."""
     is_to_time: bool = False
-    """Whether the next call times what was compiled last: bodies, or tuned code."""
+    """Whether the next call times bodies."""
     is_proven: bool = False
     """Whether it won: then it keeps no copies of what it writes to."""
     whole_ns: int | None = None
     """Time of `whole` on the device; None before it is measured."""
     has_failed: bool = False
-    dropped: frozenset[Variant] = frozenset()
-    """Variants of which a run failed."""
     _boxed_call: bool = True
 
     def __call__(self, inputs: list[Any]) -> Sequence[Any]:
         """Run the current variant; if it fails, what Inductor compiled."""
         if self.is_to_time:
             self._try_to_time(list(inputs))
-        if self.has_failed or self.is_timed or self.variant in self.dropped:
+        if self.has_failed or self.is_timed:
             return self.plain(inputs)
         kept, written = list(inputs), self._copies_of_written(inputs)
         try:
@@ -79,13 +74,14 @@ class RivalGraph:
         if self.segments is not None:
             self.segments.keep(variants)
             return
-        for variant, whole in self._wholes().items():
-            if variant not in variants:
-                whole.release()
+        if Variant.INDUCTOR not in variants:
+            self.whole.release()
 
     def has(self, variant: Variant) -> bool:
         """Whether it can run this variant."""
-        return variant in self._wholes() or (self.segments is not None and variant in self.segments.variants.loaded())
+        if variant is Variant.INDUCTOR:
+            return True
+        return self.segments is not None and variant in self.segments.variants.loaded()
 
     def add_segments(self, segments: CompiledGraph) -> None:
         """Run in segments, too."""
@@ -93,31 +89,10 @@ class RivalGraph:
         segments.variants.add(Variant.INDUCTOR, self.whole)
         segments.use(self.variant)
 
-    def add_tuned(self, tuned: TunedCode) -> None:
-        """Run tuned code, too."""
-        self.tuned, self.is_proven = tuned, False
-        if self.segments is not None:
-            self.segments.variants.add(Variant.TUNED_INDUCTOR, tuned.whole)
-
-    def drop_tuned(self) -> None:
-        """Forget tuned code."""
-        if self.tuned is not None:
-            self.tuned.whole.release()
-        self.tuned = None
-        if self.variant in TUNED_SIDES:  # a backward of it may still come
-            self.use(Variant.INDUCTOR)
-        if self.segments is not None:
-            self.segments.variants.unload((Variant.TUNED, Variant.TUNED_INDUCTOR))
-
     def _run(self, inputs: list[Any]) -> Sequence[Any]:
         if self.segments is not None:
             return self.segments.run_once(inputs)
-        return self._wholes()[self.variant].run(inputs)
-
-    def _wholes(self) -> Mapping[Variant, Runnable]:
-        """The variants that run it as one CUDA graph."""
-        tuned = {} if self.tuned is None else {Variant.TUNED_INDUCTOR: self.tuned.whole}
-        return {Variant.INDUCTOR: self.whole, **tuned}
+        return self.whole.run(inputs)
 
     def _copies_of_written(self, inputs: Sequence[torch.Tensor]) -> Mapping[int, torch.Tensor]:
         written = () if self.is_proven else self.traced.contract.written_inputs or ()
@@ -126,12 +101,7 @@ class RivalGraph:
     def _try_to_time(self, inputs: Sequence[torch.Tensor]) -> None:
         self.is_to_time = False
         try:
-            if self.tuned is None:
-                self._time_bodies(inputs)
-            else:
-                segments = self.segments
-                variants = None if segments is None else segments.variants
-                self.tuned.time(inputs, self.whole, variants, self.config)
+            self._time_bodies(inputs)
         except Exception as error:
             traceback.clear_frames(error.__traceback__)
             self.fail_in_timing(error)

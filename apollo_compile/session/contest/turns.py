@@ -2,8 +2,7 @@
 
     Contest(...).run() -> the sides of the steps to come, one for each `next`
     .run_again(verdict), .adopt(choice)         likewise after a drift, and after an earlier process decided
-    .tuning() -> sides | None                   likewise with tuned code, once that is due
-    .prepare_for_step(), .tune_for_step()       likewise until a training step can be linked, without a comparison
+    .prepare_for_step()                         likewise until a training step can be linked, without a comparison
 
     1. torch.compile's code runs. Nothing else is compiled before the training loop has run for so long that this takes
        `plan.compile_share` of its time: a short run pays nothing, a long one that share at most. One step waits for the
@@ -13,9 +12,6 @@
     3. Only if branches of the forward are independent, bodies of segments are compiled, when that is due; and only if
        their times promise enough over one CUDA graph (`promises.py`), the plan on plain streams is compared with the
        winner until then.
-    4. When that is due by `plan.late_share`, Inductor tunes the whole graph, and the bodies where there are segments,
-       with `max_autotune`. What is faster tuned, by times of the device, is compared with the winner until then.
-       Until that is due the graph counts as settled, since it may be after hours.
 
 What is measured is what the user feels: the time from the beginning of one step to that of a later one, with the
 optimizer, the loader and all other graphs in it. It is taken over the steps of a turn, and the device is waited for at
@@ -34,17 +30,14 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 from apollo_compile.device.target import Target
 from apollo_compile.errors import UnsupportedGraphError
-from apollo_compile.ir import Standing, Variant, Verdict
+from apollo_compile.ir import Variant, Verdict
 from apollo_compile.session.comparison import IN_TURNS, Comparison, Results
 from apollo_compile.session.compile_budget import CompileBudget
 from apollo_compile.session.contest.challenger import Challenger
 from apollo_compile.session.contest.exclusive import Exclusive
-from apollo_compile.session.contest.promises import reason_against_lanes, reason_without_branches, tuned_variants
-from apollo_compile.session.contest.tuned import TUNED_SIDES
+from apollo_compile.session.contest.promises import reason_against_lanes, reason_without_branches
 from apollo_compile.session.procedure import SHARED_VARIANTS
 from apollo_compile.store.verdicts import Choice
 from apollo_compile.units import format_ns
@@ -62,13 +55,7 @@ MOST_WARM_STEPS = 100
 WHOLE = "one CUDA graph"
 """Name of the side that runs the variant `INDUCTOR`."""
 
-TUNED_WHOLE = "one CUDA graph, tuned"
-"""The same of `TUNED_INDUCTOR`."""
-
-_NAMES = {Variant.INDUCTOR: WHOLE, Variant.TUNED_INDUCTOR: TUNED_WHOLE}
-
-_WITHOUT_TUNING = {Variant.TUNED_INDUCTOR: Variant.INDUCTOR, Variant.TUNED: Variant.PLAN}
-"""The same sides without tuned code."""
+_NAMES = {Variant.INDUCTOR: WHOLE}
 
 Sides = Generator[Variant, None, None]
 """The side of every step to come."""
@@ -108,16 +95,6 @@ class Contest:
         """Those of the step that begins."""
         self.reason = ""
         """Why not all sides were compared."""
-        self.is_tuning_over = False
-        """Whether code was tuned, or is not going to be."""
-        self._lacked_memory = False
-        """Whether it was not, for want of memory, which a later process may have."""
-        self.has_news = False
-        """Whether that is to be kept for later processes, although nothing was compared."""
-        self._follows: Variant | None = None
-        """A side with tuned code that an earlier process decided for, until there is such code."""
-        self._tune_ns = 0
-        """Approximate time that tuning takes; as long as it is not known, that of an earlier process, if any."""
         self._name = name
         self._challenger = challenger
         self._target = target
@@ -132,7 +109,6 @@ class Contest:
         self._doing = "not called yet"
         self._spent_ns = 0
         """Time that steps waited for compiles of the present comparisons."""
-        self._look_at_tuning()
 
     @property
     def progress(self) -> str:
@@ -179,11 +155,6 @@ class Contest:
         yield from self._time_bodies()
         self._challenger.keep(())
 
-    def tune_for_step(self) -> Sides:
-        """Yield the side of every step until tuned code is timed, for a training step to be linked of it."""
-        yield from self._tune()
-        self._challenger.keep(())
-
     def run_again(self, verdict: Verdict) -> Sides:
         """Yield sides until the champion was compared again with the best of the others that there are, if any."""
         self._results = Results([0], rules=RULES)
@@ -210,53 +181,10 @@ class Contest:
         self.leave()
 
     def adopt(self, known: Choice) -> Sides | None:
-        """Return the sides until what an earlier process found runs; None if that is torch.compile's code.
-
-        A winner with tuned code runs when tuning is due; until then the fastest side without it does.
-        """
+        """Return the sides until what an earlier process found runs; None if that is torch.compile's code."""
         verdict = known.verdict
-        self._tune_ns = known.tune_ns
-        self.is_tuning_over = self.is_tuning_over or known.is_tuning_over or verdict is None
-        if verdict is None:
-            return None
-        (winner,) = verdict.selection
-        if winner in TUNED_SIDES:
-            self._look_at_tuning()
-            self.is_tuning_over, self._follows = not self._may_tune(), winner
-            winner = next(each for each in _sides_of(verdict) if each not in TUNED_SIDES)
-        return None if winner is Variant.COMPILED else self.follow(replace(verdict, selection=(winner,)))
-
-    def tuning(self) -> Sides | None:
-        """Return the sides until tuned code was compared, once that is due; None until then, and ever after.
-
-        Where torch.compile's code was found to be the fastest in an earlier process, the graph is compiled again first.
-        """
-        if self.is_tuning_over:
-            return None
-        challenger = self._challenger
-        prepare_ns = 0 if challenger.is_prepared else challenger.prepare_ns
-        if not self._budget.allows(prepare_ns + self._tune_ns, challenger.late_share):
-            return None
-        return self._compare_tuned() if challenger.is_prepared else self._prepare_late()
-
-    def choice(self, verdict: Verdict | None, reason: str) -> Choice:
-        """Return what later processes may begin with."""
-        is_over = self.is_tuning_over and not self._lacked_memory
-        return Choice(verdict=verdict, reason=reason, is_tuning_over=is_over, tune_ns=self._tune_ns)
-
-    def drop_tuned(self, error: Exception) -> None:
-        """Do without tuned code, a run of which failed; the fastest side without it stays, or comes back."""
-        self.champion = _WITHOUT_TUNING.get(self.champion, self.champion)
-        _logger.warning(
-            "%s: tuned code is dropped: %s: %s; %s runs, and 'plan.late_share' 0 leaves tuning out",
-            self._name,
-            type(error).__name__,
-            error,
-            name_of(self.champion),
-        )
-        self._comparison, self._results = None, Results([0], rules=RULES)
-        self._challenger.drop_tuned()
-        self.leave()
+        is_ours = verdict is not None and verdict.selection != (Variant.COMPILED,)
+        return self.follow(verdict) if verdict is not None and is_ours else None
 
     # ------------------------------------------------------------------------------------------------- its parts
 
@@ -290,7 +218,6 @@ class Contest:
         begin = self._clock()
         self._challenger.prepare(self.arguments)
         self._note_compile(begin, "as one CUDA graph")
-        self._look_at_tuning()
 
     def _compare_lanes(self) -> Sides:
         """Compile and time bodies; compare plans on lanes with the champion if they promise enough."""
@@ -320,74 +247,6 @@ class Contest:
         self._budget.spend(self._clock() - begin)
         if self._challenger.timing_failure is not None:
             raise self._challenger.timing_failure
-
-    def _may_tune(self) -> bool:
-        return self._challenger.late_share > 0 and self._challenger.reason_against_tuning() is None
-
-    def _look_at_tuning(self) -> None:
-        """Find out whether there is anything to tune, and how long it takes, as far as that is known."""
-        self.is_tuning_over = self.is_tuning_over or not self._may_tune()
-        if self._challenger.is_prepared:
-            self._tune_ns = self._challenger.tune_ns
-
-    def _prepare_late(self) -> Sides:
-        yield from self._enter()
-        self._prepare()
-        self.has_news = self.is_tuning_over
-        self.leave()
-
-    def _compare_tuned(self) -> Sides:
-        """Tune; compare what is faster tuned with the champion, or run what an earlier process decided for."""
-        yield from self._enter()
-        challenger, follows = self._challenger, self._follows
-        self._follows = None
-        is_tuned = yield from self._tune(in_segments=follows is Variant.TUNED)
-        if follows is not None and challenger.has(follows):
-            self._results = Results([0], rules=RULES)
-            yield from self._warm_up(follows)
-            self.champion = follows
-        else:
-            faster = tuned_variants(challenger.graphs) if is_tuned else []
-            for variant in faster:
-                yield from self._compare(variant)
-            if not faster:
-                self._results, self.has_news = Results([0], rules=RULES), True
-            if is_tuned and not faster:
-                _logger.info("%s: tuned code is not faster", self._name)
-        challenger.keep(() if self.champion is Variant.COMPILED else (self.champion,))
-        if self.champion not in TUNED_SIDES:
-            challenger.drop_tuned()
-        self.leave()
-
-    def _tune(self, *, in_segments: bool = False) -> Generator[Variant, None, bool]:
-        """Compile and time tuned code, `in_segments` even if there are none yet; return whether there is some.
-
-        If that fails, what runs goes on.
-        """
-        self.is_tuning_over = True
-        try:
-            if in_segments and not self._challenger.has(Variant.PLAN):
-                yield from self._time_bodies()
-            begin = self._clock()
-            self._challenger.tune()
-            self._note_compile(begin, "tuned")
-            yield from self._time("its tuned code is timed")
-        except Exception as error:
-            is_expected = isinstance(error, UnsupportedGraphError)
-            self._lacked_memory = isinstance(error, torch.OutOfMemoryError)
-            if self._is_strict and not is_expected:
-                raise
-            level = logging.INFO if is_expected else logging.WARNING
-            _logger.log(
-                level,
-                "%s: its code is not tuned: %s: %s; what runs stays, and 'plan.late_share' 0 leaves tuning out",
-                self._name,
-                type(error).__name__,
-                error,
-            )
-            self._challenger.drop_tuned()
-            return False
-        return True
 
     def _note_compile(self, begin: int, how: str) -> None:
         taken_ns = self._clock() - begin
@@ -464,16 +323,6 @@ def _plans_of(target: Target) -> list[Variant]:
 def name_of(variant: Variant) -> str:
     """Return the name of a side."""
     return _NAMES.get(variant, variant)
-
-
-def without_tuning(verdict: Verdict, winner: Variant) -> Verdict:
-    """Return a verdict without the sides of tuned code, whose winner is another one."""
-    kept = [each for each in verdict.standings if _variant_of(each.name) not in TUNED_SIDES]
-    own = next((each for each in kept if each.name == name_of(winner)), None)
-    if own is None:
-        own = Standing(name=name_of(winner), step_ns=0.0, ratio=1.0, num_rounds=0)
-    others = (replace(each, ratio=each.ratio / own.ratio) for each in kept if each.name != own.name)
-    return replace(verdict, winner=own.name, selection=(winner,), standings=(replace(own, ratio=1.0), *others))
 
 
 def _sides_of(verdict: Verdict) -> list[Variant]:

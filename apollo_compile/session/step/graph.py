@@ -17,7 +17,7 @@ import torch
 
 from apollo_compile.config import Config
 from apollo_compile.device.profile import DeviceProfile
-from apollo_compile.device.target import CompiledBody, Run
+from apollo_compile.device.target import CompiledBody
 from apollo_compile.errors import UnsupportedGraphError
 from apollo_compile.ir import (
     Body,
@@ -35,7 +35,6 @@ from apollo_compile.ir import (
 from apollo_compile.observe import StageRunner
 from apollo_compile.passes.compose import Call, compose_step
 from apollo_compile.pipeline import Compilation, plan_partition
-from apollo_compile.session.step.joint import Joint, join_micro_batch
 from apollo_compile.session.step.micro_batch import TANGENT, Half, Micro, names_of
 from apollo_compile.session.step.segments import (
     Group,
@@ -76,7 +75,6 @@ def compose_micro_batches(
     clip_grad_norm: float | None = None,
     model_parameters: Sequence[torch.Tensor] = (),
     others: Others = _NO_OTHERS,
-    joint: Joint | None = None,
 ) -> StepGraph:
     """Return the graph of a step.
 
@@ -88,9 +86,8 @@ def compose_micro_batches(
         clip_grad_norm: largest norm of all gradients together; None does not clip.
         model_parameters: all of the model, in the order in which the squares of their norms are added up.
         others: which inputs besides the tensors of the model are the same for all micro-batches.
-        joint: runs forward and backward of a micro-batch; None for the segments of both.
     """
-    wiring = _Wiring(micro, num_micro_batches, others, joint)
+    wiring = _Wiring(micro, num_micro_batches, others)
     wiring.add_micro_batches()
     wiring.finish_gradients(optimizer, clip_grad_norm, model_parameters)
     graph = compose_step(
@@ -110,25 +107,6 @@ def compose_micro_batches(
         settled=frozenset(places[f"input {place}"] for place in others.settled),
         written=frozenset(places[value] for call in wiring.calls for value in call.writes),
     )
-
-
-def join_forward_and_backward(micro: Micro, run: Run, others: Others) -> Joint:
-    """Return a micro-batch as one segment.
-
-    Arguments:
-        micro: its two graphs.
-        run: takes the inputs of the forward and the weight of the loss; returns the loss, and a gradient or None for
-            each of these inputs.
-        others: as for `compose_micro_batches`.
-
-    Raises:
-        UnsupportedGraphError: the backward writes to what it is given.
-    """
-    if micro.backward.contract.written_inputs:
-        raise UnsupportedGraphError("the backward writes to what the forward saves")
-    places = [*_Wiring(micro, 1, others).places, micro.num_inputs]
-    step = compose_micro_batches(micro, 1, name=micro.forward.graph.name, others=others)
-    return join_micro_batch(step.graph, run, places, [0, *(1 + place for place in micro.parameters)])
 
 
 def plan_step(
@@ -162,9 +140,8 @@ def step_name(name: str, num_micro_batches: int) -> str:
 class _Wiring:
     """Builds the calls of a step, with names for all values that go from one to the other."""
 
-    def __init__(self, micro: Micro, num_micro_batches: int, others: Others, joint: Joint | None = None) -> None:
+    def __init__(self, micro: Micro, num_micro_batches: int, others: Others) -> None:
         self._micro = micro
-        self._joint = joint
         self._count = num_micro_batches
         self._shared = others.shared
         forward, backward = micro.forward.graph, micro.backward.graph
@@ -175,9 +152,6 @@ class _Wiring:
         """Of the graphs of a micro-batch."""
         self.ordered = dict(enumerate(ordered))
         """Segments of these that run in the order of the calls."""
-        if joint is not None:
-            self.graphs, self.own_bodies = [joint.graph], (joint.body,)
-            self.ordered = {0: [SegmentId(0)] if any(ordered) else []}
         self.bodies: list[CompiledBody] = []
         """Of all other graphs."""
         self.calls: list[Call] = []
@@ -255,8 +229,6 @@ class _Wiring:
         """Add one forward and backward; return the names of the gradients by place."""
         micro = self._micro
         label = f"@{part}" if self._count > 1 else ""
-        if self._joint is not None:
-            return self._add_joint(self._joint, part, label)
         forward, backward = self.graphs[:2]
         takes = [self._name_of_input(place, part) for place in range(micro.num_inputs)]
         values = dict(zip(names_of(forward, forward.inputs), takes, strict=True))
@@ -269,31 +241,6 @@ class _Wiring:
         values = dict(zip(names_of(backward, backward.inputs), reads, strict=True))
         self.calls.append(_call(1, micro.backward, Phase.BACKWARD, f":backward{label}", reads, values))
         return {place: values[_name(backward, backward.outputs[place])] for place in micro.parameters}
-
-    def _add_joint(self, joint: Joint, part: int, label: str) -> dict[int, str]:
-        """Add one forward and backward as one call; return the names of the gradients by place."""
-        micro = self._micro
-        takes = [*(self._name_of_input(place, part) for place in self.places), f"weight@{part}"]
-        named: dict[BufferId | None, str] = {}
-        makes: list[str | None] = []
-        names = ["loss", *(f"gradient {place}" for place in micro.parameters)]
-        for name, buffer in zip(names, joint.graph.outputs, strict=True):
-            makes.append(None if buffer in named else f"{name} of the micro-batch{label}")
-            named.setdefault(buffer, f"{name} of the micro-batch{label}")
-        written = micro.forward.contract.written_inputs or frozenset()
-        self.calls.append(
-            Call(
-                graph=0,
-                phase=Phase.BACKWARD,
-                label=label,
-                takes=tuple(takes),
-                makes=tuple(makes),
-                writes=frozenset(self._name_of_input(place, part) for place in written),
-            )
-        )
-        loss, *gradients = (named[buffer] for buffer in joint.graph.outputs)
-        self.losses.append(loss)
-        return dict(zip(micro.parameters, gradients, strict=True))
 
     def _add_graph(self, added: OneSegment) -> int:
         self.graphs.append(added.graph)

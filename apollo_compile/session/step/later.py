@@ -3,22 +3,17 @@
 LateVariants        what `StepTuner` asks for more variants, before each step
 Later               one of what it compiles
 LateRival           a rival of the program, which compiles in its first step
-JointProgram        the step with forward and backward in one graph of Inductor's
-TunedPrograms       the step with code that Inductor tunes, as programs of a GPU
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
-from apollo_compile.device.target import Run
 from apollo_compile.errors import UnsupportedGraphError
-from apollo_compile.ir import Role, Variant
+from apollo_compile.ir import Variant
 from apollo_compile.session.compile_budget import CompileBudget
-from apollo_compile.session.contest.challenge import Challenge
-from apollo_compile.session.contest.tuned import TunedCode
 
 _logger = logging.getLogger(__name__)
 
@@ -123,7 +118,7 @@ class LateVariants:
             level = logging.INFO if isinstance(error, UnsupportedGraphError) else logging.WARNING
             _logger.log(
                 level,
-                "%s: no more to compare with: %s: %s; what runs stays, and 'plan.late_share' 0 leaves this out",
+                "%s: no more to compare with: %s: %s; what runs stays, and a small 'plan.compile_share' puts this off",
                 self._name,
                 type(error).__name__,
                 error,
@@ -150,54 +145,3 @@ class LateRival:
     def advance(self) -> Sequence[Variant]:
         """Let it compete; see `Later`."""
         return self.variants[:1]
-
-
-class JointProgram:
-    """A program that runs forward and backward of a micro-batch as one graph, which Inductor compiles.
-
-    Arguments:
-        challenge: of the graph of the loss function.
-        link: links a program with this code.
-    """
-
-    variants: Sequence[Variant] = (Variant.JOINT,)
-
-    def __init__(self, challenge: Challenge, link: Callable[[Run], None]) -> None:
-        self._challenge = challenge
-        self._link = link
-        self.cost_ns = challenge.recompile_ns
-
-    def advance(self) -> Sequence[Variant]:
-        """Compile and link it; see `Later`."""
-        self._link(self._challenge.compile_joint())
-        return (Variant.JOINT,)
-
-
-class TunedPrograms:
-    """Programs with tuned code of a micro-batch's forward and backward, which the challenge of its graph compiles.
-
-    Arguments:
-        challenge: of the graph of the loss function; programs for other numbers of micro-batches share it.
-        link: links programs with this code; returns the variants that promise to be faster.
-    """
-
-    variants: Sequence[Variant] = (Variant.TUNED_INDUCTOR, Variant.TUNED)
-
-    def __init__(self, challenge: Challenge, link: Callable[[Mapping[Role, TunedCode]], Sequence[Variant]]) -> None:
-        self._challenge = challenge
-        self._link = link
-        self._tune_ns = challenge.tune_ns
-
-    @property
-    def cost_ns(self) -> int:
-        """Approximate time that steps will wait for the compile; nothing if it was done for another program."""
-        return 0 if self._challenge.is_tuning_over else self._tune_ns
-
-    def advance(self) -> Sequence[Variant] | None:
-        """Compile and time in steps that are loops, then link; see `Later`."""
-        if not self._challenge.is_tuning_over:
-            self._challenge.tune()
-        if self._challenge.is_deciding:
-            return None
-        tuned = self._challenge.tuned
-        return self._link(tuned) if tuned else ()

@@ -14,24 +14,21 @@ import torch
 from torch import nn
 
 from apollo_compile.config import Config
-from apollo_compile.device.target import Run, Target
+from apollo_compile.device.target import Target
 from apollo_compile.errors import UnsupportedGraphError
-from apollo_compile.ir import Role, Variant
+from apollo_compile.ir import Variant
 from apollo_compile.session.compile_budget import CompileBudget
-from apollo_compile.session.contest.tuned import LEAST_GAIN, TunedCode, is_faster
 from apollo_compile.session.step.graph import (
     StepGraph,
     compose_micro_batches,
-    join_forward_and_backward,
     plan_step,
     step_name,
 )
-from apollo_compile.session.step.later import JointProgram, Later, LateRival, LateVariants, TunedPrograms
+from apollo_compile.session.step.later import Later, LateRival, LateVariants
 from apollo_compile.session.step.micro_batch import Micro, find_micro
 from apollo_compile.session.step.notes import LossGraph
 from apollo_compile.session.step.program import SHARED_MEMORY, StepProgram, link_step, load_step
 from apollo_compile.session.step.rivals import Rival, compile_ns
-from apollo_compile.session.step.sightings import Others
 from apollo_compile.session.step.tuning import StepTuner
 from apollo_compile.session.warm_start import may_be_compared
 from apollo_compile.torch_bridge.optimizers import StepInParts
@@ -144,17 +141,13 @@ class Linker:
         is_compared = may_be_compared(self._config)
         if is_compared:
             self._add_narrow_plan(program, step)
-        joined, challenge = micro.joined(), graph.model.challenge
+        joined = micro.joined()
         rivals = make_rivals(program, graph) if target.is_synchronous else ()
         stages: list[Later] = [
             LateRival(tuple(group), compile_ns(program)) for group in rivals if group and Variant.EAGER not in group
         ]
         if joined is not None:
-            self._add_whole(program, Variant.INDUCTOR, joined, compose(joined))
-        if joined is not None and challenge is not None:
-            stages.append(JointProgram(challenge, partial(self._add_joint, program, joined, compose, others)))
-            stages.append(TunedPrograms(challenge, partial(self._add_tuned, program, compose)))
-        share = self._config.plan.compile_share if target.is_synchronous else self._config.plan.late_share
+            self._add_whole(program, joined, compose(joined))
         return StepTuner(
             program,
             graph.model.warm_start,
@@ -162,47 +155,20 @@ class Linker:
             rivals=rivals,
             later=LateVariants(
                 name,
-                stages if is_compared and share else (),
+                stages if is_compared else (),
                 budget=self._budget,
-                share=share,
+                share=self._config.plan.compile_share,
                 clock=graph.model.clock,
                 is_strict=self._config.debug.strict,
             ),
         )
 
-    def _add_whole(self, program: StepProgram, variant: Variant, joined: Micro, step: StepGraph) -> None:
-        """Add a variant that runs Inductor's code of whole graphs, one after the other."""
+    def _add_whole(self, program: StepProgram, joined: Micro, step: StepGraph) -> None:
+        """Add the variant that runs Inductor's code of whole graphs, one after the other."""
         in_turn = replace(self._config, plan=replace(self._config.plan, planner="serial"))
-        program.variants.add(variant, load_step(joined, step, target=program.variants.target, config=in_turn).plan)
-
-    def _add_joint(self, program: StepProgram, joined: Micro, compose: Compose, others: Others, run: Run) -> None:
-        """Add a variant that runs forward and backward of a micro-batch as one graph.
-
-        Raises:
-            UnsupportedGraphError: they cannot be one.
-        """
-        joint = join_forward_and_backward(joined, run, others)
-        self._add_whole(program, Variant.JOINT, joined, compose(joined, joint=joint))
-
-    def _add_tuned(self, program: StepProgram, compose: Compose, codes: Mapping[Role, TunedCode]) -> Sequence[Variant]:
-        """Add variants with tuned code, where they promise to be faster; return them."""
-        micro, variants = program.micro, program.variants
-        tuned = replace(
-            micro,
-            forward=micro.forward.tuned(codes[Role.FORWARD]),
-            backward=micro.backward.tuned(codes[Role.BACKWARD]),
+        program.variants.add(
+            Variant.INDUCTOR, load_step(joined, step, target=program.variants.target, config=in_turn).plan
         )
-        added = []
-        joined = tuned.joined()
-        if joined is not None and is_faster(codes.values()):
-            self._add_whole(program, Variant.TUNED_INDUCTOR, joined, compose(joined))
-            added.append(Variant.TUNED_INDUCTOR)
-        step = compose(tuned)
-        planned = plan_step(tuned, step, profile=variants.target.profile, config=self._config)
-        if planned.plan.uses_lanes and planned.plan.makespan_ns * LEAST_GAIN < variants.compilation.plan.makespan_ns:
-            variants.add_plan(Variant.TUNED, planned, replace(variants.code, bodies=tuple(step.bodies)))
-            added.append(Variant.TUNED)
-        return added
 
     def _add_narrow_plan(self, program: StepProgram, step: StepGraph) -> None:
         """Add a plan with two segments abreast, where lanes share units and the plan has more abreast.

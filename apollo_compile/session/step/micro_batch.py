@@ -20,7 +20,6 @@ from apollo_compile.errors import UnsupportedGraphError
 from apollo_compile.ir import BufferId, Observations, Role, SegmentGraph
 from apollo_compile.passes.join import join_segments
 from apollo_compile.pipeline import Compilation
-from apollo_compile.session.contest.tuned import TunedCode
 from apollo_compile.session.graph import CompiledGraph
 from apollo_compile.session.model import CompiledModel
 
@@ -56,16 +55,6 @@ class Half:
     def graph(self) -> SegmentGraph:
         """Return its segments."""
         return self.compilation.partition.graph
-
-    def tuned(self, tuned: TunedCode) -> Half:
-        """Return it with the faster code of each body, and with the whole graph tuned."""
-        assert tuned.compilation is not None and tuned.code is not None, "it was timed"
-        return replace(
-            self,
-            bodies=tuned.code.bodies,
-            observations=tuned.compilation.observations,
-            whole=None if self.whole is None else tuned.run,
-        )
 
     def joined(self) -> Half:
         """Return it as one segment, which Inductor's code of the whole graph runs."""

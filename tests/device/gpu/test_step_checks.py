@@ -11,7 +11,6 @@ import torch
 from benchmarks import gpu_step_checks as checks
 from tests.device.gpu.fake_gpu import FakeGpu
 from tests.device.gpu.test_steps import gpu, units  # noqa: F401
-from tests.device.gpu.test_tuned import Inductor, inductor  # noqa: F401
 
 DEVICE = SimpleNamespace(device=torch.device("cpu"))
 """All that these checks ask of a GPU themselves."""
@@ -55,16 +54,3 @@ def test_sizes_and_numbers_may_change(gpu: FakeGpu, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(checks, "DEFAULT_OPTIONS", {**checks.DEFAULT_OPTIONS, "runtime.bodies": "eager"})
     outcome = checks.sizes_and_numbers_may_change(DEVICE)
     assert outcome.is_met and "settled" in outcome.text, outcome.text
-
-
-@pytest.mark.soak
-def test_late_code_is_that_of_the_loop(
-    gpu: FakeGpu,  # noqa: F811
-    check_steps: Any,
-    inductor: Inductor,  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """All that is compiled late runs, and is right."""
-    monkeypatch.setattr(checks, "DEFAULT_OPTIONS", {**checks.DEFAULT_OPTIONS, "partition.granularity": "module"})
-    outcome = checks.late_code_is_that_of_the_loop(DEVICE)
-    assert outcome.is_met and "Inductor, tuned" in outcome.text and "settled" in outcome.text, outcome.text

@@ -28,7 +28,7 @@ class Clock:
 class Failing:
     """A compile that fails."""
 
-    variants: Sequence[Variant] = (Variant.JOINT,)
+    variants: Sequence[Variant] = (Variant.TRACED,)
     cost_ns = 0
 
     def __init__(self, error: BaseException) -> None:
