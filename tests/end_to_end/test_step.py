@@ -10,6 +10,7 @@ import math
 import re
 import weakref
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,9 @@ EAGER = {
     "plan.time_limit_s": 0.2,
 }
 """Bodies that take no time to compile, plans that take little, and the program from the second step on."""
+
+ADAMW = partial(torch.optim.AdamW, eps=1e-3)
+"""With the usual epsilon, gradients that are zero but for rounding become full steps in a random direction."""
 
 Batch = Mapping[str, torch.Tensor]
 
@@ -108,7 +112,7 @@ def ran_as_program(step: Step) -> bool:
     return bool(step.verdicts) and all("loop" not in verdict for verdict in step.verdicts)
 
 
-@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW], ids=["SGD", "AdamW"])
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, ADAMW], ids=["SGD", "AdamW"])
 @pytest.mark.parametrize("count", [1, 2, 4])
 @pytest.mark.parametrize(
     ("make", "loss_fn", "make_batch"),
@@ -225,7 +229,7 @@ def test_parts_count_as_much_as_the_user_says() -> None:
     assert ran_as_program(step)
 
 
-@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW, None])
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, ADAMW, None], ids=["SGD", "AdamW", "none"])
 def test_gradients_are_clipped_together(optimizer: Callable[..., torch.optim.Optimizer] | None) -> None:
     """By the norm of all of them, as `clip_grad_norm_` does, before the optimizer steps."""
     torch._dynamo.reset()
