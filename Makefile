@@ -48,9 +48,9 @@ check: $(VENV)/installed docs
 	$(BIN)/lint-imports
 	$(BIN)/clang-format --dry-run -Werror $(SOURCES)
 
-# The site, into build/site; a warning is an error.
+# The site, into build/site; a warning is an error. With --quiet mkdocs would not count warnings.
 docs: $(VENV)/installed
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
 # Wheels, into dist: for one interpreter after another, isolated, as anyone would build them. auditwheel gives each the tag
 # of the oldest C library that it runs with, and refuses one that needs a library of this machine. For another architecture

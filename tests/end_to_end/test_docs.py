@@ -271,16 +271,51 @@ def test_the_page_of_options_has_every_option_with_its_default() -> None:
 
 
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
-    """With the generator that `make docs` uses."""
-    pytest.importorskip("mkdocs")
-    pytest.importorskip("material")
-    pytest.importorskip("mkdocstrings")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-q", "-d", str(tmp_path / "site")]
-    quiet = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=quiet, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr.strip()) == (0, "")
-    page = (tmp_path / "site" / "index.html").read_text()
+    """And fetches nothing from elsewhere; files outside docs that pages link to are part of it."""
+    done = _build_the_site(ROOT, tmp_path)
+    assert (done.returncode, re.findall("WARNING.*", done.stdout)) == (0, [])
+    page = (tmp_path / "index.html").read_text()
     assert "fonts.googleapis" not in page
+    assert 'href="CONTRIBUTING.html"' in (tmp_path / "architecture.html").read_text()
+    assert (tmp_path / "CONTRIBUTING.html").exists() and (tmp_path / "benchmarks" / "results" / "lanes.json").exists()
+
+
+def test_the_site_does_not_build_with_a_dead_link(tmp_path: Path) -> None:
+    """In a copy, whose links to a page, a file outside docs and a heading lead nowhere."""
+    copy = tmp_path / "copy"
+    shutil.copytree(ROOT / "docs", copy / "docs", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("apollo_compile", "benchmarks", "examples", "mkdocs.yml", "CONTRIBUTING.md", "CHANGELOG.md"):
+        (copy / name).symlink_to(ROOT / name)
+    dead = (
+        "nothing.md",
+        "../benchmarks/nothing.json",
+        "index.md#nothing",
+        "../CONTRIBUTING.md#nothing",
+        "../benchmarks",
+    )
+    with (copy / "docs" / "limits.md").open("a") as page:
+        page.writelines(f"\n[dead]({link})\n" for link in dead)
+    done = _build_the_site(copy, tmp_path / "site")
+    assert done.returncode == 1
+    assert f"Aborted with {len(dead)} warnings in strict mode" in done.stdout, done.stdout
+
+
+def _build_the_site(root: Path, site: Path) -> subprocess.CompletedProcess[str]:
+    """Run the command of `make docs`."""
+    for module in ("mkdocs", "material", "mkdocstrings"):
+        pytest.importorskip(module)
+    (command,) = re.findall(
+        r"^docs:.*\n\tNO_MKDOCS_2_WARNING=1 \$\(BIN\)/(mkdocs .+)", (ROOT / "Makefile").read_text(), re.M
+    )
+    return subprocess.run(
+        [sys.executable, "-m", *command.split(), "--site-dir", str(site)],
+        cwd=root,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
 
 
 @pytest.mark.slow
