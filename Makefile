@@ -7,7 +7,7 @@ VENV := $(if $(TORCH),build/torch-$(TORCH),.venv)
 CONSTRAINTS := $(if $(TORCH),$(VENV)/constraints.txt,constraints.txt)
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install -q --no-compile -c $(CONSTRAINTS)
-SOURCES := $(shell find csrc runtime -name '*.cpp' -o -name '*.h')
+SOURCES := $(or $(shell find csrc runtime -type f ! -name CMakeLists.txt),$(error there are no C++ sources))
 NATIVE_SOURCES := $(filter-out runtime/tests/%,$(SOURCES)) CMakeLists.txt
 SANITIZERS := address thread
 TEST_PROCESSES ?= 2
@@ -91,9 +91,10 @@ native-test-thread: UNITY = OFF
 native-test-%: $(VENV)/tools
 	$(BIN)/cmake -S . -B build/native-$* -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja \
 	  -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python -DCMAKE_BUILD_TYPE=Debug -DCMAKE_CXX_FLAGS_DEBUG="-O0 -g1" \
-	  -DCMAKE_UNITY_BUILD=$(UNITY) -DAPOLLO_BUILD_PYTHON=OFF -DAPOLLO_BUILD_TESTS=ON -DAPOLLO_SANITIZE=$*
+	  -DCMAKE_UNITY_BUILD=$(UNITY) -DAPOLLO_BUILD_PYTHON=OFF -DAPOLLO_BUILD_TESTS=ON -DAPOLLO_TEST_CUDA_ABI=ON \
+	  -DAPOLLO_SANITIZE=$*
 	MAKEFLAGS= $(BIN)/cmake --build build/native-$*
-	$(BIN)/ctest --test-dir build/native-$* --output-on-failure
+	$(BIN)/ctest --test-dir build/native-$* --output-on-failure --no-tests=error
 
 # Half an hour of changes in one process, the long tests, 2,000 random models, other ones every time, all operators and
 # modules that torch's own tests describe, one of ten compiled, and the tests of the extension with an instrumented one.
