@@ -20,6 +20,7 @@ from torch import fx
 from torch._inductor.compile_fx import fake_tensor_prop
 from torch._inductor.fx_passes.post_grad import view_to_reshape
 from torch._inductor.utils import set_tracing_context_output_strides
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils._sympy.printers import PythonPrinter
 
 from apollo_compile.errors import UnsupportedGraphError
@@ -55,12 +56,19 @@ def _exprs(sizes: Sequence[Any]) -> list[Any]:
 def report_output_strides(graph_module: fx.GraphModule) -> None:
     """Fill the tracing context with the traced strides of the graph's outputs, which all bodies keep.
 
+    As with Inductor, strides that depend on data are not reported.
+
     Inductor's own function does it: whether strides of dynamic sizes are reported as expressions or as numbers depends
     on the release of torch, and the wrong form would specialize the backward to these sizes.
     """
     values = [node.meta.get("val") if isinstance(node, fx.Node) else None for node in outputs_of(graph_module)]
     write = PythonPrinter().doprint
-    strides = [tuple(map(write, _exprs(v.stride()))) if isinstance(v, torch.Tensor) else None for v in values]
+    strides = [
+        tuple(map(write, _exprs(value.stride())))
+        if isinstance(value, torch.Tensor) and not free_unbacked_symbols(value.stride())
+        else None
+        for value in values
+    ]
     inputs = [node.meta.get("val") for node in graph_module.graph.find_nodes(op="placeholder")]
     compiled: Any = SimpleNamespace(output_strides=strides)
     set_tracing_context_output_strides(inputs, compiled)

@@ -51,6 +51,14 @@ class Product(nn.Linear):
         super().__init__(1024, 1024, bias=False)
 
 
+class Trimmed(nn.Linear):
+    """Takes a batch of texts, trimmed to a length that a tensor says."""
+
+    def forward(self, x: torch.Tensor, length: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        """Return something that needs other values backward."""
+        return super().forward(x[:, : length.item()]).exp()
+
+
 def a_batch(model: nn.Module) -> torch.Tensor:
     """Return an input of the model."""
     return torch.randn(256) if isinstance(model, Chosen) else torch.randn(512, 1024)
@@ -246,6 +254,20 @@ def test_an_error_in_tracing_with_our_settings_is_no_end_of_training(
     assert_same_training(train(model, loss, steps=2), apollo)
     (line,) = [record.getMessage() for record in caplog.records]
     assert "falls back to torch.compile" in line and "a defect" in line
+
+
+@torch._dynamo.config.patch(capture_scalar_outputs=True)
+def test_a_graph_that_saves_values_of_a_size_that_is_read_from_a_tensor_falls_back_for_that_reason(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Nothing fails on the way: strides of such values are known to no one before the graph runs."""
+    model = Trimmed(16, 16)
+    loss = lambda run: run(torch.ones(2, 5, 16), torch.tensor(3)).square().mean()  # noqa: E731
+    with caplog.at_level(logging.INFO, logger="apollo_compile"):
+        apollo = train(model, loss, steps=2, backend="apollo", options={"debug.strict": True})
+    assert_same_training(train(model, loss, steps=2), apollo)
+    (line,) = [record.getMessage() for record in caplog.records if "falls back" in record.getMessage()]
+    assert "no input of the graph says what" in line
 
 
 def test_a_backward_that_inductor_compiles_alone_reuses_no_memory(
