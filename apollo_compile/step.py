@@ -316,7 +316,7 @@ class Step:
             except Exception as error:
                 if problem_of(error) is None:
                     raise
-                return None  # too many kinds of batches: the loop runs this one in pieces
+                return None  # the loop runs this one in pieces
         tuner = graph.outcomes[len(parts)]
         assert isinstance(tuner, StepTuner)
         if any(each.graph is not graph for each in noted):
@@ -414,24 +414,23 @@ class Step:
             return self._loss_in_pieces(part)
         try:
             return self._call(part)
-        except Exception as error:
+        except Exception as error:  # of a compile, before anything ran
             problem, is_hit = problem_of(error), is_limit_hit(error)
             if problem is None:
                 raise
         loss = self._loss_in_pieces(part)  # an error of the loss function itself says nothing of the next batch
+        self._graph_of.pop(self._key_of([part]), None)
         if is_hit:
-            self._note_limit(part)
-        else:
+            self._note_limit()
+        elif not self._why_not_one_graph:
             self._why_not_one_graph = f"the loss function is not one graph: {problem}"
             _logger.info("%s: %s", STAYS, self._why_not_one_graph)
         return loss
 
     def _has_own_graph(self, part: Any) -> bool:
         """Whether a kind of micro-batch has a graph of its own or is to get one, as the first and frequent ones do."""
-        if self._why_not_one_graph:
-            return False
         key = self._key_of([part])
-        if key in self._graph_of or self._is_full:
+        if key in self._graph_of or self._is_full or self._why_not_one_graph:
             return key in self._graph_of
         return key in self._first_kinds.values() or self._num_seen.get(key, 0) >= FREQUENT
 
@@ -446,7 +445,7 @@ class Step:
         """Call the loss function as it is compiled in one graph."""
         return self._loss_of(part)
 
-    def _note_limit(self, part: Any) -> None:
+    def _note_limit(self) -> None:
         """Note that Dynamo compiles no more: graphs that it has still run, and it is not asked for others again."""
         if not self._is_full:
             _logger.info(
@@ -454,7 +453,6 @@ class Step:
                 len(self._graphs),
             )
         self._is_full = True
-        self._graph_of.pop(self._key_of([part]), None)
 
     def _key_of(self, parts: Sequence[Any]) -> Hashable:
         """Return what micro-batches are called for; None is unlike anything."""

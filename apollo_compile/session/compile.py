@@ -47,7 +47,7 @@ from apollo_compile.session.restore import Restorer, dynamo_graph_falls_back, pl
 from apollo_compile.torch_bridge.aot_cache import Bundle, Cache
 from apollo_compile.torch_bridge.aot_graph import clone_graph
 from apollo_compile.torch_bridge.cxx_compiler import compiler_complaint
-from apollo_compile.torch_bridge.dynamo_graph import copy_of_dynamo_graph
+from apollo_compile.torch_bridge.dynamo_graph import copy_of_dynamo_graph, reads_numbers
 from apollo_compile.torch_bridge.frontend import compile_plainly, compile_with_inductor, is_for_dynamo
 from apollo_compile.torch_bridge.interpret import interpret_whole
 from apollo_compile.torch_bridge.layouts import report_output_strides
@@ -65,6 +65,7 @@ class GraphCompiler:
         self._model = model
         self._settings = settings
         self._restorer = Restorer(model)
+        self._backward_at_once = False
 
     def compile(self, graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Return the function that Dynamo calls.
@@ -74,6 +75,8 @@ class GraphCompiler:
             RankError: the ranks cannot agree on a plan.
         """
         model = self._model
+        # compiling the backward of numbers that are read from tensors may fail, and then a step has to run in pieces
+        self._backward_at_once = model.is_for_step and reads_numbers(graph_module)
         if model.without_lanes is not None:
             model.fall_back(Fallback(reason=model.without_lanes))
             return self._compile_plainly(graph_module, example_inputs)
@@ -89,6 +92,7 @@ class GraphCompiler:
                     self.compile_graph,
                     recompute_masks=model.config.runtime.recompute_masks,
                     eager_randomness=model.config.runtime.bodies == "eager",
+                    backward_at_once=self._backward_at_once,
                     cache=self._cache(graph_module, example_inputs),
                     settings=self._settings,
                 )
@@ -259,7 +263,9 @@ class GraphCompiler:
         ):
             progress.at("as torch.compile does,")
             try:
-                return compile_plainly(graph_module, example_inputs, self._settings)
+                return compile_plainly(
+                    graph_module, example_inputs, self._settings, backward_at_once=self._backward_at_once
+                )
             except Exception as error:
                 self._note_missing_compiler(error)
                 with with_settings(self._settings):

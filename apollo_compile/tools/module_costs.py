@@ -40,7 +40,7 @@ from apollo_compile.torch_bridge.boundary import extract_boundary
 from apollo_compile.torch_bridge.compile_context import compile_apart, original_callable
 from apollo_compile.torch_bridge.dynamic_sizes import find_size, follow_dimension
 from apollo_compile.torch_bridge.frontend import compile_with_inductor
-from apollo_compile.torch_bridge.graph_breaks import problem_of
+from apollo_compile.torch_bridge.graph_breaks import is_of_user, problem_of
 from apollo_compile.torch_bridge.interpret import run_as_traced
 from apollo_compile.torch_bridge.layouts import adopt_layouts
 from apollo_compile.torch_bridge.settings import inductor_settings, with_settings
@@ -222,7 +222,7 @@ def _trace(model: Callable[..., Any], call: Call, dimensions: Mapping[str, _Dime
     except Exception as error:
         cause = next((each for each in _causes(error) if isinstance(each, UnsupportedGraphError)), None)
         problem = str(cause) if cause is not None else problem_of(error)
-        if problem is None:
+        if problem is None or is_of_user(error):
             raise
         raise TargetError(
             f"cannot tell what modules cost: the model is not one graph: {problem}; 'apollo explain' shows every graph "

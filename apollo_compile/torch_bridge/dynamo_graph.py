@@ -4,6 +4,7 @@
     copy_dynamo_graph(graph)            such a copy, until `clear_metadata(copy)`
     text_of(graph, inputs)              what it computes, as a text for keys
     traced_tensors(graph, inputs)       the real tensors that it was traced with
+    reads_numbers(graph)                whether it reads numbers or sizes from tensors
     module_paths(graph)                 the modules that its nodes come from, as a text
 
 The reason why Dynamo ended a graph is in `graph_breaks.py`.
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import is_fake
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from apollo_compile.torch_bridge.aot_graph import clone_graph
 
@@ -86,6 +88,11 @@ def traced_tensors(graph_module: fx.GraphModule, example_inputs: Sequence[Any]) 
         items = real if isinstance(real, list | tuple) else (real,)
         found += [item for item in items if isinstance(item, torch.Tensor) and not is_fake(item)]
     return found
+
+
+def reads_numbers(graph_module: fx.GraphModule) -> bool:
+    """Return whether a Dynamo graph reads numbers or sizes from tensors, as `item()` and `nonzero()` do."""
+    return any(free_unbacked_symbols(node.meta.get("example_value")) for node in graph_module.graph.nodes)
 
 
 def module_paths(graph_module: fx.GraphModule) -> str:

@@ -113,7 +113,11 @@ def _donate_nothing() -> None:
 
 
 def compile_plainly(
-    graph_module: fx.GraphModule, example_inputs: Sequence[Any], settings: Mapping[str, Any]
+    graph_module: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    settings: Mapping[str, Any],
+    *,
+    backward_at_once: bool = False,
 ) -> Callable[..., Any]:
     """Compile a Dynamo graph as `torch.compile(mode=..., options=...)` does: same code, same caches, same memory.
 
@@ -121,8 +125,13 @@ def compile_plainly(
         graph_module: what Dynamo traced; compiling changes it.
         example_inputs: its inputs.
         settings: Inductor's, from `inductor_settings`.
+        backward_at_once: raise what compiling the backward raises, instead of when the backward is first called.
     """
-    return compile_fx(graph_module, list(example_inputs), config_patches=dict(settings))  # type: ignore[return-value]
+    patches = {"force_non_lazy_backward_lowering": True} if backward_at_once else {}
+    with functorch_config.patch(patches):
+        return compile_fx(  # type: ignore[return-value]
+            graph_module, list(example_inputs), config_patches=dict(settings)
+        )
 
 
 def is_for_dynamo(error: Exception) -> bool:

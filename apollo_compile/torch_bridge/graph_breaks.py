@@ -1,6 +1,8 @@
 """Graph breaks: where Dynamo had to end a graph, and how to remove the break.
 
     find_break(graph_module, name) -> GraphBreak | None
+    problem_of(error)       why a function is not one graph, where that is an error
+    is_of_user(error)       whether an operator cannot run on its arguments
 
 Dynamo records on every graph why it ended: an explanation, hints, and the stack of the user's code. Several encoders
 and a language model can share the device only if they are in one graph, so a graph break is the first thing to look for
@@ -9,11 +11,14 @@ when nothing overlaps.
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
-from torch._dynamo.exc import FailOnRecompileLimitHit, Unsupported
+from torch._dynamo.exc import FailOnRecompileLimitHit, TorchRuntimeError
 
+from apollo_compile.errors import ApolloError
 from apollo_compile.ir import GraphBreak
+from apollo_compile.torch_bridge.traced_step import describe_compile_error, is_compile_error
 
 if TYPE_CHECKING:
     from torch import fx
@@ -37,14 +42,34 @@ FIRST_FORWARD = "run one forward of the model in eager before torch.compile: it 
 _HOOKS = ("hook", "_maybe_install", "install_", "maybe_install")
 
 
+_IN_CODE = re.compile(r'File "(?P<file>.+)", line (?P<line>\d+), in .*\n\s*(?P<code>.+)')
+"""A frame of the user's stack in a message of Inductor."""
+
+
 def problem_of(error: Exception) -> str | None:
-    """Return what Dynamo could not trace, with the line of code; None if `error` is not about that."""
-    if not isinstance(error, (Unsupported, FailOnRecompileLimitHit)):
+    """Return why a function does not compile as one graph, with the line of code where that is known.
+
+    None if compiling did not fail, or if this package refuses to go on.
+    """
+    cause = getattr(error, "inner_exception", None) or error
+    if not is_compile_error(error) or isinstance(cause, ApolloError):
         return None
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    frames = list(getattr(error, "real_stack", None) or [])
-    where = f" in {frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}" if frames else ""
-    return (lines[0] if lines else "Dynamo gives no reason") + where
+    of_dynamo = lines[0] if lines else "Dynamo gives no reason"
+    return (of_dynamo if cause is error else describe_compile_error(error)) + _place_of(error, cause)
+
+
+def _place_of(error: Exception, cause: Exception) -> str:
+    frames = getattr(error, "real_stack", None) or getattr(cause, "real_stack", None)
+    if frames:
+        return f" in {frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}"
+    found = list(_IN_CODE.finditer(str(cause)))
+    return f" in {found[-1]['file']}:{found[-1]['line']}: {found[-1]['code']}" if found else ""
+
+
+def is_of_user(error: Exception) -> bool:
+    """Return whether an operator cannot run on its arguments, such as for their shapes; eager would raise as well."""
+    return isinstance(error, TorchRuntimeError)
 
 
 def is_limit_hit(error: Exception) -> bool:

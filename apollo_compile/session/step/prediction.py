@@ -20,7 +20,7 @@ from apollo_compile.pipeline import Compilation
 from apollo_compile.session.dry_run import DryRun, trace
 from apollo_compile.session.step.graph import compose_micro_batches, plan_step, step_name
 from apollo_compile.session.step.micro_batch import Half, join_halves
-from apollo_compile.torch_bridge.graph_breaks import problem_of
+from apollo_compile.torch_bridge.graph_breaks import is_of_user, problem_of
 from apollo_compile.torch_bridge.optimizers import StepInParts
 
 
@@ -70,7 +70,7 @@ def predict_step(
         )
     except Exception as error:
         problem = problem_of(error)
-        if problem is None:
+        if problem is None or is_of_user(error):
             raise
         return Prediction(compilation=None, reason=f"the loss function is not one graph: {problem}")
     try:
