@@ -137,9 +137,7 @@ def _parser() -> argparse.ArgumentParser:
         _simulate_pipeline,
         "simulate a step of a pipeline, before and after encoder work is placed in its bubbles",
     )
-    simulate.add_argument(
-        "source", metavar="SOURCE", help="optimus-3072 (published figures beside computed ones), or a JSON file"
-    )
+    simulate.add_argument("file", type=Path, metavar="FILE", help="a pipeline with encoders, as JSON")
     simulate.add_argument("--html", type=Path, metavar="FILE", help="write the steps as a page")
     simulate.add_argument("--trace", type=Path, metavar="FILE", help="write the steps for Perfetto")
     return parser
@@ -477,10 +475,9 @@ def _sides(path: Path) -> tuple[Side, ...]:
 
 def _simulate_pipeline(args: argparse.Namespace) -> int:
     from apollo_compile.reports.render_pipeline import render_pipeline_html, render_pipeline_trace
-    from apollo_compile.tools.simulate_pipeline import simulate_source
+    from apollo_compile.tools.simulate_pipeline import simulate_file
 
-    with _Progress() as progress:
-        simulation = simulate_source(args.source, progress=progress.tell)
+    simulation = simulate_file(args.file)
     if args.html is not None:
         args.html.write_text(render_pipeline_html(simulation.steps), encoding="utf-8")
     if args.trace is not None:

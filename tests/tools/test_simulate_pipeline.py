@@ -1,4 +1,4 @@
-"""`apollo pipeline simulate` on files; the published pipeline is tested where it is simulated."""
+"""`apollo pipeline simulate` on files."""
 
 from __future__ import annotations
 
@@ -82,7 +82,8 @@ def test_a_limit_that_forbids_coarse_filling_is_said(case: Path, capsys: pytest.
     assert "coarse: not possible" in capsys.readouterr().out
 
 
-def test_an_unknown_name_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    """That lists the known one."""
-    assert main(["pipeline", "simulate", "optimus-9"]) == 1
-    assert "neither a file nor a published pipeline; known: optimus-3072" in capsys.readouterr().err
+def test_a_file_that_is_not_there_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With its name."""
+    assert main(["pipeline", "simulate", str(tmp_path / "none.json")]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "none.json" in line

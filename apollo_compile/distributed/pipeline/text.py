@@ -1,6 +1,6 @@
 """Steps of pipelines as text.
 
-format_steps(steps), format_comparison(rows, results), format_prediction(prediction) -> str
+format_steps(steps), format_prediction(prediction, names) -> str
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from tabulate import tabulate
 
 from apollo_compile.distributed.pipeline.durations import Prediction
 from apollo_compile.distributed.pipeline.memory import peak_live
-from apollo_compile.distributed.pipeline.optimus import Row, SizeResult
 from apollo_compile.distributed.pipeline.values import FilledPlan, PipelineSteps
 from apollo_compile.units import format_ns
 
@@ -51,45 +50,6 @@ def _format_live(plan: FilledPlan) -> str:
     return ", ".join(
         f"{encoder.name} {max(live)}" for encoder, live in zip(plan.encoders, peak_live(plan), strict=True)
     )
-
-
-def format_comparison(rows: Sequence[Row], results: Sequence[SizeResult]) -> str:
-    """Return every computed figure beside the published one; the last lines name those that miss."""
-    cells = []
-    for row in rows:
-        digits = "{:.2f}" if row.is_relative or row.name.startswith("balanced") else "{:.1%}"
-        difference = f"{row.difference:+.1%}" if row.is_relative or digits == "{:.1%}" else f"{row.difference:+.2f}"
-        cells.append(
-            (
-                row.num_gpus,
-                row.name,
-                digits.format(row.computed),
-                digits.format(row.published),
-                difference,
-                "" if row.is_within else "misses",
-            )
-        )
-    table: str = tabulate(
-        cells,
-        headers=("GPUs", "figure", "computed", "published", "difference", ""),
-        colalign=("right", "left", "right", "right", "right", "left"),
-        disable_numparse=True,
-    )
-    plans = {
-        (result.encoder_plan.pipeline_parallel, result.encoder_plan.tensor_parallel, result.encoder_plan.num_replicas)
-        for result in results
-    }
-    lines = [
-        table,
-        *(
-            f"encoder: pipeline depth {depth}, tensor parallelism {tensor}, {count} replicas per pipeline"
-            for depth, tensor, count in sorted(plans)
-        ),
-        "simulated; times within 7 %, speed-ups within 0.03, shares within 1 point count as reproduced",
-    ]
-    missed = [f"{row.name} at {row.num_gpus}" for row in rows if not row.is_within]
-    lines.append(f"{len(missed)} of {len(rows)} miss" + (f": {'; '.join(missed)}" if missed else ""))
-    return "\n".join(lines)
 
 
 def format_prediction(prediction: Prediction, names: Sequence[str]) -> str:

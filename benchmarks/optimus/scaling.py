@@ -20,8 +20,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from apollo_compile.distributed.pipeline.balance import balance_layers, sum_stages
-from apollo_compile.distributed.pipeline.models import (
+from apollo_compile.distributed.pipeline.schedules import interleaved
+from apollo_compile.distributed.pipeline.simulate import end_of, simulate
+from apollo_compile.distributed.pipeline.values import Encoder, FilledPlan, Schedule, StageTimes
+from apollo_compile.units import NS_PER_MS, NS_PER_S
+from benchmarks.optimus.balance import balance_layers, sum_stages
+from benchmarks.optimus.models import (
     BACKWARD_FORWARDS,
     Batch,
     Hardware,
@@ -30,11 +34,7 @@ from apollo_compile.distributed.pipeline.models import (
     layer_ns,
     tensor_parallel_gaps,
 )
-from apollo_compile.distributed.pipeline.schedules import interleaved
-from apollo_compile.distributed.pipeline.search import EncoderPlan, choose_plan, encoder_plans, place_replicas
-from apollo_compile.distributed.pipeline.simulate import end_of, simulate
-from apollo_compile.distributed.pipeline.values import Encoder, FilledPlan, Schedule, StageTimes
-from apollo_compile.units import NS_PER_MS, NS_PER_S
+from benchmarks.optimus.search import EncoderPlan, choose_plan, encoder_plans, place_replicas
 
 EFFICIENCY = 0.39
 ENCODER_EFFICIENCY = 0.21

@@ -7,8 +7,8 @@ import random
 
 import pytest
 
-from apollo_compile.distributed.pipeline.balance import balance_layers, sum_stages
 from apollo_compile.errors import PipelinePlanError
+from benchmarks.optimus.balance import balance_layers, sum_stages
 
 
 @pytest.mark.parametrize("seed", range(30))

@@ -6,9 +6,9 @@ import pytest
 
 from apollo_compile.distributed.pipeline.fill import fill
 from apollo_compile.distributed.pipeline.schedules import one_forward_one_backward
-from apollo_compile.distributed.pipeline.search import EncoderPlan, choose_plan, encoder_plans, place_replicas
 from apollo_compile.distributed.pipeline.values import Encoder, StageTimes
 from apollo_compile.errors import PipelinePlanError
+from benchmarks.optimus.search import EncoderPlan, choose_plan, encoder_plans, place_replicas
 
 MODEL = {"pipeline_parameters": 64_000, "encoder_parameters": 16_000, "activation_bytes": 100}
 

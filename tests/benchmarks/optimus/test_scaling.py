@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from apollo_compile.distributed.pipeline.check import check_plan
-from apollo_compile.distributed.pipeline.models import Transformer, tensor_parallel_gaps
-from apollo_compile.distributed.pipeline.optimus import (
+from benchmarks.optimus.__main__ import format_comparison
+from benchmarks.optimus.models import Transformer, tensor_parallel_gaps
+from benchmarks.optimus.scaling import (
     BATCH,
     ENCODER,
     HARDWARE,
@@ -17,7 +18,6 @@ from apollo_compile.distributed.pipeline.optimus import (
     compare,
     simulate_size,
 )
-from apollo_compile.distributed.pipeline.text import format_comparison
 
 
 @pytest.fixture(scope="module")
