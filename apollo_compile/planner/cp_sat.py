@@ -1,7 +1,6 @@
 """Constraint programming: search for the shortest schedule with CP-SAT.
 
     solve_with_cp_sat(problem, hint=..., ...) -> SolverOutcome
-    search_part(problem, makespans, limits, ...) -> Answer                  one window of `windows.py`
 
 The modes that a schedule may need (`modes.py`) become a model (`model.py`), with a valid schedule as a hint. Where the
 hint uses a dropped mode, it is changed to the mode that dominates it.
@@ -90,7 +89,7 @@ def solve_with_cp_sat(
     """
     deadline = time.monotonic() + time_limit_s
     if hint is not None:
-        check_start(problem, hint, lower_bound)
+        _check_start(problem, hint, lower_bound)
         if hint.makespan == lower_bound:
             return SolverOutcome(status="optimal", schedule=hint, bound=lower_bound, reached_time_limit=False)
     if not problem.tasks:
@@ -111,30 +110,7 @@ def solve_with_cp_sat(
     return _judge(problem, answer, model.is_exact, lower_bound)
 
 
-def search_part(
-    problem: Problem,
-    makespans: tuple[int, int],
-    limits: Sequence[Sequence[tuple[int, int]]],
-    *,
-    seed: int,
-    deterministic_time: float,
-    time_limit_s: float,
-) -> Answer:
-    """Search for a schedule of some tasks of a larger problem.
-
-    Arguments:
-        problem: the problem of those tasks.
-        makespans: the least and the largest makespan of the larger problem.
-        limits: release and tail of every task and mode; see `model.TaskMode`.
-        seed: of the search.
-        deterministic_time: limit in CP-SAT's own measure of work.
-        time_limit_s: wall-clock limit, as a safety net.
-    """
-    model = build_model(problem, kept_modes(problem), makespans, limits)
-    return search(model, seed=seed, deterministic_time=deterministic_time, time_limit_s=time_limit_s, presolves=1)
-
-
-def check_start(problem: Problem, start: Schedule, lower_bound: int) -> None:
+def _check_start(problem: Problem, start: Schedule, lower_bound: int) -> None:
     """Raise `InvariantError` if a schedule is not valid, or shorter than the bound."""
     violations = problem.violations(start)
     if violations:
@@ -220,16 +196,15 @@ def search(
     deterministic_time: float,
     time_limit_s: float,
     workers: int = 1,
-    presolves: int = 3,
 ) -> Answer:
-    """Run CP-SAT on a model; use few `presolves` for a small one."""
+    """Run CP-SAT on a model."""
     solver = cp_model.CpSolver()
     parameters = solver.parameters
     parameters.num_workers = workers
     parameters.random_seed = seed
     parameters.max_deterministic_time = deterministic_time
     parameters.max_time_in_seconds = time_limit_s
-    parameters.max_presolve_iterations = presolves
+    parameters.max_presolve_iterations = 3
     parameters.catch_sigint_signal = False  # an interrupt is Python's to handle
     if workers > 1:
         parameters.subsolvers.append(COMPLETE_SUBSOLVER)

@@ -63,10 +63,6 @@ class TaskMode:
     on: cp_model.BoolVarT
     start: cp_model.IntVar
     """A variable of its own if the task has several modes and there are atoms; else that of the task."""
-    release: int
-    """Earliest start."""
-    tail: int
-    """Least time from the end of the task to the end of the schedule, in this mode."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,23 +101,17 @@ class Model:
         return [task_mode.on for task_mode in self.task_modes[task] if task_mode.mode.lane == lane]
 
 
-def build_model(
-    problem: Problem,
-    kept: Sequence[Sequence[int]],
-    makespans: tuple[int, int],
-    limits: Sequence[Sequence[tuple[int, int]]] | None = None,
-) -> Model:
+def build_model(problem: Problem, kept: Sequence[Sequence[int]], makespans: tuple[int, int]) -> Model:
     """Return the model with all constraints.
 
     Arguments:
         problem: what to schedule.
         kept: modes of every task.
         makespans: the least and the largest one.
-        limits: release and tail of every task and mode; None if all are 0.
     """
     model = Model(problem, makespans)
-    for task, modes in enumerate(kept):
-        _add_task(model, [(mode, *(limits[task][mode] if limits else (0, 0))) for mode in modes])
+    for modes in kept:
+        _add_task(model, modes)
     _order_tasks(model)
     _separate_on_atoms(model)
     _keep_lanes_apart(model)
@@ -130,10 +120,10 @@ def build_model(
     return model
 
 
-def _add_task(model: Model, modes: Sequence[tuple[int, int, int]]) -> None:
-    """Post (1) for the next task: mode, release and tail of each."""
+def _add_task(model: Model, modes: Sequence[int]) -> None:
+    """Post (1) for the next task."""
     cp, horizon, task = model.cp, model.horizon, len(model.task_modes)
-    start = cp.new_int_var(min(release for _, release, _ in modes), horizon, f"start {task}")
+    start = cp.new_int_var(0, horizon, f"start {task}")
     has_own_starts = len(modes) > 1 and bool(model.problem.atom_sizes)
     task_modes = [
         TaskMode(
@@ -141,11 +131,9 @@ def _add_task(model: Model, modes: Sequence[tuple[int, int, int]]) -> None:
             index=index,
             mode=model.problem.tasks[task].modes[index],
             on=cp.new_bool_var(f"on {task} {index}"),
-            start=cp.new_int_var(release, horizon, f"start {task} {index}") if has_own_starts else start,
-            release=release,
-            tail=tail,
+            start=cp.new_int_var(0, horizon, f"start {task} {index}") if has_own_starts else start,
         )
-        for index, release, tail in modes
+        for index in modes
     ]
     cp.add_exactly_one([task_mode.on for task_mode in task_modes])
     duration = _choice(model, [(task_mode, task_mode.mode.duration) for task_mode in task_modes], f"duration {task}")
@@ -327,15 +315,12 @@ def _add_lifetime(model: Model, hold: Hold) -> Lifetime:
 
 def _bound_makespan(model: Model) -> None:
     """Post (5)."""
-    for task_modes, end, after in zip(model.task_modes, model.ends, model.problem.successors(), strict=True):
-        tails = [task_mode.tail * task_mode.on for task_mode in task_modes if task_mode.tail]
-        if tails or not after:
-            model.cp.add(end + sum(tails) <= model.makespan)
+    for end, after in zip(model.ends, model.problem.successors(), strict=True):
+        if not after:
+            model.cp.add(end <= model.makespan)
     model.cp.minimize(model.makespan)
 
 
 def _bound_energy(model: Model, energies: Sequence[cp_model.LinearExprT], capacity: int) -> None:
-    """Post that the total energy fits between the first release and the last tail."""
-    task_modes = [task_mode for task_modes in model.task_modes for task_mode in task_modes]
-    outside = min(task_mode.release for task_mode in task_modes) + min(task_mode.tail for task_mode in task_modes)
-    model.cp.add(sum(energies) <= capacity * (model.makespan - outside))
+    """Post that the total energy fits into the makespan."""
+    model.cp.add(sum(energies) <= capacity * model.makespan)

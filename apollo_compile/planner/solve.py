@@ -8,7 +8,7 @@ that leaves units to others is already slowed by an average neighbour:
     greedy      list schedules (`greedy.py`)
     baselines   schedules by the rules of other systems (`baselines.py`)
     annealing   local search from the best of them (`annealing.py`)
-    solver      CP-SAT, hinted with the best so far, for up to `MAX_SOLVER_TASKS` tasks; window by window for more
+    solver      CP-SAT, hinted with the best so far, for up to `MAX_SOLVER_TASKS` tasks
 The best schedule of a stage per set of lanes in use becomes a candidate if `Problem.violations` finds nothing.
 Candidates are ranked by their makespan with interference (`simulate.execute`); ties go to the first one, and serial
 comes first, so it is kept unless another one is shorter. A schedule that is short without interference is often, but
@@ -26,7 +26,7 @@ violates a constraint.
 Effort is fixed by default: budgets are numbers of moves and the solver's deterministic time, sized to fit within the
 time limit on a machine a quarter as fast as the one they were measured on, if the bound is computed quickly, as it is
 for up to 300 tasks. The limit is then a safety net, and the solution says whether it was reached. Otherwise budgets are
-seconds, and CP-SAT uses up to `MAX_WORKERS` cores for a problem that it gets as a whole.
+seconds, and CP-SAT uses up to `MAX_WORKERS` cores.
 
 Guarantees: the schedule is valid; with lanes only, never longer with interference than serial; bound <= makespan; the
 same problem and effort give the same solution unless it says that it stopped early.
@@ -54,14 +54,14 @@ from apollo_compile.planner.simulate import Execution, Simulator, execute, seria
 logger = logging.getLogger(__name__)
 
 MAX_SOLVER_TASKS = 40
-"""Up to this number CP-SAT gets the whole problem; for more tasks, it improves windows of a schedule."""
+"""With more tasks, CP-SAT runs only if nothing else finds a valid schedule, or without lanes."""
 MAX_TASKS_SOLVED_FIRST = 16
 MAX_TASKS_FOR_SECOND_BOUND = 100
 MAX_STARTS = 3
 """Schedules from which annealing starts."""
-ANNEALING_SHARE = {"whole": 0.45, "windows": 0.7}
-SOLVER_SHARE = {"whole": 0.45, "windows": 0.2}
-"""Shares of the work, by what CP-SAT gets; the rest is for the bound and the list schedules."""
+SOLVER_SHARE = 0.45
+ANNEALING_SHARE, ANNEALING_SHARE_ALONE = 0.45, 0.9
+"""Shares of the work, of annealing with and without the solver; the rest is for the bound and the list schedules."""
 MOVES_PER_WALK = 2_500
 """More effort means more walks, not longer ones: the result of a walk depends on its first moves."""
 SECONDS_PER_MOVE = 20e-6
@@ -202,7 +202,7 @@ class _Search:
         if best is not None and best.makespan > bound and version.atom_sizes and self.has_time():
             best = self._anneal(version, starts, share)
             self.offer(f"{name}annealed", version, [best])
-        is_left = self.effort.use_solver and not solver_first
+        is_left = self.effort.use_solver and not solver_first and (best is None or _suits_solver(version))
         if is_left and (best is None or best.makespan > bound) and self.has_time():
             self._solve(f"{name}solver", version, best, bound, share)
 
@@ -283,7 +283,8 @@ class _Search:
     def _anneal(self, version: Problem, starts: list[Schedule], share: float) -> Schedule:
         """Return the best schedule of several walks, which start alternately from `starts` and from the best so far."""
         effort = self.effort
-        seconds = ANNEALING_SHARE[_solver_scope(version)] * share * self.work_s
+        is_alone = not _suits_solver(version)
+        seconds = (ANNEALING_SHARE_ALONE if is_alone else ANNEALING_SHARE) * share * self.work_s
         moves = seconds / (SECONDS_PER_MOVE + SECONDS_PER_MOVE_AND_TASK * len(version.tasks))
         num_walks = max(2, round(moves / MOVES_PER_WALK))
         deadline = self.deadline if effort.is_fixed else time.monotonic() + seconds
@@ -302,33 +303,23 @@ class _Search:
         self, name: str, version: Problem, best: Schedule | None, bound: int, share: float
     ) -> tuple[Schedule | None, bool]:
         """Return the solver's schedule, if there is a valid one, and whether the solver reports it as optimal."""
-        from apollo_compile.planner import cp_sat, windows
+        from apollo_compile.planner import cp_sat
 
         effort = self.effort
         self.solver = cp_sat.solver_version()
-        seconds = SOLVER_SHARE[_solver_scope(version)] * share * self.work_s
+        seconds = SOLVER_SHARE * share * self.work_s
         left = self.deadline - time.monotonic()
         deterministic_time = seconds * DETERMINISTIC_TIME_PER_SECOND if effort.is_fixed else math.inf
         time_limit_s = left if effort.is_fixed else min(left, seconds)
-        if best is not None and _solver_scope(version) == "windows":
-            outcome = windows.improve_windows(
-                version,
-                best,
-                lower_bound=bound,
-                seed=effort.seed,
-                deterministic_time=deterministic_time,
-                time_limit_s=time_limit_s,
-            )
-        else:
-            outcome = cp_sat.solve_with_cp_sat(
-                version,
-                hint=best,
-                lower_bound=bound,
-                seed=effort.seed,
-                deterministic_time=deterministic_time,
-                time_limit_s=time_limit_s,
-                workers=1 if effort.is_fixed else min(MAX_WORKERS, len(os.sched_getaffinity(0))),
-            )
+        outcome = cp_sat.solve_with_cp_sat(
+            version,
+            hint=best,
+            lower_bound=bound,
+            seed=effort.seed,
+            deterministic_time=deterministic_time,
+            time_limit_s=time_limit_s,
+            workers=1 if effort.is_fixed else min(MAX_WORKERS, len(os.sched_getaffinity(0))),
+        )
         # near the limit, the solver's own clock cannot tell which of its two limits ended the search
         self.stopped_early |= outcome.reached_time_limit or not self.has_time()
         match outcome.status:
@@ -351,9 +342,9 @@ class _Search:
         return None, False
 
 
-def _solver_scope(problem: Problem) -> Literal["whole", "windows"]:
-    """Return whether CP-SAT gets the problem whole or in windows, which need lanes and a schedule to start from."""
-    return "windows" if problem.atom_sizes and len(problem.tasks) > MAX_SOLVER_TASKS else "whole"
+def _suits_solver(problem: Problem) -> bool:
+    """Return whether CP-SAT can be expected to improve a schedule; with lanes, only few tasks are few enough."""
+    return not problem.atom_sizes or len(problem.tasks) <= MAX_SOLVER_TASKS
 
 
 def _makespan(schedule: Schedule) -> int:
