@@ -7,7 +7,7 @@ Per workload, in one process:
 1. learn     every segment runs alone on all units and on half of them, as the first steps of a training run would have
              it; the observations replace the formulas, and the planner chooses by them.
 2. collect   at least `--plans` distinct plans per graph: the planner's own choice, all segments in turn on all units,
-             and on half of them, the baselines of `planner/baselines.py`, and random changes of the choice.
+             and on half of them, the baselines of `rules.py`, and random changes of the choice.
 3. measure   all plans take turns in training steps, forward and backward with the same number; the median of a plan
              counts. Where the machine was slower for a round, its times are divided by how much longer the plans took
              in it than usual (the median over them).
@@ -45,13 +45,13 @@ from apollo_compile.observe import StageRunner
 from apollo_compile.passes.cost import estimate_costs
 from apollo_compile.passes.plan import make_plan, to_problem
 from apollo_compile.pipeline import Compilation, compile_plan
-from apollo_compile.planner.baselines import BASELINES
 from apollo_compile.session import registry
 from apollo_compile.session.graph import CompiledGraph
 from apollo_compile.session.monitor import is_same_placement, observe_trace
 from apollo_compile.tools.bench.facts import machine_facts
 from apollo_compile.units import NS_PER_MS
 from benchmarks.model_error import plan_on_lane
+from benchmarks.rules import BASELINES
 from benchmarks.run import names_of
 from benchmarks.workloads import Workload, build
 from benchmarks.workloads.specs import SPECS

@@ -24,9 +24,7 @@ def train(model: nn.Module, batch: dict[str, torch.Tensor], folder: Path) -> flo
     options: dict[str, object] = {"plan.seed": 1, "device.units": 2}
     unknown = set(options) - set(apollo_compile.known_options())
     assert not unknown
-    before: apollo_compile.Report = apollo_compile.explain(
-        model, (batch["x"],), options=options, batches=[16], rules=True
-    )
+    before: apollo_compile.Report = apollo_compile.explain(model, (batch["x"],), options=options, batches=[16])
     optimizer = torch.optim.AdamW(model.parameters())
     planned = apollo_compile.explain_step(model, loss_fn, batch, optimizer, microbatches=2, options=options)
     step = apollo_compile.compile_step(

@@ -24,7 +24,7 @@ Leaves to others: what runs when predictions are wrong (`session/autotune.py`), 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
@@ -46,7 +46,6 @@ from apollo_compile.ir import (
 )
 from apollo_compile.planner import problem as planning
 from apollo_compile.planner.apart import bound_apart, solve_apart
-from apollo_compile.planner.baselines import BASELINES
 from apollo_compile.planner.greedy import greedy_schedules
 from apollo_compile.planner.simulate import Execution, Simulator, execute, serial_schedule
 from apollo_compile.planner.solve import Effort, Solution
@@ -192,7 +191,7 @@ def lanes_for(
     if few == lanes or _num_abreast(graph, costs) <= 2:
         return few
     problem = to_problem(graph, costs, lanes, memory_quota=memory_quota)
-    listed = _list_schedules(problem) + _executed(problem, (rule(problem) for rule in BASELINES.values()))
+    listed = _list_schedules(problem)
     bound = bound_apart(to_problem(graph, costs, few, memory_quota=memory_quota))
     return lanes if min((each.makespan for _, each in listed), default=bound) < bound else few
 
@@ -241,14 +240,12 @@ def _best_list_schedule(graph: SegmentGraph, costs: CostTable, lanes: tuple[Lane
 
 
 def _list_schedules(problem: planning.Problem) -> list[tuple[planning.Schedule, Execution]]:
-    return _executed(problem, greedy_schedules(problem))
-
-
-def _executed(
-    problem: planning.Problem, schedules: Iterable[planning.Schedule]
-) -> list[tuple[planning.Schedule, Execution]]:
-    """Return the schedules that keep the limits of resources, with their executions."""
-    return [(each, execute(problem, each)) for each in schedules if not any(problem.resource_violations(each))]
+    """Return the list schedules that keep the limits of resources, with their executions."""
+    return [
+        (each, execute(problem, each))
+        for each in greedy_schedules(problem)
+        if not any(problem.resource_violations(each))
+    ]
 
 
 def to_problem(

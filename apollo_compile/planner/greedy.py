@@ -3,7 +3,7 @@
     greedy_schedules(problem) -> schedules, the serial one first
 
 A list scheduler appends one ready task at a time. Each `_Rule` of the portfolio fixes
-    lanes            all, or those of one split and lane 0
+    lanes            all, those of one split and lane 0, or those of one split alone
     next task        the one that can start first, or the one of highest priority; priority = longest chain after it,
                      with durations on lane 0, of the slowest mode, or of the mode with the least units x time
     lane of a task   least  end + greed * (units x time) / all units:  greed 0 is earliest finish, a large one favours
@@ -68,6 +68,7 @@ class _Rule:
     """How one list scheduler decides."""
 
     lanes: tuple[int, ...]
+    """A task that has no mode on any of them runs on lane 0."""
     priority: tuple[int, ...]
     """Per task; larger goes first."""
     by_time: bool
@@ -90,6 +91,8 @@ def _portfolio(problem: Problem, simulator: Simulator) -> Iterator[_Rule]:
     for durations in (wide, slow, frugal):
         tails = tail_lengths(simulator.successors, durations)
         priorities.setdefault(tuple(tail + duration for tail, duration in zip(tails, durations, strict=True)))
+    for lanes in splits(problem):
+        yield _Rule(lanes=lanes, priority=next(iter(priorities)), by_time=True, greed=0.0, chain_alone=False)
     families = lane_families(problem)
     for by_time, greed, chain_alone in _CHOICES:
         for priority in priorities:
@@ -187,8 +190,10 @@ class _ListSchedule:
         handover, rule = self.simulator.handover, self.rule
         main_lane = max((ends[other], -other, lanes[other]) for other in predecessors)[2] if predecessors else -1
         found = []
-        for lane, mode, duration, area, tail in self.options.of_task[task]:
-            if lane in rule.lanes:
+        options = self.options.of_task[task]
+        allowed = rule.lanes if any(option[0] in rule.lanes for option in options) else (0,)
+        for lane, mode, duration, area, tail in options:
+            if lane in allowed:
                 start = 0
                 for other in predecessors:
                     handed_over = ends[other] if lanes[other] == lane else ends[other] + handover

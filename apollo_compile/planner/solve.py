@@ -6,7 +6,6 @@ Stages, on the plain problem (no interference) and, where tasks slow each other,
 that leaves units to others is already slowed by an average neighbour:
     serial      every task in its reference mode, one after the other
     greedy      list schedules (`greedy.py`)
-    baselines   schedules by the rules of other systems (`baselines.py`)
     annealing   local search from the best of them (`annealing.py`)
     solver      CP-SAT, hinted with the best so far, for up to `MAX_SOLVER_TASKS` tasks
 The best schedule of a stage per set of lanes in use becomes a candidate if `Problem.violations` finds nothing.
@@ -45,7 +44,6 @@ from typing import Literal
 
 from apollo_compile.errors import InfeasiblePlanError
 from apollo_compile.planner.annealing import anneal
-from apollo_compile.planner.baselines import BASELINES
 from apollo_compile.planner.bounds import lower_bound
 from apollo_compile.planner.greedy import greedy_schedules
 from apollo_compile.planner.problem import Mode, Problem, Schedule
@@ -186,11 +184,6 @@ class _Search:
         bound = lower_bound(version, deadline=self.deadline) if is_new else self.bound
         starts = self.offer(f"{name}greedy", version, greedy_schedules(version), is_required=False)
         starts = sorted(starts, key=_makespan)[:MAX_STARTS]
-        if version.atom_sizes:
-            for rule, schedule_by_rule in BASELINES.items():
-                starts = _put_first_if_best(
-                    self.offer(f"{name}{rule}", version, [schedule_by_rule(version)], is_required=False), starts
-                )
         best = starts[0] if starts else None
         solver_first = self.effort.use_solver and len(version.tasks) <= MAX_TASKS_SOLVED_FIRST
         if solver_first and (best is None or best.makespan > bound) and self.has_time():
@@ -349,13 +342,6 @@ def _suits_solver(problem: Problem) -> bool:
 
 def _makespan(schedule: Schedule) -> int:
     return schedule.makespan
-
-
-def _put_first_if_best(offered: list[Schedule], starts: list[Schedule]) -> list[Schedule]:
-    """Return the starts with the first offered schedule put first, if it is shorter than all of them."""
-    if offered and (not starts or offered[0].makespan < starts[0].makespan):
-        return [offered[0], *starts][:MAX_STARTS]
-    return starts
 
 
 def _slows_neighbours(problem: Problem) -> bool:

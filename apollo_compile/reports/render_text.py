@@ -50,9 +50,6 @@ def _render_graph(graph: GraphSummary, report: ModelSummary) -> str:
     if graph.variant not in OWN_PLANS:
         last = "; measured below is the plan's last run" if graph.measured else ""
         lines.append(f"  does not run its plan now but {graph.variant}{last}")
-    if graph.num_lanes > 1 and graph.baselines:
-        others = ", ".join(f"{name} {format_ns(ns)}" for name, ns in graph.baselines if name != "serial")
-        lines.append(f"  by the rules of others: {others}")
     if graph.measured is not None:
         lines.append(
             f"  measured  {format_ns(graph.measured.duration_ns)}; two lanes or more at work "

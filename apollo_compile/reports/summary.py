@@ -2,7 +2,7 @@
 
     (Compilation, Trace) -> GraphSummary
 
-Comparisons with other devices, batch sizes and baselines need plans of their own, which the caller makes and passes in
+Comparisons with other devices and batch sizes need plans of their own, which the caller makes and passes in
 (`apollo_compile.tools.what_if`). Timelines are made by `timelines.py`, modules and branches by `branches.py`.
 
 A segment's bottleneck is the largest part of its predicted time: arithmetic (`compute`), bytes (`memory`) or fixed
@@ -47,7 +47,6 @@ def summarize(
     is_cold: bool = False,
     variant: str = Variant.PLAN,
     what_if: tuple[WhatIf, ...] = (),
-    baselines: tuple[tuple[str, int], ...] = (),
     lane_bytes: Mapping[LaneId, int] = types.MappingProxyType({}),
     lane_memory_quota: int | None = None,
 ) -> GraphSummary:
@@ -61,7 +60,6 @@ def summarize(
         is_cold: whether the plan runs, but was not called often enough for a trace.
         variant: the variant that runs now.
         what_if: predictions for other devices or batch sizes.
-        baselines: schedules by the rules of other systems: name and predicted nanoseconds.
         lane_bytes: device memory that lanes took.
         lane_memory_quota: bytes of device memory that a lane may take; None is no limit.
     """
@@ -119,7 +117,6 @@ def summarize(
         critical_path_ns=critical_path_ns,
         limit=Limit.DEPENDENCIES if critical_path_ns >= _load(compilation) else Limit.UNITS,
         candidates=plan.candidates,
-        baselines=baselines,
         solver=plan.solver,
         seed=plan.seed,
         stopped_early=plan.stopped_early,

@@ -241,8 +241,6 @@ class GraphSummary:
     limit: Limit
     candidates: tuple[Candidate, ...]
     """Schedules that the planner considered, in order."""
-    baselines: tuple[tuple[str, int], ...]
-    """Schedules by the rules of other systems on the same lanes: name and predicted makespan in nanoseconds."""
     solver: str | None
     seed: int
     stopped_early: bool

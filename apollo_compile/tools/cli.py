@@ -182,7 +182,7 @@ def _add_comparisons(command: argparse.ArgumentParser) -> None:
         type=_comparison,
         metavar="COMPARISON",
         help="plan for something else too, and compare: units=2,4 (of this device), profile=h200 (a device profile), "
-        "batch=16,32, or rules (of other systems); may be repeated",
+        "or batch=16,32; may be repeated",
     )
 
 
@@ -205,23 +205,21 @@ def _setting(text: str) -> tuple[str, Any]:
         return name, value  # a word that needs no quotes
 
 
-def _comparison(text: str) -> tuple[str, Any]:
+def _comparison(text: str) -> tuple[str, tuple[Any, ...]]:
     """Return the argument of `explain` for a comparison, and its value."""
     name, _, values = text.partition("=")
-    if text == "rules":
-        return "rules", True
     if name in ("units", "batch") and values:
         return {"units": "units", "batch": "batches"}[name], _counts(values)
     if name == "profile" and values:
         return "profiles", tuple(values.split(","))
-    raise argparse.ArgumentTypeError(f"expected units=N,N, profile=NAME, batch=N,N or rules, got {text!r}")
+    raise argparse.ArgumentTypeError(f"expected units=N,N, profile=NAME or batch=N,N, got {text!r}")
 
 
 def _comparisons(args: argparse.Namespace) -> dict[str, Any]:
     """Return the comparisons as arguments of `explain`; repeated ones are concatenated."""
     found: dict[str, Any] = {}
     for name, value in args.what_if:
-        found[name] = value if name == "rules" else (*found.get(name, ()), *value)
+        found[name] = (*found.get(name, ()), *value)
     return found
 
 

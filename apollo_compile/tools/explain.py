@@ -27,7 +27,7 @@ from apollo_compile.reports.summary import summarize
 from apollo_compile.reports.values import GraphSummary, Stage, State, WhatIf
 from apollo_compile.session.dry_run import DryRun, trace
 from apollo_compile.session.private_copy import with_batch
-from apollo_compile.tools.what_if import other_rules, what_if
+from apollo_compile.tools.what_if import what_if
 from apollo_compile.torch_bridge.compile_context import original_callable
 from apollo_compile.torch_bridge.fragments import describe_fragments
 
@@ -43,7 +43,6 @@ def explain(
     units: Sequence[int] = (),
     profiles: Sequence[str] = (),
     batches: Sequence[int] = (),
-    rules: bool = False,
     progress: Progress | None = None,
 ) -> Report:
     """Return how a call of `model` would be planned: forward and, where gradients are needed, backward.
@@ -56,7 +55,6 @@ def explain(
         units: numbers of units to compare with. Every comparison plans all graphs again.
         profiles: device profiles to compare with, paths or packaged names.
         batches: batch sizes to compare with: inputs are repeated or truncated along their first dimension.
-        rules: whether to compare with the scheduling rules of other systems.
         progress: called with lines of text that describe the progress.
 
     Raises:
@@ -72,7 +70,7 @@ def explain(
     dry_run = trace(model, (tuple(args), dict(kwargs or {})), config, select_profile(config))
     graphs = []
     for compilation, reason in dry_run.planned:
-        if units or profiles or rules:
+        if units or profiles:
             tell(f"{compilation.partition.graph.name}: planning on other devices")
         graphs.append(
             summarize(
@@ -80,7 +78,6 @@ def explain(
                 Trace(),
                 variant=Variant.PLAN if reason is None else Variant.INDUCTOR,
                 what_if=what_if(compilation, config, units=units, profiles=profiles),
-                baselines=other_rules(compilation) if rules else (),
             )
         )
     report = Report(

@@ -17,7 +17,7 @@ from apollo_compile.reports.values import Stage, State
 from apollo_compile.session.step.arguments import check_arguments
 from apollo_compile.session.step.prediction import predict_step
 from apollo_compile.session.step.split import split_evenly
-from apollo_compile.tools.what_if import other_rules, what_if
+from apollo_compile.tools.what_if import what_if
 
 
 def explain_step(
@@ -32,7 +32,6 @@ def explain_step(
     options: Mapping[str, Any] | None = None,
     units: Sequence[int] = (),
     profiles: Sequence[str] = (),
-    rules: bool = False,
 ) -> Report:
     """Return how a training step of `compile_step` would be planned, without training.
 
@@ -49,7 +48,6 @@ def explain_step(
         options: as for `torch.compile(..., options=...)`.
         units: numbers of units to compare with. Every comparison plans all graphs again.
         profiles: device profiles to compare with, paths or packaged names.
-        rules: whether to compare with the scheduling rules of other systems.
 
     Raises:
         TargetError: `model` is no module, or cannot be copied; the batch cannot be split; as for `compile_step`.
@@ -79,6 +77,5 @@ def explain_step(
         compilation,
         Trace(),
         what_if=what_if(compilation, config, units=units, profiles=profiles),
-        baselines=other_rules(compilation) if rules else (),
     )
     return Report(graphs=(summary,), fallbacks=(), states=(State(graph=compilation.capture.name, stage=Stage.PLANNED),))

@@ -17,7 +17,7 @@ from apollo_compile.session.model import CompiledModel
 from apollo_compile.session.registry import compiled_models, describe_calls, find_models
 from apollo_compile.session.step.tuning import StepTuner
 from apollo_compile.step import Step
-from apollo_compile.tools.what_if import other_rules, what_if
+from apollo_compile.tools.what_if import what_if
 
 
 def report(
@@ -25,7 +25,6 @@ def report(
     *,
     units: Sequence[int] = (),
     profiles: Sequence[str] = (),
-    rules: bool = False,
 ) -> Report:
     """Return how a compiled model runs, with measurements of its last step; print it to read it.
 
@@ -36,7 +35,6 @@ def report(
             compiled models, as needed for FSDP2, where graphs read gathered copies of parameters.
         units: numbers of units to compare with. Every comparison plans all graphs again.
         profiles: device profiles to compare with, paths or packaged names.
-        rules: whether to compare with the scheduling rules of other systems.
 
     Comparing batch sizes needs inputs, which compiled models do not keep: see
     `apollo_compile.tools.explain.compare_batches`.
@@ -46,11 +44,11 @@ def report(
         ConfigError: a profile cannot be read, or `units` has a number below 1.
     """
     if isinstance(model, Step):
-        return _report_step(model, units, profiles, rules=rules)
+        return _report_step(model, units, profiles)
     found = _find(model, "report")
     merged = merge_reports(
         Report(
-            graphs=tuple(_summarize(entry, units, profiles, rules=rules)),
+            graphs=tuple(_summarize(entry, units, profiles)),
             fallbacks=tuple(entry.fallbacks),
             verdicts=tuple(entry.verdicts),
             breaks=() if entry.graph_break is None else (entry.graph_break,),
@@ -61,11 +59,11 @@ def report(
     return replace(merged, fragments=describe_calls(found))
 
 
-def _report_step(step: Step, units: Sequence[int], profiles: Sequence[str], *, rules: bool) -> Report:
+def _report_step(step: Step, units: Sequence[int], profiles: Sequence[str]) -> Report:
     """Return a report of the programs of a step; what only runs as a loop is a fallback."""
     programs = [
         Report(
-            graphs=(_summarize_step(step, tuner, units, profiles, rules=rules),),
+            graphs=(_summarize_step(step, tuner, units, profiles),),
             fallbacks=(),
             verdicts=() if tuner.verdict is None else ((tuner.program.name, tuner.verdict),),
             states=(_state_of(tuner),),
@@ -83,9 +81,7 @@ def _report_step(step: Step, units: Sequence[int], profiles: Sequence[str], *, r
     return merge_reports([*programs, *loops])
 
 
-def _summarize_step(
-    step: Step, tuner: StepTuner, units: Sequence[int], profiles: Sequence[str], *, rules: bool
-) -> GraphSummary:
+def _summarize_step(step: Step, tuner: StepTuner, units: Sequence[int], profiles: Sequence[str]) -> GraphSummary:
     variants = tuner.program.variants
     compilation = variants.plan_of(tuner.current)
     return summarize(
@@ -93,7 +89,6 @@ def _summarize_step(
         variants.plan.trace(),
         variant=tuner.current,
         what_if=what_if(compilation, step.config, units=units, profiles=profiles),
-        baselines=other_rules(compilation) if rules else (),
     )
 
 
@@ -137,9 +132,7 @@ def _find(model: Callable[..., Any] | None, what: str) -> list[CompiledModel]:
     return compiled_models() if model is None else find_models(model)
 
 
-def _summarize(
-    model: CompiledModel, units: Sequence[int], profiles: Sequence[str], *, rules: bool
-) -> list[GraphSummary]:
+def _summarize(model: CompiledModel, units: Sequence[int], profiles: Sequence[str]) -> list[GraphSummary]:
     """Return the summaries of a model's graphs, planned fallbacks included: forward before backward."""
     compare = functools.partial(what_if, config=model.config, units=units, profiles=profiles)
     graphs = [
@@ -151,7 +144,6 @@ def _summarize(
             is_deterministic=graph.is_deterministic,
             variant=graph.variant_of_plan,
             what_if=() if graph.is_resized else compare(compilation),
-            baselines=other_rules(compilation) if rules else (),
             lane_bytes=graph.lane_bytes(),
             lane_memory_quota=model.target.lane_memory_quota,
         )
@@ -164,7 +156,6 @@ def _summarize(
             Trace(),
             variant=Variant.INDUCTOR,
             what_if=compare(compilation),
-            baselines=other_rules(compilation) if rules else (),
             lane_memory_quota=model.target.lane_memory_quota,
         )
         for compilation in model.unprofitable

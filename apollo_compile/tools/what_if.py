@@ -1,7 +1,6 @@
-"""Predict a graph's time on other devices, and with the scheduling rules of other systems.
+"""Predict a graph's time on other devices.
 
     what_if(compilation, config, units=..., profiles=...) -> [WhatIf]
-    other_rules(compilation) -> ((name, nanoseconds), ...)
 
 Plans for other numbers of units, or another device profile, come from heuristics with a small time limit, for
 comparison only. They observe the memory quota; a device without a plan that meets the quota has no row.
@@ -19,10 +18,8 @@ from apollo_compile.errors import ConfigError, InfeasiblePlanError
 from apollo_compile.ir import Observations
 from apollo_compile.ir.text import format_count
 from apollo_compile.passes.cost import estimate_costs
-from apollo_compile.passes.plan import lanes_for, make_plan, to_problem
+from apollo_compile.passes.plan import make_plan
 from apollo_compile.pipeline import Compilation
-from apollo_compile.planner.baselines import BASELINES
-from apollo_compile.planner.simulate import execute
 from apollo_compile.reports.values import WhatIf
 from apollo_compile.store.profiles import load_profile
 
@@ -56,13 +53,6 @@ def what_if(
     ]
     devices += [(f"device profile {name}", load_profile(Path(name)), Observations()) for name in profiles]
     return tuple(_plan_each(compilation, config, devices))
-
-
-def other_rules(compilation: Compilation) -> tuple[tuple[str, int], ...]:
-    """Return names of other systems' scheduling rules, with their predicted makespans in ns on the same lanes."""
-    graph, costs = compilation.partition.graph, compilation.costs
-    problem = to_problem(graph, costs, lanes_for(graph, costs, compilation.plan.lanes))
-    return tuple((name, execute(problem, baseline(problem)).makespan) for name, baseline in BASELINES.items())
 
 
 def _plan_each(

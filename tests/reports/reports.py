@@ -30,7 +30,6 @@ from apollo_compile.reports.report import Report
 from apollo_compile.reports.summary import summarize
 from apollo_compile.reports.values import WhatIf
 from apollo_compile.store.profiles import default_profile
-from apollo_compile.tools.what_if import other_rules
 from benchmarks.graphs import WORKLOADS, load_graphs
 
 UNITS = 4
@@ -110,9 +109,7 @@ def workload_report(name: str) -> Report:
     for role in ("forward", "backward"):
         compilation = compile_graph(graphs[f"{name}_{role}"])
         row = WhatIf(change="8 units", units=8, serial_ns=2_000_000, predicted_ns=1_000_000, num_abreast=2)
-        summaries.append(
-            summarize(compilation, invent_run(compilation), what_if=(row,), baselines=other_rules(compilation))
-        )
+        summaries.append(summarize(compilation, invent_run(compilation), what_if=(row,)))
     return Report(graphs=tuple(summaries), fallbacks=())
 
 

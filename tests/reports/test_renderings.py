@@ -15,7 +15,7 @@ from benchmarks.graphs import WORKLOADS
 from tests.reports.reports import VERDICT, workload_report
 
 ROWS = (
-    "data-s", "data-lane", "data-change", "data-module", "data-candidate", "data-rule", "data-variant", "data-line"
+    "data-s", "data-lane", "data-change", "data-module", "data-candidate", "data-variant", "data-line"
 )  # fmt: skip
 """Attributes that say what the numbers of a row, or of the head of a timeline, belong to."""
 
@@ -134,11 +134,6 @@ def test_text_json_page_trace_and_dot_have_the_same_numbers(workload: str) -> No
         for candidate in graph["candidates"]:
             values = (candidate["makespan_ns"], candidate["undisturbed_ns"])
             assert rows["data-candidate", candidate["name"]] == [(value, format_ns(value)) for value in values]
-        told = ", ".join(re.findall(r"^  by the rules of others: (.*)$", block, re.MULTILINE)).split(", ")
-        for rule, value in graph["baselines"]:
-            assert rows["data-rule", rule] == [(value, format_ns(value))]
-            is_shown = len(used) > 1 and rule != "serial"
-            assert (f"{rule} {format_ns(value)}" in told) is is_shown
         for name, line in lines.items():
             percents = [(line[key], f"{line[key]:.0%}") for key in ("overlap", "busy")]
             assert rows["data-line", name] == [(line["duration_ns"], format_ns(line["duration_ns"])), *percents]

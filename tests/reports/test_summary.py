@@ -37,7 +37,6 @@ from apollo_compile.reports.report import Report
 from apollo_compile.reports.summary import summarize
 from apollo_compile.reports.values import DeviceSummary, GraphSummary, Limit, Timeline
 from apollo_compile.store.profiles import default_profile
-from apollo_compile.tools.what_if import other_rules
 from apollo_compile.units import format_bytes
 from tests.builders import costs, graph, plan
 from tests.reports.reports import VERDICT
@@ -218,16 +217,15 @@ def test_a_run_that_lacks_segments_has_no_numbers_for_them() -> None:
 def test_the_text_has_every_number() -> None:
     """Of the graph, of the run, and of the segments; a star marks predictions from measurements."""
     made = compilation()
-    summary = summarize(made, RUN, baselines=other_rules(made))
+    summary = summarize(made, RUN)
     text = render_text(Report(graphs=(summary,), fallbacks=()))
     lines = text.splitlines()
     assert lines[0] == "test: 4 segments (3 bodies) on 3 lanes, greedy plan"
     assert lines[1] == "  predicted 510 ns; on one lane 560 ns (1.10x); no plan is under 123 ns (gap 314.6%)"
     assert lines[2] == "  no search"
     assert lines[3] == "  for default x2 (cpu, 2 units), profile default"
-    assert lines[4].startswith("  by the rules of others: equal split ")
-    assert lines[5] == "  measured  1.0 us; two lanes or more at work 30% of the time; units busy 48%"
-    assert lines[6] == (
+    assert lines[4] == "  measured  1.0 us; two lanes or more at work 30% of the time; units busy 48%"
+    assert lines[5] == (
         f"  {summary.num_waits} waits between lanes ({summary.num_waits_dropped} more implied); "
         f"planned peak between segments 7.0 KiB"
     )
@@ -335,7 +333,6 @@ def test_a_graph_without_segments_has_a_text() -> None:
         critical_path_ns=0,
         limit=Limit.UNITS,
         candidates=(),
-        baselines=(),
         solver=None,
         seed=0,
         stopped_early=False,
@@ -350,18 +347,15 @@ def test_a_graph_without_segments_has_a_text() -> None:
 
 
 def test_a_report_says_where_a_plan_comes_from() -> None:
-    """Candidates, solver, limits, replans; and, where asked for, what the rules of others would take on these lanes."""
+    """Candidates, solver, limits, replans."""
     made = compilation()
     tried = Candidate(name="serial", undisturbed_ns=560, makespan_ns=560)
     searched = replace(made.plan, candidates=(tried, tried), solver="solver 1.0", seed=7, stopped_early=True)
     searched_for = replace(made, plan=searched)
-    summary = summarize(searched_for, NOTHING, num_replans=2, baselines=other_rules(searched_for))
+    summary = summarize(searched_for, NOTHING, num_replans=2)
     assert summary.gap == pytest.approx(510 / 123 - 1)
-    assert dict(summary.baselines)["serial"] == made.plan.serial_ns
     text = str(Report(graphs=(summary,), fallbacks=()))
     assert "best of 2 candidates; solver 1.0, seed 7; stopped by the time limit; planned again from measured" in text
-    assert "by the rules of others: equal split " in text
-    assert "by the rules" not in str(Report(graphs=(summarize(searched_for, NOTHING),), fallbacks=()))
     pinned = summarize(replace(made, plan=replace(made.plan, pinned=True)), NOTHING)
     assert "read from a plan file" in str(Report(graphs=(pinned,), fallbacks=()))
 

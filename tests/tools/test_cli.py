@@ -179,7 +179,7 @@ def test_explain_writes_every_form_and_prints_a_report(
     """From a file and a function, with arguments, options and other batches."""
     files = {name: tmp_path / f"report.{name}" for name in ("html", "trace", "dot", "save")}
     written = [part for name, path in files.items() for part in (f"--{name}", str(path))]
-    compared = ["--what-if", "batch=8", "--what-if", "units=1", "--what-if", "profile=h200", "--what-if", "rules"]
+    compared = ["--what-if", "batch=8", "--what-if", "units=1", "--what-if", "profile=h200"]
     target = [f"{model_file}:build", "--set", "batch=16", "--option", "plan.planner=greedy"]
     assert main(["explain", *target, *compared, *written]) == 0
     printed = capsys.readouterr()

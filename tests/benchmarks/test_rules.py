@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 
-from apollo_compile.planner.baselines import BASELINES
 from apollo_compile.planner.problem import Mode, Problem, Schedule, Task
 from apollo_compile.planner.simulate import serial_schedule
+from benchmarks.rules import BASELINES
 from tests.builders import random_problem, realistic_problems
 
 HALVES = (1, 2)
