@@ -13,7 +13,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,6 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from apollo_compile.config import load_config
 from apollo_compile.device.findings import Level
-from apollo_compile.device.gpu.calibrate import calibrate_gpu
 from apollo_compile.device.gpu.examine import (
     EXTRA_SMS,
     lane_of_atoms,
@@ -35,8 +33,6 @@ from apollo_compile.device.gpu.gpu import Sharing, TorchGpu
 from apollo_compile.device.gpu.launch import Launcher, forked
 from apollo_compile.device.gpu.self_check import check_gpu
 from apollo_compile.ir import BufferId, Lane, LaneId, Launch, Program
-from apollo_compile.json_form import to_json
-from apollo_compile.store.profiles import load_profile
 from apollo_compile.torch_bridge.bodies import compile_bodies
 from apollo_compile.units import format_bytes, format_ns
 from benchmarks.gpu_step_checks import (
@@ -506,23 +502,6 @@ print(f"dropout and the next capture work after {told}")
 """
 
 
-def calibration_is_plausible(gpu: TorchGpu) -> Outcome:
-    """T1: lanes of every size, hand-overs and neighbours; more SMs are not much slower, and the cache is faster."""
-    native = gpu.native
-    sheet = replace(load_profile(Path("h200")), units=native.num_sms, atoms=tuple(native.atom_sizes))
-    profile = calibrate_gpu(gpu, sheet, name=native.name, device=gpu.device)
-    far = profile.far_bytes_per_s[0].per_s
-    saturated = next(count for count, rate in zip(profile.unit_counts, far, strict=True) if rate > 0.95 * max(far))
-    text = (
-        f"a kernel takes {format_ns(profile.kernel_ns)}, a hand-over {format_ns(profile.handover_ns)}; {saturated} SMs "
-        f"saturate the memory; neighbours {profile.slowdown}"
-    )
-    near = profile.near_bytes_per_s[0].per_s[-1]
-    text += f"; the cache gives {near / far[-1]:.1f} times as many bytes"
-    is_met = far[-1] > 0.8 * max(far) and near > far[-1]
-    return Outcome(is_met=is_met, text=text, numbers={"profile": to_json(profile)})
-
-
 def replays_of_all_workloads_do_not_race(gpu: TorchGpu) -> Outcome:
     """T4: a thousand replays of every workload."""
     return replays_do_not_race(gpu, tuple(SHAPES), 1000)
@@ -559,7 +538,6 @@ TIMED_CHECKS: Mapping[str, Check] = {
     "T11 wider tail": a_longer_lane_can_go_on_with_every_sm,
     "T9 carveout": carveout_helps_or_not,
     "T8 splits": splits_against_streams,
-    "T1 calibration": calibration_is_plausible,
     "T3 queues": queues_of_the_device_are_enough,
 }
 """What times kernels, and is worth its time if some is left."""

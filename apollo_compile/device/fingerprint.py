@@ -4,7 +4,7 @@
     describe_changes(before, now)   differences between two, as text
     installed_torch()               the version of torch, without importing it
 
-`device/cpu/machine.py` makes the fingerprint of this machine, and `device/gpu/discover.py` that of a GPU.
+`device/cpu/machine.py` makes the fingerprint of this machine, and `device/gpu/fingerprint.py` that of a GPU.
 """
 
 from __future__ import annotations

@@ -20,10 +20,9 @@ from apollo_compile.device.cpu.target import CpuTarget
 from apollo_compile.device.profile import DeviceProfile, limit_units
 from apollo_compile.device.target import Target
 from apollo_compile.errors import ConfigError, CudaError
-from apollo_compile.store.profiles import load_profile, packaged_profiles
+from apollo_compile.store.profiles import load_profile, packaged_profile, packaged_profiles
 
 if TYPE_CHECKING:
-    from apollo_compile.device.fingerprint import Fingerprint
     from apollo_compile.device.gpu.gpu import TorchGpu
 
 _logger = logging.getLogger(__name__)
@@ -55,7 +54,7 @@ def open_target(example_inputs: Sequence[Any], config: Config) -> tuple[Target, 
 
 def _open_gpu(device: torch.device, config: Config) -> Target | str:
     """Return the target of a GPU, or why it has no lanes."""
-    from apollo_compile.device.gpu.discover import gpu_fingerprint  # on a CPU, nothing of this is imported
+    from apollo_compile.device.gpu.fingerprint import gpu_fingerprint  # on a CPU, nothing of this is imported
     from apollo_compile.device.gpu.gpu import TorchGpu
     from apollo_compile.device.gpu.self_check import find_complaint
     from apollo_compile.device.gpu.target import GpuTarget
@@ -72,7 +71,7 @@ def _open_gpu(device: torch.device, config: Config) -> Target | str:
         return f"no lanes on {device}: {gpu.captures.why_off}"
     native = gpu.native
     fingerprint = gpu_fingerprint(native.name, cuda=native.driver_version, units=native.num_sms)
-    profile = _gpu_profile(gpu, fingerprint, config)
+    profile = _gpu_profile(gpu, config)
     assert config.device.cache is not None, "load_config fills it in"
     complaint = functools.partial(find_complaint, gpu, config.device.cache)
     return GpuTarget(gpu, profile, config, device=gpu.device, fingerprint=fingerprint, find_complaint=complaint)
@@ -119,17 +118,13 @@ def select_profile(config: Config) -> DeviceProfile:
     return discover_profile(units, cache_dir=config.device.cache)
 
 
-def _gpu_profile(gpu: TorchGpu, fingerprint: Fingerprint, config: Config) -> DeviceProfile:
-    """Return the profile with this GPU's numbers of SMs and atoms."""
-    from apollo_compile.device.gpu.discover import discover_gpu_profile
+def _gpu_profile(gpu: TorchGpu, config: Config) -> DeviceProfile:
+    """Return the profile with this GPU's numbers of SMs and atoms; by default, rates are those of an H200's data sheet.
 
+    They serve the first plan only: bodies are timed in the third step.
+    """
     native = gpu.native
-    if config.device.profile is None:
-        # By default only timed bodies decide about lanes, so that nothing is lost without measured formulas.
-        level = logging.WARNING if config.device.cuda_lanes is True else logging.INFO
-        profile = discover_gpu_profile(fingerprint, cache_dir=config.device.cache, level=level)
-    else:
-        profile = load_profile(config.device.profile)
+    profile = packaged_profile("h200") if config.device.profile is None else load_profile(config.device.profile)
     if profile.kind != "cuda":
         raise ConfigError(
             f"device profile {config.device.profile} is for a {profile.kind} device; this graph is on {gpu.device}: "

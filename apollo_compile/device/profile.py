@@ -7,8 +7,8 @@
 Rates are tables, by the size of one kernel (flops or bytes) and by the number of units that it may use. Between sizes a
 rate is interpolated on logarithmic scales, between numbers of units linearly; beyond either end it is constant.
 
-`store/profiles.py` reads and writes files of profiles. `device/cpu/discover.py` and `device/gpu/discover.py` find the
-profile of a device, and the files `calibrate.py` beside them measure one.
+`store/profiles.py` reads and writes files of profiles. `device/cpu/discover.py` finds that of a CPU, and
+`device/cpu/calibrate.py` measures it; that of a GPU is a data sheet.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     load_profile(path), save_profile(...)       a file that a user names; `load_profile` also takes a packaged name
     default_profile(units)                      the packaged profile of CPUs: the same on every machine
-    cached_profile_path(...)                    the cached profile of this machine, or of a GPU
+    cached_profile_path(...)                    the cached profile of this machine
     inspect_profile(path, fingerprint)          whether a file can be used on the machine with this fingerprint
     find_profile(path, fingerprint)             the same, with a WARNING if the user should calibrate again
 
@@ -94,12 +94,6 @@ def format_profile(profile: DeviceProfile, *, fingerprint: Fingerprint | None = 
 def cached_profile_path(cache_dir: Path, units: int) -> Path:
     """Return the file of the cached profile of this machine for `units` units."""
     return cache_dir / f"profile-{units}.json"
-
-
-def cached_gpu_profile_path(cache_dir: Path, fingerprint: Fingerprint) -> Path:
-    """Return the file of the cached profile of a GPU."""
-    name = "".join(letter if letter.isalnum() else "-" for letter in fingerprint.device)
-    return cache_dir / f"profile-{name}-{fingerprint.units}.json"
 
 
 class ProfileState(enum.StrEnum):

@@ -109,11 +109,10 @@ def _parser() -> argparse.ArgumentParser:
         "--warm-cache", action="store_true", help="use the user's Inductor cache; first steps are not cold"
     )
 
-    calibrate = _command(commands, "calibrate", _calibrate, "measure this machine and keep its device profile")
-    calibrate.add_argument("--units", type=int, help="cores to use; default: every core that torch uses")
-    calibrate.add_argument(
-        "--gpu", type=int, nargs="?", const=0, metavar="NUMBER", help="measure this GPU instead, by default the first"
+    calibrate = _command(
+        commands, "calibrate", _calibrate, "measure the cores of this machine and keep its device profile"
     )
+    calibrate.add_argument("--units", type=int, help="cores to use; default: every core that torch uses")
     calibrate.add_argument("--rounds", type=_positive, help="rounds over everything; default: 100")
     calibrate.add_argument("--output", type=Path, help="file for the profile; default: the user's cache")
 
@@ -380,8 +379,6 @@ def _bench(args: argparse.Namespace) -> int:
 
 
 def _calibrate(args: argparse.Namespace) -> int:
-    if args.gpu is not None:
-        return _calibrate_gpu(args)
     from apollo_compile.device.cpu.calibrate import ROUNDS, calibrate  # torch takes seconds to import: not for --help
     from apollo_compile.device.cpu.execute import available_units
     from apollo_compile.device.cpu.machine import machine_fingerprint
@@ -410,34 +407,6 @@ def _calibrate(args: argparse.Namespace) -> int:
             file=sys.stderr,
         )
         return 1
-    return 0
-
-
-def _calibrate_gpu(args: argparse.Namespace) -> int:
-    from dataclasses import replace
-
-    from apollo_compile.device.gpu.calibrate import calibrate_gpu
-    from apollo_compile.device.gpu.discover import gpu_fingerprint
-    from apollo_compile.device.gpu.gpu import TorchGpu, require_cuda
-    from apollo_compile.store.profiles import cached_gpu_profile_path, format_profile, load_profile, save_profile
-
-    if args.units is not None or args.rounds is not None:
-        args.refuse("--units and --rounds are for CPUs: on a GPU lanes of every size are measured")
-    require_cuda()
-    gpu = TorchGpu(args.gpu)
-    native, cache = gpu.native, load_config().device.cache
-    assert cache is not None, "load_config fills it in"
-    fingerprint = gpu_fingerprint(native.name, cuda=native.driver_version, units=native.num_sms)
-    path = cached_gpu_profile_path(cache, fingerprint) if args.output is None else args.output
-    sheet = replace(load_profile(Path("h200")), units=native.num_sms, atoms=tuple(native.atom_sizes))
-    begin = time.perf_counter()
-    with _Progress() as progress:
-        profile = calibrate_gpu(gpu, sheet, name=native.name, device=gpu.device, progress=progress)
-    save_profile(profile, path, fingerprint=fingerprint)
-    if args.json:
-        print(format_profile(profile, fingerprint=fingerprint), end="")
-    else:
-        print(f"{profile.name}: measured in {format_ns(seconds_to_ns(time.perf_counter() - begin))}, kept in {path}")
     return 0
 
 

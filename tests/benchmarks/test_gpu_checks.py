@@ -6,7 +6,6 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,8 +15,6 @@ import torch
 from apollo_compile.config import load_config
 from apollo_compile.device.findings import Finding, Level
 from apollo_compile.device.gpu.gpu import Sharing
-from apollo_compile.device.profile import Rate
-from apollo_compile.store.profiles import load_profile
 from benchmarks import gpu_checks
 from benchmarks.gpu_checks import CHECKS, THOROUGH_CHECKS
 from benchmarks.harness.outcome import Check, Outcome
@@ -189,18 +186,6 @@ def test_clocks_have_to_agree(profiled_ns: int, is_met: bool, monkeypatch: pytes
     outcome = gpu_checks.markers_agree(gpu)  # type: ignore[arg-type]
     assert outcome.is_met is is_met
     assert outcome.text.endswith("the profiler tells lanes apart by context") and not gpu.races
-
-
-@pytest.mark.parametrize(("near", "is_met"), [(2.0, True), (1.0, False), (0.9, False)])
-def test_a_cache_that_is_no_faster_than_memory_was_not_measured(
-    near: float, is_met: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """T1 says so of a calibration."""
-    sheet = load_profile(Path("h200"))
-    rates = tuple(near * rate for rate in sheet.far_bytes_per_s[0].per_s)
-    measured = replace(sheet, near_bytes_per_s=(Rate(size=1, per_s=rates), *sheet.near_bytes_per_s))
-    monkeypatch.setattr(gpu_checks, "calibrate_gpu", lambda *arguments, **options: measured)
-    assert gpu_checks.calibration_is_plausible(CheckedGpu()).is_met is is_met  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

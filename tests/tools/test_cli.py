@@ -103,18 +103,6 @@ def test_a_profile_goes_where_it_is_asked_for(
     assert not cache.exists()
 
 
-def test_a_gpu_that_is_not_there_is_one_line(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """With what is needed; options of CPUs are refused."""
-    if torch.cuda.is_available():
-        pytest.skip("tells what happens without a GPU")
-    assert main(["calibrate", "--gpu"]) == 1
-    assert "lanes on a GPU need an NVIDIA GPU, its driver, and torch built for CUDA" in capsys.readouterr().err
-    with pytest.raises(SystemExit, match="2"):
-        main(["calibrate", "--gpu", "0", "--units", "2"])
-    assert "--units and --rounds are for CPUs" in capsys.readouterr().err
-    assert not cache.exists()
-
-
 def test_a_disturbed_calibration_is_not_kept(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -13,8 +13,7 @@
     whole.py     a whole graph of Inductor as a program of one segment
     measure.py   times every body on every quota
     urgency.py   priorities of lanes that share SMs
-    calibrate.py measures lanes of every size -> DeviceProfile
-    discover.py  the profile of a GPU: measured, or from the data sheet of an H200
+    fingerprint.py  names a GPU, its driver and torch
     quota.py     checks the bytes of every lane against its quota
     ledger.py    where the memory of a CUDA graph goes
     census_kernel.py  a kernel that records on which SMs it runs

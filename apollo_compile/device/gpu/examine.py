@@ -28,15 +28,13 @@ from typing import Protocol
 
 import torch
 
-from apollo_compile.config import cuda_connections, load_config
+from apollo_compile.config import cuda_connections
 from apollo_compile.device.findings import Finding, Level
-from apollo_compile.device.gpu.discover import gpu_fingerprint
 from apollo_compile.device.gpu.gpu import Recording, Stream, TorchGpu, atoms_of
 from apollo_compile.device.gpu.launch import Launcher
 from apollo_compile.device.lanes import atom_borders
 from apollo_compile.errors import CudaError
 from apollo_compile.ir import BodyId, BufferId, Lane, LaneId, Launch, Program, SegmentId
-from apollo_compile.store.profiles import ProfileInspection, ProfileState, cached_gpu_profile_path, inspect_profile
 from apollo_compile.units import format_ns
 
 NUM_LAUNCHES = 20
@@ -97,15 +95,7 @@ def examine_cuda(ordinal: int = 0) -> tuple[Finding, ...]:
         Finding(subject="driver", level=Level.OK, message=text),
         Finding(subject="split", level=Level.OK, message=split),
         judge_connections(cuda_connections()),
-        judge_profile(_inspect_profile(gpu)),
     )
-
-
-def _inspect_profile(gpu: TorchGpu) -> ProfileInspection:
-    native, cache = gpu.native, load_config().device.cache
-    assert cache is not None, "load_config fills it in"
-    fingerprint = gpu_fingerprint(native.name, cuda=native.driver_version, units=native.num_sms)
-    return inspect_profile(cached_gpu_profile_path(cache, fingerprint), fingerprint)
 
 
 def examine_lanes(gpu: TorchGpu) -> tuple[Finding, ...]:
@@ -314,18 +304,6 @@ def judge_connections(connections: str | None) -> Finding:
         return Finding(subject=name, level=Level.WARNING, message=text)
     shown = "not set" if connections is None else connections
     return Finding(subject=name, level=Level.OK, message=f"CUDA_DEVICE_MAX_CONNECTIONS is {shown}")
-
-
-def judge_profile(found: ProfileInspection) -> Finding:
-    """Judge the file in which the profile of this GPU is kept."""
-    name, advice = "GPU profile", "run 'apollo calibrate --gpu'"
-    if found.state is ProfileState.CURRENT:
-        return Finding(subject=name, level=Level.OK, message="measured on this GPU, with this driver and torch")
-    sheet = "plans rest on the data sheet of an H200 until bodies are timed"
-    if found.state is ProfileState.MISSING:
-        return Finding(subject=name, level=Level.NOTE, message=f"this GPU was not measured: {sheet}", advice=advice)
-    text = f"the profile is {found.state.value} ({found.detail}): {sheet}"
-    return Finding(subject=name, level=Level.WARNING, message=text, advice=advice)
 
 
 def judge_censuses(name: str, granted: Mapping[LaneId, int], censuses: Sequence[Census], *, extra: int = 0) -> Finding:

@@ -29,9 +29,9 @@ import torch
 from apollo_compile.config import environment_of_one_process
 from apollo_compile.device.findings import Finding, Level
 from apollo_compile.device.fingerprint import Fingerprint
-from apollo_compile.device.gpu.discover import gpu_fingerprint
 from apollo_compile.device.gpu.examine import attempt, examine_lanes
 from apollo_compile.device.gpu.experiments import TRIALS, Trial
+from apollo_compile.device.gpu.fingerprint import gpu_fingerprint
 from apollo_compile.device.gpu.gpu import TorchGpu, require_cuda
 from apollo_compile.store.self_checks import FORMAT, SelfCheck, SelfChecks
 

@@ -17,13 +17,11 @@ from apollo_compile.device.gpu.examine import (
     judge_connections,
     judge_nodes,
     judge_overlap,
-    judge_profile,
     split_lanes,
     walk_capture,
 )
 from apollo_compile.device.gpu.launch import Launcher
 from apollo_compile.ir import LaneId, SegmentId
-from apollo_compile.store.profiles import ProfileInspection, ProfileState
 from tests.builders import graph, plan
 from tests.device.gpu.fake_gpu import FakeGpu
 from tests.device.gpu.test_launch import bodies_of, program_of
@@ -224,22 +222,6 @@ def test_overlapping_lanes_share_what_was_planned() -> None:
     assert judge_overlap(range(12), range(5, 16), planned=8).level == Level.ERROR
     assert judge_overlap(range(12), range(3, 16), planned=8).level == Level.ERROR
     assert judge_overlap(range(12), range(3, 16), planned=8, extra=2).level == Level.OK
-
-
-@pytest.mark.parametrize(
-    ("state", "level", "text"),
-    [
-        (ProfileState.CURRENT, Level.OK, "measured on this GPU, with this driver and torch"),
-        (ProfileState.MISSING, Level.NOTE, "this GPU was not measured: plans rest on the data sheet of an H200"),
-        (ProfileState.STALE, Level.WARNING, "the profile is stale (driver '1' is now '2'): plans rest on the data"),
-        (ProfileState.DAMAGED, Level.WARNING, "the profile is damaged (driver '1' is now '2'): plans rest on the data"),
-    ],
-)
-def test_a_gpu_that_was_not_measured_is_told_of(state: ProfileState, level: Level, text: str) -> None:
-    """With what to do, unless it was."""
-    finding = judge_profile(ProfileInspection(state=state, detail="driver '1' is now '2'", profile=None))
-    assert (finding.level, finding.message[: len(text)]) == (level, text)
-    assert finding.advice == ("" if level == Level.OK else "run 'apollo calibrate --gpu'")
 
 
 def test_one_hardware_queue_is_a_warning() -> None:

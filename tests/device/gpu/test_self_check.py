@@ -15,7 +15,7 @@ from apollo_compile.config import load_config
 from apollo_compile.device.cpu.target import CpuTarget
 from apollo_compile.device.findings import Finding, Level
 from apollo_compile.device.fingerprint import Fingerprint
-from apollo_compile.device.gpu.discover import gpu_fingerprint
+from apollo_compile.device.gpu.fingerprint import gpu_fingerprint
 from apollo_compile.device.gpu.self_check import check_apart, check_gpu, describe, find_complaint
 from apollo_compile.device.gpu.target import GpuTarget
 from apollo_compile.store.profiles import default_profile, load_profile
