@@ -18,9 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch._inductor.config as inductor_config
-from torch._guards import TracingContext, detect_fake_mode, tracing
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from apollo_compile.config import load_config
 from apollo_compile.device.findings import Level
@@ -33,7 +30,6 @@ from apollo_compile.device.gpu.gpu import Sharing, TorchGpu
 from apollo_compile.device.gpu.launch import Launcher, forked
 from apollo_compile.device.gpu.self_check import check_gpu
 from apollo_compile.ir import BufferId, Lane, LaneId, Launch, Program
-from apollo_compile.torch_bridge.bodies import compile_bodies
 from apollo_compile.units import format_bytes, format_ns
 from benchmarks.gpu_step_checks import (
     sizes_and_numbers_may_change,
@@ -214,7 +210,7 @@ def _cooperative_on_a_lane(gpu: TorchGpu) -> str:
     launch_census(out, 1_000, is_cooperative=True)
     gpu.synchronize()
     try:
-        with gpu.on_lane(split_evenly(gpu, gpu.native.num_atoms)[0]):
+        with torch.cuda.stream(gpu.lane_stream(split_evenly(gpu, gpu.native.num_atoms)[0])):
             launch_census(out, 1_000, is_cooperative=True)
         gpu.synchronize()
     except RuntimeError as error:
@@ -223,7 +219,7 @@ def _cooperative_on_a_lane(gpu: TorchGpu) -> str:
 
 
 def splits_against_streams(gpu: TorchGpu) -> Outcome:
-    """T8: two encoders side by side on every split in two, on overlapping lanes, by priorities, on streams, in turn."""
+    """T8: two encoders side by side on every split in two, by priorities, on streams, in turn."""
     encoders, inputs = [], []
     for name in ("image", "text"):
         tower = SHAPES["clip_b32"].towers[name]
@@ -243,12 +239,11 @@ def splits_against_streams(gpu: TorchGpu) -> Outcome:
         times = {"one stream": time_of(gpu, [whole, whole])}
         times["streams"] = time_of(gpu.sharing(Sharing.FREE), halves)
         times["priorities"] = time_of(gpu.sharing(Sharing.URGENCY), halves, first)
-        times["overlapping halves"] = time_of(gpu.sharing(Sharing.OVERLAPPING), halves, first)
         for part in range(1, atoms):
             lanes = split_lanes(gpu.native.atom_sizes, (part, atoms - part))
             times[" + ".join(str(len(lane.units)) for lane in lanes)] = time_of(gpu, lanes)
-    best = min(list(times)[4:], key=lambda name: times[name])
-    shown = ", ".join(f"{name} {format_ns(times[name])}" for name in (*list(times)[:4], best))
+    best = min(list(times)[3:], key=lambda name: times[name])
+    shown = ", ".join(f"{name} {format_ns(times[name])}" for name in (*list(times)[:3], best))
     return Outcome(is_met=True, text=f"{shown} (the best of {atoms - 1} splits)", numbers=times)
 
 
@@ -272,49 +267,6 @@ def carveout_helps_or_not(gpu: TorchGpu) -> Outcome:
         tell(None)
     text = f"4096^3 fp8 on {len(lane.units)} SMs: {format_ns(without)}, told {format_ns(told)}"
     return Outcome(is_met=True, text=text, numbers={"without_ns": without, "told_ns": told})
-
-
-def persistent_grids_follow_their_quota(gpu: TorchGpu) -> Outcome:
-    """T9: products that Inductor tuned for all SMs and for those of half of the device, on that half."""
-    half = split_evenly(gpu, 2)[0]
-    units, all_units = len(half.units), gpu.native.num_sms
-    left, right = (torch.randn(4096, 4096, device=gpu.device, dtype=torch.bfloat16) for _ in range(2))
-    times = {}
-    for is_persistent in (False, True):
-        for tuned_for in (all_units, units):
-            lane = half if tuned_for == units else Lane(id=LaneId(0), units=tuple(range(all_units)))
-            body = _tuned_product(gpu, left, right, lane, all_units - tuned_for, is_persistent=is_persistent)
-            name = f"{'persistent' if is_persistent else 'ordinary'}, tuned for {tuned_for} SMs"
-            times[name] = time_on(gpu, half, lambda body=body: body([left, right]))
-    shown = ", ".join(f"{name} {format_ns(ns)}" for name, ns in times.items())
-    return Outcome(is_met=True, text=f"4096^3 bf16 on {units} SMs: {shown}", numbers=times)
-
-
-def _tuned_product(
-    gpu: TorchGpu, left: torch.Tensor, right: torch.Tensor, lane: Lane, left_out: int, *, is_persistent: bool
-) -> Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]:
-    """Return a product that Inductor chose on a lane, as it does for bodies."""
-    piece = make_fx(lambda one, other: (one @ other,), tracing_mode="fake")(left, right)
-    fakes = [node.meta["val"] for node in piece.graph.find_nodes(op="placeholder")]
-    settings = {
-        "max_autotune_gemm": True,
-        "max_autotune_gemm_backends": "TRITON",
-        "triton.enable_persistent_tma_matmul": is_persistent,
-    }
-    with (
-        gpu.on_lane(lane),
-        inductor_config.patch(settings),
-        tracing(TracingContext(detect_fake_mode(fakes))),
-    ):
-        (body,) = compile_bodies(
-            [("product", piece, fakes)],
-            native=False,
-            units=len(lane.units),
-            left_out=left_out,
-            graph_id=0,
-            is_inference=True,
-        )
-    return body.function
 
 
 def a_longer_lane_can_go_on_with_every_sm(gpu: TorchGpu) -> Outcome:
@@ -548,9 +500,8 @@ CHECKS: Mapping[str, Check] = {**QUICK_CHECKS, **UNTIMED_CHECKS, **TIMED_CHECKS}
 THOROUGH_CHECKS: Mapping[str, Check] = {
     **CHECKS,
     "T4 races in all workloads": replays_of_all_workloads_do_not_race,
-    "T9 persistent grids": persistent_grids_follow_their_quota,
 }
-"""The same, with a thousand replays of every workload, and what takes Inductor minutes to tune."""
+"""The same, with a thousand replays of every workload."""
 
 
 def _last_line(text: str) -> str:

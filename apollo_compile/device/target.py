@@ -12,12 +12,11 @@ time.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from apollo_compile.device.profile import DeviceProfile
-from apollo_compile.ir import BodyId, Lane, LaneId, Observations, Trace, Variant
+from apollo_compile.ir import Lane, LaneId, Observations, Trace, Variant
 
 if TYPE_CHECKING:
     import ctypes
@@ -87,8 +86,6 @@ class Code:
     bodies: tuple[CompiledBody, ...]
     """Bodies by id."""
     contract: Contract = field(default_factory=Contract)
-    tuned: Mapping[tuple[BodyId, int], CompiledBody] = field(default_factory=dict)
-    """Code tuned for lanes of one size, by id of the body and number of units; it replaces the body there."""
     is_all_or_nothing: bool = False
     """Whether a run that fails must have changed nothing, since something else then runs in its place. Where runs are
     CUDA graphs, what cannot be one raises `NotReplayedError`."""
@@ -201,20 +198,14 @@ class Target(Protocol):
             Exception: this machine cannot have them.
         """
 
-    def tuned_lanes(self, lanes: Sequence[Lane]) -> Mapping[int, Lane]:
-        """Return the lanes to tune code for, by their number of units."""
-
     def faster_with_onednn(self, cases: Iterable[tuple[Matmul, int]]) -> Collection[tuple[Matmul, int]]:
         """Return those of these matmuls, each with a number of units, that oneDNN computes faster than BLAS.
 
         What is not yet known is measured, so call it inside `interpret.real_tensors` during a compile.
         """
 
-    def compile_scope(self, lane: Lane) -> AbstractContextManager[None]:
-        """Return a context in which the compiler's autotuning times kernels on this lane."""
-
     def load(self, compilation: Compilation, code: Code, variant: Variant) -> Runnable:
-        """Load a program; `variant` says how lanes share the device, and which graphs share memory with it."""
+        """Load a program; `variant` says which graphs share memory with it."""
 
     def load_whole(
         self, compilation: Compilation, code: Code, run: Run, variant: Variant = Variant.INDUCTOR

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from torch import fx
@@ -16,14 +16,12 @@ from torch import fx
 from apollo_compile.config import Config
 from apollo_compile.device.target import Code, CompiledBody, Target
 from apollo_compile.distributed.agreement import Agreement
-from apollo_compile.ir import BodyId
 from apollo_compile.ir.text import format_count
 from apollo_compile.pipeline import Compilation
 from apollo_compile.torch_bridge.bodies import compile_bodies, extract_body
 from apollo_compile.torch_bridge.interpret import interpret_bodies, real_tensors
 from apollo_compile.torch_bridge.onednn import Matmul, find_matmuls, replace_with_onednn
 from apollo_compile.torch_bridge.settings import (
-    depends_on_units,
     may_choose_library,
 )
 from apollo_compile.torch_bridge.traced import TracedGraph
@@ -50,8 +48,7 @@ def compile_code(
         at: reports progress: the phase, the number of the body, and how many there are.
     """
     bodies = _compile_bodies(traced, compilation, config, target, agreement, at=at)
-    tuned = _compile_for_lanes(traced, compilation, target, config)
-    return Code(bodies=bodies, contract=traced.contract, tuned=tuned)
+    return Code(bodies=bodies, contract=traced.contract)
 
 
 def _compile_bodies(
@@ -135,21 +132,3 @@ def units_of_bodies(compilation: Compilation) -> list[int]:
     for assignment in compilation.plan.assignments:
         counts[segments[assignment.segment].body][assignment.quota.units] += 1
     return [count.most_common(1)[0][0] for count in counts]
-
-
-def _compile_for_lanes(
-    traced: TracedGraph, compilation: Compilation, target: Target, config: Config
-) -> Mapping[tuple[BodyId, int], CompiledBody]:
-    """Return code of all bodies for lanes smaller than the device, where Inductor's choices depend on the units."""
-    lanes = compilation.plan.lanes
-    tuned_lanes = target.tuned_lanes(lanes)
-    if not tuned_lanes or config.runtime.bodies == "eager" or not depends_on_units():
-        return {}
-    found = {}
-    for units, lane in tuned_lanes.items():
-        pieces = [(body.name, *extract_body(traced.graph_module, body)) for body in compilation.partition.bodies]
-        with target.compile_scope(lane):  # Inductor's autotuning times kernels on this lane
-            left_out = len(lanes[0].units) - units
-            bodies = compile_bodies(pieces, native=False, units=units, left_out=left_out, **traced.kwargs)
-        found.update({(BodyId(number), units): body for number, body in enumerate(bodies)})
-    return found

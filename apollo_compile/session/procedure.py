@@ -34,14 +34,10 @@ from apollo_compile.session.comparison import Comparison, Results, Round
 
 CLEAR = 1.20
 MIXTURE = "best of each graph"
-SHARED_VARIANTS = (Variant.STREAMS, Variant.PRIORITIES, Variant.OVERLAPPING)
-"""Variants that run the plan on lanes that share units, the simplest first."""
-
 SIMPLEST_FIRST = (
     Variant.INDUCTOR,
     Variant.SERIAL,
     Variant.NARROW,
-    *SHARED_VARIANTS,
     Variant.LISTED,
     Variant.PLAN,
 )
@@ -52,7 +48,7 @@ class TunableGraph(Protocol):
 
     @property
     def available(self) -> Sequence[Variant]:
-        """Variants that it can run now: `SERIAL`, `LISTED`, `PLAN`, `INDUCTOR`; on a GPU, `SHARED_VARIANTS` too."""
+        """Variants that it can run now: `SERIAL`, `LISTED`, `PLAN`, `INDUCTOR`."""
 
     @property
     def is_bound(self) -> bool:

@@ -37,7 +37,6 @@ from apollo_compile.torch_bridge.compile_scope import (
     shared_kwargs,
     within_guards,
 )
-from apollo_compile.torch_bridge.cuda_private import compiled_without
 from apollo_compile.torch_bridge.layouts import check_layouts, output_layouts
 from apollo_compile.torch_bridge.onednn import is_linear
 from apollo_compile.torch_bridge.onednn_lowering import lower_linear
@@ -67,8 +66,6 @@ def compile_bodies(
     pieces: Sequence[tuple[str, fx.GraphModule, Sequence[Any]]],
     *,
     native: bool,
-    units: int | None = None,
-    left_out: int = 0,
     at: Callable[[str, int, int], None] = lambda phase, number, count: None,
     **kwargs: Any,
 ) -> tuple[CompiledBody, ...]:
@@ -79,8 +76,6 @@ def compile_bodies(
     Arguments:
         pieces: name for the log, graph that returns tensors only (consumed), a fake tensor or a size per input.
         native: try the C++ wrapper first; a piece that it cannot express is compiled with the Python wrapper.
-        units: SMs that the code is for, if it is for a part of the device.
-        left_out: SMs of the device that the code must not use.
         at: called for progress with the phase, the number of the piece, and the number of pieces.
         kwargs: what AOTAutograd passed for the whole graph, such as `is_backward` and `graph_id`.
     """
@@ -90,8 +85,7 @@ def compile_bodies(
     with (
         within_guards([fake for _, _, fakes in pieces for fake in fakes]),
         compile_lock(),
-        as_piece(units),
-        compiled_without(left_out),
+        as_piece(),
     ):
         layouts = [output_layouts(piece) for _, piece, _ in pieces]
         started = []

@@ -1,7 +1,7 @@
 """Settings and locks while Inductor compiles for us.
 
     compile_lock()              guards Inductor's process-wide state
-    as_piece(units)             hide state of the whole graph
+    as_piece()                  hide state of the whole graph
     native_code()               generate code that lanes can run without Python
     within_guards(fakes)        assume no more about dynamic sizes than Dynamo's guards check
     body_options()              settings of all bodies
@@ -66,22 +66,21 @@ CACHE_KEY_TAG = f"apollo-{_own_code()[:16]}"
 """Part of Inductor's cache key while a body compiles: a hash of this package, which shapes the generated code.
 
 The number of threads is appended, because it decides how many loop levels are parallelized, and with
-`cpp.dynamic_threads` it is not part of Inductor's own key; and the number of SMs if the code is for a part of a GPU.
+`cpp.dynamic_threads` it is not part of Inductor's own key.
 """
 
 
 @contextlib.contextmanager
-def as_piece(units: int | None = None) -> Iterator[None]:
+def as_piece() -> Iterator[None]:
     """Hide state of the whole graph, and use cache keys of our own; under `compile_lock`.
 
-    See Note [pieces of a graph]. Inductor's autotune cache does not record on how many SMs its kernels were measured;
-    so it is disabled for code that is for a part of the device.
+    See Note [pieces of a graph].
     """
     context = TracingContext.try_get()
     metadata = context.fw_metadata if context is not None else None
     strides = context.output_strides if context is not None else None
     donated = metadata.bw_donated_idxs if metadata is not None else None
-    tag = f"{CACHE_KEY_TAG}-{torch.get_num_threads()}" + (f"-on-{units}" if units is not None else "")
+    tag = f"{CACHE_KEY_TAG}-{torch.get_num_threads()}"
     try:
         if context is not None:
             context.output_strides = None
@@ -92,7 +91,6 @@ def as_piece(units: int | None = None) -> Iterator[None]:
             numbers_at_once(),
             torch.compiler.config.patch(cache_key_tag=tag),  # type: ignore[attr-defined]
             functorch_config.patch(bundled_autograd_cache=False),
-            inductor_config.patch({} if units is None else {"autotune_local_cache": False}),
         ):
             yield
     finally:

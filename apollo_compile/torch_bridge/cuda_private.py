@@ -1,7 +1,6 @@
 """Private interfaces of torch for lanes and CUDA graphs.
 
     units_left_out(count)           tell libraries to leave some SMs alone in what they launch
-    compiled_without(count)         tell Inductor to leave some SMs alone in the code it generates
     clear_workspaces(streams)       free the workspaces of cuBLAS on some streams
     allocating_from(device, pool)   take memory from the pool of a CUDA graph outside of its capture
     forget_capture(...)             make torch forget a capture that failed at its end
@@ -200,21 +199,3 @@ def units_left_out(count: int) -> Iterator[None]:
             yield
         finally:
             _set_left_out(before)
-
-
-@contextlib.contextmanager
-def compiled_without(count: int) -> Iterator[None]:
-    """Let Inductor generate code on this thread that leaves `count` SMs alone: persistent grids fill the others.
-
-    Inductor reads the process-wide number of `units_left_out`. Setting that for a whole compile would block launches of
-    all other threads, so the getter is patched to return `count` on this thread only. `compile_lock()` is held.
-    """
-    if not count:
-        yield
-        return
-    own = threading.get_ident()
-    torch._C._get_sm_carveout_experimental = lambda: count if threading.get_ident() == own else _get_left_out()
-    try:
-        yield
-    finally:
-        torch._C._get_sm_carveout_experimental = _get_left_out

@@ -29,7 +29,7 @@ def test_every_check_has_a_name_and_says_what_it_is_for() -> None:
         assert check.__doc__ is not None and check.__doc__.split(":")[0].replace(",", "") in name
     numbers = {word for name in CHECKS for word in name.split() if word[0] == "T" and word[1:].isdigit()}
     assert numbers == {f"T{number}" for number in range(17)}
-    assert list(THOROUGH_CHECKS) == [*CHECKS, "T4 races in all workloads", "T9 persistent grids"]
+    assert list(THOROUGH_CHECKS) == [*CHECKS, "T4 races in all workloads"]
 
 
 @pytest.mark.parametrize(("level", "is_met"), [(Level.OK, True), (Level.WARNING, True), (Level.ERROR, False)])
@@ -74,7 +74,7 @@ def test_checks_that_only_launch_can_do_so(check: Check, monkeypatch: pytest.Mon
     assert outcome.text and all(ns > 0 for ns in outcome.numbers.values())
     assert not gpu.races and not any(other.races for other in gpu.others.values())
     if check is gpu_checks.splits_against_streams:
-        assert len(outcome.numbers) == 4 + 15 and {"8 + 124", "64 + 68", "120 + 12"} <= set(outcome.numbers)
+        assert len(outcome.numbers) == 3 + 15 and {"8 + 124", "64 + 68", "120 + 12"} <= set(outcome.numbers)
 
 
 @pytest.mark.parametrize(

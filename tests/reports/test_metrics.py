@@ -53,7 +53,7 @@ def test_all_numbers_of_a_settled_model_are_known() -> None:
 
 def test_on_a_gpu_torch_compile_is_what_is_gained_over() -> None:
     """Its sides are named otherwise than on a CPU."""
-    report = replace(EMPTY, verdicts=(("0/0", verdict_of(Variant.STREAMS, COMPILED=1.25)),))
+    report = replace(EMPTY, verdicts=(("0/0", verdict_of(Variant.NARROW, COMPILED=1.25)),))
     assert report.metrics()["apollo/gain_over_inductor"] == 1.25
 
 

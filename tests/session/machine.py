@@ -16,7 +16,7 @@ from apollo_compile.session.comparison import MAX_ROUNDS, MIN_ROUNDS, STEPS_PER_
 from apollo_compile.session.drift import DRIFT_STEPS, WATCH_EVERY
 
 SERIAL, LISTED, PLAN, INDUCTOR = Variant.SERIAL, Variant.LISTED, Variant.PLAN, Variant.INDUCTOR
-STREAMS, PRIORITIES, OVERLAPPING = Variant.STREAMS, Variant.PRIORITIES, Variant.OVERLAPPING
+NARROW = Variant.NARROW
 
 ENOUGH = 5 * MAX_ROUNDS * STEPS_PER_TURN * 3
 """Steps in which every comparison ends."""

@@ -14,10 +14,9 @@ from apollo_compile.session.drift import WATCH_EVERY
 from tests.session.machine import (
     ENOUGH,
     INDUCTOR,
+    NARROW,
     PLAN,
-    PRIORITIES,
     SERIAL,
-    STREAMS,
     WINDOW,
     CountingStore,
     Graph,
@@ -67,24 +66,24 @@ def test_most_steps_after_the_verdict_are_not_looked_at() -> None:
 
 def test_who_leaves_the_comparison_keeps_no_memory() -> None:
     """At once, while the others go on; what a mixture takes up again has it again."""
-    available = [SERIAL, STREAMS, PRIORITIES, PLAN]
+    available = [SERIAL, NARROW, PLAN]
     forward = Graph(
-        {SERIAL: 30, STREAMS: 20, PRIORITIES: 10, PLAN: 9.95, INDUCTOR: 9.5},
+        {SERIAL: 20, NARROW: 10, PLAN: 9.95, INDUCTOR: 9.5},
         available=list(available),
     )
     backward = Graph(
-        {SERIAL: 30, STREAMS: 9, PRIORITIES: 10, PLAN: 9.95, INDUCTOR: 9.5},
+        {SERIAL: 9, NARROW: 10, PLAN: 9.95, INDUCTOR: 9.5},
         available=list(available),
     )
     machine = Machine(forward, backward)
     machine.run(ENOUGH)
     assert forward.kept == [
         sorted(available),
-        sorted([PRIORITIES, PLAN]),
-        sorted([INDUCTOR, PRIORITIES]),
+        sorted([NARROW, PLAN]),
+        sorted([INDUCTOR, NARROW]),
         [INDUCTOR],
     ]
-    assert backward.kept == [*forward.kept[:3], sorted([INDUCTOR, STREAMS])]
+    assert backward.kept == [*forward.kept[:3], sorted([INDUCTOR, SERIAL])]
 
 
 def test_memory_is_given_back_before_every_turn_and_before_inductor_compiles() -> None:

@@ -16,10 +16,9 @@ from tests.session.machine import (
     ENOUGH,
     INDUCTOR,
     LISTED,
+    NARROW,
     PLAN,
-    PRIORITIES,
     SERIAL,
-    STREAMS,
     CountingStore,
     Graph,
     Machine,
@@ -94,21 +93,20 @@ def test_a_list_schedule_that_is_faster_than_the_plan_becomes_the_plan() -> None
 
 def test_graphs_that_are_bound_to_each_other_run_one_variant() -> None:
     """One that gains nothing by it runs it all the same, and Inductor's only if it compiles all of them."""
-    times = {STREAMS: 20, PRIORITIES: 10, PLAN: 10.5, INDUCTOR: 9.5}
+    times = {NARROW: 10, PLAN: 10.5, INDUCTOR: 9.5}
     forward = Graph(
         {SERIAL: 30, **times},
-        available=[SERIAL, STREAMS, PRIORITIES, PLAN],
+        available=[SERIAL, NARROW, PLAN],
         is_bound=True,
     )
     backward = Graph({SERIAL: 9, **times}, available=[SERIAL], is_bound=True, is_compilable=False)
     machine = Machine(forward, backward)
     machine.run(ENOUGH)
     (verdict,) = machine.verdicts
-    assert verdict.selection == (PRIORITIES, PRIORITIES)
+    assert verdict.selection == (NARROW, NARROW)
     assert {each.name for each in verdict.standings} == {
         SERIAL,
-        STREAMS,
-        PRIORITIES,
+        NARROW,
         PLAN,
     }
     assert forward.num_prepared == backward.num_prepared == 1

@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import threading
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch._dynamo.utils import counters
-from torch._guards import TracingContext, detect_fake_mode, tracing
-from torch._inductor import utils as inductor_utils
-from torch.fx.experimental.proxy_tensor import make_fx
 
-from apollo_compile.torch_bridge import bodies, cuda_private
-from apollo_compile.torch_bridge.bodies import compile_bodies
+from apollo_compile.torch_bridge import cuda_private
 from apollo_compile.torch_bridge.cuda_private import (
     clear_workspaces,
     has_saved_tensor_hooks,
@@ -61,50 +55,6 @@ def test_threads_with_different_quotas_do_not_mix_them() -> None:
     for thread in threads:
         thread.join()
     assert wrong == [] and left_out() is None
-
-
-def test_a_compile_is_told_of_its_units_and_keeps_nobody_from_launching(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Inductor asks on the thread that compiles; others are told of theirs meanwhile, whatever these are."""
-    seen: list[tuple[int, int | None]] = []
-    own = bodies.output_layouts
-
-    def launch() -> None:
-        with units_left_out(8):
-            seen.append((inductor_utils.get_num_sms(), left_out()))
-
-    def look(piece: torch.fx.GraphModule) -> Any:
-        seen.append((inductor_utils.get_num_sms(), left_out()))
-        thread = threading.Thread(target=launch, daemon=True)
-        thread.start()
-        thread.join(timeout=600)
-        assert not thread.is_alive(), "a launch waits for the compile"
-        return own(piece)
-
-    monkeypatch.setattr(inductor_utils, "get_max_num_sms", lambda: 132)
-    monkeypatch.setattr(bodies, "output_layouts", look)
-    piece = make_fx(lambda x: (x.sin() + 1,), tracing_mode="fake")(torch.ones(8))
-    fakes = [node.meta["val"] for node in piece.graph.find_nodes(op="placeholder")]
-    with tracing(TracingContext(detect_fake_mode(fakes))):
-        compile_bodies([("piece", piece, fakes)], native=False, units=64, left_out=68, graph_id=0, is_inference=True)
-    assert seen == [(64, 68), (124, 8)]
-    assert left_out() is None and torch._C._get_sm_carveout_experimental is cuda_private._get_left_out
-
-
-def test_code_for_one_quota_is_not_used_for_another(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Inductor's cache finds what was made for the same number of units only."""
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-
-    def compile_for(units: int | None) -> tuple[int, int]:
-        """Return whether the cache had it, and whether it had not."""
-        piece = make_fx(lambda x: (x.sin() + 1,), tracing_mode="fake")(torch.ones(8))
-        fakes = [node.meta["val"] for node in piece.graph.find_nodes(op="placeholder")]
-        counters.clear()
-        with tracing(TracingContext(detect_fake_mode(fakes))):  # Inductor looks into its cache only then
-            compile_bodies([("piece", piece, fakes)], native=False, units=units, graph_id=0, is_inference=True)
-        found = counters["inductor"]
-        return found["fxgraph_cache_hit"], found["fxgraph_cache_miss"]
-
-    assert [compile_for(units) for units in (None, 66, 66, 132, None)] == [(0, 1), (0, 1), (1, 0), (0, 1), (1, 0)]
 
 
 def test_a_backward_knows_whether_its_graph_is_kept() -> None:

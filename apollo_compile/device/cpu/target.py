@@ -5,10 +5,8 @@ CpuTarget(profile, config) -> Target
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
 
@@ -67,18 +65,10 @@ class CpuTarget:
             keep_memory()
         start_lanes(lanes, park_team=self._config.runtime.park_team)
 
-    def tuned_lanes(self, lanes: Sequence[Lane]) -> Mapping[int, Lane]:
-        """Return an empty mapping: a body gets its number of threads when it runs."""
-        return {}
-
     def faster_with_onednn(self, cases: Iterable[tuple[Matmul, int]]) -> Collection[tuple[Matmul, int]]:
         """Return the matmuls and numbers of cores for which oneDNN was measured to be faster."""
         config = self._config
         return libraries_in(config.device.cache if config.plan.remember else None).choose(cases)
-
-    def compile_scope(self, lane: Lane) -> AbstractContextManager[None]:
-        """Return a context that does nothing."""
-        return contextlib.nullcontext()
 
     def load(self, compilation: Compilation, code: Code, variant: Variant) -> Executable:
         """Load the program onto native lanes."""

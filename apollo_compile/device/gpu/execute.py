@@ -64,7 +64,6 @@ from apollo_compile.device.gpu.quota import LaneMemory
 from apollo_compile.device.target import CompiledBody, Contract
 from apollo_compile.errors import CaptureError, MemoryQuotaError, NotReplayedError, UnsupportedGraphError
 from apollo_compile.ir import (
-    BodyId,
     LaneId,
     Observations,
     Program,
@@ -104,8 +103,6 @@ class CudaExecutable:
     shared: ModelMemory
     urgency: Mapping[LaneId, int] = field(default_factory=dict)
     """Priorities of lanes that share units."""
-    tuned: Mapping[tuple[BodyId, int], CompiledBody] = field(default_factory=dict)
-    """Code tuned for lanes of one size, by id of the body and number of units."""
     variant: Variant | None = None
     """Which variant of the model it is of; a backward reads what the forward of the same variant saved."""
     lane_memory_quota: int | None = None
@@ -132,11 +129,10 @@ class CudaExecutable:
         """Create the launcher, and what captures it."""
         self._settled = self.contract.settled_inputs
         functions = [body.function for body in self.bodies]
-        self._tuned = {key: body.function for key, body in self.tuned.items()}
         by_lane = segments_by_lane(self.program)
         lanes = {segment: lane for lane, launched in by_lane.items() for segment in launched}
         names = [f"{each.name} ({self.graph.name}, lane {lanes[each.id]})" for each in self.graph.segments]
-        self._launcher = Launcher(self.program, functions, self.gpu, self.urgency, self._tuned, names)
+        self._launcher = Launcher(self.program, functions, self.gpu, self.urgency, names)
         self._is_capturable = self.contract.written_inputs is not None and self.contract.unsafe is None
         self._has_told_of_hooks = False
         self._num_bytes = sum(buffer.num_bytes for buffer in self.graph.buffers if buffer.producer is not None)
@@ -237,7 +233,6 @@ class CudaExecutable:
                 self.gpu.sharing(Sharing.APART),  # plain streams would all get the whole device
                 inputs,
                 written=written,
-                tuned=self._tuned,
             )
 
     @property

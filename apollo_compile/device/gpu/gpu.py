@@ -37,8 +37,6 @@ class Sharing(enum.Enum):
 
     APART = enum.auto()
     """A lane has the units that the plan gives it, and no others."""
-    OVERLAPPING = enum.auto()
-    """It also has half of the units on either side, so that lanes overlap; more urgent lanes go first."""
     URGENCY = enum.auto()
     """It may use every unit; more urgent lanes go first."""
     FREE = enum.auto()
@@ -105,9 +103,6 @@ class Gpu(Protocol):
 
     def call(self, body: Body, inputs: list[torch.Tensor], stream: Stream) -> Sequence[torch.Tensor]:
         """Launch a body on `stream`, with libraries limited to the units of its lane; it empties `inputs`."""
-
-    def on_lane(self, lane: Lane) -> contextlib.AbstractContextManager[None]:
-        """Make a lane's stream current in a `with`; libraries are not limited to its units."""
 
     def capture(
         self,
@@ -185,12 +180,6 @@ def atoms_of(lane: Lane, sizes: Sequence[int]) -> list[int]:
     return atoms
 
 
-def widen(atoms: Sequence[int], num_atoms: int) -> list[int]:
-    """Return the atoms of a lane and half of the other atoms on either side, on a device with `num_atoms`."""
-    first, last = min(atoms), max(atoms)
-    return list(range(first - first // 2, last + 1 + (num_atoms - 1 - last) // 2))
-
-
 @functools.cache
 def _shared_state(ordinal: int) -> tuple[threading.RLock, set[Stream], LiveCaptures]:
     """Return the state that all programs on a device share: `Gpu.launch_lock`, `Gpu.callers` and `Gpu.captures`."""
@@ -228,9 +217,8 @@ class TorchGpu:
         """Return the stream of the lane's green context, or a plain one."""
         if len(lane.units) == self.native.num_sms:
             return None
-        is_ordered = self._sharing in (Sharing.OVERLAPPING, Sharing.URGENCY)
         lowest, highest = self.native.priorities  # a lower number goes first
-        priority = max(highest, lowest - urgency) if is_ordered else lowest
+        priority = max(highest, lowest - urgency) if self._sharing is Sharing.URGENCY else lowest
         if (lane, priority) not in self._streams:
             self._streams[lane, priority] = self._make_stream(lane, priority)
         return self._streams[lane, priority]
@@ -243,11 +231,9 @@ class TorchGpu:
         return self._others[sharing]
 
     def _make_stream(self, lane: Lane, priority: int) -> Stream:
-        if self._sharing in (Sharing.FREE, Sharing.URGENCY):
+        if self._sharing is not Sharing.APART:
             return self._wrap(self.native.stream(lane.id, priority))
         atoms = atoms_of(lane, self.native.atom_sizes)
-        if self._sharing is Sharing.OVERLAPPING:
-            atoms = widen(atoms, self.native.num_atoms)
         native = self.native.lane(atoms, priority)
         expected = sum(self.native.atom_sizes[atom] for atom in atoms)
         if native.num_sms != expected:
@@ -300,12 +286,6 @@ class TorchGpu:
         """Call the body with `stream` as torch's current one; the primary context stays current."""
         with torch.cuda.stream(stream), units_left_out(self._left_out.get(stream.cuda_stream, 0)):
             return body(inputs)
-
-    @contextlib.contextmanager
-    def on_lane(self, lane: Lane) -> Iterator[None]:
-        """Make the lane's stream torch's current one."""
-        with torch.cuda.stream(self.lane_stream(lane) or self.caller_stream()):
-            yield
 
     def handle_of(self, stream: Stream) -> int:
         """Return the CUstream."""

@@ -26,13 +26,10 @@ import torch
 
 from apollo_compile.device.gpu.gpu import Body, Event, Gpu, Stream
 from apollo_compile.device.gpu.slots import fill_slots
-from apollo_compile.ir import BodyId, BufferId, Instruction, LaneId, Launch, Program, Record, Release, Wait
+from apollo_compile.ir import BufferId, Instruction, LaneId, Launch, Program, Record, Release, Wait
 from apollo_compile.torch_bridge.profiler import is_profiling, named
 
 HostOrder = tuple[tuple[LaneId, Instruction], ...]
-
-Tuned = Mapping[tuple[BodyId, int], Body]
-"""Code tuned for lanes of one size, by body and number of units."""
 
 Launched = Callable[[LaneId, Launch, Stream], None]
 """Called after the launch of every body, with its lane, its instruction and its stream."""
@@ -152,21 +149,17 @@ class Launcher:
         bodies: Sequence[Body],
         gpu: Gpu,
         urgency: Mapping[LaneId, int] | None = None,
-        tuned: Tuned | None = None,
         names: Sequence[str] = (),
     ) -> None:
         """Create the streams of the lanes that the program uses.
 
-        `urgency` gives priorities to lanes that share units; `tuned` takes precedence over `bodies`; `names` of the
-        segments are for profilers.
+        `urgency` gives priorities to lanes that share units; `names` of the segments are for profilers.
         """
         self._program = program
         self._bodies = tuple(bodies)
         self._gpu = gpu
         self._order = host_order(program)
-        self._tuned = tuned or {}
         self._names = names
-        self._units = {lane.id: len(lane.units) for lane in program.lanes}
         self._streams: dict[LaneId, Stream] = {}
         for lane, instructions in zip(program.lanes, program.instructions, strict=True):
             stream = gpu.lane_stream(lane, (urgency or {}).get(lane.id, 0)) if instructions else None
@@ -202,7 +195,7 @@ class Launcher:
                 stream = self._streams.get(lane, origin)
                 match instruction:
                     case Launch():
-                        body = self._tuned.get((instruction.body, self._units[lane]), self._bodies[instruction.body])
+                        body = self._bodies[instruction.body]
                         with named(names[instruction.segment] if names else None):
                             made(stream, _launch_body(instruction, body, values, self._gpu, stream))
                             fill_slots(instruction, values, slots, self._gpu, stream)

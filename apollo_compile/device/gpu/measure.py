@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 
 from apollo_compile.device.gpu.gpu import Body, Event, Gpu, Stream
-from apollo_compile.device.gpu.launch import Tuned, forked
+from apollo_compile.device.gpu.launch import forked
 from apollo_compile.ir import BodyId, BufferId, Lane, Observation, Observations, Segment, SegmentGraph
 
 UNTIMED_REPLAYS = 2
@@ -31,7 +31,6 @@ def measure_bodies(
     inputs: Sequence[torch.Tensor],
     *,
     written: Iterable[int],
-    tuned: Tuned | None = None,
 ) -> Observations:
     """Return the median time of each body on each number of units that a lane has.
 
@@ -42,12 +41,11 @@ def measure_bodies(
         gpu: their device.
         inputs: inputs of the graph, in order; every replay reads them.
         written: positions of the inputs that the graph writes to.
-        tuned: code tuned for lanes of one size, by body and number of units.
     """
     given = list(inputs)
     for index in written:
         given[index] = given[index].clone()
-    probe = _Probe(graph, bodies, lanes, gpu, given, tuned or {})
+    probe = _Probe(graph, bodies, lanes, gpu, given)
     times: dict[tuple[BodyId, int], list[int]] = {}
     with gpu.random_numbers_kept():
         probe.launch(gpu.caller_stream())  # autotuning at a body's first run synchronizes, which a capture forbids
@@ -80,12 +78,10 @@ class _Probe:
         lanes: Iterable[Lane],
         gpu: Gpu,
         inputs: list[torch.Tensor],
-        tuned: Tuned,
     ) -> None:
         self.timers: dict[tuple[BodyId, int], tuple[Event, Event]] = {}
         self._graph = graph
         self._bodies = bodies
-        self._tuned = tuned
         self._gpu = gpu
         self._inputs = inputs
         self._lane_by_units: dict[int, Lane] = {}
@@ -116,7 +112,7 @@ class _Probe:
         begin, end = gpu.new_timer(), gpu.new_timer()
         with forked(gpu, origin, [] if lane is None else [lane]):
             gpu.record(begin, stream)
-            made = gpu.call(self._tuned.get((segment.body, units), self._bodies[segment.body]), arguments, stream)
+            made = gpu.call(self._bodies[segment.body], arguments, stream)
             gpu.record(end, stream)
         del made  # freed on the lane, where nothing else runs
         self.timers[segment.body, units] = (begin, end)

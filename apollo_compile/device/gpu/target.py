@@ -6,8 +6,7 @@ GpuTarget(gpu, profile, config, device=...) -> Target
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import torch
 
@@ -21,28 +20,9 @@ from apollo_compile.device.gpu.whole import as_one_segment
 from apollo_compile.device.profile import DeviceProfile
 from apollo_compile.device.target import Code, CompiledBody, Run, Target
 from apollo_compile.ir import Lane, Role, SegmentGraph, Variant
-from apollo_compile.ir.variants import OWN_PLANS
 from apollo_compile.json_form import to_json
 from apollo_compile.pipeline import Compilation
 from apollo_compile.torch_bridge.onednn import Matmul
-
-_SHARING: Mapping[Variant, Sharing] = dict.fromkeys(OWN_PLANS, Sharing.FREE)
-"""How lanes share the device in the variants that run a plan: on plain streams.
-
-Priorities made graphs neither faster nor slower (of six comparisons, none differed by more than 4 %). They would be
-other ones in forward and backward, thus other streams, whose memory one cannot have from the other."""
-
-_STEP_SHARING: Mapping[Variant, Sharing] = dict.fromkeys(OWN_PLANS, Sharing.URGENCY)
-"""The same in whole steps, where updates are to fill what the critical lane leaves free."""
-
-_ISOLATED: Mapping[Variant, Sharing] = {
-    **_STEP_SHARING,
-    Variant.PLAN: Sharing.APART,
-    Variant.STREAMS: Sharing.FREE,
-    Variant.PRIORITIES: Sharing.URGENCY,
-    Variant.OVERLAPPING: Sharing.OVERLAPPING,
-}
-"""The same with `runtime.isolation`, in steps as well: the plan has its quotas."""
 
 
 class GpuTarget:
@@ -89,14 +69,21 @@ class GpuTarget:
         self._fingerprint = fingerprint
         # Where torch.compile's code stands by, a failure ends what failed, and nothing runs without its CUDA graph.
         self._is_strict = config.debug.strict or config.device.cuda_lanes == "auto"
-        self._sharing, self._step_sharing = (
-            (_ISOLATED, _ISOLATED) if config.runtime.isolation else (_SHARING, _STEP_SHARING)
-        )
 
     @property
     def variants(self) -> Collection[Variant]:
-        """The variants besides the plan that run the plan on lanes."""
-        return [variant for variant in self._sharing if variant not in OWN_PLANS]
+        """None: lanes run the plan in one way."""
+        return ()
+
+    def _sharing_in(self, role: Role) -> Sharing:
+        """Return how lanes share the device: with priorities in steps, where updates fill what a critical lane leaves.
+
+        Priorities made graphs neither faster nor slower (of six comparisons, none differed by more than 4 %). They
+        would be other ones in forward and backward, thus other streams, whose memory one cannot have from the other.
+        """
+        if self._config.runtime.isolation:
+            return Sharing.APART
+        return Sharing.URGENCY if role is Role.STEP else Sharing.FREE
 
     def complaint(self) -> str | None:
         """Return what a capture left behind that failed, or the self-check of this GPU found wrong; None if nothing."""
@@ -105,32 +92,21 @@ class GpuTarget:
     def start(self, lanes: tuple[Lane, ...]) -> None:
         """Do nothing: streams are created at the first launch."""
 
-    def tuned_lanes(self, lanes: Sequence[Lane]) -> Mapping[int, Lane]:
-        """Return one lane of every size except the whole device; none where lanes are plain streams."""
-        return {len(lane.units): lane for lane in lanes[1:]} if self._config.runtime.isolation else {}
-
     def faster_with_onednn(self, cases: Iterable[tuple[Matmul, int]]) -> Collection[tuple[Matmul, int]]:
         """Return nothing: oneDNN computes on CPUs."""
         return ()
 
-    def compile_scope(self, lane: Lane) -> AbstractContextManager[None]:
-        """Return a context in which the lane's stream is current."""
-        return self.gpu.on_lane(lane)
-
     def load(self, compilation: Compilation, code: Code, variant: Variant) -> CudaExecutable:
-        """Load the program, with lanes that share the device as the variant says."""
-        is_step = compilation.partition.graph.role is Role.STEP
-        sharing = (self._step_sharing if is_step else self._sharing).get(variant, Sharing.APART)
+        """Load the program onto lanes."""
         return CudaExecutable(
             program=compilation.program,
             graph=compilation.partition.graph,
             bodies=code.bodies,
-            gpu=self.gpu.sharing(sharing),
+            gpu=self.gpu.sharing(self._sharing_in(compilation.partition.graph.role)),
             contract=code.contract,
             shared=self._memory_of(compilation.partition.graph),
             variant=variant,
             urgency=rank_lanes(compilation.partition.graph, compilation.plan, compilation.costs),
-            tuned=code.tuned if sharing is Sharing.APART else {},
             lane_memory_quota=self.lane_memory_quota,
             strict=self._is_strict or code.is_all_or_nothing,
             only_replays=code.is_all_or_nothing,

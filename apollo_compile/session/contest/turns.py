@@ -38,7 +38,6 @@ from apollo_compile.session.compile_budget import CompileBudget
 from apollo_compile.session.contest.challenger import Challenger
 from apollo_compile.session.contest.exclusive import Exclusive
 from apollo_compile.session.contest.promises import reason_against_lanes, reason_without_branches
-from apollo_compile.session.procedure import SHARED_VARIANTS
 from apollo_compile.store.verdicts import Choice
 from apollo_compile.units import format_ns
 
@@ -230,8 +229,8 @@ class Contest:
             _logger.warning("%s: %s stays: %s", self._name, name_of(self.champion), self.reason)
         else:
             self.reason = reason_against_lanes(self._challenger.graphs) or ""
-        for variant in () if self.reason else _plans_of(self._target):
-            yield from self._compare(variant)
+        if not self.reason:
+            yield from self._compare(Variant.PLAN)
 
     def _time_bodies(self) -> Sides:
         begin = self._clock()
@@ -310,14 +309,6 @@ def _end_of(holding: Generator[Comparison, None, str]) -> str:
         winner: str = end.value
         return winner
     raise AssertionError("a comparison goes on after its last step")
-
-
-def _plans_of(target: Target) -> list[Variant]:
-    """Return the variants that run the plan, in the order in which they are compared with the winner until then.
-
-    With quotas, plain streams come first; without, the plan is on plain streams itself.
-    """
-    return [*(variant for variant in SHARED_VARIANTS if variant in target.variants), Variant.PLAN]
 
 
 def name_of(variant: Variant) -> str:

@@ -230,13 +230,6 @@ class FakeGpu:
                 weakref.finalize(tensor, self._free, id(tensor))
         return outputs
 
-    @contextlib.contextmanager
-    def on_lane(self, lane: Lane) -> Iterator[None]:
-        """Note it."""
-        self.log.append(("enter lane", str(len(lane.units))))
-        yield
-        self.log.append(("leave lane", str(len(lane.units))))
-
     def free_bytes(self) -> int:
         """Return what a test says."""
         return self.free

@@ -13,7 +13,7 @@ import torch
 from apollo_compile import _native
 from apollo_compile.config import load_config
 from apollo_compile.device import open as device_open
-from apollo_compile.device.gpu.gpu import atoms_of, widen
+from apollo_compile.device.gpu.gpu import atoms_of
 from apollo_compile.device.lanes import lane_catalogue, useful_lanes
 from apollo_compile.errors import CudaError
 
@@ -75,22 +75,6 @@ def test_lanes_are_made_of_the_atoms_that_the_driver_grants(
     for lane in others:
         made = device.lane(atoms_of(lane, device.atom_sizes))
         assert made.num_sms == len(sms_of(stub, made)) == len(lane.units)
-
-
-@pytest.mark.parametrize(("border", "shared"), ((8, 8), (12, 8), (15, 7)))
-def test_wider_lanes_overlap_and_keep_some_sms_to_themselves(stub: ctypes.CDLL, border: int, shared: int) -> None:
-    """Each gets half of what is beside it; the order of priorities is the driver's."""
-    device = open_stub(stub)
-    atoms = [widen(range(border), device.num_atoms), widen(range(border, 16), device.num_atoms)]
-    left, right = (sms_of(stub, device.lane(each, priority)) for each, priority in zip(atoms, (-1, 0), strict=True))
-    assert len(left & right) == shared * 8
-    assert len(left | right) == 132 and left - right and right - left
-
-
-def test_a_lane_with_nothing_beside_it_gets_no_wider() -> None:
-    """It has every atom."""
-    assert widen([0, 1], 2) == [0, 1]
-    assert widen([0], 2) == [0]
 
 
 def test_a_lane_is_made_once_per_priority(stub: ctypes.CDLL) -> None:

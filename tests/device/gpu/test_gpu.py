@@ -53,17 +53,6 @@ def test_a_lane_has_the_sms_of_its_units(gpu: TorchGpu, stub: ctypes.CDLL) -> No
     assert gpu.lane_stream(WHOLE, 5) is None
 
 
-def test_overlapping_lanes_have_half_of_what_is_beside_them(gpu: TorchGpu, stub: ctypes.CDLL) -> None:
-    """And priorities: the more urgent, the lower the number."""
-    overlapping = gpu.sharing(Sharing.OVERLAPPING)
-    left, right = overlapping.lane_stream(LEFT, 1), overlapping.lane_stream(RIGHT, 0)
-    assert (len(sms_of(stub, left)), len(sms_of(stub, right))) == (112, 84)
-    assert len(sms_of(stub, left) & sms_of(stub, right)) == 64
-    native = gpu.native
-    assert native.lane(list(range(14)), -1).stream == left.cuda_stream
-    assert native.lane(list(range(6, 16)), 0).stream == right.cuda_stream
-
-
 def priority_of(stub: ctypes.CDLL, stream: SimpleNamespace) -> int:
     """Return the priority of a stream."""
     return int(stub.stub_priority_of_stream(stream.cuda_stream))
@@ -96,18 +85,16 @@ def test_a_lane_that_gets_fewer_sms_is_refused(gpu: TorchGpu, stub: ctypes.CDLL)
 
 @pytest.mark.parametrize(
     ("sharing", "left_out"),
-    [(Sharing.APART, 36), (Sharing.OVERLAPPING, 20), (Sharing.FREE, None), (Sharing.URGENCY, None)],
+    [(Sharing.APART, 36), (Sharing.FREE, None), (Sharing.URGENCY, None)],
 )
 def test_libraries_are_told_of_the_sms_that_are_not_the_lanes(
     gpu: TorchGpu, sharing: Sharing, left_out: int | None
 ) -> None:
-    """While a body is launched on it, and not afterwards; nor on the lane for longer, where others launch meanwhile."""
+    """While a body is launched on it, and not afterwards."""
     device, seen = gpu.sharing(sharing), []
     stream = device.lane_stream(LEFT)
     device.call(lambda inputs: seen.append(torch._C._get_sm_carveout_experimental()) or [], [], stream)  # type: ignore[func-returns-value]
-    with device.on_lane(LEFT):
-        seen.append(torch._C._get_sm_carveout_experimental())
-    assert seen == [left_out, None]
+    assert seen == [left_out]
     assert torch._C._get_sm_carveout_experimental() is None
 
 

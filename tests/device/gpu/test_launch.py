@@ -12,7 +12,6 @@ from apollo_compile.device.gpu.urgency import rank_lanes
 from apollo_compile.device.lanes import lane_catalogue, useful_lanes
 from apollo_compile.errors import InvariantError
 from apollo_compile.ir import (
-    BodyId,
     CostSource,
     CostTable,
     EventId,
@@ -88,25 +87,6 @@ def test_any_program_is_launched_in_a_legal_order_and_frees_memory_safely(seed: 
         expected = expected_of(made, torch.full((2,), value, dtype=torch.float64))
         assert all(map(torch.equal, outputs, expected))
     assert not gpu.races
-
-
-def test_lanes_run_what_was_made_for_their_number_of_units() -> None:
-    """And what was made for every number, where there is nothing else."""
-    made = replace(graph((), ()), segments=tuple(replace(each, body=BodyId(0)) for each in graph((), ()).segments))
-    whole, half, other = replace(plan(made, "AB"), lanes=lanes_of(4)).lanes
-    program = replace(program_of(made, plan(made, "AB")), lanes=(whole, half, other))
-    seen: list[str] = []
-
-    def body(name: str):  # type: ignore[no-untyped-def]
-        def run(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-            seen.append(name)
-            return [inputs.pop() + 1]
-
-        return run
-
-    gpu = FakeGpu(units=4)
-    Launcher(program, [body("any")], gpu, tuned={(BodyId(0), 3): body("three")}).launch([torch.ones(1)], CALLER)
-    assert (len(half.units), len(other.units), seen) == (3, 1, ["three", "any"])
 
 
 def lanes_of(units: int) -> tuple[Lane, ...]:

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch._inductor.config as inductor_config
 from torch import fx, nn
 
 from apollo_compile.config import load_config
@@ -19,10 +18,8 @@ from apollo_compile.device.gpu.gpu import Sharing
 from apollo_compile.device.gpu.target import GpuTarget
 from apollo_compile.ir import CostSource, Variant
 from apollo_compile.passes.plan import make_plan
-from apollo_compile.session import bodies as session_bodies
 from apollo_compile.session.compile import GraphCompiler
 from apollo_compile.session.model import CompiledModel
-from apollo_compile.session.procedure import SHARED_VARIANTS
 from apollo_compile.store.profiles import load_profile
 from apollo_compile.torch_bridge.frontend import compile_with_inductor, keep_with
 from tests.device.gpu.fake_gpu import FakeGpu
@@ -39,10 +36,6 @@ OPTIONS = {
     "partition.granularity": "module",
     "runtime.isolation": True,
 }
-
-
-SIZES = tuple(dict.fromkeys(len(lane.units) for lane in load_profile(Path("h200")).lanes[1:]))
-"""Units of the lanes that are smaller than the device."""
 
 
 COMPILED = {"runtime.bodies": "python"}
@@ -151,31 +144,6 @@ def test_without_isolation_bodies_are_timed_on_quotas_and_run_on_plain_streams()
     assert not any(gpu.races for gpu in gpus.values())
     assert len(gpus[Sharing.FREE].recordings) == 2
     assert all(recording.num_replays == 7 for recording in gpus[Sharing.APART].recordings), "only bodies were timed"
-
-
-@pytest.mark.soak
-def test_code_that_depends_on_the_quota_is_made_for_every_quota(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With max-autotune: on a lane of each size, told of its units; the numbers stay those of eager."""
-    compiler = new_compiler(**COMPILED, **{"partition.granularity": "module"})
-    model, inputs = TwoTowers(depth=1), two_tower_inputs()
-    expected = train(model, loss_of(inputs), steps=4)
-    told: list[int] = []
-    own = session_bodies.compile_bodies
-
-    def compile_bodies(*arguments: Any, units: int | None = None, left_out: int = 0, **options: Any) -> Any:
-        told.append((units or 132) + left_out)
-        return own(*arguments, units=units, left_out=left_out, **options)
-
-    monkeypatch.setattr(session_bodies, "compile_bodies", compile_bodies)
-    with inductor_config.patch(max_autotune_gemm=True, max_autotune_gemm_backends="ATEN"):
-        actual = train(model, loss_of(inputs), steps=4, backend=compiler)
-    assert_same_training(expected, actual)
-    for graph in compiler.models[0].graphs:
-        bodies = range(len(graph.bodies))
-        assert graph.code.tuned.keys() == {(body, units) for body in bodies for units in SIZES}
-    assert told == 2 * (1 + len(SIZES)) * [132]  # two graphs, for the whole device and every size
-    on_lanes = [entry for entry in compiler.gpu.log if entry[0] in ("enter lane", "leave lane")]
-    assert on_lanes == 2 * [(what, str(units)) for units in SIZES for what in ("enter lane", "leave lane")]
 
 
 def test_masks_under_replay_are_those_of_runs_on_lanes(compiler: Compiler) -> None:
@@ -444,7 +412,7 @@ def test_other_shapes_get_graphs_of_their_own(compiler: Compiler) -> None:
 
 @pytest.mark.soak
 def test_the_variants_on_a_gpu_compete() -> None:
-    """One stream, streams, priorities, lanes, overlapping ones, perhaps Inductor; outputs are eager's all along."""
+    """One stream, lanes, perhaps Inductor; outputs are eager's all along."""
     compiler = new_compiler(**COMPILED, **{"plan.autotune": True})
     model, inputs = TwoTowers(depth=1), two_tower_inputs()
     run = torch.compile(model, backend=compiler)
@@ -457,12 +425,8 @@ def test_the_variants_on_a_gpu_compete() -> None:
                 break
     assert verdict is not None
     names = {standing.name for standing in verdict.standings}
-    assert (
-        {Variant.SERIAL, *SHARED_VARIANTS, Variant.PLAN}
-        <= names
-        <= {Variant.SERIAL, *SHARED_VARIANTS, Variant.PLAN, Variant.INDUCTOR}
-    )
-    assert set(compiler.gpu.others) == set(Sharing)
+    assert {Variant.SERIAL, Variant.PLAN} <= names <= {Variant.SERIAL, Variant.PLAN, Variant.INDUCTOR}
+    assert set(compiler.gpu.others) == {Sharing.APART}
     assert not any(gpu.races for gpu in compiler.gpu.others.values())
     (graph,) = compiler.models[0].graphs
     assert len(list(compiler.gpu.captures)) <= 1, "what lost keeps no memory"
@@ -471,8 +435,7 @@ def test_the_variants_on_a_gpu_compete() -> None:
 
 
 @pytest.mark.parametrize("is_lopsided", (False, True), ids=("lanes", "a backward in turn"))
-@pytest.mark.parametrize("variant", (Variant.SERIAL, *SHARED_VARIANTS))
-def test_every_variant_replays_forward_and_backward(compiler: Compiler, variant: str, is_lopsided: bool) -> None:
+def test_the_serial_variant_replays_forward_and_backward(compiler: Compiler, is_lopsided: bool) -> None:
     """With memory of its own: captures of one variant do not stop another; also where one of both has no lanes."""
     model = TwoTowers(depth=1)
     run, made, inputs = warmed_up(compiler, model)
@@ -483,44 +446,15 @@ def test_every_variant_replays_forward_and_backward(compiler: Compiler, variant:
         last.variants.adopt(last.variants.with_plan(in_turn))
         assert last.available == (Variant.SERIAL,)
     for graph in compiler.models[0].graphs:
-        graph.use(variant)
+        graph.use(Variant.SERIAL)
     model(*inputs).square().mean().backward()
     for _ in range(4):
         made.zero_grad(set_to_none=True)
         run(*inputs).square().mean().backward()
         assert_same_gradients(model, made)
-    executables = [graph.variants.loaded()[variant] for graph in compiler.models[0].graphs]
+    executables = [graph.variants.loaded()[Variant.SERIAL] for graph in compiler.models[0].graphs]
     assert [each.num_replays for each in executables] == [2, 2]
     compiler.check(replays=[3, 0 if is_lopsided else 3])
-
-
-def test_variants_that_are_not_kept_capture_again(compiler: Compiler) -> None:
-    """Their memory is gone in between; that of the others is not touched."""
-    model = TwoTowers(depth=1)
-    run, made, inputs = warmed_up(compiler, model)
-    graphs, (first, second) = compiler.models[0].graphs, SHARED_VARIANTS[:2]
-
-    def captured(variant: str) -> list[bool]:
-        return [bool(graph.variants.loaded()[variant].lane_bytes()) for graph in graphs]
-
-    def train_as(variant: str) -> None:
-        for graph in graphs:
-            graph.use(variant)
-        for _ in range(4):
-            made.zero_grad(set_to_none=True)
-            run(*inputs).square().mean().backward()
-            assert_same_gradients(model, made)
-
-    model(*inputs).square().mean().backward()
-    for variant in (first, second):
-        train_as(variant)
-    for graph in graphs:
-        graph.keep([second])
-    assert (captured(Variant.PLAN), captured(first), captured(second)) == ([False] * 2, [False] * 2, [True] * 2)
-    train_as(first)
-    train_as(Variant.PLAN)
-    assert captured(Variant.PLAN) == captured(first) == captured(second) == [True, True]
-    assert not any(gpu.races for gpu in compiler.gpu.others.values())
 
 
 @pytest.mark.soak
