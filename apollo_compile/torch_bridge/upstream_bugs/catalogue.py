@@ -33,6 +33,7 @@ UPSTREAM_BUGS = (
         defect="skips full vectors of a parameter of lower precision in the fused update of SGD",
         report="https://github.com/pytorch/pytorch/issues/191763",
         seen_in=("2.13",),
+        fixed_in="2.14.1",
         test="test_torch_leaves_most_parameters_of_lower_precision_as_they_were",
     ),
     UpstreamBug(

@@ -237,7 +237,7 @@ class Loop:
 def interpret_plainly(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let torch.compile interpret what AOTAutograd made: its compiler takes most of the time, and changes nothing."""
 
-    def compile_plainly(graph_module: fx.GraphModule, example_inputs: Sequence[Any], settings: Any) -> Any:
+    def compile_plainly(graph_module: fx.GraphModule, example_inputs: Sequence[Any], settings: Any, **_: Any) -> Any:
         def interpret(graph: fx.GraphModule, *_: Any, **__: Any) -> tuple[Any, None]:
             return interpret_whole(graph), None
 
