@@ -91,11 +91,17 @@ def check_layouts(name: str, function: Callable[..., Any], layouts: Layouts) -> 
         if layout is None or strides is None:
             continue
         shape, traced = layout
+        if any(map(_is_none, shape)):  # no element has a place
+            continue
         differs = [not _is_same(t, s) for s, t, size in zip(strides, traced, shape, strict=True) if not _is_one(size)]
         if any(differs):
             raise UnsupportedGraphError(
                 f"Inductor gave output {number} of {name} the strides {tuple(strides)} instead of {traced}"
             )
+
+
+def _is_none(size: int | torch.SymInt) -> bool:
+    return isinstance(size, int) and size == 0
 
 
 def _is_one(size: int | torch.SymInt) -> bool:
