@@ -79,16 +79,13 @@ def _interpret(piece: fx.GraphModule) -> Callable[[list[Any]], Sequence[Any]]:
     function = fx.GraphModule(piece, piece.graph).forward
 
     def run(inputs: list[Any]) -> Sequence[Any]:
-        # Results of `torch.ops.prims` operators require gradients if an input does, even under `no_grad`. And an output
-        # that is a view of another one, where `detach` leaves no trace, would get the gradient of that one.
-        inputs[:] = _detached(inputs)
-        return _detached(function(inputs))
+        # Results of `torch.ops.prims` operators require gradients if an input does, even under `no_grad`. And writes
+        # must not change the versions of inputs, as in compiled code: AOTAutograd does that itself.
+        inputs[:] = [value.data if isinstance(value, torch.Tensor) else value for value in inputs]
+        # An output that is a view of another one would get the gradient of that one.
+        return [value.detach() if isinstance(value, torch.Tensor) else value for value in function(inputs)]
 
     return run
-
-
-def _detached(values: Sequence[Any]) -> list[Any]:
-    return [value.detach() if isinstance(value, torch.Tensor) else value for value in values]
 
 
 def _draw(size: Sequence[int], seed: torch.Tensor, mode: str, **_: Any) -> torch.Tensor:
