@@ -29,7 +29,7 @@ from apollo_compile.tools.bench.task import Task, Variant
 from benchmarks.harness.whole_steps import COMPARED, COMPILED, FULL_BATCH, LOOP, TRACED, TRACED_WHOLE
 from benchmarks.run import batch_sizes, measure_tasks, names_of
 
-WORKLOADS = ("clip", "flava", "llava", "whisper", "vit_control", "two_tower", "chain")
+WORKLOADS = ("clip", "flava", "llava", "whisper", "vit_control", "two_tower", "act", "chain")
 
 CONTRASTED = ("clip", "flava", "two_tower")
 """Workloads whose loss compares the samples of a batch: of one sample it is constant, and of a full batch another."""

@@ -23,6 +23,7 @@ import torch.nn.functional as functional
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
+from benchmarks.workloads.act import Act
 from benchmarks.workloads.specs import SPECS, Spec
 
 SIZES = ("tiny", "small", "deep", "base")
@@ -105,7 +106,7 @@ def _assemble(name: str, spec: Spec, size: str, *, batch: int | None, seed: int,
     sized = spec["sizes"][size]
     torch.manual_seed(seed)
     if spec["config"] is None:
-        model: nn.Module = TwoTower(**sized["config"], dropout=dropout)
+        model: nn.Module = _PLAIN[spec["model"]](**sized["config"], dropout=dropout)
     else:
         model = _build_hugging_face(spec, copy.deepcopy(sized["config"]), dropout)
     model.train()
@@ -206,6 +207,8 @@ def weigh_outputs(output: Any) -> Tensor:
     ]
     return torch.stack([term.to(terms[0].dtype) for term in terms]).sum()
 
+
+_PLAIN: dict[str, Callable[..., nn.Module]] = {"TwoTower": TwoTower, "Act": Act}
 
 _LOSSES: dict[str, Callable[[Any], Tensor]] = {
     "returned": _returned_loss,

@@ -508,4 +508,47 @@ SPECS: dict[str, Spec] = {
             },
         },
     },
+    # One ResNet-18 for two cameras, then a transformer.
+    "act": {
+        "model": "Act",
+        "config": None,
+        "loss": "returned",
+        "branches": ("backbone", "vae"),
+        "sizes": {
+            "tiny": {
+                "config": {
+                    "backbone": 8,
+                    "stages": (1, 1),
+                    "width": 16,
+                    "hidden": 32,
+                    "layers": 1,
+                    "heads": 2,
+                    "chunk": 10,
+                },
+                "inputs": {
+                    "front": image(2, 3, 32, 32),
+                    "wrist": image(2, 3, 32, 32),
+                    "state": image(2, 14),
+                    "actions": image(2, 10, 14),
+                },
+            },
+            "small": {
+                "config": {
+                    "backbone": 64,
+                    "stages": (2, 2, 2, 2),
+                    "width": 512,
+                    "hidden": 3200,
+                    "layers": 4,
+                    "heads": 8,
+                    "chunk": 100,
+                },
+                "inputs": {
+                    "front": image(8, 3, 96, 96),
+                    "wrist": image(8, 3, 96, 96),
+                    "state": image(8, 14),
+                    "actions": image(8, 100, 14),
+                },
+            },
+        },
+    },
 }
