@@ -137,7 +137,7 @@ class Node:
     target: str
     """The operator, e.g. `aten.mm.default`; the placeholder's name for inputs."""
     inputs: tuple[NodeId, ...]
-    """Nodes whose values this one reads, without repeats, ascending; sizes apart."""
+    """Nodes whose values this one reads, without repeats, in order of the arguments; sizes apart."""
     sizes: tuple[NodeId, ...] = ()
     """Graph inputs that are sizes and that this node, its shape or the shape of what it reads depends on, ascending."""
     after: tuple[NodeId, ...] = ()

@@ -85,7 +85,7 @@ def capture_graph(graph_module: fx.GraphModule, *, name: str, role: Role, device
         node_id = NodeId(len(nodes))
         ids[fx_node] = node_id
         read = [value for value in fx_node.all_input_nodes if value not in symbols.inputs]
-        inputs = tuple(sorted({ids[value] for value in read}))
+        inputs = tuple(ids[value] for value in read)
         kind = _kind(fx_node, nodes, inputs, device)
         runs_collective = is_collective(fx_node) and kind is NodeKind.COMPUTE
         if runs_collective and not is_waited_for(fx_node):

@@ -11,7 +11,9 @@ start from layer names where the metadata has them:
    the label that all its labelled neighbours agree on.
 2. Its level is the number of label switches on the longest path from the inputs. Connected clusters of equal label and
    level form a piece; pieces form an acyclic graph, because a path that leaves one reaches higher levels only.
-3. Where the graph has no names, every cluster starts as a piece of its own.
+3. Where the graph has no names, every cluster starts as a piece of its own. So do, everywhere, clusters at an end of
+   the graph: next to no work leads to them, or follows them. Calls of one module are told apart although they share
+   the scale of a batch norm, its running statistics, or the seeds of a graph.
 
 Then pieces are contracted along edges u -> v, as long as that costs no parallelism:
 
@@ -20,12 +22,18 @@ Then pieces are contracted along edges u -> v, as long as that costs no parallel
   work, and everywhere with granularity "module";
 * tiny: one side has next to no work, and the other side is where it would have to wait anyway.
 
+Of the tiny pieces that are left, those that wait for nothing are joined into one segment in front (`~first`), and those
+that nothing waits for into one behind (`~last`): each is read by, or reads from, several independent pieces.
+
 A node that must be alone (`Node.is_alone`) shares a segment only with other such nodes.
 
 In a backward graph, weight gradients are matmuls whose results no other segment needs. As part of their layer they
 delay the layers after it; as a segment of their own (`layers.3:weights`) they fill units that the chain of layers
 leaves idle, even in a model with a single tower. The price is a segment boundary that fusion does not cross, so with
 `weight_gradients` at "auto" both partitions are made, and the caller, who knows the device, says which is better.
+
+In a backward graph, sums of the gradients of a layer that is called several times are its updates
+(`layers.3:update`).
 
 In the graph of a whole step, a layer occurs forward and backward, once for every micro-batch. Forward and backward of a
 layer are pieces of their own (`layers.3`, `layers.3:backward`). What follows the backward of one layer only, and that
@@ -72,8 +80,14 @@ _FLOPS_PER_BYTE = 2
 _UPDATE = ":update"
 """Ends the labels of what is done with the gradients of a layer."""
 
+_FIRST, _LAST = "~first", "~last"
+"""Labels of small pieces of any modules that are joined."""
+
 _ALONE = "~"
 """Label of nodes that must be alone, whichever layer they came from; no module has this name."""
+
+_LAUNCH = 2**20
+"""Weight of a piece whose work takes about as long as the launch of a segment."""
 
 _NAMED_SHARE = 0.5
 """Share of the work that must carry a module's name for layer names to be trusted."""
@@ -108,25 +122,31 @@ def _cut(capture: Capture, config: PartitionConfig, *, separates_weight_gradient
     is_update = [False] * len(labels)
     weight = [sum(_weight(capture.nodes[node].work) for node in cluster) for cluster in clusters.members]
     named = sum(w for w, label in zip(weight, labels, strict=True) if label) >= _NAMED_SHARE * sum(weight)
+    is_end = [False] * len(labels)
     if named:
+        is_end = _find_ends(clusters, weight, min(config.min_segment_share * sum(weight), _LAUNCH))
         if capture.role is Role.STEP:
             labels, is_update = _label_updates(clusters, labels)
-        labels = _spread_labels(clusters, labels)
+        labels = _spread_labels(clusters, labels, is_end)
+        if capture.role is Role.BACKWARD:
+            is_update = [label.endswith(_UPDATE) for label in labels]
         labels = [_ALONE if alone else label for alone, label in zip(clusters.are_alone, labels, strict=True)]
-        groups = _group_by_level(clusters, labels, is_update)
+        groups = _group_by_level(clusters, labels, is_update, is_end)
     else:
         labels = [""] * len(labels)
         groups = list(range(len(labels)))
     is_apart = [False] * len(groups)
     if separates_weight_gradients and named:
-        is_apart = _find_weight_gradients(capture, clusters, labels, groups, is_update)
+        is_apart = _find_weight_gradients(capture, clusters, labels, groups, is_update, is_end)
         sides: Sequence[Hashable] = groups if capture.role is Role.STEP else labels  # micro-batches stay apart
         groups = _number(
             (side,) if apart else group for side, group, apart in zip(sides, groups, is_apart, strict=True)
         )
     pieces = _Pieces(clusters, groups, labels, weight)
     _contract(pieces, config, named=named)
-    return _build(capture, clusters, pieces.in_order(), labels, is_apart)
+    _join_ends(pieces, config)
+    _contract(pieces, config, named=named)
+    return _build(capture, clusters, pieces, is_apart)
 
 
 def resize_partition(partition: Partition, capture: Capture) -> Partition:
@@ -137,7 +157,7 @@ def resize_partition(partition: Partition, capture: Capture) -> Partition:
     graph = partition.graph
 
     def resize(segment: Segment) -> Segment:
-        content = [nodes[node] for node in partition.nodes_by_segment[segment.id]]
+        content = [nodes[node] for node in sorted(partition.nodes_by_segment[segment.id])]
         made = [ids[graph.buffers[buffer].name] for buffer in segment.outputs]
         needs = segment_needs(content, outputs=made)
         return replace(segment, work=needs.work, workspace_bytes=needs.workspace_bytes)
@@ -161,6 +181,8 @@ class _Clusters:
     """Whether autograd made a cluster of a graph with forward and backward."""
     are_alone: list[bool]
     """Whether a cluster shares its segment only with other clusters that must be alone."""
+    may_join: list[bool]
+    """Whether a cluster may share its segment with others that it has no edges to: it blocks no lane."""
 
 
 def _find_clusters(capture: Capture) -> _Clusters:
@@ -192,7 +214,8 @@ def _find_clusters(capture: Capture) -> _Clusters:
         predecessors[host] |= (producers | earlier) - {host}
     are_alone = [any(nodes[node].is_alone for node in cluster) for cluster in members]
     are_backward = [nodes[cluster[0]].is_backward for cluster in members]
-    return _Clusters(members, cluster_by_node, predecessors, are_backward, are_alone)
+    may_join = [not any(nodes[node].is_alone or nodes[node].is_collective for node in cluster) for cluster in members]
+    return _Clusters(members, cluster_by_node, predecessors, are_backward, are_alone, may_join)
 
 
 def _weight(work: Work) -> float:
@@ -246,22 +269,51 @@ def _label_updates(clusters: _Clusters, labels: list[str]) -> tuple[list[str], l
     return updated, found
 
 
-def _spread_labels(clusters: _Clusters, labels: list[str]) -> list[str]:
+def _find_ends(clusters: _Clusters, weight: list[float], limit: float) -> list[bool]:
+    """Return whether next to no work leads to a cluster, or follows it: less than `limit`, with its own.
+
+    What the backward of a step computes from little is no end of the graph: it stays with the backward that reads it.
+    """
+
+    def add_up(neighbours: Sequence[Iterable[int]], order: Iterable[int]) -> list[float]:
+        total = list(weight)  # what is reached on several paths counts once for each
+        for cluster in order:
+            total[cluster] += sum(total[other] for other in neighbours[cluster])
+        return total
+
+    order = range(len(weight))
+    before = add_up(clusters.predecessors, order)
+    after = add_up(_successors(clusters.predecessors), reversed(order))
+    first = [total < limit and not backward for total, backward in zip(before, clusters.are_backward, strict=True)]
+    return [is_first or total < limit for is_first, total in zip(first, after, strict=True)]
+
+
+def _spread_labels(clusters: _Clusters, labels: list[str], is_end: list[bool]) -> list[str]:
     """Give clusters without a label that of the only labelled piece next to them: on both sides, before, or after.
 
     It is pieces that are counted, not labels: the sum of the gradients of a layer that is used twice belongs to neither
-    use; with either, it would make the two uses dependent.
+    use; with either, it would make the two uses dependent. What follows several uses of one layer and nothing waits for
+    is labelled as an update. Pieces at an end of the graph count where there are no others.
     """
     successors = _successors(clusters.predecessors)
-    piece = _connect(clusters, _keys(clusters, labels))
+    keys = _keys(clusters, labels)
+    piece = _connect(clusters, keys, is_end)
+    ends: dict[Hashable, int] = {}
+    piece = [ends.setdefault(keys[first], first) if is_end[first] else first for first in piece]
+
+    def nearest(neighbours: Sequence[Iterable[int]], cluster: int) -> set[int]:
+        found = _nearest(neighbours, labels, piece, cluster)
+        return {first for first in found if not is_end[first]} or found
+
     spread = []
     for cluster, label in enumerate(labels):
         if not label:
-            before = _nearest(clusters.predecessors, labels, piece, cluster)
-            after = _nearest(successors, labels, piece, cluster)
+            before, after = nearest(clusters.predecessors, cluster), nearest(successors, cluster)
             only = next((around for around in (before | after, before, after) if len(around) == 1), None)
             place = "pre" if not before else "post" if not after else "mid"
             label = place if only is None else labels[only.pop()]
+            if only is None and not after and len(layers := {labels[first] for first in before}) == 1:
+                label = f"{layers.pop()}{_UPDATE}"
         spread.append(label)
     return spread
 
@@ -283,8 +335,11 @@ def _nearest(neighbours: Sequence[Iterable[int]], labels: list[str], piece: list
     return found
 
 
-def _connect(clusters: _Clusters, keys: Sequence[Hashable]) -> list[int]:
-    """Return for every cluster the first cluster of its piece, a component connected by edges between equal keys."""
+def _connect(clusters: _Clusters, keys: Sequence[Hashable], is_end: list[bool]) -> list[int]:
+    """Return for every cluster the first cluster of its piece, a component connected by edges between equal keys.
+
+    Clusters at an end of the graph connect nothing; each is a piece.
+    """
     root = list(range(len(keys)))
 
     def find(cluster: int) -> int:
@@ -294,7 +349,7 @@ def _connect(clusters: _Clusters, keys: Sequence[Hashable]) -> list[int]:
 
     for cluster, before in enumerate(clusters.predecessors):
         for other in before:
-            if keys[other] == keys[cluster]:
+            if keys[other] == keys[cluster] and not is_end[other] and not is_end[cluster]:
                 first, second = sorted((find(cluster), find(other)))
                 root[second] = first
     return [find(cluster) for cluster in range(len(keys))]
@@ -308,7 +363,7 @@ def _successors(predecessors: Sequence[Iterable[int]]) -> list[set[int]]:
     return successors
 
 
-def _group_by_level(clusters: _Clusters, labels: list[str], is_update: list[bool]) -> list[int]:
+def _group_by_level(clusters: _Clusters, labels: list[str], is_update: list[bool], is_end: list[bool]) -> list[int]:
     """Return the group of every cluster: connected clusters of one label and one level, forward and backward apart.
 
     A cluster's level is the number of label switches on the longest path to it. What the backward computes from values
@@ -323,7 +378,7 @@ def _group_by_level(clusters: _Clusters, labels: list[str], is_update: list[bool
         if clusters.are_backward[cluster] and after and all(keys[other] == keys[cluster] for other in after):
             level[cluster] = min(level[other] for other in after)
     at_level: list[Hashable] = list(zip(keys, level, strict=True))
-    connected = _connect(clusters, at_level)
+    connected = _connect(clusters, at_level, is_end)
     return _number(key if loose else piece for key, loose, piece in zip(at_level, is_update, connected, strict=True))
 
 
@@ -336,7 +391,12 @@ def _keys(clusters: _Clusters, labels: list[str]) -> list[Hashable]:
 
 
 def _find_weight_gradients(
-    capture: Capture, clusters: _Clusters, labels: list[str], groups: list[int], is_update: list[bool]
+    capture: Capture,
+    clusters: _Clusters,
+    labels: list[str],
+    groups: list[int],
+    is_update: list[bool],
+    is_end: list[bool],
 ) -> list[bool]:
     """Return for every cluster whether it belongs to the weight gradients of its layer, as far as other matmuls remain.
 
@@ -350,7 +410,8 @@ def _find_weight_gradients(
     for cluster in reversed(order):
         after = successors[cluster]
         stays_in_group[cluster] = all(
-            is_update[other] or (stays_in_group[other] and groups[other] == groups[cluster]) for other in after
+            is_update[other] or (stays_in_group[other] and (is_end[other] or groups[other] == groups[cluster]))
+            for other in after
         )
         has_no_later_matmul[cluster] = all(has_no_later_matmul[other] and not is_matmul[other] for other in after)
         is_last = stays_in_group[cluster] and has_no_later_matmul[cluster]
@@ -388,6 +449,7 @@ class _Pieces:
         self.clusters: list[list[int]] = [[] for _ in range(count)]
         self.label = [""] * count
         self.is_alone = [False] * count
+        self.may_join = [True] * count
         self.weight = [0.0] * count
         self.predecessors: list[set[int]] = [set() for _ in range(count)]
         self.successors: list[set[int]] = [set() for _ in range(count)]
@@ -395,6 +457,7 @@ class _Pieces:
             self.clusters[group].append(cluster)
             self.label[group] = labels[cluster]
             self.is_alone[group] = clusters.are_alone[cluster]
+            self.may_join[group] &= clusters.may_join[cluster]
             self.weight[group] += weight[cluster]
             for other in clusters.predecessors[cluster]:
                 if groups[other] != group:
@@ -405,7 +468,7 @@ class _Pieces:
         self._mask = [1 << piece for piece in range(count)]
         self._ancestors = [0] * count
         self._descendants = [0] * count
-        order = self._topological()
+        order = self.in_topological_order()
         for piece in order:
             for other in self.predecessors[piece]:
                 self._ancestors[piece] |= self._ancestors[other] | self._mask[other]
@@ -431,6 +494,7 @@ class _Pieces:
         if self.weight[v] > self.weight[u]:
             self.label[u] = self.label[v]
         self.weight[u] += self.weight[v]
+        self.may_join[u] &= self.may_join[v]
         for other in self.predecessors[v]:
             self.successors[other].discard(v)
             if other != u:
@@ -451,11 +515,8 @@ class _Pieces:
             if self._mask[other] & self._ancestors[u]:
                 self._descendants[other] |= below
 
-    def in_order(self) -> list[list[int]]:
-        """Return the clusters of every piece, pieces in the topological order that is closest to graph order."""
-        return [sorted(self.clusters[piece]) for piece in self._topological()]
-
-    def _topological(self) -> list[int]:
+    def in_topological_order(self) -> list[int]:
+        """Return the pieces in the topological order that is closest to graph order."""
         missing = {piece: len(self.predecessors[piece]) for piece in self.alive}
         ready = [(min(self.clusters[piece]), piece) for piece in self.alive if not missing[piece]]
         heapq.heapify(ready)
@@ -468,6 +529,27 @@ class _Pieces:
                 if not missing[other]:
                     heapq.heappush(ready, (min(self.clusters[other]), other))
         return order
+
+
+def _join_ends(pieces: _Pieces, config: PartitionConfig) -> None:
+    """Join tiny pieces that wait for nothing into one, and so those that nothing waits for.
+
+    Each has several pieces behind or before it that are independent, or it would have been merged with one of them.
+    """
+    for first in (True, False):
+        inner, outer = pieces.predecessors, pieces.successors
+        if not first:
+            inner, outer = outer, inner
+        joined: int | None = None
+        for piece in pieces.in_topological_order():
+            may_join = not inner[piece] and (outer[piece] or not first) and pieces.may_join[piece]
+            if not may_join or pieces.share(piece) >= config.min_segment_share or pieces.weight[piece] > _LAUNCH:
+                continue
+            if joined is not None and pieces.share(joined) + pieces.share(piece) < config.min_segment_share:
+                pieces.merge(joined, piece)
+                pieces.label[joined] = _FIRST if first else _LAST
+            else:
+                joined = piece
 
 
 def _contract(pieces: _Pieces, config: PartitionConfig, *, named: bool) -> None:
@@ -518,16 +600,16 @@ def _apply(pieces: _Pieces, rule: Callable[[int, int], bool]) -> bool:
 # -------------------------------------------------------------------------------------------------------- segments
 
 
-def _build(
-    capture: Capture, clusters: _Clusters, pieces: list[list[int]], labels: list[str], is_apart: list[bool]
-) -> Partition:
+def _build(capture: Capture, clusters: _Clusters, contracted: _Pieces, is_apart: list[bool]) -> Partition:
     nodes = capture.nodes
+    order = contracted.in_topological_order()
+    pieces = [sorted(contracted.clusters[piece]) for piece in order]
     segment_by_cluster = {cluster: SegmentId(s) for s, piece in enumerate(pieces) for cluster in piece}
     segment_by_node = {node: segment_by_cluster[cluster] for node, cluster in clusters.cluster_by_node.items()}
     returned = {node for node in capture.outputs if node is not None}
 
     contents = [_with_clones(nodes, clusters, piece) for piece in pieces]
-    needed = [_external_values(nodes, set(content)) for content in contents]
+    needed = [_external_values(nodes, content) for content in contents]
     crossing = set().union(*needed) if needed else set()
     readers: dict[NodeId, list[SegmentId]] = defaultdict(list)
     for s, taken in enumerate(needed):
@@ -558,8 +640,8 @@ def _build(
     names = _Names()
     for s, content in enumerate(contents):
         is_weights = all(is_apart[cluster] for cluster in pieces[s])
-        module, name, phase = _name(capture, content, names, labels[pieces[s][0]], is_weights=is_weights)
-        needs = segment_needs([nodes[node] for node in content], outputs=made[s])
+        module, name, phase = _name(capture, content, names, contracted.label[order[s]], is_weights=is_weights)
+        needs = segment_needs([nodes[node] for node in sorted(content)], outputs=made[s])
         key = _body_key(nodes, content, needed[s], made[s])
         body = bodies.setdefault(
             key,
@@ -595,20 +677,31 @@ def _build(
 
 
 def _with_clones(nodes: Sequence[Node], clusters: _Clusters, piece: list[int]) -> tuple[NodeId, ...]:
-    """Return the nodes of a piece in graph order, with the cheap nodes that they need."""
-    content = {node for cluster in piece for node in clusters.members[cluster]}
-    stack = list(content)
-    while stack:
-        for value in nodes[stack.pop()].inputs:
-            if value not in content and nodes[value].kind is NodeKind.CHEAP:
-                content.add(value)
-                stack.append(value)
-    return tuple(sorted(content))
+    """Return the nodes of a piece in graph order, each cheap node before its first reader, or at the end.
+
+    The place of a cheap node in the graph depends on the piece that reads it first; equal pieces have an equal order.
+    """
+
+    def is_cheap(node: NodeId) -> bool:
+        return nodes[node].kind is NodeKind.CHEAP
+
+    content: dict[NodeId, None] = {}
+    own = sorted(node for cluster in piece for node in clusters.members[cluster])
+    for node in sorted(own, key=is_cheap):
+        pending = [node]
+        while pending:
+            missing = [v for v in nodes[pending[-1]].inputs if is_cheap(v) and v not in content]
+            if missing:
+                pending.append(missing[0])
+            else:
+                content[pending.pop()] = None
+    return tuple(content)
 
 
-def _external_values(nodes: Sequence[Node], content: set[NodeId]) -> tuple[NodeId, ...]:
+def _external_values(nodes: Sequence[Node], content: Sequence[NodeId]) -> tuple[NodeId, ...]:
     """Return the values that a segment takes from outside, in order of first use, and then the sizes."""
-    found = dict.fromkeys(value for node in sorted(content) for value in nodes[node].inputs if value not in content)
+    inside = set(content)
+    found = dict.fromkeys(value for node in content for value in nodes[node].inputs if value not in inside)
     sizes = {value for node in content for value in nodes[node].sizes}
     return (*found, *sorted(sizes))
 
@@ -654,7 +747,7 @@ def _name(
         layer = layer_of(capture.nodes[node].module)
         if layer and capture.nodes[node].kind is NodeKind.COMPUTE:
             weight_by_side[layer, capture.nodes[node].is_backward] += 1 + _weight(capture.nodes[node].work)
-    if weight_by_side:
+    if weight_by_side and label not in (_FIRST, _LAST):
         module, is_backward = max(weight_by_side, key=lambda side: weight_by_side[side])
         suffix = ":weights" if is_weights else ":backward" if is_backward else ""
         return module, names.unique(module + suffix), Phase.BACKWARD if is_backward else Phase.FORWARD
@@ -662,4 +755,4 @@ def _name(
         return label.removesuffix(_UPDATE), names.unique(label), Phase.UPDATE
     first = next((n for n in content if capture.nodes[n].kind is NodeKind.COMPUTE), content[0])
     phase = Phase.BACKWARD if capture.nodes[first].is_backward else Phase.FORWARD
-    return "", names.unique(f"~{capture.nodes[first].name}"), phase
+    return "", names.unique(label if label in (_FIRST, _LAST) else f"~{capture.nodes[first].name}"), phase

@@ -160,7 +160,7 @@ def test_a_sound_capture_and_partition_pass() -> None:
         (with_node(1, id=NodeId(7)), "expected id 1, got 7"),
         (with_node(1, inputs=(NodeId(3),)), "reads earlier nodes only"),
         (with_node(1, after=(NodeId(1),)), "comes after earlier nodes only"),
-        (with_node(4, inputs=(NodeId(3), NodeId(2))), "ascend without repeats"),
+        (with_node(4, inputs=(NodeId(3), NodeId(3))), "inputs must not repeat"),
         (with_node(0, kind=NodeKind.INPUT, after=(NodeId(0),)), "comes after earlier nodes only"),
         (with_node(2, name="a"), r"names must be unique, repeated: \['a'\]"),
         (replace(capture(), outputs=(NodeId(9),)), "expected a node or None, got 9"),

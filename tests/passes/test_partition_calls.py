@@ -1,0 +1,234 @@
+"""Modules that are called several times, and modules that share small values: what is independent stays so."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from apollo_compile.config import Config
+from apollo_compile.ir import Partition, Role, Segment
+from apollo_compile.passes.partition import partition_graph
+from apollo_compile.pipeline import Compilation
+from apollo_compile.session.dry_run import trace
+from apollo_compile.store.profiles import default_profile
+from benchmarks.workloads.act import Act, FrozenBatchNorm, ResNet
+from tests.end_to_end.models import TwoTowers
+from tests.passes.test_partition import (
+    APART,
+    FINE,
+    LAYER,
+    MODULE,
+    Recorded,
+    assert_independent,
+    assert_replays,
+    closure,
+    record,
+    sized,
+)
+
+NORMS: dict[str, Callable[[int], nn.Module]] = {"frozen": FrozenBatchNorm, "live": nn.BatchNorm2d}
+
+FEW = 32
+"""Width of the first layers: enough that the arithmetic of a batch norm's scale is next to no work."""
+
+
+class Cameras(nn.Module):
+    """A backbone for all cameras, or one for each, and a head on the features of all of them."""
+
+    def __init__(self, norm: Callable[[int], nn.Module], num_cameras: int, *, is_shared: bool) -> None:
+        super().__init__()
+        self.num_cameras = num_cameras
+        self.backbones = nn.ModuleDict(
+            {f"camera{number}": ResNet(FEW, (1, 1), norm) for number in range(1 if is_shared else num_cameras)}
+        )
+        self.head = nn.Linear(2 * FEW, 8)
+
+    def forward(self, *images: torch.Tensor) -> torch.Tensor:
+        """Return scores of a batch of pictures, one tensor for each camera."""
+        found = torch.zeros(())
+        for number, camera in enumerate(images):
+            backbone = self.backbones[f"camera{number % len(self.backbones)}"]
+            found = found + backbone(camera).mean((2, 3))
+        return self.head(found)
+
+
+class Policy(nn.Module):
+    """The same inside another module, so that the stem of the backbone has one label, as in most policies."""
+
+    def __init__(self, norm: Callable[[int], nn.Module], num_cameras: int) -> None:
+        super().__init__()
+        self.model = nn.Module()
+        self.model.backbone = ResNet(FEW, (1, 1), norm)
+        self.num_cameras = num_cameras
+
+    def forward(self, *images: torch.Tensor) -> torch.Tensor:
+        """Return the sum of the features of all cameras."""
+        features = [self.model.backbone(camera) for camera in images]  # type: ignore[operator]
+        return torch.cat(features, dim=1).mean((2, 3))
+
+
+@functools.cache
+def graphs_of(kind: str, norm: str, num_cameras: int) -> dict[Role, Recorded]:
+    """Return forward and backward of a model; several tests read them and none changes them."""
+    torch.manual_seed(0)
+    if kind == "policy":
+        model: nn.Module = Policy(NORMS[norm], num_cameras)
+    else:
+        model = Cameras(NORMS[norm], num_cameras, is_shared=kind == "shared")
+    return record(model.train(), [sized(4, 3, 48, 48) + number for number in range(num_cameras)])
+
+
+CASES = [
+    *((kind, norm, count) for kind in ("policy", "shared") for norm in NORMS for count in (1, 2)),
+    ("policy", "frozen", 3),
+    ("policy", "live", 4),
+    ("separate", "frozen", 2),
+    ("separate", "live", 2),
+]
+
+
+def convolutions(partition: Partition, recorded: Recorded) -> list[list[int]]:
+    """Return the convolutions of every segment, as many as there are outputs of them."""
+    nodes = recorded.captured.nodes
+    return [[n for n in content if "convolution" in nodes[n].target] for content in partition.nodes_by_segment]
+
+
+def main_segments(partition: Partition, recorded: Recorded) -> list[Segment]:
+    """Return the segments with a convolution."""
+    found = convolutions(partition, recorded)
+    return [segment for segment in partition.graph.segments if found[segment.id]]
+
+
+@pytest.mark.parametrize("config", (LAYER, FINE, MODULE, APART), ids=("layer", "fine", "module", "apart"))
+@pytest.mark.parametrize(("kind", "norm", "num_cameras"), CASES)
+def test_bodies_of_cameras_replay_bit_for_bit(kind: str, norm: str, num_cameras: int, config: object) -> None:
+    """However they are cut."""
+    for recorded in graphs_of(kind, norm, num_cameras).values():
+        assert_replays(recorded, config)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("kind", "norm", "num_cameras"), CASES)
+@pytest.mark.parametrize("role", (Role.FORWARD, Role.BACKWARD))
+def test_calls_of_a_backbone_are_independent_from_the_stem_on(
+    kind: str, norm: str, num_cameras: int, role: Role
+) -> None:
+    """Segments with convolutions fall into as many parts as there are cameras, without a path between the parts."""
+    recorded = graphs_of(kind, norm, num_cameras)[role]
+    partition = partition_graph(recorded.captured, config=LAYER)
+    before, own = closure(partition.graph), main_segments(partition, recorded)
+    parts: list[set[int]] = []
+    for segment in own:
+        joined = [part for part in parts if part & before[segment.id]]
+        parts = [part for part in parts if part not in joined] + [{segment.id}.union(*joined)]
+    assert len(parts) == num_cameras, [[partition.graph.segments[s].name for s in part] for part in parts]
+
+
+@pytest.mark.parametrize(("kind", "norm", "num_cameras"), CASES)
+@pytest.mark.parametrize("role", (Role.FORWARD, Role.BACKWARD))
+def test_what_calls_share_is_one_segment_in_front_and_one_behind(
+    kind: str, norm: str, num_cameras: int, role: Role
+) -> None:
+    """Scales of frozen norms and running statistics of live ones are no segments of their own."""
+    recorded = graphs_of(kind, norm, num_cameras)[role]
+    partition = partition_graph(recorded.captured, config=LAYER)
+    graph, own = partition.graph, main_segments(partition, recorded)
+    names = [segment.name for segment in graph.segments]
+    assert names.count("~first") <= 1 and names.count("~last") <= 1
+    if num_cameras > 1 and kind != "separate":
+        where = {
+            ("frozen", Role.FORWARD): "~first",
+            ("frozen", Role.BACKWARD): "~first",
+            ("live", Role.FORWARD): "~last",
+        }
+        assert where.get((norm, role), names[0]) in names
+    others = [segment for segment in graph.segments if segment not in own]
+    assert len(others) <= 2 + 2 + sum(name.partition("#")[0].endswith(":update") for name in names), names
+
+
+@pytest.mark.parametrize("role", (Role.FORWARD, Role.BACKWARD))
+@pytest.mark.parametrize("num_cameras", (2, 3))
+def test_equal_calls_share_bodies(num_cameras: int, role: Role) -> None:
+    """Also where a later call reads views that an earlier one made; with live norms, calls may save other values."""
+    recorded = graphs_of("policy", "frozen", num_cameras)[role]
+    partition = partition_graph(recorded.captured, config=LAYER)
+    own = main_segments(partition, recorded)
+    assert len({segment.body for segment in own}) == len(own) / num_cameras
+
+
+def plans(model: nn.Module, *inputs: torch.Tensor) -> dict[Role, Compilation]:
+    """Return the plans of forward and backward on two cores."""
+    config = Config()
+    config = replace(config, plan=replace(config.plan, planner="greedy", time_limit_s=1.0))
+    return {c.capture.role: c for c, _ in trace(model, (inputs, {}), config, default_profile(2)).planned}
+
+
+def test_the_stems_of_two_cameras_run_side_by_side() -> None:
+    """In the plan of a policy with a ResNet-18 on two cores, forward and backward, and calls share bodies."""
+    torch.manual_seed(0)
+    model = Act(backbone=32, stages=(2, 2, 2, 2), width=64, hidden=128, layers=1, heads=2, chunk=10)
+    for role, compilation in plans(
+        model, sized(4, 3, 96, 96), sized(4, 3, 96, 96), sized(4, 14), sized(4, 10, 14)
+    ).items():
+        graph, plan = compilation.partition.graph, compilation.plan
+        own = [s for s in graph.segments if s.module.startswith("backbone") and not s.name.endswith(":update")]
+        times = {a.segment: (a.start_ns, a.end_ns) for a in plan.assignments}
+        stems = [s for s in own if s.module == "backbone.conv1"]
+        assert len(stems) == 2, [s.name for s in graph.segments]
+        assert len({s.body for s in own}) <= len(own) // 2 + 1
+        before = closure(graph)
+        assert stems[0].id not in before[stems[1].id]
+        overlap = sum(
+            max(0, min(times[a.id][1], times[b.id][1]) - max(times[a.id][0], times[b.id][0]))
+            for a in own
+            for b in own
+            if a.id < b.id
+        )
+        total = sum(end - start for start, end in (times[s.id] for s in own))
+        assert overlap >= total / 4, f"{role}: calls overlap for {overlap} of {total} ns"
+        assert plan.makespan_ns < plan.serial_ns
+
+
+@pytest.mark.parametrize("config", (LAYER, FINE), ids=("layer", "fine"))
+def test_seeds_of_dropout_tie_no_towers_together(config: object) -> None:
+    """All are drawn at once, in a segment of their own or in front."""
+    torch.manual_seed(0)
+    recorded = record(TwoTowers(64, 2, dropout=0.4), (sized(64, 64), sized(64, 64)))[Role.FORWARD]
+    partition = assert_replays(recorded, config)  # type: ignore[arg-type]
+    assert_independent(partition.graph, "image", "text")
+    seeds = [node.id for node in recorded.captured.nodes if node.target == "prims.inductor_seeds.default"]
+    (home,) = (s for s, content in enumerate(partition.nodes_by_segment) if set(seeds) & set(content))
+    readers = {
+        s.module.partition(".")[0] for s in partition.graph.segments if home in partition.graph.predecessors(s.id)
+    }
+    assert readers >= {"image", "text"} and not partition.graph.segments[home].module
+
+
+def test_seeds_that_one_tower_reads_are_drawn_in_it() -> None:
+    """A segment of their own would cost a launch."""
+
+    class Wide(nn.Module):
+        def __init__(self, dropout: float) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(
+                nn.Sequential(nn.Linear(64, 1024), nn.GELU(), nn.Linear(1024, 64), nn.Dropout(dropout))
+                for _ in range(2)
+            )
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = layer(x)
+            return x
+
+    torch.manual_seed(0)
+    model = TwoTowers()
+    model.image, model.text = Wide(0.0), Wide(0.4)  # type: ignore[assignment]
+    recorded = record(model, (sized(64, 64), sized(64, 64)))[Role.FORWARD]
+    partition = assert_replays(recorded, LAYER)
+    seeds = [node.id for node in recorded.captured.nodes if node.target == "prims.inductor_seeds.default"]
+    (home,) = (s for s, content in enumerate(partition.nodes_by_segment) if set(seeds) & set(content))
+    assert partition.graph.segments[home].module.startswith("text.")
