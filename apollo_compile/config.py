@@ -184,9 +184,9 @@ _RANGES: dict[str, tuple[float, float]] = {
 """Least and largest allowed values."""
 
 _REMOVED = {
-    "plan.late_share": "compile with mode='max-autotune' for code that Inductor tunes",
+    "plan.late_share": "code is tuned from the start with mode='max-autotune', and not late in a run",
 }
-"""Options that were there once, with what to do instead."""
+"""Options of earlier versions, and what there is instead."""
 
 _INDUCTOR = "inductor"
 """The group of Inductor's options, which Inductor checks."""
@@ -217,8 +217,6 @@ def load_config(options: Mapping[str, Any] | None = None) -> Config:
     inductor, own = _take_inductor(options or {})
     config = replace(config, inductor=inductor)
     for name, value in _flatten(own):
-        if name in _REMOVED:
-            raise ConfigError(f"option {name!r} is gone: {_REMOVED[name]}")
         config = _set(config, name.split("."), value, f"option {name!r}")
         _check_range(name, value)
         _check_level(name, value, f"option {name!r}")
@@ -322,7 +320,10 @@ def _set(tree: Any, path: list[str], value: Any, origin: str, prefix: str = "") 
     if name in hints and rest and not is_group:
         raise ConfigError(f"unknown {origin}: {prefix}{name} expects a value, and no mapping of options")
     if name not in hints:
-        guess = _guess(".".join([*filter(None, prefix.split(".")), *path]), known_options())
+        full = ".".join([*filter(None, prefix.split(".")), *path])
+        if full in _REMOVED:
+            raise ConfigError(f"{origin} does not exist any more: {_REMOVED[full]}")
+        guess = _guess(full, known_options())
         raise ConfigError(f"unknown {origin} for backend 'apollo'{guess}; known options: {', '.join(known_options())}")
     if rest:
         return replace(tree, **{name: _set(getattr(tree, name), rest, value, origin, f"{prefix}{name}.")})

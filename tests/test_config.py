@@ -149,6 +149,15 @@ def test_an_unknown_option_is_an_error_that_guesses_and_lists_the_known_ones(
     assert isinstance(caught.value, ApolloError) and isinstance(caught.value, ValueError)
 
 
+@pytest.mark.parametrize("option", [{"plan.late_share": 0.0}, {"plan": {"late_share": 1.0}}])
+def test_an_option_that_is_gone_is_refused_with_what_to_use_instead(option: dict[str, Any]) -> None:
+    """Instead of a guess."""
+    with pytest.raises(ConfigError) as caught:
+        load_config(option)
+    says = "option 'plan.late_share' does not exist any more: code is tuned from the start with mode='max-autotune'"
+    assert str(caught.value).startswith(says)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -842,6 +842,8 @@ def test_wrong_arguments_are_refused_in_words() -> None:
     """Before anything is compiled."""
     with pytest.raises(ConfigError, match="microbatches is 0; expected a number of at least 1"):
         compile_step(Chain(), chain_loss, microbatches=0)
+    with pytest.raises(ConfigError, match="'auto'; expected a number of at least 1; it is no longer searched for"):
+        compile_step(Chain(), chain_loss, microbatches="auto")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"clip_grad_norm is -1\.0; expected a norm above 0"):
         compile_step(Chain(), chain_loss, clip_grad_norm=-1.0)
     for weight in (0.0, math.nan):
