@@ -349,26 +349,21 @@ class Step:
             self._finish()
         return loss
 
-    def _make_rivals(self, program: StepProgram, graph: LossGraph) -> Sequence[Mapping[Variant, Callable[[], Rival]]]:
-        """Return what makes the rivals of a program."""
-        model, loss_of = self._model, partial(_loss_of, self._loss_fn)
-        compiled = partial(_compute_loss, self._loss_of)
+    def _make_rivals(self, program: StepProgram) -> Mapping[Variant, Callable[[], Rival]]:
+        """Return what makes the rivals of a program; none of it refers to this step, which goes when users drop it."""
+        loss_of, compiled = partial(_loss_of, self._loss_fn, self._model), partial(_compute_loss, self._loss_of)
         inductor = inductor_settings(self.config.mode, self.config.inductor)
         if self.config.runtime.bodies == "eager":  # which draw the random numbers of eager
             inductor["fallback_random"] = True
-
-        def make_eager() -> Rival:  # without this step, which goes when nobody but programs knows it
-            return EagerLoop(partial(loss_of, model))
-
-        def make_traced() -> Rival:
-            return TracedStep(program, partial(loss_of, model), compiled, inductor, compile_ns(program))
-
-        is_eager = not (keeps_order(program.micro) or _is_autocast_on(program.micro.device))
-        eager = {Variant.EAGER: make_eager} if is_eager else {}
+        rivals: dict[Variant, Callable[[], Rival]] = {}
+        if not (keeps_order(program.micro) or _is_autocast_on(program.micro.device)):
+            rivals[Variant.EAGER] = partial(EagerLoop, loss_of)
         reason = reason_against_traced(program)
-        if reason is not None:
+        if reason is None:
+            rivals[Variant.TRACED] = partial(TracedStep, program, loss_of, compiled, inductor, compile_ns(program))
+        else:
             _logger.info("%s: no %s to compare with: %s", program.name, Variant.TRACED, reason)
-        return [eager, {Variant.TRACED: make_traced} if reason is None else {}]
+        return rivals
 
     def _run_loop(self, parts: Sequence[Any], weights: Sequence[float]) -> torch.Tensor:
         try:

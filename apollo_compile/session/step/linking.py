@@ -6,7 +6,7 @@ Linker(model, loss_of, optimizer, ...).link(graph, number of micro-batches) -> S
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -24,7 +24,7 @@ from apollo_compile.session.step.graph import (
     plan_step,
     step_name,
 )
-from apollo_compile.session.step.later import Later, LateRival, LateVariants
+from apollo_compile.session.step.later import LateRivals
 from apollo_compile.session.step.micro_batch import Micro, find_micro
 from apollo_compile.session.step.notes import LossGraph
 from apollo_compile.session.step.program import SHARED_MEMORY, StepProgram, link_step, load_step
@@ -39,8 +39,8 @@ _logger = logging.getLogger(__name__)
 
 STAYS = "the step stays a loop over micro-batches"
 
-MakeRivals = Callable[[StepProgram, LossGraph], Sequence[Mapping[Variant, Callable[[], Rival]]]]
-"""Returns what makes the rivals of a program, which was linked of a graph, by groups as for `StepTuner`."""
+MakeRivals = Callable[[StepProgram], Mapping[Variant, Callable[[], Rival]]]
+"""Returns what makes the rivals of a program, by variant."""
 
 Compose = Callable[..., StepGraph]
 """`compose_micro_batches` for the steps of a program; takes what runs a micro-batch."""
@@ -72,7 +72,7 @@ class Linker:
         self._clip_grad_norm = clip_grad_norm
         self._config = config
         self._budget = CompileBudget()
-        """What all programs compile late."""
+        """Of the rivals of all programs."""
         self._target: Target | None = None
         """That of the first program, whose memory all others use."""
 
@@ -142,24 +142,15 @@ class Linker:
         if is_compared:
             self._add_narrow_plan(program, step)
         joined = micro.joined()
-        rivals = make_rivals(program, graph) if target.is_synchronous else ()
-        stages: list[Later] = [
-            LateRival(tuple(group), compile_ns(program)) for group in rivals if group and Variant.EAGER not in group
-        ]
         if joined is not None:
             self._add_whole(program, joined, compose(joined))
         return StepTuner(
             program,
             graph.model.warm_start,
             is_compared=is_compared,
-            rivals=rivals,
-            later=LateVariants(
-                name,
-                stages if is_compared else (),
-                budget=self._budget,
-                share=self._config.plan.compile_share,
-                clock=graph.model.clock,
-                is_strict=self._config.debug.strict,
+            rivals=make_rivals(program) if target.is_synchronous else {},
+            late=LateRivals(
+                {Variant.TRACED: compile_ns(program)}, budget=self._budget, share=self._config.plan.compile_share
             ),
         )
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 from apollo_compile.ir import Standing, Variant, Verdict
 from apollo_compile.session.comparison import IN_TURNS, MIN_ROUNDS, Comparison, Rules
 from apollo_compile.session.procedure import SIMPLEST_FIRST
-from apollo_compile.session.step.later import LateVariants
+from apollo_compile.session.step.later import LateRivals
 from apollo_compile.session.step.program import StepProgram
 from apollo_compile.session.step.rivals import RIVALS, Rival, RivalError
 from apollo_compile.session.warm_start import WarmStart
@@ -28,9 +28,8 @@ class StepTuner:
         program: the step as one program.
         warm_start: recalls and keeps verdicts.
         is_compared: whether variants are compared; if not, the program runs.
-        rivals: make what else takes such steps. Of each group the first competes, another one if it takes the place of
-            those before it, which could not be compiled.
-        later: variants, rivals among them, that are compiled once that is a small share of the loop's time.
+        rivals: make what else takes such steps, by variant.
+        late: those of them that are compiled once that is a small share of the loop's time.
     """
 
     def __init__(
@@ -39,8 +38,8 @@ class StepTuner:
         warm_start: WarmStart,
         *,
         is_compared: bool,
-        rivals: Sequence[Mapping[Variant, Callable[[], Rival]]],
-        later: LateVariants | None = None,
+        rivals: Mapping[Variant, Callable[[], Rival]],
+        late: LateRivals,
     ) -> None:
         self.program = program
         self.verdict: Verdict | None = None
@@ -48,10 +47,10 @@ class StepTuner:
         self.held_back: str | None = None
         """Why the latest step was a loop where something else was to run."""
         self._warm_start = warm_start
-        self._groups = [dict(group) for group in rivals if is_compared]
-        self._later = later
+        self._rivals = dict(rivals) if is_compared else {}
+        self._late = late
         self._entrants: Sequence[Variant] | None = None
-        """What is compared where it is not everything: the winner until then, and what was compiled late."""
+        """What is compared where it is not everything: the winner until then, and a late rival."""
         self._made: dict[Variant, Rival] = {}
         """Rivals that have begun to compete."""
         self._comparison: Comparison | None = None
@@ -74,8 +73,7 @@ class StepTuner:
         found = warm_start.recall(compilation.capture, compilation.partition) if is_compared else None
         if found is not None and found.verdict is not None and self._has(found.variant):
             self._is_settled, self._current, self.verdict = True, found.variant, found.verdict
-            if later is not None:
-                later.leave_out([Variant(standing.name) for standing in found.verdict.standings])
+            late.leave_out([standing.name for standing in found.verdict.standings])
             self._keep_winner()
 
     @property
@@ -88,8 +86,8 @@ class StepTuner:
 
     @property
     def is_more_to_come(self) -> bool:
-        """Whether variants are still to be compiled, once that is a small share of the loop's time."""
-        return self._later is not None and self._later.is_more_to_come
+        """Whether rivals are still to be compiled, once that is a small share of the loop's time."""
+        return not self._late.awaited.isdisjoint(self._rivals)
 
     @property
     def current(self) -> Variant:
@@ -104,25 +102,22 @@ class StepTuner:
     def get_rival(self, variant: Variant) -> Rival:
         """Return what takes steps under this name."""
         if variant not in self._made:
-            (make,) = (group[variant] for group in self._groups if variant in group)
-            self._made[variant] = make()
+            self._made[variant] = self._rivals[variant]()
         return self._made[variant]
 
     def _has(self, variant: Variant) -> bool:
         """Whether this variant can run, here and now."""
         if variant in RIVALS:
-            return any(variant in group for group in self._groups)
+            return variant in self._rivals
         return variant in (Variant.LOOP, Variant.PLAN) or variant in self.program.variants.available
 
     def begin_step(self, number: int) -> Variant:
         """Return what runs the step that begins now, which has this number among all steps."""
         self._is_timed = self._is_compiling = False
-        if self._is_settled and self._later is not None and self.held_back is None:
-            added = self._later.advance()
-            if added is None:
-                return Variant.LOOP
-            if added:
-                self._entrants, self._is_settled, self._comparison = [self._current, *added], False, None
+        if self._is_settled and self.is_more_to_come and self.held_back is None:
+            added = self._late.take_due()
+            if added is not None:
+                self._entrants, self._is_settled, self._comparison = [self._current, added], False, None
         if self._is_settled:
             return self._current
         for rival in self._competing():
@@ -144,8 +139,8 @@ class StepTuner:
     def record(self, ns: int) -> None:
         """Note how long the step took, forward to optimizer."""
         comparison = self._comparison
-        if self._is_compiling and self._later is not None:
-            self._later.spend(ns)
+        if self._is_compiling:
+            self._late.spend(ns)
         if comparison is None or not self._is_timed:
             return
         if self._target.is_synchronous:
@@ -173,11 +168,10 @@ class StepTuner:
         self._leave_out(variant)
 
     def drop_rival(self, variant: Variant, error: RivalError) -> None:
-        """Do without a rival that cannot be compiled; the next one takes its place."""
+        """Do without a rival that cannot be compiled."""
         _logger.info("%s: no %s to compare with: %s", self._name, variant, error)
         self._made.pop(variant, None)
-        for group in self._groups:
-            group.pop(variant, None)
+        self._rivals.pop(variant, None)
         self._leave_out(variant)
 
     def _leave_out(self, variant: Variant) -> None:
@@ -218,10 +212,8 @@ class StepTuner:
         return [Variant.LOOP, *self._competing(), *(variant for variant in SIMPLEST_FIRST if variant in own)]
 
     def _competing(self) -> list[Variant]:
-        """Return the rivals that compete, one of each group; not those that are to be compiled later."""
-        first = [next(iter(group)) for group in self._groups if group]
-        awaited = () if self._later is None else self._later.awaited
-        return [variant for variant in first if variant not in awaited]
+        """Return the rivals that compete; not those that are to be compiled later."""
+        return [variant for variant in self._rivals if variant not in self._late.awaited]
 
     def _settle(self, comparison: Comparison) -> None:
         is_known = comparison.num_rounds >= MIN_ROUNDS  # not where most steps had to be loops
@@ -260,7 +252,5 @@ class StepTuner:
         """Forget rivals that do not run steps from now on, with all that they hold."""
         winner = self._current
         self._made = {variant: rival for variant, rival in self._made.items() if variant is winner}
-        # Those of its group take its place if it cannot be compiled one day.
-        awaited = set() if self._later is None else set(self._later.awaited)
-        kept = (group for group in self._groups if winner in group or not awaited.isdisjoint(group))
-        self._groups = [{winner: group.pop(winner), **group} if winner in group else group for group in kept]
+        kept = {winner, *self._late.awaited}
+        self._rivals = {variant: make for variant, make in self._rivals.items() if variant in kept}
