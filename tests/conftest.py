@@ -1,14 +1,16 @@
 """Fixtures that all tests share, and the results that docs/robustness.md counts.
 
 A test with the marker `robustness(section, subject)` is counted there: `pytest --robustness FILE` writes a line for
-each into `FILE`, beside what earlier runs wrote there. A line says
+each into `FILE`, beside what earlier runs wrote there; with `robustness(..., says=...)`, one for each set of
+parameters. A line says
 
     segments, lanes   how many graphs were compiled in segments, and how many of these for several lanes; of a test with
                       parameters, the fewest. Neither is there where nothing was compiled in the test's own process.
     reasons           why something ran another way than planned: fallbacks to Inductor, and warnings
+    variants          of a case of training steps, how many steps each variant took
     commit            what it was run with
 
-All of that is read from the log of the package.
+All of that but the variants is read from the log of the package.
 """
 
 from __future__ import annotations
@@ -111,12 +113,14 @@ class HowGraphsRan(logging.Handler):
         text = record.getMessage()
         if (compiled := re.search(r": (?:compiled|loaded) \d+ segments .* onto (\d+) lanes", text)) is not None:
             self.lanes.append(int(compiled[1]))
-        elif record.levelno >= logging.WARNING or " falls back to " in text:
+        elif record.levelno >= logging.WARNING or _HOW_ELSE.search(text):
             self._add_reason(text)
 
     def _add_reason(self, text: str) -> None:
         """Take a reason, without the name of the graph, and without folders, which differ between runs."""
-        line = re.sub(r"^.+? falls back to (?:torch.compile|Inductor): ", "", text.splitlines()[0])
+        line = re.sub(
+            r"^.+? falls back to (?:torch.compile|Inductor): |^the step stays (?=a loop)", "", text.splitlines()[0]
+        )
         self.reasons.add(re.sub(r"(/[\w.+-]+)+/(?=[\w.+-])", "", line)[:240])
 
     @property
@@ -163,9 +167,8 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
     if marker is not None and file is not None:
         section, subject = marker.args
         lines = item.config.stash.setdefault(_LINES, {})
-        function = item.nodeid.partition("[")[0]
-        line = lines.setdefault(function, {"section": section, "subject": subject, "outcome": "passed"})
-        line["says"] = (item.obj.__doc__ or "").strip().splitlines()[0]
+        line = lines.setdefault(name_of_line(item), {"section": section, "subject": subject, "outcome": "passed"})
+        line["says"] = marker.kwargs.get("says") or (item.obj.__doc__ or "").strip().splitlines()[0]
         if report.when == "teardown":  # the fixture above has ended
             _add_run(line, dict(item.user_properties))
         if report.outcome != "passed" and line["outcome"] != "failed":
@@ -173,11 +176,20 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
     return report
 
 
+def name_of_line(item: pytest.Item) -> str:
+    """Return under which name the results have a marked test."""
+    marker = item.get_closest_marker("robustness")
+    is_case = marker is not None and "says" in marker.kwargs
+    return item.nodeid if is_case else item.nodeid.partition("[")[0]
+
+
 def _add_run(line: dict[str, Any], run: Mapping[str, Any]) -> None:
     """Add what was seen in a run with one set of parameters."""
     for name in ("segments", "lanes"):
         if name in run:
             line[name] = min(run[name], line.get(name, run[name]))
+    if "variants" in run:
+        line["variants"] = run["variants"]
     if "reasons" in run:
         line["reasons"] = sorted({*line.get("reasons", ()), *run["reasons"]})
 
@@ -194,5 +206,8 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps({**known, **lines}, indent=1) + "\n", encoding="utf-8")
 
+
+_HOW_ELSE = re.compile(r" falls back to |^the step stays a loop|^.+: a loop over micro-batches for now: ")
+"""What the log says where something runs another way than planned, and nothing is wrong."""
 
 _LINES: pytest.StashKey[dict[str, dict[str, Any]]] = pytest.StashKey()

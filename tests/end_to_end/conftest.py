@@ -12,6 +12,7 @@ import torch
 
 from benchmarks.robustness import TESTS
 from benchmarks.sweep import make_options
+from tests.conftest import name_of_line
 
 if TYPE_CHECKING:
     from tests.conftest import HowGraphsRan
@@ -51,7 +52,7 @@ def _as_the_results_say(request: pytest.FixtureRequest, how_graphs_ran: HowGraph
         return
     torch.manual_seed(0)
     yield
-    line = _lines().get(request.node.nodeid.partition("[")[0], {})
+    line = _lines().get(name_of_line(request.node), {})
     found = how_graphs_ran.properties
     for name in ("segments", "lanes") if torch.get_num_threads() > 1 else ("segments",):
         if line.get(name) and not found.get(name):
