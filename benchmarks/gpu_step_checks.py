@@ -159,22 +159,3 @@ def sizes_and_numbers_may_change(gpu: TorchGpu) -> Outcome:
     graphs = [graph for made in registry.find_models(model) for graph in made.graphs]
     text = f"largest difference {worst:.1e} in {taken} steps of {len(graphs)} graphs; {status(model)}"
     return Outcome(is_met=worst < TOLERANCE, text=text, numbers={"worst": worst, "steps": taken})
-
-
-class Towers(nn.Module):
-    """Two towers with few shapes of matrices, for each of which Inductor compiles and times kernels."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.left, self.right = (
-            nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(count)))
-            for count in (2, 3)
-        )
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return how unlike both are."""
-        return functional.mse_loss(self.left(x), self.right(x))
-
-
-def _loss_of_towers(call: Callable[..., torch.Tensor], part: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    return call(part["x"])

@@ -221,9 +221,6 @@ class Target(Protocol):
     def trim_memory(self) -> None:
         """Give free memory back to the system."""
 
-    def free_bytes(self) -> int | None:
-        """Return how much memory this process may still take; None if that is not known."""
-
     def is_capturing(self) -> bool:
         """Whether the caller captures a CUDA graph now, so that nothing may be timed or changed."""
 

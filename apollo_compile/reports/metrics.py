@@ -51,7 +51,7 @@ def metrics_of(report: ModelSummary) -> dict[str, float]:
             graph.variant == Variant.SERIAL or (graph.variant == Variant.PLAN and graph.num_lanes < 2)
             for graph in graphs
         ),
-        "graphs_in_inductor": sum(graph.variant is Variant.INDUCTOR for graph in graphs),
+        "graphs_in_inductor": sum(graph.variant == Variant.INDUCTOR for graph in graphs),
         "fallbacks": len(report.fallbacks),
         "step_ms": sum(verdict.standings[0].step_ns for verdict in verdicts) / 1e6 if verdicts else None,
         "gain_over_serial": _gain(verdicts, Variant.SERIAL),

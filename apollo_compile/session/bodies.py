@@ -1,4 +1,4 @@
-"""Compile the bodies of a graph: choose libraries for matmuls, compile native code, and tune code for GPU lanes.
+"""Compile the bodies of a graph: choose libraries for matmuls, and compile native code.
 
 compile_code(traced, compilation, config, target, agreement, ...) -> Code
 """

@@ -5,7 +5,6 @@
     with_settings(settings)             apply settings of Inductor
     compiler_settings()                 all settings that shape Inductor's code, as a text
     replays_cuda_graphs(settings)       whether Inductor makes CUDA graphs of its code
-    depends_on_units()                  whether Inductor's code depends on the number of SMs
     may_choose_library()                whether we may choose the library for matmuls
 
 Settings that we add for bodies are in `compile_scope.py`.
@@ -71,15 +70,6 @@ def compiler_settings() -> str:
 def replays_cuda_graphs(settings: Mapping[str, Any]) -> bool:
     """Whether Inductor makes CUDA graphs of its code with these settings, as in mode `reduce-overhead`."""
     return bool(settings.get("triton.cudagraphs", inductor_config.triton.cudagraphs))
-
-
-def depends_on_units() -> bool:
-    """Whether Inductor's code depends on the number of SMs under the current settings.
-
-    With max-autotune it does: persistent grids are as large as the device, and the fastest of many kernels depends on
-    the number of SMs. Without it, only reductions use that number, and they are correct on any.
-    """
-    return bool(inductor_config.max_autotune or inductor_config.max_autotune_gemm)
 
 
 def may_choose_library() -> bool:

@@ -17,8 +17,3 @@ def flatten(tree: Any) -> tuple[list[Any], str, Callable[[Sequence[Any]], Any]]:
     """Return the leaves of a tree, its structure as a text, and a function that builds the tree from other leaves."""
     leaves, structure = pytree.tree_flatten(tree)
     return leaves, str(structure), lambda others: pytree.tree_unflatten(list(others), structure)
-
-
-def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
-    """Return the tree with what a function makes of each leaf; Dynamo traces it."""
-    return pytree.tree_map(function, tree)

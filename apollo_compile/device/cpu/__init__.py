@@ -10,5 +10,5 @@ discover.py   the profile of this machine: calibrated, or scaled by a quick meas
 matmul_libraries.py  which matmuls oneDNN computes faster than BLAS
 machine.py    name, features and fingerprint of the CPU
 cores.py      which cores belong to this process, beside other local ranks; core topology
-cgroup.py     CPU time and memory granted by control groups
+cgroup.py     CPU time granted by control groups
 """

@@ -11,7 +11,6 @@ from collections.abc import Collection, Iterable, Sequence
 import torch
 
 from apollo_compile.config import Config
-from apollo_compile.device.cpu.cgroup import free_bytes
 from apollo_compile.device.cpu.cores import core_topology
 from apollo_compile.device.cpu.execute import Executable, core_share, keep_memory, start_lanes, trim_memory
 from apollo_compile.device.cpu.machine import machine_fingerprint
@@ -96,10 +95,6 @@ class CpuTarget:
         """Give free memory back to the system, if `runtime.keep_memory` keeps it in the process."""
         if self._config.runtime.keep_memory:
             trim_memory()
-
-    def free_bytes(self) -> int | None:
-        """Return what the system and the container of this process have left."""
-        return free_bytes()
 
     def is_capturing(self) -> bool:
         """Return False: there are no captures on a CPU."""

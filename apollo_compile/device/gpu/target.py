@@ -146,10 +146,6 @@ class GpuTarget:
     def trim_memory(self) -> None:
         """Do nothing: torch's allocator owns the memory of released CUDA graphs."""
 
-    def free_bytes(self) -> int:
-        """Return what the device has left for this process."""
-        return self.gpu.free_bytes()
-
     def is_capturing(self) -> bool:
         """Whether the caller's stream is being captured."""
         return self.gpu.is_capturing()

@@ -151,7 +151,7 @@ class Challenge:
             return
         self._contest.note_step()
         takes = challenger.sizes.admit(arguments)
-        if self._sides is None and challenger.is_prepared and not self._is_for_step and not challenger.sizes.change:
+        if self._sides is None and not self._is_for_step and not challenger.sizes.change:
             self._watch_step()
         if self._sides is not None:
             self._decide(challenger, self._sides, arguments)

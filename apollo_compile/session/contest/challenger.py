@@ -39,7 +39,10 @@ from apollo_compile.torch_bridge.host_scalars import scalars_on, with_scalars_on
 from apollo_compile.torch_bridge.interpret import interpret_whole
 from apollo_compile.torch_bridge.kept_graph import KeptGraph
 from apollo_compile.torch_bridge.layouts import report_output_strides
-from apollo_compile.torch_bridge.settings import current_settings, with_settings
+from apollo_compile.torch_bridge.settings import (
+    current_settings,
+    with_settings,
+)
 from apollo_compile.torch_bridge.traced import TracedGraph, take_graph
 from apollo_compile.torch_bridge.whole import compile_again, compile_apart
 
@@ -93,11 +96,6 @@ class Challenger:
     def prepare_lanes_ns(self) -> int:
         """Approximate time that `prepare_lanes` takes."""
         return COMPILE_NS_PER_OPERATOR * sum(len(graph.compilation.capture.nodes) for graph in self.graphs)
-
-    @property
-    def is_prepared(self) -> bool:
-        """Whether the Dynamo graph is compiled again."""
-        return self.kept is None
 
     def prepare(self, arguments: Sequence[Any]) -> None:
         """Compile the Dynamo graph for arguments of the shapes that it was traced with.
@@ -207,7 +205,7 @@ class Challenger:
         self.keep(())
 
     def fail_in_timing(self, error: Exception) -> None:
-        """Give up what was to be timed after an error.
+        """Give up segments after an error in timing them.
 
         Raises:
             Exception: the error, with `debug.strict`.

@@ -39,7 +39,7 @@ class RivalGraph:
     is_timed: bool = False
     """Whether the present steps are for timing, so that Inductor's code runs, without a CUDA graph."""
     is_to_time: bool = False
-    """Whether the next call times bodies."""
+    """Whether the next call times its bodies."""
     is_proven: bool = False
     """Whether it won: then it keeps no copies of what it writes to."""
     whole_ns: int | None = None
@@ -73,15 +73,12 @@ class RivalGraph:
         """Release the CUDA graphs of all other variants."""
         if self.segments is not None:
             self.segments.keep(variants)
-            return
-        if Variant.INDUCTOR not in variants:
+        elif Variant.INDUCTOR not in variants:
             self.whole.release()
 
     def has(self, variant: Variant) -> bool:
         """Whether it can run this variant."""
-        if variant is Variant.INDUCTOR:
-            return True
-        return self.segments is not None and variant in self.segments.variants.loaded()
+        return variant is Variant.INDUCTOR or (self.segments is not None and variant in self.segments.variants.loaded())
 
     def add_segments(self, segments: CompiledGraph) -> None:
         """Run in segments, too."""

@@ -182,8 +182,7 @@ class Contest:
     def adopt(self, known: Choice) -> Sides | None:
         """Return the sides until what an earlier process found runs; None if that is torch.compile's code."""
         verdict = known.verdict
-        is_ours = verdict is not None and verdict.selection != (Variant.COMPILED,)
-        return self.follow(verdict) if verdict is not None and is_ours else None
+        return None if verdict is None or verdict.selection == (Variant.COMPILED,) else self.follow(verdict)
 
     # ------------------------------------------------------------------------------------------------- its parts
 
