@@ -11,9 +11,9 @@ start from layer names where the metadata has them:
    the label that all its labelled neighbours agree on.
 2. Its level is the number of label switches on the longest path from the inputs. Connected clusters of equal label and
    level form a piece; pieces form an acyclic graph, because a path that leaves one reaches higher levels only.
-3. Where the graph has no names, every cluster starts as a piece of its own. So do, everywhere, clusters at an end of
-   the graph: next to no work leads to them, or follows them. Calls of one module are told apart although they share
-   the scale of a batch norm, its running statistics, or the seeds of a graph.
+3. Where the graph has no names, every cluster starts as a piece of its own. So do clusters of modules at an end of the
+   graph: next to no work leads to them, or follows them. Calls of one module are told apart although they share the
+   scale of a batch norm, or its running statistics.
 
 Then pieces are contracted along edges u -> v, as long as that costs no parallelism:
 
@@ -80,6 +80,9 @@ _FLOPS_PER_BYTE = 2
 _UPDATE = ":update"
 """Ends the labels of what is done with the gradients of a layer."""
 
+_PLACES = ("pre", "mid", "post")
+"""Labels of what belongs to no module: before all modules, between them, after them."""
+
 _FIRST, _LAST = "~first", "~last"
 """Labels of small pieces of any modules that are joined."""
 
@@ -131,6 +134,7 @@ def _cut(capture: Capture, config: PartitionConfig, *, separates_weight_gradient
         if capture.role is Role.BACKWARD:
             is_update = [label.endswith(_UPDATE) for label in labels]
         labels = [_ALONE if alone else label for alone, label in zip(clusters.are_alone, labels, strict=True)]
+        is_end = [end and label not in _PLACES for end, label in zip(is_end, labels, strict=True)]
         groups = _group_by_level(clusters, labels, is_update, is_end)
     else:
         labels = [""] * len(labels)
@@ -310,7 +314,7 @@ def _spread_labels(clusters: _Clusters, labels: list[str], is_end: list[bool]) -
         if not label:
             before, after = nearest(clusters.predecessors, cluster), nearest(successors, cluster)
             only = next((around for around in (before | after, before, after) if len(around) == 1), None)
-            place = "pre" if not before else "post" if not after else "mid"
+            place = _PLACES[0 if not before else 2 if not after else 1]
             label = place if only is None else labels[only.pop()]
             if only is None and not after and len(layers := {labels[first] for first in before}) == 1:
                 label = f"{layers.pop()}{_UPDATE}"

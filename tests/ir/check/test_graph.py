@@ -181,6 +181,10 @@ def test_a_broken_capture_is_refused(broken: Capture, message: str) -> None:
         ),
         (replace(partition(), nodes_by_segment=((NodeId(1),), (NodeId(2),), (NodeId(2), NodeId(4)))), "in no segment"),
         (
+            replace(partition(), nodes_by_segment=((NodeId(1),), (NodeId(3), NodeId(2)), (NodeId(2), NodeId(4)))),
+            "comes before a node that it reads",
+        ),
+        (
             replace(partition(), nodes_by_segment=((NodeId(1),), (NodeId(2), NodeId(3)), (NodeId(1), NodeId(4)))),
             "also in segment 0",
         ),
