@@ -32,6 +32,7 @@ from apollo_compile.torch_bridge.aot_cache import may_cache
 from apollo_compile.torch_bridge.aot_graph import has_custom_operator
 from apollo_compile.torch_bridge.dynamo_graph import module_paths, text_of
 from apollo_compile.torch_bridge.settings import compiler_settings
+from apollo_compile.torch_bridge.storages import describe_sharing
 
 _logger = logging.getLogger(__name__)
 
@@ -141,8 +142,8 @@ class WarmStart:
         if has_custom_operator(graph_module) or not self.target.keeps_profile or config.device.cache is None:
             return None
         self._bundles = History(config.device.cache / "history")
-        paths = module_paths(graph_module)
-        self._bundle_name = bundle_key(self._circumstances, f"step {paths}" if self.is_for_step else paths)
+        content = module_paths(graph_module) + describe_sharing(example_inputs)
+        self._bundle_name = bundle_key(self._circumstances, f"step {content}" if self.is_for_step else content)
         return f"{self._bundle_name} {self._bundles.generation(self._bundle_name)}"
 
     def outdate(self, error: Exception) -> None:

@@ -1,6 +1,7 @@
 """Storages of tensors: their identity and their reference counts.
 
     storages_of(tensors)        identities of storages, to compare
+    describe_sharing(values)    which tensors share memory and where, as a text
     storage_handles(tensors)    handles of storages for `count_uses`
     count_uses(handles)         reference count of each storage
     are_gone(storages)          whether no storage lives any more
@@ -50,6 +51,21 @@ def storages_of(tensors: Iterable[torch.Tensor]) -> frozenset[StorageWeakRef]:
         with contextlib.suppress(NotImplementedError, ValueError):
             found.add(_Identity(tensor.untyped_storage()))
     return frozenset(found)
+
+
+def describe_sharing(values: Sequence[object]) -> str:
+    """Return which tensors share memory, and where in it they begin, as a deterministic text; empty where none do.
+
+    AOTAutograd traces such inputs as views of one tensor if one of them is written to, and its cache has no key for
+    that.
+    """
+    groups: dict[StorageWeakRef, list[str]] = {}
+    for position, value in enumerate(values):
+        if isinstance(value, torch.Tensor):
+            for storage in storages_of([value]):
+                place = f"{position} from {value.storage_offset()} of {value.untyped_storage().nbytes()}"
+                groups.setdefault(storage, []).append(place)
+    return "; ".join(", ".join(group) for group in groups.values() if len(group) > 1)
 
 
 def storage_handles(tensors: Iterable[torch.Tensor]) -> list[int]:

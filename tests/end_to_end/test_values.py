@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.exc import BackendCompilerFailed
 from torch.testing._internal.two_tensor import TwoTensor
 
 from apollo_compile.session import registry
@@ -420,3 +421,120 @@ def test_a_write_to_an_input_counts_once(either: Options) -> None:
         return versions
 
     assert versions_of(torch.compile(write, **either)) == versions_of(write) == [0, 1, 1, 0, 2, 2]
+
+
+def _written_by_one_read_by_the_other(x: torch.Tensor, y: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    one, other = w, w.t()
+    for _ in range(3):
+        one, other = (one @ w).tanh(), (other @ w + y).tanh()
+    x.copy_(one)
+    for _ in range(3):
+        other = (other @ w + y).tanh()
+    return other, one.sum()
+
+
+def _written_by_both(x: torch.Tensor, y: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    x.add_(w @ w)
+    y.mul_(0.5)
+    x.add_(w.tanh() @ w)
+    y.add_(w.sin() @ w)
+    return x @ w, y.sum()
+
+
+@pytest.mark.parametrize(
+    "share",
+    [
+        lambda memory: (memory[:64].view(8, 8), memory[:64].view(8, 8).t()),
+        lambda memory: (memory[:64].view(8, 8), memory[20:84].view(8, 8)),
+        lambda memory: (memory.as_strided((8, 8), (16, 2)), memory.as_strided((8, 8), (8, 1), 1)),
+        lambda memory: (memory.as_strided((8, 8), (16, 2)), memory.as_strided((8, 8), (16, 2), 1)),
+    ],
+    ids=["transposed", "shifted", "overlapping", "interleaved"],
+)
+@pytest.mark.parametrize("function", [_written_by_one_read_by_the_other, _written_by_both])
+def test_lanes_keep_the_order_of_arguments_that_share_memory(
+    function: Callable[..., tuple[torch.Tensor, ...]],
+    share: Callable[[torch.Tensor], tuple[torch.Tensor, ...]],
+    either: Options,
+) -> None:
+    """AOTAutograd traces them as views of one tensor, where one of them is written to."""
+    options = {**either, "options": {**either["options"], "partition.min_segment_share": 0.01}}
+
+    def call(run: Callable[..., tuple[torch.Tensor, ...]]) -> list[torch.Tensor]:
+        memory = floats(200)
+        return [*run(*share(memory), floats(8, 8, seed=1) / 3), memory]
+
+    compiled = torch.compile(function, **options)
+    with torch.no_grad():
+        for _ in range(3):
+            torch.testing.assert_close(call(compiled), call(function), rtol=1e-4, atol=1e-5)
+    (graph,) = registry.compiled_models()[-1].graphs
+    assert len(graph.compilation.plan.lanes) > 1 or torch.get_num_threads() == 1
+
+
+class _Norms(nn.Module):
+    """Two towers whose running statistics overlap."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.norms = nn.ModuleList(nn.BatchNorm1d(8) for _ in range(2))
+        memory = torch.ones(12)
+        for norm, begin in zip(self.norms, (0, 4), strict=True):
+            norm.running_mean = memory[begin : begin + 8]
+            norm.running_var = self.norms[0].running_var
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return a loss that also reads statistics."""
+        one, other = (norm(layer(x)) for norm, layer in zip(self.norms, self.layers, strict=True))
+        return one.square().mean() + (other.sin() * self.norms[0].running_mean).mean()
+
+
+class _Mirrored(nn.Module):
+    """A tower that writes to a buffer, and one that reads the same memory by another buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.register_buffer("memory", floats(8, 8))
+        self.register_buffer("mirror", self.memory.t())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return a loss that needs the memory as it was, and as it is."""
+        before = (self.other(x) + self.mirror).tanh()
+        self.memory.copy_(self.one(x).detach())
+        return (before * (self.other(x) + self.mirror).sin()).mean()
+
+
+@pytest.mark.parametrize("make", [_Norms, _Mirrored])
+def test_buffers_that_share_memory_are_trained_as_in_eager(make: Callable[[], nn.Module], either: Options) -> None:
+    """Gradients and buffers, over steps."""
+    torch.manual_seed(0)
+    expected, model = make(), make()  # a copy has buffers of its own
+    model.load_state_dict(expected.state_dict())
+    compiled = torch.compile(model, **either)
+    for seed in range(3):
+        for run in (expected, compiled):
+            run(floats(8, 8, seed=seed)).backward()
+        gradients = [{name: p.grad for name, p in each.named_parameters()} for each in (model, expected)]
+        torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(model.state_dict(), expected.state_dict(), rtol=1e-4, atol=1e-5)
+    assert registry.compiled_models()[-1].graphs
+
+
+def test_a_write_to_memory_of_a_parameter_is_refused_as_by_torch_compile(either: Options) -> None:
+    """AOTAutograd cannot trace it, so nothing runs in an order of its own."""
+    model = nn.Linear(8, 8)
+    model.register_buffer("memory", model.weight.data[0])
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        model.memory.mul_(0.5)
+        return model(x).sum()
+
+    def message(**options: Any) -> str:
+        torch._dynamo.reset()
+        with pytest.raises(BackendCompilerFailed, match="input mutations") as caught:
+            torch.compile(forward, **options)(floats(8, 8))
+        return str(caught.value.inner_exception)
+
+    assert message(**either) == message()

@@ -422,3 +422,25 @@ def test_a_second_process_begins_with_what_the_first_one_compiled(tmp_path: Path
     first, second = run(), run()
     assert [first[0], second[0]] == [0, 1]
     assert second[1:] == first[1:]
+
+
+def test_graphs_whose_arguments_share_memory_in_other_ways_are_apart(tmp_path: Path) -> None:
+    """AOTAutograd's cache does not tell them from each other, although the traced views differ."""
+
+    def write(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        x.mul_(2)
+        y.add_(1)
+        return x.sum() * y
+
+    def call(run: Callable[..., torch.Tensor], offset: int, size: int) -> list[torch.Tensor]:
+        memory = torch.arange(float(size))
+        return [run(memory[:16], memory[offset : offset + 16]), memory]
+
+    options = {**STRICT, "device.cache": tmp_path, "plan.autotune": False}
+    found = []
+    for offset, size in ((0, 16), (8, 24), (4, 24), (8, 24)):
+        torch._dynamo.reset()
+        run = torch.compile(write, backend="apollo", options=options)
+        torch.testing.assert_close(call(run, offset, size), call(write, offset, size))
+        found.append(hits()[0])
+    assert found == [0, 0, 0, 1]
