@@ -26,21 +26,22 @@ class Turns:
         """Steps that each variant took."""
         self.latest: list[str] = []
         """What took the latest steps; the reader clears it."""
-        self._turns: weakref.WeakKeyDictionary[StepTuner, int] = weakref.WeakKeyDictionary()
-        """How often each tuner was asked."""
+        self._counts: weakref.WeakKeyDictionary[StepTuner, Counter[Variant]] = weakref.WeakKeyDictionary()
+        """By tuner, how often each variant was selected, and how often it took the step: the least is next."""
         self._selected: weakref.WeakKeyDictionary[StepTuner, Variant] = weakref.WeakKeyDictionary()
         self._taken: weakref.WeakKeyDictionary[StepTuner, set[Variant]] = weakref.WeakKeyDictionary()
 
     def begin_step(self, tuner: StepTuner) -> Variant:
         """Select the next variant of a step."""
-        turn = self._turns.get(tuner, 0)
-        offered = offers(tuner)
-        self._turns[tuner] = turn + 1
-        self._selected[tuner] = tuner._current = offered[turn % len(offered)]
-        return self._selected[tuner]
+        counts = self._counts.setdefault(tuner, Counter())
+        selected = min(offers(tuner), key=lambda variant: counts[variant])
+        counts[selected] += 1
+        self._selected[tuner] = tuner._current = selected
+        return selected
 
     def record(self, tuner: StepTuner) -> None:
         """Note that what was selected has taken the step."""
+        self._counts[tuner][self._selected[tuner]] += 1
         self._taken.setdefault(tuner, set()).add(self._selected[tuner])
         self.num_steps[str(self._selected[tuner])] += 1
         self.latest.append(str(self._selected[tuner]))
