@@ -14,6 +14,8 @@ of the sync plan. A launch takes over the inputs whose hold ends with it; every 
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
+
 from apollo_compile.ir import (
     BufferId,
     EventId,
@@ -57,7 +59,7 @@ def emit_program(graph: SegmentGraph, plan: Plan, syncs: SyncPlan, memory: Memor
                 segment=segment.id,
                 body=segment.body,
                 inputs=segment.inputs,
-                takes=tuple(buffer in released for buffer in segment.inputs),
+                takes=_takes(segment.inputs, released),
                 outputs=segment.outputs,
             )
         )
@@ -73,3 +75,8 @@ def emit_program(graph: SegmentGraph, plan: Plan, syncs: SyncPlan, memory: Memor
         inputs=graph.inputs,
         outputs=graph.outputs,
     )
+
+
+def _takes(inputs: Sequence[BufferId], released: Collection[BufferId]) -> tuple[bool, ...]:
+    """Return which inputs a launch takes from the program; one that is there twice is taken the last time."""
+    return tuple(buffer in released and buffer not in inputs[place + 1 :] for place, buffer in enumerate(inputs))

@@ -154,8 +154,9 @@ class _Snapshot:
     def restore(self) -> None:
         """Undo what has changed since then."""
         torch.set_rng_state(self._generator)
-        for buffer, before in self._buffers:
-            buffer.copy_(before)
+        with torch.no_grad():  # a forward may write to parameters
+            for buffer, before in self._buffers:
+                buffer.copy_(before)
 
 
 def add_gradients(
@@ -237,12 +238,12 @@ def agree(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> bo
     Raises:
         RivalError: they differ.
     """
-    norms = [float(torch.linalg.vector_norm(each, dtype=torch.float64)) for each in expected]
+    norms = [_norm_of(each) for each in expected]
     if not all(map(math.isfinite, norms)):
         return False
     least = max(_NEGLIGIBLE * math.hypot(*norms), _TINY)
     for ours, theirs, norm in zip(found, expected, norms, strict=True):
-        difference = float(torch.linalg.vector_norm(ours - theirs, dtype=torch.float64)) / (norm + least)
+        difference = _norm_of(ours - theirs) / (norm + least)
         allowed = max(_TOLERANCE, 16 * torch.finfo(theirs.dtype).eps)
         if not difference <= allowed:
             shape = list(theirs.shape)
@@ -251,3 +252,8 @@ def agree(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> bo
                 f"{allowed:.2g} may be rounding"
             )
     return True
+
+
+def _norm_of(gradient: torch.Tensor) -> float:
+    elements = torch.view_as_real(gradient.resolve_conj()) if gradient.is_complex() else gradient
+    return float(torch.linalg.vector_norm(elements, dtype=torch.float64))

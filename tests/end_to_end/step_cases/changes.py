@@ -384,9 +384,9 @@ def an_error_in_the_second_micro_batch() -> Training:
 
 @case(fails=True)
 def an_error_of_the_optimizer() -> Training:
-    """A setting is wrong for some steps."""
+    """A setting is wrong for some steps, which fails before anything is updated."""
     model = chain()
-    optimizer = sgd(model.parameters())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def break_settings(number: int) -> None:
         optimizer.param_groups[0]["lr"] = "0.1" if number in FAILS else 0.1

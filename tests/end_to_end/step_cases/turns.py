@@ -26,22 +26,24 @@ class Turns:
         """Steps that each variant took."""
         self.latest: list[str] = []
         """What took the latest steps; the reader clears it."""
-        self._counts: weakref.WeakKeyDictionary[StepTuner, Counter[Variant]] = weakref.WeakKeyDictionary()
-        """By tuner, how often each variant was selected, and how often it took the step: the least is next."""
+        self._asked: weakref.WeakKeyDictionary[StepTuner, int] = weakref.WeakKeyDictionary()
+        """How often each tuner was asked."""
         self._selected: weakref.WeakKeyDictionary[StepTuner, Variant] = weakref.WeakKeyDictionary()
         self._taken: weakref.WeakKeyDictionary[StepTuner, set[Variant]] = weakref.WeakKeyDictionary()
 
     def begin_step(self, tuner: StepTuner) -> Variant:
         """Select the next variant of a step."""
-        counts = self._counts.setdefault(tuner, Counter())
-        selected = min(offers(tuner), key=lambda variant: counts[variant])
-        counts[selected] += 1
+        asked, offered = self._asked.get(tuner, 0), offers(tuner)
+        self._asked[tuner] = asked + 1
+        num_rounds = asked // len(
+            offered
+        )  # each begins with another variant, so that none meets the same changes always
+        selected = offered[(asked + num_rounds) % len(offered)]
         self._selected[tuner] = tuner._current = selected
         return selected
 
     def record(self, tuner: StepTuner) -> None:
         """Note that what was selected has taken the step."""
-        self._counts[tuner][self._selected[tuner]] += 1
         self._taken.setdefault(tuner, set()).add(self._selected[tuner])
         self.num_steps[str(self._selected[tuner])] += 1
         self.latest.append(str(self._selected[tuner]))
