@@ -86,6 +86,7 @@ def render(page: str) -> str:
         "models": format_models(models),
         "today": format_today(fragments.load(FRAGMENTS), models),
         "rivals": format_rivals(described),
+        "variants": format_variants(tests),
         "reasons": format_reasons(lines),
     }
     places = [match["name"] for match in _TABLE.finditer(page)]
@@ -148,7 +149,9 @@ def _without_numbers(problem: str) -> str:
 def _head(reason: str) -> str:
     """Return what happened, without the details that follow a colon, and without the number of the graph."""
     text = re.sub(
-        r"graph\d+_\w+|\d+/\d+(\.\d+)? (forward|backward|inference)", "a graph", re.sub(r"^\w+Error: ", "", reason)
+        r"graph\d+_\w+|\d+/\d+(\.\d+)? (forward|backward|inference)",
+        "a graph",
+        re.sub(r"^\w+Error: |^.*a loop over micro-batches(?: for now)?: (?:\d+/\d+ falls back: )?", "", reason),
     )
     return re.split(r": | \(", text)[0]
 
@@ -220,6 +223,17 @@ def format_rivals(results: Sequence[op_infos.Result]) -> str:
         rival = RIVALS[own[0].case.bodies][0]
         rows.append((section, len(own), sum(result.rivals.get(rival) == "" for result in own), f"`{rival}`"))
     return _table(rows, ("", "tried", "torch alone is right", "torch's backend"))
+
+
+def format_variants(tests: Sequence[Mapping[str, Any]]) -> str:
+    """Return in how many cases of training steps each variant took steps, and how many; the last row has the sums."""
+    ran = [test["variants"] for test in tests if test.get("variants")]
+    cases = Counter(name for variants in ran for name in variants)
+    steps: Counter[str] = Counter()
+    for variants in ran:
+        steps.update(variants)
+    rows = [(name, count, steps[name]) for name, count in cases.most_common()]
+    return _table([*rows, ("all", cases.total(), steps.total())], ("variant", "cases", "steps"))
 
 
 def format_reasons(lines: Sequence[Line]) -> str:
