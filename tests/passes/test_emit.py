@@ -141,3 +141,15 @@ def test_the_serial_program_is_launches_on_lane_0_only() -> None:
     assert all(isinstance(instruction, Launch) for instruction in program.instructions[0])
     assert program.instructions[1:] == ((), ())
     assert program.num_events == 0
+
+
+def test_a_buffer_that_a_segment_reads_twice_is_taken_once() -> None:
+    """As its last argument."""
+    made = graph((), (0,))
+    reader = replace(made.segments[1], inputs=2 * made.segments[1].inputs)
+    made = replace(made, segments=(made.segments[0], reader))
+    planned = plan(made, "AA")
+    program, syncs, memory = emit(made, planned)
+    launches = [each for each in program.instructions[1] if isinstance(each, Launch)]
+    assert launches[-1].takes == (False, True)
+    check_program(program, made, planned, syncs, memory)

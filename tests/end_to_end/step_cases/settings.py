@@ -225,7 +225,12 @@ def _with_setting(**settings: Any) -> Training:
 
 
 REFUSED: dict[str, tuple[str, dict[str, Any], type[Exception], str]] = {
-    "no micro-batches": ("At least one is needed.", {"microbatches": 0}, ConfigError, "expected a number of at least 1"),
+    "no micro-batches": (
+        "At least one is needed.",
+        {"microbatches": 0},
+        ConfigError,
+        "expected a number of at least 1",
+    ),
     "a norm of zero": ("Nothing would be left.", {"clip_grad_norm": 0.0}, ConfigError, "expected a norm above 0"),
     "a text for a loss function": ("It cannot be called.", {"loss_fn": "mse"}, TargetError, "expected a function"),
 }
