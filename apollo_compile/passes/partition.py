@@ -187,6 +187,8 @@ class _Clusters:
     """Whether a cluster shares its segment only with other clusters that must be alone."""
     may_join: list[bool]
     """Whether a cluster may share its segment with others that it has no edges to: it blocks no lane."""
+    draw: list[bool]
+    """Whether a cluster draws random numbers or has another side effect."""
 
 
 def _find_clusters(capture: Capture) -> _Clusters:
@@ -219,7 +221,8 @@ def _find_clusters(capture: Capture) -> _Clusters:
     are_alone = [any(nodes[node].is_alone for node in cluster) for cluster in members]
     are_backward = [nodes[cluster[0]].is_backward for cluster in members]
     may_join = [not any(nodes[node].is_alone or nodes[node].is_collective for node in cluster) for cluster in members]
-    return _Clusters(members, cluster_by_node, predecessors, are_backward, are_alone, may_join)
+    draw = [any(nodes[node].keeps_order for node in cluster) for cluster in members]
+    return _Clusters(members, cluster_by_node, predecessors, are_backward, are_alone, may_join, draw)
 
 
 def _weight(work: Work) -> float:
@@ -454,6 +457,7 @@ class _Pieces:
         self.label = [""] * count
         self.is_alone = [False] * count
         self.may_join = [True] * count
+        self.draws = [False] * count
         self.weight = [0.0] * count
         self.predecessors: list[set[int]] = [set() for _ in range(count)]
         self.successors: list[set[int]] = [set() for _ in range(count)]
@@ -462,6 +466,7 @@ class _Pieces:
             self.label[group] = labels[cluster]
             self.is_alone[group] = clusters.are_alone[cluster]
             self.may_join[group] &= clusters.may_join[cluster]
+            self.draws[group] |= clusters.draw[cluster]
             self.weight[group] += weight[cluster]
             for other in clusters.predecessors[cluster]:
                 if groups[other] != group:
@@ -499,6 +504,7 @@ class _Pieces:
             self.label[u] = self.label[v]
         self.weight[u] += self.weight[v]
         self.may_join[u] &= self.may_join[v]
+        self.draws[u] |= self.draws[v]
         for other in self.predecessors[v]:
             self.successors[other].discard(v)
             if other != u:
@@ -571,6 +577,8 @@ def _contract(pieces: _Pieces, config: PartitionConfig, *, named: bool) -> None:
     def tiny(u: int, v: int) -> bool:
         into_v = pieces.share(u) < config.min_segment_share and pieces.only_leaves(u, v)
         into_u = pieces.share(v) < config.min_segment_share and pieces.only_enters(u, v)
+        if pieces.draws[u]:  # seeds are read by many modules, which would all wait for v
+            into_u = into_u and pieces.weight[v] <= max(pieces.weight[u], _LAUNCH)
         return into_v or into_u
 
     rules: list[Callable[[int, int], bool]] = [
