@@ -193,6 +193,7 @@ def test_views_of_one_segment_are_read_in_others(either: Options) -> None:
     torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-4, atol=1e-4)
 
 
+@values("outputs without elements")
 def test_an_output_without_elements_may_have_any_strides(lanes: Options) -> None:
     """Inductor gives a segment's empty output other strides than traced, which is no reason to fall back."""
     same_call(lambda x: (x[:, :-30, 0], x[:, :10, 0] + x[:, 10:, 0]), (floats(2, 20, 2),), lanes)
@@ -403,6 +404,7 @@ def test_two_inputs_change_places(lanes: Options) -> None:
     same_call(_swap, (floats(8, 8), floats(8, 8, seed=1)), lanes)
 
 
+@values("version counters of inputs")
 def test_a_write_to_an_input_counts_once(either: Options) -> None:
     """Autograd knows by the version of a tensor whether a saved one was written to; torch.compile adds one a call."""
 
@@ -451,6 +453,7 @@ def _written_by_both(x: torch.Tensor, y: torch.Tensor, w: torch.Tensor) -> tuple
     ],
     ids=["transposed", "shifted", "overlapping", "interleaved"],
 )
+@values("arguments that overlap, written to")
 @pytest.mark.parametrize("function", [_written_by_one_read_by_the_other, _written_by_both])
 def test_lanes_keep_the_order_of_arguments_that_share_memory(
     function: Callable[..., tuple[torch.Tensor, ...]],
@@ -506,6 +509,7 @@ class _Mirrored(nn.Module):
         return (before * (self.other(x) + self.mirror).sin()).mean()
 
 
+@values("buffers that share memory")
 @pytest.mark.parametrize("make", [_Norms, _Mirrored])
 def test_buffers_that_share_memory_are_trained_as_in_eager(make: Callable[[], nn.Module], either: Options) -> None:
     """Gradients and buffers, over steps."""
@@ -522,6 +526,7 @@ def test_buffers_that_share_memory_are_trained_as_in_eager(make: Callable[[], nn
     assert registry.compiled_models()[-1].graphs
 
 
+@values("writes to memory of a parameter")
 def test_a_write_to_memory_of_a_parameter_is_refused_as_by_torch_compile(either: Options) -> None:
     """AOTAutograd cannot trace it, so nothing runs in an order of its own."""
     model = nn.Linear(8, 8)

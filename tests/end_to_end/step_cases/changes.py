@@ -350,8 +350,8 @@ add_case(
 )
 add_case(
     "an error late in the backward",
-    "Whatever was updated before, an error says so.",
-    partial(_failing, FAILS, 1, fails_late_in_backward),
+    "Nothing was updated before, since gradients are clipped together.",
+    partial(_failing, FAILS, 1, fails_late_in_backward, clip_grad_norm=1.0),
     fails=True,
 )
 
