@@ -124,6 +124,37 @@ def test_models_of_lower_precision_train(count: int, options: dict[str, Any]) ->
     assert min(changed) > 0.9
 
 
+# -------------------------------------------------------------------------------------------- parameters with gaps
+
+
+class Strided(nn.Module):
+    """Two towers whose weights are every other column of a larger matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.around = [torch.randn(16, 32) / 4 for _ in range(2)]
+        self.left, self.right = (nn.Parameter(each[:, ::2]) for each in self.around)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = torch.tanh(x @ self.left) + torch.tanh(x @ self.right)
+        return y
+
+
+@pytest.mark.parametrize("options", [EAGER, COMPARED], ids=["program", "compared"])
+@pytest.mark.parametrize("count", [1, 2])
+def test_what_is_between_the_elements_of_parameters_stays(count: int, options: dict[str, Any]) -> None:
+    """With SGD, whose fused kernel goes through all memory from the first element on."""
+    torch.manual_seed(0)
+    model = Strided()
+    before = [each.clone() for each in model.around]
+    expected = Strided()
+    expected.load_state_dict(model.state_dict())
+    assert_trains_alike(model, sgd, count=count, options=options, num_steps=20, other=expected)
+    for matrix, old in zip(model.around, before, strict=True):
+        torch.testing.assert_close(matrix[:, 1::2], old[:, 1::2], rtol=0, atol=0)
+        assert not torch.equal(matrix[:, ::2], old[:, ::2])
+
+
 # ----------------------------------------------------------------------------------------------------- shared memory
 
 
