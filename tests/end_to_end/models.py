@@ -54,6 +54,43 @@ class TwoTowers(nn.Module):
         return self.image(image) @ self.text(text).T
 
 
+class _Embeddings(nn.Module):
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.table, self.norm, self.dropout = nn.Embedding(100, 64), nn.LayerNorm(64), nn.Dropout(dropout)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.dropout(self.norm(self.table(tokens)))  # type: ignore[no-any-return]
+
+
+class _EmbeddedTower(nn.Module):
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.embeddings = _Embeddings(dropout)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(64, 4096), nn.Linear(4096, 64), nn.Dropout(dropout)) for _ in range(2)
+        )
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embeddings(tokens)
+        for layer in self.layers:
+            x = x + layer(x)
+        return x  # type: ignore[no-any-return]
+
+
+class EmbeddedTowers(nn.Module):
+    """Two towers whose embeddings are small beside their layers, and read nothing but tokens and seeds of dropout."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.image = _EmbeddedTower(dropout)
+        self.text = _EmbeddedTower(dropout)
+
+    def forward(self, image: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+        """Return the similarities of all pairs."""
+        return self.image(image) @ self.text(text).T  # type: ignore[no-any-return]
+
+
 def two_tower_inputs(batch: int = 64, width: int = 64) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the same random inputs on every call."""
     generator = torch.Generator().manual_seed(1)

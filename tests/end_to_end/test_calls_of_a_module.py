@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from benchmarks.workloads.act import Act, FrozenBatchNorm
-from tests.end_to_end.models import STRICT, TwoTowers, assert_same_training, train, two_tower_inputs
+from tests.end_to_end.models import STRICT, EmbeddedTowers, assert_same_training, train
 
 
 def policy(norm: type[nn.Module]) -> tuple[Act, tuple[torch.Tensor, ...]]:
@@ -41,11 +41,11 @@ def test_a_policy_with_two_cameras_trains_as_in_eager(norm: type[nn.Module], bod
 def test_towers_with_dropout_draw_the_numbers_of_inductor() -> None:
     """With compiled bodies, whichever segment draws the seeds."""
     torch.manual_seed(0)
-    model, inputs = TwoTowers(dropout=0.4), two_tower_inputs()
+    model, inputs = EmbeddedTowers(dropout=0.4), (torch.arange(512) % 100, torch.arange(512) % 90)
 
     def loss_of(run: Any) -> torch.Tensor:
         torch.manual_seed(7)
-        return run(*inputs).square().mean()
+        return run(*inputs).square().mean() / 1000  # or training diverges, and rounding with it
 
     inductor = train(model, loss_of, steps=2, backend="inductor")
     apollo = train(model, loss_of, steps=2, backend="apollo", options=dict(STRICT))

@@ -17,7 +17,7 @@ from apollo_compile.pipeline import Compilation
 from apollo_compile.session.dry_run import trace
 from apollo_compile.store.profiles import default_profile
 from benchmarks.workloads.act import Act, FrozenBatchNorm, ResNet
-from tests.end_to_end.models import TwoTowers
+from tests.end_to_end.models import EmbeddedTowers, TwoTowers
 from tests.passes.test_partition import (
     APART,
     FINE,
@@ -210,33 +210,8 @@ def test_seeds_of_dropout_tie_no_towers_together(config: object) -> None:
 
 def test_an_embedding_with_dropout_does_not_draw_the_seeds_of_others() -> None:
     """It is tiny beside its tower and reads nothing else, but takes longer than a launch."""
-
-    class Embeddings(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.table, self.norm, self.dropout = nn.Embedding(100, 64), nn.LayerNorm(64), nn.Dropout(0.4)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.dropout(self.norm(self.table(x)))
-
-    class Embedded(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embeddings = Embeddings()
-            self.layers = nn.ModuleList(
-                nn.Sequential(nn.Linear(64, 4096), nn.Linear(4096, 64), nn.Dropout(0.4)) for _ in range(2)
-            )
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            x = self.embeddings(x)
-            for layer in self.layers:
-                x = x + layer(x)
-            return x
-
     torch.manual_seed(0)
-    model = TwoTowers()
-    model.image, model.text = Embedded(), Embedded()  # type: ignore[assignment]
-    recorded = record(model, [torch.arange(512) % 100] * 2)[Role.FORWARD]
+    recorded = record(EmbeddedTowers(dropout=0.4), [torch.arange(512) % 100] * 2)[Role.FORWARD]
     partition = assert_replays(recorded, LAYER)
     assert_independent(partition.graph, "image", "text")
 
