@@ -31,7 +31,7 @@ _TENSORS_READ_AND_WRITTEN = {torch.optim.SGD: 3, torch.optim.Adam: 7, torch.opti
 """Times the size of a parameter, without momentum for SGD."""
 
 _FEWEST_BITS = 32
-"""Of a parameter's dtype, for a fused kernel that the user did not ask for: with fewer, its rounding is visible."""
+"""Smallest width of a dtype for a fused kernel that the user did not ask for; below it, rounding is visible."""
 
 
 class StepInParts:

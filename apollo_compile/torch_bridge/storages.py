@@ -120,7 +120,7 @@ class WrittenMemory:
         self._written = frozenset(written)
         self._addresses: list[int] = []
         self._ranges: list[tuple[int, int]] = []
-        """Of what is written to, sorted."""
+        """Byte ranges that are written to, sorted."""
         self._is_shared = False
 
     def is_shared(self, tensors: Sequence[torch.Tensor], others: Iterable[torch.Tensor] = ()) -> bool:

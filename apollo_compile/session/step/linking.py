@@ -72,7 +72,7 @@ class Linker:
         self._clip_grad_norm = clip_grad_norm
         self._config = config
         self._budget = CompileBudget()
-        """Of the rivals of all programs."""
+        """Compile budget that the rivals of all programs share."""
         self._target: Target | None = None
         """That of the first program, whose memory all others use."""
 

@@ -42,7 +42,7 @@ class StepProgram:
     others: Sequence[torch.Tensor]
     """Where gradients are clipped, parameters that the program makes no gradients for: any of theirs would count."""
     written: WrittenMemory
-    """Of the parameters that the optimizer steps inside, among the inputs that all micro-batches share."""
+    """Memory of the parameters that the optimizer steps inside the program."""
     _weights: Sequence[float] = ()
     _tangents: Sequence[torch.Tensor] = ()
     """The same on the device."""

@@ -144,7 +144,7 @@ class TracedStep:
 
 
 class _Snapshot:
-    """What a step changes before the optimizer does, besides gradients: buffers, and the random generator."""
+    """Buffers and random state before a step, to take it a second time."""
 
     def __init__(self, micro: Micro) -> None:
         written = micro.forward.contract.written_inputs or ()

@@ -50,7 +50,7 @@ class StepTuner:
         self._rivals = dict(rivals) if is_compared else {}
         self._late = late
         self._entrants: Sequence[Variant] | None = None
-        """What is compared where it is not everything: the winner until then, and a late rival."""
+        """Entrants of a comparison with a late rival, the winner until then first; None where all variants compete."""
         self._made: dict[Variant, Rival] = {}
         """Rivals that have begun to compete."""
         self._comparison: Comparison | None = None
