@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import json
 import logging
 import os
@@ -19,6 +21,7 @@ from apollo_compile import progress
 from apollo_compile.device.cpu import cgroup
 from apollo_compile.device.cpu.cgroup import granted_cores
 from apollo_compile.store.profiles import ProfileState
+from apollo_compile.tools import doctor
 from apollo_compile.tools.doctor import Facts, Finding, Level, diagnose, is_fit, look
 
 ROOT = Path(__file__).parents[2]
@@ -190,7 +193,9 @@ def test_with_a_gpu_no_body_is_compiled_for_the_cpu(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Unless that is asked for; and a look that takes long says what it is at."""
-    monkeypatch.setattr(progress, "PATIENCE_S", 0.001)
+    every_reading_later = itertools.count(step=int(progress.PATIENCE_S))
+    clocked = functools.partial(progress.Progress, clock=every_reading_later.__next__)
+    monkeypatch.setattr(doctor, "Progress", clocked)
     caplog.set_level(logging.INFO, progress.__name__)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
