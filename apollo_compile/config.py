@@ -7,7 +7,7 @@ prefix `inductor.` is for Inductor's own options, `{"inductor.max_autotune": Tru
 
 | Variable         | Sets              | Meaning                                                    |
 | ---------------- | ----------------- | ---------------------------------------------------------- |
-| APOLLO_CUDA_LANES | `device.cuda_lanes` | auto, or yes or no                                         |
+| APOLLO_CUDA_LANES | `device.cuda_lanes` | 0: graphs on a GPU are those of torch.compile               |
 | APOLLO_DISABLE   | `disable`         | 1: every graph falls back to Inductor, as if apollo were not there |
 | APOLLO_DUMP      | `debug.dump`      | directory that gets one text file per stage and graph       |
 | APOLLO_LOG       | `debug.log`       | level of the package's logger: DEBUG, INFO, WARNING         |
@@ -27,7 +27,7 @@ import logging
 import math
 import os
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from types import UnionType
@@ -120,10 +120,8 @@ class DeviceConfig:
     """Directory of measured profiles and of findings of earlier runs; None is the user's cache directory."""
     units: int | None = None
     """Cores to use; None is every core that torch uses, divided among local ranks, and limited by control groups."""
-    cuda_lanes: Literal["auto"] | bool = "auto"
-    """Which code runs graphs on a GPU. `auto`: torch.compile's, until something of ours was measured to be faster in
-    the training loop: the graph as one CUDA graph, or on lanes of SMs. False: torch.compile's, always. True: segments
-    on lanes from the first step on, compared among themselves, for tests and experiments."""
+    cuda_lanes: bool = True
+    """Whether a graph on a GPU may run on lanes of SMs, in CUDA graphs; if not, it is torch.compile's."""
     lane_memory_quota: int | None = None
     """Bytes of device memory that one lane may take in a CUDA graph; None means no limit."""
 
@@ -191,8 +189,8 @@ _REMOVED = {
 _INDUCTOR = "inductor"
 """The group of Inductor's options, which Inductor checks."""
 
-_FLAG_OPTIONS = {"disable": (), "device.cuda_lanes": ("auto",)}
-"""Options that a variable sets to yes or no, each with the words that it takes besides."""
+_FLAG_OPTIONS = ("disable", "device.cuda_lanes")
+"""Options that a variable sets to yes or no."""
 _FLAGS = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
 
 
@@ -207,7 +205,7 @@ def load_config(options: Mapping[str, Any] | None = None) -> Config:
         text = os.environ.get(variable)
         if text is not None and text != "":
             origin = f"environment variable {variable}"
-            value = _read_flag(text, origin, _FLAG_OPTIONS[name]) if name in _FLAG_OPTIONS else text
+            value = _read_flag(text, origin) if name in _FLAG_OPTIONS else text
             config = _set(config, name.split("."), value, origin)
             _check_level(name, value, origin)
             _check_plan_file(name, value, origin)
@@ -347,12 +345,9 @@ def _warn_of_variable(variable: str) -> None:
     )
 
 
-def _read_flag(text: str, origin: str, words: Sequence[str]) -> bool | str:
-    if text.lower() in words:
-        return text.lower()
+def _read_flag(text: str, origin: str) -> bool:
     if text.lower() not in _FLAGS:
-        expected = ", ".join([*words, "1 or 0", "true or false", "yes or no"])
-        raise ConfigError(f"{origin} has value {text!r}; expected {expected}")
+        raise ConfigError(f"{origin} has value {text!r}; expected 1 or 0, true or false, yes or no")
     return _FLAGS[text.lower()]
 
 

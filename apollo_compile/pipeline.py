@@ -37,7 +37,7 @@ from apollo_compile.observe import StageRunner
 from apollo_compile.passes.cost import estimate_costs
 from apollo_compile.passes.emit import emit_program
 from apollo_compile.passes.memory import plan_memory
-from apollo_compile.passes.partition import partition_graph, resize_partition
+from apollo_compile.passes.partition import partition_graph
 from apollo_compile.passes.plan import estimate_makespan, make_plan
 from apollo_compile.passes.sync import eliminate_syncs
 from apollo_compile.store.history import Finding
@@ -176,24 +176,6 @@ def compile_finding(
         _logger.info("%s is planned anew: %s", capture.name, error)
         return None
     return replace(compilation, finding=finding)
-
-
-def compile_sizes(
-    first: Compilation, capture: Capture, *, profile: DeviceProfile, config: Config, runner: StageRunner
-) -> Compilation:
-    """Run the stages on a capture of the graph of `first` for other dynamic sizes, with the same segments.
-
-    There is no plan file and no memory quota: both are for one size only.
-    """
-    partition = runner.run(
-        "partition",
-        resize_partition,
-        first.partition,
-        capture,
-        check=partial(check.check_partition, capture=capture),
-        text=text.format_partition,
-    )
-    return plan_partition(capture, partition, Observations(), profile=profile, config=config, runner=runner)
 
 
 def _run_cost(

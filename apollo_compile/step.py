@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from apollo_compile.autotune.tuner import CandidateError
 from apollo_compile.backend import compile_dynamo_graph
 from apollo_compile.config import load_config
 from apollo_compile.errors import CaptureError, NotReplayedError, TargetError
@@ -41,7 +42,6 @@ from apollo_compile.session.step.rivals import (
     RIVALS,
     EagerLoop,
     Rival,
-    RivalError,
     TracedStep,
     add_gradients,
     compile_ns,
@@ -256,7 +256,7 @@ class Step:
             tuner.record(time.perf_counter_ns() - begin)
         self._graph_of[key] = graph
         self._graphs.add(graph)
-        if len(parts) not in graph.outcomes and graph.model.state().stage is not Stage.MEASURING:
+        if len(parts) not in graph.outcomes and graph.is_ready:
             graph.outcomes[len(parts)] = self._linker.link(graph, len(parts), self._make_rivals)
         return loss
 
@@ -269,7 +269,7 @@ class Step:
         program = tuner.program
         reason = program.reason_for_loop()
         if reason is not None:
-            self._hold_back(tuner, reason)
+            tuner.hold_back(reason)
             return None
         if variant is Variant.EAGER and _is_autocast_on(program.micro.device):
             return None  # autocast would keep copies of weights from step to step
@@ -284,7 +284,7 @@ class Step:
             program.variants.use(variant)
             losses, gradients = program.run([each.inputs for each in noted], weights)
         except NotReplayedError as error:
-            self._hold_back(tuner, str(error))
+            tuner.hold_back(str(error))
             return None
         except CaptureError as error:
             if self.config.debug.strict:
@@ -298,12 +298,6 @@ class Step:
         if program.optimizer is None and self._optimizer is not None:
             self._optimizer.step()
         return weighted_sum(losses, weights)
-
-    def _hold_back(self, tuner: StepTuner, reason: str) -> None:
-        """Note why this step has to be a loop, and say so if that is new."""
-        if reason != tuner.held_back:
-            tuner.held_back = reason
-            _logger.info("%s: a %s for now: %s", tuner.program.name, Variant.LOOP, reason)
 
     def _note_inputs(self, parts: Sequence[Any], graph: LossGraph) -> Sequence[Noted] | None:
         """Return what Dynamo gives to the graph for every micro-batch; None where it calls another one."""
@@ -330,7 +324,7 @@ class Step:
             graph.drop_programs()
             return None
         if (reason := tuner.program.reason_against(given)) is not None:
-            self._hold_back(tuner, reason)
+            tuner.hold_back(reason)
             return None
         return noted
 
@@ -341,7 +335,7 @@ class Step:
         rival = tuner.get_rival(variant)
         try:
             loss = rival.take(parts, weights)
-        except RivalError as error:
+        except CandidateError as error:
             tuner.drop_rival(variant, error)
             return None
         tuner.held_back = None
@@ -386,7 +380,7 @@ class Step:
     def _give_way(self) -> bool:
         """Release the CUDA graphs of programs for a loop that finds no memory; return whether there are any."""
         targets = {id(graph.model.target): graph.model.target for graph in self._graphs if graph.outcomes}
-        held = [target for target in targets.values() if not target.is_synchronous]
+        held = [target for target in targets.values() if target.captures]
         for target in held:
             target.keep_only(())
         if held:

@@ -64,8 +64,6 @@ def _open_gpu(device: torch.device, config: Config) -> Target | str:
     except CudaError as error:
         if config.debug.strict:
             raise
-        if config.device.cuda_lanes is True:  # it was asked for
-            _logger.warning("no lanes on %s: %s", device, error)
         return f"no lanes on {device}: {error}"
     if gpu.captures.why_off is not None:
         return f"no lanes on {device}: {gpu.captures.why_off}"

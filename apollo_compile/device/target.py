@@ -146,50 +146,46 @@ class Target(Protocol):
         """The torch device of the tensors."""
 
     @property
-    def variants(self) -> Collection[Variant]:
-        """The variants of this device besides plan, serial plan and Inductor's whole graph."""
+    def has_spans(self) -> bool:
+        """Whether a run says when its segments began and ended; else bodies are timed once, by `Runnable.measure`."""
 
     @property
-    def is_synchronous(self) -> bool:
-        """Whether a run has ended when its call returns.
+    def calls_wait(self) -> bool:
+        """Whether a run has ended when its call returns, so that calls are timed by the host's clock."""
 
-        If so, runs have spans, and calls are timed by the host's clock for as long as the model trains. If not, bodies
-        are timed once, and calls only while variants are compared, since timing waits for the device.
+    @property
+    def captures(self) -> bool:
+        """Whether programs become CUDA graphs: they hold memory, need fixed addresses, and may fail to be captured.
+
+        Then all graphs of a model run the same variant, since a backward's CUDA graph reads what its forward saved.
         """
 
     @property
     def shares_units(self) -> bool:
-        """Whether lanes may share units: then segments that run at once slow each other more than a plan foresees."""
+        """Whether lanes may share units, so that concurrent segments slow each other more than a plan predicts."""
 
     @property
-    def binds_graphs(self) -> bool:
-        """Whether all graphs of a model have to run the same variant."""
-
-    @property
-    def keeps_findings(self) -> bool:
-        """Whether a later process can reuse code and verdicts."""
+    def has_native_bodies(self) -> bool:
+        """Whether a body can run without Python; then `faster_with_onednn` is asked about its matmuls, bundles of
+        graphs are kept for later processes, and a graph is interpreted if there is no C++ compiler.
+        """
 
     @property
     def keeps_profile(self) -> bool:
         """Whether the next process plans with the same profile: one measured on a busy machine is not kept."""
 
     @property
-    def has_native_bodies(self) -> bool:
-        """Whether a body can run without Python; then `faster_with_onednn` is asked about its matmuls."""
-
-    @property
-    def can_interpret(self) -> bool:
-        """Whether a graph may be interpreted if there is no C++ compiler."""
-
-    @property
     def lane_memory_quota(self) -> int | None:
         """Bytes that one lane may hold; None means no limit."""
 
-    def complaint(self) -> str | None:
-        """Return why lanes must stay off on this machine; None if they may be used. Asked before they first are.
+    def unavailable_reason(self) -> str | None:
+        """Return why lanes must stay off on this machine; None if they may be used. Asked before the first compile.
 
         The first call on a kind of GPU, driver and torch may take seconds; later ones and later processes know.
         """
+
+    def failure(self) -> str | None:
+        """Return why programs can no longer run as they should, such as a capture that failed; None if they can."""
 
     def start(self, lanes: tuple[Lane, ...]) -> None:
         """Start the lanes, before anything is compiled for them.

@@ -52,7 +52,7 @@ from apollo_compile.ir.values import (
     Work,
     merge_kernels,
 )
-from apollo_compile.ir.variants import Selection, Standing, Variant, Verdict
+from apollo_compile.ir.variants import Standing, Variant, Verdict
 
 __all__ = [
     "Assignment",
@@ -93,7 +93,6 @@ __all__ = [
     "Segment",
     "SegmentGraph",
     "SegmentId",
-    "Selection",
     "Span",
     "Standing",
     "SyncPlan",

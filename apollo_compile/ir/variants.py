@@ -13,48 +13,41 @@ class Variant(enum.StrEnum):
 
     SERIAL = "segments in turn"
     """The serial plan: segments one after the other on the whole device."""
-    LISTED = "list schedule"
-    """The plan of the best list schedule."""
     PLAN = "plan"
-    NARROW = "plan with two abreast"
-    """On a GPU, of a whole step: another plan, in which at most two segments run at once."""
+    NARROW = "plan, at most two concurrent segments"
+    """A whole step on a GPU: a second plan of the same segments."""
     INDUCTOR = "Inductor"
-    """The whole graph as Inductor compiles it."""
+    """The whole graph as Inductor compiles it; of a step, its whole graphs in turn."""
     LOOP = "loop over micro-batches"
     """A step: forward and backward of one micro-batch after the other, as autograd calls them, then the optimizer."""
     EAGER = "loop in eager"
-    """The same without a compiler."""
+    """The same loop without a compiler."""
     TRACED = "Inductor, traced step"
     """A step: forward and backward of all micro-batches in one graph, as Dynamo traces and Inductor compiles it."""
-    COMPILED = "torch.compile"
-    """On a GPU: a Dynamo graph as torch.compile makes it, with its CUDA graphs if the mode asks for them."""
 
 
 OWN_PLANS = (Variant.PLAN, Variant.NARROW)
-"""Variants that run a plan of their own, which reports draw."""
-
-Selection = tuple[Variant, ...]
-"""The variant of every graph of a model."""
+"""Variants with a plan that reports draw."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Standing:
-    """Measured time of one selection in a comparison."""
+    """Measured time of one candidate in a comparison."""
 
     name: str
     step_ns: float
-    """Median over rounds of the time of its graphs in one step."""
+    """Median over rounds of its time for one step."""
     ratio: float
     """Median over rounds of its time over the winner's in the same round; 1 for the winner."""
+    interval: tuple[float, float] = (1.0, 1.0)
+    """Interval of that median, with 90 % confidence."""
     num_rounds: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
-    """Result of a comparison: the selection that stays, and those it was compared with."""
+    """Result of autotuning: the winner, and the candidates that it was compared with."""
 
-    winner: str
-    selection: Selection
     standings: tuple[Standing, ...]
     """The winner first, the others by ratio."""
     num_steps: int
@@ -62,20 +55,26 @@ class Verdict:
     is_remembered: bool = False
     """Whether those were steps of an earlier process."""
     prepare_ns: int = field(default=0, compare=False)
-    """How long one of these steps waited in this process for Inductor to compile the whole graphs; 0 if none did."""
+    """How long steps of this process waited for compiles of candidates."""
 
     def __post_init__(self) -> None:
-        """Raise ValueError for a verdict without the standing of its winner, which a damaged file may hold."""
-        if not self.standings or self.winner != self.standings[0].name:
-            raise ValueError(f"a verdict needs standings, the winner {self.winner!r} first")
+        """Raise ValueError without standings or with an unknown winner, as a damaged file may hold."""
+        if not self.standings:
+            raise ValueError("a verdict needs standings, the winner first")
+        Variant(self.standings[0].name)
+
+    @property
+    def winner(self) -> Variant:
+        """The variant that runs."""
+        return Variant(self.standings[0].name)
 
     @property
     def is_measured(self) -> bool:
-        """Whether the winner was compared with another selection."""
+        """Whether the winner was compared with another candidate."""
         return self.standings[0].num_rounds > 0
 
     def has_compared(self, name: str) -> bool:
-        """Return whether the selection called `name` was in the comparison."""
+        """Return whether the candidate called `name` was in the comparison."""
         return any(standing.name == name for standing in self.standings)
 
     @property
@@ -85,8 +84,18 @@ class Verdict:
 
     @property
     def pause(self) -> str:
-        """Return how long the loop waited for Inductor's compile, as the end of a sentence; empty if it did not."""
+        """Return how long the loop waited for compiles, as the end of a sentence; empty if it did not."""
         return f", one of which waited {format_ns(self.prepare_ns)} for Inductor to compile" if self.prepare_ns else ""
+
+    @property
+    def summary(self) -> str:
+        """The winner, and how much faster it is than the next, as in `plan, 1.12x segments in turn (1.08..1.15)`."""
+        first, *others = self.standings
+        if not others or not self.is_measured:
+            return first.name
+        rival = next((each for each in others if each.name == Variant.INDUCTOR), others[0])
+        low, high = rival.interval
+        return f"{first.name}, {rival.ratio:.2f}x {rival.name} ({low:.2f}..{high:.2f})"
 
     def __str__(self) -> str:
         first, *others = self.standings

@@ -117,19 +117,6 @@ def make_plan(
     return to_plan(chosen, execution, serial, solution=solution)
 
 
-def make_list_plan(graph: SegmentGraph, costs: CostTable, plan: Plan) -> Plan:
-    """Return the best list schedule as a plan; `plan` is the planner's for the same costs."""
-    best = _best_list_schedule(graph, costs, plan.lanes)
-    return replace(
-        plan,
-        origin=Origin.GREEDY,
-        assignments=_assign(graph, costs, best.lanes, best.problem, best.schedule, best.execution),
-        makespan_ns=best.execution.makespan,
-        undisturbed_ns=best.schedule.makespan,
-        solver=None,
-    )
-
-
 def make_serial_plan(graph: SegmentGraph, costs: CostTable, plan: Plan) -> Plan:
     """Return the serial plan, with the bound of `plan`, which is the planner's for the same costs."""
     problem = to_problem(graph, costs, plan.lanes)

@@ -35,7 +35,6 @@ _WITHOUT_LANES = (
     Variant.LOOP,
     Variant.EAGER,
     Variant.TRACED,
-    Variant.COMPILED,
 )
 """Variants that do not run a graph's plan on its lanes."""
 
@@ -55,7 +54,7 @@ def metrics_of(report: ModelSummary) -> dict[str, float]:
         "fallbacks": len(report.fallbacks),
         "step_ms": sum(verdict.standings[0].step_ns for verdict in verdicts) / 1e6 if verdicts else None,
         "gain_over_serial": _gain(verdicts, Variant.SERIAL),
-        "gain_over_inductor": _gain(verdicts, Variant.INDUCTOR, Variant.COMPILED),
+        "gain_over_inductor": _gain(verdicts, Variant.INDUCTOR),
         "predicted_gain": _ratio((graph.serial_ns, graph.predicted_ns) for graph in graphs),
         "overlap": _overlap(graphs),
         "peak_bytes": max((graph.peak_bytes for graph in graphs), default=None),

@@ -344,6 +344,12 @@ class State:
     stage: Stage
     detail: str = ""
     """Progress of the measurement, or the reason of the fallback."""
+    round: str = ""
+    """The round that a comparison is in, as in `3/12`."""
+
+    def __str__(self) -> str:
+        stage = f"{self.stage} {self.round}" if self.round else self.stage
+        return f"{stage}: {self.detail}" if self.detail else stage
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

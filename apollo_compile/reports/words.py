@@ -63,7 +63,7 @@ NOT_MEASURED_YET = "not measured yet: the first call of a plan is cold, and left
 def describe_state(states: Sequence[State]) -> str:
     """Return the stages of Dynamo graphs in one line, with details; empty if there is none."""
     if len({(state.stage, state.detail) for state in states}) == 1:
-        return f"{states[0].stage}: {states[0].detail}" if states[0].detail else states[0].stage
+        return str(states[0])
     by_stage = {stage: [state for state in states if state.stage is stage] for stage in Stage}
     return "; ".join(f"{stage}: {_list(found)}" for stage, found in by_stage.items() if found)
 

@@ -5,10 +5,10 @@
 Note [fallback]: a Dynamo graph that segments cannot express, or that would gain nothing from them, gets exactly what
 `torch.compile(mode=..., options=...)` makes of it: same code, same caches, same memory. One INFO line says why.
 Whether it falls back is known once its forward, or inference graph, has been planned. By then AOTAutograd has traced a
-copy of the Dynamo graph with our settings; that result is dropped, and the Dynamo graph itself is compiled again. Where
-AOTAutograd's cache is in use, the reason is cached there, so that a later process knows it without planning. A backward
-that cannot run in segments although its forward does is compiled whole by Inductor, and so is either graph if
-autotuning found that Inductor is the fastest variant for that graph alone.
+copy of the Dynamo graph with our settings; that result is dropped, and the Dynamo graph itself is traced again, since
+the settings differ. Where AOTAutograd's cache is in use, the reason is cached there, so that a later process knows it
+without planning. A backward that cannot run in segments although its forward does is compiled whole by Inductor; where
+programs are CUDA graphs, its forward falls back with it.
 """
 
 from __future__ import annotations
@@ -24,16 +24,15 @@ from typing import Any
 
 from torch import fx
 
-from apollo_compile.device.target import Code, Run
+from apollo_compile.config import Config
+from apollo_compile.device.target import Code, Run, Target
 from apollo_compile.distributed.agreement import Agreement
 from apollo_compile.errors import RankError, UnsupportedGraphError
 from apollo_compile.ir import Role, Variant
 from apollo_compile.pipeline import Compilation
 from apollo_compile.progress import Progress
 from apollo_compile.session.bodies import compile_code
-from apollo_compile.session.buckets import at_once, in_background
-from apollo_compile.session.families import make_family, with_sizes
-from apollo_compile.session.graph import has_free_plans
+from apollo_compile.session.captured import Revertible, reason_against_capture
 from apollo_compile.session.model import CompiledModel
 from apollo_compile.session.planning import (
     Fallback,
@@ -43,13 +42,14 @@ from apollo_compile.session.planning import (
     reason_to_fall_back,
     role_of,
 )
-from apollo_compile.session.restore import Restorer, dynamo_graph_falls_back, placeholder_run
+from apollo_compile.session.restore import Restorer, placeholder_run
 from apollo_compile.torch_bridge.aot_cache import Bundle, Cache
 from apollo_compile.torch_bridge.aot_graph import clone_graph
 from apollo_compile.torch_bridge.cxx_compiler import compiler_complaint
 from apollo_compile.torch_bridge.dynamo_graph import copy_of_dynamo_graph, reads_numbers
 from apollo_compile.torch_bridge.frontend import compile_plainly, compile_with_inductor, is_for_dynamo
 from apollo_compile.torch_bridge.interpret import interpret_whole
+from apollo_compile.torch_bridge.kept_graph import KeptGraph
 from apollo_compile.torch_bridge.layouts import report_output_strides
 from apollo_compile.torch_bridge.settings import current_settings, with_settings
 from apollo_compile.torch_bridge.traced import TracedGraph, take_graph
@@ -77,13 +77,13 @@ class GraphCompiler:
         model = self._model
         # compiling the backward of numbers that are read from tensors may fail, and then a step has to run in pieces
         self._backward_at_once = model.is_for_step and reads_numbers(graph_module)
-        if model.without_lanes is not None:
-            model.fall_back(Fallback(reason=model.without_lanes))
+        reason, is_captured = model.without_lanes, model.target.captures
+        if reason is None and is_captured:
+            reason = reason_against_capture(model, graph_module, example_inputs)
+        if reason is not None:
+            model.fall_back(Fallback(reason=reason))
             return self._compile_plainly(graph_module, example_inputs)
-        if model.config.device.cuda_lanes == "auto" and not model.target.is_synchronous:
-            from apollo_compile.session.contest.default import compile_with_challenger  # on a CPU, it is not imported
-
-            return compile_with_challenger(model, self._settings, graph_module, example_inputs, self._compile_plainly)
+        kept = KeptGraph(graph_module) if is_captured else None
         try:
             with with_settings(self._settings), copy_of_dynamo_graph(graph_module) as copied:
                 compiled = compile_with_inductor(
@@ -92,7 +92,7 @@ class GraphCompiler:
                     self.compile_graph,
                     recompute_masks=model.config.runtime.recompute_masks,
                     eager_randomness=model.config.runtime.bodies == "eager",
-                    backward_at_once=self._backward_at_once,
+                    backward_at_once=self._backward_at_once or is_captured,
                     cache=self._cache(graph_module, example_inputs),
                     settings=self._settings,
                 )
@@ -101,7 +101,9 @@ class GraphCompiler:
                 raise
             model.forget_graphs()
             model.fall_back(Fallback(reason=f"{type(error).__name__}: {error}", level=logging.WARNING))
-        return self._compile_plainly(graph_module, example_inputs) if model.falls_back else compiled
+        if model.falls_back:
+            return self._compile_plainly(graph_module, example_inputs)
+        return compiled if kept is None else Revertible(model, compiled, kept, self._compile_plainly)
 
     def _cache(self, graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> Cache | None:
         """Return how AOTAutograd's cache loads the graphs of a Dynamo graph; None where they are not to be cached."""
@@ -148,7 +150,7 @@ class GraphCompiler:
     ) -> tuple[Run, Bundle | None]:
         """Let Inductor compile a graph whole, or the Dynamo graph that it comes from."""
         model, restorer = self._model, self._restorer
-        if dynamo_graph_falls_back(role, fallback):
+        if role is not Role.BACKWARD or model.target.captures:
             model.fall_back(fallback)
             report_output_strides(graph_module)
             return placeholder_run, partial(restorer.bundle_fallback, role, fallback)
@@ -173,24 +175,21 @@ class GraphCompiler:
         model = self._model
         graph_module, boundary, kwargs = traced.graph_module, traced.boundary, traced.kwargs
         config, target, agreement = model.config, model.target, Agreement(model.ranks)
-        sizes, base = traced.sizes, name
-        self._check_supported(sizes)
-        if sizes:
-            name = with_sizes(name, sizes)
+        self._check_supported(traced)
         compilation = plan_graph(
             graph_module,
             name=name,
             role=role,
             profile=target.profile,
-            config=config,
+            config=_first_config(config, target),
             device=target.device,
             agreement=agreement,
             recall=model.warm_start.recall,
         )
         planned = time.perf_counter_ns()
         num_before = model.num_before if model.ranks.is_alone else 0
-        reason = None if model.is_for_step else reason_to_fall_back(compilation, config, num_before=num_before)
-        if reason is not None:
+        reason = reason_to_fall_back(compilation, config, num_before=num_before, is_alone=model.ranks.is_alone)
+        if reason is not None and not model.is_for_step:
             if compilation.finding is None:
                 model.warm_start.keep(compilation, Variant.INDUCTOR, None)
             return Fallback(reason=reason, unprofitable=compilation)
@@ -198,47 +197,45 @@ class GraphCompiler:
         compile_original = None if original is None else partial(compile_again, original, current_settings(), **kwargs)
         target.start(compilation.plan.lanes)  # fails before anything is compiled if threads cannot be pinned
         code, is_compiled = self._compile_code(traced, compilation, agreement, name=name)
-        is_family = bool(sizes) and has_free_plans(compilation.plan, config)
         graph = model.load(
             compilation,
             code,
             compile_whole=compile_original if is_compiled else None,
-            agreement=agreement,
-            boundary=None if is_family else boundary,
-            submit=in_background if is_family else at_once,
+            boundary=boundary,
+            sized=traced.sized,
         )
         log_summary(compilation, planned - begin, time.perf_counter_ns() - planned)
         if graph.is_deterministic:
-            _logger.info("%s: the plan stays as predicted: deterministic algorithms are on, so no time decides", name)
-        if boundary is not None and is_family:
-            family = make_family(model, graph, graph_module, boundary, base)
-            model.add_family(family)
-            return family, None
+            _logger.info("%s: deterministic algorithms are enabled; timing-based selection is disabled", name)
         model.add(graph)
         return graph, partial(self._restorer.bundle_segments, graph, original, kwargs) if boundary is None else None
 
-    def _check_supported(self, sizes: Mapping[str, int]) -> None:
-        """Check that the graph can be planned for this job's ranks and for its dynamic sizes.
+    def _check_supported(self, traced: TracedGraph) -> None:
+        """Check that the graph can be planned for this job's ranks, its dynamic sizes, and its device.
 
         Raises:
             UnsupportedGraphError: it cannot.
         """
-        ranks = self._model.ranks
+        ranks, contract = self._model.ranks, traced.contract
         if not ranks.can_agree:
             raise UnsupportedGraphError("several ranks cannot agree on its plan: their process group has no store")
-        if sizes and not self._model.target.is_synchronous:
-            raise UnsupportedGraphError(
-                "graphs with dynamic shapes run on CPU lanes only; compile with dynamic=False to get lanes on a GPU"
-            )
-        if sizes and self._model.config.plan.memory_quota is not None:
+        if traced.sizes and self._model.config.plan.memory_quota is not None:
             raise UnsupportedGraphError(
                 "a memory quota is kept by plans for known sizes only, and its shapes are dynamic; compile with "
                 "dynamic=False to get lanes"
             )
-        if sizes and not ranks.is_alone:
+        if traced.sizes and not ranks.is_alone:
             raise UnsupportedGraphError(
                 "several ranks do not agree on plans for dynamic shapes; compile with dynamic=False to get lanes"
             )
+        if not self._model.target.captures:
+            return
+        if contract.unsafe is not None:
+            raise UnsupportedGraphError(f"it has {contract.unsafe}, which no CUDA graph may hold")
+        if contract.written_inputs is None:
+            raise UnsupportedGraphError("it writes to other tensors than its inputs, which no CUDA graph may do")
+        if traced.boundary is not None:
+            raise UnsupportedGraphError("it takes sizes or objects besides tensors, and a CUDA graph takes tensors")
 
     def _compile_code(
         self, traced: TracedGraph, compilation: Compilation, agreement: Agreement, *, name: str
@@ -296,10 +293,16 @@ class GraphCompiler:
     def _accept_missing_compiler(self, error: Exception) -> str:
         """Warn that the C++ compiler does not work and return what is wrong with it; re-raise any other error."""
         complaint = compiler_complaint(error)
-        if complaint is None or self._model.config.debug.strict or not self._model.target.can_interpret:
+        if complaint is None or self._model.config.debug.strict or not self._model.target.has_native_bodies:
             raise error
         _warn_of_compiler(complaint)
         return complaint
+
+
+def _first_config(config: Config, target: Target) -> Config:
+    """Return the options for the first plan: without the solver, where bodies are timed soon and planned again."""
+    is_soon_replanned = not target.has_spans and config.plan.replan and config.plan.planner == "cp_sat"
+    return replace(config, plan=replace(config.plan, planner="greedy")) if is_soon_replanned else config
 
 
 def _failing_run(error: Exception) -> Run:

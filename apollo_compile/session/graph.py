@@ -1,29 +1,25 @@
 """One FX graph of a model, compiled in segments: `CompiledGraph`, which AOTAutograd calls in every step.
 
-What it runs may change between steps: it is planned again with measured durations (`learner.py`), and the autotuning of
-its model (`autotune.py`) may choose another variant than its plan (`variants.py`).
+Its executable may change between steps: it is planned again with measured durations (`learner.py`), and the tuner of
+its model may choose another variant than its plan (`variants.py`).
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from apollo_compile.autotune.graphs import GraphTuner
+from apollo_compile.autotune.tuner import CandidateError
 from apollo_compile.config import Config
 from apollo_compile.device.target import Code, CompiledBody, Run, Runnable, Target
-from apollo_compile.distributed.agreement import Agreement
-from apollo_compile.distributed.ranks import Ranks
-from apollo_compile.errors import RankError
-from apollo_compile.ir import LaneId, Plan, Trace, Variant, Verdict
+from apollo_compile.ir import LaneId, Trace, Variant, Verdict
 from apollo_compile.pipeline import Compilation
 from apollo_compile.progress import Progress
-from apollo_compile.session.autotune import Autotuner
-from apollo_compile.session.buckets import at_once
 from apollo_compile.session.learner import Learner
 from apollo_compile.session.variants import Variants
 from apollo_compile.session.warm_start import are_numbers_fixed
@@ -43,46 +39,42 @@ class CompiledGraph:
     """
 
     first: Compilation
-    """The first plan, and what an earlier process found for this graph, if anything."""
+    """The first plan, and the finding of an earlier process about this graph, if there is one."""
     code: Code
     config: Config
     target: Target
     compile_whole: Callable[[], Run] | None = None
-    """Compiles the whole graph as Inductor alone would; None where variants are not compared."""
-    autotuner: Autotuner | None = None
-    """Selects variants for the whole model; None where the plan always runs."""
-    agreement: Agreement = field(default_factory=lambda: Agreement(Ranks(None)))
-    """Makes all ranks run the same plans."""
+    """Compiles the whole graph as Inductor alone would; None where variants are not compared, or once it has."""
+    tuner: GraphTuner | None = None
+    """Selects the variant of all graphs of the model; None where the plan always runs."""
+    is_alone: bool = True
+    """Whether no other rank runs it, so that it may be planned again with durations that were measured here."""
     boundary: Boundary | None = None
     """Inputs and outputs that are not tensors."""
-    submit: Callable[[Callable[[], Compilation]], Future[Compilation]] = at_once
-    """Runs a replan: now, or in the background."""
-    is_resized: bool = False
-    """Whether it is planned for sizes other than those it was traced with."""
+    sized: Sequence[int] = ()
+    """Positions of the tensors whose sizes change from call to call."""
     is_deterministic: bool = field(init=False)
-    """Whether deterministic algorithms were on when it was compiled, so that it keeps its plan."""
+    """Whether deterministic algorithms were enabled when it was compiled, so that it keeps its plan."""
     variants: Variants = field(init=False)
     learner: Learner = field(init=False)
     has_run: bool = field(init=False, default=False)
     """Whether it was ever called."""
+    _usual_elements: int = 0
+    """Elements of the sized tensors in its first timed call."""
     _boxed_call: bool = True
 
     def __post_init__(self) -> None:
         """Load the plan."""
         finding = self.first.finding
         self.is_deterministic = are_numbers_fixed()
-        may_be_listed = self.config.plan.memory_quota is None
-        self.variants = Variants(self.first, self.code, self.target, may_be_listed=may_be_listed)
-        is_free = self.config.plan.replan and self.config.plan.planner != "serial" and not self.is_deterministic
-        # One plan for all sizes is not observed: durations of different sizes are not comparable.
-        is_for_its_sizes = not self.first.capture.sizes or has_free_plans(self.first.plan, self.config)
+        self.variants = Variants(self.first, self.code, self.target)
+        may_replan = self.config.plan.replan and self.config.plan.planner != "serial" and not self.is_deterministic
+        is_comparable = self.is_alone and not self.first.capture.sizes  # durations for other sizes are not
         self.learner = Learner(
             self.variants,
             self.target,
             self.config,
-            self.agreement,
-            self.submit,
-            is_settled=not (is_free and is_for_its_sizes) or finding is not None,
+            is_settled=not (may_replan and is_comparable) or finding is not None,
         )
         if finding is not None:
             self.use(finding.variant)
@@ -94,59 +86,50 @@ class CompiledGraph:
         taken = self.boundary.take(inputs)
         return self.boundary.give(self._call(inputs), taken)
 
-    def planned_as(self, compilation: Compilation) -> CompiledGraph:
-        """Return the same graph and code with a plan for other sizes and no observations."""
-        return replace(self, first=compilation, autotuner=None, is_resized=True)
-
-    def run_once(self, inputs: list[Any]) -> Sequence[Any]:
-        """Run the current variant, without measuring."""
-        return self.variants.run(inputs)
-
     def _call(self, inputs: list[torch.Tensor]) -> Sequence[Any]:
-        learner, is_synchronous = self.learner, self.target.is_synchronous
-        if not is_synchronous and self.has_run and not learner.is_settled and not self.target.is_capturing():
+        learner, target = self.learner, self.target
+        if target.captures and target.is_capturing():  # by the user: nothing may be timed or changed
+            return self.variants.run(inputs)
+        if not (target.has_spans or learner.is_settled) and self.has_run:
             learner.time_bodies(inputs)
-        if self.autotuner is None or self._is_left_alone(self.autotuner):
+        if self.tuner is None or self.tuner.skips(self):
             outputs = self.variants.run(inputs)
         else:
-            outputs = self._run_watched(inputs, self.autotuner)
+            outputs = self._run_watched(inputs, self.tuner)
         self.has_run = True
-        if is_synchronous and not learner.is_settled and self.variants.current is Variant.PLAN:
+        if target.has_spans and not learner.is_settled and self.variants.current is Variant.PLAN:
             learner.after_run()
         return outputs
 
-    def _run_watched(self, inputs: list[torch.Tensor], autotuner: Autotuner) -> Sequence[Any]:
-        """Run the variant that autotuning selects, and record the time."""
-        self._choose(autotuner)
-        taken_ns, begin = None, self.target.now_ns()
+    def _run_watched(self, inputs: list[torch.Tensor], tuner: GraphTuner) -> Sequence[Any]:
+        """Run the variant that the tuner selects, and give it the duration."""
+        self._choose(tuner)
+        taken_ns, clock, scale = None, tuner.clock, self._scale(inputs)
+        begin = clock()
         try:
             outputs = self.variants.run(inputs)
-            taken_ns = self.target.now_ns() - begin
+            taken_ns = round(scale * (clock() - begin))
         finally:
-            autotuner.leave(self, taken_ns)
+            tuner.leave(self, taken_ns)
         return outputs
 
-    def _is_left_alone(self, autotuner: Autotuner) -> bool:
-        """Whether autotuning ignores this call."""
-        if self.target.is_synchronous:
-            return autotuner.skips(self)
-        return autotuner.is_settled or self.target.is_capturing()
+    def _scale(self, inputs: Sequence[torch.Tensor]) -> float:
+        """Return the factor that makes the duration of this call comparable with calls for other sizes."""
+        if not self.sized:
+            return 1.0
+        num_elements = sum(inputs[place].numel() for place in self.sized)
+        self._usual_elements = self._usual_elements or num_elements
+        return self._usual_elements / max(1, num_elements)
 
-    def _choose(self, autotuner: Autotuner) -> None:
-        """Let autotuning select the variants of this step; if that fails, plans run from now on.
-
-        Raises:
-            RankError: this rank cannot run what the other ranks run.
-        """
+    def _choose(self, tuner: GraphTuner) -> None:
+        """Let the tuner select the variants of this step; if that fails, plans run from now on."""
         try:
-            autotuner.enter(self)
-        except RankError:
-            raise
+            tuner.enter(self)
         except Exception as error:
             if self.config.debug.strict:
                 raise
             name = self.compilation.capture.name
-            _logger.warning("%s: plans stay, unmeasured: %s: %s", name, type(error).__name__, error)
+            _logger.warning("%s: autotuning failed, keeping the plan: %s: %s", name, type(error).__name__, error)
 
     # ------------------------------------------------------------------------------------------ what reports ask
 
@@ -185,29 +168,25 @@ class CompiledGraph:
         return Variant.PLAN if self.variant == Variant.SERIAL and not self.compilation.plan.uses_lanes else self.variant
 
     def lane_bytes(self) -> Mapping[LaneId, int]:
-        """Return the device memory that every lane holds for what it runs; empty on a CPU."""
+        """Return the device memory that every lane holds for the current variant; empty on a CPU."""
         return self.variants.loaded().get(self.variant, self.variants.plan).lane_bytes()
 
-    # ---------------------------------------------------------------------------------------- what autotuning asks
+    # ---------------------------------------------------------------------------------------- what the tuner asks
 
     @property
     def variant(self) -> Variant:
         """The variant that it runs now."""
         return self.variants.current
 
-    @property
-    def available(self) -> Sequence[Variant]:
-        """Variants that it can run now."""
-        return self.variants.available
+    def variant_for(self, variant: Variant) -> Variant:
+        """Return this variant, or segments in turn if the graph does not have it."""
+        return variant if variant is Variant.PLAN or variant in self.variants.available else Variant.SERIAL
 
     def use(self, variant: Variant) -> None:
-        """Run this variant from the next call on."""
-        self.variants.use(variant)
-
-    @property
-    def is_bound(self) -> bool:
-        """Whether all graphs of its model have to run the same variant."""
-        return self.target.binds_graphs
+        """Run this variant from the next call on, or segments in turn if it does not have it."""
+        own = self.variant_for(variant)
+        if own is not self.variant:
+            self.variants.use(own)
 
     @property
     def is_settled(self) -> bool:
@@ -221,43 +200,30 @@ class CompiledGraph:
         return None if finding is None else finding.verdict
 
     @property
-    def topic(self) -> str:
-        """Its name among the ranks."""
-        return self.agreement.topic
-
-    def keep(self, variants: Collection[Variant]) -> None:
-        """Release the CUDA graphs of all other variants; a variant that runs again captures again."""
-        self.variants.release_others(variants)
-
-    def adopt_variant(self) -> Variant:
-        """If the list schedule runs, make it the plan, for reports and later processes; return the current variant."""
-        return self.variants.promote_list_schedule()
-
-    @property
     def prepare_ns(self) -> int:
-        """Approximate time that Inductor needs to compile the whole graph; 0 if it has, or never will."""
-        return 0 if self.compile_whole is None else COMPILE_NS_PER_OPERATOR * len(self.compilation.capture.nodes)
+        """Approximate time that Inductor needs to compile the whole graph."""
+        return COMPILE_NS_PER_OPERATOR * len(self.compilation.capture.nodes)
 
-    def prepare(self) -> None:
-        """Compile the whole graph with Inductor; if that fails, warn and do without that variant."""
-        compile_whole = self.compile_whole
+    def whole(self) -> Run:
+        """Compile the whole graph with Inductor.
+
+        Raises:
+            CandidateError: that fails, or was not to be compared.
+        """
+        compile_whole, name = self.compile_whole, self.compilation.capture.name
         if compile_whole is None:
-            return
-        name = self.compilation.capture.name
+            raise CandidateError(f"{name} has no graph that Inductor could compile")
         _logger.info("%s: Inductor compiles it whole, to be compared with its segments", name)
         try:
-            with Progress(f"compiling {name} whole") as progress:
+            with Progress(f"compiling {name} whole", expected_ns=self.prepare_ns) as progress:
                 progress.at("Inductor, to be compared with its segments,")
-                run = compile_whole()
-            self.variants.add_whole(run)
+                return compile_whole()
         except Exception as error:  # the other variants are still compared
             if self.config.debug.strict:
                 raise
-            _logger.warning("%s: Inductor did not compile it whole: %s: %s", name, type(error).__name__, error)
-        self.compile_whole = None  # once, whether it succeeds or not; again if it was interrupted
+            raise CandidateError(f"Inductor cannot compile {name} whole: {type(error).__name__}: {error}") from error
 
-
-def has_free_plans(plan: Plan, config: Config) -> bool:
-    """Whether other sizes may get other plans: not with a pinned or serial plan, or deterministic algorithms."""
-    is_asked_for = plan.pinned or config.plan.planner == "serial"
-    return not is_asked_for and not are_numbers_fixed()
+    def prepare(self) -> None:
+        """Add the variant `INDUCTOR`; see `whole`."""
+        if Variant.INDUCTOR not in self.variants.available:
+            self.variants.add_whole(self.whole())

@@ -1,4 +1,4 @@
-"""How the plan of one graph becomes final: it is planned again with measured durations.
+"""Learn the durations of one graph's bodies, and plan it again with them until its plan is final.
 
     Learner.after_run(): observes the run that just ended;    Learner.time_bodies(inputs): where runs have no spans
 
@@ -13,7 +13,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from functools import partial
 from typing import TypeVar
 
@@ -21,7 +20,6 @@ import torch
 
 from apollo_compile.config import Config
 from apollo_compile.device.target import Target
-from apollo_compile.distributed.agreement import Agreement
 from apollo_compile.ir import Observations
 from apollo_compile.observe import StageRunner
 from apollo_compile.passes.cost import estimate_costs
@@ -50,36 +48,21 @@ class Learner:
         variants: the variants of the graph; the learner replaces the plan.
         target: the device that it runs on.
         config: its `plan` options hold for replans.
-        agreement: makes all ranks run the same plans.
-        submit: runs a replan: now, or in the background.
         is_settled: whether the plan is final from the start.
     """
 
-    def __init__(
-        self,
-        variants: Variants,
-        target: Target,
-        config: Config,
-        agreement: Agreement,
-        submit: Callable[[Callable[[], Compilation]], Future[Compilation]],
-        *,
-        is_settled: bool,
-    ) -> None:
+    def __init__(self, variants: Variants, target: Target, config: Config, *, is_settled: bool) -> None:
         self.is_settled = is_settled
+        self.failure: str | None = None
+        """Why observing or replanning failed; neither is tried again."""
         self.num_replans = 0
-        self.submit = submit
         self._variants = variants
         self._target = target
         self._config = config
-        self._agreement = agreement
         self._observations = variants.compilation.observations
         self._runs = self._num_observed = 0
         """Runs of this plan, and those of them that were observed."""
-        self._has_failed = False
-        """Whether observing or replanning raised an error; neither is tried again."""
         self._lock = threading.Lock()
-        self._proposal: Future[Compilation] | None = None
-        self._asked_ns = 0
 
     @property
     def observations(self) -> Observations:
@@ -89,33 +72,28 @@ class Learner:
     @property
     def is_cold(self) -> bool:
         """Whether the plan's last run was a warm-up run, which is not a measurement."""
-        return self._target.is_synchronous and self._variants.plan.num_runs <= SKIPPED_RUNS
+        return self._target.has_spans and self._variants.plan.num_runs <= SKIPPED_RUNS
 
     @property
     def progress(self) -> str | None:
         """The progress of the plan, as text; None where it is final."""
         if self.is_settled:
             return None
-        if self._proposal is not None:
-            return "planning again with measured durations"
-        if not self._target.is_synchronous:
+        if not self._target.has_spans:
             return "its bodies are timed in the second call"
         again = f", planned again {self.num_replans}x" if self.num_replans else ""
         return f"{self._runs} of {SKIPPED_RUNS + OBSERVED_RUNS} runs of its plan{again}"
 
     def after_run(self) -> None:
-        """Observe the run that just ended; replan, in agreement with all ranks, when enough runs were observed."""
+        """Observe the run that just ended; replan when enough runs were observed."""
         if not self._lock.acquire(blocking=False):
             return  # another thread runs the same graph and observes it
         try:
-            if self._proposal is None:
-                self._runs += 1
-                if self._runs > SKIPPED_RUNS:
-                    self._try(self._observe_run)
-                if self._runs < SKIPPED_RUNS + OBSERVED_RUNS:
-                    return
-                self._try(self._plan_again)
-            self._take_proposal()
+            self._runs += 1
+            if self._runs > SKIPPED_RUNS:
+                self._try(self._observe_run)
+            if self._runs == SKIPPED_RUNS + OBSERVED_RUNS or self.failure:
+                self.is_settled = not self._try(self._plan_again)
         finally:
             self._lock.release()
 
@@ -127,31 +105,25 @@ class Learner:
             if not self._variants.compilation.plan.pinned:
                 measured = self._try(partial(self._variants.plan.measure, inputs))
                 self._observations = measured or self._observations
-                self._try(self._ask_for_plan)
-                self._take_proposal()
+                self._try(self._replan)
             self.is_settled = True
         finally:
             self._lock.release()
 
     def _try(self, work: Callable[[], _Found]) -> _Found | None:
-        """Return the result of `work`; None if it fails, or if earlier work failed: then the plan is kept.
-
-        Other ranks may still agree on another plan after a fixed number of runs, so runs are still counted here.
-        """
-        if self._has_failed:
+        """Return the result of `work`; None if it fails, or if earlier work failed: then the plan is kept."""
+        if self.failure:
             return None
         try:
             return work()
         except Exception as error:  # training continues with the current plan
             if self._config.debug.strict:
                 raise
-            self._has_failed = True
-            self._log_failure(error)
+            self.failure = f"{type(error).__name__}: {error}"
+            name = self._variants.compilation.capture.name
+            if self._target.has_spans:  # else the graph reverts to torch.compile, and one line says so
+                _logger.warning("%s keeps its plan, which could not be measured or made again: %s", name, self.failure)
             return None
-
-    def _log_failure(self, error: Exception) -> None:
-        name = self._variants.compilation.capture.name
-        _logger.warning("%s keeps its plan: %s: %s", name, type(error).__name__, error)
 
     def _observe_run(self) -> None:
         old = self._variants.compilation
@@ -160,66 +132,35 @@ class Learner:
             self._observations = observe_trace(trace, old.plan, graph, old.costs, self._observations)
             self._num_observed += 1
 
-    def _plan_again(self) -> None:
-        """Request a plan with measured durations, if those of the current plan were wrong."""
+    def _plan_again(self) -> bool:
+        """Plan with measured durations, if those of the current plan were wrong; return whether it was planned."""
         old = self._variants.compilation
         if old.plan.pinned or self._num_observed == 0 or self.num_replans >= MAX_REPLANS:
-            return
-        if should_replan(old.plan, old.costs, estimate_costs(old.partition.graph, old.profile, self._observations)):
-            self._ask_for_plan()
+            return False
+        measured = estimate_costs(old.partition.graph, old.profile, self._observations)
+        if should_replan(old.plan, old.costs, measured):
+            self._replan()
+            return True
+        return False
 
-    def _ask_for_plan(self) -> None:
-        self._asked_ns = time.perf_counter_ns()
-        old = self._variants.compilation
-        self._proposal = self.submit(
-            partial(
-                plan_partition,
-                old.capture,
-                old.partition,
-                self._observations,
-                profile=old.profile,
-                config=self._config,
-                runner=StageRunner(),
-            )
+    def _replan(self) -> None:
+        """Plan with measured durations, and run that plan."""
+        begin, old = time.perf_counter_ns(), self._variants.compilation
+        new = plan_partition(
+            old.capture,
+            old.partition,
+            self._observations,
+            profile=old.profile,
+            config=self._config,
+            runner=StageRunner(),
         )
-
-    def _take_proposal(self) -> None:
-        """Switch to the requested plan when it is ready; with several ranks, to the one that the first rank proposed.
-
-        Raises:
-            RankError: the plan that ranks agreed on is unknown, or cannot run here.
-        """
-        if self._proposal is not None and not self._proposal.done():
-            return
-        proposal, self._proposal = self._proposal, None
-        if proposal is None:
-            self._asked_ns = time.perf_counter_ns()
-        proposed = None if proposal is None else self._try(proposal.result)
-        new = self._agreement.settle(proposed, self._variants.compilation, StageRunner())
-        if new is None:
-            self.is_settled = True
-            return
-        try:
-            self._switch_to(new)
-        except Exception as error:  # the plan exists, but cannot be loaded
-            if self._config.debug.strict:
-                raise
-            if not self._agreement.ranks.is_alone:
-                name = self._variants.compilation.capture.name
-                why = f"{name} cannot go over to the plan that ranks agreed on: {type(error).__name__}: {error}"
-                raise self._agreement.ranks.fail(why) from error
-            self.is_settled = True
-            self._log_failure(error)
-
-    def _switch_to(self, new: Compilation) -> None:
-        old = self._variants.compilation
         if is_same_placement(old.plan, new.plan):
             self._variants.update(new)
         else:
             self._variants.adopt(new)
         self.num_replans += 1
         self._runs = self._num_observed = 0
-        _log_replan(old, new, time.perf_counter_ns() - self._asked_ns)
+        _log_replan(old, new, time.perf_counter_ns() - begin)
 
 
 def _log_replan(old: Compilation, new: Compilation, planning_ns: int) -> None:

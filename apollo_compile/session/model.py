@@ -5,36 +5,36 @@ from __future__ import annotations
 import logging
 import time
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from types import CodeType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from apollo_compile.autotune.budget import CompileBudget
+from apollo_compile.autotune.comparison import MIN_ROUNDS, PER_CALL, PER_TURN
+from apollo_compile.autotune.graphs import GraphTuner
+from apollo_compile.autotune.tuner import Candidate, Tuner
 from apollo_compile.config import Config
 from apollo_compile.device.target import Code, Run, Target
-from apollo_compile.distributed.agreement import Agreement
 from apollo_compile.distributed.ranks import Ranks
 from apollo_compile.ir import GraphBreak, Role, Variant, Verdict
 from apollo_compile.pipeline import Compilation
 from apollo_compile.reports.values import Stage, State
-from apollo_compile.session.autotune import Autotuner
-from apollo_compile.session.buckets import GraphFamily, at_once
-from apollo_compile.session.comparison import MIN_ROUNDS
 from apollo_compile.session.graph import CompiledGraph
 from apollo_compile.session.planning import Fallback
 from apollo_compile.session.warm_start import WarmStart
 from apollo_compile.torch_bridge.boundary import Boundary
 
-if TYPE_CHECKING:
-    from apollo_compile.session.contest.challenge import Challenge
-
 _logger = logging.getLogger(__name__)
+
+CLEAR = 1.20
+"""Speed-up of a plan over its segments in turn from which Inductor's whole graph waits for the compile budget: it would
+have to beat Inductor's own segments by as much."""
 
 
 @dataclass(eq=False, kw_only=True)
 class CompiledModel:
-    """Owns the graphs of one Dynamo graph, and the autotuner that selects their variants."""
+    """Owns the graphs of one Dynamo graph, and the tuner that selects their variant."""
 
     name: str
     """Name of the Dynamo graph; the names of its graphs begin with it."""
@@ -45,10 +45,8 @@ class CompiledModel:
     code: frozenset[CodeType] = frozenset()
     """Code objects that it was traced from; by them, a report finds a graph that reads no parameter."""
     graphs: list[CompiledGraph] = field(default_factory=list)
-    autotuned: list[CompiledGraph] = field(default_factory=list)
-    """Those of them that `autotuner` selects variants for, together."""
-    families: list[GraphFamily[CompiledGraph]] = field(default_factory=list)
-    """Graphs with dynamic shapes, with a plan per bucket of sizes; their graphs are also in `graphs`."""
+    tuned: list[CompiledGraph] = field(default_factory=list)
+    """Those of them whose variant the tuner selects."""
     fallbacks: list[tuple[str, str]] = field(default_factory=list)
     """Name and reason of every fallback: of the whole Dynamo graph, or of one of its graphs."""
     falls_back: bool = False
@@ -69,30 +67,33 @@ class CompiledModel:
     """The ranks that must run the same plans and variants."""
     without_lanes: str | None = None
     """Why no lanes can take it; None if some may."""
-    challenge: Challenge | None = None
-    """On a GPU by default: what runs it, torch.compile's code or ours."""
     clock: Callable[[], int] = time.perf_counter_ns
     """Time of the host in nanoseconds."""
     is_for_step: bool = False
-    """Whether its graphs are linked into a training step, so that their segments are needed whichever variant wins."""
-    autotuner: Autotuner = field(init=False)
+    """Whether its graphs are to be linked into a training step; until then they run their plans, uncompared."""
+    tuner: GraphTuner = field(init=False)
     warm_start: WarmStart = field(init=False)
 
     def __post_init__(self) -> None:
-        """Create the autotuner and the warm start for the graphs to come."""
-        self.autotuner = Autotuner(
-            self.autotuned,
-            self._keep_verdict,
-            self.ranks,
-            trim_memory=self.target.trim_memory,
-            is_watched=self.target.is_synchronous,
-            compile_share=self.config.plan.compile_share,
+        """Create the tuner and the warm start for the graphs to come."""
+        target = self.target
+        tuner = Tuner(
+            self.name,
+            rules=PER_CALL if target.calls_wait else PER_TURN,
+            budget=CompileBudget(self.config.plan.compile_share, self.clock),
+            tell=self._keep_verdict,
+            keep=self._keep_variants,
+            trim_memory=target.trim_memory,
+            clock=self.clock,
+            now_ns=target.now_ns,
         )
+        self.tuner = GraphTuner(self.tuned, tuner, self._candidates)
+        self.tuner.is_paused = self.is_for_step
         self.warm_start = WarmStart(
             name=self.name,
             config=self.config,
-            target=self.target,
-            is_for_others=self.ranks.is_alone and self.target.keeps_findings,
+            target=target,
+            is_alone=self.ranks.is_alone,
             is_for_step=self.is_for_step,
         )
 
@@ -106,9 +107,8 @@ class CompiledModel:
         code: Code,
         *,
         compile_whole: Callable[[], Run] | None,
-        agreement: Agreement,
         boundary: Boundary | None = None,
-        submit: Callable[[Callable[[], Compilation]], Future[Compilation]] = at_once,
+        sized: Sequence[int] = (),
     ) -> CompiledGraph:
         """Return a graph that runs in segments, whether they were compiled now or by an earlier process.
 
@@ -116,38 +116,33 @@ class CompiledModel:
             compilation: its first plan.
             code: its bodies, and the contract with its caller.
             compile_whole: compiles the whole graph as Inductor alone would; None where variants are not compared.
-            agreement: makes all ranks run the same plans.
             boundary: its inputs and outputs that are not tensors.
-            submit: runs a replan: now, or in the background.
+            sized: positions of its tensors whose sizes change.
         """
-        is_compared = compile_whole is not None and not compilation.capture.sizes  # each bucket of sizes by itself
+        if sized:
+            self.tuner.tuner.is_watched = False
         return CompiledGraph(
             first=compilation,
             code=code,
             config=self.config,
             target=self.target,
             compile_whole=compile_whole,
-            autotuner=self.autotuner if is_compared else None,
-            agreement=agreement,
+            tuner=None if compile_whole is None or not self.ranks.is_alone else self.tuner,
+            is_alone=self.ranks.is_alone,
             boundary=boundary,
-            submit=submit,
+            sized=sized,
         )
 
     def add(self, graph: CompiledGraph) -> None:
         """Add a graph that was compiled in segments."""
         self.graphs.append(graph)
-        if graph.autotuner is not None:
-            self.autotuned.append(graph)
-
-    def add_family(self, family: GraphFamily[CompiledGraph]) -> None:
-        """Add a graph with dynamic shapes."""
-        self.graphs.append(family.latest)
-        self.families.append(family)
+        if graph.tuner is not None:
+            self.tuned.append(graph)
 
     def forget_graphs(self) -> None:
         """Drop all graphs: the Dynamo graph is compiled again."""
         self.falls_back = False
-        for known in (self.graphs, self.autotuned, self.families, self.unprofitable, self.fallbacks):
+        for known in (self.graphs, self.tuned, self.unprofitable, self.fallbacks):
             known.clear()
 
     def fall_back(self, fallback: Fallback) -> None:
@@ -173,73 +168,102 @@ class CompiledModel:
         """The verdict of autotuning, from an earlier process if not from this one."""
         findings = [item.finding for item in (*(graph.compilation for graph in self.graphs), *self.unprofitable)]
         remembered = (finding.verdict for finding in findings if finding is not None and finding.verdict is not None)
-        return self.autotuner.verdict or next(remembered, None)
+        return self.tuner.verdict or next(remembered, None)
 
     @property
     def verdicts(self) -> list[tuple[str, Verdict]]:
-        """All verdicts, each with the name of its model or graph."""
-        if self.challenge is not None:
-            return [] if self.challenge.verdict is None else [(self.name, self.challenge.verdict)]
-        found = [] if self.verdict is None else [(self.name, self.verdict)]
-        for graph in self.graphs:
-            if graph.autotuner is not None and graph.autotuner is not self.autotuner and graph.autotuner.verdict:
-                found.append((graph.compilation.capture.name, graph.autotuner.verdict))
-        return found
-
-    def current_graphs(self) -> list[CompiledGraph]:
-        """Return the graphs; of a family with dynamic shapes, only the graph that ran last."""
-        others = {id(graph) for family in self.families for graph in family.buckets.values()}
-        return [graph for graph in self.graphs if id(graph) not in others] + [each.latest for each in self.families]
+        """The verdict with the name of the model; empty without one."""
+        return [] if self.verdict is None else [(self.name, self.verdict)]
 
     def running_variants(self) -> list[Variant]:
         """Return the variants of the graphs that have run; a serial plan counts as `SERIAL`."""
-        if self.challenge is not None:
-            return [self.challenge.variant]
         return [
             graph.variant if graph.variant != Variant.PLAN or graph.compilation.plan.uses_lanes else Variant.SERIAL
-            for graph in self.current_graphs()
+            for graph in self.graphs
             if graph.has_run
         ]
+
+    @property
+    def writes(self) -> bool:
+        """Whether a graph writes to something else than its outputs, so that a call cannot be repeated."""
+        return any(graph.code.contract.writes for graph in self.graphs)
+
+    def failure(self) -> str | None:
+        """Return why its graphs can no longer run as they should; None if they can."""
+        failed = next((graph.learner.failure for graph in self.graphs if graph.learner.failure), None)
+        return self.target.failure() or failed
+
+    def release(self) -> None:
+        """Drop all graphs with the memory that they hold; backwards of forwards that have run still work."""
+        for graph in self.graphs:
+            graph.variants.release_others(())
+        self.target.keep_only(())
+        self.forget_graphs()
 
     def state(self) -> State:
         """Return whether its graphs are settled, still measuring, or fall back, with the details."""
         if self.falls_back:
             return State(graph=self.name, stage=Stage.FALLS_BACK, detail=self.fallbacks[0][1])
-        if self.challenge is not None:
-            return self.challenge.state()
-        running = [graph for graph in self.current_graphs() if graph.has_run]
+        running = [graph for graph in self.graphs if graph.has_run]
         if not running and not self.fallbacks:
             return State(graph=self.name, stage=Stage.MEASURING, detail="not called yet")
         waits = [graph.progress for graph in running]
-        waits += [g.autotuner.progress for g in running if g.autotuner is not None and not g.autotuner.is_settled]
         wait = next((wait for wait in waits if wait is not None), None)
         if wait is not None:
             return State(graph=self.name, stage=Stage.MEASURING, detail=wait)
-        parts = [describe_result(self.verdicts, self.running_variants())] if running else []
+        if any(graph.tuner is not None for graph in running) and not self.tuner.is_settled:
+            return State(graph=self.name, stage=Stage.MEASURING, detail=self.tuner.progress, round=self.tuner.round)
+        parts = [describe_result(self.verdict, self.running_variants())] if running else []
         parts += [f"Inductor runs {name}" for name, _ in self.fallbacks]
         return State(graph=self.name, stage=Stage.SETTLED, detail="; ".join(parts))
 
+    # ------------------------------------------------------------------------------------------------- autotuning
+
+    def _candidates(self) -> list[Candidate]:
+        """Return the variants to compare: all graphs run the same, those with a serial plan the serial variant."""
+        running = [graph for graph in self.tuned if graph.has_run]
+        is_compiled = all(Variant.INDUCTOR in graph.variants.available for graph in running)
+        inductor = Candidate(
+            variant=Variant.INDUCTOR,
+            prepare=self._prepare_whole,
+            cost_ns=sum(graph.prepare_ns for graph in running),
+            is_late=not is_compiled,
+            is_urgent=self._is_inductor_urgent,
+        )
+        own = (Variant.SERIAL, Variant.PLAN) if self._uses_lanes() else (Variant.SERIAL,)
+        return [inductor, *(Candidate(variant=variant) for variant in own)]
+
+    def _uses_lanes(self) -> bool:
+        return any(graph.compilation.plan.uses_lanes for graph in self.tuned if graph.has_run)
+
+    def _is_inductor_urgent(self, verdict: Verdict) -> bool:
+        """Whether Inductor's whole graphs are compiled at once: they are new code, unless they are captured, too."""
+        serial = next((each for each in verdict.standings if each.name == Variant.SERIAL), None)
+        is_clear = verdict.winner is Variant.PLAN and serial is not None and serial.ratio >= CLEAR
+        return not (self.target.captures or is_clear)
+
+    def _prepare_whole(self) -> None:
+        for graph in self.tuned:
+            if graph.has_run:
+                graph.prepare()
+
+    def _keep_variants(self, variants: Collection[Variant]) -> None:
+        """Release the memory that other variants hold; a variant that runs again is captured again."""
+        for graph in self.tuned:
+            graph.variants.release_others(variants)
+        if not self.tuner.tuner.is_comparing:  # the winner is captured again, with memory for it alone
+            self.target.keep_only(variants)
+
     def _keep_verdict(self, verdict: Verdict) -> None:
-        _logger.info("%s: chosen by measuring: %s", self.name, verdict)
         is_worth_keeping = verdict.standings[0].num_rounds >= MIN_ROUNDS
-        is_inductor_known = verdict.has_compared(Variant.INDUCTOR) or not self.autotuner.is_watched
-        for graph in self.autotuned:
+        for graph in self.tuned:
             if graph.has_run and is_worth_keeping:
-                self.warm_start.keep(graph.compilation, graph.variant, verdict)
-            if is_inductor_known and all(other.has_run for other in self.autotuned):
+                self.warm_start.keep(graph.compilation, graph.variant_for(verdict.winner), verdict)
+            if verdict.has_compared(Variant.INDUCTOR) and all(other.has_run for other in self.tuned):
                 graph.compile_whole = None  # frees a graph; later comparisons take what is compiled by now
-            if not self.target.is_synchronous:  # losers hold much memory, and drift is not watched there
-                graph.variants.unload_others()
-        self.target.keep_only({graph.variant for graph in self.autotuned} | {Variant.PLAN})
         self.target.trim_memory()  # every variant left free blocks
 
 
-def describe_result(verdicts: Sequence[tuple[str, Verdict]], variants: Iterable[Variant]) -> str:
+def describe_result(verdict: Verdict | None, variants: Iterable[Variant]) -> str:
     """Return what runs in the end, and how much faster it was than Inductor, or than the next in its comparison."""
-    if len(verdicts) != 1:
-        return ", ".join(dict.fromkeys(variants))
-    winner, *others = verdicts[0][1].standings
-    if not others:
-        return winner.name
-    rival = next((other for other in others if other.name == Variant.INDUCTOR), others[0])
-    return f"{winner.name}, {rival.ratio:.2f}x as fast as {rival.name}"
+    return ", ".join(dict.fromkeys(variants)) if verdict is None else verdict.summary

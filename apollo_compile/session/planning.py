@@ -43,6 +43,10 @@ WORTH_NATIVE = 0.05
 FEW_PIECES = 2
 """Graphs of one call that are compiled in segments if these may be faster at all; those that follow have to pay."""
 
+LEAST_GAIN = 1.05
+"""Predicted speed-up of a plan over its segments in turn from which it is compiled, where times of segments in turn
+promise nothing over Inductor's whole graph: on a GPU, and among several ranks."""
+
 LEAST_GAIN_NS = 100_000
 """What the plan of a further graph has to save in a call: 10 s of compiling pay after 100,000 calls."""
 
@@ -109,18 +113,27 @@ def plan_graph(
     return compilation
 
 
-def reason_to_fall_back(compilation: Compilation, config: Config, *, num_before: int = 0) -> str | None:
+def reason_to_fall_back(
+    compilation: Compilation, config: Config, *, num_before: int = 0, is_alone: bool = True
+) -> str | None:
     """Return why a graph should fall back to Inductor from the start; None where its plan is worth compiling.
 
     Arguments:
         compilation: its products.
         config: all options.
         num_before: graphs that were compiled before it for the same call of a module or function.
+        is_alone: whether no other rank runs it; several ranks compare nothing, so only a plan with lanes may gain.
     """
     if compilation.finding is not None and compilation.finding.verdict is not None:
         has_inductor_won = compilation.finding.variant == Variant.INDUCTOR
-        return f"Inductor ran it when autotuning was over: {compilation.finding.verdict}" if has_inductor_won else None
-    plan = compilation.plan
+        return (
+            f"Inductor was the fastest when it was measured: {compilation.finding.verdict}"
+            if has_inductor_won
+            else None
+        )
+    plan, is_captured = compilation.plan, not compilation.profile.is_predictable
+    if is_captured and compilation.capture.role is Role.BACKWARD:
+        return None  # a CUDA graph of it reads what that of its forward saved
     if not is_autotuned(plan, config):
         return None
     if num_before >= FEW_PIECES and plan.serial_ns - plan.makespan_ns < LEAST_GAIN_NS:
@@ -130,6 +143,8 @@ def reason_to_fall_back(compilation: Compilation, config: Config, *, num_before:
             f"{saved} of its {format_ns(plan.serial_ns)}, by prediction; remove graph breaks, or compile the module "
             "that matters by itself"
         )
+    if is_captured or not is_alone:
+        return None if plan.serial_ns >= LEAST_GAIN * plan.makespan_ns else _nothing_to_gain(plan)
     return None if _may_gain(compilation, config) else _nothing_to_gain(plan)
 
 
@@ -138,12 +153,8 @@ def _may_gain(compilation: Compilation, config: Config) -> bool:
 
     Segments may win without lanes, too: serial native segments are different code from the whole graph, whose kernels
     fuse across segments and are called from Python. No formula tells which is faster; on chains of layers, segments
-    were up to 13 % faster, or Inductor 3 %. A single segment differs only in the Python between kernels. On a GPU,
-    variants run as CUDA graphs, plain Inductor does not, and formulas are inaccurate until bodies are timed: a matmul
-    that just fits the whole device takes twice as long on a slightly smaller lane.
+    were up to 13 % faster, or Inductor 3 %. A single segment differs only in the Python between kernels.
     """
-    if not compilation.profile.is_predictable:
-        return True
     if compilation.plan.uses_lanes or _wrapper_share(compilation) >= WORTH_NATIVE:
         return True
     return config.runtime.bodies == "native" and len(compilation.partition.graph.segments) > 1

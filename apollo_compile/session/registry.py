@@ -89,7 +89,7 @@ def is_settled(model: Callable[..., Any]) -> bool:
 
     Models that were compiled but never called are ignored.
     """
-    models = (each for each in find_models(model) if each.challenge or any(g.has_run for g in each.current_graphs()))
+    models = (each for each in find_models(model) if any(graph.has_run for graph in each.graphs))
     return all(each.state().stage is not Stage.MEASURING for each in models)
 
 

@@ -16,7 +16,6 @@ from typing import Any
 from torch import fx
 
 from apollo_compile.device.target import Code, Run
-from apollo_compile.distributed.agreement import Agreement
 from apollo_compile.errors import UnsupportedGraphError
 from apollo_compile.ir import Role, Variant
 from apollo_compile.observe import StageRunner
@@ -65,7 +64,12 @@ class Restorer:
                     return self._unbundle_segments(bundle)
         except Exception as error:  # AOTAutograd treats it as a cache miss
             self._model.warm_start.outdate(error)
-            _logger.info("%s is compiled anew: %s: %s", self._model.name, type(error).__name__, error)
+            _logger.info(
+                "%s is compiled again, since its cached code cannot be used: %s: %s",
+                self._model.name,
+                type(error).__name__,
+                error,
+            )
             raise
 
     def _unbundle_fallback(self, bundle: FallbackBundle) -> Run:
@@ -102,7 +106,7 @@ class Restorer:
         reason = None if self._model.is_for_step else reason_to_fall_back(compilation, self._model.config)
         if reason is not None:
             fallback = Fallback(reason=reason, unprofitable=compilation)
-            if dynamo_graph_falls_back(compilation.capture.role, fallback):
+            if compilation.capture.role is not Role.BACKWARD:
                 self._model.fall_back(fallback)
                 return placeholder_run
             if compile_whole is None:
@@ -115,8 +119,7 @@ class Restorer:
         bodies = tuple(map(unbundle_body, bundle.bodies))
         log_python_bodies(compilation, bodies)
         code = Code(bodies=bodies, contract=bundle.contract)
-        agreement = Agreement(self._model.ranks)
-        graph = self._model.load(compilation, code, compile_whole=compile_whole, agreement=agreement)
+        graph = self._model.load(compilation, code, compile_whole=compile_whole)
         self._model.add(graph)
         log_summary(compilation, planned - begin, time.perf_counter_ns() - planned, did="loaded")
         return graph
@@ -143,16 +146,6 @@ class Restorer:
             original=None if original is None else bundle_graph(original),
             kwargs=shared_kwargs(kwargs),
         )
-
-
-def dynamo_graph_falls_back(role: Role, fallback: Fallback) -> bool:
-    """Return whether the whole Dynamo graph falls back where this graph does.
-
-    So it is for a forward or inference graph, unless autotuning selected segments for the other graph of the model.
-    """
-    finding = None if fallback.unprofitable is None else fallback.unprofitable.finding
-    verdict = None if finding is None else finding.verdict
-    return role is not Role.BACKWARD and (verdict is None or set(verdict.selection) == {Variant.INDUCTOR})
 
 
 def _compile_bundled(original: bytes, settings: Mapping[str, Any], kwargs: Mapping[str, Any]) -> Run:

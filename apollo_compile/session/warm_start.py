@@ -1,7 +1,6 @@
 """Warm start: what a Dynamo graph reuses from earlier processes and keeps for later ones.
 
     recall(capture, partition) -> Finding | None;    keep(compilation, variant, verdict)        through history.py
-    recall_choice(graph_module, example_inputs) -> Choice | None;    keep_choice(choice)    through verdicts.py
     bundle_key(graph_module, example_inputs) -> str | None;    outdate(error)               through bundle.py
 
 Findings are plans, the observations that they were made from, and verdicts. Bundles are compiled graphs, which
@@ -26,11 +25,10 @@ from apollo_compile.device.target import Target
 from apollo_compile.ir import Capture, Partition, Variant, Verdict
 from apollo_compile.pipeline import Compilation
 from apollo_compile.store.history import Finding, History
-from apollo_compile.store.keys import bundle_key, choice_key, circumstances, finding_key
-from apollo_compile.store.verdicts import Choice, Verdicts
+from apollo_compile.store.keys import bundle_key, circumstances, finding_key
 from apollo_compile.torch_bridge.aot_cache import may_cache
 from apollo_compile.torch_bridge.aot_graph import has_custom_operator
-from apollo_compile.torch_bridge.dynamo_graph import module_paths, text_of
+from apollo_compile.torch_bridge.dynamo_graph import module_paths
 from apollo_compile.torch_bridge.settings import compiler_settings
 from apollo_compile.torch_bridge.storages import describe_sharing
 
@@ -51,16 +49,14 @@ class WarmStart:
     """Name of the Dynamo graph."""
     config: Config
     target: Target
-    is_for_others: bool
-    """Whether findings are useful to another process: a single rank, on lanes of a CPU."""
+    is_alone: bool
+    """Whether it runs on a single rank: measurements beside other ranks are of no use to another process."""
     is_for_step: bool = False
     """Whether graphs are linked into a training step: then one is compiled in segments also where Inductor had won."""
     outdated: Exception | None = None
     """Why the existing bundles cannot be used."""
     _keys: dict[str, str] = field(default_factory=dict)
     """Keys of findings, by the name of the graph."""
-    _choice_key: str | None = None
-    """Key of what runs the Dynamo graph on a GPU; None where that is not kept."""
     _bundles: History | None = None
     """Has the current generation of bundles; None where graphs are not cached."""
     _bundle_name: str = ""
@@ -109,25 +105,6 @@ class WarmStart:
                 raise
             _logger.info("%s: not kept for the next run: %s: %s", self.name, type(error).__name__, error)
 
-    def recall_choice(self, graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> Choice | None:
-        """Return what an earlier process found to run a Dynamo graph on a GPU; None if there is nothing."""
-        cache = self.config.device.cache
-        if not self.config.plan.remember or cache is None:
-            return None
-        try:
-            self._choice_key = choice_key(self._circumstances, text_of(graph_module, example_inputs))
-            return Verdicts(cache / "choices").recall(self._choice_key)
-        except Exception as error:  # it is compared as if it were new
-            if self.config.debug.strict:
-                raise
-            _logger.info("%s: earlier runs are not recalled: %s: %s", self.name, type(error).__name__, error)
-            return None
-
-    def keep_choice(self, choice: Choice) -> None:
-        """Keep what runs the Dynamo graph of `recall_choice` for later processes."""
-        if self._choice_key is not None and self.config.device.cache is not None:
-            Verdicts(self.config.device.cache / "choices").keep(self._choice_key, choice)
-
     def bundle_key(self, graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> str | None:
         """Return the key of the graphs in AOTAutograd's cache; None where they are not to be cached.
 
@@ -137,9 +114,11 @@ class WarmStart:
         config = self.config
         is_usual = config.runtime.bodies != "eager" and config.plan.file is None and config.debug.dump is None
         is_here = all(item.device == self.target.device for item in example_inputs if isinstance(item, torch.Tensor))
-        if not (config.plan.remember and is_usual and is_here and self.is_for_others and may_cache()):
+        if not (config.plan.remember and is_usual and is_here and self.is_alone and may_cache()):
             return None
-        if has_custom_operator(graph_module) or not self.target.keeps_profile or config.device.cache is None:
+        if has_custom_operator(graph_module) or not self.target.has_native_bodies or not self.target.keeps_profile:
+            return None
+        if config.device.cache is None:
             return None
         self._bundles = History(config.device.cache / "history")
         content = module_paths(graph_module) + describe_sharing(example_inputs)
@@ -156,7 +135,7 @@ class WarmStart:
     def _history(self) -> History | None:
         """The store of findings; None where findings of this process are not to be reused."""
         config = self.config
-        is_kept = config.plan.remember and config.plan.file is None and self.is_for_others and may_be_autotuned(config)
+        is_kept = config.plan.remember and config.plan.file is None and self.is_alone and may_be_autotuned(config)
         return History(config.device.cache / "history") if is_kept and config.device.cache is not None else None
 
     @functools.cached_property
@@ -177,8 +156,8 @@ class WarmStart:
         finding = None if history is None or key is None else history.recall(key)
         if finding is None or finding.variant not in _KEPT:
             return None
-        if self.is_for_step and finding.variant is Variant.INDUCTOR:
-            return replace(finding, variant=Variant.PLAN, verdict=None)
+        if finding.variant is Variant.INDUCTOR and (self.is_for_step or self.target.captures):
+            return replace(finding, variant=Variant.PLAN, verdict=None)  # its segments are compiled all the same
         if finding.verdict is None:
             return finding
         return replace(finding, verdict=replace(finding.verdict, is_remembered=True))

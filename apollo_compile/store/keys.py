@@ -2,7 +2,6 @@
 
     circumstances(...)                              what findings and bundles depend on besides the graph
     finding_key(capture, partition, circumstances)  key of a graph's finding
-    choice_key(circumstances, graph)                key of what runs a Dynamo graph on a GPU
     bundle_key(circumstances, paths)                key of a Dynamo graph's bundles in AOTAutograd's cache
     digest(parts)                                   hash of a JSON value
 
@@ -57,11 +56,6 @@ def finding_key(capture: Capture, partition: Partition, circumstances: str) -> s
             [repr(buffer) for buffer in graph.buffers],
         ]
     )
-
-
-def choice_key(circumstances: str, graph: str) -> str:
-    """Return the key of what runs a Dynamo graph, given as text, under these `circumstances`."""
-    return digest([circumstances, graph])
 
 
 def bundle_key(circumstances: str, paths: str) -> str:

@@ -94,7 +94,7 @@ def _summarize_step(step: Step, tuner: StepTuner, units: Sequence[int], profiles
 
 def _state_of(tuner: StepTuner) -> State:
     stage = Stage.SETTLED if tuner.is_settled else Stage.MEASURING
-    return State(graph=tuner.program.name, stage=stage, detail=str(tuner))
+    return State(graph=tuner.program.name, stage=stage, detail=tuner.progress, round=tuner.round)
 
 
 def _states_beside_programs(step: Step) -> list[State]:
@@ -106,8 +106,9 @@ def _states_beside_programs(step: Step) -> list[State]:
 def status(model: Callable[..., Any] | None = None) -> str:
     """Return in one line how far autotuning is, without making a report: the first line of `report`.
 
-    It begins with `measuring`, `settled` or `falls back`, as in `settled: plan, 1.21x as fast as Inductor`. If nothing
-    has been compiled yet, it says so.
+    It begins with `measuring`, `settled` or `falls back`, as in `measuring 3/12: plan 41.2 ms, Inductor 44.0 ms` and
+    `settled: plan, 1.12x Inductor (1.08..1.15)`, with an interval of 90 % confidence. If nothing has been compiled yet,
+    it says so.
 
     Arguments:
         model: as for `report`.
@@ -143,7 +144,7 @@ def _summarize(model: CompiledModel, units: Sequence[int], profiles: Sequence[st
             is_cold=graph.learner.is_cold and graph.variant_of_plan == Variant.PLAN,
             is_deterministic=graph.is_deterministic,
             variant=graph.variant_of_plan,
-            what_if=() if graph.is_resized else compare(compilation),
+            what_if=compare(compilation),
             lane_bytes=graph.lane_bytes(),
             lane_memory_quota=model.target.lane_memory_quota,
         )

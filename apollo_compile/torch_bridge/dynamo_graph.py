@@ -2,7 +2,6 @@
 
     copy_of_dynamo_graph(graph)         a copy that compiling may change, so that the original can still fall back
     copy_dynamo_graph(graph)            such a copy, until `clear_metadata(copy)`
-    text_of(graph, inputs)              what it computes, as a text for keys
     traced_tensors(graph, inputs)       the real tensors that it was traced with
     reads_numbers(graph)                whether it reads numbers or sizes from tensors
     module_paths(graph)                 the modules that its nodes come from, as a text
@@ -44,19 +43,6 @@ def clear_metadata(copied: fx.GraphModule) -> None:
     for module in copied.modules():
         for node in module.graph.nodes if isinstance(module, fx.GraphModule) else ():
             node.meta.clear()
-
-
-def text_of(graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> str:
-    """Return what a Dynamo graph computes from which inputs, as a deterministic text."""
-    graphs = [module.graph for module in graph_module.modules() if isinstance(module, fx.GraphModule)]
-    codes = [graph.python_code("self").src for graph in graphs]
-    inputs = [
-        (str(item.dtype), str(item.device), tuple(item.shape), item.stride(), item.requires_grad)
-        if isinstance(item, torch.Tensor)
-        else repr(item)
-        for item in example_inputs
-    ]
-    return repr((codes, inputs, torch.is_grad_enabled()))
 
 
 def copy_dynamo_graph(graph_module: fx.GraphModule) -> fx.GraphModule:

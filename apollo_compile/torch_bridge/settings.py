@@ -4,7 +4,6 @@
     current_settings()                  Inductor's settings now
     with_settings(settings)             apply settings of Inductor
     compiler_settings()                 all settings that shape Inductor's code, as a text
-    replays_cuda_graphs(settings)       whether Inductor makes CUDA graphs of its code
     may_choose_library()                whether we may choose the library for matmuls
 
 Settings that we add for bodies are in `compile_scope.py`.
@@ -65,11 +64,6 @@ def compiler_settings() -> str:
         mkldnn.deterministic,
     )
     return f"{kernels!r} {settings!r}"
-
-
-def replays_cuda_graphs(settings: Mapping[str, Any]) -> bool:
-    """Whether Inductor makes CUDA graphs of its code with these settings, as in mode `reduce-overhead`."""
-    return bool(settings.get("triton.cudagraphs", inductor_config.triton.cudagraphs))
 
 
 def may_choose_library() -> bool:

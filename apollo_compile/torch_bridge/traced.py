@@ -12,12 +12,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import fx
 
 from apollo_compile.device.target import Contract
 from apollo_compile.torch_bridge.aot_graph import user_outputs, written_inputs
 from apollo_compile.torch_bridge.boundary import Boundary, extract_boundary
 from apollo_compile.torch_bridge.cuda_private import find_uncapturable
+from apollo_compile.torch_bridge.dynamic_sizes import has_sizes
 from apollo_compile.torch_bridge.layouts import adopt_layouts
 from apollo_compile.torch_bridge.tensor_lists import with_tensors_apart
 
@@ -40,6 +42,14 @@ class TracedGraph:
     def sizes(self) -> Mapping[str, int]:
         """Values of the symbols in its shapes when it was traced, by name; empty if all shapes are static."""
         return {} if self.boundary is None else self.boundary.sizes
+
+    @property
+    def sized(self) -> tuple[int, ...]:
+        """Positions of the input tensors whose sizes change from call to call."""
+        values = (node.meta["val"] for node in self.whole.graph.find_nodes(op="placeholder"))
+        return tuple(
+            place for place, value in enumerate(values) if isinstance(value, torch.Tensor) and has_sizes(value)
+        )
 
 
 def take_graph(graph_module: fx.GraphModule, example_inputs: Sequence[Any], kwargs: Mapping[str, Any]) -> TracedGraph:

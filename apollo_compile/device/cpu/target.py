@@ -28,13 +28,11 @@ class CpuTarget:
     """The cores of this process."""
 
     device = torch.device("cpu")
-    variants: Collection[Variant] = (Variant.LISTED,)
-    is_synchronous = True
+    has_spans = True
+    calls_wait = True
+    captures = False
     shares_units = False
-    binds_graphs = False
-    keeps_findings = True
     has_native_bodies = True
-    can_interpret = True
     lane_memory_quota = None
 
     def __init__(self, profile: DeviceProfile, config: Config) -> None:
@@ -50,9 +48,11 @@ class CpuTarget:
         path = cached_profile_path(device.cache, self.profile.units)
         return inspect_profile(path, machine_fingerprint(self.profile.units)).profile == self.profile
 
-    def complaint(self) -> str | None:
+    def unavailable_reason(self) -> None:
         """Return None: threads and cores need no trial."""
-        return None
+
+    def failure(self) -> None:
+        """Return None: whatever fails is an error of the run."""
 
     def start(self, lanes: tuple[Lane, ...]) -> None:
         """Start the pinned threads, and keep freed memory in the process.

@@ -395,6 +395,8 @@ class CudaExecutable:
         """Capture this program no more, and say so unless it was said; without memory, no graph of the model."""
         self._is_capturable = False
         self.capture_error = f"{type(error).__name__}: {error}"
+        if not self.only_replays:
+            self.shared.failure = f"{self.graph.name}: {self.capture_error}"
         if isinstance(error, torch.OutOfMemoryError):
             traceback.clear_frames(error.__traceback__)  # which hold what was allocated
             if not self.only_replays:  # another step may be smaller, and finds the memory of this one

@@ -41,6 +41,8 @@ class ModelMemory:
     """Whether `saved_tensors_hooks` were active at the last forward, so that they may replace what it saved."""
     out_of_memory: str | None = None
     """The message of the allocation that failed in a capture; no graph of the model is captured after that."""
+    failure: str | None = None
+    """Why a graph of the model cannot be a CUDA graph; None if none was refused."""
     lending: Lending = field(default_factory=Lending)
     slots: Slots = field(default_factory=Slots)
     """Where gradients are copied to that live until the next backward."""

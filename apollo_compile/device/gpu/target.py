@@ -28,13 +28,12 @@ from apollo_compile.torch_bridge.onednn import Matmul
 class GpuTarget:
     """One GPU, with the memory that the graphs of one model share there."""
 
-    is_synchronous = False
+    has_spans = False
+    calls_wait = False
+    captures = True
     shares_units = True
-    binds_graphs = True  # a backward's CUDA graph reads what its forward saved, in memory of the same variant
-    keeps_findings = False
-    keeps_profile = False
     has_native_bodies = False
-    can_interpret = False
+    keeps_profile = True
 
     def __init__(
         self,
@@ -67,13 +66,6 @@ class GpuTarget:
         self._config = config
         self._find_complaint = find_complaint
         self._fingerprint = fingerprint
-        # Where torch.compile's code stands by, a failure ends what failed, and nothing runs without its CUDA graph.
-        self._is_strict = config.debug.strict or config.device.cuda_lanes == "auto"
-
-    @property
-    def variants(self) -> Collection[Variant]:
-        """None: lanes run the plan in one way."""
-        return ()
 
     def _sharing_in(self, role: Role) -> Sharing:
         """Return how lanes share the device: with priorities in steps, where updates fill what a critical lane leaves.
@@ -85,9 +77,16 @@ class GpuTarget:
             return Sharing.APART
         return Sharing.URGENCY if role is Role.STEP else Sharing.FREE
 
-    def complaint(self) -> str | None:
-        """Return what a capture left behind that failed, or the self-check of this GPU found wrong; None if nothing."""
+    def unavailable_reason(self) -> str | None:
+        """Return what a failed capture left behind, or what the self-check of this GPU found wrong; None if nothing."""
         return self.gpu.captures.why_off or self._find_complaint()
+
+    def failure(self) -> str | None:
+        """Return why a program of a graph cannot be a CUDA graph; None if none was refused.
+
+        Programs of steps do not count: where one fails, the loop takes its steps.
+        """
+        return self.gpu.captures.why_off or self._memory.failure or self._other_memory.failure
 
     def start(self, lanes: tuple[Lane, ...]) -> None:
         """Do nothing: streams are created at the first launch."""
@@ -108,7 +107,7 @@ class GpuTarget:
             variant=variant,
             urgency=rank_lanes(compilation.partition.graph, compilation.plan, compilation.costs),
             lane_memory_quota=self.lane_memory_quota,
-            strict=self._is_strict or code.is_all_or_nothing,
+            strict=self._config.debug.strict or code.is_all_or_nothing,
             only_replays=code.is_all_or_nothing,
         )
 
@@ -125,7 +124,7 @@ class GpuTarget:
             contract=code.contract,
             shared=self._memory_of(graph),
             variant=variant,
-            strict=self._is_strict,
+            strict=self._config.debug.strict,
         )
 
     def share_memory(self, other: Target) -> None:

@@ -13,22 +13,21 @@ from functools import partial
 import torch
 from torch import nn
 
+from apollo_compile.autotune.budget import CompileBudget
 from apollo_compile.config import Config
 from apollo_compile.device.target import Target
 from apollo_compile.errors import UnsupportedGraphError
-from apollo_compile.ir import Variant
-from apollo_compile.session.compile_budget import CompileBudget
+from apollo_compile.ir import Role, Variant
 from apollo_compile.session.step.graph import (
     StepGraph,
     compose_micro_batches,
     plan_step,
     step_name,
 )
-from apollo_compile.session.step.later import LateRivals
 from apollo_compile.session.step.micro_batch import Micro, find_micro
 from apollo_compile.session.step.notes import LossGraph
 from apollo_compile.session.step.program import SHARED_MEMORY, StepProgram, link_step, load_step
-from apollo_compile.session.step.rivals import Rival, compile_ns
+from apollo_compile.session.step.rivals import Rival
 from apollo_compile.session.step.tuning import StepTuner
 from apollo_compile.session.warm_start import may_be_compared
 from apollo_compile.torch_bridge.optimizers import StepInParts
@@ -71,8 +70,8 @@ class Linker:
         self._why_not_in_parts = None if optimizer is None else StepInParts.problem_of(optimizer)
         self._clip_grad_norm = clip_grad_norm
         self._config = config
-        self._budget = CompileBudget()
-        """Compile budget that the rivals of all programs share."""
+        self._budget = CompileBudget(config.plan.compile_share)
+        """Compile budget that all programs share."""
         self._target: Target | None = None
         """That of the first program, whose memory all others use."""
 
@@ -88,6 +87,7 @@ class Linker:
                 raise
             reason = f"{type(error).__name__}: {error}"
             _logger.warning("%s: %s", STAYS, reason)
+        graph.model.tuner.is_paused = False  # its graphs are compared by themselves
         return reason
 
     def _micro_of(self, graph: LossGraph) -> Micro:
@@ -116,7 +116,7 @@ class Linker:
         self._target = self._target or target
         target.share_memory(self._target)
         is_shared = graph.sightings.is_in(micro.parameters.values()) or _share_memory(micro)
-        optimizer = self._optimizer_inside(name, micro, is_shared=is_shared, is_replayed=not target.is_synchronous)
+        optimizer = self._optimizer_inside(name, micro, is_shared=is_shared, is_replayed=target.captures)
         parameters = dict(self._model.named_parameters())
         others = graph.sightings.others(besides=micro.state)
         compose = partial(
@@ -141,30 +141,32 @@ class Linker:
         is_compared = may_be_compared(self._config)
         if is_compared:
             self._add_narrow_plan(program, step)
-        joined = micro.joined()
-        if joined is not None:
-            self._add_whole(program, joined, compose(joined))
         return StepTuner(
             program,
             graph.model.warm_start,
+            budget=self._budget,
             is_compared=is_compared,
-            rivals=make_rivals(program) if target.is_synchronous else {},
-            late=LateRivals(
-                {Variant.TRACED: compile_ns(program)}, budget=self._budget, share=self._config.plan.compile_share
-            ),
+            rivals={} if target.captures else make_rivals(program),
+            prepare_whole=partial(self._add_whole, program, graph, compose),
+            leave_loop=partial(setattr, graph.model.tuner, "is_paused", False),
         )
 
-    def _add_whole(self, program: StepProgram, joined: Micro, step: StepGraph) -> None:
-        """Add the variant that runs Inductor's code of whole graphs, one after the other."""
+    def _add_whole(self, program: StepProgram, graph: LossGraph, compose: Compose) -> None:
+        """Compile both graphs whole, and add the variant that runs them one after the other.
+
+        Raises:
+            CandidateError: Inductor cannot compile one of them.
+        """
+        by_role = {each.compilation.capture.role: each for each in graph.model.graphs}
+        whole = program.micro.with_whole_graphs(by_role[Role.FORWARD].whole(), by_role[Role.BACKWARD].whole())
         in_turn = replace(self._config, plan=replace(self._config.plan, planner="serial"))
-        program.variants.add(
-            Variant.INDUCTOR, load_step(joined, step, target=program.variants.target, config=in_turn).plan
-        )
+        target = program.variants.target
+        program.variants.add(Variant.INDUCTOR, load_step(whole, compose(whole), target=target, config=in_turn).plan)
 
     def _add_narrow_plan(self, program: StepProgram, step: StepGraph) -> None:
-        """Add a plan with two segments abreast, where lanes share units and the plan has more abreast.
+        """Add a plan of at most two concurrent segments, where lanes share units and the plan has more.
 
-        Bodies are timed alone, and slow each other by more than any plan foresees, the more of them run at once.
+        Bodies are timed alone; the more of them run at once, the more they slow each other beyond any prediction.
         """
         variants = program.variants
         if not variants.target.shares_units or variants.compilation.plan.num_abreast <= 2:

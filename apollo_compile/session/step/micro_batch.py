@@ -36,11 +36,9 @@ class Half:
     bodies: Sequence[CompiledBody] = ()
     """Its code by id of the body; empty where it is only planned."""
     observations: Observations = field(default_factory=Observations)
-    whole: Run | None = None
-    """The whole graph as Inductor compiled it, where that can be part of a program."""
 
     @classmethod
-    def of(cls, graph: CompiledGraph, whole: Run | None = None) -> Half:
+    def of(cls, graph: CompiledGraph) -> Half:
         """Return a compiled graph with what was measured of it."""
         measured = graph.learner.observations
         return cls(
@@ -48,7 +46,6 @@ class Half:
             contract=graph.code.contract,
             bodies=graph.bodies,
             observations=measured if measured.entries else graph.compilation.observations,
-            whole=whole,
         )
 
     @property
@@ -56,10 +53,8 @@ class Half:
         """Return its segments."""
         return self.compilation.partition.graph
 
-    def joined(self) -> Half:
+    def as_single_segment(self, whole: Run) -> Half:
         """Return it as one segment, which Inductor's code of the whole graph runs."""
-        whole = self.whole
-        assert whole is not None
         graph, places = join_segments(self.graph)
 
         def body(arguments: list[torch.Tensor]) -> Sequence[torch.Tensor]:
@@ -103,13 +98,13 @@ class Micro:
         """Where its tensors are."""
         return next(tensor.device for tensor in self.state.values())
 
-    def joined(self) -> Micro | None:
-        """Return it with Inductor's code of whole graphs; None where that cannot be part of a program."""
-        halves = (self.forward, self.backward)
-        if any(half.whole is None for half in halves):
-            return None
-        forward, backward = (half.joined() for half in halves)
-        return replace(self, forward=forward, backward=backward)
+    def with_whole_graphs(self, forward: Run, backward: Run) -> Micro:
+        """Return it with Inductor's code of both graphs, each as one segment."""
+        return replace(
+            self,
+            forward=self.forward.as_single_segment(forward),
+            backward=self.backward.as_single_segment(backward),
+        )
 
 
 def find_micro(
@@ -129,22 +124,18 @@ def find_micro(
     if model.fallbacks:
         name, reason = model.fallbacks[0]
         raise UnsupportedGraphError(f"{name} falls back: {reason}")
-    if model.challenge is not None and model.challenge.is_over:
-        raise UnsupportedGraphError(f"{model.name} stays as torch.compile makes it: {model.challenge.reason}")
     by_role = {graph.compilation.capture.role: graph for graph in model.graphs}
     if by_role.keys() != {Role.FORWARD, Role.BACKWARD} or len(model.graphs) != 2:
         raise UnsupportedGraphError(f"{model.name} has {len(model.graphs)} graphs; expected a forward and a backward")
     forward, backward = by_role[Role.FORWARD], by_role[Role.BACKWARD]
-    if not forward.agreement.ranks.is_alone:
+    if not forward.is_alone:
         raise UnsupportedGraphError("steps are linked for a single process only")
     unsafe = forward.code.contract.unsafe or backward.code.contract.unsafe
-    if unsafe is not None and not forward.target.is_synchronous:
+    if unsafe is not None and forward.target.captures:
         raise UnsupportedGraphError(f"{model.name} has {unsafe}, which no CUDA graph may hold")
     if forward.boundary is not None or backward.boundary is not None:
         raise UnsupportedGraphError(f"{model.name} takes sizes or objects besides tensors")
-    wholes = {} if model.challenge is None else model.challenge.wholes
-    first, second = Half.of(forward, wholes.get(Role.FORWARD)), Half.of(backward, wholes.get(Role.BACKWARD))
-    return join_halves(model.name, first, second, inputs, owned, loss_dtype)
+    return join_halves(model.name, Half.of(forward), Half.of(backward), inputs, owned, loss_dtype)
 
 
 def join_halves(

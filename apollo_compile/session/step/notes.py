@@ -16,9 +16,10 @@ from typing import Any
 
 import torch
 
+from apollo_compile.reports.values import Stage
 from apollo_compile.session.model import CompiledModel
 from apollo_compile.session.step.micro_batch import Micro
-from apollo_compile.session.step.sightings import Sightings
+from apollo_compile.session.step.sightings import FEWEST_STEPS, Sightings
 from apollo_compile.session.step.tuning import StepTuner
 
 
@@ -62,6 +63,12 @@ class LossGraph:
         """By number of micro-batches: what is known of the step, or why it can only run as a loop."""
         notes = self.notes()
         return {} if notes is None else notes.outcomes.setdefault(self, {})
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it can be linked: its plans are final, and it is known which inputs stay where they are."""
+        is_known = not self.model.target.captures or self.sightings.num_steps >= FEWEST_STEPS
+        return is_known and self.model.state().stage is not Stage.MEASURING
 
     def unlink(self) -> None:
         """Forget its programs, whose parameters are not those of the model any more."""

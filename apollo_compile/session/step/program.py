@@ -184,7 +184,7 @@ def load_step(micro: Micro, step: StepGraph, *, target: Target, config: Config) 
         unsafe=micro.forward.contract.unsafe or micro.backward.contract.unsafe,
     )
     code = Code(bodies=tuple(step.bodies), contract=contract, is_all_or_nothing=True)
-    return Variants(compilation, code, target, may_be_listed=False)
+    return Variants(compilation, code, target)
 
 
 def leave_gradients(parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:

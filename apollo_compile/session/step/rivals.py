@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
+from apollo_compile.autotune.tuner import CandidateError
 from apollo_compile.ir import Variant
 from apollo_compile.operators.entry import WorkKind
 from apollo_compile.operators.table import find_operator
@@ -37,10 +38,6 @@ _NEGLIGIBLE = 1e-5
 _TINY = 1e-30
 
 
-class RivalError(Exception):
-    """A rival cannot be compiled, or computes something else; nothing has changed."""
-
-
 class Rival(Protocol):
     """Takes steps instead of a program."""
 
@@ -55,7 +52,7 @@ class Rival(Protocol):
         micro-batches and nothing has changed: this step is a loop.
 
         Raises:
-            RivalError: it cannot be compiled, or computes something else; nothing has changed.
+            CandidateError: it cannot be compiled, or computes something else; nothing has changed.
         """
 
 
@@ -115,7 +112,7 @@ class TracedStep:
         """Compile it, and take a step that is the loop's; None where the loop's gradients are not finite.
 
         Raises:
-            RivalError: it cannot be compiled, or its step is another one; nothing has changed.
+            CandidateError: it cannot be compiled, or its step is another one; nothing has changed.
         """
         program = self._program
         before = _Snapshot(program.micro)
@@ -127,7 +124,7 @@ class TracedStep:
                 progress.at("Inductor, to be compared with the program,")
                 loss, gradients = self._call(parts, weights)
             if not torch.equal(torch.get_rng_state(), drawn):
-                raise RivalError("it draws other random numbers than the loop")
+                raise CandidateError("it draws other random numbers than the loop")
             self.is_ready = agree(gradients, expected)
         finally:
             if not self.is_ready:
@@ -139,7 +136,7 @@ class TracedStep:
             return self._run(parts, [torch.tensor(weight, dtype=self._program.micro.loss_dtype) for weight in weights])
         except Exception as error:  # of a compile, which guards may ask for in any step
             if is_compile_error(error):
-                raise RivalError(describe_compile_error(error)) from error
+                raise CandidateError(describe_compile_error(error)) from error
             raise
 
 
@@ -236,7 +233,7 @@ def agree(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> bo
     Gradients that are zero but for rounding count as far as they matter beside the others.
 
     Raises:
-        RivalError: they differ.
+        CandidateError: they differ.
     """
     norms = [_norm_of(each) for each in expected]
     if not all(map(math.isfinite, norms)):
@@ -247,7 +244,7 @@ def agree(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> bo
         allowed = max(_TOLERANCE, 16 * torch.finfo(theirs.dtype).eps)
         if not difference <= allowed:
             shape = list(theirs.shape)
-            raise RivalError(
+            raise CandidateError(
                 f"gradients differ from those of the loop: one of shape {shape} by {difference:.2g} of its norm, where "
                 f"{allowed:.2g} may be rounding"
             )

@@ -49,11 +49,19 @@ class Sightings:
 
     def __init__(self) -> None:
         self._seen: dict[int, _Sighting] = {}
+        self._num_steps = self._latest_step = 0
         self._differing: set[int] = set()
         """Places where micro-batches of one step were given different tensors."""
 
+    @property
+    def num_steps(self) -> int:
+        """Number of steps in which inputs were noted."""
+        return self._num_steps
+
     def note(self, step: int, tensors: Mapping[int, torch.Tensor]) -> None:
         """Note the inputs of one micro-batch of a step."""
+        self._num_steps += step != self._latest_step
+        self._latest_step = step
         for place, tensor in tensors.items():
             storages = storages_of([tensor])
             address = tensor.data_ptr() if storages else 0

@@ -20,8 +20,9 @@ from apollo_compile.ir import Variant
 from apollo_compile.step import Step, compile_step
 from apollo_compile.store.profiles import load_profile
 from apollo_compile.tools.report import report, status
+from apollo_compile.torch_bridge.interpret import interpret_bodies
 from tests.device.gpu.fake_gpu import FakeGpu
-from tests.device.gpu.test_default import BusyGpu, interpret_plainly
+from tests.device.gpu.test_road import BusyGpu, interpret_plainly
 
 PROGRAM = {
     "debug.strict": True,
@@ -33,8 +34,8 @@ PROGRAM = {
 }
 """The program runs as soon as it can."""
 
-FIRST = 7
-"""Steps until then: four of torch.compile's code, one that compiles and two that time."""
+FIRST = 3
+"""Steps until then: loops of the same segments; in the second of them bodies are timed."""
 
 
 class Branches(nn.Module):
@@ -346,7 +347,7 @@ def test_a_parameter_that_is_also_read_otherwise_is_not_written_beside_it(
 
 @pytest.mark.soak
 @pytest.mark.parametrize("units", [16])
-def test_a_plan_with_two_abreast_has_no_narrower_one(gpu: FakeGpu) -> None:
+def test_a_plan_of_two_concurrent_segments_has_no_narrower_one(gpu: FakeGpu) -> None:
     """As on a device of two lanes."""
     pair = Pair(gpu, **{"plan.autotune": True})
     while not pair.run.tuners:
@@ -356,23 +357,45 @@ def test_a_plan_with_two_abreast_has_no_narrower_one(gpu: FakeGpu) -> None:
 
 
 def test_variants_take_turns(gpu: FakeGpu) -> None:
-    """The loop, one CUDA graph of Inductor's code, whose turn begins with its capture, and plans, narrow first."""
+    """The plan first, whose turn begins with its capture, the narrow one, segments in turn, and the loop."""
     pair = Pair(gpu, **{"plan.autotune": True})
     while not pair.run.tuners:
         pair.step()
     (tuner,) = pair.run.tuners
     ran = []
-    for _ in range(26):
+    for _ in range(16 + 16 + 2):
         pair.step()
         ran.append(tuner.current)
-    assert ran == 12 * [Variant.LOOP] + 12 * [Variant.INDUCTOR] + 2 * [Variant.NARROW]
+    assert ran == 16 * [Variant.PLAN] + 16 * [Variant.NARROW] + 2 * [Variant.SERIAL]
     variants = tuner.program.variants
     loaded, narrow = variants.loaded(), variants.plan_of(Variant.NARROW).plan
-    assert [loaded[each].num_replays for each in (Variant.INDUCTOR, Variant.NARROW)] == [12, 2]
+    assert [loaded[each].num_replays for each in (Variant.PLAN, Variant.NARROW, Variant.SERIAL)] == [16, 16, 2]
     assert (variants.compilation.plan.num_abreast, narrow.num_abreast) == (4, 2)
     assert loaded[Variant.NARROW].bodies is variants.plan.bodies
-    assert report(pair.run).graphs[0].num_lanes == len({each.lane for each in narrow.assignments})
-    assert status(pair.run).startswith("measuring: ") and not races_of(gpu)
+    assert status(pair.run).startswith("measuring 1/12: ") and not races_of(gpu)
+
+
+def test_a_step_replays_from_its_fourth_call_on_with_one_compile_of_each_body(
+    gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Inductor compiles no whole graph before that is a small share of the training time."""
+    compiled: list[list[str]] = []
+    whole: list[int] = []
+
+    def interpret(pieces: Sequence[Any]) -> Any:
+        compiled.append([name for name, *_ in pieces])
+        return interpret_bodies(pieces)
+
+    monkeypatch.setattr("apollo_compile.session.bodies.interpret_bodies", interpret)
+    monkeypatch.setattr("apollo_compile.session.compile.compile_again", lambda *_, **__: whole.append(1))
+    pair = Pair(gpu, **{"plan.autotune": True})
+    replays = []
+    for _ in range(6):
+        pair.step()
+        replays.append(_num_replays(gpu))
+    assert replays[2] < replays[3] < replays[4] < replays[5] and pair.program.num_replays == 3
+    assert len(compiled) == 2, "forward and backward"
+    assert all(len(names) == len(set(names)) for names in compiled) and not whole
 
 
 def test_sizes_that_come_often_have_a_replay_each_in_the_same_memory(gpu: FakeGpu) -> None:
@@ -406,7 +429,7 @@ def test_state_is_not_put_where_activations_were(gpu: FakeGpu, monkeypatch: pyte
 
 @pytest.mark.soak
 def test_what_is_fastest_stays(gpu: FakeGpu) -> None:
-    """The loop, one CUDA graph of Inductor's code, and the plan take turns."""
+    """The loop over replayed graphs, segments in turn, and both plans take turns."""
     pair = Pair(gpu, **{"plan.autotune": True})
     for _ in range(800):
         pair.step()
@@ -415,7 +438,7 @@ def test_what_is_fastest_stays(gpu: FakeGpu) -> None:
     (tuner,) = pair.run.tuners
     assert {each.name for each in tuner.verdict.standings} == {
         Variant.LOOP,
-        Variant.INDUCTOR,
+        Variant.SERIAL,
         Variant.PLAN,
         Variant.NARROW,
     }
@@ -472,7 +495,7 @@ def test_a_report_shows_the_program(gpu: FakeGpu) -> None:
     """Its plan on the lanes of the GPU; first where it is."""
     pair = Pair(gpu)
     pair.step()
-    assert status(pair.run).startswith("measuring: the loop first: torch.compile, until its code is warm")
+    assert status(pair.run) == "measuring: the loop first: its bodies are timed in the second call"
     for _ in range(FIRST):
         pair.step()
     text = str(report(pair.run))

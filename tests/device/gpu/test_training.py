@@ -27,7 +27,6 @@ from tests.end_to_end.models import Tower, TwoTowers, assert_same_training, trai
 
 OPTIONS = {
     "debug.strict": True,
-    "device.cuda_lanes": True,
     "plan.autotune": False,
     "plan.min_gain": 0.0,
     "plan.planner": "greedy",
@@ -137,7 +136,7 @@ def test_without_isolation_bodies_are_timed_on_quotas_and_run_on_plain_streams()
         assert_same_gradients(model, made)
     for graph in compiler.models[0].graphs:
         assert graph.variant == Variant.PLAN
-        assert set(graph.available) == {Variant.SERIAL, Variant.PLAN}
+        assert set(graph.variants.available) == {Variant.SERIAL, Variant.PLAN}
         assert {mode.duration_ns for mode in graph.compilation.costs.modes[0]} == {600, 1_000}
     gpus = compiler.gpu.others
     assert set(gpus) == {Sharing.APART, Sharing.FREE}
@@ -420,7 +419,7 @@ def test_the_variants_on_a_gpu_compete() -> None:
         expected = model(*inputs)
         for _ in range(4000):
             torch.testing.assert_close(run(*inputs), expected, rtol=1e-4, atol=1e-4)
-            verdict = compiler.models[0].autotuner.verdict
+            verdict = compiler.models[0].tuner.verdict
             if verdict is not None:
                 break
     assert verdict is not None
@@ -444,7 +443,7 @@ def test_the_serial_variant_replays_forward_and_backward(compiler: Compiler, is_
         old = last.compilation
         in_turn = make_plan(old.partition.graph, old.costs, lanes=old.plan.lanes, planner="serial")
         last.variants.adopt(last.variants.with_plan(in_turn))
-        assert last.available == (Variant.SERIAL,)
+        assert last.variants.available == (Variant.SERIAL,)
     for graph in compiler.models[0].graphs:
         graph.use(Variant.SERIAL)
     model(*inputs).square().mean().backward()
@@ -468,7 +467,7 @@ def test_what_inductor_compiles_whole_replays_as_plans_do() -> None:
     run(*inputs).square().mean().backward()
     graphs = compiler.models[0].graphs
     for graph in graphs:
-        graph.autotuner = None
+        graph.tuner = None
         graph.prepare()
         graph.use(Variant.INDUCTOR)
     for _ in range(6):
@@ -495,4 +494,4 @@ def test_a_cpu_tensor_among_those_of_a_gpu_falls_back_with_the_reason(caplog: py
     layer, x = nn.Linear(2, 2), torch.ones(1, 2)
     with caplog.at_level(logging.INFO, logger="apollo_compile"), torch.no_grad():
         torch.testing.assert_close(torch.compile(layer, backend=with_device)(x), layer(x))
-    assert "is on device cpu; all lanes of this graph are on cuda:0" in caplog.text
+    assert "it has tensors on cpu, and others on cuda:0" in caplog.text

@@ -10,8 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from apollo_compile.session.drift import DRIFT_STEPS
-from tests.session.machine import (
+from apollo_compile.autotune.drift import DRIFT_STEPS
+from tests.autotune.machine import (
     ENOUGH,
     INDUCTOR,
     PLAN,
@@ -29,10 +29,10 @@ def test_when_a_clear_lead_is_gone_inductor_competes_too() -> None:
     graph, backward = halves({SERIAL: 10, PLAN: 7, INDUCTOR: 10})
     machine = Machine(graph, backward)
     machine.run(ENOUGH)
-    assert [v.winner for v in machine.verdicts] == [PLAN] and graph.num_prepared == 0
+    assert [v.winner for v in machine.verdicts] == [PLAN] and machine.num_prepared == 0
     slow_down({SERIAL: 12, PLAN: 14, INDUCTOR: 10}, graph, backward)
     machine.run(8 * WINDOW)
-    assert [v.winner for v in machine.verdicts] == [PLAN, INDUCTOR] and graph.num_prepared == 1
+    assert [v.winner for v in machine.verdicts] == [PLAN, INDUCTOR] and machine.num_prepared == 1
 
 
 def test_drift_reopens_the_comparison_and_a_repeated_verdict_makes_it_patient() -> None:

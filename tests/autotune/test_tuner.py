@@ -1,0 +1,325 @@
+"""Which candidate runs when, on a clock: late ones and their budget, drops, verdicts of earlier processes, turns."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import pytest
+
+from apollo_compile.autotune.budget import MAX_STEP_NS, CompileBudget
+from apollo_compile.autotune.comparison import MIN_ROUNDS, PER_TURN
+from apollo_compile.autotune.drift import DRIFT_STEPS, WATCH_EVERY
+from apollo_compile.autotune.tuner import ABANDONED_NS, Candidate, CandidateError, Tuner
+from apollo_compile.ir import Variant, Verdict
+from tests.autotune.machine import INDUCTOR, PLAN, SERIAL, earlier
+
+LOOP, EAGER, TRACED = Variant.LOOP, Variant.EAGER, Variant.TRACED
+
+MS, S = 1_000_000, 1_000_000_000
+
+ENOUGH = 1000
+"""Steps in which every comparison ends."""
+
+
+class Subject:
+    """Steps that take a given time in milliseconds by variant, on a clock; candidates as the test says."""
+
+    def __init__(self, times: Mapping[Variant, float], *, share: float = 0.05, **rest: Any) -> None:
+        self.times = dict(times)
+        self.now_ns = 0
+        self.used: list[Variant] = []
+        self.kept: list[set[Variant]] = []
+        self.prepared: list[Variant] = []
+        self.verdicts: list[Verdict] = []
+        self.tuner = Tuner(
+            "a step",
+            budget=CompileBudget(share, self.clock),
+            tell=self.verdicts.append,
+            keep=self._keep,
+            clock=self.clock,
+            now_ns=self.clock,
+            **rest,
+        )
+
+    def clock(self) -> int:
+        return self.now_ns
+
+    def _keep(self, variants: Collection[Variant]) -> None:
+        self.kept.append(set(variants))
+
+    def late(self, variant: Variant, *, cost_s: float = 1.0, fails: bool = False, **rest: Any) -> Candidate:
+        """Return a candidate whose compile takes so long."""
+
+        def prepare() -> None:
+            self.prepared.append(variant)
+            self.now_ns += round(cost_s * S)
+            if fails:
+                raise CandidateError("no compiler")
+
+        return Candidate(variant=variant, prepare=prepare, cost_ns=round(cost_s * S), is_late=True, **rest)
+
+    def offer(self, *candidates: Variant | Candidate, incumbent: Variant = PLAN) -> None:
+        self.tuner.offer(
+            [each if isinstance(each, Candidate) else Candidate(variant=each) for each in candidates],
+            incumbent=incumbent,
+        )
+
+    def step(self) -> Variant:
+        """Take one step."""
+        is_skipped = self.tuner.skip_step()
+        variant = self.tuner.current if is_skipped else self.tuner.begin_step()
+        ns = round(self.times[variant] * MS)
+        self.now_ns += ns
+        if not is_skipped:
+            self.tuner.record(ns)
+        self.used.append(variant)
+        return variant
+
+    def run(self, steps: int) -> None:
+        for _ in range(steps):
+            self.step()
+
+    @property
+    def winners(self) -> Sequence[str]:
+        return [verdict.winner for verdict in self.verdicts]
+
+
+def test_nothing_is_compared_before_candidates_are_offered() -> None:
+    """The plan runs, and the state is no verdict."""
+    subject = Subject({PLAN: 10})
+    subject.run(10)
+    assert set(subject.used) == {PLAN} and not subject.tuner.is_settled and not subject.verdicts
+
+
+def test_the_plan_runs_first_and_the_fastest_last() -> None:
+    """In every turn its candidate alone; the state tells the round and the times."""
+    subject = Subject({SERIAL: 13, PLAN: 10})
+    subject.offer(SERIAL, PLAN)
+    assert (subject.tuner.round, subject.tuner.progress) == ("1/12", "segments in turn, plan")
+    subject.run(4 * 3)
+    assert subject.used == 3 * [PLAN] + 6 * [SERIAL] + 3 * [PLAN]
+    subject.step()
+    assert (subject.tuner.round, subject.tuner.progress) == ("3/12", "segments in turn 13.00 ms, plan 10.00 ms")
+    assert subject.tuner.steps_left == 3 * (MIN_ROUNDS - 2) * 2 - 1
+    subject.run(ENOUGH)
+    assert subject.winners == [PLAN] and subject.tuner.is_settled
+    assert subject.tuner.progress == "plan, 1.30x segments in turn (1.30..1.30)"
+    assert subject.kept[0] == {SERIAL, PLAN} and subject.kept[-1] == {PLAN}
+
+
+def test_equals_end_a_comparison_early_and_the_simplest_stays() -> None:
+    """Five rounds tell that they are equal."""
+    subject = Subject({LOOP: 10, SERIAL: 10, PLAN: 9.95})
+    subject.offer(LOOP, SERIAL, PLAN)
+    subject.run(ENOUGH)
+    assert subject.winners == [LOOP] and subject.verdicts[0].num_steps == 3 * 3 * MIN_ROUNDS
+
+
+def test_a_single_candidate_is_the_verdict() -> None:
+    """Nothing is measured."""
+    subject = Subject({SERIAL: 10})
+    subject.offer(SERIAL)
+    subject.step()
+    assert [str(verdict) for verdict in subject.verdicts] == ["segments in turn; nothing could be compared with it"]
+    assert subject.used == [SERIAL]
+
+
+def test_a_late_candidate_is_compiled_when_that_is_a_small_share_of_the_training_time() -> None:
+    """One step waits for it; then it is compared with the winner alone, and the verdict has all."""
+    subject = Subject({SERIAL: 20, PLAN: 10, INDUCTOR: 8})
+    subject.offer(subject.late(INDUCTOR, cost_s=1.0), SERIAL, PLAN)
+    subject.run(200)
+    settled_ns = sum(round(subject.times[each] * MS) for each in subject.used[: subject.verdicts[0].num_steps])
+    assert subject.winners == [PLAN] and subject.tuner.is_more_to_come and subject.prepared == []
+    while not subject.prepared:
+        subject.step()
+    assert 20 * S <= subject.now_ns - settled_ns <= 23 * S  # 5 % of it, and a second for the compile
+    before = len(subject.used)
+    subject.run(ENOUGH)
+    assert set(subject.used[before:]) == {PLAN, INDUCTOR} and subject.winners == [PLAN, INDUCTOR]
+    ratios = {each.name: each.ratio for each in subject.verdicts[-1].standings}
+    assert ratios == pytest.approx({INDUCTOR: 1.0, PLAN: 10 / 8, SERIAL: 20 / 8})
+    assert subject.verdicts[-1].prepare_ns == S and not subject.tuner.is_more_to_come
+
+
+def test_without_a_share_nothing_late_is_ever_compiled() -> None:
+    """However long the loop runs."""
+    subject = Subject({SERIAL: 20, PLAN: 10, INDUCTOR: 8}, share=0.0)
+    subject.offer(subject.late(INDUCTOR, cost_s=0.0), SERIAL, PLAN)
+    subject.run(10 * ENOUGH)
+    assert subject.prepared == [] and subject.winners == [PLAN]
+
+
+def test_a_pause_is_no_training_time() -> None:
+    """A notebook that waits for its user for a day has trained for a minute meanwhile."""
+    budget_clock = [0]
+    budget = CompileBudget(0.05, lambda: budget_clock[0])
+    budget.note_steps()
+    budget_clock[0] = 24 * 3600 * S
+    budget.note_steps()
+    assert budget.allows(MAX_STEP_NS // 20) and not budget.allows(MAX_STEP_NS // 20 + 1)
+    budget.spend(1)
+    assert not budget.allows(MAX_STEP_NS // 20)
+
+
+def test_an_urgent_candidate_is_compiled_before_the_verdict() -> None:
+    """There is one verdict, of all of them."""
+    subject = Subject({SERIAL: 11, PLAN: 10, INDUCTOR: 8})
+    subject.offer(subject.late(INDUCTOR, cost_s=100.0, is_urgent=lambda verdict: verdict.winner == PLAN), SERIAL, PLAN)
+    subject.run(ENOUGH)
+    assert subject.winners == [INDUCTOR] and subject.prepared == [INDUCTOR]
+    assert {each.name for each in subject.verdicts[0].standings} == {SERIAL, PLAN, INDUCTOR}
+
+
+@pytest.mark.parametrize("is_urgent", [True, False])
+def test_a_candidate_that_cannot_be_compiled_is_tried_once(is_urgent: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """The others have their verdict, and one warning says why."""
+    subject = Subject({SERIAL: 20, PLAN: 10})
+    late = subject.late(INDUCTOR, cost_s=0.1, fails=True, is_urgent=lambda verdict: is_urgent)
+    subject.offer(late, SERIAL, PLAN)
+    subject.run(5 * ENOUGH)
+    assert subject.winners == [PLAN] and subject.prepared == [INDUCTOR] and subject.used[-1] == PLAN
+    warnings = [line for line in caplog.messages if "is not compared" in line]
+    assert warnings == ["a step: Inductor is not compared: no compiler"]
+
+
+def test_a_candidate_that_compiles_in_its_own_steps_is_not_timed_until_it_is_ready() -> None:
+    """As a traced step, which needs a batch to be compiled."""
+    subject = Subject({LOOP: 20, TRACED: 8, PLAN: 10})
+    num_steps = [0]
+
+    def is_ready() -> bool:
+        num_steps[0] += 1
+        return num_steps[0] > 3
+
+    late = Candidate(variant=TRACED, is_late=True, cost_ns=0, is_ready=is_ready)
+    subject.offer(LOOP, late, PLAN)
+    while TRACED not in subject.used:
+        subject.step()
+    assert not subject.tuner.is_timed and not subject.tuner.is_settled
+    subject.run(ENOUGH)
+    assert subject.winners == [PLAN, TRACED]
+
+
+def test_what_fails_is_dropped_and_the_others_are_compared() -> None:
+    """In a comparison and after it; where the winner fails, all others."""
+    subject = Subject({LOOP: 20, SERIAL: 15, PLAN: 10})
+    subject.offer(LOOP, SERIAL, PLAN, incumbent=LOOP)
+    subject.run(5)
+    subject.tuner.drop(SERIAL)
+    subject.run(ENOUGH)
+    assert SERIAL not in subject.used[5:] and subject.winners == [PLAN]
+    subject.tuner.drop(PLAN)
+    subject.run(ENOUGH)
+    assert subject.used[-1] == LOOP and subject.winners == [PLAN, LOOP]
+
+
+def test_too_few_rounds_leave_the_incumbent() -> None:
+    """Steps that something else took are no rounds."""
+    subject = Subject({LOOP: 20, PLAN: 10})
+    subject.offer(LOOP, PLAN, incumbent=LOOP)
+    for _ in range(ENOUGH):
+        variant = subject.tuner.begin_step()
+        if variant == LOOP:
+            subject.tuner.record(20 * MS)
+    assert subject.winners == [LOOP] and subject.verdicts[0].standings[0].num_rounds == 0
+
+
+def test_a_verdict_of_an_earlier_process_is_adopted() -> None:
+    """What lost there is compiled only after the times have changed."""
+    subject = Subject({SERIAL: 20, PLAN: 10, INDUCTOR: 12})
+    candidates = [subject.late(INDUCTOR, cost_s=0.0), Candidate(variant=SERIAL), Candidate(variant=PLAN)]
+    subject.tuner.adopt(earlier(PLAN, INDUCTOR, SERIAL), candidates)
+    subject.run(ENOUGH)
+    assert set(subject.used) == {PLAN} and subject.prepared == [] and subject.tuner.is_settled
+    subject.times[PLAN] = 15
+    subject.run(ENOUGH)
+    assert subject.verdicts[-1].winner == INDUCTOR and subject.used[-1] == INDUCTOR
+
+
+def test_the_winner_of_an_earlier_process_is_compiled_first() -> None:
+    """Nothing is compared."""
+    subject = Subject({SERIAL: 20, PLAN: 10, INDUCTOR: 8})
+    candidates = [subject.late(INDUCTOR), Candidate(variant=SERIAL), Candidate(variant=PLAN)]
+    subject.tuner.adopt(earlier(INDUCTOR, PLAN), candidates)
+    subject.run(10)
+    assert set(subject.used) == {INDUCTOR} == set(subject.prepared)
+
+
+def test_where_sizes_change_nothing_is_watched() -> None:
+    """Times of other sizes are no drift."""
+    subject = Subject({SERIAL: 20, PLAN: 10}, is_watched=False)
+    subject.offer(SERIAL, PLAN)
+    subject.run(100)
+    subject.times[PLAN] = 100
+    subject.run(ENOUGH)
+    assert subject.winners == [PLAN] and subject.tuner.skip_step()
+
+
+def test_turns_are_timed_from_border_to_border() -> None:
+    """With everything that a step has besides, and without waiting for the device in between."""
+    subject = Subject({SERIAL: 13, PLAN: 10}, rules=PER_TURN)
+    asked: list[int] = []
+    subject.tuner._now_ns = lambda: asked.append(subject.now_ns) or subject.now_ns  # type: ignore[func-returns-value]
+    subject.offer(SERIAL, PLAN)
+    subject.run(ENOUGH)
+    (verdict,) = subject.verdicts
+    assert verdict.standings[1].ratio == pytest.approx(1.3) and verdict.standings[0].step_ns == pytest.approx(10 * MS)
+    assert len(asked) == 2 * 2 * MIN_ROUNDS
+    assert subject.used[:16] == 16 * [PLAN]  # a warm-up of four steps, two untimed ones, and ten
+    subject.times[PLAN] = 14
+    subject.run(6 * DRIFT_STEPS * WATCH_EVERY)
+    assert subject.winners == [PLAN, SERIAL]
+
+
+def test_a_turn_with_another_step_in_it_does_not_count() -> None:
+    """A step of another program in between is timed too."""
+    subject = Subject({SERIAL: 13, PLAN: 10}, rules=PER_TURN)
+    subject.offer(SERIAL, PLAN)
+    for number in range(300):
+        subject.step()
+        if number % 12 == 5 and number < 60:
+            subject.now_ns += S
+            subject.tuner.spoil()
+    assert subject.verdicts[0].standings[0].step_ns == pytest.approx(10 * MS)
+
+
+def test_one_of_the_tuners_that_time_turns_compares_at_a_time() -> None:
+    """Each step has the work of all of them; one that is not called any more holds up nobody."""
+    first, second = (Subject({SERIAL: 13, PLAN: 10}, rules=PER_TURN) for _ in range(2))
+    for each in (first, second):
+        each.offer(SERIAL, PLAN)
+    while not first.verdicts:
+        first.step()
+        second.now_ns = first.now_ns
+        second.step()
+    assert set(second.used) == {PLAN}
+    second.run(ENOUGH)
+    assert second.winners == [PLAN]
+    third, fourth = (Subject({SERIAL: 13, PLAN: 10}, rules=PER_TURN) for _ in range(2))
+    for each in (third, fourth):
+        each.offer(SERIAL, PLAN)
+    third.step()
+    fourth.run(5)
+    assert set(fourth.used) == {PLAN} and fourth.tuner.is_comparing
+    fourth.now_ns = third.now_ns + ABANDONED_NS
+    fourth.run(ENOUGH)
+    assert fourth.winners == [PLAN]
+
+
+def test_memory_is_trimmed_before_every_turn_unless_another_tuner_is_timing() -> None:
+    """And before a late candidate is compiled."""
+    gc.collect()  # tuners of other tests
+    trimmed: list[int] = []
+    subject = Subject({SERIAL: 13, PLAN: 10}, trim_memory=lambda: trimmed.append(0))
+    subject.offer(SERIAL, PLAN)
+    subject.run(4 * 3)
+    assert len(trimmed) == 4
+    other = Subject({SERIAL: 13, PLAN: 10})
+    other.offer(SERIAL, PLAN)
+    subject.run(ENOUGH)
+    assert len(trimmed) == 4
+    other.tuner.leave(PLAN)
+    assert other.tuner.is_settled and other.tuner.current == PLAN

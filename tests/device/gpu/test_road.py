@@ -1,0 +1,523 @@
+"""The road of a graph on a GPU: compile, capture, compare; on the stand-in for it, with a clock that the test sets."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import fx, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from apollo_compile.autotune.drift import DRIFT_STEPS, WATCH_EVERY
+from apollo_compile.config import load_config
+from apollo_compile.device.gpu.target import GpuTarget
+from apollo_compile.distributed.ranks import Ranks
+from apollo_compile.ir import Variant
+from apollo_compile.reports.values import Stage
+from apollo_compile.session.compile import GraphCompiler
+from apollo_compile.session.model import CompiledModel
+from apollo_compile.session.registry import is_settled, register, variants_of
+from apollo_compile.store.profiles import load_profile
+from apollo_compile.tools.report import report
+from apollo_compile.torch_bridge.dynamo_graph import traced_tensors
+from apollo_compile.torch_bridge.frontend import compile_with_inductor, keep_with
+from apollo_compile.torch_bridge.interpret import interpret_bodies, interpret_whole
+from apollo_compile.torch_bridge.settings import inductor_settings
+from apollo_compile.torch_bridge.storages import storages_of
+from tests.device.gpu.fake_gpu import FakeGpu
+
+INDUCTOR, SERIAL, PLAN = Variant.INDUCTOR, Variant.SERIAL, Variant.PLAN
+
+S = 1_000_000_000
+
+LEVEL = dict.fromkeys(Variant, 10 * S)
+"""All variants take as long. The steps are long, so that compiles are soon a small share of the training time."""
+
+PLAN_WINS = {**LEVEL, PLAN: 8 * S}
+
+ENOUGH = 1000
+"""Steps in which everything is decided."""
+
+
+class Clock:
+    """The time of the host, as the test sets it."""
+
+    def __init__(self) -> None:
+        self.now = 0
+
+    def __call__(self) -> int:
+        return self.now
+
+
+class _Count(TorchDispatchMode):
+    """Counts operators."""
+
+    num = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.num += 1
+        return func(*args, **(kwargs or {}))
+
+
+class BusyGpu(FakeGpu):
+    """A body takes 1 us for each of its operators, on a lane of any size."""
+
+    def call(self, body: Callable[..., Any], inputs: list[torch.Tensor], stream: str) -> Sequence[torch.Tensor]:
+        """Run the body and let that time pass."""
+        count = _Count()
+
+        def counted(arguments: list[torch.Tensor]) -> Any:
+            with count:
+                return body(arguments)
+
+        outputs = super().call(counted, inputs, stream)
+        self._now_ns += 1_000 * count.num
+        return outputs
+
+
+class ClockedTarget(GpuTarget):
+    """A target on a clock of the test's, that may find a fault in its device."""
+
+    def __init__(self, clock: Clock, found: str | None, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._clock, self._found = clock, found
+
+    def now_ns(self) -> int:
+        """Return the time of the test."""
+        return self._clock.now
+
+    def unavailable_reason(self) -> str | None:
+        """Return what the test says."""
+        return self._found
+
+
+class Default:
+    """A backend as `apollo` is, with tensors on the CPU and lanes on the stand-in."""
+
+    def __init__(
+        self,
+        gpu: FakeGpu | None = None,
+        *,
+        found: str | None = None,
+        ranks: Ranks | None = None,
+        is_for_step: bool = False,
+        **options: Any,
+    ) -> None:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        self.gpu = gpu or BusyGpu()
+        self.clock = Clock()
+        self.models: list[CompiledModel] = []
+        self._found = found
+        self._ranks = ranks or Ranks(None)
+        self._is_for_step = is_for_step
+        quick = {"plan.planner": "greedy", "partition.granularity": "module", "runtime.bodies": "python"}
+        self._config = load_config({**quick, **options})
+
+    def __call__(self, graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        settings = inductor_settings(self._config.mode, self._config.inductor)
+        profile, device = load_profile(Path("h200")), torch.device("cpu")
+        model = CompiledModel(
+            name=f"{len(self.models)}/0",
+            config=self._config,
+            target=ClockedTarget(self.clock, self._found, self.gpu, profile, self._config, device=device),
+            storages=storages_of(traced_tensors(graph_module, example_inputs)),
+            ranks=self._ranks,
+            clock=self.clock,
+            is_for_step=self._is_for_step,
+        )
+        self.models.append(model)
+        compiled = GraphCompiler(model, settings).compile(graph_module, example_inputs)
+        keep_with(compiled, model)
+        register(model)
+        return compiled
+
+    @property
+    def state(self) -> str:
+        """The first line of a report of the first graph."""
+        return str(self.models[0].state())
+
+    @property
+    def variant(self) -> Variant:
+        """The variant of the latest step; `INDUCTOR` for torch.compile's function."""
+        return INDUCTOR if self.models[0].falls_back else self.models[0].graphs[0].variant
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether nothing is being decided."""
+        return self.models[0].state().stage is not Stage.MEASURING
+
+
+class Chain(nn.Module):
+    """Layers one after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return `x` after all layers."""
+        return self.layers(x)
+
+
+def chain() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    """Return a model without branches and its inputs."""
+    return Chain(), (torch.randn(4, 8, generator=torch.Generator().manual_seed(1)),)
+
+
+class Branches(nn.Module):
+    """Two layers that are independent of each other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = (nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the similarities of what both make of `x`."""
+        return self.left(x) @ self.right(x).T
+
+
+def branches() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    """Return a model with branches and its inputs."""
+    return Branches(), chain()[1]
+
+
+def normalized() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    """Return one that writes to its buffers, and its inputs."""
+    model, inputs = branches()
+    return nn.Sequential(model, nn.BatchNorm1d(4)), inputs
+
+
+class Loop:
+    """A training loop of a compiled model beside that of the same model in eager, in which losses must be equal."""
+
+    def __init__(self, default: Default, build: Callable[[], tuple[nn.Module, tuple[torch.Tensor, ...]]]) -> None:
+        self.default = default
+        torch.manual_seed(0)
+        model, inputs = build()
+        self.eager, self._inputs = model.double(), [each.double() for each in inputs]  # so that only mistakes show
+        self.model = copy.deepcopy(self.eager)
+        self.run = torch.compile(self.model, backend=default, dynamic=False)
+        self._optimizers = [torch.optim.SGD(each.parameters(), lr=0.01) for each in (self.eager, self.model)]
+        self.ran: list[Variant] = []
+        self.states: list[str] = []
+
+    def step(self, times: Mapping[Variant, int] = LEVEL) -> None:
+        """Train one step, which takes the time of the variant that ran."""
+        losses = []
+        for call, optimizer in zip((self.eager, self.run), self._optimizers, strict=True):
+            loss = call(*self._inputs).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+        torch.testing.assert_close(losses[1], losses[0], rtol=1e-7, atol=1e-9)
+        self.ran.append(self.default.variant)
+        self.states.append(self.default.state)
+        self.default.clock.now += times[self.ran[-1]]
+
+    def settle(self, times: Mapping[Variant, int] = LEVEL) -> None:
+        """Train until nothing is being decided."""
+        for _ in range(ENOUGH):
+            self.step(times)
+            if self.default.is_settled:
+                return
+        raise AssertionError(f"not settled: {self.default.state}")
+
+
+def interpret_plainly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let torch.compile, and all our compiles, interpret: a compiler takes most of the time, and changes nothing."""
+
+    def compile_plainly(graph_module: fx.GraphModule, example_inputs: Sequence[Any], settings: Any, **_: Any) -> Any:
+        def interpret(graph: fx.GraphModule, *_: Any, **__: Any) -> tuple[Any, None]:
+            return interpret_whole(graph), None
+
+        return compile_with_inductor(
+            graph_module, example_inputs, interpret, recompute_masks=False, eager_randomness=True
+        )
+
+    def compile_bodies(pieces: Sequence[Any], **_: Any) -> Any:
+        return interpret_bodies(pieces)
+
+    def compile_again(graph_module: fx.GraphModule, *_: Any, **__: Any) -> Any:
+        return interpret_whole(graph_module)
+
+    monkeypatch.setattr("apollo_compile.autotune.tuner._comparing", None)  # a model of another test
+    monkeypatch.setattr("apollo_compile.session.compile.compile_plainly", compile_plainly)
+    monkeypatch.setattr("apollo_compile.session.compile.compile_again", compile_again)
+    monkeypatch.setattr("apollo_compile.session.bodies.compile_bodies", compile_bodies)
+
+
+@pytest.fixture(autouse=True)
+def _without_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    interpret_plainly(monkeypatch)
+
+
+@pytest.fixture(autouse=True)
+def lines(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    """Take INFO lines of the package, as `APOLLO_LOG=INFO` shows them."""
+    caplog.set_level(logging.INFO, logger="apollo_compile")
+    return caplog
+
+
+def warnings_in(lines: pytest.LogCaptureFixture) -> list[str]:
+    """Return what users see who set no level."""
+    own = [record for record in lines.records if record.name.startswith("apollo_compile")]
+    return [record.getMessage() for record in own if record.levelno >= logging.WARNING]
+
+
+def test_a_chain_that_gains_nothing_is_torch_compile(lines: pytest.LogCaptureFixture) -> None:
+    """Its very function, and nothing of ours is compiled; one INFO line says so."""
+    default = Default()
+    loop = Loop(default, chain)
+    loop.settle()
+    assert default.models[0].falls_back and not default.gpu.log and not warnings_in(lines)
+    assert "nothing to gain" in default.state and is_settled(loop.run)
+
+
+def test_a_graph_with_branches_is_replayed_after_a_few_steps(lines: pytest.LogCaptureFixture) -> None:
+    """Its plan is launched twice, in the second step bodies are timed; each distinct body is compiled once."""
+    default = Default()
+    loop = Loop(default, branches)
+    for _ in range(5):
+        loop.step()
+    assert loop.ran == 5 * [PLAN] and not warnings_in(lines)
+    assert len(list(default.gpu.captures)) == 2, "its forward and its backward"
+    assert [graph.executable.num_launches for graph in default.models[0].graphs] <= [2, 3]
+    graphs = default.models[0].graphs
+    assert all(graph.learner.num_replans == 1 for graph in graphs)
+    assert lines.text.count(" segments (") == 2 and not default.gpu.races
+
+
+def test_the_plan_competes_with_its_segments_in_turn_and_stays_if_it_is_faster(
+    lines: pytest.LogCaptureFixture,
+) -> None:
+    """Turns of twelve steps, the first after a warm-up; the losers keep no memory."""
+    default = Default()
+    loop = Loop(default, branches)
+    loop.settle(PLAN_WINS)
+    assert loop.ran[3:17] == 14 * [PLAN] and SERIAL in loop.ran
+    assert "measuring 2/12: segments in turn 10.00 s, plan 8.00 s" in loop.states
+    assert default.state == "settled: plan, 1.25x segments in turn (1.25..1.25)"
+    for _ in range(3):
+        loop.step(PLAN_WINS)
+    assert set(loop.ran[-3:]) == {PLAN} and len(list(default.gpu.captures)) == 2
+    assert not any(gpu.races for gpu in (default.gpu, *default.gpu.others.values()))
+    assert report(loop.run).metrics()["apollo/gain_over_serial"] == 1.25
+    assert is_settled(loop.run) and variants_of(loop.run) == [PLAN]
+
+
+def test_inductors_whole_graph_is_compiled_once_that_is_a_small_share_of_training() -> None:
+    """Not before; as one CUDA graph it is compared with the winner, and stays if it is faster."""
+    default = Default()
+    loop = Loop(default, branches)
+    loop.settle(PLAN_WINS)
+    assert INDUCTOR not in loop.ran and default.models[0].tuner.tuner.is_more_to_come
+    fastest = {**PLAN_WINS, INDUCTOR: 6 * S}
+    while INDUCTOR not in loop.ran:
+        loop.step(fastest)
+    loop.settle(fastest)
+    assert default.state.startswith("settled: Inductor, 1.33x plan")
+    before = default.gpu.log.count(("replay",))
+    for _ in range(3):
+        loop.step(fastest)
+    assert loop.ran[-3:] == 3 * [INDUCTOR] and default.gpu.log.count(("replay",)) >= before + 5
+
+
+def test_segments_in_turn_stay_where_lanes_gain_nothing() -> None:
+    """They are one CUDA graph on one stream."""
+    default = Default()
+    loop = Loop(default, branches)
+    loop.settle({**LEVEL, PLAN: 11 * S})
+    assert default.state.startswith("settled: segments in turn, 1.10x plan") and loop.ran[-1] == SERIAL
+
+
+def test_the_next_process_begins_with_the_winner() -> None:
+    """It compares nothing and times nothing, unless the user does not want it."""
+    Loop(Default(), branches).settle(PLAN_WINS)
+    again = Default()
+    loop = Loop(again, branches)
+    for _ in range(4):
+        loop.step(PLAN_WINS)
+    assert set(loop.ran) == {PLAN} and again.is_settled and again.models[0].verdicts[0][1].is_remembered
+    assert all(graph.num_replans == 0 for graph in again.models[0].graphs)
+    forgetful = Loop(Default(**{"plan.remember": False}), branches)
+    for _ in range(4):
+        forgetful.step(PLAN_WINS)
+    assert not forgetful.default.is_settled
+
+
+def _with_size(x: torch.Tensor, count: int) -> torch.Tensor:
+    return x * count
+
+
+@torch.library.custom_op("apollo_tests::uncapturable", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
+def _uncapturable(x: torch.Tensor) -> torch.Tensor:
+    return x.clone()
+
+
+@_uncapturable.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+def _with_operator(x: torch.Tensor, count: int) -> torch.Tensor:
+    return _uncapturable(x * count)
+
+
+@pytest.mark.parametrize(
+    ("problem", "reason"),
+    [
+        ("ranks", "several ranks run it"),
+        ("sizes", "its sizes change, and a CUDA graph is for one size"),
+        ("capture", "it is compiled inside of a CUDA graph that the user captures"),
+        ("fixed", "deterministic algorithms are enabled"),
+        ("check", "lane 2 ran on SMs of lane 1"),
+        ("operator", "it has apollo_tests.uncapturable.default, which no CUDA graph may hold"),
+    ],
+)
+def test_what_is_not_eligible_is_torch_compile_with_one_line(
+    problem: str, reason: str, lines: pytest.LogCaptureFixture
+) -> None:
+    """Its very function; a WARNING says what is wrong with the device, and nothing else is one."""
+    ranks = Ranks(dist.HashStore()) if problem == "ranks" else None
+    default = Default(ranks=ranks, found="lane 2 ran on SMs of lane 1" if problem == "check" else None)
+    default.gpu.is_captured_by_user = problem == "capture"
+    torch.use_deterministic_algorithms(problem == "fixed")
+    try:
+        function = _with_operator if problem == "operator" else _with_size
+        run = torch.compile(function, backend=default, dynamic=problem == "sizes")
+        torch.testing.assert_close(run(torch.ones(3), 5), torch.full((3,), 5.0))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    (model,) = default.models
+    assert model.falls_back and not default.gpu.log
+    *warnings, line = [record for record in lines.records if record.name.startswith("apollo_compile")]
+    assert len(warnings) == (problem == "check") and all(reason in each.getMessage() for each in warnings)
+    assert line.levelno == logging.INFO
+    assert f"0/0 falls back to torch.compile: {reason}" in line.getMessage()
+
+
+def num_replays(default: Default) -> int:
+    """Return the number of CUDA graphs that were replayed, however lanes share the device."""
+    gpus = {id(gpu): gpu for gpu in (default.gpu, *default.gpu.others.values())}
+    return sum(gpu.log.count(("replay",)) for gpu in gpus.values())
+
+
+def fail_captures(default: Default, error: Exception) -> None:
+    """Let every capture from now on raise."""
+    for gpu in (default.gpu, *default.gpu.others.values()):
+        gpu.fail_capture = error
+
+
+@pytest.mark.parametrize("build", [branches, normalized])
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+        RuntimeError("operation not permitted when stream is capturing"),
+    ],
+    ids=["memory", "operation"],
+)
+def test_a_capture_that_fails_leads_to_torch_compile(
+    build: Callable[[], Any], error: Exception, lines: pytest.LogCaptureFixture
+) -> None:
+    """From the next step on, to the same losses, statistics of normalizations included, with one WARNING."""
+    default = Default(**{"debug.strict": False})
+    loop = Loop(default, build)
+    loop.step()
+    fail_captures(default, error)
+    for _ in range(5):
+        loop.step()
+    assert loop.ran[-3:] == 3 * [INDUCTOR] and default.models[0].falls_back
+    name, reason = default.models[0].fallbacks[0]
+    assert name == "0/0" and str(error) in reason
+    own = [line for line in warnings_in(lines) if "falls back" in line]
+    assert own == [f"0/0 falls back to torch.compile: {reason}"]
+    for name, value in loop.eager.state_dict().items():
+        torch.testing.assert_close(loop.model.state_dict()[name], value, rtol=1e-7, atol=1e-9)
+    assert not list(default.gpu.captures)
+
+
+def test_bodies_that_cannot_be_timed_lead_to_torch_compile(lines: pytest.LogCaptureFixture) -> None:
+    """A plan by formulas alone is not worth running."""
+
+    class Full(BusyGpu):
+        def new_timer(self) -> Any:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    default = Default(Full())
+    loop = Loop(default, branches)
+    for _ in range(4):
+        loop.step()
+    assert default.models[0].falls_back and loop.ran[-1] == INDUCTOR
+    assert warnings_in(lines) == ["0/0 falls back to torch.compile: OutOfMemoryError: CUDA out of memory."]
+
+
+def test_steps_that_drift_are_compared_again() -> None:
+    """By the time between their beginnings alone; what is faster then runs."""
+    default = Default()
+    loop = Loop(default, branches)
+    loop.settle(PLAN_WINS)
+    while default.models[0].tuner.tuner.is_more_to_come or not default.is_settled:
+        loop.step(PLAN_WINS)
+    for _ in range(2 * DRIFT_STEPS * WATCH_EVERY):
+        loop.step(PLAN_WINS)
+    slower = {**LEVEL, PLAN: 12 * S}
+    for _ in range(12 * DRIFT_STEPS * WATCH_EVERY):
+        loop.step(slower)
+    assert default.is_settled and loop.ran[-1] in (SERIAL, INDUCTOR)
+
+
+def test_a_capture_of_the_user_has_launches_and_changes_nothing() -> None:
+    """What is recorded stays, and must not depend on memory of ours."""
+    default = Default()
+    loop = Loop(default, branches)
+    loop.settle(PLAN_WINS)
+    gpus = (default.gpu, *default.gpu.others.values())
+    for gpu in gpus:
+        gpu.is_captured_by_user = True
+    replays = num_replays(default)
+    loop.step(PLAN_WINS)
+    assert num_replays(default) == replays
+    for gpu in gpus:
+        gpu.is_captured_by_user = False
+    for _ in range(4):
+        loop.step(PLAN_WINS)
+    assert num_replays(default) >= replays + 2
+
+
+def test_one_model_of_a_process_is_compared_at_a_time() -> None:
+    """Two models in one loop: a step of one contains the other, whose plans stay meanwhile."""
+    default = Default()
+    first, second = Loop(default, branches), Loop(default, normalized)
+    for _ in range(ENOUGH):
+        for loop in (first, second):
+            loop.step(PLAN_WINS)
+        variants = [model.graphs[0].variant for model in default.models]
+        assert variants.count(SERIAL) <= 1
+        if all(model.state().stage is Stage.SETTLED for model in default.models):
+            break
+    assert len(default.models) == 2 and all(model.verdicts for model in default.models)
+
+
+def test_on_a_cpu_nothing_of_it_is_imported() -> None:
+    """Neither by the backend nor by opening the target of a graph."""
+    program = (
+        "import sys, torch, apollo_compile.backend\n"
+        "from apollo_compile.config import load_config\n"
+        "from apollo_compile.device.open import open_target\n"
+        "target, reason = open_target([torch.ones(1)], load_config({}))\n"
+        "names = ('apollo_compile.device.gpu',)\n"
+        "print(target.device, reason, [name for name in sys.modules if name.startswith(names)])\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=900)
+    assert ran.stdout.strip() == "cpu None []", ran.stdout
