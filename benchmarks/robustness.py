@@ -21,13 +21,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks import fragments, op_infos, sweep
+from benchmarks import op_infos, sweep
 from benchmarks.sweep import OUTCOMES, RIVALS, model_names
 
 PAGE = Path(__file__).parents[1] / "docs" / "robustness.md"
 RESULTS = Path(__file__).parent / "results"
 SWEEP, OP_INFOS, TESTS = RESULTS / "sweep.json", RESULTS / "op_infos.json", RESULTS / "robustness.json"
-FRAGMENTS = RESULTS / "fragments.json"
 
 BODIES_IN_WORDS = {"native": "compiled", "eager": "eager bodies"}
 OUTCOMES_IN_WORDS = {"inductor": "Inductor's own"}
@@ -73,7 +72,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def render(page: str) -> str:
-    """Return the page with its tables made anew.
+    """Return the page with tables of the results.
 
     Raises:
         ValueError: the page has other tables than there are.
@@ -84,7 +83,6 @@ def render(page: str) -> str:
     tables = {
         "counts": format_counts(lines),
         "models": format_models(models),
-        "today": format_today(fragments.load(FRAGMENTS), models),
         "rivals": format_rivals(described),
         "variants": format_variants(tests),
         "reasons": format_reasons(lines),
@@ -188,31 +186,6 @@ def format_models(results: Sequence[sweep.Result]) -> str:
         names = ", ".join(f"`{name}`" for name in families if families[name] == family)
         rows.append((family, names, len(own), *(outcomes[outcome] for outcome in OUTCOMES)))
     return _table(rows, ("family", "models", "cases", *map(_in_words, OUTCOMES)))
-
-
-def format_today(results: Sequence[fragments.Result], models: Sequence[sweep.Result]) -> str:
-    """Return what Dynamo makes of the models of today, what to compile instead, and how long first steps take."""
-    found = {(result.case.model, result.case.backend): result for result in results}
-    timed = [name for name in fragments.BACKENDS if name != fragments.COUNT and name in {name for _, name in found}]
-    rows = []
-    for model in fragments.MODELS:
-        counted = found.get((model, fragments.COUNT))
-        if counted is None:
-            continue
-        steps = (found.get((model, backend)) for backend in timed)
-        outcomes = Counter(_in_words(result.outcome) for result in models if result.case.model == model)
-        rows.append(
-            (
-                f"`{model}`",
-                counted.num_graphs,
-                counted.num_breaks,
-                ", ".join(f"`{name}`" for name in re.split(", | and ", counted.instead) if name),
-                *("" if each is None else each.problem or f"{each.step_s[0]:.0f} s" for each in steps),
-                ", ".join(f"{outcome} ({count})" for outcome, count in outcomes.items()),
-            )
-        )
-    first = (f"first step, {backend}" for backend in timed)
-    return _table(rows, ("model", "graphs", "graph breaks", "compile instead", *first, "sweep"))
 
 
 def format_rivals(results: Sequence[op_infos.Result]) -> str:

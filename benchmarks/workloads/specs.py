@@ -502,10 +502,6 @@ SPECS: dict[str, Spec] = {
                 "config": {"width": 256, "hidden": 1024, "layers": 4, "heads": 4, "tokens": (50, 32)},
                 "inputs": {"image": image(4, 50, 256), "text": image(4, 32, 256)},
             },
-            "deep": {
-                "config": {"width": 256, "hidden": 1024, "layers": 12, "heads": 4, "tokens": (50, 32)},
-                "inputs": {"image": image(4, 50, 256), "text": image(4, 32, 256)},
-            },
         },
     },
     # One ResNet-18 for two cameras, then a transformer.
