@@ -11,13 +11,12 @@ compilers of torch too; after each later one, memory, threads and open files are
 one. Where caches are cold, the first rounds alone can take longer than asked: it ends after the first round that can be
 compared. Exit code 1: something grew, raised, or differs from eager, or no graph of a round ran on lanes.
 
-Memory may grow by `steady.ALLOWED_GROWTH` in all, or by `ALLOWED_PER_EPISODE` for each: torch keeps a little of
-every compile, and this is no measure of steps, for which there is `benchmarks.steady`. Dynamo keeps the call stacks of
-guards on what lives for ever, such as classes; Inductor keeps the Python module of every graph that it compiles
-(`PyCodeCache.modules`, 10 to 15 KiB) and the source of the graph that it made for the key of its cache (in `linecache`,
-3 KiB); and torch keeps what it knows of dynamic sizes. Over all models in training (`--every 4`) that makes 1.65 MiB an
-episode with Inductor alone. With apollo it was 3.1 MiB, until what torch knows of sizes and the modules of bodies went
-with the model; since then it is 1.6 MiB.
+Memory may grow by `ALLOWED_GROWTH` of `harness/growth.py` in all, or by `ALLOWED_PER_EPISODE` for each, since torch
+keeps a little of every compile. Dynamo keeps the call stacks of guards on things that live for ever, such as classes;
+Inductor keeps the Python module of every graph that it compiles (`PyCodeCache.modules`, 10 to 15 KiB) and the source of
+the graph that it made for the key of its cache (in `linecache`, 3 KiB); and torch keeps facts of dynamic sizes. Over
+all models in training (`--every 4`) that makes 1.65 MiB an episode with Inductor alone. With apollo it was 3.1 MiB,
+until these facts and the modules of bodies went with the model; since then it is 1.6 MiB.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ from apollo_compile.device.cpu.execute import trim_memory
 from apollo_compile.session import registry
 from apollo_compile.tools.bench.facts import machine_facts
 from apollo_compile.units import NS_PER_S, format_bytes
-from benchmarks.steady import Slice, find_growth, look
+from benchmarks.harness.growth import Slice, find_growth, look
 from benchmarks.sweep import make_options
 from benchmarks.workloads import build_spec
 from benchmarks.workloads.specs import SPECS

@@ -20,7 +20,6 @@ LONG = (
     "plan_error --workloads two_tower --size tiny --plans 3 --rounds 2 --json {folder}/written",
     "run --workloads two_tower --size tiny --steps 3 --dtype float32,bfloat16 --warm-cache --json {folder}/written "
     "--variants eager,inductor-max-autotune,inductor-kept-memory,apollo",
-    "steady --steps 100 --svg {folder}/written",
     "steps --workloads chain --size tiny --microbatches 2 --steps 3 --warm-cache --json {folder}/written "
     "--variants eager,inductor,inductor-traced,inductor-traced-whole,apollo-step-program",
 )

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from benchmarks.soak import ALLOWED_PER_EPISODE, EPISODES, WARM_ROUNDS, Episode, Outcome, Round, judge, soak
-from tests.benchmarks.test_steady import SLICE
+from tests.benchmarks.test_growth import SLICE
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
