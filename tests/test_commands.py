@@ -14,7 +14,6 @@ COMMANDS = ("planner --only 'layered 10' --devices cpu16 --time-limits 0.1 --jso
 
 LONG = (
     "graphs --only vit_control --folder {folder}",
-    "model_error --workloads two_tower --sizes tiny --runs 8 --calibrate --json {folder}/written",
     "operators --only two_tower --json {folder}/written",
     "picture --size tiny --batch 4 --steps 3 --svg {folder}/written",
     "plan_error --workloads two_tower --size tiny --plans 3 --rounds 2 --json {folder}/written",
