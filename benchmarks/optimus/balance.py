@@ -5,6 +5,7 @@ balance_layers(costs, num_stages) -> layers per stage
 
 from __future__ import annotations
 
+import bisect
 import itertools
 from collections.abc import Sequence
 
@@ -14,23 +15,14 @@ from apollo_compile.errors import PipelinePlanError
 def balance_layers(costs: Sequence[int], num_stages: int) -> tuple[int, ...]:
     """Return how many layers each stage takes, in order, so that the most expensive stage is as cheap as possible.
 
-    Arguments:
-        costs: of every layer, non-negative.
-        num_stages: stages; each takes at least one layer.
-
     Raises:
         PipelinePlanError: there are fewer layers than stages.
     """
     if not 1 <= num_stages <= len(costs):
         raise PipelinePlanError(f"{len(costs)} layers cannot be divided among {num_stages} stages; use fewer stages")
-    low, high = max(costs), sum(costs)
-    while low < high:
-        middle = (low + high) // 2
-        if len(_divide(costs, middle, num_stages)) <= num_stages:
-            high = middle
-        else:
-            low = middle + 1
-    return tuple(_divide(costs, low, num_stages))
+    limits = range(max(costs), sum(costs) + 1)
+    place = bisect.bisect_left(limits, True, key=lambda limit: len(_divide(costs, limit, num_stages)) <= num_stages)
+    return tuple(_divide(costs, limits[place], num_stages))
 
 
 def _divide(costs: Sequence[int], limit: int, num_stages: int) -> list[int]:
@@ -47,5 +39,5 @@ def _divide(costs: Sequence[int], limit: int, num_stages: int) -> list[int]:
 
 def sum_stages(costs: Sequence[int], counts: Sequence[int]) -> tuple[int, ...]:
     """Return the cost of every stage."""
-    ends = list(itertools.accumulate(counts))
-    return tuple(sum(costs[end - count : end]) for count, end in zip(counts, ends, strict=True))
+    layers = iter(costs)
+    return tuple(sum(itertools.islice(layers, count)) for count in counts)

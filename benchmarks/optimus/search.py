@@ -4,12 +4,13 @@
 
 The encoder's pipeline depth divides the pipeline's number of ranks, its tensor parallelism that of the pipeline, so
 that replicas fill the devices of one pipeline evenly. Plans that do not fit into memory are dropped; of the others the
-coarse fill is compared, which takes a fraction of the time, and the best ones are filled finely.
+coarse fill is compared, which takes a fraction of the time, and the best one is filled finely.
 Method: Optimus (arXiv 2408.03505).
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -44,30 +45,25 @@ def encoder_plans(
 ) -> tuple[EncoderPlan, ...]:
     """Return the plans of an encoder that fit into memory, those with the shortest kernels first.
 
-    Arguments:
-        pipeline_parallel: ranks of the pipeline.
-        tensor_parallel: devices that share a stage of it.
-        pipeline_parameters: of the pipelined model.
-        encoder_parameters: of the encoder.
-        activation_bytes: that the pipeline holds on a device.
-        memory_bytes: of a device.
+    The pipeline has `pipeline_parallel` ranks, of `tensor_parallel` devices each. `memory_bytes` are those of a device,
+    of which the pipeline holds `activation_bytes`.
 
     Raises:
         PipelinePlanError: none fits.
     """
     num_devices = pipeline_parallel * tensor_parallel
     found: list[EncoderPlan] = []
-    for tensor in _divisors(tensor_parallel):
-        for depth in _divisors(pipeline_parallel):
-            num_replicas = num_devices // (tensor * depth)
-            weights = BYTES_PER_PARAMETER * (num_replicas * encoder_parameters + pipeline_parameters) // num_devices
-            plan = EncoderPlan(
+    for tensor, depth in itertools.product(_divisors(tensor_parallel), _divisors(pipeline_parallel)):
+        num_replicas = num_devices // (tensor * depth)
+        weights = BYTES_PER_PARAMETER * (num_replicas * encoder_parameters + pipeline_parameters) // num_devices
+        found.append(
+            EncoderPlan(
                 pipeline_parallel=depth,
                 tensor_parallel=tensor,
                 num_replicas=num_replicas,
                 memory_bytes=weights + activation_bytes,
             )
-            found.append(plan)
+        )
     fitting = [plan for plan in found if plan.memory_bytes <= memory_bytes]
     if not fitting:
         least = min(plan.memory_bytes for plan in found)
@@ -92,25 +88,13 @@ def choose_plan(
     make_encoder: Callable[[EncoderPlan], Encoder],
     schedule: Schedule,
     times: StageTimes,
-    *,
-    num_fine: int = 1,
 ) -> tuple[EncoderPlan, FilledPlan, FilledPlan]:
-    """Return the plan with the shortest step, and the step with it, filled coarsely and finely.
-
-    Arguments:
-        plans: what to choose from.
-        make_encoder: returns the encoder with a plan.
-        schedule: the pipeline.
-        times: durations of its stages.
-        num_fine: how many plans are filled finely, the best coarse ones.
-    """
+    """Return the plan with the shortest coarse step, to a percent, and the step with it, filled coarsely and finely."""
     made = [(plan, make_encoder(plan)) for plan in plans]
     steps_ns = [fill(schedule, times, (encoder,), filling=Filling.COARSE, max_moves=0).step_ns for _, encoder in made]
     ranks = [round(100 * step_ns / min(steps_ns)) for step_ns in steps_ns]
-    best = sorted(range(len(made)), key=ranks.__getitem__)[:num_fine]  # stable: of nearly equal ones the first
-    tried = [(*made[index], fill(schedule, times, (made[index][1],))) for index in best]
-    plan, encoder, fine = min(tried, key=lambda item: item[2].step_ns)
-    return plan, fill(schedule, times, (encoder,), filling=Filling.COARSE), fine
+    plan, encoder = made[ranks.index(min(ranks))]
+    return plan, fill(schedule, times, (encoder,), filling=Filling.COARSE), fill(schedule, times, (encoder,))
 
 
 def _divisors(number: int) -> list[int]:

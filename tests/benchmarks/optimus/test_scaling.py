@@ -23,7 +23,7 @@ from benchmarks.optimus.scaling import (
 @pytest.fixture(scope="module")
 def results() -> list[SizeResult]:
     """All three sizes; the encoder's parallel plan is the one that coarse filling prefers."""
-    return [simulate_size(size, num_fine=1) for size in SIZES]
+    return [simulate_size(size) for size in SIZES]
 
 
 @pytest.fixture(scope="module")
