@@ -22,14 +22,13 @@ from __future__ import annotations
 import argparse
 import copy
 import functools
-import json
 import random
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -39,7 +38,7 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from tqdm import tqdm
 
-from benchmarks.harness.apart import run_apart
+from benchmarks.harness.results import load_results, run_each, save_results
 from benchmarks.sweep import (
     BODIES,
     OUTCOMES,
@@ -119,36 +118,19 @@ def main(arguments: list[str] | None = None) -> int:
 
     args = _parse(arguments)
     commit = str(machine_facts()["commit"])
-    results = {result.case: result for result in load(args.json)} if args.json and args.json.exists() else {}
+    kept = load_results(args.json, Result) if args.json is not None and args.json.exists() else []
+    results = {result.case: result for result in kept}
     known = {case for case, result in results.items() if result.commit == commit and not commit.endswith("-dirty")}
     chosen = _cases(args)
     cases = [case for case in chosen if case not in known]
     for result in run_cases(cases, timeout_s=args.timeout):
         results[result.case] = replace(result, commit=commit)
         if args.json is not None:
-            save(args.json, results.values())
+            save_results(args.json, results.values())
         tqdm.write(format_result(result))
     found = [results[case] for case in chosen]
     print(", ".join(f"{outcome} {sum(result.outcome == outcome for result in found)}" for outcome in OUTCOMES))
     return 1 if any(result.outcome == "failed" for result in found) else 0
-
-
-def load(path: Path) -> list[Result]:
-    """Read what `save` wrote."""
-    content = json.loads(path.read_text(encoding="utf-8"))
-    return [
-        Result(**{**item, "case": Case(**item["case"]), "reasons": tuple(item["reasons"])}) for item in content["cases"]
-    ]
-
-
-def save(path: Path, results: Iterable[Result]) -> None:
-    """Write results and the versions that they are for; each has its own commit."""
-    from apollo_compile.tools.bench.facts import machine_facts
-
-    path.parent.mkdir(parents=True, exist_ok=True)
-    machine = {name: fact for name, fact in machine_facts().items() if name != "commit"}
-    lines = ",\n".join(json.dumps(asdict(result)) for result in results)
-    path.write_text(f'{{"machine": {json.dumps(machine)},\n"cases": [\n{lines}\n]}}\n', encoding="utf-8")
 
 
 def format_result(result: Result) -> str:
@@ -160,15 +142,10 @@ def format_result(result: Result) -> str:
 
 
 def run_cases(cases: Sequence[Case], *, timeout_s: float) -> Iterator[Result]:
-    """Yield the result of every case; a process that dies or hangs costs its case alone."""
-    for bodies in BODIES:
+    """Yield the result of every case."""
+    for bodies, number in CASES_PER_PROCESS.items():
         own = [case for case in cases if case.bodies == bodies]
-        number = CASES_PER_PROCESS[bodies]
-        for case, result in run_apart(run_case, own, timeout_s=timeout_s, cases_per_process=number):
-            if isinstance(result, str):
-                yield Result(case=case, outcome="failed", problem=f"the process {result}")
-            else:
-                yield result
+        yield from run_each(run_case, own, Result, timeout_s=timeout_s, cases_per_process=number)
 
 
 # ---------------------------------------------------------------------------------------------- what torch describes

@@ -90,7 +90,7 @@ class Variation:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Result:
-    """One plan: what was predicted and what was measured, in nanoseconds."""
+    """Predicted and measured makespans of one plan, in nanoseconds."""
 
     name: str
     planned_ns: int
@@ -99,6 +99,10 @@ class Result:
     measured_ns: float
     p10_ns: float
     p90_ns: float
+
+
+TIMES = ("planned_ns", "predicted_ns", "measured_ns", "p10_ns", "p90_ns")
+"""Fields of a `Result`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -126,30 +130,17 @@ class Comparison:
     """The least measured makespan; of a step, those of its graphs added up."""
 
     @property
-    def error(self) -> float:
-        """Predicted over measured makespan of the choice, minus 1."""
-        return self.results[0].predicted_ns / self.results[0].measured_ns - 1
-
-    @property
-    def planned_error(self) -> float:
-        """The same of what was predicted when it was chosen."""
-        return self.results[0].planned_ns / self.results[0].measured_ns - 1
-
-    @property
-    def tau(self) -> float:
-        """Kendall's tau-b between predicted and measured order; nan where all plans are predicted alike."""
+    def ratios(self) -> dict[str, float]:
+        """Errors of the choice, the order of all plans, and the regrets."""
+        choice = self.results[0]
         predicted, measured = zip(*((r.predicted_ns, r.measured_ns) for r in self.results), strict=True)
-        return float(kendalltau(predicted, measured).statistic)
-
-    @property
-    def regret(self) -> float:
-        """Measured makespan of the choice over the least measured one, minus 1."""
-        return self.results[0].measured_ns / min(result.measured_ns for result in self.results) - 1
-
-    @property
-    def regret_together(self) -> float:
-        """The same over `best_ns`."""
-        return self.results[0].measured_ns / self.best_ns - 1
+        return {
+            "planned_error": choice.planned_ns / choice.measured_ns - 1,
+            "error": choice.predicted_ns / choice.measured_ns - 1,
+            "tau": float(kendalltau(predicted, measured).statistic),  # nan where all plans are predicted alike
+            "regret": choice.measured_ns / min(measured) - 1,
+            "regret_together": choice.measured_ns / self.best_ns - 1,
+        }
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -163,13 +154,16 @@ def main(arguments: list[str] | None = None) -> int:
         errors += found
         print(f"\n== {name}, {args.size}")
         for comparison in comparisons:
-            print(_plan_table(comparison), flush=True)
-            rows.append([name, *_row(comparison)])
-        content["workloads"][name] = [_to_json(comparison) for comparison in comparisons]
+            print(f"{comparison.name}\n{_plan_table(comparison)}\n", flush=True)
+            rows.append([name, comparison.name, len(comparison.results), *_cells(comparison)])
+        content["workloads"][name] = [
+            {"graph": each.name, **each.ratios, "plans": [asdict(result) for result in each.results]}
+            for each in comparisons
+        ]
         content["segments"][name] = list(map(asdict, found))
         if args.json is not None:
             args.json.write_text(json.dumps(content, indent=1))
-    headers = ["workload", "graph", "plans", "choice", "planned ms", "predicted ms", "measured ms"]
+    headers = ["workload", "graph", "plans", *(f"{kind} ms" for kind in ("planned", "predicted", "measured"))]
     headers += ["planned", "predicted", "tau", "regret", "together"]
     print(f"\n{tabulate(rows, headers=headers)}\n\n{_segment_table(errors)}")
     return 0
@@ -271,18 +265,12 @@ def _largest_kind(segment: Segment, profile: DeviceProfile, units: int, footprin
 
 def even_rounds(times: Sequence[Sequence[tuple[int, int]]]) -> list[list[float]]:
     """Return the times of all plans as if every round had been as fast as the others; before, with their rounds."""
-    slowness = find_slowness(times)
-    return [[ns / slowness[number] for number, ns in samples] for samples in times]
-
-
-def find_slowness(times: Sequence[Sequence[tuple[int, float]]]) -> dict[int, float]:
-    """Return by round how much longer than usual things took in it: the median over them; `times` as for plans."""
     ratios: dict[int, list[float]] = defaultdict(list)
     for samples in times:
         usual = statistics.median(ns for _, ns in samples)
         for number, ns in samples:
             ratios[number].append(ns / usual)
-    return {number: statistics.median(found) for number, found in ratios.items()}
+    return [[ns / statistics.median(ratios[number]) for number, ns in samples] for samples in times]
 
 
 def learn(graph: CompiledGraph, step: Any) -> Compilation:
@@ -318,7 +306,7 @@ def collect_plans(graph: CompiledGraph, num_plans: int, rng: random.Random) -> l
 
 
 def _in_turn(plan: Plan) -> dict[str, Plan]:
-    """Return the plans in which nothing runs side by side: on all units, and on half of them."""
+    """Return plans without neighbours: all segments in turn on all units, and on half of them."""
     half = LaneId(min(1, len(plan.lanes) - 1))
     lanes = {"serial": LaneId(0), "serial on fewer": half}
     in_order = range(len(plan.assignments))
@@ -393,14 +381,8 @@ def _result(variation: Variation, predicted_ns: int, times: Sequence[float]) -> 
 
 def _whole_step(comparisons: Sequence[Comparison], count: int) -> Comparison:
     def total(parts: Sequence[Result]) -> Result:
-        return Result(
-            name=" / ".join(dict.fromkeys(part.name for part in parts)),
-            planned_ns=sum(part.planned_ns for part in parts),
-            predicted_ns=sum(part.predicted_ns for part in parts),
-            measured_ns=sum(part.measured_ns for part in parts),
-            p10_ns=sum(part.p10_ns for part in parts),
-            p90_ns=sum(part.p90_ns for part in parts),
-        )
+        sums = {name: sum(getattr(part, name) for part in parts) for name in TIMES}
+        return Result(name=" / ".join(dict.fromkeys(part.name for part in parts)), **sums)
 
     steps = [[found.results[index % len(found.results)] for found in comparisons] for index in range(count)]
     best_ns = sum(found.best_ns for found in comparisons)
@@ -408,15 +390,14 @@ def _whole_step(comparisons: Sequence[Comparison], count: int) -> Comparison:
 
 
 def _plan_table(comparison: Comparison) -> str:
-    rows = [
-        [r.name, *(f"{ns / NS_PER_MS:.2f}" for ns in (r.planned_ns, r.predicted_ns, r.measured_ns, r.p10_ns, r.p90_ns))]
-        for r in comparison.results
-    ]
-    title = (
-        f"{comparison.name}: planned {comparison.planned_error:+.1%}, predicted {comparison.error:+.1%}, "
-        f"tau {comparison.tau:.2f}, regret {comparison.regret:.1%}, together {comparison.regret_together:.1%}"
-    )
-    return f"{title}\n{tabulate(rows, headers=('plan', 'planned ms', 'predicted ms', 'measured ms', 'p10', 'p90'))}\n"
+    rows = [[each.name, *(f"{getattr(each, time) / NS_PER_MS:.2f}" for time in TIMES)] for each in comparison.results]
+    return str(tabulate(rows, headers=("plan", *(f"{time.removesuffix('_ns')} ms" for time in TIMES))))
+
+
+def _cells(comparison: Comparison) -> list[str]:
+    """Return the times of the choice, and the ratios."""
+    times = [f"{getattr(comparison.results[0], time) / NS_PER_MS:.2f}" for time in TIMES[:3]]
+    return times + [f"{value:.2f}" if name == "tau" else f"{value:+.1%}" for name, value in comparison.ratios.items()]
 
 
 def _segment_table(errors: Sequence[SegmentError]) -> str:
@@ -437,35 +418,6 @@ def _summary(errors: Sequence[float]) -> tuple[str, str, str]:
     """Return the median size, the median with its sign, and the 95th percentile of the sizes."""
     sizes = np.abs(errors)
     return f"{np.median(sizes):.1%}", f"{np.median(errors):+.1%}", f"{np.quantile(sizes, 0.95):.1%}"
-
-
-def _row(comparison: Comparison) -> list[object]:
-    choice = comparison.results[0]
-    return [
-        comparison.name,
-        len(comparison.results),
-        choice.name,
-        round(choice.planned_ns / NS_PER_MS, 2),
-        round(choice.predicted_ns / NS_PER_MS, 2),
-        round(choice.measured_ns / NS_PER_MS, 2),
-        f"{comparison.planned_error:+.1%}",
-        f"{comparison.error:+.1%}",
-        f"{comparison.tau:.2f}",
-        f"{comparison.regret:.1%}",
-        f"{comparison.regret_together:.1%}",
-    ]
-
-
-def _to_json(comparison: Comparison) -> dict[str, Any]:
-    return {
-        "graph": comparison.name,
-        "planned_error": comparison.planned_error,
-        "error": comparison.error,
-        "tau": comparison.tau,
-        "regret": comparison.regret,
-        "regret_together": comparison.regret_together,
-        "plans": [asdict(result) for result in comparison.results],
-    }
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:

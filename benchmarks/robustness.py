@@ -1,4 +1,4 @@
-"""Write the tables of docs/robustness.md from results: how many cases of what came to which end, and why.
+"""Write the tables of docs/robustness.md from results: the outcomes of all cases, and their reasons.
 
     python -m benchmarks.robustness --sweep build/sweep.json --op-infos build/op_infos.json --tests build/tests.json
 
@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import op_infos, sweep
+from benchmarks.harness.results import load_results, save_results
 from benchmarks.sweep import OUTCOMES, RIVALS, model_names
 
 PAGE = Path(__file__).parents[1] / "docs" / "robustness.md"
@@ -59,12 +60,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--op-infos", type=Path, help="results of benchmarks.op_infos")
     parser.add_argument("--tests", type=Path, help="results of marked tests")
     args = parser.parse_args(arguments)
-    if args.sweep is not None:
-        results = {result.case: result for path in (SWEEP, args.sweep) for result in sweep.load(path)}
-        sweep.save(SWEEP, list(results.values()))
-    if args.op_infos is not None:
-        found = {result.case: result for path in (OP_INFOS, args.op_infos) for result in op_infos.load(path)}
-        op_infos.save(OP_INFOS, found.values())
+    for kept, new, kind in ((SWEEP, args.sweep, sweep.Result), (OP_INFOS, args.op_infos, op_infos.Result)):
+        if new is not None:
+            results: dict[Any, Any] = {
+                result.case: result for path in (kept, new) for result in load_results(path, kind)
+            }
+            save_results(kept, results.values())
     if args.tests is not None:
         TESTS.write_text(args.tests.read_text(encoding="utf-8"), encoding="utf-8")
     PAGE.write_text(render(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
@@ -77,7 +78,7 @@ def render(page: str) -> str:
     Raises:
         ValueError: the page has other tables than there are.
     """
-    models, described = sweep.load(SWEEP), op_infos.load(OP_INFOS)
+    models, described = load_results(SWEEP, sweep.Result), load_results(OP_INFOS, op_infos.Result)
     tests: list[dict[str, Any]] = list(json.loads(TESTS.read_text(encoding="utf-8")).values())
     lines = [*map(line_of_model, models), *map(line_of_operator, described), *map(line_of_test, tests)]
     tables = {

@@ -37,7 +37,6 @@ from __future__ import annotations
 import argparse
 import copy
 import gc
-import json
 import math
 import sys
 import tempfile
@@ -45,7 +44,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -53,7 +52,7 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
-from benchmarks.harness.apart import run_apart
+from benchmarks.harness.results import load_results, run_each, save_results
 from benchmarks.run import names_of
 from benchmarks.workloads import sweep_cases
 from benchmarks.workloads.specs import SPECS
@@ -201,14 +200,14 @@ def main(arguments: list[str] | None = None) -> int:
     from apollo_compile.tools.bench.facts import machine_facts
 
     args = _parse(arguments)
-    results = load(args.json) if args.json is not None and args.json.exists() else []
+    results = load_results(args.json, Result) if args.json is not None and args.json.exists() else []
     known = {result.case for result in results}
     cases = [case for case in _cases(args) if case not in known]
     begin, commit = time.monotonic(), str(machine_facts()["commit"])
     for result in run_cases(cases, timeout_s=args.timeout):
         results.append(replace(result, commit=commit))
         if args.json is not None:
-            save(args.json, results)
+            save_results(args.json, results)
         tqdm.write(format_result(result))
         if args.budget is not None and time.monotonic() - begin > args.budget:
             break
@@ -216,24 +215,6 @@ def main(arguments: list[str] | None = None) -> int:
     left = len(cases) - (len(results) - len(known))
     print(", ".join(f"{outcome} {count}" for outcome, count in counts.items()), f"; {left} left" if left else "")
     return 1 if counts["failed"] else 0
-
-
-def load(path: Path) -> list[Result]:
-    """Read what `save` wrote."""
-    content = json.loads(path.read_text(encoding="utf-8"))
-    return [
-        Result(**{**item, "case": Case(**item["case"]), "reasons": tuple(item["reasons"])}) for item in content["cases"]
-    ]
-
-
-def save(path: Path, results: Sequence[Result]) -> None:
-    """Write results and the versions that they are for; each has its own commit."""
-    from apollo_compile.tools.bench.facts import machine_facts
-
-    path.parent.mkdir(parents=True, exist_ok=True)
-    machine = {name: fact for name, fact in machine_facts().items() if name != "commit"}
-    content = {"machine": machine, "cases": [asdict(result) for result in results]}
-    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
 def format_result(result: Result) -> str:
@@ -244,12 +225,8 @@ def format_result(result: Result) -> str:
 
 
 def run_cases(cases: Sequence[Case], *, timeout_s: float) -> Iterator[Result]:
-    """Yield the result of every case; a process that dies or hangs costs its case alone."""
-    for case, result in run_apart(run_case, cases, timeout_s=timeout_s, cases_per_process=CASES_PER_PROCESS):
-        if isinstance(result, str):
-            yield Result(case=case, outcome="failed", problem=f"the process {result}")
-        else:
-            yield result
+    """Yield the result of every case."""
+    return run_each(run_case, cases, Result, timeout_s=timeout_s, cases_per_process=CASES_PER_PROCESS)
 
 
 # -------------------------------------------------------------------------------------------------------- one case

@@ -16,6 +16,7 @@ pytest.importorskip("transformers")
 from torch._dynamo.exc import BackendCompilerFailed  # noqa: E402
 
 from benchmarks import op_infos, robustness, sweep  # noqa: E402
+from benchmarks.harness.results import load_results, save_results  # noqa: E402
 from benchmarks.sweep import Case, Result, find_difference  # noqa: E402
 from tests.faults.test_table import NO_FAULTS  # noqa: E402
 
@@ -145,8 +146,8 @@ def test_results_are_read_back_and_not_run_again(tmp_path: Path, capsys: pytest.
         Result(case=Case(model="clip"), outcome="failed", problem="the process hung", commit="abc"),
     ]
     file = tmp_path / "sweep.json"
-    sweep.save(file, known)
-    assert sweep.load(file) == known
+    save_results(file, known)
+    assert load_results(file, Result) == known
     assert sweep.main(["--only", "bert,clip", "--json", str(file)]) == 1
     assert "fell back 1, inductor 0, failed 1" in capsys.readouterr().out
 
@@ -165,7 +166,7 @@ def test_the_page_has_what_the_results_say() -> None:
     """The tables of docs/robustness.md are made by `python -m benchmarks.robustness`, and nothing in them failed."""
     page = robustness.PAGE.read_text(encoding="utf-8")
     assert robustness.render(page) == page
-    results = [*sweep.load(robustness.SWEEP), *op_infos.load(robustness.OP_INFOS)]
+    results = [*load_results(robustness.SWEEP, Result), *load_results(robustness.OP_INFOS, op_infos.Result)]
     assert all(result.outcome != "failed" and result.commit for result in results)
     lines = json.loads(robustness.TESTS.read_text())
     assert all(line["outcome"] == "passed" for line in lines.values())

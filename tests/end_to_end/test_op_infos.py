@@ -11,6 +11,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("expecttest")
 
 from benchmarks import op_infos  # noqa: E402
+from benchmarks.harness.results import load_results, save_results  # noqa: E402
 from benchmarks.op_infos import MAX_SAMPLES, Case, Result, Several  # noqa: E402
 
 
@@ -89,8 +90,8 @@ def test_results_of_this_commit_are_not_run_again(
         Result(case=Case(kind="operator", name="add"), outcome="passed", rivals={"inductor": ""}, commit="abc"),
         Result(case=Case(kind="operator", name="mul"), outcome="failed", problem="differs", commit="abc"),
     ]
-    op_infos.save(file, known)
-    assert op_infos.load(file) == known
+    save_results(file, known)
+    assert load_results(file, Result) == known
     cases = {case.name: case for case in (result.case for result in known)}
     monkeypatch.setattr(op_infos, "all_cases", lambda bodies: list(cases.values()))
     assert op_infos.main(["--json", str(file)]) == 1
