@@ -35,9 +35,13 @@ from unittest import mock
 
 import numpy as np
 import torch
+from torch._dynamo.utils import counters
+from torch._inductor import config as inductor_config
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from tqdm import tqdm
 
+from apollo_compile.session import registry
+from apollo_compile.tools.bench.facts import machine_facts
 from benchmarks.harness.results import load_results, run_each, save_results
 from benchmarks.sweep import (
     BODIES,
@@ -91,7 +95,7 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Result:
-    """What came of a case."""
+    """The outcome of a case."""
 
     case: Case
     outcome: str
@@ -114,8 +118,6 @@ class Result:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run what is not in the file yet, print a line for each case; return the exit code."""
-    from apollo_compile.tools.bench.facts import machine_facts
-
     args = _parse(arguments)
     commit = str(machine_facts()["commit"])
     kept = load_results(args.json, Result) if args.json is not None and args.json.exists() else []
@@ -309,11 +311,6 @@ def run_case(case: Case) -> Result:
 
 
 def _run_case(case: Case) -> Result:
-    from torch._dynamo.utils import counters
-    from torch._inductor import config as inductor_config
-
-    from apollo_compile.session import registry
-
     samples = _samples_of(case)
     if not samples:
         return Result(case=case, outcome="fell back", reasons=("eager computes none of its samples",))
@@ -421,7 +418,7 @@ def _take_step(model: Several, function: Callable[..., Sequence[Any]], when: str
 
 
 def _numbers_of(outputs: Any, what: str) -> Numbers:
-    """Return what a sample gave; what is no number is part of a name."""
+    """Return the numbers of a sample's outputs; other values are parts of names."""
     numbers: Numbers = {}
     for position, leaf in enumerate(tree_leaves(outputs)):
         name = f"output {position} of {what}"

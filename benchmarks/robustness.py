@@ -80,7 +80,7 @@ def render(page: str) -> str:
     """
     models, described = load_results(SWEEP, sweep.Result), load_results(OP_INFOS, op_infos.Result)
     tests: list[dict[str, Any]] = list(json.loads(TESTS.read_text(encoding="utf-8")).values())
-    lines = [*map(line_of_model, models), *map(line_of_operator, described), *map(line_of_test, tests)]
+    lines = [*map(line_of_case, [*models, *described]), *map(line_of_test, tests)]
     tables = {
         "counts": format_counts(lines),
         "models": format_models(models),
@@ -97,29 +97,18 @@ def render(page: str) -> str:
 # -------------------------------------------------------------------------------------------------------------- lines
 
 
-def line_of_model(result: sweep.Result) -> Line:
-    """Return the line of a model in one setting."""
+def line_of_case(result: sweep.Result | op_infos.Result) -> Line:
+    """Return the line of a model in one setting, or of an operator or a module of torch's own tests."""
+    case = result.case
+    kind, name = ("model", case.model) if isinstance(case, sweep.Case) else (case.kind, case.name)
     reasons = result.reasons or ((_without_numbers(result.problem),) if result.problem else ())
     return Line(
-        section=f"Models, {BODIES_IN_WORDS[result.case.bodies]}",
-        name=result.case.model,
+        section=f"{kind.capitalize()}s, {BODIES_IN_WORDS[case.bodies]}",
+        name=name,
         outcome=result.outcome,
         is_in_segments=result.num_in_segments > 0,
         is_on_lanes=result.num_on_lanes > 0,
         reasons=tuple(re.sub(r"the training of .+ to eager", "training to eager", reason) for reason in reasons),
-        commit=result.commit,
-    )
-
-
-def line_of_operator(result: op_infos.Result) -> Line:
-    """Return the line of an operator or a module of torch's own tests."""
-    return Line(
-        section=f"{result.case.kind.capitalize()}s, {BODIES_IN_WORDS[result.case.bodies]}",
-        name=result.case.name,
-        outcome=result.outcome,
-        is_in_segments=result.num_in_segments > 0,
-        is_on_lanes=result.num_on_lanes > 0,
-        reasons=result.reasons or ((_without_numbers(result.problem),) if result.problem else ()),
         commit=result.commit,
     )
 
@@ -139,14 +128,14 @@ def line_of_test(test: Mapping[str, Any]) -> Line:
 
 
 def _without_numbers(problem: str) -> str:
-    """Return what is wrong, without by how much and where, which differ from case to case."""
+    """Return a problem without its size and place, which differ from case to case."""
     if "off by" in problem:
         return f"{'a gradient' if problem.startswith('gradient') else 'a number'} differs from eager's"
     return problem.partition(" raised: ")[0]
 
 
 def _head(reason: str) -> str:
-    """Return what happened, without the details that follow a colon, and without the number of the graph."""
+    """Return a reason without the details that follow a colon, and without the number of the graph."""
     text = re.sub(
         r"graph\d+_\w+|\d+/\d+(\.\d+)? (forward|backward|inference)",
         "a graph",
@@ -159,7 +148,7 @@ def _head(reason: str) -> str:
 
 
 def format_counts(lines: Sequence[Line]) -> str:
-    """Return how many of each section were tried, what ran them, what came of them, and with which commits."""
+    """Return the numbers of cases of each section: tried, in segments, on lanes, by outcome; and their commits."""
     rows = []
     for section in dict.fromkeys(line.section for line in lines):
         own = [line for line in lines if line.section == section]
@@ -178,7 +167,7 @@ def format_counts(lines: Sequence[Line]) -> str:
 
 
 def format_models(results: Sequence[sweep.Result]) -> str:
-    """Return the models of each family, with the number of settings and what came of them."""
+    """Return the models of each family, with the number of settings and their outcomes."""
     families = model_names()
     rows = []
     for family in dict.fromkeys(families.values()):
@@ -192,8 +181,8 @@ def format_models(results: Sequence[sweep.Result]) -> str:
 def format_rivals(results: Sequence[op_infos.Result]) -> str:
     """Return how many operators and modules torch alone gets right, running the same code without apollo."""
     rows = []
-    for section in dict.fromkeys(line_of_operator(result).section for result in results):
-        own = [result for result in results if line_of_operator(result).section == section]
+    for section in dict.fromkeys(line_of_case(result).section for result in results):
+        own = [result for result in results if line_of_case(result).section == section]
         rival = RIVALS[own[0].case.bodies][0]
         rows.append((section, len(own), sum(result.rivals.get(rival) == "" for result in own), f"`{rival}`"))
     return _table(rows, ("", "tried", "torch alone is right", "torch's backend"))

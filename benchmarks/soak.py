@@ -107,7 +107,7 @@ MODES = ("train", "train in bfloat16", "no_grad", "inference_mode")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """What came of an episode."""
+    """The result of an episode."""
 
     problem: str | None = None
     num_on_lanes: int = 0
@@ -119,7 +119,7 @@ class Round:
     """All episodes, once each."""
 
     after: Slice
-    """What the process had then; its step is the round."""
+    """The process then; its step is the round."""
     num_on_lanes: int
     """Graphs that ran on more than one lane."""
 
@@ -198,7 +198,7 @@ def soak(
     tell: Callable[[str], object],
     clock: Callable[[], float] = time.monotonic,
 ) -> tuple[list[Round], list[str]]:
-    """Run rounds of episodes; return the whole rounds, one after the warm ones at least, and what went wrong.
+    """Run rounds of episodes; return the whole rounds, one after the warm ones at least, and all problems.
 
     `lanes` is as in `Episode.run`.
     """
@@ -236,7 +236,7 @@ def soak(
 
 
 def judge(rounds: Sequence[Round], num_episodes: int, *, on_lanes: bool = True) -> list[str]:
-    """Return what the last of the rounds of so many episodes has more of than the last warm one.
+    """Return the growth of the last of the rounds of so many episodes over the last warm one.
 
     A round without lanes is a problem too if there should be some.
     """

@@ -48,22 +48,27 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+from torch import Tensor
+from torch._dynamo.utils import counters
+from torch._inductor import config as inductor_config
 from tqdm import tqdm
 
+from apollo_compile.device.cpu.execute import available_units
+from apollo_compile.ir import Role
+from apollo_compile.session import registry
+from apollo_compile.session.model import CompiledModel
+from apollo_compile.store.profiles import default_profile, save_profile
+from apollo_compile.tools.bench.facts import machine_facts
+from apollo_compile.torch_bridge.storages import storages_of
 from benchmarks.harness.results import load_results, run_each, save_results
 from benchmarks.run import names_of
-from benchmarks.workloads import sweep_cases
+from benchmarks.workloads import Workload, build_spec, sweep_cases
 from benchmarks.workloads.specs import SPECS
+from benchmarks.workloads.sweep_models import OWN_MODELS, build_own
 from benchmarks.workloads.sweep_today import TODAY
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
-
-    from apollo_compile.session.model import CompiledModel
-    from benchmarks.workloads import Workload
 
 PRECISIONS = ("float32", "bfloat16", "float64")
 OPTIMIZERS = ("sgd", "adamw_foreach", "adamw_fused", "adamw_compiled")
@@ -144,7 +149,7 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Result:
-    """What came of a case."""
+    """The outcome of a case."""
 
     case: Case
     outcome: str
@@ -167,7 +172,7 @@ class Result:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Problem:
-    """What is wrong with a run: a difference, or an error."""
+    """A difference between two runs, or an error."""
 
     text: str
     what: str
@@ -184,21 +189,17 @@ class Problem:
         return self.text if what == self.what else f"{what}: off by {self.sizes[what]:.1e}"
 
 
-Numbers = dict[str, "Tensor | None"]
+Numbers = dict[str, Tensor | None]
 """By what it is: `loss of step 0`, `gradient of head.weight in step 0`, `head.weight at the end`."""
 
 
 def model_names() -> dict[str, str]:
     """Return the family of every model, in the order of the table."""
-    from benchmarks.workloads.sweep_models import OWN_MODELS
-
     return {name: family for family, specs in FAMILIES.items() for name in specs} | dict.fromkeys(OWN_MODELS, OWN)
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run what is not in the file yet, print a line for each case; return the exit code."""
-    from apollo_compile.tools.bench.facts import machine_facts
-
     args = _parse(arguments)
     results = load_results(args.json, Result) if args.json is not None and args.json.exists() else []
     known = {result.case for result in results}
@@ -234,11 +235,6 @@ def run_cases(cases: Sequence[Case], *, timeout_s: float) -> Iterator[Result]:
 
 def run_case(case: Case) -> Result:
     """Train the model of `case` in eager and with apollo; ask Inductor only where the two differ."""
-    from torch._dynamo.utils import counters
-    from torch._inductor import config as inductor_config
-
-    from apollo_compile.session import registry
-
     begin = time.monotonic()
     workload = build_model(case.model)
     batches = [workload.inputs] if case.shapes == "static" else [workload.inputs, *other_batches(case.model)]
@@ -298,33 +294,21 @@ def problem_of(error: Exception) -> Problem:
     return Problem(text=text, what=what, sizes={what: math.inf})
 
 
-def build_model(name: str) -> Workload:
+def build_model(name: str, batch: int | None = None) -> Workload:
     """Return the model `name` of the sweep with its inputs and loss."""
-    from benchmarks.workloads import build_spec
-    from benchmarks.workloads.sweep_models import OWN_MODELS, build_own
-
     if name in OWN_MODELS:
-        return build_own(name)
+        return build_own(name, batch)
     (spec,) = (specs[name] for specs in FAMILIES.values() if name in specs)
-    return build_spec(name, spec)
+    return build_spec(name, spec, batch=batch, seed=batch or 0)
 
 
 def other_batches(name: str) -> list[dict[str, Any]]:
     """Return inputs of other batch sizes for the model `name`."""
-    from benchmarks.workloads import build_spec
-    from benchmarks.workloads.sweep_models import OWN_MODELS, build_own
-
-    if name in OWN_MODELS:
-        return [build_own(name, batch).inputs for batch in BATCHES]
-    specs = [specs[name] for specs in FAMILIES.values() if name in specs]
-    return [build_spec(name, spec, batch=batch, seed=batch).inputs for spec in specs for batch in BATCHES]
+    return [build_model(name, batch).inputs for batch in BATCHES]
 
 
 def make_options(profile: Path) -> dict[str, Any]:
     """Return the options of the sweep; `profile` is where the device profile is written that they name."""
-    from apollo_compile.device.cpu.execute import available_units
-    from apollo_compile.store.profiles import default_profile, save_profile
-
     save_profile(replace(default_profile(available_units()), handover_ns=0), profile)
     return {
         "debug.strict": True,
@@ -337,7 +321,7 @@ def make_options(profile: Path) -> dict[str, Any]:
 
 
 def how_graphs_ran(compiled: Sequence[CompiledModel]) -> dict[str, Any]:
-    """Return who ran the graphs of a run, as fields of a `Result`."""
+    """Return the numbers of graphs of a run in segments and on lanes, as fields of a `Result`."""
     graphs = [graph for each in compiled for graph in each.graphs if graph.has_run and graph.bodies]
     lanes = [{span.lane for span in graph.trace().spans} for graph in graphs]
     return {
@@ -350,8 +334,6 @@ def how_graphs_ran(compiled: Sequence[CompiledModel]) -> dict[str, Any]:
 
 def complaints_of_dynamo() -> str:
     """Return why Dynamo broke graphs, or left something in eager, since its counters were cleared."""
-    from torch._dynamo.utils import counters
-
     complaints = {text.splitlines()[0] for name in ("unimplemented", "graph_break") for text in counters[name]}
     return "; ".join(sorted(complaints)) or "it says nothing"
 
@@ -361,9 +343,6 @@ def _left_in_eager(compiled: Sequence[CompiledModel], model: torch.nn.Module) ->
 
     A graph that only runs forward trains nothing, such as that of a mask, or of a compiled optimizer.
     """
-    from apollo_compile.ir import Role
-    from apollo_compile.torch_bridge.storages import storages_of
-
     trains = [
         each
         for each in compiled
@@ -394,8 +373,6 @@ def train(
     `look` sees the copy after its last step. `compile_options` go to `torch.compile`, for the model and, in the setting
     `adamw_compiled`, for the optimizer's step; without any both stay eager.
     """
-    import torch
-
     torch._dynamo.reset()
     gc.collect()  # graphs of earlier cases go with what Dynamo kept for them
     torch.manual_seed(0)
@@ -428,8 +405,6 @@ def train(
 
 
 def _run_in_other_modes(run: torch.nn.Module, loss_of: Callable[[], Tensor]) -> Numbers:
-    import torch
-
     numbers: Numbers = {}
     modes = {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode}
     for training in (False, True):
@@ -443,8 +418,6 @@ def _run_in_other_modes(run: torch.nn.Module, loss_of: Callable[[], Tensor]) -> 
 
 
 def _cast(value: Any, precision: str) -> Any:
-    import torch
-
     if precision != "float64":
         return value
     if isinstance(value, torch.nn.Module):
@@ -461,16 +434,12 @@ def _cast_own(module: torch.nn.Module) -> None:
 
 
 def _cast_tensor(tensor: Tensor) -> Tensor:
-    import torch
-
     if tensor.is_complex():
         return tensor.to(torch.complex128)
     return tensor.double() if tensor.is_floating_point() else tensor
 
 
 def _autocast(precision: str) -> AbstractContextManager[Any]:
-    import torch
-
     return torch.autocast("cpu", torch.bfloat16) if precision == "bfloat16" else nullcontext()
 
 
@@ -482,8 +451,6 @@ def _make_optimizer(
     AdamW divides gradients by their size, so that rounding of a gradient that is zero becomes a full step; with an
     `eps` above that rounding it does not.
     """
-    import torch
-
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     if name == "sgd":
         sgd = torch.optim.SGD(trained, lr=0.01, momentum=0.9)
@@ -546,8 +513,6 @@ def find_difference(actual: Numbers, eager: Numbers, exact: Numbers | None, tole
 
 
 def _largest(tensor: Tensor | None) -> float:
-    import torch
-
     if tensor is None or tensor.numel() == 0:
         return 0.0
     if tensor.is_floating_point():
@@ -559,8 +524,6 @@ def _largest(tensor: Tensor | None) -> float:
 
 def _distance(left: Tensor, right: Tensor) -> float:
     """Return the largest difference of two elements; equal infinities and two NaNs are no difference."""
-    import torch
-
     if left.numel() == 0:
         return 0.0
     wide = torch.complex128 if left.is_complex() else torch.float64

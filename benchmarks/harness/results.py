@@ -14,6 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
+from apollo_compile.tools.bench.facts import machine_facts
 from benchmarks.harness.apart import run_apart
 
 ResultT = TypeVar("ResultT")
@@ -28,8 +29,6 @@ def load_results(path: Path, kind: Callable[..., ResultT]) -> list[ResultT]:
 
 def save_results(path: Path, results: Iterable[Any]) -> None:
     """Write results, one on each line, and the versions that they are for; each has its own commit."""
-    from apollo_compile.tools.bench.facts import machine_facts
-
     path.parent.mkdir(parents=True, exist_ok=True)
     machine = {name: fact for name, fact in machine_facts().items() if name != "commit"}
     lines = ",\n".join(json.dumps(asdict(result)) for result in results)

@@ -82,10 +82,8 @@ def test_results_of_this_commit_are_not_run_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Those of other commits are; a failed case is the exit code."""
-    from apollo_compile.tools.bench import facts
-
-    file, here = tmp_path / "op_infos.json", facts.machine_facts()
-    monkeypatch.setattr(facts, "machine_facts", lambda: {**here, "commit": "abc"})
+    file, here = tmp_path / "op_infos.json", op_infos.machine_facts()
+    monkeypatch.setattr(op_infos, "machine_facts", lambda: {**here, "commit": "abc"})
     known = [
         Result(case=Case(kind="operator", name="add"), outcome="passed", rivals={"inductor": ""}, commit="abc"),
         Result(case=Case(kind="operator", name="mul"), outcome="failed", problem="differs", commit="abc"),
