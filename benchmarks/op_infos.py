@@ -57,8 +57,6 @@ from benchmarks.sweep import (
     problem_of,
 )
 
-KINDS = ("operator", "module")
-
 MAX_SAMPLES = 4
 STEPS = 2
 CASES_PER_PROCESS = {"eager": 60, "native": 20}

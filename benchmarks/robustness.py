@@ -226,13 +226,8 @@ def _in_words(outcome: str) -> str:
 
 
 def _commits(commits: Iterable[str]) -> str:
-    counts = Counter(map(_short, commits))
+    counts = Counter(f"{commit[:7]}{'-dirty' if commit.endswith('-dirty') else ''}" for commit in commits)
     return next(iter(counts)) if len(counts) == 1 else ", ".join(f"{it} ({n})" for it, n in counts.most_common())
-
-
-def _short(commit: str) -> str:
-    name, _, rest = commit.partition("-")
-    return "-".join(filter(None, (name[:7], rest)))
 
 
 def _table(rows: Sequence[Sequence[Any]], headers: Sequence[str]) -> str:

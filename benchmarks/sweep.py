@@ -43,7 +43,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
@@ -383,7 +383,7 @@ def train(
     numbers: Numbers = {}
 
     def loss_of(step: int) -> Tensor:
-        with _autocast(case.precision):
+        with torch.autocast("cpu", torch.bfloat16) if case.precision == "bfloat16" else nullcontext():
             loss = workload.loss(run(**inputs[step % len(inputs)]))
             return loss.float() if case.precision == "bfloat16" else loss
 
@@ -437,10 +437,6 @@ def _cast_tensor(tensor: Tensor) -> Tensor:
     if tensor.is_complex():
         return tensor.to(torch.complex128)
     return tensor.double() if tensor.is_floating_point() else tensor
-
-
-def _autocast(precision: str) -> AbstractContextManager[Any]:
-    return torch.autocast("cpu", torch.bfloat16) if precision == "bfloat16" else nullcontext()
 
 
 def _make_optimizer(

@@ -186,12 +186,11 @@ class _Drawing:
 
     def graph(self, name: str) -> SegmentGraph:
         """Return the graph; its name ends in the number of segments."""
+        inputs = [[BufferId(other + 1) for other in reads] or [BufferId(0)] for reads in self._reads]
         readers: list[list[SegmentId]] = [[] for _ in range(self.num_segments + 1)]
-        for segment, reads in enumerate(self._reads):
-            for other in reads:
-                readers[other + 1].append(SegmentId(segment))
-            if not reads:
-                readers[0].append(SegmentId(segment))
+        for segment, reads in enumerate(inputs):
+            for buffer in reads:
+                readers[buffer].append(SegmentId(segment))
         buffers = tuple(
             Buffer(
                 id=BufferId(index),
@@ -209,12 +208,12 @@ class _Drawing:
                 name=f"s{index}",
                 module="",
                 body=BodyId(index),
-                inputs=tuple(BufferId(other + 1) for other in reads) or (BufferId(0),),
+                inputs=tuple(reads),
                 outputs=(BufferId(index + 1),),
                 after=(),
                 work=work,
             )
-            for index, (work, reads) in enumerate(zip(self._works, self._reads, strict=True))
+            for index, (work, reads) in enumerate(zip(self._works, inputs, strict=True))
         )
         return SegmentGraph(
             name=f"{name} {self.num_segments}",
