@@ -152,16 +152,6 @@ def test_results_are_read_back_and_not_run_again(tmp_path: Path, capsys: pytest.
     assert "fell back 1, inductor 0, failed 1" in capsys.readouterr().out
 
 
-@pytest.mark.soak
-def test_a_process_that_dies_costs_its_case_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next case has a process of its own."""
-    cases = [Case(model="no such model"), Case(model="nor this")]
-    results = list(sweep.run_cases(cases, timeout_s=300.0))
-    assert [result.case for result in results] == cases
-    assert {result.outcome for result in results} == {"failed"}
-    assert all("died with exit code 1" in result.problem for result in results)
-
-
 def test_the_page_has_what_the_results_say() -> None:
     """The tables of docs/robustness.md are made by `python -m benchmarks.robustness`, and nothing in them failed."""
     page = robustness.PAGE.read_text(encoding="utf-8")

@@ -37,17 +37,3 @@ def test_the_batch_size_can_be_overridden() -> None:
     """Every tensor has the batch size asked for."""
     workload = build("llava", "tiny", batch=3)
     assert {value.shape[0] for value in workload.inputs.values()} == {3}
-
-
-def test_dropout_makes_two_forwards_differ() -> None:
-    """The option reaches the model, also where Hugging Face keeps the probability as a number."""
-    workload = build("clip", "tiny", dropout=0.3)
-    assert not torch.equal(
-        workload.loss(workload.model(**workload.inputs)), workload.loss(workload.model(**workload.inputs))
-    )
-
-
-def test_an_unknown_workload_is_named_with_the_known_ones() -> None:
-    """The error lists what there is."""
-    with pytest.raises(ValueError, match="known: clip"):
-        build("clop", "tiny")

@@ -7,10 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from benchmarks.gpu_suite.checks import CheckResult
 from benchmarks.gpu_suite.race import Result
-from benchmarks.gpu_suite.stages import Report, StageRecord
-from benchmarks.gpu_suite.tables import DRY, format_report, format_workload
 from benchmarks.gpu_suite.targets import (
     Workloads,
     best_of,
@@ -184,31 +181,3 @@ def test_chains_are_controls() -> None:
         False,
         True,
     ]
-
-
-def test_a_table_has_a_row_per_variant() -> None:
-    """Notes stand where the step would."""
-    results = results_of(
-        result("reduce-overhead", 10.0), result("apollo", 8.0), Result(name="max-autotune", note="did not answer")
-    )
-    lines = [line.split() for line in format_workload("clip", results).splitlines()]
-    assert lines[0][:4] == ["clip", "step", "over", "reduce-overhead"]
-    assert lines[3][:4] == ["apollo", "8.00", "ms", "1.25x"]
-    assert lines[4] == ["max-autotune", "did", "not", "answer"]
-
-
-@pytest.mark.parametrize("is_dry", (False, True))
-def test_a_report_has_what_failed_what_is_late_and_the_targets(is_dry: bool) -> None:
-    """A dry run says so before and after."""
-    report = Report(is_dry=is_dry, workloads=dict(GOOD))
-    report.checks = [
-        CheckResult(name="T0 driver", state="ok", text="132 SMs"),
-        CheckResult(name="T4 races", state="failed", text="3 of 200 steps differ"),
-        CheckResult(name="T8 splits", state="skipped", text="no time left"),
-    ]
-    report.stages = [StageRecord(name="ledger", state="skipped", note="no time left")]
-    report.targets = judge(GOOD, dtype="bf16", is_dry=is_dry)
-    text = format_report(report)
-    assert "checks: 1 ok, 1 failed, 1 skipped" in text and "3 of 200 steps differ" in text and "132 SMs" not in text
-    assert "ledger: skipped, no time left" in text and ("dry run" if is_dry else "met") in text
-    assert text.count(DRY) == (2 if is_dry else 0)
