@@ -6,37 +6,17 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from apollo_compile.config import load_config
-from apollo_compile.device.findings import Finding, Level
 from apollo_compile.device.gpu.gpu import Sharing
 from benchmarks import gpu_checks
-from benchmarks.harness.outcome import Check, Outcome
+from benchmarks.harness.outcome import Check
 from benchmarks.workloads import gpu as gpu_workloads
 from benchmarks.workloads.gpu import SHAPES
 from tests.device.gpu.fake_gpu import FakeGpu
-
-
-@pytest.mark.parametrize(("level", "is_met"), [(Level.OK, True), (Level.WARNING, True), (Level.ERROR, False)])
-def test_the_self_check_is_made_anew_and_kept(level: Level, is_met: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where doctor and models look for it; a warning is told of."""
-    finding = Finding(subject="overlap", level=level, message="lanes share 64 SMs")
-    seen = []
-
-    def check_gpu(gpu: object, cache: Path, *, again: bool) -> SimpleNamespace:
-        seen.append((cache, again))
-        return SimpleNamespace(findings=(finding,))
-
-    monkeypatch.setattr(gpu_checks, "check_gpu", check_gpu)
-    outcome = gpu_checks.lanes_pass_the_self_check(CheckedGpu())  # type: ignore[arg-type]
-    assert outcome.is_met is is_met and outcome.numbers == {"overlap": [level, "lanes share 64 SMs"]}
-    assert outcome.text == ("1 findings, all well" if level is Level.OK else "overlap: lanes share 64 SMs")
-    assert seen == [(load_config().device.cache, True)]
 
 
 class CheckedGpu(FakeGpu):
@@ -168,24 +148,6 @@ def test_clocks_have_to_agree(profiled_ns: int, is_met: bool, monkeypatch: pytes
     outcome = gpu_checks.markers_agree(gpu)  # type: ignore[arg-type]
     assert outcome.is_met is is_met
     assert outcome.text.endswith("the profiler tells lanes apart by context") and not gpu.races
-
-
-@pytest.mark.parametrize(
-    ("code", "is_met", "text"),
-    [
-        (0, True, "dropout and the next capture work"),
-        (1, False, "RuntimeError: Offset increment outside graph capture"),
-    ],
-)
-def test_a_refused_capture_is_tried_in_a_process_of_its_own(
-    code: int, is_met: bool, text: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whose last line says what became of dropout."""
-    out, err = ("told\n" + text, "a warning") if is_met else ("told", "Traceback\n" + text)
-    done = SimpleNamespace(returncode=code, stdout=out, stderr=err)
-    monkeypatch.setattr(subprocess, "run", lambda *arguments, **options: done)
-    outcome: Outcome = gpu_checks.a_refused_capture_leaves_dropout_alone(CheckedGpu())  # type: ignore[arg-type]
-    assert (outcome.is_met, outcome.text) == (is_met, text)
 
 
 def test_code_for_processes_of_their_own_compiles() -> None:

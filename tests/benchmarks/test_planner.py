@@ -54,14 +54,6 @@ def test_gradients_of_weights_are_apart_in_graphs_of_the_same_work() -> None:
             assert 0.1 < sum(flops[segment] for segment in weights) / sum(flops) < 0.6
 
 
-def test_synthetic_graphs_have_from_10_to_500_segments_and_equal_calls_equal_graphs() -> None:
-    """A name ends in the number of segments."""
-    sizes = sorted(len(graph.segments) for graph in SYNTHETIC.values())
-    assert (sizes[0], sizes[-1]) == (10, 500)
-    assert all(int(name.rsplit(maxsplit=1)[1]) == len(graph.segments) for name, graph in SYNTHETIC.items())
-    assert synthetic_graphs() == SYNTHETIC
-
-
 @pytest.mark.parametrize("device", ["h200", "cpu16"])
 def test_measuring_a_graph_names_where_a_baseline_is_ahead(device: str) -> None:
     """Serial is in the row and never ahead; an invented result that is better makes one line per comparison."""
