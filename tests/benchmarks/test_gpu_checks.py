@@ -98,19 +98,9 @@ def fake_kernels(monkeypatch: pytest.MonkeyPatch, num_sms: int, *, is_refused: b
     ("num_sms", "is_refused", "is_met", "text"),
     [
         (8, True, True, "clusters of 8 SMs of atoms 0: 1 5.0 us, 2 5.0 us; 24 SMs of atoms 0, 1, 2: 1 5.0 us"),
-        (
-            8,
-            True,
-            True,
-            "a cooperative grid of 2112 blocks is refused on one atom: Triton Error [CUDA]: too many",
-        ),
+        (8, True, True, "a cooperative grid of 2112 blocks is refused on one atom: Triton Error [CUDA]: too many"),
         (8, False, True, "is not refused on one atom: a barrier in it would hang"),
-        (
-            26,
-            True,
-            False,
-            "clusters of 2 ran on 26 SMs of a lane of 8 SMs of atoms 0; clusters of 1 ran on 26 SMs",
-        ),
+        (26, True, False, "clusters of 2 ran on 26 SMs of a lane of 8 SMs of atoms 0; clusters of 1 ran on 26 SMs"),
     ],
 )
 def test_clusters_have_to_stay_on_their_lane(

@@ -8,6 +8,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from benchmarks.workloads import build  # noqa: E402
+from benchmarks.workloads.gpu import SHAPES, Multimodal, build_gpu_workload  # noqa: E402
 from benchmarks.workloads.specs import SPECS  # noqa: E402
 
 
@@ -37,3 +38,27 @@ def test_the_batch_size_can_be_overridden() -> None:
     """Every tensor has the batch size asked for."""
     workload = build("llava", "tiny", batch=3)
     assert {value.shape[0] for value in workload.inputs.values()} == {3}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_models_of_gpu_size_train(name: str) -> None:
+    """Tiny ones of the same shape, on a CPU: every parameter gets a gradient; equal arguments give equal numbers."""
+    losses = []
+    for _ in range(2):
+        workload = build_gpu_workload(name, batch=2, scale="tiny", device="cpu")
+        loss = workload.model(workload.inputs)
+        loss.backward()
+        assert all(parameter.grad is not None for parameter in workload.model.parameters())
+        losses.append(loss.item())
+    assert losses[0] == losses[1] and losses[0] > 0
+
+
+def test_full_workloads_have_the_numbers_of_the_published_models() -> None:
+    """Parameters in millions; embeddings are not among them."""
+    with torch.device("meta"):
+        millions = {
+            name: sum(p.numel() for p in Multimodal(shape).parameters()) / 1e6 for name, shape in SHAPES.items()
+        }
+    assert millions["clip_b32"] == pytest.approx(124, abs=3)
+    assert millions["clip_l14"] == pytest.approx(389, abs=6)
+    assert millions["imagebind"] == pytest.approx(278, abs=6)

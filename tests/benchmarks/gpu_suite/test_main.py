@@ -134,16 +134,9 @@ def test_one_command_prepares_a_bare_machine(tmp_path: Path) -> None:
     )
     python.chmod(0o755)
     environment = {"PATH": f"{programs}:/usr/bin:/bin", "PYTHONPATH": "mine"}
-    done = subprocess.run(
-        ["sh", script, "wheels", "--json", "gpu.json"],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=60,
-    )
-    unpack, run_suite = done.stdout.splitlines()
+    command = ["sh", script, "wheels", "--json", "gpu.json"]
+    printed = subprocess.check_output(command, cwd=tmp_path, env=environment, text=True, timeout=60)
+    unpack, run_suite = printed.splitlines()
     assert unpack.split()[:4] == ["mine", "-m", "pip", "install"]
     assert unpack.endswith(f"--target build/gpu {wheels}/apollo_compile-1-cp312-abi3-linux.whl")
     found = re.fullmatch(r"(.*) -m benchmarks.gpu_suite --budget (\d+) --json gpu.json", run_suite)

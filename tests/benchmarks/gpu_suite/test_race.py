@@ -26,13 +26,8 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
     names = ("Fine", "Dies", "Fails", "Breaks", "Hangs")
     folder = tmp_path_factory.mktemp("race")
     with started(Task(builder=""), [variant(name) for name in names], folder, time.monotonic) as heat:
-        return race(
-            heat,
-            until=time.monotonic() + 300,
-            start_limits_s={"hangs": 0.1},
-            loop_steps=4,
-            most_rounds=ROUNDS,
-        )
+        end = time.monotonic() + 300
+        return race(heat, until=end, start_limits_s={"hangs": 0.1}, loop_steps=4, most_rounds=ROUNDS)
 
 
 def test_one_that_is_well_has_everything(results: dict[str, Result]) -> None:
