@@ -7,9 +7,9 @@
 `torch.testing._internal` describes 672 operators that take float32 on a CPU and 114 modules, with samples of their
 inputs. A case is one of them: up to `MAX_SAMPLES` of its samples, as different as they come, or the only one twice, are
 computed in one graph, so that there is something to cut and to run at the same time. It runs `STEPS` times, forward and
-backward, in eager, with apollo, and with what runs the same code without it, the rival: Inductor's decompositions
-uncompiled where bodies are eager, Inductor where they are compiled. Outputs, gradients, and what inputs, parameters and
-buffers are at the end are compared as in `benchmarks.sweep`, whose settings and outcomes these are too: no comparison,
+backward, in eager, with apollo, and with the rival, which runs the same code without it: Inductor's decompositions
+uncompiled where bodies are eager, Inductor where they are compiled. Outputs, gradients, and the last values of inputs,
+parameters and buffers are compared as in `benchmarks.sweep`, whose settings and outcomes these are too: no comparison,
 hand-overs that are free, our own defects raised. Modules are in training mode, and in eval mode too if they tell the
 two apart.
 
@@ -60,10 +60,10 @@ from benchmarks.sweep import (
 MAX_SAMPLES = 4
 STEPS = 2
 CASES_PER_PROCESS = {"eager": 60, "native": 20}
-"""What a process compiled stays in its memory; importing torch's tests takes it ten seconds."""
+"""Compiled code stays in the memory of a process; importing torch's tests takes it ten seconds."""
 
 MIN_SHARES = {"eager": 0.05, "native": 0.2}
-"""Of a graph's work that a segment has, by bodies: each segment takes a C++ compile, or none."""
+"""Least shares of a graph's work in a segment, by bodies: each segment takes a C++ compile, or none."""
 
 FEW = (
     ("operator", "addmm"),
@@ -107,15 +107,15 @@ class Result:
     reasons: tuple[str, ...] = ()
     """Why graphs went to Inductor, or Dynamo left something in eager."""
     problem: str = ""
-    """Of apollo: the worst difference, or the error."""
+    """The worst difference of apollo, or its error."""
     rivals: Mapping[str, str] = field(default_factory=dict)
-    """By backend of torch that was asked, its own problem; an empty text where it is right."""
+    """Problems of torch's backends, by their names; an empty text where one is right."""
     seconds: float = 0.0
     commit: str = ""
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run what is not in the file yet, print a line for each case; return the exit code."""
+    """Run cases that the file lacks, print a line for each case; return the exit code."""
     args = _parse(arguments)
     commit = str(machine_facts()["commit"])
     kept = load_results(args.json, Result) if args.json is not None and args.json.exists() else []
@@ -148,7 +148,7 @@ def run_cases(cases: Sequence[Case], *, timeout_s: float) -> Iterator[Result]:
         yield from run_each(run_case, own, Result, timeout_s=timeout_s, cases_per_process=number)
 
 
-# ---------------------------------------------------------------------------------------------- what torch describes
+# ---------------------------------------------------------------------------------------------- descriptions of torch
 
 
 @functools.cache
@@ -173,7 +173,7 @@ def all_cases(bodies: str = "eager") -> list[Case]:
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """Where a tensor stands among the arguments of a call."""
+    """The place of a tensor among the arguments of a call."""
 
     position: int
 
@@ -188,11 +188,11 @@ class Sample:
     """With a `Slot` for each tensor, as in `args`."""
     tensors: tuple[torch.Tensor, ...]
     finish: Callable[[Any], Any] = lambda outputs: outputs
-    """Makes of the outputs what has a gradient that is defined."""
+    """Makes outputs whose gradient is defined."""
 
     @property
     def signature(self) -> str:
-        """Return what tells it from other samples, numbers in tensors aside."""
+        """Return its difference from other samples, numbers in tensors aside."""
         shapes = [(tensor.dtype, tuple(tensor.shape), tensor.layout) for tensor in self.tensors]
         own = type(self.function).__name__, str(self.function) if isinstance(self.function, torch.nn.Module) else ""
         return repr((own, shapes, self.args, dict(self.kwargs)))
@@ -322,7 +322,7 @@ def _run_case(case: Case) -> Result:
     found: dict[str, Any] = {}
 
     def try_with(look: Callable[[], object] = bool, **compile_options: Any) -> tuple[Numbers, Problem | None]:
-        """Return the numbers of a compiled run, and what is wrong with them."""
+        """Return the numbers of a compiled run, and their problem."""
         counters.clear()
         actual: Numbers = {}
         try:

@@ -1,4 +1,4 @@
-"""Write down which operators the models of the sweep are made of: what `apollo_compile/operators/table.py` has to know.
+"""Write down the operators of the models of the sweep, which `apollo_compile/operators/table.py` has to know.
 
     python -m benchmarks.operators --json benchmarks/results/operators.json           every model
     python -m benchmarks.operators --json build/operators.json --only clip,bert

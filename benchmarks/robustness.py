@@ -2,11 +2,10 @@
 
     python -m benchmarks.robustness --sweep build/sweep.json --op-infos build/op_infos.json --tests build/tests.json
 
-Every case is in a file of `RESULTS`. `--sweep` is what `benchmarks.sweep --json` wrote: its cases replace those that
-are kept there, which keeps all others, each with its commit. So do those of `--op-infos`, which `benchmarks.op_infos
---json` wrote. `--tests` is what `pytest --robustness` wrote; it replaces what is kept. Without arguments, the tables
-are made from what is kept. In the page a table stands between two comments, `<!-- counts -->` and `<!-- end of counts
--->`.
+Every case is in a file of `RESULTS`, with its commit. The cases of `--sweep`, of `benchmarks.sweep --json`, replace
+those that are kept there, and so do those of `--op-infos`, of `benchmarks.op_infos --json`. The file of `--tests`, of
+`pytest --robustness`, replaces the kept one. Without arguments, the tables are made from kept files. In the page a
+table stands between two comments, `<!-- counts -->` and `<!-- end of counts -->`.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ SWEEP, OP_INFOS, TESTS = RESULTS / "sweep.json", RESULTS / "op_infos.json", RESU
 BODIES_IN_WORDS = {"native": "compiled", "eager": "eager bodies"}
 OUTCOMES_IN_WORDS = {"inductor": "Inductor's own"}
 MAX_NAMES = 8
-"""Of cases with a reason in common; the JSON files have all of them."""
+"""Most cases named for a common reason; the JSON files have all of them."""
 
 _TABLE = re.compile(r"(<!-- (?P<name>\w+) -->\n).*?(<!-- end of (?P=name) -->)", re.DOTALL)
 
@@ -49,7 +48,7 @@ class Line:
     is_on_lanes: bool
     """Whether one ran on more than one lane."""
     reasons: tuple[str, ...]
-    """Why something ran another way than planned, or differs from eager; without what differs between two cases."""
+    """Reasons of another way than planned, or of a difference from eager, without details of a case."""
     commit: str
 
 

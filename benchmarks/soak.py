@@ -1,7 +1,7 @@
 """Change models, modes and shapes in one process for as long as asked, and watch that nothing grows or goes wrong.
 
     python -m benchmarks.soak --minutes 30 --json out.json
-    python -m benchmarks.soak --minutes 30 --inductor               the same without apollo: what grows then is not ours
+    python -m benchmarks.soak --minutes 30 --inductor               the same without apollo: its growth is not ours
 
 An episode compiles one model from nothing, compares it with eager in each of `STEPS` steps, and forgets it. Every
 other episode has the default options, with which such small models are measured and mostly Inductor's in the end; in
@@ -81,7 +81,7 @@ class Subject:
 
     build: Callable[[], nn.Module]
     inputs: Callable[[int], Mapping[str, Any]] = lambda batch: {"x": torch.randn(batch, WIDTH)}
-    """By batch size."""
+    """Returns inputs for a batch size."""
 
 
 def _from_hugging_face(name: str) -> Subject:
@@ -225,7 +225,7 @@ def soak(
                 return rounds, problems
         torch._dynamo.reset()
         gc.collect()
-        trim_memory()  # what is free counts as much as the last compile happened to leave
+        trim_memory()  # else free memory counts as much as the last compile happened to leave
         after = look(len(rounds) + 1, time.perf_counter_ns() - begin)
         rounds.append(Round(after=after, num_on_lanes=num_on_lanes))
         tell(

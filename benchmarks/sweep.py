@@ -8,11 +8,11 @@
     python -m benchmarks.sweep --only clip,bert --precision bfloat16 --optimizer adamw_fused --mode switches
 
 A case is a model in a setting: precision, optimizer, mode, shapes, bodies. It takes five optimizer steps from the same
-weights, in eager and compiled; losses, every gradient of every step, and what parameters and buffers are at the end are
-compared. In mode `switches` the model also runs in eval mode under `no_grad` and `inference_mode`, and in training mode
-under `no_grad`, between two steps. With shapes that are `changing`, it is compiled with `dynamic=True` and sees batches
-of several sizes. An error counts against a run of eager in float64: what is compiled may be five times as far from it
-as eager in the case's own precision, plus a few bits (`TOLERANCE`): of float32 where the loss is, as models of Hugging
+weights, in eager and compiled; losses, every gradient of every step, and the last parameters and buffers are compared.
+In mode `switches` the model also runs in eval mode under `no_grad` and `inference_mode`, and in training mode under
+`no_grad`, between two steps. With shapes that are `changing`, it is compiled with `dynamic=True` and sees batches of
+several sizes. An error counts against a run of eager in float64: compiled code may be five times as far from it as
+eager in the case's own precision, plus a few bits (`TOLERANCE`): of float32 where the loss is, as models of Hugging
 Face have it in every precision, and with a compiled AdamW, which counts steps in float32. Compiled code draws eager's
 random numbers (`fallback_random`), for the models that have dropout.
 
@@ -22,7 +22,7 @@ is raised instead of handed to Inductor; and segments are larger than by default
 compile. A result says how many graphs ran in segments, and how many of these on lanes.
 
     passed      every graph ran in segments, numbers as in eager, and every parameter was trained by such graphs
-    fell back   numbers as in eager; a graph went to Inductor whole, or Dynamo left what trains a parameter in eager
+    fell back   numbers as in eager; a graph went to Inductor whole, or Dynamo left the training of a parameter in eager
     inductor    apollo differs or raises, and Inductor alone does the same: the number that is off most in the one is
                 off by at least half as much in the other, or both raise an error of one type
     failed      apollo differs or raises where Inductor does not, or the process died or hung
@@ -81,10 +81,10 @@ OUTCOMES = ("passed", "fell back", "inductor", "failed")
 
 STEPS = 5
 CASES_PER_PROCESS = 12
-"""What a process compiled stays in its memory, so it is replaced now and then."""
+"""Compiled code stays in the memory of a process, so it is replaced now and then."""
 
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2, "float64": 1e-9}
-"""Of the largest element, by precision: sums in another order, and in bfloat16 pointwise chains that round once."""
+"""Shares of the largest element, for sums in another order, and in bfloat16 for chains that round once."""
 
 BODIES = ("native", "eager")
 """Compiled, or operator by operator: then it is the cut, the plan and the lanes that are compared, not the compiler."""
@@ -162,12 +162,12 @@ class Result:
     reasons: tuple[str, ...] = ()
     """Why graphs went to Inductor."""
     problem: str = ""
-    """Of apollo: the worst difference, or the error."""
+    """The worst difference of apollo, or its error."""
     inductor_problem: str = ""
     """The same of Inductor, or of its decompositions, where they were asked."""
     seconds: float = 0.0
     commit: str = ""
-    """Of apollo; with `-dirty` behind it where files had been changed."""
+    """The commit of apollo; with `-dirty` behind it where files had been changed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -176,9 +176,9 @@ class Problem:
 
     text: str
     what: str
-    """The number that is off most, measured by what is allowed; of an error its type, with that of its cause."""
+    """The number that is off most, in units of its tolerance; of an error its type, with that of its cause."""
     sizes: Mapping[str, float]
-    """By how much every number is off; infinite where there is nothing to subtract, and for an error."""
+    """The difference of every number; infinite where there is nothing to subtract, and for an error."""
 
     def is_also_in(self, other: Problem | None) -> bool:
         """Return whether `other` is off there too, by at least half as much."""
@@ -190,7 +190,7 @@ class Problem:
 
 
 Numbers = dict[str, Tensor | None]
-"""By what it is: `loss of step 0`, `gradient of head.weight in step 0`, `head.weight at the end`."""
+"""Tensors by their names: `loss of step 0`, `gradient of head.weight in step 0`, `head.weight at the end`."""
 
 
 def model_names() -> dict[str, str]:
@@ -199,7 +199,7 @@ def model_names() -> dict[str, str]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run what is not in the file yet, print a line for each case; return the exit code."""
+    """Run cases that the file lacks, print a line for each case; return the exit code."""
     args = _parse(arguments)
     results = load_results(args.json, Result) if args.json is not None and args.json.exists() else []
     known = {result.case for result in results}
@@ -259,7 +259,7 @@ def run_case(case: Case) -> Result:
         shapes = {"dynamic": True} if case.shapes == "changing" else {}
 
         def compare(look: Callable[[torch.nn.Module], object] = bool, **compile_options: Any) -> Problem | None:
-            """Return what is wrong with the compiled run."""
+            """Return the problem of the compiled run."""
             try:
                 with inductor_config.patch(fallback_random=True):
                     actual = train(workload, batches, case, look=look, **shapes, **compile_options)
@@ -286,7 +286,7 @@ def run_case(case: Case) -> Result:
 
 
 def problem_of(error: Exception) -> Problem:
-    """Return what is wrong with a run that raised `error`."""
+    """Return the problem of a run that raised `error`."""
     lines = [line for line in str(error).splitlines() if line.strip()] or [""]
     inner = getattr(error, "inner_exception", None)  # of Dynamo's, which all backends' have in common
     what = type(error).__name__ if inner is None else f"{type(error).__name__}: {type(inner).__name__}"
@@ -374,7 +374,7 @@ def train(
     `adamw_compiled`, for the optimizer's step; without any both stay eager.
     """
     torch._dynamo.reset()
-    gc.collect()  # graphs of earlier cases go with what Dynamo kept for them
+    gc.collect()  # graphs of earlier cases go with the records that Dynamo kept of them
     torch.manual_seed(0)
     model = _cast(copy.deepcopy(workload.model), case.precision)
     inputs = [{name: _cast(copy.deepcopy(value), case.precision) for name, value in b.items()} for b in batches]
@@ -426,7 +426,7 @@ def _cast(value: Any, precision: str) -> Any:
 
 
 def _cast_own(module: torch.nn.Module) -> None:
-    """Cast the tensors of one module, complex ones included, and what is cast keeps its strides."""
+    """Cast the tensors of one module, complex ones included; they keep their strides."""
     for parameter in module.parameters(recurse=False):
         parameter.data = _cast_tensor(parameter.data)
     for name, buffer in module.named_buffers(recurse=False):
@@ -442,7 +442,7 @@ def _cast_tensor(tensor: Tensor) -> Tensor:
 def _make_optimizer(
     parameters: Iterator[torch.nn.Parameter], name: str, compile_options: Mapping[str, Any]
 ) -> tuple[torch.optim.Optimizer, Callable[[], Any]]:
-    """Return the optimizer and what takes a step.
+    """Return the optimizer and a function that takes a step.
 
     AdamW divides gradients by their size, so that rounding of a gradient that is zero becomes a full step; with an
     `eps` above that rounding it does not.
@@ -472,7 +472,7 @@ def find_difference(actual: Numbers, eager: Numbers, exact: Numbers | None, tole
     What eager's own error was in earlier steps is allowed in later ones: in a training that amplifies rounding, errors
     of one step may happen to cancel out.
 
-    A gradient that is None in eager may be zero: AOTAutograd gives zeros to what only feeds outputs that the loss does
+    A gradient that is None in eager may be zero: AOTAutograd gives zeros to inputs of outputs that the loss does
     not use, with every backend.
     """
     if actual.keys() != eager.keys():

@@ -24,7 +24,7 @@ BYTES_PER_PARAMETER = 6
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EncoderPlan:
-    """How one encoder is split on the devices of one pipeline."""
+    """The division of one encoder among the devices of one pipeline."""
 
     pipeline_parallel: int
     tensor_parallel: int

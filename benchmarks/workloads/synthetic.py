@@ -33,7 +33,7 @@ from apollo_compile.ir import (
 )
 
 _BYTES = 2
-"""Of a number."""
+"""Bytes of a number."""
 _TILE = 128
 
 
@@ -162,7 +162,7 @@ class _Drawing:
         return len(self._works)
 
     def add(self, work: Work, reads: Sequence[int]) -> int:
-        """Add a segment that reads what others make; return its number."""
+        """Add a segment that reads outputs of others; return its number."""
         self._works.append(work)
         self._reads.append(list(reads))
         return len(self._works) - 1

@@ -1,4 +1,4 @@
-"""What `benchmarks.planner` plans: graphs that load, make sense, and do not depend on when they are made."""
+"""Graphs that `benchmarks.planner` plans: they load and make sense; and the lines where a baseline is ahead."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The correctness sweep: what it compares, how it goes on, and what its page says."""
+"""The correctness sweep: its comparisons, its file, and the tables of its page."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_buffers_of_every_type_are_compared(value: torch.Tensor, other: torch.Te
 
 
 def test_a_gradient_of_zeros_is_as_good_as_none() -> None:
-    """AOTAutograd gives zeros to what only feeds unused outputs."""
+    """AOTAutograd gives zeros to inputs of unused outputs."""
     eager = {**EAGER, "gradient of v in step 0": None}
     zeros, ones = ({**eager, "gradient of v in step 0": value} for value in (torch.zeros(2), torch.ones(2)))
     assert find_difference(zeros, eager, eager, 1e-5) is None
@@ -95,7 +95,7 @@ def _off(**sizes: float) -> dict[str, torch.Tensor]:
 def test_a_difference_is_inductors_where_inductor_alone_is_off_at_the_same_number(
     ours: dict[str, float], its: dict[str, float], is_alike: bool
 ) -> None:
-    """By at least half as much; what it does to other numbers is no excuse."""
+    """By at least half as much; its errors in other numbers are no excuse."""
     problem, rival = (find_difference(_off(**sizes), EAGER, EXACT, 1e-5) for sizes in (ours, its))
     assert problem is not None
     assert problem.is_also_in(rival) == is_alike
