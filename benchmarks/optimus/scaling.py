@@ -24,7 +24,6 @@ from apollo_compile.distributed.pipeline.schedules import interleaved
 from apollo_compile.distributed.pipeline.simulate import end_of, simulate
 from apollo_compile.distributed.pipeline.values import Encoder, FilledPlan, Schedule, StageTimes
 from apollo_compile.units import NS_PER_MS, NS_PER_S
-from benchmarks.optimus.balance import balance_layers, sum_stages
 from benchmarks.optimus.models import (
     BACKWARD_FORWARDS,
     Batch,
@@ -34,7 +33,14 @@ from benchmarks.optimus.models import (
     layer_ns,
     tensor_parallel_gaps,
 )
-from benchmarks.optimus.search import EncoderPlan, choose_plan, encoder_plans, place_replicas
+from benchmarks.optimus.search import (
+    EncoderPlan,
+    balance_layers,
+    choose_plan,
+    encoder_plans,
+    place_replicas,
+    sum_stages,
+)
 
 EFFICIENCY = 0.39
 ENCODER_EFFICIENCY = 0.21

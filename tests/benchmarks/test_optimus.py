@@ -12,7 +12,6 @@ from apollo_compile.distributed.pipeline.fill import fill
 from apollo_compile.distributed.pipeline.schedules import one_forward_one_backward
 from apollo_compile.distributed.pipeline.values import Encoder, Filling, StageTimes
 from apollo_compile.errors import PipelinePlanError
-from benchmarks.optimus.balance import balance_layers, sum_stages
 from benchmarks.optimus.models import Transformer, tensor_parallel_gaps
 from benchmarks.optimus.scaling import (
     BATCH,
@@ -25,7 +24,14 @@ from benchmarks.optimus.scaling import (
     compare,
     simulate_size,
 )
-from benchmarks.optimus.search import EncoderPlan, choose_plan, encoder_plans, place_replicas
+from benchmarks.optimus.search import (
+    EncoderPlan,
+    balance_layers,
+    choose_plan,
+    encoder_plans,
+    place_replicas,
+    sum_stages,
+)
 
 MODEL = {"pipeline_parameters": 64_000, "encoder_parameters": 16_000, "activation_bytes": 100}
 
