@@ -184,18 +184,13 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
         help="float32, bfloat16: the latter is forward and loss under torch.autocast",
     )
     parser.add_argument("--variants", type=variants, default=list(VARIANTS), help=", ".join(_KNOWN))
-    add_measuring_arguments(parser)
-    return parser.parse_args(arguments)
-
-
-def add_measuring_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments that `measure_tasks` reads."""
     parser.add_argument("--steps", type=int, default=30, help="timed steps of every variant")
     parser.add_argument("--steps-per-turn", type=int, default=3, help="timed steps before the next variant's turn")
     parser.add_argument(
         "--warm-cache", action="store_true", help="use the user's Inductor cache; first steps are not cold"
     )
     parser.add_argument("--json", type=Path, help="write everything there, machine and versions included")
+    return parser.parse_args(arguments)
 
 
 def names_of(known: Iterable[str]) -> Callable[[str], list[str]]:

@@ -20,13 +20,14 @@ import itertools
 import statistics
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from tabulate import tabulate
 
 from apollo_compile.tools.bench.numbers import Measurement, VariantResult, summarize
 from apollo_compile.tools.bench.task import Task, Variant
 from benchmarks.harness.whole_steps import COMPARED, COMPILED, FULL_BATCH, LOOP, TRACED, TRACED_WHOLE
-from benchmarks.run import add_measuring_arguments, batch_sizes, measure_tasks, names_of
+from benchmarks.run import batch_sizes, measure_tasks, names_of
 
 WORKLOADS = ("clip", "flava", "llava", "whisper", "vit_control", "two_tower", "act", "chain")
 
@@ -121,7 +122,12 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--optimizers", type=names_of(("sgd", "adamw")), default=["adamw"], help="sgd, adamw")
     parser.add_argument("--microbatches", type=batch_sizes, default=[1, 4], help="numbers of micro-batches, e.g. 1,2,4")
     parser.add_argument("--variants", type=_variants, default=list(VARIANTS), help=", ".join(KNOWN))
-    add_measuring_arguments(parser)
+    parser.add_argument("--steps", type=int, default=30, help="timed steps of every variant")
+    parser.add_argument("--steps-per-turn", type=int, default=3, help="timed steps before the next variant's turn")
+    parser.add_argument(
+        "--warm-cache", action="store_true", help="use the user's Inductor cache; first steps are not cold"
+    )
+    parser.add_argument("--json", type=Path, help="write everything there, machine and versions included")
     return parser.parse_args(arguments)
 
 
