@@ -73,8 +73,7 @@ def assert_trains_alike(
 ) -> Step:
     """Train a model by whole steps and in eager, and compare everything after every step.
 
-    Arguments:
-        until_settled: end early where every variant was compared.
+    `until_settled` ends early where every variant was compared.
     """
     torch._dynamo.reset()
     expected = copy.deepcopy(model) if other is None else other
